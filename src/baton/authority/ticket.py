@@ -1,0 +1,86 @@
+"""The ticket: what one handoff is authorised to touch, signed by the gateway.
+
+On the wire a ticket is base64url text without padding of `msgpack(Ticket) + HMAC-SHA256`
+(docs/wire/ticket.md). It travels in the request body's `kv_transfer_params.baton_ticket`; the
+gateway strips that field from whatever clients send.
+
+A ticket names workers by id and epoch, never memory: pages are granted by the decode worker to
+the ticket's id, and block hashes are compared between the two workers (ADR 0004).
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from typing import TYPE_CHECKING, Final, Literal
+
+import msgspec
+
+from baton.authority.key import MAC_BYTES, ClusterKey
+from baton.errors import TicketError
+from baton.ids import Epoch, TicketId, WorkerId
+
+if TYPE_CHECKING:
+    from baton.clock import UnixTime
+
+PURPOSE: Final = "ticket"
+MAX_TICKET_CHARS: Final = 4096
+CLOCK_SKEW_S: Final = 5.0
+
+
+class WorkerRef(msgspec.Struct, frozen=True):
+    """One life of one worker, and where its peers reach it (`host:port` of its handoff port)."""
+
+    worker: WorkerId
+    epoch: Epoch
+    address: str
+
+
+class Ticket(msgspec.Struct, frozen=True, tag="ticket", tag_field="t"):
+    """Authorises one handoff between two lives of two workers.
+
+    `expires_at` is wall-clock seconds: it bounds replay, not progress (deadlines inside a worker
+    are monotonic). `tenant_salt` enters every block hash.
+    """
+
+    id: TicketId
+    request_id: str
+    prefill: WorkerRef
+    decode: WorkerRef
+    mode: Literal["push"]
+    expires_at: float
+    tenant_salt: str = ""
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Ticket)
+
+
+def seal(ticket: Ticket, key: ClusterKey) -> str:
+    """Sign a ticket and write it as text."""
+    body = _encoder.encode(ticket)
+    return base64.urlsafe_b64encode(body + key.sign(PURPOSE, body)).rstrip(b"=").decode()
+
+
+def unseal(text: str, key: ClusterKey, now: UnixTime) -> Ticket:
+    """Read a ticket, believing nothing before its signature is checked.
+
+    Raises:
+        TicketError: malformed, forged or expired.
+    """
+    if len(text) > MAX_TICKET_CHARS:
+        raise TicketError(f"the ticket has {len(text)} characters, at most {MAX_TICKET_CHARS}")
+    try:
+        raw = base64.b64decode(text + "=" * (-len(text) % 4), altchars=b"-_", validate=True)
+    except (binascii.Error, ValueError) as exc:
+        raise TicketError("the ticket is not base64url text") from exc
+    body, mac = raw[:-MAC_BYTES], raw[-MAC_BYTES:]
+    if not key.verify(PURPOSE, body, mac):
+        raise TicketError("the ticket was not signed with this cluster's key")
+    try:
+        ticket = _decoder.decode(body)
+    except msgspec.MsgspecError as exc:
+        raise TicketError(f"the ticket does not decode: {exc}") from exc
+    if now > ticket.expires_at + CLOCK_SKEW_S:
+        raise TicketError(f"the ticket expired {now - ticket.expires_at:.1f} s ago")
+    return ticket

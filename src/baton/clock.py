@@ -1,0 +1,39 @@
+"""Time as a dependency: the one module that may read the machine's clocks."""
+
+from __future__ import annotations
+
+import time
+from typing import NewType, Protocol
+
+Instant = NewType("Instant", float)
+"""Seconds on a monotonic clock whose zero means nothing.
+
+On Linux the clock is CLOCK_MONOTONIC, which all processes of one host share: instants of two
+workers on one host can be subtracted."""
+
+UnixTime = NewType("UnixTime", float)
+"""Seconds since 1970: only for what must mean the same on two hosts (a ticket's expiry)."""
+
+
+class Clock(Protocol):
+    """Tells the time. Tests pass a `ManualClock`; simulators pass their own."""
+
+    def now(self) -> Instant:
+        """The current instant, for durations and deadlines."""
+        ...
+
+    def unix_now(self) -> UnixTime:
+        """The current wall-clock time, for expiries that cross hosts and for people."""
+        ...
+
+
+class MachineClock:
+    """The machine's clocks."""
+
+    def now(self) -> Instant:
+        """See `Clock`."""
+        return Instant(time.monotonic())  # noqa: TID251
+
+    def unix_now(self) -> UnixTime:
+        """See `Clock`."""
+        return UnixTime(time.time())  # noqa: TID251

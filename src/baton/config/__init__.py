@@ -1,0 +1,20 @@
+"""Configuration: TOML, environment and flags become one frozen tree of options.
+
+Enters: a TOML file (`--config` or `BATON_CONFIG`), variables named `BATON_SECTION__KEY`, and the
+values of command-line flags. Leaves: `Config`, frozen, in which each value was checked, and
+`Resolved`, which also says where each value came from. The stronger source wins:
+
+    flag  >  environment  >  file  >  default
+
+Nothing else in Baton reads the environment.
+
+File map:
+    sections.py     the sections and keys, their types, bounds and defaults
+    keys.py         the same, flat: `gateway.port` → its type and default; open tables
+    origin.py       where a value came from
+    sources.py      one layer of values for each source: file, environment, flags
+    resolve.py      the layers, merged and checked: `Resolved`, `Config`
+    cluster_key.py  finds the cluster key, or makes one for this user
+    environment.py  the one reader of the process's environment
+    logs.py         the one place that sets logging up
+"""

@@ -1,0 +1,103 @@
+"""Finds the cluster key, or makes one for this user. The key is hexadecimal text here."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import secrets
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from baton.config.environment import state_directory
+from baton.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from baton.config.sections import ClusterSection
+
+KEY_VARIABLE: Final = "BATON_CLUSTER_KEY"
+KEY_BYTES: Final = 32
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterKeyText:
+    """The key as hexadecimal text, and where it was found. The text is never printed."""
+
+    text: str = field(repr=False)
+    origin: str
+
+
+def find_cluster_key(
+    section: ClusterSection, environment: Mapping[str, str], hosts: Sequence[str]
+) -> ClusterKeyText:
+    """The key from the environment, else the key file, else this user's own file.
+
+    `hosts` are the addresses that will be listened on: a key is made up only if all are loopback.
+
+    Raises:
+        ConfigError: the file is unreadable or readable by others, or a key is needed and absent.
+    """
+    if text := environment.get(KEY_VARIABLE):
+        return ClusterKeyText(text, f"environment {KEY_VARIABLE}")
+    if section.key_file is not None:
+        path = Path(section.key_file).expanduser()
+        return ClusterKeyText(_read_private(path), f"file {path}")
+    if exposed := [host for host in hosts if not is_loopback(host)]:
+        raise ConfigError(
+            f"listening on {', '.join(exposed)} needs a cluster key, the same for gateway and "
+            f"workers: set {KEY_VARIABLE} (make one with: openssl rand -hex 32) or "
+            "cluster.key_file, or listen on 127.0.0.1"
+        )
+    path = state_directory(environment) / "cluster.key"
+    _create_once(path)
+    return ClusterKeyText(_read_private(path), f"file {path}")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach an address."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _read_private(path: Path) -> str:
+    try:
+        others = path.stat().st_mode & 0o077
+        text = path.read_text(encoding="ascii")
+    except (OSError, UnicodeDecodeError) as exc:
+        raise ConfigError(f"cannot read the cluster key {path}: {exc}") from exc
+    if others:
+        raise ConfigError(f"other users can read the cluster key: run `chmod 600 {path}`")
+    return text.strip()
+
+
+def _create_once(path: Path) -> None:
+    """Make the file with a fresh key, unless it exists; two processes agree on one key."""
+    if path.exists():
+        return
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+        fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            with os.fdopen(fd, "w", encoding="ascii") as file:
+                file.write(secrets.token_hex(KEY_BYTES) + "\n")
+            _link_unless_exists(draft, path)
+        finally:
+            draft.unlink()
+    except OSError as exc:
+        raise ConfigError(
+            f"cannot keep a cluster key in {path}: {exc}; set {KEY_VARIABLE} instead "
+            "(make one with: openssl rand -hex 32)"
+        ) from exc
+
+
+def _link_unless_exists(draft: Path, path: Path) -> None:
+    # A link, not a rename: whoever comes second must not replace the key that the first uses.
+    try:
+        path.hardlink_to(draft)
+    except FileExistsError:
+        return

@@ -1,0 +1,115 @@
+"""The sections of a configuration file. docs/configuration.md describes every key.
+
+`Table` fields are open: their keys belong to a plug-in, whose own schema checks them.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, TypeAlias
+
+import msgspec
+from msgspec import Meta, Struct
+
+Table: TypeAlias = dict[str, object]
+
+Port: TypeAlias = Annotated[int, Meta(ge=0, le=65_535)]
+Count: TypeAlias = Annotated[int, Meta(ge=0)]
+PositiveCount: TypeAlias = Annotated[int, Meta(ge=1)]
+Seconds: TypeAlias = Annotated[float, Meta(gt=0)]
+Host: TypeAlias = Annotated[str, Meta(min_length=1)]
+
+Role: TypeAlias = Literal["prefill", "decode", "both"]
+LogLevel: TypeAlias = Literal["debug", "info", "warning", "error"]
+LogFormat: TypeAlias = Literal["text", "json"]
+
+
+class ClusterSection(Struct, frozen=True, kw_only=True):
+    """What gateway and workers share. The key itself is a secret and never stands in a file."""
+
+    key_file: str | None = None
+
+
+class GatewaySection(Struct, frozen=True, kw_only=True):
+    """The gateway: where it listens, which workers it knows, what it admits."""
+
+    host: Host = "127.0.0.1"
+    port: Port = 8000
+    prefill: tuple[str, ...] = ()
+    decode: tuple[str, ...] = ()
+    workers: tuple[str, ...] = ()
+    max_inflight_requests: PositiveCount = 1024
+    max_body_bytes: PositiveCount = 32 * 1024 * 1024
+    max_answer_bytes: PositiveCount = 64 * 1024 * 1024
+    request_timeout_s: Seconds = 600.0
+    first_byte_timeout_s: Seconds = 300.0
+    connect_timeout_s: Seconds = 3.0
+    prefill_linger_s: Seconds = 2.0
+    probe_interval_s: Seconds = 1.0
+    probe_timeout_s: Seconds = 2.0
+    drain_timeout_s: Seconds = 30.0
+
+
+class WorkerSection(Struct, frozen=True, kw_only=True):
+    """One worker: its part, where it listens, and the model and engine inside it."""
+
+    name: Annotated[str, Meta(min_length=1, max_length=128)] = "worker"
+    role: Role = "both"
+    host: Host = "127.0.0.1"
+    port: Port = 0
+    handoff_host: Host = "127.0.0.1"
+    handoff_port: Port = 0
+    model: str | None = None
+    served_model_name: str | None = None
+    engine: str = "transformers"
+    cpu_affinity: tuple[Count, ...] = ()
+    drain_timeout_s: Seconds = 30.0
+
+
+class HandoffSection(Struct, frozen=True, kw_only=True):
+    """How long a handoff may take, and how a silent peer is noticed."""
+
+    timeout_s: Seconds = 60.0
+    liveness_timeout_s: Seconds = 3.0
+
+
+class TransferSection(Struct, frozen=True, kw_only=True):
+    """Which transports may be used, best first, and each one's own options."""
+
+    transports: Annotated[tuple[str, ...], Meta(min_length=1)] = ("shared", "tcp")
+    options: Table = {}
+
+
+class UpSection(Struct, frozen=True, kw_only=True):
+    """What `baton up` starts; `*_engine` overrides `[engine]` for workers of one role."""
+
+    prefill: Count = 1
+    decode: Count = 1
+    prefill_engine: Table = {}
+    decode_engine: Table = {}
+
+
+class TraceSection(Struct, frozen=True, kw_only=True):
+    """How many finished requests' traces a process remembers."""
+
+    ring_size: PositiveCount = 1024
+
+
+class LogSection(Struct, frozen=True, kw_only=True):
+    """What is logged, and as what."""
+
+    level: LogLevel = "info"
+    format: LogFormat = "text"
+
+
+class Config(Struct, frozen=True, kw_only=True):
+    """The whole configuration."""
+
+    cluster: ClusterSection = msgspec.field(default_factory=ClusterSection)
+    gateway: GatewaySection = msgspec.field(default_factory=GatewaySection)
+    worker: WorkerSection = msgspec.field(default_factory=WorkerSection)
+    engine: Table = {}
+    handoff: HandoffSection = msgspec.field(default_factory=HandoffSection)
+    transfer: TransferSection = msgspec.field(default_factory=TransferSection)
+    up: UpSection = msgspec.field(default_factory=UpSection)
+    trace: TraceSection = msgspec.field(default_factory=TraceSection)
+    log: LogSection = msgspec.field(default_factory=LogSection)

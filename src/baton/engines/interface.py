@@ -1,0 +1,212 @@
+"""The contract between a worker process and the engine inside it.
+
+Tokens go in, tokens come out: text, chat templates and OpenAI's JSON belong to the worker. The
+engine runs on a thread of its own; it reports to the one `UpdateSink` it is started with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
+
+import msgspec
+
+from baton.kv.layout import KVLayout
+from baton.registry import Registry
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from baton.authority.ticket import Ticket
+    from baton.clock import Clock, Instant
+    from baton.errors import BatonError
+    from baton.handoff.interface import HandoffPort, SampledToken
+    from baton.ids import RequestId
+    from baton.telemetry.trace import LegTrace
+    from baton.transfer.interface import PagedRegion
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """How to choose tokens. Checked by the worker before it arrives here.
+
+    `temperature` 0 is greedy. `top_k` 0 and `top_p` 1 switch them off. `seed` None draws a random
+    one at submission by the worker of the decode leg; with a seed, token number i of the answer
+    depends on (seed, i) and the logits alone. `num_logprobs` None reports none; 0 the chosen
+    token's only. `stop_token_ids` and, unless `ignore_eos`, the model's own end tokens finish the
+    answer, but not before `min_tokens`.
+    """
+
+    max_tokens: int
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+    num_logprobs: int | None = None
+    ignore_eos: bool = False
+    stop_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Colocated:
+    """Prefill and decode here."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillLeg:
+    """Compute the KV and the first token for the decode worker that the ticket names."""
+
+    ticket: Ticket
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeLeg:
+    """Receive the KV from the prefill worker that the ticket names, then decode."""
+
+    ticket: Ticket
+
+
+Leg: TypeAlias = Colocated | PrefillLeg | DecodeLeg
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """One prompt. `prompt_ids` has shape `[num_tokens]`, at least one token."""
+
+    id: RequestId
+    prompt_ids: NDArray[np.int32]
+    sampling: SamplingParams
+    leg: Leg
+    tenant_salt: str
+    deadline: Instant
+    trace: LegTrace
+
+
+class FinishReason(StrEnum):
+    """Why an answer ended; the values are OpenAI's."""
+
+    STOP = "stop"
+    LENGTH = "length"
+
+
+@dataclass(frozen=True, slots=True)
+class NewToken:
+    """One token of an answer; `finish` is set on the last one.
+
+    `hidden` marks a token that ended the answer and is not part of its text (an end token). A
+    prefill leg gets exactly one NewToken, with `finish` LENGTH.
+    """
+
+    request: RequestId
+    token: SampledToken
+    num_cached_tokens: int
+    finish: FinishReason | None = None
+    hidden: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RequestFailed:
+    """An answer ended without a finish reason."""
+
+    request: RequestId
+    error: BatonError
+
+
+EngineUpdate: TypeAlias = NewToken | RequestFailed
+UpdateSink: TypeAlias = Callable[[Sequence[EngineUpdate]], None]
+"""Called on the engine's thread, once a step: must not block."""
+
+
+class EngineStats(msgspec.Struct, frozen=True):
+    """A snapshot for metrics and admission."""
+
+    num_waiting: int
+    num_running: int
+    num_awaiting_kv: int
+    num_blocks: int
+    num_free_blocks: int
+    num_reserved_blocks: int
+    num_quarantined_blocks: int
+    num_cached_blocks: int
+    num_preemptions: int
+    prompt_tokens: int
+    cached_prompt_tokens: int
+    received_prompt_tokens: int
+    output_tokens: int
+
+
+class EngineInfo(msgspec.Struct, frozen=True):
+    """What a worker and its peers must know about a loaded model."""
+
+    engine: str
+    model_path: str
+    fingerprint: str
+    layout: KVLayout
+    num_blocks: int
+    max_context_tokens: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+
+
+class Engine(Protocol):
+    """A loaded model that answers requests. Thread-safe; nothing here blocks but `stop`."""
+
+    info: EngineInfo
+    region: PagedRegion
+
+    def start(self, sink: UpdateSink, handoff: HandoffPort) -> None:
+        """Start the engine's thread. Once."""
+        ...
+
+    def wake(self) -> None:
+        """The handoff has events: look at `HandoffPort.poll` soon."""
+        ...
+
+    def submit(self, request: GenerationRequest) -> None:
+        """Queue a request; updates follow through the sink until one that ends it.
+
+        Raises:
+            OverloadedError: the queue is full.
+            ContextLengthError: prompt and max_tokens can never fit.
+        """
+        ...
+
+    def cancel(self, request: RequestId) -> None:
+        """Forget a request and free what it holds; no update follows. Unknown ids are ignored."""
+        ...
+
+    def stats(self) -> EngineStats:
+        """A snapshot, at most one step old."""
+        ...
+
+    def stop(self, timeout_s: float) -> None:
+        """End the thread, failing what is unfinished; releases memory. Idempotent."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class EngineContext:
+    """What every engine is built from, besides its own options."""
+
+    model: Path
+    clock: Clock
+
+
+class EngineFactory(Protocol):
+    """What an entry point of `baton.engines` builds from its options."""
+
+    def __call__(self, context: EngineContext) -> Engine:
+        """Load the model.
+
+        Raises:
+            ConfigError: the model cannot be served by this engine; says why and what to do.
+        """
+        ...
+
+
+ENGINES: Final[Registry[EngineFactory]] = Registry("baton.engines")

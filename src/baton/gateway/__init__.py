@@ -1,0 +1,24 @@
+"""The front door: OpenAI's API in, one placed and pumped request out.
+
+Enters: a client's HTTP request. Leaves: the decode worker's bytes, unchanged, as they come. The
+gateway reads only the top level of the body, strips what clients may not say, signs a ticket, asks
+the prefill and the decode worker at once, and frees both when the client leaves. It reaches
+workers over the network (docs/wire/worker-http.md), never by import.
+
+File map:
+    options.py      `GatewayOptions`: what the operator decides
+    process.py      `run_gateway`: socket, server, signals, drain
+    app.py          `GatewayApp`: the allow-list of paths
+    completions.py  one completion request: admission, deadlines, errors, accounting
+    exchange.py     its two legs: placement, ticket, retry
+    prefill_leg.py  the prefill worker's part, and telling decode when it fails
+    answer.py       the decode worker's bytes to the client
+    request.py      parse, strip and rewrite the body; the request id
+    upstream.py     HTTP to workers; foreign exceptions mapped
+    interrupt.py    ending what a task does, for a reason
+    workers.py      the registry of workers: who is up, and since which epoch
+    probe.py        asks one worker how it is, for ever
+    worker_info.py  what a worker says about itself, checked
+    errors.py       OpenAI's error JSON and the status codes
+    metrics.py, records.py, debug.py   counted, remembered, shown
+"""

@@ -1,0 +1,164 @@
+"""What clients are told when something goes wrong: status codes and OpenAI's error JSON.
+
+GatewayError
+├── BodyTooLargeError       413
+├── PathNotFoundError       404
+├── MethodNotAllowedError   405
+├── NoWorkerError           503, retryable
+├── UpstreamError           502: a worker did not give an answer; retryable
+│   ├── WorkerUnreachableError
+│   ├── WorkerLostError
+│   └── StaleTicketError    a worker began another life: place the request again
+├── DeadlineError           504
+└── ClientLeftError         nobody is told
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from baton.errors import (
+    BatonError,
+    InvalidRequestError,
+    ModelNotFoundError,
+    OverloadedError,
+)
+
+if TYPE_CHECKING:
+    from baton.ids import WorkerId
+
+RETRY_AFTER_NO_WORKER_S = 2.0
+
+
+class GatewayError(BatonError):
+    """Base of what only a gateway raises."""
+
+
+class BodyTooLargeError(GatewayError):
+    """The request's body exceeds the limit."""
+
+
+class PathNotFoundError(GatewayError):
+    """The path is not on the allow-list."""
+
+
+class MethodNotAllowedError(GatewayError):
+    """The path exists, for another method: `allowed`."""
+
+    def __init__(self, message: str, *, allowed: str) -> None:
+        super().__init__(message)
+        self.allowed = allowed
+
+
+class NoWorkerError(GatewayError):
+    """No worker can serve this now."""
+
+    retryable = True
+
+
+class UpstreamError(GatewayError):
+    """A worker did not give the answer that was asked of it."""
+
+    retryable = True
+
+
+class WorkerUnreachableError(UpstreamError):
+    """No connection to the worker could be made."""
+
+
+class WorkerLostError(UpstreamError):
+    """The worker was there, and is gone before its answer was complete."""
+
+
+class StaleTicketError(UpstreamError):
+    """A worker refused a ticket made for its previous life. Nothing was computed."""
+
+    def __init__(self, worker: WorkerId) -> None:
+        super().__init__(f"{worker} refused the ticket: it was made for its previous life")
+        self.worker = worker
+
+
+class DeadlineError(GatewayError):
+    """The request took longer than the operator allows."""
+
+
+class ClientLeftError(GatewayError):
+    """The client closed its connection."""
+
+
+class ErrorDetail(msgspec.Struct, frozen=True):
+    """OpenAI's error object."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(msgspec.Struct, frozen=True):
+    """OpenAI's error body."""
+
+    error: ErrorDetail
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorAnswer:
+    """An error, ready to be sent: as a response or, after the headers, as an event."""
+
+    status: int
+    body: bytes
+    headers: tuple[tuple[bytes, bytes], ...] = ()
+
+    @property
+    def event(self) -> bytes:
+        """The last two events of a stream that broke."""
+        return b"data: " + self.body + b"\n\ndata: [DONE]\n\n"
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    status: int
+    type: str
+    code: str
+
+
+_KINDS: tuple[tuple[type[BatonError], _Kind], ...] = (
+    (ModelNotFoundError, _Kind(404, "invalid_request_error", "model_not_found")),
+    (InvalidRequestError, _Kind(400, "invalid_request_error", "invalid_request")),
+    (BodyTooLargeError, _Kind(413, "invalid_request_error", "request_too_large")),
+    (PathNotFoundError, _Kind(404, "invalid_request_error", "not_found")),
+    (MethodNotAllowedError, _Kind(405, "invalid_request_error", "method_not_allowed")),
+    (OverloadedError, _Kind(503, "server_error", "overloaded")),
+    (NoWorkerError, _Kind(503, "server_error", "no_worker")),
+    (UpstreamError, _Kind(502, "server_error", "worker_failed")),
+    (DeadlineError, _Kind(504, "server_error", "deadline_exceeded")),
+)
+_INTERNAL = _Kind(500, "server_error", "internal_error")
+
+
+def answer_for(error: Exception) -> ErrorAnswer:
+    """What the client is told. Errors that are not ours on purpose keep their text to the log."""
+    kind = next((kind for cls, kind in _KINDS if isinstance(error, cls)), _INTERNAL)
+    message = "internal error; see the gateway's log" if kind is _INTERNAL else str(error)
+    param, code = None, kind.code
+    if isinstance(error, InvalidRequestError):
+        param, code = error.param, error.code or kind.code
+    body = msgspec.json.encode(ErrorBody(ErrorDetail(message, kind.type, param, code)))
+    return ErrorAnswer(kind.status, body, _headers(error))
+
+
+def _headers(error: Exception) -> tuple[tuple[bytes, bytes], ...]:
+    if isinstance(error, OverloadedError):
+        return ((b"retry-after", b"%d" % math.ceil(error.retry_after_s)),)
+    if isinstance(error, NoWorkerError):
+        return ((b"retry-after", b"%d" % math.ceil(RETRY_AFTER_NO_WORKER_S)),)
+    if isinstance(error, MethodNotAllowedError):
+        return ((b"allow", error.allowed.encode()),)
+    if isinstance(error, BodyTooLargeError):
+        return ((b"connection", b"close"),)  # the rest of the body is not going to be read
+    return ()

@@ -1,0 +1,107 @@
+"""What the operator decides about a gateway."""
+
+from __future__ import annotations
+
+import ipaddress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+from urllib.parse import urlsplit
+
+from baton.errors import ConfigError
+from baton.router.fleet import Role
+
+if TYPE_CHECKING:
+    from baton.authority.key import ClusterKey
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerAddress:
+    """Where the operator says that a worker is, and in which role.
+
+    Raises:
+        ConfigError: `url` is not `http://host:port`.
+    """
+
+    url: str
+    role: Role
+
+    def __post_init__(self) -> None:
+        parts = urlsplit(self.url)
+        if parts.scheme not in {"http", "https"} or not parts.hostname or parts.path not in {"", "/"}:
+            raise ConfigError(
+                f"{self.url!r} is not a worker's address; write it as http://host:port"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatewayOptions:
+    """Everything `run_gateway` needs. Durations in seconds.
+
+    `key_origin` says whether an operator configured the cluster key or a launcher made it up for
+    this machine: a gateway that others can reach insists on the former. `announce_fd` is the file
+    descriptor that gets the line `{"event":"ready",...}`.
+
+    Raises:
+        ConfigError: no worker can decode, a limit is not positive, or the gateway would be
+            reachable from other machines without a configured cluster key.
+    """
+
+    workers: tuple[WorkerAddress, ...]
+    cluster_key: ClusterKey
+    key_origin: Literal["configured", "generated"] = "generated"
+    host: str = "127.0.0.1"
+    port: int = 8000
+    announce_fd: int = 1
+    max_inflight_requests: int = 1024
+    max_body_bytes: int = 32 * MIB
+    max_answer_bytes: int = 64 * MIB
+    request_timeout_s: float = 600.0
+    first_byte_timeout_s: float = 300.0
+    connect_timeout_s: float = 3.0
+    prefill_linger_s: float = 2.0
+    probe_interval_s: float = 1.0
+    probe_timeout_s: float = 2.0
+    drain_timeout_s: float = 30.0
+    num_records: int = 1024
+
+    def __post_init__(self) -> None:
+        if not any(worker.role is not Role.PREFILL for worker in self.workers):
+            raise ConfigError(
+                "no worker can decode; give the gateway at least one --decode or --worker address"
+            )
+        urls = [worker.url.rstrip("/") for worker in self.workers]
+        twice = {url for url in urls if urls.count(url) > 1}
+        if twice:
+            raise ConfigError(f"listed twice: {', '.join(sorted(twice))}")
+        self._check_limits()
+        if self.key_origin == "generated" and not _is_loopback(self.host):
+            raise ConfigError(
+                f"refusing to listen on {self.host}: other machines could reach this gateway, and "
+                "no cluster key is configured; set BATON_CLUSTER_KEY or listen on 127.0.0.1"
+            )
+
+    def _check_limits(self) -> None:
+        for name in (
+            "max_inflight_requests",
+            "max_body_bytes",
+            "max_answer_bytes",
+            "request_timeout_s",
+            "first_byte_timeout_s",
+            "connect_timeout_s",
+            "probe_interval_s",
+            "probe_timeout_s",
+            "num_records",
+        ):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"gateway.{name} must be above 0")
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

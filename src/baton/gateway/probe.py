@@ -1,0 +1,106 @@
+"""Asks one worker how it is, for ever."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Final
+
+from baton.errors import BatonError
+from baton.gateway.errors import UpstreamError
+from baton.gateway.worker_info import read_info
+from baton.gateway.workers import Up
+
+if TYPE_CHECKING:
+    from baton.gateway.options import GatewayOptions
+    from baton.gateway.upstream import Upstream
+    from baton.gateway.workers import Worker, Workers
+
+NUM_FAILURES_TO_LOSE: Final = 2
+PROBES_PER_INTRODUCTION: Final = 10
+
+log = logging.getLogger(__name__)
+
+
+class Prober:
+    """Keeps one worker's state true.
+
+    A worker that is up is asked for its health, and now and then who it is (it may have restarted
+    between two probes); any other is asked who it is. Owner: the event loop's thread.
+    """
+
+    def __init__(
+        self, worker: Worker, workers: Workers, upstream: Upstream, options: GatewayOptions
+    ) -> None:
+        self._worker, self._workers, self._upstream = worker, workers, upstream
+        self._interval_s, self._timeout_s = options.probe_interval_s, options.probe_timeout_s
+        self._num_failures = 0
+        self._num_probes = 0
+        self._wanted = asyncio.Event()
+
+    async def run(self) -> None:
+        """Probe until cancelled."""
+        while True:
+            try:
+                await self.probe()
+            except Exception:
+                log.exception("probing %s failed; trying again", self._worker)
+            try:
+                async with asyncio.timeout(self._interval_s):
+                    await self._wanted.wait()
+            except TimeoutError:
+                continue
+            self._wanted.clear()
+
+    def soon(self) -> None:
+        """Do not wait for the next round."""
+        self._wanted.set()
+
+    async def probe(self) -> None:
+        """Ask once, and note the answer."""
+        self._num_probes += 1
+        try:
+            if await self._takes_requests():
+                await self._introduce_if_due()
+            else:
+                self._workers.drain(self._worker)
+        except BatonError as exc:
+            self._num_failures += 1
+            if not isinstance(self._worker.state, Up) or self._num_failures >= NUM_FAILURES_TO_LOSE:
+                self._workers.lose(self._worker, str(exc))
+        else:
+            self._num_failures = 0
+
+    async def introduce(self) -> None:
+        """Ask the worker who it is.
+
+        Raises:
+            UpstreamError: no answer.
+            ProtocolError: an answer that the wire format does not allow.
+        """
+        status, body = await self._get("baton/v1/info")
+        if status != HTTPStatus.OK:
+            raise _unexpected("/baton/v1/info", status)
+        self._workers.introduce(self._worker, read_info(body))
+
+    async def _introduce_if_due(self) -> None:
+        if not isinstance(self._worker.state, Up) or not self._num_probes % PROBES_PER_INTRODUCTION:
+            await self.introduce()
+
+    async def _takes_requests(self) -> bool:
+        status, _ = await self._get("health")
+        if status not in {HTTPStatus.OK, HTTPStatus.SERVICE_UNAVAILABLE}:
+            raise _unexpected("/health", status)
+        return status == HTTPStatus.OK
+
+    async def _get(self, path: str) -> tuple[int, bytes]:
+        return await self._upstream.get(self._worker.url / path, self._timeout_s)
+
+
+def _unexpected(path: str, status: int) -> UpstreamError:
+    if status == HTTPStatus.UNAUTHORIZED:
+        return UpstreamError(
+            "it does not hold this cluster's key; give both processes the same BATON_CLUSTER_KEY"
+        )
+    return UpstreamError(f"{path} answered {status}: is this a Baton worker?")

@@ -1,0 +1,108 @@
+"""A client's request: parsed at its top level only, stripped, and rewritten for workers.
+
+The body is taken apart into top-level fields and put together again, never patched as text: so
+a field that a client may not send is gone however it was spelled (escaped names, names given
+twice), and worker and gateway cannot read one body in two ways.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from baton.errors import InvalidRequestError
+from baton.ids import RequestId, new_request_id
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+TICKET_FIELD: Final = "kv_transfer_params"
+EXTRA_ARGUMENTS_FIELD: Final = "vllm_xargs"
+"""vLLM merges these into the same place as `kv_transfer_params`."""
+
+MAX_REQUEST_ID_CHARS: Final = 128
+FORWARDED_HEADERS: Final = frozenset({b"traceparent", b"tracestate"})
+_PRINTABLE: Final = frozenset(range(0x21, 0x7F))
+
+_fields_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_text_decoder = msgspec.json.Decoder(str)
+_encoder = msgspec.json.Encoder()
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionBody:
+    """The top level of a body, without what clients may not send.
+
+    Each field's value is the client's own JSON text.
+    """
+
+    model: str
+    stream: bool
+    fields: dict[str, msgspec.Raw]
+
+    def encode(self) -> bytes:
+        """The body for a worker that prefills and decodes itself."""
+        return _encoder.encode(self.fields)
+
+    def encode_with_ticket(self, ticket: str) -> bytes:
+        """The body for both legs of a handoff. `ticket` is base64url text."""
+        granted = msgspec.Raw(b'{"baton_ticket":"' + ticket.encode() + b'"}')
+        return _encoder.encode({**self.fields, TICKET_FIELD: granted})
+
+
+def parse_body(body: bytes) -> CompletionBody:
+    """Read the top level.
+
+    Raises:
+        InvalidRequestError: not a JSON object, or `model` or `stream` has another type.
+    """
+    try:
+        fields = _fields_decoder.decode(body)
+    except (msgspec.MsgspecError, UnicodeError, RecursionError) as exc:
+        raise InvalidRequestError(f"the body is not a JSON object: {exc}") from exc
+    fields.pop(TICKET_FIELD, None)
+    if EXTRA_ARGUMENTS_FIELD in fields:
+        _strip_nested(fields)
+    return CompletionBody(_model(fields), _stream(fields), fields)
+
+
+def _strip_nested(fields: dict[str, msgspec.Raw]) -> None:
+    try:
+        nested = _fields_decoder.decode(fields[EXTRA_ARGUMENTS_FIELD])
+    except msgspec.MsgspecError as exc:
+        raise InvalidRequestError(
+            f"{EXTRA_ARGUMENTS_FIELD} must be an object", param=EXTRA_ARGUMENTS_FIELD
+        ) from exc
+    nested.pop(TICKET_FIELD, None)
+    fields[EXTRA_ARGUMENTS_FIELD] = msgspec.Raw(_encoder.encode(nested))
+
+
+def _model(fields: dict[str, msgspec.Raw]) -> str:
+    if "model" not in fields:
+        raise InvalidRequestError("you must name a model", param="model")
+    try:
+        return _text_decoder.decode(fields["model"])
+    except msgspec.MsgspecError as exc:
+        raise InvalidRequestError("model must be a string", param="model") from exc
+
+
+def _stream(fields: dict[str, msgspec.Raw]) -> bool:
+    match bytes(fields["stream"]) if "stream" in fields else b"null":
+        case b"true":
+            return True
+        case b"false" | b"null":
+            return False
+        case _:
+            raise InvalidRequestError("stream must be true or false", param="stream")
+
+
+def request_id_from(headers: Iterable[tuple[bytes, bytes]]) -> RequestId:
+    """The client's `x-request-id` if it is fit to be logged and forwarded, else a fresh one."""
+    for name, value in headers:
+        if name == b"x-request-id":
+            if 0 < len(value) <= MAX_REQUEST_ID_CHARS and _PRINTABLE.issuperset(value):
+                return RequestId(value.decode("ascii"))
+            break
+    return new_request_id()

@@ -1,0 +1,156 @@
+"""HTTP to workers, and the only place that knows aiohttp's exceptions."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Final
+
+import aiohttp
+from multidict import CIMultiDict
+
+from baton.gateway.errors import UpstreamError, WorkerLostError, WorkerUnreachableError
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+    from yarl import URL
+
+    from baton.authority.key import ClusterKey
+    from baton.gateway.options import GatewayOptions
+    from baton.ids import TicketId
+
+READ_BUFFER_BYTES: Final = 1 << 20
+KEEP_ALIVE_S: Final = 4.0
+"""Below uvicorn's 5 s, so that it is we who close an idle connection, never in a race."""
+
+MAX_PLAIN_BODY_BYTES: Final = 1 << 20
+"""aiohttp wants a larger body as a file, so that it can yield while writing it."""
+
+MAX_SMALL_ANSWER_BYTES: Final = 1 << 20
+
+
+class Upstream:
+    """One pool of connections to all workers. Owner: the event loop's thread."""
+
+    def __init__(self, options: GatewayOptions) -> None:
+        self._options = options
+        self._authorization = "Bearer " + worker_token(options.cluster_key)
+        self._session: aiohttp.ClientSession | None = None
+
+    async def open(self) -> None:
+        """Create the pool; connections are made when they are needed."""
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
+            timeout=aiohttp.ClientTimeout(
+                total=None, sock_connect=self._options.connect_timeout_s
+            ),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            auto_decompress=False,
+            read_bufsize=READ_BUFFER_BYTES,
+            skip_auto_headers=("accept", "accept-encoding", "user-agent"),
+        )
+
+    async def close(self) -> None:
+        """Close every connection."""
+        if self._session is not None:
+            await self._session.close()
+
+    def headers(self) -> CIMultiDict[str]:
+        """What every request to a worker carries; the caller's own copy."""
+        return CIMultiDict(authorization=self._authorization)
+
+    async def post(
+        self, url: URL, body: bytes, headers: CIMultiDict[str]
+    ) -> aiohttp.ClientResponse:
+        """Post JSON; returns when the answer's headers are here. No deadline of its own.
+
+        The caller releases or closes the answer. Cancelling closes the connection, and by that
+        tells the worker.
+
+        Raises:
+            WorkerUnreachableError: no connection.
+            WorkerLostError: no answer on it.
+        """
+        headers["content-type"] = "application/json"
+        data = body if len(body) <= MAX_PLAIN_BODY_BYTES else io.BytesIO(body)
+        with mapped_errors(url):
+            return await self._open_session.post(
+                url, data=data, headers=headers, allow_redirects=False
+            )
+
+    async def get(self, url: URL, timeout_s: float) -> tuple[int, bytes]:
+        """Fetch a small answer: its status and body.
+
+        Raises:
+            WorkerUnreachableError, WorkerLostError: as for `post`, or no answer in time.
+            UpstreamError: the answer is not small.
+        """
+        with mapped_errors(url):
+            async with (
+                asyncio.timeout(timeout_s),
+                self._open_session.get(
+                    url, headers=self.headers(), allow_redirects=False
+                ) as response,
+            ):
+                return response.status, await read_answer(response, MAX_SMALL_ANSWER_BYTES)
+
+    async def abort(self, base_url: URL, ticket: TicketId, reason: str) -> None:
+        """Tell a worker that a handoff is not going to happen.
+
+        Raises:
+            UpstreamError: it could not be told.
+        """
+        url = base_url / "baton/v1/handoffs" / ticket.hex() / "abort"
+        with mapped_errors(url):
+            async with (
+                asyncio.timeout(self._options.connect_timeout_s),
+                self._open_session.post(url, json={"reason": reason}, headers=self.headers()),
+            ):
+                pass
+
+    @property
+    def _open_session(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            raise RuntimeError("Upstream.open was not awaited")
+        return self._session
+
+
+def worker_token(key: ClusterKey) -> str:
+    """What proves to a worker that a request comes from this cluster's gateway."""
+    return key.sign("http", b"worker").hex()
+
+
+async def read_answer(response: aiohttp.ClientResponse, max_bytes: int) -> bytes:
+    """Read a whole body.
+
+    Raises:
+        WorkerLostError: it was cut off.
+        UpstreamError: it is longer than `max_bytes`.
+    """
+    parts: list[bytes] = []
+    num_bytes = 0
+    with mapped_errors(response.url):
+        while part := await response.content.readany():
+            parts.append(part)
+            num_bytes += len(part)
+            if num_bytes > max_bytes:
+                response.close()
+                raise UpstreamError(f"{response.url.origin()} answered more than {max_bytes} bytes")
+    return b"".join(parts)
+
+
+@contextmanager
+def mapped_errors(url: URL) -> Generator[None]:
+    """Translate what aiohttp raises."""
+    try:
+        yield
+    except aiohttp.ClientConnectorError as exc:
+        raise WorkerUnreachableError(f"{url.origin()} cannot be reached: {exc.strerror}") from exc
+    except (TimeoutError, aiohttp.ServerTimeoutError) as exc:
+        raise WorkerUnreachableError(f"{url.origin()} did not answer in time") from exc
+    except (aiohttp.ClientError, OSError) as exc:
+        raise WorkerLostError(
+            f"{url.origin()} closed the connection before its answer was complete"
+        ) from exc

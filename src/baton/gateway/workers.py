@@ -1,0 +1,175 @@
+"""The registry of workers: who is up, and since which epoch.
+
+    Unseen ──info──► Up ◄──► Draining
+       │              │ ▲       │
+       └─► Rejected   ▼ │info   │
+                     Down ◄─────┘
+
+Whatever changes a state goes through `Workers.change`, which logs it once, counts it and makes a
+new `Fleet`.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
+
+from typing_extensions import assert_never
+from yarl import URL
+
+from baton.gateway.worker_info import WorkerInfo, why_not_used
+from baton.router.fleet import Fleet
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from baton.gateway.metrics import GatewayMetrics
+    from baton.gateway.options import WorkerAddress
+    from baton.ids import WorkerId
+    from baton.router.fleet import WorkerView
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Unseen:
+    """It has not told yet who it is; `reason` is why, as far as we know."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Up:
+    """It answers."""
+
+    info: WorkerInfo
+
+
+@dataclass(frozen=True, slots=True)
+class Draining:
+    """It finishes what it has, and takes no more."""
+
+    info: WorkerInfo
+
+
+@dataclass(frozen=True, slots=True)
+class Down:
+    """It did not answer."""
+
+    info: WorkerInfo
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """It answers, but cannot be used as the operator listed it."""
+
+    reason: str
+
+
+WorkerState: TypeAlias = Unseen | Up | Draining | Down | Rejected
+
+
+class Worker:
+    """One address on the operator's list."""
+
+    def __init__(self, address: WorkerAddress) -> None:
+        self.address = address
+        self.url = URL(address.url).origin()
+        self.completion_urls = {
+            path: self.url.with_path(path) for path in ("/v1/chat/completions", "/v1/completions")
+        }
+        self.state: WorkerState = Unseen("not asked yet")
+
+    @property
+    def info(self) -> WorkerInfo | None:
+        """The last thing that it said about itself."""
+        match self.state:
+            case Up(info) | Draining(info) | Down(info, _):
+                return info
+            case Unseen() | Rejected():
+                return None
+
+    @property
+    def name(self) -> str:
+        """How people call it."""
+        return self.info.worker if self.info else str(self.url)
+
+    def __str__(self) -> str:
+        return f"{self.address.role} worker {self.name}"
+
+
+class Workers:
+    """All workers on the operator's list. Owner: the event loop's thread."""
+
+    def __init__(self, addresses: Iterable[WorkerAddress], metrics: GatewayMetrics) -> None:
+        self.all = tuple(Worker(address) for address in addresses)
+        self.fleet = Fleet()
+        self._metrics = metrics
+        self._by_id: dict[WorkerId, Worker] = {}
+        for worker in self.all:
+            metrics.worker_up(str(worker.url), worker.address.role, up=False)
+
+    def of(self, view: WorkerView) -> Worker:
+        """The worker behind a placement's view."""
+        return self._by_id[view.id]
+
+    def introduce(self, worker: Worker, info: WorkerInfo) -> None:
+        """It told who it is: it is up, unless it cannot be used as listed."""
+        reason = why_not_used(info, worker.address)
+        namesake = self._by_id.get(info.worker, worker)
+        if namesake is not worker:
+            reason = f"{namesake.url} is called {info.worker} already; give each worker a name"
+        if reason is not None:
+            self.change(worker, Rejected(reason))
+            return
+        before = worker.info
+        if before is not None and before.epoch != info.epoch:
+            log.warning("%s began another life: epoch %s → %s", worker, before.epoch, info.epoch)
+        self.change(worker, Up(info))
+
+    def lose(self, worker: Worker, reason: str) -> None:
+        """It did not answer."""
+        info = worker.info
+        self.change(worker, Unseen(reason) if info is None else Down(info, reason))
+
+    def drain(self, worker: Worker) -> None:
+        """It said that it takes no more."""
+        if worker.info is not None:
+            self.change(worker, Draining(worker.info))
+
+    def change(self, worker: Worker, state: WorkerState) -> None:
+        """Note a state, and tell whoever wants to know."""
+        before, worker.state = worker.state, state
+        if before == state:
+            return
+        _log_change(worker, before, state)
+        self._by_id = {w.info.worker: w for w in self.all if w.info is not None}
+        self.fleet = Fleet.of(
+            w.info.view(w.address.role, available=isinstance(w.state, Up))
+            for w in self.all
+            if w.info is not None
+        )
+        self._metrics.worker_up(str(worker.url), worker.address.role, up=isinstance(state, Up))
+        if isinstance(state, Up):
+            self._metrics.preregister(state.info.served_model_name)
+
+
+def _log_change(worker: Worker, before: WorkerState, state: WorkerState) -> None:
+    same_kind = type(before) is type(state)
+    match state:
+        case Up():
+            if not same_kind:
+                log.info("%s is up at %s", worker, worker.url)
+        case Draining():
+            log.info("%s is draining", worker)
+        case Down(_, reason):
+            if not same_kind:
+                log.warning("%s is down: %s", worker, reason)
+        case Unseen(reason):
+            log.info("waiting for the %s worker at %s: %s", worker.address.role, worker.url, reason)
+        case Rejected(reason):
+            log.error("the worker at %s is not used: %s", worker.url, reason)
+        case _:
+            assert_never(state)

@@ -1,0 +1,319 @@
+"""The handoff agent of one worker: a thread that owns links, transports and sessions.
+
+    engine's thread ── commands ──► agent's thread ── events ──► engine's thread (`poll`)
+                                      │  │
+                       links to peers ┘  └ transports
+
+The thread sleeps in one `select` over all of them; it never spins. The engine's calls only queue
+a command and write one byte to a pipe.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import selectors
+import threading
+from collections import deque
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Final, assert_never
+
+from baton.authority.ticket import WorkerRef
+from baton.errors import BatonError
+from baton.handoff.desk import Desk
+from baton.handoff.messages import PROTOCOL_VERSION, Declined, Failed, Finished, Grant, Hello
+from baton.handoff.peers import Heard, Peer, PeerGone, PeerTable, PeerUp
+from baton.handoff.receiving import ReceivingDesk
+from baton.handoff.routes import RouteTable
+from baton.handoff.sending import SendingDesk
+from baton.transfer.interface import (
+    Arrived,
+    Attached,
+    RemoteLost,
+    WindowQuiescent,
+    WriteCompleted,
+    WriteFailed,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from baton.authority.key import ClusterKey
+    from baton.authority.ticket import Ticket
+    from baton.clock import Clock, Instant
+    from baton.handoff.interface import (
+        HandoffEvent,
+        ReceiveOrder,
+        SampledToken,
+        SendOrder,
+    )
+    from baton.handoff.peers import PeerEvent
+    from baton.ids import Epoch, TicketId, WorkerId
+    from baton.kv.layout import KVLayout
+    from baton.transfer.interface import PagedRegion, TransferEvent, Transport
+
+logger = logging.getLogger(__name__)
+
+TICK_S: Final = 0.05
+STOP_TIMEOUT_S: Final = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class AgentOptions:
+    """Who this agent is and what it works with; `transports` in order of preference."""
+
+    worker: WorkerId
+    epoch: Epoch
+    fingerprint: str
+    layout: KVLayout
+    region: PagedRegion
+    transports: tuple[Transport, ...]
+    key: ClusterKey
+    clock: Clock
+    host: str = "127.0.0.1"
+    port: int = 0
+    timeout_s: float = 60.0
+    liveness_timeout_s: float = 3.0
+
+
+class HandoffAgent:
+    """Implements `HandoffPort` (thread-safe); all else belongs to the agent's own thread."""
+
+    def __init__(self, options: AgentOptions) -> None:
+        self._options = options
+        self._commands: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
+        self._events: deque[HandoffEvent] = deque()
+        self._wake_engine: Callable[[], None] = _nothing
+        self._selector = selectors.DefaultSelector()
+        self._stopping = False
+        self._thread: threading.Thread | None = None
+        self._next_tick = 0.0
+        self._address = ""
+
+    @property
+    def address(self) -> str:
+        """Where peers reach this agent: `host:port`, known after `start`."""
+        return self._address
+
+    def start(self, wake_engine: Callable[[], None]) -> None:
+        """Listen, expose the region on every transport, start the thread. Once.
+
+        Raises:
+            ConfigError: the handoff port is taken.
+            TransferError: a transport cannot expose the region.
+        """
+        self._wake_engine = wake_engine
+        options = self._options
+        hello = Hello(
+            version=PROTOCOL_VERSION,
+            worker=options.worker,
+            epoch=options.epoch,
+            fingerprint=options.fingerprint,
+            layout=options.layout,
+            regions=tuple(t.expose(options.region) for t in options.transports),
+        )
+        self._peers = PeerTable(
+            hello,
+            key=options.key,
+            clock=options.clock,
+            selector=self._selector,
+            liveness_timeout_s=options.liveness_timeout_s,
+        )
+        self._address = self._peers.listen(options.host, options.port)
+        self._routes = RouteTable(options.transports)
+        desk = Desk(
+            me=WorkerRef(options.worker, options.epoch, self._address),
+            key=options.key,
+            clock=options.clock,
+            layout=options.layout,
+            region=options.region,
+            peers=self._peers,
+            routes=self._routes,
+            transports=options.transports,
+            timeout_s=options.timeout_s,
+            emit=self._emit,
+        )
+        self._receiving, self._sending = ReceivingDesk(desk), SendingDesk(desk)
+        self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._selector.register(self._wake_read, selectors.EVENT_READ, None)
+        for transport in options.transports:
+            if transport.readiness_fd is not None:
+                self._selector.register(transport.readiness_fd, selectors.EVENT_READ, transport)
+        self._thread = threading.Thread(target=self._run, name="handoff-agent", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End every handoff, close every socket and mapping, end the thread. Idempotent."""
+        if self._thread is None:
+            return
+        self._command(self._begin_stop)
+        self._thread.join(STOP_TIMEOUT_S)
+        if self._thread.is_alive():
+            logger.error("the handoff agent did not stop within %s s", STOP_TIMEOUT_S)
+        self._thread = None
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the thread runs."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def expect(self, order: ReceiveOrder) -> None:
+        """See `HandoffPort`."""
+        self._command(partial(self._receiving.expect, order))
+
+    def offer(self, order: SendOrder) -> None:
+        """See `HandoffPort`."""
+        self._command(partial(self._sending.offer, order))
+
+    def layer_ready(self, tickets: Sequence[tuple[TicketId, int]], layer: int) -> None:
+        """See `HandoffPort`."""
+        self._command(partial(self._sending.layer_ready, tuple(tickets), layer))
+
+    def finish(self, ticket: TicketId, first_token: SampledToken) -> None:
+        """See `HandoffPort`."""
+        self._command(partial(self._sending.finish, ticket, first_token))
+
+    def decline(self, ticket: Ticket, reason: str) -> None:
+        """See `HandoffPort`."""
+        self._command(partial(self._receiving.decline, ticket, reason))
+
+    def abort(self, ticket: TicketId, reason: str) -> None:
+        """See `HandoffPort`."""
+        self._command(partial(self._abort, ticket, reason))
+
+    def give_up(self, ticket: TicketId, reason: str) -> None:
+        """The gateway says that this ticket's other half failed: recompute (or stop) now."""
+        self._command(partial(self._give_up, ticket, reason))
+
+    def poll(self) -> list[HandoffEvent]:
+        """See `HandoffPort`."""
+        events: list[HandoffEvent] = []
+        while self._events:
+            events.append(self._events.popleft())
+        return events
+
+    def _command(self, command: Callable[[], object]) -> None:
+        self._commands.put(command)
+        try:
+            os.write(self._wake_write, b"\0")
+        except BlockingIOError:
+            pass  # the pipe is full of wake-ups already
+        except OSError:
+            logger.debug("a command after the agent stopped")
+
+    def _emit(self, event: HandoffEvent) -> None:
+        self._events.append(event)
+        self._wake_engine()
+
+    def _run(self) -> None:
+        while not self._stopping:
+            try:
+                self._step()
+            except Exception:
+                # One broken handoff must not end all others.
+                logger.exception("the handoff agent met an unexpected error")
+        self._close()
+
+    def _step(self) -> None:
+        ready = self._selector.select(TICK_S)
+        for key, mask in ready:
+            if key.fd == self._wake_read:
+                os.read(self._wake_read, 65_536)
+            elif isinstance(key.data, Peer | PeerTable):
+                self._dispatch_all(self._peers.serve(key.data, mask))
+        self._run_commands()
+        for transport in self._options.transports:
+            for event in transport.poll():
+                self._moved(transport, event)
+        now = self._options.clock.now()
+        if now >= self._next_tick:
+            self._tick(now)
+
+    def _run_commands(self) -> None:
+        """Carry out what was queued before this call, and no more, so that sockets get a turn."""
+        for _ in range(self._commands.qsize()):
+            try:
+                self._commands.get_nowait()()
+            except BatonError as exc:
+                logger.warning("handoff: %s", exc)
+
+    def _tick(self, now: Instant) -> None:
+        self._next_tick = now + TICK_S
+        self._dispatch_all(self._peers.tick())
+        self._receiving.tick()
+        self._sending.tick()
+
+    def _dispatch_all(self, events: list[PeerEvent]) -> None:
+        for event in events:
+            match event:
+                case PeerUp(peer):
+                    self._receiving.peer_up(peer)
+                case PeerGone(peer, error):
+                    self._receiving.peer_gone(peer, error)
+                    self._sending.peer_gone(peer, error)
+                case Heard():
+                    self._heard(event)
+                case _:
+                    assert_never(event)
+
+    def _heard(self, heard: Heard) -> None:
+        peer, message = heard.peer, heard.message
+        try:
+            if isinstance(message, Finished | Failed):
+                self._receiving.heard(peer, message)
+            if isinstance(message, Grant | Declined | Failed):
+                self._sending.heard(peer, message)
+        except BatonError as exc:
+            logger.warning("handoff: refused what %s said: %s", peer.name, exc)
+
+    def _moved(self, transport: Transport, event: TransferEvent) -> None:
+        match event:
+            case Arrived(window, notice):
+                self._receiving.arrived(window, notice)
+            case WriteCompleted(transfer):
+                self._sending.write_completed(transport, transfer)
+            case WriteFailed(transfer, error):
+                self._sending.write_failed(transport, transfer, error)
+            case WindowQuiescent(window):
+                self._receiving.window_quiescent(window)
+            case Attached() | RemoteLost():
+                self._route_changed(transport, event)
+            case _:
+                assert_never(event)
+
+    def _route_changed(self, transport: Transport, event: Attached | RemoteLost) -> None:
+        if isinstance(event, Attached):
+            found = self._routes.attached(transport, event.remote)
+            if found is not None:
+                self._sending.route_found(found)
+            return
+        lost = self._routes.lost(transport, event.remote, event.error)
+        if lost is not None:
+            self._sending.route_lost(lost)
+
+    def _abort(self, ticket: TicketId, reason: str) -> None:
+        if not self._receiving.abort(ticket, reason):
+            self._sending.abort(ticket, reason)
+
+    def _give_up(self, ticket: TicketId, reason: str) -> None:
+        if not self._sending.abort(ticket, reason):
+            self._receiving.give_up(ticket, reason)
+
+    def _begin_stop(self) -> None:
+        self._receiving.stop("the worker is stopping")
+        self._sending.stop("the worker is stopping")
+        self._stopping = True
+
+    def _close(self) -> None:
+        self._peers.close()
+        for transport in self._options.transports:
+            transport.close()
+        self._selector.close()
+        os.close(self._wake_read)
+        os.close(self._wake_write)
+
+
+def _nothing() -> None:
+    """Before `start`, nobody waits for events."""

@@ -1,0 +1,305 @@
+"""The peers of one agent: who is linked, what they said in their Hello, and whether they live.
+
+Owns the listener and all links. The agent's loop calls `serve` for a ready socket and `tick` now
+and then; what happened is returned, never called back.
+"""
+
+from __future__ import annotations
+
+import logging
+import selectors
+import socket
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, TypeAlias
+
+from baton.errors import (
+    BatonError,
+    ConfigError,
+    LayoutMismatchError,
+    PeerLostError,
+    ProtocolError,
+)
+from baton.handoff.link import Link, LinkPhase
+from baton.handoff.messages import (
+    PROTOCOL_VERSION,
+    Hello,
+    Message,
+    Ping,
+    Pong,
+    Refused,
+)
+from baton.kv.exchange import check_exchangeable
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from baton.authority.key import ClusterKey
+    from baton.authority.ticket import WorkerRef
+    from baton.clock import Clock
+    from baton.ids import Epoch, WorkerId
+
+logger = logging.getLogger(__name__)
+
+MAX_LINKS: Final = 1024
+PROVING_TIMEOUT_S: Final = 2.0
+
+
+@dataclass(eq=False, slots=True)
+class Peer:
+    """The other end of one link. `hello` is None until it introduced itself."""
+
+    link: Link
+    dialed: WorkerRef | None
+    hello: Hello | None = None
+    pinged_at: float = 0.0
+    best_rtt_s: float = float("inf")
+    clock_offset_s: float = 0.0
+
+    @property
+    def name(self) -> str:
+        """For logs and errors."""
+        if self.hello is not None:
+            return self.hello.worker
+        return self.dialed.worker if self.dialed else "an unknown peer"
+
+    def to_local(self, at: float) -> float:
+        """An instant on the peer's clock, on ours."""
+        return at - self.clock_offset_s
+
+
+@dataclass(frozen=True, slots=True)
+class PeerUp:
+    """A peer introduced itself and can exchange KV with this worker."""
+
+    peer: Peer
+
+
+@dataclass(frozen=True, slots=True)
+class PeerGone:
+    """The link to a peer ended, or never came up."""
+
+    peer: Peer
+    error: BatonError
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """A peer that is up said something about a handoff."""
+
+    peer: Peer
+    message: Message
+
+
+PeerEvent: TypeAlias = PeerUp | PeerGone | Heard
+
+
+class PeerTable:
+    """All links of one agent. Owner: the agent's thread."""
+
+    def __init__(
+        self,
+        hello: Hello,
+        *,
+        key: ClusterKey,
+        clock: Clock,
+        selector: selectors.BaseSelector,
+        liveness_timeout_s: float,
+    ) -> None:
+        self._hello = hello
+        self._key, self._clock, self._selector = key, clock, selector
+        self._liveness_timeout_s = liveness_timeout_s
+        self._listener: socket.socket | None = None
+        self._peers: set[Peer] = set()
+        self._dialed: dict[tuple[WorkerId, Epoch], Peer] = {}
+        self._ended: list[PeerGone] = []
+
+    def __iter__(self) -> Iterator[Peer]:
+        """Every peer with an open link."""
+        return iter(tuple(self._peers))
+
+    def listen(self, host: str, port: int) -> str:
+        """Accept links on `host:port` (port 0: any); the address that peers dial.
+
+        Raises:
+            ConfigError: the address cannot be bound.
+        """
+        try:
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            listener = socket.create_server((host, port), family=family)
+        except OSError as exc:
+            raise ConfigError(
+                f"cannot listen for handoffs on {host}:{port}: {exc.strerror}; "
+                "choose another [worker] handoff_port (0 takes any free one)"
+            ) from exc
+        listener.settimeout(0)
+        self._selector.register(listener, selectors.EVENT_READ, self)
+        self._listener = listener
+        bound = listener.getsockname()
+        return f"[{bound[0]}]:{bound[1]}" if ":" in bound[0] else f"{bound[0]}:{bound[1]}"
+
+    def dial(self, ref: WorkerRef) -> Peer | None:
+        """The link to one life of a worker, made now if there is none.
+
+        None if it cannot even be begun; the reason follows as a `PeerGone` from `tick`, unless the
+        peer is None: then nobody can be told about and the caller fails at once.
+        """
+        known = self._dialed.get((ref.worker, ref.epoch))
+        if known is not None:
+            return known
+        try:
+            link = Link.dial(ref.address, self._key, self._clock.now())
+        except BatonError as exc:
+            logger.warning("handoff: %s", exc)
+            return None
+        peer = Peer(link, dialed=ref)
+        link.say(self._hello)
+        self._dialed[ref.worker, ref.epoch] = peer
+        self._admit(peer)
+        return peer
+
+    def serve(self, source: Peer | PeerTable, mask: int) -> list[PeerEvent]:
+        """A registered socket is ready: what came of it."""
+        if isinstance(source, PeerTable):
+            self._accept()
+            return []
+        return self._serve_peer(source, mask)
+
+    def say(self, peer: Peer, message: Message) -> None:
+        """Send a message; a link that breaks over it is reported by the next `tick`."""
+        if peer.link.phase is LinkPhase.CLOSED:
+            return
+        try:
+            peer.link.say(message)
+        except BatonError as exc:
+            self._drop(peer, exc)
+            return
+        self._update_interest(peer)
+
+    def tick(self) -> list[PeerEvent]:
+        """Ping, and give up on peers that were silent for too long."""
+        now = self._clock.now()
+        for peer in self:
+            silent_s = now - peer.link.heard_at
+            limit_s = self._liveness_timeout_s if peer.hello else PROVING_TIMEOUT_S
+            if silent_s > limit_s:
+                self._drop(peer, PeerLostError(f"{peer.name} was silent for {silent_s:.1f} s"))
+            elif peer.hello and now - peer.pinged_at > self._liveness_timeout_s / 4:
+                peer.pinged_at = now
+                self.say(peer, Ping(now))
+        ended, self._ended = self._ended, []
+        return list(ended)
+
+    def close(self) -> None:
+        """Close the listener and every link."""
+        if self._listener is not None:
+            self._selector.unregister(self._listener)
+            self._listener.close()
+            self._listener = None
+        for peer in self:
+            self._drop(peer, PeerLostError("this worker is stopping"))
+        self._ended.clear()
+
+    def _accept(self) -> None:
+        if self._listener is None:
+            return
+        try:
+            sock, _ = self._listener.accept()
+        except OSError:
+            return  # it left again before it was accepted
+        if len(self._peers) >= MAX_LINKS:
+            sock.close()
+            return
+        self._admit(Peer(Link.accept(sock, self._key, self._clock.now()), dialed=None))
+
+    def _admit(self, peer: Peer) -> None:
+        self._peers.add(peer)
+        self._selector.register(peer.link.sock, _interest(peer), peer)
+
+    def _serve_peer(self, peer: Peer, mask: int) -> list[PeerEvent]:
+        if peer not in self._peers:
+            return []
+        events: list[PeerEvent] = []
+        try:
+            if mask & selectors.EVENT_WRITE:
+                peer.link.flush()
+            if mask & selectors.EVENT_READ:
+                for message in peer.link.receive(self._clock.now()):
+                    events += self._hear(peer, message)
+        except BatonError as exc:
+            self._drop(peer, exc)
+        else:
+            self._update_interest(peer)
+        ended, self._ended = self._ended, []
+        return [*events, *ended]
+
+    def _hear(self, peer: Peer, message: Message) -> list[PeerEvent]:
+        match message:
+            case Hello():
+                return self._meet(peer, message)
+            case Refused(reasons):
+                raise LayoutMismatchError(reasons)
+            case Ping(at):
+                self.say(peer, Pong(at, self._clock.now()))
+                return []
+            case Pong(echo, at):
+                self._measure_clock(peer, echo, at)
+                return []
+            case _ if peer.hello is None:
+                raise ProtocolError(f"{type(message).__name__} before Hello")
+            case _:
+                return [Heard(peer, message)]
+
+    def _meet(self, peer: Peer, hello: Hello) -> list[PeerEvent]:
+        if peer.hello is not None:
+            raise ProtocolError("a second Hello")
+        try:
+            self._check_compatible(peer, hello)
+        except LayoutMismatchError as exc:
+            self.say(peer, Refused(exc.differences))
+            raise
+        peer.hello = hello
+        if peer.dialed is None:
+            self.say(peer, self._hello)
+        return [PeerUp(peer)]
+
+    def _check_compatible(self, peer: Peer, hello: Hello) -> None:
+        if hello.version != PROTOCOL_VERSION:
+            raise LayoutMismatchError((
+                f"handoff protocol {hello.version} there, {PROTOCOL_VERSION} here",
+            ))
+        if hello.fingerprint != self._hello.fingerprint:
+            theirs, ours = hello.fingerprint[:16], self._hello.fingerprint[:16]
+            raise LayoutMismatchError((
+                f"another model: fingerprint {theirs}… on {hello.worker}, {ours}… here",
+            ))
+        check_exchangeable(hello.layout, self._hello.layout)
+        if peer.dialed is not None and peer.dialed.epoch != hello.epoch:
+            raise PeerLostError(f"{hello.worker} restarted: another epoch answers")
+
+    def _measure_clock(self, peer: Peer, echo: float, at: float) -> None:
+        """Offset by the exchange with the shortest round trip (as NTP's clock filter does)."""
+        now = self._clock.now()
+        rtt_s = now - echo
+        if 0 <= rtt_s < peer.best_rtt_s:
+            peer.best_rtt_s = rtt_s
+            peer.clock_offset_s = at - (echo + now) / 2
+
+    def _update_interest(self, peer: Peer) -> None:
+        if peer in self._peers:
+            self._selector.modify(peer.link.sock, _interest(peer), peer)
+
+    def _drop(self, peer: Peer, error: BatonError) -> None:
+        if peer not in self._peers:
+            return
+        self._peers.discard(peer)
+        self._selector.unregister(peer.link.sock)
+        peer.link.close()
+        if peer.dialed is not None:
+            self._dialed.pop((peer.dialed.worker, peer.dialed.epoch), None)
+        logger.info("handoff: link to %s ended: %s", peer.name, error)
+        self._ended.append(PeerGone(peer, error))
+
+
+def _interest(peer: Peer) -> int:
+    write = selectors.EVENT_WRITE if peer.link.wants_write else 0
+    return selectors.EVENT_READ | write

@@ -1,0 +1,152 @@
+"""Which transport reaches a peer: tried in order of preference, and remembered with proof.
+
+A route is found once for each life of a peer. `expected` is the first transport that both sides
+have; `used` is the one that attached. They differ only where an attempt failed, and then the
+reason is kept: no slow path is silent.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from baton.errors import BatonError, PeerUnreachableError
+
+if TYPE_CHECKING:
+    from baton.errors import TransferError
+    from baton.handoff.peers import Peer
+    from baton.transfer.interface import RegionDescriptor, RemoteId, Transport
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """A way to write into a peer's pages."""
+
+    transport: Transport
+    remote: RemoteId
+    expected: str
+
+    @property
+    def used(self) -> str:
+        """The transport's name."""
+        return self.transport.kind
+
+
+@dataclass(frozen=True, slots=True)
+class RouteFound:
+    """The peer can be written to."""
+
+    peer: Peer
+    route: Route
+
+
+@dataclass(frozen=True, slots=True)
+class RouteLost:
+    """The peer cannot be written to: nothing attached, or what was attached broke."""
+
+    peer: Peer
+    error: TransferError
+
+
+@dataclass(slots=True)
+class _Search:
+    """The attempts at one peer. `route` is set once one attached."""
+
+    peer: Peer
+    expected: str
+    candidates: list[tuple[Transport, RegionDescriptor]]
+    attempt: tuple[Transport, RemoteId] | None = None
+    route: Route | None = None
+    reasons: list[str] = field(default_factory=list)
+
+
+class RouteTable:
+    """Routes from this worker to its peers. Owner: the agent's thread.
+
+    `transports` are in order of preference.
+    """
+
+    def __init__(self, transports: tuple[Transport, ...]) -> None:
+        self._transports = transports
+        self._searches: dict[int, _Search] = {}
+
+    def find(self, peer: Peer) -> Route | None:
+        """The route, if it is known."""
+        search = self._searches.get(id(peer))
+        return search.route if search else None
+
+    def seek(self, peer: Peer) -> RouteLost | None:
+        """Begin to look for a route, unless that was begun already; answers if it is hopeless."""
+        if id(peer) in self._searches:
+            return None
+        regions = {region.transport: region for region in peer.hello.regions} if peer.hello else {}
+        candidates = [
+            (transport, regions[transport.kind])
+            for transport in self._transports
+            if transport.kind in regions
+        ]
+        if not candidates:
+            ours = ", ".join(t.kind for t in self._transports)
+            theirs = ", ".join(regions) or "none"
+            error = PeerUnreachableError(
+                f"no transport in common with {peer.name}: {ours} here, {theirs} there"
+            )
+            return RouteLost(peer, error)
+        search = _Search(peer, candidates[0][0].kind, candidates)
+        self._searches[id(peer)] = search
+        return self._try_next(search)
+
+    def attached(self, transport: Transport, remote: RemoteId) -> RouteFound | None:
+        """A transport says that a remote can be written."""
+        search = self._by_attempt(transport, remote)
+        if search is None:
+            return None
+        search.route = Route(transport, remote, search.expected)
+        if transport.kind != search.expected:
+            logger.warning(
+                "handoff: %s is reached by %s, not %s: %s",
+                search.peer.name,
+                transport.kind,
+                search.expected,
+                "; ".join(search.reasons),
+            )
+        return RouteFound(search.peer, search.route)
+
+    def lost(self, transport: Transport, remote: RemoteId, error: BatonError) -> RouteLost | None:
+        """A remote is gone, or could not be attached; None while another transport is tried."""
+        search = self._by_attempt(transport, remote)
+        if search is None:
+            return None
+        search.reasons.append(f"{transport.kind}: {error}")
+        if search.route is not None:
+            del self._searches[id(search.peer)]
+            return RouteLost(search.peer, PeerUnreachableError(search.reasons[-1]))
+        return self._try_next(search)
+
+    def forget(self, peer: Peer) -> None:
+        """The link to a peer ended: detach, which fails its unfinished writes."""
+        search = self._searches.pop(id(peer), None)
+        if search is not None and search.attempt is not None:
+            transport, remote = search.attempt
+            transport.detach(remote)
+
+    def _by_attempt(self, transport: Transport, remote: RemoteId) -> _Search | None:
+        for search in self._searches.values():
+            if search.attempt == (transport, remote):
+                return search
+        return None
+
+    def _try_next(self, search: _Search) -> RouteLost | None:
+        while search.candidates:
+            transport, descriptor = search.candidates.pop(0)
+            try:
+                search.attempt = (transport, transport.attach(descriptor))
+            except BatonError as exc:
+                search.reasons.append(f"{transport.kind}: {exc}")
+            else:
+                return None
+        del self._searches[id(search.peer)]
+        return RouteLost(search.peer, PeerUnreachableError("; ".join(search.reasons)))

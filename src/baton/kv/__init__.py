@@ -1,0 +1,19 @@
+"""What a block is: its name, its shape, its state, and how it is copied between two shapes.
+
+Enters: token ids, a worker's layout and its peer's, block tables. Leaves: block hashes, page
+copies for a transport, digests for a receiver, and the pool that says which block is whose.
+Pure: no I/O, no clock, no threads, no torch.
+
+File map:
+    layout.py     `KVLayout`: layers, heads, block size, order, shard; sizes; the window
+    exchange.py   what two layouts may differ in
+    identity.py   `BlockHash`, `HashDomain`, the prompt hash
+    geometry.py   where a page's bytes are; spans between two pages
+    tables.py     `BlockTable`: tokens → blocks; pieces of a token range
+    copies.py     `PageCopies`: what one write moves, and a plain executor
+    canonical.py  KV of a token range in canonical order, gathered and scattered
+    digest.py     a digest for each piece, equal on both sides
+    blocks.py     `BlockState`, the ledger
+    guards.py     reserved → in flight → quiescent, quarantined
+    pool.py       `BlockPool`: references, prefix cache, eviction
+"""

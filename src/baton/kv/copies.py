@@ -1,0 +1,182 @@
+"""Page copies between two layouts, as index arrays: described, never looped over."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from baton.errors import ProtocolError
+from baton.kv.geometry import compute_spans, page_geometry
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from baton.kv.layout import KVLayout
+
+
+@dataclass(frozen=True, slots=True)
+class BlockTable:
+    """Which block holds which tokens of one sequence.
+
+    `blocks[i]`, int64, holds tokens `[(first + i) * block_size, (first + i + 1) * block_size)`.
+    `first` is above 0 where the leading blocks are not this table's business (a cached prefix).
+    """
+
+    first: int
+    blocks: NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class PagedSequence:
+    """One sequence's KV on one worker: the blocks of `table`, in pages of `layout`."""
+
+    layout: KVLayout
+    table: BlockTable
+
+    def check_covers(self, start: int, stop: int) -> None:
+        """Refuse tokens `[start, stop)` where the table lacks a block of theirs.
+
+        Raises:
+            ProtocolError: a block is missing, or the range is none.
+        """
+        check_range(start, stop)
+        first = self.table.first * self.layout.block_size
+        end = first + len(self.table.blocks) * self.layout.block_size
+        if start < stop and not first <= start <= stop <= end:
+            raise ProtocolError(f"tokens [{start}, {stop}) where the blocks have [{first}, {end})")
+
+    def blocks_of(self, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The block of each token, int64 `[n]`. The table covers them all."""
+        return self.table.blocks[tokens // self.layout.block_size - self.table.first]
+
+
+@dataclass(frozen=True, slots=True)
+class CopyGroup:
+    """Copies that share one geometry.
+
+    Page `src_pages[i]` → page `dst_pages[i]`, both int64 `[n]`; in each pair, for every row of
+    `spans`, int64 `[s, 3]`: `(src_byte, dst_byte, num_bytes)` inside the page.
+    """
+
+    src_pages: NDArray[np.int64]
+    dst_pages: NDArray[np.int64]
+    spans: NDArray[np.int64]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that this group moves."""
+        return len(self.src_pages) * int(self.spans[:, 2].sum())
+
+
+@dataclass(frozen=True, slots=True)
+class PageCopies:
+    """What one write moves: pages of array number `layer` on both sides."""
+
+    layer: int
+    groups: tuple[CopyGroup, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that all groups move."""
+        return sum(group.num_bytes for group in self.groups)
+
+    @property
+    def num_pages(self) -> int:
+        """Page pairs that are touched."""
+        return sum(len(group.src_pages) for group in self.groups)
+
+
+def compute_pieces(
+    src_block_size: int, dst_block_size: int, start: int, stop: int
+) -> NDArray[np.int64]:
+    """Cut tokens `[start, stop)` wherever either side turns a page.
+
+    Returns:
+        int64 `[k + 1]`, ascending: piece i is tokens `[bounds[i], bounds[i + 1])`, the longest run
+        that lies in one page of each side. An empty range has no pieces: `[start]`.
+
+    Raises:
+        ProtocolError: not a range.
+    """
+    check_range(start, stop)
+    if start == stop:
+        return np.array([start], dtype=np.int64)
+    cuts = _page_starts(src_block_size, start, stop)
+    if dst_block_size != src_block_size:
+        cuts = np.union1d(cuts, _page_starts(dst_block_size, start, stop))
+    bounds = np.empty(len(cuts) + 2, dtype=np.int64)
+    bounds[0], bounds[1:-1], bounds[-1] = start, cuts, stop
+    return bounds
+
+
+def compute_page_copies(
+    src: PagedSequence, dst: PagedSequence, layer: int, *, start: int, stop: int
+) -> PageCopies:
+    """How KV of tokens `[start, stop)` of one layer gets from src's pages into dst's.
+
+    Only heads that both sides hold are copied. Spans are as long as can be: between equal
+    layouts a full page is the one span `(0, 0, page_bytes)`.
+
+    Raises:
+        ProtocolError: not a range, or a table does not cover it.
+        LayoutMismatchError: the layers have different planes (see `check_exchangeable`).
+    """
+    src.check_covers(start, stop)
+    dst.check_covers(start, stop)
+    sizes = src.layout.block_size, dst.layout.block_size
+    geometries = page_geometry(src.layout, layer), page_geometry(dst.layout, layer)
+    bounds = compute_pieces(*sizes, start, stop)
+    tokens = bounds[:-1]
+    src_pages, dst_pages = src.blocks_of(tokens), dst.blocks_of(tokens)
+    groups: list[CopyGroup] = []
+    for pieces in _group_alike(bounds, *sizes):
+        first = int(tokens[pieces[0]])
+        length = int(bounds[pieces[0] + 1]) - first
+        spans = compute_spans(*geometries, (first % sizes[0], first % sizes[1]), length)
+        if len(spans):
+            groups.append(CopyGroup(src_pages[pieces], dst_pages[pieces], spans))
+    return PageCopies(layer, tuple(groups))
+
+
+def compute_runs(group: CopyGroup) -> NDArray[np.int64]:
+    """Adjacent page pairs as runs, for a transport that copies whole pages.
+
+    Returns:
+        int64 `[r, 3]`: `(src_page, dst_page, num_pages)`, in the order of the group.
+    """
+    breaks = (np.diff(group.src_pages) != 1) | (np.diff(group.dst_pages) != 1)
+    firsts = np.concatenate(([0], np.flatnonzero(breaks) + 1))
+    if not len(group.src_pages):
+        firsts = firsts[:0]
+    lengths = np.diff(firsts, append=len(group.src_pages))
+    return np.stack((group.src_pages[firsts], group.dst_pages[firsts], lengths), axis=1)
+
+
+def check_range(start: int, stop: int) -> None:
+    """Refuse what is no token range.
+
+    Raises:
+        ProtocolError: negative, or it ends before it starts.
+    """
+    if not 0 <= start <= stop:
+        raise ProtocolError(f"tokens [{start}, {stop}) are no range")
+
+
+def _page_starts(block_size: int, start: int, stop: int) -> NDArray[np.int64]:
+    """First tokens of the pages that begin inside `(start, stop)`."""
+    first = (start // block_size + 1) * block_size
+    return np.arange(first, stop, block_size, dtype=np.int64)
+
+
+def _group_alike(
+    bounds: NDArray[np.int64], src_block_size: int, dst_block_size: int
+) -> list[NDArray[np.int64]]:
+    """Indices of pieces that lie alike in their pages: same offsets on both sides, same length."""
+    tokens, lengths = bounds[:-1], np.diff(bounds)
+    # One number for (src offset, dst offset, length); block sizes are below 2**17, so it fits.
+    alike = (tokens % src_block_size * dst_block_size + tokens % dst_block_size) << 17 | lengths
+    order = np.argsort(alike, kind="stable")
+    cuts = np.flatnonzero(np.diff(alike[order])) + 1
+    return np.split(order, cuts) if len(order) else []

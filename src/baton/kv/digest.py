@@ -1,0 +1,81 @@
+"""A digest for each piece of a token range: equal on both sides, whatever their layouts.
+
+A piece's digest is xxh3_128 over its bytes in canonical order (`[plane][token][head][dim]`). It
+finds torn, stale and misplaced bytes; it is no proof against an adversary, who is kept out by the
+link's authentication.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+from xxhash import xxh3_128, xxh3_128_digest
+
+from baton.errors import ProtocolError
+from baton.kv.geometry import page_geometry, plane_rows
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from baton.kv.copies import PagedSequence
+    from baton.kv.geometry import PageGeometry
+    from baton.kv.layout import KVLayout
+
+DIGEST_BYTES: Final = 16
+
+
+def compute_digests(
+    sequence: PagedSequence,
+    layer: int,
+    layer_pages: NDArray[np.uint8],
+    bounds: NDArray[np.int64],
+    heads: range | None = None,
+) -> bytes:
+    """`DIGEST_BYTES` for each piece, concatenated.
+
+    Args:
+        sequence: This side's layout and block table.
+        layer: Which layer the pages are of.
+        layer_pages: uint8 `[num_blocks, page_bytes]`.
+        bounds: int64 `[k + 1]` from `compute_pieces`: no piece crosses a page of this side.
+        heads: The kv heads that both sides hold (`shared_heads`); None for all that this one does.
+
+    Raises:
+        ProtocolError: the table does not cover the pieces, or one of them crosses a page.
+    """
+    tokens, lengths = bounds[:-1], np.diff(bounds)
+    if not len(tokens):
+        return b""
+    sequence.check_covers(int(bounds[0]), int(bounds[-1]))
+    block_size = sequence.layout.block_size
+    in_page = tokens % block_size
+    if int((in_page + lengths).max()) > block_size or int(lengths.min()) < 1:
+        raise ProtocolError("a piece is empty or crosses a page")
+    geometry = page_geometry(sequence.layout, layer)
+    planes = [plane_rows(layer_pages, plane, heads) for plane in geometry.planes]
+    page_is_canonical = _rests_canonically(sequence.layout, geometry, heads)
+    digests: list[bytes] = []
+    for block, first, length in zip(
+        sequence.blocks_of(tokens).tolist(), in_page.tolist(), lengths.tolist(), strict=True
+    ):
+        if page_is_canonical and length == block_size:
+            digests.append(xxh3_128_digest(layer_pages[block]))
+        else:
+            digests.append(_digest_gathered(planes, block, range(first, first + length)))
+    return b"".join(digests)
+
+
+def _digest_gathered(planes: list[NDArray[np.uint8]], block: int, tokens: range) -> bytes:
+    digest = xxh3_128()
+    for rows in planes:
+        # A view where the rows are adjacent, a copy in canonical order where they are not.
+        digest.update(np.ascontiguousarray(rows[block, tokens.start : tokens.stop]))
+    return digest.digest()
+
+
+def _rests_canonically(layout: KVLayout, geometry: PageGeometry, heads: range | None) -> bool:
+    """Whether a whole page's bytes, as they lie, are what its digest covers."""
+    return layout.order == "canonical" and all(
+        plane.heads_among(heads) == plane.heads for plane in geometry.planes
+    )

@@ -1,0 +1,17 @@
+"""One machine, one command: starts workers and a gateway, watches them, stops them.
+
+Enters: a resolved configuration. Leaves: one running gateway with its workers, each a process of
+its own (`python -m baton.cli …`) that speaks to the launcher only by announcements on an
+inherited pipe, signals and its exit code. Nothing survives the launcher, however it ends.
+
+File map:
+    plan.py           which processes, with which arguments (pure)
+    cores.py          how the machine's cores are shared between workers (pure)
+    announcement.py   what a child says about itself, checked
+    child.py          one process: spawn, announcements, log lines, exit
+    restarts.py       when a process that died may start again (pure)
+    diagnosis.py      what an exit code and last log lines probably mean (pure)
+    ports.py          is the gateway's port free, and who holds it
+    progress.py       what the person at the terminal sees
+    supervisor.py     starts all, keeps all running, drains all
+"""

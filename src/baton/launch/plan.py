@@ -1,0 +1,153 @@
+"""Which processes `baton up` starts, with which arguments. Pure.
+
+Children read the same file and environment as the launcher. What it got by flags, and what it
+decides itself, it hands on by flags, which win over both. Secrets never stand among them.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import ChainMap
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias
+
+import msgspec
+
+from baton.config.keys import closed_keys
+from baton.config.origin import FromFlag
+from baton.errors import ConfigError
+from baton.launch.cores import share_cores
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from baton.config.resolve import Resolved
+    from baton.config.sections import Config, Role
+
+Settings: TypeAlias = "dict[str, object]"
+Pinning: TypeAlias = Literal["shared_cores", "own_cores"]
+
+LAUNCHER_ONLY: Final = ("up.", "gateway.prefill", "gateway.decode", "gateway.workers")
+"""Keys that a child never gets handed on."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerPlan:
+    """One worker to start, and the settings in which it differs from the file."""
+
+    name: str
+    role: Role
+    settings: Settings
+
+    def command(self, ports: Ports, file: Path | None) -> tuple[str, ...]:
+        """Its command line, on ports chosen by the kernel (0) or those of an earlier life."""
+        own = {
+            "worker.name": self.name,
+            "worker.role": self.role,
+            "worker.port": ports.http,
+            "worker.handoff_port": ports.handoff,
+        }
+        return _command("worker", file, self.settings | own)
+
+
+@dataclass(frozen=True, slots=True)
+class Ports:
+    """A worker's two TCP ports."""
+
+    http: int = 0
+    handoff: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchPlan:
+    """Everything that one launch starts."""
+
+    config: Config
+    file: Path | None
+    workers: tuple[WorkerPlan, ...]
+    gateway_settings: Settings
+
+    def gateway_command(self, urls: Mapping[str, str]) -> tuple[str, ...]:
+        """The gateway's command line; `urls` has each worker's by name."""
+        by_role: dict[Role, list[str]] = {"prefill": [], "decode": [], "both": []}
+        for worker in self.workers:
+            by_role[worker.role].append(urls[worker.name])
+        lists = {
+            "gateway.prefill": by_role["prefill"],
+            "gateway.decode": by_role["decode"],
+            "gateway.workers": by_role["both"],
+        }
+        return _command("gateway", self.file, self.gateway_settings | lists)
+
+
+def plan_launch(
+    resolved: Resolved, cores: Sequence[int], engine_keys: frozenset[str], pinning: Pinning
+) -> LaunchPlan:
+    """Decide on processes and their settings.
+
+    `engine_keys` are the options that the chosen engine knows. With no prefill workers, or no
+    decode workers, the others do both parts.
+
+    Raises:
+        ConfigError: there would be no worker at all.
+    """
+    config = resolved.to_config()
+    names = _names_and_roles(config)
+    shares = share_cores(cores, len(names))
+    flags = _handed_on(resolved)
+    workers = []
+    for (name, role, overrides), share in zip(names, shares, strict=True):
+        settings = ChainMap(
+            {f"engine.{key}": value for key, value in overrides.items()},
+            {"worker.cpu_affinity": share} if pinning == "own_cores" else {},
+            flags,
+            _thread_default(config, engine_keys, len(share)),
+        )
+        workers.append(WorkerPlan(name, role, dict(settings)))
+    return LaunchPlan(config, resolved.file, tuple(workers), flags)
+
+
+def _names_and_roles(config: Config) -> list[tuple[str, Role, Mapping[str, object]]]:
+    up = config.up
+    num_workers = up.prefill + up.decode
+    if num_workers == 0:
+        raise ConfigError("nothing to start: --prefill and --decode are both 0")
+    if up.prefill == 0 or up.decode == 0:
+        overrides = up.prefill_engine if up.decode == 0 else up.decode_engine
+        return [(f"worker-{i}", "both", overrides) for i in range(num_workers)]
+    return [
+        *((f"prefill-{i}", "prefill", up.prefill_engine) for i in range(up.prefill)),
+        *((f"decode-{i}", "decode", up.decode_engine) for i in range(up.decode)),
+    ]
+
+
+def _thread_default(config: Config, engine_keys: frozenset[str], num_cores: int) -> Settings:
+    if "num_threads" not in engine_keys or "num_threads" in config.engine:
+        return {}
+    return {"engine.num_threads": num_cores}
+
+
+def _handed_on(resolved: Resolved) -> Settings:
+    return {
+        name: value.value
+        for name, value in resolved.values.items()
+        if isinstance(value.origin, FromFlag) and not name.startswith(LAUNCHER_ONLY)
+    }
+
+
+def _command(command: str, file: Path | None, settings: Settings) -> tuple[str, ...]:
+    words = [sys.executable, "-m", "baton.cli", command]
+    if file is not None:
+        words += ["--config", str(file.absolute())]
+    for name, value in settings.items():
+        words += ["--set", f"{name}={_as_text(name, value)}"]
+    return tuple(words)
+
+
+def _as_text(name: str, value: object) -> str:
+    """What `--set` reads back as the same value: plain for a closed string, else TOML."""
+    if isinstance(value, str) and name in closed_keys():
+        return value
+    # JSON's scalars and arrays of scalars are TOML's.
+    return msgspec.json.encode(value).decode()

@@ -1,0 +1,10 @@
+"""Which workers serve a request. Pure: no I/O, no clock, no randomness.
+
+Enters: a `Fleet` (what the registry of workers knows at this moment) and a `PlacementRequest`.
+Leaves: a `Placement` (prefill worker or none, decode worker, mode, reasons), or `Unplaceable`.
+
+File map:
+    fleet.py        `WorkerView`, `Fleet`: an immutable snapshot, indexed by served model
+    placement.py    `PlacementRequest`, `Placement`, `Unplaceable`: the question, the two answers
+    round_robin.py  `RoundRobin`: workers take turns
+"""

@@ -1,0 +1,87 @@
+"""A snapshot of the workers, as placement sees them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from baton.authority.ticket import WorkerRef
+    from baton.ids import WorkerId
+
+
+class Role(StrEnum):
+    """What a worker was started to do. `BOTH` prefills and decodes its own requests."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    BOTH = "both"
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerView:
+    """One life of one worker. `fingerprint` is its model's, `model` the name that clients use."""
+
+    ref: WorkerRef
+    role: Role
+    model: str
+    fingerprint: str
+    transports: frozenset[str]
+    available: bool
+
+    @property
+    def id(self) -> WorkerId:
+        """The worker's name, which survives a restart."""
+        return self.ref.worker
+
+    @property
+    def decodes(self) -> bool:
+        """Whether an answer can come from here."""
+        return self.role is not Role.PREFILL
+
+    def why_not_from(self, prefill: WorkerView) -> str | None:
+        """Why this decode worker cannot take KV from `prefill`; None if it can."""
+        if prefill.fingerprint != self.fingerprint:
+            return f"{prefill.id} and {self.id} loaded models of different fingerprints"
+        if not prefill.transports & self.transports:
+            return f"{prefill.id} and {self.id} have no transport in common"
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelWorkers:
+    """The workers that serve one model, in the order in which the operator listed them."""
+
+    prefills: tuple[WorkerView, ...]
+    decodes: tuple[WorkerView, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """All workers that have ever told who they are, by the model that they serve."""
+
+    models: dict[str, ModelWorkers] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, workers: Iterable[WorkerView]) -> Fleet:
+        """Index the workers."""
+        by_model: dict[str, list[WorkerView]] = {}
+        for worker in workers:
+            by_model.setdefault(worker.model, []).append(worker)
+        return cls(
+            {
+                model: ModelWorkers(
+                    prefills=tuple(w for w in served if w.role is Role.PREFILL),
+                    decodes=tuple(w for w in served if w.decodes),
+                )
+                for model, served in by_model.items()
+            }
+        )
+
+    @property
+    def can_decode(self) -> bool:
+        """Whether any answer at all can be given."""
+        return any(w.available for served in self.models.values() for w in served.decodes)

@@ -1,0 +1,53 @@
+"""The question that is put to a placement policy, and its two answers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
+
+if TYPE_CHECKING:
+    from baton.ids import WorkerId
+    from baton.router.fleet import Fleet, WorkerView
+
+Mode: TypeAlias = Literal["push", "colocated"]
+
+
+@dataclass(frozen=True, slots=True)
+class PlacementRequest:
+    """What placement may look at. `avoid` names workers that have just failed this request."""
+
+    model: str
+    avoid: frozenset[WorkerId] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Who serves a request.
+
+    `prefill` is None where the decode worker prefills too; `reasons` then says why, one readable
+    line for each cause, and is empty where that is what the operator set up.
+    """
+
+    prefill: WorkerView | None
+    decode: WorkerView
+    reasons: tuple[str, ...] = ()
+
+    @property
+    def mode(self) -> Mode:
+        """How KV gets to the decode worker."""
+        return "colocated" if self.prefill is None else "push"
+
+
+@dataclass(frozen=True, slots=True)
+class Unplaceable:
+    """Nobody can serve a request now; `reason` is for people."""
+
+    reason: str
+
+
+class PlacementPolicy(Protocol):
+    """Chooses workers. Deterministic: the same calls in the same order give the same answers."""
+
+    def place(self, fleet: Fleet, request: PlacementRequest) -> Placement | Unplaceable:
+        """Choose for one request. Only available workers of its model that it does not avoid."""
+        ...

@@ -1,0 +1,132 @@
+"""From the legs of one request to what a person asks: where did the time go? Pure.
+
+A duration is only taken between two instants on one clock: both recorded by one leg, or one of
+them by its peer and shifted to this leg's clock (`LegTrace.peer_stamps`). What was not recorded
+is None, never 0.
+
+    received ─queue─► prefill started ─prefill─► prefill done ─visible transfer─► last layer landed
+                                                       └─ transfer that hid behind compute is free
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from baton.telemetry.trace import LegTrace, Stamp
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+class LegDurations(msgspec.Struct, frozen=True, kw_only=True):
+    """Seconds between the stamps of one leg; None where an instant is missing.
+
+    `visible_transfer_s` is what the handoff added after the last layer was computed; it can be
+    below 0 by the error of the clock offset between two hosts.
+    """
+
+    queue_s: float | None
+    prefill_s: float | None
+    transfer_s: float | None
+    visible_transfer_s: float | None
+    decode_queue_s: float | None
+    first_token_s: float | None
+    total_s: float | None
+
+
+class TraceSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """One request, over all its legs. Instants are seconds since the gateway received it.
+
+    `first_layer_ready_s` and `last_layer_landed_s` are seconds since prefill started.
+    """
+
+    request_id: str
+    queue_s: float | None
+    prefill_s: float | None
+    first_layer_ready_s: float | None
+    last_layer_landed_s: float | None
+    visible_transfer_s: float | None
+    decode_queue_s: float | None
+    first_token_s: float | None
+    total_s: float | None
+    mode: str | None
+    transport: str | None
+    expected_transport: str | None
+    num_pages: int
+    num_bytes: int
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_received_tokens: int
+    num_output_tokens: int
+    fallbacks: tuple[str, ...]
+    outcome: str | None
+
+
+def compute_durations(leg: LegTrace) -> LegDurations:
+    """Durations that one leg saw. The queue is before prefill, or before decode if it had none."""
+    return LegDurations(
+        queue_s=_between(leg, Stamp.RECEIVED, Stamp.PREFILL_STARTED),
+        prefill_s=_between(leg, Stamp.PREFILL_STARTED, Stamp.PREFILL_DONE),
+        transfer_s=_between(leg, Stamp.FIRST_LAYER_READY, Stamp.LAST_LAYER_LANDED),
+        visible_transfer_s=_between(leg, Stamp.PREFILL_DONE, Stamp.LAST_LAYER_LANDED),
+        decode_queue_s=_between(leg, Stamp.KV_READY, Stamp.DECODE_SCHEDULED),
+        first_token_s=_between(leg, Stamp.RECEIVED, Stamp.FIRST_TOKEN),
+        total_s=_between(leg, Stamp.RECEIVED, Stamp.FINISHED),
+    )
+
+
+def summarize(gateway: LegTrace | None, decode: LegTrace, prefill: LegTrace | None) -> TraceSummary:
+    """Merge the legs of one request. `decode` is the leg that answered (colocated too)."""
+    outermost = gateway or decode
+    whole = compute_durations(outermost)
+    answering = compute_durations(decode)
+    prefilling = compute_durations(prefill or decode)
+    return TraceSummary(
+        request_id=outermost.request_id,
+        queue_s=prefilling.queue_s,
+        prefill_s=prefilling.prefill_s,
+        first_layer_ready_s=_first_between(
+            (prefill, decode), Stamp.PREFILL_STARTED, Stamp.FIRST_LAYER_READY
+        ),
+        last_layer_landed_s=_first_between(
+            (decode, prefill), Stamp.PREFILL_STARTED, Stamp.LAST_LAYER_LANDED
+        ),
+        visible_transfer_s=answering.visible_transfer_s,
+        decode_queue_s=answering.decode_queue_s,
+        first_token_s=whole.first_token_s,
+        total_s=whole.total_s,
+        mode=decode.mode or outermost.mode,
+        transport=decode.transport or (prefill.transport if prefill else None),
+        expected_transport=decode.expected_transport or outermost.expected_transport,
+        num_pages=decode.num_pages,
+        num_bytes=decode.num_bytes,
+        num_prompt_tokens=decode.num_prompt_tokens,
+        num_cached_tokens=decode.num_cached_tokens,
+        num_received_tokens=decode.num_received_tokens,
+        num_output_tokens=decode.num_output_tokens,
+        fallbacks=tuple(dict.fromkeys(_fallbacks(gateway, decode, prefill))),
+        outcome=outermost.outcome or decode.outcome,
+    )
+
+
+def _between(leg: LegTrace, begin: Stamp, end: Stamp) -> float | None:
+    start, stop = _instant(leg, begin), _instant(leg, end)
+    return None if start is None or stop is None else stop - start
+
+
+def _instant(leg: LegTrace, stamp: Stamp) -> float | None:
+    own = leg.stamps.get(stamp)
+    return leg.peer_stamps.get(stamp) if own is None else own
+
+
+def _first_between(legs: tuple[LegTrace | None, ...], begin: Stamp, end: Stamp) -> float | None:
+    seen = (_between(leg, begin, end) for leg in legs if leg is not None)
+    return next((seconds for seconds in seen if seconds is not None), None)
+
+
+def _fallbacks(*legs: LegTrace | None) -> Iterator[str]:
+    for leg in legs:
+        if leg is not None:
+            yield from leg.fallbacks

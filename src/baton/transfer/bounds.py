@@ -1,0 +1,85 @@
+"""Bounds of one write, checked for whole index arrays at once before a byte is touched."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from baton.errors import TransferError
+from baton.transfer.interface import MAX_NOTICE_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from baton.kv.copies import CopyGroup, PageCopies
+    from baton.transfer.interface import PageArray
+
+MAX_SPANS: Final = 65_536
+"""Spans of one page pair."""
+
+
+def check_copies(
+    copies: PageCopies, source: Sequence[PageArray], target: Sequence[PageArray]
+) -> None:
+    """Refuse copies that reach outside an array of either region.
+
+    Raises:
+        TransferError: an array, a page or a span is out of range, or index arrays do not match.
+    """
+    if not 0 <= copies.layer < min(len(source), len(target)):
+        raise TransferError(
+            f"there is no array {copies.layer}: the regions have {len(source)} and {len(target)}"
+        )
+    for group in copies.groups:
+        _check_group(group, source[copies.layer], target[copies.layer])
+
+
+def check_notice(notice: bytes) -> None:
+    """Refuse a notice that no receiver would take.
+
+    Raises:
+        TransferError: longer than `MAX_NOTICE_BYTES`.
+    """
+    if len(notice) > MAX_NOTICE_BYTES:
+        raise TransferError(f"a notice of {len(notice)} bytes; at most {MAX_NOTICE_BYTES}")
+
+
+def are_pages_inside(pages: NDArray[np.int64], num_pages: int) -> bool:
+    """Whether every index is in `[0, num_pages)`."""
+    return len(pages) == 0 or (int(pages.min()) >= 0 and int(pages.max()) < num_pages)
+
+
+def are_spans_inside(
+    starts: NDArray[np.int64], num_bytes: NDArray[np.int64], page_bytes: int
+) -> bool:
+    """Whether every span holds at least a byte and lies in `[0, page_bytes)`."""
+    if len(starts) == 0:
+        return True
+    return (
+        int(starts.min()) >= 0
+        and int(num_bytes.min()) > 0
+        and int(num_bytes.max()) <= page_bytes  # before the sum, which could overflow
+        and int((starts + num_bytes).max()) <= page_bytes
+        and int(starts.max()) < page_bytes
+    )
+
+
+def _check_group(group: CopyGroup, source: PageArray, target: PageArray) -> None:
+    if group.spans.ndim != 2 or group.spans.shape[1] != 3 or len(group.spans) > MAX_SPANS:
+        raise TransferError(f"spans of shape {group.spans.shape}; [s, 3] with s to {MAX_SPANS}")
+    if int(group.spans[:, 2].sum()) > target.page_bytes:
+        raise TransferError("destination spans overlap: they are larger than their page")
+    if len(group.src_pages) != len(group.dst_pages):
+        raise TransferError(
+            f"{len(group.src_pages)} source pages for {len(group.dst_pages)} destination pages"
+        )
+    for side, pages, array, column in (
+        ("source", group.src_pages, source, 0),
+        ("destination", group.dst_pages, target, 1),
+    ):
+        if not are_pages_inside(pages, array.num_pages):
+            raise TransferError(f"a {side} page is out of range: there are {array.num_pages}")
+        if not are_spans_inside(group.spans[:, column], group.spans[:, 2], array.page_bytes):
+            raise TransferError(f"a {side} span is empty or leaves its {array.page_bytes}-byte page")

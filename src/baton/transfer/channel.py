@@ -1,0 +1,209 @@
+"""A non-blocking stream socket that carries frames, and page bytes between them."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections import deque
+from typing import TYPE_CHECKING, Final
+
+from baton.errors import PeerLostError, ProtocolError
+from baton.transfer.framing import FrameDecoder, encode_frame
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+MAX_UNSENT_FRAMES_BYTES: Final = 4 << 20
+RECEIVE_BYTES: Final = 65_536
+MAX_SEND_ROUNDS: Final = 16
+"""Socket calls in one `flush`: then others get their turn."""
+
+
+class Channel:
+    """Owns a connected (or connecting) socket. Every method returns at once.
+
+    What is sent is a queue of *batches*: lists of buffers that leave with one system call. Buffers
+    of pages are produced as the socket takes them, so a queued write holds no copy of its bytes.
+    """
+
+    def __init__(self, sock: socket.socket, max_body_bytes: int) -> None:
+        self._socket = sock
+        self._decoder = FrameDecoder(max_body_bytes)
+        self._queue: deque[Iterator[list[memoryview]]] = deque()
+        self._batch: list[memoryview] = []
+        self._num_unsent_frame_bytes = 0
+        self._received_fds: list[int] = []
+        self.num_sent_units = 0
+        """How many frames and streams were wholly handed to the kernel since the start."""
+
+    @property
+    def fd(self) -> int:
+        """The socket's descriptor."""
+        return self._socket.fileno()
+
+    @property
+    def socket(self) -> socket.socket:
+        """The socket, for its options and its descriptor passing."""
+        return self._socket
+
+    @property
+    def has_unsent(self) -> bool:
+        """Whether `flush` has something left to do."""
+        return bool(self._queue)
+
+    def allow_bodies(self, max_body_bytes: int) -> None:
+        """Change the bound on frames: a peer that has proved itself may send larger ones."""
+        self._decoder.max_body_bytes = max_body_bytes
+
+    def send_body(self, body: bytes) -> None:
+        """Queue one frame and send what the kernel takes.
+
+        Raises:
+            PeerLostError: the connection is broken, or the peer has long stopped to read.
+        """
+        self.send_raw(encode_frame(body))
+
+    def send_raw(self, frame: bytes) -> None:
+        """Queue bytes that are frames already; like `send_body`."""
+        if self._num_unsent_frame_bytes + len(frame) > MAX_UNSENT_FRAMES_BYTES:
+            raise PeerLostError("the peer has stopped to read")
+        self._num_unsent_frame_bytes += len(frame)
+        self._queue.append(self._frame_batches(frame))
+        self.flush()
+
+    def send_batches(self, batches: Iterator[list[memoryview]]) -> None:
+        """Queue a stream of batches, each produced when the one before has left."""
+        self._queue.append(batches)
+
+    def flush(self) -> None:
+        """Hand queued bytes to the kernel until it takes no more.
+
+        Raises:
+            PeerLostError: the connection is broken.
+        """
+        for _ in range(MAX_SEND_ROUNDS):
+            if not self._batch and not self._load_batch():
+                return
+            try:
+                num_sent = self._socket.sendmsg(self._batch)
+            except BlockingIOError:
+                return
+            except OSError as exc:
+                raise PeerLostError(f"the connection broke: {exc}") from exc
+            self._batch = skip_bytes(self._batch, num_sent)
+        if not self._batch:
+            self._load_batch()
+
+    def receive_bodies(self) -> list[bytes]:
+        """Read what is there; whole frames' bodies. Only where no page bytes lie between frames.
+
+        Raises:
+            PeerLostError: the connection is broken or at its end.
+            ProtocolError: a frame is too large.
+        """
+        data = self._receive(RECEIVE_BYTES)
+        if data is not None:
+            self._decoder.feed(data)
+        bodies: list[bytes] = []
+        while (body := self._decoder.take()) is not None:
+            bodies.append(body)
+        return bodies
+
+    def receive_body(self) -> bytes | None:
+        """Read up to the end of one frame, never beyond it; None while it is not whole.
+
+        Raises:
+            PeerLostError: the connection is broken or at its end.
+            ProtocolError: the frame is too large.
+        """
+        while (num_missing := self._decoder.num_missing_bytes) > 0:
+            data = self._receive(num_missing)
+            if data is None:
+                return None
+            self._decoder.feed(data)
+        return self._decoder.take()
+
+    def receive_body_with_fd(self) -> tuple[bytes, int] | None:
+        """Like `receive_body`, for a frame that brings a descriptor; the caller must close that.
+
+        Raises:
+            PeerLostError: the connection is broken or at its end.
+            ProtocolError: the frame is too large, or brought no descriptor.
+        """
+        while (num_missing := self._decoder.num_missing_bytes) > 0:
+            try:
+                data, fds, _, _ = socket.recv_fds(self._socket, num_missing, 1)
+            except BlockingIOError:
+                return None
+            except OSError as exc:
+                raise PeerLostError(f"the connection broke: {exc}") from exc
+            self._received_fds += fds
+            if not data:
+                raise PeerLostError("the peer closed the connection")
+            self._decoder.feed(data)
+        body = self._decoder.take()
+        if body is None or len(self._received_fds) != 1:
+            raise ProtocolError("the peer was to hand over one descriptor")
+        return body, self._received_fds.pop()
+
+    def receive_into(self, buffers: list[memoryview]) -> int:
+        """Read page bytes straight into place: how many, 0 when none are there yet.
+
+        Raises:
+            PeerLostError: the connection is broken or at its end.
+        """
+        try:
+            num_bytes, _, _, _ = self._socket.recvmsg_into(buffers)
+        except BlockingIOError:
+            return 0
+        except OSError as exc:
+            raise PeerLostError(f"the connection broke: {exc}") from exc
+        if num_bytes == 0:
+            raise PeerLostError("the peer closed the connection")
+        return num_bytes
+
+    def close(self) -> None:
+        """Close the socket and forget what was not sent; idempotent."""
+        self._queue.clear()
+        self._batch = []
+        while self._received_fds:
+            os.close(self._received_fds.pop())
+        self._socket.close()
+
+    def _receive(self, num_bytes: int) -> bytes | None:
+        try:
+            data = self._socket.recv(num_bytes)
+        except BlockingIOError:
+            return None
+        except OSError as exc:
+            raise PeerLostError(f"the connection broke: {exc}") from exc
+        if not data:
+            raise PeerLostError("the peer closed the connection")
+        return data
+
+    def _load_batch(self) -> bool:
+        """Fetch the next batch that has bytes; whether there is one."""
+        while self._queue:
+            batch = next(self._queue[0], None)
+            if batch is None:
+                self._queue.popleft()
+                self.num_sent_units += 1
+            elif batch:
+                self._batch = batch
+                return True
+        return False
+
+    def _frame_batches(self, frame: bytes) -> Iterator[list[memoryview]]:
+        yield [memoryview(frame)]
+        self._num_unsent_frame_bytes -= len(frame)
+
+
+def skip_bytes(buffers: list[memoryview], num_bytes: int) -> list[memoryview]:
+    """What is left of a list of buffers after its first `num_bytes`."""
+    for index, buffer in enumerate(buffers):
+        if num_bytes < len(buffer):
+            rest = buffers[index:]
+            rest[0] = buffer[num_bytes:]
+            return rest
+        num_bytes -= len(buffer)
+    return []

@@ -1,0 +1,243 @@
+"""The contract between handoff and whatever moves bytes.
+
+A write copies pages of a local region into pages of a peer's region, then delivers a *notice*:
+a few bytes for the peer's handoff, which arrive only after the pages are in place. The receiver
+admits writes into a *window*: a ticket id, the pages it covers and the one life of the one worker
+that may write. What a transport can not recall it must be able to wait for: after `close_window`
+it reports `WindowQuiescent` once, when nothing can land in that window any more.
+
+Every transport is owned by one thread (the handoff agent's); nothing here blocks except where it
+says so, and nothing calls back: results are returned from `poll`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Literal, NewType, Protocol, TypeAlias
+
+import msgspec
+
+from baton.ids import Epoch, RegionHandle, TicketId
+from baton.registry import Registry
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from baton.authority.key import ClusterKey
+    from baton.clock import Clock
+    from baton.errors import TransferError
+    from baton.kv.copies import PageCopies
+
+MemoryKind = Literal["host", "shared", "cuda"]
+TransferId = NewType("TransferId", int)
+RemoteId = NewType("RemoteId", int)
+"""A transport's local name for a peer's region that it attached."""
+
+MAX_NOTICE_BYTES: Final = 65_536
+
+
+class PageArray(msgspec.Struct, frozen=True):
+    """Pages of one size at one stride: one layer's pages, `num_pages` of them."""
+
+    offset_bytes: int
+    page_bytes: int
+    num_pages: int
+
+
+@dataclass(frozen=True, slots=True)
+class PagedRegion:
+    """Registered local memory: one page array for each layer.
+
+    `memory` is the whole region, writable, format `B`. `fd` is the memfd behind it when the kind
+    is `shared`. The owner keeps both alive until every transport that exposes it is closed.
+    """
+
+    handle: RegionHandle
+    kind: MemoryKind
+    memory: memoryview
+    arrays: tuple[PageArray, ...]
+    fd: int | None = None
+
+
+class RegionDescriptor(msgspec.Struct, frozen=True):
+    """What a peer needs to reach a region over one transport. Crosses the wire; never an address.
+
+    `endpoint` is read by the transport named `transport` alone (`host:port`, a socket's name).
+    """
+
+    transport: str
+    handle: RegionHandle
+    epoch: Epoch
+    arrays: tuple[PageArray, ...]
+    endpoint: str
+
+
+class Capabilities(msgspec.Struct, frozen=True):
+    """What a transport can do, before any peer is known."""
+
+    memory: tuple[MemoryKind, ...]
+    same_host_only: bool
+    encrypted: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Permission for `writer` to write into `pages` (the same page indices in every array)."""
+
+    id: TicketId
+    region: RegionHandle
+    writer: Epoch
+    pages: NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class PageWrite:
+    """Copy `copies` (page indices of the local region → of the remote one), then `notice`."""
+
+    remote: RemoteId
+    window: TicketId
+    region: RegionHandle
+    copies: PageCopies
+    notice: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Attached:
+    """The peer's region can be written from now on."""
+
+    remote: RemoteId
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteLost:
+    """Attaching failed, or the connection to the peer broke. Its writes fail one by one."""
+
+    remote: RemoteId
+    error: TransferError
+
+
+@dataclass(frozen=True, slots=True)
+class WriteCompleted:
+    """The local pages of this write may be reused; the notice was handed to the peer's side."""
+
+    transfer: TransferId
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class WriteFailed:
+    """This write did not complete; some of its pages may have been written."""
+
+    transfer: TransferId
+    error: TransferError
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """A peer's write into `window` is in place; `notice` is untrusted bytes from the peer."""
+
+    window: TicketId
+    notice: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class WindowQuiescent:
+    """Nothing can land in this closed window any more: its pages may be reused."""
+
+    window: TicketId
+
+
+TransferEvent: TypeAlias = (
+    Attached | RemoteLost | WriteCompleted | WriteFailed | Arrived | WindowQuiescent
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TransportContext:
+    """What every transport is built from, besides its own options.
+
+    `bind_host` is the only address it may listen on. `clock` bounds connecting and authenticating.
+    """
+
+    key: ClusterKey
+    epoch: Epoch
+    bind_host: str
+    clock: Clock
+
+
+class Transport(Protocol):
+    """Moves pages between two regions. One owner thread; nothing blocks.
+
+    `kind` is its entry point's name. `readiness_fd` becomes readable when `poll` has something to
+    do, or is None: then the owner polls on a timer while anything is under way.
+    """
+
+    kind: str
+    capabilities: Capabilities
+    readiness_fd: int | None
+
+    def expose(self, region: PagedRegion) -> RegionDescriptor:
+        """Let peers who hold the cluster key write into `region`, through windows only.
+
+        Raises:
+            TransferError: this kind of memory cannot be exposed, or a listener cannot be opened.
+        """
+        ...
+
+    def attach(self, descriptor: RegionDescriptor) -> RemoteId:
+        """Start to connect to a peer's region; `Attached` or `RemoteLost` follows from `poll`.
+
+        Raises:
+            TransferError: the descriptor is for another transport or makes no sense.
+        """
+        ...
+
+    def detach(self, remote: RemoteId) -> None:
+        """Forget a remote: its unfinished writes fail. Unknown ids are ignored."""
+        ...
+
+    def open_window(self, window: Window) -> None:
+        """Admit writes from `window.writer` into `window.pages`.
+
+        Raises:
+            TransferError: unknown region, a page out of range, or the id is open already.
+        """
+        ...
+
+    def close_window(self, window: TicketId) -> None:
+        """Admit no more writes; `WindowQuiescent` follows once from `poll`, perhaps much later.
+
+        A write that arrives from now on is dropped by the receiver where the receiver does the
+        writing, or refused by the writer where the peer does. Unknown ids are ignored.
+        """
+        ...
+
+    def submit(self, write: PageWrite) -> TransferId:
+        """Post a write; `WriteCompleted` or `WriteFailed` follows once from `poll`.
+
+        Source pages must not change until then. Several writes to one remote keep their order.
+
+        Raises:
+            TransferError: unknown remote or region, a page out of range, or a notice too long.
+        """
+        ...
+
+    def poll(self) -> list[TransferEvent]:
+        """Make progress and return what happened since the last call, each thing once."""
+        ...
+
+    def close(self) -> None:
+        """Release sockets and mappings; idempotent. No event is returned afterwards."""
+        ...
+
+
+class TransportFactory(Protocol):
+    """What an entry point of `baton.transports` builds from its options."""
+
+    def __call__(self, context: TransportContext) -> Transport:
+        """Build a transport; opens no socket yet."""
+        ...
+
+
+TRANSPORTS: Final[Registry[TransportFactory]] = Registry("baton.transports")

@@ -1,0 +1,38 @@
+"""Messages after the handshake: msgpack, one frozen struct each, checked where they are decoded."""
+
+from __future__ import annotations
+
+from typing import Annotated, TypeAlias, TypeVar
+
+import msgspec
+
+from baton.errors import ProtocolError
+from baton.transfer.interface import MAX_NOTICE_BYTES
+
+IdBytes: TypeAlias = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+"""A ticket id or a region handle."""
+EpochText: TypeAlias = Annotated[str, msgspec.Meta(min_length=32, max_length=32)]
+NoticeBytes: TypeAlias = Annotated[bytes, msgspec.Meta(max_length=MAX_NOTICE_BYTES)]
+Reason: TypeAlias = Annotated[str, msgspec.Meta(max_length=256)]
+"""Text for the log of the other side; never for a decision."""
+
+M = TypeVar("M")
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+def encode(message: msgspec.Struct) -> bytes:
+    """A message as a frame's body."""
+    return _encoder.encode(message)
+
+
+def decode(decoder: msgspec.msgpack.Decoder[M], body: bytes) -> M:
+    """Read one body with the decoder of its protocol and direction.
+
+    Raises:
+        ProtocolError: it is none of that direction's messages.
+    """
+    try:
+        return decoder.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
+        raise ProtocolError(f"the peer sent a message that does not decode: {exc}") from exc

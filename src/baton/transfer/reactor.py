@@ -1,0 +1,107 @@
+"""One transport's readiness: the descriptors that it waits for, and the events that it owes."""
+
+from __future__ import annotations
+
+import os
+import select
+from typing import TYPE_CHECKING, TypeAlias
+
+from baton.clock import Instant
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from baton.clock import Clock
+    from baton.transfer.interface import TransferEvent
+
+Handler: TypeAlias = "Callable[[], None]"
+
+
+class Reactor:
+    """An epoll whose own descriptor is readable while `poll` has something to do.
+
+    Handlers are called from `poll` alone and must not raise. A handler does a bounded amount of
+    work: what remains makes its descriptor ready again. Owner thread: the transport's.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._deadlines: dict[int, tuple[Instant, Handler]] = {}
+        self._epoll = select.epoll()
+        self._alarm = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._epoll.register(self._alarm, select.EPOLLIN)
+        self._handlers: dict[int, Handler] = {}
+        self._events: list[TransferEvent] = []
+        self._closed = False
+
+    @property
+    def fd(self) -> int:
+        """Readable while there is something to do."""
+        return self._epoll.fileno()
+
+    def watch(self, fd: int, handler: Handler, *, mask: int = select.EPOLLIN) -> None:
+        """Call `handler` whenever `fd` is ready for what `mask` names, or broken."""
+        self._epoll.register(fd, mask)
+        self._handlers[fd] = handler
+
+    def rewatch(self, fd: int, mask: int) -> None:
+        """Wait for something else on a watched descriptor."""
+        self._epoll.modify(fd, mask)
+
+    def unwatch(self, fd: int) -> None:
+        """Forget a descriptor, before it is closed. Unknown ones are ignored."""
+        if self._handlers.pop(fd, None) is not None:
+            self._epoll.unregister(fd)
+
+    def call_after(self, key: int, delay_s: float, handler: Handler) -> None:
+        """Call `handler` once, from the first `poll` after so long; replaces the key's last one.
+
+        Timers do not make `fd` readable: the owner polls now and then of its own accord.
+        """
+        self._deadlines[key] = (Instant(self._clock.now() + delay_s), handler)
+
+    def cancel_call(self, key: int) -> None:
+        """Forget a timer. Unknown ones are ignored."""
+        self._deadlines.pop(key, None)
+
+    def report(self, event: TransferEvent) -> None:
+        """Owe an event to the owner: the next `poll` returns it."""
+        if not self._events:
+            os.eventfd_write(self._alarm, 1)
+        self._events.append(event)
+
+    def poll(self) -> list[TransferEvent]:
+        """Call the handlers of what is ready, once each; the events owed so far."""
+        if self._closed:
+            return []
+        for fd, _ in self._epoll.poll(0):
+            handler = self._handlers.get(fd)  # an earlier handler may have forgotten this one
+            if handler is not None:
+                handler()
+        self._call_overdue()
+        return self._take_events()
+
+    def close(self) -> None:
+        """Release the descriptors; idempotent. Events that are still owed are dropped."""
+        if not self._closed:
+            self._closed = True
+            self._handlers.clear()
+            self._deadlines.clear()
+            self._events.clear()
+            os.close(self._alarm)
+            self._epoll.close()
+
+    def _call_overdue(self) -> None:
+        if not self._deadlines:
+            return
+        now = self._clock.now()
+        for key, (deadline, handler) in list(self._deadlines.items()):
+            if deadline <= now and self._deadlines.pop(key, None) is not None:
+                handler()
+
+    def _take_events(self) -> list[TransferEvent]:
+        if not self._events:
+            return []
+        events, self._events = self._events, []
+        os.eventfd_read(self._alarm)
+        return events

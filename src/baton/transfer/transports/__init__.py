@@ -1,0 +1,1 @@
+"""Placeholder docstring: the owner writes it."""

@@ -1,0 +1,77 @@
+"""Sockets and endpoints of `tcp`: numeric addresses only, so that nothing waits for a resolver."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from typing import TYPE_CHECKING
+
+from baton.errors import TransferError
+
+if TYPE_CHECKING:
+    from baton.transfer.transports.tcp.options import TcpOptions
+
+
+def open_listener(host: str, options: TcpOptions) -> tuple[socket.socket, str]:
+    """Bind to a free port of `host`; the socket and the endpoint to tell peers.
+
+    Raises:
+        TransferError: the address cannot be bound, or says nothing to a peer.
+    """
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        _set_buffers(sock, options)
+        sock.bind(address)
+    except OSError as exc:
+        raise TransferError(f"cannot listen on {host}: {exc}") from exc
+    bound, port = sock.getsockname()[:2]
+    told = options.advertise_host or bound
+    try:
+        is_useful = not ipaddress.ip_address(told).is_unspecified
+    except ValueError:
+        is_useful = False
+    if not is_useful:
+        sock.close()
+        raise TransferError(
+            f"peers cannot connect to {told}; bind to an address of this host, or set "
+            "advertise_host to a numeric one"
+        )
+    return sock, format_endpoint(told, port)
+
+
+def open_stream(endpoint: tuple[str, int], options: TcpOptions) -> socket.socket:
+    """A fresh socket that can connect to `endpoint`."""
+    family = socket.AF_INET6 if ":" in endpoint[0] else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    _set_buffers(sock, options)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return sock
+
+
+def format_endpoint(host: str, port: int) -> str:
+    """`host:port`, an IPv6 address in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def parse_endpoint(endpoint: str) -> tuple[str, int]:
+    """The numeric address and the port of an endpoint that came from a peer.
+
+    Raises:
+        TransferError: it is not one.
+    """
+    host, _, port = endpoint.rpartition(":")
+    try:
+        address = ipaddress.ip_address(host.removeprefix("[").removesuffix("]"))
+        number = int(port)
+    except ValueError as exc:
+        raise TransferError(f"{endpoint[:80]!r} is no address of a peer") from exc
+    if not 0 < number < 65_536 or address.is_unspecified or address.is_multicast:
+        raise TransferError(f"{endpoint[:80]!r} is no address of a peer")
+    return str(address), number
+
+
+def _set_buffers(sock: socket.socket, options: TcpOptions) -> None:
+    if options.socket_buffer_bytes is not None:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, options.socket_buffer_bytes)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, options.socket_buffer_bytes)

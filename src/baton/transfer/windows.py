@@ -1,0 +1,53 @@
+"""What a receiver admits: sets of pages, and the windows that name them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from baton.errors import TransferError
+from baton.transfer.bounds import are_pages_inside
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from baton.transfer.interface import PageArray
+
+
+class PageSet:
+    """Page indices that are asked "are all of these in you?" once for each write."""
+
+    def __init__(self, pages: NDArray[np.int64]) -> None:
+        self._sorted = np.unique(pages)
+
+    def __len__(self) -> int:
+        return len(self._sorted)
+
+    def covers(self, pages: NDArray[np.int64]) -> bool:
+        """Whether every one of `pages` (any order, repeats allowed) is in the set."""
+        if len(pages) == 0:
+            return True
+        if len(self._sorted) == 0:
+            return False
+        low, high = int(pages.min()), int(pages.max())
+        first, last = int(self._sorted[0]), int(self._sorted[-1])
+        if low < first or high > last:
+            return False
+        if last - first + 1 == len(self._sorted):
+            return True  # an interval
+        found = np.minimum(np.searchsorted(self._sorted, pages), len(self._sorted) - 1)
+        return bool((self._sorted[found] == pages).all())
+
+
+def check_window_pages(pages: NDArray[np.int64], arrays: Sequence[PageArray]) -> None:
+    """Refuse a window that reaches outside one of its region's arrays.
+
+    Raises:
+        TransferError: a page is out of range in some array.
+    """
+    num_pages = min(array.num_pages for array in arrays)
+    if not are_pages_inside(pages, num_pages):
+        raise TransferError(f"a window's page is out of range: the region has {num_pages} pages")

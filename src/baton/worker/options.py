@@ -1,0 +1,66 @@
+"""What a worker and its process are built from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from baton.authority.key import ClusterKey
+    from baton.ids import Epoch, WorkerId
+
+Role: TypeAlias = Literal["prefill", "decode", "both"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerOptions:
+    """One life of one worker, as HTTP shows it.
+
+    `key` None serves without handoffs. `require_bearer` is for listeners beyond loopback.
+    `max_default_tokens` bounds chat answers whose request sets no limit.
+    """
+
+    worker: WorkerId
+    epoch: Epoch
+    role: Role = "both"
+    served_model_name: str
+    key: ClusterKey | None = None
+    require_bearer: bool = False
+    max_body_bytes: int = 16 * 1024 * 1024
+    max_default_tokens: int = 4096
+    request_timeout_s: float = 600.0
+    num_traces: int = 1024
+    transports: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessOptions:
+    """The process that one worker lives in. `port` 0 takes a free one.
+
+    `announce_fd` is where JSON lines tell a launcher what happens (1: standard output).
+    `parent_pid` set: the worker ends when that process does.
+    """
+
+    worker: WorkerId
+    role: Role = "both"
+    model: Path
+    served_model_name: str | None = None
+    host: str = "127.0.0.1"
+    port: int = 0
+    key: ClusterKey
+    engine: str = "transformers"
+    engine_options: Mapping[str, object] = field(default_factory=dict)
+    handoff_host: str = "127.0.0.1"
+    handoff_port: int = 0
+    handoff_timeout_s: float = 60.0
+    liveness_timeout_s: float = 3.0
+    transports: tuple[str, ...] = ("shared", "tcp")
+    transport_options: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
+    drain_timeout_s: float = 30.0
+    num_traces: int = 1024
+    cpu_affinity: tuple[int, ...] = ()
+    parent_pid: int | None = None
+    announce_fd: int = 1
