@@ -8,6 +8,7 @@ GatewayError
 ├── UpstreamError           502: a worker did not give an answer; retryable
 │   ├── WorkerUnreachableError
 │   ├── WorkerLostError
+│   ├── WorkerFailedError   it answered with a 5xx, which the client gets if nobody else can help
 │   └── StaleTicketError    a worker began another life: place the request again
 ├── DeadlineError           504
 └── ClientLeftError         nobody is told
@@ -17,7 +18,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -30,7 +30,7 @@ from baton.errors import (
 )
 
 if TYPE_CHECKING:
-    from baton.ids import WorkerId
+    from baton.authority.ticket import WorkerRef
 
 RETRY_AFTER_NO_WORKER_S = 2.0
 
@@ -75,11 +75,19 @@ class WorkerLostError(UpstreamError):
     """The worker was there, and is gone before its answer was complete."""
 
 
+class WorkerFailedError(UpstreamError):
+    """The worker answered with a 5xx: `answer`."""
+
+    def __init__(self, message: str, *, answer: ErrorAnswer) -> None:
+        super().__init__(message)
+        self.answer = answer
+
+
 class StaleTicketError(UpstreamError):
     """A worker refused a ticket made for its previous life. Nothing was computed."""
 
-    def __init__(self, worker: WorkerId) -> None:
-        super().__init__(f"{worker} refused the ticket: it was made for its previous life")
+    def __init__(self, worker: WorkerRef) -> None:
+        super().__init__(f"{worker.worker} refused the ticket: it was made for its previous life")
         self.worker = worker
 
 
@@ -143,6 +151,8 @@ _INTERNAL = _Kind(500, "server_error", "internal_error")
 
 def answer_for(error: Exception) -> ErrorAnswer:
     """What the client is told. Errors that are not ours on purpose keep their text to the log."""
+    if isinstance(error, WorkerFailedError):
+        return error.answer
     kind = next((kind for cls, kind in _KINDS if isinstance(error, cls)), _INTERNAL)
     message = "internal error; see the gateway's log" if kind is _INTERNAL else str(error)
     param, code = None, kind.code

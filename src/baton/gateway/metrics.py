@@ -35,11 +35,10 @@ DURATION_EDGES_S: Final = (
 
 
 class Phase(StrEnum):
-    """How far a request had come."""
+    """How far a request has come, as a gateway can see it: the KV's way is part of `PREFILL`."""
 
     QUEUED = "queued"
     PREFILL = "prefill"
-    TRANSFER = "transfer"
     DECODE = "decode"
 
 

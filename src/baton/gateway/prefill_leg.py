@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import dataclass
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Final
-
-import msgspec
 
 from baton.gateway.errors import (
     StaleTicketError,
@@ -21,8 +20,7 @@ from baton.gateway.errors import (
     WorkerUnreachableError,
 )
 from baton.gateway.metrics import FallbackCause, Phase
-from baton.gateway.upstream import MAX_SMALL_ANSWER_BYTES, read_answer
-from baton.gateway.workers import Worker
+from baton.gateway.upstream import MAX_SMALL_ANSWER_BYTES, is_stale_ticket, read_answer
 
 if TYPE_CHECKING:
     from multidict import CIMultiDict
@@ -30,32 +28,117 @@ if TYPE_CHECKING:
     from baton.gateway.call import Call
     from baton.gateway.interrupt import Interruptible
     from baton.gateway.services import Services
-    from baton.ids import TicketId
+    from baton.gateway.workers import Worker
+    from baton.authority.ticket import Ticket
 
 ABORT_AGAIN_AFTER_S: Final = (0.05, 0.2, 1.0)
 """The first abort can overtake the request that it is about, which then would not know of it."""
 
-STALE_TICKET: Final = "stale_ticket"
-
 log = logging.getLogger(__name__)
 
 
-class _ErrorCode(msgspec.Struct):
-    code: str | None = None
+@dataclass(frozen=True, slots=True)
+class Handoff:
+    """One ticket, and the two workers that it is for."""
+
+    ticket: Ticket
+    prefill: Worker
+    decode: Worker
 
 
-class _ErrorAnswer(msgspec.Struct):
-    error: _ErrorCode
+class PrefillLeg:
+    """Asks the prefill worker, in a task of its own.
+
+    `attempt` is interrupted when placing the request again is better than recomputing.
+    """
+
+    def __init__(
+        self, services: Services, call: Call, handoff: Handoff, attempt: Interruptible
+    ) -> None:
+        self._services, self._call, self._handoff = services, call, handoff
+        self._attempt = attempt
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self, body: bytes, headers: CIMultiDict[str]) -> None:
+        """Ask."""
+        self._task = asyncio.create_task(self._run(body, headers))
+
+    def cancel(self) -> None:
+        """Close the connection: the worker stops computing for this request."""
+        if self._task is not None:
+            self._task.cancel()
+
+    def linger(self) -> None:
+        """The answer is complete. Its prefill worker may take a moment more to say that it is.
+
+        The answer of one token overtakes the prefill worker's own; closing the connection at once
+        would cost a new one for the next request.
+        """
+        if self._task is not None and not self._task.done():
+            loop = asyncio.get_running_loop()
+            timer = loop.call_later(self._services.options.prefill_linger_s, self._task.cancel)
+            self._task.add_done_callback(lambda _: timer.cancel())
+
+    async def _run(self, body: bytes, headers: CIMultiDict[str]) -> None:
+        try:
+            status, answer = await self._ask(body, headers)
+        except UpstreamError as exc:
+            self._services.watch.report(self._handoff.prefill, exc)
+            await self._fail(_CAUSES.get(type(exc), FallbackCause.PREFILL_FAILED), str(exc))
+            return
+        except Exception:
+            log.exception("the prefill leg of %s failed", self._call.id)
+            await self._fail(FallbackCause.PREFILL_FAILED, "internal error in the gateway")
+            return
+        if status == HTTPStatus.OK:
+            self._call.phase = Phase.DECODE
+        elif is_stale_ticket(status, answer):
+            await self._retry_or_fail()
+        else:
+            name = self._handoff.prefill.name
+            await self._fail(_cause_of(status), f"{name} answered {status}")
+
+    async def _ask(self, body: bytes, headers: CIMultiDict[str]) -> tuple[int, bytes]:
+        url = self._handoff.prefill.completion_urls[self._call.path]
+        response = await self._services.upstream.post(url, body, headers)
+        try:
+            return response.status, await read_answer(response, MAX_SMALL_ANSWER_BYTES)
+        finally:
+            response.release()
+
+    async def _retry_or_fail(self) -> None:
+        stale = StaleTicketError(self._handoff.ticket.prefill)
+        if not self._call.answering:
+            self._attempt.interrupt(stale)
+            return
+        await self._fail(FallbackCause.STALE_TICKET, str(stale))
+
+    async def _fail(self, cause: FallbackCause, reason: str) -> None:
+        """No KV will come: tell the decode worker, until it answers."""
+        if self._call.phase is not Phase.PREFILL:
+            return
+        self._services.fallbacks.note(self._call, cause, reason)
+        for pause_s in (*ABORT_AGAIN_AFTER_S, None):
+            try:
+                await self._services.upstream.abort(
+                    self._handoff.decode.url, self._handoff.ticket.id, reason
+                )
+            except UpstreamError as exc:
+                log.warning("%s was not told of an abort: %s", self._handoff.decode, exc)
+            if pause_s is None or self._call.phase is not Phase.PREFILL:
+                return
+            await asyncio.sleep(pause_s)
 
 
-_error_decoder = msgspec.json.Decoder(_ErrorAnswer)
+_CAUSES: Final[dict[type[UpstreamError], FallbackCause]] = {
+    WorkerUnreachableError: FallbackCause.PREFILL_UNREACHABLE,
+    WorkerLostError: FallbackCause.PREFILL_LOST,
+}
 
 
-def is_stale_ticket(status: int, body: bytes) -> bool:
-    """Whether a worker's answer says that the ticket was made for its previous life."""
-    if status != HTTPStatus.CONFLICT:
-        return False
-    try:
-        return _error_decoder.decode(body).error.code == STALE_TICKET
-    except msgspec.MsgspecError:
-        return False
+def _cause_of(status: int) -> FallbackCause:
+    if status == HTTPStatus.SERVICE_UNAVAILABLE:
+        return FallbackCause.PREFILL_OVERLOADED
+    if status < HTTPStatus.INTERNAL_SERVER_ERROR:
+        return FallbackCause.PREFILL_REJECTED
+    return FallbackCause.PREFILL_FAILED

@@ -8,14 +8,16 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Final
 
 from baton.errors import BatonError
-from baton.gateway.errors import UpstreamError
+from baton.gateway.errors import UpstreamError, WorkerLostError, WorkerUnreachableError
 from baton.gateway.worker_info import read_info
 from baton.gateway.workers import Up
 
 if TYPE_CHECKING:
+    from baton.authority.ticket import WorkerRef
     from baton.gateway.options import GatewayOptions
     from baton.gateway.upstream import Upstream
     from baton.gateway.workers import Worker, Workers
+    from baton.ids import Epoch
 
 NUM_FAILURES_TO_LOSE: Final = 2
 PROBES_PER_INTRODUCTION: Final = 10
@@ -38,6 +40,7 @@ class Prober:
         self._num_failures = 0
         self._num_probes = 0
         self._wanted = asyncio.Event()
+        self._refreshing = asyncio.Lock()
 
     async def run(self) -> None:
         """Probe until cancelled."""
@@ -53,9 +56,19 @@ class Prober:
                 continue
             self._wanted.clear()
 
-    def soon(self) -> None:
-        """Do not wait for the next round."""
+    def suspect(self) -> None:
+        """A request failed there: ask now, and believe one failure more."""
+        self._num_failures += 1
         self._wanted.set()
+
+    async def refresh(self, stale: Epoch) -> None:
+        """Learn the worker's new epoch, once for all requests that met the old one."""
+        async with self._refreshing:
+            if self._worker.info is None or self._worker.info.epoch == stale:
+                try:
+                    await self.introduce()
+                except BatonError as exc:
+                    self._workers.lose(self._worker, str(exc))
 
     async def probe(self) -> None:
         """Ask once, and note the answer."""
@@ -96,6 +109,41 @@ class Prober:
 
     async def _get(self, path: str) -> tuple[int, bytes]:
         return await self._upstream.get(self._worker.url / path, self._timeout_s)
+
+
+class Watch:
+    """One prober for each worker."""
+
+    def __init__(self, workers: Workers, upstream: Upstream, options: GatewayOptions) -> None:
+        self._workers = workers
+        self._probers = {w: Prober(w, workers, upstream, options) for w in workers.all}
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def start(self) -> None:
+        """Begin to probe."""
+        self._tasks = [asyncio.create_task(prober.run()) for prober in self._probers.values()]
+
+    async def stop(self) -> None:
+        """Stop probing."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def report(self, worker: Worker, error: UpstreamError) -> None:
+        """A request failed at this worker.
+
+        One that cannot be reached is down; one that broke off a single answer is asked how it is.
+        """
+        if isinstance(error, WorkerUnreachableError):
+            self._workers.lose(worker, str(error))
+        if isinstance(error, WorkerUnreachableError | WorkerLostError):
+            self._probers[worker].suspect()
+
+    async def refresh(self, stale: WorkerRef) -> None:
+        """Learn the new epoch of a worker that refused a ticket for its life `stale`."""
+        worker = self._workers.with_id(stale.worker)
+        if worker is not None:
+            await self._probers[worker].refresh(stale.epoch)
 
 
 def _unexpected(path: str, status: int) -> UpstreamError:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import io
 from contextlib import contextmanager
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Final
 
 import aiohttp
+import msgspec
 from multidict import CIMultiDict
 
 from baton.gateway.errors import UpstreamError, WorkerLostError, WorkerUnreachableError
@@ -29,6 +31,7 @@ MAX_PLAIN_BODY_BYTES: Final = 1 << 20
 """aiohttp wants a larger body as a file, so that it can yield while writing it."""
 
 MAX_SMALL_ANSWER_BYTES: Final = 1 << 20
+STALE_TICKET: Final = "stale_ticket"
 
 
 class Upstream:
@@ -139,6 +142,27 @@ async def read_answer(response: aiohttp.ClientResponse, max_bytes: int) -> bytes
                 response.close()
                 raise UpstreamError(f"{response.url.origin()} answered more than {max_bytes} bytes")
     return b"".join(parts)
+
+
+class _ErrorCode(msgspec.Struct):
+    code: str | None = None
+
+
+class _ErrorAnswer(msgspec.Struct):
+    error: _ErrorCode
+
+
+_error_decoder = msgspec.json.Decoder(_ErrorAnswer)
+
+
+def is_stale_ticket(status: int, body: bytes) -> bool:
+    """Whether a worker's answer says that the ticket was made for its previous life."""
+    if status != HTTPStatus.CONFLICT:
+        return False
+    try:
+        return _error_decoder.decode(body).error.code == STALE_TICKET
+    except msgspec.MsgspecError:
+        return False
 
 
 @contextmanager

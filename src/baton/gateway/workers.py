@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, TypeAlias
 from typing_extensions import assert_never
 from yarl import URL
 
+from baton.errors import ModelNotFoundError
+from baton.gateway.errors import NoWorkerError
 from baton.gateway.worker_info import WorkerInfo, why_not_used
 from baton.router.fleet import Fleet
 
@@ -112,8 +114,22 @@ class Workers:
             metrics.worker_up(str(worker.url), worker.address.role, up=False)
 
     def of(self, view: WorkerView) -> Worker:
-        """The worker behind a placement's view."""
+        """The worker behind a view of the current fleet."""
         return self._by_id[view.id]
+
+    def with_id(self, worker: WorkerId) -> Worker | None:
+        """The worker of that name, if there still is one."""
+        return self._by_id.get(worker)
+
+    def why_not_served(self, model: str) -> NoWorkerError | ModelNotFoundError:
+        """What to tell a client that names a model of which no worker has ever been seen."""
+        if not self.fleet.models:
+            waiting = ", ".join(str(worker) for worker in self.all)
+            return NoWorkerError(f"no worker has come up yet; waiting for: {waiting}")
+        served = ", ".join(repr(name) for name in sorted(self.fleet.models))
+        return ModelNotFoundError(
+            f"the model {model!r} is not served here; served: {served}", param="model"
+        )
 
     def introduce(self, worker: Worker, info: WorkerInfo) -> None:
         """It told who it is: it is up, unless it cannot be used as listed."""

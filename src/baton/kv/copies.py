@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from baton.kv.layout import KVLayout
+
+_GATHER_BYTES: Final = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +157,27 @@ def compute_runs(group: CopyGroup) -> NDArray[np.int64]:
     return np.stack((group.src_pages[firsts], group.dst_pages[firsts], lengths), axis=1)
 
 
+def apply_copies(
+    copies: PageCopies, src_pages: NDArray[np.uint8], dst_pages: NDArray[np.uint8]
+) -> None:
+    """Carry out copies between two arrays of pages in this process's memory.
+
+    Both are uint8 `[num_blocks, page_bytes]` of layer `copies.layer`, bytes of a page adjacent.
+    They do not overlap.
+
+    Raises:
+        ProtocolError: a page or a span is out of bounds; the groups before it were copied.
+    """
+    for group in copies.groups:
+        _check_bounds(group.src_pages, group.spans[:, 0] + group.spans[:, 2], src_pages)
+        _check_bounds(group.dst_pages, group.spans[:, 1] + group.spans[:, 2], dst_pages)
+        if _moves_whole_pages(group, src_pages, dst_pages):
+            for src, dst, num_pages in compute_runs(group).tolist():
+                dst_pages[dst : dst + num_pages] = src_pages[src : src + num_pages]
+        else:
+            _copy_spans(group, src_pages, dst_pages)
+
+
 def check_range(start: int, stop: int) -> None:
     """Refuse what is no token range.
 
@@ -180,3 +204,41 @@ def _group_alike(
     order = np.argsort(alike, kind="stable")
     cuts = np.flatnonzero(np.diff(alike[order])) + 1
     return np.split(order, cuts) if len(order) else []
+
+
+def _check_bounds(
+    pages: NDArray[np.int64], span_ends: NDArray[np.int64], array: NDArray[np.uint8]
+) -> None:
+    # Page ids may come from a peer, and numpy takes a negative one for a page from the end.
+    if len(pages) and not 0 <= int(pages.min()) <= int(pages.max()) < len(array):
+        raise ProtocolError(f"pages {pages.min()} to {pages.max()} where there are {len(array)}")
+    if len(span_ends) and int(span_ends.max()) > array.shape[1]:
+        raise ProtocolError(f"a span ends at byte {span_ends.max()} of {array.shape[1]}")
+
+
+def _moves_whole_pages(
+    group: CopyGroup, src_pages: NDArray[np.uint8], dst_pages: NDArray[np.uint8]
+) -> bool:
+    page_bytes = src_pages.shape[1]
+    whole = [[0, 0, page_bytes]]
+    return page_bytes == dst_pages.shape[1] and bool(group.spans.tolist() == whole)
+
+
+def _copy_spans(
+    group: CopyGroup, src_pages: NDArray[np.uint8], dst_pages: NDArray[np.uint8]
+) -> None:
+    """Copy pages as rows of the largest unit of which every offset and length is a multiple."""
+    unit = int(np.gcd.reduce(group.spans, axis=None, initial=src_pages.shape[1]))
+    unit = math.gcd(unit, dst_pages.shape[1])
+    row = np.dtype((np.void, unit))
+    src_rows, dst_rows = src_pages.view(row), dst_pages.view(row)
+    starts = group.spans[:, :2] // unit
+    lengths = group.spans[:, 2] // unit
+    within = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    src_index, dst_index = (np.repeat(starts[:, side], lengths) + within for side in (0, 1))
+    # numpy gathers into a temporary array first: keep it in the cache.
+    step = max(1, _GATHER_BYTES // (len(within) * unit))
+    for at in range(0, len(group.src_pages), step):
+        some = slice(at, at + step)
+        gathered = src_rows[group.src_pages[some, None], src_index]
+        dst_rows[group.dst_pages[some, None], dst_index] = gathered

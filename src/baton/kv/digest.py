@@ -30,6 +30,7 @@ def compute_digests(
     layer: int,
     layer_pages: NDArray[np.uint8],
     bounds: NDArray[np.int64],
+    *,
     heads: range | None = None,
 ) -> bytes:
     """`DIGEST_BYTES` for each piece, concatenated.
@@ -70,7 +71,7 @@ def _digest_gathered(planes: list[NDArray[np.uint8]], block: int, tokens: range)
     digest = xxh3_128()
     for rows in planes:
         # A view where the rows are adjacent, a copy in canonical order where they are not.
-        digest.update(np.ascontiguousarray(rows[block, tokens.start : tokens.stop]))
+        digest.update(np.ascontiguousarray(rows[block, tokens.start : tokens.stop]).data)
     return digest.digest()
 
 

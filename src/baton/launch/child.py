@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import logging
 import os
 import signal
 from asyncio.subprocess import DEVNULL, PIPE, STDOUT
 from collections import deque
 from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from baton.launch.announcement import Announcement, Loading, Ready, read_announcement
+from baton.errors import ProtocolError
+from baton.launch.announcement import Announcement, Ready, read_announcement
 
 if TYPE_CHECKING:
     from asyncio.subprocess import Process
@@ -20,82 +24,106 @@ if TYPE_CHECKING:
 PR_SET_PDEATHSIG: Final = 1
 NUM_LAST_LINES: Final = 20
 MAX_LINE_BYTES: Final = 64 * 1024
+READ_REST_TIMEOUT_S: Final = 1.0
+
+log = logging.getLogger(__name__)
 
 _libc = ctypes.CDLL(None, use_errno=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A process is over. A negative `returncode` is the signal that killed it."""
+
+    returncode: int
 
 
 class Child:
     """A running process of ours, in a session of its own. Owned by the launcher's event loop.
 
     A session of its own keeps the terminal's Ctrl-C from it: the launcher alone decides how it
-    ends. `url` and `ready` are set by its announcements, and fail when it ends before them.
+    ends. The `until_*` methods may be awaited by many, and cancelled.
     """
 
-    def __init__(self, name: str, process: Process) -> None:
+    def __init__(
+        self,
+        name: str,
+        process: Process,
+        announcements: asyncio.StreamReader,
+        on_line: Callable[[str], None],
+    ) -> None:
         loop = asyncio.get_running_loop()
         self.name = name
-        self.pid = process.pid
-        self.url: asyncio.Future[str] = loop.create_future()
-        self.ready: asyncio.Future[Ready] = loop.create_future()
         self.last_lines: deque[str] = deque(maxlen=NUM_LAST_LINES)
         self._process = process
-        self._readers: list[asyncio.Task[None]] = []
+        self._url: asyncio.Future[str | Ended] = loop.create_future()
+        self._ready: asyncio.Future[Ready | Ended] = loop.create_future()
+        self._ended = asyncio.create_task(self._follow(announcements, on_line))
 
     @property
-    def is_running(self) -> bool:
-        """Whether it has not ended yet, as far as was noticed."""
-        return self._process.returncode is None
+    def is_ready(self) -> bool:
+        """Whether it announced that it answers; stays true after its end."""
+        return self._ready.done() and isinstance(self._ready.result(), Ready)
 
-    def follow(self, announcements: asyncio.StreamReader, on_line: Callable[[str], None]) -> None:
-        """Start to read what it says, until it ends."""
-        output = self._process.stdout
-        if output is None:
-            raise RuntimeError("the child was spawned without a pipe for its output")
-        self._readers = [
-            asyncio.create_task(self._read_announcements(announcements)),
-            asyncio.create_task(self._read_lines(output, on_line)),
-        ]
+    @property
+    def is_ended(self) -> bool:
+        """Whether it has ended and everything it said was read."""
+        return self._ended.done()
 
-    async def wait(self) -> int:
-        """Until it has ended and everything it said was read: its return code."""
-        returncode = await self._process.wait()
-        # A grandchild could hold the pipes open for ever: what is in them is read, no more.
-        await asyncio.wait(self._readers, timeout=1.0)
-        for reader in self._readers:
-            reader.cancel()
-        for future in (self.url, self.ready):
-            future.cancel()
-        return returncode
+    async def until_url(self) -> str | Ended:
+        """Until it knows where it will answer, or ends before that."""
+        return await asyncio.shield(self._url)
+
+    async def until_ready(self) -> Ready | Ended:
+        """Until it answers, or ends before that."""
+        return await asyncio.shield(self._ready)
+
+    async def until_ended(self) -> Ended:
+        """Until it has ended and everything it said was read."""
+        return await asyncio.shield(self._ended)
 
     def terminate(self) -> None:
         """Ask it to drain and end."""
         self._signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """End it, and all processes of its session's group, at once."""
+        """End it, and all processes of its group, at once."""
         self._signal(signal.SIGKILL)
 
     def _signal(self, number: signal.Signals) -> None:
-        if self.is_running:
+        if self._process.returncode is None:
             with suppress(ProcessLookupError):
-                os.killpg(self.pid, number)
+                os.killpg(self._process.pid, number)
+
+    async def _follow(
+        self, announcements: asyncio.StreamReader, on_line: Callable[[str], None]
+    ) -> Ended:
+        readers = [asyncio.create_task(self._read_announcements(announcements))]
+        if self._process.stdout is not None:
+            readers.append(asyncio.create_task(self._read_lines(self._process.stdout, on_line)))
+        ended = Ended(await self._process.wait())
+        # A grandchild could hold the pipes open for ever: what is in them is read, no more.
+        await asyncio.wait(readers, timeout=READ_REST_TIMEOUT_S)
+        for reader in readers:
+            reader.cancel()
+        if not self._url.done():
+            self._url.set_result(ended)
+        if not self._ready.done():
+            self._ready.set_result(ended)
+        return ended
 
     async def _read_announcements(self, stream: asyncio.StreamReader) -> None:
-        while line := await stream.readline():
-            self._apply(read_announcement(line))
+        while line := await _read_line(stream):
+            try:
+                self._apply(read_announcement(line))
+            except ProtocolError as exc:
+                log.warning("%s: %s", self.name, exc)
 
     def _apply(self, announcement: Announcement) -> None:
-        match announcement:
-            case Loading(url):
-                self._set_url(url)
-            case Ready():
-                self._set_url(announcement.url)
-                if not self.ready.done():
-                    self.ready.set_result(announcement)
-
-    def _set_url(self, url: str | None) -> None:
-        if url is not None and not self.url.done():
-            self.url.set_result(url)
+        if announcement.url is not None and not self._url.done():
+            self._url.set_result(announcement.url)
+        if isinstance(announcement, Ready) and not self._ready.done():
+            self._ready.set_result(announcement)
 
     async def _read_lines(
         self, stream: asyncio.StreamReader, on_line: Callable[[str], None]
@@ -130,22 +158,21 @@ async def spawn(
             pass_fds=(write_fd,),
             start_new_session=True,
             limit=MAX_LINE_BYTES,
-            # Runs between fork and exec, where only async-signal-safe calls are allowed: prctl
-            # is one, and its symbol was looked up when this module was imported.
-            preexec_fn=_die_with_parent,
+            # Runs in the child before exec: it takes no lock that another thread could hold.
+            preexec_fn=partial(_die_with, os.getpid()),
         )
     except BaseException:
         os.close(read_fd)
         raise
     finally:
         os.close(write_fd)
-    child = Child(name, process)
-    child.follow(await _open_pipe(read_fd), on_line)
-    return child
+    return Child(name, process, await _open_pipe(read_fd), on_line)
 
 
-def _die_with_parent() -> None:
+def _die_with(parent_pid: int) -> None:
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:  # it died before prctl could tie us to it
+        os._exit(1)
 
 
 async def _open_pipe(fd: int) -> asyncio.StreamReader:

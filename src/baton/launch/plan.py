@@ -33,6 +33,14 @@ LAUNCHER_ONLY: Final = ("up.", "gateway.prefill", "gateway.decode", "gateway.wor
 
 
 @dataclass(frozen=True, slots=True)
+class Ports:
+    """A process's TCP ports; 0 leaves the choice to the kernel, or to the configuration."""
+
+    http: int = 0
+    handoff: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerPlan:
     """One worker to start, and the settings in which it differs from the file."""
 
@@ -40,7 +48,7 @@ class WorkerPlan:
     role: Role
     settings: Settings
 
-    def command(self, ports: Ports, file: Path | None) -> tuple[str, ...]:
+    def command(self, file: Path | None, ports: Ports) -> tuple[str, ...]:
         """Its command line, on ports chosen by the kernel (0) or those of an earlier life."""
         own = {
             "worker.name": self.name,
@@ -52,14 +60,6 @@ class WorkerPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Ports:
-    """A worker's two TCP ports."""
-
-    http: int = 0
-    handoff: int = 0
-
-
-@dataclass(frozen=True, slots=True)
 class LaunchPlan:
     """Everything that one launch starts."""
 
@@ -68,8 +68,11 @@ class LaunchPlan:
     workers: tuple[WorkerPlan, ...]
     gateway_settings: Settings
 
-    def gateway_command(self, urls: Mapping[str, str]) -> tuple[str, ...]:
-        """The gateway's command line; `urls` has each worker's by name."""
+    def gateway_command(self, urls: Mapping[str, str], ports: Ports) -> tuple[str, ...]:
+        """The gateway's command line; `urls` has each worker's by name.
+
+        On the port that was configured, or the one that an earlier life got from the kernel.
+        """
         by_role: dict[Role, list[str]] = {"prefill": [], "decode": [], "both": []}
         for worker in self.workers:
             by_role[worker.role].append(urls[worker.name])
@@ -77,6 +80,7 @@ class LaunchPlan:
             "gateway.prefill": by_role["prefill"],
             "gateway.decode": by_role["decode"],
             "gateway.workers": by_role["both"],
+            "gateway.port": ports.http or self.config.gateway.port,
         }
         return _command("gateway", self.file, self.gateway_settings | lists)
 
@@ -98,7 +102,7 @@ def plan_launch(
     flags = _handed_on(resolved)
     workers = []
     for (name, role, overrides), share in zip(names, shares, strict=True):
-        settings = ChainMap(
+        settings: ChainMap[str, object] = ChainMap(
             {f"engine.{key}": value for key, value in overrides.items()},
             {"worker.cpu_affinity": share} if pinning == "own_cores" else {},
             flags,

@@ -7,7 +7,7 @@ import socket
 from collections import deque
 from typing import TYPE_CHECKING, Final
 
-from baton.errors import PeerLostError, ProtocolError
+from baton.errors import PeerLostError
 from baton.transfer.framing import FrameDecoder, encode_frame
 
 if TYPE_CHECKING:
@@ -33,8 +33,6 @@ class Channel:
         self._batch: list[memoryview] = []
         self._num_unsent_frame_bytes = 0
         self._received_fds: list[int] = []
-        self.num_sent_units = 0
-        """How many frames and streams were wholly handed to the kernel since the start."""
 
     @property
     def fd(self) -> int:
@@ -71,8 +69,26 @@ class Channel:
         self._queue.append(self._frame_batches(frame))
         self.flush()
 
+    def send_body_with_fd(self, body: bytes, fd: int) -> None:
+        """Send one frame and a descriptor with it. Only while nothing else is unsent.
+
+        Raises:
+            PeerLostError: the connection is broken, or the peer does not read.
+        """
+        frame = encode_frame(body)
+        try:
+            num_sent = socket.send_fds(self._socket, [frame], [fd])
+        except OSError as exc:
+            raise PeerLostError(f"the connection broke: {exc}") from exc
+        if num_sent < len(frame):
+            self.send_raw(frame[num_sent:])
+
     def send_batches(self, batches: Iterator[list[memoryview]]) -> None:
-        """Queue a stream of batches, each produced when the one before has left."""
+        """Queue a stream of batches.
+
+        The next batch is asked for when the one before was wholly handed to the kernel, and the end
+        likewise: what the iterator does after its last `yield` happens when all has left.
+        """
         self._queue.append(batches)
 
     def flush(self) -> None:
@@ -123,12 +139,12 @@ class Channel:
             self._decoder.feed(data)
         return self._decoder.take()
 
-    def receive_body_with_fd(self) -> tuple[bytes, int] | None:
-        """Like `receive_body`, for a frame that brings a descriptor; the caller must close that.
+    def receive_body_and_fd(self) -> tuple[bytes, int | None] | None:
+        """Like `receive_body`, and the descriptor that came along, which the caller must close.
 
         Raises:
             PeerLostError: the connection is broken or at its end.
-            ProtocolError: the frame is too large, or brought no descriptor.
+            ProtocolError: the frame is too large.
         """
         while (num_missing := self._decoder.num_missing_bytes) > 0:
             try:
@@ -142,9 +158,9 @@ class Channel:
                 raise PeerLostError("the peer closed the connection")
             self._decoder.feed(data)
         body = self._decoder.take()
-        if body is None or len(self._received_fds) != 1:
-            raise ProtocolError("the peer was to hand over one descriptor")
-        return body, self._received_fds.pop()
+        if body is None:
+            return None
+        return body, self._received_fds.pop() if self._received_fds else None
 
     def receive_into(self, buffers: list[memoryview]) -> int:
         """Read page bytes straight into place: how many, 0 when none are there yet.
@@ -187,7 +203,6 @@ class Channel:
             batch = next(self._queue[0], None)
             if batch is None:
                 self._queue.popleft()
-                self.num_sent_units += 1
             elif batch:
                 self._batch = batch
                 return True

@@ -74,6 +74,14 @@ class Connection:
             self.channel.send_batches(batches)
             self._watch_sending()
 
+    def flush(self) -> None:
+        """Send what the kernel takes now. A broken connection is reported through `on_lost`."""
+        self._guard(self.channel.flush)
+
+    def send_body_with_fd(self, body: bytes, fd: int) -> None:
+        """Send one frame and a descriptor (see `Channel`); like `send_body`."""
+        self._guard(lambda: self.channel.send_body_with_fd(body, fd))
+
     def step(self) -> None:
         """Read, then send: what the peer said before it went is heard even if sending fails."""
         self._guard(lambda: self._on_readable(self.channel))

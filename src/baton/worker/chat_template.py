@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final, NoReturn
 
 import msgspec
 from jinja2 import TemplateError, nodes
-from jinja2.exceptions import SecurityError
+from jinja2.exceptions import TemplateRuntimeError
 from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -169,4 +169,4 @@ def _to_json(value: object, indent: int | None = None) -> str:
 
 
 def _refuse(message: str) -> NoReturn:
-    raise SecurityError(message)
+    raise TemplateRuntimeError(message)

@@ -46,7 +46,13 @@ def check_pages_change_nothing(model: Any, shape: ModelShape, dtype: DType) -> N
             for prompt, row in ((first, 6), (second, 4), (first, 10), (second, 5))
         ])
     model.set_attn_implementation(IMPLEMENTATION)
-    actual = _run_paged(model, shape, dtype, (first, second))
+    try:
+        actual = _run_paged(model, shape, dtype, (first, second))
+    except Exception as exc:  # whatever a model does with arguments that it does not know
+        raise ConfigError(
+            f"model type {model.config.model_type!r} does not run over paged KV: it does not call "
+            "transformers' attention interface; serve it with the vllm engine"
+        ) from exc
     difference = float((actual - expected).float().norm() / expected.float().norm())
     if not difference <= _TOLERANCE.get(expected.dtype, _HALF_PRECISION_TOLERANCE):
         raise ConfigError(

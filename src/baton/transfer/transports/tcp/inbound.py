@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final, Protocol
 
 from baton.errors import ProtocolError
+from baton.ids import TicketId
 from baton.transfer.channel import skip_bytes
 from baton.transfer.messages import encode
 from baton.transfer.transports.tcp.buffers import discard_batches, write_batches
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from baton.ids import Epoch, TicketId
+    from baton.ids import Epoch
     from baton.transfer.channel import Channel
     from baton.transfer.connection import Connection
     from baton.transfer.interface import PagedRegion
@@ -101,8 +102,47 @@ class Inbound:
         self._part = part
         self._num_missing_bytes = geometry.num_bytes
         self._batches = write_batches(geometry, self.region.memory, array)
-        if self._refusal is None:
-            refusal = self._admission.find_refusal(
-                TicketId(part.window), self._writer, self.region, geometry.pages
-            )
-        ...
+        refusal = self._refusal or self._admission.find_refusal(
+            TicketId(part.window), self._writer, self.region, geometry.pages
+        )
+        if refusal is not None:
+            self._refuse(refusal)
+        else:
+            self._next_batch()
+
+    def _check_order(self, part: Data) -> None:
+        if self._unfinished_sequence is None:
+            if part.sequence <= self._last_sequence:
+                raise ProtocolError("a write's number came twice, or out of order")
+            self._last_sequence = part.sequence
+            self._refusal = None
+        elif part.sequence != self._unfinished_sequence:
+            raise ProtocolError("a write began before the one in front of it was whole")
+        self._unfinished_sequence = part.sequence if part.notice is None else None
+
+    def _refuse(self, reason: str) -> None:
+        self._refusal = reason
+        self._batches = discard_batches(self._num_missing_bytes)
+        self._next_batch()
+
+    def _take_payload(self, num_bytes: int) -> None:
+        self._num_missing_bytes -= num_bytes
+        self._batch = skip_bytes(self._batch, num_bytes)
+        if not self._batch:
+            self._next_batch()
+
+    def _next_batch(self) -> None:
+        self._batch = next(self._batches, [])
+        if not self._batch:
+            self._finish_part()
+
+    def _finish_part(self) -> None:
+        part, self._part = self._part, None
+        self._batches = iter(())
+        if part is None or part.notice is None:
+            return
+        if self._refusal is not None:
+            self.connection.send_body(encode(Refused(part.sequence, self._refusal)))
+            return
+        self._admission.arrived(TicketId(part.window), part.notice)
+        self.connection.send_body(encode(Landed(part.sequence)))

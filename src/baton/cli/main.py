@@ -1,0 +1,61 @@
+"""The commands and their one-line help; errors → exit codes."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from typing import TYPE_CHECKING, Final
+
+from cyclopts import App
+
+from baton import __version__
+from baton.config.environment import read_environment
+from baton.errors import BatonError, ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+FAILED: Final = 1
+MISUSED: Final = 2
+INTERRUPTED: Final = 130
+
+
+def build_app() -> App:
+    """The command tree. Commands are named, not imported."""
+    app = App(
+        name="baton",
+        version=__version__,
+        help="Disaggregated LLM serving: hands the KV cache from prefill to decode.",
+        result_action="return_value",
+    )
+    app.command(
+        "baton.cli.up:up", name="up", help="Start a gateway and its workers on this machine."
+    )
+    app.command("baton.cli.gateway:gateway", name="gateway", help="Start a gateway.")
+    app.command("baton.cli.worker:worker", name="worker", help="Start one worker.")
+    app.command("baton.cli.model:app", name="model", help="Make models for tests and benchmarks.")
+    app.command("baton.cli.config:app", name="config", help="Look at the configuration.")
+    return app
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run one command; its exit code. A wrong command line exits with 2 by itself."""
+    try:
+        result = build_app()(list(arguments))
+    except BatonError as exc:
+        if _wants_traceback(arguments):
+            traceback.print_exc()
+        print(f"baton: {exc}", file=sys.stderr)
+        return MISUSED if isinstance(exc, ConfigError) else FAILED
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    return result if isinstance(result, int) else 0
+
+
+def main() -> None:
+    """The `baton` program."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def _wants_traceback(arguments: Sequence[str]) -> bool:
+    return "--debug" in arguments or read_environment().get("BATON_LOG__LEVEL") == "debug"

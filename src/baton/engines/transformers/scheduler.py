@@ -1,0 +1,267 @@
+"""What to compute next: queues, blocks and the token budget. Pure: no tensors, no clock, no I/O."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from baton.engines.interface import Colocated, DecodeLeg, PrefillLeg
+from baton.engines.transformers.custody import Custody
+from baton.engines.transformers.sequence import Status
+from baton.kv.layout import needed_tokens
+
+if TYPE_CHECKING:
+    from baton.authority.ticket import Ticket
+    from baton.engines.transformers.sequence import Sequence
+    from baton.ids import TicketId
+    from baton.kv.layout import LayerLayout
+    from baton.kv.pool import BlockPool
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bounds of one step and of what runs at once. Below `min_handoff_tokens` nothing is received."""
+
+    max_batch_tokens: int
+    max_num_seqs: int
+    min_handoff_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Compute the next `num_tokens` tokens of `sequence`."""
+
+    sequence: Sequence
+    num_tokens: int
+
+    @property
+    def samples(self) -> bool:
+        """Whether the last of these tokens is the last one known, so that a new one follows."""
+        return self.num_tokens == self.sequence.num_uncomputed
+
+
+@dataclass(frozen=True, slots=True)
+class Expectation:
+    """A decode leg for whose tokens `[start, prompt)` `blocks` were set aside."""
+
+    sequence: Sequence
+    ticket: Ticket
+    start: int
+    blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One step, and what is to be told to the handoff before it."""
+
+    work: list[Work] = field(default_factory=list)
+    offered: list[tuple[Sequence, Ticket]] = field(default_factory=list)
+    expected: list[Expectation] = field(default_factory=list)
+    declined: list[tuple[Sequence, Ticket]] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the step."""
+        return sum(work.num_tokens for work in self.work)
+
+
+class Scheduler:
+    """Waiting sequences in order of arrival, running ones, and the blocks of all.
+
+    The oldest sequence always makes progress: where blocks are short, the youngest running one
+    loses its own and is computed again later. Owned by the engine's thread.
+    """
+
+    def __init__(self, pool: BlockPool, limits: Limits, layers: tuple[LayerLayout, ...]) -> None:
+        self.pool, self.limits, self.custody = pool, limits, Custody()
+        self.num_preemptions = 0
+        self._layers = tuple(dict.fromkeys(layers))
+        self._waiting: deque[Sequence] = deque()
+        self._running: list[Sequence] = []
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences without blocks."""
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that each step may work on."""
+        return len(self._running)
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a new sequence."""
+        self._waiting.append(sequence)
+
+    def schedule(self) -> Plan:
+        """Choose one step's work; allocates, reserves and preempts as needed.
+
+        Decoding goes before prefill, older sequences before younger ones.
+        """
+        plan = Plan()
+        by_age = sorted(self._running, key=lambda s: (s.num_uncomputed > 1, s.arrival))
+        for sequence in by_age:
+            budget = self.limits.max_batch_tokens - plan.num_tokens
+            if budget > 0 and sequence.status is Status.RUNNING:
+                self._continue(sequence, min(budget, sequence.num_uncomputed), plan)
+        while self._waiting and self._admit(self._waiting[0], plan):
+            pass
+        return plan
+
+    def advance(self, work: Work) -> None:
+        """The KV of this work is in its pages; blocks that became full can be found from now on."""
+        sequence = work.sequence
+        sequence.num_computed += work.num_tokens
+        self._publish(sequence)
+
+    def end(self, sequence: Sequence) -> None:
+        """This sequence's answer is over; its blocks are freed as soon as nobody needs them."""
+        match sequence.status:
+            case Status.WAITING:
+                self._waiting.remove(sequence)
+            case Status.RUNNING:
+                self._running.remove(sequence)
+            case Status.AWAITING_KV | Status.OFFERED | Status.ENDED:
+                pass
+        sequence.status = Status.ENDED
+        match sequence.leg:
+            case PrefillLeg(ticket) if self.custody.knows(ticket.id):
+                return  # freed when the handoff gives them back
+            case DecodeLeg(ticket):
+                self.custody.quarantine(ticket.id)
+            case PrefillLeg() | Colocated():
+                pass
+        self.pool.release(sequence.restart())
+
+    def hold(self, sequence: Sequence) -> None:
+        """A prefill leg is computed: keep its blocks until its handoff ends."""
+        self._running.remove(sequence)
+        sequence.status = Status.OFFERED
+
+    def land(self, ticket: TicketId) -> Sequence | None:
+        """All KV of a decode leg is in place: it runs. None where it has ended since."""
+        landed = self.custody.land(ticket)
+        if landed is None:
+            return None
+        sequence, blocks = landed
+        num_tokens = sequence.num_prompt_tokens
+        dead = max(needed_tokens(layer, num_tokens)[0] for layer in self._layers)
+        sequence.receive(blocks, complete_from=dead)
+        self._publish(sequence)
+        self._run(sequence)
+        return sequence
+
+    def fall_back(self, ticket: TicketId) -> Sequence | None:
+        """A decode leg gets no KV: it is computed here, next. None where it has ended since."""
+        sequence = self.custody.quarantine(ticket)
+        if sequence is not None:
+            sequence.leg = Colocated()
+            self._requeue(sequence)
+        return sequence
+
+    def give_back(self, ticket: TicketId) -> Sequence | None:
+        """A prefill leg's handoff ended. If the sequence has ended too, its blocks are freed."""
+        sequence = self.custody.give_back(ticket)
+        if sequence is not None and sequence.status is Status.ENDED:
+            self.pool.release(sequence.restart())
+        return sequence
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError where queues, statuses and blocks disagree."""
+        self.pool.check_invariants()
+        if any(s.status is not Status.WAITING or s.blocks for s in self._waiting):
+            raise AssertionError("a waiting sequence has blocks, or another status")
+        for sequence in self._running:
+            room = len(sequence.blocks) * sequence.block_size
+            if sequence.status is not Status.RUNNING or room < sequence.num_computed:
+                raise AssertionError(f"request {sequence.request.id} runs without its blocks")
+
+    def _continue(self, sequence: Sequence, num_tokens: int, plan: Plan) -> None:
+        missing = sequence.num_blocks_for(sequence.num_computed + num_tokens) - len(sequence.blocks)
+        while missing > 0:
+            fresh = self.pool.try_allocate(missing)
+            if fresh is not None:
+                sequence.blocks += fresh
+                break
+            self._preempt_youngest()
+            if sequence.status is not Status.RUNNING:
+                return
+        plan.work.append(Work(sequence, num_tokens))
+
+    def _preempt_youngest(self) -> None:
+        victim = max((s for s in self._running if s.may_be_preempted), key=lambda s: s.arrival)
+        self._running.remove(victim)
+        self.num_preemptions += 1
+        self._requeue(victim)
+
+    def _requeue(self, sequence: Sequence) -> None:
+        self.pool.release(sequence.restart())
+        sequence.status = Status.WAITING
+        self._waiting.appendleft(sequence)
+
+    def _admit(self, sequence: Sequence, plan: Plan) -> bool:
+        """Take the first waiting sequence in, if there is room for it."""
+        if len(self._running) + self.custody.num_incoming >= self.limits.max_num_seqs:
+            return False
+        # At least one token is left to compute: its logits give the next one.
+        usable = sequence.hashes(sequence.num_tokens - 1)
+        match sequence.leg:
+            case DecodeLeg(ticket):
+                num_cached = self.pool.find_cached(usable) * sequence.block_size
+                if sequence.num_tokens - num_cached >= self.limits.min_handoff_tokens:
+                    return self._expect(sequence, ticket, plan)
+                plan.declined.append((sequence, ticket))
+                sequence.leg = Colocated()
+            case PrefillLeg() | Colocated():
+                pass
+        budget = self.limits.max_batch_tokens - plan.num_tokens
+        if budget <= 0 or not self._take_blocks(sequence):
+            return False
+        self._waiting.popleft()
+        self._run(sequence)
+        plan.work.append(Work(sequence, min(budget, sequence.num_uncomputed)))
+        if isinstance(sequence.leg, PrefillLeg):
+            self.custody.lend(sequence.leg.ticket.id, sequence)
+            plan.offered.append((sequence, sequence.leg.ticket))
+        return True
+
+    def _take_blocks(self, sequence: Sequence) -> bool:
+        """Blocks for all known tokens, the cached ones shared."""
+        cached = self.pool.acquire_cached(sequence.hashes(sequence.num_tokens - 1))
+        missing = sequence.num_blocks_for(sequence.num_tokens) - len(cached)
+        # Room for each running sequence to grow by a block, lest one be preempted at once.
+        fresh = None
+        if missing + len(self._running) <= self.pool.num_free:
+            fresh = self.pool.try_allocate(missing)
+        if fresh is None:
+            self.pool.release(cached)
+            return False
+        sequence.admit(cached, fresh)
+        return True
+
+    def _expect(self, sequence: Sequence, ticket: Ticket, plan: Plan) -> bool:
+        cached = self.pool.acquire_cached(sequence.hashes(sequence.num_tokens - 1))
+        missing = sequence.num_blocks_for(sequence.num_tokens) - len(cached)
+        reserved = None
+        if missing + len(self._running) <= self.pool.num_free:
+            reserved = self.pool.try_reserve(missing)
+        if reserved is None:
+            self.pool.release(cached)
+            return False
+        self._waiting.popleft()
+        sequence.admit(cached, [])
+        sequence.status = Status.AWAITING_KV
+        plan.expected.append(
+            Expectation(sequence, ticket, sequence.num_computed, reserved.blocks)
+        )
+        self.custody.grant(ticket.id, sequence, reserved)
+        return True
+
+    def _run(self, sequence: Sequence) -> None:
+        sequence.status = Status.RUNNING
+        self._running.append(sequence)
+
+    def _publish(self, sequence: Sequence) -> None:
+        for block, block_hash in sequence.take_publishable():
+            self.pool.publish(block, block_hash)

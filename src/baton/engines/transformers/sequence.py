@@ -1,0 +1,161 @@
+"""The state of one request: its tokens, its blocks, and how far its KV is computed."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from baton.engines.interface import Colocated, FinishReason, Leg, PrefillLeg
+from baton.kv.identity import compute_block_hashes
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from baton.engines.interface import GenerationRequest
+    from baton.handoff.interface import SampledToken
+    from baton.kv.identity import BlockHash, HashDomain
+
+
+class Status(Enum):
+    """Where a sequence stands.
+
+    waiting ──► running ──► ended          and back to waiting when preempted
+       │           └──────► offered ──► ended    a prefill leg until its KV is sent
+       └──► awaiting_kv ──► running              a decode leg until its KV has landed
+    """
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    AWAITING_KV = "awaiting_kv"
+    OFFERED = "offered"
+    ENDED = "ended"
+
+
+class Sequence:
+    """One request's tokens and blocks. Owned by the engine's thread.
+
+        tokens  [0, num_computed): KV is in `blocks` · [num_computed, num_tokens): to be computed
+
+    `leg` becomes `Colocated` once nothing is to be received any more. Of layers with a window,
+    tokens before `complete_from` may never have been received.
+    """
+
+    def __init__(
+        self, request: GenerationRequest, domain: HashDomain, seed: int, arrival: int
+    ) -> None:
+        self.request, self.seed, self.arrival = request, seed, arrival
+        self.leg: Leg = request.leg
+        self.status = Status.WAITING
+        self.num_prompt_tokens = len(request.prompt_ids)
+        self.num_tokens = self.num_prompt_tokens
+        self.num_computed = 0
+        self.num_cached_tokens = 0
+        self.complete_from = 0
+        self.blocks: list[int] = []
+        self.first_token: SampledToken | None = None
+        self._domain = domain
+        self._num_published = 0
+        self._hashes: list[BlockHash] = []
+        self._token_ids = np.empty(
+            self.num_prompt_tokens + request.sampling.max_tokens, dtype=np.int32
+        )
+        self._token_ids[: self.num_prompt_tokens] = request.prompt_ids
+
+    @property
+    def block_size(self) -> int:
+        """Tokens in a block."""
+        return self._domain.block_size
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens sampled so far."""
+        return self.num_tokens - self.num_prompt_tokens
+
+    @property
+    def num_uncomputed(self) -> int:
+        """Known tokens whose KV is not computed; computing the last of them gives a new token."""
+        return self.num_tokens - self.num_computed
+
+    @property
+    def may_be_preempted(self) -> bool:
+        """Whether its blocks may be taken away: not while they are offered to a peer."""
+        return self.status is Status.RUNNING and not isinstance(self.leg, PrefillLeg)
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold `num_tokens` tokens."""
+        return -(-num_tokens // self.block_size)
+
+    def token_ids(self, start: int, stop: int) -> NDArray[np.int32]:
+        """Tokens `[start, stop)`."""
+        return self._token_ids[start:stop]
+
+    def hashes(self, num_tokens: int) -> list[BlockHash]:
+        """Names of the full blocks among tokens `[0, num_tokens)`."""
+        num_full = num_tokens // self.block_size
+        if num_full > len(self._hashes):
+            known = len(self._hashes)
+            parent = self._hashes[-1] if known else None
+            fresh = self._token_ids[known * self.block_size : num_full * self.block_size]
+            self._hashes += compute_block_hashes(self._domain, fresh, parent)
+        return self._hashes[:num_full]
+
+    def take_publishable(self) -> list[tuple[int, BlockHash]]:
+        """Blocks that became full and complete since the last call, with their names."""
+        hashes = self.hashes(self.num_computed)
+        fresh = range(self._num_published, len(hashes))
+        self._num_published = len(hashes)
+        return [
+            (self.blocks[i], hashes[i]) for i in fresh if i * self.block_size >= self.complete_from
+        ]
+
+    def admit(self, cached: list[int], fresh: list[int]) -> None:
+        """Take blocks: the leading ones hold computed tokens already."""
+        self.blocks = cached + fresh
+        self._num_published = len(cached)
+        self.num_computed = len(cached) * self.block_size
+        if self.num_output_tokens == 0:
+            self.num_cached_tokens = self.num_computed
+
+    def restart(self) -> list[int]:
+        """Forget all KV: the tokens sampled so far become part of what is to be computed.
+
+        Returns:
+            The blocks that it held.
+        """
+        blocks, self.blocks = self.blocks, []
+        self.num_computed = self._num_published = self.complete_from = 0
+        return blocks
+
+    def receive(self, blocks: list[int], complete_from: int) -> None:
+        """The rest of the prompt's KV came from a peer, in `blocks`."""
+        self.blocks += blocks
+        self.num_computed = self.num_prompt_tokens
+        self.complete_from = complete_from
+        self.leg = Colocated()
+
+    def append(self, token_id: int, eos_token_ids: tuple[int, ...]) -> FinishReason | None:
+        """Add a sampled token; why it is the last one, if it is."""
+        self._token_ids[self.num_tokens] = token_id
+        self.num_tokens += 1
+        if self.num_output_tokens > self.request.sampling.min_tokens and self._ends(
+            token_id, eos_token_ids
+        ):
+            return FinishReason.STOP
+        if self.num_output_tokens >= self.request.sampling.max_tokens:
+            return FinishReason.LENGTH
+        return None
+
+    def banned_tokens(self, eos_token_ids: tuple[int, ...]) -> tuple[int, ...]:
+        """Tokens that must not be sampled next: those that would end the answer too early."""
+        sampling = self.request.sampling
+        if self.num_output_tokens >= sampling.min_tokens:
+            return ()
+        return sampling.stop_token_ids + (() if sampling.ignore_eos else eos_token_ids)
+
+    def _ends(self, token_id: int, eos_token_ids: tuple[int, ...]) -> bool:
+        sampling = self.request.sampling
+        return token_id in sampling.stop_token_ids or (
+            not sampling.ignore_eos and token_id in eos_token_ids
+        )

@@ -1,0 +1,144 @@
+"""One request and its two legs: placed, asked at once, and placed again if that can still help."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from baton.authority.ticket import Ticket, seal
+from baton.gateway.answer import forward
+from baton.gateway.errors import (
+    NoWorkerError,
+    StaleTicketError,
+    UpstreamError,
+    WorkerLostError,
+    WorkerUnreachableError,
+)
+from baton.gateway.interrupt import Interruptible
+from baton.gateway.metrics import FallbackCause
+from baton.gateway.prefill_leg import Handoff, PrefillLeg
+from baton.ids import new_ticket_id
+from baton.router.placement import Placement, PlacementRequest, Unplaceable
+
+if TYPE_CHECKING:
+    from multidict import CIMultiDict
+    from starlette.types import Send
+
+    from baton.gateway.call import Call
+    from baton.gateway.request import CompletionBody
+    from baton.gateway.services import Services
+    from baton.ids import WorkerId
+    from baton.router.fleet import WorkerView
+
+MAX_ATTEMPTS: Final = 2
+
+
+class Exchange:
+    """Serves one parsed request. Once a part of an answer has left, nothing is tried again."""
+
+    def __init__(self, services: Services, call: Call, body: CompletionBody, send: Send) -> None:
+        self._services, self._call, self._body, self._send = services, call, body, send
+
+    async def run(self) -> None:
+        """Place, ask, forward.
+
+        Raises:
+            ModelNotFoundError: no worker serves that model.
+            NoWorkerError: none of those that do is available.
+            UpstreamError: the workers that were asked failed.
+        """
+        failed: UpstreamError | None = None
+        avoid: frozenset[WorkerId] = frozenset()
+        for _ in range(MAX_ATTEMPTS):
+            placement = self._place(avoid, failed)
+            try:
+                await self._attempt(placement)
+            except StaleTicketError as exc:
+                failed = exc
+                await self._services.watch.refresh(exc.worker)
+            except UpstreamError as exc:
+                failed = exc
+                avoid |= {placement.decode.id}
+            else:
+                return
+            if self._call.answering:
+                break
+        if failed is not None:
+            raise failed
+
+    def _place(self, avoid: frozenset[WorkerId], failed: UpstreamError | None) -> Placement:
+        call, services = self._call, self._services
+        fleet = services.workers.fleet
+        if call.model not in fleet.models:
+            raise services.workers.why_not_served(call.model)
+        placement = services.placement.place(fleet, PlacementRequest(call.model, avoid))
+        if isinstance(placement, Unplaceable):
+            raise failed or NoWorkerError(placement.reason)
+        if failed is not None:
+            services.fallbacks.note(call, _cause_of(failed), str(failed))
+        if placement.reasons:
+            reasons = "; ".join(placement.reasons)
+            services.fallbacks.note(call, FallbackCause.PREFILL_UNAVAILABLE, reasons)
+        call.begin_attempt(placement, services.metrics.of(call.model, placement.mode))
+        return placement
+
+    async def _attempt(self, placement: Placement) -> None:
+        if placement.prefill is None:
+            await self._decode_leg(placement.decode, self._body.encode())
+            return
+        handoff = self._authorise(placement.prefill, placement.decode)
+        body = self._body.encode_with_ticket(seal(handoff.ticket, self._services.options.cluster_key))
+        with Interruptible() as attempt:
+            prefill_leg = PrefillLeg(self._services, self._call, handoff, attempt)
+            prefill_leg.start(body, self._headers())
+            try:
+                await self._decode_leg(placement.decode, body)
+            except BaseException:
+                prefill_leg.cancel()
+                raise
+            prefill_leg.linger()
+
+    async def _decode_leg(self, decode: WorkerView, body: bytes) -> None:
+        services, call = self._services, self._call
+        worker = services.workers.of(decode)
+        try:
+            response = await services.upstream.post(
+                worker.completion_urls[call.path], body, self._headers()
+            )
+            try:
+                await forward(response, call, decode, services, self._send)
+            finally:
+                response.release()
+        except UpstreamError as exc:
+            services.watch.report(worker, exc)
+            raise
+
+    def _authorise(self, prefill: WorkerView, decode: WorkerView) -> Handoff:
+        services, call = self._services, self._call
+        ticket = Ticket(
+            id=new_ticket_id(),
+            request_id=call.id,
+            prefill=prefill.ref,
+            decode=decode.ref,
+            mode="push",
+            expires_at=services.clock.unix_now() + call.left_s(services.clock.now()),
+        )
+        call.trace.ticket = ticket.id.hex()
+        return Handoff(ticket, services.workers.of(prefill), services.workers.of(decode))
+
+    def _headers(self) -> CIMultiDict[str]:
+        headers = self._services.upstream.headers()
+        headers.update(self._call.forwarded_headers)
+        headers["x-request-id"] = self._call.id
+        headers["x-baton-timeout-s"] = f"{self._call.left_s(self._services.clock.now()):.3f}"
+        return headers
+
+
+_CAUSES: Final[dict[type[UpstreamError], FallbackCause]] = {
+    StaleTicketError: FallbackCause.STALE_TICKET,
+    WorkerUnreachableError: FallbackCause.DECODE_UNREACHABLE,
+    WorkerLostError: FallbackCause.DECODE_LOST,
+}
+
+
+def _cause_of(error: UpstreamError) -> FallbackCause:
+    return _CAUSES.get(type(error), FallbackCause.DECODE_FAILED)

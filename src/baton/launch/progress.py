@@ -1,0 +1,114 @@
+"""What the person at the terminal sees: what is waited for, what is said, where to go.
+
+Progress and log lines go to standard error; the address to use goes to standard output.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Final, Protocol
+
+from rich.console import Console
+
+from baton.clock import Instant
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from baton.clock import Clock
+
+REPEAT_S: Final = 5.0
+
+
+class Display(Protocol):
+    """Where a launch is shown. Owned by the launcher's event loop."""
+
+    def say(self, line: str) -> None:
+        """One line of the launcher's own."""
+        ...
+
+    def child_line(self, child: str, line: str) -> None:
+        """One line that a child wrote."""
+        ...
+
+    def waiting_for(self, names: Sequence[str]) -> None:
+        """What is waited for now; called often. Empty: nothing any more."""
+        ...
+
+    def announce(self, text: str) -> None:
+        """What the person wanted: on standard output."""
+        ...
+
+
+def open_display(clock: Clock) -> Display:
+    """A live line on a terminal, plain lines elsewhere."""
+    console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
+    return TerminalDisplay(console, clock) if console.is_terminal else PlainDisplay(clock)
+
+
+class PlainDisplay:
+    """Plain lines: one when what is waited for changes, and again every few seconds."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._since = clock.now()
+        self._shown: tuple[str, ...] = ()
+        self._shown_at = Instant(float("-inf"))
+
+    def say(self, line: str) -> None:
+        """See `Display`."""
+        print(f"baton: {line}", file=sys.stderr, flush=True)  # noqa: T201 - the terminal is its job
+
+    def child_line(self, child: str, line: str) -> None:
+        """See `Display`."""
+        print(f"[{child}] {line}", file=sys.stderr, flush=True)  # noqa: T201
+
+    def waiting_for(self, names: Sequence[str]) -> None:
+        """See `Display`."""
+        now = self._clock.now()
+        if not self._shown:
+            self._since = now
+        if names and (tuple(names) != self._shown or now - self._shown_at >= REPEAT_S):
+            self.say(_waiting_text(names, now - self._since))
+            self._shown_at = now
+        self._shown = tuple(names)
+
+    def announce(self, text: str) -> None:
+        """See `Display`."""
+        print(text, flush=True)  # noqa: T201
+
+
+class TerminalDisplay:
+    """One live line at the bottom; other lines scroll above it."""
+
+    def __init__(self, console: Console, clock: Clock) -> None:
+        self._console, self._clock = console, clock
+        self._since: Instant | None = None
+        self._status = console.status("")
+
+    def say(self, line: str) -> None:
+        """See `Display`."""
+        self._console.print(f"baton: {line}", style="bold")
+
+    def child_line(self, child: str, line: str) -> None:
+        """See `Display`."""
+        self._console.print(f"[{child}] {line}", style="dim")
+
+    def waiting_for(self, names: Sequence[str]) -> None:
+        """See `Display`."""
+        if not names:
+            self._status.stop()
+            self._since = None
+            return
+        now = self._clock.now()
+        self._since = self._since or now
+        self._status.update(_waiting_text(names, now - self._since))
+        self._status.start()
+
+    def announce(self, text: str) -> None:
+        """See `Display`."""
+        print(text, flush=True)  # noqa: T201
+
+
+def _waiting_text(names: Sequence[str], elapsed_s: float) -> str:
+    return f"waiting for {', '.join(names)} ({elapsed_s:.0f} s)"

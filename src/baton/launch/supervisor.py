@@ -1,0 +1,250 @@
+"""Starts all processes, keeps them running, drains them."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from enum import IntEnum
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+from baton.errors import BatonError
+from baton.launch.child import Child, Ended, spawn
+from baton.launch.diagnosis import describe_exit, likely_cause
+from baton.launch.plan import Ports
+from baton.launch.ports import require_free_port
+from baton.launch.post import Post
+from baton.launch.restarts import RestartBudget, RestartPolicy
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
+
+    from baton.clock import Clock
+    from baton.launch.announcement import Ready
+    from baton.launch.plan import LaunchPlan
+    from baton.launch.progress import Display
+
+GATEWAY: Final = "gateway"
+TICK_S: Final = 0.25
+KILL_MARGIN_S: Final = 5.0
+"""How much longer than its own drain timeout a child may take before it is killed."""
+
+
+class ChildFailedError(BatonError):
+    """A process ended that should not have; its last log lines are in the message."""
+
+
+class Ending(IntEnum):
+    """How a launch that was asked to stop has ended; the values are exit codes."""
+
+    DRAINED = 0
+    OVERDUE = 1
+    KILLED = 130
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchContext:
+    """What a launch needs from outside. `environment` is the children's."""
+
+    environment: Mapping[str, str]
+    clock: Clock
+    display: Display
+    restarts: RestartPolicy = field(default_factory=RestartPolicy)
+
+
+class Supervisor:
+    """One launch, from start to end. Owned by one event loop; `run` is called once."""
+
+    def __init__(self, plan: LaunchPlan, context: LaunchContext) -> None:
+        self._plan = plan
+        self._context = context
+        self._display = context.display
+        self._posts: dict[str, Post] = {}
+        self._num_stop_requests = 0
+        self._stop_requested = asyncio.Event()
+
+    async def run(self, on_ready: Callable[[str], None]) -> Ending:
+        """Start everything, call `on_ready` with the gateway's URL, run until asked to stop.
+
+        Raises:
+            ConfigError: the gateway's port is taken.
+            ChildFailedError: a process died at start, or too often; everything else was stopped.
+        """
+        gateway = self._plan.config.gateway
+        require_free_port(gateway.host, gateway.port)
+        with self._signals_handled():
+            life = asyncio.create_task(self._live(on_ready))
+            stop = asyncio.create_task(self._stop_requested.wait())
+            await asyncio.wait({life, stop}, return_when=asyncio.FIRST_COMPLETED)
+            life.cancel()
+            stop.cancel()
+            (outcome, _) = await asyncio.gather(life, stop, return_exceptions=True)
+            ending = await self._stop_all()
+        if isinstance(outcome, Exception):
+            raise outcome
+        return ending
+
+    def request_stop(self) -> None:
+        """The first time: drain. The second time: kill."""
+        self._num_stop_requests += 1
+        self._stop_requested.set()
+        if self._num_stop_requests == 1:
+            self._display.say("draining; press Ctrl-C again to kill")
+            return
+        for post in self._posts.values():
+            post.child.kill()
+
+    async def _live(self, on_ready: Callable[[str], None]) -> None:
+        started = self._context.clock.now()
+        async with self._progress(self._unready):
+            url = await self._start_all()
+        self._display.say(f"ready after {self._context.clock.now() - started:.1f} s")
+        on_ready(url)
+        keepers = [asyncio.create_task(self._keep(post)) for post in self._posts.values()]
+        try:
+            await asyncio.gather(*keepers)
+        finally:
+            for keeper in keepers:
+                keeper.cancel()
+
+    # Starting
+
+    async def _start_all(self) -> str:
+        names = [worker.name for worker in self._plan.workers]
+        for worker in self._plan.workers:
+            await self._fill(worker.name, partial(worker.command, self._plan.file))
+        urls = await asyncio.gather(*(self._url_of(name) for name in names))
+        by_name = dict(zip(names, urls, strict=True))
+        # Workers may still be loading: the gateway finds them when they answer.
+        await self._fill(GATEWAY, partial(self._plan.gateway_command, by_name))
+        readies = await asyncio.gather(*(self._ready_of(name) for name in self._posts))
+        for post, ready in zip(self._posts.values(), readies, strict=True):
+            post.settle(ready)
+        return readies[-1].url
+
+    async def _fill(self, name: str, command: Callable[[Ports], tuple[str, ...]]) -> None:
+        child = await self._spawn(name, command(Ports()))
+        self._posts[name] = Post(name, command, child, RestartBudget(self._context.restarts))
+
+    async def _spawn(self, name: str, command: Sequence[str]) -> Child:
+        def on_line(line: str) -> None:
+            self._display.child_line(name, line)
+
+        return await spawn(name, command, self._context.environment, on_line)
+
+    async def _url_of(self, name: str) -> str:
+        post = self._posts[name]
+        url = await post.child.until_url()
+        if isinstance(url, Ended):
+            raise _failure(post, url, "ended while starting")
+        return url
+
+    async def _ready_of(self, name: str) -> Ready:
+        post = self._posts[name]
+        ready = await post.child.until_ready()
+        if isinstance(ready, Ended):
+            raise _failure(post, ready, "ended while starting")
+        return ready
+
+    # Keeping
+
+    async def _keep(self, post: Post) -> None:
+        while True:
+            ended = await post.child.until_ended()
+            delay_s = post.budget.next_delay_s(self._context.clock.now())
+            if delay_s is None:
+                raise _failure(post, ended, "ended too often")
+            self._display.say(
+                f"{post.name} ended: {describe_exit(ended.returncode)}; restart in {delay_s:g} s"
+                f" ({post.budget.num_recent} of at most {self._context.restarts.max_restarts})"
+            )
+            await asyncio.sleep(delay_s)
+            post.child = await self._spawn(post.name, post.command(post.ports))
+            ready = await post.child.until_ready()
+            if not isinstance(ready, Ended):
+                self._display.say(f"{post.name} is back at {ready.url}")
+
+    # Stopping
+
+    async def _stop_all(self) -> Ending:
+        """The gateway first: workers then finish what it still streams."""
+        config = self._plan.config
+        workers = [post for name, post in self._posts.items() if name != GATEWAY]
+        gateway = [post for name, post in self._posts.items() if name == GATEWAY]
+        async with self._progress(self._unended):
+            in_time = await self._drain(gateway, config.gateway.drain_timeout_s)
+            in_time &= await self._drain(workers, config.worker.drain_timeout_s)
+        self._display.say(
+            "stopped: " + (", ".join(await self._describe_ends()) or "nothing was running")
+        )
+        if self._num_stop_requests > 1:
+            return Ending.KILLED
+        return Ending.DRAINED if in_time else Ending.OVERDUE
+
+    async def _drain(self, posts: Sequence[Post], timeout_s: float) -> bool:
+        """Ask, wait, kill what is left; whether nothing had to be killed."""
+        if not posts:
+            return True
+        ends = [asyncio.create_task(post.child.until_ended()) for post in posts]
+        for post in posts:
+            if self._num_stop_requests > 1:
+                post.child.kill()
+            else:
+                post.child.terminate()
+        _, late = await asyncio.wait(ends, timeout=timeout_s + KILL_MARGIN_S)
+        if late:
+            for post in posts:
+                post.child.kill()
+            await asyncio.wait(late)
+        return not late
+
+    async def _describe_ends(self) -> list[str]:
+        return [
+            f"{post.name} ({describe_exit((await post.child.until_ended()).returncode)})"
+            for post in self._posts.values()
+        ]
+
+    # Showing
+
+    def _unready(self) -> list[str]:
+        return [name for name, post in self._posts.items() if not post.child.is_ready]
+
+    def _unended(self) -> list[str]:
+        return [name for name, post in self._posts.items() if not post.child.is_ended]
+
+    @asynccontextmanager
+    async def _progress(self, pending: Callable[[], list[str]]) -> AsyncGenerator[None]:
+        async def show() -> None:
+            while True:
+                self._display.waiting_for(pending())
+                await asyncio.sleep(TICK_S)
+
+        ticker = asyncio.create_task(show())
+        try:
+            yield
+        finally:
+            ticker.cancel()
+            self._display.waiting_for(())
+
+    @contextmanager
+    def _signals_handled(self) -> Generator[None]:
+        loop = asyncio.get_running_loop()
+        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        for number in numbers:
+            loop.add_signal_handler(number, self.request_stop)
+        try:
+            yield
+        finally:
+            for number in numbers:
+                loop.remove_signal_handler(number)
+
+
+def _failure(post: Post, ended: Ended, what: str) -> ChildFailedError:
+    lines = list(post.child.last_lines)
+    quoted = "\n".join(f"    {line}" for line in lines) or "    (it wrote nothing)"
+    return ChildFailedError(
+        f"{post.name} {what} ({describe_exit(ended.returncode)}). Its last lines:\n{quoted}\n"
+        f"  likely cause: {likely_cause(ended.returncode, lines)}"
+    )

@@ -1,0 +1,214 @@
+"""`tcp`: pages over ordinary sockets; the receiver puts them in place itself.
+
+Because it does, a closed window is quiescent at once: what still arrives for it is dropped.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from baton.errors import TransferError
+from baton.ids import Epoch, RegionHandle
+from baton.transfer.bounds import check_copies, check_notice
+from baton.transfer.dialing import Dialer
+from baton.transfer.interface import (
+    Arrived,
+    Capabilities,
+    RegionDescriptor,
+    RemoteId,
+    TransferId,
+    WindowQuiescent,
+)
+from baton.transfer.listening import Listener
+from baton.transfer.messages import encode
+from baton.transfer.reactor import Reactor
+from baton.transfer.region import check_arrays
+from baton.transfer.transports.tcp.addresses import open_listener, open_stream, parse_endpoint
+from baton.transfer.transports.tcp.inbound import Inbound
+from baton.transfer.transports.tcp.remote import Remote
+from baton.transfer.transports.tcp.wire import (
+    MAX_BODY_BYTES,
+    Attached,
+    NotAttached,
+    decode_attach,
+)
+from baton.transfer.windows import PageSet, check_window_pages
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from baton.ids import TicketId
+    from baton.transfer.channel import Channel
+    from baton.transfer.connection import Connection
+    from baton.transfer.interface import (
+        PagedRegion,
+        PageWrite,
+        TransferEvent,
+        TransportContext,
+        Window,
+    )
+    from baton.transfer.transports.tcp.options import TcpOptions
+
+PURPOSE = "tcp"
+
+
+class TcpTransport:
+    """See `Transport`. Owner thread: whoever calls `poll`."""
+
+    kind = "tcp"
+    capabilities = Capabilities(memory=("host", "shared"), same_host_only=False)
+
+    def __init__(self, options: TcpOptions, context: TransportContext) -> None:
+        self._options, self._context = options, context
+        self._reactor = Reactor(context.clock)
+        self._dialer = Dialer(
+            self._reactor, context.key, PURPOSE, timeout_s=options.connect_timeout_s
+        )
+        self._regions: dict[RegionHandle, PagedRegion] = {}
+        self._windows: dict[TicketId, tuple[Window, PageSet]] = {}
+        self._remotes: dict[RemoteId, Remote] = {}
+        self._inbound: dict[Connection, Inbound] = {}
+        self._listener: Listener | None = None
+        self._endpoint = ""
+        self._num_remotes = self._num_transfers = 0
+
+    @property
+    def readiness_fd(self) -> int:
+        """See `Transport`."""
+        return self._reactor.fd
+
+    def expose(self, region: PagedRegion) -> RegionDescriptor:
+        """See `Transport`."""
+        if region.kind not in self.capabilities.memory:
+            raise TransferError(f"tcp cannot expose {region.kind} memory")
+        check_arrays(region.arrays)
+        if self._listener is None:
+            sock, self._endpoint = open_listener(self._context.bind_host, self._options)
+            self._listener = Listener(
+                sock, self._reactor, self._context.key, PURPOSE, on_peer=self._welcome
+            )
+        self._regions[region.handle] = region
+        return RegionDescriptor(
+            self.kind, region.handle, self._context.epoch, region.arrays, self._endpoint
+        )
+
+    def attach(self, descriptor: RegionDescriptor) -> RemoteId:
+        """See `Transport`."""
+        if descriptor.transport != self.kind:
+            raise TransferError(f"a {descriptor.transport} descriptor was given to tcp")
+        check_arrays(descriptor.arrays)
+        address = parse_endpoint(descriptor.endpoint)
+        self._num_remotes += 1
+        remote = Remote(
+            RemoteId(self._num_remotes),
+            descriptor,
+            self._context.epoch,
+            self._options.streams,
+            self._reactor,
+        )
+        self._remotes[remote.id] = remote
+        try:
+            for _ in range(self._options.streams):
+                sock = open_stream(address, self._options)
+                remote.own(self._dialer.dial(sock, address, remote.add_stream, remote.lose))
+        except TransferError as exc:
+            remote.lose(exc)
+        return remote.id
+
+    def detach(self, remote: RemoteId) -> None:
+        """See `Transport`."""
+        known = self._remotes.pop(remote, None)
+        if known is not None:
+            known.detach()
+
+    def open_window(self, window: Window) -> None:
+        """See `Transport`."""
+        if window.id in self._windows:
+            raise TransferError("this window is open already")
+        region = self._find_region(window.region)
+        check_window_pages(window.pages, region.arrays)
+        self._windows[window.id] = (window, PageSet(window.pages))
+
+    def close_window(self, window: TicketId) -> None:
+        """See `Transport`."""
+        if self._windows.pop(window, None) is None:
+            return
+        for inbound in self._inbound.values():
+            inbound.refuse_window(window)
+        self._reactor.report(WindowQuiescent(window))
+
+    def submit(self, write: PageWrite) -> TransferId:
+        """See `Transport`."""
+        remote = self._remotes.get(write.remote)
+        if remote is None:
+            raise TransferError("this remote is not attached")
+        region = self._find_region(write.region)
+        check_copies(write.copies, region.arrays, remote.descriptor.arrays)
+        check_notice(write.notice)
+        self._num_transfers += 1
+        transfer = TransferId(self._num_transfers)
+        remote.submit(transfer, write, region)
+        return transfer
+
+    def poll(self) -> list[TransferEvent]:
+        """See `Transport`."""
+        return self._reactor.poll()
+
+    def close(self) -> None:
+        """See `Transport`."""
+        for remote in self._remotes.values():
+            remote.detach()
+        if self._listener is not None:
+            self._listener.close()
+        self._inbound.clear()
+        self._reactor.close()
+
+    def find_refusal(
+        self, window: TicketId, writer: Epoch, region: PagedRegion, pages: NDArray[np.int64]
+    ) -> str | None:
+        """See `Admission`."""
+        found = self._windows.get(window)
+        if found is None:
+            return "the window is not open"
+        admitted, page_set = found
+        if admitted.writer != writer or admitted.region != region.handle:
+            return "the window is for another writer or region"
+        return None if page_set.covers(pages) else "a page is outside the window"
+
+    def arrived(self, window: TicketId, notice: bytes) -> None:
+        """See `Admission`."""
+        self._reactor.report(Arrived(window, notice))
+
+    def _find_region(self, handle: RegionHandle) -> PagedRegion:
+        region = self._regions.get(handle)
+        if region is None:
+            raise TransferError("this region was not exposed")
+        return region
+
+    def _welcome(self, connection: Connection) -> None:
+        """A writer proved itself: its first message says which region it wants."""
+        connection.channel.allow_bodies(MAX_BODY_BYTES)
+        connection.become(partial(self._admit, connection), partial(self._forget, connection))
+
+    def _admit(self, connection: Connection, channel: Channel) -> None:
+        body = channel.receive_body()
+        if body is None:
+            return
+        attach = decode_attach(body)
+        region = self._regions.get(RegionHandle(attach.region))
+        if region is None:
+            connection.send_body(encode(NotAttached("no such region")))
+            return
+        inbound = Inbound(connection, Epoch(attach.epoch), region, self)
+        self._inbound[connection] = inbound
+        connection.settle()
+        connection.become(inbound.read, partial(self._forget, connection))
+        connection.send_body(encode(Attached(region.arrays)))
+
+    def _forget(self, connection: Connection, error: TransferError) -> None:
+        del error  # a writer that is gone is its own side's business
+        self._inbound.pop(connection, None)
+        if self._listener is not None:
+            self._listener.forget(connection)

@@ -1,0 +1,237 @@
+"""A request's fields → one `Generation`: token ids, how to sample, how to answer."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from baton.engines.interface import SamplingParams
+from baton.errors import ContextLengthError, InvalidRequestError, ModelNotFoundError
+from baton.worker.chat_template import TemplateMessage
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from baton.engines.interface import EngineInfo
+    from baton.worker.chat_template import ChatTemplate
+    from baton.worker.fields import ChatFields, ChatMessage, CompletionFields, GenerationFields
+    from baton.worker.tokenizer import Tokenizer
+
+NUM_INLINE_CHARS: Final = 4096
+"""Texts up to here are tokenized on the event loop: handing them to a thread would cost more."""
+DEFAULT_COMPLETION_TOKENS: Final = 16
+"""OpenAI's default for completions."""
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """One checked request. `prompt_ids` has shape `[num_tokens]`, at least one token."""
+
+    prompt_ids: NDArray[np.int32]
+    sampling: SamplingParams
+    stops: tuple[str, ...]
+    skip_special_tokens: bool
+    stream: bool
+    include_usage: bool
+    cache_salt: str
+    ticket: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class PromptReader:
+    """Knows one model: its name, tokenizer, template and limits. Immutable."""
+
+    served_model_name: str
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+    info: EngineInfo
+    max_default_tokens: int
+
+    async def read_completion(self, fields: CompletionFields) -> Generation:
+        """Check and tokenize a completion request.
+
+        Raises:
+            ModelNotFoundError: another model.
+            ContextLengthError: prompt and answer cannot fit.
+            InvalidRequestError: anything else that is wrong.
+        """
+        self._check_model(fields.model)
+        if isinstance(fields.prompt, str):
+            special = fields.add_special_tokens is not False
+            prompt = await self._encode(fields.prompt, add_special_tokens=special)
+        else:
+            prompt = self._one_prompt(fields.prompt)
+        wanted = fields.max_tokens or DEFAULT_COMPLETION_TOKENS
+        return self._generation(fields, prompt, wanted, fields.logprobs)
+
+    async def read_chat(self, fields: ChatFields) -> Generation:
+        """Check, render and tokenize a chat request.
+
+        Raises:
+            ModelNotFoundError: another model.
+            ContextLengthError: prompt and answer cannot fit.
+            InvalidRequestError: anything else that is wrong.
+        """
+        self._check_model(fields.model)
+        if self.template is None:
+            raise InvalidRequestError(
+                f"the model {self.served_model_name} has no chat template, so it cannot chat; "
+                "use /v1/completions",
+                code="no_chat_template",
+            )
+        messages = [_template_message(i, m) for i, m in enumerate(fields.messages)]
+        text = self.template.render(messages, fields.chat_template_kwargs or {})
+        # The template writes the special tokens itself.
+        special = fields.add_special_tokens is True
+        prompt = await self._encode(text, add_special_tokens=special)
+        wanted = fields.max_completion_tokens or fields.max_tokens
+        return self._generation(fields, prompt, wanted, _chat_logprobs(fields))
+
+    def _check_model(self, model: str) -> None:
+        if model != self.served_model_name:
+            raise ModelNotFoundError(
+                f"the model {model[:200]!r} is not served here; served: {self.served_model_name}",
+                param="model",
+                code="model_not_found",
+            )
+
+    async def _encode(self, text: str, *, add_special_tokens: bool) -> NDArray[np.int32]:
+        if len(text) <= NUM_INLINE_CHARS:
+            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return await asyncio.to_thread(
+            self.tokenizer.encode, text, add_special_tokens=add_special_tokens
+        )
+
+    def _one_prompt(self, prompt: list[int | str | list[int]]) -> NDArray[np.int32]:
+        ids = [item for item in prompt if isinstance(item, int)]
+        if len(ids) != len(prompt):
+            raise InvalidRequestError(
+                "prompt holds several prompts; Baton answers one prompt a request: send a string "
+                "or one flat list of token ids, and several requests for several prompts",
+                param="prompt",
+                code="invalid_value",
+            )
+        vocab_size = self.info.vocab_size
+        outside = next((token for token in ids if not 0 <= token < vocab_size), None)
+        if outside is not None:
+            raise InvalidRequestError(
+                f"prompt has the token id {outside}; this model's ids are 0 to {vocab_size - 1}",
+                param="prompt",
+                code="invalid_value",
+            )
+        return np.asarray(ids, dtype=np.int32)
+
+    def _generation(
+        self,
+        fields: GenerationFields,
+        prompt: NDArray[np.int32],
+        wanted_tokens: int | None,
+        num_logprobs: int | None,
+    ) -> Generation:
+        max_tokens = self._max_tokens(len(prompt), wanted_tokens)
+        stop = fields.stop
+        options = fields.stream_options
+        params = fields.kv_transfer_params
+        return Generation(
+            prompt_ids=prompt,
+            sampling=_sampling(fields, max_tokens, num_logprobs),
+            stops=(stop,) if isinstance(stop, str) else tuple(stop or ()),
+            skip_special_tokens=fields.skip_special_tokens is not False,
+            stream=fields.stream is True,
+            include_usage=options is not None and options.include_usage is True,
+            cache_salt=fields.cache_salt or "",
+            ticket=None if params is None else params.baton_ticket,
+        )
+
+    def _max_tokens(self, num_prompt: int, wanted: int | None) -> int:
+        """How many tokens the answer may have: what was asked for, or the room there is."""
+        if num_prompt == 0:
+            raise InvalidRequestError(
+                "the prompt has no tokens; send at least one",
+                param="prompt",
+                code="invalid_value",
+            )
+        info = self.info
+        limit = min(info.max_context_tokens, info.num_blocks * info.layout.block_size)
+        room = limit - num_prompt
+        if room < (wanted or 1):
+            asked = f" and {wanted} tokens for the answer" if wanted else ""
+            raise ContextLengthError(
+                f"this model's context holds {limit} tokens; the prompt has {num_prompt}{asked}. "
+                "Shorten the prompt" + (" or lower max_tokens." if wanted else "."),
+                param="messages" if wanted is None else "max_tokens",
+                code="context_length_exceeded",
+            )
+        return wanted or min(room, self.max_default_tokens)
+
+
+def _sampling(
+    fields: GenerationFields, max_tokens: int, num_logprobs: int | None
+) -> SamplingParams:
+    min_tokens = fields.min_tokens or 0
+    if min_tokens > max_tokens:
+        raise InvalidRequestError(
+            f"min_tokens is {min_tokens}, above max_tokens, which is {max_tokens}",
+            param="min_tokens",
+            code="invalid_value",
+        )
+    return SamplingParams(
+        max_tokens=max_tokens,
+        min_tokens=min_tokens,
+        temperature=1.0 if fields.temperature is None else fields.temperature,
+        top_p=1.0 if fields.top_p is None else fields.top_p,
+        top_k=max(fields.top_k or 0, 0),
+        seed=None if fields.seed is None else fields.seed & (2**63 - 1),
+        num_logprobs=num_logprobs,
+        ignore_eos=fields.ignore_eos is True,
+        stop_token_ids=tuple(fields.stop_token_ids or ()),
+    )
+
+
+def _chat_logprobs(fields: ChatFields) -> int | None:
+    if fields.logprobs:
+        return fields.top_logprobs or 0
+    if fields.top_logprobs:
+        raise InvalidRequestError(
+            "top_logprobs needs logprobs: send logprobs=true too",
+            param="top_logprobs",
+            code="invalid_value",
+        )
+    return None
+
+
+def _template_message(index: int, message: ChatMessage) -> TemplateMessage:
+    where = f"messages[{index}]"
+    if message.tool_calls is not None and bytes(message.tool_calls) not in {b"null", b"[]"}:
+        raise InvalidRequestError(
+            f"{where}.tool_calls: tools are not supported",
+            param=f"{where}.tool_calls",
+            code="unsupported_parameter",
+        )
+    # OpenAI's newer name for the same role; templates know the older one.
+    role = "system" if message.role == "developer" else message.role
+    return TemplateMessage(role=role, content=_text_of(where, message), name=message.name)
+
+
+def _text_of(where: str, message: ChatMessage) -> str:
+    content = message.content
+    if isinstance(content, str):
+        return content
+    if content is None:
+        raise InvalidRequestError(
+            f"{where}.content: this field is required. Send a string, or a list of text parts.",
+            param=f"{where}.content",
+            code="invalid_value",
+        )
+    for at, part in enumerate(content):
+        if part.type != "text" or part.text is None:
+            raise InvalidRequestError(
+                f"{where}.content[{at}]: a part of type {part.type[:40]!r} is not supported, or "
+                "has no text; send parts of the form {'type': 'text', 'text': …}",
+                param=f"{where}.content[{at}]",
+                code="unsupported_parameter" if part.type != "text" else "invalid_value",
+            )
+    return "\n".join(part.text or "" for part in content)

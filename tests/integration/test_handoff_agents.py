@@ -1,0 +1,314 @@
+"""Two handoff agents with real links and real transports, in one process.
+
+The engine is played by the test: it writes random bytes into prefill's pages, layer by layer.
+"""
+
+from __future__ import annotations
+
+import threading
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from baton.authority.key import ClusterKey
+from baton.authority.ticket import WorkerRef
+from baton.clock import Instant, MachineClock
+from baton.handoff.agent import AgentOptions, HandoffAgent
+from baton.handoff.interface import (
+    BlocksQuiescent,
+    HandoffEvent,
+    KVFailed,
+    KVLanded,
+    KVSent,
+    SampledToken,
+    SendFailed,
+    TokenLogprob,
+)
+from baton.ids import Epoch, WorkerId, new_epoch
+from baton.kv.canonical import read_canonical
+from baton.kv.copies import BlockTable, PagedSequence
+from baton.kv.layout import KVLayout
+from baton.transfer.interface import TRANSPORTS, PagedRegion, Transport, TransportContext
+from baton.transfer.region import allocate_shared_region, release_region, view_pages
+from tests.unit.handoff.orders import make_ticket, receive_order, send_order
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+CLOCK = MachineClock()
+NUM_LAYERS = 3
+FIRST = SampledToken(42, -0.5, (TokenLogprob(42, -0.5),))
+
+
+def make_layout(block_size: int) -> KVLayout:
+    return KVLayout.gqa(NUM_LAYERS, 2, 8, block_size=block_size, dtype="float32")
+
+
+@dataclass
+class Node:
+    """One worker without an engine."""
+
+    name: str
+    agent: HandoffAgent
+    region: PagedRegion
+    layout: KVLayout
+    epoch: Epoch
+    woken: threading.Event
+
+    @property
+    def ref(self) -> WorkerRef:
+        return WorkerRef(WorkerId(self.name), self.epoch, self.agent.address)
+
+    def wait_for(self, count: int = 1, timeout_s: float = 5.0) -> list[HandoffEvent]:
+        events: list[HandoffEvent] = []
+        deadline = CLOCK.now() + timeout_s
+        while len(events) < count:
+            left = deadline - CLOCK.now()
+            assert left > 0, f"{self.name} got only {events} in {timeout_s} s"
+            self.woken.wait(left)
+            self.woken.clear()
+            events += self.agent.poll()
+        return events
+
+    def canonical(self, table: BlockTable, layer: int, start: int, stop: int) -> bytes:
+        pages = view_pages(self.region.memory, self.region.arrays[layer])
+        sequence = PagedSequence(self.layout, table)
+        return read_canonical(sequence, layer, pages, start=start, stop=stop).tobytes()
+
+    def scribble(self, seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        for array in self.region.arrays:
+            pages = view_pages(self.region.memory, array)
+            pages[:] = rng.integers(0, 256, pages.shape, dtype=np.uint8)
+
+
+@contextmanager
+def node(
+    name: str,
+    *,
+    kinds: tuple[str, ...],
+    key: ClusterKey,
+    block_size: int,
+    fingerprint: str = "model-a",
+) -> Iterator[Node]:
+    layout, epoch = make_layout(block_size), new_epoch()
+    shapes = [(32, layout.page_bytes(layer)) for layer in range(NUM_LAYERS)]
+    region = allocate_shared_region(shapes)
+    context = TransportContext(key=key, epoch=epoch, bind_host="127.0.0.1", clock=CLOCK)
+    transports: tuple[Transport, ...] = tuple(TRANSPORTS.build(kind, {})(context) for kind in kinds)
+    agent = HandoffAgent(
+        AgentOptions(
+            worker=WorkerId(name),
+            epoch=epoch,
+            fingerprint=fingerprint,
+            layout=layout,
+            region=region,
+            transports=transports,
+            key=key,
+            clock=CLOCK,
+            timeout_s=10.0,
+        )
+    )
+    woken = threading.Event()
+    agent.start(woken.set)
+    try:
+        yield Node(name, agent, region, layout, epoch, woken)
+    finally:
+        agent.stop()
+        assert not agent.is_alive
+        release_region(region)
+
+
+@pytest.fixture(name="key")
+def key_fixture() -> ClusterKey:
+    return ClusterKey.generate()
+
+
+def blocks_for(num_tokens: int, block_size: int, seed: int, first: int = 0) -> BlockTable:
+    rng = np.random.default_rng(seed)
+    num_blocks = -(-num_tokens // block_size) - first
+    return BlockTable(first, rng.permutation(32)[:num_blocks].astype(np.int64))
+
+
+@pytest.mark.parametrize("kind", ["shared", "tcp"])
+@pytest.mark.parametrize(("src_block", "dst_block"), [(16, 16), (16, 24), (24, 16), (8, 32)])
+@pytest.mark.parametrize(("start_blocks", "num_ready"), [(0, 0), (2, 40)])
+def test_layers_stream_into_the_decode_workers_pages(
+    kind: str, src_block: int, dst_block: int, start_blocks: int, num_ready: int, key: ClusterKey
+) -> None:
+    num_tokens, start = 101, start_blocks * dst_block
+    with (
+        node("p", kinds=(kind,), key=key, block_size=src_block) as prefill,
+        node("d", kinds=(kind,), key=key, block_size=dst_block) as decode,
+    ):
+        ticket = make_ticket(prefill.ref, decode.ref)
+        source = blocks_for(num_tokens, src_block, 1)
+        target = blocks_for(num_tokens, dst_block, 2, first=start_blocks)
+        prefill.scribble(3)
+        receiving = receive_order(ticket, start=start, num_tokens=num_tokens, blocks=target)
+        sending = send_order(
+            ticket, num_tokens=num_tokens, num_ready_tokens=num_ready, blocks=source
+        )
+        decode.agent.expect(receiving)
+        prefill.agent.offer(sending)
+        for _, stop in pairwise([num_ready, 57, 100, num_tokens]):
+            for layer in range(NUM_LAYERS):
+                prefill.agent.layer_ready([(ticket.id, stop)], layer)
+        prefill.agent.finish(ticket.id, FIRST)
+        assert decode.wait_for() == [KVLanded(ticket.id, FIRST)]
+        assert prefill.wait_for() == [KVSent(ticket.id)]
+        for layer in range(NUM_LAYERS):
+            assert decode.canonical(target, layer, start, num_tokens) == prefill.canonical(
+                source, layer, start, num_tokens
+            )
+        trace = receiving.trace
+        assert trace.transport == trace.expected_transport == kind
+        assert trace.num_bytes == (num_tokens - start) * decode.layout.bytes_per_token
+        assert sending.trace.num_bytes == trace.num_bytes
+
+
+def test_the_first_transport_that_reaches_is_used_and_the_reason_kept(key: ClusterKey) -> None:
+    with (
+        node("p", kinds=("shared", "tcp"), key=key, block_size=16) as prefill,
+        node("d", kinds=("tcp",), key=key, block_size=16) as decode,
+    ):
+        ticket = make_ticket(prefill.ref, decode.ref)
+        receiving = receive_order(ticket, start=0, num_tokens=10)
+        decode.agent.expect(receiving)
+        prefill.agent.offer(send_order(ticket, num_tokens=10, num_ready_tokens=10))
+        prefill.agent.finish(ticket.id, FIRST)
+        assert isinstance(decode.wait_for()[0], KVLanded)
+        assert receiving.trace.transport == "tcp"
+
+
+def test_a_grant_may_come_before_the_offer(key: ClusterKey) -> None:
+    with (
+        node("p", kinds=("shared",), key=key, block_size=16) as prefill,
+        node("d", kinds=("shared",), key=key, block_size=16) as decode,
+    ):
+        # One handoff first: its end proves that the link is up, so the next grant is not late.
+        for attempt in range(2):
+            ticket = make_ticket(prefill.ref, decode.ref)
+            decode.agent.expect(receive_order(ticket, start=0, num_tokens=20))
+            if attempt:
+                threading.Event().wait(0.1)
+            prefill.agent.offer(send_order(ticket, num_tokens=20, num_ready_tokens=20))
+            prefill.agent.finish(ticket.id, FIRST)
+            assert isinstance(decode.wait_for()[0], KVLanded)
+            assert isinstance(prefill.wait_for()[0], KVSent)
+
+
+def test_two_prompts_under_one_ticket_are_refused(key: ClusterKey) -> None:
+    with (
+        node("p", kinds=("shared",), key=key, block_size=16) as prefill,
+        node("d", kinds=("shared",), key=key, block_size=16) as decode,
+    ):
+        ticket = make_ticket(prefill.ref, decode.ref)
+        order = receive_order(ticket, start=0, num_tokens=20)
+        decode.agent.expect(replace(order, prompt_hash=b"x" * 32))
+        prefill.agent.offer(send_order(ticket, num_tokens=20, num_ready_tokens=20))
+        failed, quiescent = decode.wait_for(2)
+        assert isinstance(failed, KVFailed)
+        assert "different prompts" in str(failed.error)
+        assert quiescent == BlocksQuiescent(ticket.id)
+        assert isinstance(prefill.wait_for()[0], SendFailed)
+
+
+def test_another_model_is_refused_with_the_difference(key: ClusterKey) -> None:
+    with (
+        node("p", kinds=("shared",), key=key, block_size=16) as prefill,
+        node("d", kinds=("shared",), key=key, block_size=16, fingerprint="model-b") as decode,
+    ):
+        ticket = make_ticket(prefill.ref, decode.ref)
+        decode.agent.expect(receive_order(ticket, start=0, num_tokens=20))
+        failed, quiescent = decode.wait_for(2)
+        assert isinstance(failed, KVFailed)
+        assert "another model" in str(failed.error)
+        assert quiescent == BlocksQuiescent(ticket.id)
+
+
+def test_another_cluster_key_is_refused(key: ClusterKey) -> None:
+    with (
+        node("p", kinds=("shared",), key=key, block_size=16) as prefill,
+        node("d", kinds=("shared",), key=ClusterKey.generate(), block_size=16) as decode,
+    ):
+        ticket = make_ticket(prefill.ref, decode.ref)
+        decode.agent.expect(receive_order(ticket, start=0, num_tokens=20))
+        events = decode.wait_for(2)
+        assert [type(event) for event in events] == [KVFailed, BlocksQuiescent]
+
+
+def test_a_decline_ends_the_offer(key: ClusterKey) -> None:
+    with (
+        node("p", kinds=("shared",), key=key, block_size=16) as prefill,
+        node("d", kinds=("shared",), key=key, block_size=16) as decode,
+    ):
+        ticket = make_ticket(prefill.ref, decode.ref)
+        prefill.agent.offer(send_order(ticket, num_tokens=20))
+        decode.agent.decline(ticket, "all is cached")
+        (failed,) = prefill.wait_for()
+        assert isinstance(failed, SendFailed)
+        assert "all is cached" in str(failed.error)
+
+
+def test_an_abort_on_either_side_ends_both(key: ClusterKey) -> None:
+    with (
+        node("p", kinds=("shared",), key=key, block_size=16) as prefill,
+        node("d", kinds=("shared",), key=key, block_size=16) as decode,
+    ):
+        first = make_ticket(prefill.ref, decode.ref)
+        decode.agent.expect(receive_order(first, start=0, num_tokens=20))
+        prefill.agent.offer(send_order(first, num_tokens=20, num_ready_tokens=10))
+        threading.Event().wait(0.1)  # some bytes are under way by then
+        decode.agent.abort(first.id, "the client left")
+        assert decode.wait_for() == [BlocksQuiescent(first.id)]
+        assert isinstance(prefill.wait_for()[0], SendFailed)
+
+        second = make_ticket(prefill.ref, decode.ref)
+        decode.agent.expect(receive_order(second, start=0, num_tokens=20))
+        prefill.agent.offer(send_order(second, num_tokens=20, num_ready_tokens=10))
+        threading.Event().wait(0.1)
+        prefill.agent.abort(second.id, "the engine failed")
+        assert [type(e) for e in decode.wait_for(2)] == [KVFailed, BlocksQuiescent]
+        assert isinstance(prefill.wait_for()[0], SendFailed)
+
+
+def test_giving_up_before_it_is_expected_fails_at_once(key: ClusterKey) -> None:
+    with node("d", kinds=("shared",), key=key, block_size=16) as decode:
+        ticket = make_ticket(WorkerRef(WorkerId("p"), Epoch("e"), "127.0.0.1:9"), decode.ref)
+        decode.agent.give_up(ticket.id, "the prefill worker answered 503")
+        decode.agent.expect(receive_order(ticket, start=0, num_tokens=20))
+        failed, quiescent = decode.wait_for(2)
+        assert isinstance(failed, KVFailed)
+        assert "503" in str(failed.error)
+        assert quiescent == BlocksQuiescent(ticket.id)
+
+
+def test_nothing_arrives_in_time(key: ClusterKey) -> None:
+    with (
+        node("p", kinds=("shared",), key=key, block_size=16) as prefill,
+        node("d", kinds=("shared",), key=key, block_size=16) as decode,
+    ):
+        ticket = make_ticket(prefill.ref, decode.ref)
+        order = receive_order(ticket, start=0, num_tokens=20)
+        decode.agent.expect(replace(order, deadline=Instant(CLOCK.now() + 0.3)))
+        failed, quiescent = decode.wait_for(2)
+        assert isinstance(failed, KVFailed)
+        assert "deadline" in str(failed.error)
+        assert quiescent == BlocksQuiescent(ticket.id)
+
+
+@pytest.mark.parametrize("kind", ["shared", "tcp"])
+def test_a_worker_that_stops_fails_its_handoffs(kind: str, key: ClusterKey) -> None:
+    with node("d", kinds=(kind,), key=key, block_size=16) as decode:
+        with node("p", kinds=(kind,), key=key, block_size=16) as prefill:
+            ticket = make_ticket(prefill.ref, decode.ref)
+            decode.agent.expect(receive_order(ticket, start=0, num_tokens=20))
+            prefill.agent.offer(send_order(ticket, num_tokens=20, num_ready_tokens=10))
+            threading.Event().wait(0.1)
+        events = decode.wait_for(1)
+        assert isinstance(events[0], KVFailed)

@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.errors import ProtocolError
+from baton.handoff.interface import SampledToken, TokenLogprob
+from baton.handoff.messages import (
+    Declined,
+    Failed,
+    Finished,
+    Grant,
+    Hello,
+    Message,
+    Notice,
+    Ping,
+    Pong,
+    Refused,
+    decode,
+    decode_notice,
+    encode,
+    pack_blocks,
+    unpack_blocks,
+)
+from baton.ids import Epoch, RegionHandle, TicketId, WorkerId
+from baton.kv.layout import KVLayout
+from baton.telemetry.trace import Stamp
+from baton.transfer.interface import PageArray, RegionDescriptor
+
+ID = TicketId(b"0123456789abcdef")
+GOLDEN = Path(__file__).parents[2] / "vectors" / "handoff" / "messages.json"
+
+MESSAGES: dict[str, Message] = {
+    "hello": Hello(
+        version=1,
+        worker=WorkerId("decode-0"),
+        epoch=Epoch("e" * 32),
+        fingerprint="f" * 64,
+        layout=KVLayout.gqa(2, 2, 8, block_size=16, dtype="float32"),
+        regions=(
+            RegionDescriptor(
+                "tcp", RegionHandle(b"r" * 16), Epoch("e" * 32), (PageArray(0, 2048, 4),), "h:1"
+            ),
+        ),
+    ),
+    "refused": Refused(("another model",)),
+    "grant": Grant(ID, "sealed", b"p" * 32, 16, 40, 1, pack_blocks(np.array([7, 3]))),
+    "declined": Declined("sealed", "all is cached"),
+    "finished": Finished(
+        ID, SampledToken(5, -0.25, (TokenLogprob(5, -0.25),)), "tcp", "shared",
+        {Stamp.PREFILL_DONE: 1.5},
+    ),
+    "failed": Failed(ID, "the client left"),
+    "ping": Ping(1.25),
+    "pong": Pong(1.25, 2.5),
+}  # fmt: skip
+
+
+def test_golden_bytes() -> None:
+    """The wire format changes only together with `PROTOCOL_VERSION` and the golden file."""
+    golden = json.loads(GOLDEN.read_text())
+    assert {name: encode(message).hex() for name, message in MESSAGES.items()} == golden
+
+
+@pytest.mark.parametrize("name", MESSAGES)
+def test_messages_come_back(name: str) -> None:
+    assert decode(encode(MESSAGES[name])) == MESSAGES[name]
+
+
+@given(st.binary(max_size=300))
+def test_garbage_is_a_protocol_error(data: bytes) -> None:
+    for read in (decode, decode_notice):
+        with pytest.raises(ProtocolError):
+            read(data)
+
+
+@given(st.sampled_from(sorted(MESSAGES)), st.integers(0, 500), st.integers(0, 255))
+def test_one_wrong_byte_never_gives_another_kind_of_error(name: str, at: int, byte: int) -> None:
+    raw = bytearray(encode(MESSAGES[name]))
+    raw[at % len(raw)] = byte
+    try:
+        decode(bytes(raw))
+    except ProtocolError:
+        return
+
+
+@pytest.mark.parametrize("name", MESSAGES)
+def test_every_truncation_is_refused(name: str) -> None:
+    raw = encode(MESSAGES[name])
+    for length in range(len(raw)):
+        with pytest.raises(ProtocolError):
+            decode(raw[:length])
+
+
+def test_absurd_counts_are_refused() -> None:
+    for notice in (Notice(-1, 0, 1, b""), Notice(0, -5, 1, b""), Notice(0, 0, 1 << 60, b"")):
+        with pytest.raises(ProtocolError):
+            decode_notice(encode(notice))
+
+
+def test_block_ids_are_checked() -> None:
+    assert unpack_blocks(pack_blocks(np.array([3, 1, 2]))).tolist() == [3, 1, 2]
+    with pytest.raises(ProtocolError, match="list of block ids"):
+        unpack_blocks(b"123")
+    with pytest.raises(ProtocolError, match="negative"):
+        unpack_blocks(pack_blocks(np.array([-1])))

@@ -1,0 +1,78 @@
+"""What may differ between two workers, and what may not."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from baton.errors import LayoutMismatchError
+from baton.kv.exchange import check_exchangeable, find_differences
+from baton.kv.geometry import shared_heads
+from baton.kv.layout import KVLayout, LayerLayout, TensorParallelShard
+
+LAYOUT = KVLayout.gqa(4, 8, 64, block_size=16, dtype="bfloat16")
+
+
+def sharded(rank: int, size: int) -> KVLayout:
+    return msgspec.structs.replace(LAYOUT, shard=TensorParallelShard(rank, size))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        LAYOUT,
+        msgspec.structs.replace(LAYOUT, block_size=48),
+        msgspec.structs.replace(LAYOUT, order="heads_first"),
+        sharded(3, 4),
+    ],
+)
+def test_arrangement_may_differ(other: KVLayout) -> None:
+    check_exchangeable(LAYOUT, other)
+
+
+@pytest.mark.parametrize(
+    ("other", "says"),
+    [
+        (
+            msgspec.structs.replace(LAYOUT, dtype="float16"),
+            ("dtype: bfloat16 at the source, float16 at the destination",),
+        ),
+        (
+            KVLayout.gqa(5, 8, 64, block_size=16, dtype="bfloat16"),
+            ("layers: 4 at the source, 5 at the destination",),
+        ),
+        (
+            KVLayout.gqa(4, 4, 64, block_size=16, dtype="bfloat16"),
+            (
+                "layer 0: k 8x64, v 8x64 at the source, k 4x64, v 4x64 at the destination",
+                "3 more layers differ, the last is 3",
+            ),
+        ),
+        (
+            msgspec.structs.replace(
+                LAYOUT, layers=(*LAYOUT.layers[:3], LayerLayout.gqa(8, 64, window_tokens=128))
+            ),
+            (
+                "layer 3: k 8x64, v 8x64 at the source, "
+                "k 8x64, v 8x64, window 128 at the destination",
+            ),
+        ),
+        (
+            KVLayout.mla(4, 512, block_size=16, dtype="bfloat16"),
+            (
+                "layer 0: k 8x64, v 8x64 at the source, latent 1x512 at the destination",
+                "3 more layers differ, the last is 3",
+            ),
+        ),
+    ],
+)
+def test_the_model_may_not(other: KVLayout, says: tuple[str, ...]) -> None:
+    assert find_differences(LAYOUT, other) == says
+    with pytest.raises(LayoutMismatchError) as caught:
+        check_exchangeable(LAYOUT, other)
+    assert caught.value.differences == says
+
+
+def test_shared_heads() -> None:
+    assert shared_heads(sharded(1, 2), sharded(2, 4), 0) == range(4, 6)
+    assert len(shared_heads(sharded(0, 2), sharded(3, 4), 0)) == 0
