@@ -1,48 +1,94 @@
-"""The flags that every command shares, and how flags become settings."""
+"""Flags as dataclasses: each field says which setting it sets."""
 
 # Annotations are read at run time here and in the commands' modules: cyclopts parses by them.
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, get_type_hints
 
-from cyclopts import Parameter
+from cyclopts import Group, Parameter, Token
 
 from baton.config.environment import read_environment
 from baton.config.resolve import CommandLine, Resolved, resolve
+from baton.config.sections import TransferSection
 
-Flags = Mapping[str, tuple[str, object]]
-"""Key names → (the flag, its value); None means that the flag was not given."""
+CONFIGURATION = Group("Configuration", sort_key=1)
+
+
+@dataclass(frozen=True, slots=True)
+class Sets:
+    """Marks a flag's field with the key that it sets; None: the flag was not given."""
+
+    key: str
+
+
+def chosen_transports(_: object, tokens: Sequence[Token]) -> tuple[str, ...]:
+    """What `--transport` means: `auto` is the default preference, else that one alone."""
+    kind = tokens[0].value
+    return TransferSection().transports if kind == "auto" else (kind,)
+
+
+AnnounceFd = Annotated[
+    int,
+    Parameter(help="File descriptor that gets JSON lines for a launcher.", show=False),
+]
+Transport = Annotated[
+    tuple[str, ...] | None,
+    Sets("transfer.transports"),
+    Parameter(
+        help="auto, or the one transport to use: shared or tcp.",
+        converter=chosen_transports,
+        n_tokens=1,
+        negative="",
+    ),
+]
 
 
 @Parameter(name="*")
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class ConfigFlags:
-    """Where configuration comes from, besides a command's own flags."""
+    """The flags of every command that reads the configuration."""
 
-    config: Annotated[Path | None, Parameter(help="A TOML file; see docs/configuration.md.")] = None
+    config: Annotated[
+        Path | None,
+        Parameter(help="A TOML file; see docs/configuration.md.", group=CONFIGURATION),
+    ] = None
     assignments: Annotated[
         list[str],
-        Parameter(name="--set", help="Any setting, as section.key=value.", negative=""),
+        Parameter(
+            name="--set",
+            help="Any setting, as section.key=value; may be repeated.",
+            negative="",
+            show_default=False,
+            group=CONFIGURATION,
+        ),
     ] = field(default_factory=list)
     debug: Annotated[
-        bool, Parameter(help="Log everything; show where an error arose.", negative="")
+        bool,
+        Parameter(
+            help="Log everything; show where an error arose.",
+            negative="",
+            show_default=False,
+            group=CONFIGURATION,
+        ),
     ] = False
 
-    def resolve(self, flags: Flags) -> Resolved:
+    def resolve(self) -> Resolved:
         """All settings, from every source.
 
         Raises:
             ConfigError: a source is unreadable, or says something that makes no sense.
         """
-        given = {name: pair for name, pair in flags.items() if pair[1] is not None}
+        given = dict(self._given())
         if self.debug:
             given["log.level"] = ("--debug", "debug")
         command_line = CommandLine(self.config, given, self.assignments)
         return resolve(command_line, read_environment())
 
-
-AnnounceFd = Annotated[
-    int | None,
-    Parameter(help="File descriptor that gets JSON lines for a launcher.", show=False),
-]
+    def _given(self) -> Iterator[tuple[str, tuple[str, object]]]:
+        hints = get_type_hints(type(self), include_extras=True)
+        for flag in fields(self):
+            value = getattr(self, flag.name)
+            for mark in getattr(hints[flag.name], "__metadata__", ()):
+                if isinstance(mark, Sets) and value is not None:
+                    yield mark.key, (f"--{flag.name.replace('_', '-')}", value)

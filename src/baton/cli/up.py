@@ -2,63 +2,116 @@
 
 import asyncio
 import os
+import shlex
+from dataclasses import dataclass
 from typing import Annotated
 
+import msgspec
 from cyclopts import Parameter
 
-from baton.authority.key import ClusterKey
 from baton.cli.engine_options import check_engine_options, engine_defaults
-from baton.cli.flags import ConfigFlags
+from baton.cli.flags import ConfigFlags, Sets, Transport
 from baton.clock import MachineClock
-from baton.config.cluster_key import KEY_VARIABLE
+from baton.config.cluster_key import KEY_VARIABLE, ephemeral_cluster_key
 from baton.config.environment import read_environment
 from baton.config.logs import configure_logging
-from baton.config.resolve import Resolved
-from baton.config.sections import Config, TransferSection
+from baton.config.sections import Config
 from baton.errors import UnknownPluginError
-from baton.launch.plan import plan_launch
-from baton.launch.progress import Display, open_display
-from baton.launch.supervisor import LaunchContext, Supervisor
+from baton.launch.plan import LaunchPlan, plan_launch
+from baton.launch.progress import open_display
+from baton.launch.supervisor import LaunchContext, Service, Supervisor
 from baton.transfer.interface import TRANSPORTS
 
 
-def up(
-    *,
-    model: Annotated[str | None, Parameter(help="Model directory [default: the demo].")] = None,
-    engine: Annotated[str | None, Parameter(help="Engine plug-in.")] = None,
-    prefill: Annotated[int | None, Parameter(help="Number of prefill workers.")] = None,
-    decode: Annotated[int | None, Parameter(help="Number of decode workers.")] = None,
-    transport: Annotated[
-        str | None, Parameter(help="auto, or the one transport to use: shared, tcp.")
-    ] = None,
-    host: Annotated[str | None, Parameter(help="Where the gateway listens.")] = None,
-    port: Annotated[int | None, Parameter(help="The gateway's port; 0 takes a free one.")] = None,
-    pin: Annotated[bool, Parameter(help="Give each worker cores of its own.", negative="")] = False,
-    flags: ConfigFlags = ConfigFlags(),  # noqa: B008, RUF100 - frozen
-) -> int:
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class UpFlags(ConfigFlags):
+    """What to start."""
+
+    model: Annotated[
+        str | None, Sets("worker.model"), Parameter(help="A model's folder [default: the demo].")
+    ] = None
+    engine: Annotated[
+        str | None, Sets("worker.engine"), Parameter(help="Engine plug-in [default: transformers].")
+    ] = None
+    prefill: Annotated[
+        int | None, Sets("up.prefill"), Parameter(help="Number of prefill workers [default: 1].")
+    ] = None
+    decode: Annotated[
+        int | None, Sets("up.decode"), Parameter(help="Number of decode workers [default: 1].")
+    ] = None
+    transport: Transport = None
+    host: Annotated[
+        str | None, Sets("gateway.host"), Parameter(help="Where the gateway listens.")
+    ] = None
+    port: Annotated[
+        int | None,
+        Sets("gateway.port"),
+        Parameter(help="The gateway's port [default: 8000]; 0 takes a free one."),
+    ] = None
+    pin: Annotated[
+        bool,
+        Parameter(help="Give each worker cores of its own.", negative="", show_default=False),
+    ] = False
+
+
+def up(flags: UpFlags | None = None) -> int:
     """Start a gateway and its workers on this machine; Ctrl-C drains and stops them.
 
     With --prefill 0 or --decode 0 the remaining workers do both parts.
     """
-    resolved = flags.resolve({
-        "worker.model": ("--model", model),
-        "worker.engine": ("--engine", engine),
-        "up.prefill": ("--prefill", prefill),
-        "up.decode": ("--decode", decode),
-        "transfer.transports": ("--transport", _transports(transport)),
-        "gateway.host": ("--host", host),
-        "gateway.port": ("--port", port),
-    })
+    flags = flags or UpFlags()
+    resolved = flags.resolve()
     config = resolved.to_config()
     configure_logging(config.log)
     _check_plugins(config)
-    return asyncio.run(_launch(resolved, config, pin))
-
-
-async def _launch(resolved: Resolved, config: Config, pin: bool) -> int:
     plan = plan_launch(
         resolved,
         cores=sorted(os.sched_getaffinity(0)),
         engine_keys=frozenset(engine_defaults(config.worker.engine)),
-        pinning="own_cores" if pin else "shared_cores",
+        pinning="own_cores" if flags.pin else "shared_cores",
     )
+    return asyncio.run(_launch(plan))
+
+
+async def _launch(plan: LaunchPlan) -> int:
+    clock = MachineClock()
+    display = open_display(clock)
+    environment = read_environment()
+    hosts = (plan.config.gateway.host, plan.config.worker.host, plan.config.worker.handoff_host)
+    key = ephemeral_cluster_key(plan.config.cluster, environment, hosts)
+    # By environment, never by command line: other users can read those.
+    children = {**environment, KEY_VARIABLE: key.text, "PYTHONUNBUFFERED": "1"}
+    supervisor = Supervisor(plan, LaunchContext(children, clock, display))
+    return await supervisor.run(lambda service: display.announce(how_to_use(service, plan)))
+
+
+def how_to_use(service: Service, plan: LaunchPlan) -> str:
+    """What to do with a launch that is ready: where it is, a request to try, how to stop."""
+    url, workers = service.url, ", ".join(worker.name for worker in plan.workers)
+    request = {
+        "model": service.model,
+        "messages": [{"role": "user", "content": "Tell me a story."}],
+        "stream": True,
+        "max_tokens": 64,
+    }
+    return f"""
+Baton answers at {url} (model: {service.model}; workers: {workers})
+
+Try it:
+  curl -N {url}/v1/chat/completions -H 'content-type: application/json' \\
+    -d {shlex.quote(msgspec.json.encode(request).decode())}
+
+OpenAI clients use {url}/v1 as their base URL; README.md says more.
+Ctrl-C drains and stops everything; a second Ctrl-C kills.
+"""
+
+
+def _check_plugins(config: Config) -> None:
+    kind = config.worker.engine
+    for overrides in ({}, config.up.prefill_engine, config.up.decode_engine):
+        check_engine_options(kind, {**config.engine, **overrides})
+    known = TRANSPORTS.kinds()
+    for transport in config.transfer.transports:
+        if transport not in known:
+            raise UnknownPluginError(TRANSPORTS.group, transport, known)

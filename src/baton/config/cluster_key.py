@@ -7,7 +7,7 @@ import os
 import secrets
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Literal
 
 from baton.config.environment import state_directory
 from baton.errors import ConfigError
@@ -23,10 +23,10 @@ KEY_BYTES: Final = 32
 
 @dataclass(frozen=True, slots=True)
 class ClusterKeyText:
-    """The key as hexadecimal text, and where it was found. The text is never printed."""
+    """The key as hexadecimal text, which is never printed, and who chose it."""
 
     text: str = field(repr=False)
-    origin: str
+    origin: Literal["configured", "generated"]
 
 
 def find_cluster_key(
@@ -39,20 +39,26 @@ def find_cluster_key(
     Raises:
         ConfigError: the file is unreadable or readable by others, or a key is needed and absent.
     """
-    if text := environment.get(KEY_VARIABLE):
-        return ClusterKeyText(text, f"environment {KEY_VARIABLE}")
-    if section.key_file is not None:
-        path = Path(section.key_file).expanduser()
-        return ClusterKeyText(_read_private(path), f"file {path}")
-    if exposed := [host for host in hosts if not is_loopback(host)]:
-        raise ConfigError(
-            f"listening on {', '.join(exposed)} needs a cluster key, the same for gateway and "
-            f"workers: set {KEY_VARIABLE} (make one with: openssl rand -hex 32) or "
-            "cluster.key_file, or listen on 127.0.0.1"
-        )
+    if configured := _configured(section, environment):
+        return configured
+    _require_loopback(hosts)
     path = state_directory(environment) / "cluster.key"
     _create_once(path)
-    return ClusterKeyText(_read_private(path), f"file {path}")
+    return ClusterKeyText(_read_private(path), "generated")
+
+
+def ephemeral_cluster_key(
+    section: ClusterSection, environment: Mapping[str, str], hosts: Sequence[str]
+) -> ClusterKeyText:
+    """As `find_cluster_key`, but a key that is made up is kept nowhere.
+
+    Raises:
+        ConfigError: the file is unreadable or readable by others, or a key is needed and absent.
+    """
+    if configured := _configured(section, environment):
+        return configured
+    _require_loopback(hosts)
+    return ClusterKeyText(secrets.token_hex(KEY_BYTES), "generated")
 
 
 def is_loopback(host: str) -> bool:
@@ -61,6 +67,23 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def _configured(section: ClusterSection, environment: Mapping[str, str]) -> ClusterKeyText | None:
+    if text := environment.get(KEY_VARIABLE):
+        return ClusterKeyText(text, "configured")
+    if section.key_file is not None:
+        return ClusterKeyText(_read_private(Path(section.key_file).expanduser()), "configured")
+    return None
+
+
+def _require_loopback(hosts: Sequence[str]) -> None:
+    if exposed := [host for host in hosts if not is_loopback(host)]:
+        raise ConfigError(
+            f"listening on {', '.join(exposed)} needs a cluster key, the same for gateway and "
+            f"workers: set {KEY_VARIABLE} (make one with: openssl rand -hex 32) or "
+            "cluster.key_file, or listen on 127.0.0.1"
+        )
 
 
 def _read_private(path: Path) -> str:

@@ -76,7 +76,7 @@ class TransferSection(Struct, frozen=True, kw_only=True):
     """Which transports may be used, best first, and each one's own options."""
 
     transports: Annotated[tuple[str, ...], Meta(min_length=1)] = ("shared", "tcp")
-    options: Table = {}
+    options: dict[str, Table] = {}
 
 
 class UpSection(Struct, frozen=True, kw_only=True):

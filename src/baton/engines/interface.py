@@ -184,6 +184,10 @@ class Engine(Protocol):
         """A snapshot, at most one step old."""
         ...
 
+    def is_alive(self) -> bool:
+        """Whether the engine's thread runs: False before `start`, after `stop`, and if it died."""
+        ...
+
     def stop(self, timeout_s: float) -> None:
         """End the thread, failing what is unfinished; releases memory. Idempotent."""
         ...

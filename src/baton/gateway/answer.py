@@ -9,6 +9,7 @@ from baton.gateway.asgi import Header, send_whole
 from baton.gateway.errors import (
     ErrorAnswer,
     StaleTicketError,
+    UpstreamError,
     WorkerFailedError,
     WorkerLostError,
 )
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     import aiohttp
     from starlette.types import Send
 
-    from baton.clock import Clock
     from baton.gateway.call import Call
     from baton.gateway.services import Services
     from baton.router.fleet import WorkerView
@@ -36,75 +36,79 @@ STREAM_HEADERS: Final = (
 FORWARDED_HEADERS: Final = ("content-type", "retry-after")
 
 
-async def forward(
-    response: aiohttp.ClientResponse, call: Call, decode: WorkerView, services: Services, send: Send
-) -> None:
-    """Forward a decode worker's answer.
+class Answer:
+    """One decode worker's answer to one request."""
 
-    Raises:
-        StaleTicketError: it refused the ticket. Nothing was sent.
-        WorkerFailedError: it is a 5xx. Nothing was sent.
-        WorkerLostError: it was cut off. A stream may have been sent in part.
-        UpstreamError: it is too long, or an error that comes too late for a status.
-    """
-    if response.status == HTTPStatus.OK and response.content_type == EVENT_STREAM:
-        await _Pump(call, decode, services, send).run(response)
-        return
-    body = await read_answer(response, services.options.max_answer_bytes)
-    if is_stale_ticket(response.status, body):
-        raise StaleTicketError(decode.ref)
-    if response.status >= HTTPStatus.INTERNAL_SERVER_ERROR or call.status is not None:
-        raise WorkerFailedError(
-            f"{decode.id} answered {response.status}",
-            answer=ErrorAnswer(response.status, body.strip(), _headers(response, FORWARDED_HEADERS)),
-        )
-    call.status, call.tail = response.status, body[-TAIL_BYTES:]
-    call.note_first_byte(services.clock.now())
-    own = (b"x-request-id", call.id.encode())
-    await send_whole(send, response.status, body, (*_headers(response, FORWARDED_HEADERS), own))
+    def __init__(self, services: Services, call: Call, decode: WorkerView, send: Send) -> None:
+        self._services, self._call, self._decode, self._send = services, call, decode, send
 
+    async def forward(self, response: aiohttp.ClientResponse) -> None:
+        """Forward it to the client.
 
-class _Pump:
-    """Copies one event stream, chunk by chunk."""
+        Raises:
+            StaleTicketError: it refuses the ticket. Nothing was sent.
+            WorkerFailedError: it is a 5xx. Nothing of it was sent.
+            WorkerLostError: it was cut off. A stream may have been sent in part.
+            UpstreamError: it is too long. Nothing was sent.
+        """
+        if response.status == HTTPStatus.OK and response.content_type == EVENT_STREAM:
+            await self._start_stream()
+            with mapped_errors(response.url):
+                await self._pump(response)
+            if DONE not in self._call.tail:
+                raise WorkerLostError(f"{self._decode.id} ended its stream without [DONE]")
+            await self._send({"type": "http.response.body", "body": b""})
+        else:
+            await self._forward_whole(response)
 
-    def __init__(self, call: Call, decode: WorkerView, services: Services, send: Send) -> None:
-        self._call, self._decode, self._send = call, decode, send
-        self._clock: Clock = services.clock
-        self._broken = services.metrics.broken_streams[BrokenStreamCause.WORKER_REPORTED]
-
-    async def run(self, response: aiohttp.ClientResponse) -> None:
-        call, send = self._call, self._send
-        await self._start()
-        read, now = response.content.readany, self._clock.now
-        observe_gap = call.metrics.inter_token_latency.observe
-        with mapped_errors(response.url):
-            chunk = await read()
-            last = now()
-            if chunk:
-                call.note_first_byte(last)
-            while chunk:
-                if chunk.startswith(ERROR_EVENT):
-                    self._broken.inc()
-                call.tail = (call.tail + chunk[-TAIL_BYTES:])[-TAIL_BYTES:]
-                await send({"type": "http.response.body", "body": chunk, "more_body": True})
-                chunk = await read()
-                at = now()
-                observe_gap(at - last)
-                last = at
-        if DONE not in call.tail:
-            raise WorkerLostError(f"{self._decode.id} ended its stream without [DONE]")
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-    async def _start(self) -> None:
+    async def _start_stream(self) -> None:
         """Send the headers, unless a previous attempt has sent them."""
-        if self._call.status is not None:
-            return
-        self._call.status = HTTPStatus.OK
-        headers: list[Header] = [*STREAM_HEADERS, (b"x-request-id", self._call.id.encode())]
-        await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+        call = self._call
+        if call.status is None:
+            call.status = HTTPStatus.OK
+            headers = [*STREAM_HEADERS, (b"x-request-id", call.id.encode())]
+            await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+
+    async def _pump(self, response: aiohttp.ClientResponse) -> None:
+        """The hot loop: whatever is added here is paid for each token of each stream."""
+        call, send = self._call, self._send
+        read, now = response.content.readany, self._services.clock.now
+        observe_gap = call.metrics.inter_token_latency.observe
+        chunk = await read()
+        last = now()
+        if chunk:
+            call.note_first_byte(last)
+        while chunk:
+            if chunk.startswith(ERROR_EVENT):
+                self._services.metrics.broken_streams[BrokenStreamCause.WORKER_REPORTED].inc()
+            call.tail = (call.tail + chunk[-TAIL_BYTES:])[-TAIL_BYTES:]
+            await send({"type": "http.response.body", "body": chunk, "more_body": True})
+            chunk = await read()
+            at = now()
+            observe_gap(at - last)
+            last = at
+
+    async def _forward_whole(self, response: aiohttp.ClientResponse) -> None:
+        """An answer in one piece is read to its end first, so that a cut can still be a 502."""
+        call = self._call
+        body = await read_answer(response, self._services.options.max_answer_bytes)
+        if is_stale_ticket(response.status, body):
+            raise StaleTicketError(self._decode.ref)
+        headers = _forwarded_headers(response)
+        if call.status is not None:
+            raise UpstreamError(f"{self._decode.id} answered {response.status} to a second attempt")
+        if response.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+            raise WorkerFailedError(
+                f"{self._decode.id} answered {response.status}",
+                answer=ErrorAnswer(response.status, body, headers),
+            )
+        call.status, call.tail = response.status, body[-TAIL_BYTES:]
+        call.note_first_byte(self._services.clock.now())
+        own = (b"x-request-id", call.id.encode())
+        await send_whole(self._send, response.status, body, (*headers, own))
 
 
-def _headers(response: aiohttp.ClientResponse, names: tuple[str, ...]) -> tuple[Header, ...]:
+def _forwarded_headers(response: aiohttp.ClientResponse) -> tuple[Header, ...]:
     """The headers that a client gets from a worker; anything else is the worker's own business."""
-    found = ((name, response.headers.get(name)) for name in names)
+    found = ((name, response.headers.get(name)) for name in FORWARDED_HEADERS)
     return tuple((name.encode(), value.encode()) for name, value in found if value is not None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from baton.authority.ticket import Ticket, seal
-from baton.gateway.answer import forward
+from baton.gateway.answer import Answer
 from baton.gateway.errors import (
     NoWorkerError,
     StaleTicketError,
@@ -86,7 +86,8 @@ class Exchange:
             await self._decode_leg(placement.decode, self._body.encode())
             return
         handoff = self._authorise(placement.prefill, placement.decode)
-        body = self._body.encode_with_ticket(seal(handoff.ticket, self._services.options.cluster_key))
+        sealed = seal(handoff.ticket, self._services.options.cluster_key)
+        body = self._body.encode_with_ticket(sealed)
         with Interruptible() as attempt:
             prefill_leg = PrefillLeg(self._services, self._call, handoff, attempt)
             prefill_leg.start(body, self._headers())
@@ -105,7 +106,7 @@ class Exchange:
                 worker.completion_urls[call.path], body, self._headers()
             )
             try:
-                await forward(response, call, decode, services, self._send)
+                await Answer(services, call, decode, self._send).forward(response)
             finally:
                 response.release()
         except UpstreamError as exc:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -22,7 +22,7 @@ class Interruptible:
         self._cause: BaseException | None = None
         self._outer_cancels = 0
 
-    def __enter__(self) -> Interruptible:
+    def __enter__(self) -> Self:
         task = asyncio.current_task()
         if task is None:
             raise RuntimeError("an Interruptible block belongs in a task")

@@ -29,7 +29,8 @@ class WorkerAddress:
 
     def __post_init__(self) -> None:
         parts = urlsplit(self.url)
-        if parts.scheme not in {"http", "https"} or not parts.hostname or parts.path not in {"", "/"}:
+        is_origin = parts.hostname and parts.path in {"", "/"} and not parts.query
+        if parts.scheme not in {"http", "https"} or not is_origin:
             raise ConfigError(
                 f"{self.url!r} is not a worker's address; write it as http://host:port"
             )

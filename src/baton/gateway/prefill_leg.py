@@ -25,11 +25,11 @@ from baton.gateway.upstream import MAX_SMALL_ANSWER_BYTES, is_stale_ticket, read
 if TYPE_CHECKING:
     from multidict import CIMultiDict
 
+    from baton.authority.ticket import Ticket
     from baton.gateway.call import Call
     from baton.gateway.interrupt import Interruptible
     from baton.gateway.services import Services
     from baton.gateway.workers import Worker
-    from baton.authority.ticket import Ticket
 
 ABORT_AGAIN_AFTER_S: Final = (0.05, 0.2, 1.0)
 """The first abort can overtake the request that it is about, which then would not know of it."""

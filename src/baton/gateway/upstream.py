@@ -46,9 +46,7 @@ class Upstream:
         """Create the pool; connections are made when they are needed."""
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
-            timeout=aiohttp.ClientTimeout(
-                total=None, sock_connect=self._options.connect_timeout_s
-            ),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._options.connect_timeout_s),
             cookie_jar=aiohttp.DummyCookieJar(),
             auto_decompress=False,
             read_bufsize=READ_BUFFER_BYTES,

@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias, assert_never
 
-from typing_extensions import assert_never
 from yarl import URL
 
 from baton.errors import ModelNotFoundError
@@ -131,6 +130,24 @@ class Workers:
             f"the model {model!r} is not served here; served: {served}", param="model"
         )
 
+    def why_not_ready(self) -> str:
+        """What is being waited for, one clause for each worker that is not up."""
+        return "; ".join(
+            f"{worker}: {_reason(worker.state)}"
+            for worker in self.all
+            if not isinstance(worker.state, Up)
+        )
+
+    def context_lengths(self) -> dict[str, int]:
+        """For each served model, how many tokens the least of its workers has room for."""
+        lengths: dict[str, int] = {}
+        for worker in self.all:
+            if isinstance(worker.state, Up):
+                info = worker.state.info
+                known = lengths.get(info.served_model_name, info.max_context_tokens)
+                lengths[info.served_model_name] = min(known, info.max_context_tokens)
+        return lengths
+
     def introduce(self, worker: Worker, info: WorkerInfo) -> None:
         """It told who it is: it is up, unless it cannot be used as listed."""
         reason = why_not_used(info, worker.address)
@@ -170,6 +187,18 @@ class Workers:
         self._metrics.worker_up(str(worker.url), worker.address.role, up=isinstance(state, Up))
         if isinstance(state, Up):
             self._metrics.preregister(state.info.served_model_name)
+
+
+def _reason(state: WorkerState) -> str:
+    match state:
+        case Unseen(reason) | Down(_, reason) | Rejected(reason):
+            return reason
+        case Draining():
+            return "draining"
+        case Up():
+            return "up"
+        case _:
+            assert_never(state)
 
 
 def _log_change(worker: Worker, before: WorkerState, state: WorkerState) -> None:

@@ -55,7 +55,7 @@ class Packer:
             part = bounds[first : first + MAX_PIECES + 1]
             low, high = int(part[0]), int(part[-1])
             copies = compute_page_copies(source, target, layer, start=low, stop=high)
-            digests = compute_digests(source, layer, pages, part, heads)
+            digests = compute_digests(source, layer, pages, part, heads=heads)
             yield Parcel(copies, Notice(layer, low, high, digests))
 
 
@@ -75,7 +75,7 @@ class Inspector:
             return False
         pages = _layer_pages(self.region, notice.layer)
         heads = shared_heads(self.peer, layout, notice.layer)
-        return compute_digests(self.target, notice.layer, pages, bounds, heads) == notice.digests
+        return compute_digests(self.target, notice.layer, pages, bounds, heads=heads) == notice.digests
 
 
 def _layer_pages(region: PagedRegion, layer: int) -> NDArray[np.uint8]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from baton.errors import ProtocolError
-from baton.kv.geometry import page_geometry, plane_rows
+from baton.kv.geometry import page_geometry, view_planes
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -43,13 +43,11 @@ def read_canonical(
 
     Raises:
         ProtocolError: not a range, or the table does not cover it.
+        InvalidLayoutError: the pages have another size than the layout's.
     """
     blocks, in_page = _places(sequence, start, stop)
-    parts = [
-        plane_rows(layer_pages, plane, heads)[blocks, in_page].reshape(-1)
-        for plane in page_geometry(sequence.layout, layer).planes
-    ]
-    return np.concatenate(parts)
+    planes = view_planes(layer_pages, page_geometry(sequence.layout, layer), heads)
+    return np.concatenate([rows[blocks, in_page].reshape(-1) for rows in planes])
 
 
 def write_canonical(
@@ -68,6 +66,7 @@ def write_canonical(
     Raises:
         ProtocolError: not a whole number of tokens, or the table does not cover them; nothing is
             written then.
+        InvalidLayoutError: the pages have another size than the layout's.
     """
     token_bytes = canonical_bytes(sequence, layer, 1, heads)
     num_tokens, rest = divmod(len(data), token_bytes) if token_bytes else (0, len(data))
@@ -75,8 +74,7 @@ def write_canonical(
         raise ProtocolError(f"{len(data)} bytes are no whole number of tokens ({token_bytes} B)")
     blocks, in_page = _places(sequence, start, start + num_tokens)
     at = 0
-    for plane in page_geometry(sequence.layout, layer).planes:
-        rows = plane_rows(layer_pages, plane, heads)
+    for rows in view_planes(layer_pages, page_geometry(sequence.layout, layer), heads):
         shape = (num_tokens, *rows.shape[2:])
         end = at + num_tokens * rows.shape[2] * rows.shape[3]
         rows[blocks, in_page] = data[at:end].reshape(shape)

@@ -13,7 +13,7 @@ import numpy as np
 from xxhash import xxh3_128, xxh3_128_digest
 
 from baton.errors import ProtocolError
-from baton.kv.geometry import page_geometry, plane_rows
+from baton.kv.geometry import page_geometry, view_planes
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -44,6 +44,7 @@ def compute_digests(
 
     Raises:
         ProtocolError: the table does not cover the pieces, or one of them crosses a page.
+        InvalidLayoutError: the pages have another size than the layout's.
     """
     tokens, lengths = bounds[:-1], np.diff(bounds)
     if not len(tokens):
@@ -54,7 +55,7 @@ def compute_digests(
     if int((in_page + lengths).max()) > block_size or int(lengths.min()) < 1:
         raise ProtocolError("a piece is empty or crosses a page")
     geometry = page_geometry(sequence.layout, layer)
-    planes = [plane_rows(layer_pages, plane, heads) for plane in geometry.planes]
+    planes = view_planes(layer_pages, geometry, heads)
     page_is_canonical = _rests_canonically(sequence.layout, geometry, heads)
     digests: list[bytes] = []
     for block, first, length in zip(

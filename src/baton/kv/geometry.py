@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, assert_never
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
-from baton.errors import LayoutMismatchError
+from baton.errors import InvalidLayoutError, LayoutMismatchError
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -109,13 +109,33 @@ def shared_heads(src: KVLayout, dst: KVLayout, layer: int) -> range:
     return range(0)
 
 
-def plane_rows(
+def view_planes(
+    layer_pages: NDArray[np.uint8], geometry: PageGeometry, heads: range | None
+) -> list[NDArray[np.uint8]]:
+    """Each plane of `[num_blocks, page_bytes]` as a view `[num_blocks, token, head, row_bytes]`.
+
+    Of sharded planes, only the held heads among `heads` (all for None).
+
+    Raises:
+        InvalidLayoutError: the pages have another size than this geometry's.
+    """
+    if layer_pages.shape[1] != geometry.page_bytes:
+        # The strides below would reach beyond the pages.
+        raise InvalidLayoutError(
+            f"pages of {layer_pages.shape[1]} bytes where the layout has {geometry.page_bytes}"
+        )
+    return [_view_plane(layer_pages, plane, heads) for plane in geometry.planes]
+
+
+def intersect(one: range, other: range) -> range:
+    """What is in both of two ranges of step 1."""
+    start = max(one.start, other.start)
+    return range(start, max(start, min(one.stop, other.stop)))
+
+
+def _view_plane(
     layer_pages: NDArray[np.uint8], plane: PlaneGeometry, heads: range | None
 ) -> NDArray[np.uint8]:
-    """A view `[num_blocks, token, head, row_bytes]` of one plane of `[num_blocks, page_bytes]`.
-
-    Of a sharded plane, only the held heads among `heads` (all for None).
-    """
     wanted = plane.heads_among(heads)
     page_stride, byte_stride = layer_pages.strides
     first = plane.offset + (wanted.start - plane.heads.start) * plane.head_stride
@@ -124,12 +144,6 @@ def plane_rows(
         (len(layer_pages), plane.block_size, len(wanted), plane.row_bytes),
         (page_stride, plane.token_stride, plane.head_stride, byte_stride),
     )
-
-
-def intersect(one: range, other: range) -> range:
-    """What is in both of two ranges of step 1."""
-    start = max(one.start, other.start)
-    return range(start, max(start, min(one.stop, other.stop)))
 
 
 @lru_cache(maxsize=1024)

@@ -12,6 +12,8 @@ File map:
     restarts.py       when a process that died may start again (pure)
     diagnosis.py      what an exit code and last log lines probably mean (pure)
     ports.py          is the gateway's port free, and who holds it
+    readiness.py      does the gateway see all workers
     progress.py       what the person at the terminal sees
+    post.py           one position: its process now, and how the next one starts
     supervisor.py     starts all, keeps all running, drains all
 """

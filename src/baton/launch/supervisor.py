@@ -16,6 +16,7 @@ from baton.launch.diagnosis import describe_exit, likely_cause
 from baton.launch.plan import Ports
 from baton.launch.ports import require_free_port
 from baton.launch.post import Post
+from baton.launch.readiness import until_all_up
 from baton.launch.restarts import RestartBudget, RestartPolicy
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 GATEWAY: Final = "gateway"
 TICK_S: Final = 0.25
+SERVING_TIMEOUT_S: Final = 15.0
 KILL_MARGIN_S: Final = 5.0
 """How much longer than its own drain timeout a child may take before it is killed."""
 
@@ -54,6 +56,14 @@ class LaunchContext:
     restarts: RestartPolicy = field(default_factory=RestartPolicy)
 
 
+@dataclass(frozen=True, slots=True)
+class Service:
+    """What a launch that is ready serves: the gateway's URL and the model's name."""
+
+    url: str
+    model: str
+
+
 class Supervisor:
     """One launch, from start to end. Owned by one event loop; `run` is called once."""
 
@@ -65,12 +75,13 @@ class Supervisor:
         self._num_stop_requests = 0
         self._stop_requested = asyncio.Event()
 
-    async def run(self, on_ready: Callable[[str], None]) -> Ending:
-        """Start everything, call `on_ready` with the gateway's URL, run until asked to stop.
+    async def run(self, on_ready: Callable[[Service], None]) -> Ending:
+        """Start everything, call `on_ready`, run until asked to stop.
 
         Raises:
             ConfigError: the gateway's port is taken.
-            ChildFailedError: a process died at start, or too often; everything else was stopped.
+            ChildFailedError: a process died at start, or too often, or the gateway refuses a
+                worker; everything else was stopped.
         """
         gateway = self._plan.config.gateway
         require_free_port(gateway.host, gateway.port)
@@ -96,12 +107,13 @@ class Supervisor:
         for post in self._posts.values():
             post.child.kill()
 
-    async def _live(self, on_ready: Callable[[str], None]) -> None:
+    async def _live(self, on_ready: Callable[[Service], None]) -> None:
         started = self._context.clock.now()
         async with self._progress(self._unready):
             url = await self._start_all()
+            model = await self._until_serving(url)
         self._display.say(f"ready after {self._context.clock.now() - started:.1f} s")
-        on_ready(url)
+        on_ready(Service(url, model))
         keepers = [asyncio.create_task(self._keep(post)) for post in self._posts.values()]
         try:
             await asyncio.gather(*keepers)
@@ -123,6 +135,17 @@ class Supervisor:
         for post, ready in zip(self._posts.values(), readies, strict=True):
             post.settle(ready)
         return readies[-1].url
+
+    async def _until_serving(self, url: str) -> str:
+        num_workers = len(self._plan.workers)
+        try:
+            async with asyncio.timeout(SERVING_TIMEOUT_S):
+                return await until_all_up(url, num_workers)
+        except TimeoutError as exc:
+            raise ChildFailedError(
+                f"all processes are ready, but the gateway does not use all {num_workers} workers "
+                f"after {SERVING_TIMEOUT_S:g} s; its lines above say why"
+            ) from exc
 
     async def _fill(self, name: str, command: Callable[[Ports], tuple[str, ...]]) -> None:
         child = await self._spawn(name, command(Ports()))
@@ -209,7 +232,8 @@ class Supervisor:
     # Showing
 
     def _unready(self) -> list[str]:
-        return [name for name, post in self._posts.items() if not post.child.is_ready]
+        names = [name for name, post in self._posts.items() if not post.child.is_ready]
+        return names or ["the gateway to find its workers"]
 
     def _unended(self) -> list[str]:
         return [name for name, post in self._posts.items() if not post.child.is_ended]

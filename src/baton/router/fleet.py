@@ -71,15 +71,13 @@ class Fleet:
         by_model: dict[str, list[WorkerView]] = {}
         for worker in workers:
             by_model.setdefault(worker.model, []).append(worker)
-        return cls(
-            {
-                model: ModelWorkers(
-                    prefills=tuple(w for w in served if w.role is Role.PREFILL),
-                    decodes=tuple(w for w in served if w.decodes),
-                )
-                for model, served in by_model.items()
-            }
-        )
+        return cls({
+            model: ModelWorkers(
+                prefills=tuple(w for w in served if w.role is Role.PREFILL),
+                decodes=tuple(w for w in served if w.decodes),
+            )
+            for model, served in by_model.items()
+        })
 
     @property
     def can_decode(self) -> bool:

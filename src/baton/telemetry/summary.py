@@ -10,7 +10,7 @@ is None, never 0.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
@@ -18,6 +18,8 @@ from baton.telemetry.trace import LegTrace, Stamp
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+_PREFILL_STAMPS: Final = (Stamp.PREFILL_STARTED, Stamp.FIRST_LAYER_READY, Stamp.PREFILL_DONE)
 
 
 class LegDurations(msgspec.Struct, frozen=True, kw_only=True):
@@ -117,6 +119,12 @@ def _between(leg: LegTrace, begin: Stamp, end: Stamp) -> float | None:
 
 
 def _instant(leg: LegTrace, stamp: Stamp) -> float | None:
+    """When it happened on this leg's clock, where it happened: prefill's stamps are the peer's.
+
+    A worker that received its KV stamps its own first decode step too; that was not prefill.
+    """
+    if stamp in _PREFILL_STAMPS and leg.leg == "decode" and Stamp.KV_READY in leg.stamps:
+        return leg.peer_stamps.get(stamp)
     own = leg.stamps.get(stamp)
     return leg.peer_stamps.get(stamp) if own is None else own
 

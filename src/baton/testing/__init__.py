@@ -1,1 +1,13 @@
-"""Placeholder docstring: the owner writes it."""
+"""Public test kits: for Baton's own tests, and for whoever writes an implementation of a contract.
+
+Enters: an implementation. Leaves: a verdict, or a fault made on purpose. Nothing that ships imports
+this package; it needs pytest.
+
+File map:
+    clocks.py              `ManualClock`: time moves when it is told to
+    faulty_transport.py    `FaultyTransport`: any transport, with counted, seeded faults
+    transport_contract.py  `TransportContract`: what every transport must do, two in one process
+    transport_process.py   `TransportProcessContract`: against a second process that is killed
+    transport_peer.py      that second process: a writer driven over its standard input
+    transport_pair.py      two transports, their regions, and how to drive both
+"""

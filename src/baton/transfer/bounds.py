@@ -67,7 +67,7 @@ def are_spans_inside(
 
 
 def _check_group(group: CopyGroup, source: PageArray, target: PageArray) -> None:
-    if group.spans.ndim != 2 or group.spans.shape[1] != 3 or len(group.spans) > MAX_SPANS:
+    if group.spans.shape[1:] != (3,) or len(group.spans) > MAX_SPANS:
         raise TransferError(f"spans of shape {group.spans.shape}; [s, 3] with s to {MAX_SPANS}")
     if int(group.spans[:, 2].sum()) > target.page_bytes:
         raise TransferError("destination spans overlap: they are larger than their page")
@@ -82,4 +82,6 @@ def _check_group(group: CopyGroup, source: PageArray, target: PageArray) -> None
         if not are_pages_inside(pages, array.num_pages):
             raise TransferError(f"a {side} page is out of range: there are {array.num_pages}")
         if not are_spans_inside(group.spans[:, column], group.spans[:, 2], array.page_bytes):
-            raise TransferError(f"a {side} span is empty or leaves its {array.page_bytes}-byte page")
+            raise TransferError(
+                f"a {side} span is empty or leaves its {array.page_bytes}-byte page"
+            )

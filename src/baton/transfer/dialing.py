@@ -47,7 +47,7 @@ class Dialer:
         Raises:
             PeerUnreachableError: known at once; the socket is closed and nothing is called.
         """
-        sock.setblocking(False)
+        sock.settimeout(0)
         code = sock.connect_ex(address)
         if code not in _STARTED:
             sock.close()

@@ -170,7 +170,8 @@ class Transport(Protocol):
     """Moves pages between two regions. One owner thread; nothing blocks.
 
     `kind` is its entry point's name. `readiness_fd` becomes readable when `poll` has something to
-    do, or is None: then the owner polls on a timer while anything is under way.
+    do, or is None: then the owner polls on a timer while anything is under way. Timeouts (of
+    connecting, of a stranger's proof) do not make it readable: poll once a second in any case.
     """
 
     kind: str
@@ -194,7 +195,7 @@ class Transport(Protocol):
         ...
 
     def detach(self, remote: RemoteId) -> None:
-        """Forget a remote: its unfinished writes fail. Unknown ids are ignored."""
+        """Forget a remote, lost ones too: its unfinished writes fail. Unknown ids are ignored."""
         ...
 
     def open_window(self, window: Window) -> None:
@@ -216,10 +217,12 @@ class Transport(Protocol):
     def submit(self, write: PageWrite) -> TransferId:
         """Post a write; `WriteCompleted` or `WriteFailed` follows once from `poll`.
 
-        Source pages must not change until then. Several writes to one remote keep their order.
+        Source pages must not change until then. Writes may arrive in any order: a receiver counts
+        what has landed. To a remote that was lost and not detached, a write is posted and fails.
 
         Raises:
-            TransferError: unknown remote or region, a page out of range, or a notice too long.
+            TransferError: unknown remote or one that is still attaching, a region that was not
+                exposed here, a page out of range, or a notice too long.
         """
         ...
 

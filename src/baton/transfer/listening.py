@@ -47,7 +47,7 @@ class Listener:
         self._key, self._purpose, self._on_peer = key, purpose, on_peer
         self._unproved: set[Connection] = set()
         self._peers: set[Connection] = set()
-        sock.setblocking(False)
+        sock.settimeout(0)
         sock.listen(BACKLOG)
         reactor.watch(sock.fileno(), self._accept)
 
@@ -79,7 +79,7 @@ class Listener:
             _log.warning("refused a transfer connection: too many are open")
             sock.close()
             return
-        sock.setblocking(False)
+        sock.settimeout(0)
         self._challenge(sock)
 
     def _challenge(self, sock: socket.socket) -> None:

@@ -1,7 +1,7 @@
 """One answer: tokens in, pieces of text out. Pure; reads no clock.
 
-    tokens ─► detokenizer ─► stop strings ─► released text, with the log-probabilities of every
-                                             token whose text begins in it
+tokens ─► detokenizer ─► stop strings ─► released text, with the log-probabilities of every
+                                         token whose text begins in it
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Answer:
             text += self._detokenizer.finish()
         self._num_detokenized += len(text)
         if self.num_tokens < self._min_tokens:
-            return self._release(self._stops.flush() + text, token.finish)
+            return self._release(text, token.finish)
         match self._stops.push(text):
             case Stopped(before):
                 return self._stop(before)
@@ -79,9 +79,8 @@ class Answer:
     def _stop(self, before: str) -> Piece:
         """A stop string was completed: tokens whose text begins in it are not shown."""
         self._num_released += len(before)
-        self._waiting, entries = [], self._shown()
         self.finish = FinishReason.STOP
-        return Piece(before, entries, self.finish)
+        return Piece(before, self._shown(), self.finish)
 
     def _release(self, text: str, finish: FinishReason | None) -> Piece:
         self._num_released += len(text)

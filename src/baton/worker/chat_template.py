@@ -151,7 +151,7 @@ def _compile(source: str, clock: Clock) -> Template:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True,
         lstrip_blocks=True,
-        autoescape=False,  # noqa: S701 (a prompt is not HTML)
+        autoescape=False,
         extensions=["jinja2.ext.loopcontrols", _GenerationMark],
     )
 

@@ -42,7 +42,7 @@ class Exchange:
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._receive, self._send = receive, send
-        self._headers = {name: value for name, value in scope["headers"]}
+        self._headers: dict[bytes, bytes] = dict(scope["headers"])
         self.method: str = scope["method"]
         self.path: str = scope["path"]
         self.request_id = self._read_request_id()

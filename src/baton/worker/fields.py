@@ -13,7 +13,7 @@ from msgspec import Meta
 
 MAX_STOPS = 16
 MAX_LOGPROBS = 20
-_INT64 = 2**63
+_MAX_INT = 2**63 - 1
 
 Temperature: TypeAlias = Annotated[
     float, Meta(ge=0, le=2, description="a number from 0 (greedy) to 2")
@@ -22,16 +22,16 @@ TopP: TypeAlias = Annotated[
     float, Meta(gt=0, le=1, description="a number above 0 and at most 1 (1 is off)")
 ]
 TopK: TypeAlias = Annotated[
-    int, Meta(ge=-1, lt=_INT64, description="a whole number of at least 1, or 0 or -1 for off")
+    int, Meta(ge=-1, le=_MAX_INT, description="a whole number of at least 1, or 0 or -1 for off")
 ]
 MaxTokens: TypeAlias = Annotated[
-    int, Meta(ge=1, lt=_INT64, description="a whole number of at least 1")
+    int, Meta(ge=1, le=_MAX_INT, description="a whole number of at least 1")
 ]
 MinTokens: TypeAlias = Annotated[
-    int, Meta(ge=0, lt=_INT64, description="a whole number of at least 0")
+    int, Meta(ge=0, le=_MAX_INT, description="a whole number of at least 0")
 ]
 Seed: TypeAlias = Annotated[
-    int, Meta(ge=-_INT64, lt=_INT64, description="a whole number that fits 64 bits")
+    int, Meta(ge=-_MAX_INT - 1, le=_MAX_INT, description="a whole number that fits 64 bits")
 ]
 StopString: TypeAlias = Annotated[str, Meta(min_length=1, max_length=1024)]
 StopList: TypeAlias = Annotated[list[StopString], Meta(max_length=MAX_STOPS)]

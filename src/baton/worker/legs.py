@@ -59,7 +59,9 @@ class SeenTickets:
 class LegReader:
     """Reads tickets that name this life of this worker. Owned by the event loop's thread."""
 
-    def __init__(self, worker: WorkerId, epoch: Epoch, key: ClusterKey | None, clock: Clock) -> None:
+    def __init__(
+        self, worker: WorkerId, epoch: Epoch, key: ClusterKey | None, clock: Clock
+    ) -> None:
         self._me = (worker, epoch)
         self._key, self._clock = key, clock
         self._seen = SeenTickets()

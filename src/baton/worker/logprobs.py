@@ -95,7 +95,7 @@ def _completion_top(token: SampledToken, tokenizer: Tokenizer) -> dict[str, floa
 
 
 def _spell(token_id: int, tokenizer: Tokenizer) -> str:
-    """A token as text; a part of a character as OpenAI writes it: `bytes:\\xe5`."""
+    """A token as text; a part of a character as OpenAI writes it: `bytes:` and hex escapes."""
     raw = tokenizer.token_bytes(token_id)
     try:
         return raw.decode()

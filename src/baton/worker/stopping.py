@@ -53,9 +53,7 @@ class StopStrings:
         return held
 
     def _first_completed(self, buffer: str) -> int | None:
-        found = [
-            (at + len(stop), at) for stop in self._stops if (at := buffer.find(stop)) >= 0
-        ]
+        found = [(at + len(stop), at) for stop in self._stops if (at := buffer.find(stop)) >= 0]
         return min(found)[1] if found else None
 
     def _num_suspect(self, buffer: str) -> int:

@@ -53,6 +53,7 @@ class UnsupportedFields(msgspec.Struct, frozen=True, kw_only=True):
     web_search_options: Value = None
 
 
+_MAX_SHOWN_CHARS: Final = 40
 _EMPTY: Final = ("null", "false", "[]", "{}", '""')
 _OFF: Final[dict[str, tuple[object, ...]]] = {
     "n": (1,),
@@ -95,4 +96,4 @@ def refuse_unsupported(fields: UnsupportedFields) -> None:
 
 def _shown(raw: msgspec.Raw) -> str:
     text = bytes(raw).decode()
-    return text if len(text) <= 40 else text[:40] + "…"
+    return text if len(text) <= _MAX_SHOWN_CHARS else text[:_MAX_SHOWN_CHARS] + "…"

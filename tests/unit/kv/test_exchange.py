@@ -10,7 +10,7 @@ from baton.kv.exchange import check_exchangeable, find_differences
 from baton.kv.geometry import shared_heads
 from baton.kv.layout import KVLayout, LayerLayout, TensorParallelShard
 
-LAYOUT = KVLayout.gqa(4, 8, 64, block_size=16, dtype="bfloat16")
+LAYOUT = KVLayout.gqa(4, 8, 8, block_size=16, dtype="bfloat16")
 
 
 def sharded(rank: int, size: int) -> KVLayout:
@@ -38,29 +38,26 @@ def test_arrangement_may_differ(other: KVLayout) -> None:
             ("dtype: bfloat16 at the source, float16 at the destination",),
         ),
         (
-            KVLayout.gqa(5, 8, 64, block_size=16, dtype="bfloat16"),
+            KVLayout.gqa(5, 8, 8, block_size=16, dtype="bfloat16"),
             ("layers: 4 at the source, 5 at the destination",),
         ),
         (
-            KVLayout.gqa(4, 4, 64, block_size=16, dtype="bfloat16"),
+            KVLayout.gqa(4, 4, 8, block_size=16, dtype="bfloat16"),
             (
-                "layer 0: k 8x64, v 8x64 at the source, k 4x64, v 4x64 at the destination",
+                "layer 0: k 8x8, v 8x8 at the source, k 4x8, v 4x8 at the destination",
                 "3 more layers differ, the last is 3",
             ),
         ),
         (
             msgspec.structs.replace(
-                LAYOUT, layers=(*LAYOUT.layers[:3], LayerLayout.gqa(8, 64, window_tokens=128))
+                LAYOUT, layers=(*LAYOUT.layers[:3], LayerLayout.gqa(8, 8, window_tokens=9))
             ),
-            (
-                "layer 3: k 8x64, v 8x64 at the source, "
-                "k 8x64, v 8x64, window 128 at the destination",
-            ),
+            ("layer 3: k 8x8, v 8x8 at the source, k 8x8, v 8x8, window 9 at the destination",),
         ),
         (
             KVLayout.mla(4, 512, block_size=16, dtype="bfloat16"),
             (
-                "layer 0: k 8x64, v 8x64 at the source, latent 1x512 at the destination",
+                "layer 0: k 8x8, v 8x8 at the source, latent 1x512 at the destination",
                 "3 more layers differ, the last is 3",
             ),
         ),

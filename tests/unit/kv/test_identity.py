@@ -45,19 +45,14 @@ def test_golden_vectors(vector: Vector) -> None:
 
 def test_the_format_is_the_documented_one() -> None:
     """Written out by hand from docs/wire/block-hash.md."""
-    root = hashlib.sha256(
-        b"baton/block/1" + b"\x05\0\0\0model" + b"\x04\0\0\0salt" + b"\x02\0\0\0"
-    ).digest()
+    names = b"\x05\0\0\0model\x04\0\0\0salt"
+    root = hashlib.sha256(b"baton/block/1" + names + b"\x02\0\0\0").digest()
     first = hashlib.sha256(root + struct.pack("<2i", 7, -1)).digest()
     second = hashlib.sha256(first + struct.pack("<2i", 8, 9)).digest()
     token_ids = np.array([7, -1, 8, 9, 10], dtype=np.int32)
     assert compute_block_hashes(HashDomain("model", "salt", 2), token_ids) == [first, second]
-    prompt = hashlib.sha256(
-        b"baton/prompt/1"
-        + b"\x05\0\0\0model"
-        + b"\x04\0\0\0salt"
-        + struct.pack("<Q5i", 5, 7, -1, 8, 9, 10)
-    ).digest()
+    counted = struct.pack("<Q5i", 5, 7, -1, 8, 9, 10)
+    prompt = hashlib.sha256(b"baton/prompt/1" + names + counted).digest()
     assert compute_prompt_hash("model", "salt", token_ids) == prompt
 
 

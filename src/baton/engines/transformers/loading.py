@@ -87,9 +87,7 @@ def _find_weights(folder: Path) -> list[Path]:
 
 def _read_config(folder: Path) -> Any:  # noqa: ANN401 - transformers is untyped for us
     try:
-        return AutoConfig.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=False
-        )
+        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (ValueError, OSError, KeyError, TypeError, AttributeError) as exc:
         raise ConfigError(f"cannot read {folder / 'config.json'}: {exc}") from exc
 

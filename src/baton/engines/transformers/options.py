@@ -9,9 +9,7 @@ import msgspec
 PositiveInt = Annotated[int, msgspec.Meta(ge=1)]
 
 
-class TransformersOptions(
-    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
-):
+class TransformersOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Options of `[engine] kind = "transformers"`.
 
     `num_blocks` None takes as many blocks as fit `kv_cache_bytes`. `dtype` "auto" is the

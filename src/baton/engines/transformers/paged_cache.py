@@ -32,7 +32,7 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is untyped for us
         """Take `step`'s arrays for the forward pass that follows."""
         self._step, self._on_layer = step, on_layer
 
-    def update(  # noqa: D417 - the other arguments are other caches'
+    def update(
         self,
         key_states: torch.Tensor,
         value_states: torch.Tensor,

@@ -82,9 +82,9 @@ def allocate_pages(
     Raises:
         TransferError: there is not that much memory.
     """
-    region = allocate_shared_region(
-        [(num_blocks, layout.page_bytes(layer)) for layer in range(layout.num_layers)]
-    )
+    region = allocate_shared_region([
+        (num_blocks, layout.page_bytes(layer)) for layer in range(layout.num_layers)
+    ])
     if device.type == "cpu":
         return KVPages(shape, layout, region)
     return MirroredPages(shape, layout, region, device)

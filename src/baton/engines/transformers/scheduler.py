@@ -21,7 +21,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Bounds of one step and of what runs at once. Below `min_handoff_tokens` nothing is received."""
+    """Bounds of one step, and of what runs at once.
+
+    Where fewer than `min_handoff_tokens` are missing they are computed, not received.
+    """
 
     max_batch_tokens: int
     max_num_seqs: int
@@ -252,9 +255,7 @@ class Scheduler:
         self._waiting.popleft()
         sequence.admit(cached, [])
         sequence.status = Status.AWAITING_KV
-        plan.expected.append(
-            Expectation(sequence, ticket, sequence.num_computed, reserved.blocks)
-        )
+        plan.expected.append(Expectation(sequence, ticket, sequence.num_computed, reserved.blocks))
         self.custody.grant(ticket.id, sequence, reserved)
         return True
 

@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from baton.engines.interface import Colocated, FinishReason, Leg, PrefillLeg
+from baton.engines.interface import Colocated, DecodeLeg, FinishReason, Leg, PrefillLeg
 from baton.kv.identity import compute_block_hashes
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from baton.authority.ticket import Ticket
     from baton.engines.interface import GenerationRequest
     from baton.handoff.interface import SampledToken
     from baton.kv.identity import BlockHash, HashDomain
@@ -62,6 +63,15 @@ class Sequence:
             self.num_prompt_tokens + request.sampling.max_tokens, dtype=np.int32
         )
         self._token_ids[: self.num_prompt_tokens] = request.prompt_ids
+
+    @property
+    def ticket(self) -> Ticket | None:
+        """The ticket that it came with."""
+        match self.request.leg:
+            case PrefillLeg(ticket) | DecodeLeg(ticket):
+                return ticket
+            case Colocated():
+                return None
 
     @property
     def block_size(self) -> int:

@@ -1,1 +1,1 @@
-"""Placeholder docstring: the owner writes it."""
+"""The kinds of transport that come with Baton. They are found by entry point, never imported."""

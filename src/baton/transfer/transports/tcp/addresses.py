@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ipaddress
 import socket
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from baton.errors import TransferError
 
 if TYPE_CHECKING:
     from baton.transfer.transports.tcp.options import TcpOptions
+
+_MAX_PORT: Final = 65_535
 
 
 def open_listener(host: str, options: TcpOptions) -> tuple[socket.socket, str]:
@@ -66,7 +68,7 @@ def parse_endpoint(endpoint: str) -> tuple[str, int]:
         number = int(port)
     except ValueError as exc:
         raise TransferError(f"{endpoint[:80]!r} is no address of a peer") from exc
-    if not 0 < number < 65_536 or address.is_unspecified or address.is_multicast:
+    if not 0 < number <= _MAX_PORT or address.is_unspecified or address.is_multicast:
         raise TransferError(f"{endpoint[:80]!r} is no address of a peer")
     return str(address), number
 

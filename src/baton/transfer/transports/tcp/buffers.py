@@ -1,4 +1,4 @@
-"""Page bytes as lists of buffers for one system call each: large pieces in place, small ones staged.
+"""Page bytes as lists of buffers for one system call each: in place if large, staged if small.
 
 Both sides walk the same order (page by page, in each page span by span), each over its own memory.
 The batches are made one at a time, when the socket is ready for them.
@@ -10,11 +10,14 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
+from baton.kv.copies import CopyGroup, PageCopies, apply_copies
 from baton.transfer.region import view_pages
 from baton.transfer.transports.tcp.geometry import compute_runs
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from numpy.typing import NDArray
 
     from baton.transfer.interface import PageArray
     from baton.transfer.transports.tcp.geometry import Geometry
@@ -40,9 +43,8 @@ def read_batches(
     pages = view_pages(memory, array)
     for part in _stageable_parts(geometry):
         staging = np.empty((len(part.pages), part.bytes_per_page), np.uint8)
-        for start, at, length in _packed_spans(part):
-            staging[:, at : at + length] = pages[part.pages, start : start + length]
-        yield [memoryview(staging.reshape(-1))]
+        apply_copies(_packing(part), pages, staging)
+        yield [staging.reshape(-1).data]
 
 
 def write_batches(
@@ -59,9 +61,8 @@ def write_batches(
     pages = view_pages(memory, array)
     for part in _stageable_parts(geometry):
         staging = np.empty((len(part.pages), part.bytes_per_page), np.uint8)
-        yield [memoryview(staging.reshape(-1))]
-        for start, at, length in _packed_spans(part):
-            pages[part.pages, start : start + length] = staging[:, at : at + length]
+        yield [staging.reshape(-1).data]
+        apply_copies(_unpacking(part), staging, pages)
 
 
 def discard_batches(num_bytes: int) -> Iterator[list[memoryview]]:
@@ -93,7 +94,19 @@ def _stageable_parts(geometry: Geometry) -> Iterator[Geometry]:
         yield geometry.take_pages(first, num_pages)
 
 
-def _packed_spans(geometry: Geometry) -> Iterator[tuple[int, int, int]]:
-    """`(start in the page, start in the packed page, length)` of each span."""
-    packed = np.cumsum(geometry.lengths) - geometry.lengths
-    return zip(geometry.starts.tolist(), packed.tolist(), geometry.lengths.tolist(), strict=True)
+def _packing(geometry: Geometry) -> PageCopies:
+    """The copies that put a part's bytes, in payload order, into a staging array of its own."""
+    spans = np.stack((geometry.starts, _packed_starts(geometry), geometry.lengths), axis=1)
+    rows = np.arange(len(geometry.pages))
+    return PageCopies(0, (CopyGroup(geometry.pages, rows, spans),))
+
+
+def _unpacking(geometry: Geometry) -> PageCopies:
+    """The copies that bring a part's bytes from such a staging array to their places."""
+    spans = np.stack((_packed_starts(geometry), geometry.starts, geometry.lengths), axis=1)
+    rows = np.arange(len(geometry.pages))
+    return PageCopies(0, (CopyGroup(rows, geometry.pages, spans),))
+
+
+def _packed_starts(geometry: Geometry) -> NDArray[np.int64]:
+    return np.cumsum(geometry.lengths) - geometry.lengths

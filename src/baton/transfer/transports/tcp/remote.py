@@ -59,6 +59,7 @@ class Remote:
         id_: RemoteId,
         descriptor: RegionDescriptor,
         epoch: Epoch,
+        *,
         num_streams: int,
         reactor: Reactor,
     ) -> None:

@@ -55,7 +55,7 @@ PURPOSE = "tcp"
 
 
 class TcpTransport:
-    """See `Transport`. Owner thread: whoever calls `poll`."""
+    """See `Transport`. Its owner is the thread that calls `poll`."""
 
     kind = "tcp"
     capabilities = Capabilities(memory=("host", "shared"), same_host_only=False)
@@ -63,6 +63,7 @@ class TcpTransport:
     def __init__(self, options: TcpOptions, context: TransportContext) -> None:
         self._options, self._context = options, context
         self._reactor = Reactor(context.clock)
+        self.readiness_fd: int | None = self._reactor.fd
         self._dialer = Dialer(
             self._reactor, context.key, PURPOSE, timeout_s=options.connect_timeout_s
         )
@@ -73,11 +74,6 @@ class TcpTransport:
         self._listener: Listener | None = None
         self._endpoint = ""
         self._num_remotes = self._num_transfers = 0
-
-    @property
-    def readiness_fd(self) -> int:
-        """See `Transport`."""
-        return self._reactor.fd
 
     def expose(self, region: PagedRegion) -> RegionDescriptor:
         """See `Transport`."""
@@ -105,8 +101,8 @@ class TcpTransport:
             RemoteId(self._num_remotes),
             descriptor,
             self._context.epoch,
-            self._options.streams,
-            self._reactor,
+            num_streams=self._options.streams,
+            reactor=self._reactor,
         )
         self._remotes[remote.id] = remote
         try:

@@ -1,0 +1,68 @@
+# `make up` and `make test` do all the set-up they need, once: stamps in .venv remember what was
+# installed. `make help` lists the targets.
+
+PYTHON ?= python3
+ARGS ?=
+# Extra arguments of the one `pip install torch==…`, e.g. where to find a CPU-only build.
+TORCH_ARGS ?=
+PYTEST_ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
+CREATED := $(VENV)/.created
+RUNTIME := $(VENV)/.installed-runtime
+DEV := $(VENV)/.installed-dev
+
+.PHONY: help up test check install install-dev format clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo 'make up [ARGS="--decode 2"]  install what is needed, start gateway and workers'
+	@echo 'make test                    install what tests need, run every check and test'
+	@echo 'make check                   the checks without the tests'
+	@echo 'make install, install-dev    only install, into .venv'
+	@echo 'make format                  format the code'
+	@echo 'make clean                   remove .venv and caches'
+
+up: $(RUNTIME)
+	@$(BIN)/baton up $(ARGS)
+
+test: check
+	$(BIN)/python -m pytest -q $(PYTEST_ARGS)
+
+check: $(DEV)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+install: $(RUNTIME)
+
+install-dev: $(DEV)
+
+format: $(DEV)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache build
+
+$(CREATED):
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "Baton needs Python 3.11 or newer, and $(PYTHON) is: $$($(PYTHON) --version 2>&1)."; \
+	  echo "Name another one: make $(MAKECMDGOALS) PYTHON=python3.12"; exit 1; }
+	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || { \
+	  echo "$(PYTHON) has no venv module. On Debian: apt install python3-venv"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(RUNTIME): requirements.txt pyproject.toml | $(CREATED)
+	$(PIP) install --quiet $(TORCH_ARGS) $(shell grep '^torch==' requirements.txt)
+	$(PIP) install --quiet -r requirements.txt
+	$(PIP) install --quiet --no-deps --no-build-isolation --editable .
+	@touch $@
+
+$(DEV): requirements-dev.txt $(RUNTIME)
+	$(PIP) install --quiet -r requirements-dev.txt
+	@touch $@

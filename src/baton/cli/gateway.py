@@ -1,0 +1,82 @@
+"""`baton gateway`."""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from baton.authority.key import ClusterKey
+from baton.cli.flags import AnnounceFd, ConfigFlags, Sets
+from baton.config.cluster_key import find_cluster_key
+from baton.config.environment import read_environment
+from baton.config.logs import configure_logging
+from baton.config.sections import Config
+from baton.gateway.options import GatewayOptions, WorkerAddress
+from baton.gateway.process import run_gateway
+from baton.router.fleet import Role
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class GatewayFlags(ConfigFlags):
+    """Where to listen, and the workers behind."""
+
+    prefill: Annotated[
+        list[str] | None,
+        Sets("gateway.prefill"),
+        Parameter(help="URL of a prefill worker; may be repeated.", negative=""),
+    ] = None
+    decode: Annotated[
+        list[str] | None,
+        Sets("gateway.decode"),
+        Parameter(help="URL of a decode worker; may be repeated.", negative=""),
+    ] = None
+    worker: Annotated[
+        list[str] | None,
+        Sets("gateway.workers"),
+        Parameter(help="URL of a worker that does both parts; may be repeated.", negative=""),
+    ] = None
+    host: Annotated[str | None, Sets("gateway.host"), Parameter(help="Where to listen.")] = None
+    port: Annotated[
+        int | None,
+        Sets("gateway.port"),
+        Parameter(help="The port [default: 8000]; 0 takes a free one."),
+    ] = None
+    announce_fd: AnnounceFd = 1
+
+
+def gateway(flags: GatewayFlags | None = None) -> int:
+    """Start a gateway in front of workers that run already, or will."""
+    flags = flags or GatewayFlags()
+    config = flags.resolve().to_config()
+    configure_logging(config.log)
+    run_gateway(_options(config, flags.announce_fd))
+    return 0
+
+
+def _options(config: Config, announce_fd: int) -> GatewayOptions:
+    section = config.gateway
+    key = find_cluster_key(config.cluster, read_environment(), (section.host,))
+    return GatewayOptions(
+        workers=(
+            *(WorkerAddress(url, Role.PREFILL) for url in section.prefill),
+            *(WorkerAddress(url, Role.DECODE) for url in section.decode),
+            *(WorkerAddress(url, Role.BOTH) for url in section.workers),
+        ),
+        cluster_key=ClusterKey.from_hex(key.text),
+        key_origin=key.origin,
+        host=section.host,
+        port=section.port,
+        announce_fd=announce_fd,
+        max_inflight_requests=section.max_inflight_requests,
+        max_body_bytes=section.max_body_bytes,
+        max_answer_bytes=section.max_answer_bytes,
+        request_timeout_s=section.request_timeout_s,
+        first_byte_timeout_s=section.first_byte_timeout_s,
+        connect_timeout_s=section.connect_timeout_s,
+        prefill_linger_s=section.prefill_linger_s,
+        probe_interval_s=section.probe_interval_s,
+        probe_timeout_s=section.probe_timeout_s,
+        drain_timeout_s=section.drain_timeout_s,
+        num_records=config.trace.ring_size,
+    )

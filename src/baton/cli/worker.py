@@ -1,0 +1,87 @@
+"""`baton worker`."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from baton.authority.key import ClusterKey
+from baton.cli.flags import AnnounceFd, ConfigFlags, Sets, Transport
+from baton.config.cluster_key import find_cluster_key
+from baton.config.environment import read_environment
+from baton.config.logs import configure_logging
+from baton.config.sections import Config, Role
+from baton.ids import WorkerId
+from baton.models import DEMO_MODEL_PATH
+from baton.worker.options import ProcessOptions
+from baton.worker.process import run_worker
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class WorkerFlags(ConfigFlags):
+    """One worker's part, model and addresses."""
+
+    role: Annotated[
+        Role | None, Sets("worker.role"), Parameter(help="Which part it plays [default: both].")
+    ] = None
+    name: Annotated[
+        str | None, Sets("worker.name"), Parameter(help="Its name, unique in the cluster.")
+    ] = None
+    model: Annotated[
+        str | None, Sets("worker.model"), Parameter(help="A model's folder [default: the demo].")
+    ] = None
+    engine: Annotated[
+        str | None, Sets("worker.engine"), Parameter(help="Engine plug-in [default: transformers].")
+    ] = None
+    host: Annotated[
+        str | None, Sets("worker.host"), Parameter(help="Where it listens for HTTP.")
+    ] = None
+    port: Annotated[
+        int | None, Sets("worker.port"), Parameter(help="The HTTP port; 0 takes a free one.")
+    ] = None
+    handoff_host: Annotated[
+        str | None, Sets("worker.handoff_host"), Parameter(help="Where peers hand over KV.")
+    ] = None
+    handoff_port: Annotated[
+        int | None, Sets("worker.handoff_port"), Parameter(help="That port; 0 takes a free one.")
+    ] = None
+    transport: Transport = None
+    announce_fd: AnnounceFd = 1
+
+
+def worker(flags: WorkerFlags | None = None) -> int:
+    """Start one worker: a model, an engine and its part of every handoff."""
+    flags = flags or WorkerFlags()
+    config = flags.resolve().to_config()
+    configure_logging(config.log)
+    run_worker(_options(config, flags.announce_fd))
+    return 0
+
+
+def _options(config: Config, announce_fd: int) -> ProcessOptions:
+    section = config.worker
+    hosts = (section.host, section.handoff_host)
+    key = find_cluster_key(config.cluster, read_environment(), hosts)
+    return ProcessOptions(
+        worker=WorkerId(section.name),
+        role=section.role,
+        model=Path(section.model) if section.model else DEMO_MODEL_PATH,
+        served_model_name=section.served_model_name,
+        host=section.host,
+        port=section.port,
+        key=ClusterKey.from_hex(key.text),
+        engine=section.engine,
+        engine_options=config.engine,
+        handoff_host=section.handoff_host,
+        handoff_port=section.handoff_port,
+        handoff_timeout_s=config.handoff.timeout_s,
+        liveness_timeout_s=config.handoff.liveness_timeout_s,
+        transports=config.transfer.transports,
+        transport_options=config.transfer.options,
+        drain_timeout_s=section.drain_timeout_s,
+        num_traces=config.trace.ring_size,
+        cpu_affinity=section.cpu_affinity,
+        announce_fd=announce_fd,
+    )

@@ -1,0 +1,223 @@
+"""The engine that other threads see: a thread around `EngineLoop`."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import TYPE_CHECKING, assert_never
+
+import torch
+
+from baton.engines.interface import EngineInfo, EngineStats
+from baton.engines.transformers.forward import PagedModel
+from baton.engines.transformers.inbox import Cancel, Inbox, Stop, Submit
+from baton.engines.transformers.loading import load_model
+from baton.engines.transformers.loop import EngineLoop
+from baton.engines.transformers.pages import allocate_pages
+from baton.engines.transformers.scheduler import Limits, Scheduler
+from baton.errors import (
+    ConfigError,
+    ContextLengthError,
+    EngineError,
+    InvalidRequestError,
+    OverloadedError,
+)
+from baton.kv.pool import BlockPool
+from baton.transfer.region import release_region
+
+if TYPE_CHECKING:
+    from baton.clock import Clock
+    from baton.engines.interface import (
+        EngineContext,
+        GenerationRequest,
+        UpdateSink,
+    )
+    from baton.engines.transformers.loading import LoadedModel
+    from baton.engines.transformers.options import TransformersOptions
+    from baton.handoff.interface import HandoffPort
+    from baton.ids import RequestId
+
+_log = logging.getLogger(__name__)
+
+
+class TransformersEngine:
+    """See `Engine`. Close every transport that exposes `region` before `stop`."""
+
+    def __init__(
+        self, options: TransformersOptions, loaded: LoadedModel, *, path: str, clock: Clock
+    ) -> None:
+        layout = loaded.shape.to_layout(options.block_size, loaded.dtype)
+        num_blocks = options.num_blocks or options.kv_cache_bytes // layout.block_bytes
+        if num_blocks == 0:
+            raise ConfigError(
+                f"kv_cache_bytes = {options.kv_cache_bytes}, but one block of this model takes "
+                f"{layout.block_bytes} bytes; raise it or lower block_size"
+            )
+        pages = allocate_pages(loaded.shape, layout, num_blocks, loaded.model.device)
+        self.region = pages.region
+        self.info = EngineInfo(
+            engine="transformers",
+            model_path=path,
+            fingerprint=loaded.fingerprint,
+            layout=layout,
+            num_blocks=num_blocks,
+            max_context_tokens=loaded.max_context_tokens,
+            vocab_size=loaded.vocab_size,
+            eos_token_ids=loaded.eos_token_ids,
+        )
+        self._options, self._clock = options, clock
+        self._model = PagedModel(loaded.model, loaded.shape, pages, options.block_size)
+        self._pages = pages
+        self._inbox = Inbox()
+        self._lock = threading.Lock()
+        self._live: set[RequestId] = set()  # guarded by _lock
+        self._thread: threading.Thread | None = None
+        self._failure: EngineError | None = None
+        self._stats = _count_nothing(num_blocks)
+
+    def start(self, sink: UpdateSink, handoff: HandoffPort) -> None:
+        """See `Engine`."""
+        options, layout = self._options, self.info.layout
+        limits = Limits(
+            max_batch_tokens=options.max_batch_tokens,
+            max_num_seqs=options.max_num_seqs,
+            min_handoff_tokens=options.min_handoff_tokens or options.block_size,
+        )
+        loop = EngineLoop(
+            info=self.info,
+            model=self._model,
+            pages=self._pages,
+            scheduler=Scheduler(BlockPool(self.info.num_blocks), limits, layout.layers),
+            handoff=handoff,
+            sink=sink,
+            on_end=self._forget,
+            clock=self._clock,
+        )
+        self._thread = threading.Thread(
+            target=self._main, args=(loop,), name="baton-engine", daemon=True
+        )
+        self._thread.start()
+
+    def is_alive(self) -> bool:
+        """See `Engine`."""
+        return self._failure is None and self._thread is not None and self._thread.is_alive()
+
+    def wake(self) -> None:
+        """See `Engine`."""
+        self._inbox.wake()
+
+    def submit(self, request: GenerationRequest) -> None:
+        """See `Engine`."""
+        if self._failure is not None:
+            raise self._failure
+        self._check_fits(request)
+        with self._lock:
+            if request.id in self._live:
+                raise InvalidRequestError(f"a request {request.id} is being answered already")
+            if self._inbox.num_submissions + self._stats.num_waiting >= self._options.max_waiting:
+                raise OverloadedError(f"{self._options.max_waiting} requests are waiting already")
+            self._live.add(request.id)
+            self._inbox.put(Submit(request))
+
+    def cancel(self, request: RequestId) -> None:
+        """See `Engine`."""
+        self._inbox.put(Cancel(request))
+
+    def stats(self) -> EngineStats:
+        """See `Engine`."""
+        return self._stats
+
+    def stop(self, timeout_s: float) -> None:
+        """See `Engine`."""
+        thread, self._thread = self._thread, None
+        if thread is None:
+            return
+        self._inbox.put(Stop())
+        thread.join(timeout_s)
+        if thread.is_alive():
+            _log.error("the engine's thread did not end in %.1f s; its memory stays", timeout_s)
+            return
+        del self._model, self._pages
+        release_region(self.region)
+
+    def _check_fits(self, request: GenerationRequest) -> None:
+        """Refuse what could never be answered, however long it waited."""
+        num_tokens = len(request.prompt_ids) + request.sampling.max_tokens
+        if num_tokens > self.info.max_context_tokens:
+            raise ContextLengthError(
+                f"the prompt has {len(request.prompt_ids)} tokens and max_tokens is "
+                f"{request.sampling.max_tokens}; together at most {self.info.max_context_tokens} "
+                "are possible",
+                param="max_tokens",
+                code="context_length_exceeded",
+            )
+        # The last token's KV is never needed.
+        num_blocks = -(-(num_tokens - 1) // self.info.layout.block_size)
+        if num_blocks > self.info.num_blocks:
+            raise ContextLengthError(
+                f"the prompt and max_tokens need {num_blocks} blocks of KV, this worker has "
+                f"{self.info.num_blocks}",
+                param="max_tokens",
+                code="context_length_exceeded",
+            )
+
+    def _forget(self, request: RequestId) -> None:
+        with self._lock:
+            self._live.discard(request)
+
+    def _main(self, loop: EngineLoop) -> None:
+        """The engine's thread."""
+        if self._options.num_threads is not None:
+            torch.set_num_threads(self._options.num_threads)  # OpenMP counts them for each thread
+        try:
+            while self._obey(loop):
+                was_busy = loop.turn()
+                self._stats = loop.stats()
+                if not was_busy:
+                    self._inbox.wait(loop.compute_patience_s())
+            loop.fail_all(EngineError("the worker is stopping"))
+        except Exception:  # noqa: BLE001 - reported to all; nobody is above this frame
+            _log.exception("the engine's thread died")
+            self._failure = EngineError("the engine's thread died; restart the worker")
+            loop.fail_all(self._failure)
+
+    def _obey(self, loop: EngineLoop) -> bool:
+        """Carry out all commands; whether to go on."""
+        for command in self._inbox.take():
+            match command:
+                case Submit(request):
+                    loop.submit(request)
+                case Cancel(request_id):
+                    loop.cancel(request_id)
+                case Stop():
+                    return False
+                case _:
+                    assert_never(command)
+        return True
+
+
+def load_engine(options: TransformersOptions, context: EngineContext) -> TransformersEngine:
+    """Load a model; see `EngineFactory`."""
+    if options.num_threads is not None:
+        torch.set_num_threads(options.num_threads)
+    loaded = load_model(context.model, options)
+    return TransformersEngine(options, loaded, path=str(context.model), clock=context.clock)
+
+
+def _count_nothing(num_blocks: int) -> EngineStats:
+    """The stats of an engine that was never asked."""
+    return EngineStats(
+        num_waiting=0,
+        num_running=0,
+        num_awaiting_kv=0,
+        num_blocks=num_blocks,
+        num_free_blocks=num_blocks,
+        num_reserved_blocks=0,
+        num_quarantined_blocks=0,
+        num_cached_blocks=0,
+        num_preemptions=0,
+        prompt_tokens=0,
+        cached_prompt_tokens=0,
+        received_prompt_tokens=0,
+        output_tokens=0,
+    )

@@ -1,0 +1,348 @@
+"""The engine's turn: commands and handoff events in, one step computed, updates out."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, assert_never
+
+import numpy as np
+
+from baton.engines.interface import (
+    DecodeLeg,
+    EngineStats,
+    FinishReason,
+    NewToken,
+    PrefillLeg,
+    RequestFailed,
+)
+from baton.engines.transformers.orders import make_receive_order, make_send_order
+from baton.engines.transformers.sampling import Draw, sample
+from baton.engines.transformers.sequence import Sequence, Status
+from baton.engines.transformers.step import Span
+from baton.errors import EngineError, TicketError
+from baton.handoff.interface import BlocksQuiescent, KVFailed, KVLanded, KVSent, SendFailed
+from baton.kv.identity import HashDomain
+from baton.telemetry.trace import Stamp
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from baton.clock import Clock
+    from baton.engines.interface import (
+        EngineInfo,
+        EngineUpdate,
+        GenerationRequest,
+        UpdateSink,
+    )
+    from baton.engines.transformers.forward import PagedModel
+    from baton.engines.transformers.pages import KVPages
+    from baton.engines.transformers.scheduler import Plan, Scheduler, Work
+    from baton.errors import BatonError
+    from baton.handoff.interface import HandoffEvent, HandoffPort, SampledToken
+    from baton.ids import RequestId, TicketId
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Tally:
+    """Tokens counted since the start."""
+
+    prompt: int = 0
+    cached: int = 0
+    received: int = 0
+    output: int = 0
+
+
+class EngineLoop:
+    """All that the engine's thread owns; `turn` never waits.
+
+    Updates of a turn leave in one call of `sink`. `on_end` is told each request that is over.
+    """
+
+    def __init__(  # noqa: PLR0913 - the parts of an engine
+        self,
+        *,
+        info: EngineInfo,
+        model: PagedModel,
+        pages: KVPages,
+        scheduler: Scheduler,
+        handoff: HandoffPort,
+        sink: UpdateSink,
+        on_end: Callable[[RequestId], None],
+        clock: Clock,
+    ) -> None:
+        self._info, self._model, self._pages, self._scheduler = info, model, pages, scheduler
+        self._handoff, self._sink, self._on_end, self._clock = handoff, sink, on_end, clock
+        self._sequences: dict[RequestId, Sequence] = {}
+        self._tickets: set[TicketId] = set()
+        self._updates: list[EngineUpdate] = []
+        self._num_arrived = 0
+        self._tally = _Tally()
+        self._degraded: set[str] = set()
+
+    def turn(self) -> bool:
+        """Hear the handoff, compute one step, deliver. Whether there was anything to compute."""
+        for event in self._handoff.poll():
+            self._hear(event)
+        self._expire()
+        plan = self._scheduler.schedule()
+        self._announce(plan)
+        if plan.work:
+            self._compute(plan)
+        self.deliver()
+        return bool(plan.work)
+
+    def submit(self, request: GenerationRequest) -> None:
+        """Queue a request."""
+        seed = request.sampling.seed
+        domain = HashDomain(
+            self._info.fingerprint, request.tenant_salt, self._info.layout.block_size
+        )
+        sequence = Sequence(
+            request, domain, secrets.randbits(63) if seed is None else seed, self._num_arrived
+        )
+        self._num_arrived += 1
+        ticket = sequence.ticket
+        if ticket is not None and self._is_in_use(ticket.id):
+            error = TicketError(f"ticket {ticket.id.hex()} is in use: it was replayed")
+            self._updates.append(RequestFailed(request.id, error))
+            self._on_end(request.id)
+            return
+        if ticket is not None:
+            self._tickets.add(ticket.id)
+        request.trace.num_prompt_tokens = sequence.num_prompt_tokens
+        self._sequences[request.id] = sequence
+        self._scheduler.add(sequence)
+
+    def cancel(self, request: RequestId) -> None:
+        """Forget a request; no update follows."""
+        sequence = self._sequences.get(request)
+        if sequence is not None:
+            self._end(sequence, "cancelled")
+
+    def fail_all(self, error: BatonError) -> None:
+        """Fail whatever is unfinished."""
+        for sequence in list(self._sequences.values()):
+            self._fail(sequence, error)
+        self.deliver()
+
+    def deliver(self) -> None:
+        """Hand this turn's updates to the sink."""
+        if self._updates:
+            updates, self._updates = self._updates, []
+            self._sink(updates)
+
+    def compute_patience_s(self) -> float | None:
+        """How long to sleep, at most, before a deadline passes; None for ever."""
+        deadlines = [s.request.deadline for s in self._sequences.values()]
+        return max(0.0, min(deadlines) - self._clock.now()) if deadlines else None
+
+    def stats(self) -> EngineStats:
+        """Counts of this moment."""
+        pool, custody = self._scheduler.pool, self._scheduler.custody
+        return EngineStats(
+            num_waiting=self._scheduler.num_waiting,
+            num_running=self._scheduler.num_running,
+            num_awaiting_kv=custody.num_incoming,
+            num_blocks=pool.num_blocks,
+            num_free_blocks=pool.num_free,
+            num_reserved_blocks=pool.num_reserved + pool.num_in_flight,
+            num_quarantined_blocks=pool.num_quarantined,
+            num_cached_blocks=pool.num_cached,
+            num_preemptions=self._scheduler.num_preemptions,
+            prompt_tokens=self._tally.prompt,
+            cached_prompt_tokens=self._tally.cached,
+            received_prompt_tokens=self._tally.received,
+            output_tokens=self._tally.output,
+        )
+
+    def _announce(self, plan: Plan) -> None:
+        """Tell the handoff what the plan needs of it, before anything is computed."""
+        fingerprint = self._info.fingerprint
+        for sequence, ticket in plan.declined:
+            reason = "nearly all of the prompt is cached here"
+            sequence.request.trace.fallbacks.append(f"computed locally: {reason}")
+            self._handoff.decline(ticket, reason)
+        for expectation in plan.expected:
+            self._count_admission(expectation.sequence)
+            self._stamp(expectation.sequence, Stamp.PAGES_RESERVED)
+            self._handoff.expect(make_receive_order(expectation, fingerprint))
+        for work in plan.work:
+            self._count_admission(work.sequence)
+        for sequence, ticket in plan.offered:
+            self._handoff.offer(make_send_order(sequence, ticket, fingerprint))
+
+    def _compute(self, plan: Plan) -> None:
+        """Run the step; a failure fails the step's requests and nothing else."""
+        try:
+            tokens = self._forward(plan)
+        except Exception:  # noqa: BLE001 - whatever a model raises, the engine lives on
+            _log.exception("a step of %d tokens failed", plan.num_tokens)
+            for work in plan.work:
+                self._fail(work.sequence, EngineError("the engine failed while computing"))
+            return
+        for work, token in zip(plan.work, tokens, strict=True):
+            self._scheduler.advance(work)
+            if work.sequence.num_computed >= work.sequence.num_prompt_tokens:
+                self._stamp(work.sequence, Stamp.PREFILL_DONE)
+            if token is not None:
+                self._accept(work.sequence, token)
+
+    def _forward(self, plan: Plan) -> list[SampledToken | None]:
+        """For each work, the token that follows it; None where more of its prompt is to come."""
+        sends = [
+            (work.sequence.leg.ticket.id, work.sequence.num_computed + work.num_tokens)
+            for work in plan.work
+            if isinstance(work.sequence.leg, PrefillLeg)
+        ]
+
+        def on_layer(layer: int) -> None:
+            if layer == 0:
+                for work in plan.work:
+                    self._stamp(work.sequence, Stamp.FIRST_LAYER_READY)
+            if sends:
+                self._handoff.layer_ready(sends, layer)
+
+        for work in plan.work:
+            is_prefill = work.sequence.num_computed < work.sequence.num_prompt_tokens
+            self._stamp(
+                work.sequence, Stamp.PREFILL_STARTED if is_prefill else Stamp.DECODE_SCHEDULED
+            )
+        logits = self._model.run([_make_span(work) for work in plan.work], on_layer)
+        sampling = [work.sequence for work in plan.work if work.samples]
+        tokens = iter(sample(logits, [self._make_draw(s) for s in sampling]))
+        return [next(tokens) if work.samples else None for work in plan.work]
+
+    def _make_draw(self, sequence: Sequence) -> Draw:
+        return Draw(
+            sequence.request.sampling,
+            sequence.seed,
+            sequence.num_output_tokens,
+            sequence.banned_tokens(self._info.eos_token_ids),
+        )
+
+    def _accept(self, sequence: Sequence, token: SampledToken) -> None:
+        """A new token: an answer's next one, or the one that a prefill leg hands over."""
+        self._tally.output += 1
+        self._stamp(sequence, Stamp.FIRST_TOKEN)
+        if isinstance(sequence.leg, PrefillLeg):
+            sequence.first_token = token
+            self._scheduler.hold(sequence)
+            self._handoff.finish(sequence.leg.ticket.id, token)
+            return
+        finish = sequence.append(token.token_id, self._info.eos_token_ids)
+        self._emit(sequence, token, finish)
+        if finish is not None:
+            self._end(sequence, "finished")
+
+    def _emit(self, sequence: Sequence, token: SampledToken, finish: FinishReason | None) -> None:
+        sequence.request.trace.num_output_tokens += 1
+        self._updates.append(
+            NewToken(
+                sequence.request.id,
+                token,
+                sequence.num_cached_tokens,
+                finish,
+                hidden=finish is FinishReason.STOP,
+            )
+        )
+
+    def _hear(self, event: HandoffEvent) -> None:
+        match event:
+            case KVLanded(ticket, first_token):
+                self._take_landed(ticket, first_token)
+            case KVFailed(ticket, error):
+                self._fall_back(ticket, error)
+            case BlocksQuiescent(ticket):
+                self._scheduler.custody.release_quarantined(ticket)
+            case KVSent(ticket):
+                self._finish_send(ticket)
+            case SendFailed(ticket, error):
+                sequence = self._scheduler.give_back(ticket)
+                if sequence is not None and sequence.status is not Status.ENDED:
+                    self._fail(sequence, error)
+            case _:
+                assert_never(event)
+
+    def _take_landed(self, ticket: TicketId, first_token: SampledToken) -> None:
+        sequence = self._scheduler.land(ticket)
+        if sequence is None:
+            return
+        num_received = sequence.num_prompt_tokens - sequence.num_cached_tokens
+        self._pages.from_region(sequence.blocks[-sequence.num_blocks_for(num_received) :])
+        sequence.request.trace.num_received_tokens = num_received
+        self._tally.received += num_received
+        self._stamp(sequence, Stamp.KV_READY)
+        self._accept(sequence, first_token)
+
+    def _fall_back(self, ticket: TicketId, error: BatonError) -> None:
+        sequence = self._scheduler.fall_back(ticket)
+        if sequence is None:
+            return
+        sequence.request.trace.fallbacks.append(f"computed locally: {error}")
+        cause = f"{type(error).__name__} {getattr(error, 'stage', '')}"
+        if cause not in self._degraded:
+            self._degraded.add(cause)
+            _log.warning("KV was not received and is computed here (logged once): %s", error)
+
+    def _finish_send(self, ticket: TicketId) -> None:
+        sequence = self._scheduler.give_back(ticket)
+        if sequence is None or sequence.status is Status.ENDED:
+            return
+        if sequence.first_token is None:
+            self._fail(sequence, EngineError("the handoff ended before prefill did"))
+            return
+        self._emit(sequence, sequence.first_token, FinishReason.LENGTH)
+        self._end(sequence, "finished")
+
+    def _expire(self) -> None:
+        now = self._clock.now()
+        for sequence in [s for s in self._sequences.values() if s.request.deadline <= now]:
+            self._fail(sequence, EngineError("the request's deadline passed"))
+
+    def _fail(self, sequence: Sequence, error: BatonError) -> None:
+        self._updates.append(RequestFailed(sequence.request.id, error))
+        self._end(sequence, str(error))
+
+    def _end(self, sequence: Sequence, reason: str) -> None:
+        """Forget a sequence; a handoff that is still under way is aborted."""
+        ticket = sequence.ticket
+        if ticket is not None:
+            self._tickets.discard(ticket.id)
+            if self._scheduler.custody.knows(ticket.id):
+                self._handoff.abort(ticket.id, reason)
+            elif isinstance(sequence.leg, DecodeLeg):
+                self._handoff.decline(ticket, reason)
+        self._scheduler.end(sequence)
+        self._stamp(sequence, Stamp.FINISHED)
+        del self._sequences[sequence.request.id]
+        self._on_end(sequence.request.id)
+
+    def _is_in_use(self, ticket: TicketId) -> bool:
+        return ticket in self._tickets or self._scheduler.custody.knows(ticket)
+
+    def _count_admission(self, sequence: Sequence) -> None:
+        trace = sequence.request.trace
+        if Stamp.ADMITTED in trace.stamps:
+            return
+        self._stamp(sequence, Stamp.ADMITTED)
+        trace.num_cached_tokens = sequence.num_cached_tokens
+        self._tally.prompt += sequence.num_prompt_tokens
+        self._tally.cached += sequence.num_cached_tokens
+
+    def _stamp(self, sequence: Sequence, name: Stamp) -> None:
+        sequence.request.trace.stamp(name, self._clock.now())
+
+
+def _make_span(work: Work) -> Span:
+    sequence = work.sequence
+    stop = sequence.num_computed + work.num_tokens
+    return Span(
+        token_ids=sequence.token_ids(sequence.num_computed, stop).astype(np.int64),
+        start=sequence.num_computed,
+        blocks=np.array(sequence.blocks, dtype=np.int64),
+        needs_logits=work.samples,
+    )

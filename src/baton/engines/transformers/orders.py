@@ -1,0 +1,51 @@
+"""What the handoff is told of a sequence: its prompt's name, its tokens, its blocks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from baton.handoff.interface import ReceiveOrder, SendOrder
+from baton.kv.copies import BlockTable
+from baton.kv.identity import compute_prompt_hash
+
+if TYPE_CHECKING:
+    from baton.authority.ticket import Ticket
+    from baton.engines.transformers.scheduler import Expectation
+    from baton.engines.transformers.sequence import Sequence
+
+
+def make_send_order(sequence: Sequence, ticket: Ticket, fingerprint: str) -> SendOrder:
+    """Offer a prefill leg's prompt; what the prefix cache had is ready."""
+    return SendOrder(
+        ticket=ticket,
+        prompt_hash=_name_prompt(sequence, fingerprint),
+        num_tokens=sequence.num_prompt_tokens,
+        num_ready_tokens=sequence.num_computed,
+        blocks=BlockTable(first=0, blocks=np.array(sequence.blocks, dtype=np.int64)),
+        deadline=sequence.request.deadline,
+        trace=sequence.request.trace,
+    )
+
+
+def make_receive_order(expectation: Expectation, fingerprint: str) -> ReceiveOrder:
+    """Ask for the part of a decode leg's prompt that the prefix cache lacks."""
+    sequence = expectation.sequence
+    return ReceiveOrder(
+        ticket=expectation.ticket,
+        prompt_hash=_name_prompt(sequence, fingerprint),
+        start=expectation.start,
+        num_tokens=sequence.num_prompt_tokens,
+        blocks=BlockTable(
+            first=expectation.start // sequence.block_size,
+            blocks=np.array(expectation.blocks, dtype=np.int64),
+        ),
+        deadline=sequence.request.deadline,
+        trace=sequence.request.trace,
+    )
+
+
+def _name_prompt(sequence: Sequence, fingerprint: str) -> bytes:
+    request = sequence.request
+    return compute_prompt_hash(fingerprint, request.tenant_salt, request.prompt_ids)

@@ -1,0 +1,183 @@
+"""One completion request, from its arrival to its last byte: admission, deadlines, accounting."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING, Final
+
+from baton.clock import Instant
+from baton.errors import BatonError, OverloadedError
+from baton.gateway.asgi import read_body, send_error
+from baton.gateway.call import Call
+from baton.gateway.errors import (
+    ClientLeftError,
+    DeadlineError,
+    GatewayError,
+    UpstreamError,
+    answer_for,
+)
+from baton.gateway.exchange import Exchange
+from baton.gateway.interrupt import Interruptible
+from baton.gateway.metrics import (
+    CLIENT_LEFT_CODE,
+    NO_MODE,
+    NO_MODEL,
+    BrokenStreamCause,
+)
+from baton.gateway.records import Record, Records
+from baton.gateway.request import FORWARDED_HEADERS, parse_body, request_id_from
+from baton.ids import new_epoch
+from baton.telemetry.trace import LegTrace, Stamp
+
+if TYPE_CHECKING:
+    from starlette.types import Receive, Scope, Send
+
+    from baton.gateway.services import Services
+
+FAREWELL_TIMEOUT_S: Final = 5.0
+"""How long a client that does not read may keep us from telling it that its stream is broken."""
+
+log = logging.getLogger(__name__)
+
+
+class Completions:
+    """Serves completion requests, up to a number at once. Owner: the event loop's thread."""
+
+    def __init__(self, services: Services, records: Records) -> None:
+        self._services, self._records = services, records
+        self._num_inflight = 0
+        self._epoch = new_epoch()
+
+    async def serve(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request, whatever happens to it."""
+        call = self._begin(path, scope)
+        self._num_inflight += 1
+        self._services.metrics.inflight.inc()
+        code = CLIENT_LEFT_CODE
+        try:
+            code = await self._answer(call, scope, receive, send)
+        finally:
+            self._num_inflight -= 1
+            self._services.metrics.inflight.dec()
+            self._end(call, code)
+
+    async def _answer(self, call: Call, scope: Scope, receive: Receive, send: Send) -> int:
+        """Serve, or say why not; the status that counts."""
+        try:
+            await self._within_limits(call, scope, receive, send)
+        except ClientLeftError:
+            self._services.metrics.disconnects[call.phase].inc()
+            call.trace.outcome = f"client left ({call.phase})"
+            return CLIENT_LEFT_CODE
+        except asyncio.CancelledError:
+            await self._tell(call, GatewayError("the gateway is shutting down"), send)
+            raise
+        except BatonError as exc:
+            return await self._tell(call, exc, send)
+        except Exception as exc:
+            log.exception("request %s failed", call.id)
+            return await self._tell(call, exc, send)
+        call.trace.outcome = "ok"
+        return call.status or 0
+
+    async def _within_limits(self, call: Call, scope: Scope, receive: Receive, send: Send) -> None:
+        options = self._services.options
+        if self._num_inflight > options.max_inflight_requests:
+            raise OverloadedError(
+                f"this gateway serves {options.max_inflight_requests} requests at once already"
+            )
+        loop = asyncio.get_running_loop()
+        with Interruptible() as life:
+            out_of_time = loop.call_later(
+                options.request_timeout_s, _run_out, life, call, options.request_timeout_s
+            )
+            watcher: asyncio.Task[None] | None = None
+            try:
+                body = parse_body(await read_body(scope, receive, options.max_body_bytes))
+                watcher = loop.create_task(_watch_client(receive, life))
+                call.model = body.model
+                call.trace.stamp(Stamp.ADMITTED, self._services.clock.now())
+                if body.stream:
+                    call.first_byte_timer = loop.call_later(
+                        options.first_byte_timeout_s,
+                        _run_out, life, call, options.first_byte_timeout_s,
+                    )  # fmt: skip
+                await Exchange(self._services, call, body, send).run()
+            finally:
+                out_of_time.cancel()
+                if call.first_byte_timer is not None:
+                    call.first_byte_timer.cancel()
+                if watcher is not None:
+                    watcher.cancel()
+
+    async def _tell(self, call: Call, error: Exception, send: Send) -> int:
+        """Tell the client what went wrong: as a response, or as the last event of its stream."""
+        answer = answer_for(error)
+        call.trace.outcome = f"error: {error}"
+        own = (b"x-request-id", call.id.encode())
+        try:
+            async with asyncio.timeout(FAREWELL_TIMEOUT_S):
+                if call.status is None:
+                    call.status = answer.status
+                    await send_error(send, answer, (own,))
+                else:
+                    self._services.metrics.broken_streams[_cause_of(error)].inc()
+                    lead = b"" if call.tail.endswith(b"\n\n") or not call.tail else b"\n\n"
+                    await send({"type": "http.response.body", "body": lead + answer.event})
+        except TimeoutError:
+            log.warning("request %s: its client does not read; closing", call.id)
+        return answer.status
+
+    def _begin(self, path: str, scope: Scope) -> Call:
+        now = self._services.clock.now()
+        headers = scope["headers"]
+        request_id = request_id_from(headers)
+        call = Call(
+            id=request_id,
+            path=path,
+            received_at=now,
+            deadline=Instant(now + self._services.options.request_timeout_s),
+            forwarded_headers={
+                name.decode("latin-1"): value.decode("latin-1")
+                for name, value in headers
+                if name in FORWARDED_HEADERS
+            },
+            trace=LegTrace(
+                request_id=request_id, worker="gateway", epoch=self._epoch, leg="gateway"
+            ),
+            metrics=self._services.metrics.of(NO_MODEL, NO_MODE),
+        )
+        call.trace.stamp(Stamp.RECEIVED, now)
+        return call
+
+    def _end(self, call: Call, code: int) -> None:
+        now = self._services.clock.now()
+        call.trace.stamp(Stamp.FINISHED, now)
+        call.metrics.count(code)
+        call.metrics.duration.observe(now - call.received_at)
+        self._records.add(Record(call.trace, call.placement, code))
+
+
+async def _watch_client(receive: Receive, life: Interruptible) -> None:
+    """From here to the end of the answer, a client says one thing only: that it left."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    life.interrupt(ClientLeftError("the client left"))
+
+
+def _run_out(life: Interruptible, call: Call, limit_s: float) -> None:
+    asked = call.trace.peer or "no worker yet"
+    life.interrupt(
+        DeadlineError(f"no answer within {limit_s:g} s (stage: {call.phase}, asked: {asked})")
+    )
+
+
+def _cause_of(error: Exception) -> BrokenStreamCause:
+    match error:
+        case DeadlineError():
+            return BrokenStreamCause.DEADLINE
+        case UpstreamError():
+            return BrokenStreamCause.WORKER_LOST
+        case _:
+            return BrokenStreamCause.INTERNAL

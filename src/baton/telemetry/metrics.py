@@ -1,0 +1,260 @@
+"""A worker's instruments, in a registry of the caller's.
+
+No request or peer ids in labels. Every combination of labels exists from the start, at 0, and the
+children are kept: counting looks up no label. Edges of latency buckets are vLLM's, so that boards
+can show both.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from prometheus_client import Counter, Gauge, Histogram
+
+from baton.telemetry.summary import compute_durations
+from baton.telemetry.trace import LegTrace, Stamp
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from prometheus_client import CollectorRegistry
+
+LEGS: Final = ("colocated", "prefill", "decode")
+OUTCOMES: Final = ("stop", "length", "prefilled", "cancelled", "failed")
+RESULTS: Final = ("completed", "declined", "failed", "aborted")
+ERROR_STATUSES: Final = (400, 401, 403, 404, 405, 409, 413, 500, 502, 503, 504)
+UNKNOWN: Final = "other"
+
+FIRST_TOKEN_EDGES_S: Final = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75,
+    1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0,
+)  # fmt: skip
+TOKEN_GAP_EDGES_S: Final = (
+    0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75,
+    1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
+)  # fmt: skip
+REQUEST_EDGES_S: Final = (
+    0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0,
+    120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0,
+)  # fmt: skip
+TRANSFER_EDGES_S: Final = (
+    0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5,
+    1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0,
+)  # fmt: skip
+
+
+class WorkerMetrics:
+    """What one worker counts. Owned by the event loop's thread.
+
+    `transports` and `fallback_causes` are the label values that exist; others count as `other`.
+    """
+
+    def __init__(
+        self,
+        registry: CollectorRegistry,
+        transports: Sequence[str],
+        fallback_causes: Sequence[str],
+    ) -> None:
+        self._requests = RequestInstruments(registry)
+        self._handoffs = HandoffInstruments(registry, transports, fallback_causes)
+        self._token_gap = Histogram(
+            "baton_worker_inter_token_latency_seconds",
+            "Time between two tokens of one answer.",
+            buckets=TOKEN_GAP_EDGES_S,
+            registry=registry,
+        )
+        errors = Counter(
+            "baton_worker_error_responses",
+            "Requests answered with an error, by HTTP status.",
+            ["status"],
+            registry=registry,
+        )
+        self._errors = {status: errors.labels(str(status)) for status in ERROR_STATUSES}
+
+    def token_gap(self, seconds: float, num_tokens: int) -> None:
+        """Count `num_tokens` that came together, `seconds` after the one before."""
+        for _ in range(num_tokens):
+            self._token_gap.observe(seconds / num_tokens)
+
+    def error_response(self, status: int) -> None:
+        """Count an error that was answered."""
+        self._errors.get(status, self._errors[500]).inc()
+
+    def finished(self, trace: LegTrace) -> None:
+        """Count a leg that has ended, however it did."""
+        self._requests.finished(trace)
+        if trace.leg in {"prefill", "decode"}:
+            self._handoffs.finished(trace)
+
+
+class RequestInstruments:
+    """Requests and their latencies, by leg."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        requests = Counter(
+            "baton_worker_requests",
+            "Legs that have ended, by outcome.",
+            ["leg", "outcome"],
+            registry=registry,
+        )
+        self._requests = {
+            (leg, outcome): requests.labels(leg, outcome) for leg in LEGS for outcome in OUTCOMES
+        }
+        self._first_token = _by_leg(
+            registry,
+            "baton_worker_time_to_first_token_seconds",
+            "Time from the request's arrival at this worker to its first token.",
+            FIRST_TOKEN_EDGES_S,
+        )
+        self._queue = _by_leg(
+            registry,
+            "baton_worker_request_queue_time_seconds",
+            "Time from the request's arrival at this worker to the start of prefill.",
+            REQUEST_EDGES_S,
+        )
+        self._prefill = _by_leg(
+            registry,
+            "baton_worker_request_prefill_time_seconds",
+            "Time of prefill, as this leg saw it.",
+            REQUEST_EDGES_S,
+        )
+        self._total = _by_leg(
+            registry,
+            "baton_worker_e2e_request_latency_seconds",
+            "Time from the request's arrival at this worker to its end.",
+            REQUEST_EDGES_S,
+        )
+
+    def finished(self, trace: LegTrace) -> None:
+        """Count a leg that has ended."""
+        outcome = trace.outcome if trace.outcome in OUTCOMES else "failed"
+        self._requests[trace.leg, str(outcome)].inc()
+        durations = compute_durations(trace)
+        for histograms, seconds in (
+            (self._first_token, durations.first_token_s),
+            (self._queue, durations.queue_s),
+            (self._prefill, durations.prefill_s),
+            (self._total, durations.total_s),
+        ):
+            if seconds is not None:
+                histograms[trace.leg].observe(seconds)
+
+
+class HandoffInstruments:
+    """Handoffs as one side saw them, by result and transport."""
+
+    def __init__(
+        self,
+        registry: CollectorRegistry,
+        transports: Sequence[str],
+        fallback_causes: Sequence[str],
+    ) -> None:
+        used = (*transports, UNKNOWN)
+        handoffs = Counter(
+            "baton_handoffs",
+            "Handoffs that have ended; transport is 'other' where none was chosen.",
+            ["leg", "transport", "result"],
+            registry=registry,
+        )
+        self._handoffs = {
+            (leg, transport, result): handoffs.labels(leg, transport, result)
+            for leg in ("prefill", "decode")
+            for transport in used
+            for result in RESULTS
+        }
+        received = Counter(
+            "baton_handoff_received_bytes", "KV received.", ["transport"], registry=registry
+        )
+        self._received = {transport: received.labels(transport) for transport in used}
+        mismatches = Counter(
+            "baton_handoff_transport_mismatch",
+            "Handoffs that used another transport than the one expected between the two workers.",
+            ["expected", "used"],
+            registry=registry,
+        )
+        self._mismatches = {
+            (expected, actual): mismatches.labels(expected, actual)
+            for expected in used
+            for actual in used
+            if expected != actual
+        }
+        fallbacks = Counter(
+            "baton_handoff_fallbacks",
+            "Handoffs replaced by something slower, by cause.",
+            ["cause"],
+            registry=registry,
+        )
+        self._fallbacks = {cause: fallbacks.labels(cause) for cause in (*fallback_causes, UNKNOWN)}
+        self._transfer = _by_transport(
+            registry,
+            "baton_handoff_transfer_seconds",
+            "Time from the first layer computed to the last one landed.",
+            used,
+        )
+        self._visible = _by_transport(
+            registry,
+            "baton_handoff_visible_transfer_seconds",
+            "Time that the handoff added after the last layer was computed.",
+            used,
+        )
+
+    def finished(self, trace: LegTrace) -> None:
+        """Count a leg of a handoff that has ended."""
+        transport = trace.transport if trace.transport in self._received else UNKNOWN
+        self._handoffs[trace.leg, str(transport), _result(trace)].inc()
+        if trace.leg != "decode":
+            return
+        for fallback in trace.fallbacks:
+            cause = fallback.partition(": ")[0]
+            self._fallbacks.get(cause, self._fallbacks[UNKNOWN]).inc()
+        if Stamp.LAST_LAYER_LANDED not in trace.stamps:
+            return
+        self._landed(trace, str(transport))
+
+    def _landed(self, trace: LegTrace, transport: str) -> None:
+        self._received[transport].inc(trace.num_bytes)
+        if trace.expected_transport in self._received and trace.expected_transport != transport:
+            self._mismatches[trace.expected_transport, transport].inc()
+        durations = compute_durations(trace)
+        if durations.transfer_s is not None:
+            self._transfer[transport].observe(durations.transfer_s)
+        if durations.visible_transfer_s is not None:
+            self._visible[transport].observe(max(0.0, durations.visible_transfer_s))
+
+
+def set_worker_info(registry: CollectorRegistry, facts: dict[str, str]) -> None:
+    """Register `baton_worker_info`, which is 1 and carries `facts` as labels."""
+    Gauge("baton_worker_info", "What this worker is.", list(facts), registry=registry).labels(
+        **facts
+    ).set(1)
+
+
+def _result(trace: LegTrace) -> str:
+    """How a leg's handoff ended; `declined` where decode had nearly all of the prompt cached."""
+    match trace.leg, trace.outcome:
+        case "prefill", "prefilled":
+            return "completed"
+        case "decode", _ if Stamp.KV_READY in trace.stamps:
+            return "completed"
+        case _, "cancelled":
+            return "aborted"
+        case "decode", "stop" | "length" if Stamp.PAGES_RESERVED not in trace.stamps:
+            return "declined"
+        case _:
+            return "failed"
+
+
+def _by_leg(
+    registry: CollectorRegistry, name: str, help_text: str, edges: Sequence[float]
+) -> dict[str, Histogram]:
+    histogram = Histogram(name, help_text, ["leg"], buckets=edges, registry=registry)
+    return {leg: histogram.labels(leg) for leg in LEGS}
+
+
+def _by_transport(
+    registry: CollectorRegistry, name: str, help_text: str, transports: Sequence[str]
+) -> dict[str, Histogram]:
+    histogram = Histogram(
+        name, help_text, ["transport"], buckets=TRANSFER_EDGES_S, registry=registry
+    )
+    return {transport: histogram.labels(transport) for transport in transports}

@@ -1,0 +1,29 @@
+"""`shared`: one host's memory, written in place by the peer.
+
+Enters: whole page index lists and their notice. Leaves: stores into the receiver's pages, then a
+notice over a Unix socket; on the other side `Arrived`, and quiescence by answer or proof of death.
+
+File map:
+    options.py     what an operator may say
+    transport.py   `SharedTransport`: the contract, listening, admission
+    wire.py        the messages, and their bounds
+    ledger.py      who may still store into which window (pure)
+    remote.py      the writing end: one peer's region, mapped here
+    mapping.py     a peer's pages in this process' address space
+    inbound.py     the receiving end: what one writer says, and whether it lives
+    processes.py   proof of a writer's death
+"""
+
+from functools import partial
+
+from baton.registry import Plugin
+from baton.transfer.interface import TransportFactory
+from baton.transfer.transports.shared.options import SharedOptions
+from baton.transfer.transports.shared.transport import SharedTransport
+
+
+def _build(options: SharedOptions) -> TransportFactory:
+    return partial(SharedTransport, options)
+
+
+PLUGIN = Plugin(SharedOptions, _build)

@@ -1,0 +1,112 @@
+"""The receiving end of one `shared` connection: what one writer says, and whether it lives."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Final, assert_never
+
+from baton.ids import TicketId
+from baton.transfer.interface import Arrived
+from baton.transfer.messages import encode
+from baton.transfer.transports.shared.processes import open_peer_process
+from baton.transfer.transports.shared.wire import (
+    Attached,
+    Close,
+    Closed,
+    Notice,
+    Opened,
+    Released,
+    decode_from_writer,
+    pack_pages,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from baton.errors import TransferError
+    from baton.transfer.channel import Channel
+    from baton.transfer.connection import Connection
+    from baton.transfer.interface import PagedRegion, Window
+    from baton.transfer.reactor import Reactor
+    from baton.transfer.transports.shared.ledger import WindowLedger, WriterId
+
+MAX_LAST_WORDS_STEPS: Final = 64
+
+
+class Inbound:
+    """One writer that has this side's memory. Owner thread: the transport's.
+
+    It outlives its connection for as long as the writer's process might still store into a window
+    that it was told of. `on_over` is called once, when it can not any more.
+    """
+
+    def __init__(
+        self,
+        writer: WriterId,
+        connection: Connection,
+        ledger: WindowLedger,
+        reactor: Reactor,
+        *,
+        on_over: Callable[[WriterId], None],
+    ) -> None:
+        self._writer, self._connection = writer, connection
+        self._ledger, self._reactor, self._on_over = ledger, reactor, on_over
+        self._process = open_peer_process(connection.channel.socket)
+        if self._process is not None:
+            reactor.watch(self._process, self._mourn)
+
+    def welcome(self, region: PagedRegion, fd: int, windows: list[Window]) -> None:
+        """Hand the memory over, and tell of the windows that are open already."""
+        self._connection.settle()
+        self._connection.become(self._read, self._disconnected)
+        self._connection.send_body_with_fd(encode(Attached(region.arrays)), fd)
+        for window in windows:
+            self.tell_open(window)
+
+    def tell_open(self, window: Window) -> None:
+        """The writer may write into this window from now on."""
+        self._connection.send_body(encode(Opened(window.id, pack_pages(window.pages))))
+
+    def ask_close(self, window: TicketId) -> None:
+        """The writer must stop writing into this window, and say so."""
+        self._connection.send_body(encode(Close(window)))
+
+    def close(self) -> None:
+        """Stop watching: nothing is known of this writer from now on. Idempotent."""
+        self._connection.close()
+        if self._process is not None:
+            self._reactor.unwatch(self._process)
+            os.close(self._process)
+            self._process = None
+
+    def _read(self, channel: Channel) -> None:
+        for body in channel.receive_bodies():
+            match decode_from_writer(body):
+                case Notice(window, notice):
+                    if self._ledger.admits(self._writer, TicketId(window)):
+                        self._reactor.report(Arrived(TicketId(window), notice))
+                case Closed(window):
+                    self._ledger.confirm_closed(self._writer, TicketId(window))
+                case Released():
+                    self._finish()
+                    return
+                case unknown:
+                    assert_never(unknown)
+
+    def _disconnected(self, error: TransferError) -> None:
+        del error  # that the writer is out of reach does not tell whether it still writes
+        if not self._ledger.disconnect(self._writer):
+            self._finish()
+
+    def _mourn(self) -> None:
+        """The process is dead. What it said before still counts."""
+        for _ in range(MAX_LAST_WORDS_STEPS):
+            if not self._connection.is_open:
+                break
+            self._connection.step()
+        self._finish()
+
+    def _finish(self) -> None:
+        self.close()
+        self._ledger.release(self._writer)
+        self._on_over(self._writer)

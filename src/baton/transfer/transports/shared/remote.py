@@ -1,0 +1,206 @@
+"""The writing end: one peer's region, mapped here."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Final, assert_never
+
+from baton.errors import PeerLostError, PeerUnreachableError, ProtocolError, TransferError
+from baton.ids import TicketId
+from baton.kv.copies import apply_copies
+from baton.transfer.framing import encode_frame
+from baton.transfer.interface import Attached as AttachedEvent
+from baton.transfer.interface import RemoteLost, WriteCompleted, WriteFailed
+from baton.transfer.messages import encode
+from baton.transfer.region import view_pages
+from baton.transfer.transports.shared.mapping import PeerPages
+from baton.transfer.transports.shared.wire import (
+    MAX_BODY_BYTES,
+    Attach,
+    Attached,
+    Close,
+    Closed,
+    NotAttached,
+    Notice,
+    Opened,
+    Released,
+    decode_first_from_receiver,
+    decode_from_receiver,
+    unpack_pages,
+)
+from baton.transfer.windows import PageSet
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from baton.ids import Epoch
+    from baton.transfer.channel import Channel
+    from baton.transfer.connection import Connection
+    from baton.transfer.interface import (
+        PagedRegion,
+        PageWrite,
+        RegionDescriptor,
+        RemoteId,
+        TransferId,
+    )
+    from baton.transfer.reactor import Reactor
+
+MAX_WINDOWS: Final = 65_536
+MAX_WINDOW_PAGES: Final = 1 << 24
+"""Of all windows of one remote: what a peer can make this side remember."""
+FAREWELL_TIMEOUT_S: Final = 5.0
+
+
+class Remote:
+    """A peer's region as this writer sees it: attaching, attached or lost.
+
+    A write is copied within `submit`: between two calls no store is under way, so `Closed` is true
+    when it is said. Owner thread: the transport's.
+    """
+
+    def __init__(
+        self, id_: RemoteId, descriptor: RegionDescriptor, epoch: Epoch, reactor: Reactor
+    ) -> None:
+        self.id, self.descriptor = id_, descriptor
+        self._epoch, self._reactor = epoch, reactor
+        self._connection: Connection | None = None
+        self._pages: PeerPages | None = None
+        self._windows: dict[TicketId, PageSet] = {}
+        self._num_window_pages = 0
+        self._unsent: dict[TransferId, int] = {}
+        self._loss: TransferError | None = None
+
+    @property
+    def is_attaching(self) -> bool:
+        """Neither attached nor lost yet."""
+        return self._pages is None and self._loss is None
+
+    def own(self, connection: Connection) -> None:
+        """The connection that is being opened: closed with this remote."""
+        self._connection = connection
+
+    def begin(self, connection: Connection) -> None:
+        """Both ends have proved themselves: ask for the region."""
+        connection.become(self._read_first, self.lose)
+        connection.channel.allow_bodies(MAX_BODY_BYTES)
+        connection.send_body(encode(Attach(self._epoch, self.descriptor.handle)))
+
+    def submit(self, transfer: TransferId, write: PageWrite, region: PagedRegion) -> None:
+        """Copy a checked write into the peer's pages and tell the peer."""
+        refusal = self._find_refusal(write)
+        if refusal is not None:
+            self._reactor.report(WriteFailed(transfer, refusal))
+            return
+        if self._pages is None or self._connection is None:
+            raise TransferError("this remote is not attached yet")
+        source = view_pages(region.memory, region.arrays[write.copies.layer])
+        apply_copies(write.copies, source, self._pages.view(write.copies.layer))
+        self._unsent[transfer] = write.copies.num_bytes
+        self._connection.send_batches(self._notice_batches(transfer, write))
+        self._connection.flush()
+
+    def lose(self, error: TransferError) -> None:
+        """The peer is gone: report it and every write whose notice was not sent, once."""
+        if self._loss is None:
+            self._reactor.report(RemoteLost(self.id, error))
+            self._end(error)
+
+    def detach(self) -> None:
+        """This side is done: unmap, and say so if that is true; unfinished writes fail."""
+        if self._loss is not None:
+            return
+        was_unmapped = self._end(PeerLostError("the remote was detached"))
+        connection = self._connection
+        if connection is None or not connection.is_open:
+            return
+        if not was_unmapped:
+            connection.close()
+            return
+        connection.become(_ignore_bodies, _ignore_loss)
+        connection.fail_after(FAREWELL_TIMEOUT_S, "the peer's farewell")
+        connection.send_body(encode(Released()))
+
+    def _end(self, error: TransferError) -> bool:
+        """Forget the peer's memory; whether it is proved unmapped."""
+        self._loss = error
+        self._windows.clear()
+        pages, self._pages = self._pages, None
+        for transfer in self._unsent:
+            self._reactor.report(WriteFailed(transfer, error))
+        self._unsent.clear()
+        return pages is None or pages.unmap()
+
+    def _find_refusal(self, write: PageWrite) -> TransferError | None:
+        """Why a write may not be made, after hearing all that the peer has said so far.
+
+        The peer opens a window before it tells anybody of it, so its word is here by now.
+        """
+        if self._connection is not None and self._loss is None:
+            self._connection.step()
+        if self._loss is not None:
+            return self._loss
+        window = self._windows.get(write.window)
+        if window is None:
+            return TransferError("the window is not open")
+        if not all(window.covers(group.dst_pages) for group in write.copies.groups):
+            return TransferError("a page is outside the window")
+        return None
+
+    def _notice_batches(self, transfer: TransferId, write: PageWrite) -> Iterator[list[memoryview]]:
+        yield [memoryview(encode_frame(encode(Notice(write.window, write.notice))))]
+        num_bytes = self._unsent.pop(transfer, None)
+        if num_bytes is not None:
+            self._reactor.report(WriteCompleted(transfer, num_bytes))
+
+    def _read_first(self, channel: Channel) -> None:
+        received = channel.receive_body_and_fd()
+        if received is None or self._connection is None:
+            return
+        body, fd = received
+        match decode_first_from_receiver(body):
+            case Attached(arrays):
+                if fd is None or arrays != self.descriptor.arrays:
+                    if fd is not None:
+                        os.close(fd)
+                    raise ProtocolError("the peer's region is not what its description says")
+                self._pages = PeerPages(fd, arrays)
+                self._connection.settle()
+                self._connection.become(self._read, self.lose)
+                self._reactor.report(AttachedEvent(self.id))
+            case NotAttached(reason):
+                raise PeerUnreachableError(f"the peer refused to attach: {reason}")
+            case unknown:
+                assert_never(unknown)
+
+    def _read(self, channel: Channel) -> None:
+        for body in channel.receive_bodies():
+            match decode_from_receiver(body):
+                case Opened(window, packed):
+                    self._open_window(TicketId(window), PageSet(unpack_pages(packed)))
+                case Close(window):
+                    self._close_window(TicketId(window))
+                case unknown:
+                    assert_never(unknown)
+
+    def _open_window(self, window: TicketId, pages: PageSet) -> None:
+        self._num_window_pages += len(pages)
+        if len(self._windows) >= MAX_WINDOWS or self._num_window_pages > MAX_WINDOW_PAGES:
+            raise ProtocolError("the peer opened more windows than can be remembered")
+        if window in self._windows:
+            raise ProtocolError("the peer opened a window twice")
+        self._windows[window] = pages
+
+    def _close_window(self, window: TicketId) -> None:
+        pages = self._windows.pop(window, None)
+        if pages is None or self._connection is None:
+            raise ProtocolError("the peer closed a window that it had not opened")
+        self._num_window_pages -= len(pages)
+        self._connection.send_body(encode(Closed(window)))
+
+
+def _ignore_bodies(channel: Channel) -> None:
+    channel.receive_bodies()
+
+
+def _ignore_loss(error: TransferError) -> None:
+    del error

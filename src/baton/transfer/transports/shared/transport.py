@@ -1,0 +1,225 @@
+"""`shared`: one host's memory; the writer stores straight into the receiver's pages.
+
+The receiver hands its memfd to writers that proved the key. It cannot stop a writer's hand, so it
+asks (`Close`, `Closed`), and believes nothing but an answer or the death of the writer's process.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import socket
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+from baton.errors import ProtocolError, TransferError
+from baton.ids import Epoch, RegionHandle
+from baton.transfer.bounds import check_copies, check_notice
+from baton.transfer.dialing import Dialer
+from baton.transfer.interface import (
+    Capabilities,
+    RegionDescriptor,
+    RemoteId,
+    TransferId,
+    WindowQuiescent,
+)
+from baton.transfer.listening import Listener
+from baton.transfer.messages import encode
+from baton.transfer.reactor import Reactor
+from baton.transfer.region import check_arrays
+from baton.transfer.transports.shared.inbound import Inbound
+from baton.transfer.transports.shared.ledger import WindowLedger, WriterId
+from baton.transfer.transports.shared.remote import Remote
+from baton.transfer.transports.shared.wire import (
+    MAX_BODY_BYTES,
+    MAX_WINDOW_PAGES,
+    NotAttached,
+    decode_attach,
+)
+from baton.transfer.windows import check_window_pages
+
+if TYPE_CHECKING:
+    from baton.ids import TicketId
+    from baton.transfer.channel import Channel
+    from baton.transfer.connection import Connection
+    from baton.transfer.interface import (
+        PagedRegion,
+        PageWrite,
+        TransferEvent,
+        TransportContext,
+        Window,
+    )
+    from baton.transfer.transports.shared.options import SharedOptions
+
+PURPOSE: Final = "shared"
+MAX_WRITERS: Final = 512
+"""Mappings that are out: connected, or lost and not proved gone."""
+
+_ENDPOINT: Final = re.compile(r"baton-[0-9a-f]{32}")
+
+
+class SharedTransport:
+    """See `Transport`. Owner thread: whoever calls `poll`; `submit` copies the pages itself."""
+
+    kind = "shared"
+    capabilities = Capabilities(memory=("shared",), same_host_only=True)
+
+    def __init__(self, options: SharedOptions, context: TransportContext) -> None:
+        self._context = context
+        self._reactor = Reactor(context.clock)
+        self.readiness_fd: int | None = self._reactor.fd
+        self._dialer = Dialer(
+            self._reactor, context.key, PURPOSE, timeout_s=options.connect_timeout_s
+        )
+        self._regions: dict[RegionHandle, PagedRegion] = {}
+        self._ledger = WindowLedger()
+        self._writers: dict[WriterId, Inbound] = {}
+        self._remotes: dict[RemoteId, Remote] = {}
+        self._listener: Listener | None = None
+        self._endpoint = ""
+        self._num_remotes = self._num_transfers = self._num_writers = 0
+
+    def expose(self, region: PagedRegion) -> RegionDescriptor:
+        """See `Transport`."""
+        if region.kind != "shared" or region.fd is None:
+            raise TransferError(f"shared cannot expose {region.kind} memory without a descriptor")
+        check_arrays(region.arrays)
+        if self._listener is None:
+            self._listen()
+        self._regions[region.handle] = region
+        return RegionDescriptor(
+            self.kind, region.handle, self._context.epoch, region.arrays, self._endpoint
+        )
+
+    def attach(self, descriptor: RegionDescriptor) -> RemoteId:
+        """See `Transport`."""
+        if descriptor.transport != self.kind or not _ENDPOINT.fullmatch(descriptor.endpoint):
+            raise TransferError("this is no descriptor of the shared transport")
+        check_arrays(descriptor.arrays)
+        self._num_remotes += 1
+        remote = Remote(RemoteId(self._num_remotes), descriptor, self._context.epoch, self._reactor)
+        self._remotes[remote.id] = remote
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            remote.own(
+                self._dialer.dial(sock, _address(descriptor.endpoint), remote.begin, remote.lose)
+            )
+        except TransferError as exc:
+            remote.lose(exc)
+        return remote.id
+
+    def detach(self, remote: RemoteId) -> None:
+        """See `Transport`."""
+        known = self._remotes.pop(remote, None)
+        if known is not None:
+            known.detach()
+
+    def open_window(self, window: Window) -> None:
+        """See `Transport`."""
+        region = self._find_region(window.region)
+        check_window_pages(window.pages, region.arrays)
+        if len(window.pages) > MAX_WINDOW_PAGES:
+            raise TransferError(f"a window of more than {MAX_WINDOW_PAGES} pages")
+        for writer in self._ledger.open_window(window):
+            self._writers[writer].tell_open(window)
+
+    def close_window(self, window: TicketId) -> None:
+        """See `Transport`."""
+        for writer in self._ledger.close_window(window):
+            self._writers[writer].ask_close(window)
+        self._report_quiescent()
+
+    def submit(self, write: PageWrite) -> TransferId:
+        """See `Transport`."""
+        remote = self._remotes.get(write.remote)
+        if remote is None or remote.is_attaching:
+            raise TransferError("this remote is not attached")
+        region = self._find_region(write.region)
+        check_copies(write.copies, region.arrays, remote.descriptor.arrays)
+        check_notice(write.notice)
+        self._num_transfers += 1
+        transfer = TransferId(self._num_transfers)
+        remote.submit(transfer, write, region)
+        return transfer
+
+    def poll(self) -> list[TransferEvent]:
+        """See `Transport`."""
+        events = self._reactor.poll()
+        self._report_quiescent()
+        return events
+
+    def close(self) -> None:
+        """See `Transport`."""
+        for remote in self._remotes.values():
+            remote.detach()
+        if self._listener is not None:
+            self._listener.close()
+        for writer in self._writers.values():
+            writer.close()
+        self._writers.clear()
+        self._reactor.close()
+
+    def _listen(self) -> None:
+        endpoint = f"baton-{secrets.token_hex(16)}"
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            sock.bind(_address(endpoint))
+        except OSError as exc:
+            sock.close()
+            raise TransferError(f"cannot listen on a Unix socket: {exc}") from exc
+        self._endpoint = endpoint
+        self._listener = Listener(
+            sock, self._reactor, self._context.key, PURPOSE, on_peer=self._welcome
+        )
+
+    def _welcome(self, connection: Connection) -> None:
+        """A writer proved itself: its first message says which region it wants."""
+        connection.channel.allow_bodies(MAX_BODY_BYTES)
+        connection.become(partial(self._admit, connection), lambda _: self._forget(connection))
+
+    def _admit(self, connection: Connection, channel: Channel) -> None:
+        body = channel.receive_body()
+        if body is None:
+            return
+        attach = decode_attach(body)
+        region = self._regions.get(RegionHandle(attach.region))
+        if region is None or region.fd is None:
+            connection.send_body(encode(NotAttached("no such region")))
+            return
+        if self._ledger.num_writers >= MAX_WRITERS:
+            raise ProtocolError("too many writers hold this memory")
+        self._num_writers += 1
+        writer = WriterId(self._num_writers)
+        inbound = Inbound(
+            writer,
+            connection,
+            self._ledger,
+            self._reactor,
+            on_over=partial(self._writer_over, connection),
+        )
+        self._writers[writer] = inbound
+        windows = self._ledger.add_writer(writer, Epoch(attach.epoch), region.handle)
+        inbound.welcome(region, region.fd, windows)
+
+    def _writer_over(self, connection: Connection, writer: WriterId) -> None:
+        self._forget(connection)
+        self._writers.pop(writer, None)
+
+    def _forget(self, connection: Connection) -> None:
+        if self._listener is not None:
+            self._listener.forget(connection)
+
+    def _report_quiescent(self) -> None:
+        for window in self._ledger.take_quiescent():
+            self._reactor.report(WindowQuiescent(window))
+
+    def _find_region(self, handle: RegionHandle) -> PagedRegion:
+        region = self._regions.get(handle)
+        if region is None:
+            raise TransferError("this region was not exposed")
+        return region
+
+
+def _address(endpoint: str) -> bytes:
+    """The name in the abstract namespace: no file, gone with the socket."""
+    return b"\0" + endpoint.encode()

@@ -1,0 +1,270 @@
+"""Serves a generating request: admit, wait for the first token, then answer.
+
+Nothing is sent before the first token (or the failure) is there, so that a failure before it has
+a real status code. Leaving this code in any way, the client's disconnect included, cancels the
+engine's request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, assert_never
+
+from baton.clock import Instant
+from baton.engines.interface import Colocated, DecodeLeg, GenerationRequest, PrefillLeg
+from baton.errors import BatonError, EngineError, InvalidRequestError
+from baton.ids import RequestId
+from baton.telemetry.trace import LegTrace, Stamp
+from baton.worker.answer import Answer
+from baton.worker.dialects import WholeAnswer
+from baton.worker.problems import describe
+from baton.worker.replies import PrefillReply, ReplyHead, count_usage
+from baton.worker.streaming import DONE, EventWriter, error_event
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator
+
+    from baton.clock import Clock
+    from baton.engines.interface import Leg, NewToken
+    from baton.telemetry.trace import TraceRing
+    from baton.worker.answer import Piece
+    from baton.worker.bridge import AnswerStream, EngineBridge
+    from baton.worker.dialects import Dialect
+    from baton.worker.exchange import Exchange
+    from baton.worker.legs import LegReader
+    from baton.worker.observing import LegObserver
+    from baton.worker.options import WorkerOptions
+    from baton.worker.prompts import Generation
+    from baton.worker.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+TIMEOUT_HEADER: Final = b"x-baton-timeout-s"
+
+
+@dataclass(frozen=True, slots=True)
+class Workplace:
+    """What serving a request needs. One for each worker."""
+
+    options: WorkerOptions
+    clock: Clock
+    tokenizer: Tokenizer
+    legs: LegReader
+    bridge: EngineBridge
+    traces: TraceRing
+    observer: LegObserver
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """One admitted request on its way."""
+
+    exchange: Exchange
+    dialect: Dialect
+    generation: Generation
+    request: GenerationRequest
+    head: ReplyHead
+
+
+class GenerationService:
+    """Answers both generating APIs and prefill legs. Owned by the event loop's thread."""
+
+    def __init__(self, workplace: Workplace) -> None:
+        self._at = workplace
+        self._counter = itertools.count()
+
+    async def serve(self, exchange: Exchange, dialect: Dialect) -> None:
+        """Answer one request; the client's disconnect cancels it.
+
+        Raises:
+            BatonError: the request failed before anything was sent.
+            ClientGoneError: the client left while its body was read.
+        """
+        received = self._at.clock.now()
+        body = await exchange.read_body(self._at.options.max_body_bytes)
+        answering = asyncio.create_task(self._answer(exchange, dialect, body, received))
+        watching = asyncio.create_task(exchange.wait_until_gone())
+        try:
+            await asyncio.wait({answering, watching}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            watching.cancel()
+            answering.cancel()  # does nothing to a task that is done
+            await asyncio.gather(answering, watching, return_exceptions=True)
+        if not answering.cancelled():
+            answering.result()
+
+    async def _answer(
+        self, exchange: Exchange, dialect: Dialect, body: bytes, received: Instant
+    ) -> None:
+        generation = await dialect.read(body)
+        leg = self._at.legs.read(generation.ticket)
+        request = self._request(exchange, generation, leg, received)
+        head = ReplyHead(
+            exchange.request_id,
+            self._at.options.served_model_name,
+            int(self._at.clock.unix_now()),
+        )
+        job = _Job(exchange, dialect, generation, request, head)
+        self._at.traces.add(request.trace)
+        with self._at.observer.watch(request.trace), self._at.bridge.open(request) as stream:
+            await self._respond(job, stream)
+
+    async def _respond(self, job: _Job, stream: AnswerStream) -> None:
+        match job.request.leg:
+            case PrefillLeg():
+                await self._respond_prefill(job, stream)
+            case Colocated() | DecodeLeg():
+                if job.generation.stream:
+                    await self._respond_stream(job, stream)
+                else:
+                    await self._respond_whole(job, stream)
+            case other:
+                assert_never(other)
+
+    async def _respond_prefill(self, job: _Job, stream: AnswerStream) -> None:
+        (token, *_) = await stream.tokens()
+        job.request.trace.outcome = "prefilled"
+        await job.exchange.send_json(
+            200,
+            PrefillReply(
+                request_id=job.exchange.request_id,
+                prompt_tokens=len(job.generation.prompt_ids),
+                cached_tokens=token.num_cached_tokens,
+            ),
+        )
+
+    async def _respond_whole(self, job: _Job, stream: AnswerStream) -> None:
+        answer = Answer(job.generation, self._at.tokenizer)
+        pieces = [piece async for batch in self._pieces(job, answer, stream) for piece in batch]
+        if answer.finish is None:
+            raise EngineError("the answer ended without a finish reason")
+        wants_logprobs = job.generation.sampling.num_logprobs is not None
+        whole = WholeAnswer(
+            text="".join(piece.text for piece in pieces),
+            entries=tuple(e for p in pieces for e in p.entries) if wants_logprobs else None,
+            finish=answer.finish,
+            usage=count_usage(len(job.generation.prompt_ids), answer),
+        )
+        await job.exchange.send_json(200, job.dialect.reply(job.head, whole))
+
+    async def _respond_stream(self, job: _Job, stream: AnswerStream) -> None:
+        answer = Answer(job.generation, self._at.tokenizer)
+        include_usage = job.generation.include_usage
+        writer = EventWriter(job.dialect.events, job.head, include_usage=include_usage)
+        try:
+            async for batch in self._pieces(job, answer, stream):
+                events = b"".join(self._event(job, writer, p) for p in batch if not p.is_empty)
+                if not job.exchange.started:
+                    await job.exchange.start_stream()
+                    events = writer.opening() + events
+                if events:
+                    await job.exchange.send_events(events)
+        except Exception as exc:
+            if not job.exchange.started:
+                raise
+            if not isinstance(exc, BatonError):
+                logger.exception("%s failed in mid-stream", job.exchange.request_id)
+            await job.exchange.end_stream(error_event(describe(exc).body) + DONE)
+            job.request.trace.outcome = "failed"
+            return
+        usage = count_usage(len(job.generation.prompt_ids), answer)
+        await job.exchange.end_stream((writer.usage(usage) if include_usage else b"") + DONE)
+
+    def _event(self, job: _Job, writer: EventWriter, piece: Piece) -> bytes:
+        wanted = job.generation.sampling.num_logprobs is not None and piece.entries
+        logprobs = job.dialect.logprobs(piece.entries) if wanted else None
+        return writer.piece(piece.text, logprobs, piece.finish)
+
+    async def _pieces(
+        self, job: _Job, answer: Answer, stream: AnswerStream
+    ) -> AsyncGenerator[list[Piece]]:
+        """Pieces of an answer, as many at a time as are there, until the last one."""
+        trace = job.request.trace
+        token_clock = self._at.observer.token_clock(trace)
+        while answer.finish is None:
+            tokens = await stream.tokens()
+            token_clock.arrived(len(tokens))
+            pieces = _push_all(answer, tokens)
+            if answer.finish is not None:
+                stream.close()  # a stop string ended it: the engine need not go on
+                trace.outcome, trace.num_output_tokens = answer.finish, answer.num_tokens
+            yield pieces
+
+    def _request(
+        self, exchange: Exchange, generation: Generation, leg: Leg, received: Instant
+    ) -> GenerationRequest:
+        timeout_s = min(_read_timeout_s(exchange), self._at.options.request_timeout_s)
+        return GenerationRequest(
+            # Two clients may choose the same x-request-id; inside, each request is one.
+            id=RequestId(f"{exchange.request_id}~{next(self._counter)}"),
+            prompt_ids=generation.prompt_ids,
+            sampling=generation.sampling,
+            leg=leg,
+            tenant_salt=_tenant_salt(generation, leg),
+            deadline=Instant(received + timeout_s),
+            trace=self._trace(exchange, generation, leg, received),
+        )
+
+    def _trace(
+        self, exchange: Exchange, generation: Generation, leg: Leg, received: Instant
+    ) -> LegTrace:
+        options = self._at.options
+        trace = LegTrace(
+            request_id=exchange.request_id,
+            worker=options.worker,
+            epoch=options.epoch,
+            leg=_leg_name(leg),
+            num_prompt_tokens=len(generation.prompt_ids),
+        )
+        trace.stamp(Stamp.RECEIVED, received)
+        if not isinstance(leg, Colocated):
+            ticket = leg.ticket
+            peer = ticket.decode if isinstance(leg, PrefillLeg) else ticket.prefill
+            trace.ticket, trace.mode, trace.peer = ticket.id.hex(), ticket.mode, peer.worker
+        return trace
+
+
+def _push_all(answer: Answer, tokens: list[NewToken]) -> list[Piece]:
+    """Pieces of `tokens`, up to the last one of the answer."""
+    pieces: list[Piece] = []
+    for token in tokens:
+        pieces.append(answer.push(token))
+        if answer.finish is not None:
+            break
+    return pieces
+
+
+def _leg_name(leg: Leg) -> str:
+    match leg:
+        case Colocated():
+            return "colocated"
+        case PrefillLeg():
+            return "prefill"
+        case DecodeLeg():
+            return "decode"
+        case _:
+            assert_never(leg)
+
+
+def _tenant_salt(generation: Generation, leg: Leg) -> str:
+    return generation.cache_salt if isinstance(leg, Colocated) else leg.ticket.tenant_salt
+
+
+def _read_timeout_s(exchange: Exchange) -> float:
+    """Seconds that the gateway leaves for this request; infinite if it does not say."""
+    text = exchange.header(TIMEOUT_HEADER)
+    if text is None:
+        return math.inf
+    try:
+        timeout_s = float(text)
+    except ValueError:
+        timeout_s = math.nan
+    if not timeout_s > 0:
+        raise InvalidRequestError(
+            f"{TIMEOUT_HEADER.decode()} is not a number of seconds above 0", code="invalid_value"
+        )
+    return timeout_s

@@ -1,0 +1,186 @@
+"""What a worker says about itself, and the abort of a handoff (docs/wire/worker-http.md)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+
+import baton
+from baton.errors import InvalidRequestError
+from baton.ids import TicketId
+from baton.kv.layout import KVLayout
+from baton.worker.problems import UnknownPathError
+
+if TYPE_CHECKING:
+    from baton.engines.interface import Engine
+    from baton.handoff.agent import HandoffAgent
+    from baton.telemetry.trace import TraceRing
+    from baton.worker.bridge import EngineBridge
+    from baton.worker.exchange import Exchange
+    from baton.worker.options import WorkerOptions
+
+TRACES: Final = "/baton/v1/traces/"
+HANDOFFS: Final = "/baton/v1/handoffs/"
+ABORT: Final = "/abort"
+MAX_ABORT_BYTES: Final = 4096
+MAX_REASON_CHARS: Final = 500
+
+
+class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What the gateway needs for tickets and placement."""
+
+    worker: str
+    epoch: str
+    role: str
+    model: str
+    served_model_name: str
+    fingerprint: str
+    max_context_tokens: int
+    handoff_address: str
+    layout: KVLayout
+    transports: tuple[str, ...]
+    version: str
+
+
+class Health(msgspec.Struct, frozen=True):
+    """`reason` says what to look at when the status is not ok."""
+
+    status: str
+    reason: str | None = None
+
+
+class Version(msgspec.Struct, frozen=True):
+    """The version of the package."""
+
+    version: str
+
+
+class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
+    """An entry of OpenAI's list of models."""
+
+    id: str
+    object: str = "model"
+    created: int
+    owned_by: str = "baton"
+    max_model_len: int
+
+
+class ServedModels(msgspec.Struct, frozen=True, kw_only=True):
+    """OpenAI's list of models."""
+
+    object: str = "list"
+    data: tuple[ServedModel, ...]
+
+
+class AbortOrder(msgspec.Struct, frozen=True):
+    """Why the other half of a handoff is not coming."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class StatusPages:
+    """Handlers of everything that is not generation. `started_at` is Unix seconds."""
+
+    options: WorkerOptions
+    engine: Engine
+    agent: HandoffAgent | None
+    bridge: EngineBridge
+    traces: TraceRing
+    registry: CollectorRegistry
+    started_at: int
+
+    async def health(self, exchange: Exchange) -> None:
+        """`GET /health`."""
+        state = self._health()
+        await exchange.send_json(200 if state.status == "ok" else 503, state)
+
+    async def version(self, exchange: Exchange) -> None:
+        """`GET /version`."""
+        await exchange.send_json(200, Version(baton.__version__))
+
+    async def models(self, exchange: Exchange) -> None:
+        """`GET /v1/models`."""
+        model = ServedModel(
+            id=self.options.served_model_name,
+            created=self.started_at,
+            max_model_len=self.engine.info.max_context_tokens,
+        )
+        await exchange.send_json(200, ServedModels(data=(model,)))
+
+    async def metrics(self, exchange: Exchange) -> None:
+        """`GET /metrics`."""
+        await exchange.send_bytes(200, generate_latest(self.registry), CONTENT_TYPE_LATEST.encode())
+
+    async def info(self, exchange: Exchange) -> None:
+        """`GET /baton/v1/info`."""
+        info = self.engine.info
+        await exchange.send_json(
+            200,
+            WorkerInfo(
+                worker=self.options.worker,
+                epoch=self.options.epoch,
+                role=self.options.role,
+                model=info.model_path,
+                served_model_name=self.options.served_model_name,
+                fingerprint=info.fingerprint,
+                max_context_tokens=info.max_context_tokens,
+                handoff_address="" if self.agent is None else self.agent.address,
+                layout=info.layout,
+                transports=self.options.transports,
+                version=baton.__version__,
+            ),
+        )
+
+    async def trace(self, exchange: Exchange) -> None:
+        """`GET /baton/v1/traces/{request_id}`."""
+        request_id = exchange.path.removeprefix(TRACES)
+        trace = self.traces.find(request_id)
+        if trace is None:
+            raise UnknownPathError(
+                f"no trace of the request {request_id[:128]!r}; the last "
+                f"{self.options.num_traces} requests are remembered"
+            )
+        await exchange.send_json(200, trace)
+
+    async def abort(self, exchange: Exchange) -> None:
+        """`POST /baton/v1/handoffs/{ticket}/abort`: the ticket's other half has failed."""
+        text = exchange.path.removeprefix(HANDOFFS).removesuffix(ABORT)
+        order = _read_abort(await exchange.read_body(MAX_ABORT_BYTES))
+        ticket = _read_ticket_id(text)
+        if self.agent is not None:
+            self.agent.give_up(ticket, order.reason[:MAX_REASON_CHARS])
+        await exchange.send_bytes(204, b"", b"application/json")
+
+    def _health(self) -> Health:
+        if self.bridge.draining:
+            return Health("draining")
+        if self.agent is not None and not self.agent.is_alive:
+            return Health("failed", "the handoff agent's thread has ended")
+        if not self.engine.is_alive():
+            return Health("failed", "the engine's thread has ended; the log has the reason")
+        return Health("ok")
+
+
+def _read_abort(body: bytes) -> AbortOrder:
+    try:
+        return msgspec.json.decode(body, type=AbortOrder)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as exc:
+        raise InvalidRequestError(
+            f'the body is not what is expected here: {exc}. Send {{"reason": "…"}}.',
+            param="reason",
+            code="invalid_value",
+        ) from exc
+
+
+def _read_ticket_id(text: str) -> TicketId:
+    try:
+        ticket = TicketId(bytes.fromhex(text))
+    except ValueError:
+        ticket = TicketId(b"")
+    if len(ticket) != 16:  # noqa: PLR2004 (a ticket id's size is its definition)
+        raise UnknownPathError(f"{text[:64]!r} is not a ticket id of 32 hex digits")
+    return ticket

@@ -1,0 +1,152 @@
+"""A worker: everything around an engine and a handoff agent, up to the ASGI application."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from prometheus_client import CollectorRegistry
+
+import baton
+from baton.clock import MachineClock
+from baton.telemetry.metrics import WorkerMetrics, set_worker_info
+from baton.telemetry.trace import TraceRing
+from baton.worker.app import Bearer, PatternRoute, Routes, WorkerApp
+from baton.worker.bridge import EngineBridge
+from baton.worker.chat_template import load_chat_template
+from baton.worker.dialects import ChatDialect, CompletionDialect
+from baton.worker.generation import GenerationService, Workplace
+from baton.worker.legs import LegReader
+from baton.worker.no_handoffs import NoHandoffs
+from baton.worker.observing import LegObserver
+from baton.worker.prompts import PromptReader
+from baton.worker.scraping import EngineCollector
+from baton.worker.status_pages import ABORT, HANDOFFS, TRACES, StatusPages
+from baton.worker.tokenizer import load_tokenizer
+
+if TYPE_CHECKING:
+    from baton.clock import Clock
+    from baton.engines.interface import Engine
+    from baton.handoff.agent import HandoffAgent
+    from baton.handoff.interface import HandoffPort
+    from baton.worker.options import WorkerOptions
+
+FALLBACK_CAUSES: Final = ("computed locally",)
+"""What engines write in front of the reason in `LegTrace.fallbacks`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """A worker that is built. Owned by the event loop's thread."""
+
+    app: WorkerApp
+    bridge: EngineBridge
+    engine: Engine
+    agent: HandoffAgent | None
+
+    async def start(self) -> None:
+        """Start the handoff agent, then the engine; updates go to the running loop.
+
+        Raises:
+            ConfigError: the handoff port is taken.
+            TransferError: a transport cannot expose the engine's memory.
+        """
+        self.bridge.attach(asyncio.get_running_loop())
+        port: HandoffPort = NoHandoffs()
+        if self.agent is not None:
+            self.agent.start(self.engine.wake)
+            port = self.agent
+        self.engine.start(self.bridge.sink, port)
+
+    async def drain(self, timeout_s: float) -> None:
+        """Refuse new requests and wait for the open ones, at most `timeout_s`."""
+        await self.bridge.drain(timeout_s)
+
+    async def stop(self, timeout_s: float) -> None:
+        """End the agent, whose transports expose the engine's memory, then the engine."""
+        if self.agent is not None:
+            await asyncio.to_thread(self.agent.stop)
+        await asyncio.to_thread(self.engine.stop, timeout_s)
+
+
+def build_worker(
+    options: WorkerOptions,
+    engine: Engine,
+    agent: HandoffAgent | None,
+    clock: Clock | None = None,
+) -> Worker:
+    """Assemble a worker; starts nothing.
+
+    Raises:
+        ConfigError: the model's folder has no tokenizer, or its chat template does not compile.
+    """
+    clock = clock or MachineClock()
+    model = Path(engine.info.model_path)
+    registry = CollectorRegistry()
+    metrics = WorkerMetrics(registry, options.transports, FALLBACK_CAUSES)
+    registry.register(EngineCollector(engine.stats))
+    set_worker_info(registry, _facts(options, engine))
+    bridge, traces = EngineBridge(engine, clock), TraceRing(options.num_traces)
+    reader = PromptReader(
+        served_model_name=options.served_model_name,
+        tokenizer=load_tokenizer(model),
+        template=load_chat_template(model, clock),
+        info=engine.info,
+        max_default_tokens=options.max_default_tokens,
+    )
+    workplace = Workplace(
+        options=options,
+        clock=clock,
+        tokenizer=reader.tokenizer,
+        legs=LegReader(
+            options.worker, options.epoch, options.key if agent is not None else None, clock
+        ),
+        bridge=bridge,
+        traces=traces,
+        observer=LegObserver(clock, metrics),
+    )
+    pages = StatusPages(
+        options=options,
+        engine=engine,
+        agent=agent,
+        bridge=bridge,
+        traces=traces,
+        registry=registry,
+        started_at=int(clock.unix_now()),
+    )
+    bearer = Bearer(options.key) if options.require_bearer and options.key is not None else None
+    app = WorkerApp(_routes(pages, GenerationService(workplace), reader), bearer, metrics)
+    return Worker(app, bridge, engine, agent)
+
+
+def _routes(pages: StatusPages, generation: GenerationService, reader: PromptReader) -> Routes:
+    complete = partial(generation.serve, dialect=CompletionDialect(reader))
+    chat = partial(generation.serve, dialect=ChatDialect(reader))
+    return Routes(
+        exact={
+            "/v1/completions": {"POST": complete},
+            "/v1/chat/completions": {"POST": chat},
+            "/v1/models": {"GET": pages.models},
+            "/health": {"GET": pages.health},
+            "/version": {"GET": pages.version},
+            "/metrics": {"GET": pages.metrics},
+            "/baton/v1/info": {"GET": pages.info},
+        },
+        patterns=(
+            PatternRoute(TRACES, "", {"GET": pages.trace}),
+            PatternRoute(HANDOFFS, ABORT, {"POST": pages.abort}),
+        ),
+    )
+
+
+def _facts(options: WorkerOptions, engine: Engine) -> dict[str, str]:
+    return {
+        "worker": options.worker,
+        "role": options.role,
+        "model": options.served_model_name,
+        "engine": engine.info.engine,
+        "version": baton.__version__,
+    }

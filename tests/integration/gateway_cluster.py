@@ -1,0 +1,114 @@
+"""A gateway with scripted workers, in one event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from dataclasses import dataclass
+
+import aiohttp
+
+from baton.clock import MachineClock
+from baton.gateway.options import GatewayOptions, WorkerAddress
+from baton.gateway.process import open_gateway
+from baton.router.fleet import Role
+from tests.integration.scripted_worker import (
+    KEY,
+    MODEL,
+    ScriptedWorker,
+    prefill_at_once,
+    say_abc,
+    serving,
+)
+
+PROMPT = {"model": MODEL, "prompt": "hello", "max_tokens": 3}
+STREAM = {**PROMPT, "stream": True}
+
+
+@dataclass
+class Cluster:
+    """What a test talks to."""
+
+    url: str
+    client: aiohttp.ClientSession
+    prefills: list[ScriptedWorker]
+    decodes: list[ScriptedWorker]
+
+    def post(self, body: object, path: str = "/v1/completions", **headers: str):
+        return self.client.post(self.url + path, json=body, headers=headers)
+
+    async def get_json(self, path: str):
+        async with self.client.get(self.url + path) as response:
+            return response.status, await response.json()
+
+    async def metric(self, line_start: str) -> float:
+        async with self.client.get(self.url + "/metrics") as response:
+            text = await response.text()
+        values = [ln.rsplit(" ", 1)[1] for ln in text.splitlines() if ln.startswith(line_start)]
+        assert values, f"no series starts with {line_start}"
+        return sum(map(float, values))
+
+
+Scenario = Callable[[Cluster], Awaitable[None]]
+
+
+def run(scenario: Scenario, **setup) -> None:
+    """Run one scenario against a fresh cluster, 20 s at most."""
+
+    async def main() -> None:
+        async with asyncio.timeout(20), cluster(**setup) as running:
+            await scenario(running)
+
+    asyncio.run(main())
+
+
+@contextlib.asynccontextmanager
+async def cluster(
+    *, prefills: int = 1, decodes: int = 1, boths: int = 0, wait: bool = True, **options
+) -> AsyncGenerator[Cluster]:
+    prefill = [ScriptedWorker(f"prefill-{i}", "prefill", prefill_at_once) for i in range(prefills)]
+    decode = [ScriptedWorker(f"decode-{i}", "decode", say_abc) for i in range(decodes)]
+    decode += [ScriptedWorker(f"worker-{i}", "both", say_abc) for i in range(boths)]
+    workers = tuple(WorkerAddress(w.url, Role(w.role)) for w in prefill + decode)
+    settings = {"probe_interval_s": 0.1, "probe_timeout_s": 0.5, "connect_timeout_s": 1.0}
+    gateway = GatewayOptions(workers=workers, cluster_key=KEY, **{**settings, **options})
+    async with contextlib.AsyncExitStack() as stack:
+        for worker in prefill + decode:
+            await stack.enter_async_context(worker.running())
+        app = await stack.enter_async_context(open_gateway(gateway, MachineClock()))
+        sock = socket.create_server(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{sock.getsockname()[1]}"
+        await stack.enter_async_context(serving(app, sock))
+        client = await stack.enter_async_context(aiohttp.ClientSession())
+        running = Cluster(url, client, prefill, decode)
+        if wait:
+            await until_up(running, len(workers))
+        yield running
+
+
+async def until_up(running: Cluster, num_workers: int) -> None:
+    async def all_up() -> bool:
+        return await running.metric("baton_gateway_worker_up{") == num_workers
+
+    await until_true(all_up)
+
+
+async def until_true(condition: Callable[[], Awaitable[bool]], within_s: float = 5.0) -> float:
+    """Wait for a condition; the seconds it took."""
+    began = time.monotonic()
+    while not await condition():
+        assert time.monotonic() - began < within_s, "it did not come true in time"
+        await asyncio.sleep(0.01)
+    return time.monotonic() - began
+
+
+async def until(condition: Callable[[], object], within_s: float = 5.0) -> float:
+    """Wait for a plain condition; the seconds it took."""
+
+    async def asked() -> bool:
+        return bool(condition())
+
+    return await until_true(asked, within_s)

@@ -1,0 +1,251 @@
+"""Workers without an engine, for tests of the gateway: docs/wire/worker-http.md, scripted.
+
+Real HTTP servers on loopback, in the test's own event loop. What a worker answers to a completion
+is an async function of a `Visit`; what it saw is kept for the test to look at.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import uvicorn
+
+from baton.authority.key import ClusterKey
+from baton.authority.ticket import Ticket, unseal
+from baton.clock import MachineClock
+from baton.ids import new_epoch
+
+KEY = ClusterKey(b"k" * 32)
+MODEL = "demo"
+
+Message = dict[str, Any]
+
+
+@dataclass
+class Visit:
+    """One completion request at a worker."""
+
+    worker: ScriptedWorker
+    path: str
+    headers: dict[str, str]
+    body: dict[str, Any]
+    ticket: Ticket | None
+    send: Callable[[Message], Awaitable[None]]
+    arrived_at: float = field(default_factory=time.monotonic)
+    left_at: float | None = None
+    aborted: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def start_stream(self) -> None:
+        headers = [(b"content-type", b"text/event-stream; charset=utf-8")]
+        await self.send({"type": "http.response.start", "status": 200, "headers": headers})
+
+    async def write(self, data: bytes) -> None:
+        await self.send({"type": "http.response.body", "body": data, "more_body": True})
+
+    async def token(self, text: str) -> None:
+        chunk = {"id": "x", "choices": [{"index": 0, "text": text, "finish_reason": None}]}
+        await self.write(b"data: " + json.dumps(chunk).encode() + b"\n\n")
+
+    async def done(self) -> None:
+        await self.write(b"data: [DONE]\n\n")
+        await self.send({"type": "http.response.body", "body": b""})
+
+    async def answer(self, status: int, body: object, *headers: tuple[bytes, bytes]) -> None:
+        data = json.dumps(body).encode()
+        start = [(b"content-type", b"application/json"), *headers]
+        await self.send({"type": "http.response.start", "status": status, "headers": start})
+        await self.send({"type": "http.response.body", "body": data})
+
+    async def fail(self, status: int, code: str) -> None:
+        error = {"message": f"scripted {code}", "type": "server_error", "code": code, "param": None}
+        await self.answer(status, {"error": error})
+
+
+Script = Callable[[Visit], Awaitable[None]]
+
+
+async def prefill_at_once(visit: Visit) -> None:
+    await visit.answer(200, {"object": "baton.prefill", "prompt_tokens": 3, "cached_tokens": 0})
+
+
+async def say_abc(visit: Visit) -> None:
+    if visit.body.get("stream"):
+        await visit.start_stream()
+        for text in "abc":
+            await visit.token(text)
+        await visit.done()
+    else:
+        await visit.answer(200, {"id": "x", "choices": [{"index": 0, "text": "abc"}]})
+
+
+async def never_answer(visit: Visit) -> None:
+    await asyncio.Event().wait()
+
+
+async def start_and_wait(visit: Visit) -> None:
+    await visit.start_stream()
+    await asyncio.Event().wait()
+
+
+async def one_token_and_wait(visit: Visit) -> None:
+    await visit.start_stream()
+    await visit.token("a")
+    await asyncio.Event().wait()
+
+
+async def recompute_when_aborted(visit: Visit) -> None:
+    """A decode worker whose KV never comes: only an abort lets it go on."""
+    await visit.start_stream()
+    await visit.aborted.wait()
+    await say_rest(visit)
+
+
+async def say_rest(visit: Visit) -> None:
+    for text in "abc":
+        await visit.token(text)
+    await visit.done()
+
+
+class ScriptedWorker:
+    """One worker. Change `script`, `health_status` or `epoch` at any time."""
+
+    def __init__(self, name: str, role: str, script: Script, **info: object) -> None:
+        self.name, self.role, self.script = name, role, script
+        self.epoch = new_epoch()
+        self.health_status = 200
+        self.trace: dict[str, Any] | None = None
+        self.extra_info = info
+        self.visits: list[Visit] = []
+        self.aborts: list[tuple[str, str]] = []
+        self.num_info_reads = 0
+        self._sock = socket.create_server(("127.0.0.1", 0))
+        self.port = self._sock.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._server: Server | None = None
+
+    def info(self) -> dict[str, Any]:
+        return {
+            "worker": self.name,
+            "epoch": self.epoch,
+            "role": self.role,
+            "model": "/models/demo",
+            "served_model_name": MODEL,
+            "fingerprint": "f" * 32,
+            "max_context_tokens": 4096,
+            "handoff_address": f"127.0.0.1:{self.port + 1}",
+            "layout": {},
+            "transports": ["shared", "tcp"],
+            "version": "0.1.0",
+            **self.extra_info,
+        }
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        body = await _read(receive)
+        path = scope["path"]
+        headers = {k.decode(): v.decode() for k, v in scope["headers"]}
+        if path != "/health" and headers.get("authorization") != "Bearer " + _token():
+            await Visit(self, path, headers, {}, None, send).fail(401, "unauthorized")
+        elif path.startswith("/v1/"):
+            await self._complete(path, headers, body, receive, send)
+        else:
+            await self._describe(path, body, Visit(self, path, headers, {}, None, send))
+
+    async def _describe(self, path: str, body: bytes, visit: Visit) -> None:
+        if path == "/health":
+            await visit.answer(self.health_status, {"status": "ok"})
+        elif path == "/baton/v1/info":
+            self.num_info_reads += 1
+            await visit.answer(200, self.info())
+        elif path.startswith("/baton/v1/traces/") and self.trace is not None:
+            await visit.answer(200, self.trace)
+        elif path.endswith("/abort"):
+            ticket = path.split("/")[-2]
+            self.aborts.append((ticket, json.loads(body)["reason"]))
+            for other in self.visits:
+                if other.ticket is not None and other.ticket.id.hex() == ticket:
+                    other.aborted.set()
+            await visit.answer(204, {})
+        else:
+            await visit.fail(404, "not_found")
+
+    async def _complete(
+        self, path: str, headers: dict[str, str], body: bytes, receive: Any, send: Any
+    ) -> None:
+        fields = json.loads(body)
+        params = fields.get("kv_transfer_params")
+        ticket = unseal(params["baton_ticket"], KEY, MachineClock().unix_now()) if params else None
+        visit = Visit(self, path, headers, fields, ticket, send)
+        self.visits.append(visit)
+        if ticket is not None and self.epoch not in {ticket.prefill.epoch, ticket.decode.epoch}:
+            await visit.fail(409, "stale_ticket")
+            return
+        script = asyncio.create_task(self.script(visit))
+        watcher = asyncio.create_task(receive())
+        await asyncio.wait({script, watcher}, return_when=asyncio.FIRST_COMPLETED)
+        if not script.done():
+            visit.left_at = time.monotonic()
+            script.cancel()
+        watcher.cancel()
+        await asyncio.gather(script, watcher, return_exceptions=True)
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncGenerator[ScriptedWorker]:
+        async with serving(self, self._sock) as self._server:
+            yield self
+
+    def kill(self) -> None:
+        """Die as a killed process does: every socket is gone at once."""
+        assert self._server is not None
+        for listener in self._server.servers:
+            listener.close()
+        for connection in list(self._server.server_state.connections):
+            connection.transport.abort()
+
+
+class Server(uvicorn.Server):
+    """uvicorn without signals."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Any:
+        yield
+
+
+@contextlib.asynccontextmanager
+async def serving(app: Any, sock: socket.socket) -> AsyncGenerator[Server]:
+    """Serve an ASGI application on a bound socket."""
+    server = Server(
+        uvicorn.Config(
+            app, http="httptools", ws="none", lifespan="off", log_config=None,
+            timeout_graceful_shutdown=1,
+        )
+    )  # fmt: skip
+    task = asyncio.create_task(server.serve(sockets=[sock]))
+    while not server.started:
+        await asyncio.sleep(0.005)
+    try:
+        yield server
+    finally:
+        server.should_exit = server.force_exit = True
+        for connection in list(server.server_state.connections):
+            connection.transport.abort()
+        await task
+
+
+async def _read(receive: Any) -> bytes:
+    parts = []
+    while True:
+        message = await receive()
+        parts.append(message.get("body", b""))
+        if not message.get("more_body"):
+            return b"".join(parts)
+
+
+def _token() -> str:
+    return KEY.sign("http", b"worker").hex()

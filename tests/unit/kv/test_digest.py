@@ -1,0 +1,55 @@
+"""Digests: what they cover, the copy-free path against the gathered one, and what is refused."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import msgspec
+import numpy as np
+import pytest
+from xxhash import xxh3_128_digest
+
+from baton.errors import ProtocolError
+from baton.kv.canonical import read_canonical
+from baton.kv.copies import BlockTable, PagedSequence, compute_pieces
+from baton.kv.digest import compute_digests
+from baton.kv.layout import KVLayout
+
+LAYOUT = KVLayout.gqa(1, 4, 8, block_size=4, dtype="int8")
+PAGES = np.random.default_rng(7).integers(0, 256, (6, LAYOUT.page_bytes(0)), dtype=np.uint8)
+
+
+def paged(layout: KVLayout, blocks: list[int]) -> PagedSequence:
+    return PagedSequence(layout, BlockTable(0, np.array(blocks, dtype=np.int64)))
+
+
+@pytest.mark.parametrize("order", ["canonical", "heads_first"])
+@pytest.mark.parametrize("heads", [None, range(4), range(1, 3), range(2, 9), range(0)])
+def test_a_digest_is_xxh3_of_the_canonical_bytes(order: str, heads: range | None) -> None:
+    sequence = paged(msgspec.structs.replace(LAYOUT, order=order), [5, 0, 3])
+    bounds = compute_pieces(4, 6, 1, 11)
+    expected = b"".join(
+        xxh3_128_digest(
+            read_canonical(
+                sequence, 0, PAGES, start=int(start), stop=int(stop), heads=heads
+            ).tobytes()
+        )
+        for start, stop in pairwise(bounds)
+    )
+    assert compute_digests(sequence, 0, PAGES, bounds, heads=heads) == expected
+
+
+def test_a_whole_canonical_page_is_digested_as_it_lies() -> None:
+    bounds = np.array([0, 4, 8], dtype=np.int64)
+    expected = xxh3_128_digest(PAGES[2].tobytes()) + xxh3_128_digest(PAGES[1].tobytes())
+    assert compute_digests(paged(LAYOUT, [2, 1]), 0, PAGES, bounds) == expected
+
+
+def test_no_piece_no_digest() -> None:
+    assert compute_digests(paged(LAYOUT, []), 0, PAGES, np.array([3], dtype=np.int64)) == b""
+
+
+@pytest.mark.parametrize("bounds", [[0, 5], [0, 2, 6], [2, 2], [4, 2], [0, 4, 8, 12]])
+def test_pieces_that_are_none_are_refused(bounds: list[int]) -> None:
+    with pytest.raises(ProtocolError):
+        compute_digests(paged(LAYOUT, [0, 1]), 0, PAGES, np.array(bounds, dtype=np.int64))
