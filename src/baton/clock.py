@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import secrets
 import time
-from typing import NewType, Protocol
+from pathlib import Path
+from typing import Final, NewType, Protocol
 
 Instant = NewType("Instant", float)
 """Seconds on a monotonic clock whose zero means nothing.
@@ -13,6 +15,20 @@ workers on one host can be subtracted."""
 
 UnixTime = NewType("UnixTime", float)
 """Seconds since 1970: only for what must mean the same on two hosts (a ticket's expiry)."""
+
+
+BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
+
+
+def read_clock_domain() -> str:
+    """Names this host's monotonic clock: where it is equal, instants can be subtracted.
+
+    The kernel's boot id; a random name where there is none, so that nobody is taken for equal.
+    """
+    try:
+        return BOOT_ID.read_text().strip()
+    except OSError:
+        return secrets.token_hex(16)
 
 
 class Clock(Protocol):

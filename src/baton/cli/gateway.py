@@ -12,7 +12,6 @@ from baton.config.environment import read_environment
 from baton.config.logs import configure_logging
 from baton.config.sections import Config
 from baton.gateway.options import GatewayOptions, WorkerAddress
-from baton.gateway.process import run_gateway
 from baton.router.fleet import Role
 
 
@@ -47,6 +46,8 @@ class GatewayFlags(ConfigFlags):
 
 def gateway(flags: GatewayFlags | None = None) -> int:
     """Start a gateway in front of workers that run already, or will."""
+    from baton.gateway.process import run_gateway  # noqa: PLC0415 - too heavy for --help
+
     flags = flags or GatewayFlags()
     config = flags.resolve().to_config()
     configure_logging(config.log)

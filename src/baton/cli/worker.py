@@ -15,7 +15,6 @@ from baton.config.sections import Config, Role
 from baton.ids import WorkerId
 from baton.models import DEMO_MODEL_PATH
 from baton.worker.options import ProcessOptions
-from baton.worker.process import run_worker
 
 
 @Parameter(name="*")
@@ -53,6 +52,8 @@ class WorkerFlags(ConfigFlags):
 
 def worker(flags: WorkerFlags | None = None) -> int:
     """Start one worker: a model, an engine and its part of every handoff."""
+    from baton.worker.process import run_worker  # noqa: PLC0415 - too heavy for --help
+
     flags = flags or WorkerFlags()
     config = flags.resolve().to_config()
     configure_logging(config.log)

@@ -50,8 +50,11 @@ class Key:
             msgspec.ValidationError: the text is not of this key's type.
         """
         if isinstance(self.default, tuple):
-            words = _toml_array(text) or [w.strip() for w in text.split(",") if w.strip()]
-            return msgspec.convert(words, self.type, strict=False)
+            array = parse_open_value(text)
+            words = [word.strip() for word in text.split(",") if word.strip()]
+            return msgspec.convert(
+                array if isinstance(array, list) else words, self.type, strict=False
+            )
         return msgspec.convert(text, self.type, strict=False)
 
 
@@ -98,10 +101,9 @@ def parse_open_value(text: str) -> object:
         return text
 
 
-def suggestion(wrong: str, known: Iterable[str]) -> str:
-    """`; did you mean …?`, or nothing where nothing is close."""
-    close = difflib.get_close_matches(wrong, list(known), n=1, cutoff=0.6)
-    return f"; did you mean {close[0]!r}?" if close else ""
+def closest(wrong: str, known: Iterable[str]) -> str | None:
+    """What was probably meant, if anything is close."""
+    return next(iter(difflib.get_close_matches(wrong, list(known), n=1, cutoff=0.7)), None)
 
 
 @cache
@@ -113,8 +115,3 @@ def _sections() -> Mapping[str, type[msgspec.Struct]]:
         for name, hint in hints.items()
         if isinstance(hint, type) and issubclass(hint, msgspec.Struct)
     }
-
-
-def _toml_array(text: str) -> list[object] | None:
-    value = parse_open_value(text)
-    return value if isinstance(value, list) else None

@@ -12,7 +12,7 @@ import msgspec
 if TYPE_CHECKING:
     from baton.config.sections import LogSection
 
-QUIETED = ("asyncio", "filelock", "huggingface_hub", "transformers", "urllib3", "uvicorn.access")
+QUIETED = ("asyncio", "filelock", "huggingface_hub", "transformers", "uvicorn")
 """Libraries whose information is noise here; their warnings are kept."""
 
 

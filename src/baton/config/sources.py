@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import tomllib
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeAlias
 
@@ -15,10 +16,10 @@ from baton.config.keys import (
     ENVIRONMENT_PREFIX,
     PATH_KEYS,
     closed_keys,
+    closest,
     environment_name,
     open_table_of,
     open_tables,
-    suggestion,
 )
 from baton.config.origin import FromEnvironment, FromFile, FromFlag, Origin
 from baton.errors import ConfigError
@@ -84,7 +85,6 @@ def read_variables(environment: Mapping[str, str]) -> Layer:
     Raises:
         ConfigError: a variable looks like a setting and names no key.
     """
-    by_variable = {environment_name(name): name for name in closed_keys()}
     layer: Layer = {}
     for variable, text in environment.items():
         if not variable.startswith(ENVIRONMENT_PREFIX) or variable in NOT_SETTINGS:
@@ -92,12 +92,11 @@ def read_variables(environment: Mapping[str, str]) -> Layer:
         name = variable.removeprefix(ENVIRONMENT_PREFIX).lower().replace("__", ".")
         if name in closed_keys() or open_table_of(name) is not None:
             layer[name] = Setting(Text(text), FromEnvironment(variable))
-        elif "__" in variable or suggestion(variable, by_variable):
+        elif "." in name or name in _misspelt_variables():
             # Others may be somebody else's; these were meant for us and would be lost silently.
-            raise ConfigError(
-                f"the environment variable {variable} sets nothing"
-                + suggestion(variable, by_variable)
-            )
+            meant = _misspelt_variables().get(name) or closest(name, closed_keys())
+            hint = f"; did you mean {environment_name(meant)!r}?" if meant else ""
+            raise ConfigError(f"the environment variable {variable} sets nothing{hint}")
     return layer
 
 
@@ -144,8 +143,15 @@ def _check_name(name: str, where: str) -> None:
         return
     if name in open_tables() or any(key.startswith(f"{name}.") for key in closed_keys()):
         raise ConfigError(f"{where}: {name!r} is a table, not a value")
-    known = [*closed_keys(), *open_tables()]
-    raise ConfigError(f"{where}: unknown key {name!r}" + suggestion(name, known))
+    meant = closest(name, [*closed_keys(), *open_tables()])
+    hint = f"; did you mean {meant!r}?" if meant else ""
+    raise ConfigError(f"{where}: unknown key {name!r}{hint}")
+
+
+@cache
+def _misspelt_variables() -> Mapping[str, str]:
+    """Keys by what is left of their variable's name with one underscore instead of two."""
+    return {name.replace(".", "_"): name for name in closed_keys()}
 
 
 def _anchored(name: str, value: object, directory: Path) -> object:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import ipaddress
 import logging
 from typing import TYPE_CHECKING, Final, Literal
 
 import msgspec
 
 from baton import __version__
+from baton.config.cluster_key import is_loopback
 from baton.errors import BatonError
 from baton.gateway.asgi import JSON, send_error, send_whole
 from baton.gateway.errors import (
@@ -144,9 +144,4 @@ def _need_get(path: str, scope: Scope) -> None:
 def _is_local(scope: Scope) -> bool:
     """Whether the client is on this machine: others' requests are not for everybody's eyes."""
     client = scope.get("client")
-    if client is None:
-        return False
-    try:
-        return ipaddress.ip_address(client[0]).is_loopback
-    except ValueError:
-        return False
+    return client is not None and is_loopback(client[0])

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import ipaddress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 from urllib.parse import urlsplit
 
+from baton.config.cluster_key import is_loopback
 from baton.errors import ConfigError
 from baton.router.fleet import Role
 
@@ -77,7 +77,7 @@ class GatewayOptions:
         if twice:
             raise ConfigError(f"listed twice: {', '.join(sorted(twice))}")
         self._check_limits()
-        if self.key_origin == "generated" and not _is_loopback(self.host):
+        if self.key_origin == "generated" and not is_loopback(self.host):
             raise ConfigError(
                 f"refusing to listen on {self.host}: other machines could reach this gateway, and "
                 "no cluster key is configured; set BATON_CLUSTER_KEY or listen on 127.0.0.1"
@@ -98,11 +98,3 @@ class GatewayOptions:
             if getattr(self, name) <= 0:
                 raise ConfigError(f"gateway.{name} must be above 0")
 
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

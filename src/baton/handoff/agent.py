@@ -21,6 +21,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Final, assert_never
 
 from baton.authority.ticket import WorkerRef
+from baton.clock import read_clock_domain
 from baton.errors import BatonError
 from baton.handoff.desk import Desk
 from baton.handoff.messages import PROTOCOL_VERSION, Declined, Failed, Finished, Grant, Hello
@@ -110,6 +111,7 @@ class HandoffAgent:
             version=PROTOCOL_VERSION,
             worker=options.worker,
             epoch=options.epoch,
+            clock_domain=read_clock_domain(),
             fingerprint=options.fingerprint,
             layout=options.layout,
             regions=tuple(t.expose(options.region) for t in options.transports),

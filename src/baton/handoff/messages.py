@@ -36,11 +36,15 @@ class _Message(msgspec.Struct, frozen=True, tag_field="t", forbid_unknown_fields
 
 
 class Hello(_Message, frozen=True, tag="hello"):
-    """First from each side. `regions` is where the sender's own pages can be written."""
+    """First from each side. `regions` is where the sender's own pages can be written.
+
+    `clock_domain` names the clock of its stamps: where both have the same one, none is shifted.
+    """
 
     version: int
     worker: WorkerId
     epoch: Epoch
+    clock_domain: Text
     fingerprint: Text
     layout: KVLayout
     regions: Annotated[tuple[RegionDescriptor, ...], msgspec.Meta(max_length=16)]

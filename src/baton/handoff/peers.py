@@ -278,6 +278,8 @@ class PeerTable:
 
     def _measure_clock(self, peer: Peer, echo: float, at: float) -> None:
         """Offset by the exchange with the shortest round trip (as NTP's clock filter does)."""
+        if peer.hello is not None and peer.hello.clock_domain == self._hello.clock_domain:
+            return
         now = self._clock.now()
         rtt_s = now - echo
         if 0 <= rtt_s < peer.best_rtt_s:

@@ -8,9 +8,8 @@ File map:
     layout.py     `KVLayout`: layers, heads, block size, order, shard; sizes; the window
     exchange.py   what two layouts may differ in
     identity.py   `BlockHash`, `HashDomain`, the prompt hash
-    geometry.py   where a page's bytes are; spans between two pages
-    tables.py     `BlockTable`: tokens → blocks; pieces of a token range
-    copies.py     `PageCopies`: what one write moves, and a plain executor
+    geometry.py   where a page's bytes are; the spans and heads that two pages share
+    copies.py     `BlockTable`, pieces, `PageCopies`: what one write moves; a plain executor
     canonical.py  KV of a token range in canonical order, gathered and scattered
     digest.py     a digest for each piece, equal on both sides
     blocks.py     `BlockState`, the ledger

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from baton.errors import ProtocolError
+from baton.kv.exchange import check_exchangeable
 from baton.kv.geometry import compute_spans, page_geometry
 
 if TYPE_CHECKING:
@@ -124,8 +125,9 @@ def compute_page_copies(
 
     Raises:
         ProtocolError: not a range, or a table does not cover it.
-        LayoutMismatchError: the layers have different planes (see `check_exchangeable`).
+        LayoutMismatchError: KV of the one layout cannot become KV of the other.
     """
+    check_exchangeable(src.layout, dst.layout)
     src.check_covers(start, stop)
     dst.check_covers(start, stop)
     sizes = src.layout.block_size, dst.layout.block_size

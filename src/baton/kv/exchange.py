@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from baton.errors import LayoutMismatchError
@@ -10,6 +11,7 @@ if TYPE_CHECKING:
     from baton.kv.layout import KVLayout, LayerLayout
 
 
+@lru_cache(maxsize=256)
 def find_differences(src: KVLayout, dst: KVLayout) -> tuple[str, ...]:
     """Why KV of `src` cannot become KV of `dst`: readable lines, none if it can."""
     found: list[str] = []

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, assert_never
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
-from baton.errors import InvalidLayoutError, LayoutMismatchError
+from baton.errors import InvalidLayoutError
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -78,17 +78,12 @@ def compute_spans(
     """Where the bytes of `num_tokens` adjacent tokens are in a page of either side.
 
     The tokens begin at token `offsets[0]` of the src page and `offsets[1]` of the dst page; of
-    sharded planes, only the heads that both sides hold.
+    sharded planes, only the heads that both sides hold. The layouts are exchangeable.
 
     Returns:
         int64 `[s, 3]`, read-only, ascending in dst: `(src_byte, dst_byte, num_bytes)`, as few as
         there can be: no two of them are adjacent on both sides.
-
-    Raises:
-        LayoutMismatchError: the two pages do not have the same planes.
     """
-    if [p.row_bytes for p in src.planes] != [p.row_bytes for p in dst.planes]:
-        raise LayoutMismatchError(("the planes of this layer differ",))
     rows = np.concatenate([
         _row_spans(ours, theirs, offsets, num_tokens)
         for ours, theirs in zip(src.planes, dst.planes, strict=True)

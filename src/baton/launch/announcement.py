@@ -23,9 +23,13 @@ class Ready(msgspec.Struct, frozen=True, tag="ready", tag_field="event"):
     handoff_address: str | None = None
 
 
-Announcement: TypeAlias = Loading | Ready
+class Draining(msgspec.Struct, frozen=True, tag="draining", tag_field="event"):
+    """The process was told to end and takes no more work."""
 
-_decoder: msgspec.json.Decoder[Announcement] = msgspec.json.Decoder(Loading | Ready)
+
+Announcement: TypeAlias = Loading | Ready | Draining
+
+_decoder: msgspec.json.Decoder[Announcement] = msgspec.json.Decoder(Announcement)
 
 
 def read_announcement(line: bytes) -> Announcement:

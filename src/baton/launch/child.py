@@ -12,10 +12,16 @@ from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, assert_never
 
 from baton.errors import ProtocolError
-from baton.launch.announcement import Announcement, Ready, read_announcement
+from baton.launch.announcement import (
+    Announcement,
+    Draining,
+    Loading,
+    Ready,
+    read_announcement,
+)
 
 if TYPE_CHECKING:
     from asyncio.subprocess import Process
@@ -120,10 +126,21 @@ class Child:
                 log.warning("%s: %s", self.name, exc)
 
     def _apply(self, announcement: Announcement) -> None:
-        if announcement.url is not None and not self._url.done():
-            self._url.set_result(announcement.url)
-        if isinstance(announcement, Ready) and not self._ready.done():
-            self._ready.set_result(announcement)
+        match announcement:
+            case Loading(url):
+                self._set_url(url)
+            case Ready():
+                self._set_url(announcement.url)
+                if not self._ready.done():
+                    self._ready.set_result(announcement)
+            case Draining():  # it was our signal: its end is what is waited for
+                pass
+            case _:
+                assert_never(announcement)
+
+    def _set_url(self, url: str | None) -> None:
+        if url is not None and not self._url.done():
+            self._url.set_result(url)
 
     async def _read_lines(
         self, stream: asyncio.StreamReader, on_line: Callable[[str], None]

@@ -35,9 +35,10 @@ async def until_all_up(url: str, num_workers: int) -> str:
         PeerUnreachableError: the gateway announced itself, but does not answer.
         ProtocolError: it serves no model although all workers are up.
     """
-    while count_up(await asyncio.to_thread(_get, url, "/metrics")) < num_workers:
+    while True:
+        if count_up(await asyncio.to_thread(_get, url, "/metrics")) >= num_workers:
+            return first_model(await asyncio.to_thread(_get, url, "/v1/models"))
         await asyncio.sleep(ASK_AGAIN_S)
-    return first_model(await asyncio.to_thread(_get, url, "/v1/models"))
 
 
 def count_up(metrics: bytes) -> int:

@@ -232,8 +232,9 @@ class Supervisor:
     # Showing
 
     def _unready(self) -> list[str]:
-        names = [name for name, post in self._posts.items() if not post.child.is_ready]
-        return names or ["the gateway to find its workers"]
+        names = [*(worker.name for worker in self._plan.workers), GATEWAY]
+        ready = {name for name, post in self._posts.items() if post.child.is_ready}
+        return [name for name in names if name not in ready] or ["the gateway to find its workers"]
 
     def _unended(self) -> list[str]:
         return [name for name, post in self._posts.items() if not post.child.is_ended]

@@ -249,9 +249,7 @@ class FaultyTransport:
         self.injected[fault] += 1
         return replace(write, region=region.handle)
 
-    def _clone(
-        self, write: PageWrite
-    ) -> tuple[PagedRegion, NDArray[np.uint8]]:
+    def _clone(self, write: PageWrite) -> tuple[PagedRegion, NDArray[np.uint8]]:
         """A region like the write's source, exposed, that holds the pages the write reads."""
         source = self._regions[write.region]
         shapes = [(array.num_pages, array.page_bytes) for array in source.arrays]

@@ -179,5 +179,3 @@ def spans_of_pages(
         np.asarray(dst_pages, np.int64),
         np.asarray(spans, np.int64).reshape(-1, 3),
     )
-
-

@@ -50,7 +50,6 @@ class Answer:
         self._num_released = 0
         self.num_tokens = 0
         self.num_cached_tokens = 0
-        self.finish: FinishReason | None = None
 
     def push(self, token: NewToken) -> Piece:
         """Add a token; after a piece with `finish` no token may follow."""
@@ -79,14 +78,12 @@ class Answer:
     def _stop(self, before: str) -> Piece:
         """A stop string was completed: tokens whose text begins in it are not shown."""
         self._num_released += len(before)
-        self.finish = FinishReason.STOP
-        return Piece(before, self._shown(), self.finish)
+        return Piece(before, self._shown(), FinishReason.STOP)
 
     def _release(self, text: str, finish: FinishReason | None) -> Piece:
         self._num_released += len(text)
         entries = self._shown() if finish is None else tuple(self._waiting)
         del self._waiting[: len(entries)]
-        self.finish = finish
         return Piece(text, entries, finish)
 
     def _shown(self) -> tuple[TokenEntry, ...]:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
 
     from baton.clock import Clock
-    from baton.engines.interface import Leg, NewToken
+    from baton.engines.interface import FinishReason, Leg, NewToken
     from baton.telemetry.trace import TraceRing
     from baton.worker.answer import Piece
     from baton.worker.bridge import AnswerStream, EngineBridge
@@ -140,13 +140,14 @@ class GenerationService:
     async def _respond_whole(self, job: _Job, stream: AnswerStream) -> None:
         answer = Answer(job.generation, self._at.tokenizer)
         pieces = [piece async for batch in self._pieces(job, answer, stream) for piece in batch]
-        if answer.finish is None:
+        finish = pieces[-1].finish
+        if finish is None:
             raise EngineError("the answer ended without a finish reason")
         wants_logprobs = job.generation.sampling.num_logprobs is not None
         whole = WholeAnswer(
             text="".join(piece.text for piece in pieces),
             entries=tuple(e for p in pieces for e in p.entries) if wants_logprobs else None,
-            finish=answer.finish,
+            finish=finish,
             usage=count_usage(len(job.generation.prompt_ids), answer),
         )
         await job.exchange.send_json(200, job.dialect.reply(job.head, whole))
@@ -185,13 +186,15 @@ class GenerationService:
         """Pieces of an answer, as many at a time as are there, until the last one."""
         trace = job.request.trace
         token_clock = self._at.observer.token_clock(trace)
-        while answer.finish is None:
+        finish: FinishReason | None = None
+        while finish is None:
             tokens = await stream.tokens()
             token_clock.arrived(len(tokens))
             pieces = _push_all(answer, tokens)
-            if answer.finish is not None:
+            finish = pieces[-1].finish
+            if finish is not None:
                 stream.close()  # a stop string ended it: the engine need not go on
-                trace.outcome, trace.num_output_tokens = answer.finish, answer.num_tokens
+                trace.outcome, trace.num_output_tokens = finish, answer.num_tokens
             yield pieces
 
     def _request(
@@ -233,7 +236,7 @@ def _push_all(answer: Answer, tokens: list[NewToken]) -> list[Piece]:
     pieces: list[Piece] = []
     for token in tokens:
         pieces.append(answer.push(token))
-        if answer.finish is not None:
+        if pieces[-1].finish is not None:
             break
     return pieces
 

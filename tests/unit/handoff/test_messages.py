@@ -40,6 +40,7 @@ MESSAGES: dict[str, Message] = {
         version=1,
         worker=WorkerId("decode-0"),
         epoch=Epoch("e" * 32),
+        clock_domain="boot",
         fingerprint="f" * 64,
         layout=KVLayout.gqa(2, 2, 8, block_size=16, dtype="float32"),
         regions=(

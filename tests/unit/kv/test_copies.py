@@ -17,7 +17,7 @@ from baton.kv.copies import (
     compute_pieces,
     compute_runs,
 )
-from baton.kv.layout import KVLayout, LayerLayout, TensorParallelShard
+from baton.kv.layout import KVLayout, TensorParallelShard
 
 LAYOUT = KVLayout.gqa(2, 4, 8, block_size=4, dtype="int8")
 PAGE_BYTES = 2 * 4 * 4 * 8
@@ -118,9 +118,10 @@ def test_a_table_that_does_not_cover_the_tokens_is_refused(
         compute_page_copies(enough, sequence, 0, start=start, stop=stop)
 
 
-def test_layers_of_different_planes_are_refused() -> None:
-    other = KVLayout((LayerLayout.gqa(4, 4),), block_size=4, dtype="int8")
-    with pytest.raises(LayoutMismatchError):
+@pytest.mark.parametrize("num_kv_heads", [2, 8])
+def test_layouts_of_two_models_are_refused(num_kv_heads: int) -> None:
+    other = KVLayout.gqa(2, num_kv_heads, 8, block_size=4, dtype="int8")
+    with pytest.raises(LayoutMismatchError, match="layer 0: k 4x8"):
         compute_page_copies(paged(LAYOUT, [0]), paged(other, [0]), 0, start=0, stop=4)
 
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import msgspec
 import pytest
 
 from baton.errors import ConfigError, InvalidLayoutError
 from baton.kv.layout import KVLayout, LayerLayout, Plane, TensorParallelShard, needed_tokens
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 LLAMA_8B = KVLayout.gqa(32, 8, 128, block_size=16, dtype="bfloat16")
 
@@ -84,9 +89,9 @@ def test_every_shard_holds_the_whole_latent_plane() -> None:
         ),
     ],
 )
-def test_an_impossible_layout_cannot_be_made(build: object, says: str) -> None:
+def test_an_impossible_layout_cannot_be_made(build: Callable[[], object], says: str) -> None:
     with pytest.raises(InvalidLayoutError, match=says) as caught:
-        build()  # type: ignore[operator]
+        build()
     assert isinstance(caught.value, ConfigError)
 
 

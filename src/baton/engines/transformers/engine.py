@@ -75,15 +75,15 @@ class TransformersEngine:
         self._failure: EngineError | None = None
         self._stats = _count_nothing(num_blocks)
 
-    def start(self, sink: UpdateSink, handoff: HandoffPort) -> None:
-        """See `Engine`."""
+    def build_loop(self, sink: UpdateSink, handoff: HandoffPort) -> EngineLoop:
+        """The loop that `start` gives a thread; tests and simulations turn it by hand."""
         options, layout = self._options, self.info.layout
         limits = Limits(
             max_batch_tokens=options.max_batch_tokens,
             max_num_seqs=options.max_num_seqs,
             min_handoff_tokens=options.min_handoff_tokens or options.block_size,
         )
-        loop = EngineLoop(
+        return EngineLoop(
             info=self.info,
             model=self._model,
             pages=self._pages,
@@ -93,8 +93,14 @@ class TransformersEngine:
             on_end=self._forget,
             clock=self._clock,
         )
+
+    def start(self, sink: UpdateSink, handoff: HandoffPort) -> None:
+        """See `Engine`."""
         self._thread = threading.Thread(
-            target=self._main, args=(loop,), name="baton-engine", daemon=True
+            target=self._main,
+            args=(self.build_loop(sink, handoff),),
+            name="baton-engine",
+            daemon=True,
         )
         self._thread.start()
 

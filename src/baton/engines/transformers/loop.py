@@ -159,6 +159,10 @@ class EngineLoop:
             output_tokens=self._tally.output,
         )
 
+    def check_invariants(self) -> None:
+        """Raise AssertionError where the scheduler's views of one fact disagree."""
+        self._scheduler.check_invariants()
+
     def _announce(self, plan: Plan) -> None:
         """Tell the handoff what the plan needs of it, before anything is computed."""
         fingerprint = self._info.fingerprint

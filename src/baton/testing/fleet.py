@@ -1,0 +1,232 @@
+"""A fleet of real processes on this machine, for end-to-end tests, chaos and benchmarks.
+
+Every process is started as a user would start it (`baton worker …`, `baton gateway …`) and is ended
+by `Fleet.close`, whatever happened before.
+"""
+
+from __future__ import annotations
+
+import http.client
+import os
+import select
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from typing import IO, TYPE_CHECKING, Final, Self
+from urllib.parse import urlsplit
+
+import msgspec
+
+from baton.clock import MachineClock
+from baton.errors import BatonError
+from baton.launch.announcement import Ready, read_announcement
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+    from types import TracebackType
+
+    from baton.clock import Clock
+    from baton.config.sections import Role
+
+START_TIMEOUT_S: Final = 60.0
+STOP_TIMEOUT_S: Final = 15.0
+
+
+class FleetError(BatonError):
+    """A process of the fleet did not do what the test needs; its log's end is in the message."""
+
+
+@dataclass(eq=False)
+class FleetProcess:
+    """One process. `log` is the file that gets its standard error."""
+
+    name: str
+    popen: subprocess.Popen[bytes]
+    log: Path
+    clock: Clock
+    ready: Ready | None = None
+
+    @property
+    def pid(self) -> int:
+        """The process's id."""
+        return self.popen.pid
+
+    @property
+    def url(self) -> str:
+        """Where it answers."""
+        if self.ready is None:
+            raise FleetError(f"{self.name} is not ready")
+        return self.ready.url
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it has not ended."""
+        return self.popen.poll() is None
+
+    def wait_ready(self) -> Self:
+        """Block until it announces that it answers.
+
+        Raises:
+            FleetError: it ended, or said nothing in time.
+        """
+        deadline = self.clock.now() + START_TIMEOUT_S
+        pipe: IO[bytes] | None = self.popen.stdout
+        while pipe is not None and self.ready is None:
+            left_s = deadline - self.clock.now()
+            readable, _, _ = select.select([pipe], [], [], max(0.0, left_s))
+            line = pipe.readline() if readable else b""
+            if not line:
+                raise FleetError(f"{self.name} did not become ready\n{self.tail()}")
+            announcement = read_announcement(line)
+            if isinstance(announcement, Ready):
+                self.ready = announcement
+        return self
+
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal to it and its children."""
+        if self.is_alive:
+            os.killpg(self.pid, number)
+
+    def stop(self) -> int:
+        """Drain and end it; its exit status.
+
+        Raises:
+            FleetError: it had to be killed.
+        """
+        self.send(signal.SIGCONT)
+        self.send(signal.SIGTERM)
+        try:
+            return self.popen.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired as exc:
+            self.kill()
+            raise FleetError(f"{self.name} did not drain\n{self.tail()}") from exc
+        finally:
+            self._close_pipe()
+
+    def kill(self) -> None:
+        """SIGKILL, and wait until it is gone."""
+        self.send(signal.SIGKILL)
+        self.popen.wait(STOP_TIMEOUT_S)
+        self._close_pipe()
+
+    def tail(self, num_lines: int = 30) -> str:
+        """The end of its log."""
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-num_lines:])
+
+    def _close_pipe(self) -> None:
+        if self.popen.stdout is not None:
+            self.popen.stdout.close()
+
+
+@dataclass
+class Fleet:
+    """Processes that share a cluster key. Use as a context manager; `logs` is a folder."""
+
+    logs: Path
+    environment: Mapping[str, str]
+    clock: Clock = field(default_factory=MachineClock)
+    processes: list[FleetProcess] = field(default_factory=list)
+
+    def __enter__(self) -> Self:
+        """Nothing is started yet."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """End every process that still lives."""
+        self.close()
+
+    def start_worker(
+        self,
+        name: str,
+        role: Role,
+        settings: Mapping[str, object],
+        cores: Sequence[int] = (),
+    ) -> FleetProcess:
+        """Start a worker, without waiting for it; `settings` are `section.key` → value."""
+        pinned = {"worker.cpu_affinity": list(cores)} if cores else {}
+        return self._start(name, ("worker", "--role", role, "--name", name), {**settings, **pinned})
+
+    def start_gateway(
+        self,
+        prefill: Sequence[FleetProcess],
+        decode: Sequence[FleetProcess],
+        *,
+        both: Sequence[FleetProcess] = (),
+        settings: Mapping[str, object] | None = None,
+    ) -> FleetProcess:
+        """Start a gateway in front of workers that are ready, and wait until it is."""
+        lists = {
+            "gateway.port": 0,
+            "gateway.prefill": [worker.url for worker in prefill],
+            "gateway.decode": [worker.url for worker in decode],
+            "gateway.workers": [worker.url for worker in both],
+        }
+        gateway = self._start("gateway", ("gateway",), {**lists, **(settings or {})}).wait_ready()
+        self._wait_serving(gateway)
+        return gateway
+
+    def stop(self) -> dict[str, int]:
+        """Drain all, gateway first; exit status by name."""
+        alive = [process for process in reversed(self.processes) if process.is_alive]
+        return {process.name: process.stop() for process in alive}
+
+    def close(self) -> None:
+        """Kill what is left."""
+        for process in self.processes:
+            if process.is_alive:
+                process.kill()
+
+    def _wait_serving(self, gateway: FleetProcess) -> None:
+        """Until the gateway has found its workers."""
+        deadline = self.clock.now() + START_TIMEOUT_S
+        while get_status(f"{gateway.url}/ready") != HTTPStatus.OK:
+            if self.clock.now() > deadline or not gateway.is_alive:
+                raise FleetError(f"the gateway finds no workers\n{gateway.tail()}")
+            select.select([], [], [], 0.05)
+
+    def _start(
+        self, name: str, command: Sequence[str], settings: Mapping[str, object]
+    ) -> FleetProcess:
+        words = [sys.executable, "-m", "baton.cli", *command, "--announce-fd", "1"]
+        for key, value in settings.items():
+            words += ["--set", f"{key}={_as_toml(value)}"]
+        log = self.logs / f"{name}-{len(self.processes)}.log"
+        with log.open("wb") as log_file:
+            popen = subprocess.Popen(  # noqa: S603 - our own command line
+                words,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=log_file,
+                env=dict(self.environment),
+                start_new_session=True,
+                bufsize=0,
+            )
+        process = FleetProcess(name, popen, log, self.clock)
+        self.processes.append(process)
+        return process
+
+
+def get_status(url: str) -> int:
+    """The HTTP status that a GET of `url` answers with; 0 if nobody answers."""
+    parts = urlsplit(url)
+    connection = http.client.HTTPConnection(parts.netloc, timeout=5.0)
+    try:
+        connection.request("GET", parts.path)
+        return connection.getresponse().status
+    except (OSError, http.client.HTTPException):
+        return 0
+    finally:
+        connection.close()
+
+
+def _as_toml(value: object) -> str:
+    """A value as `--set` reads it: plain strings stand alone, all else is JSON, which is TOML."""
+    return value if isinstance(value, str) else msgspec.json.encode(value).decode()

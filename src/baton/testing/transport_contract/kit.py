@@ -1,0 +1,155 @@
+"""How the suites build transports, and what they check after each write."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+import pytest
+
+from baton.authority.key import ClusterKey
+from baton.clock import MachineClock
+from baton.ids import new_epoch
+from baton.testing.transport_pair import Side, TransportPair, spans_of_pages
+from baton.transfer.interface import (
+    TRANSPORTS,
+    Arrived,
+    TransportContext,
+    WriteCompleted,
+)
+from baton.transfer.region import allocate_shared_region, view_pages
+
+if TYPE_CHECKING:
+    import socket
+    from collections.abc import Generator, Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+    from baton.clock import Clock
+    from baton.ids import TicketId
+    from baton.kv.copies import CopyGroup
+    from baton.transfer.interface import PagedRegion, RegionDescriptor, RemoteId, Transport
+
+PAGE_BYTES = 8192
+SMALL_PAGE_BYTES = 1536
+NUM_PAGES = 64
+SHAPES = ((NUM_PAGES, PAGE_BYTES), (NUM_PAGES, SMALL_PAGE_BYTES))
+
+
+class TransportKit:
+    """What a subclass says about its transport.
+
+    `kind` names an installed one; override `make_transport` to wrap it. `peer_writes` is set where
+    the writer itself stores into the receiver's memory, so that a window's quiescence depends on
+    it.
+    """
+
+    kind: ClassVar[str]
+    options: ClassVar[Mapping[str, object]] = {}
+    peer_writes: ClassVar[bool]
+    key: ClassVar[ClusterKey] = ClusterKey.generate()
+
+    def make_transport(self, context: TransportContext) -> Transport:
+        """A fresh transport."""
+        return TRANSPORTS.build(self.kind, self.options)(context)
+
+    def allocate(self, shapes: Sequence[tuple[int, int]]) -> PagedRegion:
+        """Memory that the transport can expose."""
+        return allocate_shared_region(shapes)
+
+    def connect_stranger(self, descriptor: RegionDescriptor) -> socket.socket:
+        """A blocking socket to the transport's listener, with a timeout and nothing said yet."""
+        raise NotImplementedError
+
+    def make_side(
+        self,
+        shapes: Sequence[tuple[int, int]] = SHAPES,
+        *,
+        key: ClusterKey | None = None,
+        clock: Clock | None = None,
+    ) -> Side:
+        """A fresh transport with a zeroed region."""
+        epoch = new_epoch()
+        context = TransportContext(key or self.key, epoch, "127.0.0.1", clock or MachineClock())
+        return Side.start(self.make_transport(context), epoch, self.allocate(shapes))
+
+    @pytest.fixture
+    def pair(self) -> Generator[TransportPair]:
+        """Two sides with regions alike, the writer's full of random bytes."""
+        pair = TransportPair.of(self.make_side(), self.make_side())
+        pair.writer.fill(seed=1)
+        yield pair
+        pair.close()
+
+    @pytest.fixture(autouse=True)
+    def check_descriptors(self) -> Generator[None]:
+        """Every test closes what it opened, and so must the transport."""
+        before = list_open_fds()
+        yield
+        assert list_open_fds() == before
+
+
+def check_write(
+    pair: TransportPair,
+    remote: RemoteId,
+    window: TicketId,
+    groups: Sequence[CopyGroup],
+    *,
+    array: int = 0,
+) -> None:
+    """Submit a write, wait for both ends of it, and compare *all* bytes of the reader's region."""
+    expected = bytearray(pair.reader.snapshot())
+    target = view_pages(memoryview(expected), pair.reader.region.arrays[array])
+    apply_slowly(groups, pair.writer.pages(array), target)
+    num_before = len(pair.seen(Arrived))
+    notice = f"write {num_before}".encode()
+    write = pair.write(remote, window, groups, array=array, notice=notice)
+    transfer = pair.writer.transport.submit(write)
+    done = WriteCompleted(transfer, write.copies.num_bytes)
+    pair.pump(lambda: done in pair.writer_events and len(pair.seen(Arrived)) > num_before)
+    assert pair.reader_events[-1] == Arrived(window, notice)
+    assert pair.reader.snapshot() == expected
+
+
+def apply_slowly(
+    groups: Sequence[CopyGroup], source: NDArray[np.uint8], target: NDArray[np.uint8]
+) -> None:
+    """The copies as their definition says them, one span at a time."""
+    for group in groups:
+        for src_page, dst_page in zip(group.src_pages, group.dst_pages, strict=True):
+            for src_byte, dst_byte, num_bytes in group.spans:
+                piece = source[src_page, src_byte : src_byte + num_bytes]
+                target[dst_page, dst_byte : dst_byte + num_bytes] = piece
+
+
+def random_groups(
+    rng: np.random.Generator, src_page_bytes: int, dst_page_bytes: int
+) -> list[CopyGroup]:
+    """A few groups of random spans between random pages; no destination page twice."""
+    groups, dst_pages = [], rng.permutation(NUM_PAGES)
+    for _ in range(3):
+        num_pages = int(rng.integers(0, 12))
+        mine, dst_pages = dst_pages[:num_pages], dst_pages[num_pages:]
+        width = min(src_page_bytes, dst_page_bytes) // 4
+        spans = [
+            (
+                int(rng.integers(0, src_page_bytes - width + 1)),
+                quarter * width,
+                int(rng.integers(1, width + 1)),
+            )
+            for quarter in range(int(rng.integers(1, 5)))
+        ]
+        groups.append(spans_of_pages(rng.integers(0, NUM_PAGES, num_pages), mine, spans))
+    return groups
+
+
+def list_open_fds() -> set[str]:
+    """What this process' descriptors point to, each by number and name."""
+    found = set()
+    for entry in Path("/proc/self/fd").iterdir():
+        try:
+            found.add(f"{entry.name} {entry.readlink()}")
+        except FileNotFoundError:
+            continue  # the one that listed the folder
+    return found

@@ -1,0 +1,184 @@
+"""Connections begin with peers that are what they say, and end without disturbing others."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import msgspec
+import pytest
+
+from baton.authority.key import ClusterKey
+from baton.errors import TransferError
+from baton.ids import new_region_handle
+from baton.testing.clocks import ManualClock
+from baton.testing.transport_contract.kit import (
+    NUM_PAGES,
+    PAGE_BYTES,
+    TransportKit,
+    check_write,
+)
+from baton.testing.transport_pair import TransportPair, is_about, whole_pages
+from baton.transfer.interface import (
+    PageArray,
+    RemoteLost,
+    WindowQuiescent,
+    WriteCompleted,
+    WriteFailed,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from baton.ids import TicketId
+    from baton.transfer.interface import RegionDescriptor, RemoteId, TransferId
+
+ALL_PAGES = [whole_pages(range(NUM_PAGES), range(NUM_PAGES), PAGE_BYTES)]
+
+
+class PeerContract(TransportKit):
+    """Beginnings and ends of a connection."""
+
+    def test_detaching_ends_the_remote_and_its_writes(self, pair: TransportPair) -> None:
+        remote, window = pair.attach(), pair.open_window(range(NUM_PAGES))
+        transfers = [self.post(pair, remote, window) for _ in range(20)]
+        pair.writer.transport.detach(remote)
+        pair.writer.transport.detach(remote)
+        with pytest.raises(TransferError):
+            self.post(pair, remote, window)
+        pair.pump(lambda: len(ended(pair)) == len(transfers))
+        pair.settle()
+        assert sorted(ended(pair)) == transfers
+        assert not pair.seen(RemoteLost)
+        again = pair.attach()
+        check_write(pair, again, window, ALL_PAGES)
+        pair.reader.transport.close_window(window)
+        pair.pump(lambda: pair.seen(WindowQuiescent) == [WindowQuiescent(window)])
+
+    def test_detaching_makes_the_writers_windows_quiescent(self, pair: TransportPair) -> None:
+        remote, window = pair.attach(), pair.open_window(range(NUM_PAGES))
+        check_write(pair, remote, window, ALL_PAGES)
+        pair.reader.transport.close_window(window)
+        pair.writer.transport.detach(remote)
+        pair.pump(lambda: pair.seen(WindowQuiescent) == [WindowQuiescent(window)])
+
+    def test_a_receiver_that_leaves_is_lost_once_and_writes_fail(self, pair: TransportPair) -> None:
+        remote, window = pair.attach(), pair.open_window(range(NUM_PAGES))
+        check_write(pair, remote, window, ALL_PAGES)
+        before = [self.post(pair, remote, window) for _ in range(5)]
+        pair.reader.transport.close()
+        pair.pump(lambda: bool(pair.seen(RemoteLost)))
+        after = [self.post(pair, remote, window) for _ in range(5)]
+        pair.pump(lambda: len(ended(pair)) == 11)
+        pair.settle()
+        assert sorted(ended(pair))[1:] == before + after
+        assert {failed.transfer for failed in pair.seen(WriteFailed)} >= set(after)
+        assert [lost.remote for lost in pair.seen(RemoteLost)] == [remote]
+
+    def test_a_writer_that_leaves_disturbs_nobody(self, pair: TransportPair) -> None:
+        other = TransportPair.of(self.make_side(), pair.reader)
+        other.writer.fill(seed=9)
+        remote, remote_of_other = pair.attach(), other.attach()
+        window = pair.open_window(range(NUM_PAGES))
+        self.post(pair, remote, window)
+        other.writer.close()
+        del remote_of_other
+        pair.pump(lambda: bool(pair.seen(WriteCompleted)))
+        check_write(pair, remote, window, ALL_PAGES)
+
+    def test_closing_twice_is_closing_once(self, pair: TransportPair) -> None:
+        remote, window = pair.attach(), pair.open_window(range(NUM_PAGES))
+        self.post(pair, remote, window)
+        for side in (pair.writer, pair.reader):
+            side.transport.close()
+            side.transport.close()
+            assert side.transport.poll() == []
+
+    def test_another_cluster_key_is_refused(self, caplog: pytest.LogCaptureFixture) -> None:
+        stranger = self.make_side(key=ClusterKey.generate())
+        pair = TransportPair.of(stranger, self.make_side())
+        with caplog.at_level(logging.WARNING):
+            self.check_lost(pair, pair.reader.descriptor)
+        assert "cluster" in caplog.text
+        assert stranger.epoch not in caplog.text
+        pair.close()
+
+    @pytest.mark.parametrize(
+        "lie",
+        [
+            lambda true: msgspec.structs.replace(true, handle=new_region_handle()),
+            lambda true: msgspec.structs.replace(true, arrays=true.arrays[:1]),
+            lambda true: msgspec.structs.replace(
+                true, arrays=(PageArray(0, PAGE_BYTES, 1 << 20), *true.arrays[1:])
+            ),
+            lambda true: msgspec.structs.replace(
+                true, arrays=(PageArray(0, PAGE_BYTES // 2, NUM_PAGES), *true.arrays[1:])
+            ),
+        ],
+        ids=["another region", "fewer arrays", "more pages", "other pages"],
+    )
+    def test_a_description_that_does_not_fit_is_lost(
+        self, pair: TransportPair, lie: Callable[[RegionDescriptor], RegionDescriptor]
+    ) -> None:
+        self.check_lost(pair, lie(pair.reader.descriptor))
+        assert not any(pair.reader.region.memory)
+
+    @pytest.mark.parametrize(
+        "nonsense",
+        [
+            {"transport": "pigeon"},
+            {"endpoint": ""},
+            {"endpoint": "\0/etc/passwd"},
+            {"endpoint": "example.invalid:80"},
+            {"endpoint": "127.0.0.1:99999"},
+            {"arrays": ()},
+            {"arrays": (PageArray(0, 0, 1),)},
+            {"arrays": (PageArray(0, 1 << 62, 1 << 62),)},
+            {"arrays": (PageArray(-64, 64, 1),)},
+        ],
+        ids=str,
+    )
+    def test_a_description_that_makes_no_sense_is_not_attached(
+        self, pair: TransportPair, nonsense: dict[str, object]
+    ) -> None:
+        with pytest.raises(TransferError):
+            pair.writer.transport.attach(
+                msgspec.structs.replace(pair.reader.descriptor, **nonsense)
+            )
+
+    def test_a_receiver_that_is_not_there_is_lost(self, pair: TransportPair) -> None:
+        gone = self.make_side()
+        gone.close()
+        self.check_lost(pair, gone.descriptor)
+
+    def test_an_attach_that_is_not_answered_is_lost(self) -> None:
+        clock = ManualClock()
+        pair = TransportPair.of(self.make_side(clock=clock), self.make_side())
+        remote = pair.writer.transport.attach(pair.reader.descriptor)
+        pair.writer_events += pair.writer.transport.poll()
+        assert not pair.writer_events  # the reader has not been polled
+        clock.advance(6.0)
+        pair.pump(lambda: bool(pair.writer_events))
+        assert [event.remote for event in pair.seen(RemoteLost)] == [remote]
+        pair.close()
+
+    def post(self, pair: TransportPair, remote: RemoteId, window: TicketId) -> TransferId:
+        """Submit a write of all pages."""
+        return pair.writer.transport.submit(pair.write(remote, window, ALL_PAGES))
+
+    def check_lost(self, pair: TransportPair, descriptor: RegionDescriptor) -> None:
+        """Attaching fails, once, and nothing else is reported."""
+        remote = pair.writer.transport.attach(descriptor)
+        pair.pump(lambda: any(is_about(event, remote) for event in pair.writer_events))
+        pair.settle()
+        assert [type(event) for event in pair.writer_events] == [RemoteLost]
+        assert not pair.reader_events
+
+
+def ended(pair: TransportPair) -> list[TransferId]:
+    """Transfers of which the writer has heard."""
+    return [
+        event.transfer
+        for event in pair.writer_events
+        if isinstance(event, WriteCompleted | WriteFailed)
+    ]

@@ -1,0 +1,229 @@
+"""The process that a worker lives in: its socket, its engine, its server, its end.
+
+bind ─► loading ─► load the model ─► ready ──SIGTERM──► drain ─► exit 0
+                                                           └──another signal──► exit at once
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+from contextlib import closing, contextmanager
+from typing import TYPE_CHECKING, Final
+
+import uvicorn
+import uvloop
+from prometheus_client import disable_created_metrics
+
+from baton.clock import MachineClock
+from baton.engines.interface import ENGINES, EngineContext
+from baton.errors import ConfigError, EngineError
+from baton.handoff.agent import AgentOptions, HandoffAgent
+from baton.ids import new_epoch
+from baton.transfer.interface import TRANSPORTS, TransportContext
+from baton.worker.announcing import Announcer, Draining, Loading, Ready
+from baton.worker.lifeline import tie_to
+from baton.worker.listening import bind, is_loopback, start_listening, url_of
+from baton.worker.options import WorkerOptions
+from baton.worker.worker import Worker, build_worker
+
+if TYPE_CHECKING:
+    import socket
+    from collections.abc import Generator
+
+    from baton.clock import Clock
+    from baton.engines.interface import Engine
+    from baton.ids import Epoch
+    from baton.transfer.interface import Transport
+    from baton.worker.options import ProcessOptions
+
+logger = logging.getLogger(__name__)
+
+KEEP_ALIVE_S: Final = 75
+FLUSH_TIMEOUT_S: Final = 5
+"""After drain: how long uvicorn waits for the last bytes of answers to leave."""
+STOP_TIMEOUT_S: Final = 10.0
+ENGINE_WATCH_S: Final = 0.5
+
+
+def run_worker(options: ProcessOptions) -> None:
+    """Serve until SIGTERM or SIGINT. Blocks; belongs on the main thread.
+
+    Raises:
+        ConfigError: the port is taken, a core does not exist, or the model cannot be served.
+        EngineError: the engine's thread ended by itself.
+    """
+    if options.parent_pid is not None:
+        tie_to(options.parent_pid)
+    _pin(options.cpu_affinity)
+    disable_created_metrics()  # they would double the number of series
+    announcer = Announcer(options.announce_fd)
+    with closing(bind(options.host, options.port)) as listener:
+        url = url_of(listener, options.host)
+        what = f"model {options.model} with engine {options.engine}"
+        announcer.say(Loading(url, options.worker, what, os.getpid()))
+        worker, epoch = _load(options, MachineClock())
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(_ProcessLife(options, worker, epoch, announcer).run(listener))
+
+
+class _ProcessLife:
+    """From start to end of a loaded worker. Owned by the event loop's thread."""
+
+    def __init__(
+        self, options: ProcessOptions, worker: Worker, epoch: Epoch, announcer: Announcer
+    ) -> None:
+        self._options, self._worker = options, worker
+        self._epoch, self._announcer = epoch, announcer
+        self._server = _Server(_uvicorn_config(worker))
+        self._ending: asyncio.Task[None] | None = None
+
+    async def run(self, listener: socket.socket) -> None:
+        """Serve until a signal, or until the engine ends by itself."""
+        try:
+            await self._worker.start()
+            start_listening(listener)
+            with self._signals():
+                watching = asyncio.create_task(self._watch_engine())
+                self._say_ready(listener)
+                await self._server.serve(sockets=[listener])
+                watching.cancel()
+                await asyncio.gather(watching, return_exceptions=True)
+            if not self._worker.engine.is_alive():
+                raise EngineError("the engine's thread ended by itself; the log has the reason")
+        finally:
+            await self._worker.stop(STOP_TIMEOUT_S)
+
+    def _say_ready(self, listener: socket.socket) -> None:
+        options, agent = self._options, self._worker.agent
+        url = url_of(listener, options.host)
+        address = "" if agent is None else agent.address
+        self._announcer.say(
+            Ready(url, options.worker, self._epoch, options.role, address, os.getpid())
+        )
+        logger.info("%s answers at %s, hands over at %s", options.worker, url, address)
+
+    async def _watch_engine(self) -> None:
+        # An engine that ends by itself can tell nobody: there is nothing to wait for but this.
+        while self._worker.engine.is_alive():  # noqa: ASYNC110
+            await asyncio.sleep(ENGINE_WATCH_S)
+        logger.critical("the engine's thread has ended: this worker cannot go on")
+        await self._worker.drain(0.0)
+        self._server.should_exit = True
+
+    @contextmanager
+    def _signals(self) -> Generator[None]:
+        loop = asyncio.get_running_loop()
+        numbers = (signal.SIGTERM, signal.SIGINT)
+        for number in numbers:
+            loop.add_signal_handler(number, self._on_signal, number)
+        try:
+            yield
+        finally:
+            for number in numbers:
+                loop.remove_signal_handler(number)
+
+    def _on_signal(self, number: int) -> None:
+        if self._ending is not None:
+            logger.warning("a second signal: leaving at once")
+            os._exit(128 + number)
+        timeout_s = self._options.drain_timeout_s
+        logger.info(
+            "%s: no more requests, %d are being answered",
+            signal.Signals(number).name,
+            self._worker.bridge.num_open,
+        )
+        self._announcer.say(Draining(self._options.worker, timeout_s, os.getpid()))
+        self._ending = asyncio.create_task(self._drain(timeout_s))
+
+    async def _drain(self, timeout_s: float) -> None:
+        await self._worker.drain(timeout_s)
+        self._server.should_exit = True
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without handlers of its own for signals: `_ProcessLife` has them."""
+
+    @contextmanager
+    def capture_signals(self) -> Generator[None]:
+        """See `uvicorn.Server`."""
+        yield
+
+
+def _uvicorn_config(worker: Worker) -> uvicorn.Config:
+    return uvicorn.Config(
+        worker.app,
+        http="httptools",
+        ws="none",
+        lifespan="off",
+        interface="asgi3",
+        access_log=False,
+        log_config=None,
+        server_header=False,
+        proxy_headers=False,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=FLUSH_TIMEOUT_S,
+    )
+
+
+def _load(options: ProcessOptions, clock: Clock) -> tuple[Worker, Epoch]:
+    epoch = new_epoch()
+    model = options.model.resolve()
+    factory = ENGINES.build(options.engine, options.engine_options)
+    engine = factory(EngineContext(model=model, clock=clock))
+    served_model_name = options.served_model_name or model.name
+    worker_options = WorkerOptions(
+        worker=options.worker,
+        epoch=epoch,
+        role=options.role,
+        served_model_name=served_model_name,
+        key=options.key,
+        require_bearer=not is_loopback(options.host),
+        num_traces=options.num_traces,
+        transports=options.transports,
+    )
+    return build_worker(worker_options, engine, _agent(options, engine, epoch, clock), clock), epoch
+
+
+def _agent(options: ProcessOptions, engine: Engine, epoch: Epoch, clock: Clock) -> HandoffAgent:
+    return HandoffAgent(
+        AgentOptions(
+            worker=options.worker,
+            epoch=epoch,
+            fingerprint=engine.info.fingerprint,
+            layout=engine.info.layout,
+            region=engine.region,
+            transports=_transports(options, epoch, clock),
+            key=options.key,
+            clock=clock,
+            host=options.handoff_host,
+            port=options.handoff_port,
+            timeout_s=options.handoff_timeout_s,
+            liveness_timeout_s=options.liveness_timeout_s,
+        )
+    )
+
+
+def _transports(options: ProcessOptions, epoch: Epoch, clock: Clock) -> tuple[Transport, ...]:
+    context = TransportContext(
+        key=options.key, epoch=epoch, bind_host=options.handoff_host, clock=clock
+    )
+    return tuple(
+        TRANSPORTS.build(kind, options.transport_options.get(kind, {}))(context)
+        for kind in options.transports
+    )
+
+
+def _pin(cores: tuple[int, ...]) -> None:
+    """Keep this process on some cores. Before the engine loads: it counts the cores it has."""
+    if not cores:
+        return
+    try:
+        os.sched_setaffinity(0, cores)
+    except OSError as exc:
+        raise ConfigError(
+            f"cannot run on the cores {list(cores)}: {exc.strerror}; this process may use "
+            f"{sorted(os.sched_getaffinity(0))}"
+        ) from exc

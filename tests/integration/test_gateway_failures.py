@@ -1,0 +1,538 @@
+"""What happens when workers fail: time is lost, never a request, and nobody hangs."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+
+from baton.ids import new_epoch
+from tests.integration.gateway_cluster import PROMPT, STREAM, Cluster, run, until, until_true
+from tests.integration.scripted_worker import (
+    MODEL,
+    Visit,
+    never_answer,
+    one_token_and_wait,
+    recompute_when_aborted,
+    say_abc,
+    start_and_wait,
+)
+
+
+def errors_in(text: str) -> list[str]:
+    events = [line[6:] for line in text.splitlines() if line.startswith("data: {")]
+    return [e["error"]["code"] for e in map(json.loads, events) if "error" in e]
+
+
+async def streamed(cluster: Cluster, body: object = STREAM) -> str:
+    async with cluster.post(body) as response:
+        assert response.status == 200
+        return await response.text()
+
+
+# Prefill fails: decode is told, and recomputes ---------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "cause"),
+    [
+        (503, "overloaded", "prefill_overloaded"),
+        (502, "handoff_failed", "prefill_failed"),
+        (500, "internal_error", "prefill_failed"),
+        (409, "something_else", "prefill_rejected"),
+    ],
+)
+def test_prefill_answers_an_error(status, code, cause):
+    async def refuse(visit: Visit):
+        await visit.fail(status, code)
+
+    async def scenario(cluster: Cluster):
+        cluster.prefills[0].script = refuse
+        cluster.decodes[0].script = recompute_when_aborted
+        text = await streamed(cluster)
+        assert text.count("data: ") == 4
+        assert text.endswith("[DONE]\n\n")
+        assert not errors_in(text)
+        ticket, reason = cluster.decodes[0].aborts[0]
+        assert ticket == cluster.decodes[0].visits[0].ticket.id.hex()
+        assert str(status) in reason
+        assert await cluster.metric(f'baton_gateway_fallbacks_total{{cause="{cause}"}}') == 1
+        assert await cluster.metric('baton_gateway_requests_total{code="200",mode="push"') == 1
+
+    run(scenario)
+
+
+def test_prefill_cannot_be_reached():
+    async def scenario(cluster: Cluster):
+        cluster.decodes[0].script = recompute_when_aborted
+        cluster.prefills[0].kill()
+        assert (await streamed(cluster)).endswith("[DONE]\n\n")
+        assert cluster.decodes[0].aborts
+        cause = '{cause="prefill_unreachable"}'
+        assert await cluster.metric("baton_gateway_fallbacks_total" + cause) == 1
+
+        cluster.decodes[0].script = say_abc  # now it is known: no ticket, no abort
+        await streamed(cluster)
+        assert cluster.decodes[0].visits[-1].ticket is None
+        cause = '{cause="prefill_unavailable"}'
+        assert await cluster.metric("baton_gateway_fallbacks_total" + cause) == 1
+
+    run(scenario, probe_interval_s=30)
+
+
+def test_prefill_dies_while_it_computes():
+    async def scenario(cluster: Cluster):
+        cluster.prefills[0].script = never_answer
+        cluster.decodes[0].script = recompute_when_aborted
+        asyncio.get_running_loop().call_later(0.2, cluster.prefills[0].kill)
+        assert (await streamed(cluster)).endswith("[DONE]\n\n")
+        cause = '{cause="prefill_lost"}'
+        assert await cluster.metric("baton_gateway_fallbacks_total" + cause) == 1
+
+    run(scenario)
+
+
+def test_an_abort_that_overtakes_its_request_is_repeated():
+    async def late_admission(visit: Visit):
+        visit.worker.visits.remove(visit)  # the abort finds nobody
+        await asyncio.sleep(0.02)
+        visit.worker.visits.append(visit)
+        await recompute_when_aborted(visit)
+
+    async def refuse(visit: Visit):
+        await visit.fail(503, "overloaded")
+
+    async def scenario(cluster: Cluster):
+        cluster.prefills[0].script = refuse
+        cluster.decodes[0].script = late_admission
+        assert (await streamed(cluster)).endswith("[DONE]\n\n")
+        assert len(cluster.decodes[0].aborts) >= 2
+
+    run(scenario)
+
+
+def test_a_request_that_both_refuse_is_the_clients_error():
+    async def refuse(visit: Visit):
+        await visit.fail(400, "context_length_exceeded")
+
+    async def scenario(cluster: Cluster):
+        cluster.prefills[0].script = cluster.decodes[0].script = refuse
+        async with cluster.post(STREAM) as response:
+            assert response.status == 400
+            assert (await response.json())["error"]["code"] == "context_length_exceeded"
+
+    run(scenario)
+
+
+# Decode fails before an answer: another one is asked ----------------------------------------------
+
+
+def test_decode_cannot_be_reached():
+    async def scenario(cluster: Cluster):
+        cluster.prefills[0].script = never_answer
+        cluster.decodes[0].kill()
+        text = await streamed(cluster)
+        assert text.endswith("[DONE]\n\n")
+        assert not errors_in(text)
+        first, second = cluster.prefills[0].visits
+        assert first.ticket.decode.worker == "decode-0"
+        assert second.ticket.decode.worker == "decode-1"
+        assert first.ticket.id != second.ticket.id
+        await until(lambda: first.left_at, within_s=1)  # its prefill leg was cancelled
+        cause = '{cause="decode_unreachable"}'
+        assert await cluster.metric("baton_gateway_fallbacks_total" + cause) == 1
+
+    run(scenario, decodes=2, probe_interval_s=30)
+
+
+@pytest.mark.parametrize("script", [never_answer, start_and_wait])
+def test_decode_dies_before_the_first_token(script):
+    async def scenario(cluster: Cluster):
+        cluster.decodes[0].script = script
+        loop = asyncio.get_running_loop()
+        loop.call_later(0.2, cluster.decodes[0].kill)
+        text = await streamed(cluster)
+        assert text.count("data: ") == 4
+        assert not errors_in(text)
+        assert len(cluster.decodes[1].visits) == 1
+
+    run(scenario, decodes=2)
+
+
+def test_the_second_decode_worker_fails_too():
+    async def scenario(cluster: Cluster):
+        for decode in cluster.decodes:
+            decode.kill()
+        async with cluster.post(STREAM) as response:
+            assert response.status == 502
+            error = (await response.json())["error"]
+            assert error["code"] == "worker_failed"
+            assert cluster.decodes[1].url in error["message"]
+
+    run(scenario, decodes=3, probe_interval_s=30)
+
+
+def test_the_only_decode_worker_cannot_be_reached():
+    async def scenario(cluster: Cluster):
+        cluster.decodes[0].kill()
+        async with cluster.post(STREAM) as response:
+            assert response.status == 502
+        await until(lambda: cluster.prefills[0].visits[0].left_at or True, within_s=1)
+        async with cluster.post(STREAM) as response:
+            assert response.status == 503
+            assert int(response.headers["retry-after"]) >= 1
+            assert (await response.json())["error"]["code"] == "no_worker"
+
+    run(scenario, probe_interval_s=30)
+
+
+def test_an_overloaded_decode_worker_is_passed_over():
+    async def refuse(visit: Visit):
+        await visit.fail(503, "overloaded")
+
+    async def scenario(cluster: Cluster):
+        cluster.decodes[0].script = refuse
+        assert (await streamed(cluster)).endswith("[DONE]\n\n")
+
+    run(scenario, decodes=2)
+
+
+def test_the_only_decode_worker_is_overloaded():
+    async def refuse(visit: Visit):
+        error = {"message": "full", "type": "server_error", "code": "overloaded", "param": None}
+        await visit.answer(503, {"error": error}, (b"retry-after", b"7"))
+
+    async def scenario(cluster: Cluster):
+        cluster.decodes[0].script = refuse
+        async with cluster.post(STREAM) as response:
+            assert response.status == 503
+            assert response.headers["retry-after"] == "7"
+            assert (await response.json())["error"]["message"] == "full"
+        assert await cluster.metric("baton_gateway_worker_up{") == 2, "overloaded is not down"
+
+    run(scenario)
+
+
+# Decode fails in the middle of an answer ----------------------------------------------------------
+
+
+def test_decode_dies_in_mid_stream():
+    async def scenario(cluster: Cluster):
+        cluster.decodes[0].script = one_token_and_wait
+        async with cluster.post(STREAM) as response:
+            first = await response.content.readany()
+            cluster.decodes[0].kill()
+            rest = (await response.read()).decode()
+        assert first.startswith(b"data: ")
+        assert errors_in(rest) == ["worker_failed"]
+        assert rest.endswith("\n\ndata: [DONE]\n\n")
+        assert not cluster.decodes[1].visits, "half an answer is not begun again"
+        cause = '{cause="worker_lost"}'
+        assert await cluster.metric("baton_gateway_broken_streams_total" + cause) == 1
+
+    run(scenario, decodes=2)
+
+
+def test_a_stream_that_ends_without_done_is_broken():
+    async def stop_early(visit: Visit):
+        await visit.start_stream()
+        await visit.token("a")
+        await visit.send({"type": "http.response.body", "body": b""})
+
+    async def scenario(cluster: Cluster):
+        cluster.decodes[0].script = stop_early
+        text = await streamed(cluster)
+        assert errors_in(text) == ["worker_failed"]
+        assert text.endswith("\n\ndata: [DONE]\n\n")
+
+    run(scenario)
+
+
+def test_half_an_event_is_ended_before_the_error():
+    async def cut(visit: Visit):
+        await visit.start_stream()
+        await visit.write(b'data: {"choices": [')
+        await visit.send({"type": "http.response.body", "body": b""})
+
+    async def scenario(cluster: Cluster):
+        cluster.decodes[0].script = cut
+        assert '[\n\ndata: {"error"' in await streamed_raw(cluster)
+
+    async def streamed_raw(cluster: Cluster) -> str:
+        async with cluster.post(STREAM) as response:
+            return await response.text()
+
+    run(scenario)
+
+
+def test_an_answer_in_one_piece_that_is_cut_is_502():
+    async def cut(visit: Visit):
+        headers = [(b"content-type", b"application/json"), (b"content-length", b"100")]
+        await visit.send({"type": "http.response.start", "status": 200, "headers": headers})
+        await visit.write(b'{"choices"')
+        visit.worker.kill()
+
+    async def scenario(cluster: Cluster):
+        cluster.decodes[0].script = cut
+        async with cluster.post(PROMPT) as response:
+            assert response.status == 502
+
+    run(scenario)
+
+
+def test_an_answer_that_is_too_long_is_502():
+    async def scenario(cluster: Cluster):
+        async with cluster.post(PROMPT) as response:
+            assert response.status == 502
+
+    run(scenario, max_answer_bytes=10)
+
+
+def test_an_error_that_the_worker_reports_is_forwarded_and_counted():
+    async def report(visit: Visit):
+        await visit.start_stream()
+        await visit.token("a")
+        await asyncio.sleep(0.02)
+        await visit.write(b'data: {"error":{"message":"x","type":"y","code":"z"}}\n\n')
+        await visit.done()
+
+    async def scenario(cluster: Cluster):
+        cluster.decodes[0].script = report
+        assert errors_in(await streamed(cluster)) == ["z"]
+        cause = '{cause="worker_reported"}'
+        assert await cluster.metric("baton_gateway_broken_streams_total" + cause) == 1
+
+    run(scenario)
+
+
+# Workers that begin another life ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("role", ["prefills", "decodes"])
+@pytest.mark.parametrize("body", [PROMPT, STREAM])
+def test_a_restarted_worker_is_asked_again_with_its_new_epoch(role, body):
+    async def wait_for_prefill(visit: Visit):
+        if len(visit.worker.visits) == 1 and role == "prefills":
+            await never_answer(visit)
+        await say_abc(visit)
+
+    async def scenario(cluster: Cluster):
+        restarted = getattr(cluster, role)[0]
+        cluster.decodes[0].script = wait_for_prefill
+        restarted.epoch = new_epoch()
+        async with cluster.post(body) as response:
+            assert response.status == 200
+            assert "c" in await response.text()
+        stale, fresh = restarted.visits
+        assert stale.ticket.id != fresh.ticket.id
+        assert restarted.epoch in {fresh.ticket.prefill.epoch, fresh.ticket.decode.epoch}
+        cause = '{cause="stale_ticket"}'
+        assert await cluster.metric("baton_gateway_fallbacks_total" + cause) == 1
+
+    run(scenario, probe_interval_s=30)
+
+
+def test_a_worker_that_refuses_every_ticket_is_not_asked_for_ever():
+    async def refuse(visit: Visit):
+        await visit.fail(409, "stale_ticket")
+
+    async def scenario(cluster: Cluster):
+        cluster.decodes[0].script = refuse
+        async with cluster.post(STREAM) as response:
+            assert response.status == 502
+        assert len(cluster.decodes[0].visits) == 2
+
+    run(scenario)
+
+
+# The registry of workers --------------------------------------------------------------------------
+
+
+def test_a_worker_goes_down_and_comes_back():
+    async def scenario(cluster: Cluster):
+        async def ups() -> float:
+            return await cluster.metric('baton_gateway_worker_up{role="decode"')
+
+        async def down() -> bool:
+            return await ups() == 0
+
+        async def up() -> bool:
+            return await ups() == 1
+
+        cluster.decodes[0].health_status = 500
+        await until_true(down)
+        status, answer = await cluster.get_json("/ready")
+        assert status == 503
+        assert "decode-0" in answer["error"]["message"]
+        cluster.decodes[0].health_status = 200
+        await until_true(up)
+        assert (await cluster.get_json("/ready"))[0] == 200
+
+    run(scenario, probe_interval_s=0.05)
+
+
+def test_a_draining_worker_gets_no_more_requests():
+    async def scenario(cluster: Cluster):
+        cluster.decodes[0].health_status = 503
+
+        async def one_left() -> bool:
+            return await cluster.metric('baton_gateway_worker_up{role="decode"') == 1
+
+        await until_true(one_left)
+        for _ in range(3):
+            await streamed(cluster)
+        assert not cluster.decodes[0].visits
+
+    run(scenario, decodes=2, probe_interval_s=0.05)
+
+
+def test_without_workers_a_gateway_lives_but_is_not_ready():
+    async def scenario(cluster: Cluster):
+        assert (await cluster.get_json("/health"))[0] == 200
+        status, answer = await cluster.get_json("/ready")
+        assert status == 503
+        assert cluster.decodes[0].url in answer["error"]["message"]
+        async with cluster.post(PROMPT) as response:
+            assert response.status == 503
+        assert (await cluster.get_json("/v1/models"))[1]["data"] == []
+
+    async def with_dead_workers(cluster: Cluster):
+        cluster.decodes[0].kill()
+        await scenario(cluster)
+
+    async def unready(cluster: Cluster):
+        await scenario(cluster)
+
+    run(unready, prefills=0, wait=False, probe_interval_s=30, probe_timeout_s=0.001)
+
+
+def test_a_worker_listed_in_the_wrong_role_is_not_used():
+    async def scenario(cluster: Cluster):
+        cluster.prefills[0].extra_info["role"] = "decode"
+
+        async def rejected() -> bool:
+            _, answer = await cluster.get_json("/ready")
+            return await cluster.metric('baton_gateway_worker_up{role="prefill"') == 0
+
+        cluster.prefills[0].epoch = new_epoch()
+        await until_true(rejected)
+        await streamed(cluster)
+        assert not cluster.prefills[0].visits
+
+    run(scenario, probe_interval_s=0.02)
+
+
+@pytest.mark.parametrize(
+    "info", [{"epoch": "short"}, {"role": "chef"}, {"worker": ""}, {"served_model_name": None}]
+)
+def test_a_description_that_makes_no_sense_is_not_believed(info):
+    async def scenario(cluster: Cluster):
+        cluster.decodes[0].extra_info.update(info)
+
+        async def lost() -> bool:
+            return await cluster.metric('baton_gateway_worker_up{role="decode"') == 0
+
+        await until_true(lost)
+
+    run(scenario, probe_interval_s=0.01)
+
+
+# Limits -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "code"),
+    [
+        (b"{", 400, "invalid_request"),
+        (b"[]", 400, "invalid_request"),
+        (b"{}", 400, "invalid_request"),
+        (b'{"model":"nobody"}', 404, "model_not_found"),
+        (b'{"model":"demo","prompt":"' + b"x" * 2000 + b'"}', 413, "request_too_large"),
+    ],
+)
+@pytest.mark.parametrize("framing", ["length", "chunked"])
+def test_a_bad_request_reaches_no_worker(body, status, code, framing):
+    async def in_chunks():
+        for at in range(0, len(body), 100):
+            yield body[at : at + 100]
+
+    async def scenario(cluster: Cluster):
+        data = body if framing == "length" else in_chunks()
+        async with cluster.client.post(cluster.url + "/v1/completions", data=data) as response:
+            assert response.status == status
+            error = (await response.json())["error"]
+            assert error["code"] == code
+            if code == "model_not_found":
+                assert MODEL in error["message"]
+        assert not cluster.decodes[0].visits
+        assert not cluster.prefills[0].visits
+
+    run(scenario, max_body_bytes=1000)
+
+
+def test_above_the_limit_requests_are_refused():
+    async def scenario(cluster: Cluster):
+        cluster.decodes[0].script = one_token_and_wait
+        async with cluster.post(STREAM) as first, cluster.post(STREAM) as second:
+            assert first.status == second.status == 200
+            async with cluster.post(STREAM) as third:
+                assert third.status == 503
+                assert int(third.headers["retry-after"]) >= 1
+                assert (await third.json())["error"]["code"] == "overloaded"
+        cluster.decodes[0].script = say_abc
+
+        async def room() -> bool:
+            return await cluster.metric("baton_gateway_inflight_requests") == 0
+
+        await until_true(room)
+        await streamed(cluster)
+
+    run(scenario, max_inflight_requests=2)
+
+
+@pytest.mark.parametrize("limit", ["request_timeout_s", "first_byte_timeout_s"])
+@pytest.mark.parametrize("script", [never_answer, start_and_wait])
+def test_a_deadline_before_the_first_token(limit, script):
+    async def scenario(cluster: Cluster):
+        cluster.decodes[0].script = script
+        cluster.prefills[0].script = never_answer
+        async with cluster.post(STREAM) as response:
+            text = await response.text()
+        if script is never_answer:
+            assert response.status == 504
+            assert json.loads(text)["error"]["code"] == "deadline_exceeded"
+            assert "prefill-0 → decode-0" in text
+        else:
+            assert response.status == 200
+            assert errors_in(text) == ["deadline_exceeded"]
+            assert text.endswith("[DONE]\n\n")
+        for worker in (cluster.prefills[0], cluster.decodes[0]):
+            await until(lambda worker=worker: worker.visits[0].left_at, within_s=1)
+
+    run(scenario, **{limit: 0.3})
+
+
+def test_a_deadline_in_mid_stream():
+    async def scenario(cluster: Cluster):
+        cluster.decodes[0].script = one_token_and_wait
+        text = await streamed(cluster)
+        assert errors_in(text) == ["deadline_exceeded"]
+        await until(lambda: cluster.decodes[0].visits[0].left_at, within_s=1)
+        cause = '{cause="deadline"}'
+        assert await cluster.metric("baton_gateway_broken_streams_total" + cause) == 1
+
+    run(scenario, request_timeout_s=0.3, first_byte_timeout_s=0.2)
+
+
+def test_an_answer_in_one_piece_has_only_the_whole_deadline():
+    async def slow(visit: Visit):
+        await asyncio.sleep(0.3)
+        await say_abc(visit)
+
+    async def scenario(cluster: Cluster):
+        cluster.decodes[0].script = slow
+        async with cluster.post(PROMPT) as response:
+            assert response.status == 200
+
+    run(scenario, first_byte_timeout_s=0.1)

@@ -1,0 +1,110 @@
+"""The layers, merged and checked."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.config.keys import closed_keys, environment_name, open_tables
+from baton.config.origin import FromDefault, FromEnvironment, FromFile, FromFlag
+from baton.config.resolve import CommandLine, resolve
+from baton.config.sections import Config
+from baton.errors import ConfigError
+
+DOCS = Path(__file__).parents[3] / "docs" / "configuration.md"
+
+
+def test_with_no_source_everything_is_default():
+    resolved = resolve(CommandLine(), {})
+    assert resolved.to_config() == Config()
+    assert all(resolved.is_default(name) for name in closed_keys())
+
+
+@given(st.sets(st.sampled_from(["file", "environment", "flag"])))
+def test_the_stronger_source_wins(tmp_path_factory, sources):
+    path = tmp_path_factory.mktemp("config") / "baton.toml"
+    path.write_text("[gateway]\nport = 1\n" if "file" in sources else "", encoding="utf-8")
+    environment = {"BATON_GATEWAY__PORT": "2"} if "environment" in sources else {}
+    flags = {"gateway.port": ("--port", 3)} if "flag" in sources else {}
+    value = resolve(CommandLine(path, flags), environment).values["gateway.port"]
+    expected = {
+        "flag": (3, FromFlag("--port")),
+        "environment": (2, FromEnvironment("BATON_GATEWAY__PORT")),
+        "file": (1, FromFile(path, 2)),
+    }
+    strongest = next((s for s in expected if s in sources), None)
+    assert (value.value, value.origin) == expected.get(strongest, (8000, FromDefault()))
+
+
+def test_the_file_can_be_named_by_the_environment(tmp_path):
+    path = tmp_path / "baton.toml"
+    path.write_text("[trace]\nring_size = 7\n", encoding="utf-8")
+    resolved = resolve(CommandLine(), {"BATON_CONFIG": str(path)})
+    assert resolved.to_config().trace.ring_size == 7
+    assert resolved.file == path
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [
+        ("gateway.port", "0", 0),
+        ("gateway.request_timeout_s", "1.5", 1.5),
+        ("gateway.prefill", "http://a:1, http://b:2", ("http://a:1", "http://b:2")),
+        ("gateway.prefill", '["http://a:1"]', ("http://a:1",)),
+        ("gateway.prefill", "[]", ()),
+        ("worker.cpu_affinity", "0,2", (0, 2)),
+        ("worker.name", "7", "7"),
+        ("worker.served_model_name", "null-model", "null-model"),
+        ("engine.block_size", "8", 8),
+        ("engine.dtype", "float32", "float32"),
+        ("engine.dtype", '"8"', "8"),
+    ],
+)
+def test_text_becomes_what_the_key_is(name, text, value):
+    assert resolve(CommandLine(assignments=[f"{name}={text}"]), {}).values[name].value == value
+    variables = {environment_name(name): text}
+    assert resolve(CommandLine(), variables).values[name].value == value
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("gateway.port", "many", r"gateway.port: Expected `int`.*\(environment BATON_GATEWAY__P"),
+        ("gateway.port", "65536", r"gateway.port: Expected `int` <= 65535"),
+        ("worker.role", "cook", r"worker.role: Invalid enum value 'cook'"),
+        ("worker.drain_timeout_s", "0", r"worker.drain_timeout_s: Expected `float` > 0"),
+        ("transfer.transports", "[]", r"transfer.transports: Expected `array` of length >= 1"),
+    ],
+)
+def test_a_wrong_value_is_refused_with_its_path_and_origin(name, text, message):
+    with pytest.raises(ConfigError, match=message):
+        resolve(CommandLine(), {environment_name(name): text})
+
+
+def test_a_wrong_type_in_a_file_names_file_and_line(tmp_path):
+    path = tmp_path / "baton.toml"
+    path.write_text('[gateway]\nport = "80"\n', encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"gateway.port: Expected `int`.*baton.toml:2\)"):
+        resolve(CommandLine(path), {})
+
+
+def test_a_value_and_a_table_of_one_name_are_refused():
+    with pytest.raises(ConfigError, match="a value and to a table"):
+        resolve(CommandLine(assignments=["engine.a=1", "engine.a.b=2"]), {}).to_config()
+
+
+def test_the_tree_holds_open_tables():
+    config = resolve(
+        CommandLine(assignments=["transfer.options.tcp.streams=3", "up.decode_engine.x=1"]), {}
+    ).to_config()
+    assert config.transfer.options == {"tcp": {"streams": 3}}
+    assert config.up.decode_engine == {"x": 1}
+
+
+def test_every_key_is_documented():
+    text = DOCS.read_text(encoding="utf-8")
+    sections = {name.partition(".")[0] for name in closed_keys()}
+    missing = [name for name in (*closed_keys(), *open_tables()) if f"`{name}`" not in text]
+    assert not missing
+    assert {"cluster", "gateway", "worker", "handoff", "transfer", "up", "trace", "log"} == sections

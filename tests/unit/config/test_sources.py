@@ -1,0 +1,122 @@
+"""Files, variables and assignments: what they may say, and how a mistake is answered."""
+
+import pytest
+
+from baton.config.origin import FromEnvironment, FromFile, FromFlag, describe
+from baton.config.sources import (
+    Setting,
+    Text,
+    Typed,
+    find_line,
+    read_assignments,
+    read_file,
+    read_variables,
+)
+from baton.errors import ConfigError
+
+FILE = """\
+# a comment
+[gateway]
+port = 9000   # not the default
+
+[up.decode_engine]
+block_size = 8
+
+[transfer.options.tcp]
+streams = 4
+"""
+
+
+def write(tmp_path, text):
+    path = tmp_path / "baton.toml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_a_file_gives_settings_with_their_lines(tmp_path):
+    path = write(tmp_path, FILE)
+    assert read_file(path) == {
+        "gateway.port": Setting(Typed(9000), FromFile(path, 3)),
+        "up.decode_engine.block_size": Setting(Typed(8), FromFile(path, 6)),
+        "transfer.options.tcp.streams": Setting(Typed(4), FromFile(path, 9)),
+    }
+
+
+def test_paths_in_a_file_are_relative_to_the_file(tmp_path):
+    path = write(tmp_path, '[worker]\nmodel = "models/mine"\n[cluster]\nkey_file = "/k"\n')
+    layer = read_file(path)
+    assert layer["worker.model"].value == Typed(str(tmp_path / "models/mine"))
+    assert layer["cluster.key_file"].value == Typed("/k")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[gateway]\nprot = 1\n", r"baton.toml:2: unknown key 'gateway.prot'; did you mean 'gate"),
+        ("[gatway]\nport = 1\n", r"unknown key 'gatway.port'; did you mean 'gateway.port'"),
+        ("[nothing]\nlike_it = 1\n", r"baton.toml:2: unknown key 'nothing.like_it'$"),
+        ("gateway = 3\n", r"baton.toml:1: 'gateway' is a table, not a value"),
+        ("engine = 3\n", r"'engine' is a table, not a value"),
+        ("[gateway\n", r"baton.toml is not TOML: .*line 1"),
+    ],
+)
+def test_a_wrong_file_is_refused_with_the_place(tmp_path, text, message):
+    with pytest.raises(ConfigError, match=message):
+        read_file(write(tmp_path, text))
+
+
+def test_an_unreadable_file_says_what_why_and_what_to_do(tmp_path):
+    with pytest.raises(ConfigError, match=r"cannot read .*nowhere.toml: No such file.*--config"):
+        read_file(tmp_path / "nowhere.toml")
+
+
+def test_variables_become_settings_and_others_are_left_alone():
+    layer = read_variables({
+        "BATON_GATEWAY__PORT": "9",
+        "BATON_ENGINE__BLOCK_SIZE": "8",
+        "BATON_CONFIG": "x",
+        "BATON_CLUSTER_KEY": "secret",
+        "BATON_RANDOM_SEED": "1",
+        "PATH": "/bin",
+    })
+    assert layer == {
+        "gateway.port": Setting(Text("9"), FromEnvironment("BATON_GATEWAY__PORT")),
+        "engine.block_size": Setting(Text("8"), FromEnvironment("BATON_ENGINE__BLOCK_SIZE")),
+    }
+
+
+@pytest.mark.parametrize(
+    ("variable", "message"),
+    [
+        ("BATON_GATEWAY__PRT", "did you mean 'BATON_GATEWAY__PORT'"),
+        ("BATON_GATEWAY_PORT", "did you mean 'BATON_GATEWAY__PORT'"),
+        ("BATON_NO__SUCH", "sets nothing$"),
+    ],
+)
+def test_a_variable_that_would_be_lost_is_refused(variable, message):
+    with pytest.raises(ConfigError, match=message):
+        read_variables({variable: "1"})
+
+
+def test_assignments():
+    assert read_assignments(["gateway.port=1", "worker.name=a=b"]) == {
+        "gateway.port": Setting(Text("1"), FromFlag("--set")),
+        "worker.name": Setting(Text("a=b"), FromFlag("--set")),
+    }
+    with pytest.raises(ConfigError, match=r"section\.key=value"):
+        read_assignments(["gateway.port"])
+    with pytest.raises(ConfigError, match=r"--set: unknown key .gateway\.prot."):
+        read_assignments(["gateway.prot=1"])
+
+
+def test_lines_are_found_in_tables_and_dotted_keys():
+    text = '[a]\nx = 1\n[b.c]\nx = 2\n[d]\ne.f = 3\n["g"]\n"h" = 4\n'
+    assert [find_line(text, name) for name in ("a.x", "b.c.x", "d.e.f", "g.h")] == [2, 4, 6, 8]
+    assert find_line(text, "b.x") is None
+
+
+def test_origins_read_well(tmp_path):
+    path = tmp_path / "f"
+    assert describe(FromFile(path, 3)) == f"file {path}:3"
+    assert describe(FromFile(path, None)) == f"file {path}"
+    assert describe(FromFlag("--port")) == "flag --port"

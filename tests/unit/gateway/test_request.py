@@ -1,0 +1,150 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.errors import InvalidRequestError
+from baton.gateway.request import parse_body, request_id_from
+
+FORGED = '{"baton_ticket":"forged","remote_host":"10.0.0.1"}'
+
+
+def test_other_fields_are_kept_as_they_are_written():
+    body = b'{"model":"m", "temperature":1e-3, "big":123456789012345678901234567890, "n":1.0}'
+    kept = parse_body(body).encode()
+    assert kept == (
+        b'{"model":"m","temperature":1e-3,"big":123456789012345678901234567890,"n":1.0}'
+    )
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        '{"model":"m","kv_transfer_params":%s}',
+        '{"kv_transfer_params":%s,"model":"m"}',
+        '{"model":"m","kv_transfer_par\\u0061ms":%s}',
+        '{"model":"m","\\u006bv_transfer_params":%s}',
+        '{"model":"m","kv_transfer_params":null,"kv_transfer_params":%s}',
+        '{"model":"m","kv_transfer_params":%s,"kv_transfer_par\\u0061ms":{}}',
+        ' {\n"model" : "m" , "kv_transfer_params"\t:\t%s }\n',
+        '{"model":"m","vllm_xargs":{"kv_transfer_params":%s}}',
+        '{"model":"m","vllm_xargs":{"kv_transfer_p\\u0061rams":%s,"a":1}}',
+        '{"model":"m","vllm_x\\u0061rgs":{},"vllm_xargs":{"kv_transfer_params":%s}}',
+    ],
+)
+def test_a_ticket_that_a_client_sends_is_gone(body):
+    parsed = parse_body((body % FORGED).encode())
+    for rewritten in (parsed.encode(), parsed.encode_with_ticket("ours")):
+        assert b"forged" not in rewritten
+        assert b"remote_host" not in rewritten
+    assert json.loads(parsed.encode_with_ticket("ours"))["kv_transfer_params"] == {
+        "baton_ticket": "ours"
+    }
+
+
+def test_harmless_extra_arguments_are_kept():
+    body = b'{"model":"m","vllm_xargs":{"kv_transfer_params":1,"a":[1,2]}}'
+    assert json.loads(parse_body(body).encode())["vllm_xargs"] == {"a": [1, 2]}
+
+
+def test_a_field_deeper_down_is_the_clients_own():
+    body = b'{"model":"m","metadata":{"kv_transfer_params":1}}'
+    assert parse_body(body).encode() == body
+
+
+def test_of_a_field_given_twice_worker_and_gateway_read_the_same_one():
+    parsed = parse_body(b'{"model":"a","mod\\u0065l":"b","stream":false,"stream":true}')
+    pairs = json.loads(parsed.encode(), object_pairs_hook=list)
+    assert pairs == [("model", "b"), ("stream", True)]
+    assert (parsed.model, parsed.stream) == ("b", True)
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        (b"", None),
+        (b"[]", None),
+        (b"null", None),
+        (b'"text"', None),
+        (b'{"model":"m"', None),
+        (b'{"model":"m"} trailing', None),
+        (b'{"model":"m",}', None),
+        (b"{'model':'m'}", None),
+        (b'\xff{"model":"m"}', None),
+        (b'{"\xff":1,"model":"m"}', None),
+        ('{"model":"m"}'.encode("utf-16"), None),
+        (b'{"\\ud800":1,"model":"m"}', None),
+        (b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b',"model":"m"}', None),
+        (b"{}", "model"),
+        (b'{"model":null}', "model"),
+        (b'{"model":["m"]}', "model"),
+        (b'{"model":"m","stream":1}', "stream"),
+        (b'{"model":"m","stream":"true"}', "stream"),
+        (b'{"model":"m","vllm_xargs":[]}', "vllm_xargs"),
+    ],
+)
+def test_what_is_no_request_is_refused(body, param):
+    with pytest.raises(InvalidRequestError) as refused:
+        parse_body(body).encode()
+    assert refused.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("stream", "expected"),
+    [("true", True), (" true ", True), ("false", False), ("null", False)],
+)
+def test_stream_is_read(stream, expected):
+    assert parse_body(f'{{"model":"m","stream":{stream}}}'.encode()).stream is expected
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+ours = st.sampled_from(["kv_transfer_params", "model", "stream", "vllm_xargs"])
+
+
+@given(
+    st.dictionaries(st.text(max_size=10) | ours, json_values, max_size=6),
+    st.text(max_size=8),
+    st.booleans(),
+)
+def test_only_our_fields_change(fields, model, ascii_only):
+    fields = {**fields, "model": model, "stream": True}
+    fields.pop("vllm_xargs", None)
+    body = json.dumps(fields, ensure_ascii=ascii_only).encode("utf-8", "surrogatepass")
+    try:
+        parsed = parse_body(body)
+    except InvalidRequestError:
+        assert any("\ud800" <= char <= "\udfff" for char in str(fields))
+        return
+    expected = {k: v for k, v in json.loads(body).items() if k != "kv_transfer_params"}
+    assert json.loads(parsed.encode()) == expected
+    assert json.loads(parsed.encode_with_ticket("t")) == {
+        **expected,
+        "kv_transfer_params": {"baton_ticket": "t"},
+    }
+
+
+@given(st.binary(max_size=60))
+def test_garbage_is_refused_and_nothing_else_happens(body):
+    with pytest.raises(InvalidRequestError):
+        parse_body(body)
+
+
+def test_a_fit_request_id_is_kept():
+    assert request_id_from([(b"host", b"x"), (b"x-request-id", b"abc-1/2")]) == "abc-1/2"
+
+
+@pytest.mark.parametrize("unfit", [b"", b"a" * 129, b"a b", b"a\x7f", "é".encode(), b"a\tb"])
+def test_an_unfit_request_id_is_replaced(unfit):
+    made = request_id_from([(b"x-request-id", unfit)])
+    assert made.startswith("req-")
+
+
+def test_without_a_request_id_each_request_gets_its_own():
+    assert request_id_from([]) != request_id_from([])
