@@ -2,11 +2,11 @@
 
 import socket
 
-from baton.testing.transport_contract import TransportContract
+from baton.testing.transport_contract import NetworkTransportContract
 from baton.transfer.interface import TRANSPORTS
 
 
-class TestShared(TransportContract):
+class TestShared(NetworkTransportContract):
     kind = "shared"
     peer_writes = True
 
@@ -17,7 +17,7 @@ class TestShared(TransportContract):
         return stranger
 
 
-class TestTcp(TransportContract):
+class TestTcp(NetworkTransportContract):
     kind = "tcp"
     peer_writes = False
 
@@ -27,5 +27,5 @@ class TestTcp(TransportContract):
 
 
 def test_every_installed_transport_runs_the_contract():
-    tested = {suite.kind for suite in TransportContract.__subclasses__()}
+    tested = {suite.kind for suite in NetworkTransportContract.__subclasses__()}
     assert tested >= set(TRANSPORTS.kinds())

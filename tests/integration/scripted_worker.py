@@ -128,7 +128,7 @@ class ScriptedWorker:
         self._sock = socket.create_server(("127.0.0.1", 0))
         self.port = self._sock.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        self._server: Server | None = None
+        self._server: uvicorn.Server | None = None
 
     def info(self) -> dict[str, Any]:
         return {
@@ -203,39 +203,33 @@ class ScriptedWorker:
     def kill(self) -> None:
         """Die as a killed process does: every socket is gone at once."""
         assert self._server is not None
-        for listener in self._server.servers:
-            listener.close()
-        for connection in list(self._server.server_state.connections):
-            connection.transport.abort()
-
-
-class Server(uvicorn.Server):
-    """uvicorn without signals."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Any:
-        yield
+        close_at_once(self._server)
 
 
 @contextlib.asynccontextmanager
-async def serving(app: Any, sock: socket.socket) -> AsyncGenerator[Server]:
+async def serving(app: Any, sock: socket.socket) -> AsyncGenerator[uvicorn.Server]:
     """Serve an ASGI application on a bound socket."""
-    server = Server(
+    server = uvicorn.Server(
         uvicorn.Config(
             app, http="httptools", ws="none", lifespan="off", log_config=None,
-            timeout_graceful_shutdown=1,
         )
     )  # fmt: skip
-    task = asyncio.create_task(server.serve(sockets=[sock]))
-    while not server.started:
-        await asyncio.sleep(0.005)
+    server.config.load()
+    server.lifespan = server.config.lifespan_class(server.config)
+    await server.startup(sockets=[sock])
     try:
         yield server
-    finally:
-        server.should_exit = server.force_exit = True
-        for connection in list(server.server_state.connections):
-            connection.transport.abort()
-        await task
+    finally:  # not uvicorn's own shutdown, which takes its time
+        close_at_once(server)
+        while server.server_state.tasks or server.server_state.connections:
+            await asyncio.sleep(0.002)
+
+
+def close_at_once(server: uvicorn.Server) -> None:
+    for listener in server.servers:
+        listener.close()
+    for connection in list(server.server_state.connections):
+        connection.transport.abort()
 
 
 async def _read(receive: Any) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import time
 
@@ -92,7 +93,8 @@ def test_an_answer_in_one_piece():
 def test_a_large_body_reaches_both_workers():
     async def scenario(cluster: Cluster):
         prompt = "x" * 3_000_000
-        async with cluster.post({**PROMPT, "prompt": prompt}) as response:
+        body = io.BytesIO(json.dumps({**PROMPT, "prompt": prompt}).encode())
+        async with cluster.client.post(cluster.url + "/v1/completions", data=body) as response:
             assert response.status == 200
         assert cluster.decodes[0].visits[0].body["prompt"] == prompt
         assert cluster.prefills[0].visits[0].body["prompt"] == prompt

@@ -412,7 +412,6 @@ def test_a_worker_listed_in_the_wrong_role_is_not_used():
         cluster.prefills[0].extra_info["role"] = "decode"
 
         async def rejected() -> bool:
-            _, answer = await cluster.get_json("/ready")
             return await cluster.metric('baton_gateway_worker_up{role="prefill"') == 0
 
         cluster.prefills[0].epoch = new_epoch()

@@ -7,7 +7,7 @@ by a second Ctrl-C. Each command's module is imported only when that command run
 File map:
     main.py         the commands and their one-line help; errors → exit codes
     flags.py        the flags that every command shares
-    up.py           `baton up`: one machine, one command
+    up.py           `baton up`: one machine, one command; launching.py what it does
     gateway.py      `baton gateway`
     worker.py       `baton worker`
     model.py        `baton model make`

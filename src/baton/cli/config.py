@@ -4,10 +4,7 @@ from typing import Annotated
 
 import msgspec
 from cyclopts import App, Parameter
-from rich.console import Console
-from rich.table import Table
 
-from baton.cli.engine_options import engine_defaults
 from baton.cli.flags import ConfigFlags
 from baton.config.cluster_key import KEY_VARIABLE
 from baton.config.environment import read_environment
@@ -52,6 +49,8 @@ def _rows(resolved: Resolved) -> dict[str, ShownValue]:
 
 
 def _engine_rows(kind: str) -> dict[str, ShownValue]:
+    from baton.cli.engine_options import engine_defaults  # noqa: PLC0415 - too heavy for --help
+
     try:
         defaults = engine_defaults(kind)
     except UnknownPluginError:  # its settings can be shown; what it would take by default cannot
@@ -60,6 +59,9 @@ def _engine_rows(kind: str) -> dict[str, ShownValue]:
 
 
 def _print_table(rows: dict[str, ShownValue]) -> None:
+    from rich.console import Console  # noqa: PLC0415 - too heavy for --help
+    from rich.table import Table  # noqa: PLC0415
+
     table = Table("setting", "value", "from", box=None, pad_edge=False, header_style="bold")
     for name, row in rows.items():
         table.add_row(name, msgspec.json.encode(row.value).decode(), row.origin)

@@ -26,6 +26,7 @@ def build_app() -> App:
         name="baton",
         version=__version__,
         help="Disaggregated LLM serving: hands the KV cache from prefill to decode.",
+        help_format="plaintext",
         result_action="return_value",
     )
     app.command(

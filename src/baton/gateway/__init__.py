@@ -20,5 +20,8 @@ File map:
     probe.py        asks one worker how it is, for ever
     worker_info.py  what a worker says about itself, checked
     errors.py       OpenAI's error JSON and the status codes
-    metrics.py, records.py, debug.py   counted, remembered, shown
+    call.py         what the parts of one request note about it; services.py what they all share
+    fallbacks.py    counts and logs what went another way than intended
+    asgi.py         the few ASGI messages
+    gaps.py, metrics.py, records.py, debug.py   counted, remembered, shown
 """

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 EVENT_STREAM: Final = "text/event-stream"
 ERROR_EVENT: Final = b'data: {"error"'
-DONE: Final = b"[DONE]"
+DONE: Final = b"data: [DONE]"
 TAIL_BYTES: Final = 32
 STREAM_HEADERS: Final = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -53,13 +53,20 @@ class Answer:
         """
         if response.status == HTTPStatus.OK and response.content_type == EVENT_STREAM:
             await self._start_stream()
-            with mapped_errors(response.url):
-                await self._pump(response)
-            if DONE not in self._call.tail:
+            try:
+                with mapped_errors(response.url):
+                    await self._pump(response)
+            except UpstreamError:
+                if not self._is_done():  # what comes after the end is of no interest
+                    raise
+            if not self._is_done():
                 raise WorkerLostError(f"{self._decode.id} ended its stream without [DONE]")
             await self._send({"type": "http.response.body", "body": b""})
         else:
             await self._forward_whole(response)
+
+    def _is_done(self) -> bool:
+        return self._call.tail.rstrip().endswith(DONE)
 
     async def _start_stream(self) -> None:
         """Send the headers, unless a previous attempt has sent them."""
@@ -81,12 +88,12 @@ class Answer:
         while chunk:
             if chunk.startswith(ERROR_EVENT):
                 self._services.metrics.broken_streams[BrokenStreamCause.WORKER_REPORTED].inc()
-            call.tail = (call.tail + chunk[-TAIL_BYTES:])[-TAIL_BYTES:]
+            call.tail = chunk if len(chunk) >= TAIL_BYTES else (call.tail + chunk)[-TAIL_BYTES:]
             await send({"type": "http.response.body", "body": chunk, "more_body": True})
-            chunk = await read()
-            at = now()
-            observe_gap(at - last)
-            last = at
+            if chunk := await read():
+                at = now()
+                observe_gap(at - last)
+                last = at
 
     async def _forward_whole(self, response: aiohttp.ClientResponse) -> None:
         """An answer in one piece is read to its end first, so that a cut can still be a 502."""

@@ -2,32 +2,31 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import asyncio
+import contextlib
+from typing import TYPE_CHECKING, Final
 
 from baton.gateway.errors import BodyTooLargeError, ClientLeftError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from starlette.types import Receive, Scope, Send
+    from starlette.types import Receive, Send
 
     from baton.gateway.errors import ErrorAnswer
 
 Header = tuple[bytes, bytes]
+DISCARD_TIMEOUT_S: Final = 2.0
 JSON: Header = (b"content-type", b"application/json")
 
 
-async def read_body(scope: Scope, receive: Receive, max_bytes: int) -> bytes:
+async def read_body(receive: Receive, max_bytes: int) -> bytes:
     """Read a whole request body.
 
     Raises:
-        BodyTooLargeError: it is longer than `max_bytes`, or says that it is.
+        BodyTooLargeError: it is longer than `max_bytes`.
         ClientLeftError: the client left before its end.
     """
-    headers: Iterable[Header] = scope["headers"]
-    for name, value in headers:
-        if name == b"content-length" and int(value) > max_bytes:
-            raise BodyTooLargeError(f"the body has {int(value)} bytes, at most {max_bytes} fit")
     parts: list[bytes] = []
     num_bytes = 0
     while True:
@@ -36,11 +35,30 @@ async def read_body(scope: Scope, receive: Receive, max_bytes: int) -> bytes:
             raise ClientLeftError("the client left while sending its request")
         part = message.get("body", b"")
         num_bytes += len(part)
+        more = message.get("more_body", False)
         if num_bytes > max_bytes:
+            if more:
+                await _discard(receive, max_bytes)
             raise BodyTooLargeError(f"the body has more than {max_bytes} bytes")
-        if not message.get("more_body", False):
+        if not more:
             return part if not parts else b"".join((*parts, part))
         parts.append(part)
+
+
+async def _discard(receive: Receive, max_bytes: int) -> None:
+    """Let a client that is only a little too long finish.
+
+    Closing a connection on which data still arrives resets it, and the client might lose the
+    answer that tells it why.
+    """
+    num_bytes = 0
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(DISCARD_TIMEOUT_S):
+            while num_bytes <= max_bytes:
+                message = await receive()
+                num_bytes += len(message.get("body", b""))
+                if not message.get("more_body", False):
+                    return
 
 
 async def send_whole(

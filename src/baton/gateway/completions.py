@@ -13,7 +13,7 @@ from baton.gateway.call import Call
 from baton.gateway.errors import (
     ClientLeftError,
     DeadlineError,
-    GatewayError,
+    ShuttingDownError,
     UpstreamError,
     answer_for,
 )
@@ -48,30 +48,29 @@ class Completions:
         self._services, self._records = services, records
         self._num_inflight = 0
         self._epoch = new_epoch()
+        services.metrics.inflight.set_function(lambda: self._num_inflight)
 
     async def serve(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request, whatever happens to it."""
         call = self._begin(path, scope)
         self._num_inflight += 1
-        self._services.metrics.inflight.inc()
         code = CLIENT_LEFT_CODE
         try:
-            code = await self._answer(call, scope, receive, send)
+            code = await self._answer(call, receive, send)
         finally:
             self._num_inflight -= 1
-            self._services.metrics.inflight.dec()
             self._end(call, code)
 
-    async def _answer(self, call: Call, scope: Scope, receive: Receive, send: Send) -> int:
+    async def _answer(self, call: Call, receive: Receive, send: Send) -> int:
         """Serve, or say why not; the status that counts."""
         try:
-            await self._within_limits(call, scope, receive, send)
+            await self._within_limits(call, receive, send)
         except ClientLeftError:
             self._services.metrics.disconnects[call.phase].inc()
             call.trace.outcome = f"client left ({call.phase})"
             return CLIENT_LEFT_CODE
         except asyncio.CancelledError:
-            await self._tell(call, GatewayError("the gateway is shutting down"), send)
+            await self._tell(call, ShuttingDownError("the gateway is shutting down"), send)
             raise
         except BatonError as exc:
             return await self._tell(call, exc, send)
@@ -81,7 +80,7 @@ class Completions:
         call.trace.outcome = "ok"
         return call.status or 0
 
-    async def _within_limits(self, call: Call, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _within_limits(self, call: Call, receive: Receive, send: Send) -> None:
         options = self._services.options
         if self._num_inflight > options.max_inflight_requests:
             raise OverloadedError(
@@ -94,7 +93,7 @@ class Completions:
             )
             watcher: asyncio.Task[None] | None = None
             try:
-                body = parse_body(await read_body(scope, receive, options.max_body_bytes))
+                body = parse_body(await read_body(receive, options.max_body_bytes))
                 watcher = loop.create_task(_watch_client(receive, life))
                 call.model = body.model
                 call.trace.stamp(Stamp.ADMITTED, self._services.clock.now())

@@ -11,6 +11,7 @@ GatewayError
 │   ├── WorkerFailedError   it answered with a 5xx, which the client gets if nobody else can help
 │   └── StaleTicketError    a worker began another life: place the request again
 ├── DeadlineError           504
+├── ShuttingDownError       503, retryable
 └── ClientLeftError         nobody is told
 """
 
@@ -95,6 +96,12 @@ class DeadlineError(GatewayError):
     """The request took longer than the operator allows."""
 
 
+class ShuttingDownError(GatewayError):
+    """The gateway ends before the request does."""
+
+    retryable = True
+
+
 class ClientLeftError(GatewayError):
     """The client closed its connection."""
 
@@ -144,6 +151,7 @@ _KINDS: tuple[tuple[type[BatonError], _Kind], ...] = (
     (OverloadedError, _Kind(503, "server_error", "overloaded")),
     (NoWorkerError, _Kind(503, "server_error", "no_worker")),
     (UpstreamError, _Kind(502, "server_error", "worker_failed")),
+    (ShuttingDownError, _Kind(503, "server_error", "shutting_down")),
     (DeadlineError, _Kind(504, "server_error", "deadline_exceeded")),
 )
 _INTERNAL = _Kind(500, "server_error", "internal_error")

@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING, Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from baton.gateway.gaps import GapCollector
+from baton.telemetry.metrics import FIRST_TOKEN_EDGES_S, REQUEST_EDGES_S, TOKEN_GAP_EDGES_S
+
 if TYPE_CHECKING:
     from baton.router.fleet import Role
     from baton.router.placement import Mode
@@ -18,20 +21,6 @@ CLIENT_LEFT_CODE: Final = 499
 
 NO_MODEL: Final = ""
 NO_MODE: Final = "none"
-
-# vLLM's edges, so that the two overlay on one board
-TTFT_EDGES_S: Final = (
-    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
-    20.0, 40.0, 80.0, 160.0, 640.0, 2560.0,
-)  # fmt: skip
-ITL_EDGES_S: Final = (
-    0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0,
-    40.0, 80.0,
-)  # fmt: skip
-DURATION_EDGES_S: Final = (
-    0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0,
-    480.0, 960.0, 1920.0, 7680.0,
-)  # fmt: skip
 
 
 class Phase(StrEnum):
@@ -71,7 +60,7 @@ class ModelMetrics:
 
     def __init__(self, owner: GatewayMetrics, model: str, mode: str) -> None:
         self.time_to_first_token = owner.time_to_first_token.labels(model, mode)
-        self.inter_token_latency = owner.inter_token_latency.labels(model, mode)
+        self.inter_token_latency = owner.inter_token_latency.child(model, mode)
         self.duration = owner.duration.labels(model, mode)
         self._requests = {c: owner.requests.labels(model, mode, str(c)) for c in COMMON_CODES}
         self._owner, self._model, self._mode = owner, model, mode
@@ -101,21 +90,20 @@ class GatewayMetrics:
             "baton_gateway_time_to_first_token_seconds",
             "From the request's arrival to the first byte of its answer.",
             by_mode,
-            buckets=TTFT_EDGES_S,
+            buckets=FIRST_TOKEN_EDGES_S,
             registry=self.registry,
         )
-        self.inter_token_latency = Histogram(
+        self.inter_token_latency = GapCollector(
             "baton_gateway_inter_token_latency_seconds",
             "Between two chunks of a stream.",
-            by_mode,
-            buckets=ITL_EDGES_S,
-            registry=self.registry,
+            TOKEN_GAP_EDGES_S,
         )
+        self.registry.register(self.inter_token_latency)
         self.duration = Histogram(
             "baton_gateway_request_duration_seconds",
             "From the request's arrival to the last byte of its answer.",
             by_mode,
-            buckets=DURATION_EDGES_S,
+            buckets=REQUEST_EDGES_S,
             registry=self.registry,
         )
         self._add_totals()

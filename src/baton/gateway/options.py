@@ -97,4 +97,3 @@ class GatewayOptions:
         ):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"gateway.{name} must be above 0")
-

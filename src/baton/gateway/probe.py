@@ -7,7 +7,7 @@ import logging
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Final
 
-from baton.errors import BatonError
+from baton.errors import BatonError, ProtocolError
 from baton.gateway.errors import UpstreamError, WorkerLostError, WorkerUnreachableError
 from baton.gateway.worker_info import read_info
 from baton.gateway.workers import Up
@@ -78,6 +78,8 @@ class Prober:
                 await self._introduce_if_due()
             else:
                 self._workers.drain(self._worker)
+        except ProtocolError as exc:
+            self._workers.lose(self._worker, str(exc))
         except BatonError as exc:
             self._num_failures += 1
             if not isinstance(self._worker.state, Up) or self._num_failures >= NUM_FAILURES_TO_LOSE:

@@ -55,7 +55,7 @@ class Child:
         self,
         name: str,
         process: Process,
-        announcements: asyncio.StreamReader,
+        announcements: _Pipe,
         on_line: Callable[[str], None],
     ) -> None:
         loop = asyncio.get_running_loop()
@@ -101,10 +101,8 @@ class Child:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, number)
 
-    async def _follow(
-        self, announcements: asyncio.StreamReader, on_line: Callable[[str], None]
-    ) -> Ended:
-        readers = [asyncio.create_task(self._read_announcements(announcements))]
+    async def _follow(self, announcements: _Pipe, on_line: Callable[[str], None]) -> Ended:
+        readers = [asyncio.create_task(self._read_announcements(announcements.stream))]
         if self._process.stdout is not None:
             readers.append(asyncio.create_task(self._read_lines(self._process.stdout, on_line)))
         ended = Ended(await self._process.wait())
@@ -112,6 +110,7 @@ class Child:
         await asyncio.wait(readers, timeout=READ_REST_TIMEOUT_S)
         for reader in readers:
             reader.cancel()
+        announcements.close()
         if not self._url.done():
             self._url.set_result(ended)
         if not self._ready.done():
@@ -163,6 +162,7 @@ async def spawn(
         OSError: the process could not be started.
     """
     read_fd, write_fd = os.pipe()
+    announcements = await _open_pipe(read_fd)
     try:
         process = await asyncio.create_subprocess_exec(
             *command,
@@ -179,11 +179,81 @@ async def spawn(
             preexec_fn=partial(_die_with, os.getpid()),
         )
     except BaseException:
-        os.close(read_fd)
+        announcements.close()
         raise
     finally:
         os.close(write_fd)
-    return Child(name, process, await _open_pipe(read_fd), on_line)
+    # Nothing is awaited from here on: a process that exists always has a `Child` that ends it.
+    return Child(name, process, announcements, on_line)
+
+
+def _die_with(parent_pid: int) -> None:
+    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:  # it died before prctl could tie us to it
+        os._exit(1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Pipe:
+    """The reading end of a pipe."""
+
+    stream: asyncio.StreamReader
+    transport: asyncio.ReadTransport
+
+    def close(self) -> None:
+        self.transport.close()
+
+
+async def _open_pipe(fd: int) -> _Pipe:
+    stream = asyncio.StreamReader(limit=MAX_LINE_BYTES)
+    transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(stream), os.fdopen(fd, "rb")
+    )
+    return _Pipe(stream, transport)
+
+
+async def _read_lines(self, stream: asyncio.StreamReader, on_line: Callable[[str], None]) -> None:
+    while raw := await _read_line(stream):
+        line = raw.decode(errors="replace").rstrip("\n")
+        self.last_lines.append(line)
+        on_line(line)
+
+
+async def spawn(
+    name: str,
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    on_line: Callable[[str], None],
+) -> Child:
+    """Start a process that ends when this one does; `--announce-fd` is added to its command.
+
+    Raises:
+        OSError: the process could not be started.
+    """
+    read_fd, write_fd = os.pipe()
+    announcements = await _open_pipe(read_fd)
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            "--announce-fd",
+            str(write_fd),
+            stdin=DEVNULL,
+            stdout=PIPE,
+            stderr=STDOUT,
+            env=environment,
+            pass_fds=(write_fd,),
+            start_new_session=True,
+            limit=MAX_LINE_BYTES,
+            # Runs in the child before exec: it takes no lock that another thread could hold.
+            preexec_fn=partial(_die_with, os.getpid()),
+        )
+    except BaseException:
+        announcements.close()
+        raise
+    finally:
+        os.close(write_fd)
+    # Nothing is awaited from here on: a process that exists always has a `Child` that ends it.
+    return Child(name, process, announcements, on_line)
 
 
 def _die_with(parent_pid: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import socket
+from contextlib import suppress
 from pathlib import Path
 
 from baton.errors import ConfigError
@@ -54,10 +55,16 @@ def _listening_inodes(port: int) -> set[str]:
 
 
 def _socket_inodes(process: Path) -> set[str]:
+    """What its descriptors point to; nothing of a process that ended or is somebody else's."""
     try:
-        return {str(fd.readlink()) for fd in (process / "fd").iterdir()}
-    except OSError:  # it ended, or belongs to somebody else
+        descriptors = list((process / "fd").iterdir())
+    except OSError:
         return set()
+    found = set()
+    for descriptor in descriptors:
+        with suppress(OSError):  # it was closed in between
+            found.add(str(descriptor.readlink()))
+    return found
 
 
 def _command(process: Path) -> str:

@@ -6,8 +6,7 @@ this package; it needs pytest.
 File map:
     clocks.py              `ManualClock`: time moves when it is told to
     faulty_transport.py    `FaultyTransport`: any transport, with counted, seeded faults
-    transport_contract.py  `TransportContract`: what every transport must do, two in one process
-    transport_process.py   `TransportProcessContract`: against a second process that is killed
-    transport_peer.py      that second process: a writer driven over its standard input
+    transport_contract/    `TransportContract`: what every transport must do
+    transport_peer.py      a writer in a second process, to be stopped and killed
     transport_pair.py      two transports, their regions, and how to drive both
 """

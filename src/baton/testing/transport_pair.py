@@ -28,7 +28,7 @@ if TYPE_CHECKING:
         Transport,
     )
 
-TIMEOUT_S = 20.0
+TIMEOUT_S = 5.0
 BLIND_POLL_S = 0.001
 
 E = TypeVar("E")

@@ -231,7 +231,10 @@ class Transport(Protocol):
         ...
 
     def close(self) -> None:
-        """Release sockets and mappings; idempotent. No event is returned afterwards."""
+        """Release sockets and mappings; idempotent. No event is returned afterwards.
+
+        `readiness_fd` is None from now on.
+        """
         ...
 
 

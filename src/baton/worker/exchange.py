@@ -87,8 +87,13 @@ class Exchange:
     ) -> None:
         """Answer with bytes."""
         length = (b"content-length", str(len(body)).encode())
-        await self._start(status, (((b"content-type", content_type)), length, *headers))
+        await self._start(status, ((b"content-type", content_type), length, *headers))
         await self._send({"type": "http.response.body", "body": body})
+
+    async def send_nothing(self) -> None:
+        """Answer 204: done, and there is nothing to say."""
+        await self._start(204, ())
+        await self._send({"type": "http.response.body", "body": b""})
 
     async def start_stream(self) -> None:
         """Send status 200 and the headers of an event stream."""

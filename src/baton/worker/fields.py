@@ -107,7 +107,7 @@ class ChatMessage(msgspec.Struct, frozen=True):
         str | list[TextPart] | None, Meta(description="a string, or a list of text parts")
     ] = None
     name: str | None = None
-    tool_calls: msgspec.Raw | None = None
+    tool_calls: msgspec.Raw = msgspec.Raw(b"null")
 
 
 Messages: TypeAlias = Annotated[

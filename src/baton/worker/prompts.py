@@ -205,7 +205,7 @@ def _chat_logprobs(fields: ChatFields) -> int | None:
 
 def _template_message(index: int, message: ChatMessage) -> TemplateMessage:
     where = f"messages[{index}]"
-    if message.tool_calls is not None and bytes(message.tool_calls) not in {b"null", b"[]"}:
+    if bytes(message.tool_calls) not in {b"null", b"[]"}:
         raise InvalidRequestError(
             f"{where}.tool_calls: tools are not supported",
             param=f"{where}.tool_calls",

@@ -153,7 +153,7 @@ class StatusPages:
         ticket = _read_ticket_id(text)
         if self.agent is not None:
             self.agent.give_up(ticket, order.reason[:MAX_REASON_CHARS])
-        await exchange.send_bytes(204, b"", b"application/json")
+        await exchange.send_nothing()
 
     def _health(self) -> Health:
         if self.bridge.draining:

@@ -11,50 +11,49 @@ import msgspec
 
 from baton.errors import InvalidRequestError
 
-Value = msgspec.Raw | None
+ABSENT: Final = msgspec.Raw(b"null")
 
 
 class UnsupportedFields(msgspec.Struct, frozen=True, kw_only=True):
-    """Raw values of the fields that Baton does not serve; None where they are absent."""
+    """Raw values of the fields that Baton does not serve."""
 
-    n: Value = None
-    best_of: Value = None
-    echo: Value = None
-    suffix: Value = None
-    tools: Value = None
-    tool_choice: Value = None
-    functions: Value = None
-    function_call: Value = None
-    response_format: Value = None
-    structured_outputs: Value = None
-    guided_json: Value = None
-    guided_regex: Value = None
-    guided_choice: Value = None
-    guided_grammar: Value = None
-    logit_bias: Value = None
-    presence_penalty: Value = None
-    frequency_penalty: Value = None
-    repetition_penalty: Value = None
-    min_p: Value = None
-    use_beam_search: Value = None
-    bad_words: Value = None
-    allowed_token_ids: Value = None
-    include_stop_str_in_output: Value = None
-    prompt_logprobs: Value = None
-    truncate_prompt_tokens: Value = None
-    prompt_embeds: Value = None
-    add_generation_prompt: Value = None
-    continue_final_message: Value = None
-    chat_template: Value = None
-    documents: Value = None
-    modalities: Value = None
-    audio: Value = None
-    prediction: Value = None
-    web_search_options: Value = None
+    n: msgspec.Raw = ABSENT
+    best_of: msgspec.Raw = ABSENT
+    echo: msgspec.Raw = ABSENT
+    suffix: msgspec.Raw = ABSENT
+    tools: msgspec.Raw = ABSENT
+    tool_choice: msgspec.Raw = ABSENT
+    functions: msgspec.Raw = ABSENT
+    function_call: msgspec.Raw = ABSENT
+    response_format: msgspec.Raw = ABSENT
+    structured_outputs: msgspec.Raw = ABSENT
+    guided_json: msgspec.Raw = ABSENT
+    guided_regex: msgspec.Raw = ABSENT
+    guided_choice: msgspec.Raw = ABSENT
+    guided_grammar: msgspec.Raw = ABSENT
+    logit_bias: msgspec.Raw = ABSENT
+    presence_penalty: msgspec.Raw = ABSENT
+    frequency_penalty: msgspec.Raw = ABSENT
+    repetition_penalty: msgspec.Raw = ABSENT
+    min_p: msgspec.Raw = ABSENT
+    use_beam_search: msgspec.Raw = ABSENT
+    bad_words: msgspec.Raw = ABSENT
+    allowed_token_ids: msgspec.Raw = ABSENT
+    include_stop_str_in_output: msgspec.Raw = ABSENT
+    prompt_logprobs: msgspec.Raw = ABSENT
+    truncate_prompt_tokens: msgspec.Raw = ABSENT
+    prompt_embeds: msgspec.Raw = ABSENT
+    add_generation_prompt: msgspec.Raw = ABSENT
+    continue_final_message: msgspec.Raw = ABSENT
+    chat_template: msgspec.Raw = ABSENT
+    documents: msgspec.Raw = ABSENT
+    modalities: msgspec.Raw = ABSENT
+    audio: msgspec.Raw = ABSENT
+    prediction: msgspec.Raw = ABSENT
+    web_search_options: msgspec.Raw = ABSENT
 
 
 _MAX_SHOWN_CHARS: Final = 40
-_EMPTY: Final = ("null", "false", "[]", "{}", '""')
 _OFF: Final[dict[str, tuple[object, ...]]] = {
     "n": (1,),
     "best_of": (1,),
@@ -81,10 +80,8 @@ def refuse_unsupported(fields: UnsupportedFields) -> None:
         InvalidRequestError: names the first field that is on; code `unsupported_parameter`.
     """
     for name in UnsupportedFields.__struct_fields__:
-        raw: Value = getattr(fields, name)
-        if raw is None or bytes(raw).decode() in _EMPTY:
-            continue
-        if msgspec.json.decode(raw) in _OFF.get(name, ()):
+        raw: msgspec.Raw = getattr(fields, name)
+        if _is_off(name, msgspec.json.decode(raw)):
             continue
         why = _WHY.get(name, "Baton would have to ignore it, and the answer would not be yours")
         raise InvalidRequestError(
@@ -92,6 +89,14 @@ def refuse_unsupported(fields: UnsupportedFields) -> None:
             param=name,
             code="unsupported_parameter",
         )
+
+
+def _is_off(name: str, value: object) -> bool:
+    if value is None:
+        return True
+    if name in _OFF:
+        return value in _OFF[name]
+    return value is False or value in ("", [], {})
 
 
 def _shown(raw: msgspec.Raw) -> str:

@@ -216,7 +216,7 @@ class Driver:
     def __init__(
         self, loaded: LoadedModel, handoff: HandoffPort | None = None, **options: object
     ) -> None:
-        self.clock = ManualClock()
+        self.clock, self.tenant = ManualClock(), "tenant"
         self.handoff = handoff or RecordingHandoff()
         self.engine = TransformersEngine(
             TransformersOptions(**{"num_blocks": 64, **options}),
@@ -244,7 +244,7 @@ class Driver:
         deadline = Instant(self.clock.now() + timeout_s)
         self.loop.submit(
             GenerationRequest(
-                RequestId(name), prompt, params, leg or Colocated(), "tenant", deadline, trace
+                RequestId(name), prompt, params, leg or Colocated(), self.tenant, deadline, trace
             )
         )
 

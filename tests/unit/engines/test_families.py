@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from tests.unit.engines.harness import (  # noqa: E402
+from tests.unit.engines.harness import (
     FAMILIES,
     Driver,
     generate,

@@ -20,10 +20,12 @@ def test_the_cause_surfaces_where_the_block_ends():
 
 def test_the_task_goes_on_after_an_interrupted_block():
     async def main():
-        with pytest.raises(ClientLeftError), Interruptible() as block:
-            block.interrupt(ClientLeftError())
-            await asyncio.Event().wait()
-        await asyncio.sleep(0)
+        try:
+            with Interruptible() as block:
+                block.interrupt(ClientLeftError())
+                await asyncio.Event().wait()
+        except ClientLeftError:
+            await asyncio.sleep(0)
         return asyncio.current_task().cancelling()
 
     assert asyncio.run(main()) == 0

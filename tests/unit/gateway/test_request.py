@@ -100,8 +100,9 @@ def test_stream_is_read(stream, expected):
     assert parse_body(f'{{"model":"m","stream":{stream}}}'.encode()).stream is expected
 
 
+finite = st.floats(allow_nan=False, allow_infinity=False)
 json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    st.none() | st.booleans() | st.integers() | finite | st.text(),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
     max_leaves=8,
 )

@@ -13,9 +13,9 @@ File map, in the order in which a request meets them:
     sequence.py     one request's tokens and blocks
     scheduler.py    what to compute next (pure); custody.py blocks that a handoff holds
     orders.py       what the handoff is told
-    step.py         a step's arrays; forward.py through the model
+    computing.py    a step: step.py its arrays, forward.py the model, sampling.py the same
+                    token on every worker
     paged_cache.py  transformers' Cache over pages; attention.py attention over them
-    sampling.py     logits → the same token on every worker
     making.py       makes the demo model
 
 Importing this package loads neither torch nor transformers.

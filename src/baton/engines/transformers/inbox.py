@@ -68,5 +68,8 @@ class Inbox:
 
     def wait(self, timeout_s: float | None) -> None:
         """Sleep until there is a command, somebody wakes the reader, or the time is over."""
+        limit_s = threading.TIMEOUT_MAX if timeout_s is None else timeout_s
         with self._condition:
-            self._condition.wait_for(lambda: self._commands or self._is_woken, timeout_s)
+            self._condition.wait_for(
+                lambda: self._commands or self._is_woken, min(limit_s, threading.TIMEOUT_MAX)
+            )

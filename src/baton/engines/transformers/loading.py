@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from blake3 import blake3
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 from baton.engines.transformers.attention import register
 from baton.engines.transformers.pages import TORCH_DTYPES
@@ -94,6 +95,7 @@ def _read_config(folder: Path) -> Any:  # noqa: ANN401 - transformers is untyped
 
 def _read_weights(folder: Path, config: Any, options: TransformersOptions) -> Any:  # noqa: ANN401
     """The model in evaluation mode on its device, every weight from the checkpoint."""
+    disable_progress_bar()  # a worker's standard error is a log
     dtype = "auto" if options.dtype == "auto" else TORCH_DTYPES[options.dtype]
     try:
         model, report = AutoModelForCausalLM.from_pretrained(

@@ -7,8 +7,6 @@ import secrets
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, assert_never
 
-import numpy as np
-
 from baton.engines.interface import (
     DecodeLeg,
     EngineStats,
@@ -17,10 +15,9 @@ from baton.engines.interface import (
     PrefillLeg,
     RequestFailed,
 )
+from baton.engines.transformers.computing import Computer
 from baton.engines.transformers.orders import make_receive_order, make_send_order
-from baton.engines.transformers.sampling import Draw, sample
 from baton.engines.transformers.sequence import Sequence, Status
-from baton.engines.transformers.step import Span
 from baton.errors import EngineError, TicketError
 from baton.handoff.interface import BlocksQuiescent, KVFailed, KVLanded, KVSent, SendFailed
 from baton.kv.identity import HashDomain
@@ -38,7 +35,7 @@ if TYPE_CHECKING:
     )
     from baton.engines.transformers.forward import PagedModel
     from baton.engines.transformers.pages import KVPages
-    from baton.engines.transformers.scheduler import Plan, Scheduler, Work
+    from baton.engines.transformers.scheduler import Plan, Scheduler
     from baton.errors import BatonError
     from baton.handoff.interface import HandoffEvent, HandoffPort, SampledToken
     from baton.ids import RequestId, TicketId
@@ -74,8 +71,9 @@ class EngineLoop:
         on_end: Callable[[RequestId], None],
         clock: Clock,
     ) -> None:
-        self._info, self._model, self._pages, self._scheduler = info, model, pages, scheduler
+        self._info, self._pages, self._scheduler = info, pages, scheduler
         self._handoff, self._sink, self._on_end, self._clock = handoff, sink, on_end, clock
+        self._computer = Computer(model, handoff, clock, info.eos_token_ids)
         self._sequences: dict[RequestId, Sequence] = {}
         self._tickets: set[TicketId] = set()
         self._updates: list[EngineUpdate] = []
@@ -182,7 +180,7 @@ class EngineLoop:
     def _compute(self, plan: Plan) -> None:
         """Run the step; a failure fails the step's requests and nothing else."""
         try:
-            tokens = self._forward(plan)
+            tokens = self._computer.compute(plan.work)
         except Exception:  # noqa: BLE001 - whatever a model raises, the engine lives on
             _log.exception("a step of %d tokens failed", plan.num_tokens)
             for work in plan.work:
@@ -194,39 +192,6 @@ class EngineLoop:
                 self._stamp(work.sequence, Stamp.PREFILL_DONE)
             if token is not None:
                 self._accept(work.sequence, token)
-
-    def _forward(self, plan: Plan) -> list[SampledToken | None]:
-        """For each work, the token that follows it; None where more of its prompt is to come."""
-        sends = [
-            (work.sequence.leg.ticket.id, work.sequence.num_computed + work.num_tokens)
-            for work in plan.work
-            if isinstance(work.sequence.leg, PrefillLeg)
-        ]
-
-        def on_layer(layer: int) -> None:
-            if layer == 0:
-                for work in plan.work:
-                    self._stamp(work.sequence, Stamp.FIRST_LAYER_READY)
-            if sends:
-                self._handoff.layer_ready(sends, layer)
-
-        for work in plan.work:
-            is_prefill = work.sequence.num_computed < work.sequence.num_prompt_tokens
-            self._stamp(
-                work.sequence, Stamp.PREFILL_STARTED if is_prefill else Stamp.DECODE_SCHEDULED
-            )
-        logits = self._model.run([_make_span(work) for work in plan.work], on_layer)
-        sampling = [work.sequence for work in plan.work if work.samples]
-        tokens = iter(sample(logits, [self._make_draw(s) for s in sampling]))
-        return [next(tokens) if work.samples else None for work in plan.work]
-
-    def _make_draw(self, sequence: Sequence) -> Draw:
-        return Draw(
-            sequence.request.sampling,
-            sequence.seed,
-            sequence.num_output_tokens,
-            sequence.banned_tokens(self._info.eos_token_ids),
-        )
 
     def _accept(self, sequence: Sequence, token: SampledToken) -> None:
         """A new token: an answer's next one, or the one that a prefill leg hands over."""
@@ -339,14 +304,3 @@ class EngineLoop:
 
     def _stamp(self, sequence: Sequence, name: Stamp) -> None:
         sequence.request.trace.stamp(name, self._clock.now())
-
-
-def _make_span(work: Work) -> Span:
-    sequence = work.sequence
-    stop = sequence.num_computed + work.num_tokens
-    return Span(
-        token_ids=sequence.token_ids(sequence.num_computed, stop).astype(np.int64),
-        start=sequence.num_computed,
-        blocks=np.array(sequence.blocks, dtype=np.int64),
-        needs_logits=work.samples,
-    )

@@ -39,6 +39,16 @@ class Work:
     num_tokens: int
 
     @property
+    def stop(self) -> int:
+        """Tokens `[0, stop)` are computed once this work is done."""
+        return self.sequence.num_computed + self.num_tokens
+
+    @property
+    def is_prefill(self) -> bool:
+        """Whether some of these tokens are the prompt's."""
+        return self.sequence.num_computed < self.sequence.num_prompt_tokens
+
+    @property
     def samples(self) -> bool:
         """Whether the last of these tokens is the last one known, so that a new one follows."""
         return self.num_tokens == self.sequence.num_uncomputed
@@ -115,7 +125,7 @@ class Scheduler:
     def advance(self, work: Work) -> None:
         """The KV of this work is in its pages; blocks that became full can be found from now on."""
         sequence = work.sequence
-        sequence.num_computed += work.num_tokens
+        sequence.num_computed = work.stop
         self._publish(sequence)
 
     def end(self, sequence: Sequence) -> None:

@@ -75,8 +75,8 @@ def check_layer_kinds(config: Any) -> tuple[int | None, ...]:  # noqa: ANN401 - 
         raise ConfigError(
             f"model type {config.model_type!r} has layers that this engine cannot page "
             f"({', '.join(sorted(kinds)) or 'layers that share one cache'}): it serves "
-            "decoder-only models whose layers all have full or sliding-window attention; use such a model, or "
-            "serve this one with the vllm engine"
+            "decoder-only models whose layers all have full or sliding-window attention; use such "
+            "a model, or serve this one with the vllm engine"
         )
     return tuple(getattr(layer, "sliding_window", None) for layer in layers)
 

@@ -1,4 +1,4 @@
-"""What every transport must do. Inherit `TransportContract` in a test module to run all of it.
+"""What every transport must do. Inherit a suite in a test module to run it.
 
 Enters: a transport's kind, or a factory. Leaves: a verdict, test by test. Two transports live in
 one process and are polled when their descriptors say so; `process` adds a second one.
@@ -14,12 +14,17 @@ File map:
 
 from baton.testing.transport_contract.moving import MovingContract
 from baton.testing.transport_contract.peers import PeerContract
+from baton.testing.transport_contract.process import ProcessContract
 from baton.testing.transport_contract.strangers import StrangerContract
 from baton.testing.transport_contract.windows import WindowContract
 
 
-class TransportContract(MovingContract, WindowContract, PeerContract, StrangerContract):
-    """The whole suite. A subclass names its `kind`, and how a stranger reaches its listener."""
+class TransportContract(MovingContract, WindowContract, PeerContract):
+    """What can be asked of any transport, also of a wrapped one. A subclass names its `kind`."""
 
 
-__all__ = ["TransportContract"]
+class NetworkTransportContract(TransportContract, StrangerContract, ProcessContract):
+    """More, for installed transports that listen: a subclass says how a stranger reaches them."""
+
+
+__all__ = ["NetworkTransportContract", "TransportContract"]

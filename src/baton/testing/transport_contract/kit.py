@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-import numpy as np
 import pytest
 
 from baton.authority.key import ClusterKey
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
     import socket
     from collections.abc import Generator, Mapping, Sequence
 
+    import numpy as np
     from numpy.typing import NDArray
 
     from baton.clock import Clock

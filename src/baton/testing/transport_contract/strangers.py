@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import socket
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -21,8 +21,12 @@ from baton.transfer.handshake import DialerHandshake
 from baton.transfer.listening import ATTACH_TIMEOUT_S, MAX_UNPROVED, PROOF_TIMEOUT_S
 
 if TYPE_CHECKING:
+    import socket
+
     from baton.testing.transport_pair import Side
 
+STEP_S = 0.005
+NUM_STEPS = 200
 ALL_PAGES = [whole_pages(range(NUM_PAGES), range(NUM_PAGES), PAGE_BYTES)]
 
 
@@ -103,18 +107,14 @@ class StrangerContract(TransportKit):
 
     def check_hung_up(self, side: Side, stranger: socket.socket) -> None:
         """The transport ends the stranger's connection."""
-        for _ in range(200):
+        stranger.settimeout(STEP_S)
+        for _ in range(NUM_STEPS):
             side.transport.poll()
             try:
-                if not stranger.recv(4096, socket.MSG_DONTWAIT):
+                if not stranger.recv(4096):
                     return
-            except BlockingIOError:
-                stranger.settimeout(0.01)
-                try:
-                    if not stranger.recv(4096):
-                        return
-                except TimeoutError:
-                    continue
+            except TimeoutError:
+                continue
             except ConnectionResetError:
                 return
         pytest.fail("the connection is still open")
@@ -123,12 +123,11 @@ class StrangerContract(TransportKit):
         """Do a dialer's part of the handshake over a blocking socket."""
         handshake = DialerHandshake(self.key, self.kind)
         peer.sendall(handshake.opening())
+        peer.settimeout(STEP_S)
         received = b""
         while len(received) < PREFIX_BYTES or len(received) < PREFIX_BYTES + received[0]:
             side.transport.poll()
-            try:
-                received += peer.recv(1024, socket.MSG_DONTWAIT)
-            except BlockingIOError:
-                continue
+            with suppress(TimeoutError):
+                received += peer.recv(1024)
         peer.sendall(handshake.reply(received[PREFIX_BYTES:]))
         side.transport.poll()

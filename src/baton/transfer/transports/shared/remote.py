@@ -120,6 +120,19 @@ class Remote:
         connection.fail_after(FAREWELL_TIMEOUT_S, "the peer's farewell")
         connection.send_body(encode(Released()))
 
+    @property
+    def is_gone(self) -> bool:
+        """Nothing is left of it, not even an unfinished farewell."""
+        return self._loss is not None and (
+            self._connection is None or not self._connection.is_open
+        )
+
+    def close(self) -> None:
+        """Detach, and do not wait for the peer to answer the farewell."""
+        self.detach()
+        if self._connection is not None:
+            self._connection.close()
+
     def _end(self, error: TransferError) -> bool:
         """Forget the peer's memory; whether it is proved unmapped."""
         self._loss = error

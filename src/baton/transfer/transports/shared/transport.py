@@ -75,6 +75,7 @@ class SharedTransport:
         self._ledger = WindowLedger()
         self._writers: dict[WriterId, Inbound] = {}
         self._remotes: dict[RemoteId, Remote] = {}
+        self._leaving: list[Remote] = []
         self._listener: Listener | None = None
         self._endpoint = ""
         self._num_remotes = self._num_transfers = self._num_writers = 0
@@ -113,6 +114,7 @@ class SharedTransport:
         known = self._remotes.pop(remote, None)
         if known is not None:
             known.detach()
+            self._leaving = [each for each in (*self._leaving, known) if not each.is_gone]
 
     def open_window(self, window: Window) -> None:
         """See `Transport`."""
@@ -150,14 +152,15 @@ class SharedTransport:
 
     def close(self) -> None:
         """See `Transport`."""
-        for remote in self._remotes.values():
-            remote.detach()
+        for remote in (*self._remotes.values(), *self._leaving):
+            remote.close()
         if self._listener is not None:
             self._listener.close()
         for writer in self._writers.values():
             writer.close()
         self._writers.clear()
         self._reactor.close()
+        self.readiness_fd = None
 
     def _listen(self) -> None:
         endpoint = f"baton-{secrets.token_hex(16)}"

@@ -160,6 +160,7 @@ class TcpTransport:
             self._listener.close()
         self._inbound.clear()
         self._reactor.close()
+        self.readiness_fd = None
 
     def find_refusal(
         self, window: TicketId, writer: Epoch, region: PagedRegion, pages: NDArray[np.int64]

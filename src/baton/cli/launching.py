@@ -1,0 +1,87 @@
+"""`baton up`: from settings to a running launch and what is said about it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shlex
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from baton.cli.engine_options import check_engine_options, engine_defaults
+from baton.clock import MachineClock
+from baton.config.cluster_key import KEY_VARIABLE, ephemeral_cluster_key
+from baton.config.environment import read_environment
+from baton.config.logs import configure_logging
+from baton.errors import UnknownPluginError
+from baton.launch.plan import LaunchPlan, Pinning, plan_launch
+from baton.launch.progress import open_display
+from baton.launch.supervisor import LaunchContext, Service, Supervisor
+from baton.transfer.interface import TRANSPORTS
+
+if TYPE_CHECKING:
+    from baton.config.resolve import Resolved
+    from baton.config.sections import Config
+
+
+def launch(resolved: Resolved, pinning: Pinning) -> int:
+    """Run a launch to its end: its exit code.
+
+    Raises:
+        ConfigError: the settings ask for something that cannot be started.
+        ChildFailedError: a process failed.
+    """
+    config = resolved.to_config()
+    configure_logging(config.log)
+    _check_plugins(config)
+    plan = plan_launch(
+        resolved,
+        cores=sorted(os.sched_getaffinity(0)),
+        engine_keys=frozenset(engine_defaults(config.worker.engine)),
+        pinning=pinning,
+    )
+    return asyncio.run(_launch(plan))
+
+
+async def _launch(plan: LaunchPlan) -> int:
+    clock = MachineClock()
+    display = open_display(clock)
+    environment = read_environment()
+    hosts = (plan.config.gateway.host, plan.config.worker.host, plan.config.worker.handoff_host)
+    key = ephemeral_cluster_key(plan.config.cluster, environment, hosts)
+    # By environment, never by command line: other users can read those.
+    children = {**environment, KEY_VARIABLE: key.text, "PYTHONUNBUFFERED": "1"}
+    supervisor = Supervisor(plan, LaunchContext(children, clock, display))
+    return await supervisor.run(lambda service: display.announce(how_to_use(service, plan)))
+
+
+def how_to_use(service: Service, plan: LaunchPlan) -> str:
+    """What to do with a launch that is ready: where it is, a request to try, how to stop."""
+    url, workers = service.url, ", ".join(worker.name for worker in plan.workers)
+    request = {
+        "model": service.model,
+        "messages": [{"role": "user", "content": "Tell me a story."}],
+        "stream": True,
+        "max_tokens": 64,
+    }
+    return f"""
+Baton answers at {url} (model: {service.model}; workers: {workers})
+
+Try it:
+  curl -N {url}/v1/chat/completions -H 'content-type: application/json' \\
+    -d {shlex.quote(msgspec.json.encode(request).decode())}
+
+OpenAI clients use {url}/v1 as their base URL; README.md says more.
+Ctrl-C drains and stops everything; a second Ctrl-C kills.
+"""
+
+
+def _check_plugins(config: Config) -> None:
+    kind = config.worker.engine
+    for overrides in ({}, config.up.prefill_engine, config.up.decode_engine):
+        check_engine_options(kind, {**config.engine, **overrides})
+    known = TRANSPORTS.kinds()
+    for transport in config.transfer.transports:
+        if transport not in known:
+            raise UnknownPluginError(TRANSPORTS.group, transport, known)

@@ -1,0 +1,169 @@
+"""A writer in another process, which is stopped, killed, or goes away in peace, in mid-write."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
+import msgspec
+import numpy as np
+
+from baton.ids import new_epoch, new_ticket_id
+from baton.testing.transport_contract.kit import TransportKit
+from baton.testing.transport_pair import TIMEOUT_S, Side
+from baton.testing.transport_peer import PeerTask
+from baton.transfer.interface import Arrived, Window, WindowQuiescent
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from baton.authority.key import ClusterKey
+
+SHAPES = ((256, 65_536),)
+"""16 MiB: a write takes long enough to be interrupted."""
+NUM_WRITES_BEFORE = 5
+PATIENCE_S = 0.3
+
+
+class ProcessContract(TransportKit):
+    """What the end of the writer's process means to its windows."""
+
+    def test_a_killed_writers_window_becomes_quiescent(self) -> None:
+        with WriterProcess(self.make_side(SHAPES), self.key) as writer:
+            writer.kill()
+            writer.reader.transport.close_window(writer.window)
+            writer.check_quiescent()
+
+    def test_a_window_closed_before_the_kill_becomes_quiescent(self) -> None:
+        with WriterProcess(self.make_side(SHAPES), self.key) as writer:
+            writer.stop()
+            writer.reader.transport.close_window(writer.window)
+            writer.check_patience(is_quiescent=not self.peer_writes)
+            writer.kill()
+            writer.check_quiescent()
+
+    def test_a_stopped_writer_that_goes_on_answers(self) -> None:
+        with WriterProcess(self.make_side(SHAPES), self.key) as writer:
+            writer.stop()
+            writer.reader.transport.close_window(writer.window)
+            writer.check_patience(is_quiescent=not self.peer_writes)
+            writer.go_on()
+            writer.check_quiescent()
+            writer.check_alive()
+
+    def test_a_writer_that_never_stops_writes_nothing_after_quiescence(self) -> None:
+        with WriterProcess(self.make_side(SHAPES), self.key) as writer:
+            writer.reader.transport.close_window(writer.window)
+            writer.check_quiescent()
+            writer.check_alive()
+
+    def test_a_writer_that_leaves_in_peace(self) -> None:
+        with WriterProcess(self.make_side(SHAPES), self.key) as writer:
+            writer.leave()
+            writer.reader.transport.close_window(writer.window)
+            writer.check_quiescent()
+
+
+class WriterProcess:
+    """A `transport_peer` that is writing into `reader`; closing this ends it."""
+
+    def __init__(self, reader: Side, key: ClusterKey) -> None:
+        self.reader, self.window = reader, new_ticket_id()
+        self.events: list[object] = []
+        epoch = new_epoch()
+        num_pages = reader.region.arrays[0].num_pages
+        window = Window(self.window, reader.region.handle, epoch, np.arange(num_pages))
+        reader.transport.open_window(window)
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "baton.testing.transport_peer"], stdin=subprocess.PIPE
+        )
+        task = PeerTask(
+            reader.transport.kind,
+            key.secret.hex(),
+            epoch,
+            reader.descriptor,
+            self.window,
+            num_pages,
+        )
+        self._say(msgspec.json.encode(task) + b"\n")
+
+    def __enter__(self) -> Self:
+        self.pump(lambda: self.num_arrived >= NUM_WRITES_BEFORE)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._process.poll() is None:
+            self._process.kill()
+        self._process.wait(TIMEOUT_S)
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        self.reader.close()
+
+    @property
+    def num_arrived(self) -> int:
+        """Writes of the peer that have arrived."""
+        return sum(isinstance(event, Arrived) for event in self.events)
+
+    def stop(self) -> None:
+        """SIGSTOP, and proof that the process stands still."""
+        self._process.send_signal(signal.SIGSTOP)
+        self.pump(lambda: self._state() == "T")
+
+    def go_on(self) -> None:
+        """SIGCONT."""
+        self._process.send_signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        """SIGKILL, and proof that it was that which ended the process."""
+        self._process.kill()
+        assert self._process.wait(TIMEOUT_S) == -signal.SIGKILL
+
+    def leave(self) -> None:
+        """Let the process end of its own accord."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self.pump(lambda: self._process.poll() == 0)
+
+    def check_alive(self) -> None:
+        """The process is still there."""
+        assert self._process.poll() is None
+
+    def check_patience(self, *, is_quiescent: bool) -> None:
+        """For a while nothing is reported, unless the receiver alone decides."""
+        self._poll_for(PATIENCE_S)
+        assert (WindowQuiescent(self.window) in self.events) == is_quiescent
+
+    def check_quiescent(self) -> None:
+        """The window becomes quiescent, once; from then on no byte changes."""
+        self.pump(lambda: WindowQuiescent(self.window) in self.events)
+        num_arrived, at_quiescence = self.num_arrived, self.reader.snapshot()
+        self._poll_for(PATIENCE_S)
+        assert self.reader.snapshot() == at_quiescence
+        assert self.num_arrived == num_arrived
+        assert self.events.count(WindowQuiescent(self.window)) == 1
+
+    def pump(self, until: Callable[[], bool]) -> None:
+        """Poll until something is the case."""
+        deadline = time.monotonic() + TIMEOUT_S  # noqa: TID251 -- real processes, real time
+        while not until():
+            assert time.monotonic() < deadline, self.events[-3:]  # noqa: TID251 -- see above
+            self._poll_for(0.002)
+
+    def _poll_for(self, duration_s: float) -> None:
+        end = time.monotonic() + duration_s  # noqa: TID251 -- real processes, real time
+        while time.monotonic() < end:  # noqa: TID251 -- see above
+            self.events += self.reader.transport.poll()
+            time.sleep(0.001)
+
+    def _state(self) -> str:
+        stat = Path(f"/proc/{self._process.pid}/stat").read_text(encoding="ascii")
+        return stat.rpartition(")")[2].split()[0]
+
+    def _say(self, line: bytes) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(line)
+        self._process.stdin.flush()

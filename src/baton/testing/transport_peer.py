@@ -1,0 +1,94 @@
+"""A writer in a process of its own: `python -m baton.testing.transport_peer`.
+
+Reads one JSON line (`PeerTask`) from its standard input, attaches, and writes into the window's
+pages, all of them each time, filled with a byte that changes from write to write. It goes on
+whatever happens to its writes, until its input ends; then it detaches and leaves.
+"""
+
+from __future__ import annotations
+
+import select
+import sys
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+
+from baton.authority.key import ClusterKey
+from baton.clock import MachineClock
+from baton.ids import Epoch, TicketId
+from baton.kv.copies import PageCopies
+from baton.testing.transport_pair import whole_pages
+from baton.transfer.interface import (
+    TRANSPORTS,
+    Attached,
+    PageWrite,
+    RegionDescriptor,
+    RemoteId,
+    TransportContext,
+    WriteCompleted,
+    WriteFailed,
+)
+from baton.transfer.region import allocate_shared_region, release_region, view_pages
+
+if TYPE_CHECKING:
+    from baton.transfer.interface import PagedRegion, Transport
+
+MAX_UNFINISHED = 4
+
+
+class PeerTask(msgspec.Struct, frozen=True):
+    """What a peer process is to do. `num_pages` of array 0 are written, from page 0 on."""
+
+    kind: str
+    key_hex: str
+    epoch: Epoch
+    descriptor: RegionDescriptor
+    window: bytes
+    num_pages: int
+
+
+def main() -> None:
+    """Do the task on standard input."""
+    task = msgspec.json.decode(sys.stdin.buffer.readline(), type=PeerTask)
+    context = TransportContext(
+        ClusterKey.from_hex(task.key_hex), task.epoch, "127.0.0.1", MachineClock()
+    )
+    transport = TRANSPORTS.build(task.kind, {})(context)
+    shapes = [(array.num_pages, array.page_bytes) for array in task.descriptor.arrays]
+    region = allocate_shared_region(shapes)
+    transport.expose(region)
+    remote = transport.attach(task.descriptor)
+    while Attached(remote) not in wait_for_events(transport):
+        pass
+    write_on(transport, remote, region, task)
+    transport.detach(remote)
+    transport.close()
+    release_region(region)
+
+
+def write_on(transport: Transport, remote: RemoteId, region: PagedRegion, task: PeerTask) -> None:
+    """Keep a few writes under way until the input ends."""
+    page_bytes = task.descriptor.arrays[0].page_bytes
+    pages = range(task.num_pages)
+    copies = PageCopies(0, (whole_pages(pages, pages, page_bytes),))
+    write = PageWrite(remote, TicketId(task.window), region.handle, copies, b"peer")
+    num_unfinished = num_written = 0
+    while not select.select([sys.stdin], [], [], 0)[0]:
+        while num_unfinished < MAX_UNFINISHED:
+            num_written += 1
+            view_pages(region.memory, region.arrays[0])[:] = np.uint8(num_written % 255 + 1)
+            transport.submit(write)
+            num_unfinished += 1
+        for event in wait_for_events(transport):
+            num_unfinished -= isinstance(event, WriteCompleted | WriteFailed)
+
+
+def wait_for_events(transport: Transport) -> list[object]:
+    """What the transport reports once it is ready, or nothing after a while."""
+    select.select([transport.readiness_fd], [], [], 0.1)
+    return list(transport.poll())
+
+
+if __name__ == "__main__":
+    main()

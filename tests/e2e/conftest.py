@@ -1,0 +1,66 @@
+"""One fleet of real workers and gateways for all end-to-end tests."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import pytest
+
+from baton.testing.fleet import Fleet, FleetProcess
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ENGINE: dict[str, object] = {
+    "engine.dtype": "float32",
+    "engine.num_threads": 1,
+    "engine.max_batch_tokens": 256,  # a long prompt is computed in many chunks
+    "engine.num_blocks": 1600,
+}
+
+
+@dataclass(frozen=True)
+class House:
+    """The same model served in three ways.
+
+    `colocated` is one worker that does both parts: the oracle. `shared` hands over through shared
+    memory between equal layouts, `tcp` through sockets into blocks of another size.
+    """
+
+    colocated: FleetProcess
+    prefill: FleetProcess
+    decode: FleetProcess
+    tcp_prefill: FleetProcess
+    tcp_decode: FleetProcess
+    shared_gateway: FleetProcess
+    tcp_gateway: FleetProcess
+
+    def gateway(self, transport: str) -> FleetProcess:
+        return self.shared_gateway if transport == "shared" else self.tcp_gateway
+
+
+@pytest.fixture(scope="session")
+def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
+    environment = dict(os.environ, BATON_CLUSTER_KEY="ab" * 32)
+    tcp = ENGINE | {"transfer.transports": ["tcp"]}
+    with Fleet(tmp_path_factory.mktemp("logs"), environment) as fleet:
+        workers = [
+            fleet.start_worker("colocated", "both", ENGINE),
+            fleet.start_worker("prefill", "prefill", ENGINE),
+            fleet.start_worker("decode", "decode", ENGINE),
+            fleet.start_worker("tcp-prefill", "prefill", tcp),
+            fleet.start_worker(
+                "tcp-decode", "decode", tcp | {"engine.block_size": 24, "engine.num_blocks": 1100}
+            ),
+        ]
+        for worker in workers:
+            worker.wait_ready()
+        _, prefill, decode, tcp_prefill, tcp_decode = workers
+        yield House(
+            *workers,
+            shared_gateway=fleet.start_gateway([prefill], [decode]),
+            tcp_gateway=fleet.start_gateway([tcp_prefill], [tcp_decode]),
+        )
+        assert set(fleet.stop().values()) == {0}

@@ -1,0 +1,167 @@
+"""The official `openai` Python client against the gateway, as an application would use it."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import openai
+import pytest
+
+from tests.e2e.asking import read_trace
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.e2e.conftest import House
+
+MESSAGES = [
+    {"role": "system", "content": "You tell stories."},
+    {"role": "user", "content": "Continue: It was a truth universally acknowledged, that a single"},
+]
+
+
+@pytest.fixture(scope="module", name="client")
+def client_fixture(house: House) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{house.shared_gateway.url}/v1", api_key="none") as client:
+        yield client
+
+
+@pytest.fixture(scope="module", name="alone")
+def alone_fixture(house: House) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{house.colocated.url}/v1", api_key="none") as client:
+        yield client
+
+
+def test_the_model_is_listed(client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == ["demo"]
+
+
+def test_chat_is_what_one_worker_says_and_was_handed_over(
+    client: openai.OpenAI, alone: openai.OpenAI, house: House
+) -> None:
+    def ask(who: openai.OpenAI) -> openai.types.chat.ChatCompletion:
+        return who.chat.completions.create(
+            model="demo", messages=MESSAGES, temperature=0, max_tokens=30,
+            logprobs=True, top_logprobs=3,
+        )  # fmt: skip
+
+    ours, oracle = ask(client), ask(alone)
+    assert ours.choices[0].message.content == oracle.choices[0].message.content
+    assert ours.choices[0].finish_reason == oracle.choices[0].finish_reason
+    assert ours.usage.completion_tokens == oracle.usage.completion_tokens
+    mine, theirs = ours.choices[0].logprobs.content, oracle.choices[0].logprobs.content
+    assert [t.token for t in mine] == [t.token for t in theirs]
+    assert [t.logprob for t in mine] == pytest.approx([t.logprob for t in theirs], abs=1e-4)
+    assert [len(t.top_logprobs) for t in mine] == [3] * len(mine)
+    trace = read_trace(house.shared_gateway.url, ours._request_id)
+    assert trace["num_received_tokens"] > 0
+    assert trace["transport"] == trace["expected_transport"] == "shared"
+
+
+def test_a_chat_stream_adds_up_to_the_whole_answer(client: openai.OpenAI) -> None:
+    whole = client.chat.completions.create(
+        model="demo", messages=MESSAGES, temperature=0, max_tokens=25
+    )
+    stream = client.chat.completions.create(
+        model="demo", messages=MESSAGES, temperature=0, max_tokens=25, stream=True,
+        stream_options={"include_usage": True},
+    )  # fmt: skip
+    chunks = list(stream)
+    assert chunks[0].choices[0].delta.role == "assistant"
+    text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+    assert text == whole.choices[0].message.content
+    assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] is not None
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
+
+
+def test_completions_seeded_sampling_is_the_same_here_and_there(
+    client: openai.OpenAI, alone: openai.OpenAI
+) -> None:
+    def ask(who: openai.OpenAI, seed: int) -> str:
+        answer = who.completions.create(
+            model="demo", prompt="Elizabeth looked at him and " * 8, max_tokens=20,
+            temperature=0.9, top_p=0.95, seed=seed,
+        )  # fmt: skip
+        return answer.choices[0].text
+
+    assert [ask(client, seed) for seed in range(5)] == [ask(alone, seed) for seed in range(5)]
+    assert len({ask(client, seed) for seed in range(5)}) > 1
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2])
+def test_answers_that_end_with_the_token_that_prefill_sampled(
+    client: openai.OpenAI, alone: openai.OpenAI, max_tokens: int
+) -> None:
+    def ask(who: openai.OpenAI) -> tuple[str, str, int]:
+        answer = who.completions.create(
+            model="demo", prompt="She was not a little pleased " * 5, max_tokens=max_tokens,
+            temperature=0,
+        )  # fmt: skip
+        choice = answer.choices[0]
+        return choice.text, choice.finish_reason, answer.usage.completion_tokens
+
+    assert ask(client) == ask(alone)
+    assert ask(client)[1:] == ("length", max_tokens)
+
+
+def test_a_stop_string_ends_the_answer(client: openai.OpenAI) -> None:
+    prompt = "He was a very good sort of man " * 4
+    free = client.completions.create(model="demo", prompt=prompt, max_tokens=24, temperature=0)
+    words = free.choices[0].text.split()
+    stop = words[len(words) // 2]
+    answer = client.completions.create(
+        model="demo", prompt=prompt, max_tokens=24, temperature=0, stop=[stop]
+    )
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.choices[0].text == free.choices[0].text.split(stop)[0]
+
+
+def test_many_async_clients_at_once(house: House) -> None:
+    async def run() -> list[str]:
+        async with openai.AsyncOpenAI(
+            base_url=f"{house.tcp_gateway.url}/v1", api_key="none"
+        ) as client:
+
+            async def one(i: int) -> str:
+                stream = await client.chat.completions.create(
+                    model="demo", messages=[{"role": "user", "content": f"Chapter {i} " * 9}],
+                    temperature=0, max_tokens=12, stream=True,
+                )  # fmt: skip
+                return "".join([c.choices[0].delta.content or "" async for c in stream])
+
+            return await asyncio.gather(*(one(i) for i in range(16)))
+
+    answers = asyncio.run(run())
+    assert len(answers) == 16
+    assert all(answers)
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "says"),
+    [
+        ({"model": "gpt-9"}, openai.NotFoundError, "demo"),
+        ({"max_tokens": -1}, openai.BadRequestError, "max_tokens"),
+        ({"temperature": 3.5}, openai.BadRequestError, "temperature"),
+        ({"n": 2}, openai.BadRequestError, "n"),
+        ({"prompt": [5] * 9000}, openai.BadRequestError, "8192"),
+        ({"prompt": {"no": "prompt"}}, openai.BadRequestError, "prompt"),
+        ({"top_p": "high"}, openai.BadRequestError, "top_p"),
+    ],
+)
+def test_bad_requests_say_what_is_wrong(
+    client: openai.OpenAI, change: dict[str, object], kind: type[openai.APIStatusError], says: str
+) -> None:
+    request = {"model": "demo", "prompt": "hello", "max_tokens": 5} | change
+    with pytest.raises(kind) as caught:
+        client.completions.create(**request)
+    assert says in caught.value.message
+    assert caught.value.body["type"]
+
+
+def test_after_bad_requests_nothing_is_held(client: openai.OpenAI, house: House) -> None:
+    answer = client.completions.create(model="demo", prompt="and so " * 20, max_tokens=3)
+    assert answer.choices[0].text
+    trace = read_trace(house.shared_gateway.url, answer._request_id)
+    assert trace["fallbacks"] == []

@@ -1,0 +1,76 @@
+"""The oracle: the same greedy tokens, in float32, with Baton and from one colocated worker."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.e2e.asking import Answer, ask_all, make_prompts, read_trace
+
+if TYPE_CHECKING:
+    from tests.e2e.conftest import House
+
+NUM_PROMPTS = 100
+
+
+@pytest.fixture(scope="module", name="prompts")
+def prompts_fixture() -> list[list[int]]:
+    return make_prompts(NUM_PROMPTS, seed=1)
+
+
+@pytest.fixture(scope="module", name="expected")
+def expected_fixture(house: House, prompts: list[list[int]]) -> list[Answer]:
+    return ask_all(house.colocated.url, prompts)
+
+
+def count_received(house: House, transport: str, answers: list[Answer]) -> tuple[int, int]:
+    """Tokens received by handoff over `transport`, and answers without any."""
+    received = without = 0
+    for answer in answers:
+        trace = read_trace(house.gateway(transport).url, answer.request_id)
+        assert trace["transport"] in {None, transport}
+        received += trace["num_received_tokens"]
+        without += not trace["num_received_tokens"]
+    return received, without
+
+
+@pytest.mark.parametrize("transport", ["shared", "tcp"])
+def test_a_hundred_prompts_sixteen_at_a_time(
+    house: House, prompts: list[list[int]], expected: list[Answer], transport: str
+) -> None:
+    assert {len(p) for p in prompts} >= {1, 4000}
+    answers = ask_all(house.gateway(transport).url, prompts)
+    assert answers == expected
+    received, without = count_received(house, transport, answers)
+    # Only prompts shorter than a block, or found in the decode worker's cache, are not handed over.
+    assert without <= sum(len(p) <= 24 for p in prompts)
+    assert received > 0.9 * sum(len(p) for p in prompts)
+
+
+@pytest.mark.parametrize("transport", ["shared", "tcp"])
+def test_prefix_hits_on_either_side(house: House, transport: str) -> None:
+    gateway = house.gateway(transport).url
+    prefill, decode = (
+        (house.prefill, house.decode) if transport == "shared"
+        else (house.tcp_prefill, house.tcp_decode)
+    )  # fmt: skip
+    stems = make_prompts(8, seed=7, longest=900)[-4:]
+    prompts = [stem + [1000 + i] * (5 + 40 * i) for i, stem in enumerate(stems)]
+    expected = ask_all(house.colocated.url, prompts)
+    assert ask_all(prefill.url, stems[:2])  # now the prefill workers' cache has two of the stems
+    assert ask_all(decode.url, stems[1:3])  # and the decode worker's two
+    answers = ask_all(gateway, prompts)
+    assert answers == expected
+    on_prefill_only, on_both, on_decode_only, nowhere = (
+        read_trace(gateway, answer.request_id) for answer in answers
+    )
+    assert on_prefill_only["num_received_tokens"] == len(prompts[0])
+    assert nowhere["num_received_tokens"] == len(prompts[3])
+    for trace, prompt in ((on_both, prompts[1]), (on_decode_only, prompts[2])):
+        cached = trace["num_cached_tokens"]
+        assert cached > 0, "the decode worker's own cache was not used"
+        assert trace["num_received_tokens"] in {0, len(prompt) - cached}  # only the rest is sent
+    again = ask_all(gateway, prompts)
+    assert again == expected
+    assert all(answer.num_cached for answer in again)

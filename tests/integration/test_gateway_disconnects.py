@@ -1,0 +1,140 @@
+"""A client that leaves frees both workers within a second, whatever was going on."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from tests.integration.gateway_cluster import PROMPT, STREAM, Cluster, run, until, until_true
+from tests.integration.scripted_worker import (
+    never_answer,
+    one_token_and_wait,
+    recompute_when_aborted,
+    start_and_wait,
+)
+
+
+async def leave_after(cluster: Cluster, body: object, ready) -> None:
+    """Ask, wait until `ready` is true, and close the connection."""
+
+    async def ask() -> None:
+        async with cluster.post(body) as response:
+            await response.content.readany()
+            await asyncio.Event().wait()
+
+    client = asyncio.create_task(ask())
+    await until(ready)
+    await asyncio.sleep(0.05)
+    client.cancel()
+    await asyncio.gather(client, return_exceptions=True)
+
+
+async def both_freed(cluster: Cluster) -> None:
+    for worker in (cluster.prefills[0], cluster.decodes[0]):
+        await until(lambda worker=worker: worker.visits[0].left_at, within_s=1)
+
+
+async def counted(cluster: Cluster, phase: str) -> None:
+    name = f'baton_gateway_client_disconnects_total{{phase="{phase}"}}'
+
+    async def is_counted() -> bool:
+        return await cluster.metric(name) == 1
+
+    await until_true(is_counted)
+    assert await cluster.metric('baton_gateway_requests_total{code="499"') == 1
+    assert await cluster.metric("baton_gateway_inflight_requests") == 0
+
+
+@pytest.mark.parametrize("body", [STREAM, PROMPT])
+@pytest.mark.parametrize("script", [never_answer, start_and_wait])
+def test_before_the_first_token(body, script):
+    async def scenario(cluster: Cluster):
+        cluster.prefills[0].script = never_answer
+        cluster.decodes[0].script = script
+        await leave_after(cluster, body, lambda: cluster.decodes[0].visits)
+        await both_freed(cluster)
+        await counted(cluster, "prefill")
+
+    run(scenario)
+
+
+def test_in_mid_stream():
+    async def scenario(cluster: Cluster):
+        cluster.prefills[0].script = never_answer
+        cluster.decodes[0].script = one_token_and_wait
+        await leave_after(cluster, STREAM, lambda: cluster.decodes[0].visits)
+        await both_freed(cluster)
+        await counted(cluster, "decode")
+
+    run(scenario)
+
+
+def test_while_decode_is_told_of_an_abort():
+    async def scenario(cluster: Cluster):
+        cluster.prefills[0].kill()
+        cluster.decodes[0].script = never_answer
+        await leave_after(cluster, STREAM, lambda: cluster.decodes[0].aborts)
+        await until(lambda: cluster.decodes[0].visits[0].left_at, within_s=1)
+        await counted(cluster, "prefill")
+
+    run(scenario)
+
+
+def test_while_the_request_is_being_sent():
+    async def scenario(cluster: Cluster):
+        host, port = cluster.url.removeprefix("http://").split(":")
+        _reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
+        await writer.drain()
+        await asyncio.sleep(0.05)
+        writer.close()
+        await counted(cluster, "queued")
+        assert not cluster.decodes[0].visits
+
+    run(scenario)
+
+
+def test_a_client_that_does_not_read_is_let_go_at_its_deadline():
+    async def flood(visit):
+        await visit.start_stream()
+        while True:
+            await visit.write(b"data: " + b"x" * 60_000 + b"\n\n")
+            await asyncio.sleep(0)
+
+    async def scenario(cluster: Cluster):
+        cluster.decodes[0].script = flood
+        cluster.prefills[0].script = never_answer
+        host, port = cluster.url.removeprefix("http://").split(":")
+        _reader, writer = await asyncio.open_connection(host, int(port), limit=1024)
+        body = b'{"model":"demo","stream":true}'
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n"
+                     % len(body) + body)  # fmt: skip
+        await until(lambda: cluster.decodes[0].visits and cluster.decodes[0].visits[0].left_at)
+        assert cluster.prefills[0].visits[0].left_at
+        writer.close()
+
+    run(scenario, request_timeout_s=0.5)
+
+
+def test_a_worker_frees_its_place_when_the_leg_lingers_too_long():
+    async def scenario(cluster: Cluster):
+        cluster.prefills[0].script = never_answer
+        async with cluster.post(STREAM) as response:
+            assert (await response.text()).endswith("[DONE]\n\n")
+        await until(lambda: cluster.prefills[0].visits[0].left_at, within_s=1)
+
+    run(scenario, prefill_linger_s=0.2)
+
+
+def test_other_clients_notice_nothing():
+    async def scenario(cluster: Cluster):
+        cluster.prefills[0].script = never_answer
+        cluster.decodes[0].script = recompute_when_aborted
+        async with cluster.post(STREAM) as response:
+            await leave_after(cluster, STREAM, lambda: len(cluster.decodes[0].visits) == 2)
+            await until(lambda: cluster.decodes[0].visits[1].left_at, within_s=1)
+            cluster.decodes[0].visits[0].aborted.set()
+            assert (await response.text()).endswith("[DONE]\n\n")
+
+    run(scenario)

@@ -1,0 +1,246 @@
+"""Two workers' processes and a ticket: the legs of one request, as the gateway would ask for them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import uuid
+from collections.abc import AsyncGenerator, Generator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+import msgspec
+import pytest
+
+from baton.authority.key import ClusterKey
+from baton.authority.ticket import Ticket, WorkerRef, seal
+from baton.ids import Epoch
+from baton.telemetry.summary import summarize
+from baton.telemetry.trace import LegTrace
+from tests.integration.worker_process import KEY, WorkerProcess, make_ticket, starting
+
+pytest.importorskip("torch")
+
+Json = dict[str, Any]
+
+
+@dataclass
+class Pair:
+    prefill: WorkerProcess
+    decode: WorkerProcess
+
+    def ticket(self, **fields: str) -> tuple[Ticket, str]:
+        return make_ticket(self.prefill.ref, self.decode.ref, **fields)
+
+
+@pytest.fixture(scope="module", params=["shared", "tcp"])
+def pair(request: pytest.FixtureRequest) -> Generator[Pair]:
+    options = {"transports": [request.param]}
+    with (
+        starting("p0", role="prefill", **options) as prefill,
+        starting("d0", role="decode", **options) as decode,
+    ):
+        prefill.wait_until_ready()
+        decode.wait_until_ready()
+        yield Pair(prefill, decode)
+        assert decode.end() == 0
+        assert prefill.end() == 0
+
+
+def prompt() -> str:
+    """A prompt that no test has used: nothing of it is cached."""
+    return f"Letter {uuid.uuid4().hex}. " + "She smiled, and said nothing of it. " * 12
+
+
+@dataclass
+class Answer:
+    status: int
+    headers: Any
+    text: str
+
+    def json(self) -> Json:
+        return dict(json.loads(self.text))
+
+    def streamed_text(self) -> str:
+        lines = [line.removeprefix("data: ") for line in self.text.split("\n\n") if line]
+        assert lines.pop() == "[DONE]"
+        return "".join(json.loads(line)["choices"][0]["text"] for line in lines)
+
+
+@asynccontextmanager
+async def asking() -> AsyncGenerator[Any]:
+    async with aiohttp.ClientSession() as session:
+
+        async def ask(worker: WorkerProcess, body: Json, ticket: str | None = None) -> Answer:
+            fields: Json = {"model": "demo", "temperature": 0, "max_tokens": 16, **body}
+            if ticket is not None:
+                fields["kv_transfer_params"] = {"baton_ticket": ticket}
+            headers = {"x-request-id": fields.pop("id", "req-test")}
+            url = f"{worker.url}/v1/completions"
+            async with session.post(url, json=fields, headers=headers) as reply:
+                return Answer(reply.status, reply.headers, await reply.text())
+
+        yield ask
+
+
+async def read_trace(worker: WorkerProcess, request_id: str) -> LegTrace:
+    async with (
+        aiohttp.ClientSession() as session,
+        session.get(f"{worker.url}/baton/v1/traces/{request_id}") as reply,
+    ):
+        return msgspec.json.decode(await reply.read(), type=LegTrace)
+
+
+async def read_metrics(worker: WorkerProcess) -> dict[str, float]:
+    async with (
+        aiohttp.ClientSession() as session,
+        session.get(f"{worker.url}/metrics") as reply,
+    ):
+        lines = [line for line in (await reply.text()).splitlines() if not line.startswith("#")]
+    return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines)}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_both_legs_give_what_one_worker_gives(pair: Pair, stream: bool) -> None:
+    async def scenario() -> None:
+        body = {"prompt": prompt(), "logprobs": 1, "stream": stream, "id": f"both-{stream}"}
+        ticket, text = pair.ticket()
+        async with asking() as ask:
+            prefill, decode = await asyncio.gather(
+                ask(pair.prefill, body, text), ask(pair.decode, body, text)
+            )
+            alone = await ask(pair.prefill, body | {"id": "alone"})
+        assert (prefill.status, decode.status) == (200, 200)
+        num_prompt_tokens = prefill.json()["prompt_tokens"]
+        assert prefill.json() == {
+            "object": "baton.prefill",
+            "request_id": f"both-{stream}",
+            "prompt_tokens": num_prompt_tokens,
+            "cached_tokens": 0,
+        }
+        if stream:
+            assert decode.streamed_text() == alone.streamed_text()
+        else:
+            assert decode.json()["choices"] == alone.json()["choices"]
+            assert decode.json()["usage"]["completion_tokens"] == 16
+        sent = await read_trace(pair.prefill, f"both-{stream}")
+        got = await read_trace(pair.decode, f"both-{stream}")
+        assert (sent.leg, sent.outcome, sent.peer) == ("prefill", "prefilled", "d0")
+        assert (got.leg, got.outcome, got.peer) == ("decode", "length", "p0")
+        assert sent.ticket == got.ticket == ticket.id.hex()
+        assert got.num_received_tokens == num_prompt_tokens
+        summary = summarize(None, got, sent)
+        assert summary.fallbacks == ()
+        assert summary.transport == summary.expected_transport
+        assert summary.num_bytes > 0
+        for seconds in (
+            summary.queue_s,
+            summary.prefill_s,
+            summary.first_layer_ready_s,
+            summary.last_layer_landed_s,
+            summary.visible_transfer_s,
+            summary.decode_queue_s,
+            summary.first_token_s,
+        ):
+            assert seconds is not None
+            assert -0.005 < seconds < 30
+
+    asyncio.run(scenario())
+
+
+def test_metrics_prove_the_handoff(pair: Pair) -> None:
+    async def scenario() -> None:
+        before = await read_metrics(pair.decode)
+        body = {"prompt": prompt()}
+        _, text = pair.ticket()
+        async with asking() as ask:
+            await asyncio.gather(ask(pair.prefill, body, text), ask(pair.decode, body, text))
+        after = await read_metrics(pair.decode)
+        grown = {name for name in after if after[name] > before[name]}
+        transport = (await read_trace(pair.decode, "req-test")).transport
+        labels = f'{{leg="decode",result="completed",transport="{transport}"}}'
+        assert f"baton_handoffs_total{labels}" in grown
+        assert 'baton_worker_prompt_tokens_total{source="received"}' in grown
+        assert 'baton_worker_prompt_tokens_total{source="computed"}' not in grown
+        assert f'baton_handoff_received_bytes_total{{transport="{transport}"}}' in grown
+        assert f'baton_handoff_transfer_seconds_count{{transport="{transport}"}}' in grown
+
+    asyncio.run(scenario())
+
+
+def test_a_ticket_is_refused_when_stale_forged_or_used(pair: Pair) -> None:
+    async def scenario() -> None:
+        body = {"prompt": prompt()}
+        ticket, text = pair.ticket()
+        earlier = WorkerRef(ticket.prefill.worker, Epoch("0" * 32), ticket.prefill.address)
+        _, stale = make_ticket(earlier, earlier)
+        forged = seal(ticket, ClusterKey(b"x" * 32))
+        async with asking() as ask:
+            await asyncio.gather(ask(pair.prefill, body, text), ask(pair.decode, body, text))
+            for again, status, code in (
+                (text, 409, "stale_ticket"),
+                (stale, 409, "stale_ticket"),
+                (forged, 403, "invalid_ticket"),
+                ("nonsense", 403, "invalid_ticket"),
+            ):
+                reply = await ask(pair.decode, body, again)
+                assert (reply.status, reply.json()["error"]["code"]) == (status, code)
+
+    asyncio.run(scenario())
+
+
+def test_decode_recomputes_when_it_is_told_that_prefill_will_not_come(pair: Pair) -> None:
+    async def scenario() -> None:
+        body = {"prompt": prompt(), "id": "orphan"}
+        ticket, text = pair.ticket()
+        async with asking() as ask, aiohttp.ClientSession() as session:
+            decode = asyncio.create_task(ask(pair.decode, body, text))
+            while (await read_metrics(pair.decode))[
+                'baton_worker_inflight_requests{state="awaiting_kv"}'
+            ] == 0:
+                await asyncio.sleep(0.01)
+            url = f"{pair.decode.url}/baton/v1/handoffs/{ticket.id.hex()}/abort"
+            async with session.post(url, json={"reason": "prefill refused"}) as reply:
+                assert reply.status == 204
+                assert await reply.read() == b""
+            alone = await ask(pair.prefill, body | {"id": "alone"})
+            assert (await decode).json()["choices"] == alone.json()["choices"]
+        (fallback,) = (await read_trace(pair.decode, "orphan")).fallbacks
+        assert fallback.startswith("computed locally: ")
+        after = await read_metrics(pair.decode)
+        assert after['baton_handoff_fallbacks_total{cause="computed locally"}'] >= 1
+
+    asyncio.run(scenario())
+
+
+def test_a_prefill_leg_whose_decode_worker_never_asks_ends_when_told(pair: Pair) -> None:
+    async def scenario() -> None:
+        ticket, text = pair.ticket()
+        async with asking() as ask, aiohttp.ClientSession() as session:
+            prefill = asyncio.create_task(ask(pair.prefill, {"prompt": prompt()}, text))
+            await asyncio.sleep(0.2)
+            url = f"{pair.prefill.url}/baton/v1/handoffs/{ticket.id.hex()}/abort"
+            async with session.post(url, json={"reason": "decode refused"}) as reply:
+                assert reply.status == 204
+            reply = await asyncio.wait_for(prefill, 5)
+        assert (reply.status, reply.json()["error"]["code"]) == (502, "handoff_failed")
+
+    asyncio.run(scenario())
+
+
+def test_tenants_do_not_share_a_cache(pair: Pair) -> None:
+    async def scenario() -> None:
+        body = {"prompt": prompt()}
+        async with asking() as ask:
+            salted = [
+                (await ask(pair.prefill, body | {"cache_salt": salt})).json()
+                for salt in ("one", "one", "two")
+            ]
+        cached = [one["usage"]["prompt_tokens_details"]["cached_tokens"] for one in salted]
+        assert cached[0] == 0
+        assert cached[1] > 0
+        assert cached[2] == 0
+
+    asyncio.run(scenario())

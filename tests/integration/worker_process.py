@@ -1,0 +1,101 @@
+"""Workers as processes of their own, for tests: started, announced, spoken to, ended.
+
+`python -m tests.integration.worker_process OPTIONS` runs one; OPTIONS are `ProcessOptions` as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from baton.authority.key import ClusterKey
+from baton.authority.ticket import Ticket, WorkerRef, seal
+from baton.clock import MachineClock
+from baton.ids import Epoch, WorkerId, new_ticket_id
+from baton.models import DEMO_MODEL_PATH
+from baton.worker.options import ProcessOptions
+from baton.worker.process import run_worker
+
+KEY = ClusterKey(b"k" * 32)
+ENGINE_OPTIONS = {"num_threads": 1, "num_blocks": 256, "dtype": "float32"}
+
+
+@dataclass
+class WorkerProcess:
+    """A worker's process. `ready` is what it announced, once it was waited for."""
+
+    popen: subprocess.Popen[str]
+    ready: dict[str, Any]
+
+    @property
+    def url(self) -> str:
+        return str(self.ready["url"])
+
+    @property
+    def ref(self) -> WorkerRef:
+        return WorkerRef(
+            WorkerId(self.ready["worker"]), Epoch(self.ready["epoch"]), self.ready["handoff_address"]
+        )
+
+    def wait_until_ready(self) -> None:
+        self.ready = self.next_event()
+        while self.ready["event"] != "ready":
+            self.ready = self.next_event()
+
+    def next_event(self) -> dict[str, Any]:
+        stdout: IO[str] = self.popen.stdout  # type: ignore[assignment]
+        line = stdout.readline()
+        if not line:
+            raise AssertionError(f"the worker ended with {self.popen.wait(10)}")
+        return dict(json.loads(line))
+
+    def end(self) -> int:
+        """SIGTERM, then its exit code."""
+        self.popen.terminate()
+        return self.popen.wait(30)
+
+
+@contextmanager
+def starting(name: str, **options: Any) -> Generator[WorkerProcess]:
+    """A worker that is starting; it is gone afterwards."""
+    given = {"worker": name, "engine_options": ENGINE_OPTIONS} | options
+    popen = subprocess.Popen(
+        [sys.executable, "-m", "tests.integration.worker_process", json.dumps(given)],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parents[2],
+    )
+    try:
+        yield WorkerProcess(popen, {})
+    finally:
+        popen.kill()
+        popen.wait(10)
+        if popen.stdout is not None:
+            popen.stdout.close()
+
+
+def make_ticket(prefill: WorkerRef, decode: WorkerRef, tenant_salt: str = "") -> tuple[Ticket, str]:
+    """A ticket as the gateway would sign it, and its text."""
+    expires_at = MachineClock().unix_now() + 60
+    ticket = Ticket(
+        new_ticket_id(), "req-test", prefill, decode, "push", expires_at, tenant_salt
+    )
+    return ticket, seal(ticket, KEY)
+
+
+def main() -> None:
+    given = json.loads(sys.argv[1])
+    for name in ("cpu_affinity", "transports"):
+        if name in given:
+            given[name] = tuple(given[name])
+    run_worker(ProcessOptions(model=DEMO_MODEL_PATH, key=KEY, **given))
+
+
+if __name__ == "__main__":
+    main()

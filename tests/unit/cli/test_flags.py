@@ -1,0 +1,76 @@
+"""Flags set settings, and defaults agree with the options that they end in."""
+
+import dataclasses
+
+import pytest
+from cyclopts import App
+
+from baton.cli.gateway import GatewayFlags
+from baton.cli.gateway import _options as gateway_options
+from baton.cli.up import UpFlags
+from baton.cli.worker import WorkerFlags
+from baton.cli.worker import _options as worker_options
+from baton.config.origin import FromFlag
+from baton.config.sections import Config
+from baton.gateway.options import GatewayOptions
+from baton.models import DEMO_MODEL_PATH
+from baton.worker.options import ProcessOptions
+
+KEY = "ab" * 32
+
+
+@pytest.fixture(autouse=True)
+def cluster_key(monkeypatch):
+    monkeypatch.setenv("BATON_CLUSTER_KEY", KEY)
+
+
+def parse(flags, *arguments):
+    app = App(result_action="return_value")
+
+    @app.default
+    def command(flags: flags | None = None):
+        return flags
+
+    return app(list(arguments), exit_on_error=False)
+
+
+def test_a_flag_sets_its_key_and_says_so():
+    resolved = parse(UpFlags, "--prefill", "2", "--model", "m", "--port", "0").resolve()
+    assert resolved.values["up.prefill"].value == 2
+    assert resolved.values["up.prefill"].origin == FromFlag("--prefill")
+    assert resolved.values["worker.model"].value == "m"
+    assert resolved.values["gateway.port"].value == 0
+    assert resolved.is_default("up.decode")
+
+
+@pytest.mark.parametrize(
+    ("given", "transports"),
+    [([], ("shared", "tcp")), (["auto"], ("shared", "tcp")), (["tcp"], ("tcp",))],
+)
+def test_transport_is_one_or_all(given, transports):
+    arguments = ["--debug", *(word for kind in given for word in ("--transport", kind))]
+    config = parse(WorkerFlags, *arguments).resolve().to_config()
+    assert config.transfer.transports == transports
+    assert config.log.level == "debug"
+
+
+def test_repeated_flags_make_lists():
+    flags = parse(GatewayFlags, "--decode", "http://a:1", "--decode", "http://b:2")
+    assert flags.resolve().to_config().gateway.decode == ("http://a:1", "http://b:2")
+
+
+def test_the_gateways_defaults_are_those_of_its_options():
+    flags = parse(GatewayFlags, "--worker", "http://127.0.0.1:1")
+    options = gateway_options(flags.resolve().to_config(), announce_fd=1)
+    bare = GatewayOptions(workers=options.workers, cluster_key=options.cluster_key)
+    assert dataclasses.replace(options, key_origin="generated") == bare
+
+
+def test_the_workers_defaults_are_those_of_its_options():
+    options = worker_options(Config(), announce_fd=1)
+    assert options == ProcessOptions(worker=options.worker, model=DEMO_MODEL_PATH, key=options.key)
+
+
+def test_the_key_is_in_no_repr():
+    assert KEY not in repr(worker_options(Config(), announce_fd=1))
+    assert str(bytes.fromhex(KEY)) not in repr(worker_options(Config(), announce_fd=1))

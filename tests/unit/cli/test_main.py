@@ -1,0 +1,123 @@
+"""The command line: exit codes, messages, and what is imported when."""
+
+import json
+import os
+import resource
+import subprocess
+import sys
+
+import pytest
+
+from baton import __version__
+from baton.cli.main import run
+
+HEAVY = ("torch", "transformers", "numpy", "aiohttp", "uvicorn", "starlette", "uvloop")
+COMMANDS = ([], ["up"], ["gateway"], ["worker"], ["model", "make"], ["config", "show"])
+
+
+@pytest.fixture(autouse=True)
+def bare_environment(monkeypatch, tmp_path):
+    for name in list(os.environ):
+        if name.startswith("BATON_"):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+
+
+def in_a_process(code):
+    return subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True
+    ).stdout
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_help_imports_nothing_heavy(command):
+    loaded = json.loads(
+        in_a_process(
+            "import json, sys\n"
+            "from baton.cli.main import run\n"
+            f"code = run({[*command, '--help']!r})\n"
+            "print('\\0' + json.dumps([code, sorted(sys.modules)]))"
+        ).rpartition("\0")[2]
+    )
+    assert loaded[0] == 0
+    assert not set(HEAVY) & set(loaded[1])
+
+
+def test_help_takes_less_than_200_ms():
+    # Processor time of the best of three: the machine may be busy with other things.
+    times_s = []
+    for _ in range(3):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        in_a_process("from baton.cli.main import run; run(['--help'])")
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        times_s.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    assert min(times_s) < 0.2
+
+
+def test_version(capsys):
+    assert run(["--version"]) == 0
+    assert capsys.readouterr().out.strip() == __version__
+
+
+@pytest.mark.parametrize("arguments", [["up", "--bogus"], ["dance"], ["up", "--prefill", "x"]])
+def test_a_wrong_command_line_exits_with_2(arguments, capsys):
+    with pytest.raises(SystemExit) as exit_info:
+        run(arguments)
+    assert exit_info.value.code == 2
+    assert "Error" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["config", "show", "--set", "gateway.prot=1"], "did you mean 'gateway.port'?"),
+        (["config", "show", "--config", "/nowhere.toml"], "cannot read the configuration file"),
+        (["up", "--prefill", "0", "--decode", "0"], "nothing to start"),
+        (["up", "--transport", "pigeon"], "unknown baton.transports 'pigeon'; installed:"),
+        (["up", "--engine", "steam"], "unknown baton.engines 'steam'; installed:"),
+        (["up", "--set", "engine.blok_size=8"], "blok_size"),
+        (["up", "--set", "up.decode_engine.block_size=no"], "block_size"),
+        (["up", "--host", "0.0.0.0"], "0.0.0.0 needs a cluster key"),
+        (["gateway"], "no worker can decode"),
+        (["gateway", "--decode", "nonsense"], "'nonsense' is not a worker's address"),
+    ],
+)
+def test_a_wrong_configuration_exits_with_2_and_no_traceback(arguments, message, capsys):
+    assert run(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("baton: ")
+    assert message in captured.err
+    assert "Traceback" not in captured.err
+    assert captured.out == ""
+
+
+def test_debug_shows_where_an_error_arose(capsys):
+    assert run(["gateway", "--debug"]) == 2
+    assert "Traceback" in capsys.readouterr().err
+
+
+def shown(capsys, *arguments):
+    assert run(["config", "show", "--json", *arguments]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_config_show_says_where_each_value_came_from(capsys, monkeypatch, tmp_path):
+    file = tmp_path / "baton.toml"
+    file.write_text("[gateway]\nport = 1\nhost = '::1'\n[engine]\nblock_size = 4\n", "utf-8")
+    monkeypatch.setenv("BATON_GATEWAY__PORT", "2")
+    monkeypatch.setenv("BATON_CLUSTER_KEY", "ab" * 32)
+    rows = shown(capsys, "--config", str(file), "--set", "log.level=error")
+    assert rows["gateway.port"] == {"value": 2, "origin": "environment BATON_GATEWAY__PORT"}
+    assert rows["gateway.host"] == {"value": "::1", "origin": f"file {file}:3"}
+    assert rows["log.level"] == {"value": "error", "origin": "flag --set"}
+    assert rows["engine.block_size"] == {"value": 4, "origin": f"file {file}:5"}
+    assert rows["engine.max_num_seqs"]["origin"] == "default"
+    assert rows["cluster.key"] == {"value": "(hidden)", "origin": "environment BATON_CLUSTER_KEY"}
+    assert "abab" not in json.dumps(rows)
+
+
+def test_config_show_as_a_table(capsys):
+    assert run(["config", "show"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    (port,) = [line for line in lines if line.startswith("gateway.port ")]
+    assert port.split() == ["gateway.port", "8000", "default"]

@@ -1,0 +1,263 @@
+"""Prefill legs, decode legs and what becomes of their blocks, turn by turn."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from baton.engines.interface import DecodeLeg, FinishReason, NewToken, PrefillLeg
+from baton.errors import EngineError, HandoffError, TicketError
+from baton.handoff.interface import (
+    BlocksQuiescent,
+    KVFailed,
+    KVLanded,
+    KVSent,
+    SampledToken,
+    SendFailed,
+)
+from baton.telemetry.trace import Stamp
+from tests.unit.engines.harness import (
+    Driver,
+    RecordingHandoff,
+    make_prompt,
+    make_ticket,
+    tiny_llama,
+)
+
+PROMPT = make_prompt(40)
+TICKET = make_ticket()
+LOST = HandoffError("the peer left", stage="landing")
+
+
+def drive(**options: object) -> tuple[Driver, RecordingHandoff]:
+    handoff = RecordingHandoff()
+    return Driver(tiny_llama(), handoff, **{"block_size": 8, **options}), handoff
+
+
+def colocated_answer() -> list[int]:
+    driver, _ = drive()
+    driver.submit("r", PROMPT)
+    driver.run()
+    return driver.tokens("r")
+
+
+def test_a_prefill_leg_reports_each_layer_of_each_chunk() -> None:
+    driver, handoff = drive(max_batch_tokens=16)
+    driver.submit("p", PROMPT, PrefillLeg(TICKET))
+    driver.turn(3)
+    assert handoff.calls == ["offer", "finish"]
+    assert handoff.ready == [(TICKET.id, stop, layer) for stop in (16, 32, 40) for layer in (0, 1)]
+    (order,) = handoff.sends
+    assert (order.num_tokens, order.num_ready_tokens, len(order.blocks.blocks)) == (40, 0, 5)
+
+
+def test_a_prefill_leg_answers_once_when_its_kv_was_sent() -> None:
+    driver, handoff = drive()
+    driver.submit("p", PROMPT, PrefillLeg(TICKET))
+    driver.run()
+    assert driver.updates == []
+    assert driver.loop.stats().num_free_blocks == 64 - 5
+    handoff.events = [KVSent(TICKET.id)]
+    driver.turn()
+    token = SampledToken(colocated_answer()[0])
+    assert driver.updates == [NewToken("p", token, 0, FinishReason.LENGTH)]
+    assert handoff.first_tokens == {TICKET.id: token}
+    driver.check_all_blocks_are_free()
+
+
+def test_a_prefill_leg_offers_its_prefix_hit_as_ready() -> None:
+    driver, handoff = drive()
+    driver.submit("first", PROMPT)
+    driver.run()
+    driver.submit("p", PROMPT, PrefillLeg(TICKET))
+    driver.run()
+    assert handoff.sends[0].num_ready_tokens == 32
+    assert handoff.ready == [(TICKET.id, 40, 0), (TICKET.id, 40, 1)]
+
+
+def test_a_prefill_leg_whose_handoff_fails_stops_computing() -> None:
+    driver, handoff = drive(max_batch_tokens=16)
+    driver.submit("p", PROMPT, PrefillLeg(TICKET))
+    driver.turn()
+    handoff.events = [SendFailed(TICKET.id, LOST)]
+    driver.run()
+    assert driver.failure("p") is LOST
+    assert len(handoff.ready) == 2
+    driver.check_all_blocks_are_free()
+
+
+@pytest.mark.parametrize("event", [KVSent(TICKET.id), SendFailed(TICKET.id, LOST)])
+def test_a_cancelled_prefill_leg_keeps_its_blocks_until_its_handoff_ends(
+    event: KVSent | SendFailed,
+) -> None:
+    driver, handoff = drive()
+    driver.submit("p", PROMPT, PrefillLeg(TICKET))
+    driver.run()
+    driver.loop.cancel("p")
+    driver.turn()
+    assert handoff.calls == ["offer", "finish", "abort"]
+    assert driver.loop.stats().num_free_blocks == 64 - 5
+    handoff.events = [event]
+    driver.turn()
+    assert driver.updates == []
+    driver.check_all_blocks_are_free()
+
+
+def test_kv_sent_before_prefill_is_done_is_an_error_not_an_answer() -> None:
+    driver, handoff = drive(max_batch_tokens=16)
+    driver.submit("p", PROMPT, PrefillLeg(TICKET))
+    driver.turn()
+    handoff.events = [KVSent(TICKET.id)]
+    driver.run()
+    assert isinstance(driver.failure("p"), EngineError)
+    driver.check_all_blocks_are_free()
+
+
+def test_a_decode_leg_waits_without_computing() -> None:
+    driver, handoff = drive()
+    driver.submit("d", PROMPT, DecodeLeg(TICKET))
+    assert not driver.loop.turn()
+    (order,) = handoff.receives
+    assert (order.start, order.num_tokens, order.blocks.first) == (0, 40, 0)
+    stats = driver.loop.stats()
+    assert (stats.num_awaiting_kv, stats.num_reserved_blocks) == (1, 5)
+    assert list(driver.traces["d"].stamps) == [Stamp.ADMITTED, Stamp.PAGES_RESERVED]
+
+
+def test_a_decode_leg_asks_only_for_what_it_lacks() -> None:
+    driver, handoff = drive()
+    driver.submit("first", PROMPT[:20])
+    driver.run()
+    driver.submit("d", PROMPT, DecodeLeg(TICKET))
+    driver.turn()
+    (order,) = handoff.receives
+    assert (order.start, order.num_tokens) == (16, 40)
+    assert (order.blocks.first, len(order.blocks.blocks)) == (2, 3)
+
+
+def test_a_decode_leg_that_lacks_little_declines() -> None:
+    driver, handoff = drive(min_handoff_tokens=9)
+    driver.submit("first", PROMPT)
+    driver.run()
+    driver.submit("d", PROMPT, DecodeLeg(TICKET))
+    driver.run()
+    assert handoff.calls == ["decline"]
+    assert driver.tokens("d") == driver.tokens("first")
+    assert driver.traces["d"].num_cached_tokens == 32
+
+
+def test_a_landed_first_token_is_an_answer_at_once() -> None:
+    driver, handoff = drive()
+    driver.submit("d", PROMPT, DecodeLeg(TICKET), max_tokens=1)
+    driver.turn()
+    handoff.events = [KVLanded(TICKET.id, SampledToken(7))]
+    driver.turn()
+    assert (driver.tokens("d"), driver.finish("d")) == ([7], FinishReason.LENGTH)
+    assert driver.traces["d"].num_received_tokens == 40
+    driver.check_all_blocks_are_free()
+
+
+def test_a_landed_end_token_ends_the_answer_and_is_hidden() -> None:
+    driver, handoff = drive()
+    driver.submit("d", PROMPT, DecodeLeg(TICKET), stop_token_ids=(7,))
+    driver.turn()
+    handoff.events = [KVLanded(TICKET.id, SampledToken(7))]
+    driver.turn()
+    assert driver.updates == [NewToken("d", SampledToken(7), 0, FinishReason.STOP, hidden=True)]
+
+
+def test_failed_kv_is_computed_here_in_other_blocks() -> None:
+    driver, handoff = drive()
+    driver.submit("d", PROMPT, DecodeLeg(TICKET))
+    driver.turn()
+    handoff.events = [KVFailed(TICKET.id, LOST)]
+    driver.run()
+    assert driver.tokens("d") == colocated_answer()
+    assert driver.traces["d"].fallbacks == ["computed locally: the peer left"]
+    stats = driver.loop.stats()
+    assert (stats.num_quarantined_blocks, stats.num_free_blocks) == (5, 59)
+    handoff.events = [BlocksQuiescent(TICKET.id)]
+    driver.turn()
+    driver.check_all_blocks_are_free()
+
+
+def test_failed_kv_waits_for_blocks_while_its_own_are_quarantined() -> None:
+    driver, handoff = drive(num_blocks=7)
+    driver.submit("d", PROMPT, DecodeLeg(TICKET))
+    driver.turn()
+    handoff.events = [KVFailed(TICKET.id, LOST)]
+    driver.run()
+    assert (driver.tokens("d"), driver.loop.stats().num_waiting) == ([], 1)
+    handoff.events = [BlocksQuiescent(TICKET.id)]
+    driver.run()
+    assert driver.tokens("d") == colocated_answer()
+
+
+def test_a_cancelled_decode_leg_leaves_its_blocks_in_quarantine() -> None:
+    driver, handoff = drive()
+    driver.submit("d", PROMPT, DecodeLeg(TICKET))
+    driver.turn()
+    driver.loop.cancel("d")
+    driver.turn()
+    assert handoff.calls == ["expect", "abort"]
+    assert driver.loop.stats().num_quarantined_blocks == 5
+    handoff.events = [BlocksQuiescent(TICKET.id)]
+    driver.turn()
+    driver.check_all_blocks_are_free()
+
+
+def test_kv_that_lands_after_a_cancel_frees_its_blocks() -> None:
+    driver, handoff = drive()
+    driver.submit("d", PROMPT, DecodeLeg(TICKET))
+    driver.turn()
+    driver.loop.cancel("d")
+    handoff.events = [KVLanded(TICKET.id, SampledToken(7))]
+    driver.turn()
+    assert driver.updates == []
+    driver.check_all_blocks_are_free()
+
+
+def test_a_decode_leg_that_leaves_the_queue_tells_its_prefill_worker() -> None:
+    driver, handoff = drive(max_num_seqs=1)
+    driver.submit("busy", PROMPT)
+    driver.submit("d", PROMPT, DecodeLeg(TICKET))
+    driver.turn()
+    driver.loop.cancel("d")
+    assert handoff.calls == ["decline"]
+
+
+def test_a_ticket_in_use_is_refused_and_disturbs_nobody() -> None:
+    driver, handoff = drive()
+    driver.submit("d", PROMPT, DecodeLeg(TICKET))
+    driver.turn()
+    driver.submit("replay", PROMPT, DecodeLeg(TICKET))
+    driver.turn()
+    assert isinstance(driver.failure("replay"), TicketError)
+    handoff.events = [KVLanded(TICKET.id, SampledToken(7))]
+    driver.turn()
+    assert driver.tokens("d")[0] == 7
+
+
+def test_decode_legs_wait_for_blocks_in_order() -> None:
+    driver, handoff = drive(num_blocks=7)
+    for number, length in ((1, 40), (2, 40), (3, 8)):
+        driver.submit(f"d{number}", make_prompt(length, number), DecodeLeg(make_ticket(number)))
+    driver.turn()
+    assert [order.ticket.id for order in handoff.receives] == [make_ticket(1).id]
+    handoff.events = [KVLanded(make_ticket(1).id, SampledToken(7))]
+    driver.run()
+    assert [order.ticket.id for order in handoff.receives][1:] == [
+        make_ticket(2).id,
+        make_ticket(3).id,
+    ]
+
+
+def test_a_passed_deadline_fails_the_request_and_aborts_its_handoff() -> None:
+    driver, handoff = drive()
+    driver.submit("d", PROMPT, DecodeLeg(TICKET), timeout_s=5.0)
+    driver.turn()
+    driver.clock.advance(6.0)
+    driver.turn()
+    assert isinstance(driver.failure("d"), EngineError)
+    assert handoff.calls == ["expect", "abort"]

@@ -1,0 +1,169 @@
+"""What can be served is served; what cannot is refused with a word on what to do."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+pytest.importorskip("transformers")
+
+import torch
+from transformers import (
+    BloomConfig,
+    FalconConfig,
+    Llama4TextConfig,
+    MambaConfig,
+    Qwen3NextConfig,
+    T5Config,
+)
+
+from baton.clock import MachineClock
+from baton.engines.interface import ENGINES, EngineContext
+from baton.engines.transformers import loading
+from baton.engines.transformers.loading import compute_fingerprint, load_model
+from baton.engines.transformers.options import TransformersOptions
+from baton.engines.transformers.selfcheck import check_pages_change_nothing
+from baton.engines.transformers.shape import LayerShape, check_layer_kinds
+from baton.errors import ConfigError
+from tests.unit.engines.harness import make_model, prepare, tiny_llama
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+OPTIONS = TransformersOptions()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("checkpoint")
+    make_model("llama").save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def copy(checkpoint: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(checkpoint, tmp_path / "copy")
+
+
+def edit_config(folder: Path, **changes: object) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def test_a_folder_becomes_a_model(checkpoint: Path) -> None:
+    loaded = load_model(checkpoint, OPTIONS)
+    assert loaded.shape.layers == (LayerShape(2, 8, 8, None, is_latent=False),) * 2
+    assert (loaded.dtype, loaded.vocab_size, loaded.max_context_tokens) == ("float32", 97, 256)
+    assert loaded.eos_token_ids == (2,)
+    assert len(loaded.fingerprint) == 64
+
+
+def test_the_engine_is_found_by_its_kind_and_says_what_it_is(checkpoint: Path) -> None:
+    build = ENGINES.build("transformers", {"block_size": 8, "num_blocks": 3, "dtype": "bfloat16"})
+    engine = build(EngineContext(checkpoint, MachineClock()))
+    assert (engine.info.engine, engine.info.num_blocks) == ("transformers", 3)
+    assert engine.info.layout.dtype == "bfloat16"
+    assert engine.info.layout.page_bytes(0) == 2 * 8 * 2 * 8 * 2
+    assert [array.num_pages for array in engine.region.arrays] == [3, 3]
+    assert not engine.is_alive()
+
+
+def test_the_kv_budget_gives_the_number_of_blocks(checkpoint: Path) -> None:
+    build = ENGINES.build("transformers", {"kv_cache_bytes": 100_000})
+    engine = build(EngineContext(checkpoint, MachineClock()))
+    assert engine.info.num_blocks == 100_000 // engine.info.layout.block_bytes
+    tiny = ENGINES.build("transformers", {"kv_cache_bytes": 100})
+    with pytest.raises(ConfigError, match="one block of this model takes 4096 bytes"):
+        tiny(EngineContext(checkpoint, MachineClock()))
+
+
+def test_importing_the_engine_does_not_import_torch() -> None:
+    code = (
+        "import sys, baton.engines.transformers as t; t.PLUGIN.build(t.PLUGIN.options()); "
+        "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_fingerprint_follows_contents(copy: Path) -> None:
+    files = [copy / "config.json", copy / "model.safetensors"]
+    before = compute_fingerprint(files)
+    assert compute_fingerprint(files) == before
+    edit_config(copy, rms_norm_eps=1e-5)
+    assert compute_fingerprint(files) != before
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        (shutil.rmtree, "it has no config.json"),
+        (lambda folder: (folder / "config.json").write_text("{"), "cannot read"),
+        (lambda folder: (folder / "config.json").write_text('{"model_type":"?"}'), "cannot read"),
+        (lambda folder: (folder / "model.safetensors").unlink(), "pickled weights"),
+        (lambda folder: (folder / "model.safetensors").write_bytes(b"abc"), "cannot load"),
+        (lambda folder: edit_config(folder, num_hidden_layers=3), "lack 9 of the model's tensors"),
+        (lambda folder: edit_config(folder, intermediate_size=64), "cannot load|another shape"),
+    ],
+)
+def test_broken_checkpoints_are_refused(copy: Path, broken: object, message: str) -> None:
+    broken(copy)
+    with pytest.raises(ConfigError, match=message):
+        load_model(copy, OPTIONS)
+
+
+def test_a_context_beyond_the_models_is_refused(checkpoint: Path) -> None:
+    with pytest.raises(ConfigError, match="the model was made for 256"):
+        load_model(checkpoint, TransformersOptions(max_context_tokens=300))
+
+
+def test_cuda_without_cuda_is_refused(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match='set device = "cpu"'):
+        load_model(checkpoint, TransformersOptions(device="cuda"))
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (MambaConfig(), "linear_attention"),
+        (Qwen3NextConfig(), "linear_attention"),
+        (Llama4TextConfig(), "chunked_attention"),
+        (T5Config(), "cross_attention"),
+    ],
+)
+def test_models_with_other_state_are_refused(config: object, reason: str) -> None:
+    with pytest.raises(ConfigError, match=f"(?s){reason}.*vllm engine"):
+        check_layer_kinds(config)
+
+
+@pytest.mark.parametrize("config", [FalconConfig, BloomConfig])
+def test_models_without_the_attention_interface_are_refused(config: type) -> None:
+    model = loading.AutoModelForCausalLM.from_config(
+        config(vocab_size=97, hidden_size=32, num_hidden_layers=2, num_attention_heads=4)
+    )
+    with pytest.raises(ConfigError, match="does not run over paged KV"):
+        prepare(model.eval())
+
+
+def test_a_model_that_pages_wrongly_is_refused() -> None:
+    model = make_model("llama")
+    shape = prepare(model).shape
+    forward = model.forward
+    model.forward = lambda *args, **kwargs: forward(
+        *args, **{**kwargs, "position_ids": None}
+    )  # as a model would that counts positions by itself
+    with pytest.raises(ConfigError, match="gives other numbers over paged KV"):
+        check_pages_change_nothing(model, shape, "float32")
+
+
+def test_the_shared_model_of_these_tests_is_latent_free() -> None:
+    assert not any(layer.is_latent for layer in tiny_llama().shape.layers)
+    latent = prepare(make_model("deepseek_v3")).shape
+    assert latent.layers[0] == LayerShape(1, 16, 8, None, is_latent=True)
+    (plane,) = latent.to_layout(4, "float32").layers[0].planes
+    assert (plane.name, plane.head_dim) == ("latent", 24)

@@ -1,0 +1,272 @@
+"""The scheduler under random arrivals, cancellations and handoff events. No model, no tensors."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from msgspec.structs import replace
+
+from baton.clock import Instant
+from baton.engines.interface import (
+    Colocated,
+    DecodeLeg,
+    GenerationRequest,
+    Leg,
+    PrefillLeg,
+    SamplingParams,
+)
+from baton.engines.transformers.scheduler import Limits, Scheduler, Work
+from baton.engines.transformers.sequence import Sequence, Status
+from baton.ids import RequestId, TicketId
+from baton.kv.identity import HashDomain
+from baton.kv.layout import LayerLayout
+from baton.kv.pool import BlockPool
+from baton.telemetry.trace import LegTrace
+from tests.unit.handoff.orders import make_ticket
+
+if TYPE_CHECKING:
+    from baton.authority.ticket import Ticket
+
+BLOCK_SIZE = 4
+NUM_BLOCKS = 14
+LIMITS = Limits(max_batch_tokens=13, max_num_seqs=4, min_handoff_tokens=4)
+FULL = LayerLayout.gqa(1, 8)
+WINDOWED = LayerLayout.gqa(1, 8, window_tokens=6)
+
+
+def number_ticket(number: int) -> Ticket:
+    return replace(make_ticket(), id=TicketId(number.to_bytes(16, "big")))
+
+
+def make_sequence(
+    num_tokens: int, max_tokens: int, leg: Leg, *, start: int = 0, number: int = 0
+) -> Sequence:
+    """A request for `num_tokens` tokens that count from `start`; `number` is its arrival."""
+    request = GenerationRequest(
+        RequestId(f"r{number:04}"),
+        np.arange(start, start + num_tokens, dtype=np.int32),
+        SamplingParams(max_tokens=max_tokens),
+        leg,
+        "",
+        Instant(1e9),
+        LegTrace(request_id=f"r{number}", worker="w", epoch="e", leg="colocated"),
+    )
+    return Sequence(request, HashDomain("m", "", BLOCK_SIZE), seed=0, arrival=number)
+
+
+def make_scheduler(num_blocks: int = NUM_BLOCKS, *layers: LayerLayout) -> Scheduler:
+    return Scheduler(BlockPool(num_blocks), LIMITS, layers or (FULL,))
+
+
+def carry_out(scheduler: Scheduler, work: Work) -> None:
+    """What the engine does once a step is computed: token 1 is always sampled."""
+    sequence, samples = work.sequence, work.samples
+    scheduler.advance(work)
+    if not samples:
+        return
+    if isinstance(sequence.leg, PrefillLeg):
+        scheduler.hold(sequence)
+    elif sequence.append(1, ()) is not None:
+        scheduler.end(sequence)
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Every ticket's events come in an order that the handoff's contract allows."""
+
+    @initialize(windowed=st.booleans())
+    def build(self, windowed: bool) -> None:
+        layers = (FULL, WINDOWED) if windowed else (FULL,)
+        self.scheduler = make_scheduler(NUM_BLOCKS, *layers)
+        self.num_arrived = 0
+        self.live: dict[RequestId, Sequence] = {}
+        self.receiving: dict[TicketId, Sequence] = {}
+        self.closing: set[TicketId] = set()
+        self.sending: dict[TicketId, Sequence] = {}
+
+    @rule(
+        num_tokens=st.integers(1, 30),
+        max_tokens=st.integers(1, 20),
+        kind=st.sampled_from(("colocated", "prefill", "decode")),
+        start=st.sampled_from((0, 0, 0, 100)),
+    )
+    def arrive(self, num_tokens: int, max_tokens: int, kind: str, start: int) -> None:
+        self.num_arrived += 1
+        ticket = number_ticket(self.num_arrived)
+        legs = {
+            "colocated": Colocated(),
+            "prefill": PrefillLeg(ticket),
+            "decode": DecodeLeg(ticket),
+        }
+        sequence = make_sequence(
+            num_tokens, max_tokens, legs[kind], start=start, number=self.num_arrived
+        )
+        self.live[sequence.request.id] = sequence
+        self.scheduler.add(sequence)
+
+    @rule()
+    def step(self) -> None:
+        self._step()
+
+    def _step(self) -> int:
+        """How many tokens were computed."""
+        plan = self.scheduler.schedule()
+        assert plan.num_tokens <= LIMITS.max_batch_tokens
+        for expectation in plan.expected:
+            assert expectation.start == expectation.sequence.num_computed
+            self.receiving[expectation.ticket.id] = expectation.sequence
+        for sequence, ticket in plan.offered:
+            self.sending[ticket.id] = sequence
+        assert len({work.sequence.request.id for work in plan.work}) == len(plan.work)
+        for work in plan.work:
+            room = len(work.sequence.blocks) * BLOCK_SIZE
+            assert 0 < work.sequence.num_computed + work.num_tokens <= room
+            assert work.sequence.status is Status.RUNNING
+        for work in plan.work:
+            carry_out(self.scheduler, work)
+        return plan.num_tokens
+
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        if self.live:
+            sequence = self.live[data.draw(st.sampled_from(sorted(self.live)))]
+            self._end(sequence)
+
+    @rule(data=st.data(), good=st.booleans())
+    def end_a_receive(self, data: st.DataObject, good: bool) -> None:
+        if self.receiving:
+            self._end_receive(data.draw(st.sampled_from(sorted(self.receiving))), good)
+
+    @rule(data=st.data())
+    def become_quiescent(self, data: st.DataObject) -> None:
+        if self.closing:
+            self._become_quiescent(data.draw(st.sampled_from(sorted(self.closing))))
+
+    @rule(data=st.data(), good=st.booleans())
+    def end_a_send(self, data: st.DataObject, good: bool) -> None:
+        if self.sending:
+            self._end_send(data.draw(st.sampled_from(sorted(self.sending))), good)
+
+    @invariant()
+    def agrees(self) -> None:
+        if not hasattr(self, "scheduler"):
+            return
+        self.scheduler.check_invariants()
+        self.live = {i: s for i, s in self.live.items() if s.status is not Status.ENDED}
+        held = [s for s in self.live.values() if s.blocks]
+        for sequence in held:
+            assert len(set(sequence.blocks)) == len(sequence.blocks)
+
+    def teardown(self) -> None:
+        """Let every handoff end well or ill: then everything is answered, and nothing is held."""
+        if not hasattr(self, "scheduler"):
+            return
+        for turn in range(2_000):
+            busy = self._step()
+            for ticket in sorted(self.receiving):
+                self._end_receive(ticket, good=turn % 2 == 0)
+            for ticket in sorted(self.closing):
+                self._become_quiescent(ticket)
+            for ticket in sorted(self.sending):
+                sequence = self.sending[ticket]
+                if sequence.status is not Status.RUNNING:
+                    self._end_send(ticket, good=True)
+            self.agrees()
+            if not (busy or self.live or self.receiving or self.closing or self.sending):
+                break
+        assert not self.live
+        assert self.scheduler.pool.num_free == NUM_BLOCKS
+
+    def _end(self, sequence: Sequence) -> None:
+        self.scheduler.end(sequence)
+        del self.live[sequence.request.id]
+        ticket = sequence.ticket
+        if ticket is not None and self.receiving.pop(ticket.id, None) is not None:
+            self.closing.add(ticket.id)
+
+    def _end_receive(self, ticket: TicketId, good: bool) -> None:
+        sequence = self.receiving.pop(ticket)
+        if good:
+            assert self.scheduler.land(ticket) is sequence
+            if sequence.append(1, ()) is not None:
+                self.scheduler.end(sequence)
+        else:
+            assert self.scheduler.fall_back(ticket) is sequence
+            self.closing.add(ticket)
+
+    def _become_quiescent(self, ticket: TicketId) -> None:
+        self.scheduler.custody.release_quarantined(ticket)
+        self.closing.remove(ticket)
+
+    def _end_send(self, ticket: TicketId, good: bool) -> None:
+        sequence = self.sending[ticket]
+        if good and sequence.status is Status.RUNNING:
+            return  # nothing is sent before it is computed
+        del self.sending[ticket]
+        assert self.scheduler.give_back(ticket) is sequence
+        if sequence.status is not Status.ENDED:
+            self.scheduler.end(sequence)
+
+
+TestScheduler = SchedulerMachine.TestCase
+TestScheduler.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+def test_decoding_goes_before_prefill_within_the_budget() -> None:
+    scheduler = make_scheduler()
+    old = make_sequence(8, 5, Colocated(), number=1)
+    new = make_sequence(20, 5, Colocated(), start=50, number=2)
+    scheduler.add(old)
+    carry_out(scheduler, scheduler.schedule().work[0])
+    scheduler.add(new)
+    work = scheduler.schedule().work
+    assert [(w.sequence, w.num_tokens) for w in work] == [(old, 1), (new, 12)]
+    assert [w.samples for w in work] == [True, False]
+
+
+def test_the_youngest_gives_way_and_the_oldest_goes_on() -> None:
+    scheduler = make_scheduler(6)
+    old, young = (make_sequence(8, 12, Colocated(), start=n, number=n) for n in (0, 50))
+    for sequence in (old, young):
+        scheduler.add(sequence)
+        for work in scheduler.schedule().work:
+            carry_out(scheduler, work)
+    for _ in range(30):
+        for work in scheduler.schedule().work:
+            carry_out(scheduler, work)
+        if old.status is Status.ENDED:
+            break
+        assert old.status is Status.RUNNING
+    assert old.status is Status.ENDED
+    assert scheduler.num_preemptions > 0
+
+
+def test_offered_blocks_are_never_taken_away() -> None:
+    scheduler = make_scheduler(5)
+    offered = make_sequence(12, 1, PrefillLeg(make_ticket()), start=50, number=1)
+    growing = make_sequence(3, 9, Colocated())
+    for sequence in (growing, offered):
+        scheduler.add(sequence)
+    for _ in range(20):
+        for work in scheduler.schedule().work:
+            carry_out(scheduler, work)
+    assert offered.status is Status.OFFERED
+    assert len(offered.blocks) == 3
+    assert growing.status is Status.WAITING
+
+
+@pytest.mark.parametrize(("layers", "num_published"), [((FULL,), 5), ((FULL, WINDOWED), 1)])
+def test_blocks_that_lack_dead_tokens_of_a_window_are_not_published(
+    layers: tuple[LayerLayout, ...], num_published: int
+) -> None:
+    scheduler = make_scheduler(NUM_BLOCKS, *layers)
+    ticket = make_ticket()
+    scheduler.add(make_sequence(20, 5, DecodeLeg(ticket)))
+    scheduler.schedule()
+    scheduler.land(ticket.id)
+    # Of 20 tokens a window of 6 lets the next one see [15, 20): block 4 alone is whole.
+    assert scheduler.pool.num_cached == num_published

@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+import pytest
+
+from baton.authority.key import ClusterKey
+from baton.errors import ConfigError
+from baton.gateway.options import GatewayOptions, WorkerAddress
+from baton.router.fleet import Role
+
+KEY = ClusterKey(b"k" * 32)
+DECODE = WorkerAddress("http://127.0.0.1:9000", Role.DECODE)
+PREFILL = WorkerAddress("http://127.0.0.1:9001", Role.PREFILL)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "::1", "localhost"])
+def test_loopback_needs_no_configured_key(host):
+    assert GatewayOptions(workers=(DECODE,), cluster_key=KEY, host=host).host == host
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "example.org"])
+def test_elsewhere_a_configured_key_is_needed(host):
+    with pytest.raises(ConfigError, match="no cluster key is configured"):
+        GatewayOptions(workers=(DECODE,), cluster_key=KEY, host=host)
+    GatewayOptions(workers=(DECODE,), cluster_key=KEY, host=host, key_origin="configured")
+
+
+@pytest.mark.parametrize("workers", [(), (PREFILL,)])
+def test_somebody_must_decode(workers):
+    with pytest.raises(ConfigError, match="no worker can decode"):
+        GatewayOptions(workers=workers, cluster_key=KEY)
+
+
+def test_a_worker_is_listed_once():
+    again = WorkerAddress("http://127.0.0.1:9000/", Role.PREFILL)
+    with pytest.raises(ConfigError, match=r"listed twice: http://127\.0\.0\.1:9000"):
+        GatewayOptions(workers=(DECODE, again), cluster_key=KEY)
+
+
+@pytest.mark.parametrize(
+    "url", ["127.0.0.1:9000", "ftp://127.0.0.1", "http://", "http://h:1/v1", "http://h:1?x=1", ""]
+)
+def test_a_workers_address_is_an_origin(url):
+    with pytest.raises(ConfigError, match="is not a worker's address"):
+        WorkerAddress(url, Role.DECODE)
+
+
+@pytest.mark.parametrize("name", ["max_body_bytes", "request_timeout_s", "probe_interval_s"])
+def test_limits_are_above_zero(name):
+    with pytest.raises(ConfigError, match=name):
+        GatewayOptions(workers=(DECODE,), cluster_key=KEY, **{name: 0})

@@ -1,0 +1,122 @@
+"""Announcements, diagnoses, what the gateway says, and what is shown."""
+
+import pytest
+
+from baton.clock import Instant
+from baton.errors import ProtocolError
+from baton.gateway.metrics import GatewayMetrics
+from baton.launch.announcement import Draining, Loading, Ready, read_announcement
+from baton.launch.diagnosis import describe_exit, likely_cause
+from baton.launch.progress import PlainDisplay
+from baton.launch.readiness import count_up, first_model
+from baton.router.fleet import Role
+
+
+@pytest.mark.parametrize(
+    ("line", "announcement"),
+    [
+        (b'{"event":"loading","url":"http://h:1","pid":3,"what":"x"}', Loading("http://h:1")),
+        (b'{"event":"loading"}', Loading()),
+        (
+            b'{"event":"ready","url":"http://h:1","epoch":"e","handoff_address":"h:2"}',
+            Ready("http://h:1", "e", "h:2"),
+        ),
+        (b'{"url":"http://h:1","event":"ready"}', Ready("http://h:1")),
+        (b'{"event":"draining","timeout_s":3.0}', Draining()),
+    ],
+)
+def test_announcements(line, announcement):
+    assert read_announcement(line + b"\n") == announcement
+
+
+@pytest.mark.parametrize("line", [b"", b"hello", b'{"event":"party"}', b'{"event":"ready"}', b"[]"])
+def test_what_is_no_announcement_is_refused(line):
+    with pytest.raises(ProtocolError, match="not an announcement"):
+        read_announcement(line)
+
+
+@pytest.mark.parametrize(
+    ("returncode", "words"),
+    [
+        (0, "exit code 0"),
+        (2, "exit code 2"),
+        (-9, "killed by SIGKILL"),
+        (-99, "killed by signal 99"),
+    ],
+)
+def test_exits_in_words(returncode, words):
+    assert describe_exit(returncode) == words
+
+
+@pytest.mark.parametrize(
+    ("returncode", "lines", "cause"),
+    [
+        (1, ["OSError: Address already in use", "bye"], "--port"),
+        (1, ["ModuleNotFoundError: No module named 'torch'"], "dependency is missing"),
+        (1, ["RuntimeError: DefaultCPUAllocator: can't allocate memory: you"], "not enough memory"),
+        (-9, [], "dmesg"),
+        (-11, ["ok"], "native code"),
+        (2, ["baton: engine.x"], "configuration was refused"),
+        (1, ["strange"], "last lines"),
+    ],
+)
+def test_causes(returncode, lines, cause):
+    assert cause in likely_cause(returncode, lines)
+
+
+METRICS = b"""\
+# HELP baton_gateway_worker_up Whether
+baton_gateway_worker_up{role="prefill",url="http://h:1"} 1.0
+baton_gateway_worker_up{role="decode",url="http://h:2"} 0.0
+baton_gateway_worker_up{role="decode",url="http://h:3"} 1.0
+baton_other{x="y"} 1.0
+"""
+
+
+def test_the_gateways_metrics_say_who_is_up():
+    assert count_up(METRICS) == 2
+
+
+def test_the_metrics_read_here_are_those_that_the_gateway_writes():
+    metrics = GatewayMetrics()
+    metrics.worker_up("http://h:1", Role.PREFILL, up=True)
+    metrics.worker_up("http://h:2", Role.DECODE, up=False)
+    assert count_up(metrics.exposition()) == 1
+
+
+def test_the_models_name():
+    assert first_model(b'{"object":"list","data":[{"id":"demo","max_model_len":9}]}') == "demo"
+    for nonsense in (b'{"data":[]}', b"<html>", b'{"data":[{}]}'):
+        with pytest.raises(ProtocolError):
+            first_model(nonsense)
+
+
+class SteppedClock:
+    def __init__(self):
+        self.at = 0.0
+
+    def now(self):
+        return Instant(self.at)
+
+
+def test_plain_progress_is_said_on_change_and_every_few_seconds(capsys):
+    clock = SteppedClock()
+    display = PlainDisplay(clock)
+    for at, names in [(0, "ab"), (1, "ab"), (2, "b"), (6.9, "b"), (7, "b"), (8, ""), (9, "c")]:
+        clock.at = at
+        display.waiting_for(tuple(names))
+    assert capsys.readouterr().err.splitlines() == [
+        "baton: waiting for a, b (0 s)",
+        "baton: waiting for b (2 s)",
+        "baton: waiting for b (7 s)",
+        "baton: waiting for c (0 s)",
+    ]
+
+
+def test_the_address_goes_to_standard_output_and_logs_do_not(capsys):
+    display = PlainDisplay(SteppedClock())
+    display.announce("http://here")
+    display.child_line("decode-0", "a line")
+    captured = capsys.readouterr()
+    assert captured.out == "http://here\n"
+    assert captured.err == "[decode-0] a line\n"

@@ -1,0 +1,155 @@
+"""Which processes a launch starts, with which arguments."""
+
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.config.resolve import CommandLine, resolve
+from baton.errors import ConfigError
+from baton.launch.cores import share_cores
+from baton.launch.plan import Ports, plan_launch
+
+ENGINE_KEYS = frozenset({"block_size", "num_threads"})
+
+
+def plan(*assignments, environment=None, cores=range(4), pinning="shared_cores", file=None):
+    resolved = resolve(CommandLine(file=file, assignments=assignments), environment or {})
+    return plan_launch(resolved, list(cores), ENGINE_KEYS, pinning)
+
+
+def child_config(command):
+    """What a child makes of its command line, in an environment that disagrees."""
+    assert command[:3] == (sys.executable, "-m", "baton.cli")
+    words = command[4:]
+    assignments = [
+        value for flag, value in zip(words[::2], words[1::2], strict=True) if flag == "--set"
+    ]
+    environment = {
+        "BATON_WORKER__PORT": "9",
+        "BATON_WORKER__NAME": "x",
+        "BATON_WORKER__ROLE": "both",
+    }
+    return resolve(CommandLine(assignments=assignments), environment).to_config()
+
+
+def worker_config(worker, ports=None):
+    return child_config(worker.command(None, ports or Ports()))
+
+
+def test_one_prefill_and_one_decode_worker_by_default():
+    workers = plan().workers
+    assert [(w.name, w.role) for w in workers] == [("prefill-0", "prefill"), ("decode-0", "decode")]
+    config = worker_config(workers[1], Ports(http=5, handoff=6)).worker
+    assert (config.name, config.role, config.port, config.handoff_port) == (
+        "decode-0",
+        "decode",
+        5,
+        6,
+    )
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "names"),
+    [
+        (2, 1, ["prefill-0", "prefill-1", "decode-0"]),
+        (0, 2, ["worker-0", "worker-1"]),
+        (1, 0, ["worker-0"]),
+    ],
+)
+def test_counts(prefill, decode, names):
+    workers = plan(f"up.prefill={prefill}", f"up.decode={decode}").workers
+    assert [w.name for w in workers] == names
+    assert all((w.role == "both") == w.name.startswith("worker-") for w in workers)
+
+
+def test_no_worker_at_all_is_refused():
+    with pytest.raises(ConfigError, match="nothing to start"):
+        plan("up.prefill=0", "up.decode=0")
+
+
+def test_flags_are_handed_on_and_come_back_the_same():
+    assignments = [
+        "worker.model=/a b/c",
+        "worker.served_model_name=7",
+        'engine.dtype="float32"',
+        'engine.odd="8"',
+        'engine.quoted="say \\"é\\""',
+        "transfer.transports=tcp",
+        "transfer.options.tcp.streams=3",
+        "gateway.request_timeout_s=1.5",
+    ]
+    expected = resolve(CommandLine(assignments=assignments), {}).to_config()
+    config = worker_config(plan(*assignments).workers[0])
+    assert config.worker.model == expected.worker.model
+    assert config.worker.served_model_name == "7"
+    assert config.engine == {**expected.engine, "num_threads": 2}
+    assert config.transfer == expected.transfer
+    assert config.gateway.request_timeout_s == 1.5
+
+
+def test_what_children_read_for_themselves_is_not_handed_on(tmp_path):
+    file = tmp_path / "baton.toml"
+    file.write_text("[worker]\nmodel = '/m'\n", encoding="utf-8")
+    launch = plan(environment={"BATON_ENGINE__BLOCK_SIZE": "4"}, file=file)
+    words = launch.workers[0].command(launch.file, Ports())
+    assert words[4:6] == ("--config", str(file))
+    assert not any(word.startswith(("worker.model", "engine.block_size")) for word in words)
+
+
+def test_a_relative_file_is_found_from_anywhere():
+    command = plan().workers[0].command(Path("x.toml"), Ports())
+    assert Path(command[5]).is_absolute()
+
+
+def test_roles_may_have_engines_of_their_own():
+    prefill, decode = plan(
+        "engine.block_size=16", "up.decode_engine.block_size=32", "up.prefill_engine.num_threads=3"
+    ).workers
+    assert worker_config(prefill).engine == {"block_size": 16, "num_threads": 3}
+    assert worker_config(decode).engine == {"block_size": 32, "num_threads": 2}
+
+
+@pytest.mark.parametrize(
+    ("assignments", "keys", "expected"),
+    [
+        ((), ENGINE_KEYS, {"num_threads": 2}),
+        (("engine.num_threads=7",), ENGINE_KEYS, {"num_threads": 7}),
+        ((), frozenset(), {}),
+    ],
+)
+def test_threads_share_the_cores_unless_said_otherwise(assignments, keys, expected):
+    resolved = resolve(CommandLine(assignments=assignments), {})
+    launch = plan_launch(resolved, range(4), keys, "shared_cores")
+    assert worker_config(launch.workers[0]).engine == expected
+    assert worker_config(launch.workers[0]).worker.cpu_affinity == ()
+
+
+def test_pinned_workers_have_cores_of_their_own():
+    workers = plan(cores=[1, 3, 5, 7], pinning="own_cores").workers
+    assert [worker_config(w).worker.cpu_affinity for w in workers] == [(1, 3), (5, 7)]
+
+
+def test_the_gateway_gets_its_workers_by_role_and_keeps_its_port():
+    launch = plan("up.decode=2", "gateway.workers=http://old:1", "gateway.port=0")
+    urls = {worker.name: f"http://127.0.0.1:{i}" for i, worker in enumerate(launch.workers)}
+    first = child_config(launch.gateway_command(urls, Ports())).gateway
+    assert first.prefill == ("http://127.0.0.1:0",)
+    assert first.decode == ("http://127.0.0.1:1", "http://127.0.0.1:2")
+    assert first.workers == ()
+    assert first.port == 0
+    assert child_config(launch.gateway_command(urls, Ports(http=81))).gateway.port == 81
+
+
+@given(st.integers(1, 64), st.integers(1, 80))
+def test_cores_are_shared_evenly(num_cores, num_workers):
+    cores = [2 * i for i in range(num_cores)]
+    shares = share_cores(cores, num_workers)
+    assert len(shares) == num_workers
+    assert {len(share) for share in shares} == {max(1, num_cores // num_workers)}
+    assert set().union(*shares) <= set(cores)
+    if num_workers <= num_cores:
+        used = [core for share in shares for core in share]
+        assert len(used) == len(set(used))

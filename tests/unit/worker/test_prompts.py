@@ -1,0 +1,195 @@
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from baton.errors import ContextLengthError, InvalidRequestError, ModelNotFoundError
+from baton.models import DEMO_MODEL_PATH
+from baton.testing.clocks import ManualClock
+from baton.worker.chat_template import load_chat_template
+from baton.worker.prompts import DEFAULT_COMPLETION_TOKENS, Generation, PromptReader
+from baton.worker.validation import parse_chat, parse_completion
+from tests.unit.worker.scripted_engine import TOKENIZER, ScriptedEngine, silent, token_ids
+
+BEGIN = TOKENIZER.encode("", add_special_tokens=True)[0]
+
+
+def reader(max_context_tokens: int = 1024, max_default_tokens: int = 4096) -> PromptReader:
+    return PromptReader(
+        served_model_name="demo",
+        tokenizer=TOKENIZER,
+        template=load_chat_template(DEMO_MODEL_PATH, ManualClock()),
+        info=ScriptedEngine(silent, max_context_tokens=max_context_tokens).info,
+        max_default_tokens=max_default_tokens,
+    )
+
+
+def completion(at: PromptReader | None = None, **fields: Any) -> Generation:
+    body = json.dumps({"model": "demo", "prompt": "a b"} | fields).encode()
+    return asyncio.run((at or reader()).read_completion(parse_completion(body)))
+
+
+def chat(at: PromptReader | None = None, **fields: Any) -> Generation:
+    messages = [{"role": "user", "content": "hello"}]
+    body = json.dumps({"model": "demo", "messages": messages} | fields).encode()
+    return asyncio.run((at or reader()).read_chat(parse_chat(body)))
+
+
+def test_a_prompt_may_be_text_or_token_ids() -> None:
+    assert completion().prompt_ids.tolist() == [BEGIN, *token_ids("a b")]
+    assert completion(add_special_tokens=False).prompt_ids.tolist() == token_ids("a b")
+    assert completion(prompt=[5, 6, 7]).prompt_ids.tolist() == [5, 6, 7]
+
+
+def test_a_long_prompt_is_the_same_on_a_thread() -> None:
+    text = "word " * 900
+    assert completion(reader(4096), prompt=text, max_tokens=1).prompt_ids.tolist() == [
+        BEGIN,
+        *token_ids(text),
+    ]
+
+
+def test_a_chat_is_rendered_by_the_models_template() -> None:
+    got = TOKENIZER.decode(chat().prompt_ids.tolist(), skip_special_tokens=False)
+    assert got == "<|begin|><|user|>hello<|end|><|assistant|>"
+
+
+def test_text_parts_and_the_developer_role_are_understood() -> None:
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    messages = [{"role": "developer", "content": "be kind"}, {"role": "user", "content": parts}]
+    got = TOKENIZER.decode(chat(messages=messages).prompt_ids.tolist(), skip_special_tokens=False)
+    assert got == "<|begin|><|system|>be kind<|end|><|user|>one\ntwo<|end|><|assistant|>"
+
+
+def test_defaults_are_openais() -> None:
+    got = completion()
+    assert got.sampling.max_tokens == DEFAULT_COMPLETION_TOKENS
+    assert (got.sampling.temperature, got.sampling.top_p, got.sampling.top_k) == (1.0, 1.0, 0)
+    assert got.sampling.seed is None
+    assert got.sampling.num_logprobs is None
+    assert (got.stream, got.include_usage, got.stops) == (False, False, ())
+
+
+def test_a_chats_answer_may_fill_the_context_up_to_a_bound() -> None:
+    num_prompt = len(chat().prompt_ids)
+    assert chat(reader(64)).sampling.max_tokens == 64 - num_prompt
+    assert chat(reader(64, max_default_tokens=9)).sampling.max_tokens == 9
+    assert chat(max_tokens=3, max_completion_tokens=4).sampling.max_tokens == 4
+
+
+def test_the_block_pool_bounds_the_context_too() -> None:
+    pool_tokens = 64 * 16
+    assert chat(reader(100_000)).sampling.max_tokens == pool_tokens - len(chat().prompt_ids)
+
+
+@pytest.mark.parametrize(("seed", "expected"), [(5, 5), (-1, 2**63 - 1), (-(2**63), 0)])
+def test_seeds_are_not_negative_inside(seed: int, expected: int) -> None:
+    assert completion(seed=seed).sampling.seed == expected
+
+
+def test_one_stop_is_a_list_of_one() -> None:
+    assert completion(stop="x").stops == ("x",)
+    assert completion(stop=["x", "y"]).stops == ("x", "y")
+
+
+@pytest.mark.parametrize("top_k", [-1, 0])
+def test_top_k_can_be_switched_off_in_two_ways(top_k: int) -> None:
+    assert completion(top_k=top_k).sampling.top_k == 0
+
+
+def test_logprobs_of_both_apis() -> None:
+    assert completion(logprobs=0).sampling.num_logprobs == 0
+    assert chat(logprobs=True).sampling.num_logprobs == 0
+    assert chat(logprobs=True, top_logprobs=5).sampling.num_logprobs == 5
+    assert chat(logprobs=False).sampling.num_logprobs is None
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"prompt": ["a", "b"]},
+        {"prompt": [[1], [2]]},
+        {"prompt": [1, "a"]},
+        {"prompt": []},
+        {"prompt": [TOKENIZER.vocab_size]},
+        {"prompt": [-1]},
+        {"prompt": [10**30]},
+        {"prompt": "", "add_special_tokens": False},
+    ],
+)
+def test_prompts_that_are_no_one_prompt_are_refused(fields: dict[str, object]) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        completion(**fields)
+    assert caught.value.param == "prompt"
+
+
+@pytest.mark.parametrize(
+    ("messages", "param"),
+    [
+        ([{"role": "user"}], "messages[0].content"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], "messages[0].content[0]"),
+        ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0]"),
+        (
+            [{"role": "assistant", "content": "", "tool_calls": [{"id": "a"}]}],
+            "messages[0].tool_calls",
+        ),
+        ([{"role": "wizard", "content": "a"}], "messages"),
+    ],
+)
+def test_messages_that_the_model_cannot_read_are_refused(
+    messages: list[dict[str, object]], param: str
+) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        chat(messages=messages)
+    assert caught.value.param == param
+    assert "expected `null`" not in str(caught.value)
+
+
+def test_top_logprobs_need_logprobs() -> None:
+    with pytest.raises(InvalidRequestError, match="send logprobs=true") as caught:
+        chat(top_logprobs=3)
+    assert caught.value.param == "top_logprobs"
+
+
+def test_min_tokens_above_max_tokens_is_refused() -> None:
+    with pytest.raises(InvalidRequestError, match="min_tokens is 5, above max_tokens") as caught:
+        completion(min_tokens=5, max_tokens=4)
+    assert caught.value.param == "min_tokens"
+
+
+def test_another_model_is_refused_with_the_one_that_is_served() -> None:
+    with pytest.raises(ModelNotFoundError, match="'gpt-9' is not served here; served: demo"):
+        completion(model="gpt-9")
+
+
+@pytest.mark.parametrize(
+    ("fields", "numbers"),
+    [
+        ({"prompt": [5] * 64}, ("64", "16")),
+        ({"prompt": [5] * 60, "max_tokens": 5}, ("60", "5")),
+        ({"prompt": [5] * 600, "max_tokens": 5}, ("600", "64")),
+    ],
+)
+def test_what_does_not_fit_the_context_is_refused_with_the_numbers(
+    fields: dict[str, object], numbers: tuple[str, ...]
+) -> None:
+    with pytest.raises(ContextLengthError) as caught:
+        completion(reader(64), **fields)
+    assert caught.value.code == "context_length_exceeded"
+    assert all(number in str(caught.value) for number in numbers)
+
+
+def test_a_model_without_a_template_cannot_chat() -> None:
+    base = reader()
+    bare = PromptReader(
+        served_model_name="demo",
+        tokenizer=TOKENIZER,
+        template=None,
+        info=base.info,
+        max_default_tokens=9,
+    )
+    with pytest.raises(InvalidRequestError, match="use /v1/completions"):
+        chat(bare)
