@@ -58,6 +58,7 @@ $(CREATED):
 	@touch $@
 
 $(RUNTIME): requirements.txt pyproject.toml | $(CREATED)
+	@echo "Installing into $(VENV); the first time this takes some minutes."
 	$(PIP) install --quiet $(TORCH_ARGS) $(shell grep '^torch==' requirements.txt)
 	$(PIP) install --quiet -r requirements.txt
 	$(PIP) install --quiet --no-deps --no-build-isolation --editable .

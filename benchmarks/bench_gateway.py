@@ -7,8 +7,10 @@ Arms, each in front of the same scripted upstream processes:
     push        the gateway, prefill and decode worker: two upstream calls and a signed ticket
 
 Two loads: requests that are answered in one chunk (closed loop), and streams of events at a fixed
-rate. What is read is the server process's own CPU time, so that a busy machine disturbs little.
-Arms are interleaved, repetitions are summarised by their median; "spread" is (max - min) / median.
+rate. What is read is the server process's own CPU time (/proc/PID/task/*/schedstat, nanoseconds),
+which includes the kernel's work on its sockets. Arms are interleaved; "spread" is (max - min) /
+median over the repetitions, "ratio" the median of the ratios to the proxy in the same repetition.
+An event's cost includes its share of opening the stream: the fewer events, the larger.
 
     python benchmarks/bench_gateway.py --repetitions 5 --json out.json
 """
@@ -19,18 +21,19 @@ import argparse
 import asyncio
 import json
 import multiprocessing
-import os
 import socket
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import asdict, dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import aiohttp
 import uvicorn
 import uvloop
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from baton.authority.key import ClusterKey
 from baton.clock import MachineClock
@@ -39,10 +42,13 @@ from baton.gateway.process import open_gateway
 from baton.ids import new_epoch
 from baton.router.fleet import Role
 
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
+MakeApp = Callable[..., AbstractAsyncContextManager[ASGIApp]]
 KEY = ClusterKey(b"k" * 32)
 MODEL = "demo"
 PATH = "/v1/completions"
-TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 EVENT = (
     b'data: {"id":"cmpl-1","object":"text_completion","created":1,"model":"demo","choices":'
     b'[{"index":0,"text":" token","logprobs":null,"finish_reason":null}]}\n\n'
@@ -65,7 +71,8 @@ class Upstream:
         }).encode()  # fmt: skip
         self._role = role
 
-    async def __call__(self, scope, receive, send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
         body = b""
         while True:
             message = await receive()
@@ -83,13 +90,15 @@ class Upstream:
             await stream(send, fields["max_tokens"], fields.get("rate_hz"))
 
 
-async def whole(send, body: bytes) -> None:
+async def whole(send: Send, body: bytes) -> None:
+    """Answer in one piece."""
     headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     await send({"type": "http.response.body", "body": body})
 
 
-async def stream(send, num_events: int, rate_hz: float | None) -> None:
+async def stream(send: Send, num_events: int, rate_hz: float | None) -> None:
+    """Answer in one chunk, or event by event at a rate."""
     headers = [(b"content-type", b"text/event-stream; charset=utf-8")]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     if rate_hz is None:
@@ -113,7 +122,8 @@ class PlainProxy:
         self._url = url + PATH
         self._session: aiohttp.ClientSession | None = None
 
-    async def __call__(self, scope, receive, send) -> None:
+    async def __call__(self, _scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
         if self._session is None:
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0),
@@ -146,7 +156,8 @@ class PlainProxy:
             watcher.cancel()
 
 
-async def cancel_when_left(receive, task: asyncio.Task) -> None:
+async def cancel_when_left(receive: Receive, task: asyncio.Task[object]) -> None:
+    """Stop serving a client that has left."""
     while (await receive())["type"] != "http.disconnect":
         pass
     task.cancel()
@@ -155,13 +166,14 @@ async def cancel_when_left(receive, task: asyncio.Task) -> None:
 # Processes ----------------------------------------------------------------------------------------
 
 
-def serve(make_app: Callable, args: tuple, port_out: Connection) -> None:
+def serve(make_app: MakeApp, args: tuple[object, ...], port_out: Connection) -> None:
     """Body of a server process."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(serve_async(make_app, args, port_out))
 
 
-async def serve_async(make_app: Callable, args: tuple, port_out: Connection) -> None:
+async def serve_async(make_app: MakeApp, args: tuple[object, ...], port_out: Connection) -> None:
+    """Serve what `make_app` makes."""
     sock = socket.create_server(("127.0.0.1", 0), backlog=1024)
     port = sock.getsockname()[1]
     async with make_app(*args) as app:
@@ -175,28 +187,20 @@ async def serve_async(make_app: Callable, args: tuple, port_out: Connection) -> 
         await server.serve(sockets=[sock])
 
 
-class Plain:
-    """Makes an application without a lifetime of its own."""
-
-    def __init__(self, app) -> None:
-        self._app = app
-
-    async def __aenter__(self):
-        return self._app
-
-    async def __aexit__(self, *_) -> None:
-        pass
+@asynccontextmanager
+async def upstream_app(name: str, role: str) -> AsyncGenerator[ASGIApp]:
+    """A worker without an engine."""
+    yield Upstream(name, role, "127.0.0.1:1")
 
 
-def upstream_app(name: str, role: str) -> Plain:
-    return Plain(Upstream(name, role, "127.0.0.1:1"))
+@asynccontextmanager
+async def proxy_app(url: str) -> AsyncGenerator[ASGIApp]:
+    """The plain proxy."""
+    yield PlainProxy(url)
 
 
-def proxy_app(url: str) -> Plain:
-    return Plain(PlainProxy(url))
-
-
-def gateway_app(*workers: tuple[str, str]):
+def gateway_app(*workers: tuple[str, str]) -> AbstractAsyncContextManager[ASGIApp]:
+    """The gateway before these workers, each a URL and a role."""
     options = GatewayOptions(
         workers=tuple(WorkerAddress(url, Role(role)) for url, role in workers), cluster_key=KEY
     )
@@ -204,9 +208,9 @@ def gateway_app(*workers: tuple[str, str]):
 
 
 class ServerProcess:
-    """A server in a process of its own, pinned beside the load generator where there is room."""
+    """A server in a process of its own."""
 
-    def __init__(self, make_app: Callable, *args: object) -> None:
+    def __init__(self, make_app: MakeApp, *args: object) -> None:
         reading, writing = multiprocessing.Pipe(duplex=False)
         context = multiprocessing.get_context("spawn")
         self._process = context.Process(target=serve, args=(make_app, args, writing), daemon=True)
@@ -215,10 +219,11 @@ class ServerProcess:
 
     def cpu_s(self) -> float:
         """User and system time of the process so far."""
-        fields = Path(f"/proc/{self._process.pid}/stat").read_text().rsplit(")", 1)[1].split()
-        return (int(fields[11]) + int(fields[12])) / TICKS_PER_S
+        threads = Path(f"/proc/{self._process.pid}/task").glob("*/schedstat")
+        return sum(int(thread.read_text().split()[0]) for thread in threads) / 1e9
 
     def stop(self) -> None:
+        """End it."""
         self._process.terminate()
         self._process.join(5)
 
@@ -260,6 +265,7 @@ async def streams(url: str, num_streams: int, num_events: int, rate_hz: float) -
 
 
 def load_session() -> aiohttp.ClientSession:
+    """The load generator's own connections."""
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0),
         headers={"content-type": "application/json"},
@@ -272,7 +278,7 @@ def load_session() -> aiohttp.ClientSession:
 
 @dataclass(frozen=True)
 class Result:
-    """CPU microseconds per unit, over the repetitions; `ratio` is to the plain proxy's median."""
+    """CPU microseconds per unit, over the repetitions."""
 
     load: str
     arm: str
@@ -299,18 +305,23 @@ def measure(arms: dict[str, ServerProcess], args: argparse.Namespace) -> list[Re
 
 
 async def run_load(load: str, url: str, args: argparse.Namespace) -> int:
+    """Run one load once; how many units it was."""
     if load == "request":
         return await one_chunk_requests(url, args.requests, args.concurrency)
     return await streams(url, args.streams, args.events, args.rate)
 
 
 def summarise(load: str, arm: str, samples: dict[tuple[str, str], list[float]]) -> Result:
-    own, plain = samples[load, arm], statistics.median(samples[load, "proxy"])
+    """One row of the table."""
+    own, plain = samples[load, arm], samples[load, "proxy"]
     median = statistics.median(own)
-    return Result(load, arm, median, (max(own) - min(own)) / median, median / plain, own)
+    ratio = statistics.median(a / b for a, b in zip(own, plain, strict=True))
+    return Result(load, arm, median, (max(own) - min(own)) / median, ratio, own)
 
 
 def wait_until_ready(url: str) -> None:
+    """Wait until the gateway has met its workers."""
+
     async def ready() -> None:
         async with aiohttp.ClientSession() as session:
             for _ in range(200):
@@ -325,12 +336,13 @@ def wait_until_ready(url: str) -> None:
 
 
 def main() -> None:
+    """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n", maxsplit=1)[0])
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--concurrency", type=int, default=16)
     parser.add_argument("--streams", type=int, default=100)
-    parser.add_argument("--events", type=int, default=120)
+    parser.add_argument("--events", type=int, default=200)
     parser.add_argument("--rate", type=float, default=40.0, help="events per second and stream")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
@@ -340,7 +352,7 @@ def main() -> None:
     finally:
         for server in servers:
             server.stop()
-    print(f"{'load':8} {'arm':10} {'CPU µs':>8} {'spread':>7} {'ratio':>6}")
+    print(f"{'load':8} {'arm':10} {'CPU us':>8} {'spread':>7} {'ratio':>6}")
     for r in results:
         print(f"{r.load:8} {r.arm:10} {r.median_us:8.1f} {r.spread:7.0%} {r.ratio:6.2f}")
     if args.json:
@@ -352,7 +364,7 @@ def main() -> None:
 def start_arms(servers: list[ServerProcess]) -> dict[str, ServerProcess]:
     """Start everything; `servers` gets each process as soon as it exists."""
 
-    def start(make_app: Callable, *args: object) -> ServerProcess:
+    def start(make_app: MakeApp, *args: object) -> ServerProcess:
         servers.append(ServerProcess(make_app, *args))
         return servers[-1]
 

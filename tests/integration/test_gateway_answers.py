@@ -11,8 +11,8 @@ import pytest
 from openai import OpenAI
 
 from baton.authority.ticket import unseal
-from tests.integration.gateway_cluster import PROMPT, STREAM, Cluster, run, until
-from tests.integration.scripted_worker import KEY, Visit, say_abc
+from tests.integration.gateway_cluster import PROMPT, STREAM, Cluster, run
+from tests.integration.scripted_worker import KEY, Visit
 
 
 def test_both_legs_get_the_same_ticketed_body_at_once():
@@ -153,18 +153,10 @@ def test_requests_take_turns():
 
 def test_connections_to_workers_are_used_again():
     async def scenario(cluster: Cluster):
-        ports = set()
-
-        async def note_port(visit: Visit):
-            await say_abc(visit)
-
-        cluster.decodes[0].script = note_port
         for _ in range(5):
             async with cluster.post(STREAM) as response:
                 await response.read()
-        server = cluster.decodes[0]._server
-        ports = {c.client for c in server.server_state.connections}
-        assert len(ports) <= 2, "one for requests, one for probes"
+        assert len(cluster.decodes[0]._server.server_state.connections) <= 2, "probes need one too"
 
     run(scenario, probe_interval_s=30)
 
@@ -194,6 +186,7 @@ def test_openai_client():
         ("/v1/../baton/v1/info", "GET", 404, "not_found"),
         ("/debug/requests/unknown", "GET", 404, "not_found"),
         ("/debug", "GET", 404, "not_found"),
+        ("/debug/requestsunknown", "GET", 404, "not_found"),
         ("/v1/completions", "GET", 405, "method_not_allowed"),
         ("/health", "POST", 405, "method_not_allowed"),
         ("/metrics", "DELETE", 405, "method_not_allowed"),
@@ -241,7 +234,6 @@ def test_a_served_request_is_counted():
         async with cluster.post(STREAM) as response:
             await response.read()
         label = '{mode="push",model="demo"}'
-        await until(lambda: True)
         assert await cluster.metric('baton_gateway_requests_total{code="200",mode="push"') == 1
         for name in ("time_to_first_token", "request_duration"):
             assert await cluster.metric(f"baton_gateway_{name}_seconds_count{label}") == 1
@@ -252,13 +244,13 @@ def test_a_served_request_is_counted():
 
 def test_the_trace_of_a_request_is_merged():
     async def scenario(cluster: Cluster):
-        leg = {"request_id": "r-1", "worker": "decode-0", "epoch": "e", "leg": "decode"}
+        leg = {"request_id": "r/1", "worker": "decode-0", "epoch": "e", "leg": "decode"}
         cluster.decodes[0].trace = {**leg, "num_output_tokens": 3, "stamps": {"received": 1.0}}
-        async with cluster.post(STREAM, **{"x-request-id": "r-1"}) as response:
+        async with cluster.post(STREAM, **{"x-request-id": "r/1"}) as response:
             await response.read()
         _, listed = await cluster.get_json("/debug/requests")
-        assert listed["requests"][0]["id"] == "r-1"
-        status, trace = await cluster.get_json("/debug/requests/r-1")
+        assert listed["requests"][0]["id"] == "r/1"
+        status, trace = await cluster.get_json("/debug/requests/r/1")
         assert status == 200
         assert trace["decode"]["num_output_tokens"] == 3
         assert trace["summary"]["num_output_tokens"] == 3

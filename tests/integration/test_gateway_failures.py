@@ -38,7 +38,7 @@ async def streamed(cluster: Cluster, body: object = STREAM) -> str:
     ("status", "code", "cause"),
     [
         (503, "overloaded", "prefill_overloaded"),
-        (502, "handoff_failed", "prefill_failed"),
+        (502, "handoff_failed", "handoff_failed"),
         (500, "internal_error", "prefill_failed"),
         (409, "something_else", "prefill_rejected"),
     ],
@@ -59,6 +59,20 @@ def test_prefill_answers_an_error(status, code, cause):
         assert str(status) in reason
         assert await cluster.metric(f'baton_gateway_fallbacks_total{{cause="{cause}"}}') == 1
         assert await cluster.metric('baton_gateway_requests_total{code="200",mode="push"') == 1
+
+    run(scenario)
+
+
+def test_kv_that_decode_does_not_want_is_no_failure():
+    async def decline(visit: Visit):
+        await visit.fail(502, "handoff_declined")
+
+    async def scenario(cluster: Cluster):
+        cluster.prefills[0].script = decline
+        assert (await streamed(cluster)).endswith("[DONE]\n\n")
+        await asyncio.sleep(0.1)
+        assert not cluster.decodes[0].aborts
+        assert await cluster.metric("baton_gateway_fallbacks_total") == 0
 
     run(scenario)
 
@@ -397,14 +411,7 @@ def test_without_workers_a_gateway_lives_but_is_not_ready():
             assert response.status == 503
         assert (await cluster.get_json("/v1/models"))[1]["data"] == []
 
-    async def with_dead_workers(cluster: Cluster):
-        cluster.decodes[0].kill()
-        await scenario(cluster)
-
-    async def unready(cluster: Cluster):
-        await scenario(cluster)
-
-    run(unready, prefills=0, wait=False, probe_interval_s=30, probe_timeout_s=0.001)
+    run(scenario, prefills=0, wait=False, probe_interval_s=30, probe_timeout_s=0.001)
 
 
 def test_a_worker_listed_in_the_wrong_role_is_not_used():

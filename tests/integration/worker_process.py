@@ -8,11 +8,10 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from baton.authority.key import ClusterKey
 from baton.authority.ticket import Ticket, WorkerRef, seal
@@ -21,6 +20,9 @@ from baton.ids import Epoch, WorkerId, new_ticket_id
 from baton.models import DEMO_MODEL_PATH
 from baton.worker.options import ProcessOptions
 from baton.worker.process import run_worker
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
 
 KEY = ClusterKey(b"k" * 32)
 ENGINE_OPTIONS = {"num_threads": 1, "num_blocks": 256, "dtype": "float32"}
@@ -40,7 +42,9 @@ class WorkerProcess:
     @property
     def ref(self) -> WorkerRef:
         return WorkerRef(
-            WorkerId(self.ready["worker"]), Epoch(self.ready["epoch"]), self.ready["handoff_address"]
+            WorkerId(self.ready["worker"]),
+            Epoch(self.ready["epoch"]),
+            self.ready["handoff_address"],
         )
 
     def wait_until_ready(self) -> None:
@@ -83,9 +87,7 @@ def starting(name: str, **options: Any) -> Generator[WorkerProcess]:
 def make_ticket(prefill: WorkerRef, decode: WorkerRef, tenant_salt: str = "") -> tuple[Ticket, str]:
     """A ticket as the gateway would sign it, and its text."""
     expires_at = MachineClock().unix_now() + 60
-    ticket = Ticket(
-        new_ticket_id(), "req-test", prefill, decode, "push", expires_at, tenant_salt
-    )
+    ticket = Ticket(new_ticket_id(), "req-test", prefill, decode, "push", expires_at, tenant_salt)
     return ticket, seal(ticket, KEY)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hmac
 import secrets
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from baton.errors import ConfigError
 
@@ -52,9 +53,14 @@ class ClusterKey:
 
     def sign(self, purpose: str, message: bytes) -> bytes:
         """HMAC-SHA256 (RFC 2104) of `message` under the sub-key for `purpose`: 32 bytes."""
-        subkey = hmac.digest(self.secret, b"baton/1/" + purpose.encode(), "sha256")
-        return hmac.digest(subkey, message, "sha256")
+        return hmac.digest(_derive(self.secret, purpose), message, "sha256")
 
     def verify(self, purpose: str, message: bytes, mac: bytes) -> bool:
         """Whether `mac` is this key's signature, compared in constant time."""
         return hmac.compare_digest(self.sign(purpose, message), mac)
+
+
+@lru_cache(maxsize=64)
+def _derive(secret: bytes, purpose: str) -> bytes:
+    """The sub-key for a purpose; kept, as every request needs the same few."""
+    return hmac.digest(secret, b"baton/1/" + purpose.encode(), "sha256")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import shlex
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -14,7 +15,7 @@ from baton.clock import MachineClock
 from baton.config.cluster_key import KEY_VARIABLE, ephemeral_cluster_key
 from baton.config.environment import read_environment
 from baton.config.logs import configure_logging
-from baton.errors import UnknownPluginError
+from baton.errors import ConfigError, UnknownPluginError
 from baton.launch.plan import LaunchPlan, Pinning, plan_launch
 from baton.launch.progress import open_display
 from baton.launch.supervisor import LaunchContext, Service, Supervisor
@@ -23,6 +24,9 @@ from baton.transfer.interface import TRANSPORTS
 if TYPE_CHECKING:
     from baton.config.resolve import Resolved
     from baton.config.sections import Config
+
+TRY_THIS = "Tell me a story about a house by the sea, and about those who lived in it."
+"""Longer than a block: shorter prompts are computed by the decode worker, without a handoff."""
 
 
 def launch(resolved: Resolved, pinning: Pinning) -> int:
@@ -34,7 +38,7 @@ def launch(resolved: Resolved, pinning: Pinning) -> int:
     """
     config = resolved.to_config()
     configure_logging(config.log)
-    _check_plugins(config)
+    _check(config)
     plan = plan_launch(
         resolved,
         cores=sorted(os.sched_getaffinity(0)),
@@ -61,7 +65,7 @@ def how_to_use(service: Service, plan: LaunchPlan) -> str:
     url, workers = service.url, ", ".join(worker.name for worker in plan.workers)
     request = {
         "model": service.model,
-        "messages": [{"role": "user", "content": "Tell me a story."}],
+        "messages": [{"role": "user", "content": TRY_THIS}],
         "stream": True,
         "max_tokens": 64,
     }
@@ -77,7 +81,11 @@ Ctrl-C drains and stops everything; a second Ctrl-C kills.
 """
 
 
-def _check_plugins(config: Config) -> None:
+def _check(config: Config) -> None:
+    """What every worker would refuse is refused here, before any process starts."""
+    model = config.worker.model
+    if model is not None and not Path(model).is_dir():
+        raise ConfigError(f"--model {model}: there is no such folder")
     kind = config.worker.engine
     for overrides in ({}, config.up.prefill_engine, config.up.decode_engine):
         check_engine_options(kind, {**config.engine, **overrides})

@@ -47,11 +47,18 @@ class Resolved:
         return name not in self.values or isinstance(self.values[name].origin, FromDefault)
 
     def to_config(self) -> Config:
-        """The same as a tree of sections."""
+        """The same as a tree of sections.
+
+        Raises:
+            ConfigError: a name below an open table is used for a value and for a table.
+        """
         tree: dict[str, object] = {}
         for name, value in self.values.items():
             _graft(tree, name.split("."), value.value)
-        return msgspec.convert(tree, Config)
+        try:
+            return msgspec.convert(tree, Config)
+        except msgspec.ValidationError as exc:
+            raise ConfigError(str(exc)) from exc
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,1 +1,12 @@
-"""Placeholder docstring: the owner writes it."""
+"""Station 1: KV is computed here, layer by layer.
+
+Enters: prompts as token ids, each with a leg (colocated, prefill or decode). Leaves: tokens through
+one sink, and a registered region of pages that the handoff reads while they are being filled.
+
+An engine never routes and never moves bytes: it tells the `HandoffPort` what is ready, what it
+expects, and which blocks may be touched. Frameworks (torch, transformers) stay in here.
+
+File map:
+    interface.py     the contract `Engine`, its requests, updates and stats; `ENGINES`, the registry
+    transformers/    the embedded engine: any decoder-only Hugging Face model, on CPU or CUDA
+"""

@@ -14,7 +14,7 @@ from baton.gateway.errors import (
     WorkerLostError,
 )
 from baton.gateway.metrics import BrokenStreamCause
-from baton.gateway.upstream import is_stale_ticket, mapped_errors, read_answer
+from baton.gateway.upstream import mapped_errors, read_answer, read_error_code
 
 if TYPE_CHECKING:
     import aiohttp
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from baton.gateway.services import Services
     from baton.router.fleet import WorkerView
 
+STALE_TICKET: Final = "stale_ticket"
 EVENT_STREAM: Final = "text/event-stream"
 ERROR_EVENT: Final = b'data: {"error"'
 DONE: Final = b"data: [DONE]"
@@ -33,7 +34,7 @@ STREAM_HEADERS: Final = (
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 )
-FORWARDED_HEADERS: Final = ("content-type", "retry-after")
+ANSWER_HEADERS: Final = ("content-type", "retry-after")
 
 
 class Answer:
@@ -99,7 +100,7 @@ class Answer:
         """An answer in one piece is read to its end first, so that a cut can still be a 502."""
         call = self._call
         body = await read_answer(response, self._services.options.max_answer_bytes)
-        if is_stale_ticket(response.status, body):
+        if response.status == HTTPStatus.CONFLICT and read_error_code(body) == STALE_TICKET:
             raise StaleTicketError(self._decode.ref)
         headers = _forwarded_headers(response)
         if call.status is not None:
@@ -117,5 +118,5 @@ class Answer:
 
 def _forwarded_headers(response: aiohttp.ClientResponse) -> tuple[Header, ...]:
     """The headers that a client gets from a worker; anything else is the worker's own business."""
-    found = ((name, response.headers.get(name)) for name in FORWARDED_HEADERS)
+    found = ((name, response.headers.get(name)) for name in ANSWER_HEADERS)
     return tuple((name.encode(), value.encode()) for name, value in found if value is not None)

@@ -111,7 +111,7 @@ class GatewayApp:
                 answer = Version(__version__)
             case "/v1/models":
                 answer = self._models()
-            case _ if path.startswith(REQUESTS_PATH) and _is_local(scope):
+            case _ if f"{path}/".startswith(f"{REQUESTS_PATH}/") and _is_local(scope):
                 answer = await self._debug(path)
             case _:
                 raise PathNotFoundError(f"{path} does not exist here")
@@ -130,10 +130,7 @@ class GatewayApp:
     async def _debug(self, path: str) -> msgspec.Struct:
         if path == REQUESTS_PATH:
             return self._traces.latest()
-        prefix, _, request_id = path.rpartition("/")
-        if prefix != REQUESTS_PATH:
-            raise PathNotFoundError(f"{path} does not exist here")
-        return await self._traces.of(request_id)
+        return await self._traces.of(path.removeprefix(f"{REQUESTS_PATH}/"))
 
 
 def _need_get(path: str, scope: Scope) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from contextlib import ExitStack
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Final
 
 from baton.clock import Instant
@@ -26,7 +28,7 @@ from baton.gateway.metrics import (
     BrokenStreamCause,
 )
 from baton.gateway.records import Record, Records
-from baton.gateway.request import FORWARDED_HEADERS, parse_body, request_id_from
+from baton.gateway.request import forwarded_headers_from, parse_body, request_id_from
 from baton.ids import new_epoch
 from baton.telemetry.trace import LegTrace, Stamp
 
@@ -54,7 +56,7 @@ class Completions:
         """Serve one request, whatever happens to it."""
         call = self._begin(path, scope)
         self._num_inflight += 1
-        code = CLIENT_LEFT_CODE
+        code: int = HTTPStatus.SERVICE_UNAVAILABLE  # unless the gateway's end cuts it short
         try:
             code = await self._answer(call, receive, send)
         finally:
@@ -87,28 +89,19 @@ class Completions:
                 f"this gateway serves {options.max_inflight_requests} requests at once already"
             )
         loop = asyncio.get_running_loop()
-        with Interruptible() as life:
-            out_of_time = loop.call_later(
-                options.request_timeout_s, _run_out, life, call, options.request_timeout_s
-            )
-            watcher: asyncio.Task[None] | None = None
-            try:
-                body = parse_body(await read_body(receive, options.max_body_bytes))
-                watcher = loop.create_task(_watch_client(receive, life))
-                call.model = body.model
-                call.trace.stamp(Stamp.ADMITTED, self._services.clock.now())
-                if body.stream:
-                    call.first_byte_timer = loop.call_later(
-                        options.first_byte_timeout_s,
-                        _run_out, life, call, options.first_byte_timeout_s,
-                    )  # fmt: skip
-                await Exchange(self._services, call, body, send).run()
-            finally:
-                out_of_time.cancel()
-                if call.first_byte_timer is not None:
-                    call.first_byte_timer.cancel()
-                if watcher is not None:
-                    watcher.cancel()
+        with Interruptible() as life, ExitStack() as at_end:
+            whole_s, first_s = options.request_timeout_s, options.first_byte_timeout_s
+            timer = loop.call_later(whole_s, _run_out, life, call, "complete", whole_s)
+            at_end.callback(timer.cancel)
+            body = parse_body(await read_body(receive, options.max_body_bytes))
+            at_end.callback(loop.create_task(_watch_client(receive, life)).cancel)
+            if body.stream:
+                timer = loop.call_later(first_s, _run_out, life, call, "begun", first_s)
+                at_end.callback(timer.cancel)
+                call.first_byte_timer = timer
+            call.model = body.model
+            call.trace.stamp(Stamp.ADMITTED, self._services.clock.now())
+            await Exchange(self._services, call, body, send).run()
 
     async def _tell(self, call: Call, error: Exception, send: Send) -> int:
         """Tell the client what went wrong: as a response, or as the last event of its stream."""
@@ -137,11 +130,7 @@ class Completions:
             path=path,
             received_at=now,
             deadline=Instant(now + self._services.options.request_timeout_s),
-            forwarded_headers={
-                name.decode("latin-1"): value.decode("latin-1")
-                for name, value in headers
-                if name in FORWARDED_HEADERS
-            },
+            forwarded_headers=forwarded_headers_from(headers),
             trace=LegTrace(
                 request_id=request_id, worker="gateway", epoch=self._epoch, leg="gateway"
             ),
@@ -165,10 +154,10 @@ async def _watch_client(receive: Receive, life: Interruptible) -> None:
     life.interrupt(ClientLeftError("the client left"))
 
 
-def _run_out(life: Interruptible, call: Call, limit_s: float) -> None:
+def _run_out(life: Interruptible, call: Call, what: str, limit_s: float) -> None:
     asked = call.trace.peer or "no worker yet"
     life.interrupt(
-        DeadlineError(f"no answer within {limit_s:g} s (stage: {call.phase}, asked: {asked})")
+        DeadlineError(f"not {what} within {limit_s:g} s (stage: {call.phase}, asked: {asked})")
     )
 
 

@@ -14,7 +14,7 @@ from baton.gateway.errors import (
     WorkerUnreachableError,
 )
 from baton.gateway.interrupt import Interruptible
-from baton.gateway.metrics import FallbackCause
+from baton.gateway.metrics import NO_MODE, FallbackCause
 from baton.gateway.prefill_leg import Handoff, PrefillLeg
 from baton.ids import new_ticket_id
 from baton.router.placement import Placement, PlacementRequest, Unplaceable
@@ -70,6 +70,7 @@ class Exchange:
         fleet = services.workers.fleet
         if call.model not in fleet.models:
             raise services.workers.why_not_served(call.model)
+        call.metrics = services.metrics.of(call.model, NO_MODE)
         placement = services.placement.place(fleet, PlacementRequest(call.model, avoid))
         if isinstance(placement, Unplaceable):
             raise failed or NoWorkerError(placement.reason)

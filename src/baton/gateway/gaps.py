@@ -1,7 +1,7 @@
 """A histogram for the hot loop: one count for each chunk of each stream.
 
-prometheus_client's own takes a lock and walks the buckets, about 1.2 µs; this one has one owner
-thread, which also answers scrapes, and takes about 0.3 µs.
+prometheus_client's own takes a lock and walks the buckets; this one has one
+owner thread, which also answers scrapes, and takes a quarter of the time (0.3 us against 1.2 us).
 """
 
 from __future__ import annotations

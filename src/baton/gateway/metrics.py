@@ -39,6 +39,7 @@ class FallbackCause(StrEnum):
     PREFILL_OVERLOADED = "prefill_overloaded"
     PREFILL_REJECTED = "prefill_rejected"
     PREFILL_FAILED = "prefill_failed"
+    HANDOFF_FAILED = "handoff_failed"
     PREFILL_UNAVAILABLE = "prefill_unavailable"
     DECODE_UNREACHABLE = "decode_unreachable"
     DECODE_LOST = "decode_lost"

@@ -20,7 +20,7 @@ from baton.gateway.errors import (
     WorkerUnreachableError,
 )
 from baton.gateway.metrics import FallbackCause, Phase
-from baton.gateway.upstream import MAX_SMALL_ANSWER_BYTES, is_stale_ticket, read_answer
+from baton.gateway.upstream import MAX_SMALL_ANSWER_BYTES, read_answer, read_error_code
 
 if TYPE_CHECKING:
     from multidict import CIMultiDict
@@ -92,11 +92,18 @@ class PrefillLeg:
             return
         if status == HTTPStatus.OK:
             self._call.phase = Phase.DECODE
-        elif is_stale_ticket(status, answer):
-            await self._retry_or_fail()
         else:
-            name = self._handoff.prefill.name
-            await self._fail(_cause_of(status), f"{name} answered {status}")
+            await self._hear_error(status, read_error_code(answer))
+
+    async def _hear_error(self, status: int, code: str | None) -> None:
+        match code:
+            case "stale_ticket":
+                await self._retry_or_fail()
+            case "handoff_declined":
+                self._call.phase = Phase.DECODE  # decode had all it needs in its own cache
+            case _:
+                cause = _cause_of(status, code)
+                await self._fail(cause, f"{self._handoff.prefill.name} answered {status} ({code})")
 
     async def _ask(self, body: bytes, headers: CIMultiDict[str]) -> tuple[int, bytes]:
         url = self._handoff.prefill.completion_urls[self._call.path]
@@ -136,7 +143,9 @@ _CAUSES: Final[dict[type[UpstreamError], FallbackCause]] = {
 }
 
 
-def _cause_of(status: int) -> FallbackCause:
+def _cause_of(status: int, code: str | None) -> FallbackCause:
+    if code == "handoff_failed":
+        return FallbackCause.HANDOFF_FAILED
     if status == HTTPStatus.SERVICE_UNAVAILABLE:
         return FallbackCause.PREFILL_OVERLOADED
     if status < HTTPStatus.INTERNAL_SERVER_ERROR:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 import uvicorn
 import uvloop
+from prometheus_client import disable_created_metrics
 
 from baton.clock import MachineClock
 from baton.errors import ConfigError
@@ -45,11 +46,10 @@ KEEP_ALIVE_S: Final = 75
 log = logging.getLogger(__name__)
 
 
-class Ready(msgspec.Struct, frozen=True):
+class Ready(msgspec.Struct, frozen=True, tag="ready", tag_field="event"):
     """The line that tells a launcher that the gateway listens."""
 
     url: str
-    event: str = "ready"
 
 
 def run_gateway(options: GatewayOptions) -> None:
@@ -58,6 +58,7 @@ def run_gateway(options: GatewayOptions) -> None:
     Raises:
         ConfigError: the address cannot be listened on.
     """
+    disable_created_metrics()  # type: ignore[no-untyped-call]  # they would double the series
     with (
         contextlib.closing(bind(options)) as listener,
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,

@@ -98,6 +98,15 @@ def _stream(fields: dict[str, msgspec.Raw]) -> bool:
             raise InvalidRequestError("stream must be true or false", param="stream")
 
 
+def forwarded_headers_from(headers: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:
+    """The few headers that workers get from clients; all others stay here."""
+    return {
+        name.decode("ascii"): value.decode("ascii")
+        for name, value in headers
+        if name in FORWARDED_HEADERS and _PRINTABLE.issuperset(value)
+    }
+
+
 def request_id_from(headers: Iterable[tuple[bytes, bytes]]) -> RequestId:
     """The client's `x-request-id` if it is fit to be logged and forwarded, else a fresh one."""
     for name, value in headers:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import io
+import os
 from contextlib import contextmanager
-from http import HTTPStatus
 from typing import TYPE_CHECKING, Final
 
 import aiohttp
@@ -24,14 +24,13 @@ if TYPE_CHECKING:
     from baton.ids import TicketId
 
 READ_BUFFER_BYTES: Final = 1 << 20
-KEEP_ALIVE_S: Final = 4.0
-"""Below uvicorn's 5 s, so that it is we who close an idle connection, never in a race."""
+KEEP_ALIVE_S: Final = 60.0
+"""Below the workers' 75 s, so that it is we who close an idle connection, never in a race."""
 
 MAX_PLAIN_BODY_BYTES: Final = 1 << 20
 """aiohttp wants a larger body as a file, so that it can yield while writing it."""
 
 MAX_SMALL_ANSWER_BYTES: Final = 1 << 20
-STALE_TICKET: Final = "stale_ticket"
 
 
 class Upstream:
@@ -153,14 +152,12 @@ class _ErrorAnswer(msgspec.Struct):
 _error_decoder = msgspec.json.Decoder(_ErrorAnswer)
 
 
-def is_stale_ticket(status: int, body: bytes) -> bool:
-    """Whether a worker's answer says that the ticket was made for its previous life."""
-    if status != HTTPStatus.CONFLICT:
-        return False
+def read_error_code(body: bytes) -> str | None:
+    """The `code` of an OpenAI-shaped error; None if it has none, or is no such thing."""
     try:
-        return _error_decoder.decode(body).error.code == STALE_TICKET
+        return _error_decoder.decode(body).error.code
     except msgspec.MsgspecError:
-        return False
+        return None
 
 
 @contextmanager
@@ -169,7 +166,8 @@ def mapped_errors(url: URL) -> Generator[None]:
     try:
         yield
     except aiohttp.ClientConnectorError as exc:
-        raise WorkerUnreachableError(f"{url.origin()} cannot be reached: {exc.strerror}") from exc
+        reason = os.strerror(exc.errno) if exc.errno else exc.strerror
+        raise WorkerUnreachableError(f"{url.origin()} cannot be reached: {reason}") from exc
     except (TimeoutError, aiohttp.ServerTimeoutError) as exc:
         raise WorkerUnreachableError(f"{url.origin()} did not answer in time") from exc
     except (aiohttp.ClientError, OSError) as exc:

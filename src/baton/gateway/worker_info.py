@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Annotated, Final
 
 import msgspec
 
@@ -14,23 +14,22 @@ from baton.router.fleet import Role, WorkerView
 if TYPE_CHECKING:
     from baton.gateway.options import WorkerAddress
 
-MAX_INFO_BYTES: Final = 1 << 20
-_MAX_NAME_CHARS: Final = 256
-_EPOCH_CHARS: Final = 32
+EPOCH_CHARS: Final = 32
+NAME: Final = msgspec.Meta(min_length=1, max_length=256)
 
 
 class WorkerInfo(msgspec.Struct, frozen=True):
     """The part of a worker's self-description that placement and tickets need."""
 
-    worker: WorkerId
-    epoch: Epoch
+    worker: Annotated[WorkerId, NAME]
+    epoch: Annotated[Epoch, msgspec.Meta(min_length=EPOCH_CHARS, max_length=EPOCH_CHARS)]
     role: Role
-    served_model_name: str
-    fingerprint: str
-    max_context_tokens: int
-    handoff_address: str
-    transports: tuple[str, ...]
-    version: str
+    served_model_name: Annotated[str, NAME]
+    fingerprint: Annotated[str, NAME]
+    max_context_tokens: Annotated[int, msgspec.Meta(gt=0)]
+    handoff_address: Annotated[str, NAME]
+    transports: Annotated[tuple[str, ...], msgspec.Meta(max_length=64)]
+    version: Annotated[str, NAME]
 
     def view(self, listed_role: Role, *, available: bool) -> WorkerView:
         """What placement sees of this worker in the role that the operator gave it."""
@@ -54,15 +53,9 @@ def read_info(body: bytes) -> WorkerInfo:
         ProtocolError: not what the wire format allows.
     """
     try:
-        info = _decoder.decode(body)
+        return _decoder.decode(body)
     except msgspec.MsgspecError as exc:
-        raise ProtocolError(f"the worker's description does not decode: {exc}") from exc
-    for name in ("worker", "served_model_name", "fingerprint", "handoff_address", "version"):
-        if not 0 < len(getattr(info, name)) <= _MAX_NAME_CHARS:
-            raise ProtocolError(f"the worker's {name} is empty or too long")
-    if len(info.epoch) != _EPOCH_CHARS:
-        raise ProtocolError(f"the worker's epoch has {len(info.epoch)} characters, not 32")
-    return info
+        raise ProtocolError(f"its /baton/v1/info does not decode: {exc}") from exc
 
 
 def why_not_used(info: WorkerInfo, listed: WorkerAddress) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
@@ -11,18 +12,26 @@ if TYPE_CHECKING:
 MAX_GRAVES: Final = 4096
 
 
+@dataclass(frozen=True, slots=True)
+class Grave:
+    """Why a ticket is dead, and at which stage it died."""
+
+    reason: str
+    stage: str
+
+
 class Graves:
-    """Why a ticket is dead. The oldest are forgotten first: a deadline still ends those."""
+    """Tickets that are dead. The oldest are forgotten first: a deadline still ends those."""
 
     def __init__(self) -> None:
-        self._reasons: OrderedDict[TicketId, str] = OrderedDict()
+        self._graves: OrderedDict[TicketId, Grave] = OrderedDict()
 
-    def bury(self, ticket: TicketId, reason: str) -> None:
+    def bury(self, ticket: TicketId, grave: Grave) -> None:
         """Remember that a ticket is dead."""
-        self._reasons[ticket] = reason
-        while len(self._reasons) > MAX_GRAVES:
-            self._reasons.popitem(last=False)
+        self._graves[ticket] = grave
+        while len(self._graves) > MAX_GRAVES:
+            self._graves.popitem(last=False)
 
-    def take(self, ticket: TicketId) -> str | None:
-        """The reason, if this ticket is dead; it is forgotten then."""
-        return self._reasons.pop(ticket, None)
+    def take(self, ticket: TicketId) -> Grave | None:
+        """The grave, if this ticket is dead; it is forgotten then."""
+        return self._graves.pop(ticket, None)

@@ -12,7 +12,7 @@ to the agent from the call until the event that gives them back:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
 
 import msgspec
 
@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from baton.ids import TicketId
     from baton.kv.copies import BlockTable
     from baton.telemetry.trace import LegTrace
+
+
+DECLINED_STAGE: Final = "declined"
+"""Stage of the `HandoffError` that ends an offer which the decode worker did not need."""
 
 
 class TokenLogprob(msgspec.Struct, frozen=True):

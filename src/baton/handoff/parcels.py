@@ -75,7 +75,9 @@ class Inspector:
             return False
         pages = _layer_pages(self.region, notice.layer)
         heads = shared_heads(self.peer, layout, notice.layer)
-        return compute_digests(self.target, notice.layer, pages, bounds, heads=heads) == notice.digests
+        return (
+            compute_digests(self.target, notice.layer, pages, bounds, heads=heads) == notice.digests
+        )
 
 
 def _layer_pages(region: PagedRegion, layer: int) -> NDArray[np.uint8]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, assert_never
 from baton.authority.ticket import seal
 from baton.clock import Instant
 from baton.errors import BatonError, ProtocolError
-from baton.handoff.graves import Graves
+from baton.handoff.graves import Grave, Graves
 from baton.handoff.messages import Declined, Failed, Finished, decode_notice
 from baton.handoff.parcels import Inspector
 from baton.handoff.session.actions import (
@@ -61,9 +61,9 @@ class ReceivingDesk:
             deadline=Instant(min(order.deadline, desk.clock.now() + desk.timeout_s)),
         )
         self._sessions[session.ticket] = session
-        reason = self._given_up.take(session.ticket)
-        if reason is not None:
-            self._perform(session, session.fail(reason, stage="prefill"))
+        grave = self._given_up.take(session.ticket)
+        if grave is not None:
+            self._perform(session, session.fail(grave.reason, stage=grave.stage))
             return
         peer = desk.peers.dial(order.ticket.prefill)
         if peer is None:
@@ -91,7 +91,7 @@ class ReceivingDesk:
         """The gateway knows that no KV will come: fail now, or as soon as it is expected."""
         session = self._sessions.get(ticket)
         if session is None:
-            self._given_up.bury(ticket, reason)
+            self._given_up.bury(ticket, Grave(reason, "prefill"))
         else:
             self._perform(session, session.fail(reason, stage="prefill"))
 

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Final, assert_never
 from baton.authority.ticket import Ticket, unseal
 from baton.clock import Instant
 from baton.errors import BatonError, ProtocolError, TicketError
-from baton.handoff.graves import Graves
+from baton.handoff.graves import Grave, Graves
+from baton.handoff.interface import DECLINED_STAGE
 from baton.handoff.messages import Declined, Failed, Finished, Grant, unpack_blocks
 from baton.handoff.parcels import Packer
 from baton.handoff.session.actions import (
@@ -76,9 +77,9 @@ class SendingDesk:
             deadline=Instant(min(order.deadline, desk.clock.now() + desk.timeout_s)),
         )
         self._sessions[session.ticket] = session
-        reason = self._dead.take(session.ticket)
-        if reason is not None:
-            self._perform(session, session.peer_failed(reason, stage="grant"))
+        grave = self._dead.take(session.ticket)
+        if grave is not None:
+            self._perform(session, session.peer_failed(grave.reason, stage=grave.stage))
             return
         granted = self._early.pop(session.ticket, None)
         if granted is not None:
@@ -115,9 +116,9 @@ class SendingDesk:
             case Grant():
                 self._hear_grant(peer, message)
             case Declined(sealed, reason):
-                self._end(peer, self._check_ticket(peer, sealed).id, f"not wanted: {reason}")
+                self._end(peer, self._check_ticket(peer, sealed).id, reason, DECLINED_STAGE)
             case Failed(ticket, reason):
-                self._end(peer, ticket, reason)
+                self._end(peer, ticket, reason, "decode")
             case _:
                 assert_never(message)
 
@@ -181,9 +182,9 @@ class SendingDesk:
         if session is not None:
             self._take_grant(session, granted)
             return
-        reason = self._dead.take(granted.ticket.id)
-        if reason is not None:
-            self._desk.peers.say(granted.peer, Failed(granted.ticket.id, reason))
+        grave = self._dead.take(granted.ticket.id)
+        if grave is not None:
+            self._desk.peers.say(granted.peer, Failed(granted.ticket.id, grave.reason))
             return
         self._early[granted.ticket.id] = granted
         while len(self._early) > MAX_EARLY_GRANTS:
@@ -204,14 +205,14 @@ class SendingDesk:
         if lost is not None:
             self.route_lost(lost)
 
-    def _end(self, peer: Peer, ticket: TicketId, reason: str) -> None:
+    def _end(self, peer: Peer, ticket: TicketId, reason: str, stage: str) -> None:
         """The decode worker wants no more of this ticket."""
         session = self._sessions.get(ticket)
         if session is None:
             self._early.pop(ticket, None)
-            self._dead.bury(ticket, reason)
+            self._dead.bury(ticket, Grave(reason, stage))
         elif session.order.ticket.decode.epoch == _epoch(peer):
-            self._perform(session, session.peer_failed(reason, stage="decode"))
+            self._perform(session, session.peer_failed(reason, stage=stage))
 
     def _check_ticket(self, peer: Peer, sealed: str) -> Ticket:
         desk = self._desk
@@ -309,7 +310,7 @@ class SendingDesk:
         if granted is not None:
             self._desk.peers.say(granted.peer, message)
         elif isinstance(message, Failed):
-            self._dead.bury(session.ticket, message.reason)
+            self._dead.bury(session.ticket, Grave(message.reason, "prefill"))
 
     def _session_of(self, transport: Transport, transfer: TransferId) -> SendSession | None:
         ticket = self._writes.pop((transport.kind, transfer), None)

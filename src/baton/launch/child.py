@@ -162,9 +162,20 @@ async def spawn(
         OSError: the process could not be started.
     """
     read_fd, write_fd = os.pipe()
-    announcements = await _open_pipe(read_fd)
     try:
-        process = await asyncio.create_subprocess_exec(
+        announcements = await _open_pipe(read_fd)
+        process = await _start(command, environment, write_fd, announcements)
+    finally:
+        os.close(write_fd)
+    # Nothing is awaited from here on: a process that exists always has a `Child` that ends it.
+    return Child(name, process, announcements, on_line)
+
+
+async def _start(
+    command: Sequence[str], environment: Mapping[str, str], write_fd: int, announcements: _Pipe
+) -> Process:
+    try:
+        return await asyncio.create_subprocess_exec(
             *command,
             "--announce-fd",
             str(write_fd),
@@ -181,10 +192,6 @@ async def spawn(
     except BaseException:
         announcements.close()
         raise
-    finally:
-        os.close(write_fd)
-    # Nothing is awaited from here on: a process that exists always has a `Child` that ends it.
-    return Child(name, process, announcements, on_line)
 
 
 def _die_with(parent_pid: int) -> None:
@@ -210,64 +217,6 @@ async def _open_pipe(fd: int) -> _Pipe:
         lambda: asyncio.StreamReaderProtocol(stream), os.fdopen(fd, "rb")
     )
     return _Pipe(stream, transport)
-
-
-async def _read_lines(self, stream: asyncio.StreamReader, on_line: Callable[[str], None]) -> None:
-    while raw := await _read_line(stream):
-        line = raw.decode(errors="replace").rstrip("\n")
-        self.last_lines.append(line)
-        on_line(line)
-
-
-async def spawn(
-    name: str,
-    command: Sequence[str],
-    environment: Mapping[str, str],
-    on_line: Callable[[str], None],
-) -> Child:
-    """Start a process that ends when this one does; `--announce-fd` is added to its command.
-
-    Raises:
-        OSError: the process could not be started.
-    """
-    read_fd, write_fd = os.pipe()
-    announcements = await _open_pipe(read_fd)
-    try:
-        process = await asyncio.create_subprocess_exec(
-            *command,
-            "--announce-fd",
-            str(write_fd),
-            stdin=DEVNULL,
-            stdout=PIPE,
-            stderr=STDOUT,
-            env=environment,
-            pass_fds=(write_fd,),
-            start_new_session=True,
-            limit=MAX_LINE_BYTES,
-            # Runs in the child before exec: it takes no lock that another thread could hold.
-            preexec_fn=partial(_die_with, os.getpid()),
-        )
-    except BaseException:
-        announcements.close()
-        raise
-    finally:
-        os.close(write_fd)
-    # Nothing is awaited from here on: a process that exists always has a `Child` that ends it.
-    return Child(name, process, announcements, on_line)
-
-
-def _die_with(parent_pid: int) -> None:
-    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:  # it died before prctl could tie us to it
-        os._exit(1)
-
-
-async def _open_pipe(fd: int) -> asyncio.StreamReader:
-    stream = asyncio.StreamReader(limit=MAX_LINE_BYTES)
-    await asyncio.get_running_loop().connect_read_pipe(
-        lambda: asyncio.StreamReaderProtocol(stream), os.fdopen(fd, "rb")
-    )
-    return stream
 
 
 async def _read_line(stream: asyncio.StreamReader) -> bytes:

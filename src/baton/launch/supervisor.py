@@ -120,6 +120,7 @@ class Supervisor:
         finally:
             for keeper in keepers:
                 keeper.cancel()
+            await asyncio.gather(*keepers, return_exceptions=True)
 
     # Starting
 
@@ -134,7 +135,7 @@ class Supervisor:
         readies = await asyncio.gather(*(self._ready_of(name) for name in self._posts))
         for post, ready in zip(self._posts.values(), readies, strict=True):
             post.settle(ready)
-        return readies[-1].url
+        return readies[-1].url  # the gateway came last
 
     async def _until_serving(self, url: str) -> str:
         num_workers = len(self._plan.workers)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
 LEGS: Final = ("colocated", "prefill", "decode")
-OUTCOMES: Final = ("stop", "length", "prefilled", "cancelled", "failed")
+OUTCOMES: Final = ("stop", "length", "prefilled", "declined", "cancelled", "failed")
 RESULTS: Final = ("completed", "declined", "failed", "aborted")
 ERROR_STATUSES: Final = (400, 401, 403, 404, 405, 409, 413, 500, 502, 503, 504)
 UNKNOWN: Final = "other"
@@ -194,7 +194,7 @@ class HandoffInstruments:
         self._visible = _by_transport(
             registry,
             "baton_handoff_visible_transfer_seconds",
-            "Time that the handoff added after the last layer was computed.",
+            "Time that the handoff added to prefill; 0 where it hid behind compute.",
             used,
         )
 
@@ -231,17 +231,14 @@ def set_worker_info(registry: CollectorRegistry, facts: dict[str, str]) -> None:
 
 def _result(trace: LegTrace) -> str:
     """How a leg's handoff ended; `declined` where decode had nearly all of the prompt cached."""
-    match trace.leg, trace.outcome:
-        case "prefill", "prefilled":
-            return "completed"
-        case "decode", _ if Stamp.KV_READY in trace.stamps:
-            return "completed"
-        case _, "cancelled":
-            return "aborted"
-        case "decode", "stop" | "length" if Stamp.PAGES_RESERVED not in trace.stamps:
-            return "declined"
-        case _:
-            return "failed"
+    if trace.outcome == "prefilled" or Stamp.KV_READY in trace.stamps:
+        return "completed"
+    if trace.outcome == "cancelled":
+        return "aborted"
+    answered = trace.leg == "decode" and trace.outcome in {"stop", "length"}
+    if trace.outcome == "declined" or (answered and Stamp.PAGES_RESERVED not in trace.stamps):
+        return "declined"
+    return "failed"
 
 
 def _by_leg(

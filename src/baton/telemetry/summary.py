@@ -25,8 +25,8 @@ _PREFILL_STAMPS: Final = (Stamp.PREFILL_STARTED, Stamp.FIRST_LAYER_READY, Stamp.
 class LegDurations(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds between the stamps of one leg; None where an instant is missing.
 
-    `visible_transfer_s` is what the handoff added after the last layer was computed; it can be
-    below 0 by the error of the clock offset between two hosts.
+    `visible_transfer_s` is what the handoff added to prefill. It is below 0 where all KV had landed
+    before prefill sampled its token: the transfer hid behind compute altogether.
     """
 
     queue_s: float | None

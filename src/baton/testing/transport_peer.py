@@ -86,7 +86,8 @@ def write_on(transport: Transport, remote: RemoteId, region: PagedRegion, task: 
 
 def wait_for_events(transport: Transport) -> list[object]:
     """What the transport reports once it is ready, or nothing after a while."""
-    select.select([transport.readiness_fd], [], [], 0.1)
+    if transport.readiness_fd is not None:
+        select.select([transport.readiness_fd], [], [], 0.1)
     return list(transport.poll())
 
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 MAX_UNSENT_FRAMES_BYTES: Final = 4 << 20
 RECEIVE_BYTES: Final = 65_536
+MAX_RECEIVE_ROUNDS: Final = 16
 MAX_SEND_ROUNDS: Final = 16
 """Socket calls in one `flush`: then others get their turn."""
 
@@ -117,9 +118,13 @@ class Channel:
             PeerLostError: the connection is broken or at its end.
             ProtocolError: a frame is too large.
         """
-        data = self._receive(RECEIVE_BYTES)
-        if data is not None:
+        for _ in range(MAX_RECEIVE_ROUNDS):
+            data = self._receive(RECEIVE_BYTES)
+            if data is None:
+                break
             self._decoder.feed(data)
+            if len(data) < RECEIVE_BYTES:
+                break
         bodies: list[bytes] = []
         while (body := self._decoder.take()) is not None:
             bodies.append(body)

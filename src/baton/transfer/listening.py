@@ -51,11 +51,6 @@ class Listener:
         sock.listen(BACKLOG)
         reactor.watch(sock.fileno(), self._accept)
 
-    @property
-    def peers(self) -> tuple[Connection, ...]:
-        """Connections that proved the key and were not forgotten."""
-        return tuple(self._peers)
-
     def forget(self, connection: Connection) -> None:
         """A peer's connection is over: its place is free again."""
         self._peers.discard(connection)

@@ -5,18 +5,20 @@ or as server-sent events, one trace a request, metrics. The event loop owns ever
 `EngineBridge.sink` (the engine's thread) and tokenizing of long prompts (a thread pool).
 
 File map, along the way of a request:
-    app.py            raw ASGI: route, authorise, watch for the client leaving
-    exchange.py       one HTTP request and its answer
-    fields.py         OpenAI's request bodies as schemas; validation.py: body → schema, or why not
-    prompts.py        body → token ids; tokenizer.py and chat_template.py do it
+    app.py            raw ASGI: route, authorise, answer errors; exchange.py: one HTTP request
+    fields.py         OpenAI's request bodies; unsupported.py: what is refused rather than ignored
+    validation.py     body → fields, or why not
+    prompts.py        fields → token ids and sampling; tokenizer.py and chat_template.py do it
+    dialects.py       how the two generating APIs differ
     legs.py           ticket → colocated, prefill or decode leg
-    bridge.py         engine thread ↔ event loop, admission and drain
-    generation.py     serves both generating endpoints; prefill.py answers prefill legs
+    generation.py     serves a request: admit, wait for the first token, answer
+    bridge.py         engine's thread ↔ event loop, deadlines, drain
     answer.py         tokens → text: detokenizer.py, stopping.py (stop strings), logprobs.py
-    replies.py        OpenAI's answers as schemas; streaming.py: the same as events
-    status_pages.py   health, models, info, metrics, traces; handoff abort
+    replies.py        whole answers; streaming.py: the same as events
     problems.py       errors → status and OpenAI's error body
-    scraping.py       engine statistics at each scrape; observing.py: what a finished leg counts
-    worker.py         `build_worker`: all of the above around an engine and a handoff agent
+    status_pages.py   health, models, info, metrics, traces; abort of a handoff
+    observing.py      how legs end: traces and metrics; scraping.py: the engine's own numbers
+    worker.py         `build_worker`: all of it around an engine and a handoff agent
     process.py        `run_worker`: the process; announcing.py, lifeline.py, listening.py serve it
+    options.py        `WorkerOptions`, `ProcessOptions`; no_handoffs.py: a worker without an agent
 """

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, assert_never
 
 from baton.engines.interface import FinishReason
-from baton.worker.detokenizer import IncrementalDetokenizer
+from baton.worker.detokenizer import NUM_CONTEXT_TOKENS, IncrementalDetokenizer
 from baton.worker.logprobs import TokenEntry
 from baton.worker.stopping import Passed, Stopped, StopStrings
 
@@ -38,9 +38,10 @@ class Answer:
     """Builds one answer. `num_tokens` counts what was sampled, an end token included."""
 
     def __init__(self, generation: Generation, tokenizer: Tokenizer) -> None:
-        tail = [int(token) for token in generation.prompt_ids[-8:]]
         self._detokenizer = IncrementalDetokenizer(
-            tokenizer, tail, skip_special_tokens=generation.skip_special_tokens
+            tokenizer,
+            generation.prompt_ids[-NUM_CONTEXT_TOKENS:].tolist(),
+            skip_special_tokens=generation.skip_special_tokens,
         )
         self._stops = StopStrings(generation.stops)
         self._min_tokens = generation.sampling.min_tokens

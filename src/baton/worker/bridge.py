@@ -10,7 +10,7 @@ import asyncio
 from collections import deque
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from baton.engines.interface import NewToken, RequestFailed
 from baton.worker.problems import DeadlineError, DrainingError
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from baton.engines.interface import Engine, EngineUpdate, GenerationRequest
     from baton.errors import BatonError
     from baton.ids import RequestId
+
+EARLIER_S: Final = 0.05
+"""Deadlines are kept here, a little before the engine keeps them: its error has no status."""
 
 
 class AnswerStream:
@@ -146,7 +149,7 @@ class EngineBridge:
     def _expire_later(
         self, request: GenerationRequest, stream: AnswerStream
     ) -> asyncio.TimerHandle:
-        left_s = max(0.0, request.deadline - self._clock.now())
+        left_s = max(0.0, request.deadline - self._clock.now() - EARLIER_S)
         error = DeadlineError("the time for this request was over before its answer was complete")
         return asyncio.get_running_loop().call_later(left_s, stream.fail, request.id, error)
 

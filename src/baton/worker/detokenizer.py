@@ -30,7 +30,7 @@ class IncrementalDetokenizer:
     ) -> None:
         self._tokenizer = tokenizer
         self._skip_special = skip_special_tokens
-        self._window = [int(token) for token in prompt_tail[-NUM_CONTEXT_TOKENS:]]
+        self._window = list(prompt_tail[-NUM_CONTEXT_TOKENS:])
         self._split = len(self._window)
         self._settled_text = self._decode(self._window)
 

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from baton.telemetry.trace import LegTrace, Stamp
+from baton.worker.problems import was_declined
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -50,8 +51,8 @@ class LegObserver:
         except asyncio.CancelledError:
             trace.outcome = "cancelled"
             raise
-        except BaseException:
-            trace.outcome = "failed"
+        except BaseException as exc:
+            trace.outcome = "declined" if was_declined(exc) else "failed"
             raise
         finally:
             trace.stamp(Stamp.FINISHED, self._clock.now())

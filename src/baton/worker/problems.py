@@ -10,6 +10,7 @@ import msgspec
 
 from baton.errors import (
     BatonError,
+    ContextLengthError,
     EngineError,
     HandoffError,
     InvalidRequestError,
@@ -17,6 +18,7 @@ from baton.errors import (
     OverloadedError,
     TicketError,
 )
+from baton.handoff.interface import DECLINED_STAGE
 from baton.worker.exchange import BodyTooLargeError
 
 if TYPE_CHECKING:
@@ -80,6 +82,7 @@ class _Answer:
 _ANSWERS: Final[tuple[tuple[type[BatonError], _Answer], ...]] = (
     (ModelNotFoundError, _Answer(404, "invalid_request_error", "model_not_found")),
     (BodyTooLargeError, _Answer(413, "invalid_request_error", "body_too_large")),
+    (ContextLengthError, _Answer(400, "invalid_request_error", "context_length_exceeded")),
     (InvalidRequestError, _Answer(400, "invalid_request_error")),
     (UnauthorizedError, _Answer(401, "authentication_error", "unauthorized")),
     (TicketError, _Answer(403, "permission_error", "invalid_ticket")),
@@ -92,6 +95,7 @@ _ANSWERS: Final[tuple[tuple[type[BatonError], _Answer], ...]] = (
     (DeadlineError, _Answer(504, "timeout_error", "deadline_exceeded")),
     (EngineError, _Answer(500, "engine_error", "engine_failed")),
 )
+_DECLINED: Final = _Answer(502, "upstream_error", "handoff_declined")
 _OTHER: Final = _Answer(500, "internal_error", "internal_error")
 
 
@@ -102,6 +106,11 @@ class Problem:
     status: int
     body: ErrorBody
     headers: Headers
+
+
+def was_declined(error: BaseException) -> bool:
+    """Whether a prefill leg ended because the decode worker had all it needed in its own cache."""
+    return isinstance(error, HandoffError) and error.stage == DECLINED_STAGE
 
 
 def describe(error: Exception) -> Problem:
@@ -115,6 +124,8 @@ def describe(error: Exception) -> Problem:
         )
         return Problem(_OTHER.status, ErrorBody(detail), ())
     answer = next((a for kind, a in _ANSWERS if isinstance(error, kind)), _OTHER)
+    if was_declined(error):
+        answer = _DECLINED
     param, code = None, answer.code
     if isinstance(error, InvalidRequestError):
         param, code = error.param, error.code or answer.code

@@ -161,8 +161,8 @@ class PromptReader:
             asked = f" and {wanted} tokens for the answer" if wanted else ""
             raise ContextLengthError(
                 f"this model's context holds {limit} tokens; the prompt has {num_prompt}{asked}. "
-                "Shorten the prompt" + (" or lower max_tokens." if wanted else "."),
-                param="messages" if wanted is None else "max_tokens",
+                "Shorten the prompt" + (" or lower max_tokens." if wanted and room > 0 else "."),
+                param="max_tokens" if wanted and room > 0 else None,
                 code="context_length_exceeded",
             )
         return wanted or min(room, self.max_default_tokens)

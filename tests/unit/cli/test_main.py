@@ -75,6 +75,7 @@ def test_a_wrong_command_line_exits_with_2(arguments, capsys):
         (["up", "--prefill", "0", "--decode", "0"], "nothing to start"),
         (["up", "--transport", "pigeon"], "unknown baton.transports 'pigeon'; installed:"),
         (["up", "--engine", "steam"], "unknown baton.engines 'steam'; installed:"),
+        (["up", "--model", "/nowhere"], "--model /nowhere: there is no such folder"),
         (["up", "--set", "engine.blok_size=8"], "blok_size"),
         (["up", "--set", "up.decode_engine.block_size=no"], "block_size"),
         (["up", "--host", "0.0.0.0"], "0.0.0.0 needs a cluster key"),

@@ -94,6 +94,11 @@ def test_a_value_and_a_table_of_one_name_are_refused():
         resolve(CommandLine(assignments=["engine.a=1", "engine.a.b=2"]), {}).to_config()
 
 
+def test_a_transports_options_are_a_table():
+    with pytest.raises(ConfigError, match=r"Expected `object`, got `int` .*transfer\.options"):
+        resolve(CommandLine(assignments=["transfer.options.tcp=3"]), {}).to_config()
+
+
 def test_the_tree_holds_open_tables():
     config = resolve(
         CommandLine(assignments=["transfer.options.tcp.streams=3", "up.decode_engine.x=1"]), {}

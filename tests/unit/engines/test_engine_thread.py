@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 
 pytest.importorskip("transformers")
@@ -136,6 +138,28 @@ def test_what_can_never_fit_is_refused_at_once(engine: TransformersEngine) -> No
     small.submit(make_request("just fits", 30, 3))
 
 
+@pytest.mark.parametrize(
+    ("ids", "stop_ids", "param"),
+    [
+        ([], (), "prompt"),
+        ([97], (), "prompt"),
+        ([-1], (), "prompt"),
+        ([3], (97,), "stop_token_ids"),
+    ],
+)
+def test_tokens_outside_the_vocabulary_are_refused(
+    engine: TransformersEngine, ids: list[int], stop_ids: tuple[int, ...], param: str
+) -> None:
+    request = replace(
+        make_request("r"),
+        prompt_ids=np.array(ids, dtype=np.int32),
+        sampling=SamplingParams(max_tokens=1, stop_token_ids=stop_ids),
+    )
+    with pytest.raises(InvalidRequestError) as refused:
+        engine.submit(request)
+    assert refused.value.param == param
+
+
 def test_a_full_queue_refuses(engine: TransformersEngine) -> None:
     del engine
     full = make_engine(max_waiting=2)
@@ -176,6 +200,8 @@ def test_stopping_fails_what_is_unfinished() -> None:
     engine.stop(PATIENCE_S)
     assert isinstance(answers.wait_for_end("p"), RequestFailed)
     assert not engine.is_alive()
+    with pytest.raises(EngineError, match="was stopped"):
+        engine.submit(make_request("late"))
     engine.stop(PATIENCE_S)
 
 
@@ -184,14 +210,15 @@ def test_a_thread_that_died_says_so(caplog: pytest.LogCaptureFixture) -> None:
     answers, died = Answers(), threading.Event()
 
     def poll() -> list[object]:
+        engine.submit(make_request("not seen yet"))
         died.set()
         raise ZeroDivisionError
 
     handoff.poll = poll
     engine.submit(make_request("r"))
     engine.start(answers, handoff)
-    update = answers.wait_for_end("r")
-    assert isinstance(update, RequestFailed)
+    for name in ("r", "not seen yet"):
+        assert isinstance(answers.wait_for_end(name), RequestFailed)
     assert died.is_set()
     assert not engine.is_alive()
     with pytest.raises(EngineError, match="restart the worker"):

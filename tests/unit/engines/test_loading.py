@@ -82,6 +82,12 @@ def test_the_kv_budget_gives_the_number_of_blocks(checkpoint: Path) -> None:
         tiny(EngineContext(checkpoint, MachineClock()))
 
 
+def test_more_pages_than_memory_are_refused(checkpoint: Path) -> None:
+    build = ENGINES.build("transformers", {"num_blocks": 2**32})
+    with pytest.raises(ConfigError, match="region"):
+        build(EngineContext(checkpoint, MachineClock()))
+
+
 def test_importing_the_engine_does_not_import_torch() -> None:
     code = (
         "import sys, baton.engines.transformers as t; t.PLUGIN.build(t.PLUGIN.options()); "

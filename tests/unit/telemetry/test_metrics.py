@@ -32,6 +32,7 @@ RECEIVED = (Stamp.PAGES_RESERVED, Stamp.LAST_LAYER_LANDED, Stamp.KV_READY)
     ("trace", "result"),
     [
         (leg("prefill", "prefilled"), "completed"),
+        (leg("prefill", "declined"), "declined"),
         (leg("prefill", "failed"), "failed"),
         (leg("prefill", "cancelled"), "aborted"),
         (leg("decode", "stop", *RECEIVED), "completed"),
@@ -61,9 +62,7 @@ def test_a_transport_other_than_expected_is_counted(
     name = "baton_handoff_transport_mismatch_total"
     assert registry.get_sample_value(name, {"expected": "shared", "used": "tcp"}) == 1
     assert registry.get_sample_value(name, {"expected": "tcp", "used": "shared"}) == 0
-    received = registry.get_sample_value(
-        "baton_handoff_received_bytes_total", {"transport": "tcp"}
-    )
+    received = registry.get_sample_value("baton_handoff_received_bytes_total", {"transport": "tcp"})
     assert received == 200
 
 

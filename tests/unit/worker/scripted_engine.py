@@ -10,7 +10,7 @@ import json
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from baton.authority.key import ClusterKey
 from baton.engines.interface import (
@@ -23,7 +23,6 @@ from baton.engines.interface import (
     RequestFailed,
     UpdateSink,
 )
-from baton.errors import BatonError
 from baton.handoff.interface import HandoffPort, SampledToken
 from baton.ids import Epoch, RequestId, WorkerId
 from baton.kv.layout import KVLayout
@@ -33,12 +32,13 @@ from baton.worker.options import WorkerOptions
 from baton.worker.tokenizer import load_tokenizer
 from baton.worker.worker import Worker, build_worker
 
+if TYPE_CHECKING:
+    from baton.errors import BatonError
+
 KEY = ClusterKey(b"k" * 32)
 EPOCH = Epoch("e" * 32)
 TOKENIZER = load_tokenizer(DEMO_MODEL_PATH)
-LAYOUT = KVLayout.gqa(
-    num_layers=2, num_kv_heads=2, head_dim=32, block_size=16, dtype="float32"
-)
+LAYOUT = KVLayout.gqa(num_layers=2, num_kv_heads=2, head_dim=32, block_size=16, dtype="float32")
 Script = Callable[["ScriptedEngine", GenerationRequest], None]
 
 

@@ -34,9 +34,7 @@ def push_text(answer: Answer, text: str, finish: FinishReason | None = None) -> 
     for index, token in enumerate(tokens):
         last = index == len(tokens) - 1
         sampled = SampledToken(token, -float(index))
-        pieces.append(
-            answer.push(NewToken(RequestId("r"), sampled, 0, finish if last else None))
-        )
+        pieces.append(answer.push(NewToken(RequestId("r"), sampled, 0, finish if last else None)))
         if pieces[-1].finish is not None:
             break
     return pieces
@@ -102,9 +100,7 @@ def test_logprobs_in_the_shape_of_chat() -> None:
     top = (TokenLogprob(token_ids("a")[0], -0.25),)
     update = NewToken(RequestId("r"), SampledToken(token, float("-inf"), top), 0)
     finish = FinishReason.LENGTH
-    (entry,) = answer.push(
-        NewToken(update.request, update.token, 0, finish)
-    ).entries
+    (entry,) = answer.push(NewToken(update.request, update.token, 0, finish)).entries
     (content,) = chat_logprobs([entry], TOKENIZER).content
     assert content.logprob == LOWEST
     assert bytes(content.bytes) == TOKENIZER.token_bytes(token)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -20,6 +19,9 @@ from tests.unit.worker.scripted_engine import (
     saying,
     until,
 )
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine
 
 
 def ask(method: str, path: str, body: object = b"", **options: Any) -> Reply:
@@ -173,7 +175,7 @@ def samples(reply: Reply) -> dict[str, float]:
 
 def test_metrics_start_at_zero_and_count() -> None:
     async def scenario() -> tuple[dict[str, float], dict[str, float]]:
-        async with running(saying("She smiled.")) as (worker, engine, _):
+        async with running(saying("She smiled.")) as (worker, _engine, _):
             before = samples(await call(worker, "GET", "/metrics"))
             await complete(worker)
             await complete(worker, model="other")
@@ -195,7 +197,7 @@ def test_metrics_start_at_zero_and_count() -> None:
 
 def test_a_stalled_reader_holds_its_request_only() -> None:
     async def scenario() -> None:
-        async with running(saying("hello")) as (worker, engine, _):
+        async with running(saying("hello")) as (worker, _engine, _):
             stalled = asyncio.Event()
             gone = asyncio.Event()
             body = b'{"model":"demo","prompt":"a","stream":true}'

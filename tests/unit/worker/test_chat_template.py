@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -9,6 +9,9 @@ from baton.errors import ConfigError, InvalidRequestError
 from baton.testing.clocks import ManualClock
 from baton.worker.chat_template import ChatTemplate, TemplateMessage, load_chat_template
 from baton.worker.tokenizer import load_tokenizer
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 HELLO = [TemplateMessage("user", "hello")]
 
@@ -28,7 +31,10 @@ def test_blocks_are_trimmed_as_template_authors_expect() -> None:
 
 
 def test_special_tokens_may_be_objects_and_templates_a_named_list(tmp_path: Path) -> None:
-    named = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "{{eos_token}}"}]
+    named = [
+        {"name": "tool_use", "template": "no"},
+        {"name": "default", "template": "{{eos_token}}"},
+    ]
     write(tmp_path, eos_token={"content": "</s>", "special": True}, chat_template=named)
     template = load_chat_template(tmp_path, ManualClock())
     assert template is not None
@@ -84,7 +90,7 @@ def test_a_template_that_does_not_compile_is_the_operators_error(tmp_path: Path)
 
 
 def test_broken_model_folders_are_explained(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no readable tokenizer.json"):
+    with pytest.raises(ConfigError, match=r"no readable tokenizer\.json"):
         load_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ConfigError, match="not a tokenizer"):

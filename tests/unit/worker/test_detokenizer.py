@@ -53,7 +53,7 @@ def test_unfinished_bytes_become_replacements_at_the_end_only() -> None:
 
 
 def make_sentencepiece_like() -> Tokenizer:
-    """Llama 2's way: a word begins with ▁, unknown bytes are <0xNN>, a leading space is stripped."""
+    """Llama 2's way: ▁ begins a word, <0xNN> is a byte, a leading space goes."""
     words = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁a", "▁b", "c"]
     fast = FastTokenizer(
         models.BPE({w: i for i, w in enumerate(words)}, [], byte_fallback=True, unk_token="<unk>")

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -23,10 +22,12 @@ from tests.unit.worker.scripted_engine import (
     new_tokens,
     running,
     saying,
-    silent,
     token_ids,
     until,
 )
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine
 
 TEXT = "She smiled, and said nothing."
 
@@ -134,6 +135,7 @@ def test_a_stop_string_ends_the_engines_work_too(stream: bool) -> None:
     [
         (EngineError("it broke"), 500, "engine_failed"),
         (HandoffError("peer lost", stage="transfer"), 502, "handoff_failed"),
+        (HandoffError("all is cached", stage="declined"), 502, "handoff_declined"),
         (OverloadedError("no room"), 503, "overloaded"),
     ],
 )
@@ -145,7 +147,7 @@ def test_a_failure_before_the_first_token_has_a_status(
     code: str,
 ) -> None:
     async def scenario() -> None:
-        async with running(failing(error)) as (worker, engine, _):
+        async with running(failing(error)) as (worker, _engine, _):
             reply = await send(worker, stream=stream)
             assert worker.bridge.num_open == 0
         assert reply.status == status
@@ -277,9 +279,9 @@ def test_two_requests_may_have_one_id() -> None:
     async def scenario() -> None:
         async with running(saying(TEXT)) as (worker, engine, _):
             body, headers = {"model": "demo", "prompt": "a"}, {"x-request-id": "same"}
-            replies = await asyncio.gather(*(
-                call(worker, "POST", "/v1/completions", body, headers=headers) for _ in range(2)
-            ))
+            replies = await asyncio.gather(
+                *(call(worker, "POST", "/v1/completions", body, headers=headers) for _ in range(2))
+            )
             assert [reply.json()["choices"][0]["text"] for reply in replies] == [TEXT, TEXT]
             assert [reply.headers["x-request-id"] for reply in replies] == ["same", "same"]
             assert len({request.id for request in engine.requests}) == 2
@@ -313,9 +315,7 @@ def test_drain_lets_open_requests_finish() -> None:
             await until(lambda: engine.requests)
             draining = asyncio.create_task(worker.drain(60))
             await until(lambda: worker.bridge.draining)
-            engine.sink(
-                [NewToken(engine.requests[0].id, SampledToken(9), 0, FinishReason.LENGTH)]
-            )
+            engine.sink([NewToken(engine.requests[0].id, SampledToken(9), 0, FinishReason.LENGTH)])
             assert (await task).status == 200
             await draining
 

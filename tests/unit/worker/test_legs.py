@@ -58,9 +58,7 @@ def test_a_ticket_serves_once(legs: LegReader, clock: ManualClock) -> None:
         legs.read(text)
 
 
-def test_forged_expired_and_broken_tickets_are_refused(
-    legs: LegReader, clock: ManualClock
-) -> None:
+def test_forged_expired_and_broken_tickets_are_refused(legs: LegReader, clock: ManualClock) -> None:
     good = ticket(ME, PEER, clock.unix_now() + 60)
     forged = seal(good, ClusterKey(b"x" * 32))
     expired = seal(ticket(ME, PEER, clock.unix_now() - 6), KEY)

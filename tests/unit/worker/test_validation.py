@@ -55,7 +55,10 @@ def test_a_wrong_field_is_named_with_a_reason_and_a_remedy(
         ({"messages": []}, "messages"),
         ({"messages": [{"content": "a"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content"),
-        ({"messages": [{"role": "user", "content": [{"text": "a"}]}]}, "messages[0].content[0].type"),
+        (
+            {"messages": [{"role": "user", "content": [{"text": "a"}]}]},
+            "messages[0].content[0].type",
+        ),
         ({"top_logprobs": 21}, "top_logprobs"),
         ({"logprobs": 3}, "logprobs"),
         ({"max_completion_tokens": 0}, "max_completion_tokens"),

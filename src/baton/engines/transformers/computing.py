@@ -38,6 +38,7 @@ class Computer:
 
         Raises whatever the model raises; then some layers of the step may be in place.
         """
+        prefills = [work for work in step if work.is_prefill]
         sends = [
             (work.sequence.leg.ticket.id, work.stop)
             for work in step
@@ -46,11 +47,11 @@ class Computer:
 
         def on_layer(layer: int) -> None:
             if layer == 0:
-                self._stamp(step, Stamp.FIRST_LAYER_READY)
+                self._stamp(prefills, Stamp.FIRST_LAYER_READY)
             if sends:
                 self._handoff.layer_ready(sends, layer)
 
-        self._stamp([work for work in step if work.is_prefill], Stamp.PREFILL_STARTED)
+        self._stamp(prefills, Stamp.PREFILL_STARTED)
         self._stamp([work for work in step if not work.is_prefill], Stamp.DECODE_SCHEDULED)
         logits = self._model.run([_make_span(work) for work in step], on_layer)
         tokens = iter(sample(logits, [self._make_draw(work) for work in step if work.samples]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, assert_never
 
 import torch
@@ -21,6 +22,8 @@ from baton.errors import (
     EngineError,
     InvalidRequestError,
     OverloadedError,
+    TransferError,
+    mapped,
 )
 from baton.kv.pool import BlockPool
 from baton.transfer.region import release_region
@@ -68,6 +71,8 @@ class TransformersEngine:
         self._options, self._clock = options, clock
         self._model = PagedModel(loaded.model, loaded.shape, pages, options.block_size)
         self._pages = pages
+        self._memory = ExitStack()
+        self._memory.callback(self._release_memory)
         self._inbox = Inbox()
         self._lock = threading.Lock()
         self._live: set[RequestId] = set()  # guarded by _lock
@@ -114,10 +119,10 @@ class TransformersEngine:
 
     def submit(self, request: GenerationRequest) -> None:
         """See `Engine`."""
-        if self._failure is not None:
-            raise self._failure
-        self._check_fits(request)
+        self._check(request)
         with self._lock:
+            if self._failure is not None:
+                raise EngineError(str(self._failure))
             if request.id in self._live:
                 raise InvalidRequestError(f"a request {request.id} is being answered already")
             if self._inbox.num_submissions + self._stats.num_waiting >= self._options.max_waiting:
@@ -135,19 +140,30 @@ class TransformersEngine:
 
     def stop(self, timeout_s: float) -> None:
         """See `Engine`."""
+        self._refuse_from_now_on(EngineError("the engine was stopped"))
         thread, self._thread = self._thread, None
-        if thread is None:
-            return
-        self._inbox.put(Stop())
-        thread.join(timeout_s)
-        if thread.is_alive():
-            _log.error("the engine's thread did not end in %.1f s; its memory stays", timeout_s)
-            return
-        del self._model, self._pages
-        release_region(self.region)
+        if thread is not None:
+            self._inbox.put(Stop())
+            thread.join(timeout_s)
+            if thread.is_alive():
+                _log.error("the engine did not stop in %.1f s; its memory stays", timeout_s)
+                return
+        self._memory.close()
+
+    def _check(self, request: GenerationRequest) -> None:
+        """Refuse what could never be answered, or would fail the others of its step."""
+        vocab_size = self.info.vocab_size
+        if not len(request.prompt_ids):
+            raise InvalidRequestError("the prompt has no tokens", param="prompt")
+        if request.prompt_ids.min() < 0 or request.prompt_ids.max() >= vocab_size:
+            raise InvalidRequestError(f"token ids go from 0 to {vocab_size - 1}", param="prompt")
+        if any(not 0 <= token < vocab_size for token in request.sampling.stop_token_ids):
+            raise InvalidRequestError(
+                f"token ids go from 0 to {vocab_size - 1}", param="stop_token_ids"
+            )
+        self._check_fits(request)
 
     def _check_fits(self, request: GenerationRequest) -> None:
-        """Refuse what could never be answered, however long it waited."""
         num_tokens = len(request.prompt_ids) + request.sampling.max_tokens
         if num_tokens > self.info.max_context_tokens:
             raise ContextLengthError(
@@ -167,6 +183,10 @@ class TransformersEngine:
                 code="context_length_exceeded",
             )
 
+    def _release_memory(self) -> None:
+        del self._model, self._pages
+        release_region(self.region)
+
     def _forget(self, request: RequestId) -> None:
         with self._lock:
             self._live.discard(request)
@@ -184,8 +204,14 @@ class TransformersEngine:
             loop.fail_all(EngineError("the worker is stopping"))
         except Exception:  # noqa: BLE001 - reported to all; nobody is above this frame
             _log.exception("the engine's thread died")
-            self._failure = EngineError("the engine's thread died; restart the worker")
-            loop.fail_all(self._failure)
+            error = EngineError("the engine's thread died; restart the worker")
+            self._refuse_from_now_on(error)
+            unseen = [c.request.id for c in self._inbox.take() if isinstance(c, Submit)]
+            loop.abandon(error, unseen)
+
+    def _refuse_from_now_on(self, error: EngineError) -> None:
+        with self._lock:
+            self._failure = error
 
     def _obey(self, loop: EngineLoop) -> bool:
         """Carry out all commands; whether to go on."""
@@ -206,8 +232,9 @@ def load_engine(options: TransformersOptions, context: EngineContext) -> Transfo
     """Load a model; see `EngineFactory`."""
     if options.num_threads is not None:
         torch.set_num_threads(options.num_threads)
-    loaded = load_model(context.model, options)
-    return TransformersEngine(options, loaded, path=str(context.model), clock=context.clock)
+    with mapped({TransferError: ConfigError}):  # there is not enough memory for the pages
+        loaded = load_model(context.model, options)
+        return TransformersEngine(options, loaded, path=str(context.model), clock=context.clock)
 
 
 def _count_nothing(num_blocks: int) -> EngineStats:

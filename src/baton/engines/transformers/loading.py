@@ -46,6 +46,7 @@ def load_model(folder: Path, options: TransformersOptions) -> LoadedModel:
     weights = _find_weights(folder)
     config = _read_config(folder)
     check_layer_kinds(config)
+    max_context_tokens = _choose_context(config, options)
     model = _read_weights(folder, config, options)
     dtype = _name_dtype(model.dtype)
     register()
@@ -57,7 +58,7 @@ def load_model(folder: Path, options: TransformersOptions) -> LoadedModel:
         dtype=dtype,
         fingerprint=compute_fingerprint([folder / "config.json", *weights]),
         vocab_size=config.get_text_config(decoder=True).vocab_size,
-        max_context_tokens=_choose_context(config, options),
+        max_context_tokens=max_context_tokens,
         eos_token_ids=_find_eos(model),
     )
 
@@ -142,13 +143,17 @@ def _name_dtype(dtype: torch.dtype) -> DType:
 
 
 def _choose_context(config: Any, options: TransformersOptions) -> int:  # noqa: ANN401
-    longest = int(config.get_text_config(decoder=True).max_position_embeddings)
-    if options.max_context_tokens is not None and options.max_context_tokens > longest:
+    longest: int | None = getattr(
+        config.get_text_config(decoder=True), "max_position_embeddings", None
+    )
+    chosen = options.max_context_tokens or longest
+    if chosen is None:
+        raise ConfigError("the model's config.json names no context length; set max_context_tokens")
+    if longest is not None and chosen > longest:
         raise ConfigError(
-            f"max_context_tokens = {options.max_context_tokens}, but the model was made for "
-            f"{longest}; lower it"
+            f"max_context_tokens = {chosen}, but the model was made for {longest}; lower it"
         )
-    return options.max_context_tokens or longest
+    return chosen
 
 
 def _find_eos(model: Any) -> tuple[int, ...]:  # noqa: ANN401

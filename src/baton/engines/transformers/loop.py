@@ -24,7 +24,7 @@ from baton.kv.identity import HashDomain
 from baton.telemetry.trace import Stamp
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from baton.clock import Clock
     from baton.engines.interface import (
@@ -127,6 +127,16 @@ class EngineLoop:
             self._fail(sequence, error)
         self.deliver()
 
+    def abandon(self, error: BatonError, unseen: Iterable[RequestId]) -> None:
+        """Report all requests as failed, and touch nothing else: it cannot be trusted any more.
+
+        `unseen` were submitted, but not to this loop.
+        """
+        self._updates += [RequestFailed(request, error) for request in self._sequences]
+        self._updates += [RequestFailed(request, error) for request in unseen]
+        self._sequences.clear()
+        self.deliver()
+
     def deliver(self) -> None:
         """Hand this turn's updates to the sink."""
         if self._updates:
@@ -164,10 +174,8 @@ class EngineLoop:
     def _announce(self, plan: Plan) -> None:
         """Tell the handoff what the plan needs of it, before anything is computed."""
         fingerprint = self._info.fingerprint
-        for sequence, ticket in plan.declined:
-            reason = "nearly all of the prompt is cached here"
-            sequence.request.trace.fallbacks.append(f"computed locally: {reason}")
-            self._handoff.decline(ticket, reason)
+        for ticket in plan.declined:
+            self._handoff.decline(ticket, "too little of the prompt is missing here")
         for expectation in plan.expected:
             self._count_admission(expectation.sequence)
             self._stamp(expectation.sequence, Stamp.PAGES_RESERVED)
@@ -187,15 +195,14 @@ class EngineLoop:
                 self._fail(work.sequence, EngineError("the engine failed while computing"))
             return
         for work, token in zip(plan.work, tokens, strict=True):
-            self._scheduler.advance(work)
-            if work.sequence.num_computed >= work.sequence.num_prompt_tokens:
+            if work.is_prefill and work.stop >= work.sequence.num_prompt_tokens:
                 self._stamp(work.sequence, Stamp.PREFILL_DONE)
+            self._scheduler.advance(work)
             if token is not None:
                 self._accept(work.sequence, token)
 
     def _accept(self, sequence: Sequence, token: SampledToken) -> None:
         """A new token: an answer's next one, or the one that a prefill leg hands over."""
-        self._tally.output += 1
         self._stamp(sequence, Stamp.FIRST_TOKEN)
         if isinstance(sequence.leg, PrefillLeg):
             sequence.first_token = token
@@ -208,6 +215,7 @@ class EngineLoop:
             self._end(sequence, "finished")
 
     def _emit(self, sequence: Sequence, token: SampledToken, finish: FinishReason | None) -> None:
+        self._tally.output += 1
         sequence.request.trace.num_output_tokens += 1
         self._updates.append(
             NewToken(

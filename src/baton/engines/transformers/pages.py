@@ -63,6 +63,7 @@ class MirroredPages(KVPages):
 
     def to_region(self, layer: int, blocks: torch.Tensor) -> None:
         """Copy pages from the accelerator; returns when they are in place."""
+        blocks = torch.unique(blocks)
         pages = self._on_device[layer].index_select(0, blocks)
         self._in_region[layer].index_copy_(0, blocks.cpu(), pages.cpu())
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from baton.engines.interface import Colocated, DecodeLeg, PrefillLeg
 from baton.engines.transformers.custody import Custody
@@ -12,11 +12,15 @@ from baton.engines.transformers.sequence import Status
 from baton.kv.layout import needed_tokens
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from baton.authority.ticket import Ticket
     from baton.engines.transformers.sequence import Sequence
     from baton.ids import TicketId
     from baton.kv.layout import LayerLayout
     from baton.kv.pool import BlockPool
+
+Taken = TypeVar("Taken")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +75,7 @@ class Plan:
     work: list[Work] = field(default_factory=list)
     offered: list[tuple[Sequence, Ticket]] = field(default_factory=list)
     expected: list[Expectation] = field(default_factory=list)
-    declined: list[tuple[Sequence, Ticket]] = field(default_factory=list)
+    declined: list[Ticket] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:
@@ -203,7 +207,9 @@ class Scheduler:
         plan.work.append(Work(sequence, num_tokens))
 
     def _preempt_youngest(self) -> None:
-        victim = max((s for s in self._running if s.may_be_preempted), key=lambda s: s.arrival)
+        # A prefill leg's blocks are offered to a peer: they may not be taken away.
+        preemptable = (s for s in self._running if not isinstance(s.leg, PrefillLeg))
+        victim = max(preemptable, key=lambda s: s.arrival)
         self._running.remove(victim)
         self.num_preemptions += 1
         self._requeue(victim)
@@ -217,57 +223,62 @@ class Scheduler:
         """Take the first waiting sequence in, if there is room for it."""
         if len(self._running) + self.custody.num_incoming >= self.limits.max_num_seqs:
             return False
-        # At least one token is left to compute: its logits give the next one.
-        usable = sequence.hashes(sequence.num_tokens - 1)
         match sequence.leg:
             case DecodeLeg(ticket):
-                num_cached = self.pool.find_cached(usable) * sequence.block_size
-                if sequence.num_tokens - num_cached >= self.limits.min_handoff_tokens:
+                if self._count_missing(sequence) >= self.limits.min_handoff_tokens:
                     return self._expect(sequence, ticket, plan)
-                plan.declined.append((sequence, ticket))
+                plan.declined.append(ticket)
                 sequence.leg = Colocated()
             case PrefillLeg() | Colocated():
                 pass
         budget = self.limits.max_batch_tokens - plan.num_tokens
-        if budget <= 0 or not self._take_blocks(sequence):
+        if budget <= 0 or not self._start(sequence):
             return False
-        self._waiting.popleft()
-        self._run(sequence)
         plan.work.append(Work(sequence, min(budget, sequence.num_uncomputed)))
         if isinstance(sequence.leg, PrefillLeg):
             self.custody.lend(sequence.leg.ticket.id, sequence)
             plan.offered.append((sequence, sequence.leg.ticket))
         return True
 
-    def _take_blocks(self, sequence: Sequence) -> bool:
-        """Blocks for all known tokens, the cached ones shared."""
-        cached = self.pool.acquire_cached(sequence.hashes(sequence.num_tokens - 1))
-        missing = sequence.num_blocks_for(sequence.num_tokens) - len(cached)
-        # Room for each running sequence to grow by a block, lest one be preempted at once.
-        fresh = None
-        if missing + len(self._running) <= self.pool.num_free:
-            fresh = self.pool.try_allocate(missing)
-        if fresh is None:
-            self.pool.release(cached)
+    def _count_missing(self, sequence: Sequence) -> int:
+        """Known tokens that no cached block has."""
+        num_cached = self.pool.find_cached(sequence.reusable_hashes()) * sequence.block_size
+        return sequence.num_tokens - num_cached
+
+    def _start(self, sequence: Sequence) -> bool:
+        taken = self._try_take(sequence, self.pool.try_allocate)
+        if taken is None:
             return False
-        sequence.admit(cached, fresh)
+        self._waiting.popleft()
+        sequence.admit(*taken)
+        self._run(sequence)
         return True
 
     def _expect(self, sequence: Sequence, ticket: Ticket, plan: Plan) -> bool:
-        cached = self.pool.acquire_cached(sequence.hashes(sequence.num_tokens - 1))
-        missing = sequence.num_blocks_for(sequence.num_tokens) - len(cached)
-        reserved = None
-        if missing + len(self._running) <= self.pool.num_free:
-            reserved = self.pool.try_reserve(missing)
-        if reserved is None:
-            self.pool.release(cached)
+        taken = self._try_take(sequence, self.pool.try_reserve)
+        if taken is None:
             return False
+        cached, reserved = taken
         self._waiting.popleft()
         sequence.admit(cached, [])
         sequence.status = Status.AWAITING_KV
         plan.expected.append(Expectation(sequence, ticket, sequence.num_computed, reserved.blocks))
         self.custody.grant(ticket.id, sequence, reserved)
         return True
+
+    def _try_take(
+        self, sequence: Sequence, take: Callable[[int], Taken | None]
+    ) -> tuple[list[int], Taken] | None:
+        """Share what is cached of all known tokens, and `take` blocks for the others."""
+        cached = self.pool.acquire_cached(sequence.reusable_hashes())
+        missing = sequence.num_blocks_for(sequence.num_tokens) - len(cached)
+        # Room for each running sequence to grow by a block, lest one be preempted at once.
+        has_room = missing + len(self._running) <= self.pool.num_free
+        taken = take(missing) if has_room else None
+        if taken is None:
+            self.pool.release(cached)
+            return None
+        return cached, taken
 
     def _run(self, sequence: Sequence) -> None:
         sequence.status = Status.RUNNING

@@ -88,11 +88,6 @@ class Sequence:
         """Known tokens whose KV is not computed; computing the last of them gives a new token."""
         return self.num_tokens - self.num_computed
 
-    @property
-    def may_be_preempted(self) -> bool:
-        """Whether its blocks may be taken away: not while they are offered to a peer."""
-        return self.status is Status.RUNNING and not isinstance(self.leg, PrefillLeg)
-
     def num_blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
@@ -110,6 +105,13 @@ class Sequence:
             fresh = self._token_ids[known * self.block_size : num_full * self.block_size]
             self._hashes += compute_block_hashes(self._domain, fresh, parent)
         return self._hashes[:num_full]
+
+    def reusable_hashes(self) -> list[BlockHash]:
+        """Names of the blocks that may come from the cache.
+
+        At least the last known token is always computed: its logits give the next one.
+        """
+        return self.hashes(self.num_tokens - 1)
 
     def take_publishable(self) -> list[tuple[int, BlockHash]]:
         """Blocks that became full and complete since the last call, with their names."""

@@ -65,7 +65,8 @@ def check_layer_kinds(config: Any) -> tuple[int | None, ...]:  # noqa: ANN401 - 
     kinds = set(getattr(text, "layer_types", None) or ()) - _PLAIN_LAYERS
     if config.is_encoder_decoder:
         kinds.add("cross_attention")
-    layers = DynamicCache(config=config).layers
+    # transformers itself fails on kinds that it does not know
+    layers = [] if kinds else DynamicCache(config=config).layers
     kinds |= {
         type(layer).__name__
         for layer in layers
@@ -89,11 +90,9 @@ def discover_shape(model: Any) -> ModelShape:  # noqa: ANN401 - transformers is 
     """
     windows = check_layer_kinds(model.config)
     cache = DynamicCache(config=model.config)
-    model(
-        torch.zeros((1, 1), dtype=torch.int64, device=model.device),
-        past_key_values=cache,
-        use_cache=True,
-    )
+    token = torch.zeros((1, 1), dtype=torch.int64, device=model.device)
+    with torch.inference_mode():
+        model(token, past_key_values=cache, use_cache=True)
     latent_rank = getattr(model.config.get_text_config(decoder=True), "kv_lora_rank", None)
     shapes = []
     for layer, window in zip(cache.layers, windows, strict=True):

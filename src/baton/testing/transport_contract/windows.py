@@ -118,6 +118,14 @@ class WindowContract(TransportKit):
             with pytest.raises(TransferError):
                 pair.writer.transport.submit(write)
 
+    def test_a_write_to_a_remote_that_is_still_attaching_is_not_posted(
+        self, pair: TransportPair
+    ) -> None:
+        window = pair.open_window(range(NUM_PAGES))
+        remote = pair.writer.transport.attach(pair.reader.descriptor)
+        with pytest.raises(TransferError):
+            pair.writer.transport.submit(pair.write(remote, window, ONE_PAGE))
+
     def test_an_unused_window_is_quiescent_once(self, pair: TransportPair) -> None:
         window = pair.open_window(range(NUM_PAGES))
         pair.reader.transport.close_window(window)

@@ -10,10 +10,12 @@ from baton.transfer.interface import Arrived
 from baton.transfer.messages import encode
 from baton.transfer.transports.shared.processes import open_peer_process
 from baton.transfer.transports.shared.wire import (
+    Ask,
     Attached,
     Close,
     Closed,
     Notice,
+    NotOpen,
     Opened,
     Released,
     decode_from_writer,
@@ -85,6 +87,10 @@ class Inbound:
                 case Notice(window, notice):
                     if self._ledger.admits(self._writer, TicketId(window)):
                         self._reactor.report(Arrived(TicketId(window), notice))
+                case Ask(window):
+                    # If it was opened, `Opened` is on its way already, in front of any answer.
+                    if not self._ledger.admits(self._writer, TicketId(window)):
+                        self._connection.send_body(encode(NotOpen(window)))
                 case Closed(window):
                     self._ledger.confirm_closed(self._writer, TicketId(window))
                 case Released():

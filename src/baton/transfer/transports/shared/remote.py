@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, assert_never
 
 from baton.errors import PeerLostError, PeerUnreachableError, ProtocolError, TransferError
@@ -16,12 +17,14 @@ from baton.transfer.region import view_pages
 from baton.transfer.transports.shared.mapping import PeerPages
 from baton.transfer.transports.shared.wire import (
     MAX_BODY_BYTES,
+    Ask,
     Attach,
     Attached,
     Close,
     Closed,
     NotAttached,
     Notice,
+    NotOpen,
     Opened,
     Released,
     decode_first_from_receiver,
@@ -51,11 +54,20 @@ MAX_WINDOW_PAGES: Final = 1 << 24
 FAREWELL_TIMEOUT_S: Final = 5.0
 
 
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """A checked write that was posted and not carried out yet."""
+
+    transfer: TransferId
+    write: PageWrite
+    region: PagedRegion
+
+
 class Remote:
     """A peer's region as this writer sees it: attaching, attached or lost.
 
-    A write is copied within `submit`: between two calls no store is under way, so `Closed` is true
-    when it is said. Owner thread: the transport's.
+    A write is copied in one go, within `submit` or when its window is heard of: between two calls
+    no store is under way, so `Closed` is true when it is said. Owner thread: the transport's.
     """
 
     def __init__(
@@ -68,6 +80,7 @@ class Remote:
         self._windows: dict[TicketId, PageSet] = {}
         self._num_window_pages = 0
         self._unsent: dict[TransferId, int] = {}
+        self._held: dict[TicketId, list[_Held]] = {}
         self._loss: TransferError | None = None
 
     @property
@@ -87,17 +100,16 @@ class Remote:
 
     def submit(self, transfer: TransferId, write: PageWrite, region: PagedRegion) -> None:
         """Copy a checked write into the peer's pages and tell the peer."""
-        refusal = self._find_refusal(write)
-        if refusal is not None:
-            self._reactor.report(WriteFailed(transfer, refusal))
+        if self._connection is not None and self._loss is None:
+            self._connection.step()  # the window may just have been opened, or closed
+        if self._loss is not None:
+            self._reactor.report(WriteFailed(transfer, self._loss))
             return
-        if self._pages is None or self._connection is None:
-            raise TransferError("this remote is not attached yet")
-        source = view_pages(region.memory, region.arrays[write.copies.layer])
-        apply_copies(write.copies, source, self._pages.view(write.copies.layer))
-        self._unsent[transfer] = write.copies.num_bytes
-        self._connection.send_batches(self._notice_batches(transfer, write))
-        self._connection.flush()
+        window = self._windows.get(write.window)
+        if window is None:
+            self._hold(_Held(transfer, write, region))
+        else:
+            self._carry_out(_Held(transfer, write, region), window)
 
     def lose(self, error: TransferError) -> None:
         """The peer is gone: report it and every write whose notice was not sent, once."""
@@ -123,9 +135,7 @@ class Remote:
     @property
     def is_gone(self) -> bool:
         """Nothing is left of it, not even an unfinished farewell."""
-        return self._loss is not None and (
-            self._connection is None or not self._connection.is_open
-        )
+        return self._loss is not None and (self._connection is None or not self._connection.is_open)
 
     def close(self) -> None:
         """Detach, and do not wait for the peer to answer the farewell."""
@@ -138,26 +148,34 @@ class Remote:
         self._loss = error
         self._windows.clear()
         pages, self._pages = self._pages, None
-        for transfer in self._unsent:
+        held = [each.transfer for waiting in self._held.values() for each in waiting]
+        for transfer in (*self._unsent, *held):
             self._reactor.report(WriteFailed(transfer, error))
         self._unsent.clear()
+        self._held.clear()
         return pages is None or pages.unmap()
 
-    def _find_refusal(self, write: PageWrite) -> TransferError | None:
-        """Why a write may not be made, after hearing all that the peer has said so far.
+    def _hold(self, held: _Held) -> None:
+        """Keep a write until the peer has said whether its window is open."""
+        waiting = self._held.setdefault(held.write.window, [])
+        waiting.append(held)
+        if len(waiting) == 1 and self._connection is not None:
+            self._connection.send_body(encode(Ask(held.write.window)))
 
-        The peer opens a window before it tells anybody of it, so its word is here by now.
-        """
-        if self._connection is not None and self._loss is None:
-            self._connection.step()
-        if self._loss is not None:
-            return self._loss
-        window = self._windows.get(write.window)
-        if window is None:
-            return TransferError("the window is not open")
-        if not all(window.covers(group.dst_pages) for group in write.copies.groups):
-            return TransferError("a page is outside the window")
-        return None
+    def _carry_out(self, held: _Held, window: PageSet) -> None:
+        """Store the pages, then send the notice: the system call comes after the stores."""
+        transfer, write, copies = held.transfer, held.write, held.write.copies
+        if not all(window.covers(group.dst_pages) for group in copies.groups):
+            error = TransferError("a page is outside the window")
+            self._reactor.report(WriteFailed(transfer, error))
+            return
+        if self._pages is None or self._connection is None:
+            raise TransferError("this remote is not attached yet")
+        source = view_pages(held.region.memory, held.region.arrays[copies.layer])
+        apply_copies(copies, source, self._pages.view(copies.layer))
+        self._unsent[transfer] = copies.num_bytes
+        self._connection.send_batches(self._notice_batches(transfer, write))
+        self._connection.flush()
 
     def _notice_batches(self, transfer: TransferId, write: PageWrite) -> Iterator[list[memoryview]]:
         yield [memoryview(encode_frame(encode(Notice(write.window, write.notice))))]
@@ -192,6 +210,8 @@ class Remote:
                     self._open_window(TicketId(window), PageSet(unpack_pages(packed)))
                 case Close(window):
                     self._close_window(TicketId(window))
+                case NotOpen(window):
+                    self._refuse_held(TicketId(window))
                 case unknown:
                     assert_never(unknown)
 
@@ -202,6 +222,13 @@ class Remote:
         if window in self._windows:
             raise ProtocolError("the peer opened a window twice")
         self._windows[window] = pages
+        for held in self._held.pop(window, []):
+            self._carry_out(held, pages)
+
+    def _refuse_held(self, window: TicketId) -> None:
+        error = TransferError("the window is not open")
+        for held in self._held.pop(window, []):
+            self._reactor.report(WriteFailed(held.transfer, error))
 
     def _close_window(self, window: TicketId) -> None:
         pages = self._windows.pop(window, None)

@@ -129,7 +129,8 @@ class SharedTransport:
         """See `Transport`."""
         for writer in self._ledger.close_window(window):
             self._writers[writer].ask_close(window)
-        self._report_quiescent()
+        for quiescent in self._ledger.take_quiescent():
+            self._reactor.report(WindowQuiescent(quiescent))
 
     def submit(self, write: PageWrite) -> TransferId:
         """See `Transport`."""
@@ -147,8 +148,7 @@ class SharedTransport:
     def poll(self) -> list[TransferEvent]:
         """See `Transport`."""
         events = self._reactor.poll()
-        self._report_quiescent()
-        return events
+        return [*events, *map(WindowQuiescent, self._ledger.take_quiescent())]
 
     def close(self) -> None:
         """See `Transport`."""
@@ -211,10 +211,6 @@ class SharedTransport:
     def _forget(self, connection: Connection) -> None:
         if self._listener is not None:
             self._listener.forget(connection)
-
-    def _report_quiescent(self) -> None:
-        for window in self._ledger.take_quiescent():
-            self._reactor.report(WindowQuiescent(window))
 
     def _find_region(self, handle: RegionHandle) -> PagedRegion:
         region = self._regions.get(handle)

@@ -60,6 +60,18 @@ class Notice(msgspec.Struct, frozen=True, tag="notice"):
     notice: NoticeBytes
 
 
+class Ask(msgspec.Struct, frozen=True, tag="ask"):
+    """Writer → receiver: it has a write for a window of which it has not heard."""
+
+    window: IdBytes
+
+
+class NotOpen(msgspec.Struct, frozen=True, tag="not_open"):
+    """Receiver → writer: the window it asked for is not open to it; else `Opened` was said."""
+
+    window: IdBytes
+
+
 class Closed(msgspec.Struct, frozen=True, tag="closed"):
     """Writer → receiver: no write into this window is under way, nor will one begin."""
 
@@ -70,9 +82,9 @@ class Released(msgspec.Struct, frozen=True, tag="released"):
     """Writer → receiver, last: it has unmapped the region."""
 
 
-FromWriter: TypeAlias = Notice | Closed | Released
+FromWriter: TypeAlias = Notice | Ask | Closed | Released
 FirstFromReceiver: TypeAlias = Attached | NotAttached
-FromReceiver: TypeAlias = Opened | Close
+FromReceiver: TypeAlias = Opened | Close | NotOpen
 
 _attach = msgspec.msgpack.Decoder(Attach)
 _from_writer: msgspec.msgpack.Decoder[FromWriter] = msgspec.msgpack.Decoder(FromWriter)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import socket
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from baton.errors import TransferError
@@ -12,6 +13,8 @@ if TYPE_CHECKING:
     from baton.transfer.transports.tcp.options import TcpOptions
 
 _MAX_PORT: Final = 65_535
+_SEND_CEILING: Final = Path("/proc/sys/net/core/wmem_max")
+_RECEIVE_CEILING: Final = Path("/proc/sys/net/core/rmem_max")
 
 
 def open_listener(host: str, options: TcpOptions) -> tuple[socket.socket, str]:
@@ -23,9 +26,13 @@ def open_listener(host: str, options: TcpOptions) -> tuple[socket.socket, str]:
     try:
         family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
         sock = socket.socket(family, socket.SOCK_STREAM)
-        _set_buffers(sock, options)
+    except OSError as exc:
+        raise TransferError(f"cannot listen on {host}: {exc}") from exc
+    _set_buffers(sock, options)
+    try:
         sock.bind(address)
     except OSError as exc:
+        sock.close()
         raise TransferError(f"cannot listen on {host}: {exc}") from exc
     bound, port = sock.getsockname()[:2]
     told = options.advertise_host or bound
@@ -74,6 +81,18 @@ def parse_endpoint(endpoint: str) -> tuple[str, int]:
 
 
 def _set_buffers(sock: socket.socket, options: TcpOptions) -> None:
-    if options.socket_buffer_bytes is not None:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, options.socket_buffer_bytes)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, options.socket_buffer_bytes)
+    asked = options.socket_buffer_bytes
+    for option, ceiling in (
+        (socket.SO_SNDBUF, _SEND_CEILING),
+        (socket.SO_RCVBUF, _RECEIVE_CEILING),
+    ):
+        # Asking for more than is allowed gives the ceiling, and switches the kernel's tuning off.
+        if asked is not None and asked <= _read_ceiling(ceiling):
+            sock.setsockopt(socket.SOL_SOCKET, option, asked)
+
+
+def _read_ceiling(path: Path) -> int:
+    try:
+        return int(path.read_text(encoding="ascii"))
+    except FileNotFoundError:  # some kernels show it in the first network namespace alone
+        return 0

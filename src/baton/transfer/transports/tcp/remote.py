@@ -71,11 +71,10 @@ class Remote:
         self._loss: TransferError | None = None
 
     @property
-    def is_attached(self) -> bool:
-        """Every stream is ready to carry writes."""
-        return len(self._streams) == self._num_streams and all(
-            stream.is_attached for stream in self._streams
-        )
+    def is_attaching(self) -> bool:
+        """Neither attached, by every stream, nor lost yet."""
+        num_attached = sum(stream.is_attached for stream in self._streams)
+        return num_attached < self._num_streams and self._loss is None
 
     def own(self, connection: Connection) -> None:
         """Close this connection with the rest, whatever becomes of it."""
@@ -100,6 +99,7 @@ class Remote:
         sequence, self._next_sequence = self._next_sequence, self._next_sequence + 1
         stream.unanswered[sequence] = (transfer, write.copies.num_bytes)
         stream.connection.send_batches(departing_batches(write, region, sequence))
+        stream.connection.flush()
 
     def lose(self, error: TransferError) -> None:
         """The peer is gone, or one of its streams: report it and every unanswered write, once."""
@@ -132,7 +132,7 @@ class Remote:
                     raise ProtocolError("the peer's region is not what its description says")
                 stream.is_attached = True
                 stream.connection.settle()
-                if self.is_attached:
+                if not self.is_attaching:
                     self._reactor.report(AttachedEvent(self.id))
             case NotAttached(reason) if not stream.is_attached:
                 raise PeerUnreachableError(f"the peer refused to attach: {reason}")

@@ -138,7 +138,7 @@ class TcpTransport:
     def submit(self, write: PageWrite) -> TransferId:
         """See `Transport`."""
         remote = self._remotes.get(write.remote)
-        if remote is None:
+        if remote is None or remote.is_attaching:
             raise TransferError("this remote is not attached")
         region = self._find_region(write.region)
         check_copies(write.copies, region.arrays, remote.descriptor.arrays)

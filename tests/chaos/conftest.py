@@ -1,0 +1,215 @@
+"""Two pairs of real workers, one for each transport, behind a gateway each; and an oracle."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import aiohttp
+import pytest
+
+from baton.testing.fleet import Fleet, FleetProcess
+from tests.chaos.clients import CLIENT_TIMEOUT, Ask, Prompt, Prompts, Said, ask
+from tests.chaos.watching import (
+    Footprint,
+    find_processes_of_sessions,
+    is_listening,
+    is_stopped,
+    read_abstract_names,
+    read_all_abstract_names,
+    read_footprint,
+    read_listening_ports,
+    read_shm_files,
+    read_summary,
+    until,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+
+    from baton.config.sections import Role
+
+KEY = "ab" * 32
+SEED = 20261121
+NUM_BLOCKS = 640
+LONG = 2400
+"""Tokens of a prompt that is being prefilled long enough for a fault to find it there."""
+LIVENESS_TIMEOUT_S = 1.5
+ENGINE: dict[str, object] = {
+    "engine.dtype": "float32",
+    "engine.num_threads": 1,
+    "engine.num_blocks": NUM_BLOCKS,
+    "handoff.liveness_timeout_s": LIVENESS_TIMEOUT_S,
+}
+ROLES: dict[Role, dict[str, object]] = {
+    # Small steps make prefill slow there, while decode computes the same in a moment.
+    "prefill": ENGINE | {"engine.max_batch_tokens": 16},
+    "decode": ENGINE | {"engine.max_batch_tokens": 512},
+}
+GATEWAY: dict[str, object] = {"gateway.probe_interval_s": 0.2, "gateway.probe_timeout_s": 1.0}
+
+
+@dataclass
+class Pair:
+    """A prefill and a decode worker that hand over by one transport, and their gateway.
+
+    `unlinked` is what each worker holds while it knows no peer.
+    """
+
+    transport: str
+    fleet: Fleet
+    prefill: FleetProcess
+    decode: FleetProcess
+    gateway: FleetProcess = field(init=False)
+    unlinked: dict[int, Footprint] = field(default_factory=dict)
+
+    def settle(self) -> None:
+        """Wait for the workers, note what they hold, and start a gateway."""
+        for worker in (self.prefill, self.decode):
+            worker.wait_ready()
+            self.unlinked[worker.pid] = read_footprint(worker)
+        self.start_gateway()
+
+    def start_gateway(self) -> None:
+        self.gateway = self.fleet.start_gateway([self.prefill], [self.decode], settings=GATEWAY)
+
+    def restart(self, role: Role) -> None:
+        """Start a worker at the address of the one that died, and wait until it answers."""
+        dead = self.prefill if role == "prefill" else self.decode
+        assert not dead.is_alive
+        assert dead.ready is not None
+        port = dead.ready.url.rpartition(":")[2]
+        fresh = start(self.fleet, self.transport, role, port=int(port)).wait_ready()
+        self.unlinked[fresh.pid] = read_footprint(fresh)
+        if role == "prefill":
+            self.prefill = fresh
+        else:
+            self.decode = fresh
+
+
+@dataclass
+class House:
+    """Everything that runs. `prompts` are fresh for each request unless a test wants otherwise."""
+
+    oracle: FleetProcess
+    pairs: tuple[Pair, Pair]
+    prompts: Prompts
+
+    def pair(self, transport: str) -> Pair:
+        return next(pair for pair in self.pairs if pair.transport == transport)
+
+    async def expect(
+        self, session: aiohttp.ClientSession, prompt: Prompt, num_tokens: int = 8
+    ) -> Said:
+        """What a single worker, to which nothing happens, says."""
+        said = await ask(session, self.oracle.url, Ask(prompt, num_tokens))
+        assert said.error is None
+        return said
+
+    async def check_handoff(self, session: aiohttp.ClientSession, pair: Pair) -> None:
+        """The pair works as it should: soon, a fresh prompt is handed over and answered rightly."""
+
+        async def handed_over() -> bool:
+            request = Ask(self.prompts.make(50))
+            said = await ask(session, pair.gateway.url, request)
+            if said.error is not None:
+                assert said.is_clean_error
+                return False
+            assert said == await self.expect(session, request.prompt)
+            summary = await read_summary(session, pair.gateway, request.id)
+            if summary["num_received_tokens"] == 0:
+                return False
+            assert summary["transport"] == pair.transport
+            return True
+
+        await until("a request is handed over", handed_over, 8.0)
+
+
+@asynccontextmanager
+async def opened_session() -> AsyncIterator[aiohttp.ClientSession]:
+    connector = aiohttp.TCPConnector(limit=0, force_close=True)
+    async with aiohttp.ClientSession(timeout=CLIENT_TIMEOUT, connector=connector) as session:
+        yield session
+
+
+def run(scenario: Callable[[aiohttp.ClientSession], Awaitable[None]]) -> None:
+    """Run one scenario to its end."""
+
+    async def main() -> None:
+        async with opened_session() as session:
+            await scenario(session)
+
+    asyncio.run(main())
+
+
+def run_on_both(
+    house: House, scenario: Callable[[aiohttp.ClientSession, Pair], Awaitable[None]]
+) -> None:
+    """Run one scenario on both pairs at once: they share nothing but the machine."""
+
+    async def one(session: aiohttp.ClientSession, pair: Pair) -> None:
+        try:
+            await scenario(session, pair)
+        except Exception as exc:
+            exc.add_note(f"transport: {pair.transport}")
+            raise
+
+    async def main(session: aiohttp.ClientSession) -> None:
+        outcomes = await asyncio.gather(
+            *(one(session, pair) for pair in house.pairs), return_exceptions=True
+        )
+        for outcome in outcomes:
+            if outcome is not None:
+                raise outcome
+
+    run(main)
+
+
+async def freeze(process: FleetProcess) -> None:
+    """SIGSTOP, and wait until the kernel says that it took effect."""
+    process.send(signal.SIGSTOP)
+
+    async def stopped() -> bool:
+        return is_stopped(process)
+
+    await until("stopped", stopped, 2.0)
+
+
+def start(fleet: Fleet, transport: str, role: Role, *, port: int = 0) -> FleetProcess:
+    settings = ROLES[role] | {"transfer.transports": [transport], "worker.port": port}
+    return fleet.start_worker(f"{transport}-{role}", role, settings)
+
+
+@pytest.fixture(scope="session")
+def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
+    environment = dict(os.environ, BATON_CLUSTER_KEY=KEY)
+    with Fleet(tmp_path_factory.mktemp("logs"), environment) as fleet:
+        oracle = fleet.start_worker("oracle", "both", ENGINE)
+        shared, tcp = (
+            Pair(kind, fleet, start(fleet, kind, "prefill"), start(fleet, kind, "decode"))
+            for kind in ("shared", "tcp")
+        )
+        for pair in (shared, tcp):
+            pair.settle()
+        print(f"seed {SEED}, logs in {fleet.logs}")
+        yield House(oracle.wait_ready(), (shared, tcp), Prompts(SEED))
+        check_farewell(fleet)
+
+
+def check_farewell(fleet: Fleet) -> None:
+    """Whatever happened before, SIGTERM ends every process well, and nothing of it is left."""
+    alive = [process for process in fleet.processes if process.is_alive]
+    ports = {port for process in alive for port in read_listening_ports(process.pid)}
+    names = {name for process in alive for name in read_abstract_names(process.pid)}
+    assert len(ports) > len(alive), "each has a port, and workers have more"
+    assert names, "shared listens too"
+    assert not any(read_shm_files(process.pid) for process in alive)
+    assert set(fleet.stop().values()) == {0}
+    assert not any(is_listening(port) for port in ports)
+    assert not names & read_all_abstract_names()
+    sessions = {process.pid for process in fleet.processes}
+    assert not find_processes_of_sessions(sessions), "a child outlived its parent"

@@ -1,0 +1,120 @@
+"""Whoever asked is gone: both workers are free again within a second."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.chaos.clients import Ask, Streaming, ask
+from tests.chaos.conftest import LONG, House, Pair, run
+from tests.chaos.watching import find_trace, read_load, until, until_idle, until_mid_handoff
+
+if TYPE_CHECKING:
+    import aiohttp
+
+    from baton.testing.fleet import FleetProcess
+    from tests.chaos.clients import Said
+
+FREE_WITHIN_S = 1.0
+TRANSPORTS = ("shared", "tcp")
+
+
+async def begin_prefill(
+    session: aiohttp.ClientSession, pair: Pair, request: Ask
+) -> asyncio.Task[Said]:
+    """Ask, and return in the middle of the handoff, before the answer's headers."""
+    asking = asyncio.create_task(ask(session, pair.gateway.url, request))
+    await until_mid_handoff(session, pair.prefill, pair.decode, request.id)
+    assert not asking.done()
+    return asking
+
+
+async def begin_stream(
+    session: aiohttp.ClientSession, pair: Pair, request: Ask
+) -> asyncio.Task[Said]:
+    """Ask, and return when tokens come."""
+    streaming = Streaming()
+    asking = asyncio.create_task(ask(session, pair.gateway.url, request, streaming))
+
+    async def flows() -> bool:
+        return len(streaming.tokens) > 5
+
+    await until("the stream flows", flows, 8.0)
+    assert (await read_load(session, pair.decode)).running == 1
+    assert not asking.done()
+    return asking
+
+
+async def leave(asking: asyncio.Task[Said]) -> None:
+    asking.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await asking
+
+
+async def read_gateway_outcome(
+    session: aiohttp.ClientSession, gateway: FleetProcess, request: Ask
+) -> str:
+    async with session.get(f"{gateway.url}/debug/requests/{request.id}") as response:
+        assert response.status == 200
+        outcome: str = (await response.json())["gateway"]["outcome"]
+        return outcome
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_client_leaves_during_prefill(house: House, transport: str, stream: bool) -> None:
+    pair = house.pair(transport)
+
+    async def scenario(session: aiohttp.ClientSession) -> None:
+        request = Ask(house.prompts.make(LONG), stream=stream)
+        await leave(await begin_prefill(session, pair, request))
+        elapsed_s = await until_idle(session, pair.prefill, pair.decode, within_s=FREE_WITHIN_S)
+        print(f"{transport}: both workers were free after {elapsed_s * 1e3:.0f} ms")
+        assert "client left" in await read_gateway_outcome(session, pair.gateway, request)
+        for worker in (pair.prefill, pair.decode):
+            trace = await find_trace(session, worker, request.id)
+            assert trace is not None
+            assert trace.outcome == "cancelled"
+        await house.check_handoff(session, pair)
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_client_leaves_its_stream(house: House, transport: str) -> None:
+    pair = house.pair(transport)
+
+    async def scenario(session: aiohttp.ClientSession) -> None:
+        request = Ask(house.prompts.make(60), num_tokens=4000, stream=True)
+        await leave(await begin_stream(session, pair, request))
+        elapsed_s = await until_idle(session, pair.prefill, pair.decode, within_s=FREE_WITHIN_S)
+        print(f"{transport}: decode was free after {elapsed_s * 1e3:.0f} ms")
+        assert "client left" in await read_gateway_outcome(session, pair.gateway, request)
+        trace = await find_trace(session, pair.decode, request.id)
+        assert trace is not None
+        assert trace.outcome == "cancelled"
+        await house.check_handoff(session, pair)
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_the_gateway_dies(house: House, transport: str) -> None:
+    pair = house.pair(transport)
+
+    async def scenario(session: aiohttp.ClientSession) -> None:
+        stream = Ask(house.prompts.make(60), num_tokens=4000, stream=True)
+        streamed = await begin_stream(session, pair, stream)
+        handed = await begin_prefill(session, pair, Ask(house.prompts.make(LONG)))
+        pair.gateway.kill()
+        elapsed_s = await until_idle(session, pair.prefill, pair.decode, within_s=FREE_WITHIN_S)
+        print(f"{transport}: both workers were free after {elapsed_s * 1e3:.0f} ms")
+        broken = await asyncio.gather(streamed, handed, return_exceptions=True)
+        assert all(isinstance(error, Exception) for error in broken), "they were under way"
+        await asyncio.to_thread(pair.start_gateway)
+        await house.check_handoff(session, pair)
+
+    run(scenario)

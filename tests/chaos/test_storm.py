@@ -1,0 +1,126 @@
+"""Many requests, clients that leave at random, a worker that is killed: thrice, without growth."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import TYPE_CHECKING
+
+from tests.chaos.clients import Ask, Prompts, Said, ask
+from tests.chaos.conftest import LONG, SEED, House, Pair, run
+from tests.chaos.watching import (
+    find_trace,
+    read_footprint,
+    read_rss_bytes,
+    until_footprint,
+    until_idle,
+    until_mid_handoff,
+)
+
+if TYPE_CHECKING:
+    import aiohttp
+
+    from baton.testing.fleet import FleetProcess
+
+NUM_ROUNDS = 3
+NUM_REQUESTS = 40
+LONGEST = 600
+SPREAD_S = 2.5
+LEAVING = 0.3
+MAX_GROWTH_BYTES = 24 << 20
+"""Of a process' own memory from the end of the first round to that of the last one."""
+
+
+class Storm:
+    """One round. `rng` decides who asks what, where and when, and who leaves."""
+
+    def __init__(self, house: House, session: aiohttp.ClientSession, seed: int) -> None:
+        self._house, self._session = house, session
+        self._rng = random.Random(seed)
+        self._prompts = Prompts(seed)
+        self.num_left = self.num_right = self.num_errors = 0
+
+    async def rage(self, victim: Pair) -> None:
+        """Ask, leave, kill the victim's prefill worker once, and check whatever is answered."""
+        async with asyncio.TaskGroup() as group:
+            for prompt in self._prompts.make_mixed(NUM_REQUESTS - 1, longest=LONGEST):
+                group.create_task(self._be_a_client(prompt))
+            group.create_task(self._kill(victim))
+
+    async def _be_a_client(self, prompt: list[int]) -> None:
+        rng, pair = self._rng, self._rng.choice(self._house.pairs)
+        request = Ask(prompt, num_tokens=rng.randint(1, 20), stream=rng.random() < 0.5)
+        patience_s = rng.uniform(0.02, SPREAD_S) if rng.random() < LEAVING else None
+        await asyncio.sleep(rng.uniform(0, SPREAD_S))
+        try:
+            async with asyncio.timeout(patience_s):
+                said = await ask(self._session, pair.gateway.url, request)
+        except TimeoutError:
+            if patience_s is None:
+                raise
+            self.num_left += 1
+            return
+        await self._check(request, said)
+
+    async def _check(self, request: Ask, said: Said) -> None:
+        if said.error is not None:
+            assert said.is_clean_error, said
+            self.num_errors += 1
+            return
+        self.num_right += 1
+        expected = await self._house.expect(self._session, request.prompt, request.num_tokens)
+        assert said == expected
+
+    async def _kill(self, victim: Pair) -> None:
+        await asyncio.sleep(SPREAD_S / 4)
+        request = Ask(self._prompts.make(LONG))
+        answering = asyncio.create_task(ask(self._session, victim.gateway.url, request))
+        await until_mid_handoff(self._session, victim.prefill, victim.decode, request.id)
+        victim.prefill.kill()
+        assert not answering.done()
+        restarting = asyncio.create_task(asyncio.to_thread(victim.restart, "prefill"))
+        await self._check(request, await answering)
+        trace = await find_trace(self._session, victim.decode, request.id)
+        assert trace is not None
+        assert trace.fallbacks, "the kill was too late to matter"
+        await restarting
+
+
+def test_storm(house: House) -> None:
+    survivors = [process for pair in house.pairs for process in (pair.decode, pair.gateway)]
+
+    async def calm(session: aiohttp.ClientSession) -> None:
+        workers = [worker for pair in house.pairs for worker in (pair.prefill, pair.decode)]
+        await until_idle(session, *workers, within_s=2.0)
+        for pair in house.pairs:
+            await house.check_handoff(session, pair)
+        await until_idle(session, *workers, within_s=2.0)
+
+    async def scenario(session: aiohttp.ClientSession) -> None:
+        rss: list[dict[FleetProcess, int]] = []
+        await calm(session)
+        linked = {pair.decode: read_footprint(pair.decode) for pair in house.pairs}
+        for number in range(NUM_ROUNDS):
+            seed = SEED + number
+            storm = Storm(house, session, seed)
+            try:
+                await storm.rage(house.pairs[number % 2])
+            except BaseException as exc:
+                exc.add_note(f"seed of the storm: {seed}")
+                raise
+            print(
+                f"storm {seed}: {storm.num_right} right, {storm.num_errors} clean errors, "
+                f"{storm.num_left} left"
+            )
+            assert storm.num_left > 0
+            assert storm.num_right > NUM_REQUESTS / 3
+            await calm(session)
+            for decode, footprint in linked.items():
+                await until_footprint(decode, footprint, within_s=3.0)
+            rss.append({process: read_rss_bytes(process) for process in survivors})
+        for process in survivors:
+            sizes = [measured[process] >> 10 for measured in rss]
+            print(f"{process.name}: {sizes} KiB")
+            assert rss[-1][process] - rss[0][process] < MAX_GROWTH_BYTES, sizes
+
+    run(scenario)

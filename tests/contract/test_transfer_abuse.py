@@ -1,0 +1,251 @@
+"""Peers that hold the key and break the rules after attaching, byte by byte over raw sockets."""
+
+import socket
+from contextlib import suppress
+
+import numpy as np
+import pytest
+
+from baton.ids import new_epoch, new_ticket_id
+from baton.testing.transport_contract.kit import NUM_PAGES, PAGE_BYTES
+from baton.testing.transport_contract.strangers import StrangerContract
+from baton.testing.transport_pair import TransportPair, whole_pages
+from baton.transfer.framing import FrameDecoder, encode_frame
+from baton.transfer.interface import Arrived, Window, WindowQuiescent, WriteCompleted
+from baton.transfer.messages import encode
+from baton.transfer.transports.shared import wire as shared
+from baton.transfer.transports.tcp import departure
+from baton.transfer.transports.tcp import wire as tcp
+
+PAGE = np.array([2]).astype("<u4").tobytes()
+WHOLE = np.array([0, PAGE_BYTES]).astype("<u4").tobytes()
+
+
+class SharedKit(StrangerContract):
+    kind = "shared"
+
+    def connect_stranger(self, descriptor):
+        sock = socket.socket(socket.AF_UNIX)
+        sock.settimeout(5)
+        sock.connect(b"\0" + descriptor.endpoint.encode())
+        return sock
+
+
+class TcpKit(StrangerContract):
+    kind = "tcp"
+
+    def connect_stranger(self, descriptor):
+        host, port = descriptor.endpoint.split(":")
+        return socket.create_connection((host, int(port)), timeout=5)
+
+
+class RawWriter:
+    """A writer made of a socket: it has attached, and says whatever it is told to."""
+
+    def __init__(self, kit, *, pages=range(NUM_PAGES)):
+        self.kit, self.reader, self.epoch = kit, kit.make_side(), new_epoch()
+        self.window, self.events = new_ticket_id(), []
+        self.sock = kit.connect_stranger(self.reader.descriptor)
+        kit.prove(self.reader, self.sock)
+        handle = self.reader.region.handle
+        self.reader.transport.open_window(Window(self.window, handle, self.epoch, np.array(pages)))
+        self.decoder = FrameDecoder(1 << 20)
+        wire = tcp if kit.kind == "tcp" else shared
+        self.say(wire.Attach(self.epoch, handle))
+        self.hear(b"attached")
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.sock.close()
+        self.reader.close()
+
+    def say(self, message, payload=b""):
+        self.send(encode_frame(encode(message)) + payload)
+
+    def send(self, data):
+        while data:
+            with suppress(TimeoutError):
+                data = data[self.sock.send(data) :]
+            self.poll()
+
+    def poll(self):
+        self.events += self.reader.transport.poll()
+
+    def hear(self, word):
+        """The next body that is said to this writer, which has this word in it."""
+        for _ in range(400):
+            self.poll()
+            body = self.decoder.take()
+            if body is not None:
+                assert word in body
+                return body
+            with suppress(TimeoutError):
+                self.decoder.feed(self.sock.recv(4096))
+        raise AssertionError("nothing was said")
+
+    def check_hung_up(self):
+        for _ in range(400):
+            self.poll()
+            with suppress(TimeoutError):
+                try:
+                    if not self.sock.recv(4096):
+                        return
+                except ConnectionResetError:
+                    return
+        raise AssertionError("the connection is still open")
+
+    def data(self, **changes):
+        fields = {"sequence": 0, "window": self.window, "array": 0, "dst_pages": PAGE}
+        return tcp.Data(**{**fields, "spans": WHOLE, "notice": b"n", **changes})
+
+    @property
+    def page(self):
+        return self.reader.pages()[2]
+
+
+def test_a_raw_writer_that_keeps_the_rules_is_served():
+    with RawWriter(TcpKit()) as writer:
+        writer.say(writer.data(), b"x" * PAGE_BYTES)
+        assert tcp.decode_from_receiver(writer.hear(b"landed")) == tcp.Landed(0)
+        assert set(writer.page.tolist()) == {ord("x")}
+        assert writer.events == [Arrived(writer.window, b"n")]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"array": 2},
+        {"dst_pages": b"\xff\xff\xff\xff"},
+        {"dst_pages": b"123"},
+        {"spans": b"\1\0\0\0" + WHOLE[4:]},
+        {"spans": WHOLE * 2},
+        {"sequence": 0},
+    ],
+)
+def test_a_part_out_of_bounds_ends_the_connection(changes):
+    with RawWriter(TcpKit()) as writer:
+        writer.say(writer.data(), b"x" * PAGE_BYTES)
+        writer.hear(b"landed")
+        before = writer.reader.snapshot()
+        with suppress(ConnectionError):
+            writer.say(writer.data(**{"sequence": 1, **changes}), b"y" * PAGE_BYTES)
+        writer.check_hung_up()
+        assert writer.reader.snapshot() == before
+        assert len(writer.events) == 1
+
+
+def test_a_write_that_begins_inside_another_ends_the_connection():
+    with RawWriter(TcpKit()) as writer:
+        writer.say(writer.data(notice=None), b"x" * PAGE_BYTES)
+        writer.say(writer.data(sequence=1))
+        writer.check_hung_up()
+        assert writer.events == []
+
+
+@pytest.mark.parametrize("page_bytes", [PAGE_BYTES, 100])
+def test_a_payload_in_mid_flight_lands_nowhere_once_the_window_is_closed(page_bytes):
+    """Whole pages are received in place, spans of 100 bytes by way of a staging buffer."""
+    spans = np.array([0, page_bytes]).astype("<u4").tobytes()
+    with RawWriter(TcpKit()) as writer:
+        writer.say(writer.data(spans=spans), b"x" * (page_bytes // 2))
+        for _ in range(5):
+            writer.poll()
+        writer.reader.transport.close_window(writer.window)
+        at_close = writer.reader.snapshot()
+        writer.send(b"y" * (page_bytes - page_bytes // 2))
+        reply = tcp.decode_from_receiver(writer.hear(b"refused"))
+        assert reply == tcp.Refused(0, "the window was closed")
+        assert writer.reader.snapshot() == at_close
+        assert writer.events == [WindowQuiescent(writer.window)]
+
+
+def test_a_write_in_parts_is_refused_once_and_its_connection_goes_on():
+    with RawWriter(TcpKit(), pages=[2]) as writer:
+        outside = b"\5\0\0\0"
+        writer.say(writer.data(notice=None), b"x" * PAGE_BYTES)
+        writer.say(writer.data(dst_pages=outside, notice=None), b"y" * PAGE_BYTES)
+        writer.say(writer.data(), b"z" * PAGE_BYTES)
+        reply = tcp.decode_from_receiver(writer.hear(b"refused"))
+        assert reply == tcp.Refused(0, "a page is outside the window")
+        assert set(writer.page.tolist()) == {ord("x")}
+        writer.say(writer.data(sequence=1), b"w" * PAGE_BYTES)
+        writer.hear(b"landed")
+        assert writer.events == [Arrived(writer.window, b"n")]
+
+
+def test_a_large_write_travels_in_parts(monkeypatch):
+    monkeypatch.setattr(departure, "MAX_PART_BYTES", 3 * PAGE_BYTES + 5)
+    kit = TcpKit()
+    pair = TransportPair.of(kit.make_side(), kit.make_side())
+    pair.writer.fill(seed=1)
+    remote, window = pair.attach(), pair.open_window(range(NUM_PAGES))
+    groups = [
+        whole_pages(range(10), range(10), PAGE_BYTES),
+        whole_pages(range(20, 60), range(59, 19, -1), PAGE_BYTES),
+    ]
+    pair.writer.transport.submit(pair.write(remote, window, groups, notice=b"once"))
+    pair.pump(lambda: bool(pair.seen(WriteCompleted)))
+    assert pair.seen(Arrived) == [Arrived(window, b"once")]
+    assert (pair.reader.pages()[:10] == pair.writer.pages()[:10]).all()
+    assert (pair.reader.pages()[20:60] == pair.writer.pages()[20:60][::-1]).all()
+    pair.close()
+
+
+@pytest.mark.parametrize("message", [shared.Closed(bytes(16)), tcp.Landed(3)])
+def test_an_answer_to_nothing_ends_a_shared_connection(message):
+    with RawWriter(SharedKit()) as writer:
+        writer.hear(b"opened")
+        writer.say(message)
+        writer.check_hung_up()
+
+
+def test_notices_for_closed_or_unknown_windows_are_dropped():
+    with RawWriter(SharedKit()) as writer:
+        writer.hear(b"opened")
+        writer.say(shared.Notice(bytes(16), b"unknown"))
+        writer.say(shared.Notice(writer.window, b"good"))
+        for _ in range(5):
+            writer.poll()
+        writer.reader.transport.close_window(writer.window)
+        writer.hear(b"close")
+        writer.say(shared.Notice(writer.window, b"late"))
+        writer.say(shared.Closed(writer.window))
+        for _ in range(5):
+            writer.poll()
+        assert writer.events == [
+            Arrived(writer.window, b"good"),
+            WindowQuiescent(writer.window),
+        ]
+
+
+def test_a_broken_connection_is_no_proof_but_a_farewell_is():
+    with RawWriter(SharedKit()) as writer:
+        writer.reader.transport.close_window(writer.window)
+        writer.say(shared.Closed(bytes(16)))  # against the rules: the connection is ended
+        writer.check_hung_up()
+        assert writer.events == []  # this process lives: it might still write
+    with RawWriter(SharedKit()) as writer:
+        writer.reader.transport.close_window(writer.window)
+        writer.say(shared.Released())
+        writer.check_hung_up()
+        assert writer.events == [WindowQuiescent(writer.window)]
+
+
+def test_a_write_waits_until_its_window_is_heard_of():
+    """Should the grant overtake `opened`, the writer asks; the answer decides."""
+    kit = SharedKit()
+    pair = TransportPair.of(kit.make_side(), kit.make_side())
+    pair.writer.fill(seed=1)
+    remote, window = pair.attach(), new_ticket_id()
+    groups = [whole_pages([1], [1], PAGE_BYTES)]
+    transfer = pair.writer.transport.submit(pair.write(remote, window, groups))
+    handle = pair.reader.region.handle
+    pair.reader.transport.open_window(
+        Window(window, handle, pair.writer.epoch, np.arange(NUM_PAGES))
+    )
+    pair.pump(lambda: bool(pair.seen(WriteCompleted) and pair.seen(Arrived)))
+    assert pair.seen(WriteCompleted) == [WriteCompleted(transfer, PAGE_BYTES)]
+    assert (pair.reader.pages()[1] == pair.writer.pages()[1]).all()
+    pair.close()

@@ -1,0 +1,181 @@
+"""Two engines with threads, real agents and real transports, in one process."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from baton.authority.key import ClusterKey
+from baton.authority.ticket import Ticket, WorkerRef
+from baton.clock import Instant, MachineClock
+from baton.engines.interface import (
+    Colocated,
+    DecodeLeg,
+    GenerationRequest,
+    NewToken,
+    PrefillLeg,
+    RequestFailed,
+    SamplingParams,
+)
+from baton.engines.transformers.engine import TransformersEngine
+from baton.engines.transformers.options import TransformersOptions
+from baton.handoff.agent import AgentOptions, HandoffAgent
+from baton.ids import RequestId, WorkerId, new_epoch, new_ticket_id
+from baton.telemetry.trace import LegTrace, Stamp
+from baton.transfer.interface import TRANSPORTS, TransportContext
+from tests.unit.engines.harness import make_prompt, tiny_llama
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from baton.engines.interface import EngineUpdate, Leg
+
+CLOCK = MachineClock()
+PATIENCE_S = 20.0
+NUM_PROMPTS = 12
+PROMPTS = {f"r{i}": make_prompt(10 + 9 * i, seed=i % 3) for i in range(NUM_PROMPTS)}
+
+
+@dataclass
+class Node:
+    """One worker without HTTP."""
+
+    engine: TransformersEngine
+    agent: HandoffAgent
+    ref: WorkerRef
+
+    def __post_init__(self) -> None:
+        self.updates: list[EngineUpdate] = []
+        self.traces: dict[str, LegTrace] = {}
+        self._changed = threading.Condition()
+        self.agent.start(self.engine.wake)
+        self.ref = replace_address(self.ref, self.agent.address)
+        self.engine.start(self.sink, self.agent)
+
+    def sink(self, updates: Sequence[EngineUpdate]) -> None:
+        with self._changed:
+            self.updates += updates
+            self._changed.notify_all()
+
+    def submit(self, name: str, leg: Leg) -> None:
+        trace = LegTrace(request_id=name, worker=self.ref.worker, epoch=self.ref.epoch, leg="")
+        self.traces[name] = trace
+        self.engine.submit(
+            GenerationRequest(
+                RequestId(name),
+                PROMPTS[name],
+                SamplingParams(max_tokens=8, temperature=0.0),
+                leg,
+                "",
+                Instant(CLOCK.now() + PATIENCE_S),
+                trace,
+            )
+        )
+
+    def wait_for_ends(self) -> None:
+        def ends() -> int:
+            return sum(isinstance(u, RequestFailed) or u.finish is not None for u in self.updates)
+
+        with self._changed:
+            assert self._changed.wait_for(lambda: ends() == NUM_PROMPTS, PATIENCE_S)
+
+    def answers(self) -> dict[str, list[int]]:
+        return {
+            name: [
+                u.token.token_id
+                for u in self.updates
+                if isinstance(u, NewToken) and u.request == name
+            ]
+            for name in PROMPTS
+        }
+
+
+def replace_address(ref: WorkerRef, address: str) -> WorkerRef:
+    return WorkerRef(ref.worker, ref.epoch, address)
+
+
+@contextmanager
+def node(name: str, kind: str, key: ClusterKey, **options: int) -> Iterator[Node]:
+    engine = TransformersEngine(
+        TransformersOptions(num_blocks=100, num_threads=1, **options),
+        tiny_llama(),
+        path="nowhere",
+        clock=CLOCK,
+    )
+    epoch = new_epoch()
+    context = TransportContext(key=key, epoch=epoch, bind_host="127.0.0.1", clock=CLOCK)
+    agent = HandoffAgent(
+        AgentOptions(
+            worker=WorkerId(name),
+            epoch=epoch,
+            fingerprint=engine.info.fingerprint,
+            layout=engine.info.layout,
+            region=engine.region,
+            transports=(TRANSPORTS.build(kind, {})(context),),
+            key=key,
+            clock=CLOCK,
+            timeout_s=PATIENCE_S,
+        )
+    )
+    running = Node(engine, agent, WorkerRef(WorkerId(name), epoch, ""))
+    try:
+        yield running
+    finally:
+        agent.stop()
+        engine.stop(PATIENCE_S)
+
+
+def make_ticket(prefill: Node, decode: Node) -> Ticket:
+    return Ticket(
+        new_ticket_id(), "r", prefill.ref, decode.ref, "push", CLOCK.unix_now() + PATIENCE_S
+    )
+
+
+@pytest.fixture(scope="module", name="expected")
+def expected_fixture() -> dict[str, list[int]]:
+    with node("alone", "tcp", ClusterKey.generate()) as alone:
+        for name in PROMPTS:
+            alone.submit(name, Colocated())
+        alone.wait_for_ends()
+        return alone.answers()
+
+
+@pytest.mark.parametrize("kind", ["shared", "tcp"])
+def test_many_requests_at_once_give_the_tokens_of_one_engine_alone(
+    kind: str, expected: dict[str, list[int]]
+) -> None:
+    key = ClusterKey.generate()
+    with (
+        node("p", kind, key, block_size=16, max_batch_tokens=40) as prefill,
+        node("d", kind, key, block_size=8) as decode,
+    ):
+        for name in PROMPTS:
+            ticket = make_ticket(prefill, decode)
+            decode.submit(name, DecodeLeg(ticket))
+            prefill.submit(name, PrefillLeg(ticket))
+        decode.wait_for_ends()
+        prefill.wait_for_ends()
+        assert decode.answers() == expected
+        stats = decode.engine.stats()
+        assert stats.received_prompt_tokens > 0
+        assert [trace.fallbacks for trace in decode.traces.values()] == [[]] * NUM_PROMPTS
+        assert Stamp.KV_READY in decode.traces["r0"].stamps
+        assert Stamp.PREFILL_STARTED not in decode.traces["r0"].stamps
+
+
+def test_answers_survive_the_loss_of_the_prefill_worker(expected: dict[str, list[int]]) -> None:
+    key = ClusterKey.generate()
+    with node("d", "tcp", key, block_size=8) as decode:
+        with node("p", "tcp", key, block_size=16, max_batch_tokens=20) as prefill:
+            for name in PROMPTS:
+                ticket = make_ticket(prefill, decode)
+                decode.submit(name, DecodeLeg(ticket))
+                prefill.submit(name, PrefillLeg(ticket))
+        decode.wait_for_ends()
+        assert decode.answers() == expected

@@ -1,0 +1,196 @@
+"""`baton up` as a person uses it: the demo model, one answer, Ctrl-C, and nothing left behind."""
+
+import http.client
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+START_TIMEOUT_S = 120
+SHARED_MEMORY = Path("/dev/shm")
+
+
+def environment(tmp_path):
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("BATON_")}
+    return {**kept, "XDG_STATE_HOME": str(tmp_path / "state")}
+
+
+@contextmanager
+def up(tmp_path, *arguments):
+    """A running `baton up`; killed at the end whatever happened."""
+    with (tmp_path / "stderr").open("wb") as stderr:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "baton.cli", "up", "--port", "0", *arguments],
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+            env=environment(tmp_path),
+        )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def until_ready(process, tmp_path):
+    """Everything that was printed until the launch is ready."""
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if "Ctrl-C drains" in line:
+            return "".join(lines)
+    raise AssertionError((tmp_path / "stderr").read_text("utf-8"))
+
+
+def until_said(tmp_path, part):
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while part not in (tmp_path / "stderr").read_text("utf-8"):
+        assert time.monotonic() < deadline, part
+        time.sleep(0.02)
+
+
+def children_of(pid):
+    """This process's children, by pid."""
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def is_gone(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except FileNotFoundError:
+        return True
+
+
+def until_gone(pids, timeout_s):
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline and not all(is_gone(pid) for pid in pids):
+        time.sleep(0.05)
+    return [pid for pid in pids if not is_gone(pid)]
+
+
+def listening_ports():
+    return {
+        int(line.split()[1].rpartition(":")[2], 16)
+        for line in Path("/proc/net/tcp").read_text().splitlines()[1:]
+        if line.split()[3] == "0A"
+    }
+
+
+def sockets_of(pids):
+    """Inodes of all sockets of some processes."""
+    found = set()
+    for pid in pids:
+        for fd in Path(f"/proc/{pid}/fd").iterdir():
+            if match := re.fullmatch(r"socket:\[(\d+)\]", str(fd.readlink())):
+                found.add(match[1])
+    return found
+
+
+def named_sockets(inodes):
+    """Abstract or file names of UNIX sockets, of those inodes."""
+    rows = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
+    return [row for row in rows if row[6] in inodes]
+
+
+def open_request(url, **fields):
+    message = {
+        "role": "user",
+        "content": "Tell me of a house by the sea, and who lived in it, and why.",
+    }
+    body = {"model": "demo", "messages": [message], "temperature": 0, **fields}
+    request = urllib.request.Request(
+        f"{url}/v1/chat/completions",
+        json.dumps(body).encode(),
+        {"content-type": "application/json"},
+    )
+    return urllib.request.urlopen(request, timeout=60)
+
+
+def ask(url, **fields):
+    with open_request(url, max_tokens=16, **fields) as response:
+        return response.read().decode()
+
+
+def streamed_text(events):
+    chunks = [json.loads(line[6:]) for line in events.splitlines() if line.startswith("data: {")]
+    deltas = [choice["delta"] for chunk in chunks for choice in chunk["choices"]]
+    return "".join(delta.get("content") or "" for delta in deltas)
+
+
+def test_one_command_answers_drains_and_leaves_nothing(tmp_path):
+    shared_before = set(SHARED_MEMORY.iterdir())
+    with up(tmp_path) as process:
+        printed = until_ready(process, tmp_path)
+        url = re.search(r"Baton answers at (http://127\.0\.0\.1:\d+)", printed)[1]
+        assert f"curl -N {url}/v1/chat/completions" in printed
+
+        whole = json.loads(ask(url, stream=False))["choices"][0]["message"]["content"]
+        assert whole
+        assert streamed_text(ask(url, stream=True)) == whole
+
+        children = children_of(process.pid)
+        assert len(children) == 3
+        sockets, ports = sockets_of(children), listening_ports()
+        assert int(url.rpartition(":")[2]) in ports
+
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=30) == 0
+        assert until_gone(children, timeout_s=0) == []
+        assert int(url.rpartition(":")[2]) not in listening_ports()
+        assert named_sockets(sockets) == []
+        assert set(SHARED_MEMORY.iterdir()) <= shared_before
+        stderr = (tmp_path / "stderr").read_text("utf-8")
+        assert "stopped: prefill-0 (exit code 0), decode-0 (exit code 0), gateway (exit" in stderr
+        assert "waiting for prefill-0, decode-0" in stderr
+        assert "falling back" not in stderr
+        assert "Traceback" not in stderr
+
+
+def test_a_second_ctrl_c_kills_what_still_drains(tmp_path):
+    with up(tmp_path, "--prefill", "0") as process:
+        url = re.search(r"answers at (\S+)", until_ready(process, tmp_path))[1]
+        children = children_of(process.pid)
+        assert len(children) == 2
+        with open_request(url, stream=True, max_tokens=900, ignore_eos=True) as answer:
+            answer.readline()
+            process.send_signal(signal.SIGINT)
+            until_said(tmp_path, "baton: draining")
+            assert answer.readline() is not None
+            assert process.poll() is None
+            process.send_signal(signal.SIGINT)
+            assert process.wait(timeout=5) == 130
+            assert until_gone(children, timeout_s=0) == []
+            with suppress(http.client.IncompleteRead):
+                assert b"[DONE]" not in answer.read()
+    assert "killed by SIGKILL" in (tmp_path / "stderr").read_text("utf-8")
+
+
+def test_nothing_survives_the_launchers_sudden_death(tmp_path):
+    with up(tmp_path) as process:
+        until_said(tmp_path, "waiting for prefill-0, decode-0, gateway")
+        children = children_of(process.pid)
+        assert children
+        process.kill()
+        process.wait()
+        assert until_gone(children, timeout_s=5) == []
+
+
+def test_a_worker_that_cannot_start_says_why(tmp_path):
+    with up(tmp_path, "--set", "worker.cpu_affinity=4095") as process:
+        assert process.wait(timeout=START_TIMEOUT_S) == 1
+    stderr = (tmp_path / "stderr").read_text("utf-8")
+    message = re.search(
+        r"^baton: (prefill|decode)-0 ended while starting \(exit code 2\)", stderr, re.MULTILINE
+    )
+    assert message
+    failure = stderr[message.start() :]
+    assert "4095" in failure
+    assert "likely cause: its configuration was refused" in failure
+    assert "Traceback" not in failure

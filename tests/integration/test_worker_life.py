@@ -1,0 +1,175 @@
+"""A worker's life in one process: real sockets and signals, around a scripted engine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+import pytest
+
+from baton.authority.key import ClusterKey
+from baton.clock import MachineClock
+from baton.engines.interface import NewToken
+from baton.errors import ConfigError, EngineError
+from baton.handoff.interface import SampledToken
+from baton.ids import WorkerId
+from baton.worker.announcing import Announcer
+from baton.worker.listening import bind, is_loopback, start_listening
+from baton.worker.options import ProcessOptions, WorkerOptions
+from baton.worker.process import ProcessLife
+from baton.worker.worker import Worker, build_worker
+from tests.unit.worker.scripted_engine import EPOCH, ScriptedEngine, until
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator
+
+    from baton.engines.interface import GenerationRequest
+
+
+def one_token(engine: ScriptedEngine, request: GenerationRequest) -> None:
+    engine.sink([NewToken(request.id, SampledToken(9), 0)])
+
+
+@contextlib.asynccontextmanager
+async def living(
+    engine: ScriptedEngine, **options: Any
+) -> AsyncGenerator[tuple[str, asyncio.Task[None], Worker]]:
+    """A worker that serves: its URL and the task that ends with it."""
+    key = ClusterKey(b"k" * 32)
+    names: dict[str, Any] = {"worker": WorkerId("w0"), "key": key}
+    at = ProcessOptions(model=Path(engine.info.model_path), **names, **options)
+    worker = build_worker(
+        WorkerOptions(epoch=EPOCH, served_model_name="demo", **names), engine, None, MachineClock()
+    )
+    read_fd, write_fd = os.pipe()
+    with bind("127.0.0.1", 0) as listener, os.fdopen(read_fd) as announced:
+        life = ProcessLife(at, worker, EPOCH, Announcer(write_fd))
+        running = asyncio.create_task(life.run(listener))
+        try:
+            ready = json.loads(await asyncio.to_thread(announced.readline))
+            assert ready["event"] == "ready"
+            yield ready["url"], running, worker
+        finally:
+            os.close(write_fd)
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+
+
+async def start_stream(session: aiohttp.ClientSession, url: str) -> aiohttp.ClientResponse:
+    body = {"model": "demo", "prompt": "a", "stream": True}
+    return await session.post(f"{url}/v1/completions", json=body)
+
+
+async def read_end(reply: aiohttp.ClientResponse) -> tuple[str, str]:
+    """The code of the last event's error, and the event after it."""
+    *_, error, done, _ = (await reply.text()).split("\n\n")
+    return json.loads(error.removeprefix("data: "))["error"]["code"], done
+
+
+def test_drain_fails_what_takes_too_long() -> None:
+    async def scenario() -> None:
+        engine = ScriptedEngine(one_token)
+        async with (
+            living(engine, drain_timeout_s=0.05) as (url, running, _),
+            aiohttp.ClientSession() as session,
+        ):
+            reply = await start_stream(session, url)
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert await read_end(reply) == ("draining", "data: [DONE]")
+            await asyncio.wait_for(running, 5)
+            assert engine.cancelled == [engine.requests[0].id]
+
+    asyncio.run(scenario())
+
+
+def test_a_worker_whose_engine_ended_ends_too() -> None:
+    async def scenario() -> None:
+        engine = ScriptedEngine(one_token)
+        async with (
+            living(engine) as (url, running, _),
+            aiohttp.ClientSession() as session,
+        ):
+            reply = await start_stream(session, url)
+            engine.alive = False
+            assert await read_end(reply) == ("draining", "data: [DONE]")
+            with pytest.raises(EngineError, match="ended by itself"):
+                await asyncio.wait_for(running, 5)
+
+    asyncio.run(scenario())
+
+
+def test_a_body_that_is_too_large_is_answered_before_it_is_read() -> None:
+    async def scenario() -> None:
+        engine = ScriptedEngine(one_token)
+        async with (
+            living(engine) as (url, _, worker),
+            aiohttp.ClientSession() as session,
+        ):
+
+            async def endless() -> AsyncGenerator[bytes]:
+                while True:
+                    yield b"x" * 65_536
+
+            async with session.post(f"{url}/v1/completions", data=endless()) as reply:
+                assert reply.status == 413
+                assert (await reply.json())["error"]["code"] == "body_too_large"
+            async with session.get(f"{url}/health") as health:
+                assert health.status == 200
+            assert worker.bridge.num_open == 0
+
+    asyncio.run(scenario())
+
+
+def test_a_client_that_leaves_is_noticed_at_once() -> None:
+    async def scenario() -> None:
+        engine = ScriptedEngine(lambda _engine, _request: None)
+        async with living(engine) as (url, _, _):
+            host, port = url.removeprefix("http://").split(":")
+            _, writer = await asyncio.open_connection(host, int(port))
+            body = b'{"model":"demo","prompt":"a"}'
+            head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n"
+            writer.write(head.encode() + b"\r\n" + body)
+            await until(lambda: engine.requests)
+            left_at = MachineClock().now()
+            writer.transport.abort()
+            await until(lambda: engine.cancelled)
+            assert MachineClock().now() - left_at < 0.1
+
+    asyncio.run(scenario())
+
+
+def test_ports_are_checked() -> None:
+    with bind("127.0.0.1", 0) as first:
+        port = first.getsockname()[1]
+        with bind("127.0.0.1", port) as second:
+            start_listening(first)
+            with pytest.raises(ConfigError, match=f"127.0.0.1:{port} is taken"):
+                start_listening(second)
+        with pytest.raises(ConfigError, match="is taken by another process"):
+            bind("127.0.0.1", port)
+    with pytest.raises(ConfigError, match=r"cannot listen on 203\.0\.113\.1"):
+        bind("203.0.113.1", 0)
+    with pytest.raises(ConfigError, match="cannot listen on"):
+        bind("no such host", 0)
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [
+        ("127.0.0.1", True),
+        ("127.1.2.3", True),
+        ("::1", True),
+        ("localhost", True),
+        ("0.0.0.0", False),
+        ("::", False),
+        ("example", False),
+    ],
+)
+def test_loopback_is_known(host: str, expected: bool) -> None:
+    assert is_loopback(host) is expected

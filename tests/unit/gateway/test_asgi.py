@@ -1,0 +1,43 @@
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.gateway.asgi import read_body
+from baton.gateway.errors import BodyTooLargeError, ClientLeftError
+
+
+def read(messages, max_bytes: int) -> bytes:
+    async def receive():
+        return messages.pop(0)
+
+    return asyncio.run(read_body(receive, max_bytes))
+
+
+def in_parts(parts: list[bytes]):
+    last = len(parts) - 1
+    return [
+        {"type": "http.request", "body": part, "more_body": i < last}
+        for i, part in enumerate(parts)
+    ]
+
+
+@given(st.lists(st.binary(max_size=5), min_size=1, max_size=5))
+def test_a_body_that_fits_is_read_whole(parts):
+    body = b"".join(parts)
+    assert read(in_parts(parts), len(body)) == body
+
+
+@given(st.lists(st.binary(min_size=1, max_size=5), min_size=1, max_size=5))
+def test_one_byte_too_many_is_refused(parts):
+    with pytest.raises(BodyTooLargeError):
+        read(in_parts(parts), sum(map(len, parts)) - 1)
+
+
+def test_a_client_that_leaves_is_noticed():
+    first = {"type": "http.request", "body": b"{", "more_body": True}
+    with pytest.raises(ClientLeftError):
+        read([first, {"type": "http.disconnect"}], 100)

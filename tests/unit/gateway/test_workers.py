@@ -1,0 +1,159 @@
+from __future__ import annotations
+
+import json
+import logging
+
+import pytest
+
+from baton.authority.ticket import WorkerRef
+from baton.errors import ModelNotFoundError, ProtocolError
+from baton.gateway.errors import NoWorkerError
+from baton.gateway.metrics import GatewayMetrics
+from baton.gateway.options import WorkerAddress
+from baton.gateway.worker_info import WorkerInfo, read_info
+from baton.gateway.workers import Down, Draining, Rejected, Unseen, Up, Workers
+from baton.ids import Epoch, WorkerId
+from baton.router.fleet import Role
+
+FIELDS = {
+    "worker": "decode-0",
+    "epoch": "e" * 32,
+    "role": "decode",
+    "model": "/models/demo",
+    "served_model_name": "demo",
+    "fingerprint": "f",
+    "max_context_tokens": 4096,
+    "handoff_address": "127.0.0.1:1",
+    "layout": {"anything": 1},
+    "transports": ["tcp"],
+    "version": "0.1.0",
+}
+
+
+def info(**changes: object) -> WorkerInfo:
+    return read_info(json.dumps({**FIELDS, **changes}).encode())
+
+
+@pytest.fixture
+def workers() -> Workers:
+    addresses = (
+        WorkerAddress("http://127.0.0.1:1", Role.PREFILL),
+        WorkerAddress("http://127.0.0.1:2", Role.DECODE),
+        WorkerAddress("http://127.0.0.1:3", Role.DECODE),
+    )
+    return Workers(addresses, GatewayMetrics())
+
+
+def up_gauge(workers: Workers, url: str) -> float | None:
+    labels = {"url": url, "role": "decode"}
+    return workers._metrics.registry.get_sample_value("baton_gateway_worker_up", labels)
+
+
+def test_a_worker_that_tells_who_it_is_can_be_placed_on(workers):
+    decode = workers.all[1]
+    assert isinstance(decode.state, Unseen)
+    workers.introduce(decode, info())
+    assert decode.state == Up(info())
+    (view,) = workers.fleet.models["demo"].decodes
+    assert view.available
+    assert view.ref == WorkerRef(WorkerId("decode-0"), Epoch("e" * 32), "127.0.0.1:1")
+    assert workers.of(view) is decode
+    assert up_gauge(workers, "http://127.0.0.1:2") == 1
+
+
+def test_a_lost_worker_is_remembered_but_not_placed_on(workers):
+    decode = workers.all[1]
+    workers.introduce(decode, info())
+    workers.lose(decode, "gone")
+    assert decode.state == Down(info(), "gone")
+    assert not workers.fleet.can_decode
+    assert "demo" in workers.fleet.models
+    assert up_gauge(workers, "http://127.0.0.1:2") == 0
+    assert "decode-0: gone" in workers.why_not_ready()
+    assert workers.context_lengths() == {}
+
+
+def test_a_worker_that_never_came_is_still_unseen_when_it_is_lost(workers):
+    workers.lose(workers.all[1], "refused")
+    assert workers.all[1].state == Unseen("refused")
+
+
+def test_a_draining_worker_is_not_placed_on(workers):
+    workers.introduce(workers.all[1], info())
+    workers.drain(workers.all[1])
+    assert workers.all[1].state == Draining(info())
+    assert not workers.fleet.can_decode
+
+
+def test_a_new_epoch_is_a_new_worker(workers, caplog):
+    workers.introduce(workers.all[1], info())
+    with caplog.at_level(logging.INFO):
+        workers.introduce(workers.all[1], info(epoch="a" * 32))
+    (view,) = workers.fleet.models["demo"].decodes
+    assert view.ref.epoch == "a" * 32
+    assert "began another life" in caplog.text
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode", "both"])
+@pytest.mark.parametrize("listed", [0, 1])
+def test_the_role_must_fit_the_list(workers, role, listed):
+    worker = workers.all[listed]
+    workers.introduce(worker, info(role=role))
+    fits = role in {worker.address.role, "both"}
+    assert isinstance(worker.state, Up if fits else Rejected)
+    if fits:
+        (view,) = (*workers.fleet.models["demo"].prefills, *workers.fleet.models["demo"].decodes)
+        assert view.role is worker.address.role
+    else:
+        assert f"--{role}" in worker.state.reason
+
+
+def test_two_workers_of_one_name_are_one_too_many(workers):
+    workers.introduce(workers.all[1], info())
+    workers.introduce(workers.all[2], info(epoch="a" * 32))
+    assert isinstance(workers.all[1].state, Up)
+    assert isinstance(workers.all[2].state, Rejected)
+    assert "http://127.0.0.1:2 is called decode-0 already" in workers.all[2].state.reason
+
+
+def test_a_change_is_logged_once(workers, caplog):
+    with caplog.at_level(logging.INFO):
+        for _ in range(3):
+            workers.lose(workers.all[1], "refused")
+        for _ in range(3):
+            workers.introduce(workers.all[1], info())
+        for reason in ("refused", "timed out", "refused"):
+            workers.lose(workers.all[1], reason)
+    assert [r.levelname for r in caplog.records] == ["INFO", "INFO", "WARNING"]
+
+
+def test_what_clients_are_told_about_an_unknown_model(workers):
+    assert isinstance(workers.why_not_served("x"), NoWorkerError)
+    workers.introduce(workers.all[1], info())
+    error = workers.why_not_served("x")
+    assert isinstance(error, ModelNotFoundError)
+    assert "'demo'" in str(error)
+
+
+def test_of_several_context_lengths_the_least_is_told(workers):
+    workers.introduce(workers.all[1], info(max_context_tokens=100))
+    workers.introduce(workers.all[2], info(worker="decode-1", max_context_tokens=50))
+    assert workers.context_lengths() == {"demo": 50}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"epoch": "short"},
+        {"role": "chef"},
+        {"worker": ""},
+        {"worker": "x" * 257},
+        {"served_model_name": None},
+        {"transports": "tcp"},
+        {"max_context_tokens": "many"},
+        {"max_context_tokens": 0},
+    ],
+)
+def test_a_description_that_makes_no_sense_is_refused(changes):
+    with pytest.raises(ProtocolError):
+        info(**changes)
