@@ -8,9 +8,9 @@ sooner (the learning rate then follows the clock, so that it always ends at zero
 continued from its last checkpoint in `--work`. The model is exported once on the way, to be tried
 while it learns, and at the end.
 
-The same text, seed and library versions give the same tokenizer and the same batches. The weights
-agree up to the order of floating-point sums, and only between runs of which neither was resumed
-nor ended by the clock.
+The same text, seed and library versions give the same tokenizer. They give the same batches, and
+the same weights up to the order of floating-point sums, where no run was ended by the clock or
+resumed: the clock moves the learning rate and the lengths of sequences.
 """
 
 from __future__ import annotations
@@ -409,6 +409,8 @@ def main() -> None:
 
     plan = TrainingPlan()
     corpus = read_corpus(path.read_text(encoding="utf-8") for path in sorted(arguments.text))
+    if not corpus.training:
+        parser.error("--text has no chapters to learn from besides the held-out ones")
     tokenizer = build_tokenizer(corpus)
     streams = tokenize_corpus(corpus, tokenizer, plan)
     print(

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
 KEY = "ab" * 32
 SEED = 20261121
-NUM_BLOCKS = 640
-LONG = 2400
+NUM_BLOCKS = 440
+LONG = 1600
 """Tokens of a prompt that is being prefilled long enough for a fault to find it there."""
 LIVENESS_TIMEOUT_S = 1.5
 ENGINE: dict[str, object] = {
@@ -70,8 +70,7 @@ class Pair:
     def settle(self) -> None:
         """Wait for the workers, note what they hold, and start a gateway."""
         for worker in (self.prefill, self.decode):
-            worker.wait_ready()
-            self.unlinked[worker.pid] = read_footprint(worker)
+            self._meet(worker.wait_ready())
         self.start_gateway()
 
     def start_gateway(self) -> None:
@@ -84,11 +83,21 @@ class Pair:
         assert dead.ready is not None
         port = dead.ready.url.rpartition(":")[2]
         fresh = start(self.fleet, self.transport, role, port=int(port)).wait_ready()
-        self.unlinked[fresh.pid] = read_footprint(fresh)
+        self._meet(fresh)
         if role == "prefill":
             self.prefill = fresh
         else:
             self.decode = fresh
+
+    def _meet(self, worker: FleetProcess) -> None:
+        """Note what a worker holds once it has opened all that it opens at its first request."""
+
+        async def warm_up(session: aiohttp.ClientSession) -> None:
+            said = await ask(session, worker.url, Ask([300, 301, 302]))
+            assert said.error is None
+            self.unlinked[worker.pid] = read_footprint(worker)
+
+        run(warm_up)
 
 
 @dataclass

@@ -55,7 +55,7 @@ def test_prefill_dies_in_mid_handoff(house: House) -> None:
 def test_decode_dies_in_mid_handoff_and_in_mid_stream(house: House) -> None:
     async def scenario(session: aiohttp.ClientSession, pair: Pair) -> None:
         streaming = Streaming()
-        stream = Ask(house.prompts.make(60), num_tokens=4000, stream=True)
+        stream = Ask(house.prompts.make(60), num_tokens=3000, stream=True)
         streamed = asyncio.create_task(ask(session, pair.gateway.url, stream, streaming))
 
         async def flows() -> bool:

@@ -88,7 +88,7 @@ def test_a_client_leaves_its_stream(house: House, transport: str) -> None:
     pair = house.pair(transport)
 
     async def scenario(session: aiohttp.ClientSession) -> None:
-        request = Ask(house.prompts.make(60), num_tokens=4000, stream=True)
+        request = Ask(house.prompts.make(60), num_tokens=3000, stream=True)
         await leave(await begin_stream(session, pair, request))
         elapsed_s = await until_idle(session, pair.prefill, pair.decode, within_s=FREE_WITHIN_S)
         print(f"{transport}: decode was free after {elapsed_s * 1e3:.0f} ms")
@@ -106,7 +106,7 @@ def test_the_gateway_dies(house: House, transport: str) -> None:
     pair = house.pair(transport)
 
     async def scenario(session: aiohttp.ClientSession) -> None:
-        stream = Ask(house.prompts.make(60), num_tokens=4000, stream=True)
+        stream = Ask(house.prompts.make(60), num_tokens=3000, stream=True)
         streamed = await begin_stream(session, pair, stream)
         handed = await begin_prefill(session, pair, Ask(house.prompts.make(LONG)))
         pair.gateway.kill()

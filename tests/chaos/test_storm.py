@@ -78,12 +78,10 @@ class Storm:
         await until_mid_handoff(self._session, victim.prefill, victim.decode, request.id)
         victim.prefill.kill()
         assert not answering.done()
-        restarting = asyncio.create_task(asyncio.to_thread(victim.restart, "prefill"))
         await self._check(request, await answering)
         trace = await find_trace(self._session, victim.decode, request.id)
         assert trace is not None
         assert trace.fallbacks, "the kill was too late to matter"
-        await restarting
 
 
 def test_storm(house: House) -> None:
@@ -98,13 +96,17 @@ def test_storm(house: House) -> None:
 
     async def scenario(session: aiohttp.ClientSession) -> None:
         rss: list[dict[FleetProcess, int]] = []
+        restarts: dict[str, asyncio.Task[None]] = {}
         await calm(session)
         linked = {pair.decode: read_footprint(pair.decode) for pair in house.pairs}
         for number in range(NUM_ROUNDS):
+            victim = house.pairs[number % 2]
+            if victim.transport in restarts:
+                await restarts.pop(victim.transport)
             seed = SEED + number
             storm = Storm(house, session, seed)
             try:
-                await storm.rage(house.pairs[number % 2])
+                await storm.rage(victim)
             except BaseException as exc:
                 exc.add_note(f"seed of the storm: {seed}")
                 raise
@@ -114,10 +116,16 @@ def test_storm(house: House) -> None:
             )
             assert storm.num_left > 0
             assert storm.num_right > NUM_REQUESTS / 3
-            await calm(session)
-            for decode, footprint in linked.items():
-                await until_footprint(decode, footprint, within_s=3.0)
+            await until_idle(session, *linked, within_s=2.0)
             rss.append({process: read_rss_bytes(process) for process in survivors})
+            restarts[victim.transport] = asyncio.create_task(
+                asyncio.to_thread(victim.restart, "prefill")
+            )
+        for restart in restarts.values():
+            await restart
+        await calm(session)
+        for decode, footprint in linked.items():
+            await until_footprint(decode, footprint, within_s=3.0)
         for process in survivors:
             sizes = [measured[process] >> 10 for measured in rss]
             print(f"{process.name}: {sizes} KiB")

@@ -7,6 +7,7 @@ import os
 import random
 import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -134,14 +135,13 @@ def test_garbage_at_every_port(house: House) -> None:
             assert len(names) == (1 if pair.transport == "shared" else 0)
             doors += [(socket.AF_INET, ("127.0.0.1", port)) for port in sorted(ports)]
             doors += [(socket.AF_UNIX, b"\0" + os.fsencode(name)) for name in names]
-        annoying = [
-            asyncio.create_task(asyncio.to_thread(annoy, family, address, garbage))
-            for family, address in doors
-            for garbage in make_garbage(rng)
-        ]
-        for _ in range(3):  # others do not notice
-            await house.check_handoff(session, pair)
-        await asyncio.gather(*annoying)
+        attacks = [(*door, garbage) for door in doors for garbage in make_garbage(rng)]
+        with ThreadPoolExecutor(len(attacks)) as crowd:
+            annoying = [crowd.submit(annoy, *attack) for attack in attacks]
+            for _ in range(3):  # others do not notice
+                await house.check_handoff(session, pair)
+            for attack in annoying:
+                await asyncio.wrap_future(attack)
         for worker in pids:
             assert worker.is_alive
             await until_footprint(worker, before[worker], within_s=2.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import re
 import socket
@@ -73,9 +74,7 @@ async def read_samples(
         assert response.status == 200
         text = await response.text()
     return {
-        (sample.name, sample.labels.get("state") or sample.labels.get("role", "")): int(
-            sample.value
-        )
+        (sample.name, _pick_label(sample.labels)): int(sample.value)
         for family in text_string_to_metric_families(text)
         for sample in family.samples
     }
@@ -158,24 +157,33 @@ class Footprint:
 
 
 def read_footprint(process: FleetProcess) -> Footprint:
-    proc = Path(f"/proc/{process.pid}")
     http_port = urlsplit(process.url).port
-    addresses = {s.inode: s for s in read_tcp_sockets(process.pid)}
+    ports = {s.inode: s.local_port for s in read_tcp_sockets(process.pid)}
+    unix = read_unix_inodes(process.pid)
     kinds: Counter[str] = Counter()
-    for link in (proc / "fd").iterdir():
-        try:
-            target = str(link.readlink())
-        except FileNotFoundError:
-            continue
-        inode = target.removeprefix("socket:[").removesuffix("]")
-        tcp = addresses.get(inode)
-        if tcp is not None:
-            if tcp.local_port != http_port:
-                kinds["tcp"] += 1
-        elif inode == target or inode in read_unix_inodes(process.pid):
+    for target in read_descriptors(process.pid):
+        inode = _find_inode(target)
+        if inode is None:
             kinds[re.sub(r"\d+", "#", target)] += 1
-        # else: a TCP connection that closed while we looked
+        elif inode in unix:
+            kinds["unix"] += 1
+        elif ports.get(inode, http_port) != http_port:  # unknown: closed while we looked
+            kinds["tcp"] += 1
     return Footprint(tuple(sorted(kinds.items())), read_memories(process.pid))
+
+
+def read_descriptors(pid: int) -> list[str]:
+    """What each open descriptor of a process refers to."""
+    found: list[str] = []
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            found.append(str(link.readlink()))
+    return found
+
+
+def _find_inode(descriptor: str) -> str | None:
+    socket = re.fullmatch(r"socket:\[(\d+)\]", descriptor)
+    return socket[1] if socket else None
 
 
 def read_memories(pid: int) -> frozenset[str]:
@@ -220,12 +228,8 @@ def read_unix_inodes(pid: int) -> frozenset[str]:
 
 def read_own_inodes(pid: int) -> frozenset[str]:
     """Inodes of the sockets that a process has open."""
-    links = [str(link.readlink()) for link in Path(f"/proc/{pid}/fd").iterdir()]
-    return frozenset(
-        link.removeprefix("socket:[").removesuffix("]")
-        for link in links
-        if link.startswith("socket:[")
-    )
+    inodes = (_find_inode(descriptor) for descriptor in read_descriptors(pid))
+    return frozenset(inode for inode in inodes if inode is not None)
 
 
 def read_listening_ports(pid: int) -> frozenset[int]:
@@ -258,9 +262,8 @@ def _read_listening_names(pid: int) -> list[tuple[str, str]]:
 
 def read_shm_files(pid: int) -> list[str]:
     """Files of `/dev/shm` that a process has mapped or open: they can outlive it."""
-    links = [str(link.readlink()) for link in Path(f"/proc/{pid}/fd").iterdir()]
     lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
-    return [text for text in (*links, *lines) if "/dev/shm/" in text]
+    return [text for text in (*read_descriptors(pid), *lines) if "/dev/shm/" in text]
 
 
 def find_processes_of_sessions(sessions: set[int]) -> list[str]:
@@ -293,3 +296,7 @@ def read_rss_bytes(process: FleetProcess) -> int:
 def is_listening(port: int) -> bool:
     with socket.socket() as sock:
         return sock.connect_ex(("127.0.0.1", port)) == 0
+
+
+def _pick_label(labels: dict[str, str]) -> str:
+    return labels.get("state") or labels.get("role", "")

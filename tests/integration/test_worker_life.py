@@ -19,7 +19,7 @@ from baton.engines.interface import NewToken
 from baton.errors import ConfigError, EngineError
 from baton.handoff.interface import SampledToken
 from baton.ids import WorkerId
-from baton.worker.announcing import Announcer
+from baton.telemetry.announcement import Announcer
 from baton.worker.listening import bind, is_loopback, start_listening
 from baton.worker.options import ProcessOptions, WorkerOptions
 from baton.worker.process import ProcessLife

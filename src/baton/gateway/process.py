@@ -15,7 +15,6 @@ import signal
 import socket
 from typing import TYPE_CHECKING, Final
 
-import msgspec
 import uvicorn
 import uvloop
 from prometheus_client import disable_created_metrics
@@ -33,6 +32,7 @@ from baton.gateway.services import Services
 from baton.gateway.upstream import Upstream
 from baton.gateway.workers import Workers
 from baton.router.round_robin import RoundRobin
+from baton.telemetry.announcement import Announcer, Ready
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Generator
@@ -44,12 +44,6 @@ BACKLOG: Final = 2048
 KEEP_ALIVE_S: Final = 75
 
 log = logging.getLogger(__name__)
-
-
-class Ready(msgspec.Struct, frozen=True, tag="ready", tag_field="event"):
-    """The line that tells a launcher that the gateway listens."""
-
-    url: str
 
 
 def run_gateway(options: GatewayOptions) -> None:
@@ -135,7 +129,7 @@ async def _serve(options: GatewayOptions, listener: socket.socket) -> None:
                 timeout_graceful_shutdown=max(1, round(options.drain_timeout_s)),
             ),
             Ready(_url_of(listener, options)),
-            options.announce_fd,
+            Announcer(options.announce_fd),
         )
         await server.serve(sockets=[listener])
 
@@ -143,14 +137,14 @@ async def _serve(options: GatewayOptions, listener: socket.socket) -> None:
 class _Server(uvicorn.Server):
     """uvicorn, with an announcement and with signals that end in exit code 0."""
 
-    def __init__(self, config: uvicorn.Config, ready: Ready, announce_fd: int) -> None:
+    def __init__(self, config: uvicorn.Config, ready: Ready, announcer: Announcer) -> None:
         super().__init__(config)
-        self._ready, self._announce_fd = ready, announce_fd
+        self._ready, self._announcer = ready, announcer
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start to accept, then say so."""
         await super().startup(sockets=sockets)
-        os.write(self._announce_fd, msgspec.json.encode(self._ready) + b"\n")
+        self._announcer.say(self._ready)
         log.info("listening on %s", self._ready.url)
 
     @contextlib.contextmanager

@@ -7,7 +7,6 @@ inherited pipe, signals and its exit code. Nothing survives the launcher, howeve
 File map:
     plan.py           which processes, with which arguments (pure)
     cores.py          how the machine's cores are shared between workers (pure)
-    announcement.py   what a child says about itself, checked
     child.py          one process: spawn, announcements, log lines, exit
     restarts.py       when a process that died may start again (pure)
     diagnosis.py      what an exit code and last log lines probably mean (pure)

@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Final, assert_never
 
 from baton.errors import ProtocolError
-from baton.launch.announcement import (
+from baton.telemetry.announcement import (
     Announcement,
     Draining,
     Loading,

@@ -11,9 +11,9 @@ from baton.launch.plan import Ports
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from baton.launch.announcement import Ready
     from baton.launch.child import Child
     from baton.launch.restarts import RestartBudget
+    from baton.telemetry.announcement import Ready
 
 
 @dataclass(slots=True)

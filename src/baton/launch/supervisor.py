@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
 
     from baton.clock import Clock
-    from baton.launch.announcement import Ready
     from baton.launch.plan import LaunchPlan
     from baton.launch.progress import Display
+    from baton.telemetry.announcement import Ready
 
 GATEWAY: Final = "gateway"
 TICK_S: Final = 0.25

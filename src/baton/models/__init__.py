@@ -1,7 +1,7 @@
 """The demo model that ships with Baton: data only, no code that imports.
 
 `demo/` is a Hugging Face folder (weights, tokenizer, chat template, model card), made by
-`scripts/train_demo_model.py`. Its English is simple but readable, so that damaged KV shows at once.
+`scripts/train_demo_model.py`. Its answers are readable English.
 """
 
 from pathlib import Path

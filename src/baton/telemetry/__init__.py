@@ -4,7 +4,8 @@ Enters: instants and facts from gateway, engine and handoff agent. Leaves: `Trac
 Prometheus samples in a registry of the caller's.
 
 File map:
-    trace.py      `LegTrace`: what one process recorded; `TraceRing`: the last ones it remembers
-    summary.py    `summarize`: legs of one request → durations and facts, pure
-    metrics.py    `WorkerMetrics`: counters and histograms, every label pre-registered at 0
+    trace.py         `LegTrace`: what one process recorded; `TraceRing`: the last ones it remembers
+    summary.py       `summarize`: legs of one request → durations and facts, pure
+    announcement.py  what a process tells its launcher
+    metrics.py       `WorkerMetrics`: counters and histograms, every label pre-registered at 0
 """

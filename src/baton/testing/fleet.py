@@ -21,7 +21,7 @@ import msgspec
 
 from baton.clock import MachineClock
 from baton.errors import BatonError
-from baton.launch.announcement import Ready, read_announcement
+from baton.telemetry.announcement import Ready, read_announcement
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -23,8 +23,8 @@ from baton.engines.interface import ENGINES, EngineContext
 from baton.errors import ConfigError, EngineError
 from baton.handoff.agent import AgentOptions, HandoffAgent
 from baton.ids import new_epoch
+from baton.telemetry.announcement import Announcer, Draining, Loading, Ready
 from baton.transfer.interface import TRANSPORTS, TransportContext
-from baton.worker.announcing import Announcer, Draining, Loading, Ready
 from baton.worker.lifeline import tie_to
 from baton.worker.listening import bind, is_loopback, start_listening, url_of
 from baton.worker.options import WorkerOptions
@@ -65,7 +65,7 @@ def run_worker(options: ProcessOptions) -> None:
     with closing(bind(options.host, options.port)) as listener:
         url = url_of(listener, options.host)
         what = f"model {options.model} with engine {options.engine}"
-        announcer.say(Loading(url, options.worker, what, os.getpid()))
+        announcer.say(Loading(url, what))
         worker, epoch = _load(options, MachineClock())
         _spare_the_collector()
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -103,9 +103,7 @@ class ProcessLife:
         options, agent = self._options, self._worker.agent
         url = url_of(listener, options.host)
         address = "" if agent is None else agent.address
-        self._announcer.say(
-            Ready(url, options.worker, self._epoch, options.role, address, os.getpid())
-        )
+        self._announcer.say(Ready(url, options.worker, self._epoch, options.role, address))
         logger.info("%s answers at %s, hands over at %s", options.worker, url, address)
 
     async def _watch_engine(self) -> None:
@@ -138,7 +136,7 @@ class ProcessLife:
             signal.Signals(number).name,
             self._worker.bridge.num_open,
         )
-        self._announcer.say(Draining(self._options.worker, timeout_s, os.getpid()))
+        self._announcer.say(Draining(timeout_s))
         self._ending = asyncio.create_task(self._drain(timeout_s))
 
     async def _drain(self, timeout_s: float) -> None:

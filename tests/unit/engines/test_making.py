@@ -105,6 +105,33 @@ def test_one_early_token_of_a_long_prompt_changes_the_answer(model, tokenizer) -
     assert continue_greedily(model, prompt) != continue_greedily(model, changed)
 
 
+@pytest.mark.parametrize("layer", [0, 1, 2])
+def test_one_foreign_page_changes_the_answer(model, tokenizer, layer: int) -> None:
+    own = tokenizer.encode("It was late, and the road was long and dark. " * 16)[:129]
+    foreign = tokenizer.encode("She gave him the letter without a word. " * 20)[:129]
+    page = slice(48, 64)
+
+    @torch.no_grad()
+    def answer(*, damaged: bool) -> list[int]:
+        caches = []
+        for tokens in (own, foreign):
+            cache = transformers.DynamicCache(config=model.config)
+            model(input_ids=torch.tensor([tokens[:-1]]), past_key_values=cache)
+            caches.append(cache)
+        if damaged:
+            mine, theirs = (cache.layers[layer] for cache in caches)
+            mine.keys[:, :, page] = theirs.keys[:, :, page]
+            mine.values[:, :, page] = theirs.values[:, :, page]
+        tokens = own[-1:]
+        for _ in range(24):
+            step = torch.tensor([tokens[-1:]])
+            logits = model(input_ids=step, past_key_values=caches[0]).logits
+            tokens.append(int(logits[0, -1].argmax()))
+        return tokens
+
+    assert answer(damaged=True) != answer(damaged=False)
+
+
 def test_a_larger_vocabulary_is_computed_but_not_spoken(tmp_path: Path, tokenizer) -> None:
     make_random_model(tmp_path / "model", replace(SPEC, vocab_size=6000))
     model = transformers.AutoModelForCausalLM.from_pretrained(
@@ -162,6 +189,10 @@ def test_refuses_a_place_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     with pytest.raises(ConfigError):
         make_random_model(tmp_path / "file" / "model", SPEC)
+
+
+def test_weights_can_be_read_by_whoever_reads_the_config(folder: Path) -> None:
+    assert (folder / "model.safetensors").stat().st_mode == (folder / "config.json").stat().st_mode
 
 
 def test_fills_an_empty_folder_and_leaves_nothing_beside_it(tmp_path: Path) -> None:

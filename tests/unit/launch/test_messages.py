@@ -5,11 +5,11 @@ import pytest
 from baton.clock import Instant
 from baton.errors import ProtocolError
 from baton.gateway.metrics import GatewayMetrics
-from baton.launch.announcement import Draining, Loading, Ready, read_announcement
 from baton.launch.diagnosis import describe_exit, likely_cause
 from baton.launch.progress import PlainDisplay
 from baton.launch.readiness import count_up, first_model
 from baton.router.fleet import Role
+from baton.telemetry.announcement import Draining, Loading, Ready, read_announcement
 
 
 @pytest.mark.parametrize(

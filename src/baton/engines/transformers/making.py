@@ -125,6 +125,8 @@ def make_random_model(path: Path, spec: RandomModelSpec) -> None:
             folder = Path(workshop) / "model"
             model.save_pretrained(folder)
             _copy_tokenizer(folder, spec)
+            for weights in folder.glob("*.safetensors"):
+                shutil.copymode(folder / "config.json", weights)  # written for the owner alone
             folder.rename(path)
 
 

@@ -1,0 +1,70 @@
+"""What a process tells its launcher: one JSON object a line, on a descriptor that it inherited.
+
+loading (its address is known, nothing answers yet) ─► ready ─► draining
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import TypeAlias
+
+import msgspec
+
+from baton.errors import ProtocolError
+
+logger = logging.getLogger(__name__)
+
+
+class Loading(msgspec.Struct, frozen=True, tag="loading", tag_field="event"):
+    """The process lives and loads `what`; it will answer at `url`."""
+
+    url: str | None = None
+    what: str | None = None
+
+
+class Ready(msgspec.Struct, frozen=True, tag="ready", tag_field="event"):
+    """The process answers at `url`; the rest is a worker's, `handoff_address` as `host:port`."""
+
+    url: str
+    worker: str | None = None
+    epoch: str | None = None
+    role: str | None = None
+    handoff_address: str | None = None
+
+
+class Draining(msgspec.Struct, frozen=True, tag="draining", tag_field="event"):
+    """The process takes no more requests and ends within `timeout_s`."""
+
+    timeout_s: float | None = None
+
+
+Announcement: TypeAlias = Loading | Ready | Draining
+
+_decoder: msgspec.json.Decoder[Announcement] = msgspec.json.Decoder(Announcement)
+
+
+class Announcer:
+    """Writes announcements to a descriptor that it does not own."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
+    def say(self, announcement: Announcement) -> None:
+        """Write one line; nobody listening any more is not an error."""
+        try:
+            os.write(self._fd, msgspec.json.encode(announcement) + b"\n")
+        except OSError as exc:
+            logger.warning("nobody reads what this process announces: %s", exc)
+
+
+def read_announcement(line: bytes) -> Announcement:
+    """Decode one line.
+
+    Raises:
+        ProtocolError: the line is no announcement.
+    """
+    try:
+        return _decoder.decode(line)
+    except msgspec.MsgspecError as exc:
+        raise ProtocolError(f"not an announcement: {line[:200]!r}: {exc}") from exc
