@@ -76,6 +76,16 @@ class Pair:
     def start_gateway(self) -> None:
         self.gateway = self.fleet.start_gateway([self.prefill], [self.decode], settings=GATEWAY)
 
+    def heal(self) -> None:
+        """Undo what a test that failed has left behind."""
+        for role in ("prefill", "decode"):
+            worker = self.prefill if role == "prefill" else self.decode
+            worker.send(signal.SIGCONT)
+            if not worker.is_alive:
+                self.restart(role)
+        if not self.gateway.is_alive:
+            self.start_gateway()
+
     def restart(self, role: Role) -> None:
         """Start a worker at the address of the one that died, and wait until it answers."""
         dead = self.prefill if role == "prefill" else self.decode
@@ -193,8 +203,16 @@ def start(fleet: Fleet, transport: str, role: Role, *, port: int = 0) -> FleetPr
     return fleet.start_worker(f"{transport}-{role}", role, settings)
 
 
+@pytest.fixture
+def house(standing_house: House) -> House:
+    """A house that is well, whatever the test before has done to it."""
+    for pair in standing_house.pairs:
+        pair.heal()
+    return standing_house
+
+
 @pytest.fixture(scope="session")
-def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
+def standing_house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
     environment = dict(os.environ, BATON_CLUSTER_KEY=KEY)
     with Fleet(tmp_path_factory.mktemp("logs"), environment) as fleet:
         oracle = fleet.start_worker("oracle", "both", ENGINE)

@@ -14,6 +14,7 @@ from tests.chaos.watching import (
     find_trace,
     is_stopped,
     read_load,
+    read_memories,
     read_samples,
     until,
     until_footprint,
@@ -112,6 +113,10 @@ def test_decode_is_stopped_in_mid_handoff(house: House) -> None:
         assert trace is not None
         assert trace.outcome == "failed"
         assert Stamp.PREFILL_DONE not in trace.stamps, "it did not go on for nobody"
+
+        alone = pair.unlinked[pair.prefill.pid]
+        assert read_memories(pair.prefill.pid) == alone.memories, "decode's memory is given up"
+        await until_footprint(pair.prefill, alone, within_s=4.0)
 
         pair.decode.send(signal.SIGCONT)
         assert await answering == await house.expect(session, request.prompt)

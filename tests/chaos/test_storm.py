@@ -26,7 +26,8 @@ NUM_ROUNDS = 3
 NUM_REQUESTS = 40
 LONGEST = 600
 SPREAD_S = 2.5
-LEAVING = 0.3
+LEAVING = 0.4
+MAX_PATIENCE_S = 0.4
 MAX_GROWTH_BYTES = 24 << 20
 """Of a process' own memory from the end of the first round to that of the last one."""
 
@@ -50,7 +51,7 @@ class Storm:
     async def _be_a_client(self, prompt: list[int]) -> None:
         rng, pair = self._rng, self._rng.choice(self._house.pairs)
         request = Ask(prompt, num_tokens=rng.randint(1, 20), stream=rng.random() < 0.5)
-        patience_s = rng.uniform(0.02, SPREAD_S) if rng.random() < LEAVING else None
+        patience_s = rng.uniform(0.005, MAX_PATIENCE_S) if rng.random() < LEAVING else None
         await asyncio.sleep(rng.uniform(0, SPREAD_S))
         try:
             async with asyncio.timeout(patience_s):

@@ -8,7 +8,7 @@ import random
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
 
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     import aiohttp
 
     from baton.testing.fleet import FleetProcess
+
+Address: TypeAlias = tuple[str, int] | bytes
 
 REFUSE_WITHIN_S = 5.0
 """A connection that has not proved itself within 2 s is closed (docs/wire/handoff.md)."""
@@ -104,11 +106,11 @@ def make_garbage(rng: random.Random) -> Sequence[bytes]:
     )
 
 
-def annoy(family: socket.AddressFamily, address: object, garbage: bytes) -> None:
+def annoy(family: socket.AddressFamily, address: Address, garbage: bytes) -> None:
     """Connect and send garbage; returns when the other side has closed the connection."""
     with socket.socket(family, socket.SOCK_STREAM) as sock:
         sock.settimeout(REFUSE_WITHIN_S)
-        sock.connect(address)  # type: ignore[arg-type]
+        sock.connect(address)
         try:
             sock.sendall(garbage)
             answered = 0
@@ -126,7 +128,7 @@ def test_garbage_at_every_port(house: House) -> None:
         await house.check_handoff(session, pair)
         pids = {worker: worker.pid for worker in (pair.prefill, pair.decode)}
         before = {worker: read_footprint(worker) for worker in pids}
-        doors: list[tuple[socket.AddressFamily, object]] = []
+        doors: list[tuple[socket.AddressFamily, Address]] = []
         for worker in pids:
             http_port = int(worker.url.rpartition(":")[2])
             ports = read_listening_ports(worker.pid) - {http_port}

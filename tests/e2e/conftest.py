@@ -1,4 +1,8 @@
-"""One fleet of real workers and gateways for all end-to-end tests."""
+"""One fleet of real workers and gateways for all end-to-end tests.
+
+The model has random weights, made so that one foreign page of KV changes the next greedy tokens
+(`tests/unit/engines/test_making.py` shows it): what the demo model says hardly would.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from baton.engines.transformers.making import RandomModelSpec, make_random_model
 from baton.testing.fleet import Fleet, FleetProcess
 
 if TYPE_CHECKING:
@@ -19,6 +24,14 @@ ENGINE: dict[str, object] = {
     "engine.max_batch_tokens": 256,  # a long prompt is computed in many chunks
     "engine.num_blocks": 1600,
 }
+SPEC = RandomModelSpec(
+    num_layers=6,
+    hidden_size=256,
+    num_heads=8,
+    num_kv_heads=2,
+    max_context_tokens=8192,
+    dtype="float32",
+)
 
 
 @dataclass(frozen=True)
@@ -44,12 +57,15 @@ class House:
 @pytest.fixture(scope="session")
 def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
     environment = dict(os.environ, BATON_CLUSTER_KEY="ab" * 32)
-    tcp = ENGINE | {"transfer.transports": ["tcp"]}
+    model = tmp_path_factory.mktemp("model") / "demo"
+    make_random_model(model, SPEC)
+    engine = ENGINE | {"worker.model": str(model), "worker.served_model_name": "demo"}
+    tcp = engine | {"transfer.transports": ["tcp"]}
     with Fleet(tmp_path_factory.mktemp("logs"), environment) as fleet:
         workers = [
-            fleet.start_worker("colocated", "both", ENGINE),
-            fleet.start_worker("prefill", "prefill", ENGINE),
-            fleet.start_worker("decode", "decode", ENGINE),
+            fleet.start_worker("colocated", "both", engine),
+            fleet.start_worker("prefill", "prefill", engine),
+            fleet.start_worker("decode", "decode", engine),
             fleet.start_worker("tcp-prefill", "prefill", tcp),
             fleet.start_worker(
                 "tcp-decode", "decode", tcp | {"engine.block_size": 24, "engine.num_blocks": 1100}

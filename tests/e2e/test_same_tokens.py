@@ -42,6 +42,8 @@ def test_a_hundred_prompts_sixteen_at_a_time(
     assert {len(p) for p in prompts} >= {1, 4000}
     answers = ask_all(house.gateway(transport).url, prompts)
     assert answers == expected
+    for answer, oracle in zip(answers, expected, strict=True):
+        assert answer.logprobs == pytest.approx(oracle.logprobs, abs=2e-3)
     received, without = count_received(house, transport, answers)
     # Only prompts shorter than a block, or found in the decode worker's cache, are not handed over.
     assert without <= sum(len(p) <= 24 for p in prompts)

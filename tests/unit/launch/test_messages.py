@@ -15,14 +15,14 @@ from baton.telemetry.announcement import Draining, Loading, Ready, read_announce
 @pytest.mark.parametrize(
     ("line", "announcement"),
     [
-        (b'{"event":"loading","url":"http://h:1","pid":3,"what":"x"}', Loading("http://h:1")),
+        (b'{"event":"loading","url":"http://h:1","pid":3,"what":"x"}', Loading("http://h:1", "x")),
         (b'{"event":"loading"}', Loading()),
         (
             b'{"event":"ready","url":"http://h:1","epoch":"e","handoff_address":"h:2"}',
-            Ready("http://h:1", "e", "h:2"),
+            Ready("http://h:1", epoch="e", handoff_address="h:2"),
         ),
         (b'{"url":"http://h:1","event":"ready"}', Ready("http://h:1")),
-        (b'{"event":"draining","timeout_s":3.0}', Draining()),
+        (b'{"event":"draining","timeout_s":3.0}', Draining(3.0)),
     ],
 )
 def test_announcements(line, announcement):
