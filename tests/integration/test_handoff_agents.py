@@ -17,6 +17,7 @@ import pytest
 from baton.authority.key import ClusterKey
 from baton.authority.ticket import WorkerRef
 from baton.clock import Instant, MachineClock
+from baton.errors import ConfigError
 from baton.handoff.agent import AgentOptions, HandoffAgent
 from baton.handoff.interface import (
     BlocksQuiescent,
@@ -300,6 +301,13 @@ def test_nothing_arrives_in_time(key: ClusterKey) -> None:
         assert isinstance(failed, KVFailed)
         assert "deadline" in str(failed.error)
         assert quiescent == BlocksQuiescent(ticket.id)
+
+
+def test_an_address_that_no_peer_can_dial_is_refused(key: ClusterKey) -> None:
+    with node("d", kinds=("shared",), key=key, block_size=16) as decode:
+        options = replace(decode.agent.options, host="0.0.0.0", transports=())
+        with pytest.raises(ConfigError, match="handoff_host"):
+            HandoffAgent(options).start(lambda: None)
 
 
 @pytest.mark.parametrize("kind", ["shared", "tcp"])

@@ -162,6 +162,7 @@ def test_one_command_answers_drains_and_leaves_nothing(tmp_path):
         assert "stopped: prefill-0 (exit code 0), decode-0 (exit code 0), gateway (exit" in stderr
         assert "waiting for prefill-0, decode-0" in stderr
         assert "Traceback" not in stderr
+        assert "falling back" not in stderr  # the second request is a cache hit: no failure
 
 
 def test_a_second_ctrl_c_kills_what_still_drains(tmp_path):

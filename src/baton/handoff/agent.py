@@ -83,7 +83,7 @@ class HandoffAgent:
     """Implements `HandoffPort` (thread-safe); all else belongs to the agent's own thread."""
 
     def __init__(self, options: AgentOptions) -> None:
-        self._options = options
+        self.options = options
         self._commands: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._events: deque[HandoffEvent] = deque()
         self._wake_engine: Callable[[], None] = _nothing
@@ -106,7 +106,7 @@ class HandoffAgent:
             TransferError: a transport cannot expose the region.
         """
         self._wake_engine = wake_engine
-        options = self._options
+        options = self.options
         hello = Hello(
             version=PROTOCOL_VERSION,
             worker=options.worker,
@@ -226,10 +226,10 @@ class HandoffAgent:
             elif isinstance(key.data, Peer | PeerTable):
                 self._dispatch_all(self._peers.serve(key.data, mask))
         self._run_commands()
-        for transport in self._options.transports:
+        for transport in self.options.transports:
             for event in transport.poll():
                 self._moved(transport, event)
-        now = self._options.clock.now()
+        now = self.options.clock.now()
         if now >= self._next_tick:
             self._tick(now)
 
@@ -310,7 +310,7 @@ class HandoffAgent:
 
     def _close(self) -> None:
         self._peers.close()
-        for transport in self._options.transports:
+        for transport in self.options.transports:
             transport.close()
         self._selector.close()
         os.close(self._wake_read)

@@ -42,6 +42,7 @@ logger = logging.getLogger(__name__)
 
 MAX_LINKS: Final = 1024
 PROVING_TIMEOUT_S: Final = 2.0
+EVERY_INTERFACE: Final = frozenset({"", "0.0.0.0", "::", "[::]"})  # noqa: S104 - refused
 
 
 @dataclass(eq=False, slots=True)
@@ -121,8 +122,13 @@ class PeerTable:
         """Accept links on `host:port` (port 0: any); the address that peers dial.
 
         Raises:
-            ConfigError: the address cannot be bound.
+            ConfigError: the address cannot be bound, or peers could not dial it.
         """
+        if host in EVERY_INTERFACE:
+            raise ConfigError(
+                f"peers cannot dial {host!r}, which means every interface; set [worker] "
+                "handoff_host to the address of this host that they reach"
+            )
         try:
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
             listener = socket.create_server((host, port), family=family)

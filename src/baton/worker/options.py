@@ -29,7 +29,7 @@ class WorkerOptions:
     served_model_name: str
     key: ClusterKey | None = None
     require_bearer: bool = False
-    max_body_bytes: int = 16 * 1024 * 1024
+    max_body_bytes: int = 32 * 1024 * 1024
     max_default_tokens: int = 4096
     request_timeout_s: float = 600.0
     num_traces: int = 1024
