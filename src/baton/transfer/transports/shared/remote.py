@@ -111,6 +111,10 @@ class Remote:
         else:
             self._carry_out(_Held(transfer, write, region), window)
 
+    def prefault(self) -> bool:
+        """Prepare the next slice of the peer's memory for writing; whether there was one."""
+        return self._pages is not None and self._pages.prefault()
+
     def lose(self, error: TransferError) -> None:
         """The peer is gone: report it and every write whose notice was not sent, once."""
         if self._loss is None:

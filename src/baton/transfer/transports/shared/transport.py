@@ -148,6 +148,7 @@ class SharedTransport:
     def poll(self) -> list[TransferEvent]:
         """See `Transport`."""
         events = self._reactor.poll()
+        any(remote.prefault() for remote in self._remotes.values())  # one slice, of one of them
         return [*events, *map(WindowQuiescent, self._ledger.take_quiescent())]
 
     def close(self) -> None:
