@@ -248,6 +248,41 @@ def test_decode_dies_in_mid_stream():
     run(scenario, decodes=2)
 
 
+def test_decode_hangs_in_mid_stream():
+    async def scenario(cluster: Cluster):
+        cluster.decodes[0].script = one_token_and_wait
+        async with cluster.post(STREAM) as response:
+            first = await response.content.readany()
+            cluster.decodes[0].health_status = 500  # connected, and not well
+            rest = (await response.read()).decode()
+        assert first.startswith(b"data: ")
+        assert errors_in(rest) == ["worker_failed"]
+        assert rest.endswith("\n\ndata: [DONE]\n\n")
+
+    run(scenario, abandon_after_s=0.3)
+
+
+def test_a_request_that_a_hanging_decode_worker_never_answered_goes_elsewhere():
+    async def scenario(cluster: Cluster):
+        cluster.decodes[0].script = never_answer
+        asking = asyncio.create_task(read_all(cluster))
+        await until_true(lambda: _is_visited(cluster))
+        cluster.decodes[0].health_status = 500
+        status, body = await asking
+        assert status == 200
+        assert body.endswith("data: [DONE]\n\n")
+        assert cluster.decodes[1].visits
+
+    async def read_all(cluster: Cluster) -> tuple[int, str]:
+        async with cluster.post(STREAM) as response:
+            return response.status, (await response.read()).decode()
+
+    async def _is_visited(cluster: Cluster) -> bool:
+        return bool(cluster.decodes[0].visits)
+
+    run(scenario, decodes=2, abandon_after_s=0.3)
+
+
 def test_a_stream_that_ends_without_done_is_broken():
     async def stop_early(visit: Visit):
         await visit.start_stream()

@@ -78,6 +78,7 @@ def _options(config: Config, announce_fd: int) -> GatewayOptions:
         prefill_linger_s=section.prefill_linger_s,
         probe_interval_s=section.probe_interval_s,
         probe_timeout_s=section.probe_timeout_s,
+        abandon_after_s=section.abandon_after_s,
         drain_timeout_s=section.drain_timeout_s,
         num_records=config.trace.ring_size,
     )

@@ -46,6 +46,7 @@ class GatewaySection(Struct, frozen=True, kw_only=True):
     prefill_linger_s: Seconds = 2.0
     probe_interval_s: Seconds = 1.0
     probe_timeout_s: Seconds = 2.0
+    abandon_after_s: Seconds = 15.0
     drain_timeout_s: Seconds = 30.0
 
 

@@ -103,13 +103,14 @@ class Exchange:
         services, call = self._services, self._call
         worker = services.workers.of(decode)
         try:
-            response = await services.upstream.post(
-                worker.completion_urls[call.path], body, self._headers()
-            )
-            try:
-                await Answer(services, call, decode, self._send).forward(response)
-            finally:
-                response.release()
+            with worker.attended():
+                response = await services.upstream.post(
+                    worker.completion_urls[call.path], body, self._headers()
+                )
+                try:
+                    await Answer(services, call, decode, self._send).forward(response)
+                finally:
+                    response.release()
         except UpstreamError as exc:
             services.watch.report(worker, exc)
             raise

@@ -64,6 +64,7 @@ class GatewayOptions:
     prefill_linger_s: float = 2.0
     probe_interval_s: float = 1.0
     probe_timeout_s: float = 2.0
+    abandon_after_s: float = 15.0
     drain_timeout_s: float = 30.0
     num_records: int = 1024
 
@@ -93,6 +94,7 @@ class GatewayOptions:
             "connect_timeout_s",
             "probe_interval_s",
             "probe_timeout_s",
+            "abandon_after_s",
             "num_records",
         ):
             if getattr(self, name) <= 0:

@@ -37,8 +37,10 @@ class Prober:
     ) -> None:
         self._worker, self._workers, self._upstream = worker, workers, upstream
         self._interval_s, self._timeout_s = options.probe_interval_s, options.probe_timeout_s
+        self._abandon_after_s = options.abandon_after_s
         self._num_failures = 0
         self._num_probes = 0
+        self._well_at = asyncio.get_running_loop().time()
         self._wanted = asyncio.Event()
         self._refreshing = asyncio.Lock()
 
@@ -84,8 +86,16 @@ class Prober:
             self._num_failures += 1
             if not isinstance(self._worker.state, Up) or self._num_failures >= NUM_FAILURES_TO_LOSE:
                 self._workers.lose(self._worker, str(exc))
+            self._abandon_if_due(str(exc))
         else:
             self._num_failures = 0
+            self._well_at = asyncio.get_running_loop().time()
+
+    def _abandon_if_due(self, reason: str) -> None:
+        """A process that hangs keeps its connections: without this, clients would wait for it."""
+        silent_s = asyncio.get_running_loop().time() - self._well_at
+        if silent_s >= self._abandon_after_s:
+            self._worker.abandon(f"not well for {silent_s:.0f} s: {reason}")
 
     async def introduce(self) -> None:
         """Ask the worker who it is.

@@ -12,18 +12,20 @@ new `Fleet`.
 from __future__ import annotations
 
 import logging
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias, assert_never
 
 from yarl import URL
 
 from baton.errors import ModelNotFoundError
-from baton.gateway.errors import NoWorkerError
+from baton.gateway.errors import NoWorkerError, WorkerLostError
+from baton.gateway.interrupt import Interruptible
 from baton.gateway.worker_info import WorkerInfo, why_not_used
 from baton.router.fleet import Fleet
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Generator, Iterable
 
     from baton.gateway.metrics import GatewayMetrics
     from baton.gateway.options import WorkerAddress
@@ -82,6 +84,22 @@ class Worker:
             path: self.url.with_path(path) for path in ("/v1/chat/completions", "/v1/completions")
         }
         self.state: WorkerState = Unseen("not asked yet")
+        self._attended: set[Interruptible] = set()
+
+    @contextmanager
+    def attended(self) -> Generator[None]:
+        """A stretch of one request that waits for this worker: `abandon` ends it."""
+        with Interruptible() as stretch:
+            self._attended.add(stretch)
+            try:
+                yield
+            finally:
+                self._attended.discard(stretch)
+
+    def abandon(self, reason: str) -> None:
+        """Nothing more is expected of it: whoever waits for it gets a `WorkerLostError`."""
+        for stretch in self._attended:
+            stretch.interrupt(WorkerLostError(f"{self} is given up: {reason}"))
 
     @property
     def info(self) -> WorkerInfo | None:
