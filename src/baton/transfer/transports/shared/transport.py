@@ -148,7 +148,8 @@ class SharedTransport:
     def poll(self) -> list[TransferEvent]:
         """See `Transport`."""
         events = self._reactor.poll()
-        any(remote.prefault() for remote in self._remotes.values())  # one slice, of one of them
+        if not events:  # idle: one slice, of one of them
+            any(remote.prefault() for remote in self._remotes.values())
         return [*events, *map(WindowQuiescent, self._ledger.take_quiescent())]
 
     def close(self) -> None:
