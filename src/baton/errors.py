@@ -81,7 +81,10 @@ class LayoutMismatchError(BatonError):
     """Two workers cannot exchange KV. `differences` has one readable line for each."""
 
     def __init__(self, differences: tuple[str, ...]) -> None:
-        super().__init__("the two workers cannot exchange KV: " + "; ".join(differences))
+        super().__init__(
+            f"the two workers cannot exchange KV: {'; '.join(differences)} "
+            "(give both the same model and the same [engine] dtype)"
+        )
         self.differences = differences
 
 

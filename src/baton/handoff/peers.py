@@ -17,6 +17,7 @@ from baton.errors import (
     ConfigError,
     LayoutMismatchError,
     PeerLostError,
+    PeerUnreachableError,
     ProtocolError,
 )
 from baton.handoff.link import Link, LinkPhase
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_LINKS: Final = 1024
+MAX_WARNINGS: Final = 256
 PROVING_TIMEOUT_S: Final = 2.0
 EVERY_INTERFACE: Final = frozenset({"", "0.0.0.0", "::", "[::]"})  # noqa: S104 - refused
 
@@ -113,6 +115,7 @@ class PeerTable:
         self._peers: set[Peer] = set()
         self._dialed: dict[tuple[WorkerId, Epoch], Peer] = {}
         self._ended: list[PeerGone] = []
+        self._warned: set[str] = set()
 
     def __iter__(self) -> Iterator[Peer]:
         """Every peer with an open link."""
@@ -278,7 +281,11 @@ class PeerTable:
             raise LayoutMismatchError((
                 f"another model: fingerprint {theirs}… on {hello.worker}, {ours}… here",
             ))
-        check_exchangeable(hello.layout, self._hello.layout)
+        # KV goes to the side that dialed.
+        if peer.dialed is None:
+            check_exchangeable(self._hello.layout, hello.layout)
+        else:
+            check_exchangeable(hello.layout, self._hello.layout)
         if peer.dialed is not None and peer.dialed.epoch != hello.epoch:
             raise PeerLostError(f"{hello.worker} restarted: another epoch answers")
 
@@ -304,8 +311,18 @@ class PeerTable:
         peer.link.close()
         if peer.dialed is not None:
             self._dialed.pop((peer.dialed.worker, peer.dialed.epoch), None)
-        logger.info("handoff: link to %s ended: %s", peer.name, error)
+        logger.log(self._level_of(error), "handoff: link to %s ended: %s", peer.name, error)
         self._ended.append(PeerGone(peer, error))
+
+    def _level_of(self, error: BatonError) -> int:
+        """Peers come and go; one that cannot be talked to is the operator's business, once."""
+        if isinstance(error, PeerLostError | PeerUnreachableError):
+            return logging.INFO
+        text = str(error)
+        if text in self._warned or len(self._warned) >= MAX_WARNINGS:
+            return logging.DEBUG
+        self._warned.add(text)
+        return logging.WARNING
 
 
 def _interest(peer: Peer) -> int:
