@@ -278,6 +278,20 @@ def test_an_abort_on_either_side_ends_both(key: ClusterKey) -> None:
         assert isinstance(prefill.wait_for()[0], SendFailed)
 
 
+def test_a_window_that_no_transport_opens_ends_the_handoff(key: ClusterKey) -> None:
+    with (
+        node("p", kinds=("shared", "tcp"), key=key, block_size=16) as prefill,
+        node("d", kinds=("shared", "tcp"), key=key, block_size=16) as decode,
+    ):
+        ticket = make_ticket(prefill.ref, decode.ref)
+        beyond = BlockTable(0, np.array([10_000, 10_001], dtype=np.int64))
+        decode.agent.expect(receive_order(ticket, start=0, num_tokens=20, blocks=beyond))
+        failed, quiescent = decode.wait_for(2)
+        assert isinstance(failed, KVFailed)
+        assert failed.error.stage == "window"
+        assert quiescent == BlocksQuiescent(ticket.id)
+
+
 def test_giving_up_before_it_is_expected_fails_at_once(key: ClusterKey) -> None:
     with node("d", kinds=("shared",), key=key, block_size=16) as decode:
         ticket = make_ticket(WorkerRef(WorkerId("p"), Epoch("e"), "127.0.0.1:9"), decode.ref)

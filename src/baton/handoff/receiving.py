@@ -13,13 +13,11 @@ from baton.handoff.graves import Grave, Graves
 from baton.handoff.messages import Declined, Failed, Finished, decode_notice
 from baton.handoff.parcels import Inspector
 from baton.handoff.session.actions import (
-    Action,
     CloseWindow,
     Emit,
     OpenWindow,
+    ReceiveAction,
     Say,
-    SayFinished,
-    Submit,
 )
 from baton.handoff.session.receive import ReceivePhase, ReceiveSession
 from baton.kv.copies import PagedSequence
@@ -32,6 +30,7 @@ if TYPE_CHECKING:
     from baton.handoff.interface import ReceiveOrder
     from baton.handoff.peers import Peer
     from baton.ids import TicketId
+    from baton.transfer.interface import Transport
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +42,7 @@ class ReceivingDesk:
         self._desk = desk
         self._sessions: dict[TicketId, ReceiveSession] = {}
         self._peers: dict[TicketId, Peer] = {}
+        self._windows: dict[TicketId, list[Transport]] = {}
         self._unsettled: Counter[TicketId] = Counter()
         self._given_up = Graves()
 
@@ -161,11 +161,12 @@ class ReceivingDesk:
         for session in tuple(self._sessions.values()):
             self._perform(session, session.fail(reason, stage="stop"))
 
-    def _perform(self, session: ReceiveSession, actions: list[Action]) -> None:
+    def _perform(self, session: ReceiveSession, actions: list[ReceiveAction]) -> None:
         for action in actions:
             match action:
                 case OpenWindow():
-                    self._open_window(session)
+                    if not self._try_open_window(session):
+                        return
                 case CloseWindow():
                     self._close_window(session)
                 case Say(message):
@@ -173,32 +174,42 @@ class ReceivingDesk:
                     self._desk.peers.say(self._peers[session.ticket], message)
                 case Emit(event):
                     self._desk.emit(event)
-                case Submit() | SayFinished():
-                    raise AssertionError(f"a receiving session asked for {action}")
                 case _:
                     assert_never(action)
         if session.over:
             self._forget(session.ticket)
 
-    def _open_window(self, session: ReceiveSession) -> None:
+    def _try_open_window(self, session: ReceiveSession) -> bool:
+        """Open the window on every transport; where one refuses, the handoff ends."""
         order = session.order
+        opened = self._windows.setdefault(session.ticket, [])
         window = Window(
             id=session.ticket,
             region=self._desk.region.handle,
             writer=order.ticket.prefill.epoch,
             pages=order.blocks.blocks,
         )
-        for transport in self._desk.transports:
-            transport.open_window(window)
+        try:
+            for transport in self._desk.transports:
+                transport.open_window(window)
+                opened.append(transport)
+        except BatonError as exc:
+            self._perform(session, session.fail(str(exc), stage="window"))
+            return False
+        return True
 
     def _close_window(self, session: ReceiveSession) -> None:
-        self._unsettled[session.ticket] = len(self._desk.transports)
-        for transport in self._desk.transports:
+        opened = self._windows.pop(session.ticket, [])
+        self._unsettled[session.ticket] = len(opened)
+        for transport in opened:
             transport.close_window(session.ticket)
+        if not opened:
+            self._perform(session, session.window_quiescent())
 
     def _forget(self, ticket: TicketId) -> None:
         self._sessions.pop(ticket, None)
         self._peers.pop(ticket, None)
+        self._windows.pop(ticket, None)
         self._unsettled.pop(ticket, None)
 
     def _of(self, peer: Peer) -> list[ReceiveSession]:

@@ -15,12 +15,10 @@ from baton.handoff.interface import DECLINED_STAGE
 from baton.handoff.messages import Declined, Failed, Finished, Grant, unpack_blocks
 from baton.handoff.parcels import Packer
 from baton.handoff.session.actions import (
-    Action,
-    CloseWindow,
     Emit,
-    OpenWindow,
     Say,
     SayFinished,
+    SendAction,
     Submit,
 )
 from baton.handoff.session.send import SendPhase, SendSession
@@ -239,7 +237,7 @@ class SendingDesk:
             )
         return _Granted(peer, ticket, grant, BlockTable(first, blocks))
 
-    def _perform(self, session: SendSession, actions: list[Action]) -> None:
+    def _perform(self, session: SendSession, actions: list[SendAction]) -> None:
         for action in actions:
             match action:
                 case Submit():
@@ -250,8 +248,6 @@ class SendingDesk:
                     self._say(session, message)
                 case Emit(event):
                     self._desk.emit(event)
-                case OpenWindow() | CloseWindow():
-                    raise AssertionError(f"a sending session asked for {action}")
                 case _:
                     assert_never(action)
         if session.over:

@@ -33,12 +33,13 @@ from baton.handoff.interface import (
 )
 from baton.handoff.messages import Failed, Finished, Grant, Notice
 from baton.handoff.session.actions import (
-    Action,
     CloseWindow,
     Emit,
     OpenWindow,
+    ReceiveAction,
     Say,
     SayFinished,
+    SendAction,
     Submit,
 )
 from baton.handoff.session.receive import ReceivePhase, ReceiveSession
@@ -90,7 +91,7 @@ class HandoffWorld(RuleBasedStateMachine):
         self.num_transfers = 0
         self.faults: Counter[str] = Counter()
 
-    def perform_receiver(self, actions: list[Action]) -> None:
+    def perform_receiver(self, actions: list[ReceiveAction]) -> None:
         for action in actions:
             match action:
                 case OpenWindow():
@@ -105,6 +106,8 @@ class HandoffWorld(RuleBasedStateMachine):
                     self.told.append(event)
                     if isinstance(event, BlocksQuiescent):
                         assert self.window in {"never opened", "quiescent"}
+                    if isinstance(event, KVFailed):
+                        assert self.window != "closed", "told only after its blocks may be quiet"
                     if isinstance(event, KVLanded):
                         expected = {
                             (layer, token)
@@ -116,7 +119,7 @@ class HandoffWorld(RuleBasedStateMachine):
                 case _:
                     pytest.fail(f"{action} from a receiver")
 
-    def perform_sender(self, actions: list[Action]) -> None:
+    def perform_sender(self, actions: list[SendAction]) -> None:
         for action in actions:
             match action:
                 case Submit(layer, start, stop):

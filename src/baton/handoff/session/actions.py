@@ -50,4 +50,5 @@ class Emit:
     event: HandoffEvent
 
 
-Action: TypeAlias = Say | OpenWindow | CloseWindow | Submit | SayFinished | Emit
+ReceiveAction: TypeAlias = Say | OpenWindow | CloseWindow | Emit
+SendAction: TypeAlias = Say | Submit | SayFinished | Emit

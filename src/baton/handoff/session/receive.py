@@ -9,7 +9,7 @@ from baton.errors import HandoffError
 from baton.handoff.coverage import Coverage
 from baton.handoff.interface import BlocksQuiescent, KVFailed, KVLanded, SampledToken
 from baton.handoff.messages import Failed, Finished, Grant, Notice, pack_blocks
-from baton.handoff.session.actions import Action, CloseWindow, Emit, OpenWindow, Say
+from baton.handoff.session.actions import CloseWindow, Emit, OpenWindow, ReceiveAction, Say
 
 if TYPE_CHECKING:
     from baton.clock import Instant
@@ -53,7 +53,7 @@ class ReceiveSession:
         """Whether nothing can happen any more."""
         return self.phase is ReceivePhase.ENDED
 
-    def link_up(self) -> list[Action]:
+    def link_up(self) -> list[ReceiveAction]:
         """The peer can be talked to: grant it the pages that this worker lacks."""
         if self.phase is not ReceivePhase.WAITING:
             return []
@@ -81,21 +81,21 @@ class ReceiveSession:
         self.coverage.check(notice.layer, notice.start, notice.stop)
         return True
 
-    def landed(self, notice: Notice) -> list[Action]:
+    def landed(self, notice: Notice) -> list[ReceiveAction]:
         """Tokens are in place and their digests are right: count them."""
         if self.phase is not ReceivePhase.GRANTED:
             return []
         self.coverage.add(notice.layer, notice.start, notice.stop)
         return self._complete()
 
-    def finished(self, message: Finished) -> list[Action]:
+    def finished(self, message: Finished) -> list[ReceiveAction]:
         """The peer said that nothing will follow."""
         if self.phase is not ReceivePhase.GRANTED or self._first_token is not None:
             return []
         self._first_token = message.first_token
         return self._complete()
 
-    def window_quiescent(self) -> list[Action]:
+    def window_quiescent(self) -> list[ReceiveAction]:
         """Nothing can land in the closed window any more."""
         if self.phase is ReceivePhase.LANDED:
             self.phase = ReceivePhase.ENDED
@@ -105,16 +105,16 @@ class ReceiveSession:
             return [Emit(BlocksQuiescent(self.ticket))]
         return []
 
-    def fail(self, reason: str, *, stage: str) -> list[Action]:
+    def fail(self, reason: str, *, stage: str) -> list[ReceiveAction]:
         """End without KV: the engine will recompute."""
         error = HandoffError(reason, stage=stage, peer=self.order.ticket.prefill.worker)
         return self._end(reason, [Emit(KVFailed(self.ticket, error))])
 
-    def abort(self, reason: str) -> list[Action]:
+    def abort(self, reason: str) -> list[ReceiveAction]:
         """End because the engine lost interest."""
         return self._end(reason, [])
 
-    def expire(self, now: Instant) -> list[Action]:
+    def expire(self, now: Instant) -> list[ReceiveAction]:
         """Fail if the deadline has passed."""
         if now < self.deadline or self.phase in _CLOSED:
             return []
@@ -124,19 +124,19 @@ class ReceiveSession:
             stage=str(self.phase),
         )
 
-    def _complete(self) -> list[Action]:
+    def _complete(self) -> list[ReceiveAction]:
         if self._first_token is None or not self.coverage.complete:
             return []
         self.phase = ReceivePhase.LANDED
-        return [CloseWindow(), Emit(KVLanded(self.ticket, self._first_token))]
+        return [Emit(KVLanded(self.ticket, self._first_token)), CloseWindow()]
 
-    def _end(self, reason: str, telling: list[Action]) -> list[Action]:
+    def _end(self, reason: str, telling: list[ReceiveAction]) -> list[ReceiveAction]:
         match self.phase:
             case ReceivePhase.WAITING:
                 self.phase = ReceivePhase.ENDED
                 return [*telling, Emit(BlocksQuiescent(self.ticket))]
             case ReceivePhase.GRANTED:
                 self.phase = ReceivePhase.ENDING
-                return [Say(Failed(self.ticket, reason)), CloseWindow(), *telling]
+                return [Say(Failed(self.ticket, reason)), *telling, CloseWindow()]
             case _:
                 return []

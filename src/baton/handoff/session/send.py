@@ -10,7 +10,7 @@ import numpy as np
 from baton.errors import HandoffError
 from baton.handoff.interface import KVSent, SampledToken, SendFailed
 from baton.handoff.messages import Failed, Grant
-from baton.handoff.session.actions import Action, Emit, Say, SayFinished, Submit
+from baton.handoff.session.actions import Emit, Say, SayFinished, SendAction, Submit
 
 if TYPE_CHECKING:
     from baton.clock import Instant
@@ -58,7 +58,7 @@ class SendSession:
         """Whether nothing can happen any more."""
         return self.phase is SendPhase.ENDED
 
-    def granted(self, grant: Grant) -> list[Action]:
+    def granted(self, grant: Grant) -> list[SendAction]:
         """The decode worker's pages may be written, once a transport is attached."""
         if self.phase is not SendPhase.OFFERED or self.grant is not None:
             return []
@@ -72,7 +72,7 @@ class SendSession:
         self._sent[:] = grant.start
         return []
 
-    def attached(self, remote: RemoteId) -> list[Action]:
+    def attached(self, remote: RemoteId) -> list[SendAction]:
         """A transport to the peer is up: send what is ready already."""
         if self.phase is not SendPhase.OFFERED or self.grant is None:
             return []
@@ -80,40 +80,40 @@ class SendSession:
         self.phase = SendPhase.SENDING
         return self._submit_ready(range(len(self._ready)))
 
-    def layer_ready(self, layer: int, stop: int) -> list[Action]:
+    def layer_ready(self, layer: int, stop: int) -> list[SendAction]:
         """KV of tokens `[0, stop)` of `layer` is in place."""
         self._ready[layer] = max(int(self._ready[layer]), stop)
         if self.phase is not SendPhase.SENDING:
             return []
         return self._submit_ready((layer,))
 
-    def finish(self, first_token: SampledToken) -> list[Action]:
+    def finish(self, first_token: SampledToken) -> list[SendAction]:
         """The engine is done with this prompt."""
         self._first_token = first_token
         return self._drain() if self.phase is SendPhase.SENDING else []
 
-    def submitted(self, transfer: TransferId, layer: int, stop: int) -> list[Action]:
+    def submitted(self, transfer: TransferId, layer: int, stop: int) -> list[SendAction]:
         """A `Submit`, or its part up to `stop`, was handed to the transport."""
         self._outstanding.add(transfer)
         self._sent[layer] = stop
         return self._drain()
 
-    def completed(self, transfer: TransferId) -> list[Action]:
+    def completed(self, transfer: TransferId) -> list[SendAction]:
         """A write is done with its source pages."""
         self._outstanding.discard(transfer)
         return self._settle()
 
-    def write_failed(self, transfer: TransferId, reason: str) -> list[Action]:
+    def write_failed(self, transfer: TransferId, reason: str) -> list[SendAction]:
         """A write failed: the handoff is over (what it wrote is the peer's to drop)."""
         return [*self.fail(reason, stage="transfer"), *self.completed(transfer)]
 
-    def fail(self, reason: str, *, stage: str) -> list[Action]:
+    def fail(self, reason: str, *, stage: str) -> list[SendAction]:
         """End early and tell the peer."""
         if self.phase in _CLOSED:
             return []
         return [Say(Failed(self.ticket, reason)), *self.peer_failed(reason, stage=stage)]
 
-    def peer_failed(self, reason: str, *, stage: str) -> list[Action]:
+    def peer_failed(self, reason: str, *, stage: str) -> list[SendAction]:
         """End early because the peer said so, or is gone."""
         if self.phase in _CLOSED:
             return []
@@ -121,22 +121,22 @@ class SendSession:
         self._error = HandoffError(reason, stage=stage, peer=self.order.ticket.decode.worker)
         return self._settle()
 
-    def expire(self, now: Instant) -> list[Action]:
+    def expire(self, now: Instant) -> list[SendAction]:
         """Fail if the deadline has passed."""
         if now < self.deadline:
             return []
         what = "no grant came from the decode worker" if self.grant is None else "still sending"
         return self.fail(f"the deadline passed: {what}", stage=str(self.phase))
 
-    def _submit_ready(self, layers: range | tuple[int, ...]) -> list[Action]:
-        actions: list[Action] = [
+    def _submit_ready(self, layers: range | tuple[int, ...]) -> list[SendAction]:
+        actions: list[SendAction] = [
             Submit(layer, int(self._sent[layer]), int(self._ready[layer]))
             for layer in layers
             if self._ready[layer] > self._sent[layer]
         ]
         return actions or self._drain()
 
-    def _drain(self) -> list[Action]:
+    def _drain(self) -> list[SendAction]:
         """Once all is submitted and the token is known, say so."""
         if self.phase is not SendPhase.SENDING or self._first_token is None:
             return []
@@ -145,7 +145,7 @@ class SendSession:
         self.phase = SendPhase.DRAINING
         return [SayFinished(self._first_token), *self._settle()]
 
-    def _settle(self) -> list[Action]:
+    def _settle(self) -> list[SendAction]:
         """End, once no write holds the source pages."""
         if self._outstanding or self.phase not in _SETTLING:
             return []
