@@ -5,6 +5,7 @@ this package; it needs pytest.
 
 File map:
     clocks.py              `ManualClock`: time moves when it is told to
+    fleet.py               `Fleet`: real workers and gateways, for end-to-end tests and benchmarks
     faulty_transport.py    `FaultyTransport`: any transport, with counted, seeded faults
     transport_contract/    `TransportContract`: what every transport must do
     transport_peer.py      a writer in a second process, to be stopped and killed

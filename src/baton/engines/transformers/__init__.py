@@ -16,7 +16,7 @@ File map, in the order in which a request meets them:
     computing.py    a step: step.py its arrays, forward.py the model, sampling.py the same
                     token on every worker
     paged_cache.py  transformers' Cache over pages; attention.py attention over them
-    making.py       makes the demo model
+    making.py       models with random weights, for tests and benchmarks
 
 Importing this package loads neither torch nor transformers.
 """
