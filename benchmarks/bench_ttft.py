@@ -110,6 +110,8 @@ def measure(folder: Path, model: Path, options: argparse.Namespace) -> list[Samp
         colocated = fleet.start_worker("colocated", "both", settings, cores=(0,))
         for worker in (prefill, decode, colocated):
             worker.wait_ready()
+            if len(os.sched_getaffinity(worker.pid)) != 1:
+                raise RuntimeError(f"{worker.name} is not pinned to one core")
         arms = {
             "disaggregated": fleet.start_gateway([prefill], [decode]),
             "colocated": fleet.start_gateway([], [], both=[colocated]),

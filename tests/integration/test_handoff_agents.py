@@ -11,12 +11,13 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 import pytest
 
 from baton.authority.key import ClusterKey
 from baton.authority.ticket import WorkerRef
-from baton.clock import Instant, MachineClock
+from baton.clock import Clock, Instant, MachineClock
 from baton.errors import ConfigError
 from baton.handoff.agent import AgentOptions, HandoffAgent
 from baton.handoff.interface import (
@@ -33,8 +34,16 @@ from baton.ids import Epoch, WorkerId, new_epoch
 from baton.kv.canonical import read_canonical
 from baton.kv.copies import BlockTable, PagedSequence
 from baton.kv.layout import KVLayout
-from baton.transfer.interface import TRANSPORTS, PagedRegion, Transport, TransportContext
+from baton.telemetry.trace import Stamp
+from baton.transfer.interface import (
+    TRANSPORTS,
+    PagedRegion,
+    RegionDescriptor,
+    Transport,
+    TransportContext,
+)
 from baton.transfer.region import allocate_shared_region, release_region, view_pages
+from baton.transfer.transports.shared.transport import SharedTransport
 from tests.unit.handoff.orders import make_ticket, receive_order, send_order
 
 if TYPE_CHECKING:
@@ -95,11 +104,12 @@ def node(
     key: ClusterKey,
     block_size: int,
     fingerprint: str = "model-a",
+    clock: Clock = CLOCK,
 ) -> Iterator[Node]:
     layout, epoch = make_layout(block_size), new_epoch()
     shapes = [(32, layout.page_bytes(layer)) for layer in range(NUM_LAYERS)]
     region = allocate_shared_region(shapes)
-    context = TransportContext(key=key, epoch=epoch, bind_host="127.0.0.1", clock=CLOCK)
+    context = TransportContext(key=key, epoch=epoch, bind_host="127.0.0.1", clock=clock)
     transports: tuple[Transport, ...] = tuple(TRANSPORTS.build(kind, {})(context) for kind in kinds)
     agent = HandoffAgent(
         AgentOptions(
@@ -110,7 +120,7 @@ def node(
             region=region,
             transports=transports,
             key=key,
-            clock=CLOCK,
+            clock=clock,
             timeout_s=10.0,
         )
     )
@@ -172,7 +182,7 @@ def test_layers_stream_into_the_decode_workers_pages(
         assert sending.trace.num_bytes == trace.num_bytes
 
 
-def test_the_first_transport_that_reaches_is_used_and_the_reason_kept(key: ClusterKey) -> None:
+def test_a_transport_that_only_one_side_has_is_not_expected(key: ClusterKey) -> None:
     with (
         node("p", kinds=("shared", "tcp"), key=key, block_size=16) as prefill,
         node("d", kinds=("tcp",), key=key, block_size=16) as decode,
@@ -183,7 +193,60 @@ def test_the_first_transport_that_reaches_is_used_and_the_reason_kept(key: Clust
         prefill.agent.offer(send_order(ticket, num_tokens=10, num_ready_tokens=10))
         prefill.agent.finish(ticket.id, FIRST)
         assert isinstance(decode.wait_for()[0], KVLanded)
+        assert receiving.trace.transport == receiving.trace.expected_transport == "tcp"
+
+
+def test_the_expected_transport_is_recorded_beside_the_one_used(
+    key: ClusterKey, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    expose = SharedTransport.expose
+
+    def expose_elsewhere(self: SharedTransport, region: PagedRegion) -> RegionDescriptor:
+        """As from another host: a socket's name that nobody has here."""
+        return msgspec.structs.replace(expose(self, region), endpoint="baton-" + "0" * 32)
+
+    monkeypatch.setattr(SharedTransport, "expose", expose_elsewhere)
+    with (
+        node("p", kinds=("shared", "tcp"), key=key, block_size=16) as prefill,
+        node("d", kinds=("shared", "tcp"), key=key, block_size=16) as decode,
+    ):
+        ticket = make_ticket(prefill.ref, decode.ref)
+        receiving = receive_order(ticket, start=0, num_tokens=10)
+        decode.agent.expect(receiving)
+        prefill.agent.offer(send_order(ticket, num_tokens=10, num_ready_tokens=10))
+        prefill.agent.finish(ticket.id, FIRST)
+        assert isinstance(decode.wait_for()[0], KVLanded)
+        assert receiving.trace.expected_transport == "shared"
         assert receiving.trace.transport == "tcp"
+    assert "d is reached by tcp, not shared" in caplog.text
+
+
+class ShiftedClock(MachineClock):
+    """Another host's clock: its zero lies elsewhere."""
+
+    def now(self) -> Instant:
+        return Instant(super().now() + 1000)
+
+
+def test_stamps_of_another_clock_are_shifted(
+    key: ClusterKey, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    domains = iter(["one host", "another host"])
+    monkeypatch.setattr("baton.handoff.agent.read_clock_domain", lambda: next(domains))
+    with (
+        node("p", kinds=("tcp",), key=key, block_size=16, clock=ShiftedClock()) as prefill,
+        node("d", kinds=("tcp",), key=key, block_size=16) as decode,
+    ):
+        ticket = make_ticket(prefill.ref, decode.ref)
+        receiving = receive_order(ticket, start=0, num_tokens=10)
+        sending = send_order(ticket, num_tokens=10, num_ready_tokens=10)
+        before = CLOCK.now()
+        sending.trace.stamp(Stamp.PREFILL_DONE, ShiftedClock().now())
+        decode.agent.expect(receiving)
+        prefill.agent.offer(sending)
+        prefill.agent.finish(ticket.id, FIRST)
+        assert isinstance(decode.wait_for()[0], KVLanded)
+        assert receiving.trace.peer_stamps[Stamp.PREFILL_DONE] == pytest.approx(before, abs=0.5)
 
 
 def test_a_grant_may_come_before_the_offer(key: ClusterKey) -> None:

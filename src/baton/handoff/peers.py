@@ -147,10 +147,10 @@ class PeerTable:
         return f"[{bound[0]}]:{bound[1]}" if ":" in bound[0] else f"{bound[0]}:{bound[1]}"
 
     def dial(self, ref: WorkerRef) -> Peer | None:
-        """The link to one life of a worker, made now if there is none.
+        """The link to one life of a worker, made now if there is none; it may not be up yet.
 
-        None if it cannot even be begun; the reason follows as a `PeerGone` from `tick`, unless the
-        peer is None: then nobody can be told about and the caller fails at once.
+        None if the address makes no sense or refuses at once. What goes wrong later follows as a
+        `PeerGone`.
         """
         known = self._dialed.get((ref.worker, ref.epoch))
         if known is not None:
@@ -193,8 +193,7 @@ class PeerTable:
             if silent_s > limit_s:
                 self._drop(peer, PeerLostError(f"{peer.name} was silent for {silent_s:.1f} s"))
             elif peer.hello and now - peer.pinged_at > self._liveness_timeout_s / 4:
-                peer.pinged_at = now
-                self.say(peer, Ping(now))
+                self._ping(peer)
         ended, self._ended = self._ended, []
         return list(ended)
 
@@ -269,7 +268,13 @@ class PeerTable:
         peer.hello = hello
         if peer.dialed is None:
             self.say(peer, self._hello)
+        # Before anything else is said: the answer then comes before the first stamps to be shifted.
+        self._ping(peer)
         return [PeerUp(peer)]
+
+    def _ping(self, peer: Peer) -> None:
+        peer.pinged_at = self._clock.now()
+        self.say(peer, Ping(peer.pinged_at))
 
     def _check_compatible(self, peer: Peer, hello: Hello) -> None:
         if hello.version != PROTOCOL_VERSION:

@@ -170,7 +170,6 @@ class ReceivingDesk:
                 case CloseWindow():
                     self._close_window(session)
                 case Say(message):
-                    session.order.trace.stamp(Stamp.GRANTED, self._desk.clock.now())
                     self._desk.peers.say(self._peers[session.ticket], message)
                 case Emit(event):
                     self._desk.emit(event)
@@ -196,6 +195,7 @@ class ReceivingDesk:
         except BatonError as exc:
             self._perform(session, session.fail(str(exc), stage="window"))
             return False
+        order.trace.stamp(Stamp.GRANTED, self._desk.clock.now())  # the grant is said next
         return True
 
     def _close_window(self, session: ReceiveSession) -> None:

@@ -169,7 +169,9 @@ class Fleet:
             "gateway.decode": [worker.url for worker in decode],
             "gateway.workers": [worker.url for worker in both],
         }
-        gateway = self._start("gateway", ("gateway",), {**lists, **(settings or {})}).wait_ready()
+        # A name of its own: `stop` tells exit statuses by name.
+        name = f"gateway-{len(self.processes)}"
+        gateway = self._start(name, ("gateway",), {**lists, **(settings or {})}).wait_ready()
         self._wait_serving(gateway)
         return gateway
 

@@ -91,7 +91,7 @@ def allocate_shared_region(shapes: Sequence[tuple[int, int]]) -> PagedRegion:
     """Zeroed memory that a peer on this host can map: one array for each `(num_pages, page_bytes)`.
 
     All of it is committed here: running out of memory is an error now, not a SIGBUS later, and no
-    first write to a page waits for the kernel (10 microseconds for 4 KiB where it was measured).
+    first write to a page waits for the kernel (docs/benchmarks.md has the price).
 
     Raises:
         TransferError: the sizes make no sense, or there is not that much memory.

@@ -46,7 +46,8 @@ class PeerPages:
         """Enter the next slice into this process's page table; whether there was one.
 
         What was not entered when it is first written costs a page fault for each 4 KiB, in the
-        middle of a handoff: thirty times the price of the copy, where it was measured.
+        middle of a handoff: eight times the price of the copy, where it was measured
+        (benchmarks/bench_page_faults.py).
         """
         start = self._num_faulted_bytes
         if start >= len(self._mapping):
