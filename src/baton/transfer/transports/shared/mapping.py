@@ -46,7 +46,7 @@ class PeerPages:
         """Enter the next slice into this process's page table; whether there was one.
 
         What was not entered when it is first written costs a page fault for each 4 KiB, in the
-        middle of a handoff: eight times the price of the copy, where it was measured
+        middle of a handoff: a first write took eight times as long as a later one
         (benchmarks/bench_page_faults.py).
         """
         start = self._num_faulted_bytes
