@@ -4,8 +4,9 @@
 
 The writer runs on core 0, the receiver on core 1, each with a pre-faulted pool of 512 MiB: payloads
 are cold in L3. Rows: `shared` and `tcp` from `submit` until `WriteCompleted` (the writer knows that
-the bytes are in place), and two bounds that are no transports: `memcpy`, the same copies inside one
-process, and `socket`, as many neighbouring bytes over one blocking TCP connection, then an answer.
+the bytes are in place; `read` is the other way round, until `ReadCompleted`, where a transport
+reads), and two bounds that are no transports: `memcpy`, the same copies inside one process, and
+`socket`, as many neighbouring bytes over one blocking TCP connection, then an answer.
 Each figure is the median of the rounds, with their range; before it, random bytes are moved once
 and compared. Workloads: `scatter`, 8,192 pages of 32 KiB between random places (256 MiB), and one
 run of neighbouring pages of 1, 16 and 256 MiB.
@@ -39,7 +40,9 @@ from baton.transfer.interface import (
     TRANSPORTS,
     Arrived,
     Attached,
+    PageRead,
     PageWrite,
+    ReadCompleted,
     RegionDescriptor,
     TransportContext,
     Window,
@@ -56,6 +59,7 @@ PAGE_BYTES = 32_768
 NUM_PAGES = 16_384
 SPANS = np.array([[0, 0, PAGE_BYTES]])
 WRITER_CORE, RECEIVER_CORE = 0, 1
+READ = "read "
 
 
 class Task(msgspec.Struct):
@@ -192,6 +196,10 @@ def measure_transport(
         transport.poll()
     pages = view_pages(region.memory, region.arrays[0])
 
+    def read(workload: Workload) -> None:
+        transport.read(PageRead(remote, region.handle, workload.copies))
+        wait_for(transport, ReadCompleted)
+
     def move(workload: Workload) -> None:
         transport.submit(PageWrite(remote, window, region.handle, workload.copies, b"n"))
         wait_for(transport, WriteCompleted)
@@ -203,6 +211,9 @@ def measure_transport(
         if there != digest(pages, workload.src_pages):
             raise SystemExit(f"{kind}: {workload.name}: other bytes arrived")
         rounds[workload.name] = time_rounds(lambda: move(workload), num_rounds)  # noqa: B023
+        if transport.capabilities.reads:
+            reads = time_rounds(lambda: read(workload), num_rounds)  # noqa: B023
+            rounds[READ + workload.name] = reads
     transport.close()
     child.stdin.close()
     child.wait(10)
@@ -313,12 +324,13 @@ def report(rows: dict[str, dict[str, list[Round]]], workloads: list[Workload]) -
     found = {}
     for name, seconds in rows.items():
         found[name] = {}
-        for workload in workloads:
-            rounds, num_gb = seconds[workload.name], workload.num_bytes / 1e9
+        both = ((way + each.name, each) for each in workloads for way in ("", READ))
+        for what, workload in ((what, each) for what, each in both if what in seconds):
+            rounds, num_gb = seconds[what], workload.num_bytes / 1e9
             rates = [num_gb / each.wall_s for each in rounds]
             cpu_s_per_gb = statistics.median(each.writer_cpu_s for each in rounds) / num_gb
             median = statistics.median(rates)
-            found[name][workload.name] = {
+            found[name][what] = {
                 "median_gb_per_s": round(median, 3),
                 "min_gb_per_s": round(min(rates), 3),
                 "max_gb_per_s": round(max(rates), 3),
@@ -326,7 +338,7 @@ def report(rows: dict[str, dict[str, list[Round]]], workloads: list[Workload]) -
                 "num_rounds": len(rates),
             }
             print(
-                f"{name:18} {workload.name:24} {median:6.2f} GB/s"
+                f"{name:18} {what:29} {median:6.2f} GB/s"
                 f"  ({min(rates):.2f} to {max(rates):.2f})"
                 f"  writer CPU {cpu_s_per_gb:.3f} s/GB"
             )

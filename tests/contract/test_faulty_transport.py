@@ -7,7 +7,14 @@ from baton.testing.faulty_transport import Fault, FaultPlan, FaultyTransport
 from baton.testing.transport_contract import TransportContract
 from baton.testing.transport_contract.kit import NUM_PAGES, PAGE_BYTES, TransportKit
 from baton.testing.transport_pair import TransportPair, whole_pages
-from baton.transfer.interface import Arrived, WindowQuiescent, WriteCompleted, WriteFailed
+from baton.transfer.interface import (
+    Arrived,
+    ReadCompleted,
+    ReadFailed,
+    WindowQuiescent,
+    WriteCompleted,
+    WriteFailed,
+)
 
 ALL_PAGES = [whole_pages(range(NUM_PAGES), range(NUM_PAGES), PAGE_BYTES)]
 
@@ -64,6 +71,64 @@ def test_spoilt_bytes_arrive_and_the_source_is_unharmed(kind, fault, num_pages_c
     assert pair.writer.transport.injected == {Fault(fault): 1}
     assert pair.writer.snapshot() == before
     assert len(pair.seen(WriteCompleted)) == 1 == len(pair.seen(Arrived))
+    pair.close()
+
+
+def reading_pair(fault):
+    pair = faulty_pair(fault, kind="shared")
+    pair.reader.fill(seed=2)
+    return pair
+
+
+@pytest.mark.parametrize(
+    ("fault", "num_pages_changed"), [("flip_bit", 1), ("zero_page", 1), ("swap_pages", 2)]
+)
+def test_spoilt_bytes_are_read_and_the_owners_are_unharmed(fault, num_pages_changed):
+    pair = reading_pair(Fault(fault))
+    before = pair.reader.snapshot()
+    transfer = pair.writer.transport.read(pair.read(pair.attach(), ALL_PAGES))
+    pair.pump(lambda: bool(pair.seen(ReadCompleted)))
+    assert pair.seen(ReadCompleted) == [ReadCompleted(transfer, NUM_PAGES * PAGE_BYTES)]
+    is_changed = (pair.reader.pages() != pair.writer.pages()).any(axis=1)
+    assert np.count_nonzero(is_changed) == num_pages_changed
+    assert pair.writer.transport.injected == {Fault(fault): 1}
+    assert pair.reader.snapshot() == before
+    pair.close()
+
+
+def test_failed_reads_fail_and_read_nothing():
+    pair = reading_pair(Fault.FAIL_SUBMIT)
+    before = pair.writer.snapshot()
+    transfer = pair.writer.transport.read(pair.read(pair.attach(), ALL_PAGES))
+    pair.pump(lambda: bool(pair.seen(ReadFailed)))
+    assert [failed.transfer for failed in pair.seen(ReadFailed)] == [transfer]
+    assert pair.writer.snapshot() == before
+    pair.close()
+
+
+def test_a_delayed_read_reads_late():
+    pair = reading_pair(Fault.DELAY_READ)
+    before = pair.writer.snapshot()
+    transfer = pair.writer.transport.read(pair.read(pair.attach(), ALL_PAGES))
+    for _ in range(3):
+        pair.poll()
+        assert pair.writer.snapshot() == before
+        assert not pair.seen(ReadCompleted)
+    pair.reader.fill(seed=3)
+    pair.poll()
+    assert pair.seen(ReadCompleted) == [ReadCompleted(transfer, NUM_PAGES * PAGE_BYTES)]
+    assert (pair.writer.pages() == pair.reader.pages()).all()
+    pair.close()
+
+
+def test_a_delayed_read_from_a_remote_that_is_gone_fails():
+    pair = reading_pair(Fault.DELAY_READ)
+    remote, before = pair.attach(), pair.writer.snapshot()
+    transfer = pair.writer.transport.read(pair.read(remote, ALL_PAGES))
+    pair.writer.transport.detach(remote)
+    pair.pump(lambda: bool(pair.seen(ReadFailed)))
+    assert [failed.transfer for failed in pair.seen(ReadFailed)] == [transfer]
+    assert pair.writer.snapshot() == before
     pair.close()
 
 

@@ -1,18 +1,34 @@
 """Peers that hold the key and break the rules after attaching, byte by byte over raw sockets."""
 
+import fcntl
+import os
 import socket
 from contextlib import suppress
 
+import msgspec
 import numpy as np
 import pytest
 
 from baton.ids import new_epoch, new_ticket_id
+from baton.kv.copies import PageCopies
 from baton.testing.transport_contract.kit import NUM_PAGES, PAGE_BYTES
 from baton.testing.transport_contract.strangers import StrangerContract
 from baton.testing.transport_pair import TransportPair, whole_pages
 from baton.transfer.framing import FrameDecoder, encode_frame
-from baton.transfer.interface import Arrived, Window, WindowQuiescent, WriteCompleted
+from baton.transfer.handshake import ListenerHandshake
+from baton.transfer.interface import (
+    Arrived,
+    Attached,
+    PageRead,
+    ReadCompleted,
+    ReadFailed,
+    RemoteLost,
+    Window,
+    WindowQuiescent,
+    WriteCompleted,
+)
 from baton.transfer.messages import encode
+from baton.transfer.region import compute_region_bytes
 from baton.transfer.transports.shared import wire as shared
 from baton.transfer.transports.tcp import departure
 from baton.transfer.transports.tcp import wire as tcp
@@ -249,3 +265,71 @@ def test_a_write_waits_until_its_window_is_heard_of():
     assert pair.seen(WriteCompleted) == [WriteCompleted(transfer, PAGE_BYTES)]
     assert (pair.reader.pages()[1] == pair.writer.pages()[1]).all()
     pair.close()
+
+
+def lie_about_memory(kit, make_memory):
+    """A reader attaches to an owner made of a socket, which hands over what `make_memory` makes."""
+    reader, true = kit.make_side(), kit.make_side()
+    listener = socket.socket(socket.AF_UNIX)
+    name = "baton-" + "0123456789abcdef" * 2
+    listener.bind(b"\0" + name.encode())
+    listener.listen()
+    descriptor = msgspec.structs.replace(true.descriptor, endpoint=name)
+    remote = reader.transport.attach(descriptor)
+    sock, _ = listener.accept()
+    sock.settimeout(5)
+    handshake = ListenerHandshake(kit.key, "shared")
+    events, decoder = [], FrameDecoder(1 << 20)
+
+    def hear():
+        while (body := decoder.take()) is None:
+            events.extend(reader.transport.poll())
+            with suppress(BlockingIOError):
+                decoder.feed(sock.recv(4096, socket.MSG_DONTWAIT))
+        return body
+
+    sock.sendall(handshake.reply(hear()))
+    handshake.reply(hear())
+    assert shared.decode_attach(hear()).region == true.region.handle
+    fd = make_memory(compute_region_bytes(descriptor.arrays))
+    socket.send_fds(sock, [encode_frame(encode(shared.Attached(descriptor.arrays)))], [fd])
+    os.close(fd)
+    for _ in range(100):
+        events.extend(reader.transport.poll())
+    copies = PageCopies(0, (whole_pages([3], [4], PAGE_BYTES),))
+    transfer = reader.transport.read(PageRead(remote, reader.region.handle, copies))
+    events.extend(reader.transport.poll())
+    for closing in (sock, listener, reader, true):
+        closing.close()
+    return remote, transfer, events
+
+
+def make_memfd(num_bytes, *, sealed):
+    fd = os.memfd_create("lie", os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, num_bytes)
+    if sealed:
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+    return fd
+
+
+@pytest.mark.parametrize(
+    "make_memory",
+    [
+        lambda num_bytes: make_memfd(num_bytes - 1, sealed=True),
+        lambda num_bytes: make_memfd(num_bytes, sealed=False),
+        lambda _: os.open("/dev/zero", os.O_RDWR),
+    ],
+    ids=["too small", "may shrink", "no memfd"],
+)
+def test_an_owner_that_lies_about_its_memory_is_lost_and_not_read(make_memory):
+    remote, transfer, events = lie_about_memory(SharedKit(), make_memory)
+    assert [type(event) for event in events] == [RemoteLost, ReadFailed]
+    assert (events[0].remote, events[1].transfer) == (remote, transfer)
+
+
+def test_an_owner_that_tells_the_truth_is_read():
+    """The same owner, made of a socket: what the lies above change is the memory alone."""
+    remote, transfer, events = lie_about_memory(
+        SharedKit(), lambda num_bytes: make_memfd(num_bytes, sealed=True)
+    )
+    assert events == [Attached(remote), ReadCompleted(transfer, PAGE_BYTES)]

@@ -29,11 +29,16 @@ CLOCK_SKEW_S: Final = 5.0
 
 
 class WorkerRef(msgspec.Struct, frozen=True):
-    """One life of one worker, and where its peers reach it (`host:port` of its handoff port)."""
+    """One life of one worker, and where its peers reach it (`host:port` of its handoff port).
+
+    `rank_addresses` has one entry for each tensor-parallel rank, the first is `address`; it is
+    empty for a worker of one rank.
+    """
 
     worker: WorkerId
     epoch: Epoch
     address: str
+    rank_addresses: tuple[str, ...] = ()
 
 
 class Ticket(msgspec.Struct, frozen=True, tag="ticket", tag_field="t"):

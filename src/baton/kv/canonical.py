@@ -1,7 +1,7 @@
 """KV of a token range in canonical order: `[plane][token][head][dim]`, whatever the pages' layout.
 
 The plain way, token by token index: the order in which bytes rest or cross engines, and what the
-tests hold page copies against.
+tests hold page copies against. Opaque pages have no such order: their engine converts them.
 """
 
 from __future__ import annotations
@@ -10,20 +10,26 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from baton.errors import ProtocolError
+from baton.errors import InvalidLayoutError, ProtocolError
 from baton.kv.geometry import page_geometry, view_planes
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from baton.kv.copies import PagedSequence
+    from baton.kv.geometry import PageGeometry
+    from baton.kv.layout import KVLayout
 
 
 def canonical_bytes(
     sequence: PagedSequence, layer: int, num_tokens: int, heads: range | None = None
 ) -> int:
-    """Bytes of that many tokens of one layer; of sharded planes, the held heads in `heads`."""
-    planes = page_geometry(sequence.layout, layer).planes
+    """Bytes of that many tokens of one layer; of sharded planes, the held heads in `heads`.
+
+    Raises:
+        InvalidLayoutError: the layout is opaque.
+    """
+    planes = _divisible_geometry(sequence.layout, layer).planes
     return num_tokens * sum(len(plane.heads_among(heads)) * plane.row_bytes for plane in planes)
 
 
@@ -43,10 +49,10 @@ def read_canonical(
 
     Raises:
         ProtocolError: not a range, or the table does not cover it.
-        InvalidLayoutError: the pages have another size than the layout's.
+        InvalidLayoutError: the pages have another size than the layout's, or it is opaque.
     """
     blocks, in_page = _places(sequence, start, stop)
-    planes = view_planes(layer_pages, page_geometry(sequence.layout, layer), heads)
+    planes = view_planes(layer_pages, _divisible_geometry(sequence.layout, layer), heads)
     return np.concatenate([rows[blocks, in_page].reshape(-1) for rows in planes])
 
 
@@ -66,7 +72,7 @@ def write_canonical(
     Raises:
         ProtocolError: not a whole number of tokens, or the table does not cover them; nothing is
             written then.
-        InvalidLayoutError: the pages have another size than the layout's.
+        InvalidLayoutError: the pages have another size than the layout's, or it is opaque.
     """
     token_bytes = canonical_bytes(sequence, layer, 1, heads)
     num_tokens, rest = divmod(len(data), token_bytes) if token_bytes else (0, len(data))
@@ -74,11 +80,20 @@ def write_canonical(
         raise ProtocolError(f"{len(data)} bytes are no whole number of tokens ({token_bytes} B)")
     blocks, in_page = _places(sequence, start, start + num_tokens)
     at = 0
-    for rows in view_planes(layer_pages, page_geometry(sequence.layout, layer), heads):
+    for rows in view_planes(layer_pages, _divisible_geometry(sequence.layout, layer), heads):
         shape = (num_tokens, *rows.shape[2:])
         end = at + num_tokens * rows.shape[2] * rows.shape[3]
         rows[blocks, in_page] = data[at:end].reshape(shape)
         at = end
+
+
+def _divisible_geometry(layout: KVLayout, layer: int) -> PageGeometry:
+    geometry = page_geometry(layout, layer)
+    if not geometry.divisible:
+        raise InvalidLayoutError(
+            f"pages arranged as {layout.arrangement} are opaque: they have no canonical order"
+        )
+    return geometry
 
 
 def _places(

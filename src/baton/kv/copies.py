@@ -121,7 +121,8 @@ def compute_page_copies(
     """How KV of tokens `[start, stop)` of one layer gets from src's pages into dst's.
 
     Only heads that both sides hold are copied. Spans are as long as can be: between equal
-    layouts a full page is the one span `(0, 0, page_bytes)`.
+    layouts a full page is the one span `(0, 0, page_bytes)`. Opaque pages are copied whole (all of
+    the shared heads), also those of which the range has some tokens only.
 
     Raises:
         ProtocolError: not a range, or a table does not cover it.

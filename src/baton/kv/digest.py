@@ -1,6 +1,7 @@
 """A digest for each piece of a token range: equal on both sides, whatever their layouts.
 
-A piece's digest is xxh3_128 over its bytes in canonical order (`[plane][token][head][dim]`). It
+A piece's digest is xxh3_128 over its bytes in canonical order (`[plane][token][head][dim]`); of an
+opaque page, over the shared heads' units as they lie, whatever tokens the piece has. It
 finds torn, stale and misplaced bytes; it is no proof against an adversary, who is kept out by the
 link's authentication.
 """
@@ -56,15 +57,16 @@ def compute_digests(
         raise ProtocolError("a piece is empty or crosses a page")
     geometry = page_geometry(sequence.layout, layer)
     planes = view_planes(layer_pages, geometry, heads)
-    page_is_canonical = _rests_canonically(sequence.layout, geometry, heads)
+    is_digested_as_it_lies = _rests_as_digested(sequence.layout, geometry, heads)
     digests: list[bytes] = []
     for block, first, length in zip(
         sequence.blocks_of(tokens).tolist(), in_page.tolist(), lengths.tolist(), strict=True
     ):
-        if page_is_canonical and length == block_size:
+        if is_digested_as_it_lies and (length == block_size or not geometry.divisible):
             digests.append(xxh3_128_digest(layer_pages[block]))
         else:
-            digests.append(_digest_gathered(planes, block, range(first, first + length)))
+            tokens_in_page = geometry.locate(range(first, first + length))
+            digests.append(_digest_gathered(planes, block, tokens_in_page))
     return b"".join(digests)
 
 
@@ -76,8 +78,8 @@ def _digest_gathered(planes: list[NDArray[np.uint8]], block: int, tokens: range)
     return digest.digest()
 
 
-def _rests_canonically(layout: KVLayout, geometry: PageGeometry, heads: range | None) -> bool:
+def _rests_as_digested(layout: KVLayout, geometry: PageGeometry, heads: range | None) -> bool:
     """Whether a whole page's bytes, as they lie, are what its digest covers."""
-    return layout.order == "canonical" and all(
+    return layout.order != "heads_first" and all(
         plane.heads_among(heads) == plane.heads for plane in geometry.planes
     )

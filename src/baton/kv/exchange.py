@@ -1,4 +1,7 @@
-"""What two layouts may differ in: block size, page order and tensor-parallel shard; no more."""
+"""What two layouts may differ in: block size, page order and tensor-parallel shard; no more.
+
+Opaque pages move as they are: arrangement and block size must be equal too.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,7 @@ def find_differences(src: KVLayout, dst: KVLayout) -> tuple[str, ...]:
     found: list[str] = []
     if src.dtype != dst.dtype:
         found.append(f"dtype: {src.dtype} at the source, {dst.dtype} at the destination")
+    found += _find_opaque_differences(src, dst)
     if src.num_layers != dst.num_layers:
         found.append(f"layers: {src.num_layers} at the source, {dst.num_layers} at the destination")
         return tuple(found)
@@ -43,6 +47,29 @@ def check_exchangeable(src: KVLayout, dst: KVLayout) -> None:
     differences = find_differences(src, dst)
     if differences:
         raise LayoutMismatchError(differences)
+
+
+def _find_opaque_differences(src: KVLayout, dst: KVLayout) -> list[str]:
+    if "opaque" not in {src.order, dst.order}:
+        return []
+    if src.order != dst.order:
+        sides = _describe_order(src), _describe_order(dst)
+        return ["page order: {} at the source, {} at the destination".format(*sides)]
+    found: list[str] = []
+    if src.arrangement != dst.arrangement:
+        found.append(
+            f"arrangement: {src.arrangement} at the source, {dst.arrangement} at the destination"
+        )
+    if src.block_size != dst.block_size:
+        found.append(
+            f"block size of opaque pages: {src.block_size} at the source, "
+            f"{dst.block_size} at the destination"
+        )
+    return found
+
+
+def _describe_order(layout: KVLayout) -> str:
+    return f"opaque ({layout.arrangement})" if layout.order == "opaque" else layout.order
 
 
 def _describe(layer: LayerLayout) -> str:

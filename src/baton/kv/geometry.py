@@ -16,6 +16,8 @@ from numpy.lib.stride_tricks import as_strided
 from baton.errors import InvalidLayoutError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from numpy.typing import NDArray
 
     from baton.kv.layout import KVLayout, Plane
@@ -28,6 +30,7 @@ class PlaneGeometry:
     The row of (token, head) is the `row_bytes` bytes from
     `offset + token * token_stride + (head - heads.start) * head_stride`. `heads` are those of the
     model's that are held here; a plane that is not `sharded` is held whole by every worker.
+    `block_size` counts tokens (`PageGeometry.locate`).
     """
 
     heads: range
@@ -59,11 +62,19 @@ class PlaneGeometry:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PageGeometry:
-    """The planes of one layer's page, in canonical order. Equal pages are one object."""
+    """The planes of one layer's page, in canonical order. Equal pages are one object.
 
-    block_size: int
+    An opaque page is not `divisible`: it is the one plane of one token, whose rows are the
+    heads' units, and whatever tokens are named, all of them are meant.
+    """
+
+    divisible: bool
     page_bytes: int
     planes: tuple[PlaneGeometry, ...]
+
+    def locate(self, tokens: range) -> range:
+        """Where these tokens of the page are in its planes."""
+        return tokens if self.divisible else range(1)
 
 
 def page_geometry(layout: KVLayout, layer: int) -> PageGeometry:
@@ -78,14 +89,19 @@ def compute_spans(
     """Where the bytes of `num_tokens` adjacent tokens are in a page of either side.
 
     The tokens begin at token `offsets[0]` of the src page and `offsets[1]` of the dst page; of
-    sharded planes, only the heads that both sides hold. The layouts are exchangeable.
+    sharded planes, only the heads that both sides hold. The layouts are exchangeable. Of opaque
+    pages it is always the whole units of those heads.
 
     Returns:
         int64 `[s, 3]`, read-only, ascending in dst: `(src_byte, dst_byte, num_bytes)`, as few as
         there can be: no two of them are adjacent on both sides.
     """
+    places = [
+        side.locate(range(first, first + num_tokens))
+        for side, first in zip((src, dst), offsets, strict=True)
+    ]
     rows = np.concatenate([
-        _row_spans(ours, theirs, offsets, num_tokens)
+        _row_spans((ours, theirs), places)
         for ours, theirs in zip(src.planes, dst.planes, strict=True)
     ])
     spans = _merge_adjacent(rows[np.argsort(rows[:, 1])])
@@ -109,7 +125,8 @@ def view_planes(
 ) -> list[NDArray[np.uint8]]:
     """Each plane of `[num_blocks, page_bytes]` as a view `[num_blocks, token, head, row_bytes]`.
 
-    Of sharded planes, only the held heads among `heads` (all for None).
+    Of sharded planes, only the held heads among `heads` (all for None). Opaque pages are one plane
+    of one token (`PageGeometry.locate`).
 
     Raises:
         InvalidLayoutError: the pages have another size than this geometry's.
@@ -143,12 +160,30 @@ def _view_plane(
 
 @lru_cache(maxsize=1024)
 def _compute_geometry(layout: KVLayout, planes: tuple[Plane, ...]) -> PageGeometry:
+    if layout.order == "opaque":
+        units = _unit_geometry(layout, planes)
+        return PageGeometry(divisible=False, page_bytes=units.num_bytes, planes=(units,))
     geometries: list[PlaneGeometry] = []
     offset = 0
     for plane in planes:
         geometries.append(_plane_geometry(layout, plane, offset))
         offset += geometries[-1].num_bytes
-    return PageGeometry(layout.block_size, offset, tuple(geometries))
+    return PageGeometry(divisible=True, page_bytes=offset, planes=tuple(geometries))
+
+
+def _unit_geometry(layout: KVLayout, planes: tuple[Plane, ...]) -> PlaneGeometry:
+    """The units of an opaque page: one a held head, with what all planes keep of that head."""
+    heads = layout.held_heads(planes[0])
+    unit_bytes = layout.block_size * sum(p.head_dim for p in planes) * layout.element_bytes
+    return PlaneGeometry(
+        heads=heads,
+        sharded=planes[0].name != "latent",
+        block_size=1,
+        row_bytes=unit_bytes,
+        offset=0,
+        token_stride=len(heads) * unit_bytes,
+        head_stride=unit_bytes,
+    )
 
 
 def _plane_geometry(layout: KVLayout, plane: Plane, offset: int) -> PlaneGeometry:
@@ -159,6 +194,8 @@ def _plane_geometry(layout: KVLayout, plane: Plane, offset: int) -> PlaneGeometr
             token_stride, head_stride = len(heads) * row_bytes, row_bytes
         case "heads_first":
             token_stride, head_stride = row_bytes, layout.block_size * row_bytes
+        case "opaque":
+            raise InvalidLayoutError("where a token is in an opaque page is known to its engine")
         case _:
             assert_never(layout.order)
     return PlaneGeometry(
@@ -173,13 +210,14 @@ def _plane_geometry(layout: KVLayout, plane: Plane, offset: int) -> PlaneGeometr
 
 
 def _row_spans(
-    src: PlaneGeometry, dst: PlaneGeometry, offsets: tuple[int, int], num_tokens: int
+    planes: tuple[PlaneGeometry, PlaneGeometry], places: Sequence[range]
 ) -> NDArray[np.int64]:
-    """One span for each (token, head) row of a plane."""
+    """One span for each (token, head) row of a plane, src's and dst's: equally many tokens."""
+    src, dst = planes
     heads = src.heads_among(dst.heads)
-    rows = np.empty((num_tokens * len(heads), 3), dtype=np.int64)
-    for side, (plane, token) in enumerate(zip((src, dst), offsets, strict=True)):
-        rows[:, side] = plane.row_offsets(range(token, token + num_tokens), heads)
+    rows = np.empty((len(places[0]) * len(heads), 3), dtype=np.int64)
+    for side, (plane, tokens) in enumerate(zip(planes, places, strict=True)):
+        rows[:, side] = plane.row_offsets(tokens, heads)
     rows[:, 2] = src.row_bytes
     return rows
 

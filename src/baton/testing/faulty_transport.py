@@ -1,7 +1,7 @@
 """Any transport, with faults: seeded, and counted when they happen, so that a test can prove it.
 
-Faults of a write (failed, or other bytes than were asked for) are made where it is submitted,
-faults of a notice where it arrives: wrap the side whose misfortune is wanted.
+Faults of a write or a read (failed, late, or other bytes than were asked for) are made where it is
+submitted, faults of a notice where it arrives: wrap the side whose misfortune is wanted.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from baton.errors import TransferError
-from baton.kv.copies import CopyGroup
+from baton.testing.spoilt_copies import choose_piece, flip_bit, swap_pages, try_zero
 from baton.transfer.interface import (
     Arrived,
+    ReadCompleted,
+    ReadFailed,
     TransferId,
     WindowQuiescent,
     WriteCompleted,
@@ -35,8 +37,11 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from baton.ids import RegionHandle, TicketId
+    from baton.kv.copies import PageCopies
+    from baton.testing.spoilt_copies import Piece
     from baton.transfer.interface import (
         PagedRegion,
+        PageRead,
         PageWrite,
         RegionDescriptor,
         RemoteId,
@@ -49,10 +54,11 @@ if TYPE_CHECKING:
 class Fault(StrEnum):
     """What can be made to go wrong."""
 
-    FAIL_SUBMIT = "fail_submit"  # WriteFailed, and nothing is sent
+    FAIL_SUBMIT = "fail_submit"  # WriteFailed or ReadFailed, and nothing is moved
     FLIP_BIT = "flip_bit"  # one bit of one page arrives changed
     ZERO_PAGE = "zero_page"  # one page arrives as zeros
     SWAP_PAGES = "swap_pages"  # two pages arrive in each other's place
+    DELAY_READ = "delay_read"  # nothing is read until `delay_polls` polls later
     DROP_NOTICE = "drop_notice"
     DELAY_NOTICE = "delay_notice"  # by `delay_polls` polls: others overtake it
     DUPLICATE_NOTICE = "duplicate_notice"
@@ -61,6 +67,7 @@ class Fault(StrEnum):
 
 
 _WRITE_FAULTS = (Fault.FAIL_SUBMIT, Fault.FLIP_BIT, Fault.ZERO_PAGE, Fault.SWAP_PAGES)
+_READ_FAULTS = (*_WRITE_FAULTS, Fault.DELAY_READ)
 _NOTICE_FAULTS = (
     Fault.DROP_NOTICE,
     Fault.DELAY_NOTICE,
@@ -90,15 +97,33 @@ class _HeldNotice:
 
 
 @dataclass(slots=True)
+class _HeldRead:
+    transfer: TransferId
+    read: PageRead
+    num_polls_left: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Spoiling:
+    """What will be wrong with a read once its pages are in place."""
+
+    read: PageRead
+    fault: Fault
+
+
+@dataclass(slots=True)
 class _Ids:
     """Transfers as the owner knows them, since some never reach the inner transport."""
 
     num_given: int = 0
     outer: dict[TransferId, TransferId] = field(default_factory=dict)
 
-    def give(self) -> TransferId:
+    def give(self, inner: TransferId | None = None) -> TransferId:
         self.num_given += 1
-        return TransferId(self.num_given)
+        given = TransferId(self.num_given)
+        if inner is not None:
+            self.outer[inner] = given
+        return given
 
 
 class FaultyTransport:
@@ -116,8 +141,10 @@ class FaultyTransport:
         self._regions: dict[RegionHandle, PagedRegion] = {}
         self._clones: list[PagedRegion] = []
         self._ids = _Ids()
-        self._failed: list[WriteFailed] = []
+        self._failed: list[WriteFailed | ReadFailed] = []
         self._held: list[_HeldNotice] = []
+        self._held_reads: list[_HeldRead] = []
+        self._spoilings: dict[TransferId, _Spoiling] = {}
 
     def expose(self, region: PagedRegion) -> RegionDescriptor:
         self._regions[region.handle] = region
@@ -144,23 +171,47 @@ class FaultyTransport:
                 self._failed.append(WriteFailed(transfer, TransferError("a fault on purpose")))
                 return transfer
             case Fault.SWAP_PAGES:
-                write = self._swap_pages(write)
+                write = replace(write, copies=self._swap_pages(write.copies))
             case Fault.FLIP_BIT | Fault.ZERO_PAGE as fault:
                 write = self._spoil_page(write, fault)
             case _:
                 pass
-        inner = self._inner.submit(write)
-        transfer = self._ids.give()
-        self._ids.outer[inner] = transfer
-        return transfer
+        return self._ids.give(self._inner.submit(write))
+
+    def read(self, read: PageRead) -> TransferId:
+        match self._draw(_READ_FAULTS):
+            case Fault.FAIL_SUBMIT:
+                self.injected[Fault.FAIL_SUBMIT] += 1
+                transfer = self._ids.give()
+                self._failed.append(ReadFailed(transfer, TransferError("a fault on purpose")))
+                return transfer
+            case Fault.DELAY_READ:
+                self.injected[Fault.DELAY_READ] += 1
+                transfer = self._ids.give()
+                self._held_reads.append(_HeldRead(transfer, read, self._plan.delay_polls))
+                return transfer
+            case Fault.SWAP_PAGES:
+                read = replace(read, copies=self._swap_pages(read.copies))
+            case Fault.FLIP_BIT | Fault.ZERO_PAGE as fault:
+                transfer = self._ids.give(self._inner.read(read))
+                self._spoilings[transfer] = _Spoiling(read, fault)
+                return transfer
+            case _:
+                pass
+        return self._ids.give(self._inner.read(read))
 
     def poll(self) -> list[TransferEvent]:
+        self._begin_overdue_reads()
         events: list[TransferEvent] = [*self._failed]
         self._failed.clear()
         for event in self._inner.poll():
             match event:
                 case WriteCompleted(transfer) | WriteFailed(transfer):
                     events.append(replace(event, transfer=self._ids.outer.pop(transfer)))
+                case ReadCompleted(inner) | ReadFailed(inner):
+                    transfer = self._ids.outer.pop(inner)
+                    self._spoil_read(transfer)
+                    events.append(replace(event, transfer=transfer))
                 case Arrived():
                     events += self._take_notice(event)
                 case WindowQuiescent():
@@ -176,6 +227,7 @@ class FaultyTransport:
         self._inner.close()
         self._failed.clear()
         self._held.clear()
+        self._held_reads.clear()
         while self._clones:
             release_region(self._clones.pop())
 
@@ -218,36 +270,51 @@ class FaultyTransport:
         self._held = [held for held in self._held if held.num_polls_left >= 0]
         return [held.event for held in overdue]
 
-    def _swap_pages(self, write: PageWrite) -> PageWrite:
-        """The write with two destinations exchanged, if some group has two."""
-        groups = list(write.copies.groups)
-        for index, group in enumerate(groups):
-            if len(group.dst_pages) >= 2:
-                one, other = self._random.sample(range(len(group.dst_pages)), 2)
-                dst_pages = group.dst_pages.copy()
-                dst_pages[[one, other]] = dst_pages[[other, one]]
-                groups[index] = CopyGroup(group.src_pages, dst_pages, group.spans)
-                self.injected[Fault.SWAP_PAGES] += 1
-                return replace(write, copies=replace(write.copies, groups=tuple(groups)))
-        return write
+    def _begin_overdue_reads(self) -> None:
+        for held in self._held_reads:
+            held.num_polls_left -= 1
+        overdue = [held for held in self._held_reads if held.num_polls_left < 0]
+        self._held_reads = [held for held in self._held_reads if held.num_polls_left >= 0]
+        for held in overdue:
+            try:
+                self._ids.outer[self._inner.read(held.read)] = held.transfer
+            except TransferError as exc:  # the remote may be gone by now
+                self._failed.append(ReadFailed(held.transfer, exc))
+
+    def _swap_pages(self, copies: PageCopies) -> PageCopies:
+        """The copies with two destinations exchanged, if some group has two."""
+        swapped = swap_pages(copies, self._random)
+        if swapped is None:
+            return copies
+        self.injected[Fault.SWAP_PAGES] += 1
+        return swapped
 
     def _spoil_page(self, write: PageWrite, fault: Fault) -> PageWrite:
         """The write from a copy of its source in which one page is spoilt."""
-        groups = [group for group in write.copies.groups if group.num_bytes]
-        if not groups:
+        piece = choose_piece(write.copies, self._random, side=0)
+        if piece is None:
             return write
-        group = self._random.choice(groups)
-        page = int(self._random.choice(group.src_pages))
-        start, _, num_bytes = (int(value) for value in self._random.choice(group.spans))
         region, pages = self._clone(write)
-        piece = pages[page, start : start + num_bytes]
-        if fault is Fault.ZERO_PAGE and piece.any():
-            piece[:] = 0
-        else:
-            fault = Fault.FLIP_BIT
-            piece[self._random.randrange(num_bytes)] ^= 1 << self._random.randrange(8)
-        self.injected[fault] += 1
+        self._spoil(pages, piece, fault)
         return replace(write, region=region.handle)
+
+    def _spoil_read(self, transfer: TransferId) -> None:
+        """Make wrong what was read, before the owner hears of it."""
+        spoiling = self._spoilings.pop(transfer, None)
+        if spoiling is None:
+            return
+        read = spoiling.read
+        piece = choose_piece(read.copies, self._random, side=1)
+        if piece is not None:
+            region = self._regions[read.region]
+            pages = view_pages(region.memory, region.arrays[read.copies.layer])
+            self._spoil(pages, piece, spoiling.fault)
+
+    def _spoil(self, pages: NDArray[np.uint8], piece: Piece, fault: Fault) -> None:
+        to_zeros = fault is Fault.ZERO_PAGE and try_zero(pages, piece)
+        if not to_zeros:
+            flip_bit(pages, piece, self._random)
+        self.injected[Fault.ZERO_PAGE if to_zeros else Fault.FLIP_BIT] += 1
 
     def _clone(self, write: PageWrite) -> tuple[PagedRegion, NDArray[np.uint8]]:
         """A region like the write's source, exposed, that holds the pages the write reads."""

@@ -11,7 +11,7 @@ import numpy as np
 
 from baton.ids import new_ticket_id
 from baton.kv.copies import CopyGroup, PageCopies
-from baton.transfer.interface import Attached, PageWrite, RemoteLost, Window
+from baton.transfer.interface import Attached, PageRead, PageWrite, RemoteLost, Window
 from baton.transfer.region import release_region, view_pages
 
 if TYPE_CHECKING:
@@ -69,7 +69,10 @@ class Side:
 
 @dataclass(slots=True)
 class TransportPair:
-    """`writer` writes into windows of `reader`. Each side's events, in order, are kept."""
+    """`writer` attaches to `reader`'s region, and writes into windows of it (or reads from it).
+
+    Each side's events, in order, are kept.
+    """
 
     writer: Side
     reader: Side
@@ -137,6 +140,10 @@ class TransportPair:
         """A write from the writer's region; not submitted."""
         copies = PageCopies(array, tuple(groups))
         return PageWrite(remote, window, self.writer.region.handle, copies, notice)
+
+    def read(self, remote: RemoteId, groups: Sequence[CopyGroup], *, array: int = 0) -> PageRead:
+        """The other way round: from the reader's region into the writer's; not submitted."""
+        return PageRead(remote, self.writer.region.handle, PageCopies(array, tuple(groups)))
 
     def seen(self, kind: type[E]) -> list[E]:
         """All events of one type so far, the writer's first."""

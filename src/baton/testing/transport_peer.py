@@ -1,15 +1,17 @@
-"""A writer in a process of its own: `python -m baton.testing.transport_peer`.
+"""A peer in a process of its own: `python -m baton.testing.transport_peer`.
 
-Reads one JSON line (`PeerTask`) from its standard input, attaches, and writes into the window's
-pages, all of them each time, filled with a byte that changes from write to write. It goes on
-whatever happens to its writes, until its input ends; then it detaches and leaves.
+Reads one JSON line from its standard input. A `PeerTask` makes it a writer: it attaches, and writes
+into the window's pages, all of them each time, filled with a byte that changes from write to write.
+It goes on whatever happens to its writes, until its input ends; then it detaches and leaves. An
+`OwnerTask` makes it an owner: it exposes a region full of `OWNED_BYTE`, says the descriptor in one
+JSON line, and polls until its input ends.
 """
 
 from __future__ import annotations
 
 import select
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, assert_never
 
 import msgspec
 import numpy as np
@@ -35,10 +37,11 @@ if TYPE_CHECKING:
     from baton.transfer.interface import PagedRegion, Transport
 
 MAX_UNFINISHED = 4
+OWNED_BYTE = 0xA5
 
 
-class PeerTask(msgspec.Struct, frozen=True):
-    """What a peer process is to do. `num_pages` of array 0 are written, from page 0 on."""
+class PeerTask(msgspec.Struct, frozen=True, tag="write"):
+    """What a writer is to do. `num_pages` of array 0 are written, from page 0 on."""
 
     kind: str
     key_hex: str
@@ -48,13 +51,48 @@ class PeerTask(msgspec.Struct, frozen=True):
     num_pages: int
 
 
+class OwnerTask(msgspec.Struct, frozen=True, tag="own"):
+    """What an owner is to expose: one array for each `(num_pages, page_bytes)`."""
+
+    kind: str
+    key_hex: str
+    epoch: Epoch
+    shapes: tuple[tuple[int, int], ...]
+
+
 def main() -> None:
     """Do the task on standard input."""
-    task = msgspec.json.decode(sys.stdin.buffer.readline(), type=PeerTask)
+    task: PeerTask | OwnerTask = msgspec.json.decode(
+        sys.stdin.buffer.readline(), type=PeerTask | OwnerTask
+    )
     context = TransportContext(
         ClusterKey.from_hex(task.key_hex), task.epoch, "127.0.0.1", MachineClock()
     )
     transport = TRANSPORTS.build(task.kind, {})(context)
+    match task:
+        case PeerTask():
+            be_writer(transport, task)
+        case OwnerTask():
+            be_owner(transport, task)
+        case unknown:
+            assert_never(unknown)
+
+
+def be_owner(transport: Transport, task: OwnerTask) -> None:
+    """Expose a region and say so, until the input ends."""
+    region = allocate_shared_region(task.shapes)
+    for array in region.arrays:
+        view_pages(region.memory, array)[:] = OWNED_BYTE
+    sys.stdout.buffer.write(msgspec.json.encode(transport.expose(region)) + b"\n")
+    sys.stdout.buffer.flush()
+    while not select.select([sys.stdin], [], [], 0)[0]:
+        wait_for_events(transport)
+    transport.close()
+    release_region(region)
+
+
+def be_writer(transport: Transport, task: PeerTask) -> None:
+    """Attach, write until the input ends, leave."""
     shapes = [(array.num_pages, array.page_bytes) for array in task.descriptor.arrays]
     region = allocate_shared_region(shapes)
     transport.expose(region)

@@ -6,6 +6,10 @@ admits writes into a *window*: a ticket id, the pages it covers and the one life
 that may write. What a transport can not recall it must be able to wait for: after `close_window`
 it reports `WindowQuiescent` once, when nothing can land in that window any more.
 
+A read copies pages of a peer's region into pages of a local one, where the transport can
+(`Capabilities.reads`). It needs no window and no notice: the reader itself knows when it is done,
+and no peer's hand is in its pages.
+
 Every transport is owned by one thread (the handoff agent's); nothing here blocks except where it
 says so, and nothing calls back: results are returned from `poll`.
 """
@@ -79,6 +83,7 @@ class Capabilities(msgspec.Struct, frozen=True):
     memory: tuple[MemoryKind, ...]
     same_host_only: bool
     encrypted: bool = False
+    reads: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,15 +108,24 @@ class PageWrite:
 
 
 @dataclass(frozen=True, slots=True)
+class PageRead:
+    """Copy `copies` (page indices of the remote region → of the local one)."""
+
+    remote: RemoteId
+    region: RegionHandle
+    copies: PageCopies
+
+
+@dataclass(frozen=True, slots=True)
 class Attached:
-    """The peer's region can be written from now on."""
+    """The peer's region can be written, or read, from now on."""
 
     remote: RemoteId
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteLost:
-    """Attaching failed, or the connection to the peer broke. Its writes fail one by one."""
+    """Attaching failed, or the connection to the peer broke. Transfers fail one by one."""
 
     remote: RemoteId
     error: TransferError
@@ -134,6 +148,22 @@ class WriteFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class ReadCompleted:
+    """The peer's pages, as they were at some moment since the submission, are in the local ones."""
+
+    transfer: TransferId
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReadFailed:
+    """This read did not complete; some local pages may have changed, none will from now on."""
+
+    transfer: TransferId
+    error: TransferError
+
+
+@dataclass(frozen=True, slots=True)
 class Arrived:
     """A peer's write into `window` is in place; `notice` is untrusted bytes from the peer."""
 
@@ -149,7 +179,14 @@ class WindowQuiescent:
 
 
 TransferEvent: TypeAlias = (
-    Attached | RemoteLost | WriteCompleted | WriteFailed | Arrived | WindowQuiescent
+    Attached
+    | RemoteLost
+    | WriteCompleted
+    | WriteFailed
+    | ReadCompleted
+    | ReadFailed
+    | Arrived
+    | WindowQuiescent
 )
 
 
@@ -223,6 +260,19 @@ class Transport(Protocol):
         Raises:
             TransferError: unknown remote or one that is still attaching, a region that was not
                 exposed here, a page out of range, or a notice too long.
+        """
+        ...
+
+    def read(self, read: PageRead) -> TransferId:
+        """Post a read; `ReadCompleted` or `ReadFailed` follows once from `poll`.
+
+        The peer's pages are read whenever the transport gets to it: that they hold still until
+        then is the peer's promise to its handoff, and digests tell if it was kept.
+
+        Raises:
+            TransferError: this transport does not read (`Capabilities.reads`), unknown remote or
+                one that is still attaching, a region that was not exposed here, or a page out of
+                range.
         """
         ...
 

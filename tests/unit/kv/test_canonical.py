@@ -75,3 +75,17 @@ def test_pages_of_another_size_are_refused() -> None:
         pages = np.zeros((2, num_bytes), dtype=np.uint8)
         with pytest.raises(InvalidLayoutError, match=f"{num_bytes} bytes"):
             read_canonical(SEQUENCE, 0, pages, start=0, stop=3)
+
+
+def test_opaque_pages_have_no_canonical_order() -> None:
+    opaque = msgspec.structs.replace(LAYOUT, order="opaque", arrangement="engine/isa")
+    sequence = PagedSequence(opaque, SEQUENCE.table)
+    pages = np.zeros((2, 12), dtype=np.uint8)
+    says = "pages arranged as engine/isa are opaque"
+    with pytest.raises(InvalidLayoutError, match=says):
+        canonical_bytes(sequence, 0, 1)
+    with pytest.raises(InvalidLayoutError, match=says):
+        read_canonical(sequence, 0, pages, start=0, stop=1)
+    with pytest.raises(InvalidLayoutError, match=says):
+        write_canonical(sequence, 0, pages, np.ones(12, dtype=np.uint8), start=0)
+    assert not pages.any()

@@ -84,6 +84,33 @@ def test_shards_that_do_not_meet_exchange_nothing() -> None:
     assert copies.groups == ()
 
 
+OPAQUE = msgspec.structs.replace(LAYOUT, order="opaque", arrangement="a")
+
+
+def test_opaque_pages_are_copied_whole_whatever_the_tokens() -> None:
+    copies = compute_page_copies(
+        paged(OPAQUE, [7, 3, 5]), paged(OPAQUE, [0, 9, 1]), 0, start=3, stop=9
+    )
+    assert all(g.spans.tolist() == [[0, 0, PAGE_BYTES]] for g in copies.groups)
+    pairs = {(s, d) for g in copies.groups for s, d in zip(g.src_pages, g.dst_pages, strict=True)}
+    assert pairs == {(7, 0), (3, 9), (5, 1)}
+    assert copies.num_pages == 3
+
+
+def test_an_opaque_shard_gets_the_units_of_its_heads() -> None:
+    shard = msgspec.structs.replace(OPAQUE, shard=TensorParallelShard(1, 2))
+    copies = compute_page_copies(paged(OPAQUE, [0]), paged(shard, [0]), 0, start=1, stop=2)
+    assert copies.groups[0].spans.tolist() == [[PAGE_BYTES // 2, 0, PAGE_BYTES // 2]]
+
+
+def test_an_opaque_latent_page_is_one_unit_on_every_shard() -> None:
+    latent = KVLayout.mla(1, 24, block_size=4, dtype="int8")
+    latent = msgspec.structs.replace(latent, order="opaque", arrangement="a")
+    shard = msgspec.structs.replace(latent, shard=TensorParallelShard(3, 4))
+    copies = compute_page_copies(paged(latent, [0]), paged(shard, [2]), 0, start=0, stop=3)
+    assert copies.groups[0].spans.tolist() == [[0, 0, 4 * 24]]
+
+
 def test_an_empty_range_copies_nothing() -> None:
     copies = compute_page_copies(paged(LAYOUT, []), paged(LAYOUT, []), 0, start=5, stop=5)
     assert copies == PageCopies(0, ())

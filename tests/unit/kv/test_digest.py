@@ -45,6 +45,25 @@ def test_a_whole_canonical_page_is_digested_as_it_lies() -> None:
     assert compute_digests(paged(LAYOUT, [2, 1]), 0, PAGES, bounds) == expected
 
 
+OPAQUE = msgspec.structs.replace(LAYOUT, order="opaque", arrangement="a")
+UNIT_BYTES = LAYOUT.page_bytes(0) // 4
+
+
+@pytest.mark.parametrize(
+    ("heads", "first", "stop"),
+    [(None, 0, 4), (range(4), 0, 4), (range(1, 3), 1, 3), (range(2, 9), 2, 4), (range(0), 0, 0)],
+)
+def test_a_digest_of_an_opaque_page_covers_the_units_as_they_lie(
+    heads: range | None, first: int, stop: int
+) -> None:
+    bounds = np.array([2, 4, 8, 9], dtype=np.int64)
+    expected = b"".join(
+        xxh3_128_digest(PAGES[page, first * UNIT_BYTES : stop * UNIT_BYTES].tobytes())
+        for page in (5, 0, 3)
+    )
+    assert compute_digests(paged(OPAQUE, [5, 0, 3]), 0, PAGES, bounds, heads=heads) == expected
+
+
 def test_no_piece_no_digest() -> None:
     assert compute_digests(paged(LAYOUT, []), 0, PAGES, np.array([3], dtype=np.int64)) == b""
 

@@ -70,6 +70,50 @@ def test_the_model_may_not(other: KVLayout, says: tuple[str, ...]) -> None:
     assert caught.value.differences == says
 
 
+OPAQUE = msgspec.structs.replace(LAYOUT, order="opaque", arrangement="engine/isa/a")
+
+
+@pytest.mark.parametrize(
+    "other",
+    [OPAQUE, msgspec.structs.replace(OPAQUE, shard=TensorParallelShard(1, 2))],
+    ids=["the same", "another shard"],
+)
+def test_opaque_pages_may_differ_in_their_shard(other: KVLayout) -> None:
+    check_exchangeable(OPAQUE, other)
+
+
+@pytest.mark.parametrize(
+    ("other", "says"),
+    [
+        (
+            LAYOUT,
+            ("page order: opaque (engine/isa/a) at the source, canonical at the destination",),
+        ),
+        (
+            msgspec.structs.replace(OPAQUE, arrangement="engine/isa/b"),
+            ("arrangement: engine/isa/a at the source, engine/isa/b at the destination",),
+        ),
+        (
+            msgspec.structs.replace(OPAQUE, block_size=32),
+            ("block size of opaque pages: 16 at the source, 32 at the destination",),
+        ),
+        (
+            msgspec.structs.replace(OPAQUE, dtype="float16", arrangement="b", block_size=8),
+            (
+                "dtype: bfloat16 at the source, float16 at the destination",
+                "arrangement: engine/isa/a at the source, b at the destination",
+                "block size of opaque pages: 16 at the source, 8 at the destination",
+            ),
+        ),
+    ],
+)
+def test_opaque_pages_may_differ_in_nothing_else(other: KVLayout, says: tuple[str, ...]) -> None:
+    assert find_differences(OPAQUE, other) == says
+    assert len(find_differences(other, OPAQUE)) == len(says)
+    with pytest.raises(LayoutMismatchError):
+        check_exchangeable(other, OPAQUE)
+
+
 def test_shared_heads() -> None:
     assert shared_heads(sharded(1, 2), sharded(2, 4), 0) == range(4, 6)
     assert len(shared_heads(sharded(0, 2), sharded(3, 4), 0)) == 0

@@ -95,6 +95,32 @@ def test_an_impossible_layout_cannot_be_made(build: Callable[[], object], says: 
     assert isinstance(caught.value, ConfigError)
 
 
+@pytest.mark.parametrize("arrangement", ["", "x" * 129, "a\nb", "\x1b[2J"])
+def test_an_opaque_layout_names_its_arrangement(arrangement: str) -> None:
+    with pytest.raises(InvalidLayoutError, match="names its arrangement in 1 to 128 printable"):
+        msgspec.structs.replace(LLAMA_8B, order="opaque", arrangement=arrangement)
+
+
+@pytest.mark.parametrize("order", ["canonical", "heads_first"])
+def test_other_layouts_have_no_arrangement(order: str) -> None:
+    with pytest.raises(InvalidLayoutError, match=f"{order} order have no arrangement"):
+        msgspec.structs.replace(LLAMA_8B, order=order, arrangement="a")
+
+
+def test_an_opaque_layer_is_latent_or_has_heads() -> None:
+    mixed = LayerLayout((Plane("k", 2, 4), Plane("latent", 1, 8)))
+    with pytest.raises(InvalidLayoutError, match="latent or has heads, not both"):
+        KVLayout((mixed,), 16, "int8", "opaque", arrangement="a")
+    KVLayout((mixed,), 16, "int8")
+
+
+def test_an_opaque_layout_is_as_large_as_any() -> None:
+    opaque = msgspec.structs.replace(LLAMA_8B, order="opaque", arrangement="x" * 128)
+    assert opaque.page_bytes(0) == LLAMA_8B.page_bytes(0)
+    assert opaque.fingerprint() != msgspec.structs.replace(opaque, arrangement="y").fingerprint()
+    assert msgspec.json.decode(msgspec.json.encode(opaque), type=KVLayout) == opaque
+
+
 def test_a_peers_impossible_layout_does_not_decode() -> None:
     raw = msgspec.json.encode(LLAMA_8B).replace(b'"block_size":16', b'"block_size":-16')
     with pytest.raises(msgspec.ValidationError, match=r"block_size: -16 is not in \[1, 65536\]"):
@@ -116,9 +142,9 @@ def test_a_layout_survives_the_wire_with_its_fingerprint() -> None:
 
 
 def test_the_fingerprint_is_fixed() -> None:
-    """Golden: workers of two versions compare it."""
+    """Golden: workers of two versions compare it. It changed when `arrangement` was added."""
     assert LLAMA_8B.fingerprint() == (
-        "915bd2130235d7da36f67992dbb1e079147956295801f66ab7bef9c483ab273f"
+        "063dbf20c979c4167388202e9ed9549c216a2d8510d3cf6d91113c85edf92357"
     )
 
 
@@ -128,6 +154,7 @@ def test_the_fingerprint_is_fixed() -> None:
         msgspec.structs.replace(LLAMA_8B, block_size=32),
         msgspec.structs.replace(LLAMA_8B, dtype="float16"),
         msgspec.structs.replace(LLAMA_8B, order="heads_first"),
+        msgspec.structs.replace(LLAMA_8B, order="opaque", arrangement="a"),
         msgspec.structs.replace(LLAMA_8B, shard=TensorParallelShard(0, 2)),
         KVLayout.gqa(31, 8, 128, block_size=16, dtype="bfloat16"),
     ],

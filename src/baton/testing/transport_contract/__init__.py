@@ -6,24 +6,28 @@ one process and are polled when their descriptors say so; `process` adds a secon
 File map:
     kit.py        how transports are built, what is checked after each write
     moving.py     what is moved lands where it should, and is reported once
+    reading.py    what is read, where a transport reads (`Capabilities.reads`)
     windows.py    permission, and its end
     peers.py      connections begin and end
     strangers.py  what may come over a fresh connection
-    process.py    a writer in another process, which is stopped and killed
+    process.py    a writer, or an owner, in another process, which is stopped and killed
 """
 
 from baton.testing.transport_contract.moving import MovingContract
 from baton.testing.transport_contract.peers import PeerContract
-from baton.testing.transport_contract.process import ProcessContract
+from baton.testing.transport_contract.process import OwnerContract, ProcessContract
+from baton.testing.transport_contract.reading import ReadingContract, ReadRefusalContract
 from baton.testing.transport_contract.strangers import StrangerContract
 from baton.testing.transport_contract.windows import WindowContract
 
 
-class TransportContract(MovingContract, WindowContract, PeerContract):
+class TransportContract(
+    MovingContract, ReadingContract, ReadRefusalContract, WindowContract, PeerContract
+):
     """What can be asked of any transport, also of a wrapped one. A subclass names its `kind`."""
 
 
-class NetworkTransportContract(TransportContract, StrangerContract, ProcessContract):
+class NetworkTransportContract(TransportContract, StrangerContract, ProcessContract, OwnerContract):
     """More, for installed transports that listen: a subclass says how a stranger reaches them."""
 
 

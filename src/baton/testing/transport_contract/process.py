@@ -1,4 +1,4 @@
-"""A writer in another process, which is stopped, killed, or goes away in peace, in mid-write."""
+"""A writer, or an owner, in another process: stopped, killed, or gone in peace, in mid-transfer."""
 
 from __future__ import annotations
 
@@ -7,25 +7,39 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import IO, TYPE_CHECKING, Self
 
 import msgspec
 import numpy as np
+import pytest
 
 from baton.ids import new_epoch, new_ticket_id
+from baton.kv.copies import PageCopies
 from baton.testing.transport_contract.kit import TransportKit
-from baton.testing.transport_pair import TIMEOUT_S, Side
-from baton.testing.transport_peer import PeerTask
-from baton.transfer.interface import Arrived, Window, WindowQuiescent
+from baton.testing.transport_pair import TIMEOUT_S, Side, whole_pages
+from baton.testing.transport_peer import OWNED_BYTE, OwnerTask, PeerTask
+from baton.transfer.interface import (
+    Arrived,
+    Attached,
+    PageRead,
+    ReadCompleted,
+    ReadFailed,
+    RegionDescriptor,
+    RemoteLost,
+    Window,
+    WindowQuiescent,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from baton.authority.key import ClusterKey
+    from baton.transfer.interface import TransferId
 
 SHAPES = ((256, 65_536),)
 """16 MiB: a write takes long enough to be interrupted."""
 NUM_WRITES_BEFORE = 5
+NUM_READS = 3
 PATIENCE_S = 0.3
 
 
@@ -66,6 +80,101 @@ class ProcessContract(TransportKit):
             writer.leave()
             writer.reader.transport.close_window(writer.window)
             writer.check_quiescent()
+
+
+class OwnerContract(TransportKit):
+    """What the end of the owner's process means to a reader of its region."""
+
+    def test_reads_from_an_owner_that_is_killed_complete_or_fail(self) -> None:
+        with OwnerProcess(self.make_side(SHAPES), self.key) as owner:
+            first = [owner.read() for _ in range(NUM_READS)]
+            owner.kill()
+            later = [owner.read() for _ in range(NUM_READS)]
+            owner.pump(lambda: owner.is_lost and owner.num_ended == 2 * NUM_READS)
+            last = owner.read()
+            owner.pump(lambda: owner.num_ended == 2 * NUM_READS + 1)
+            assert [event.transfer for event in owner.ended] == [*first, *later, last]
+            assert isinstance(owner.ended[-1], ReadFailed)
+            owner.check_bytes()
+
+
+class OwnerProcess:
+    """A `transport_peer` whose region `reader` attached; closing this ends it."""
+
+    def __init__(self, reader: Side, key: ClusterKey) -> None:
+        self.reader = reader
+        self.events: list[object] = []
+        if not reader.transport.capabilities.reads:
+            reader.close()
+            pytest.skip("this transport does not read")
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "baton.testing.transport_peer"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        task = OwnerTask(reader.transport.kind, key.secret.hex(), new_epoch(), SHAPES)
+        self._stdin, self._stdout = _pipes(self._process)
+        self._stdin.write(msgspec.json.encode(task) + b"\n")
+        self._stdin.flush()
+        descriptor = msgspec.json.decode(self._stdout.readline(), type=RegionDescriptor)
+        self.remote = reader.transport.attach(descriptor)
+
+    def __enter__(self) -> Self:
+        self.pump(lambda: Attached(self.remote) in self.events)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._process.poll() is None:
+            self._process.kill()
+        self._process.wait(TIMEOUT_S)
+        self._stdin.close()
+        self._stdout.close()
+        self.reader.close()
+
+    @property
+    def ended(self) -> list[ReadCompleted | ReadFailed]:
+        """What was reported of reads, in order."""
+        return [event for event in self.events if isinstance(event, ReadCompleted | ReadFailed)]
+
+    @property
+    def num_ended(self) -> int:
+        """Reads of which something was reported."""
+        return len(self.ended)
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the owner's end was noticed."""
+        return any(isinstance(event, RemoteLost) for event in self.events)
+
+    def read(self) -> TransferId:
+        """Post a read of all pages."""
+        array = self.reader.region.arrays[0]
+        pages = range(array.num_pages)
+        copies = PageCopies(0, (whole_pages(pages, pages, array.page_bytes),))
+        return self.reader.transport.read(PageRead(self.remote, self.reader.region.handle, copies))
+
+    def kill(self) -> None:
+        """SIGKILL, and proof that it was that which ended the process."""
+        self._process.kill()
+        assert self._process.wait(TIMEOUT_S) == -signal.SIGKILL
+
+    def check_bytes(self) -> None:
+        """What was read is what the owner had."""
+        assert (self.reader.pages() == OWNED_BYTE).all()
+
+    def pump(self, until: Callable[[], bool]) -> None:
+        """Poll until something is the case."""
+        deadline = time.monotonic() + TIMEOUT_S  # noqa: TID251 -- real processes, real time
+        while not until():
+            assert time.monotonic() < deadline, self.events[-3:]  # noqa: TID251 -- see above
+            self.events += self.reader.transport.poll()
+            time.sleep(0.001)
+
+
+def _pipes(process: subprocess.Popen[bytes]) -> tuple[IO[bytes], IO[bytes]]:
+    assert process.stdin is not None
+    assert process.stdout is not None
+    return process.stdin, process.stdout
 
 
 class WriterProcess:

@@ -1,17 +1,16 @@
-"""`shared`: one host's memory, written in place by the peer.
+"""`shared`: one host's memory, written or read in place by the peer.
 
-Enters: whole page index lists and their notice. Leaves: stores into the receiver's pages, then a
-notice over a Unix socket; on the other side `Arrived`, and quiescence by answer or proof of death.
+Enters: whole page index lists and, of a write, its notice. Leaves: stores into the receiver's
+pages, then a notice over a Unix socket; on the other side `Arrived`, and quiescence by answer or
+proof of death. Of a read: the peer's bytes in this side's pages; the other side hears nothing.
 
 File map:
     options.py     what an operator may say
     transport.py   `SharedTransport`: the contract, listening, admission
     wire.py        the messages, and their bounds
-    ledger.py      who may still store into which window (pure)
-    remote.py      the writing end: one peer's region, mapped here
+    remote.py      the writing, or reading, end: one peer's region, mapped here
     mapping.py     a peer's pages in this process' address space
     inbound.py     the receiving end: what one writer says, and whether it lives
-    processes.py   proof of a writer's death
 """
 
 from functools import partial

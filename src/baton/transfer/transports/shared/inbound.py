@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final, assert_never
 from baton.ids import TicketId
 from baton.transfer.interface import Arrived
 from baton.transfer.messages import encode
-from baton.transfer.transports.shared.processes import open_peer_process
+from baton.transfer.processes import open_peer_process
 from baton.transfer.transports.shared.wire import (
     Ask,
     Attached,
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from baton.transfer.channel import Channel
     from baton.transfer.connection import Connection
     from baton.transfer.interface import PagedRegion, Window
+    from baton.transfer.ledger import WindowLedger, WriterId
     from baton.transfer.reactor import Reactor
-    from baton.transfer.transports.shared.ledger import WindowLedger, WriterId
 
 MAX_LAST_WORDS_STEPS: Final = 64
 

@@ -47,7 +47,8 @@ class PeerPages:
 
         What was not entered when it is first written costs a page fault for each 4 KiB, in the
         middle of a handoff: a first write took eight times as long as a later one
-        (benchmarks/bench_page_faults.py).
+        (benchmarks/bench_page_faults.py). The peer committed the memory, so for one that is only
+        read nothing else happens here either.
         """
         start = self._num_faulted_bytes
         if start >= len(self._mapping):

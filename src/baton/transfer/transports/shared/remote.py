@@ -1,4 +1,4 @@
-"""The writing end: one peer's region, mapped here."""
+"""The writing, or reading, end: one peer's region, mapped here."""
 
 from __future__ import annotations
 
@@ -11,7 +11,13 @@ from baton.ids import TicketId
 from baton.kv.copies import apply_copies
 from baton.transfer.framing import encode_frame
 from baton.transfer.interface import Attached as AttachedEvent
-from baton.transfer.interface import RemoteLost, WriteCompleted, WriteFailed
+from baton.transfer.interface import (
+    ReadCompleted,
+    ReadFailed,
+    RemoteLost,
+    WriteCompleted,
+    WriteFailed,
+)
 from baton.transfer.messages import encode
 from baton.transfer.region import view_pages
 from baton.transfer.transports.shared.mapping import PeerPages
@@ -37,6 +43,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from baton.ids import Epoch
+    from baton.kv.copies import PageCopies
     from baton.transfer.channel import Channel
     from baton.transfer.connection import Connection
     from baton.transfer.interface import (
@@ -111,8 +118,25 @@ class Remote:
         else:
             self._carry_out(_Held(transfer, write, region), window)
 
+    def read(self, transfer: TransferId, copies: PageCopies, region: PagedRegion) -> None:
+        """Copy checked pages of the peer into `region`, now; the event says how it went.
+
+        The mapping outlives the peer's process, so a peer that was killed and not missed yet is
+        read as it was when it died.
+        """
+        if self._connection is not None and self._loss is None:
+            self._connection.step()  # the peer may just have gone
+        if self._loss is not None:
+            self._reactor.report(ReadFailed(transfer, self._loss))
+            return
+        if self._pages is None:
+            raise TransferError("this remote is not attached yet")
+        target = view_pages(region.memory, region.arrays[copies.layer])
+        apply_copies(copies, self._pages.view(copies.layer), target)
+        self._reactor.report(ReadCompleted(transfer, copies.num_bytes))
+
     def prefault(self) -> bool:
-        """Prepare the next slice of the peer's memory for writing; whether there was one."""
+        """Enter the next slice of the peer's memory into the page table; whether there was one."""
         return self._pages is not None and self._pages.prefault()
 
     def lose(self, error: TransferError) -> None:

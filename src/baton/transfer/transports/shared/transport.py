@@ -1,7 +1,8 @@
-"""`shared`: one host's memory; the writer stores straight into the receiver's pages.
+"""`shared`: one host's memory; a peer stores into the owner's pages, or loads from them.
 
 The receiver hands its memfd to writers that proved the key. It cannot stop a writer's hand, so it
 asks (`Close`, `Closed`), and believes nothing but an answer or the death of the writer's process.
+A reader is told of no window and keeps none waiting.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from baton.transfer.interface import (
     TransferId,
     WindowQuiescent,
 )
+from baton.transfer.ledger import WindowLedger, WriterId
 from baton.transfer.listening import Listener
 from baton.transfer.messages import encode
 from baton.transfer.reactor import Reactor
 from baton.transfer.region import check_arrays
 from baton.transfer.transports.shared.inbound import Inbound
-from baton.transfer.transports.shared.ledger import WindowLedger, WriterId
 from baton.transfer.transports.shared.remote import Remote
 from baton.transfer.transports.shared.wire import (
     MAX_BODY_BYTES,
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from baton.transfer.connection import Connection
     from baton.transfer.interface import (
         PagedRegion,
+        PageRead,
         PageWrite,
         TransferEvent,
         TransportContext,
@@ -59,10 +61,10 @@ _ENDPOINT: Final = re.compile(r"baton-[0-9a-f]{32}")
 
 
 class SharedTransport:
-    """See `Transport`. Owner thread: whoever calls `poll`; `submit` copies the pages itself."""
+    """See `Transport`. Owner thread: whoever calls `poll`; `submit` and `read` copy the pages."""
 
     kind = "shared"
-    capabilities = Capabilities(memory=("shared",), same_host_only=True)
+    capabilities = Capabilities(memory=("shared",), same_host_only=True, reads=True)
 
     def __init__(self, options: SharedOptions, context: TransportContext) -> None:
         self._context = context
@@ -134,15 +136,19 @@ class SharedTransport:
 
     def submit(self, write: PageWrite) -> TransferId:
         """See `Transport`."""
-        remote = self._remotes.get(write.remote)
-        if remote is None or remote.is_attaching:
-            raise TransferError("this remote is not attached")
-        region = self._find_region(write.region)
+        remote, region = self._find_remote(write.remote), self._find_region(write.region)
         check_copies(write.copies, region.arrays, remote.descriptor.arrays)
         check_notice(write.notice)
-        self._num_transfers += 1
-        transfer = TransferId(self._num_transfers)
+        transfer = self._new_transfer()
         remote.submit(transfer, write, region)
+        return transfer
+
+    def read(self, read: PageRead) -> TransferId:
+        """See `Transport`."""
+        remote, region = self._find_remote(read.remote), self._find_region(read.region)
+        check_copies(read.copies, remote.descriptor.arrays, region.arrays)
+        transfer = self._new_transfer()
+        remote.read(transfer, read.copies, region)
         return transfer
 
     def poll(self) -> list[TransferEvent]:
@@ -213,6 +219,16 @@ class SharedTransport:
     def _forget(self, connection: Connection) -> None:
         if self._listener is not None:
             self._listener.forget(connection)
+
+    def _new_transfer(self) -> TransferId:
+        self._num_transfers += 1
+        return TransferId(self._num_transfers)
+
+    def _find_remote(self, id_: RemoteId) -> Remote:
+        remote = self._remotes.get(id_)
+        if remote is None or remote.is_attaching:
+            raise TransferError("this remote is not attached")
+        return remote
 
     def _find_region(self, handle: RegionHandle) -> PagedRegion:
         region = self._regions.get(handle)

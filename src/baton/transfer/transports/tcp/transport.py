@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from baton.transfer.connection import Connection
     from baton.transfer.interface import (
         PagedRegion,
+        PageRead,
         PageWrite,
         TransferEvent,
         TransportContext,
@@ -58,7 +59,7 @@ class TcpTransport:
     """See `Transport`. Its owner is the thread that calls `poll`."""
 
     kind = "tcp"
-    capabilities = Capabilities(memory=("host", "shared"), same_host_only=False)
+    capabilities = Capabilities(memory=("host", "shared"), same_host_only=False, reads=False)
 
     def __init__(self, options: TcpOptions, context: TransportContext) -> None:
         self._options, self._context = options, context
@@ -147,6 +148,11 @@ class TcpTransport:
         transfer = TransferId(self._num_transfers)
         remote.submit(transfer, write, region)
         return transfer
+
+    def read(self, read: PageRead) -> TransferId:
+        """See `Transport`: this one does not."""
+        del read
+        raise TransferError("tcp does not read a peer's pages; ask the peer to write them")
 
     def poll(self) -> list[TransferEvent]:
         """See `Transport`."""

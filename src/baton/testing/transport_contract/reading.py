@@ -1,0 +1,288 @@
+"""What is read from a peer's region is what it has, is reported once, and disturbs nobody.
+
+The side that attaches is the pair's `writer`: here it reads. The pair's `reader` is the owner of
+what is read.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+import pytest
+
+from baton.errors import TransferError
+from baton.ids import new_region_handle
+from baton.kv.copies import PageCopies
+from baton.testing.transport_contract.kit import (
+    NUM_PAGES,
+    PAGE_BYTES,
+    SHAPES,
+    SMALL_PAGE_BYTES,
+    TransportKit,
+    apply_slowly,
+    check_write,
+    random_groups,
+)
+from baton.testing.transport_pair import TransportPair, is_about, spans_of_pages, whole_pages
+from baton.transfer.interface import (
+    PageArray,
+    PageRead,
+    ReadCompleted,
+    ReadFailed,
+    RemoteId,
+    RemoteLost,
+)
+from baton.transfer.region import view_pages
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Sequence
+
+    from baton.kv.copies import CopyGroup
+    from baton.transfer.interface import RegionDescriptor, TransferId
+
+OTHER_SHAPES = ((NUM_PAGES, 3 * PAGE_BYTES), (NUM_PAGES, 640))
+"""Pages of other sizes: larger in one array, smaller in the other."""
+LARGE_PAGE_BYTES = 32_768
+LARGE_SHAPES = ((2048, LARGE_PAGE_BYTES),)
+ALL_PAGES = [whole_pages(range(NUM_PAGES), range(NUM_PAGES), PAGE_BYTES)]
+
+
+class ReadingKit(TransportKit):
+    """Pairs for reads; a test that asks for one is skipped for a transport that does not read."""
+
+    @pytest.fixture
+    def reading(self) -> Generator[TransportPair]:
+        """Two regions alike, both full of random bytes."""
+        yield from self.make_reading_pair(SHAPES, SHAPES)
+
+    @pytest.fixture
+    def unlike(self) -> Generator[TransportPair]:
+        """The owner's pages are larger in one array, and smaller in the other."""
+        yield from self.make_reading_pair(SHAPES, OTHER_SHAPES)
+
+    @pytest.fixture
+    def large(self) -> Generator[TransportPair]:
+        """64 MiB on either side."""
+        yield from self.make_reading_pair(LARGE_SHAPES, LARGE_SHAPES)
+
+    def make_reading_pair(
+        self, mine: Sequence[tuple[int, int]], theirs: Sequence[tuple[int, int]]
+    ) -> Generator[TransportPair]:
+        """Yields a pair whose regions have such arrays, and closes it."""
+        pair = TransportPair.of(self.make_side(mine), self.make_side(theirs))
+        try:
+            if not pair.writer.transport.capabilities.reads:
+                pytest.skip("this transport does not read")
+            pair.writer.fill(seed=1)
+            pair.reader.fill(seed=2)
+            yield pair
+        finally:
+            pair.close()
+
+
+class ReadingContract(ReadingKit):
+    """Reads, of transports that read; others refuse."""
+
+    def test_a_transport_that_does_not_read_says_so(self, pair: TransportPair) -> None:
+        if pair.writer.transport.capabilities.reads:
+            pytest.skip("this transport reads")
+        remote, before = pair.attach(), pair.writer.snapshot()
+        with pytest.raises(TransferError, match="does not read"):
+            pair.writer.transport.read(pair.read(remote, ALL_PAGES))
+        assert pair.writer.snapshot() == before
+
+    def test_scattered_pages_are_read(self, reading: TransportPair) -> None:
+        remote, rng = reading.attach(), np.random.default_rng(2)
+        sources, pages = rng.permutation(NUM_PAGES)[:40], rng.permutation(NUM_PAGES)[:40]
+        check_read(reading, remote, [whole_pages(sources, pages, PAGE_BYTES)])
+
+    def test_neighbouring_pages_are_read(self, reading: TransportPair) -> None:
+        """Runs that begin, break off and end at different places on the two sides."""
+        remote = reading.attach()
+        sources = [*range(5, 25), *range(40, 50), 63]
+        targets = [*range(30, 40), *range(50, 63), *range(8)]
+        check_read(reading, remote, [whole_pages(sources, targets, PAGE_BYTES)])
+
+    @pytest.mark.parametrize("seed", range(4))
+    def test_spans_are_read_between_pages_of_other_sizes(
+        self, unlike: TransportPair, seed: int
+    ) -> None:
+        remote, rng = unlike.attach(), np.random.default_rng(seed)
+        check_read(unlike, remote, random_groups(rng, 3 * PAGE_BYTES, PAGE_BYTES))
+        check_read(unlike, remote, random_groups(rng, 640, SMALL_PAGE_BYTES), array=1)
+
+    def test_a_read_without_pages_completes(self, reading: TransportPair) -> None:
+        check_read(reading, reading.attach(), [])
+
+    def test_a_large_read(self, large: TransportPair) -> None:
+        num_pages, _ = LARGE_SHAPES[0]
+        sources = np.random.default_rng(3).permutation(num_pages)
+        groups = [whole_pages(sources, range(num_pages), LARGE_PAGE_BYTES)]
+        transfer = large.writer.transport.read(large.read(large.attach(), groups))
+        large.pump(lambda: bool(large.seen(ReadCompleted)))
+        assert large.seen(ReadCompleted) == [ReadCompleted(transfer, num_pages * LARGE_PAGE_BYTES)]
+        assert (large.writer.pages() == large.reader.pages()[sources]).all()
+
+    def test_reads_and_writes_are_reported_once_each_by_their_own_name(
+        self, reading: TransportPair
+    ) -> None:
+        remote, window = reading.attach(), reading.open_window(range(NUM_PAGES))
+        transport = reading.writer.transport
+        reads: list[TransferId] = []
+        for _ in range(10):
+            reads.append(transport.read(reading.read(remote, ALL_PAGES)))
+            check_write(reading, remote, window, ALL_PAGES)
+        reading.pump(lambda: len(reading.seen(ReadCompleted)) == len(reads))
+        reading.settle()
+        assert sorted(event.transfer for event in reading.seen(ReadCompleted)) == reads
+        assert len(set(reads)) == len(reads)
+
+    def test_a_read_sees_what_the_owner_stored_before_it(self, reading: TransportPair) -> None:
+        remote = reading.attach()
+        for round_ in range(10):
+            reading.reader.pages()[:] = round_
+            check_read(reading, remote, ALL_PAGES)
+
+    def test_the_owner_hears_nothing_of_a_read(self, reading: TransportPair) -> None:
+        remote = reading.attach()
+        check_read(reading, remote, ALL_PAGES)
+        reading.settle()
+        assert not reading.reader_events
+
+
+class ReadRefusalContract(ReadingKit):
+    """Reads that are not taken, and reads that fail."""
+
+    @pytest.mark.parametrize(
+        "groups",
+        [
+            [whole_pages([NUM_PAGES], [0], PAGE_BYTES)],
+            [whole_pages([0], [NUM_PAGES], PAGE_BYTES)],
+            [whole_pages([-1], [0], PAGE_BYTES)],
+            [whole_pages([0], [-1], PAGE_BYTES)],
+            [whole_pages([0, 1], [0], PAGE_BYTES)],
+            [spans_of_pages([0], [0], [(1, 0, PAGE_BYTES)])],
+            [spans_of_pages([0], [0], [(0, 1, PAGE_BYTES)])],
+            [spans_of_pages([0], [0], [(0, 0, 0)])],
+            [spans_of_pages([0], [0], [(0, 0, PAGE_BYTES), (0, 0, 1)])],
+            [*ALL_PAGES, whole_pages([NUM_PAGES], [0], PAGE_BYTES)],
+        ],
+    )
+    def test_a_read_out_of_range_is_refused(
+        self, reading: TransportPair, groups: list[CopyGroup]
+    ) -> None:
+        check_read_refused(reading, reading.read(reading.attach(), groups))
+
+    @pytest.mark.parametrize("array", [-1, 2])
+    def test_a_read_of_an_array_that_is_not_there_is_refused(
+        self, reading: TransportPair, array: int
+    ) -> None:
+        check_read_refused(reading, reading.read(reading.attach(), [], array=array))
+
+    def test_the_owners_region_bounds_a_read(self, unlike: TransportPair) -> None:
+        remote = unlike.attach()
+        beyond = spans_of_pages([0], [0], [(600, 0, 41)])
+        check_read_refused(unlike, unlike.read(remote, [beyond], array=1))
+        check_read(unlike, remote, [spans_of_pages([0], [0], [(600, 0, 40)])], array=1)
+
+    def test_the_readers_region_bounds_a_read(self, unlike: TransportPair) -> None:
+        remote = unlike.attach()
+        beyond = spans_of_pages([0], [0], [(0, 1, PAGE_BYTES)])
+        check_read_refused(unlike, unlike.read(remote, [beyond]))
+        check_read(unlike, remote, [spans_of_pages([0], [0], [(PAGE_BYTES + 1, 0, PAGE_BYTES)])])
+
+    def test_a_read_into_a_region_that_was_not_exposed_is_refused(
+        self, reading: TransportPair
+    ) -> None:
+        copies = PageCopies(0, tuple(ALL_PAGES))
+        check_read_refused(reading, PageRead(reading.attach(), new_region_handle(), copies))
+
+    def test_a_read_from_an_unknown_or_attaching_remote_is_refused(
+        self, reading: TransportPair
+    ) -> None:
+        check_read_refused(reading, reading.read(RemoteId(99), ALL_PAGES))
+        attaching = reading.writer.transport.attach(reading.reader.descriptor)
+        check_read_refused(reading, reading.read(attaching, ALL_PAGES))
+        detached = reading.attach()
+        reading.writer.transport.detach(detached)
+        check_read_refused(reading, reading.read(detached, ALL_PAGES))
+
+    def test_detaching_ends_reads_once(self, reading: TransportPair) -> None:
+        remote, transport = reading.attach(), reading.writer.transport
+        reads = [transport.read(reading.read(remote, ALL_PAGES)) for _ in range(5)]
+        transport.detach(remote)
+        reading.pump(lambda: len(ended(reading)) == len(reads))
+        reading.settle()
+        assert sorted(ended(reading)) == reads
+        check_read(reading, reading.attach(), ALL_PAGES)
+
+    def test_an_owner_that_leaves_is_lost_and_reads_fail(self, reading: TransportPair) -> None:
+        remote, transport = reading.attach(), reading.writer.transport
+        check_read(reading, remote, ALL_PAGES)
+        reading.reader.transport.close()
+        reading.pump(lambda: bool(reading.seen(RemoteLost)))
+        before = reading.writer.snapshot()
+        transfer = transport.read(reading.read(remote, ALL_PAGES))
+        reading.pump(lambda: bool(reading.seen(ReadFailed)))
+        assert [failed.transfer for failed in reading.seen(ReadFailed)] == [transfer]
+        assert reading.writer.snapshot() == before
+
+    @pytest.mark.parametrize(
+        "lie",
+        [
+            lambda true: msgspec.structs.replace(true, handle=new_region_handle()),
+            lambda true: msgspec.structs.replace(
+                true, arrays=(PageArray(0, PAGE_BYTES, 1 << 20), *true.arrays[1:])
+            ),
+            lambda true: msgspec.structs.replace(
+                true, arrays=(PageArray(1 << 30, PAGE_BYTES, NUM_PAGES), *true.arrays[1:])
+            ),
+        ],
+        ids=["another region", "more pages", "elsewhere"],
+    )
+    def test_a_region_that_is_not_what_it_was_said_to_be_is_not_read(
+        self, reading: TransportPair, lie: Callable[[RegionDescriptor], RegionDescriptor]
+    ) -> None:
+        transport, before = reading.writer.transport, reading.writer.snapshot()
+        remote = transport.attach(lie(reading.reader.descriptor))
+        reading.pump(lambda: any(is_about(event, remote) for event in reading.writer_events))
+        assert [lost.remote for lost in reading.seen(RemoteLost)] == [remote]
+        transfer = transport.read(reading.read(remote, ALL_PAGES))
+        reading.pump(lambda: bool(reading.seen(ReadFailed)))
+        assert [failed.transfer for failed in reading.seen(ReadFailed)] == [transfer]
+        assert reading.writer.snapshot() == before
+
+
+def check_read(
+    pair: TransportPair, remote: RemoteId, groups: Sequence[CopyGroup], *, array: int = 0
+) -> None:
+    """Post a read, wait for its end, and compare *all* bytes of both regions."""
+    theirs, expected = pair.reader.snapshot(), bytearray(pair.writer.snapshot())
+    target = view_pages(memoryview(expected), pair.writer.region.arrays[array])
+    apply_slowly(groups, pair.reader.pages(array), target)
+    read = pair.read(remote, groups, array=array)
+    done = ReadCompleted(pair.writer.transport.read(read), read.copies.num_bytes)
+    pair.pump(lambda: done in pair.writer_events)
+    assert pair.writer.snapshot() == expected
+    assert pair.reader.snapshot() == theirs
+
+
+def check_read_refused(pair: TransportPair, read: PageRead) -> None:
+    """The read is not taken: nothing changes, and nothing is reported of it."""
+    before = pair.writer.snapshot()
+    with pytest.raises(TransferError):
+        pair.writer.transport.read(read)
+    pair.settle(0.01)
+    assert pair.writer.snapshot() == before
+    assert ended(pair) == []
+
+
+def ended(pair: TransportPair) -> list[TransferId]:
+    """Reads of which something was reported."""
+    return [
+        event.transfer
+        for event in pair.writer_events
+        if isinstance(event, ReadCompleted | ReadFailed)
+    ]
