@@ -1,0 +1,165 @@
+"""vLLM's messages, as bytes from a socket: checked here, plain types afterwards.
+
+A message is three frames: topic, sequence number (8 bytes, big-endian), and a msgpack array
+`[published_at, [event, …], data_parallel_rank]`. An event is a map with a `type`; fields that are
+not read here are ignored, events of another type counted. docs/wire/kv-events.md.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Final, TypeAlias, TypeVar, assert_never
+
+import msgspec
+import xxhash
+
+from baton.clock import UnixTime
+from baton.errors import ProtocolError
+from baton.events.blocks import (
+    DEFAULT_MEDIUM,
+    AllBlocksCleared,
+    BlockEvent,
+    BlockRemoved,
+    BlockStored,
+    EventBatch,
+    EventDomain,
+    NumberedBatch,
+)
+
+MAX_MESSAGE_BYTES: Final = 16 * 1024 * 1024
+"""Set as the sockets' limit too, so that no larger message is ever held in memory."""
+
+SEQ_BYTES: Final = 8
+END_OF_REPLAY: Final = (-1).to_bytes(SEQ_BYTES, "big", signed=True)
+MAX_SEQ: Final = 2**63 - 1
+
+T = TypeVar("T")
+HashBytes: TypeAlias = Annotated[bytes, msgspec.Meta(min_length=1, max_length=64)]
+Hashes: TypeAlias = Annotated[tuple[int | HashBytes, ...], msgspec.Meta(max_length=262_144)]
+TokenIds: TypeAlias = Annotated[
+    tuple[Annotated[int, msgspec.Meta(ge=0, lt=2**31)], ...], msgspec.Meta(max_length=4_194_304)
+]
+Medium: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
+Index: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=65_536)]
+
+
+class _Batch(msgspec.Struct, frozen=True, array_like=True):
+    published_at: Annotated[float, msgspec.Meta(ge=0)]
+    events: Annotated[list[msgspec.Raw], msgspec.Meta(max_length=262_144)]
+    data_parallel_rank: Index | None = None
+
+
+class _Stored(msgspec.Struct, frozen=True, tag="BlockStored"):
+    block_hashes: Hashes
+    parent_block_hash: int | HashBytes | None
+    token_ids: TokenIds
+    block_size: Annotated[int, msgspec.Meta(ge=0, lt=2**20)]
+    medium: Medium | None = None
+    group_idx: Index | None = None
+
+
+class _Removed(msgspec.Struct, frozen=True, tag="BlockRemoved"):
+    block_hashes: Hashes
+    medium: Medium | None = None
+    group_idx: Index | None = None
+
+
+class _Cleared(msgspec.Struct, frozen=True, tag="AllBlocksCleared"):
+    pass
+
+
+class _Typed(msgspec.Struct, frozen=True):
+    type: str
+
+
+_KNOWN: Final = frozenset({"BlockStored", "BlockRemoved", "AllBlocksCleared"})
+_batches = msgspec.msgpack.Decoder(_Batch)
+_events = msgspec.msgpack.Decoder(_Stored | _Removed | _Cleared)
+_types = msgspec.msgpack.Decoder(_Typed)
+
+
+def encode_replay_request(start_seq: int) -> list[bytes]:
+    """Ask for everything from `start_seq` on: frames for a DEALER socket."""
+    return [b"", start_seq.to_bytes(SEQ_BYTES, "big")]
+
+
+def is_end_of_replay(frames: list[bytes]) -> bool:
+    """Whether these frames, from a DEALER socket, close an answer."""
+    return len(frames) == 4 and frames[2] == END_OF_REPLAY  # noqa: PLR2004
+
+
+def decode_message(frames: list[bytes], domain: EventDomain) -> NumberedBatch:
+    """Read the three frames of a live message.
+
+    Raises:
+        ProtocolError: they are no message of this format, or out of bounds.
+    """
+    match frames:
+        case [_, seq, payload] if len(seq) == SEQ_BYTES and len(payload) <= MAX_MESSAGE_BYTES:
+            number = int.from_bytes(seq, "big")
+        case _:
+            raise ProtocolError(f"no KV event message: {len(frames)} frames")
+    if number > MAX_SEQ:
+        raise ProtocolError(f"sequence number {number} is out of range")
+    digest = xxhash.xxh3_64_intdigest(payload)
+    return NumberedBatch(number, digest, _decode_batch(payload, domain))
+
+
+def decode_replayed(frames: list[bytes], domain: EventDomain) -> NumberedBatch:
+    """Read one message of an answer: an empty frame, then those of the live message.
+
+    Raises:
+        ProtocolError: they are no message of this format, or out of bounds.
+    """
+    match frames:
+        case [b"", *rest]:
+            return decode_message(rest, domain)
+        case _:
+            raise ProtocolError("an answer does not start with an empty frame")
+
+
+def _decode_batch(payload: bytes, domain: EventDomain) -> EventBatch:
+    batch = _decode(_batches, payload)
+    events = [_decode_event(raw, domain) for raw in batch.events]
+    known = tuple(event for event in events if event is not None)
+    return EventBatch(
+        UnixTime(batch.published_at),
+        known,
+        num_unknown=len(events) - len(known),
+        data_parallel_rank=batch.data_parallel_rank or 0,
+    )
+
+
+def _decode_event(raw: msgspec.Raw, domain: EventDomain) -> BlockEvent | None:
+    """An event in plain types; None if it is of a type unknown here."""
+    try:
+        event = _decode(_events, raw)
+    except ProtocolError:
+        if _decode(_types, raw).type in _KNOWN:
+            raise
+        return None
+    match event:
+        case _Stored():
+            return BlockStored(
+                domain,
+                event.block_hashes,
+                event.parent_block_hash,
+                event.token_ids,
+                event.block_size,
+                event.medium or DEFAULT_MEDIUM,
+                event.group_idx or 0,
+            )
+        case _Removed():
+            return BlockRemoved(
+                domain, event.block_hashes, event.medium or DEFAULT_MEDIUM, event.group_idx or 0
+            )
+        case _Cleared():
+            return AllBlocksCleared()
+        case _ as never:
+            assert_never(never)
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[T], raw: bytes | msgspec.Raw) -> T:
+    try:
+        return decoder.decode(raw)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
+        raise ProtocolError(f"a KV event message does not decode: {exc}") from exc

@@ -1,0 +1,150 @@
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.errors import ProtocolError
+from baton.events.blocks import AllBlocksCleared, BlockRemoved, BlockStored, EventDomain
+from baton.events.wire import (
+    END_OF_REPLAY,
+    MAX_MESSAGE_BYTES,
+    decode_message,
+    decode_replayed,
+    encode_replay_request,
+    is_end_of_replay,
+)
+
+DOMAIN = EventDomain("vllm/sha256")
+GOLDEN = Path(__file__).parents[2] / "vectors" / "events" / "vllm-0.32.json"
+SEQ = (7).to_bytes(8, "big")
+STORED = {
+    "type": "BlockStored",
+    "block_hashes": [5, b"h" * 32],
+    "parent_block_hash": 4,
+    "token_ids": [1, 2, 3, 4],
+    "block_size": 2,
+    "medium": "CPU",
+    "group_idx": 3,
+}
+
+
+def message(*events, at=1.5, rank=0):
+    return [b"topic", SEQ, msgspec.msgpack.encode([at, list(events), rank])]
+
+
+def test_golden_messages_of_vllm_decode():
+    golden = json.loads(GOLDEN.read_text())
+    frames = [[bytes.fromhex(frame) for frame in message] for message in golden["messages"]]
+    numbered = [decode_message(each, DOMAIN) for each in frames]
+    assert [each.seq for each in numbered] == [0, 1, 2]
+    assert [each.batch.events for each in numbered] == [
+        (BlockStored(DOMAIN, (1, 2**64 - 1), None, (1,) * 32, 16, "GPU", 0),),
+        (
+            BlockRemoved(DOMAIN, (1,), "GPU", 0),
+            BlockStored(DOMAIN, (0x0123456789ABCDEF,), None, (1,) * 16, 16, "GPU", 0),
+        ),
+        (AllBlocksCleared(),),
+    ]
+    assert len({each.digest for each in numbered}) == 3
+
+
+def test_all_fields_are_read():
+    read = decode_message(message(STORED, rank=2), DOMAIN)
+    assert read.seq == 7
+    assert read.batch.events == (BlockStored(DOMAIN, (5, b"h" * 32), 4, (1, 2, 3, 4), 2, "CPU", 3),)
+    assert (read.batch.published_at, read.batch.data_parallel_rank) == (1.5, 2)
+
+
+def test_absent_medium_and_group_are_the_engines_own_pool():
+    removed = {"type": "BlockRemoved", "block_hashes": [1], "medium": None}
+    [event] = decode_message(message(removed), DOMAIN).batch.events
+    assert event == BlockRemoved(DOMAIN, (1,), "GPU", 0)
+
+
+def test_a_block_whose_tokens_are_not_known_is_a_block():
+    placeholder = STORED | {"token_ids": [], "block_size": 0, "parent_block_hash": None}
+    [event] = decode_message(message(placeholder), DOMAIN).batch.events
+    assert (event.token_ids, event.block_size) == ((), 0)
+
+
+def test_unknown_fields_are_ignored_and_unknown_events_counted():
+    batch = decode_message(
+        message(STORED | {"colour": {"a": [1]}}, {"type": "BlockPainted"}, {"type": "Other"}),
+        DOMAIN,
+    ).batch
+    assert len(batch.events) == 1
+    assert batch.num_unknown == 2
+
+
+def test_lives_differ_in_their_digests():
+    first, second = (decode_message(message(STORED, at=at), DOMAIN) for at in (1.0, 2.0))
+    assert (first.seq, first.batch.events) == (second.seq, second.batch.events)
+    assert first.digest != second.digest
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"block_hashes": [b""]},
+        {"block_hashes": [b"h" * 65]},
+        {"block_hashes": ["text"]},
+        {"block_hashes": None},
+        {"token_ids": [-1]},
+        {"token_ids": [2**31]},
+        {"block_size": -1},
+        {"block_size": 2**20},
+        {"medium": ""},
+        {"medium": "m" * 65},
+        {"group_idx": -1},
+        {"parent_block_hash": "text"},
+    ],
+)
+def test_an_event_out_of_bounds_spoils_its_message(change):
+    with pytest.raises(ProtocolError):
+        decode_message(message(STORED | change), DOMAIN)
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        [],
+        [b"", SEQ],
+        [b"", SEQ, b"", b""],
+        [b"", SEQ[1:], message()[2]],
+        [b"", b"\xff" * 8, message()[2]],
+        [b"", SEQ, b"\xc1"],
+        [b"", SEQ, msgspec.msgpack.encode([1.0])],
+        [b"", SEQ, msgspec.msgpack.encode([-1.0, []])],
+        [b"", SEQ, msgspec.msgpack.encode([1.0, [{"no": "type"}]])],
+        [b"", SEQ, msgspec.msgpack.encode([1.0, ["BlockStored"]])],
+        [b"", SEQ, message()[2] + bytes(MAX_MESSAGE_BYTES)],
+    ],
+)
+def test_what_is_no_message_is_refused(frames):
+    with pytest.raises(ProtocolError):
+        decode_message(frames, DOMAIN)
+
+
+@given(st.lists(st.binary(max_size=40), max_size=4), st.binary(max_size=200))
+def test_noise_raises_nothing_else(frames, payload):
+    for each in (frames, [b"", SEQ, payload], [b"", b"", SEQ, payload]):
+        for decode in (decode_message, decode_replayed):
+            with contextlib.suppress(ProtocolError):
+                decode(each, DOMAIN)
+
+
+def test_questions_and_answers():
+    assert encode_replay_request(258) == [b"", b"\0\0\0\0\0\0\1\2"]
+    assert is_end_of_replay([b"", b"", END_OF_REPLAY, b""])
+    assert not is_end_of_replay([b"", *message()])
+    assert decode_replayed([b"", *message(STORED)], DOMAIN) == decode_message(
+        message(STORED), DOMAIN
+    )
+    with pytest.raises(ProtocolError):
+        decode_replayed(message(STORED), DOMAIN)
