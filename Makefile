@@ -3,6 +3,8 @@
 
 PYTHON ?= python3
 ARGS ?=
+# An engine that is not installed by default: vllm.
+ENGINE ?=
 # Extra arguments of the one `pip install torch==…`, e.g. where to find a CPU-only build.
 TORCH_ARGS ?=
 PYTEST_ARGS ?=
@@ -12,23 +14,31 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 CREATED := $(VENV)/.created
 RUNTIME := $(VENV)/.installed-runtime
+VLLM := $(VENV)/.installed-vllm
 DEV := $(VENV)/.installed-dev
 
 .PHONY: help up test check install install-dev format clean
 .DEFAULT_GOAL := help
 
+ifneq ($(filter-out vllm transformers,$(ENGINE)),)
+$(error ENGINE=$(ENGINE): only vllm and transformers (the default) are installed by make)
+endif
+ENGINE_INSTALLED := $(if $(filter vllm,$(ENGINE)),$(VLLM),$(RUNTIME))
+
 help:
 	@echo 'make up [ARGS="--decode 2"]  install what is needed, start gateway and workers'
+	@echo 'make up ENGINE=vllm          the same with vLLM as the engine'
 	@echo 'make test                    install what tests need, run every check and test'
 	@echo 'make check                   the checks without the tests'
-	@echo 'make install, install-dev    only install, into .venv'
+	@echo 'make install [ENGINE=vllm]   only install, into .venv'
+	@echo 'make install-dev             the same, and what checks need'
 	@echo 'make format                  format the code'
 	@echo 'make clean                   remove .venv and caches'
 
-up: $(RUNTIME)
-	@$(BIN)/baton up $(ARGS)
+up: $(ENGINE_INSTALLED)
+	@$(BIN)/baton up $(if $(ENGINE),--engine $(ENGINE)) $(ARGS)
 
-test: check
+test: check $(VLLM)
 	$(BIN)/python -m pytest -q $(PYTEST_ARGS)
 
 check: $(DEV)
@@ -37,7 +47,7 @@ check: $(DEV)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-install: $(RUNTIME)
+install: $(ENGINE_INSTALLED)
 
 install-dev: $(DEV)
 
@@ -62,6 +72,11 @@ $(RUNTIME): requirements.txt pyproject.toml | $(CREATED)
 	$(PIP) install --quiet $(TORCH_ARGS) $(shell grep '^torch==' requirements.txt)
 	$(PIP) install --quiet -r requirements.txt
 	$(PIP) install --quiet --no-deps --no-build-isolation --editable .
+	@touch $@
+
+$(VLLM): requirements-vllm.txt $(RUNTIME)
+	@echo "Installing vLLM into $(VENV): 1.6 GB, two minutes or more."
+	$(PIP) install --quiet --no-deps -r requirements-vllm.txt
 	@touch $@
 
 $(DEV): requirements-dev.txt $(RUNTIME)

@@ -26,6 +26,7 @@ from baton.engines.interface import (
 from baton.engines.transformers.engine import TransformersEngine
 from baton.engines.transformers.options import TransformersOptions
 from baton.handoff.agent import AgentOptions, HandoffAgent
+from baton.handoff.faces import Face
 from baton.ids import RequestId, WorkerId, new_epoch, new_ticket_id
 from baton.telemetry.trace import LegTrace, Stamp
 from baton.transfer.interface import TRANSPORTS, TransportContext
@@ -35,11 +36,34 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from baton.engines.interface import EngineUpdate, Leg
+    from baton.handoff.interface import SampledToken
+    from baton.handoff.messages import Mover
+    from baton.ids import TicketId
 
 CLOCK = MachineClock()
 PATIENCE_S = 20.0
 NUM_PROMPTS = 12
 PROMPTS = {f"r{i}": make_prompt(10 + 9 * i, seed=i % 3) for i in range(NUM_PROMPTS)}
+
+
+SAMPLING = {
+    name: SamplingParams(max_tokens=8, temperature=0.9 * (i % 2), seed=i)
+    for i, name in enumerate(PROMPTS)
+}
+
+
+class WithoutFirstToken:
+    """An agent to an engine whose peers sample the first token themselves, as vLLM's do."""
+
+    def __init__(self, agent: HandoffAgent) -> None:
+        self._agent = agent
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._agent, name)
+
+    def finish(self, ticket: TicketId, first_token: SampledToken | None) -> None:
+        assert first_token is not None
+        self._agent.finish(ticket, None)
 
 
 @dataclass
@@ -49,6 +73,7 @@ class Node:
     engine: TransformersEngine
     agent: HandoffAgent
     ref: WorkerRef
+    hands_over_first_token: bool = True
 
     def __post_init__(self) -> None:
         self.updates: list[EngineUpdate] = []
@@ -56,7 +81,8 @@ class Node:
         self._changed = threading.Condition()
         self.agent.start(self.engine.wake)
         self.ref = replace_address(self.ref, self.agent.address)
-        self.engine.start(self.sink, self.agent)
+        port = self.agent if self.hands_over_first_token else WithoutFirstToken(self.agent)
+        self.engine.start(self.sink, port)
 
     def sink(self, updates: Sequence[EngineUpdate]) -> None:
         with self._changed:
@@ -70,7 +96,7 @@ class Node:
             GenerationRequest(
                 RequestId(name),
                 PROMPTS[name],
-                SamplingParams(max_tokens=8, temperature=0.0),
+                SAMPLING[name],
                 leg,
                 "",
                 Instant(CLOCK.now() + PATIENCE_S),
@@ -101,7 +127,15 @@ def replace_address(ref: WorkerRef, address: str) -> WorkerRef:
 
 
 @contextmanager
-def node(name: str, kind: str, key: ClusterKey, **options: int) -> Iterator[Node]:
+def node(
+    name: str,
+    kind: str,
+    key: ClusterKey,
+    *,
+    mover: Mover = "prefill",
+    hands_over_first_token: bool = True,
+    **options: int,
+) -> Iterator[Node]:
     engine = TransformersEngine(
         TransformersOptions(num_blocks=100, num_threads=1, **options),
         tiny_llama(),
@@ -115,15 +149,16 @@ def node(name: str, kind: str, key: ClusterKey, **options: int) -> Iterator[Node
             worker=WorkerId(name),
             epoch=epoch,
             fingerprint=engine.info.fingerprint,
-            layout=engine.info.layout,
-            region=engine.region,
+            faces=(Face(engine.info.layout, engine.region),),
             transports=(TRANSPORTS.build(kind, {})(context),),
             key=key,
             clock=CLOCK,
             timeout_s=PATIENCE_S,
+            mover=mover,
         )
     )
-    running = Node(engine, agent, WorkerRef(WorkerId(name), epoch, ""))
+    ref = WorkerRef(WorkerId(name), epoch, "")
+    running = Node(engine, agent, ref, hands_over_first_token)
     try:
         yield running
     finally:
@@ -146,14 +181,24 @@ def expected_fixture() -> dict[str, list[int]]:
         return alone.answers()
 
 
-@pytest.mark.parametrize("kind", ["shared", "tcp"])
+@pytest.mark.parametrize(
+    ("kind", "mover"), [("shared", "prefill"), ("shared", "decode"), ("tcp", "prefill")]
+)
+@pytest.mark.parametrize("with_first_token", [True, False])
 def test_many_requests_at_once_give_the_tokens_of_one_engine_alone(
-    kind: str, expected: dict[str, list[int]]
+    kind: str, mover: Mover, with_first_token: bool, expected: dict[str, list[int]]
 ) -> None:
     key = ClusterKey.generate()
     with (
-        node("p", kind, key, block_size=16, max_batch_tokens=40) as prefill,
-        node("d", kind, key, block_size=8) as decode,
+        node(
+            "p",
+            kind,
+            key,
+            hands_over_first_token=with_first_token,
+            block_size=16,
+            max_batch_tokens=40,
+        ) as prefill,
+        node("d", kind, key, mover=mover, block_size=8) as decode,
     ):
         for name in PROMPTS:
             ticket = make_ticket(prefill, decode)

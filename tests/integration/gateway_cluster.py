@@ -18,6 +18,7 @@ from baton.router.fleet import Role
 from tests.integration.scripted_worker import (
     KEY,
     MODEL,
+    Script,
     ScriptedWorker,
     prefill_at_once,
     say_abc,
@@ -67,12 +68,17 @@ def run(scenario: Scenario, **setup) -> None:
 
 @contextlib.asynccontextmanager
 async def cluster(
-    *, prefills: int = 1, decodes: int = 1, boths: int = 0, wait: bool = True, **options
+    *,
+    prefills: int | list[ScriptedWorker] = 1,
+    decodes: int | list[ScriptedWorker] = 1,
+    boths: int = 0,
+    wait: bool = True,
+    **options,
 ) -> AsyncGenerator[Cluster]:
-    prefill = [ScriptedWorker(f"prefill-{i}", "prefill", prefill_at_once) for i in range(prefills)]
-    decode = [ScriptedWorker(f"decode-{i}", "decode", say_abc) for i in range(decodes)]
+    prefill = workers_of("prefill", prefills, prefill_at_once)
+    decode = workers_of("decode", decodes, say_abc)
     decode += [ScriptedWorker(f"worker-{i}", "both", say_abc) for i in range(boths)]
-    workers = tuple(WorkerAddress(w.url, Role(w.role)) for w in prefill + decode)
+    workers = tuple(WorkerAddress(w.url, Role(w.listed_as)) for w in prefill + decode)
     settings = {"probe_interval_s": 0.1, "probe_timeout_s": 0.5, "connect_timeout_s": 1.0}
     gateway = GatewayOptions(workers=workers, cluster_key=KEY, **{**settings, **options})
     async with contextlib.AsyncExitStack() as stack:
@@ -87,6 +93,15 @@ async def cluster(
         if wait:
             await until_up(running, len(workers))
         yield running
+
+
+def workers_of(
+    role: str, wanted: int | list[ScriptedWorker], script: Script
+) -> list[ScriptedWorker]:
+    """The workers that a test made itself, or so many of the usual ones."""
+    if isinstance(wanted, list):
+        return list(wanted)
+    return [ScriptedWorker(f"{role}-{i}", role, script) for i in range(wanted)]
 
 
 async def until_up(running: Cluster, num_workers: int) -> None:

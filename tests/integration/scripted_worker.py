@@ -118,6 +118,7 @@ class ScriptedWorker:
 
     def __init__(self, name: str, role: str, script: Script, **info: object) -> None:
         self.name, self.role, self.script = name, role, script
+        self.listed_as = role
         self.epoch = new_epoch()
         self.health_status = 200
         self.trace: dict[str, Any] | None = None
@@ -147,10 +148,10 @@ class ScriptedWorker:
         }
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        body = await _read(receive)
+        body = await read_body(receive)
         path = scope["path"]
         headers = {k.decode(): v.decode() for k, v in scope["headers"]}
-        if path != "/health" and headers.get("authorization") != "Bearer " + _token():
+        if path != "/health" and headers.get("authorization") != "Bearer " + token():
             await Visit(self, path, headers, {}, None, send).fail(401, "unauthorized")
         elif path.startswith("/v1/"):
             await self._complete(path, headers, body, receive, send)
@@ -168,12 +169,20 @@ class ScriptedWorker:
         elif path.endswith("/abort"):
             ticket = path.split("/")[-2]
             self.aborts.append((ticket, json.loads(body)["reason"]))
-            for other in self.visits:
-                if other.ticket is not None and other.ticket.id.hex() == ticket:
-                    other.aborted.set()
+            self.wake(ticket)
             await visit.answer(204, {})
         else:
             await visit.fail(404, "not_found")
+
+    def wake(self, ticket: str) -> None:
+        """Tell the requests with this ticket (its id in hex) that its KV will not come."""
+        for visit in self.visits:
+            if visit.ticket is not None and visit.ticket.id.hex() == ticket:
+                visit.aborted.set()
+
+    def refuses(self, ticket: Ticket) -> bool:
+        """Whether a ticket is for another life of this worker."""
+        return self.epoch not in {ticket.prefill.epoch, ticket.decode.epoch}
 
     async def _complete(
         self, path: str, headers: dict[str, str], body: bytes, receive: Any, send: Any
@@ -183,7 +192,7 @@ class ScriptedWorker:
         ticket = unseal(params["baton_ticket"], KEY, MachineClock().unix_now()) if params else None
         visit = Visit(self, path, headers, fields, ticket, send)
         self.visits.append(visit)
-        if ticket is not None and self.epoch not in {ticket.prefill.epoch, ticket.decode.epoch}:
+        if ticket is not None and self.refuses(ticket):
             await visit.fail(409, "stale_ticket")
             return
         script = asyncio.create_task(self.script(visit))
@@ -232,7 +241,7 @@ def close_at_once(server: uvicorn.Server) -> None:
         connection.transport.abort()
 
 
-async def _read(receive: Any) -> bytes:
+async def read_body(receive: Any) -> bytes:
     parts = []
     while True:
         message = await receive()
@@ -241,5 +250,5 @@ async def _read(receive: Any) -> bytes:
             return b"".join(parts)
 
 
-def _token() -> str:
+def token() -> str:
     return KEY.sign("http", b"worker").hex()

@@ -6,8 +6,7 @@ The engine is played by the test: it writes random bytes into prefill's pages, l
 from __future__ import annotations
 
 import threading
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -17,132 +16,30 @@ import pytest
 
 from baton.authority.key import ClusterKey
 from baton.authority.ticket import WorkerRef
-from baton.clock import Clock, Instant, MachineClock
+from baton.clock import Instant, MachineClock
 from baton.errors import ConfigError
-from baton.handoff.agent import AgentOptions, HandoffAgent
+from baton.handoff.agent import HandoffAgent
 from baton.handoff.interface import (
     BlocksQuiescent,
-    HandoffEvent,
     KVFailed,
     KVLanded,
     KVSent,
-    SampledToken,
     SendFailed,
-    TokenLogprob,
 )
-from baton.ids import Epoch, WorkerId, new_epoch
-from baton.kv.canonical import read_canonical
-from baton.kv.copies import BlockTable, PagedSequence
-from baton.kv.layout import KVLayout
+from baton.ids import Epoch, WorkerId
+from baton.kv.copies import BlockTable
 from baton.telemetry.trace import Stamp
-from baton.transfer.interface import (
-    TRANSPORTS,
-    PagedRegion,
-    RegionDescriptor,
-    Transport,
-    TransportContext,
-)
-from baton.transfer.region import allocate_shared_region, release_region, view_pages
 from baton.transfer.transports.shared.transport import SharedTransport
+from tests.integration.handoff_nodes import CLOCK, FIRST, NUM_LAYERS, blocks_for, node
 from tests.unit.handoff.orders import make_ticket, receive_order, send_order
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-CLOCK = MachineClock()
-NUM_LAYERS = 3
-FIRST = SampledToken(42, -0.5, (TokenLogprob(42, -0.5),))
-
-
-def make_layout(block_size: int) -> KVLayout:
-    return KVLayout.gqa(NUM_LAYERS, 2, 8, block_size=block_size, dtype="float32")
-
-
-@dataclass
-class Node:
-    """One worker without an engine."""
-
-    name: str
-    agent: HandoffAgent
-    region: PagedRegion
-    layout: KVLayout
-    epoch: Epoch
-    woken: threading.Event
-
-    @property
-    def ref(self) -> WorkerRef:
-        return WorkerRef(WorkerId(self.name), self.epoch, self.agent.address)
-
-    def wait_for(self, count: int = 1, timeout_s: float = 5.0) -> list[HandoffEvent]:
-        events: list[HandoffEvent] = []
-        deadline = CLOCK.now() + timeout_s
-        while len(events) < count:
-            left = deadline - CLOCK.now()
-            assert left > 0, f"{self.name} got only {events} in {timeout_s} s"
-            self.woken.wait(left)
-            self.woken.clear()
-            events += self.agent.poll()
-        return events
-
-    def canonical(self, table: BlockTable, layer: int, start: int, stop: int) -> bytes:
-        pages = view_pages(self.region.memory, self.region.arrays[layer])
-        sequence = PagedSequence(self.layout, table)
-        return read_canonical(sequence, layer, pages, start=start, stop=stop).tobytes()
-
-    def scribble(self, seed: int) -> None:
-        rng = np.random.default_rng(seed)
-        for array in self.region.arrays:
-            pages = view_pages(self.region.memory, array)
-            pages[:] = rng.integers(0, 256, pages.shape, dtype=np.uint8)
-
-
-@contextmanager
-def node(
-    name: str,
-    *,
-    kinds: tuple[str, ...],
-    key: ClusterKey,
-    block_size: int,
-    fingerprint: str = "model-a",
-    clock: Clock = CLOCK,
-) -> Iterator[Node]:
-    layout, epoch = make_layout(block_size), new_epoch()
-    shapes = [(32, layout.page_bytes(layer)) for layer in range(NUM_LAYERS)]
-    region = allocate_shared_region(shapes)
-    context = TransportContext(key=key, epoch=epoch, bind_host="127.0.0.1", clock=clock)
-    transports: tuple[Transport, ...] = tuple(TRANSPORTS.build(kind, {})(context) for kind in kinds)
-    agent = HandoffAgent(
-        AgentOptions(
-            worker=WorkerId(name),
-            epoch=epoch,
-            fingerprint=fingerprint,
-            layout=layout,
-            region=region,
-            transports=transports,
-            key=key,
-            clock=clock,
-            timeout_s=10.0,
-        )
-    )
-    woken = threading.Event()
-    agent.start(woken.set)
-    try:
-        yield Node(name, agent, region, layout, epoch, woken)
-    finally:
-        agent.stop()
-        assert not agent.is_alive
-        release_region(region)
+    from baton.transfer.interface import PagedRegion, RegionDescriptor
 
 
 @pytest.fixture(name="key")
 def key_fixture() -> ClusterKey:
     return ClusterKey.generate()
-
-
-def blocks_for(num_tokens: int, block_size: int, seed: int, first: int = 0) -> BlockTable:
-    rng = np.random.default_rng(seed)
-    num_blocks = -(-num_tokens // block_size) - first
-    return BlockTable(first, rng.permutation(32)[:num_blocks].astype(np.int64))
 
 
 @pytest.mark.parametrize("kind", ["shared", "tcp"])
@@ -293,6 +190,30 @@ def test_another_model_is_refused_with_the_difference(key: ClusterKey) -> None:
         assert isinstance(failed, KVFailed)
         assert "another model" in str(failed.error)
         assert quiescent == BlocksQuiescent(ticket.id)
+
+
+def test_a_refusal_names_the_traits_that_differ_on_both_sides(
+    key: ClusterKey, caplog: pytest.LogCaptureFixture
+) -> None:
+    traits = {"engine": "vllm 0.32", "dtype": "bfloat16"}
+    with (
+        node("p", kinds=("shared",), key=key, traits=traits) as prefill,
+        node(
+            "d",
+            kinds=("shared",),
+            key=key,
+            fingerprint="model-b",
+            traits=traits | {"dtype": "float16"},
+        ) as decode,
+    ):
+        ticket = make_ticket(prefill.ref, decode.ref)
+        decode.agent.expect(receive_order(ticket, start=0, num_tokens=20))
+        failed, _ = decode.wait_for(2)
+        assert isinstance(failed, KVFailed)
+        assert "another model: fingerprint model-b… on d, model-a… on p" in str(failed.error)
+        assert "dtype: float16 on d, bfloat16 on p" in str(failed.error)
+        assert "engine" not in str(failed.error).replace("[engine]", "")
+    assert "link to p ended: the two workers cannot exchange KV: another model" in caplog.text
 
 
 def test_another_cluster_key_is_refused(key: ClusterKey) -> None:

@@ -9,7 +9,7 @@ File map:
     flags.py        the flags that every command shares
     up.py           `baton up`: one machine, one command; launching.py what it does
     gateway.py      `baton gateway`
-    worker.py       `baton worker`
+    worker.py       `baton worker`; serving.py the same around an engine with its own server
     model.py        `baton model make`
     config.py       `baton config show`
     engine_options.py  an engine's own options, checked before a process starts

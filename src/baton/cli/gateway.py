@@ -23,12 +23,12 @@ class GatewayFlags(ConfigFlags):
     prefill: Annotated[
         list[str] | None,
         Sets("gateway.prefill"),
-        Parameter(help="URL of a prefill worker; may be repeated.", negative=""),
+        Parameter(help="URL of a prefill worker, Baton's or vLLM's; may be repeated.", negative=""),
     ] = None
     decode: Annotated[
         list[str] | None,
         Sets("gateway.decode"),
-        Parameter(help="URL of a decode worker; may be repeated.", negative=""),
+        Parameter(help="URL of a decode worker, Baton's or vLLM's; may be repeated.", negative=""),
     ] = None
     worker: Annotated[
         list[str] | None,

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from baton.cli.engine_options import check_engine_options, engine_defaults
+from baton.cli.engine_options import check_engine, engine_defaults, engine_options
 from baton.clock import MachineClock
 from baton.config.cluster_key import KEY_VARIABLE, ephemeral_cluster_key
 from baton.config.environment import read_environment
 from baton.config.logs import configure_logging
 from baton.errors import ConfigError, UnknownPluginError
-from baton.launch.plan import LaunchPlan, Pinning, plan_launch
+from baton.launch.plan import LaunchPlan, Pinning, crews_of, plan_launch
 from baton.launch.progress import open_display
 from baton.launch.supervisor import LaunchContext, Service, Supervisor
 from baton.transfer.interface import TRANSPORTS
@@ -42,7 +42,9 @@ def launch(resolved: Resolved, pinning: Pinning) -> int:
     plan = plan_launch(
         resolved,
         cores=sorted(os.sched_getaffinity(0)),
-        engine_keys=frozenset(engine_defaults(config.worker.engine)),
+        engine_keys={
+            crew.engine: frozenset(engine_defaults(crew.engine)) for crew in crews_of(config)
+        },
         pinning=pinning,
     )
     return asyncio.run(_launch(plan))
@@ -86,9 +88,9 @@ def _check(config: Config) -> None:
     model = config.worker.model
     if model is not None and not Path(model).is_dir():
         raise ConfigError(f"--model {model}: there is no such folder")
-    kind = config.worker.engine
-    for overrides in ({}, config.up.prefill_engine, config.up.decode_engine):
-        check_engine_options(kind, {**config.engine, **overrides})
+    for crew in crews_of(config):
+        options = engine_options(crew.engine, config.engine)
+        check_engine(crew.engine, {**options, **crew.overrides})
     known = TRANSPORTS.kinds()
     for transport in config.transfer.transports:
         if transport not in known:

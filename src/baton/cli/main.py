@@ -34,6 +34,9 @@ def build_app() -> App:
     )
     app.command("baton.cli.gateway:gateway", name="gateway", help="Start a gateway.")
     app.command("baton.cli.worker:worker", name="worker", help="Start one worker.")
+    app.command(
+        "baton.cli.doctor:doctor", name="doctor", help="Say what works on this host, and why not."
+    )
     app.command("baton.cli.model:app", name="model", help="Make models for tests and benchmarks.")
     app.command("baton.cli.config:app", name="config", help="Look at the configuration.")
     return app

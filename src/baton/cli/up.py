@@ -17,7 +17,19 @@ class UpFlags(ConfigFlags):
         str | None, Sets("worker.model"), Parameter(help="A model's folder [default: the demo].")
     ] = None
     engine: Annotated[
-        str | None, Sets("worker.engine"), Parameter(help="Engine plug-in [default: transformers].")
+        str | None,
+        Sets("worker.engine"),
+        Parameter(help="transformers (default), vllm, or another."),
+    ] = None
+    prefill_engine: Annotated[
+        str | None,
+        Sets("up.prefill_engine_name"),
+        Parameter(help="Another engine for the prefill workers."),
+    ] = None
+    decode_engine: Annotated[
+        str | None,
+        Sets("up.decode_engine_name"),
+        Parameter(help="Another engine for the decode workers."),
     ] = None
     prefill: Annotated[
         int | None, Sets("up.prefill"), Parameter(help="Number of prefill workers [default: 1].")

@@ -32,7 +32,9 @@ class WorkerFlags(ConfigFlags):
         str | None, Sets("worker.model"), Parameter(help="A model's folder [default: the demo].")
     ] = None
     engine: Annotated[
-        str | None, Sets("worker.engine"), Parameter(help="Engine plug-in [default: transformers].")
+        str | None,
+        Sets("worker.engine"),
+        Parameter(help="transformers (default), vllm, or another."),
     ] = None
     host: Annotated[
         str | None, Sets("worker.host"), Parameter(help="Where it listens for HTTP.")
@@ -52,19 +54,31 @@ class WorkerFlags(ConfigFlags):
 
 def worker(flags: WorkerFlags | None = None) -> int:
     """Start one worker: a model, an engine and its part of every handoff."""
-    from baton.worker.process import run_worker  # noqa: PLC0415 - too heavy for --help
+    from baton.engines.interface import ENGINE_SERVERS  # noqa: PLC0415 - too heavy for --help
 
     flags = flags or WorkerFlags()
     config = flags.resolve().to_config()
     configure_logging(config.log)
-    run_worker(_options(config, flags.announce_fd))
+    if config.worker.engine in ENGINE_SERVERS.kinds():
+        from baton.cli.serving import run_engine_server  # noqa: PLC0415
+
+        run_engine_server(config, _key(config), flags.announce_fd)
+    else:
+        from baton.worker.process import run_worker  # noqa: PLC0415
+
+        run_worker(_options(config, flags.announce_fd))
     return 0
 
 
+def _key(config: Config) -> ClusterKey:
+    hosts = (config.worker.host, config.worker.handoff_host)
+    return ClusterKey.from_hex(find_cluster_key(config.cluster, read_environment(), hosts).text)
+
+
 def _options(config: Config, announce_fd: int) -> ProcessOptions:
+    from baton.cli.engine_options import engine_options  # noqa: PLC0415 - too heavy for --help
+
     section = config.worker
-    hosts = (section.host, section.handoff_host)
-    key = find_cluster_key(config.cluster, read_environment(), hosts)
     return ProcessOptions(
         worker=WorkerId(section.name),
         role=section.role,
@@ -72,9 +86,9 @@ def _options(config: Config, announce_fd: int) -> ProcessOptions:
         served_model_name=section.served_model_name,
         host=section.host,
         port=section.port,
-        key=ClusterKey.from_hex(key.text),
+        key=_key(config),
         engine=section.engine,
-        engine_options=config.engine,
+        engine_options=engine_options(section.engine, config.engine),
         handoff_host=section.handoff_host,
         handoff_port=section.handoff_port,
         handoff_timeout_s=config.handoff.timeout_s,

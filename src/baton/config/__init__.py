@@ -15,6 +15,6 @@ File map:
     sources.py      one layer of values for each source: file, environment, flags
     resolve.py      the layers, merged and checked: `Resolved`, `Config`
     cluster_key.py  finds the cluster key, or makes one for this user
-    environment.py  the one reader of the process's environment
+    environment.py  the one reader and writer of the environment
     logs.py         the one place that sets logging up
 """

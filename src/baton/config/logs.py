@@ -39,6 +39,8 @@ def configure_logging(section: LogSection) -> None:
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(section.level.upper())
+    # Its own too: vLLM's libraries change the root's while they load.
+    logging.getLogger("baton").setLevel(section.level.upper())
     for name in QUIETED:
         logging.getLogger(name).setLevel(logging.WARNING)
 

@@ -81,10 +81,15 @@ class TransferSection(Struct, frozen=True, kw_only=True):
 
 
 class UpSection(Struct, frozen=True, kw_only=True):
-    """What `baton up` starts; `*_engine` overrides `[engine]` for workers of one role."""
+    """What `baton up` starts; `*_engine` overrides `[engine]` for workers of one role.
+
+    `*_engine_name` None is `worker.engine`.
+    """
 
     prefill: Count = 1
     decode: Count = 1
+    prefill_engine_name: str | None = None
+    decode_engine_name: str | None = None
     prefill_engine: Table = {}
     decode_engine: Table = {}
 

@@ -7,6 +7,8 @@ An engine never routes and never moves bytes: it tells the `HandoffPort` what is
 expects, and which blocks may be touched. Frameworks (torch, transformers) stay in here.
 
 File map:
-    interface.py     the contract `Engine`, its requests, updates and stats; `ENGINES`, the registry
+    interface.py     the contract `Engine`, its requests, updates and stats; `EngineServer`, an
+                     engine that brings a server of its own; `ENGINES` and `ENGINE_SERVERS`
     transformers/    the embedded engine: any decoder-only Hugging Face model, on CPU or CUDA
+    vllm/            a KV connector inside vLLM's own server, and the process that starts it
 """

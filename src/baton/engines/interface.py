@@ -2,6 +2,9 @@
 
 Tokens go in, tokens come out: text, chat templates and OpenAI's JSON belong to the worker. The
 engine runs on a thread of its own; it reports to the one `UpdateSink` it is started with.
+
+An engine that brings a server of its own is an `EngineServer` instead: it answers OpenAI's API
+itself, and Baton adds the process around it.
 """
 
 from __future__ import annotations
@@ -17,16 +20,20 @@ from baton.kv.layout import KVLayout
 from baton.registry import Registry
 
 if TYPE_CHECKING:
+    import socket
     from pathlib import Path
 
     import numpy as np
     from numpy.typing import NDArray
 
+    from baton.authority.key import ClusterKey
     from baton.authority.ticket import Ticket
     from baton.clock import Clock, Instant
+    from baton.config.sections import Config
     from baton.errors import BatonError
     from baton.handoff.interface import HandoffPort, SampledToken
     from baton.ids import RequestId
+    from baton.telemetry.announcement import Announcer
     from baton.telemetry.trace import LegTrace
     from baton.transfer.interface import PagedRegion
 
@@ -214,3 +221,43 @@ class EngineFactory(Protocol):
 
 
 ENGINES: Final[Registry[EngineFactory]] = Registry("baton.engines")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerContext:
+    """What every engine server is built from, besides its own options.
+
+    `listener` is bound to `url` and does not listen yet: whoever connects before the server is
+    ready is refused. `run_directory` is this worker's alone, for sockets; it may not exist yet.
+    """
+
+    config: Config
+    model: Path
+    key: ClusterKey
+    listener: socket.socket
+    url: str
+    announcer: Announcer
+    run_directory: Path
+
+    @property
+    def served_model_name(self) -> str:
+        """The model's name in the API."""
+        return self.config.worker.served_model_name or self.model.name
+
+
+class EngineServer(Protocol):
+    """What an entry point of `baton.engine_servers` builds from its options."""
+
+    def __call__(self, context: ServerContext) -> None:
+        """Serve until SIGTERM or SIGINT, then drain. Blocks; belongs on the main thread.
+
+        Announces loading, ready and draining. May leave the process by itself, with its exit code.
+
+        Raises:
+            ConfigError: the model cannot be served so; says why and what to do.
+            EngineError: the engine ended by itself.
+        """
+        ...
+
+
+ENGINE_SERVERS: Final[Registry[EngineServer]] = Registry("baton.engine_servers")

@@ -14,7 +14,8 @@ from baton.gateway.errors import (
     WorkerLostError,
 )
 from baton.gateway.metrics import BrokenStreamCause
-from baton.gateway.upstream import mapped_errors, read_answer, read_error_code
+from baton.gateway.upstream import mapped_errors, read_answer, read_error
+from baton.gateway.vllm_dialect import client_answer
 
 if TYPE_CHECKING:
     import aiohttp
@@ -100,7 +101,7 @@ class Answer:
         """An answer in one piece is read to its end first, so that a cut can still be a 502."""
         call = self._call
         body = await read_answer(response, self._services.options.max_answer_bytes)
-        if response.status == HTTPStatus.CONFLICT and read_error_code(body) == STALE_TICKET:
+        if response.status == HTTPStatus.CONFLICT and read_error(body).code == STALE_TICKET:
             raise StaleTicketError(self._decode.ref)
         headers = _forwarded_headers(response)
         if call.status is not None:
@@ -110,6 +111,8 @@ class Answer:
                 f"{self._decode.id} answered {response.status}",
                 answer=ErrorAnswer(response.status, body, headers),
             )
+        if self._decode.dialect == "vllm":
+            body = client_answer(body)
         call.status, call.tail = response.status, body[-TAIL_BYTES:]
         call.note_first_byte(self._services.clock.now())
         own = (b"x-request-id", call.id.encode())

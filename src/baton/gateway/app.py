@@ -23,11 +23,13 @@ if TYPE_CHECKING:
 
     from baton.gateway.completions import Completions
     from baton.gateway.debug import RequestTraces
+    from baton.gateway.debug_workers import Roster
     from baton.gateway.metrics import GatewayMetrics
     from baton.gateway.workers import Workers
 
 COMPLETION_PATHS: Final = frozenset({"/v1/chat/completions", "/v1/completions"})
 REQUESTS_PATH: Final = "/debug/requests"
+WORKERS_PATH: Final = "/debug/workers"
 PROMETHEUS_TEXT: Final = (b"content-type", b"text/plain; version=0.0.4; charset=utf-8")
 
 log = logging.getLogger(__name__)
@@ -70,10 +72,12 @@ class GatewayApp:
         completions: Completions,
         workers: Workers,
         metrics: GatewayMetrics,
+        *,
         traces: RequestTraces,
+        roster: Roster,
     ) -> None:
         self._completions, self._workers = completions, workers
-        self._metrics, self._traces = metrics, traces
+        self._metrics, self._traces, self._roster = metrics, traces, roster
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one ASGI connection."""
@@ -113,6 +117,8 @@ class GatewayApp:
                 answer = self._models()
             case _ if f"{path}/".startswith(f"{REQUESTS_PATH}/") and _is_local(scope):
                 answer = await self._debug(path)
+            case _ if path == WORKERS_PATH and _is_local(scope):
+                answer = self._roster.show()
             case _:
                 raise PathNotFoundError(f"{path} does not exist here")
         _need_get(path, scope)

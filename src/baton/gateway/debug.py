@@ -94,13 +94,17 @@ class RequestTraces:
         worker = None if view is None else self._workers.with_id(view.id)
         if worker is None:
             return None
-        url = worker.url.with_path(f"/baton/v1/traces/{quote(request_id, safe='')}", encoded=True)
-        try:
-            status, body = await self._upstream.get(url, FETCH_TIMEOUT_S)
-            return _trace_decoder.decode(body) if status == OK else None
-        except (BatonError, msgspec.MsgspecError) as exc:
-            log.info("no trace of %s from %s: %s", request_id, worker, exc)
-            return None
+        path = f"/baton/v1/traces/{quote(request_id, safe='')}"
+        for url in worker.control_urls:  # each rank has one of its own: the first stands for all
+            try:
+                status, body = await self._upstream.get(
+                    url.with_path(path, encoded=True), FETCH_TIMEOUT_S
+                )
+                if status == OK:
+                    return _trace_decoder.decode(body)
+            except (BatonError, msgspec.MsgspecError) as exc:
+                log.info("no trace of %s from %s: %s", request_id, worker, exc)
+        return None
 
 
 def _merge(record: Record, decode: LegTrace | None, prefill: LegTrace | None) -> RequestTrace:

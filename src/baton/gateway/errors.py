@@ -10,6 +10,7 @@ GatewayError
 │   ├── WorkerLostError
 │   ├── WorkerFailedError   it answered with a 5xx, which the client gets if nobody else can help
 │   └── StaleTicketError    a worker began another life: place the request again
+├── UnusableWorkerError     no client is told: the worker is not used
 ├── DeadlineError           504
 ├── ShuttingDownError       503, retryable
 └── ClientLeftError         nobody is told
@@ -90,6 +91,10 @@ class StaleTicketError(UpstreamError):
     def __init__(self, worker: WorkerRef) -> None:
         super().__init__(f"{worker.worker} refused the ticket: it was made for its previous life")
         self.worker = worker
+
+
+class UnusableWorkerError(GatewayError):
+    """An address on the operator's list cannot be used as it was started."""
 
 
 class DeadlineError(GatewayError):

@@ -14,8 +14,10 @@ from baton.gateway.errors import (
     WorkerUnreachableError,
 )
 from baton.gateway.interrupt import Interruptible
+from baton.gateway.leg_bodies import leg_bodies
 from baton.gateway.metrics import NO_MODE, FallbackCause
 from baton.gateway.prefill_leg import Handoff, PrefillLeg
+from baton.gateway.undivided import undivided_field
 from baton.ids import new_ticket_id
 from baton.router.placement import Placement, PlacementRequest, Unplaceable
 
@@ -71,12 +73,17 @@ class Exchange:
         if call.model not in fleet.models:
             raise services.workers.why_not_served(call.model)
         call.metrics = services.metrics.of(call.model, NO_MODE)
-        placement = services.placement.place(fleet, PlacementRequest(call.model, avoid))
+        speaks_vllm = "vllm" in fleet.models[call.model].decode_dialects
+        undivided = undivided_field(self._body) if speaks_vllm else None
+        request = PlacementRequest(call.model, avoid, undivided)
+        placement = services.placement.place(fleet, request)
         if isinstance(placement, Unplaceable):
             raise failed or NoWorkerError(placement.reason)
         if failed is not None:
             services.fallbacks.note(call, _cause_of(failed), str(failed))
-        if placement.reasons:
+        if placement.undivided is not None:
+            services.metrics.undivided[placement.undivided].inc()
+        elif placement.reasons:
             reasons = "; ".join(placement.reasons)
             services.fallbacks.note(call, FallbackCause.PREFILL_UNAVAILABLE, reasons)
         call.begin_attempt(placement, services.metrics.of(call.model, placement.mode))
@@ -86,14 +93,15 @@ class Exchange:
         if placement.prefill is None:
             await self._decode_leg(placement.decode, self._body.encode())
             return
-        handoff = self._authorise(placement.prefill, placement.decode)
+        prefill, decode = placement.prefill, placement.decode
+        handoff = self._authorise(prefill, decode)
         sealed = seal(handoff.ticket, self._services.options.cluster_key)
-        body = self._body.encode_with_ticket(sealed)
+        bodies = leg_bodies(self._body, sealed, prefill=prefill.dialect, decode=decode.dialect)
         with Interruptible() as attempt:
             prefill_leg = PrefillLeg(self._services, self._call, handoff, attempt)
-            prefill_leg.start(body, self._headers())
+            prefill_leg.start(bodies.prefill, self._headers())
             try:
-                await self._decode_leg(placement.decode, body)
+                await self._decode_leg(decode, bodies.decode)
             except BaseException:
                 prefill_leg.cancel()
                 raise
@@ -126,7 +134,8 @@ class Exchange:
             expires_at=services.clock.unix_now() + call.left_s(services.clock.now()),
         )
         call.trace.ticket = ticket.id.hex()
-        return Handoff(ticket, services.workers.of(prefill), services.workers.of(decode))
+        workers = services.workers
+        return Handoff(ticket, prefill.dialect, workers.of(prefill), workers.of(decode))
 
     def _headers(self) -> CIMultiDict[str]:
         headers = self._services.upstream.headers()

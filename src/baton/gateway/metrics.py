@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from baton.gateway.gaps import GapCollector
+from baton.router.placement import Undivided
 from baton.telemetry.metrics import FIRST_TOKEN_EDGES_S, REQUEST_EDGES_S, TOKEN_GAP_EDGES_S
 
 if TYPE_CHECKING:
@@ -131,6 +132,13 @@ class GatewayMetrics:
             registry=self.registry,
         )
         self.fallbacks = {cause: fallbacks.labels(cause) for cause in FallbackCause}
+        undivided = Counter(
+            "baton_gateway_undivided_requests",
+            "Requests that a vLLM worker served alone because of one of their fields.",
+            ("field",),
+            registry=self.registry,
+        )
+        self.undivided = {field: undivided.labels(field) for field in Undivided}
         broken = Counter(
             "baton_gateway_broken_streams",
             "Streams that ended with an error event.",
@@ -138,6 +146,11 @@ class GatewayMetrics:
             registry=self.registry,
         )
         self.broken_streams = {cause: broken.labels(cause) for cause in BrokenStreamCause}
+        self.kv_events_not_followed = Counter(
+            "baton_gateway_kv_events_not_followed",
+            "Lives of workers whose KV events could not be followed from where they were told.",
+            registry=self.registry,
+        )
         self._worker_up = Gauge(
             "baton_gateway_worker_up",
             "1 while requests may be placed on this worker.",

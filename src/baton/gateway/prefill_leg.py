@@ -10,8 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from dataclasses import dataclass
-from http import HTTPStatus
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, assert_never
 
 from baton.gateway.errors import (
     StaleTicketError,
@@ -20,16 +19,19 @@ from baton.gateway.errors import (
     WorkerUnreachableError,
 )
 from baton.gateway.metrics import FallbackCause, Phase
-from baton.gateway.upstream import MAX_SMALL_ANSWER_BYTES, read_answer, read_error_code
+from baton.gateway.upstream import MAX_SMALL_ANSWER_BYTES, read_answer
+from baton.gateway.verdict import Failed, Served, Stale, Verdict, read_verdict
 
 if TYPE_CHECKING:
     from multidict import CIMultiDict
+    from yarl import URL
 
     from baton.authority.ticket import Ticket
     from baton.gateway.call import Call
     from baton.gateway.interrupt import Interruptible
     from baton.gateway.services import Services
     from baton.gateway.workers import Worker
+    from baton.router.fleet import Dialect
 
 ABORT_AGAIN_AFTER_S: Final = (0.05, 0.2, 1.0)
 """The first abort can overtake the request that it is about, which then would not know of it."""
@@ -39,9 +41,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Handoff:
-    """One ticket, and the two workers that it is for."""
+    """One ticket, and the two workers that it is for. The prefill worker speaks `dialect`."""
 
     ticket: Ticket
+    dialect: Dialect
     prefill: Worker
     decode: Worker
 
@@ -81,7 +84,7 @@ class PrefillLeg:
 
     async def _run(self, body: bytes, headers: CIMultiDict[str]) -> None:
         try:
-            status, answer = await self._ask(body, headers)
+            verdict = await self._ask(body, headers)
         except UpstreamError as exc:
             self._services.watch.report(self._handoff.prefill, exc)
             await self._fail(_CAUSES.get(type(exc), FallbackCause.PREFILL_FAILED), str(exc))
@@ -90,26 +93,22 @@ class PrefillLeg:
             log.exception("the prefill leg of %s failed", self._call.id)
             await self._fail(FallbackCause.PREFILL_FAILED, "internal error in the gateway")
             return
-        if status == HTTPStatus.OK:
-            self._call.phase = Phase.DECODE
-        else:
-            await self._hear_error(status, read_error_code(answer))
-
-    async def _hear_error(self, status: int, code: str | None) -> None:
-        match code:
-            case "stale_ticket":
+        match verdict:
+            case Served():
+                self._call.phase = Phase.DECODE
+            case Stale():
                 await self._retry_or_fail()
-            case "handoff_declined":
-                self._call.phase = Phase.DECODE  # decode had all it needs in its own cache
+            case Failed(cause, reason):
+                await self._fail(cause, f"{self._handoff.prefill.name} {reason}")
             case _:
-                cause = _cause_of(status, code)
-                await self._fail(cause, f"{self._handoff.prefill.name} answered {status} ({code})")
+                assert_never(verdict)
 
-    async def _ask(self, body: bytes, headers: CIMultiDict[str]) -> tuple[int, bytes]:
+    async def _ask(self, body: bytes, headers: CIMultiDict[str]) -> Verdict:
         url = self._handoff.prefill.completion_urls[self._call.path]
         response = await self._services.upstream.post(url, body, headers)
         try:
-            return response.status, await read_answer(response, MAX_SMALL_ANSWER_BYTES)
+            answer = await read_answer(response, MAX_SMALL_ANSWER_BYTES)
+            return read_verdict(self._handoff.dialect, response.status, answer)
         finally:
             response.release()
 
@@ -125,29 +124,23 @@ class PrefillLeg:
         if self._call.phase is not Phase.PREFILL:
             return
         self._services.fallbacks.note(self._call, cause, reason)
+        if cause is FallbackCause.HANDOFF_FAILED:
+            self._services.watch.doubt(self._handoff.decode)
         for pause_s in (*ABORT_AGAIN_AFTER_S, None):
-            try:
-                await self._services.upstream.abort(
-                    self._handoff.decode.url, self._handoff.ticket.id, reason
-                )
-            except UpstreamError as exc:
-                log.warning("%s was not told of an abort: %s", self._handoff.decode, exc)
+            urls = self._handoff.decode.control_urls
+            await asyncio.gather(*(self._abort(url, reason) for url in urls))
             if pause_s is None or self._call.phase is not Phase.PREFILL:
                 return
             await asyncio.sleep(pause_s)
+
+    async def _abort(self, url: URL, reason: str) -> None:
+        try:
+            await self._services.upstream.abort(url, self._handoff.ticket.id, reason)
+        except UpstreamError as exc:
+            log.warning("%s was not told of an abort: %s", self._handoff.decode, exc)
 
 
 _CAUSES: Final[dict[type[UpstreamError], FallbackCause]] = {
     WorkerUnreachableError: FallbackCause.PREFILL_UNREACHABLE,
     WorkerLostError: FallbackCause.PREFILL_LOST,
 }
-
-
-def _cause_of(status: int, code: str | None) -> FallbackCause:
-    if code == "handoff_failed":
-        return FallbackCause.HANDOFF_FAILED
-    if status == HTTPStatus.SERVICE_UNAVAILABLE:
-        return FallbackCause.PREFILL_OVERLOADED
-    if status < HTTPStatus.INTERNAL_SERVER_ERROR:
-        return FallbackCause.PREFILL_REJECTED
-    return FallbackCause.PREFILL_FAILED

@@ -8,8 +8,13 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Final
 
 from baton.errors import BatonError, ProtocolError
-from baton.gateway.errors import UpstreamError, WorkerLostError, WorkerUnreachableError
-from baton.gateway.worker_info import read_info
+from baton.gateway.errors import (
+    UnusableWorkerError,
+    UpstreamError,
+    WorkerLostError,
+    WorkerUnreachableError,
+)
+from baton.gateway.introduction import Introduction, Life
 from baton.gateway.workers import Up
 
 if TYPE_CHECKING:
@@ -38,6 +43,8 @@ class Prober:
         self._worker, self._workers, self._upstream = worker, workers, upstream
         self._interval_s, self._timeout_s = options.probe_interval_s, options.probe_timeout_s
         self._abandon_after_s = options.abandon_after_s
+        self._introduction = Introduction(worker, upstream, options.probe_timeout_s)
+        self._in_doubt = False
         self._num_failures = 0
         self._num_probes = 0
         self._well_at = asyncio.get_running_loop().time()
@@ -63,12 +70,18 @@ class Prober:
         self._num_failures += 1
         self._wanted.set()
 
+    def doubt(self) -> None:
+        """What it was told had no effect: find out, at the next probe, whether it began anew."""
+        self._in_doubt = True
+
     async def refresh(self, stale: Epoch) -> None:
         """Learn the worker's new epoch, once for all requests that met the old one."""
         async with self._refreshing:
             if self._worker.info is None or self._worker.info.epoch == stale:
                 try:
                     await self.introduce()
+                except UnusableWorkerError as exc:
+                    self._workers.reject(self._worker, str(exc))
                 except BatonError as exc:
                     self._workers.lose(self._worker, str(exc))
 
@@ -76,10 +89,12 @@ class Prober:
         """Ask once, and note the answer."""
         self._num_probes += 1
         try:
-            if await self._takes_requests():
+            if await self._is_well():
                 await self._introduce_if_due()
             else:
                 self._workers.drain(self._worker)
+        except UnusableWorkerError as exc:
+            self._workers.reject(self._worker, str(exc))
         except ProtocolError as exc:
             self._workers.lose(self._worker, str(exc))
         except BatonError as exc:
@@ -101,26 +116,38 @@ class Prober:
         """Ask the worker who it is.
 
         Raises:
-            UpstreamError: no answer.
-            ProtocolError: an answer that the wire format does not allow.
+            UpstreamError, ProtocolError, UnusableWorkerError: see `Introduction.ask`.
         """
-        status, body = await self._get("baton/v1/info")
-        if status != HTTPStatus.OK:
-            raise _unexpected("/baton/v1/info", status)
-        self._workers.introduce(self._worker, read_info(body))
+        self._workers.introduce(self._worker, await self._introduction.ask())
 
     async def _introduce_if_due(self) -> None:
-        if not isinstance(self._worker.state, Up) or not self._num_probes % PROBES_PER_INTRODUCTION:
+        is_doubted, self._in_doubt = self._in_doubt, False
+        if (
+            not isinstance(self._worker.state, Up)
+            or not self._num_probes % PROBES_PER_INTRODUCTION
+            or (is_doubted and await self._introduction.life() is Life.ANOTHER)
+        ):
             await self.introduce()
 
-    async def _takes_requests(self) -> bool:
-        status, _ = await self._get("health")
-        if status not in {HTTPStatus.OK, HTTPStatus.SERVICE_UNAVAILABLE}:
-            raise _unexpected("/health", status)
-        return status == HTTPStatus.OK
+    async def _is_well(self) -> bool:
+        try:
+            return await self._takes_requests()
+        except UpstreamError:
+            self._introduction.forget_verdict()
+            raise
 
-    async def _get(self, path: str) -> tuple[int, bytes]:
-        return await self._upstream.get(self._worker.url / path, self._timeout_s)
+    async def _takes_requests(self) -> bool:
+        status, body = await self._upstream.get(self._worker.url / "health", self._timeout_s)
+        match status:
+            case HTTPStatus.OK:
+                return True
+            case HTTPStatus.SERVICE_UNAVAILABLE:
+                info = self._worker.info
+                if info is not None and info.dialect == "vllm" and not body:
+                    raise UpstreamError("its engine died: /health answered 503")
+                return False  # a Baton worker, or a vLLM server that Baton started, drains
+            case _:
+                raise UpstreamError(f"/health answered {status}: is this a Baton worker?")
 
 
 class Watch:
@@ -151,16 +178,15 @@ class Watch:
         if isinstance(error, WorkerUnreachableError | WorkerLostError):
             self._probers[worker].suspect()
 
+    def doubt(self, worker: Worker) -> None:
+        """A vLLM server did nothing with its ticket, maybe because it is in another life.
+
+        It does not refuse a stale ticket as a Baton worker does: it computes without it.
+        """
+        self._probers[worker].doubt()
+
     async def refresh(self, stale: WorkerRef) -> None:
         """Learn the new epoch of a worker that refused a ticket for its life `stale`."""
         worker = self._workers.with_id(stale.worker)
         if worker is not None:
             await self._probers[worker].refresh(stale.epoch)
-
-
-def _unexpected(path: str, status: int) -> UpstreamError:
-    if status == HTTPStatus.UNAUTHORIZED:
-        return UpstreamError(
-            "it does not hold this cluster's key; give both processes the same BATON_CLUSTER_KEY"
-        )
-    return UpstreamError(f"{path} answered {status}: is this a Baton worker?")

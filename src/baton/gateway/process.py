@@ -24,7 +24,9 @@ from baton.errors import ConfigError
 from baton.gateway.app import GatewayApp
 from baton.gateway.completions import Completions
 from baton.gateway.debug import RequestTraces
+from baton.gateway.debug_workers import Roster
 from baton.gateway.fallbacks import Fallbacks
+from baton.gateway.kv_events import KVEvents
 from baton.gateway.metrics import GatewayMetrics
 from baton.gateway.probe import Watch
 from baton.gateway.records import Records
@@ -102,13 +104,19 @@ async def open_gateway(options: GatewayOptions, clock: Clock) -> AsyncGenerator[
         fallbacks=Fallbacks(metrics, clock),
     )
     records = Records(options.num_records)
+    events = KVEvents(workers, metrics, clock)
     await upstream.open()
     watch.start()
+    events.start()
     try:
         traces = RequestTraces(records, workers, upstream)
-        yield GatewayApp(Completions(services, records), workers, metrics, traces)
+        roster = Roster(workers, events)
+        yield GatewayApp(
+            Completions(services, records), workers, metrics, traces=traces, roster=roster
+        )
     finally:
         await watch.stop()
+        await events.stop()
         await upstream.close()
 
 

@@ -19,8 +19,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 TICKET_FIELD: Final = "kv_transfer_params"
+TRANSFER_FIELDS: Final = (TICKET_FIELD, "ec_transfer_params")
+"""vLLM's fields for what servers hand to each other; ours is the first."""
+
 EXTRA_ARGUMENTS_FIELD: Final = "vllm_xargs"
-"""vLLM merges these into the same place as `kv_transfer_params`."""
+"""vLLM merges these into the same place as `kv_transfer_params` and its like."""
 
 MAX_REQUEST_ID_CHARS: Final = 128
 FORWARDED_HEADERS: Final = frozenset({b"traceparent", b"tracestate"})
@@ -47,7 +50,7 @@ class CompletionBody:
         return _encoder.encode(self.fields)
 
     def encode_with_ticket(self, ticket: str) -> bytes:
-        """The body for both legs of a handoff. `ticket` is base64url text."""
+        """The body for Baton workers, both legs of a handoff alike. `ticket` is base64url text."""
         granted = msgspec.Raw(b'{"baton_ticket":"' + ticket.encode() + b'"}')
         return _encoder.encode({**self.fields, TICKET_FIELD: granted})
 
@@ -62,7 +65,8 @@ def parse_body(body: bytes) -> CompletionBody:
         fields = _fields_decoder.decode(body)
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as exc:
         raise InvalidRequestError(f"the body is not a JSON object: {exc}") from exc
-    fields.pop(TICKET_FIELD, None)
+    for name in TRANSFER_FIELDS:
+        fields.pop(name, None)
     if EXTRA_ARGUMENTS_FIELD in fields:
         _strip_nested(fields)
     return CompletionBody(_model(fields), _stream(fields), fields)
@@ -75,7 +79,8 @@ def _strip_nested(fields: dict[str, msgspec.Raw]) -> None:
         raise InvalidRequestError(
             f"{EXTRA_ARGUMENTS_FIELD} must be an object", param=EXTRA_ARGUMENTS_FIELD
         ) from exc
-    nested.pop(TICKET_FIELD, None)
+    for name in TRANSFER_FIELDS:
+        nested.pop(name, None)
     fields[EXTRA_ARGUMENTS_FIELD] = msgspec.Raw(_encoder.encode(nested))
 
 

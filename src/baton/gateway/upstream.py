@@ -31,6 +31,7 @@ MAX_PLAIN_BODY_BYTES: Final = 1 << 20
 """aiohttp wants a larger body as a file, so that it can yield while writing it."""
 
 MAX_SMALL_ANSWER_BYTES: Final = 1 << 20
+MAX_REASON_CHARS: Final = 500
 
 
 class Upstream:
@@ -96,6 +97,20 @@ class Upstream:
             ):
                 return response.status, await read_answer(response, MAX_SMALL_ANSWER_BYTES)
 
+    async def ask(self, url: URL, body: bytes, timeout_s: float) -> tuple[int, bytes]:
+        """Post JSON and fetch a small answer: its status and body.
+
+        Raises:
+            UpstreamError: as for `get`.
+        """
+        with mapped_errors(url):
+            async with asyncio.timeout(timeout_s):
+                response = await self.post(url, body, self.headers())
+                try:
+                    return response.status, await read_answer(response, MAX_SMALL_ANSWER_BYTES)
+                finally:
+                    response.release()
+
     async def abort(self, base_url: URL, ticket: TicketId, reason: str) -> None:
         """Tell a worker that a handoff is not going to happen.
 
@@ -141,23 +156,30 @@ async def read_answer(response: aiohttp.ClientResponse, max_bytes: int) -> bytes
     return b"".join(parts)
 
 
-class _ErrorCode(msgspec.Struct):
-    code: str | None = None
+class WorkerError(msgspec.Struct, frozen=True):
+    """What a worker says went wrong. vLLM's codes are HTTP's, and numbers."""
+
+    code: str | int | None = None
+    message: str | None = None
+
+    def __str__(self) -> str:
+        said = (str(part) for part in (self.code, self.message) if part is not None)
+        return ": ".join(said)[:MAX_REASON_CHARS]
 
 
 class _ErrorAnswer(msgspec.Struct):
-    error: _ErrorCode
+    error: WorkerError
 
 
 _error_decoder = msgspec.json.Decoder(_ErrorAnswer)
 
 
-def read_error_code(body: bytes) -> str | None:
-    """The `code` of an OpenAI-shaped error; None if it has none, or is no such thing."""
+def read_error(body: bytes) -> WorkerError:
+    """An OpenAI-shaped error; one that says nothing if it is no such thing."""
     try:
-        return _error_decoder.decode(body).error.code
+        return _error_decoder.decode(body).error
     except msgspec.MsgspecError:
-        return None
+        return WorkerError()
 
 
 @contextmanager

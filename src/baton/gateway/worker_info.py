@@ -5,41 +5,78 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated, Final
 
 import msgspec
+from yarl import URL
 
 from baton.authority.ticket import WorkerRef
+from baton.config.cluster_key import is_loopback
 from baton.errors import ProtocolError
 from baton.ids import Epoch, WorkerId
-from baton.router.fleet import Role, WorkerView
+from baton.router.fleet import Dialect, Role, WorkerView
 
 if TYPE_CHECKING:
     from baton.gateway.options import WorkerAddress
 
 EPOCH_CHARS: Final = 32
+MAX_RANKS: Final = 32
+"""Of tensor parallelism: above it, the addresses of all ranks would not fit into a ticket."""
+
 NAME: Final = msgspec.Meta(min_length=1, max_length=256)
+Name = Annotated[str, NAME]
+RANKS: Final = msgspec.Meta(max_length=MAX_RANKS)
+KV_ROLES: Final = {
+    Role.PREFILL: "kv_producer",
+    Role.DECODE: "kv_consumer",
+    Role.BOTH: "kv_both",
+}
+
+
+class KVEventsSource(msgspec.Struct, frozen=True):
+    """Where a worker announces the blocks that it keeps and drops (ZMQ)."""
+
+    endpoint: Name
+    replay_endpoint: Name | None = None
+    topic: Annotated[str, msgspec.Meta(max_length=256)] = ""
 
 
 class WorkerInfo(msgspec.Struct, frozen=True):
-    """The part of a worker's self-description that placement and tickets need."""
+    """The part of a worker's self-description that placement and tickets need.
+
+    `control_urls` has one address for each tensor-parallel rank of a vLLM server, where that rank
+    is asked what a Baton worker is asked at its own address; a Baton worker has none.
+    """
 
     worker: Annotated[WorkerId, NAME]
     epoch: Annotated[Epoch, msgspec.Meta(min_length=EPOCH_CHARS, max_length=EPOCH_CHARS)]
     role: Role
-    served_model_name: Annotated[str, NAME]
-    fingerprint: Annotated[str, NAME]
+    served_model_name: Name
+    fingerprint: Name
     max_context_tokens: Annotated[int, msgspec.Meta(gt=0)]
-    handoff_address: Annotated[str, NAME]
+    handoff_address: Name
     transports: Annotated[tuple[str, ...], msgspec.Meta(max_length=64)]
-    version: Annotated[str, NAME]
+    version: Name
+    dialect: Dialect = "baton"
+    engine: Name | None = None
+    rank_addresses: Annotated[tuple[Name, ...], RANKS] = ()
+    control_urls: Annotated[tuple[Name, ...], RANKS] = ()
+    kv_events: KVEventsSource | None = None
+
+    def __post_init__(self) -> None:
+        if self.rank_addresses and self.rank_addresses[0] != self.handoff_address:
+            raise ValueError("the first of rank_addresses must be handoff_address")
+        num_controls = max(1, len(self.rank_addresses)) if self.dialect == "vllm" else 0
+        if len(self.control_urls) != num_controls:
+            raise ValueError(f"control_urls must have {num_controls} entries")
 
     def view(self, listed_role: Role, *, available: bool) -> WorkerView:
         """What placement sees of this worker in the role that the operator gave it."""
         return WorkerView(
-            ref=WorkerRef(self.worker, self.epoch, self.handoff_address),
+            ref=WorkerRef(self.worker, self.epoch, self.handoff_address, self.rank_addresses),
             role=listed_role,
             model=self.served_model_name,
             fingerprint=self.fingerprint,
             transports=frozenset(self.transports),
             available=available,
+            dialect=self.dialect,
         )
 
 
@@ -55,18 +92,54 @@ def read_info(body: bytes) -> WorkerInfo:
     try:
         return _decoder.decode(body)
     except msgspec.MsgspecError as exc:
-        raise ProtocolError(f"its /baton/v1/info does not decode: {exc}") from exc
+        raise ProtocolError(f"what it says about itself does not decode: {exc}") from exc
 
 
 def why_not_used(info: WorkerInfo, listed: WorkerAddress) -> str | None:
     """Why a worker cannot be used as the operator listed it; None if it can."""
-    if info.role in {listed.role, Role.BOTH}:
+    if info.role not in {listed.role, Role.BOTH}:
+        return (
+            f"it was listed as a {listed.role} worker but was started with the role {info.role}; "
+            f"list it as {_option(info.role)}, or start it with {_role_setting(info, listed.role)}"
+        )
+    return why_not_asked(info, URL(listed.url))
+
+
+def why_not_asked(info: WorkerInfo, listed: URL) -> str | None:
+    """Why its control addresses are not believed; None if they are.
+
+    They come from the worker, and get the cluster's bearer token: an answer must not be able to
+    make the gateway send that, or any request, to a host that the operator never named.
+    """
+    for text in info.control_urls:
+        if (control := _origin(text)) is None:
+            return f"its control address {text!r} is not http://host:port"
+        if not is_same_host(control.host or "", listed.host or ""):
+            return (
+                f"its control address {text} is not on the host by which it is listed, "
+                f"{listed.host}; start it with "
+                f'"kv_connector_extra_config": {{"handoff_host": "{listed.host}"}}'
+            )
+    return None
+
+
+def _origin(text: str) -> URL | None:
+    try:
+        url = URL(text)
+        is_origin = url.scheme == "http" and url.host is not None and url.user is None
+        return url if is_origin and url == url.origin() else None
+    except ValueError:
         return None
-    return (
-        f"it was listed as a {listed.role} worker but was started with the role {info.role}; "
-        f"list it as {_option(info.role)}, or start it with the role {listed.role}"
-    )
+
+
+def is_same_host(host: str, listed: str) -> bool:
+    """Whether what a worker says is on the host by which the operator listed it."""
+    return host == listed or (is_loopback(host) and is_loopback(listed))
 
 
 def _option(role: Role) -> str:
     return "--worker" if role is Role.BOTH else f"--{role}"
+
+
+def _role_setting(info: WorkerInfo, role: Role) -> str:
+    return f'"kv_role": "{KV_ROLES[role]}"' if info.dialect == "vllm" else f"the role {role}"

@@ -111,6 +111,13 @@ class Worker:
                 return None
 
     @property
+    def control_urls(self) -> tuple[URL, ...]:
+        """Where it is told of aborts and asked for traces: itself, or each rank of vLLM's."""
+        if self.info is None or self.info.dialect == "baton":
+            return (self.url,)
+        return tuple(URL(url) for url in self.info.control_urls)
+
+    @property
     def name(self) -> str:
         """How people call it."""
         return self.info.worker if self.info else str(self.url)
@@ -173,7 +180,7 @@ class Workers:
         if namesake is not worker:
             reason = f"{namesake.url} is called {info.worker} already; give each worker a name"
         if reason is not None:
-            self.change(worker, Rejected(reason))
+            self.reject(worker, reason)
             return
         before = worker.info
         if before is not None and before.epoch != info.epoch:
@@ -184,6 +191,10 @@ class Workers:
         """It did not answer."""
         info = worker.info
         self.change(worker, Unseen(reason) if info is None else Down(info, reason))
+
+    def reject(self, worker: Worker, reason: str) -> None:
+        """It answered, and cannot be used."""
+        self.change(worker, Rejected(reason))
 
     def drain(self, worker: Worker) -> None:
         """It said that it takes no more."""

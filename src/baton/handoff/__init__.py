@@ -7,15 +7,23 @@ any more, `BlocksQuiescent`. The protocol is drawn in `session/`, its bytes in
 
 File map:
     interface.py  what an engine sees: orders, events, `HandoffPort`
+    faces.py      the ways in which a worker shows its KV to peers
     messages.py   what two agents say to each other, decoded and bounded at the seam
+    meeting.py    whether two workers can exchange KV, through which faces, and why not
     coverage.py   counting what landed against what is expected
     session/      the two state machines of one handoff, pure
+    staging.py    staging pages: who holds them, who waits
+    footprint.py  the pages that one handoff has on a face
     parcels.py    from a token range to page copies, digests and a notice, and back
     link.py       one authenticated control connection between two agents
     routes.py     which transport reaches a peer: preference, attaching, what was used
     peers.py      who is linked, what they said in their Hello, whether they live
     receiving.py  the decode worker's handoffs: carries out what `ReceiveSession` asks for
+    incoming.py   one of them: its peer, pages and windows
+    reading.py    reads of a peer's pages
     sending.py    the prefill worker's handoffs: carries out what `SendSession` asks for
+    grants.py     grants: checked, and kept until their request is here
+    shipping.py   how a layer's range leaves: as writes, or as announcements
     desk.py       what both work with
     graves.py     tickets that ended before this side had heard of them
     agent.py      the thread that owns links, transports and sessions; implements `HandoffPort`

@@ -16,15 +16,26 @@ import queue
 import selectors
 import threading
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Final, assert_never
 
 from baton.authority.ticket import WorkerRef
 from baton.clock import read_clock_domain
-from baton.errors import BatonError
+from baton.errors import BatonError, ConfigError
 from baton.handoff.desk import Desk
-from baton.handoff.messages import PROTOCOL_VERSION, Declined, Failed, Finished, Grant, Hello
+from baton.handoff.footprint import ServedFace
+from baton.handoff.messages import (
+    PROTOCOL_VERSION,
+    Available,
+    Declined,
+    FaceOffer,
+    Failed,
+    Finished,
+    Grant,
+    Hello,
+    Taken,
+)
 from baton.handoff.peers import Heard, Peer, PeerGone, PeerTable, PeerUp
 from baton.handoff.receiving import ReceivingDesk
 from baton.handoff.routes import RouteTable
@@ -32,6 +43,8 @@ from baton.handoff.sending import SendingDesk
 from baton.transfer.interface import (
     Arrived,
     Attached,
+    ReadCompleted,
+    ReadFailed,
     RemoteLost,
     WindowQuiescent,
     WriteCompleted,
@@ -39,21 +52,22 @@ from baton.transfer.interface import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from baton.authority.key import ClusterKey
     from baton.authority.ticket import Ticket
     from baton.clock import Clock, Instant
+    from baton.handoff.faces import Face
     from baton.handoff.interface import (
         HandoffEvent,
         ReceiveOrder,
         SampledToken,
         SendOrder,
     )
+    from baton.handoff.messages import Mover
     from baton.handoff.peers import PeerEvent
     from baton.ids import Epoch, TicketId, WorkerId
-    from baton.kv.layout import KVLayout
-    from baton.transfer.interface import PagedRegion, TransferEvent, Transport
+    from baton.transfer.interface import TransferEvent, Transport
 
 logger = logging.getLogger(__name__)
 
@@ -63,13 +77,17 @@ STOP_TIMEOUT_S: Final = 5.0
 
 @dataclass(frozen=True, slots=True)
 class AgentOptions:
-    """Who this agent is and what it works with; `transports` in order of preference."""
+    """Who this agent is and what it works with; `faces` and `transports` in order of preference.
+
+    `mover` is who moves the bytes where this worker receives, if the transport can do both.
+    `traits` are readable properties that explain why two workers cannot exchange KV (engine,
+    version, dtype …): at most 32, names of 64 characters and values of 256.
+    """
 
     worker: WorkerId
     epoch: Epoch
     fingerprint: str
-    layout: KVLayout
-    region: PagedRegion
+    faces: tuple[Face, ...]
     transports: tuple[Transport, ...]
     key: ClusterKey
     clock: Clock
@@ -77,6 +95,17 @@ class AgentOptions:
     port: int = 0
     timeout_s: float = 60.0
     liveness_timeout_s: float = 3.0
+    mover: Mover = "prefill"
+    traits: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Refuse faces that no engine has.
+
+        Raises:
+            ConfigError: there is none, or they are not of one model.
+        """
+        if len({face.layout.num_layers for face in self.faces}) != 1:
+            raise ConfigError("the faces of a worker show the same layers, and there is one face")
 
 
 class HandoffAgent:
@@ -99,11 +128,11 @@ class HandoffAgent:
         return self._address
 
     def start(self, wake_engine: Callable[[], None]) -> None:
-        """Listen, expose the region on every transport, start the thread. Once.
+        """Listen, expose each face on every transport, start the thread. Once.
 
         Raises:
             ConfigError: the handoff port is taken.
-            TransferError: a transport cannot expose the region.
+            TransferError: a transport cannot expose the region of a face.
         """
         self._wake_engine = wake_engine
         options = self.options
@@ -113,8 +142,8 @@ class HandoffAgent:
             epoch=options.epoch,
             clock_domain=read_clock_domain(),
             fingerprint=options.fingerprint,
-            layout=options.layout,
-            regions=tuple(t.expose(options.region) for t in options.transports),
+            faces=tuple(_offer(face, options.transports) for face in options.faces),
+            traits=dict(options.traits),
         )
         self._peers = PeerTable(
             hello,
@@ -129,14 +158,15 @@ class HandoffAgent:
             me=WorkerRef(options.worker, options.epoch, self._address),
             key=options.key,
             clock=options.clock,
-            layout=options.layout,
-            region=options.region,
+            faces=tuple(ServedFace.open(face) for face in options.faces),
+            mover=options.mover,
             peers=self._peers,
             routes=self._routes,
             transports=options.transports,
             timeout_s=options.timeout_s,
             emit=self._emit,
         )
+        self._faces = desk.faces
         self._receiving, self._sending = ReceivingDesk(desk), SendingDesk(desk)
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._selector.register(self._wake_read, selectors.EVENT_READ, None)
@@ -173,7 +203,7 @@ class HandoffAgent:
         """See `HandoffPort`."""
         self._command(partial(self._sending.layer_ready, tuple(tickets), layer))
 
-    def finish(self, ticket: TicketId, first_token: SampledToken) -> None:
+    def finish(self, ticket: TicketId, first_token: SampledToken | None) -> None:
         """See `HandoffPort`."""
         self._command(partial(self._sending.finish, ticket, first_token))
 
@@ -232,6 +262,7 @@ class HandoffAgent:
         now = self.options.clock.now()
         if now >= self._next_tick:
             self._tick(now)
+        self._serve_staging()
 
     def _run_commands(self) -> None:
         """Carry out what was queued before this call, and no more, so that sockets get a turn."""
@@ -247,12 +278,25 @@ class HandoffAgent:
         self._receiving.tick()
         self._sending.tick()
 
+    def _serve_staging(self) -> None:
+        """Let those begin whose turn it is; one that ends at once may serve the next."""
+        while served := [holder for face in self._faces for holder in face.take_served()]:
+            for holder in served:
+                match holder.side:
+                    case "receive":
+                        self._receiving.staged(holder.ticket)
+                    case "send":
+                        self._sending.staged(holder.ticket)
+                    case _:
+                        assert_never(holder.side)
+
     def _dispatch_all(self, events: list[PeerEvent]) -> None:
         for event in events:
             match event:
                 case PeerUp(peer):
                     self._receiving.peer_up(peer)
                 case PeerGone(peer, error):
+                    self._routes.forget(peer)
                     self._receiving.peer_gone(peer, error)
                     self._sending.peer_gone(peer, error)
                 case Heard():
@@ -263,23 +307,21 @@ class HandoffAgent:
     def _heard(self, heard: Heard) -> None:
         peer, message = heard.peer, heard.message
         try:
-            if isinstance(message, Finished | Failed):
+            if isinstance(message, Available | Finished | Failed):
                 self._receiving.heard(peer, message)
-            if isinstance(message, Grant | Declined | Failed):
+            if isinstance(message, Grant | Declined | Taken | Failed):
                 self._sending.heard(peer, message)
         except BatonError as exc:
             logger.warning("handoff: refused what %s said: %s", peer.name, exc)
 
     def _moved(self, transport: Transport, event: TransferEvent) -> None:
         match event:
-            case Arrived(window, notice):
-                self._receiving.arrived(window, notice)
+            case Arrived() | ReadCompleted() | ReadFailed() | WindowQuiescent():
+                self._receiving.moved(transport, event)
             case WriteCompleted(transfer):
                 self._sending.write_completed(transport, transfer)
             case WriteFailed(transfer, error):
                 self._sending.write_failed(transport, transfer, error)
-            case WindowQuiescent(window):
-                self._receiving.window_quiescent(window)
             case Attached() | RemoteLost():
                 self._route_changed(transport, event)
             case _:
@@ -289,10 +331,12 @@ class HandoffAgent:
         if isinstance(event, Attached):
             found = self._routes.attached(transport, event.remote)
             if found is not None:
+                self._receiving.route_found(found)
                 self._sending.route_found(found)
             return
         lost = self._routes.lost(transport, event.remote, event.error)
         if lost is not None:
+            self._receiving.route_lost(lost)
             self._sending.route_lost(lost)
 
     def _abort(self, ticket: TicketId, reason: str) -> None:
@@ -315,6 +359,10 @@ class HandoffAgent:
         self._selector.close()
         os.close(self._wake_read)
         os.close(self._wake_write)
+
+
+def _offer(face: Face, transports: tuple[Transport, ...]) -> FaceOffer:
+    return FaceOffer(face.layout, tuple(t.expose(face.region) for t in transports))
 
 
 def _nothing() -> None:

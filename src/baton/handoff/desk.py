@@ -11,24 +11,37 @@ if TYPE_CHECKING:
     from baton.authority.key import ClusterKey
     from baton.authority.ticket import WorkerRef
     from baton.clock import Clock
+    from baton.handoff.footprint import ServedFace
     from baton.handoff.interface import HandoffEvent
-    from baton.handoff.peers import PeerTable
+    from baton.handoff.messages import Mover
+    from baton.handoff.peers import Peer, PeerTable
     from baton.handoff.routes import RouteTable
-    from baton.kv.layout import KVLayout
-    from baton.transfer.interface import PagedRegion, Transport
+    from baton.transfer.interface import Transport
 
 
 @dataclass(frozen=True, slots=True)
 class Desk:
-    """The parts of one agent. `emit` queues an event for the engine."""
+    """The parts of one agent. `emit` queues an event for the engine.
+
+    `mover` is what this worker prefers as a receiver. All faces have the same number of layers.
+    """
 
     me: WorkerRef
     key: ClusterKey
     clock: Clock
-    layout: KVLayout
-    region: PagedRegion
+    faces: tuple[ServedFace, ...]
+    mover: Mover
     peers: PeerTable
     routes: RouteTable
     transports: tuple[Transport, ...]
     timeout_s: float
     emit: Callable[[HandoffEvent], None]
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the model's KV."""
+        return self.faces[0].face.layout.num_layers
+
+    def face_to(self, peer: Peer) -> ServedFace:
+        """The face of this worker that a peer sees; the peer has introduced itself."""
+        return self.faces[peer.met.ours]

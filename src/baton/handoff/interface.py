@@ -84,10 +84,13 @@ class SendOrder:
 
 @dataclass(frozen=True, slots=True)
 class KVLanded:
-    """All KV is in place and verified; `first_token` was sampled by the prefill worker."""
+    """All KV is in place and verified; `first_token` was sampled by the prefill worker.
+
+    Where it is None the engine computes the last prompt token itself, and samples.
+    """
 
     ticket: TicketId
-    first_token: SampledToken
+    first_token: SampledToken | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,8 +144,8 @@ class HandoffPort(Protocol):
         """
         ...
 
-    def finish(self, ticket: TicketId, first_token: SampledToken) -> None:
-        """Prefill of this ticket is done and its first token sampled."""
+    def finish(self, ticket: TicketId, first_token: SampledToken | None) -> None:
+        """Prefill of this ticket is done; `first_token` if this side sampled one to hand over."""
         ...
 
     def decline(self, ticket: Ticket, reason: str) -> None:

@@ -6,7 +6,7 @@ nothing behind this seam meets a value that the wire format does not allow.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Final, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Final, Literal, TypeAlias
 
 import msgspec
 import numpy as np
@@ -21,7 +21,7 @@ from baton.transfer.interface import RegionDescriptor
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-PROTOCOL_VERSION: Final = 1
+PROTOCOL_VERSION: Final = 2
 MAX_MESSAGE_BYTES: Final = 4 * 1024 * 1024
 MAX_TOKENS: Final = 16 * 1024 * 1024
 DIGEST_BYTES: Final = 16
@@ -29,16 +29,31 @@ DIGEST_BYTES: Final = 16
 Text = Annotated[str, msgspec.Meta(max_length=2000)]
 TokenCount = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS)]
 WireTicketId = Annotated[TicketId, msgspec.Meta(min_length=16, max_length=16)]
+PackedBlocks = Annotated[bytes, msgspec.Meta(max_length=MAX_MESSAGE_BYTES // 2)]
+LayerNumber = Annotated[int, msgspec.Meta(ge=0, le=4096)]
+TraitName = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
+TraitValue = Annotated[str, msgspec.Meta(max_length=256)]
+
+Mover = Literal["prefill", "decode"]
+"""Whose hand copies the bytes: prefill writes into decode's pages, or decode reads prefill's."""
 
 
 class _Message(msgspec.Struct, frozen=True, tag_field="t", forbid_unknown_fields=True):
     """A message on the link."""
 
 
+class FaceOffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One face of a worker: pages of `layout`, and where each of its transports reaches them."""
+
+    layout: KVLayout
+    regions: Annotated[tuple[RegionDescriptor, ...], msgspec.Meta(max_length=16)]
+
+
 class Hello(_Message, frozen=True, tag="hello"):
-    """First from each side. `regions` is where the sender's own pages can be written.
+    """First from each side. `faces` are the sender's, best first.
 
     `clock_domain` names the clock of its stamps: where both have the same one, none is shifted.
+    `traits` are readable properties of the worker, which only explain a refusal.
     """
 
     version: int
@@ -46,8 +61,8 @@ class Hello(_Message, frozen=True, tag="hello"):
     epoch: Epoch
     clock_domain: Text
     fingerprint: Text
-    layout: KVLayout
-    regions: Annotated[tuple[RegionDescriptor, ...], msgspec.Meta(max_length=16)]
+    faces: Annotated[tuple[FaceOffer, ...], msgspec.Meta(min_length=1, max_length=8)]
+    traits: Annotated[dict[TraitName, TraitValue], msgspec.Meta(max_length=32)]
 
 
 class Refused(_Message, frozen=True, tag="refused"):
@@ -57,10 +72,12 @@ class Refused(_Message, frozen=True, tag="refused"):
 
 
 class Grant(_Message, frozen=True, tag="grant"):
-    """Decode → prefill: write tokens `[start, num_tokens)` into these blocks of mine.
+    """Decode → prefill: I want KV of tokens `[start, num_tokens)`.
 
-    `ticket` is the sealed text of the ticket `id`: the gateway's authority. `blocks` are
-    little-endian int64, the first of which holds logical block `first_block`.
+    With mover "prefill" it is to be written into `blocks` of my face: little-endian int64, the
+    first of which holds logical block `first_block`. With mover "decode" I read it where you say
+    that it is `Available`, and `blocks` is empty. `ticket` is the sealed text of the ticket `id`:
+    the gateway's authority.
     """
 
     id: WireTicketId
@@ -69,7 +86,8 @@ class Grant(_Message, frozen=True, tag="grant"):
     start: TokenCount
     num_tokens: TokenCount
     first_block: TokenCount
-    blocks: Annotated[bytes, msgspec.Meta(max_length=MAX_MESSAGE_BYTES // 2)]
+    blocks: PackedBlocks
+    mover: Mover
 
 
 class Declined(_Message, frozen=True, tag="declined"):
@@ -82,14 +100,37 @@ class Declined(_Message, frozen=True, tag="declined"):
     reason: Text
 
 
-class Finished(_Message, frozen=True, tag="finished"):
-    """Prefill → decode: all writes of this ticket are submitted and none will follow.
+class Available(_Message, frozen=True, tag="available"):
+    """Prefill → decode, mover "decode": KV of tokens `[start, stop)` of `layer` can be read.
 
-    `stamps` are instants on the sender's clock.
+    It lies in `blocks` of the sender's face, the first of which holds logical block `first_block`,
+    and holds still until the ticket is `Taken` or has failed. `digests` as in a `Notice`.
     """
 
     ticket: WireTicketId
-    first_token: SampledToken
+    layer: LayerNumber
+    start: TokenCount
+    stop: TokenCount
+    first_block: TokenCount
+    blocks: PackedBlocks
+    digests: bytes
+
+
+class Taken(_Message, frozen=True, tag="taken"):
+    """Decode → prefill, mover "decode": all was read and verified; the source may change."""
+
+    ticket: WireTicketId
+
+
+class Finished(_Message, frozen=True, tag="finished"):
+    """Prefill → decode: every write of this ticket is submitted, or all of it said to be available.
+
+    None will follow. `stamps` are instants on the sender's clock. Where `first_token` is None the
+    decode worker samples it itself.
+    """
+
+    ticket: WireTicketId
+    first_token: SampledToken | None
     transport: Text
     expected_transport: Text
     stamps: dict[Stamp, float]
@@ -115,7 +156,9 @@ class Pong(_Message, frozen=True, tag="pong"):
     at: float
 
 
-Message: TypeAlias = Hello | Refused | Grant | Declined | Finished | Failed | Ping | Pong
+Message: TypeAlias = (
+    Hello | Refused | Grant | Declined | Available | Taken | Finished | Failed | Ping | Pong
+)
 
 
 class Notice(msgspec.Struct, frozen=True, array_like=True):
@@ -124,7 +167,7 @@ class Notice(msgspec.Struct, frozen=True, array_like=True):
     `digests` has 16 bytes for each piece, in the order of `kv.copies.compute_pieces`.
     """
 
-    layer: Annotated[int, msgspec.Meta(ge=0, le=4096)]
+    layer: LayerNumber
     start: TokenCount
     stop: TokenCount
     digests: bytes

@@ -21,15 +21,8 @@ from baton.errors import (
     ProtocolError,
 )
 from baton.handoff.link import Link, LinkPhase
-from baton.handoff.messages import (
-    PROTOCOL_VERSION,
-    Hello,
-    Message,
-    Ping,
-    Pong,
-    Refused,
-)
-from baton.kv.exchange import check_exchangeable
+from baton.handoff.meeting import MetFaces, meet
+from baton.handoff.messages import Hello, Message, Ping, Pong, Refused
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -49,11 +42,15 @@ EVERY_INTERFACE: Final = frozenset({"", "0.0.0.0", "::", "[::]"})  # noqa: S104 
 
 @dataclass(eq=False, slots=True)
 class Peer:
-    """The other end of one link. `hello` is None until it introduced itself."""
+    """The other end of one link. `hello` and `met_faces` are None until it introduced itself.
+
+    KV goes to the side that dialed: from a peer that was `dialed` here, to one that dialed.
+    """
 
     link: Link
     dialed: WorkerRef | None
     hello: Hello | None = None
+    met_faces: MetFaces | None = None
     pinged_at: float = 0.0
     best_rtt_s: float = float("inf")
     clock_offset_s: float = 0.0
@@ -64,6 +61,13 @@ class Peer:
         if self.hello is not None:
             return self.hello.worker
         return self.dialed.worker if self.dialed else "an unknown peer"
+
+    @property
+    def met(self) -> MetFaces:
+        """The faces through which KV goes."""
+        if self.met_faces is None:
+            raise AssertionError(f"{self.name} has not introduced itself")
+        return self.met_faces
 
     def to_local(self, at: float) -> float:
         """An instant on the peer's clock, on ours."""
@@ -261,7 +265,7 @@ class PeerTable:
         if peer.hello is not None:
             raise ProtocolError("a second Hello")
         try:
-            self._check_compatible(peer, hello)
+            peer.met_faces = self._find_faces(peer, hello)
         except LayoutMismatchError as exc:
             self.say(peer, Refused(exc.differences))
             raise
@@ -276,23 +280,14 @@ class PeerTable:
         peer.pinged_at = self._clock.now()
         self.say(peer, Ping(peer.pinged_at))
 
-    def _check_compatible(self, peer: Peer, hello: Hello) -> None:
-        if hello.version != PROTOCOL_VERSION:
-            raise LayoutMismatchError((
-                f"handoff protocol {hello.version} there, {PROTOCOL_VERSION} here",
-            ))
-        if hello.fingerprint != self._hello.fingerprint:
-            theirs, ours = hello.fingerprint[:16], self._hello.fingerprint[:16]
-            raise LayoutMismatchError((
-                f"another model: fingerprint {theirs}… on {hello.worker}, {ours}… here",
-            ))
-        # KV goes to the side that dialed.
+    def _find_faces(self, peer: Peer, hello: Hello) -> MetFaces:
         if peer.dialed is None:
-            check_exchangeable(self._hello.layout, hello.layout)
-        else:
-            check_exchangeable(hello.layout, self._hello.layout)
-        if peer.dialed is not None and peer.dialed.epoch != hello.epoch:
+            pair = meet(dialer=hello, listener=self._hello)
+            return MetFaces(pair.listener, hello.faces[pair.dialer])
+        pair = meet(dialer=self._hello, listener=hello)
+        if peer.dialed.epoch != hello.epoch:
             raise PeerLostError(f"{hello.worker} restarted: another epoch answers")
+        return MetFaces(pair.dialer, hello.faces[pair.listener])
 
     def _measure_clock(self, peer: Peer, echo: float, at: float) -> None:
         """Offset by the exchange with the shortest round trip (as NTP's clock filter does)."""

@@ -3,34 +3,46 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from typing import TYPE_CHECKING, assert_never
 
 from baton.authority.ticket import seal
 from baton.clock import Instant
 from baton.errors import BatonError, ProtocolError
 from baton.handoff.graves import Grave, Graves
-from baton.handoff.messages import Declined, Failed, Finished, decode_notice
-from baton.handoff.parcels import Inspector
+from baton.handoff.incoming import Incoming
+from baton.handoff.messages import (
+    Available,
+    Declined,
+    Failed,
+    Finished,
+    Grant,
+    Taken,
+    decode_notice,
+)
+from baton.handoff.reading import Reader
 from baton.handoff.session.actions import (
     CloseWindow,
     Emit,
     OpenWindow,
+    Read,
     ReceiveAction,
     Say,
 )
 from baton.handoff.session.receive import ReceivePhase, ReceiveSession
-from baton.kv.copies import PagedSequence
+from baton.handoff.session.terms import Terms
+from baton.handoff.staging import STAGING_STAGE, Holder
 from baton.telemetry.trace import Stamp
-from baton.transfer.interface import Window
+from baton.transfer.interface import Arrived, ReadCompleted, ReadFailed, WindowQuiescent
 
 if TYPE_CHECKING:
     from baton.authority.ticket import Ticket
     from baton.handoff.desk import Desk
     from baton.handoff.interface import ReceiveOrder
+    from baton.handoff.messages import Mover, Notice
     from baton.handoff.peers import Peer
+    from baton.handoff.routes import RouteFound, RouteLost
     from baton.ids import TicketId
-    from baton.transfer.interface import Transport
+    from baton.transfer.interface import TransferId, Transport
 
 logger = logging.getLogger(__name__)
 
@@ -40,16 +52,14 @@ class ReceivingDesk:
 
     def __init__(self, desk: Desk) -> None:
         self._desk = desk
-        self._sessions: dict[TicketId, ReceiveSession] = {}
-        self._peers: dict[TicketId, Peer] = {}
-        self._windows: dict[TicketId, list[Transport]] = {}
-        self._unsettled: Counter[TicketId] = Counter()
+        self._reader = Reader(desk.routes)
+        self._incoming: dict[TicketId, Incoming] = {}
         self._given_up = Graves()
 
     @property
     def num_sessions(self) -> int:
         """Handoffs that are not over."""
-        return len(self._sessions)
+        return len(self._incoming)
 
     def expect(self, order: ReceiveOrder) -> None:
         """See `HandoffPort.expect`."""
@@ -57,21 +67,19 @@ class ReceivingDesk:
         session = ReceiveSession(
             order,
             sealed_ticket=seal(order.ticket, desk.key),
-            num_layers=desk.layout.num_layers,
+            num_layers=desk.num_layers,
             deadline=Instant(min(order.deadline, desk.clock.now() + desk.timeout_s)),
         )
-        self._sessions[session.ticket] = session
+        incoming = self._incoming[session.ticket] = Incoming(session)
         grave = self._given_up.take(session.ticket)
         if grave is not None:
-            self._perform(session, session.fail(grave.reason, stage=grave.stage))
+            self._perform(incoming, session.fail(grave.reason, stage=grave.stage))
             return
-        peer = desk.peers.dial(order.ticket.prefill)
-        if peer is None:
-            self._perform(session, session.fail("cannot reach the prefill worker", stage="link"))
-            return
-        self._peers[session.ticket] = peer
-        if peer.hello is not None:
-            self._perform(session, session.link_up())
+        incoming.peer = desk.peers.dial(order.ticket.prefill)
+        if incoming.peer is None:
+            self._perform(incoming, session.fail("cannot reach the prefill worker", stage="link"))
+        else:
+            self._try_begin(incoming)
 
     def decline(self, ticket: Ticket, reason: str) -> None:
         """See `HandoffPort.decline`."""
@@ -81,164 +89,237 @@ class ReceivingDesk:
 
     def abort(self, ticket: TicketId, reason: str) -> bool:
         """See `HandoffPort.abort`; whether the ticket is known here."""
-        session = self._sessions.get(ticket)
-        if session is None:
+        incoming = self._incoming.get(ticket)
+        if incoming is None:
             return False
-        self._perform(session, session.abort(reason))
+        self._perform(incoming, incoming.session.abort(reason))
         return True
 
     def give_up(self, ticket: TicketId, reason: str) -> None:
         """The gateway knows that no KV will come: fail now, or as soon as it is expected."""
-        session = self._sessions.get(ticket)
-        if session is None:
+        incoming = self._incoming.get(ticket)
+        if incoming is None:
             self._given_up.bury(ticket, Grave(reason, "prefill"))
         else:
-            self._perform(session, session.fail(reason, stage="prefill"))
+            self._perform(incoming, incoming.session.fail(reason, stage="prefill"))
 
     def peer_up(self, peer: Peer) -> None:
         """Grant what waited for this link."""
-        for session in self._of(peer):
-            self._perform(session, session.link_up())
+        for incoming in self._of(peer):
+            self._try_begin(incoming)
 
     def peer_gone(self, peer: Peer, error: BatonError) -> None:
         """Fail what depended on this link."""
-        for session in self._of(peer):
-            self._perform(session, session.fail(str(error), stage=str(session.phase)))
+        for incoming in self._of(peer):
+            session = incoming.session
+            self._perform(incoming, session.fail(str(error), stage=str(session.phase)))
 
-    def heard(self, peer: Peer, message: Finished | Failed) -> None:
-        """The prefill worker says how one handoff ended on its side."""
-        session = self._sessions.get(message.ticket)
-        if session is None or self._peers.get(message.ticket) is not peer:
+    def route_found(self, event: RouteFound) -> None:
+        """A peer's pages can be read."""
+        for incoming in self._of(event.peer):
+            self._try_begin(incoming)
+
+    def route_lost(self, event: RouteLost) -> None:
+        """A peer's pages cannot be read (any more): what has not begun is written by the peer."""
+        for incoming in self._of(event.peer):
+            terms = incoming.session.terms
+            if terms is None:
+                self._try_begin(incoming)
+            elif terms.mover == "decode":
+                self._perform(incoming, incoming.session.fail(str(event.error), stage="read"))
+
+    def staged(self, ticket: TicketId) -> None:
+        """The turn of a handoff that waited for staging pages has come."""
+        incoming = self._incoming.get(ticket)
+        if incoming is not None:
+            self._try_begin(incoming)
+
+    def heard(self, peer: Peer, message: Available | Finished | Failed) -> None:
+        """The prefill worker says something about one handoff."""
+        incoming = self._incoming.get(message.ticket)
+        if incoming is None or incoming.peer is not peer:
             return
+        session = incoming.session
         match message:
+            case Available():
+                self._hear_available(incoming, message)
             case Finished():
-                self._note_sender(session, peer, message)
-                self._perform(session, session.finished(message))
+                if session.phase is ReceivePhase.GRANTED:
+                    incoming.note_sender(message)
+                self._perform(incoming, session.finished(message))
             case Failed(_, reason):
-                self._perform(session, session.fail(f"prefill worker: {reason}", stage="prefill"))
+                self._perform(incoming, session.fail(f"prefill worker: {reason}", stage="prefill"))
             case _:
                 assert_never(message)
 
-    def arrived(self, ticket: TicketId, raw_notice: bytes) -> None:
-        """A write is in place: check it against what is expected and its digests, count it."""
-        session = self._sessions.get(ticket)
-        if session is None:
-            return
-        try:
-            notice = decode_notice(raw_notice)
-            if not session.expects(notice):
-                return
-        except ProtocolError as exc:
-            self._perform(session, session.fail(str(exc), stage="landing"))
-            return
-        if not self._inspector(session).is_intact(notice):
-            reason = (
-                f"digest mismatch in layer {notice.layer}, tokens [{notice.start}, {notice.stop})"
-            )
-            self._perform(session, session.fail(reason, stage="verify"))
-            return
-        actions = session.landed(notice)
-        self._stamp_progress(session)
-        self._perform(session, actions)
-
-    def window_quiescent(self, ticket: TicketId) -> None:
-        """One transport says that nothing can land in a closed window."""
-        session = self._sessions.get(ticket)
-        if session is None:
-            return
-        self._unsettled[ticket] -= 1
-        if self._unsettled[ticket] == 0:
-            self._perform(session, session.window_quiescent())
+    def moved(
+        self, transport: Transport, event: Arrived | ReadCompleted | ReadFailed | WindowQuiescent
+    ) -> None:
+        """A transport says something about pages of this worker."""
+        match event:
+            case Arrived(window, notice):
+                self._arrived(window, notice)
+            case ReadCompleted(transfer):
+                self._read_completed(transport, transfer)
+            case ReadFailed(transfer, error):
+                self._read_failed(transport, transfer, error)
+            case WindowQuiescent(window):
+                self._window_quiescent(window)
+            case _:
+                assert_never(event)
 
     def tick(self) -> None:
         """Fail what is past its deadline."""
         now = self._desk.clock.now()
-        for session in tuple(self._sessions.values()):
-            self._perform(session, session.expire(now))
+        for incoming in tuple(self._incoming.values()):
+            self._perform(incoming, incoming.session.expire(now))
 
     def stop(self, reason: str) -> None:
         """Fail everything."""
-        for session in tuple(self._sessions.values()):
-            self._perform(session, session.fail(reason, stage="stop"))
+        for incoming in tuple(self._incoming.values()):
+            self._perform(incoming, incoming.session.fail(reason, stage="stop"))
 
-    def _perform(self, session: ReceiveSession, actions: list[ReceiveAction]) -> None:
-        for action in actions:
-            match action:
-                case OpenWindow():
-                    if not self._try_open_window(session):
-                        return
-                case CloseWindow():
-                    self._close_window(session)
-                case Say(message):
-                    self._desk.peers.say(self._peers[session.ticket], message)
-                case Emit(event):
-                    self._desk.emit(event)
-                case _:
-                    assert_never(action)
-        if session.over:
-            self._forget(session.ticket)
-
-    def _try_open_window(self, session: ReceiveSession) -> bool:
-        """Open the window on every transport; where one refuses, the handoff ends."""
-        order = session.order
-        opened = self._windows.setdefault(session.ticket, [])
-        window = Window(
-            id=session.ticket,
-            region=self._desk.region.handle,
-            writer=order.ticket.prefill.epoch,
-            pages=order.blocks.blocks,
-        )
-        try:
-            for transport in self._desk.transports:
-                transport.open_window(window)
-                opened.append(transport)
-        except BatonError as exc:
-            self._perform(session, session.fail(str(exc), stage="window"))
-            return False
-        order.trace.stamp(Stamp.GRANTED, self._desk.clock.now())  # the grant is said next
-        return True
-
-    def _close_window(self, session: ReceiveSession) -> None:
-        opened = self._windows.pop(session.ticket, [])
-        self._unsettled[session.ticket] = len(opened)
-        for transport in opened:
-            transport.close_window(session.ticket)
-        if not opened:
-            self._perform(session, session.window_quiescent())
-
-    def _forget(self, ticket: TicketId) -> None:
-        self._sessions.pop(ticket, None)
-        self._peers.pop(ticket, None)
-        self._windows.pop(ticket, None)
-        self._unsettled.pop(ticket, None)
-
-    def _of(self, peer: Peer) -> list[ReceiveSession]:
-        return [
-            session for ticket, session in self._sessions.items() if self._peers.get(ticket) is peer
-        ]
-
-    def _inspector(self, session: ReceiveSession) -> Inspector:
-        peer = self._peers[session.ticket]
-        if peer.hello is None:
-            raise AssertionError("a window is only opened for a peer that introduced itself")
-        target = PagedSequence(self._desk.layout, session.order.blocks)
-        return Inspector(self._desk.region, target, peer.hello.layout)
-
-    def _stamp_progress(self, session: ReceiveSession) -> None:
-        trace, now = session.order.trace, self._desk.clock.now()
-        if session.coverage.num_complete_layers:
-            trace.stamp(Stamp.FIRST_LAYER_LANDED, now)
-        if session.coverage.complete:
-            trace.stamp(Stamp.LAST_LAYER_LANDED, now)
-
-    def _note_sender(self, session: ReceiveSession, peer: Peer, message: Finished) -> None:
-        if session.phase is not ReceivePhase.GRANTED:
+    def _arrived(self, ticket: TicketId, raw_notice: bytes) -> None:
+        """A peer's write is in place: check it against what is expected and its digests."""
+        incoming = self._incoming.get(ticket)
+        if incoming is None:
             return
-        order, layout = session.order, self._desk.layout
-        trace = order.trace
-        trace.transport = message.transport
-        trace.expected_transport = message.expected_transport
-        trace.peer_stamps = {stamp: peer.to_local(at) for stamp, at in message.stamps.items()}
-        num_tokens = order.num_tokens - order.start
-        trace.num_bytes = num_tokens * layout.bytes_per_token
-        trace.num_pages = len(order.blocks.blocks) * layout.num_layers
+        try:
+            notice = decode_notice(raw_notice)
+            if not incoming.session.expects(notice):
+                return
+        except ProtocolError as exc:
+            self._perform(incoming, incoming.session.fail(str(exc), stage="landing"))
+            return
+        self._take_in(incoming, notice)
+
+    def _read_completed(self, transport: Transport, transfer: TransferId) -> None:
+        """What a peer said to be available is in this worker's pages: check its digests."""
+        pending = self._reader.take(transport, transfer)
+        incoming = None if pending is None else self._incoming.get(pending.ticket)
+        if pending is None or incoming is None:
+            return
+        self._perform(incoming, incoming.session.read_ended(transfer))
+        if incoming.session.phase is ReceivePhase.GRANTED:
+            self._take_in(incoming, pending.notice)
+
+    def _read_failed(self, transport: Transport, transfer: TransferId, error: BatonError) -> None:
+        """A read did not complete."""
+        pending = self._reader.take(transport, transfer)
+        incoming = None if pending is None else self._incoming.get(pending.ticket)
+        if incoming is None:
+            return
+        reason = f"{transport.kind}: {error}"
+        self._perform(incoming, incoming.session.fail(reason, stage="read"))
+        self._perform(incoming, incoming.session.read_ended(transfer))
+
+    def _window_quiescent(self, ticket: TicketId) -> None:
+        """One transport says that nothing can land in a closed window."""
+        incoming = self._incoming.get(ticket)
+        if incoming is not None and incoming.is_quiescent():
+            self._perform(incoming, incoming.session.window_quiescent())
+
+    def _try_begin(self, incoming: Incoming) -> None:
+        """Settle the terms, if the peer is up, reachable, and the KV has pages to go to."""
+        session, peer = incoming.session, incoming.peer
+        if session.phase is not ReceivePhase.WAITING or peer is None or peer.hello is None:
+            return
+        mover = self._choose_mover(peer)
+        if mover is None:
+            return
+        face, order = self._desk.face_to(peer), session.order
+        if order.start % face.page_tokens:
+            reason = f"token {order.start} is not the first of a page of {face.page_tokens}"
+            self._perform(incoming, session.fail(reason, stage=STAGING_STAGE))
+            return
+        try:
+            incoming.footprint = face.try_lay(Holder("receive", session.ticket), order.blocks)
+        except BatonError as exc:
+            self._perform(incoming, session.fail(str(exc), stage=STAGING_STAGE))
+            return
+        if incoming.footprint is not None:
+            terms = Terms(mover, incoming.footprint.pages, face.is_staged)
+            self._perform(incoming, session.begin(terms))
+
+    def _choose_mover(self, peer: Peer) -> Mover | None:
+        """Who moves the bytes; None while a way to read is looked for."""
+        routes = self._desk.routes
+        if self._desk.mover == "prefill" or not routes.can_read(peer):
+            return "prefill"
+        if routes.find(peer) is not None:
+            return "decode"
+        return None if routes.seek_to_read(peer) is None else "prefill"
+
+    def _hear_available(self, incoming: Incoming, message: Available) -> None:
+        try:
+            actions = incoming.session.available(message)
+        except ProtocolError as exc:
+            actions = incoming.session.fail(str(exc), stage="landing")
+        self._perform(incoming, actions)
+
+    def _take_in(self, incoming: Incoming, notice: Notice) -> None:
+        """Count what is in the pages, if it is what the sender had."""
+        session = incoming.session
+        if not incoming.is_intact(notice):
+            reason = (
+                f"digest mismatch in layer {notice.layer}, tokens [{notice.start}, {notice.stop})"
+            )
+            self._perform(incoming, session.fail(reason, stage="verify"))
+            return
+        incoming.scatter(notice)
+        actions = session.landed(notice)
+        incoming.stamp_progress(self._desk.clock.now())
+        self._perform(incoming, actions)
+
+    def _perform(self, incoming: Incoming, actions: list[ReceiveAction]) -> None:
+        for action in actions:
+            self._carry_out(incoming, action)
+        session = incoming.session
+        if session.over and self._incoming.pop(session.ticket, None) is not None:
+            holder = Holder("receive", session.ticket)
+            for face in self._desk.faces:
+                face.give_back(holder)
+
+    def _carry_out(self, incoming: Incoming, action: ReceiveAction) -> None:
+        match action:
+            case OpenWindow():
+                self._open_windows(incoming)
+            case CloseWindow():
+                self._close_windows(incoming)
+            case Read(available):
+                self._read(incoming, available)
+            case Say(message):
+                self._say(incoming, message)
+            case Emit(event):
+                self._desk.emit(event)
+            case _:
+                assert_never(action)
+
+    def _open_windows(self, incoming: Incoming) -> None:
+        """Open the window on every transport; where one refuses, the handoff ends."""
+        try:
+            incoming.open_windows(self._desk.transports)
+        except BatonError as exc:
+            self._perform(incoming, incoming.session.fail(str(exc), stage="window"))
+
+    def _close_windows(self, incoming: Incoming) -> None:
+        if not incoming.close_windows():
+            self._perform(incoming, incoming.session.window_quiescent())
+
+    def _read(self, incoming: Incoming, available: Available) -> None:
+        session = incoming.session
+        try:
+            session.reading(self._reader.post(incoming, available))
+        except BatonError as exc:
+            self._perform(incoming, session.fail(str(exc), stage="read"))
+
+    def _say(self, incoming: Incoming, message: Grant | Failed | Taken) -> None:
+        if isinstance(message, Grant):
+            if incoming.session.phase is not ReceivePhase.GRANTED:
+                return  # no window could be opened
+            incoming.session.order.trace.stamp(Stamp.GRANTED, self._desk.clock.now())
+        if incoming.peer is not None:
+            self._desk.peers.say(incoming.peer, message)
+
+    def _of(self, peer: Peer) -> list[Incoming]:
+        return [incoming for incoming in self._incoming.values() if incoming.peer is peer]

@@ -48,7 +48,8 @@ class Child:
     """A running process of ours, in a session of its own. Owned by the launcher's event loop.
 
     A session of its own keeps the terminal's Ctrl-C from it: the launcher alone decides how it
-    ends. The `until_*` methods may be awaited by many, and cancelled.
+    ends. The `until_*` methods may be awaited by many, and cancelled. `phase` is what takes the
+    time while it loads, where it says so.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class Child:
         loop = asyncio.get_running_loop()
         self.name = name
         self.last_lines: deque[str] = deque(maxlen=NUM_LAST_LINES)
+        self.phase: str | None = None
         self._process = process
         self._url: asyncio.Future[str | Ended] = loop.create_future()
         self._ready: asyncio.Future[Ready | Ended] = loop.create_future()
@@ -126,8 +128,9 @@ class Child:
 
     def _apply(self, announcement: Announcement) -> None:
         match announcement:
-            case Loading(url):
-                self._set_url(url)
+            case Loading():
+                self._set_url(announcement.url)
+                self.phase = announcement.phase
             case Ready():
                 self._set_url(announcement.url)
                 if not self._ready.done():

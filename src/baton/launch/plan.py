@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections import ChainMap
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -19,7 +19,7 @@ from baton.errors import ConfigError
 from baton.launch.cores import share_cores
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
     from baton.config.resolve import Resolved
@@ -86,44 +86,79 @@ class LaunchPlan:
 
 
 def plan_launch(
-    resolved: Resolved, cores: Sequence[int], engine_keys: frozenset[str], pinning: Pinning
+    resolved: Resolved,
+    cores: Sequence[int],
+    engine_keys: Mapping[str, frozenset[str]],
+    pinning: Pinning,
 ) -> LaunchPlan:
     """Decide on processes and their settings.
 
-    `engine_keys` are the options that the chosen engine knows. With no prefill workers, or no
+    `engine_keys` are the options that each chosen engine knows. With no prefill workers, or no
     decode workers, the others do both parts.
 
     Raises:
         ConfigError: there would be no worker at all.
     """
     config = resolved.to_config()
-    names = _names_and_roles(config)
-    shares = share_cores(cores, len(names))
+    positions = _positions(config)
+    shares = share_cores(cores, len(positions))
     flags = _handed_on(resolved)
     workers = []
-    for (name, role, overrides), share in zip(names, shares, strict=True):
+    for (name, role, crew), share in zip(positions, shares, strict=True):
         settings: ChainMap[str, object] = ChainMap(
-            {f"engine.{key}": value for key, value in overrides.items()},
+            dict(_flattened(f"engine.{crew.engine}", crew.overrides)),
+            {"worker.engine": crew.engine},
             {"worker.cpu_affinity": share} if pinning == "own_cores" else {},
             flags,
-            _thread_default(config, engine_keys, len(share)),
+            _thread_default(config, engine_keys[crew.engine], len(share)),
         )
         workers.append(WorkerPlan(name, role, dict(settings)))
     return LaunchPlan(config, resolved.file, tuple(workers), flags)
 
 
-def _names_and_roles(config: Config) -> list[tuple[str, Role, Mapping[str, object]]]:
+class Crew(NamedTuple):
+    """What runs in the workers of one role: their engine, and its options that differ."""
+
+    engine: str
+    overrides: Mapping[str, object]
+
+
+def crews_of(config: Config) -> tuple[Crew, ...]:
+    """What the workers of a launch run, prefill first.
+
+    Raises:
+        ConfigError: there would be no worker at all.
+    """
+    found: list[Crew] = []
+    for _, _, crew in _positions(config):
+        if crew not in found:
+            found.append(crew)
+    return tuple(found)
+
+
+def _positions(config: Config) -> list[tuple[str, Role, Crew]]:
     up = config.up
+    prefill = Crew(up.prefill_engine_name or config.worker.engine, up.prefill_engine)
+    decode = Crew(up.decode_engine_name or config.worker.engine, up.decode_engine)
     num_workers = up.prefill + up.decode
     if num_workers == 0:
         raise ConfigError("nothing to start: --prefill and --decode are both 0")
     if up.prefill == 0 or up.decode == 0:
-        overrides = up.prefill_engine if up.decode == 0 else up.decode_engine
-        return [(f"worker-{i}", "both", overrides) for i in range(num_workers)]
+        crew = prefill if up.decode == 0 else decode
+        return [(f"worker-{i}", "both", crew) for i in range(num_workers)]
     return [
-        *((f"prefill-{i}", "prefill", up.prefill_engine) for i in range(up.prefill)),
-        *((f"decode-{i}", "decode", up.decode_engine) for i in range(up.decode)),
+        *((f"prefill-{i}", "prefill", prefill) for i in range(up.prefill)),
+        *((f"decode-{i}", "decode", decode) for i in range(up.decode)),
     ]
+
+
+def _flattened(prefix: str, table: Mapping[str, object]) -> Iterator[tuple[str, object]]:
+    """A table's values under their full names: `--set` takes values, not tables."""
+    for key, value in table.items():
+        if isinstance(value, dict):
+            yield from _flattened(f"{prefix}.{key}", value)
+        else:
+            yield f"{prefix}.{key}", value
 
 
 def _thread_default(config: Config, engine_keys: frozenset[str], num_cores: int) -> Settings:

@@ -235,7 +235,12 @@ class Supervisor:
     def _unready(self) -> list[str]:
         names = [*(worker.name for worker in self._plan.workers), GATEWAY]
         ready = {name for name, post in self._posts.items() if post.child.is_ready}
-        return [name for name in names if name not in ready] or ["the gateway to find its workers"]
+        waiting = [self._with_phase(name) for name in names if name not in ready]
+        return waiting or ["the gateway to find its workers"]
+
+    def _with_phase(self, name: str) -> str:
+        phase = self._posts[name].child.phase if name in self._posts else None
+        return name if phase is None else f"{name} ({phase})"
 
     def _unended(self) -> list[str]:
         return [name for name, post in self._posts.items() if not post.child.is_ended]

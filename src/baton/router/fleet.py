@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from baton.authority.ticket import WorkerRef
     from baton.ids import WorkerId
+
+
+Dialect: TypeAlias = Literal["baton", "vllm"]
+"""How a worker is spoken to: as a Baton worker, or as vLLM's own server with Baton's connector."""
 
 
 class Role(StrEnum):
@@ -31,6 +35,7 @@ class WorkerView:
     fingerprint: str
     transports: frozenset[str]
     available: bool
+    dialect: Dialect = "baton"
 
     @property
     def id(self) -> WorkerId:
@@ -53,10 +58,25 @@ class WorkerView:
 
 @dataclass(frozen=True, slots=True)
 class ModelWorkers:
-    """The workers that serve one model, in the order in which the operator listed them."""
+    """The workers that serve one model, in the order in which the operator listed them.
+
+    `decode_dialects` is the decode workers', at hand because each request asks for it.
+    """
 
     prefills: tuple[WorkerView, ...]
     decodes: tuple[WorkerView, ...]
+    decode_dialects: frozenset[Dialect]
+
+    @classmethod
+    def of(cls, workers: Iterable[WorkerView]) -> ModelWorkers:
+        """Sort the workers of one model by their parts."""
+        listed = tuple(workers)
+        decodes = tuple(w for w in listed if w.decodes)
+        return cls(
+            prefills=tuple(w for w in listed if w.role is Role.PREFILL),
+            decodes=decodes,
+            decode_dialects=frozenset(w.dialect for w in decodes),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,13 +91,7 @@ class Fleet:
         by_model: dict[str, list[WorkerView]] = {}
         for worker in workers:
             by_model.setdefault(worker.model, []).append(worker)
-        return cls({
-            model: ModelWorkers(
-                prefills=tuple(w for w in served if w.role is Role.PREFILL),
-                decodes=tuple(w for w in served if w.decodes),
-            )
-            for model, served in by_model.items()
-        })
+        return cls({model: ModelWorkers.of(served) for model, served in by_model.items()})
 
     @property
     def can_decode(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
 if TYPE_CHECKING:
@@ -12,12 +13,29 @@ if TYPE_CHECKING:
 Mode: TypeAlias = Literal["push", "colocated"]
 
 
+class Undivided(StrEnum):
+    """The field of a request for which a vLLM decode worker does not take KV from another worker.
+
+    It computes the prompt again (the logprobs of a prompt need its forward pass), or makes several
+    requests of one, of which a ticket could serve the first only.
+    """
+
+    N = "n"
+    BEST_OF = "best_of"
+    USE_BEAM_SEARCH = "use_beam_search"
+    ECHO = "echo"
+    PROMPT_LOGPROBS = "prompt_logprobs"
+    PROMPT_EMBEDS = "prompt_embeds"
+    PROMPTS = "prompt"
+
+
 @dataclass(frozen=True, slots=True)
 class PlacementRequest:
     """What placement may look at. `avoid` names workers that have just failed this request."""
 
     model: str
     avoid: frozenset[WorkerId] = frozenset()
+    undivided: Undivided | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,12 +43,14 @@ class Placement:
     """Who serves a request.
 
     `prefill` is None where the decode worker prefills too; `reasons` then says why, one readable
-    line for each cause, and is empty where that is what the operator set up.
+    line for each cause, and is empty where that is what the operator set up. `undivided` is set
+    where the request itself wants it so, which is no failure of anybody.
     """
 
     prefill: WorkerView | None
     decode: WorkerView
     reasons: tuple[str, ...] = ()
+    undivided: Undivided | None = None
 
     @property
     def mode(self) -> Mode:

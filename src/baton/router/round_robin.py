@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
     from baton.ids import WorkerId
     from baton.router.fleet import Fleet, WorkerView
+    from baton.router.placement import Undivided
 
 
 class RoundRobin:
@@ -33,13 +34,19 @@ class RoundRobin:
         decodes = _usable(served.decodes, request.avoid)
         if not decodes:
             return Unplaceable(_why_nobody_decodes(served.decodes, request))
-        decode = self._take_turn(decodes)
-        if not served.prefills:
+        return self._pair(self._take_turn(decodes), served.prefills, request)
+
+    def _pair(
+        self, decode: WorkerView, listed: Sequence[WorkerView], request: PlacementRequest
+    ) -> Placement:
+        if not listed:
             return Placement(prefill=None, decode=decode)
-        prefills = _usable(served.prefills, request.avoid)
+        if request.undivided is not None and decode.dialect == "vllm":
+            return _undivided(decode, request.undivided)
+        prefills = _usable(listed, request.avoid)
         pairable = [w for w in prefills if decode.why_not_from(w) is None]
         if not pairable:
-            return Placement(None, decode, _why_colocated(served.prefills, decode, request.avoid))
+            return Placement(None, decode, _why_colocated(listed, decode, request.avoid))
         return Placement(prefill=self._take_turn(pairable), decode=decode)
 
     def _take_turn(self, workers: Sequence[WorkerView]) -> WorkerView:
@@ -58,6 +65,11 @@ class RoundRobin:
 
 def _usable(workers: Sequence[WorkerView], avoid: frozenset[WorkerId]) -> list[WorkerView]:
     return [w for w in workers if w.available and w.id not in avoid]
+
+
+def _undivided(decode: WorkerView, field: Undivided) -> Placement:
+    reason = f"{decode.id} serves the request alone, because of its field {field.value!r}"
+    return Placement(None, decode, (reason,), undivided=field)
 
 
 def _why_nobody_decodes(decodes: Sequence[WorkerView], request: PlacementRequest) -> str:

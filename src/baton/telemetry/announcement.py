@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 import msgspec
 
@@ -15,12 +15,19 @@ from baton.errors import ProtocolError
 
 logger = logging.getLogger(__name__)
 
+STANDARD_OUTPUT: Final = 1
+STANDARD_ERROR: Final = 2
+
 
 class Loading(msgspec.Struct, frozen=True, tag="loading", tag_field="event"):
-    """The process lives and loads `what`; it will answer at `url`."""
+    """The process lives and loads `what`; it will answer at `url`.
+
+    Said again whenever `phase` changes: in a few words, what takes the time.
+    """
 
     url: str | None = None
     what: str | None = None
+    phase: str | None = None
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready", tag_field="event"):
@@ -56,6 +63,18 @@ class Announcer:
             os.write(self._fd, msgspec.json.encode(announcement) + b"\n")
         except OSError as exc:
             logger.warning("nobody reads what this process announces: %s", exc)
+
+
+def claim_standard_output(fd: int) -> int:
+    """Where to announce instead of `fd`, if that is standard output, which libraries print to too.
+
+    What they print goes to standard error from now on.
+    """
+    if fd != STANDARD_OUTPUT:
+        return fd
+    claimed = os.dup(STANDARD_OUTPUT)
+    os.dup2(STANDARD_ERROR, STANDARD_OUTPUT)
+    return claimed
 
 
 def read_announcement(line: bytes) -> Announcement:

@@ -14,24 +14,27 @@ import subprocess
 import sys
 from dataclasses import dataclass, field
 from http import HTTPStatus
+from pathlib import Path
 from typing import IO, TYPE_CHECKING, Final, Self
 from urllib.parse import urlsplit
 
 import msgspec
 
 from baton.clock import MachineClock
+from baton.engines.interface import ENGINE_SERVERS
 from baton.errors import BatonError
 from baton.telemetry.announcement import Ready, read_announcement
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from pathlib import Path
     from types import TracebackType
 
     from baton.clock import Clock
     from baton.config.sections import Role
 
 START_TIMEOUT_S: Final = 60.0
+SERVER_START_TIMEOUT_S: Final = 240.0
+"""Of an engine with a server of its own, where several start at once on few cores."""
 STOP_TIMEOUT_S: Final = 15.0
 
 
@@ -48,6 +51,7 @@ class FleetProcess:
     log: Path
     clock: Clock
     ready: Ready | None = None
+    start_timeout_s: float = START_TIMEOUT_S
 
     @property
     def pid(self) -> int:
@@ -72,7 +76,7 @@ class FleetProcess:
         Raises:
             FleetError: it ended, or said nothing in time.
         """
-        deadline = self.clock.now() + START_TIMEOUT_S
+        deadline = self.clock.now() + self.start_timeout_s
         pipe: IO[bytes] | None = self.popen.stdout
         while pipe is not None and self.ready is None:
             left_s = deadline - self.clock.now()
@@ -86,9 +90,17 @@ class FleetProcess:
         return self
 
     def send(self, number: signal.Signals) -> None:
-        """Send a signal to it and its children."""
-        if self.is_alive:
-            os.killpg(self.pid, number)
+        """Send a signal to it and its children.
+
+        An engine process has a group of its own, and ends with its server, but does not stop with
+        it: it gets the two signals that no process can hand on.
+        """
+        if not self.is_alive:
+            return
+        engines = _children(self.pid) if number in {signal.SIGSTOP, signal.SIGCONT} else []
+        os.killpg(self.pid, number)
+        for engine in engines:
+            os.kill(engine, number)
 
     def stop(self) -> int:
         """Drain and end it; its exit status.
@@ -150,9 +162,16 @@ class Fleet:
         settings: Mapping[str, object],
         cores: Sequence[int] = (),
     ) -> FleetProcess:
-        """Start a worker, without waiting for it; `settings` are `section.key` → value."""
+        """Start a worker, without waiting for it; `settings` are `section.key` → value.
+
+        `worker.engine` may be any; start several before waiting for one: they load in parallel.
+        """
         pinned = {"worker.cpu_affinity": list(cores)} if cores else {}
-        return self._start(name, ("worker", "--role", role, "--name", name), {**settings, **pinned})
+        words = ("worker", "--role", role, "--name", name)
+        worker = self._start(name, words, {**settings, **pinned})
+        if settings.get("worker.engine") in ENGINE_SERVERS.kinds():
+            worker.start_timeout_s = SERVER_START_TIMEOUT_S
+        return worker
 
     def start_gateway(
         self,
@@ -214,6 +233,11 @@ class Fleet:
         process = FleetProcess(name, popen, log, self.clock)
         self.processes.append(process)
         return process
+
+
+def _children(pid: int) -> list[int]:
+    lists = Path(f"/proc/{pid}/task").glob("*/children")
+    return [int(word) for children in lists for word in children.read_text("ascii").split()]
 
 
 def get_status(url: str) -> int:

@@ -44,6 +44,7 @@ class PeerTask(msgspec.Struct, frozen=True, tag="write"):
     """What a writer is to do. `num_pages` of array 0 are written, from page 0 on."""
 
     kind: str
+    options: dict[str, object]
     key_hex: str
     epoch: Epoch
     descriptor: RegionDescriptor
@@ -55,6 +56,7 @@ class OwnerTask(msgspec.Struct, frozen=True, tag="own"):
     """What an owner is to expose: one array for each `(num_pages, page_bytes)`."""
 
     kind: str
+    options: dict[str, object]
     key_hex: str
     epoch: Epoch
     shapes: tuple[tuple[int, int], ...]
@@ -68,7 +70,7 @@ def main() -> None:
     context = TransportContext(
         ClusterKey.from_hex(task.key_hex), task.epoch, "127.0.0.1", MachineClock()
     )
-    transport = TRANSPORTS.build(task.kind, {})(context)
+    transport = TRANSPORTS.build(task.kind, task.options)(context)
     match task:
         case PeerTask():
             be_writer(transport, task)

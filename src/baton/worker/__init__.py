@@ -19,6 +19,6 @@ File map, along the way of a request:
     status_pages.py   health, models, info, metrics, traces; abort of a handoff
     observing.py      how legs end: traces and metrics; scraping.py: the engine's own numbers
     worker.py         `build_worker`: all of it around an engine and a handoff agent
-    process.py        `run_worker`: the process; lifeline.py, listening.py serve it
+    process.py        `run_worker`: the process; lifeline.py, listening.py, pinning.py serve it
     options.py        `WorkerOptions`, `ProcessOptions`; no_handoffs.py: a worker without an agent
 """

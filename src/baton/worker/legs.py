@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import heapq
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
-from baton.authority.ticket import CLOCK_SKEW_S, unseal
+from baton.authority.seen import SeenTickets, TicketUse
+from baton.authority.ticket import unseal
 from baton.engines.interface import Colocated, DecodeLeg, PrefillLeg
 from baton.errors import OverloadedError, TicketError
 from baton.worker.problems import StaleTicketError
@@ -15,45 +15,7 @@ if TYPE_CHECKING:
     from baton.authority.ticket import Ticket, WorkerRef
     from baton.clock import Clock, UnixTime
     from baton.engines.interface import Leg
-    from baton.ids import Epoch, TicketId, WorkerId
-
-MAX_REMEMBERED: Final = 65_536
-
-
-class SeenTickets:
-    """Tickets that were used, each remembered until it has expired. Bounded; reads no clock."""
-
-    def __init__(self, capacity: int = MAX_REMEMBERED) -> None:
-        self._capacity = capacity
-        self._seen: set[TicketId] = set()
-        self._expiries: list[tuple[float, TicketId]] = []
-
-    def use(self, ticket: Ticket, now: UnixTime) -> None:
-        """Mark a ticket as used.
-
-        Raises:
-            StaleTicketError: it was used before.
-            OverloadedError: too many unexpired tickets are remembered to accept another.
-        """
-        while self._expiries and self._expiries[0][0] < now:
-            self._seen.discard(heapq.heappop(self._expiries)[1])
-        if ticket.id in self._seen:
-            raise StaleTicketError("this ticket was used before; ask for a new one")
-        if len(self._seen) >= self._capacity:
-            raise OverloadedError("too many tickets are in use", retry_after_s=5.0)
-        self._seen.add(ticket.id)
-        heapq.heappush(self._expiries, (ticket.expires_at + CLOCK_SKEW_S, ticket.id))
-
-    def __len__(self) -> int:
-        return len(self._seen)
-
-    def check_invariants(self) -> None:
-        """Raise AssertionError where set and expiries disagree."""
-        ids = [ticket for _, ticket in self._expiries]
-        if len(ids) != len(set(ids)) or set(ids) != self._seen:
-            raise AssertionError("remembered tickets and their expiries differ")
-        if len(self._seen) > self._capacity:
-            raise AssertionError("more tickets are remembered than there is room for")
+    from baton.ids import Epoch, WorkerId
 
 
 class LegReader:
@@ -72,6 +34,7 @@ class LegReader:
         Raises:
             TicketError: malformed, forged or expired, or this worker hands nothing over.
             StaleTicketError: for another life or another worker, or used before.
+            OverloadedError: too many unexpired tickets are remembered to accept another.
         """
         if text is None:
             return Colocated()
@@ -80,8 +43,17 @@ class LegReader:
         now = self._clock.unix_now()
         ticket = unseal(text, self._key, now)
         leg = self._mine(ticket)
-        self._seen.use(ticket, now)
+        self._use(ticket, now)
         return leg
+
+    def _use(self, ticket: Ticket, now: UnixTime) -> None:
+        match self._seen.use(ticket, now):
+            case TicketUse.FIRST:
+                return
+            case TicketUse.AGAIN:
+                raise StaleTicketError("this ticket was used before; ask for a new one")
+            case TicketUse.NO_ROOM:
+                raise OverloadedError("too many tickets are in use", retry_after_s=5.0)
 
     def _mine(self, ticket: Ticket) -> PrefillLeg | DecodeLeg:
         if self._is_me(ticket.prefill):

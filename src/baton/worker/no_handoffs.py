@@ -28,7 +28,7 @@ class NoHandoffs:
     def layer_ready(self, tickets: Sequence[tuple[TicketId, int]], layer: int) -> None:
         """See `HandoffPort`."""
 
-    def finish(self, ticket: TicketId, first_token: SampledToken) -> None:
+    def finish(self, ticket: TicketId, first_token: SampledToken | None) -> None:
         """See `HandoffPort`."""
 
     def decline(self, ticket: Ticket, reason: str) -> None:

@@ -20,14 +20,16 @@ from prometheus_client import disable_created_metrics
 
 from baton.clock import MachineClock
 from baton.engines.interface import ENGINES, EngineContext
-from baton.errors import ConfigError, EngineError
+from baton.errors import EngineError
 from baton.handoff.agent import AgentOptions, HandoffAgent
+from baton.handoff.faces import Face
 from baton.ids import new_epoch
 from baton.telemetry.announcement import Announcer, Draining, Loading, Ready
 from baton.transfer.interface import TRANSPORTS, TransportContext
 from baton.worker.lifeline import tie_to
 from baton.worker.listening import bind, is_loopback, start_listening, url_of
 from baton.worker.options import WorkerOptions
+from baton.worker.pinning import pin_to
 from baton.worker.worker import Worker, build_worker
 
 if TYPE_CHECKING:
@@ -58,7 +60,7 @@ def run_worker(options: ProcessOptions) -> None:
     """
     if options.parent_pid is not None:
         tie_to(options.parent_pid)
-    _pin(options.cpu_affinity)
+    pin_to(options.cpu_affinity)
     # One more series for each counter and histogram, which nothing here reads.
     disable_created_metrics()  # type: ignore[no-untyped-call]
     announcer = Announcer(options.announce_fd)
@@ -194,8 +196,7 @@ def _agent(options: ProcessOptions, engine: Engine, epoch: Epoch, clock: Clock) 
             worker=options.worker,
             epoch=epoch,
             fingerprint=engine.info.fingerprint,
-            layout=engine.info.layout,
-            region=engine.region,
+            faces=(Face(engine.info.layout, engine.region),),
             transports=_transports(options, epoch, clock),
             key=options.key,
             clock=clock,
@@ -225,16 +226,3 @@ def _spare_the_collector() -> None:
     """
     gc.collect()
     gc.freeze()
-
-
-def _pin(cores: tuple[int, ...]) -> None:
-    """Keep this process on some cores. Before the engine loads: it counts the cores it has."""
-    if not cores:
-        return
-    try:
-        os.sched_setaffinity(0, cores)
-    except OSError as exc:
-        raise ConfigError(
-            f"cannot run on the cores {list(cores)}: {exc.strerror}; this process may use "
-            f"{sorted(os.sched_getaffinity(0))}"
-        ) from exc

@@ -2,7 +2,8 @@
 
 The world below owns what the sessions must not lose track of: who may still write into the
 decode worker's pages, and who holds the prefill worker's. Faults are counted, so that a run that
-claims to have survived one can be seen to have met it.
+claims to have survived one can be seen to have met it. Either side may move the bytes, into the
+engine's own blocks or into staging pages.
 """
 
 from __future__ import annotations
@@ -31,11 +32,13 @@ from baton.handoff.interface import (
     SampledToken,
     SendFailed,
 )
-from baton.handoff.messages import Failed, Finished, Grant, Notice
+from baton.handoff.messages import Available, Failed, Finished, Grant, Mover, Notice, Taken
 from baton.handoff.session.actions import (
+    Announce,
     CloseWindow,
     Emit,
     OpenWindow,
+    Read,
     ReceiveAction,
     Say,
     SayFinished,
@@ -44,7 +47,8 @@ from baton.handoff.session.actions import (
 )
 from baton.handoff.session.receive import ReceivePhase, ReceiveSession
 from baton.handoff.session.send import SendPhase, SendSession
-from baton.transfer.interface import RemoteId, TransferId
+from baton.handoff.session.terms import Terms
+from baton.transfer.interface import TransferId
 from tests.unit.handoff.orders import make_ticket, receive_order, send_order
 
 NUM_LAYERS = 3
@@ -59,11 +63,27 @@ class HandoffWorld(RuleBasedStateMachine):
         start_share=st.floats(0, 0.99),
         ready_share=st.floats(0, 1),
         fault_budget=st.sampled_from([0, 0, 1, 1, 2]),
+        mover=st.sampled_from(["prefill", "decode"]),
+        staged=st.booleans(),
+        page_tokens=st.sampled_from([1, 4]),
+        first_token=st.sampled_from([None, SampledToken(7)]),
+        head_start=st.integers(0, 3),
     )
     def begin(
-        self, num_tokens: int, start_share: float, ready_share: float, fault_budget: int
+        self,
+        num_tokens: int,
+        start_share: float,
+        ready_share: float,
+        fault_budget: int,
+        mover: Mover,
+        staged: bool,
+        page_tokens: int,
+        first_token: SampledToken | None,
+        head_start: int,
     ) -> None:
         self.fault_budget = self.first_budget = fault_budget
+        self.mover, self.staged, self.page_tokens = mover, staged, page_tokens
+        self.first_token = first_token
         ticket = make_ticket()
         self.num_tokens = num_tokens
         self.start = int(num_tokens * start_share)
@@ -82,14 +102,29 @@ class HandoffWorld(RuleBasedStateMachine):
         self.computed = [num_ready] * NUM_LAYERS
         self.told: list[HandoffEvent] = []  # by the receiver
         self.sent: list[HandoffEvent] = []  # by the sender
-        self.to_sender: list[Grant | Failed] = []
-        self.to_receiver: list[Finished | Failed] = []
+        self.to_sender: list[Grant | Failed | Taken] = []
+        self.to_receiver: list[Available | Finished | Failed] = []
+        self.heard: list[Available] = []
+        self.reads: dict[TransferId, Available] = {}  # posted, not ended
         self.writes: dict[TransferId, Notice] = {}  # posted, not landed
         self.landed: set[tuple[int, int]] = set()  # (layer, token)
         self.window = "never opened"
         self.finished_said = False
         self.num_transfers = 0
         self.faults: Counter[str] = Counter()
+        self.advance(head_start)
+
+    def advance(self, num_stages: int) -> None:
+        """The ordinary first steps, so that faults meet handoffs that are well under way too."""
+        if num_stages >= 1:
+            self.link_comes_up()
+            self.sender_hears()
+        if num_stages >= 2:
+            self.the_way_is_clear()
+            for layer in range(NUM_LAYERS):
+                self.compute(layer, self.num_tokens)
+        while num_stages >= 3 and self.to_receiver:
+            self.hear(0)
 
     def perform_receiver(self, actions: list[ReceiveAction]) -> None:
         for action in actions:
@@ -102,10 +137,17 @@ class HandoffWorld(RuleBasedStateMachine):
                     self.window = "closed"
                 case Say(message):
                     self.to_sender.append(message)
+                case Read(available):
+                    assert self.mover == "decode"
+                    transfer = TransferId(self.num_transfers)
+                    self.num_transfers += 1
+                    self.reads[transfer] = available
+                    self.receiver.reading(transfer)
                 case Emit(event):
                     self.told.append(event)
-                    if isinstance(event, BlocksQuiescent):
+                    if isinstance(event, BlocksQuiescent) and not self.staged:
                         assert self.window in {"never opened", "quiescent"}
+                        assert not self.reads, "quiescent, and a read may still land"
                     if isinstance(event, KVFailed):
                         assert self.window != "closed", "told only after its blocks may be quiet"
                     if isinstance(event, KVLanded):
@@ -116,6 +158,8 @@ class HandoffWorld(RuleBasedStateMachine):
                         }
                         assert self.landed == expected
                         assert not self.writes, "a write may still land in ready pages"
+                        assert not self.reads, "a read may still land in ready pages"
+                        assert event.first_token == self.first_token
                 case _:
                     pytest.fail(f"{action} from a receiver")
 
@@ -125,12 +169,21 @@ class HandoffWorld(RuleBasedStateMachine):
                 case Submit(layer, start, stop):
                     if self.sender.phase is not SendPhase.SENDING:
                         continue
-                    assert self.start <= start < stop <= self.computed[layer]
-                    assert not self.finished_said, "a write after Finished"
+                    assert self.mover == "prefill"
+                    self.check_range(layer, start, stop)
                     transfer = TransferId(self.num_transfers)
                     self.num_transfers += 1
                     self.writes[transfer] = Notice(layer, start, stop, b"")
                     self.perform_sender(self.sender.submitted(transfer, layer, stop))
+                case Announce(layer, start, stop):
+                    if self.sender.phase is not SendPhase.SENDING:
+                        continue
+                    assert self.mover == "decode"
+                    self.check_range(layer, start, stop)
+                    self.to_receiver.append(
+                        Available(self.sender.ticket, layer, start, stop, 0, b"", b"")
+                    )
+                    self.perform_sender(self.sender.announced(layer, stop))
                 case SayFinished(token):
                     assert not self.finished_said
                     self.finished_said = True
@@ -143,8 +196,16 @@ class HandoffWorld(RuleBasedStateMachine):
                 case Emit(event):
                     self.sent.append(event)
                     assert not self.writes, "source pages given back under a write"
+                    if isinstance(event, KVSent) and self.mover == "decode":
+                        assert not self.reads, "source pages given back under a read"
+                        assert any(isinstance(event, KVLanded) for event in self.told)
                 case _:
                     pytest.fail(f"{action} from a sender")
+
+    def check_range(self, layer: int, start: int, stop: int) -> None:
+        assert self.start <= start < stop <= self.computed[layer]
+        assert stop == self.num_tokens or stop % self.page_tokens == 0
+        assert not self.finished_said, "more after Finished"
 
     @property
     def disturbed(self) -> bool:
@@ -152,11 +213,12 @@ class HandoffWorld(RuleBasedStateMachine):
 
     @rule()
     def link_comes_up(self) -> None:
-        self.perform_receiver(self.receiver.link_up())
+        pages = self.receiver.order.blocks
+        self.perform_receiver(self.receiver.begin(Terms(self.mover, pages, self.staged)))
 
     @rule()
-    def transport_attaches(self) -> None:
-        self.perform_sender(self.sender.attached(RemoteId(1)))
+    def the_way_is_clear(self) -> None:
+        self.perform_sender(self.sender.begin(self.page_tokens))
 
     @rule(layer=st.integers(0, NUM_LAYERS - 1), num_tokens=st.integers(1, 40))
     def compute(self, layer: int, num_tokens: int) -> None:
@@ -169,27 +231,80 @@ class HandoffWorld(RuleBasedStateMachine):
     @precondition(lambda self: min(self.computed) == self.num_tokens)
     @rule()
     def finish(self) -> None:
-        self.perform_sender(self.sender.finish(SampledToken(7)))
+        self.perform_sender(self.sender.finish(self.first_token))
 
     @precondition(lambda self: self.to_sender)
     @rule()
     def sender_hears(self) -> None:
         message = self.to_sender.pop(0)
         if isinstance(message, Grant):
+            assert (message.mover, bool(message.blocks)) == (self.mover, self.mover == "prefill")
             self.perform_sender(self.sender.granted(message))
+        elif isinstance(message, Taken):
+            self.perform_sender(self.sender.taken())
         else:
             self.perform_sender(self.sender.peer_failed(message.reason, stage="decode"))
 
     @precondition(lambda self: self.to_receiver)
-    @rule()
-    def receiver_hears(self) -> None:
-        message = self.to_receiver.pop(0)
+    @rule(data=st.data())
+    def receiver_hears(self, data: st.DataObject) -> None:
+        """In any order: nothing is assumed of it, though a link keeps it."""
+        self.hear(data.draw(st.integers(0, len(self.to_receiver) - 1)))
+
+    def hear(self, place: int) -> None:
+        message = self.to_receiver.pop(place)
         if isinstance(message, Finished):
-            if self.writes:  # Finished may overtake writes on the wire
+            if self.writes or self.to_receiver:  # Finished may overtake writes on the wire
                 self.faults["finished overtook writes"] += 1
             self.perform_receiver(self.receiver.finished(message))
+        elif isinstance(message, Available):
+            self.heard.append(message)
+            self.perform_receiver(self.receiver.available(message))
         else:
             self.perform_receiver(self.receiver.fail(message.reason, stage="prefill"))
+
+    @precondition(lambda self: self.reads)
+    @rule(data=st.data())
+    def a_read_completes(self, data: st.DataObject) -> None:
+        self.end_read(data.draw(st.sampled_from(sorted(self.reads))))
+
+    def end_read(self, transfer: TransferId) -> None:
+        read = self.reads.pop(transfer)
+        notice = Notice(read.layer, read.start, read.stop, read.digests)
+        self.perform_receiver(self.receiver.read_ended(transfer))
+        if self.receiver.phase is not ReceivePhase.GRANTED:
+            return
+        if self.sender.over:  # the source changed under the read: digests tell
+            self.perform_receiver(self.receiver.fail("digest mismatch", stage="verify"))
+            return
+        self.landed |= {(notice.layer, t) for t in range(notice.start, notice.stop)}
+        self.perform_receiver(self.receiver.landed(notice))
+
+    @precondition(lambda self: self.reads and self.fault_budget)
+    @rule(data=st.data())
+    def a_read_fails(self, data: st.DataObject) -> None:
+        self.fault_budget -= 1
+        transfer = data.draw(st.sampled_from(sorted(self.reads)))
+        self.perform_receiver(self.receiver.fail("the mapping is gone", stage="read"))
+        del self.reads[transfer]
+        self.perform_receiver(self.receiver.read_ended(transfer))
+
+    @precondition(lambda self: self.heard)
+    @rule(data=st.data())
+    def available_comes_twice(self, data: st.DataObject) -> None:
+        again = data.draw(st.sampled_from(self.heard))
+        if self.receiver.phase is ReceivePhase.GRANTED:
+            with pytest.raises(ProtocolError):
+                self.receiver.available(again)
+        else:
+            assert self.receiver.available(again) == []
+
+    @precondition(lambda self: self.finished_said)
+    @rule()
+    def finished_comes_twice(self) -> None:
+        again = Finished(self.sender.ticket, SampledToken(99), "", "", {})
+        if not any(isinstance(message, Finished) for message in self.to_receiver):
+            assert self.receiver.finished(again) == []
 
     @precondition(lambda self: self.writes)
     @rule(data=st.data())
@@ -259,11 +374,16 @@ class HandoffWorld(RuleBasedStateMachine):
     def each_end_is_told_once(self) -> None:
         if not hasattr(self, "receiver"):
             return
-        self.receiver.coverage.check_invariants()
+        self.receiver.check_invariants()
+        if self.receiver.over:
+            assert not self.reads, "staging pages given back under a read"
+            assert self.window in {"never opened", "quiescent"}
         told = Counter(type(event) for event in self.told)
         assert told[KVLanded] + told[KVFailed] <= 1
         assert told[BlocksQuiescent] <= 1
         assert not (told[KVLanded] and told[BlocksQuiescent])
+        if self.staged:
+            assert told[KVFailed] <= told[BlocksQuiescent], "the engine's blocks are quiet at once"
         assert len(self.sent) <= 1
         assert bool(self.sent) == self.sender.over
         if self.receiver.phase is ReceivePhase.WAITING:
@@ -275,15 +395,19 @@ class HandoffWorld(RuleBasedStateMachine):
         self.link_comes_up()
         while self.to_sender:
             self.sender_hears()
-        self.transport_attaches()
+        self.the_way_is_clear()
         for layer in range(NUM_LAYERS):
             self.computed[layer] = self.num_tokens
             self.perform_sender(self.sender.layer_ready(layer, self.num_tokens))
         self.finish()
         while self.to_receiver:
-            self.receiver_hears()
+            self.hear(-1)
         for transfer in sorted(self.writes, reverse=True):
             self.land(transfer)
+        for transfer in sorted(self.reads, reverse=True):
+            self.end_read(transfer)
+        while self.to_sender:
+            self.sender_hears()
         assert [type(event) for event in self.told] == [KVLanded]
         assert [type(event) for event in self.sent] == [KVSent]
 
@@ -302,6 +426,8 @@ class HandoffWorld(RuleBasedStateMachine):
         if self.window == "closed":
             self.window = "quiescent"
             self.perform_receiver(self.receiver.window_quiescent())
+        while self.reads:
+            self.end_read(next(iter(self.reads)))
         assert self.receiver.over
         assert self.sender.over
         self.each_end_is_told_once()
@@ -311,7 +437,7 @@ class HandoffWorld(RuleBasedStateMachine):
 
 
 HandoffWorld.TestCase.settings = settings(
-    max_examples=300,
+    max_examples=600,
     stateful_step_count=30,
     deadline=None,
     suppress_health_check=list(HealthCheck),

@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from baton.errors import ProtocolError, TransferError
 from baton.ids import Epoch, RegionHandle, TicketId
 from baton.transfer.interface import Window
-from baton.transfer.transports.shared.ledger import WindowLedger, WriterId
+from baton.transfer.ledger import WindowLedger, WriterId
 
 EPOCHS = [Epoch("a" * 32), Epoch("b" * 32)]
 REGIONS = [RegionHandle(b"r" * 16), RegionHandle(b"s" * 16)]

@@ -74,7 +74,20 @@ def test_a_wrong_command_line_exits_with_2(arguments, capsys):
         (["config", "show", "--config", "/nowhere.toml"], "cannot read the configuration file"),
         (["up", "--prefill", "0", "--decode", "0"], "nothing to start"),
         (["up", "--transport", "pigeon"], "unknown baton.transports 'pigeon'; installed:"),
-        (["up", "--engine", "steam"], "unknown baton.engines 'steam'; installed:"),
+        (
+            ["up", "--engine", "steam"],
+            "unknown baton.engines 'steam'; installed: transformers, vllm",
+        ),
+        (["worker", "--engine", "steam"], "unknown baton.engines 'steam'; installed:"),
+        (["up", "--decode-engine", "steam"], "unknown baton.engines 'steam'; installed:"),
+        (["up", "--engine", "vllm", "--set", "engine.max_num_seqs=3"], "max_num_seqs"),
+        (["up", "--decode-engine", "vllm", "--set", "engine.vllm.dtype=int3"], "'int3'"),
+        (
+            ["up", "--engine", "vllm", "--set", "up.decode_engine.arguments=['--port=1']"],
+            "--port=1",
+        ),
+        (["worker", "--engine", "vllm", "--set", "worker.cpu_affinity=4095"], "4095"),
+        (["up", "--set", "engine.vllm=3"], "engine.vllm is a table"),
         (["up", "--model", "/nowhere"], "--model /nowhere: there is no such folder"),
         (["up", "--set", "engine.blok_size=8"], "blok_size"),
         (["up", "--set", "up.decode_engine.block_size=no"], "block_size"),
@@ -90,6 +103,22 @@ def test_a_wrong_configuration_exits_with_2_and_no_traceback(arguments, message,
     assert message in captured.err
     assert "Traceback" not in captured.err
     assert captured.out == ""
+
+
+def test_vllm_that_is_not_installed_says_how_to_install_it():
+    without = "import sys; sys.modules['vllm'] = None\nfrom baton.cli.main import run\n"
+    for command in ("worker", "up"):
+        process = subprocess.run(
+            [sys.executable, "-c", f"{without}sys.exit(run([{command!r}, '--engine', 'vllm']))"],
+            check=False,
+            capture_output=True,
+            text=True,
+        )
+        assert process.returncode == 2
+        assert process.stdout == ""
+        assert "vLLM, which is not installed" in process.stderr
+        assert "make install ENGINE=vllm" in process.stderr
+        assert "Traceback" not in process.stderr
 
 
 def test_debug_shows_where_an_error_arose(capsys):

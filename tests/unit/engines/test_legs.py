@@ -17,6 +17,7 @@ from baton.handoff.interface import (
     SendFailed,
 )
 from baton.telemetry.trace import Stamp
+from baton.transfer.region import view_pages
 from tests.unit.engines.harness import (
     Driver,
     RecordingHandoff,
@@ -156,6 +157,60 @@ def test_a_landed_first_token_is_an_answer_at_once() -> None:
     assert (driver.tokens("d"), driver.finish("d")) == ([7], FinishReason.LENGTH)
     assert driver.traces["d"].num_received_tokens == 40
     driver.check_all_blocks_are_free()
+
+
+def leg_without_first_token(num_prompt_tokens: int = 40, **sampling: object) -> Driver:
+    """A decode leg whose KV an engine of the same weights computed; no first token came with it."""
+    prefill, _ = drive()
+    prefill.submit("p", PROMPT[:num_prompt_tokens], PrefillLeg(TICKET))
+    prefill.run()
+    (source,) = prefill.handoff.sends
+    decode, handoff = drive()
+    decode.submit("d", PROMPT[:num_prompt_tokens], DecodeLeg(TICKET), **sampling)
+    decode.turn()
+    (target,) = handoff.receives
+    for layer in range(decode.engine.info.layout.num_layers):
+        theirs, ours = (
+            view_pages(driver.engine.region.memory, driver.engine.region.arrays[layer])
+            for driver in (prefill, decode)
+        )
+        ours[target.blocks.blocks] = theirs[source.blocks.blocks]
+    handoff.events = [KVLanded(TICKET.id, None)]
+    decode.turn()
+    assert len(decode.tokens("d")) == 1, "one turn computes the last prompt token, and samples"
+    return decode
+
+
+@pytest.mark.parametrize("num_prompt_tokens", [33, 39, 40])
+@pytest.mark.parametrize(
+    "sampling", [{}, {"temperature": 0.9, "seed": 7}, {"temperature": 1.0, "seed": 11}]
+)
+def test_without_a_first_token_the_answer_is_that_of_one_engine_alone(
+    num_prompt_tokens: int, sampling: dict[str, object]
+) -> None:
+    alone, _ = drive()
+    alone.submit("r", PROMPT[:num_prompt_tokens], **sampling)
+    alone.run()
+    decode = leg_without_first_token(num_prompt_tokens, **sampling)
+    decode.run()
+    assert decode.tokens("d") == alone.tokens("r")
+    trace = decode.traces["d"]
+    assert trace.num_received_tokens == num_prompt_tokens
+    assert not {Stamp.PREFILL_STARTED, Stamp.FIRST_LAYER_READY, Stamp.PREFILL_DONE} & set(
+        trace.stamps
+    )
+    assert trace.stamps[Stamp.KV_READY] <= trace.stamps[Stamp.DECODE_SCHEDULED]
+    assert trace.stamps[Stamp.DECODE_SCHEDULED] <= trace.stamps[Stamp.FIRST_TOKEN]
+    decode.check_all_blocks_are_free()
+
+
+def test_without_a_first_token_the_prompt_is_cached_as_if_it_was_computed() -> None:
+    driver = leg_without_first_token()
+    driver.run()
+    driver.submit("again", PROMPT)
+    driver.run()
+    assert driver.traces["again"].num_cached_tokens == 32
+    assert driver.tokens("again") == driver.tokens("d")
 
 
 def test_a_landed_end_token_ends_the_answer_and_is_hidden() -> None:

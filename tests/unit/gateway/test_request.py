@@ -33,6 +33,8 @@ def test_other_fields_are_kept_as_they_are_written():
         '{"model":"m","vllm_xargs":{"kv_transfer_params":%s}}',
         '{"model":"m","vllm_xargs":{"kv_transfer_p\\u0061rams":%s,"a":1}}',
         '{"model":"m","vllm_x\\u0061rgs":{},"vllm_xargs":{"kv_transfer_params":%s}}',
+        '{"model":"m","ec_transfer_params":%s}',
+        '{"model":"m","vllm_xargs":{"ec_transfer_params":%s}}',
     ],
 )
 def test_a_ticket_that_a_client_sends_is_gone(body):
@@ -106,7 +108,8 @@ json_values = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
     max_leaves=8,
 )
-ours = st.sampled_from(["kv_transfer_params", "model", "stream", "vllm_xargs"])
+transfer_fields = ["kv_transfer_params", "ec_transfer_params"]
+ours = st.sampled_from([*transfer_fields, "model", "stream", "vllm_xargs"])
 
 
 @given(
@@ -123,7 +126,7 @@ def test_only_our_fields_change(fields, model, ascii_only):
     except InvalidRequestError:
         assert any("\ud800" <= char <= "\udfff" for char in str(fields))
         return
-    expected = {k: v for k, v in json.loads(body).items() if k != "kv_transfer_params"}
+    expected = {k: v for k, v in json.loads(body).items() if k not in transfer_fields}
     assert json.loads(parsed.encode()) == expected
     assert json.loads(parsed.encode_with_ticket("t")) == {
         **expected,

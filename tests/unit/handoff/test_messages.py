@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 from baton.errors import ProtocolError
 from baton.handoff.interface import SampledToken, TokenLogprob
 from baton.handoff.messages import (
+    Available,
     Declined,
+    FaceOffer,
     Failed,
     Finished,
     Grant,
@@ -21,6 +23,7 @@ from baton.handoff.messages import (
     Ping,
     Pong,
     Refused,
+    Taken,
     decode,
     decode_notice,
     encode,
@@ -37,25 +40,38 @@ GOLDEN = Path(__file__).parents[2] / "vectors" / "handoff" / "messages.json"
 
 MESSAGES: dict[str, Message] = {
     "hello": Hello(
-        version=1,
+        version=2,
         worker=WorkerId("decode-0"),
         epoch=Epoch("e" * 32),
         clock_domain="boot",
         fingerprint="f" * 64,
-        layout=KVLayout.gqa(2, 2, 8, block_size=16, dtype="float32"),
-        regions=(
-            RegionDescriptor(
-                "tcp", RegionHandle(b"r" * 16), Epoch("e" * 32), (PageArray(0, 2048, 4),), "h:1"
+        faces=(
+            FaceOffer(
+                KVLayout.gqa(2, 2, 8, block_size=16, dtype="float32"),
+                (
+                    RegionDescriptor(
+                        "tcp",
+                        RegionHandle(b"r" * 16),
+                        Epoch("e" * 32),
+                        (PageArray(0, 2048, 4),),
+                        "h:1",
+                    ),
+                ),
             ),
         ),
+        traits={"engine": "transformers"},
     ),
     "refused": Refused(("another model",)),
-    "grant": Grant(ID, "sealed", b"p" * 32, 16, 40, 1, pack_blocks(np.array([7, 3]))),
+    "grant": Grant(ID, "sealed", b"p" * 32, 16, 40, 1, pack_blocks(np.array([7, 3])), "prefill"),
+    "grant_to_read": Grant(ID, "sealed", b"p" * 32, 16, 40, 1, b"", "decode"),
+    "available": Available(ID, 3, 16, 40, 1, pack_blocks(np.array([7, 3])), b"d" * 32),
+    "taken": Taken(ID),
     "declined": Declined("sealed", "all is cached"),
     "finished": Finished(
         ID, SampledToken(5, -0.25, (TokenLogprob(5, -0.25),)), "tcp", "shared",
         {Stamp.PREFILL_DONE: 1.5},
     ),
+    "finished_without_token": Finished(ID, None, "", "", {}),
     "failed": Failed(ID, "the client left"),
     "ping": Ping(1.25),
     "pong": Pong(1.25, 2.5),

@@ -1,18 +1,32 @@
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+import pytest
+
 from baton.clock import Instant
+from baton.errors import ProtocolError
 from baton.handoff.interface import BlocksQuiescent, KVFailed, KVLanded, SampledToken
-from baton.handoff.messages import Finished, Notice
-from baton.handoff.session.actions import CloseWindow, Emit
+from baton.handoff.messages import Available, Failed, Finished, Notice, Taken
+from baton.handoff.session.actions import CloseWindow, Emit, Read, Say
 from baton.handoff.session.receive import ReceiveSession
+from baton.handoff.session.terms import Terms
+from baton.transfer.interface import TransferId
 from tests.unit.handoff.orders import make_ticket, receive_order
 
+if TYPE_CHECKING:
+    from baton.handoff.messages import Mover
 
-def make_session() -> ReceiveSession:
+
+def make_session(mover: Mover = "prefill", *, staged: bool = False) -> ReceiveSession:
     order = receive_order(make_ticket(), start=4, num_tokens=9)
     session = ReceiveSession(order, sealed_ticket="s", num_layers=2, deadline=Instant(10.0))
-    session.link_up()
+    session.begin(Terms(mover, order.blocks, staged))
     return session
+
+
+def available(session: ReceiveSession, layer: int = 0) -> Available:
+    return Available(session.ticket, layer, 4, 9, 0, b"", b"")
 
 
 def finished(session: ReceiveSession) -> Finished:
@@ -51,3 +65,67 @@ def test_an_expiry_says_what_is_missing() -> None:
     assert isinstance(emitted, Emit)
     assert isinstance(emitted.event, KVFailed)
     assert "5 layer-tokens still missing" in str(emitted.event.error)
+
+
+def test_what_was_read_is_taken() -> None:
+    session = make_session("decode")
+    for layer in range(2):
+        message = available(session, layer)
+        assert session.available(message) == [Read(message)]
+        session.reading(TransferId(layer))
+    assert session.finished(Finished(session.ticket, None, "", "", {})) == []
+    for layer in range(2):
+        assert session.read_ended(TransferId(layer)) == []
+        actions = session.landed(Notice(layer, 4, 9, b""))
+    assert actions == [Emit(KVLanded(session.ticket, None)), Say(Taken(session.ticket))]
+    assert session.over
+
+
+def test_a_failure_waits_for_the_reads_and_for_nothing_else() -> None:
+    session = make_session("decode")
+    session.available(available(session))
+    session.reading(TransferId(1))
+    said, emitted = session.fail("the deadline passed", stage="granted")
+    assert said == Say(Failed(session.ticket, "the deadline passed"))
+    assert isinstance(emitted, Emit)
+    assert isinstance(emitted.event, KVFailed)
+    assert session.read_ended(TransferId(1)) == [Emit(BlocksQuiescent(session.ticket))]
+    assert session.over
+
+
+def test_without_a_read_blocks_are_quiet_at_once() -> None:
+    session = make_session("decode")
+    assert session.abort("the client left")[1:] == [Emit(BlocksQuiescent(session.ticket))]
+    assert session.over
+
+
+@pytest.mark.parametrize("mover", ["prefill", "decode"])
+def test_blocks_behind_staging_are_quiet_at_once(mover: Mover) -> None:
+    session = make_session(mover, staged=True)
+    if mover == "decode":
+        session.available(available(session))
+        session.reading(TransferId(1))
+    assert Emit(BlocksQuiescent(session.ticket)) in session.abort("the client left")
+    assert not session.over, "a hand may still be in the staging pages"
+    ended = session.window_quiescent() if mover == "prefill" else session.read_ended(TransferId(1))
+    assert ended == []
+    assert session.over
+
+
+def test_a_worker_that_is_written_to_does_not_read() -> None:
+    session = make_session("prefill")
+    with pytest.raises(ProtocolError, match="does not read"):
+        session.available(available(session))
+
+
+def test_nothing_is_read_twice() -> None:
+    session = make_session("decode")
+    session.available(available(session))
+    with pytest.raises(ProtocolError, match="twice"):
+        session.available(available(session))
+
+
+def test_quiescence_of_an_open_window_is_not_believed() -> None:
+    session = make_session()
+    assert session.window_quiescent() == []
+    assert CloseWindow() in session.fail("the deadline passed", stage="granted")

@@ -17,6 +17,7 @@ from baton.telemetry.announcement import Draining, Loading, Ready, read_announce
     [
         (b'{"event":"loading","url":"http://h:1","pid":3,"what":"x"}', Loading("http://h:1", "x")),
         (b'{"event":"loading"}', Loading()),
+        (b'{"event":"loading","phase":"importing"}', Loading(phase="importing")),
         (
             b'{"event":"ready","url":"http://h:1","epoch":"e","handoff_address":"h:2"}',
             Ready("http://h:1", epoch="e", handoff_address="h:2"),

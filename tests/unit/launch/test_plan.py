@@ -7,12 +7,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from baton.cli.engine_options import engine_options
 from baton.config.resolve import CommandLine, resolve
 from baton.errors import ConfigError
 from baton.launch.cores import share_cores
-from baton.launch.plan import Ports, plan_launch
+from baton.launch.plan import Crew, Ports, crews_of, plan_launch
 
-ENGINE_KEYS = frozenset({"block_size", "num_threads"})
+ENGINE_KEYS = {
+    "transformers": frozenset({"block_size", "num_threads"}),
+    "vllm": frozenset({"speculative", "num_threads"}),
+    "steam": frozenset({"pressure"}),
+}
 
 
 def plan(*assignments, environment=None, cores=range(4), pinning="shared_cores", file=None):
@@ -37,6 +42,12 @@ def child_config(command):
 
 def worker_config(worker, ports=None):
     return child_config(worker.command(None, ports or Ports()))
+
+
+def options_of(worker):
+    """The options that a worker's engine gets."""
+    config = worker_config(worker)
+    return engine_options(config.worker.engine, config.engine)
 
 
 def test_one_prefill_and_one_decode_worker_by_default():
@@ -108,23 +119,65 @@ def test_roles_may_have_engines_of_their_own():
     prefill, decode = plan(
         "engine.block_size=16", "up.decode_engine.block_size=32", "up.prefill_engine.num_threads=3"
     ).workers
-    assert worker_config(prefill).engine == {"block_size": 16, "num_threads": 3}
-    assert worker_config(decode).engine == {"block_size": 32, "num_threads": 2}
+    assert options_of(prefill) == {"block_size": 16, "num_threads": 3}
+    assert options_of(decode) == {"block_size": 32, "num_threads": 2}
+
+
+def test_overrides_of_a_role_win_over_its_engines_own_table():
+    prefill, decode = plan(
+        "engine.transformers.block_size=8", "up.decode_engine.block_size=32"
+    ).workers
+    assert options_of(prefill)["block_size"] == 8
+    assert options_of(decode)["block_size"] == 32
+
+
+def test_roles_may_run_different_engines():
+    launch = plan(
+        "up.decode_engine_name=vllm",
+        "engine.vllm.prefix_caching=false",
+        'up.decode_engine.speculative={ method = "ngram", depth = { most = 3 } }',
+        'up.decode_engine.arguments=["--seed", "7"]',
+    )
+    prefill, decode = launch.workers
+    assert worker_config(prefill).worker.engine == "transformers"
+    assert worker_config(decode).worker.engine == "vllm"
+    assert options_of(prefill) == {"num_threads": 2}
+    assert options_of(decode) == {
+        "num_threads": 2,
+        "prefix_caching": False,
+        "speculative": {"method": "ngram", "depth": {"most": 3}},
+        "arguments": ["--seed", "7"],
+    }
 
 
 @pytest.mark.parametrize(
-    ("assignments", "keys", "expected"),
+    ("assignments", "crews"),
     [
-        ((), ENGINE_KEYS, {"num_threads": 2}),
-        (("engine.num_threads=7",), ENGINE_KEYS, {"num_threads": 7}),
-        ((), frozenset(), {}),
+        ((), [("transformers", {})]),
+        (("up.prefill_engine_name=vllm",), [("vllm", {}), ("transformers", {})]),
+        (("up.prefill_engine_name=vllm", "up.prefill=0"), [("transformers", {})]),
+        (("up.prefill_engine_name=vllm", "up.decode=0"), [("vllm", {})]),
+        (("up.decode_engine.x=1",), [("transformers", {}), ("transformers", {"x": 1})]),
     ],
 )
-def test_threads_share_the_cores_unless_said_otherwise(assignments, keys, expected):
-    resolved = resolve(CommandLine(assignments=assignments), {})
-    launch = plan_launch(resolved, range(4), keys, "shared_cores")
-    assert worker_config(launch.workers[0]).engine == expected
-    assert worker_config(launch.workers[0]).worker.cpu_affinity == ()
+def test_what_runs_in_a_launch(assignments, crews):
+    config = resolve(CommandLine(assignments=assignments), {}).to_config()
+    assert crews_of(config) == tuple(Crew(*crew) for crew in crews)
+
+
+@pytest.mark.parametrize(
+    ("assignments", "expected"),
+    [
+        ((), {"num_threads": 2}),
+        (("engine.num_threads=7",), {"num_threads": 7}),
+        (("engine.transformers.num_threads=7",), {"num_threads": 7}),
+        (("worker.engine=steam",), {}),
+    ],
+)
+def test_threads_share_the_cores_unless_said_otherwise(assignments, expected):
+    (worker, _) = plan(*assignments).workers
+    assert options_of(worker) == expected
+    assert worker_config(worker).worker.cpu_affinity == ()
 
 
 def test_pinned_workers_have_cores_of_their_own():

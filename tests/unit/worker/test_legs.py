@@ -1,18 +1,14 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from baton.authority.key import ClusterKey
-from baton.authority.ticket import CLOCK_SKEW_S, Ticket, WorkerRef, seal
-from baton.clock import UnixTime
+from baton.authority.ticket import Ticket, WorkerRef, seal
 from baton.engines.interface import Colocated, DecodeLeg, PrefillLeg
-from baton.errors import OverloadedError, TicketError
-from baton.ids import Epoch, TicketId, WorkerId, new_ticket_id
+from baton.errors import TicketError
+from baton.ids import Epoch, WorkerId, new_ticket_id
 from baton.testing.clocks import ManualClock
-from baton.worker.legs import LegReader, SeenTickets
+from baton.worker.legs import LegReader
 from baton.worker.problems import StaleTicketError
 from tests.unit.worker.scripted_engine import EPOCH, KEY
 
@@ -71,43 +67,3 @@ def test_without_handoffs_every_ticket_is_refused(clock: ManualClock) -> None:
     legs = LegReader(WorkerId("w0"), EPOCH, None, clock)
     with pytest.raises(TicketError, match="without handoffs"):
         legs.read(seal(ticket(ME, PEER, clock.unix_now() + 60), KEY))
-
-
-class SeenTicketsMachine(RuleBasedStateMachine):
-    """Every unexpired ticket that was used is refused; memory is bounded."""
-
-    CAPACITY = 4
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen = SeenTickets(self.CAPACITY)
-        self.now = 0.0
-        self.model: dict[TicketId, float] = {}
-
-    @rule(name=st.integers(0, 9), lives_s=st.floats(0, 20))
-    def use(self, name: int, lives_s: float) -> None:
-        one = ticket(ME, PEER, self.now + lives_s)
-        one = Ticket(TicketId(bytes([name] * 16)), "r", ME, PEER, "push", one.expires_at)
-        self.model = {i: end for i, end in self.model.items() if end >= self.now}
-        now = UnixTime(self.now)
-        if one.id in self.model:
-            with pytest.raises(StaleTicketError):
-                self.seen.use(one, now)
-        elif len(self.model) == self.CAPACITY:
-            with pytest.raises(OverloadedError):
-                self.seen.use(one, now)
-        else:
-            self.seen.use(one, now)
-            self.model[one.id] = one.expires_at + CLOCK_SKEW_S
-
-    @rule(seconds=st.floats(0, 30))
-    def wait(self, seconds: float) -> None:
-        self.now += seconds
-
-    @invariant()
-    def consistent(self) -> None:
-        self.seen.check_invariants()
-
-
-SeenTicketsMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=30)
-TestSeenTickets = SeenTicketsMachine.TestCase

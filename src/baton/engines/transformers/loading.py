@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from blake3 import blake3
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
+from baton.engines.checkpoint import compute_fingerprint, find_weights
 from baton.engines.transformers.attention import register
 from baton.engines.transformers.pages import TORCH_DTYPES
 from baton.engines.transformers.selfcheck import check_pages_change_nothing
@@ -43,7 +43,7 @@ def load_model(folder: Path, options: TransformersOptions) -> LoadedModel:
     Raises:
         ConfigError: no such checkpoint, a corrupt one, or one that this engine cannot serve.
     """
-    weights = _find_weights(folder)
+    weights = find_weights(folder)
     config = _read_config(folder)
     check_layer_kinds(config)
     max_context_tokens = _choose_context(config, options)
@@ -61,30 +61,6 @@ def load_model(folder: Path, options: TransformersOptions) -> LoadedModel:
         max_context_tokens=max_context_tokens,
         eos_token_ids=_find_eos(model),
     )
-
-
-def compute_fingerprint(files: list[Path]) -> str:
-    """BLAKE3 of the files' names and contents, 64 hex digits."""
-    whole = blake3()
-    for path in files:
-        content = blake3(max_threads=blake3.AUTO).update_mmap(path)
-        whole.update(path.name.encode() + b"\0" + content.digest())
-    return whole.hexdigest()
-
-
-def _find_weights(folder: Path) -> list[Path]:
-    if not (folder / "config.json").is_file():
-        raise ConfigError(
-            f"{folder} is not a model folder: it has no config.json; give the path of a folder "
-            "with a Hugging Face checkpoint (config.json, *.safetensors, tokenizer.json)"
-        )
-    weights = sorted(folder.glob("*.safetensors"))
-    if not weights:
-        raise ConfigError(
-            f"{folder} has no *.safetensors file; pickled weights (*.bin, *.pt) are never loaded: "
-            "convert them with safetensors"
-        )
-    return weights
 
 
 def _read_config(folder: Path) -> Any:  # noqa: ANN401 - transformers is untyped for us

@@ -244,8 +244,10 @@ class EngineLoop:
             case _:
                 assert_never(event)
 
-    def _take_landed(self, ticket: TicketId, first_token: SampledToken) -> None:
-        sequence = self._scheduler.land(ticket)
+    def _take_landed(self, ticket: TicketId, first_token: SampledToken | None) -> None:
+        # Without a first token the last prompt token is computed here: its logits give one.
+        num_to_compute = 1 if first_token is None else 0
+        sequence = self._scheduler.land(ticket, num_to_compute)
         if sequence is None:
             return
         num_received = sequence.num_prompt_tokens - sequence.num_cached_tokens
@@ -253,7 +255,8 @@ class EngineLoop:
         sequence.request.trace.num_received_tokens = num_received
         self._tally.received += num_received
         self._stamp(sequence, Stamp.KV_READY)
-        self._accept(sequence, first_token)
+        if first_token is not None:
+            self._accept(sequence, first_token)
 
     def _fall_back(self, ticket: TicketId, error: BatonError) -> None:
         sequence = self._scheduler.fall_back(ticket)

@@ -49,8 +49,8 @@ class Work:
 
     @property
     def is_prefill(self) -> bool:
-        """Whether some of these tokens are the prompt's."""
-        return self.sequence.num_computed < self.sequence.num_prompt_tokens
+        """Whether some of these tokens are the prompt's, and no peer has computed them."""
+        return self.sequence.num_computed < self.sequence.num_prefill_tokens
 
     @property
     def samples(self) -> bool:
@@ -156,15 +156,18 @@ class Scheduler:
         self._running.remove(sequence)
         sequence.status = Status.OFFERED
 
-    def land(self, ticket: TicketId) -> Sequence | None:
-        """All KV of a decode leg is in place: it runs. None where it has ended since."""
+    def land(self, ticket: TicketId, num_to_compute: int) -> Sequence | None:
+        """All KV of a decode leg is in place: it runs. None where it has ended since.
+
+        The last `num_to_compute` tokens of the prompt are computed again, over what came.
+        """
         landed = self.custody.land(ticket)
         if landed is None:
             return None
         sequence, blocks = landed
         num_tokens = sequence.num_prompt_tokens
         dead = max(needed_tokens(layer, num_tokens)[0] for layer in self._layers)
-        sequence.receive(blocks, complete_from=dead)
+        sequence.receive(blocks, num_to_compute, complete_from=dead)
         self._publish(sequence)
         self._run(sequence)
         return sequence

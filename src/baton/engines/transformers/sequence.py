@@ -40,7 +40,9 @@ class Sequence:
         tokens  [0, num_computed): KV is in `blocks` · [num_computed, num_tokens): to be computed
 
     `leg` becomes `Colocated` once nothing is to be received any more. Of layers with a window,
-    tokens before `complete_from` may never have been received.
+    tokens before `complete_from` may never have been received. Computing tokens from
+    `num_prefill_tokens` on is decoding: they are the prompt's last one, whose KV was received, or
+    tokens sampled here.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class Sequence:
         self.status = Status.WAITING
         self.num_prompt_tokens = len(request.prompt_ids)
         self.num_tokens = self.num_prompt_tokens
+        self.num_prefill_tokens = self.num_prompt_tokens
         self.num_computed = 0
         self.num_cached_tokens = 0
         self.complete_from = 0
@@ -138,12 +141,17 @@ class Sequence:
         """
         blocks, self.blocks = self.blocks, []
         self.num_computed = self._num_published = self.complete_from = 0
+        self.num_prefill_tokens = self.num_prompt_tokens
         return blocks
 
-    def receive(self, blocks: list[int], complete_from: int) -> None:
-        """The rest of the prompt's KV came from a peer, in `blocks`."""
+    def receive(self, blocks: list[int], num_to_compute: int, complete_from: int) -> None:
+        """The rest of the prompt's KV came from a peer, in `blocks`.
+
+        Of it, the last `num_to_compute` tokens are taken as not computed.
+        """
         self.blocks += blocks
-        self.num_computed = self.num_prompt_tokens
+        self.num_computed = self.num_prompt_tokens - num_to_compute
+        self.num_prefill_tokens = self.num_computed
         self.complete_from = complete_from
         self.leg = Colocated()
 

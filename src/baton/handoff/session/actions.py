@@ -7,24 +7,31 @@ from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
     from baton.handoff.interface import HandoffEvent, SampledToken
-    from baton.handoff.messages import Failed, Grant
+    from baton.handoff.messages import Available, Failed, Grant, Taken
 
 
 @dataclass(frozen=True, slots=True)
 class Say:
     """Send a message to the peer over the link; lost if the link is gone."""
 
-    message: Grant | Failed
+    message: Grant | Failed | Taken
 
 
 @dataclass(frozen=True, slots=True)
 class OpenWindow:
-    """Admit the peer's writes into the order's blocks."""
+    """Admit the peer's writes into the granted pages."""
 
 
 @dataclass(frozen=True, slots=True)
 class CloseWindow:
     """Admit no more; `window_quiescent` must follow."""
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """Read what the peer says is available: then `reading`, or `fail`."""
+
+    available: Available
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +44,19 @@ class Submit:
 
 
 @dataclass(frozen=True, slots=True)
-class SayFinished:
-    """Tell the peer that no write will follow, with the token and the trace's stamps."""
+class Announce:
+    """Say that tokens `[start, stop)` of `layer` can be read: then `announced`, or `fail`."""
 
-    first_token: SampledToken
+    layer: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class SayFinished:
+    """Tell the peer that nothing will follow, with the token (if any) and the trace's stamps."""
+
+    first_token: SampledToken | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,5 +66,5 @@ class Emit:
     event: HandoffEvent
 
 
-ReceiveAction: TypeAlias = Say | OpenWindow | CloseWindow | Emit
-SendAction: TypeAlias = Say | Submit | SayFinished | Emit
+ReceiveAction: TypeAlias = Say | OpenWindow | CloseWindow | Read | Emit
+SendAction: TypeAlias = Say | Submit | Announce | SayFinished | Emit

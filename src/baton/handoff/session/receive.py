@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, assert_never
 
-from baton.errors import HandoffError
+import numpy as np
+
+from baton.errors import HandoffError, ProtocolError
 from baton.handoff.coverage import Coverage
-from baton.handoff.interface import BlocksQuiescent, KVFailed, KVLanded, SampledToken
-from baton.handoff.messages import Failed, Finished, Grant, Notice, pack_blocks
-from baton.handoff.session.actions import CloseWindow, Emit, OpenWindow, ReceiveAction, Say
+from baton.handoff.interface import BlocksQuiescent, KVFailed, KVLanded
+from baton.handoff.messages import Failed, Grant, Taken, pack_blocks
+from baton.handoff.session.actions import CloseWindow, Emit, OpenWindow, Read, ReceiveAction, Say
 
 if TYPE_CHECKING:
     from baton.clock import Instant
     from baton.handoff.interface import ReceiveOrder
+    from baton.handoff.messages import Available, Finished, Notice
+    from baton.handoff.session.terms import Terms
     from baton.ids import TicketId
+    from baton.transfer.interface import TransferId
+
+_NO_BLOCKS: Final = np.empty(0, dtype=np.int64)
 
 
 class ReceivePhase(StrEnum):
@@ -31,7 +38,7 @@ _CLOSED: Final = frozenset({ReceivePhase.LANDED, ReceivePhase.ENDING, ReceivePha
 
 
 class ReceiveSession:
-    """Decode's half of one handoff."""
+    """Decode's half of one handoff. `terms` are None while it waits for them."""
 
     def __init__(
         self, order: ReceiveOrder, *, sealed_ticket: str, num_layers: int, deadline: Instant
@@ -39,9 +46,15 @@ class ReceiveSession:
         self.order = order
         self.deadline = deadline
         self.phase = ReceivePhase.WAITING
-        self.coverage = Coverage(num_layers=num_layers, start=order.start, stop=order.num_tokens)
+        self.terms: Terms | None = None
+        span = {"num_layers": num_layers, "start": order.start, "stop": order.num_tokens}
+        self.coverage = Coverage(**span)
+        self._requested = Coverage(**span)
         self._sealed_ticket = sealed_ticket
-        self._first_token: SampledToken | None = None
+        self._finished: Finished | None = None
+        # Whose hand may be in the pages: the peer's, through a window, or our own, by reads.
+        self._window_is_open = False
+        self._reads: set[TransferId] = set()
 
     @property
     def ticket(self) -> TicketId:
@@ -53,22 +66,20 @@ class ReceiveSession:
         """Whether nothing can happen any more."""
         return self.phase is ReceivePhase.ENDED
 
-    def link_up(self) -> list[ReceiveAction]:
-        """The peer can be talked to: grant it the pages that this worker lacks."""
+    def begin(self, terms: Terms) -> list[ReceiveAction]:
+        """The peer can be talked to: ask it for the KV that this worker lacks."""
         if self.phase is not ReceivePhase.WAITING:
             return []
         self.phase = ReceivePhase.GRANTED
-        order = self.order
-        grant = Grant(
-            id=self.ticket,
-            ticket=self._sealed_ticket,
-            prompt_hash=order.prompt_hash,
-            start=order.start,
-            num_tokens=order.num_tokens,
-            first_block=order.blocks.first,
-            blocks=pack_blocks(order.blocks.blocks),
-        )
-        return [OpenWindow(), Say(grant)]
+        self.terms = terms
+        match terms.mover:
+            case "prefill":
+                self._window_is_open = True
+                return [OpenWindow(), Say(self._make_grant(terms))]
+            case "decode":
+                return [Say(self._make_grant(terms))]
+            case _:
+                assert_never(terms.mover)
 
     def expects(self, notice: Notice) -> bool:
         """Whether a notice is for a handoff that still waits for it.
@@ -81,6 +92,29 @@ class ReceiveSession:
         self.coverage.check(notice.layer, notice.start, notice.stop)
         return True
 
+    def available(self, message: Available) -> list[ReceiveAction]:
+        """The peer says where tokens can be read.
+
+        Raises:
+            ProtocolError: tokens that are not expected, or were said to be available before; or
+                this worker does not read.
+        """
+        if self.phase is not ReceivePhase.GRANTED or self.terms is None:
+            return []
+        if self.terms.mover != "decode":
+            raise ProtocolError("tokens are available to a worker that does not read them")
+        self._requested.add(message.layer, message.start, message.stop)
+        return [Read(message)]
+
+    def reading(self, transfer: TransferId) -> None:
+        """A `Read` was handed to the transport."""
+        self._reads.add(transfer)
+
+    def read_ended(self, transfer: TransferId) -> list[ReceiveAction]:
+        """A read touches no page any more, whether it succeeded or not."""
+        self._reads.discard(transfer)
+        return self._settle()
+
     def landed(self, notice: Notice) -> list[ReceiveAction]:
         """Tokens are in place and their digests are right: count them."""
         if self.phase is not ReceivePhase.GRANTED:
@@ -90,20 +124,17 @@ class ReceiveSession:
 
     def finished(self, message: Finished) -> list[ReceiveAction]:
         """The peer said that nothing will follow."""
-        if self.phase is not ReceivePhase.GRANTED or self._first_token is not None:
+        if self.phase is not ReceivePhase.GRANTED or self._finished is not None:
             return []
-        self._first_token = message.first_token
+        self._finished = message
         return self._complete()
 
     def window_quiescent(self) -> list[ReceiveAction]:
         """Nothing can land in the closed window any more."""
-        if self.phase is ReceivePhase.LANDED:
-            self.phase = ReceivePhase.ENDED
+        if self.phase is ReceivePhase.GRANTED:
             return []
-        if self.phase is ReceivePhase.ENDING:
-            self.phase = ReceivePhase.ENDED
-            return [Emit(BlocksQuiescent(self.ticket))]
-        return []
+        self._window_is_open = False
+        return self._settle()
 
     def fail(self, reason: str, *, stage: str) -> list[ReceiveAction]:
         """End without KV: the engine will recompute."""
@@ -124,19 +155,67 @@ class ReceiveSession:
             stage=str(self.phase),
         )
 
+    def check_invariants(self) -> None:
+        """Raise AssertionError where counts or phases disagree."""
+        self.coverage.check_invariants()
+        self._requested.check_invariants()
+        if self.over and (self._reads or self._window_is_open):
+            raise AssertionError("it is over, and a hand may still be in its pages")
+
+    def _make_grant(self, terms: Terms) -> Grant:
+        order = self.order
+        blocks = terms.pages.blocks if terms.mover == "prefill" else _NO_BLOCKS
+        return Grant(
+            id=self.ticket,
+            ticket=self._sealed_ticket,
+            prompt_hash=order.prompt_hash,
+            start=order.start,
+            num_tokens=order.num_tokens,
+            first_block=terms.pages.first,
+            blocks=pack_blocks(blocks),
+            mover=terms.mover,
+        )
+
     def _complete(self) -> list[ReceiveAction]:
-        if self._first_token is None or not self.coverage.complete:
+        if self._finished is None or not self.coverage.complete:
             return []
-        self.phase = ReceivePhase.LANDED
-        return [Emit(KVLanded(self.ticket, self._first_token)), CloseWindow()]
+        landed = Emit(KVLanded(self.ticket, self._finished.first_token))
+        if self._window_is_open:
+            self.phase = ReceivePhase.LANDED
+            return [landed, CloseWindow()]
+        self.phase = ReceivePhase.ENDED  # all that was read is counted, so no read is left
+        return [landed, Say(Taken(self.ticket))]
 
     def _end(self, reason: str, telling: list[ReceiveAction]) -> list[ReceiveAction]:
+        quiescent = Emit(BlocksQuiescent(self.ticket))
         match self.phase:
             case ReceivePhase.WAITING:
                 self.phase = ReceivePhase.ENDED
-                return [*telling, Emit(BlocksQuiescent(self.ticket))]
+                return [*telling, quiescent]
             case ReceivePhase.GRANTED:
                 self.phase = ReceivePhase.ENDING
-                return [Say(Failed(self.ticket, reason)), *telling, CloseWindow()]
+                actions = [Say(Failed(self.ticket, reason)), *telling]
+                if self._blocks_are_apart:
+                    actions.append(quiescent)
+                actions += [CloseWindow()] if self._window_is_open else self._settle()
+                return actions
+            case _:
+                return []
+
+    @property
+    def _blocks_are_apart(self) -> bool:
+        return self.terms is not None and self.terms.staged
+
+    def _settle(self) -> list[ReceiveAction]:
+        """Once it was closed and no hand is in the pages: over."""
+        if self._reads or self._window_is_open:
+            return []
+        match self.phase:
+            case ReceivePhase.LANDED:
+                self.phase = ReceivePhase.ENDED
+                return []
+            case ReceivePhase.ENDING:
+                self.phase = ReceivePhase.ENDED
+                return [] if self._blocks_are_apart else [Emit(BlocksQuiescent(self.ticket))]
             case _:
                 return []

@@ -8,15 +8,16 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from baton.errors import HandoffError
-from baton.handoff.interface import KVSent, SampledToken, SendFailed
-from baton.handoff.messages import Failed, Grant
-from baton.handoff.session.actions import Emit, Say, SayFinished, SendAction, Submit
+from baton.handoff.interface import KVSent, SendFailed
+from baton.handoff.messages import Failed
+from baton.handoff.session.actions import Announce, Emit, Say, SayFinished, SendAction, Submit
 
 if TYPE_CHECKING:
     from baton.clock import Instant
-    from baton.handoff.interface import SendOrder
+    from baton.handoff.interface import SampledToken, SendOrder
+    from baton.handoff.messages import Grant
     from baton.ids import TicketId
-    from baton.transfer.interface import RemoteId, TransferId
+    from baton.transfer.interface import TransferId
 
 
 class SendPhase(StrEnum):
@@ -41,11 +42,11 @@ class SendSession:
         self.deadline = deadline
         self.phase = SendPhase.OFFERED
         self.grant: Grant | None = None
-        self.remote: RemoteId | None = None
         self._ready = np.full(num_layers, order.num_ready_tokens, dtype=np.int64)
         self._sent = np.zeros(num_layers, dtype=np.int64)
         self._outstanding: set[TransferId] = set()
-        self._first_token: SampledToken | None = None
+        self._page_tokens = 1
+        self._finish: SayFinished | None = None
         self._error: HandoffError | None = None
 
     @property
@@ -59,7 +60,7 @@ class SendSession:
         return self.phase is SendPhase.ENDED
 
     def granted(self, grant: Grant) -> list[SendAction]:
-        """The decode worker's pages may be written, once a transport is attached."""
+        """The decode worker asks for KV: `begin` follows, once the way is clear."""
         if self.phase is not SendPhase.OFFERED or self.grant is not None:
             return []
         if grant.prompt_hash != self.order.prompt_hash or grant.num_tokens != self.order.num_tokens:
@@ -72,11 +73,14 @@ class SendSession:
         self._sent[:] = grant.start
         return []
 
-    def attached(self, remote: RemoteId) -> list[SendAction]:
-        """A transport to the peer is up: send what is ready already."""
+    def begin(self, page_tokens: int) -> list[SendAction]:
+        """Transport and staging are there: send what is ready already.
+
+        KV moves in multiples of `page_tokens`, as they lie in the sequence, and at last the rest.
+        """
         if self.phase is not SendPhase.OFFERED or self.grant is None:
             return []
-        self.remote = remote
+        self._page_tokens = page_tokens
         self.phase = SendPhase.SENDING
         return self._submit_ready(range(len(self._ready)))
 
@@ -87,9 +91,9 @@ class SendSession:
             return []
         return self._submit_ready((layer,))
 
-    def finish(self, first_token: SampledToken) -> list[SendAction]:
+    def finish(self, first_token: SampledToken | None) -> list[SendAction]:
         """The engine is done with this prompt."""
-        self._first_token = first_token
+        self._finish = SayFinished(first_token)
         return self._drain() if self.phase is SendPhase.SENDING else []
 
     def submitted(self, transfer: TransferId, layer: int, stop: int) -> list[SendAction]:
@@ -97,6 +101,17 @@ class SendSession:
         self._outstanding.add(transfer)
         self._sent[layer] = stop
         return self._drain()
+
+    def announced(self, layer: int, stop: int) -> list[SendAction]:
+        """An `Announce`, or its part up to `stop`, was said."""
+        self._sent[layer] = stop
+        return self._drain()
+
+    def taken(self) -> list[SendAction]:
+        """The peer has read and verified all that it asked for."""
+        if self.phase is SendPhase.DRAINING and self._is_read:
+            return self._over()
+        return self.fail("the peer took what was not all announced to it", stage=str(self.phase))
 
     def completed(self, transfer: TransferId) -> list[SendAction]:
         """A write is done with its source pages."""
@@ -129,26 +144,42 @@ class SendSession:
         return self.fail(f"the deadline passed: {what}", stage=str(self.phase))
 
     def _submit_ready(self, layers: range | tuple[int, ...]) -> list[SendAction]:
+        send = Announce if self._is_read else Submit
         actions: list[SendAction] = [
-            Submit(layer, int(self._sent[layer]), int(self._ready[layer]))
+            send(layer, int(self._sent[layer]), stop)
             for layer in layers
-            if self._ready[layer] > self._sent[layer]
+            if (stop := self._sendable(layer)) > self._sent[layer]
         ]
         return actions or self._drain()
 
+    def _sendable(self, layer: int) -> int:
+        """A page is sent once: when it is full, or the last."""
+        ready = int(self._ready[layer])
+        return ready if ready >= self.order.num_tokens else ready - ready % self._page_tokens
+
+    @property
+    def _is_read(self) -> bool:
+        """Whether the peer reads: then the source pages are held until it says `Taken`."""
+        return self.grant is not None and self.grant.mover == "decode"
+
     def _drain(self) -> list[SendAction]:
         """Once all is submitted and the token is known, say so."""
-        if self.phase is not SendPhase.SENDING or self._first_token is None:
+        if self.phase is not SendPhase.SENDING or self._finish is None:
             return []
         if int(self._sent.min()) < self.order.num_tokens:
             return []
         self.phase = SendPhase.DRAINING
-        return [SayFinished(self._first_token), *self._settle()]
+        return [self._finish, *self._settle()]
 
     def _settle(self) -> list[SendAction]:
-        """End, once no write holds the source pages."""
+        """End, once no write holds the source pages and no reader is owed them."""
         if self._outstanding or self.phase not in _SETTLING:
             return []
+        if self._is_read and self._error is None:
+            return []
+        return self._over()
+
+    def _over(self) -> list[SendAction]:
         self.phase = SendPhase.ENDED
         if self._error is not None:
             return [Emit(SendFailed(self.ticket, self._error))]

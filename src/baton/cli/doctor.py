@@ -1,0 +1,41 @@
+"""`baton doctor`."""
+
+import sys
+from typing import Annotated
+
+import msgspec
+from cyclopts import Parameter
+
+from baton.cli.flags import ConfigFlags
+
+
+def doctor(
+    flags: ConfigFlags | None = None,
+    *,
+    gateway: Annotated[
+        str | None,
+        Parameter(help="Look at the fleet behind this gateway (its URL), not at this host."),
+    ] = None,
+    json: Annotated[bool, Parameter(help="Print JSON.", negative="", show_default=False)] = False,
+) -> int:
+    """Say what works on this host and what does not, why, and what fixes it."""
+    # Here, so that --help imports nothing heavy.
+    from baton.clock import MachineClock  # noqa: PLC0415
+    from baton.ops.doctor.examination import examine_gateway, examine_host  # noqa: PLC0415
+    from baton.ops.doctor.host import this_host  # noqa: PLC0415
+    from baton.ops.doctor.transports import ChosenTransports  # noqa: PLC0415
+
+    config = (flags or ConfigFlags()).resolve().to_config()
+    host, clock = this_host(), MachineClock()
+    if gateway is not None:
+        report = examine_gateway(gateway, host, clock)
+    else:
+        chosen = ChosenTransports(config.transfer.transports, config.transfer.options)
+        report = examine_host(host, config.worker.engine, chosen, clock)
+    if json:
+        print(msgspec.json.format(msgspec.json.encode(report)).decode())
+    else:
+        from baton.ops.doctor.printing import print_report  # noqa: PLC0415
+
+        print_report(report, sys.stdout)
+    return report.exit_code

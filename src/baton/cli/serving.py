@@ -1,0 +1,45 @@
+"""`baton worker` with an engine that brings a server of its own: the process around it."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from baton.cli.engine_options import engine_options
+from baton.config.environment import read_environment, run_directory
+from baton.engines.interface import ENGINE_SERVERS, ServerContext
+from baton.models import DEMO_MODEL_PATH
+from baton.telemetry.announcement import Announcer, claim_standard_output
+from baton.worker.listening import bind, url_of
+from baton.worker.pinning import pin_to
+
+if TYPE_CHECKING:
+    from baton.authority.key import ClusterKey
+    from baton.config.sections import Config
+
+
+def run_engine_server(config: Config, key: ClusterKey, announce_fd: int) -> None:
+    """Serve until SIGTERM or SIGINT. Blocks; belongs on the main thread.
+
+    Raises:
+        ConfigError: the port is taken, a core does not exist, or the model cannot be served.
+        EngineError: the engine ended by itself.
+    """
+    worker = config.worker
+    serve = ENGINE_SERVERS.build(worker.engine, engine_options(worker.engine, config.engine))
+    pin_to(worker.cpu_affinity)
+    with closing(bind(worker.host, worker.port)) as listener:
+        port = listener.getsockname()[1]
+        serve(
+            ServerContext(
+                config=config,
+                model=Path(worker.model).resolve() if worker.model else DEMO_MODEL_PATH,
+                key=key,
+                listener=listener,
+                url=url_of(listener, worker.host),
+                announcer=Announcer(claim_standard_output(announce_fd)),
+                # By port, which no other process here has: what a killed life left is found again.
+                run_directory=run_directory(read_environment()) / f"worker-{port}",
+            )
+        )

@@ -1,0 +1,204 @@
+"""The scheduler's hooks: vLLM's requests and steps as plain values, and verdicts back as its own.
+
+Duck-typed over vLLM's objects: nothing of vLLM is imported here.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, assert_never
+
+import msgspec
+import numpy as np
+
+from baton.engines.vllm.compatibility import read_preempted
+from baton.engines.vllm.information import describe_worker
+from baton.engines.vllm.meta import Prompt
+from baton.engines.vllm.refusals import Refusal, RefusalCount
+from baton.engines.vllm.scheduling import (
+    Ending,
+    HandoffSchedule,
+    Held,
+    Lost,
+    Offered,
+    Queued,
+    Released,
+    Scheduled,
+    Wanted,
+)
+from baton.engines.vllm.tickets import Alone, Probe, Receive, Send
+from baton.kv.identity import compute_prompt_hash
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+    from baton.authority.ticket import Ticket
+    from baton.clock import Clock
+    from baton.engines.vllm.identity import Identity
+    from baton.engines.vllm.information import ModelFacts, RankFacts
+    from baton.engines.vllm.meta import StepOrders, StepReport, VllmRequestId
+    from baton.engines.vllm.scheduling import Verdict
+    from baton.engines.vllm.tickets import TicketReader
+
+OUTCOMES: Final = {
+    "FINISHED_STOPPED": "stop",
+    "FINISHED_REPETITION": "stop",
+    "FINISHED_LENGTH_CAPPED": "length",
+    "FINISHED_ABORTED": "cancelled",
+}
+"""vLLM's `RequestStatus` → how a leg ended; anything else has failed."""
+
+
+class Admission:
+    """Owned by the scheduler's thread."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        model: ModelFacts,
+        *,
+        block_size: int,
+        reader: TicketReader,
+        clock: Clock,
+    ) -> None:
+        self._identity, self._model, self._clock = identity, model, clock
+        self._reader = reader
+        self._schedule = HandoffSchedule(block_size)
+        self._refused = RefusalCount()
+        self._probes: set[VllmRequestId] = set()
+        self._ranks: dict[int, RankFacts] = {}
+
+    def meet_ranks(self, ranks: Mapping[int, RankFacts]) -> None:
+        """The workers can be reached from now on."""
+        self._ranks = dict(ranks)
+
+    def add(self, request: Request) -> None:
+        """A request has arrived; nothing happens if it is known."""
+        params = request.kv_transfer_params
+        if not params or self._knows(request.request_id):
+            return
+        part = self._reader.read(params)
+        match part:
+            case Alone():
+                pass
+            case Probe():
+                self._probes.add(request.request_id)
+            case Send(ticket):
+                self._take(request, ticket, Queued)
+            case Receive(ticket):
+                self._take(request, ticket, Wanted)
+            case Refusal():
+                self._refuse(request.request_id, part)
+            case _:
+                assert_never(part)
+
+    def count_missing(self, request: Request, num_cached_tokens: int) -> int:
+        """How many of a request's prompt tokens are to be received."""
+        self.add(request)
+        return self._schedule.count_missing(request.request_id, num_cached_tokens)
+
+    def allocated(
+        self, request: Request, blocks: tuple[list[int], ...], num_external_tokens: int
+    ) -> None:
+        """Blocks were found for a request: vLLM admits it."""
+        if request.request_id in self._schedule:
+            self._schedule.allocated(request.request_id, blocks[0], num_external_tokens)
+
+    def step(self, scheduler_output: SchedulerOutput) -> StepOrders:
+        """The orders of a step that vLLM has planned."""
+        return self._schedule.step(
+            self._followed(scheduler_output), read_preempted(scheduler_output)
+        )
+
+    def hear(self, received: set[str] | None, report: StepReport | None) -> None:
+        """What the workers said of the last step."""
+        for request, reason in () if report is None else report.failed_sends:
+            self._schedule.send_failed(request, reason)
+        for request in received or ():
+            self._schedule.received(request)
+
+    def finish(self, request: Request) -> tuple[bool, dict[str, object] | None]:
+        """A request is over: whether its blocks are held, and what its answer says of it."""
+        self.add(request)
+        request_id = request.request_id
+        if request_id in self._probes:
+            self._probes.discard(request_id)
+            return False, self._describe()
+        if request_id not in self._schedule:
+            return False, None
+        outcome = OUTCOMES.get(request.status.name, "failed")
+        verdict = self._schedule.finish(request_id, Ending(outcome, request.num_output_tokens))
+        asked = (request.kv_transfer_params or {}).get("do_remote_decode")
+        return isinstance(verdict, Held), _report(verdict) if asked else None
+
+    def take_refused(self) -> dict[str, int]:
+        """Refused tickets by code since the last call."""
+        return self._refused.take()
+
+    def _knows(self, request: VllmRequestId) -> bool:
+        return request in self._schedule or request in self._probes
+
+    def _take(self, request: Request, ticket: Ticket, state: type[Queued | Wanted]) -> None:
+        unsupported = _why_unsupported(request)
+        if unsupported is not None:
+            self._refuse(request.request_id, Refusal("unsupported_request", unsupported))
+            return
+        prompt_hash = compute_prompt_hash(
+            self._ranks[0].fingerprint,
+            ticket.tenant_salt,
+            np.array(request.prompt_token_ids, dtype=np.int32),
+        )
+        prompt = Prompt(ticket, prompt_hash, request.num_prompt_tokens, self._clock.now())
+        self._schedule.add(request.request_id, state(prompt))
+
+    def _refuse(self, request: VllmRequestId, refusal: Refusal) -> None:
+        self._refused.add(refusal)
+        self._schedule.add(request, Lost(refusal))
+
+    def _followed(self, output: SchedulerOutput) -> Iterator[Scheduled]:
+        """What the step computes of requests whose handoffs are under way."""
+        num_scheduled = output.num_scheduled_tokens
+        for new in output.scheduled_new_reqs:
+            if self._schedule.follows(new.req_id):
+                computed = new.num_computed_tokens
+                stop = computed + num_scheduled[new.req_id]
+                yield Scheduled(new.req_id, new.block_ids[0], computed, stop)
+        cached = output.scheduled_cached_reqs
+        for index, request in enumerate(cached.req_ids):
+            if self._schedule.follows(request):
+                groups = cached.new_block_ids[index]
+                computed = cached.num_computed_tokens[index]
+                stop = computed + num_scheduled[request]
+                yield Scheduled(request, groups[0] if groups else (), computed, stop)
+
+    def _describe(self) -> dict[str, object]:
+        info = describe_worker(self._identity, self._model, self._ranks)
+        return {"baton_info": msgspec.to_builtins(info)}
+
+
+def _why_unsupported(request: Request) -> str | None:
+    """Why a request's KV depends on more than its prompt's token ids; None if it does not."""
+    if request.prompt_token_ids is None or request.prompt_embeds is not None:
+        return "a prompt of embeddings is not handed over"
+    if request.mm_features:
+        return "a prompt with images, audio or video is not handed over"
+    if request.lora_request is not None:
+        return "KV computed with a LoRA adapter is not handed over"
+    if request.resumable:
+        return "a prompt that is still being typed is not handed over"
+    return None
+
+
+def _report(verdict: Verdict) -> dict[str, object] | None:
+    """What the answer of a prefill leg says."""
+    match verdict:
+        case Held(Offered()) | Released(Offered()):
+            return {"baton": {"status": "offered"}}
+        case Held(Refusal(code, reason)) | Released(Refusal(code, reason)):
+            return {"baton": {"status": "refused", "code": code, "reason": reason}}
+        case Released(None):
+            return None
+        case _:
+            raise AssertionError(f"{verdict} is no verdict")

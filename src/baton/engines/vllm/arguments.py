@@ -1,0 +1,165 @@
+"""Baton's settings as vLLM's command line and environment. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias
+
+import msgspec
+
+from baton.engines.vllm.options import ROLES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+    from pathlib import Path
+
+    from baton.config.sections import Config, LogLevel
+    from baton.engines.vllm.server_options import VllmOptions
+
+Platform: TypeAlias = Literal["cpu", "accelerator"]
+
+CPU_KV_CACHE_BYTES: Final = 512 * 1024 * 1024
+GATE: Final = "baton.engines.vllm.gate.Gate"
+
+ENGINE_END_TIMEOUT_S: Final = 3
+"""Requests were drained before: this is for the engine's own tidying up."""
+
+REMOVED_VARIABLES: Final = ("VLLM_CPU_KVCACHE_SPACE",)
+"""It overrides the KV cache's size in bytes, which Baton sets."""
+
+LOG_LEVELS: Final[Mapping[LogLevel, str]] = {
+    "debug": "INFO",
+    "info": "WARNING",  # its information is some 60 lines at start, which hide ours
+    "warning": "WARNING",
+    "error": "ERROR",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a server runs and what it serves. `run_directory` holds its sockets."""
+
+    model: Path
+    served_model_name: str
+    port: int
+    run_directory: Path
+    platform: Platform
+
+
+def server_arguments(options: VllmOptions, config: Config, place: Place) -> list[str]:
+    """The command line of vLLM, without the program's name."""
+    worker = config.worker
+    return [
+        *("--model", str(place.model), "--served-model-name", place.served_model_name),
+        *("--host", worker.host, "--port", str(place.port)),
+        *("--shutdown-timeout", str(ENGINE_END_TIMEOUT_S)),
+        *("--middleware", GATE, "--disable-uvicorn-access-log", "--uvicorn-log-level", "warning"),
+        *("--kv-transfer-config", _json(_transfer(config))),
+        *_engine_flags(options, place.platform),
+        *_event_flags(options, place, worker.name),
+        *options.arguments,
+    ]
+
+
+def server_environment(
+    options: VllmOptions, level: LogLevel, cores: Sequence[int], platform: Platform
+) -> dict[str, str]:
+    """Variables that vLLM and its libraries read on import; `cores` are those of this process."""
+    values = {
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "VLLM_LOGGING_STREAM": "ext://sys.stderr",
+        "VLLM_LOGGING_LEVEL": LOG_LEVELS[level],
+    }
+    if platform == "cpu":
+        num_threads = options.num_threads or max(1, len(cores) // options.tensor_parallel_size)
+        values |= {
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "1" if options.uses_processes else "0",
+            "OMP_NUM_THREADS": str(num_threads),
+            "VLLM_CPU_OMP_THREADS_BIND": _binding(options.tensor_parallel_size, cores, num_threads),
+        }
+    elif options.num_threads is not None:
+        values["OMP_NUM_THREADS"] = str(options.num_threads)
+    return values
+
+
+def event_endpoints(run_directory: Path) -> tuple[str, str]:
+    """Where a server publishes KV events, and where it repeats those that were missed."""
+    return f"ipc://{run_directory / 'events'}", f"ipc://{run_directory / 'replay'}"
+
+
+def _transfer(config: Config) -> dict[str, object]:
+    """What `--kv-transfer-config` says: Baton's connector, and a failed load costs time only."""
+    kv_roles = {role: kv_role for kv_role, role in ROLES.items()}
+    extra: dict[str, object] = {
+        "name": config.worker.name,
+        "handoff_host": config.worker.handoff_host,
+        "handoff_port": config.worker.handoff_port,
+        "handoff_timeout_s": config.handoff.timeout_s,
+        "liveness_timeout_s": config.handoff.liveness_timeout_s,
+        "transports": config.transfer.transports,
+        "transport_options": config.transfer.options,
+    }
+    if config.cluster.key_file is not None:
+        extra["key_file"] = config.cluster.key_file
+    return {
+        "kv_connector": "BatonConnector",
+        "kv_connector_module_path": "baton.engines.vllm",
+        "kv_role": kv_roles[config.worker.role],
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": extra,
+    }
+
+
+def _engine_flags(options: VllmOptions, platform: Platform) -> Iterator[str]:
+    on_cpu = platform == "cpu"
+    values = {
+        "--dtype": options.dtype,
+        "--max-model-len": options.max_context_tokens or (-1 if on_cpu else None),
+        "--block-size": options.block_size,
+        "--kv-cache-memory-bytes": kv_cache_bytes(options, platform),
+        "--kv-cache-dtype": options.kv_cache_dtype,
+        "--tensor-parallel-size": options.tensor_parallel_size,
+        "--max-num-batched-tokens": options.max_num_batched_tokens,
+    }
+    for flag, value in values.items():
+        if value is not None:
+            yield f"{flag}={value}"
+    yield "--enable-prefix-caching" if options.prefix_caching else "--no-enable-prefix-caching"
+    if on_cpu if options.enforce_eager is None else options.enforce_eager:
+        yield "--enforce-eager"
+    if options.speculative is not None:
+        yield from ("--speculative-config", _json(options.speculative))
+
+
+def kv_cache_bytes(options: VllmOptions, platform: Platform) -> int | None:
+    """Memory for KV; None: what vLLM finds free on the accelerator."""
+    default = CPU_KV_CACHE_BYTES if platform == "cpu" else None
+    return options.kv_cache_bytes or default
+
+
+def _event_flags(options: VllmOptions, place: Place, worker: str) -> Iterator[str]:
+    if not options.kv_events:
+        return
+    endpoint, replay_endpoint = event_endpoints(place.run_directory)
+    yield "--kv-events-config"
+    yield _json({
+        "enable_kv_cache_events": True,
+        "publisher": "zmq",
+        "endpoint": endpoint,
+        "replay_endpoint": replay_endpoint,
+        "topic": f"kv@{worker}",
+    })
+
+
+def _binding(num_ranks: int, cores: Sequence[int], num_threads: int) -> str:
+    """How threads are bound: each rank its own cores, where there are enough; else none."""
+    if num_ranks == 1 or num_ranks * num_threads > len(cores):
+        return "nobind"
+    runs = (cores[rank * num_threads :][:num_threads] for rank in range(num_ranks))
+    return "|".join(",".join(str(core) for core in run) for run in runs)
+
+
+def _json(value: object) -> str:
+    return msgspec.json.encode(value).decode()

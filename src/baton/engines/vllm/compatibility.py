@@ -1,0 +1,80 @@
+"""What the connector needs of the vLLM around it, checked before anything else."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Final
+
+from baton.engines.vllm.information import read_vllm_version
+from baton.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+logger = logging.getLogger(__name__)
+
+NEEDED_HOOKS: Final = (
+    "bind_connector_metadata",
+    "build_connector_worker_meta",
+    "get_block_ids_with_load_errors",
+    "get_handshake_metadata",
+    "get_mem_pool_context",
+    "handle_preemptions",
+    "set_xfer_handshake_metadata",
+    "update_connector_output",
+)
+"""Methods of vLLM's connector interface without which KV would be lost, or overwritten in use."""
+
+
+def check_hooks(interface: type) -> None:
+    """Refuse a vLLM whose connector interface lacks what this one relies on.
+
+    Raises:
+        ConfigError: says what is missing, and which version has it.
+    """
+    missing = [name for name in NEEDED_HOOKS if not hasattr(interface, name)]
+    if missing:
+        raise ConfigError(
+            f"vLLM {read_vllm_version()} does not call connectors at "
+            f"{', '.join(missing)}, which Baton needs; use vLLM 0.32 or newer"
+        )
+
+
+def join_logging() -> None:
+    """Let Baton's log appear where vLLM's does, unless somebody set it up already."""
+    ours, theirs = logging.getLogger("baton"), logging.getLogger("vllm")
+    if ours.handlers or not theirs.handlers:
+        return
+    for handler in theirs.handlers:
+        ours.addHandler(handler)
+    ours.setLevel(theirs.level or logging.INFO)
+    ours.propagate = False
+
+
+def read_preempted(scheduler_output: object) -> frozenset[str]:
+    """Requests that lost their blocks just before this step.
+
+    Raises:
+        ConfigError: this vLLM does not say.
+    """
+    preempted: object = getattr(scheduler_output, "preempted_req_ids", None)
+    if preempted is None:
+        return frozenset()
+    if not isinstance(preempted, set | frozenset):
+        raise ConfigError(f"vLLM {read_vllm_version()} names preempted requests in another way")
+    return frozenset(map(str, preempted))
+
+
+def warn_of_policy(kv_transfer_config: object) -> None:
+    """Say what vLLM's default does with a request whose KV does not arrive."""
+    if getattr(kv_transfer_config, "kv_load_failure_policy", None) == "fail":
+        logger.warning(
+            'kv_load_failure_policy is "fail", vLLM\'s default: a request whose KV does not arrive '
+            'is answered with an error. With "recompute" it is computed here instead'
+        )
+
+
+def read_extra(kv_transfer_config: object) -> Mapping[str, object]:
+    """`kv_connector_extra_config`."""
+    extra: object = getattr(kv_transfer_config, "kv_connector_extra_config", None)
+    return extra if isinstance(extra, dict) else {}

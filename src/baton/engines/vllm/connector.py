@@ -1,0 +1,305 @@
+"""vLLM's hooks: `BatonConnector`, once in the scheduler's process and once in each worker's.
+
+Each hook translates between vLLM's objects and plain values, and decides nothing. With one process
+for all (uniproc), the two sides are two objects that share nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from baton.clock import MachineClock
+from baton.engines.vllm.admission import Admission
+from baton.engines.vllm.compatibility import (
+    check_hooks,
+    join_logging,
+    read_extra,
+    warn_of_policy,
+)
+from baton.engines.vllm.identity import Identity, compute_epoch, default_name
+from baton.engines.vllm.information import read_model_facts
+from baton.engines.vllm.key import find_key
+from baton.engines.vllm.meta import StepOrders, StepReport
+from baton.engines.vllm.options import ConnectorOptions, read_options, read_role
+from baton.engines.vllm.stats import BatonPromMetrics, BatonStats
+from baton.engines.vllm.tickets import TicketReader
+from baton.ids import WorkerId
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+    from baton.engines.vllm.information import RankFacts
+    from baton.engines.vllm.rank import Rank
+    from baton.engines.vllm.working import RankHandoffs
+
+check_hooks(KVConnectorBase_V1)
+
+
+@dataclass(frozen=True, slots=True)
+class StepMetadata(KVConnectorMetadata):  # type: ignore[misc] # vLLM is untyped for us
+    """Scheduler → workers, each step."""
+
+    orders: StepOrders
+
+
+@dataclass(frozen=True, slots=True)
+class RankHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]
+    """Worker → scheduler, once."""
+
+    facts: RankFacts
+
+
+@dataclass(frozen=True, slots=True)
+class RankReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
+    """Worker → scheduler, after a step in which there is something to say."""
+
+    report: StepReport
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> RankReport:
+        """See `KVConnectorWorkerMetadata`."""
+        if not isinstance(other, RankReport):
+            raise TypeError(f"{type(other).__name__} is not Baton's")
+        return RankReport(StepReport(self.report.failed_sends + other.report.failed_sends))
+
+
+class BatonConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # noqa: PLR0904 - vLLM's hooks
+    """Hands KV over between vLLM servers, and between them and other engines.
+
+    Raises:
+        ConfigError: options, a model or a vLLM with which KV cannot be handed over.
+    """
+
+    _cache_hit_source = CacheHitSource.P2P
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        join_logging()
+        self._options = read_options(read_extra(self._kv_transfer_config))
+        self._admission: Admission | None = None
+        self._rank: Rank | None = None
+        self._handoffs: RankHandoffs | None = None
+        self._facts: RankFacts | None = None
+        self._wait_s = 0.0
+        identity = _identify(vllm_config, self._options)
+        if role == KVConnectorRole.SCHEDULER:
+            self._admission = _admit(vllm_config, self._options, identity)
+        else:
+            self._rank = _make_rank(vllm_config, kv_cache_config, self._options, identity)
+
+    # Scheduler's side ---------------------------------------------------------------------------
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """False: a preempted prefill's handoff is ended, and its decode worker recomputes."""
+        return False
+
+    def set_xfer_handshake_metadata(self, metadata: dict[int, RankHandshake]) -> None:
+        """See `KVConnectorBase_V1`."""
+        self._scheduler.meet_ranks({rank: shake.facts for rank, shake in metadata.items()})
+
+    def on_new_request(self, request: Request) -> None:
+        """See `KVConnectorBase_V1`."""
+        self._scheduler.add(request)
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """See `KVConnectorBase_V1`. Loads are asynchronous, and go up to the prompt's end."""
+        missing = self._scheduler.count_missing(request, num_computed_tokens)
+        return missing, missing > 0
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        """See `KVConnectorBase_V1`."""
+        self._scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepMetadata:
+        """See `KVConnectorBase_V1`."""
+        return StepMetadata(self._scheduler.step(scheduler_output))
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """See `KVConnectorBase_V1`."""
+        said = connector_output.kv_connector_worker_meta
+        report = said.report if isinstance(said, RankReport) else None
+        self._scheduler.hear(connector_output.finished_recving, report)
+
+    def request_finished(
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, object] | None]:
+        """See `KVConnectorBase_V1`."""
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self,
+        request: Request,
+        block_ids: tuple[list[int], ...],  # noqa: ARG002 - vLLM's signature
+    ) -> tuple[bool, dict[str, object] | None]:
+        """See `SupportsHMA`."""
+        return self._scheduler.finish(request)
+
+    # Worker's side ------------------------------------------------------------------------------
+
+    def get_mem_pool_context(self) -> AbstractContextManager[object] | None:
+        """See `KVConnectorBase_V1`."""
+        return None if self._rank is None else self._rank.pool_context()
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """See `KVConnectorBase_V1`."""
+        if self._rank is not None:
+            self._handoffs, self._facts = self._rank.open(kv_caches)
+
+    def get_handshake_metadata(self) -> RankHandshake | None:
+        """See `KVConnectorBase_V1`."""
+        return None if self._facts is None else RankHandshake(self._facts)
+
+    def handle_preemptions(self, kv_connector_metadata: StepMetadata) -> None:
+        """See `KVConnectorBase_V1`: the first thing of every step."""
+        self._worker.prepare(kv_connector_metadata.orders)
+
+    def bind_connector_metadata(self, connector_metadata: StepMetadata) -> None:
+        """See `KVConnectorBase_V1`: the earliest moment at which a step's orders are known."""
+        super().bind_connector_metadata(connector_metadata)
+        self._worker.begin(connector_metadata.orders)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:  # noqa: ANN401, ARG002
+        """Note whether this step computes; loads were begun when its orders came."""
+        is_empty = forward_context.attn_metadata is None
+        self._wait_s = self._options.poll_interval_ms / 1000 if is_empty else 0.0
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing to wait for: a request runs only once all its KV is there."""
+
+    def save_kv_layer(
+        self,
+        layer_name: str,
+        kv_layer: torch.Tensor,  # noqa: ARG002 - vLLM's signature
+        attn_metadata: object,  # noqa: ARG002
+        **kwargs: Any,  # noqa: ANN401, ARG002
+    ) -> None:
+        """See `KVConnectorBase_V1`: in the middle of the forward pass."""
+        self._worker.layer_done(layer_name)
+
+    def wait_for_save(self) -> None:
+        """See `KVConnectorBase_V1`. Does not wait: blocks are held until they were read."""
+        self._worker.end()
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
+        """See `KVConnectorBase_V1`. Waits a moment where there is nothing else to do."""
+        wait_s, self._wait_s = self._wait_s, 0.0
+        return self._worker.poll(finished_req_ids, wait_s)
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """See `KVConnectorBase_V1`."""
+        return self._worker.take_invalid_blocks()
+
+    def build_connector_worker_meta(self) -> RankReport | None:
+        """See `KVConnectorBase_V1`."""
+        report = self._worker.take_report()
+        return None if report is None else RankReport(report)
+
+    # Both ---------------------------------------------------------------------------------------
+
+    def get_kv_connector_stats(self) -> BatonStats | None:
+        """See `KVConnectorBase_V1`."""
+        if self._admission is not None:
+            return BatonStats.of((), self._admission.take_refused())
+        return BatonStats.of(self._worker.take_records(), {})
+
+    def shutdown(self) -> None:
+        """See `KVConnectorBase_V1`."""
+        if self._rank is not None:
+            self._rank.close()
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> BatonStats:
+        """See `KVConnectorBase_V1`."""
+        return BatonStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(cls, *args: Any) -> BatonPromMetrics:  # noqa: ANN401 - vLLM's
+        """See `KVConnectorBase_V1`."""
+        return BatonPromMetrics(*args)
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:  # noqa: ARG003
+        """True: layers are announced from inside the forward pass."""
+        return True
+
+    @property
+    def _scheduler(self) -> Admission:
+        if self._admission is None:
+            raise AssertionError("a hook of the scheduler was called in a worker")
+        return self._admission
+
+    @property
+    def _worker(self) -> RankHandoffs:
+        if self._handoffs is None:
+            raise AssertionError("a hook of the worker was called before the KV was registered")
+        return self._handoffs
+
+
+def _identify(vllm_config: VllmConfig, options: ConnectorOptions) -> Identity:
+    transfer = vllm_config.kv_transfer_config
+    epoch = compute_epoch(str(transfer.engine_id), str(vllm_config.instance_id))
+    return Identity(
+        worker=default_name(epoch) if options.name is None else WorkerId(options.name),
+        epoch=epoch,
+        role=read_role(transfer.kv_role),
+        num_ranks=int(vllm_config.parallel_config.tensor_parallel_size),
+    )
+
+
+def _admit(vllm_config: VllmConfig, options: ConnectorOptions, identity: Identity) -> Admission:
+    if identity.receives:
+        warn_of_policy(vllm_config.kv_transfer_config)
+    clock = MachineClock()
+    return Admission(
+        identity,
+        read_model_facts(vllm_config, options.transports),
+        block_size=int(vllm_config.cache_config.block_size),
+        reader=TicketReader(identity, find_key(options), clock),
+        clock=clock,
+    )
+
+
+def _make_rank(
+    vllm_config: VllmConfig,
+    kv_cache_config: KVCacheConfig,
+    options: ConnectorOptions,
+    identity: Identity,
+) -> Rank:
+    from vllm.distributed.parallel_state import get_tp_group  # noqa: PLC0415 - workers only
+
+    from baton.engines.vllm.rank import Rank, RankPlan  # noqa: PLC0415 - the agent, torch
+
+    return Rank(
+        RankPlan(
+            vllm_config=vllm_config,
+            kv_cache_config=kv_cache_config,
+            options=options,
+            identity=identity,
+            rank=int(get_tp_group().rank_in_group),
+        )
+    )

@@ -1,0 +1,232 @@
+"""vLLM's configuration as Baton's layout: which layers, how many heads, which dtype.
+
+The main model's layers come first, so that a peer without the drafter's simply has fewer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from baton.errors import ConfigError
+from baton.kv.layout import KVLayout, LayerLayout, TensorParallelShard
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import torch
+    from vllm.config import ModelConfig, VllmConfig
+    from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, KVCacheSpec
+
+    from baton.engines.vllm.isa import Arrangement
+    from baton.kv.layout import DType
+
+_FP8: Final[dict[str, DType]] = {
+    "fp8": "float8_e4m3fn",
+    "fp8_e4m3": "float8_e4m3fn",
+    "fp8_e5m2": "float8_e5m2",
+}
+_UNQUANTISED: Final[dict[str, DType]] = {
+    "torch.float32": "float32",
+    "torch.float16": "float16",
+    "torch.bfloat16": "bfloat16",
+}
+_DRAFT_PREFIXES: Final = frozenset({"draft_model", "mtp"})
+
+
+@dataclass(frozen=True, slots=True)
+class CachedLayers:
+    """The layers for which vLLM keeps KV, the same in every process of one configuration.
+
+    `names` are in Baton's order: the first `num_main` are the main model's, the rest a drafter's.
+    `layout` is canonical and has all of them, in `num_blocks` blocks.
+    """
+
+    names: tuple[str, ...]
+    num_main: int
+    layout: KVLayout
+    num_blocks: int
+
+    @property
+    def main_layout(self) -> KVLayout:
+        """Canonical, the main model's layers only."""
+        return keep_layers(self.layout, self.num_main)
+
+
+def keep_layers(layout: KVLayout, num_layers: int) -> KVLayout:
+    """The same layout of the first `num_layers` layers."""
+    return KVLayout(
+        layout.layers[:num_layers],
+        layout.block_size,
+        layout.dtype,
+        layout.order,
+        layout.shard,
+        layout.arrangement,
+    )
+
+
+def make_opaque(layout: KVLayout, arrangement: Arrangement) -> KVLayout:
+    """The same KV in pages as vLLM's kernels keep them."""
+    return KVLayout(
+        layout.layers, layout.block_size, layout.dtype, "opaque", layout.shard, str(arrangement)
+    )
+
+
+def read_layers(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, shard: TensorParallelShard
+) -> CachedLayers:
+    """What vLLM keeps KV for.
+
+    `kv_cache_config` is the connector's own: the worker's copy also names layers that share
+    another's KV.
+
+    Raises:
+        ConfigError: a kind of KV cache that Baton cannot hand over; says which, and what helps.
+    """
+    _check_parallelism(vllm_config)
+    specs = _layer_specs(kv_cache_config)
+    drafts = [name for name in specs if _is_drafted(name, vllm_config)]
+    main = sorted(specs.keys() - drafts, key=_natural)
+    names = (*main, *sorted(drafts, key=_natural))
+    if not main:
+        raise ConfigError("vLLM keeps no KV for the main model: there is nothing to hand over")
+    configs = {True: _draft_config(vllm_config), False: vllm_config.model_config}
+    layout = KVLayout(
+        layers=tuple(
+            _layer_layout(specs[name], configs[name in drafts], shard.size) for name in names
+        ),
+        block_size=specs[main[0]].block_size,
+        dtype=read_dtype(vllm_config, specs[main[0]].dtype),
+        shard=shard,
+    )
+    for index, name in enumerate(names):
+        _check_page(name, specs[name], layout, index)
+    return CachedLayers(names, len(main), layout, kv_cache_config.num_blocks)
+
+
+def read_dtype(vllm_config: VllmConfig, dtype: torch.dtype) -> DType:
+    """What a number in the cache is; vLLM keeps fp8 in tensors of uint8.
+
+    Raises:
+        ConfigError: a quantised cache that holds more than numbers, or an unknown dtype.
+    """
+    cache_dtype = str(vllm_config.cache_config.cache_dtype)
+    found = _FP8.get(cache_dtype) or _UNQUANTISED.get(str(dtype))
+    if found is None:
+        raise ConfigError(
+            f"a KV cache of {cache_dtype} ({dtype}) cannot be handed over; "
+            "use --kv-cache-dtype auto, fp8_e4m3 or fp8_e5m2"
+        )
+    return found
+
+
+def pages_of(
+    kv_caches: Mapping[str, torch.Tensor], layers: CachedLayers
+) -> tuple[torch.Tensor, ...]:
+    """Each layer's tensor in Baton's order, viewed as `[num_blocks, head, …]`.
+
+    Where a backend's kernels use smaller blocks than the block tables, theirs are behind the head.
+
+    Raises:
+        ConfigError: a layer is missing, or its tensor is not what the layout says.
+    """
+    views: list[torch.Tensor] = []
+    for index, name in enumerate(layers.names):
+        tensor = kv_caches.get(name)
+        if tensor is None:
+            raise ConfigError(f"vLLM registered no KV cache for layer {name}")
+        if tensor.shape[0] != layers.num_blocks and tensor.shape[0] % layers.num_blocks == 0:
+            split = (layers.num_blocks, -1, *tensor.shape[1:])
+            tensor = tensor.view(split).movedim(1, 2)
+        num_bytes = layers.num_blocks * layers.layout.page_bytes(index)
+        if tensor.shape[0] != layers.num_blocks or tensor.nbytes != num_bytes:
+            raise ConfigError(
+                f"the KV cache of layer {name} is {tuple(tensor.shape)} of {tensor.dtype}, "
+                f"not {layers.num_blocks} blocks of {layers.layout.page_bytes(index)} bytes"
+            )
+        views.append(tensor)
+    return tuple(views)
+
+
+def _check_parallelism(vllm_config: VllmConfig) -> None:
+    parallel = vllm_config.parallel_config
+    for name in ("pipeline_parallel_size", "decode_context_parallel_size"):
+        if getattr(parallel, name, 1) > 1:
+            flag = name.replace("_", "-")
+            raise ConfigError(f"Baton hands over no KV under --{flag} above 1 yet")
+
+
+def _layer_specs(kv_cache_config: KVCacheConfig) -> dict[str, AttentionSpec]:
+    """The spec of each layer of the only group."""
+    groups = kv_cache_config.transfer_groups
+    if len(groups) != 1:
+        kinds = ", ".join(sorted({type(g.kv_cache_spec).__name__ for g in groups})) or "none"
+        raise ConfigError(
+            f"vLLM keeps KV in {len(groups)} groups of blocks ({kinds}), Baton hands over one: "
+            "start vLLM with --disable-hybrid-kv-cache-manager"
+        )
+    spec = groups[0].kv_cache_spec
+    by_layer: Mapping[str, KVCacheSpec] = getattr(spec, "kv_cache_specs", {})
+    specs = {name: by_layer.get(name, spec) for name in groups[0].layer_names}
+    for name, found in specs.items():
+        _check_spec(name, found)
+    if len({(found.block_size, found.dtype) for found in specs.values()}) > 1:
+        raise ConfigError("vLLM's layers keep KV in different block sizes or dtypes")
+    return specs
+
+
+def _check_spec(name: str, spec: KVCacheSpec) -> None:
+    """Refuse what keeps something else than K and V (or a latent) for every token."""
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec  # noqa: PLC0415
+
+    if not isinstance(spec, FullAttentionSpec | SlidingWindowSpec) or spec.tokens_per_state != 1:
+        raise ConfigError(f"KV of layer {name} ({type(spec).__name__}) cannot be handed over")
+
+
+def _is_drafted(name: str, vllm_config: VllmConfig) -> bool:
+    """Whether a layer is a drafter's.
+
+    vLLM loads draft models under the prefix `draft_model` and some MTP heads under `mtp`; EAGLE
+    and other MTP heads count on from the main model's last layer.
+    """
+    if vllm_config.speculative_config is None:
+        return False
+    if name.split(".", maxsplit=1)[0] in _DRAFT_PREFIXES:
+        return True
+    numbers = [int(part) for part in name.split(".") if part.isdigit()]
+    return bool(numbers) and numbers[0] >= vllm_config.model_config.get_total_num_hidden_layers()
+
+
+def _draft_config(vllm_config: VllmConfig) -> ModelConfig:
+    speculative = vllm_config.speculative_config
+    drafter = None if speculative is None else speculative.draft_model_config
+    return vllm_config.model_config if drafter is None else drafter
+
+
+def _layer_layout(spec: AttentionSpec, config: ModelConfig, num_shards: int) -> LayerLayout:
+    """The whole model's heads, though vLLM's spec counts those of one rank."""
+    # A FullAttentionSpec may also name a window: then vLLM keeps, caches and expects all tokens.
+    is_windowed = type(spec).__name__.startswith("SlidingWindow")
+    window: int | None = spec.sliding_window if is_windowed else None
+    if not spec.head_size_v:
+        return LayerLayout.mla(spec.head_size, window)
+    if num_shards > 1 and spec.num_heads != spec.num_kv_heads:
+        # Then a page is not `[head][unit]`: shards of another size would take the wrong bytes.
+        raise ConfigError("this attention backend's KV cannot be handed over in tensor parallel")
+    total = config.get_total_num_kv_heads()
+    is_replicated = spec.num_kv_heads == 1 and total < num_shards
+    num_heads = total if is_replicated else spec.num_kv_heads * num_shards
+    return LayerLayout.gqa(num_heads, spec.head_size, spec.head_size_v, window)
+
+
+def _check_page(name: str, spec: AttentionSpec, layout: KVLayout, index: int) -> None:
+    if spec.page_size_bytes != layout.page_bytes(index):
+        raise ConfigError(
+            f"a page of layer {name} has {spec.page_size_bytes} bytes in vLLM, "
+            f"{layout.page_bytes(index)} in Baton's layout: it holds more than K and V"
+        )
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """Sorts layer 10 behind layer 9."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]

@@ -1,0 +1,54 @@
+"""The traces of this rank's handoffs: one leg for each request, merged from its tickets' parts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from baton.telemetry.trace import LegTrace, Stamp
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from baton.engines.vllm.meta import Prompt
+    from baton.ids import Epoch, WorkerId
+
+_LAST_OF_ALL = frozenset({Stamp.FIRST_LAYER_LANDED, Stamp.LAST_LAYER_LANDED})
+"""What has happened only once it has for every part; of other instants the first counts."""
+
+
+def open_leg(prompt: Prompt, leg: str, worker: WorkerId, epoch: Epoch) -> LegTrace:
+    """A trace of one leg: `prefill` or `decode`."""
+    ticket = prompt.ticket
+    peer = ticket.decode if leg == "prefill" else ticket.prefill
+    trace = LegTrace(
+        request_id=ticket.request_id,
+        worker=worker,
+        epoch=epoch,
+        leg=leg,
+        ticket=ticket.id.hex(),
+        peer=peer.worker,
+        mode=ticket.mode,
+        num_prompt_tokens=prompt.num_tokens,
+    )
+    trace.stamp(Stamp.RECEIVED, prompt.received_at)
+    return trace
+
+
+def open_part(leg: LegTrace) -> LegTrace:
+    """A trace for one of several tickets of a leg."""
+    return LegTrace(request_id=leg.request_id, worker=leg.worker, epoch=leg.epoch, leg=leg.leg)
+
+
+def merge_parts(leg: LegTrace, parts: Iterable[LegTrace]) -> None:
+    """Put together what each ticket's handoff recorded; the leg itself may be the only part."""
+    for part in parts:
+        if part is leg:
+            continue
+        for stamp, at in part.stamps.items():
+            known = leg.stamps.get(stamp, at)
+            leg.stamps[stamp] = max(known, at) if stamp in _LAST_OF_ALL else min(known, at)
+        leg.peer_stamps = leg.peer_stamps or part.peer_stamps
+        leg.transport = leg.transport or part.transport
+        leg.expected_transport = leg.expected_transport or part.expected_transport
+        leg.num_bytes += part.num_bytes
+        leg.num_pages += part.num_pages

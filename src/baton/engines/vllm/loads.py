@@ -1,0 +1,97 @@
+"""Worker side: prompts whose KV is on its way, and the blocks it goes to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from baton.authority.ticket import Ticket
+    from baton.engines.vllm.meta import Expect, VllmRequestId
+    from baton.errors import HandoffError
+    from baton.ids import TicketId
+    from baton.telemetry.trace import LegTrace
+
+
+@dataclass(slots=True)
+class LoadInProgress:
+    """One expected prompt. `live` are the tickets whose handoff may still touch its blocks."""
+
+    expect: Expect
+    tickets: tuple[Ticket, ...]
+    traces: dict[TicketId, LegTrace]
+    live: set[TicketId]
+    failure: HandoffError | None = None
+    is_aborted: bool = False
+
+
+@dataclass(slots=True)
+class LoadBook:
+    """All of them, found by request and by ticket. Owned by vLLM's worker thread.
+
+    vLLM keeps a request's blocks until it is told, once, that its load is over; what failed must be
+    named in the same step.
+    """
+
+    _loads: dict[VllmRequestId, LoadInProgress] = field(default_factory=dict)
+    _request_of: dict[TicketId, VllmRequestId] = field(default_factory=dict)
+    _over: set[VllmRequestId] = field(default_factory=set)
+    _invalid_blocks: set[int] = field(default_factory=set)
+
+    @property
+    def num_open(self) -> int:
+        """Loads that are not over."""
+        return len(self._loads)
+
+    @property
+    def has_news(self) -> bool:
+        """Whether `take_over` has something."""
+        return bool(self._over)
+
+    def add(self, load: LoadInProgress) -> None:
+        """Follow a load."""
+        request = load.expect.request
+        self._loads[request] = load
+        for ticket in load.live:
+            self._request_of[ticket] = request
+
+    def find(self, request: VllmRequestId) -> LoadInProgress | None:
+        """The load of a request, unless it is over."""
+        return self._loads.get(request)
+
+    def find_by_ticket(self, ticket: TicketId) -> LoadInProgress | None:
+        """The load to which a ticket belongs, unless it is over."""
+        request = self._request_of.get(ticket)
+        return None if request is None else self._loads[request]
+
+    def settle(self, ticket: TicketId) -> LoadInProgress | None:
+        """Nothing of this ticket touches the blocks any more: the load, if it is over with that."""
+        request = self._request_of.pop(ticket, None)
+        if request is None:
+            return None
+        load = self._loads[request]
+        load.live.discard(ticket)
+        if load.live:
+            return None
+        del self._loads[request]
+        self._over.add(request)
+        if load.failure is not None and not load.is_aborted:
+            self._invalid_blocks.update(load.expect.blocks)
+        return load
+
+    def settle_all(self, error: HandoffError) -> list[LoadInProgress]:
+        """The agent is gone: every load has failed."""
+        for load in self._loads.values():
+            load.failure = load.failure or error
+        settled = (self.settle(ticket) for ticket in tuple(self._request_of))
+        return [load for load in settled if load is not None]
+
+    def take_over(self) -> set[VllmRequestId]:
+        """Loads that are over, each returned once, however it went."""
+        over, self._over = self._over, set()
+        return over
+
+    def take_invalid_blocks(self) -> set[int]:
+        """Blocks of loads that failed: vLLM computes their tokens itself, or fails the request."""
+        blocks, self._invalid_blocks = self._invalid_blocks, set()
+        return blocks

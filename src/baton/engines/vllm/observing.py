@@ -1,0 +1,114 @@
+"""What one rank remembers of its handoffs: traces, its own metrics, records for vLLM's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from baton.engines.vllm.legs import merge_parts
+from baton.engines.vllm.records import HandoffRecord, record_received, record_sent
+from baton.handoff.interface import DECLINED_STAGE
+from baton.telemetry.trace import LegTrace, Stamp
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from baton.clock import Instant
+    from baton.engines.vllm.meta import Finished, VllmRequestId
+    from baton.errors import HandoffError
+    from baton.ids import TicketId
+    from baton.telemetry.metrics import HandoffInstruments
+    from baton.telemetry.trace import TraceRing
+
+FALLBACK_CAUSE: Final = "computed locally"
+
+
+@dataclass(frozen=True, slots=True)
+class _Open:
+    leg: LegTrace
+    parts: tuple[LegTrace, ...]
+
+
+class RankObserver:
+    """Owned by vLLM's worker thread; the control server reads the ring and the instruments."""
+
+    def __init__(self, traces: TraceRing, instruments: HandoffInstruments) -> None:
+        self._traces, self._instruments = traces, instruments
+        self._open: dict[VllmRequestId, _Open] = {}
+        self._starting: list[LegTrace] = []
+        self._records: list[HandoffRecord] = []
+
+    def opened(
+        self, request: VllmRequestId, leg: LegTrace, parts: Mapping[TicketId, LegTrace]
+    ) -> None:
+        """A handoff begins; its trace can be asked for from now on."""
+        self._open[request] = _Open(leg, tuple(parts.values()))
+        self._traces.add(leg)
+
+    def stamp(self, request: VllmRequestId, stamp: Stamp, at: Instant) -> None:
+        """Note an instant."""
+        found = self._open.get(request)
+        if found is not None:
+            found.leg.stamp(stamp, at)
+
+    def received(self, request: VllmRequestId, error: HandoffError | None, at: Instant) -> None:
+        """A load is over."""
+        found = self._open.get(request)
+        if found is None:
+            return
+        merge_parts(found.leg, found.parts)
+        if error is None:
+            found.leg.stamp(Stamp.KV_READY, at)
+        else:
+            found.leg.fallbacks.append(f"{FALLBACK_CAUSE}: {error}")
+        self._records.append(record_received(found.leg, error, at))
+
+    def sent(self, request: VllmRequestId, error: HandoffError | None, at: Instant) -> None:
+        """An offer is over: with it this server's part in the request's trace."""
+        found = self._open.pop(request, None)
+        if found is None:
+            return
+        leg = found.leg
+        merge_parts(leg, found.parts)
+        leg.outcome = _outcome_of(error)
+        leg.stamp(Stamp.FINISHED, at)
+        self._instruments.finished(leg)
+        self._records.append(record_sent(leg, error, at))
+
+    def started(self, request: VllmRequestId, at: Instant) -> None:
+        """A received prompt is decoded for the first time in the step that begins."""
+        found = self._open.get(request)
+        if found is not None:
+            found.leg.stamp(Stamp.DECODE_SCHEDULED, at)
+            self._starting.append(found.leg)
+
+    def step_ended(self, at: Instant) -> None:
+        """The step's tokens are there."""
+        for leg in self._starting:
+            leg.stamp(Stamp.FIRST_TOKEN, at)
+        self._starting.clear()
+
+    def finished(self, finished: Finished, at: Instant) -> None:
+        """A request is over. A prefill leg's trace ends with its handoff instead."""
+        found = self._open.get(finished.request)
+        if found is None or found.leg.leg != "decode":
+            return
+        del self._open[finished.request]
+        leg = found.leg
+        leg.outcome = finished.outcome
+        leg.num_output_tokens = finished.num_output_tokens
+        leg.stamp(Stamp.FINISHED, at)
+        self._instruments.finished(leg)
+
+    def take_records(self) -> list[HandoffRecord]:
+        """Handoffs that ended since the last call."""
+        records, self._records = self._records, []
+        return records
+
+
+def _outcome_of(error: HandoffError | None) -> str:
+    if error is None:
+        return "prefilled"
+    if error.stage == DECLINED_STAGE:
+        return "declined"
+    return "cancelled" if error.stage == "abort" else "failed"

@@ -1,0 +1,76 @@
+"""What an operator may set in vLLM's `kv_connector_extra_config`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Final, Literal, TypeAlias
+
+import msgspec
+from msgspec import Meta
+
+from baton.config.sections import Host, Port, Seconds, Table
+from baton.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+Role: TypeAlias = Literal["prefill", "decode", "both"]
+
+ROLES: Final[dict[str, Role]] = {
+    "kv_producer": "prefill",
+    "kv_consumer": "decode",
+    "kv_both": "both",
+}
+"""vLLM's `kv_role` → the worker's role."""
+
+
+class ConnectorOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """One vLLM server's part in handoffs.
+
+    Ports are those of rank 0: rank r takes `port + r`, or a free one where the port is 0.
+    `poll_interval_ms` is how long a step without tokens may wait for the handoff's next event.
+    `fingerprint` replaces the one that is computed from the checkpoint's files.
+    """
+
+    name: Annotated[str, Meta(min_length=1, max_length=128)] | None = None
+    handoff_host: Host = "127.0.0.1"
+    handoff_port: Port = 0
+    control_port: Port = 0
+    transports: Annotated[tuple[str, ...], Meta(min_length=1)] = ("shared", "tcp")
+    transport_options: dict[str, Table] = {}
+    mover: Literal["prefill", "decode"] = "decode"
+    handoff_timeout_s: Seconds = 60.0
+    liveness_timeout_s: Seconds = 3.0
+    staging_bytes: Annotated[int, Meta(ge=0)] = 256 * 1024 * 1024
+    poll_interval_ms: Annotated[float, Meta(ge=0, le=1000)] = 10.0
+    fingerprint: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
+    key_file: str | None = None
+
+
+def read_options(extra: Mapping[str, object]) -> ConnectorOptions:
+    """Check `kv_connector_extra_config`.
+
+    Raises:
+        ConfigError: an unknown key, or a value that its key does not allow.
+    """
+    known = ConnectorOptions.__struct_fields__
+    unknown = sorted(set(extra) - set(known))
+    if unknown:
+        raise ConfigError(
+            f"kv_connector_extra_config has unknown keys: {', '.join(unknown)}; "
+            f"known are {', '.join(known)}"
+        )
+    try:
+        return msgspec.convert(dict(extra), ConnectorOptions)
+    except msgspec.ValidationError as exc:
+        raise ConfigError(f"kv_connector_extra_config: {exc}") from exc
+
+
+def read_role(kv_role: str | None) -> Role:
+    """The worker's role.
+
+    Raises:
+        ConfigError: vLLM was given no role.
+    """
+    if kv_role not in ROLES:
+        raise ConfigError(f"kv_role is {kv_role!r}; set one of {', '.join(ROLES)}")
+    return ROLES[kv_role]

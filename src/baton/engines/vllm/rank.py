@@ -1,0 +1,229 @@
+"""Builds one tensor-parallel rank: its memory's faces, its agent, its control server.
+
+Rank(…) ─ pool_context ─ vLLM allocates ─ open(kv_caches) ─ handoffs ─ close
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from prometheus_client import CollectorRegistry
+
+import baton
+from baton.clock import MachineClock
+from baton.engines.vllm.control import ControlServer, RankView
+from baton.engines.vllm.faces import build_faces
+from baton.engines.vllm.fingerprint import find_fingerprint
+from baton.engines.vllm.information import (
+    RankFacts,
+    describe_worker,
+    read_model_facts,
+    read_traits,
+)
+from baton.engines.vllm.key import find_key
+from baton.engines.vllm.layouts import read_layers
+from baton.engines.vllm.observing import FALLBACK_CAUSE, RankObserver
+from baton.engines.vllm.pool import SharedPool
+from baton.engines.vllm.working import RankHandoffs, RankSetting
+from baton.handoff.agent import AgentOptions, HandoffAgent
+from baton.kv.layout import TensorParallelShard
+from baton.telemetry.metrics import HandoffInstruments, set_worker_info
+from baton.telemetry.trace import TraceRing
+from baton.transfer.interface import TRANSPORTS, TransportContext
+from baton.transfer.region import release_region
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from contextlib import AbstractContextManager
+
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+    from baton.engines.vllm.identity import Identity
+    from baton.engines.vllm.options import ConnectorOptions
+    from baton.handoff.faces import Face
+    from baton.ids import Epoch
+    from baton.transfer.interface import Transport
+
+logger = logging.getLogger(__name__)
+
+NUM_TRACES: Final = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlan:
+    """What a rank is built from. `rank` is the tensor-parallel one."""
+
+    vllm_config: VllmConfig
+    kv_cache_config: KVCacheConfig
+    options: ConnectorOptions
+    identity: Identity
+    rank: int
+
+
+class Rank:
+    """One rank of a vLLM server. Owned by vLLM's worker thread."""
+
+    def __init__(self, plan: RankPlan) -> None:
+        """Check what can be checked before memory is allocated.
+
+        Raises:
+            ConfigError: a model, or a way to run it, whose KV cannot be handed over.
+        """
+        self._plan = plan
+        shard = TensorParallelShard(plan.rank, plan.identity.num_ranks)
+        self._layers = read_layers(plan.vllm_config, plan.kv_cache_config, shard)
+        self._key = find_key(plan.options)
+        self._clock = MachineClock()
+        self._bell = threading.Event()
+        self._pool: SharedPool | None = None
+        self._faces: tuple[Face, ...] = ()
+        self._agent: HandoffAgent | None = None
+        self._control: ControlServer | None = None
+
+    @property
+    def _main_names(self) -> tuple[str, ...]:
+        """The main model's layers, in the order of the faces."""
+        return self._layers.names[: self._layers.num_main]
+
+    def pool_context(self) -> AbstractContextManager[object] | None:
+        """The context in which vLLM allocates KV, so that peers on this host can map it."""
+        if self._plan.vllm_config.device_config.device_type != "cpu":
+            return None
+        tensors = self._plan.kv_cache_config.kv_cache_tensors
+        if not tensors:
+            return None
+        # Every tensor is a view of one allocation, and its size is that of the whole.
+        self._pool = SharedPool(tensors[0].size)
+        return self._pool.allocation()
+
+    def open(self, kv_caches: Mapping[str, torch.Tensor]) -> tuple[RankHandoffs, RankFacts]:
+        """Show the KV to peers, and answer them from now on.
+
+        Raises:
+            ConfigError: a port is taken, or the KV is not what vLLM announced.
+            TransferError: a transport cannot expose the memory.
+        """
+        plan = self._plan
+        options = plan.options
+        self._faces = build_faces(
+            plan.vllm_config,
+            self._layers,
+            kv_caches,
+            self._pool,
+            staging_bytes=options.staging_bytes,
+        )
+        fingerprint = options.fingerprint or find_fingerprint(plan.vllm_config.model_config)
+        agent = HandoffAgent(self._agent_options(fingerprint))
+        agent.start(self._bell.set)
+        self._agent = agent
+        registry = CollectorRegistry()
+        traces = TraceRing(NUM_TRACES)
+        handoffs = self._handoffs(agent, traces, registry)
+        control = ControlServer(
+            options.handoff_host, _port_of(options.control_port, plan.rank), key=self._key
+        )
+        self._control = control
+        facts = RankFacts(agent.address, control.url, fingerprint, self._layers.main_layout)
+        model = read_model_facts(plan.vllm_config, options.transports)
+        info = describe_worker(plan.identity, model, {plan.rank: facts})
+        set_worker_info(
+            registry,
+            {
+                "worker": plan.identity.worker,
+                "rank": str(plan.rank),
+                "role": plan.identity.role,
+                "engine": info.engine,
+                "version": baton.__version__,
+            },
+        )
+        control.start(
+            RankView(
+                info=lambda: info,
+                is_alive=lambda: agent.is_alive,
+                give_up=handoffs.give_up,
+                traces=traces,
+                registry=registry,
+            )
+        )
+        logger.info(
+            "%s hands over at %s, answers control at %s", info.worker, agent.address, control.url
+        )
+        return handoffs, facts
+
+    def close(self) -> None:
+        """End the agent, whose transports expose the memory, then give the memory back."""
+        if self._control is not None:
+            self._control.stop()
+            self._control = None
+        if self._agent is not None:
+            self._agent.stop()
+            self._agent = None
+        for face in self._faces:
+            release_region(face.region)
+        self._faces = ()
+        if self._pool is not None:
+            self._pool.release()
+            self._pool = None
+
+    def _handoffs(
+        self, agent: HandoffAgent, traces: TraceRing, registry: CollectorRegistry
+    ) -> RankHandoffs:
+        plan = self._plan
+        worker, epoch = plan.identity.of_rank(plan.rank)
+        instruments = HandoffInstruments(registry, plan.options.transports, (FALLBACK_CAUSE,))
+        setting = RankSetting(
+            worker=worker,
+            epoch=epoch,
+            rank=plan.rank,
+            layout=self._layers.main_layout,
+            layers={name: index for index, name in enumerate(self._main_names)},
+            timeout_s=plan.options.handoff_timeout_s,
+        )
+        return RankHandoffs(
+            setting,
+            agent,
+            bell=self._bell,
+            clock=self._clock,
+            observer=RankObserver(traces, instruments),
+        )
+
+    def _agent_options(self, fingerprint: str) -> AgentOptions:
+        plan, options = self._plan, self._plan.options
+        worker, epoch = plan.identity.of_rank(plan.rank)
+        # A drafter's KV is not handed over: what it lacks costs accepted drafts, not tokens.
+        faces = tuple(f for f in self._faces if f.layout.num_layers == self._layers.num_main)
+        arrangement = faces[0].layout.arrangement or faces[0].layout.order
+        return AgentOptions(
+            worker=worker,
+            epoch=epoch,
+            fingerprint=fingerprint,
+            faces=faces,
+            traits=read_traits(plan.vllm_config, plan.rank, arrangement),
+            mover=options.mover,
+            transports=self._transports(epoch),
+            key=self._key,
+            clock=self._clock,
+            host=options.handoff_host,
+            port=_port_of(options.handoff_port, plan.rank),
+            timeout_s=options.handoff_timeout_s,
+            liveness_timeout_s=options.liveness_timeout_s,
+        )
+
+    def _transports(self, epoch: Epoch) -> tuple[Transport, ...]:
+        options = self._plan.options
+        context = TransportContext(
+            key=self._key, epoch=epoch, bind_host=options.handoff_host, clock=self._clock
+        )
+        return tuple(
+            TRANSPORTS.build(kind, options.transport_options.get(kind, {}))(context)
+            for kind in options.transports
+        )
+
+
+def _port_of(first: int, rank: int) -> int:
+    return first + rank if first else 0

@@ -1,0 +1,240 @@
+"""The process that vLLM's own server lives in, with Baton's connector configured.
+
+bound ─► loading: import vLLM ─► start its engine ─► probe ─► ready ──SIGTERM──► drain ─► exit 0
+             └──signal──► exit 0                                another signal ──┴──► exit at once
+
+vLLM's engine is a process of its own, a child of this one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import logging
+import multiprocessing
+import os
+import shutil
+import signal
+import sys
+from functools import partial
+from typing import TYPE_CHECKING, Final, NoReturn
+
+import uvloop
+
+from baton.config.cluster_key import is_loopback
+from baton.config.environment import change_environment
+from baton.engines.vllm.arguments import (
+    REMOVED_VARIABLES,
+    Place,
+    server_arguments,
+    server_environment,
+)
+from baton.engines.vllm.checks import check_model, check_room, find_platform
+from baton.engines.vllm.engine_process import server_variables
+from baton.engines.vllm.gate import DOOR
+from baton.engines.vllm.probing import ask_identity, until_healthy
+from baton.engines.vllm.server_options import VllmOptions, require_cpu_block_size
+from baton.errors import BatonError, ConfigError, EngineError
+from baton.registry import Plugin
+from baton.telemetry.announcement import Draining, Loading, Ready
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+    from collections.abc import Callable, Sequence
+
+    from baton.engines.interface import EngineServer, ServerContext
+
+logger = logging.getLogger(__name__)
+
+INSTALL_HINT: Final = (
+    "run `make install ENGINE=vllm` (vLLM's build for CPUs), or on a machine with GPUs install "
+    "vLLM's own build into the same environment"
+)
+CHILD_END_TIMEOUT_S: Final = 5.0
+
+
+class ServerLife:
+    """From start to end of one vLLM server. Owned by the main thread and its event loop."""
+
+    def __init__(self, context: ServerContext) -> None:
+        self._context = context
+        self._announcer = context.announcer
+        self._ending: asyncio.Task[None] | None = None
+        self._is_ready = False
+
+    def run(self, arguments: Sequence[str]) -> None:
+        """Import vLLM, start it, serve until a signal.
+
+        Raises:
+            ConfigError: vLLM could not start.
+            EngineError: it ended by itself, or Baton's connector is not in it.
+        """
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._on_signal_while_loading)
+        self._say_loading("importing vLLM")
+        args = _parse(arguments)
+        self._say_loading("starting vLLM's engine")
+        with asyncio.Runner(loop_factory=partial(_ServerLoop, self._on_signal)) as runner:
+            try:
+                runner.run(self._serve(args))
+            except BatonError:
+                raise
+            except Exception as exc:
+                raise self._explained(exc) from exc
+        if self._ending is None:
+            raise EngineError("vLLM's engine ended by itself; the log above has the reason")
+
+    async def _serve(self, args: Namespace) -> None:
+        from vllm.entrypoints.launchers.api_server.entry import run_server_worker  # noqa: PLC0415
+
+        server = asyncio.create_task(
+            run_server_worker(self._context.url, self._context.listener, args)
+        )
+        ready = asyncio.create_task(self._announce_ready())
+        await asyncio.wait({server, ready}, return_when=asyncio.FIRST_COMPLETED)
+        if not server.done():
+            ready.result()
+        await server
+        ready.cancel()
+
+    async def _announce_ready(self) -> None:
+        context, url = self._context, self._context.url
+        await until_healthy(url)
+        self._say_loading("first request")
+        bearer = {} if DOOR.bearer is None else {"authorization": f"Bearer {DOOR.bearer.decode()}"}
+        identity = await ask_identity(url, context.served_model_name, bearer)
+        self._is_ready = True
+        worker = context.config.worker
+        self._announcer.say(
+            Ready(url, identity.worker, identity.epoch, worker.role, identity.handoff_address)
+        )
+        logger.info(
+            "%s answers at %s, hands over at %s", worker.name, url, identity.handoff_address
+        )
+
+    def _say_loading(self, phase: str) -> None:
+        context = self._context
+        self._announcer.say(Loading(context.url, f"model {context.model} with engine vllm", phase))
+        logger.info("%s: %s", context.config.worker.name, phase)
+
+    def _explained(self, exc: Exception) -> BatonError:
+        if self._is_ready:
+            return EngineError(f"vLLM's server ended: {exc}")
+        return ConfigError(f"vLLM could not start: {exc}\n(the lines above, if any, say more)")
+
+    # Signals
+
+    def _on_signal_while_loading(self, number: int, _: object) -> NoReturn:
+        logger.info("%s while loading: leaving", signal.Signals(number).name)
+        self._announcer.say(Draining(0.0))
+        self._leave(0)
+
+    def _on_signal(self, number: int, stop: Callable[[], object]) -> None:
+        """`stop` is vLLM's own handler."""
+        if self._ending is not None:
+            logger.warning("a second signal: leaving at once")
+            self._leave(128 + number)
+        timeout_s = self._context.config.worker.drain_timeout_s
+        name = signal.Signals(number).name
+        logger.info("%s: no more requests, %d are being answered", name, DOOR.num_open)
+        self._announcer.say(Draining(timeout_s))
+        self._ending = asyncio.create_task(self._drain(timeout_s, stop))
+
+    async def _drain(self, timeout_s: float, stop: Callable[[], object]) -> None:
+        DOOR.close()
+        try:
+            async with asyncio.timeout(timeout_s):
+                await DOOR.until_empty()
+        except TimeoutError:
+            logger.warning("%d requests were not answered in time", DOOR.num_open)
+            self._leave(0)
+        stop()
+
+    def _leave(self, status: int) -> NoReturn:
+        """End the engine and this process, without waiting for anything."""
+        for child in multiprocessing.active_children():
+            child.kill()
+            child.join(CHILD_END_TIMEOUT_S)
+        shutil.rmtree(self._context.run_directory, ignore_errors=True)
+        os._exit(status)
+
+
+class _ServerLoop(uvloop.Loop):  # type: ignore[misc]
+    """An event loop whose signals Baton hears before vLLM, which handles them through the loop."""
+
+    def __init__(self, on_signal: Callable[[int, Callable[[], object]], None]) -> None:
+        self._on_signal = on_signal
+
+    def add_signal_handler(self, sig: int, callback: Callable[..., object], *args: object) -> None:
+        """See `asyncio.AbstractEventLoop`."""
+        super().add_signal_handler(sig, self._on_signal, sig, partial(callback, *args))
+
+
+def _parse(arguments: Sequence[str]) -> Namespace:
+    """Read by the parser of vLLM: a wrong flag ends the process with exit code 2."""
+    try:
+        from vllm.entrypoints.launchers.cli_args import (  # noqa: PLC0415 - seconds to import
+            make_arg_parser,
+            validate_parsed_serve_args,
+        )
+        from vllm.entrypoints.serve.utils.api_utils import cli_env_setup  # noqa: PLC0415
+        from vllm.utils.argparse_utils import FlexibleArgumentParser  # noqa: PLC0415
+    except ImportError as exc:
+        raise ConfigError(f"vLLM is installed, but cannot be used: {exc}; {INSTALL_HINT}") from exc
+    cli_env_setup()
+    parser = make_arg_parser(FlexibleArgumentParser(prog="engine.arguments"))
+    args: Namespace = parser.parse_args(list(arguments))
+    validate_parsed_serve_args(args)
+    return args
+
+
+def serve(options: VllmOptions, context: ServerContext) -> None:
+    """See `EngineServer`."""
+    platform = find_platform()
+    check_model(context.model)
+    if platform == "cpu":
+        require_cpu_block_size(options)
+        check_room(options, context.model)
+    config = context.config
+    cores = sorted(os.sched_getaffinity(0))
+    # Before anything imports torch or vLLM: they read the environment on import.
+    environment = server_environment(options, config.log.level, cores, platform)
+    change_environment({**environment, **server_variables(config.log)}, REMOVED_VARIABLES)
+    if not is_loopback(config.worker.host):
+        DOOR.bearer = context.key.sign("http", b"worker").hex().encode()
+    place = Place(
+        model=context.model,
+        served_model_name=context.served_model_name,
+        port=context.listener.getsockname()[1],
+        run_directory=context.run_directory,
+        platform=platform,
+    )
+    _make_private(context)
+    try:
+        ServerLife(context).run(server_arguments(options, config, place))
+    finally:
+        shutil.rmtree(context.run_directory, ignore_errors=True)
+
+
+def _make_private(context: ServerContext) -> None:
+    """An empty run directory that only this user may enter: events name the prompts' tokens."""
+    directory = context.run_directory
+    try:
+        directory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if directory.parent.stat().st_uid != os.getuid():
+            raise ConfigError(f"{directory.parent} belongs to another user; set XDG_RUNTIME_DIR")
+        shutil.rmtree(directory, ignore_errors=True)
+        directory.mkdir(mode=0o700)
+    except OSError as exc:
+        raise ConfigError(f"cannot keep sockets in {directory}: {exc.strerror}") from exc
+
+
+def _build(options: VllmOptions) -> EngineServer:
+    if importlib.util.find_spec("vllm") is None:
+        raise ConfigError(
+            f"the engine vllm needs vLLM, which is not installed in {sys.prefix}: {INSTALL_HINT}"
+        )
+    return partial(serve, options)
+
+
+PLUGIN: Plugin[VllmOptions, EngineServer] = Plugin(VllmOptions, _build)

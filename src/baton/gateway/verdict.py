@@ -1,0 +1,106 @@
+"""What a prefill leg's answer says about its KV, in either dialect."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Final, TypeAlias
+
+import msgspec
+
+from baton.gateway.metrics import FallbackCause
+from baton.gateway.upstream import read_error
+
+if TYPE_CHECKING:
+    from baton.router.fleet import Dialect
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """Decode has the KV, can fetch it, or wants none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stale:
+    """The ticket was made for another life of the prefill worker. Nothing was handed over."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """No KV will come. `reason` continues a sentence that begins with the worker's name."""
+
+    cause: FallbackCause
+    reason: str
+
+
+Verdict: TypeAlias = Served | Stale | Failed
+
+
+def read_verdict(dialect: Dialect, status: int, answer: bytes) -> Verdict:
+    """Judge the answer of a prefill leg."""
+    if status != HTTPStatus.OK:
+        return _of_error(status, answer)
+    return _of_vllm(answer) if dialect == "vllm" else Served()
+
+
+def _of_error(status: int, answer: bytes) -> Verdict:
+    error = read_error(answer)
+    match error.code:
+        case "stale_ticket":
+            return Stale()
+        case "handoff_declined":
+            return Served()  # decode had all it needs in its own cache
+        case "handoff_failed":
+            cause = FallbackCause.HANDOFF_FAILED
+        case _ if status == HTTPStatus.SERVICE_UNAVAILABLE:
+            cause = FallbackCause.PREFILL_OVERLOADED
+        case _ if status < HTTPStatus.INTERNAL_SERVER_ERROR:
+            cause = FallbackCause.PREFILL_REJECTED
+        case _:
+            cause = FallbackCause.PREFILL_FAILED
+    return Failed(cause, f"answered {status} ({error})")
+
+
+class _Offer(msgspec.Struct, frozen=True):
+    """What Baton's connector says at the end of a prefill leg."""
+
+    status: str
+    code: str | None = None
+    reason: str = ""
+
+
+class _Params(msgspec.Struct, frozen=True):
+    baton: _Offer | None = None
+
+
+class _Completion(msgspec.Struct, frozen=True):
+    kv_transfer_params: _Params | None = None
+
+
+_completion_decoder = msgspec.json.Decoder(_Completion)
+
+_REFUSALS: Final = {
+    "invalid_ticket": FallbackCause.PREFILL_REJECTED,
+    "replayed_ticket": FallbackCause.PREFILL_REJECTED,
+    "not_a_producer": FallbackCause.PREFILL_REJECTED,
+    "unsupported_request": FallbackCause.PREFILL_REJECTED,
+    "handoff_failed": FallbackCause.HANDOFF_FAILED,
+}
+
+
+def _of_vllm(answer: bytes) -> Verdict:
+    try:
+        params = _completion_decoder.decode(answer).kv_transfer_params
+    except msgspec.MsgspecError as exc:
+        return Failed(FallbackCause.PREFILL_FAILED, f"answered what does not decode: {exc}")
+    offer = None if params is None else params.baton
+    if offer is None:
+        return Failed(FallbackCause.PREFILL_FAILED, "answered without a word from its connector")
+    match offer:
+        case _Offer(status="offered"):
+            return Served()
+        case _Offer(code="stale_ticket"):
+            return Stale()
+        case _:
+            cause = _REFUSALS.get(offer.code or "", FallbackCause.PREFILL_FAILED)
+            return Failed(cause, f"{offer.status} the handoff ({offer.code}): {offer.reason}")

@@ -1,0 +1,23 @@
+"""How one handoff is carried out on the decode worker: settled once its peer is known."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from baton.handoff.messages import Mover
+    from baton.kv.copies import BlockTable
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """Who moves the bytes, and into which pages of this worker's face.
+
+    `staged`: the pages are staging memory, so that no hand but the engine's is in its own blocks.
+    Else the pages are the engine's blocks.
+    """
+
+    mover: Mover
+    pages: BlockTable
+    staged: bool

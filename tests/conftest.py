@@ -1,0 +1,44 @@
+"""Fixtures that several folders share: the house of vLLM servers."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.e2e_vllm.house import House, Street
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line(
+        "markers", "vllm: starts real vLLM servers, some 15 s each; deselect with -m 'not vllm'"
+    )
+
+
+@pytest.fixture(scope="session")
+def vllm_street(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Street]:
+    """A place to start vLLM servers: model, environment, logs. Nothing runs yet."""
+    if importlib.util.find_spec("vllm") is None:
+        pytest.skip("vLLM is not installed: make install ENGINE=vllm")
+    from tests.e2e_vllm.house import Street  # noqa: PLC0415 - loads torch
+
+    run_directory = Path(tempfile.mkdtemp(prefix="b-", dir="/tmp"))  # short: sockets lie in it
+    try:
+        with Street.open(tmp_path_factory.mktemp("vllm"), run_directory) as street:
+            yield street
+            street.check_farewell()
+    finally:
+        shutil.rmtree(run_directory)
+
+
+@pytest.fixture(scope="session")
+def vllm_house(vllm_street: Street) -> House:
+    """The oracle and one prefill and decode server behind a gateway."""
+    return vllm_street.build_house()

@@ -1,0 +1,341 @@
+"""`baton doctor` as a person runs it: on this machine, with broken transports, on a small /dev/shm,
+and against a gateway that runs."""
+
+import asyncio
+import http.server
+import json
+import os
+import pty
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from baton.gateway.debug import ListedRequest, RequestList, RequestTrace
+from baton.gateway.metrics import BrokenStreamCause, FallbackCause, GatewayMetrics
+from baton.ops.doctor.finding import Area, Level, Report
+from baton.router.fleet import Role
+from baton.telemetry.summary import summarize
+from baton.telemetry.trace import LegTrace
+from tests.integration.broken_transports import install_broken_transports
+from tests.integration.gateway_cluster import run, until_true
+
+ROOT = Path(__file__).parents[2]
+DOCTOR = (sys.executable, "-m", "baton.cli", "doctor")
+TIMEOUT_S = 60
+
+
+def environment(tmp_path, *paths):
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("BATON_")}
+    python_path = os.pathsep.join(map(str, (*paths, ROOT)))
+    return {**kept, "XDG_STATE_HOME": str(tmp_path), "PYTHONPATH": python_path}
+
+
+def doctor(tmp_path, *arguments, paths=(), before=()):
+    """The doctor's report and its exit code."""
+    done = subprocess.run(
+        [*before, *DOCTOR, "--json", *arguments],
+        capture_output=True,
+        check=False,
+        timeout=TIMEOUT_S,
+        env=environment(tmp_path, *paths),
+    )
+    assert done.stderr == b"", done.stderr.decode()
+    return msgspec.json.decode(done.stdout, type=Report), done.returncode
+
+
+def of(report, area):
+    return {finding.name: finding for finding in report.findings if finding.area is area}
+
+
+def test_this_machine(tmp_path):
+    began = time.monotonic()
+    report, code = doctor(tmp_path)
+    assert time.monotonic() - began < 20, "a few seconds, on a machine that does other things too"
+    assert code == 0
+    transports = of(report, Area.TRANSPORTS)
+    assert transports["handoff path"].level is Level.OK
+    for kind in ("shared", "tcp"):
+        assert transports[kind].level is Level.OK, transports[kind]
+        assert "every byte verified" in transports[kind].found
+    for name, finding in of(report, Area.KERNEL).items():
+        assert name == "CMA" or finding.level is Level.OK, finding
+    assert {area for area in Area if of(report, area)} == set(Area) - {Area.FLEET}
+    names = [(finding.area, finding.name) for finding in report.findings]
+    assert len(set(names)) == len(names)
+
+
+def test_text_for_a_file_and_for_a_terminal(tmp_path):
+    text = subprocess.run(
+        DOCTOR,
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        env=environment(tmp_path),
+    ).stdout
+    assert max(map(len, text.splitlines())) <= 100
+    assert "\x1b" not in text
+    assert "tcp" in text
+
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        DOCTOR, stdout=theirs, env={**environment(tmp_path), "TERM": "xterm-256color"}
+    )
+    os.close(theirs)
+    shown = b""
+    while more := read_terminal(ours):
+        shown += more
+    assert process.wait(TIMEOUT_S) == 0
+    os.close(ours)
+    assert b"\x1b[32m" in shown  # green
+
+
+def read_terminal(fd):
+    try:
+        return os.read(fd, 65536)
+    except OSError:  # what a pseudo-terminal says at its end
+        return b""
+
+
+def test_transports_that_are_broken_are_reported_with_the_reason(tmp_path):
+    broken = ("crashing", "lying", "misnamed", "unpackaged")
+    install_broken_transports(tmp_path, *broken)
+    report, code = doctor(tmp_path, paths=(tmp_path,))
+    seen = of(report, Area.TRANSPORTS)
+    assert code == 0
+    assert seen["shared"].level is Level.OK
+    assert [seen[name].level for name in broken] == [Level.NOTE] * 4
+    assert "SIGSEGV" in seen["crashing"].found
+    assert "the moon is full" in seen["crashing"].found
+    assert seen["lying"].found == (
+        "does not work: the other process: 1 of 64 pages are wrong after they were written"
+    )
+    assert "MISNAMED" in seen["misnamed"].found
+    assert "nixl_cu12_that_is_not_there is not installed" in seen["unpackaged"].found
+
+
+@pytest.mark.skipif(
+    subprocess.run(("unshare", "-n", "ip", "link", "set", "lo", "up"), check=False).returncode != 0,
+    reason="this user may not have a network namespace of its own",
+)
+def test_a_transport_that_listens_on_every_interface(tmp_path):
+    install_broken_transports(tmp_path, "listening")
+    before = ("unshare", "-n", "sh", "-c", 'ip link set lo up && exec "$@"', "sh")
+    report, _ = doctor(tmp_path, paths=(tmp_path,), before=before)
+    seen = of(report, Area.TRANSPORTS)
+    assert seen["listening"].level is Level.OK
+    assert seen["listening listens"].level is Level.WARNING
+    assert "0.0.0.0:" in seen["listening listens"].found
+
+
+@pytest.mark.parametrize(
+    ("chosen", "level", "code"), [("lying,tcp", Level.WARNING, 0), ("lying", Level.PROBLEM, 1)]
+)
+def test_a_configured_transport_that_is_broken(tmp_path, chosen, level, code):
+    install_broken_transports(tmp_path, "lying")
+    report, returncode = doctor(
+        tmp_path, "--set", f"transfer.transports={chosen}", paths=(tmp_path,)
+    )
+    seen = of(report, Area.TRANSPORTS)
+    assert seen["lying"].level is Level.WARNING
+    assert seen["handoff path"].level is level
+    assert returncode == code
+
+
+def test_shared_without_room_for_its_memory_falls_back_to_tcp(tmp_path):
+    # No file, a memfd included, may be larger than 512 KiB: a region has 2 MiB.
+    before = ("bash", "-c", 'ulimit -f 512 && exec "$@"', "bash")
+    report, code = doctor(tmp_path, before=before)
+    seen = of(report, Area.TRANSPORTS)
+    assert seen["shared"].level is Level.WARNING
+    assert "File too large" in seen["shared"].found
+    assert of(report, Area.KERNEL)["memfd"].level is Level.WARNING
+    assert code == (0 if seen["tcp"].level is Level.OK else 1)
+    assert seen["handoff path"].level is (Level.WARNING if code == 0 else Level.PROBLEM)
+
+
+def can_mount():
+    command = ("unshare", "-m", "mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", "/dev/shm")
+    return (
+        shutil.which("unshare") is not None and subprocess.run(command, check=False).returncode == 0
+    )
+
+
+@pytest.mark.skipif(not can_mount(), reason="this user may not mount in a namespace of its own")
+def test_64_mib_of_shared_memory(tmp_path):
+    script = (
+        "mount -t tmpfs -o size=64m tmpfs /dev/shm && "
+        f"stat -f -c '%S %b' /dev/shm > {tmp_path}/size && "
+        'exec "$@"'
+    )
+    report, code = doctor(tmp_path, before=("unshare", "-m", "sh", "-c", script, "sh"))
+    block_bytes, num_blocks = map(int, (tmp_path / "size").read_text().split())
+    assert block_bytes * num_blocks == 64 << 20, "the fault did not happen"
+    assert os.statvfs("/dev/shm").f_blocks * os.statvfs("/dev/shm").f_frsize != 64 << 20
+    shm = of(report, Area.MEMORY)["/dev/shm"]
+    assert shm.level is Level.WARNING
+    assert shm.found == "64 MiB, 64 MiB free"
+    assert shm.fix is not None
+    assert of(report, Area.TRANSPORTS)["shared"].level is Level.OK  # a memfd is not in /dev/shm
+    assert code == 0
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--gateway", "127.0.0.1:8000"],
+        ["--gateway", "http://127.0.0.1:99999"],
+        ["--gateway", "http://a/b"],
+        ["--set", "transfer.transport=tcp"],
+        ["--bogus"],
+    ],
+)
+def test_a_wrong_command_line_exits_with_2(tmp_path, arguments):
+    done = subprocess.run(
+        [*DOCTOR, *arguments],
+        check=False,
+        capture_output=True,
+        timeout=TIMEOUT_S,
+        env=environment(tmp_path),
+    )
+    assert done.returncode == 2
+    assert done.stdout == b"" or b"Error" in done.stdout
+    assert b"Traceback" not in done.stderr
+
+
+async def doctor_of(url, tmp_path):
+    process = await asyncio.create_subprocess_exec(
+        *DOCTOR, "--json", "--gateway", url, stdout=subprocess.PIPE, env=environment(tmp_path)
+    )
+    out, _ = await process.communicate()
+    return msgspec.json.decode(out, type=Report), process.returncode
+
+
+def test_a_fleet_of_which_a_worker_is_lost(tmp_path):
+    async def scenario(cluster):
+        report, code = await doctor_of(cluster.url, tmp_path)
+        assert [f for f in report.findings if f.level is not Level.OK] == []
+        assert code == 0
+
+        cluster.prefills[0].kill()
+
+        async def is_noticed():
+            return await cluster.metric("baton_gateway_worker_up{") == 2
+
+        await until_true(is_noticed)
+        report, code = await doctor_of(cluster.url, tmp_path)
+        down = [f for f in report.findings if f.level is Level.WARNING]
+        assert [(f.name, code) for f in down] == [("prefill worker", 0)]
+        assert down[0].found == f"{cluster.prefills[0].url} is down; 1 of this role up"
+
+    run(scenario, prefills=2)
+
+
+@contextmanager
+def gateway_that_says(pages):
+    """An HTTP server with these pages: path → (status, body)."""
+
+    class Pages(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            status, body = pages.get(self.path, (404, b'{"error": {"message": "not here"}}'))
+            self.send_response(status)
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_):
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Pages)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def trace_page(request_id, used, expected):
+    """The page that a gateway would show for a request, by the gateway's own types."""
+    leg = LegTrace(
+        request_id=request_id,
+        worker="d",
+        epoch="0" * 32,
+        leg="decode",
+        transport=used,
+        expected_transport=expected,
+    )
+    page = RequestTrace(
+        id=request_id,
+        status=200,
+        placement=(),
+        summary=summarize(None, leg, None),
+        gateway=leg,
+        decode=leg,
+        prefill=None,
+        missing=(),
+    )
+    return 200, msgspec.json.encode(page)
+
+
+READY = {"/ready": (200, b'{"status": "ready"}'), "/metrics": (200, b"")}
+
+
+def test_handoffs_by_another_transport_than_expected(tmp_path):
+    used = ["tcp", "tcp", "shared", None]
+    listed = RequestList(tuple(ListedRequest(f"r {i}", 200, "push", "stop") for i in range(5)))
+    pages = {**READY, "/debug/requests": (200, msgspec.json.encode(listed))}
+    for i, kind in enumerate(used):  # the fifth is forgotten
+        pages[f"/debug/requests/r%20{i}"] = trace_page(f"r {i}", kind, kind and "shared")
+    with gateway_that_says(pages) as url:
+        report, code = doctor(tmp_path, "--gateway", url)
+    assert code == 0
+    mismatch = of(report, Area.FLEET)["transport mismatch"]
+    assert mismatch.level is Level.WARNING
+    assert mismatch.found == "2 of the latest 3 handoffs used tcp where shared was expected"
+
+
+def test_a_gateway_that_counts_trouble(tmp_path):
+    metrics = GatewayMetrics()
+    metrics.fallbacks[FallbackCause.PREFILL_LOST].inc(3)
+    metrics.broken_streams[BrokenStreamCause.WORKER_LOST].inc()
+    metrics.worker_up("http://a;rm -rf \x1b[31m", Role.DECODE, up=False)
+    refusal = {"error": {"message": "not ready: no decode \x1b[2Jworker"}}
+    pages = {"/ready": (503, json.dumps(refusal).encode()), "/metrics": (200, metrics.exposition())}
+    with gateway_that_says(pages) as url:
+        report, code = doctor(tmp_path, "--gateway", url)
+    seen = of(report, Area.FLEET)
+    assert code == 1
+    assert seen["gateway"].level is Level.PROBLEM
+    assert "no decode" in seen["gateway"].found
+    assert seen["fallbacks"].found == "3 x prefill_lost"
+    assert seen["broken streams"].level is Level.WARNING
+    assert seen["decode worker"].fix is not None
+    assert seen["decode worker"].fix.startswith("curl -sS 'http://a;rm -rf ")
+    assert "its own host only" in seen["transports used"].found
+    assert all(finding.found.isprintable() for finding in report.findings)
+
+
+@pytest.mark.parametrize("body", [b"\xff\xfe", b"{", b"a{b 1\n", b"[]" * 1000])
+def test_a_gateway_that_talks_nonsense(tmp_path, body):
+    pages = dict.fromkeys(("/ready", "/metrics", "/debug/requests"), (200, body))
+    with gateway_that_says(pages) as url:
+        report, code = doctor(tmp_path, "--gateway", url)
+    assert code == 0
+    assert of(report, Area.FLEET)["transports used"].level is Level.NOTE
+
+
+def test_no_gateway(tmp_path):
+    report, code = doctor(tmp_path, "--gateway", "http://127.0.0.1:1")
+    (finding,) = report.findings
+    assert (finding.level, code) == (Level.PROBLEM, 1)
+    assert "Connection refused" in finding.found

@@ -1,0 +1,396 @@
+"""Requests through vLLM's own API: what its two legs are asked, and what comes of the answers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from contextlib import suppress
+
+import pytest
+
+from tests.integration.gateway_cluster import PROMPT, STREAM, Cluster, run, until
+from tests.integration.scripted_vllm import (
+    ScriptedVllm,
+    completion,
+    fail_as_vllm,
+    offer,
+    refuse,
+    say_abc_as_vllm,
+)
+from tests.integration.scripted_worker import Visit, never_answer, recompute_when_aborted
+
+CHAT = "/v1/chat/completions"
+MESSAGES = {"model": "demo", "messages": [{"role": "user", "content": "hello"}]}
+
+
+def prefill(**setup) -> ScriptedVllm:
+    return ScriptedVllm("vllm-p", "prefill", offer, **setup)
+
+
+def decode(**setup) -> ScriptedVllm:
+    return ScriptedVllm("vllm-d", "decode", say_abc_as_vllm, **setup)
+
+
+def run_vllm(scenario, **setup) -> None:
+    run(
+        scenario,
+        prefills=setup.pop("prefills", None) or [prefill()],
+        decodes=setup.pop("decodes", None) or [decode()],
+        **setup,
+    )
+
+
+async def text_of(cluster: Cluster, body: object, path: str = "/v1/completions") -> str:
+    async with cluster.post(body, path) as response:
+        assert response.status == 200, await response.text()
+        return await response.text()
+
+
+async def fallbacks(cluster: Cluster, cause: str) -> float:
+    return await cluster.metric(f'baton_gateway_fallbacks_total{{cause="{cause}"}}')
+
+
+# What the legs are asked -------------------------------------------------------------------------
+
+
+def test_prefill_is_a_completion_of_one_token_and_decode_the_clients_own():
+    body = {
+        **STREAM,
+        "stream_options": {"include_usage": True},
+        "temperature": 0.5,
+        "stop": ["x"],
+        "min_tokens": 2,
+        "logprobs": 3,
+        "logprob_token_ids": [1, 2],
+        "truncate_prompt_tokens": 7,
+        "kv_transfer_params": {"baton_ticket": "forged", "do_remote_prefill": False},
+        "ec_transfer_params": {"forged": 1},
+        "vllm_xargs": {"ec_transfer_params": 1, "kept": 2},
+    }
+
+    async def scenario(cluster: Cluster):
+        text = await text_of(cluster, body)
+        assert text.endswith("data: [DONE]\n\n")
+        (p,), (d,) = cluster.prefills[0].visits, cluster.decodes[0].visits
+        sealed = p.body["kv_transfer_params"]["baton_ticket"]
+        assert p.body == {
+            "model": "demo",
+            "prompt": "hello",
+            "max_tokens": 1,
+            "stream": False,
+            "temperature": 0.5,
+            "stop": ["x"],
+            "truncate_prompt_tokens": 7,
+            "vllm_xargs": {"kept": 2},
+            "kv_transfer_params": {"baton_ticket": sealed, "do_remote_decode": True},
+        }
+        assert d.body == {
+            **{name: body[name] for name in body if name != "ec_transfer_params"},
+            "vllm_xargs": {"kept": 2},
+            "kv_transfer_params": {"baton_ticket": sealed, "do_remote_prefill": True},
+        }
+        assert p.headers["x-request-id"] == d.headers["x-request-id"] == p.ticket.request_id
+        assert abs(p.arrived_at - d.arrived_at) < 0.5
+        assert await cluster.metric("baton_gateway_fallbacks_total") == 0
+
+    run_vllm(scenario)
+
+
+@pytest.mark.parametrize(
+    ("limits", "asked"),
+    [
+        ({}, {"max_tokens": 1}),
+        ({"max_tokens": 9}, {"max_tokens": 1}),
+        ({"max_completion_tokens": 9}, {"max_tokens": 1, "max_completion_tokens": 1}),
+    ],
+)
+def test_a_chat_is_prefilled_by_one_token_however_its_limit_is_named(limits, asked):
+    tool = {"type": "function", "function": {"name": "f"}}
+    body = {**MESSAGES, **limits, "tools": [tool], "tool_choice": "auto", "top_logprobs": 2,
+            "logprobs": True, "response_format": {"type": "json_object"}}  # fmt: skip
+
+    async def scenario(cluster: Cluster):
+        await text_of(cluster, body, CHAT)
+        (visit,) = cluster.prefills[0].visits
+        told = {name: visit.body[name] for name in visit.body if name.startswith("max_")}
+        assert told == asked
+        assert visit.body["tools"] == [tool]  # they are a part of the prompt
+        assert visit.body["tool_choice"] == "auto"
+        assert "response_format" not in visit.body
+
+    run_vllm(scenario)
+
+
+def test_a_ticket_names_all_ranks():
+    async def scenario(cluster: Cluster):
+        await text_of(cluster, PROMPT)
+        ticket = cluster.decodes[0].visits[0].ticket
+        port = cluster.decodes[0].port
+        assert ticket.decode.rank_addresses == (f"127.0.0.1:{port + 1}", f"127.0.0.1:{port + 2}")
+        assert ticket.decode.address == ticket.decode.rank_addresses[0]
+        assert ticket.prefill.rank_addresses == ()
+
+    run_vllm(scenario, decodes=[decode(num_ranks=2)])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("vllm", ["prefill", "decode"])
+def test_engines_mix(vllm, stream):
+    async def scenario(cluster: Cluster):
+        body = STREAM if stream else PROMPT
+        text = await text_of(cluster, body)
+        assert "baton" not in text
+        (p,), (d,) = cluster.prefills[0].visits, cluster.decodes[0].visits
+        sealed = d.body["kv_transfer_params"]["baton_ticket"]
+        plain, vllms = (d, p) if vllm == "prefill" else (p, d)
+        assert plain.body == {**body, "kv_transfer_params": {"baton_ticket": sealed}}
+        part = "do_remote_decode" if vllm == "prefill" else "do_remote_prefill"
+        assert vllms.body["kv_transfer_params"] == {"baton_ticket": sealed, part: True}
+        assert (p.ticket.prefill.worker, p.ticket.decode.worker) == (
+            cluster.prefills[0].name, cluster.decodes[0].name,
+        )  # fmt: skip
+        assert await cluster.metric("baton_gateway_fallbacks_total") == 0
+
+    mixed = {"prefills": [prefill()]} if vllm == "prefill" else {"decodes": [decode()]}
+    run(scenario, **mixed)
+
+
+# Requests that one server serves whole -----------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("extra", "field"),
+    [
+        ({"n": 2}, "n"),
+        ({"best_of": 3}, "best_of"),
+        ({"use_beam_search": True}, "use_beam_search"),
+        ({"echo": True}, "echo"),
+        ({"prompt_logprobs": 0}, "prompt_logprobs"),
+        ({"prompt": ["one", "two"]}, "prompt"),
+    ],
+)
+def test_a_request_for_which_a_handoff_makes_no_sense_goes_to_decode_alone(extra, field):
+    async def scenario(cluster: Cluster):
+        body = {**PROMPT, **extra}
+        await text_of(cluster, body)
+        assert not cluster.prefills[0].visits
+        assert cluster.decodes[0].visits[0].body == body
+        served = await cluster.metric(f'baton_gateway_undivided_requests_total{{field="{field}"}}')
+        assert served == 1
+        assert await cluster.metric("baton_gateway_fallbacks_total") == 0
+        _, listed = await cluster.get_json("/debug/requests")
+        assert listed["requests"][0]["mode"] == "colocated"
+        _, shown = await cluster.get_json(f"/debug/requests/{listed['requests'][0]['id']}")
+        assert f"'{field}'" in shown["placement"][0]
+
+    run_vllm(scenario)
+
+
+def test_a_baton_decode_worker_judges_such_a_request_itself():
+    async def scenario(cluster: Cluster):
+        await text_of(cluster, {**PROMPT, "n": 2})
+        assert cluster.decodes[0].visits[0].ticket is not None
+        assert cluster.decodes[0].visits[0].body["n"] == 2
+        assert "n" not in cluster.prefills[0].visits[0].body
+
+    run_vllm(scenario, decodes=1)
+
+
+# What comes of a prefill leg's answer ------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("script", "cause"),
+    [
+        (refuse("invalid_ticket"), "prefill_rejected"),
+        (refuse("replayed_ticket"), "prefill_rejected"),
+        (refuse("not_a_producer"), "prefill_rejected"),
+        (refuse("handoff_failed"), "handoff_failed"),
+        (refuse("of another version"), "prefill_failed"),
+        (lambda visit: visit.answer(200, completion()), "prefill_failed"),
+        (lambda visit: visit.answer(200, []), "prefill_failed"),
+        (lambda visit: fail_as_vllm(visit, 400), "prefill_rejected"),
+        (lambda visit: fail_as_vllm(visit, 500), "prefill_failed"),
+        (lambda visit: fail_as_vllm(visit, 503), "prefill_overloaded"),
+    ],
+)
+def test_when_prefill_hands_nothing_over_decode_is_told_at_every_rank(script, cause):
+    async def scenario(cluster: Cluster):
+        server = cluster.decodes[0]
+        server.script = recompute_when_aborted
+        cluster.prefills[0].script = script
+        assert (await text_of(cluster, STREAM)).endswith("[DONE]\n\n")
+        ticket = server.visits[0].ticket.id.hex()
+        for control in server.controls:
+            assert control.aborts[0][0] == ticket
+            assert "vllm-p" in control.aborts[0][1]
+        assert await fallbacks(cluster, cause) == 1
+
+    run_vllm(scenario, decodes=[decode(num_ranks=2)])
+
+
+def test_a_reason_tells_what_vllm_said():
+    async def scenario(cluster: Cluster):
+        server = cluster.decodes[0]
+        server.script = recompute_when_aborted
+        cluster.prefills[0].script = lambda visit: fail_as_vllm(visit, 400, "too long a prompt")
+        await text_of(cluster, STREAM)
+        assert "too long a prompt" in server.controls[0].aborts[0][1]
+        assert "400" in server.controls[0].aborts[0][1]
+
+    run_vllm(scenario)
+
+
+def test_an_offer_is_no_reason_to_tell_anybody():
+    async def scenario(cluster: Cluster):
+        await text_of(cluster, STREAM)
+        await asyncio.sleep(0.1)
+        assert not cluster.decodes[0].controls[0].aborts
+
+    run_vllm(scenario)
+
+
+def test_after_a_stale_ticket_the_request_is_placed_again_with_the_new_epoch():
+    async def stale_once(visit: Visit):
+        if visit.ticket.prefill.epoch != visit.worker.epoch:
+            await refuse("stale_ticket")(visit)
+        else:
+            await offer(visit)
+
+    async def when_told(visit: Visit):
+        if visit.ticket.prefill.epoch != cluster_epoch():
+            await never_answer(visit)
+        await say_abc_as_vllm(visit)
+
+    server = prefill()
+
+    def cluster_epoch() -> str:
+        return server.epoch
+
+    async def scenario(cluster: Cluster):
+        server.script, cluster.decodes[0].script = stale_once, when_told
+        server.begin_another_life()
+        assert "abc" in await text_of(cluster, PROMPT)
+        assert [v.ticket.prefill.epoch == server.epoch for v in server.visits] == [False, True]
+        assert await fallbacks(cluster, "stale_ticket") == 1
+        assert server.num_discoveries == 2
+
+    run_vllm(scenario, prefills=[server], probe_interval_s=30)
+
+
+# What clients get --------------------------------------------------------------------------------
+
+
+def test_clients_do_not_learn_what_connectors_say():
+    async def scenario(cluster: Cluster):
+        answer = json.loads(await text_of(cluster, PROMPT))
+        whole = completion("abc")
+        del whole["kv_transfer_params"], whole["ec_transfer_params"]
+        assert answer == whole
+
+    run_vllm(scenario)
+
+
+def test_an_answer_keeps_the_text_of_its_numbers():
+    async def odd(visit: Visit):
+        body = b'{"choices": [{"logprob": -1e-400, "big": 123456789012345678901}], "a": "\\u00e9"}'
+        start = [(b"content-type", b"application/json")]
+        await visit.send({"type": "http.response.start", "status": 200, "headers": start})
+        await visit.send({"type": "http.response.body", "body": body})
+
+    async def scenario(cluster: Cluster):
+        cluster.decodes[0].script = odd
+        text = await text_of(cluster, PROMPT)
+        expected = '{"choices":[{"logprob": -1e-400, "big": 123456789012345678901}],"a":"\\u00e9"}'
+        assert text == expected
+
+    run_vllm(scenario)
+
+
+@pytest.mark.parametrize("status", [400, 404, 500])
+def test_vllms_errors_reach_the_client_as_they_are(status):
+    async def scenario(cluster: Cluster):
+        error = lambda visit: fail_as_vllm(visit, status, "scripted")  # noqa: E731
+        cluster.decodes[0].script = cluster.prefills[0].script = error
+        async with cluster.post(PROMPT) as response:
+            assert response.status == status
+            told = (await response.json())["error"]
+        assert (told["message"], told["code"]) == ("scripted", status)
+
+    run_vllm(scenario)
+
+
+def test_a_5xx_of_one_server_is_another_ones_chance():
+    first, second = decode(), ScriptedVllm("vllm-e", "decode", say_abc_as_vllm)
+
+    async def scenario(cluster: Cluster):
+        first.script = lambda visit: fail_as_vllm(visit, 500)
+        assert "abc" in await text_of(cluster, PROMPT)
+        assert await fallbacks(cluster, "decode_failed") == 1
+
+    run_vllm(scenario, decodes=[first, second])
+
+
+def test_an_error_within_a_stream_is_forwarded_and_counted():
+    async def broken(visit: Visit):
+        await visit.start_stream()
+        error = {"message": "Internal server error", "type": "InternalServerError", "code": 500}
+        await visit.write(b"data: " + json.dumps({"error": error}).encode() + b"\n\n")
+        await visit.done()
+
+    async def scenario(cluster: Cluster):
+        cluster.decodes[0].script = broken
+        assert "Internal server error" in await text_of(cluster, STREAM)
+        broken_streams = 'baton_gateway_broken_streams_total{cause="worker_reported"}'
+        assert await cluster.metric(broken_streams) == 1
+
+    run_vllm(scenario)
+
+
+def test_a_client_that_leaves_ends_both_legs():
+    async def scenario(cluster: Cluster):
+        cluster.prefills[0].script = cluster.decodes[0].script = never_answer
+        with suppress(TimeoutError):
+            async with asyncio.timeout(0.3), cluster.post(STREAM):
+                pass
+        for server in (cluster.prefills[0], cluster.decodes[0]):
+            await until(lambda server=server: server.visits[0].left_at is not None)
+
+    run_vllm(scenario)
+
+
+# Traces ------------------------------------------------------------------------------------------
+
+
+def trace(leg: str) -> dict[str, object]:
+    return {
+        "request_id": "mine", "worker": f"vllm-{leg[0]}", "epoch": "e" * 32, "leg": leg,
+        "stamps": {},
+    }  # fmt: skip
+
+
+def test_traces_come_from_the_control_servers():
+    async def scenario(cluster: Cluster):
+        cluster.prefills[0].trace, cluster.decodes[0].trace = trace("prefill"), trace("decode")
+        async with cluster.post(PROMPT, **{"x-request-id": "mine"}) as response:
+            assert response.status == 200
+        _, shown = await cluster.get_json("/debug/requests/mine")
+        assert shown["missing"] == []
+        assert shown["decode"]["worker"] == "vllm-d"
+        assert shown["prefill"]["worker"] == "vllm-p"
+
+    run_vllm(scenario)
+
+
+def test_of_several_ranks_the_first_that_answers_stands_for_all():
+    async def scenario(cluster: Cluster):
+        server = cluster.decodes[0]
+        server.trace = trace("decode")
+        async with cluster.post(PROMPT, **{"x-request-id": "mine"}) as response:
+            assert response.status == 200
+        server.controls[0].kill()
+        _, shown = await cluster.get_json("/debug/requests/mine")
+        assert shown["decode"]["worker"] == "vllm-d"
+        assert shown["missing"] == ["prefill (vllm-p)"]
+
+    run_vllm(scenario, decodes=[decode(num_ranks=2)])

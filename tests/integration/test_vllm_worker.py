@@ -1,0 +1,214 @@
+"""`baton worker --engine vllm`: why it does not start, how it starts, and how it ends."""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.error
+import urllib.request
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+START_TIMEOUT_S = 240
+POOL = "engine.kv_cache_bytes=134217728"
+
+
+@pytest.fixture
+def runtime():
+    """This user's runtime directory: short, since sockets lie in it."""
+    path = tempfile.mkdtemp(prefix="b-", dir="/tmp")
+    yield Path(path)
+    shutil.rmtree(path)
+
+
+@contextmanager
+def worker(runtime, *arguments):
+    """A running worker; it and what it started are killed at the end whatever happened."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("BATON_")}
+    with (runtime / "stderr").open("wb") as stderr:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "baton.cli", "worker", "--engine", "vllm", *arguments],
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            env={**kept, "XDG_STATE_HOME": str(runtime), "XDG_RUNTIME_DIR": str(runtime)},
+            start_new_session=True,
+        )
+    watchdog = threading.Timer(START_TIMEOUT_S, process.kill)  # ends what waits for a line
+    watchdog.start()
+    try:
+        yield process
+    finally:
+        watchdog.cancel()
+        process.kill()
+        process.communicate()
+
+
+def until_said(process, runtime, event, phase=None):
+    """What it announces until it announces this."""
+    for line in process.stdout:
+        said = json.loads(line)
+        if said["event"] == event and phase in {None, said.get("phase")}:
+            return said
+    raise AssertionError((runtime / "stderr").read_text("utf-8"))
+
+
+def descendants(pid):
+    children = [
+        int(word)
+        for task in Path(f"/proc/{pid}/task").iterdir()
+        for word in (task / "children").read_text().split()
+    ]
+    return [*children, *(pid for child in children for pid in descendants(child))]
+
+
+def is_gone(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except FileNotFoundError:
+        return True
+
+
+def until_gone(pids, timeout_s=5):
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline and not all(is_gone(pid) for pid in pids):
+        time.sleep(0.05)
+    return [pid for pid in pids if not is_gone(pid)]
+
+
+def refused(runtime, *arguments):
+    """What a worker writes that does not start."""
+    with worker(runtime, *arguments) as process:
+        said = process.stdout.read()
+        assert process.wait(timeout=60) == 2
+    assert b"ready" not in said
+    message = (runtime / "stderr").read_text("utf-8")
+    assert "Traceback" not in message
+    return message
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--model", "/nowhere"), "--model /nowhere: there is no such folder"),
+        (("--model", "/tmp"), "--model /tmp: no config.json in it"),
+        (("--set", "engine.block_size=16"), "multiples of 32"),
+        (("--set", f"engine.kv_cache_bytes={2**50}"), "not enough memory: 1073741824 MiB for KV"),
+        (("--host", "0.0.0.0"), "0.0.0.0 needs a cluster key"),
+    ],
+)
+def test_what_cannot_be_served_is_said_at_once(runtime, arguments, message):
+    assert message in refused(runtime, *arguments)
+
+
+def test_a_taken_port_is_said_before_anything_loads(runtime):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert f"127.0.0.1:{port} is taken" in refused(runtime, "--port", port)
+
+
+def test_a_flag_that_vllm_does_not_know_is_said_by_vllm(runtime):
+    said = refused(runtime, "--set", 'engine.arguments=["--warp-speed"]')
+    assert "unrecognized arguments: --warp-speed" in said
+
+
+@pytest.mark.parametrize("phase", ["importing vLLM", "starting vLLM's engine"])
+def test_ctrl_c_while_loading_leaves_at_once_and_nothing_behind(runtime, phase):
+    with worker(runtime, "--set", POOL) as process:
+        until_said(process, runtime, "loading", phase)
+        time.sleep(1.5)
+        children = descendants(process.pid)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=10) == 0
+        assert until_said(process, runtime, "draining")["timeout_s"] == 0.0
+        assert until_gone(children) == []
+        assert not list(runtime.glob("baton/worker-*"))
+
+
+def ask(url, **fields):
+    body = {"model": "demo", "prompt": "Once upon a time", "temperature": 0, **fields}
+    request = urllib.request.Request(
+        f"{url}/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"}
+    )
+    return urllib.request.urlopen(request, timeout=120)
+
+
+def status_of(question):
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        question()
+    with caught.value as error:
+        return error.code, json.load(error)
+
+
+def test_a_worker_starts_answers_and_drains(runtime):
+    with worker(runtime, "--name", "v", "--set", POOL, "--set", "engine.num_threads=1") as process:
+        ready = until_said(process, runtime, "ready")
+        url, engines = ready["url"], descendants(process.pid)
+        assert (ready["worker"], ready["role"]) == ("v", "both")
+        assert ready["epoch"]
+        assert int(ready["handoff_address"].rpartition(":")[2]) > 0
+        (directory,) = runtime.glob("baton/worker-*")
+        assert {path.name for path in directory.iterdir()} >= {"events", "replay"}
+        assert directory.stat().st_mode & 0o077 == 0
+
+        with ask(url, stream=True, max_tokens=200, ignore_eos=True) as answer:
+            assert answer.readline().startswith(b"data: ")
+            os.killpg(process.pid, signal.SIGTERM)
+            until_said(process, runtime, "draining")
+            health = status_of(lambda: urllib.request.urlopen(f"{url}/health", timeout=10))
+            assert health == (503, {"status": "draining"})
+            code, body = status_of(lambda: ask(url, max_tokens=1))
+            assert (code, body["error"]["code"]) == (503, "draining")
+            lines = [line for line in answer if line.startswith(b"data: ")]
+        assert len(lines) == 200  # the first was read before; at the end [DONE]
+        assert lines[-1] == b"data: [DONE]\n"
+        assert json.loads(lines[-2][6:])["choices"][0]["finish_reason"] == "length"
+        assert process.wait(timeout=20) == 0
+        assert until_gone(engines) == []
+        assert not list(runtime.glob("baton/worker-*"))
+
+
+FOLLOWER = """
+import multiprocessing, os, time
+from baton.config.environment import change_environment
+from baton.config.sections import LogSection
+from baton.engines.vllm.engine_process import follow_server, server_variables
+
+def follow(pipe):
+    follow_server()
+    pipe.send((os.getpid(), os.getpgid(0)))
+    time.sleep(60)
+
+if __name__ == "__main__":
+    change_environment(server_variables(LogSection()) if {tied} else {{}})
+    ours, theirs = multiprocessing.Pipe()
+    context = multiprocessing.get_context("spawn")
+    context.Process(target=follow, args=(theirs,), daemon=True).start()
+    print(*ours.recv(), flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_an_engine_ends_with_its_server_and_only_with_it(tmp_path, tied):
+    script = tmp_path / "server.py"
+    script.write_text(FOLLOWER.format(tied=tied), "utf-8")
+    server = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE)
+    with server:
+        pid, group = (int(word) for word in server.stdout.readline().split())
+        try:
+            assert (group == pid) is tied  # a signal for the server's group does not reach it
+            server.kill()
+            server.wait()
+            assert (until_gone([pid], timeout_s=2) == []) is tied
+        finally:
+            server.kill()
+            if not is_gone(pid):
+                os.kill(pid, signal.SIGKILL)

@@ -1,0 +1,188 @@
+"""The scheduler's hooks over stand-ins for vLLM's requests and steps."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from baton.authority.key import ClusterKey
+from baton.authority.ticket import Ticket, WorkerRef, seal
+from baton.engines.vllm.admission import Admission
+from baton.engines.vllm.identity import Identity
+from baton.engines.vllm.information import KVEventsInfo, ModelFacts, RankFacts
+from baton.engines.vllm.meta import StepReport
+from baton.engines.vllm.tickets import TicketReader
+from baton.ids import Epoch, WorkerId, new_ticket_id
+from baton.kv.identity import compute_prompt_hash
+from baton.kv.layout import KVLayout
+from baton.testing.clocks import ManualClock
+
+KEY = ClusterKey(b"k" * 32)
+ME = WorkerRef(WorkerId("v0"), Epoch("0" * 32), "127.0.0.1:1")
+PEER = WorkerRef(WorkerId("v1"), Epoch("a" * 32), "127.0.0.1:2")
+IDENTITY = Identity(ME.worker, ME.epoch, "both", 1)
+EVENTS = KVEventsInfo("ipc:///tmp/kv.ipc", None, "kv")
+MODEL = ModelFacts("/models/m", "m", 4096, ("shared", "tcp"), EVENTS)
+FACTS = RankFacts(
+    "127.0.0.1:9",
+    "http://127.0.0.1:10",
+    "f" * 64,
+    KVLayout.gqa(2, 4, 32, block_size=4, dtype="float32"),
+)
+
+
+@pytest.fixture
+def admission() -> Admission:
+    clock = ManualClock()
+    reader = TicketReader(IDENTITY, KEY, clock)
+    made = Admission(IDENTITY, MODEL, block_size=4, reader=reader, clock=clock)
+    made.meet_ranks({0: FACTS})
+    return made
+
+
+def sealed(prefill: WorkerRef, decode: WorkerRef) -> str:
+    expires_at = ManualClock().unix_now() + 60
+    return seal(Ticket(new_ticket_id(), "req-1", prefill, decode, "push", expires_at, "salt"), KEY)
+
+
+def request(params: dict[str, object] | None, name: str = "r", **changes: object) -> Any:
+    fields: dict[str, object] = {
+        "request_id": name,
+        "kv_transfer_params": params,
+        "prompt_token_ids": list(range(9)),
+        "prompt_embeds": None,
+        "mm_features": [],
+        "lora_request": None,
+        "resumable": False,
+        "num_prompt_tokens": 9,
+        "num_output_tokens": 1,
+        "status": SimpleNamespace(name="FINISHED_LENGTH_CAPPED"),
+    }
+    return SimpleNamespace(**(fields | changes))
+
+
+def sending() -> dict[str, object]:
+    return {"baton_ticket": sealed(ME, PEER), "do_remote_decode": True}
+
+
+def receiving() -> dict[str, object]:
+    return {"baton_ticket": sealed(PEER, ME), "do_remote_prefill": True}
+
+
+def step(
+    new: tuple[Any, ...] = (), cached: tuple[Any, ...] = (), preempted: set[str] | None = None
+) -> Any:
+    """`(request, blocks, num_computed, num_scheduled)` for each."""
+    return SimpleNamespace(
+        num_scheduled_tokens={r: n for r, _, _, n in (*new, *cached)},
+        scheduled_new_reqs=[
+            SimpleNamespace(req_id=r, block_ids=(b,), num_computed_tokens=c) for r, b, c, _ in new
+        ],
+        scheduled_cached_reqs=SimpleNamespace(
+            req_ids=[r for r, _, _, _ in cached],
+            new_block_ids=[None if b is None else (b,) for _, b, _, _ in cached],
+            num_computed_tokens=[c for _, _, c, _ in cached],
+        ),
+        preempted_req_ids=preempted,
+    )
+
+
+def test_a_request_without_parameters_costs_nothing(admission: Admission) -> None:
+    plain = request(None)
+    admission.add(plain)
+    assert admission.count_missing(plain, 0) == 0
+    admission.allocated(plain, ([1, 2],), 0)
+    assert admission.step(step(new=(("r", [1, 2, 3], 0, 9),))).offers == ()
+    assert admission.finish(plain) == (False, None)
+
+
+def test_the_probe_is_answered_with_all_that_a_gateway_needs(admission: Admission) -> None:
+    probe = request({"baton_info": True})
+    assert admission.count_missing(probe, 0) == 0
+    held, said = admission.finish(probe)
+    assert not held
+    assert said is not None
+    info: Any = said["baton_info"]
+    assert (info["worker"], info["epoch"], info["dialect"]) == ("v0", "0" * 32, "vllm")
+    assert info["handoff_address"] == "127.0.0.1:9"
+    assert info["control_urls"] == ("http://127.0.0.1:10",)
+    assert info["kv_events"]["endpoint"] == "ipc:///tmp/kv.ipc"
+    assert info["layout"]["block_size"] == 4
+
+
+def test_both_sides_name_the_prompt_alike(admission: Admission) -> None:
+    prefill = request(sending(), "p")
+    decode = request(receiving(), "d")
+    expected = compute_prompt_hash("f" * 64, "salt", np.arange(9, dtype=np.int32))
+    admission.add(prefill)
+    (offer,) = admission.step(step(new=(("p", [1, 2, 3], 0, 9),))).offers
+    assert admission.count_missing(decode, 0) == 9
+    admission.allocated(decode, ([4, 5, 6],), 9)
+    (expect,) = admission.step(step()).expected
+    assert offer.prompt.prompt_hash == expect.prompt.prompt_hash == expected
+
+
+def test_a_prefill_legs_answer_says_what_became_of_it(admission: Admission) -> None:
+    good, bad = request(sending(), "good"), request(sending(), "bad")
+    for one in (good, bad):
+        admission.add(one)
+    admission.step(step(new=(("good", [1, 2], 0, 5), ("bad", [3, 4, 5], 0, 9))))
+    admission.step(step(cached=(("good", [6], 5, 4), ("bad", None, 9, 1))))
+    admission.hear(None, StepReport((("bad", "the peer is gone"),)))
+    assert admission.finish(good) == (True, {"baton": {"status": "offered"}})
+    refused = {"status": "refused", "code": "handoff_failed", "reason": "the peer is gone"}
+    assert admission.finish(bad) == (True, {"baton": refused})
+
+
+def test_a_preempted_prefill_gives_its_blocks_back_at_once(admission: Admission) -> None:
+    one = request(sending())
+    admission.add(one)
+    admission.step(step(new=(("r", [1], 0, 4),)))
+    assert admission.step(step(preempted={"r"})).preempted == ("r",)
+    held, said = admission.finish(one)
+    assert not held
+    assert said is not None
+
+
+def test_the_first_of_several_children_takes_the_ticket(admission: Admission) -> None:
+    params = receiving()
+    first, second = request(params, "0_r"), request(params, "1_r")
+    assert admission.count_missing(first, 0) == 9
+    assert admission.count_missing(second, 0) == 0
+    assert admission.count_missing(first, 4) == 5
+    assert admission.take_refused() == {"replayed_ticket": 1}
+    assert admission.take_refused() == {}
+    assert admission.finish(second) == (False, None)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"prompt_token_ids": None},
+        {"mm_features": ["an image"]},
+        {"lora_request": "an adapter"},
+        {"resumable": True},
+    ],
+)
+def test_kv_that_depends_on_more_than_tokens_is_not_handed_over(
+    admission: Admission, changes: dict[str, object]
+) -> None:
+    one = request(sending(), **changes)
+    admission.add(one)
+    assert admission.step(step(new=(("r", [1, 2, 3], 0, 9),))).offers == ()
+    held, said = admission.finish(one)
+    assert not held
+    assert said is not None
+    report: Any = said["baton"]
+    assert report["code"] == "unsupported_request"
+
+
+def test_a_request_that_was_rejected_before_it_was_added_is_declined(
+    admission: Admission,
+) -> None:
+    """vLLM's own way to say that a request will never run: it is finished, and nothing else."""
+    assert admission.finish(request(receiving())) == (False, None)
+    assert len(admission.step(step()).declined) == 1

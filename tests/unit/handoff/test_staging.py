@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.errors import HandoffError
+from baton.handoff.staging import Holder, StagingPages
+from baton.ids import TicketId
+
+NUM_PAGES = 8
+
+
+def holder(number: int, side: str = "receive") -> Holder:
+    return Holder(side, TicketId(bytes([number]) * 16))
+
+
+def test_pages_are_given_in_the_order_of_asking() -> None:
+    pages = StagingPages(NUM_PAGES)
+    assert pages.ask(holder(1), 5) is not None
+    assert pages.ask(holder(2), 5) is None
+    assert pages.ask(holder(3), 1) is None, "a small one overtakes"
+    assert pages.take_served() == []
+    pages.give_back(holder(1))
+    assert pages.take_served() == [holder(2), holder(3)]
+    assert pages.take_served() == []
+    assert len(pages.ask(holder(2), 5)) == 5
+
+
+def test_a_ticket_may_be_sent_and_received() -> None:
+    pages = StagingPages(NUM_PAGES)
+    sent, received = pages.ask(holder(1, "send"), 4), pages.ask(holder(1), 4)
+    assert not set(sent.tolist()) & set(received.tolist())
+
+
+def test_what_could_never_fit_is_refused() -> None:
+    pages = StagingPages(NUM_PAGES)
+    with pytest.raises(HandoffError, match="needs 9 staging pages where there are 8"):
+        pages.ask(holder(1), 9)
+    assert (pages.num_free, pages.num_waiting) == (8, 0)
+
+
+def test_one_that_leaves_the_line_lets_the_next_in() -> None:
+    pages = StagingPages(NUM_PAGES)
+    pages.ask(holder(1), 5)
+    pages.ask(holder(2), 5)
+    pages.ask(holder(3), 3)
+    pages.give_back(holder(2))
+    assert pages.take_served() == [holder(3)]
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 6), st.integers(1, NUM_PAGES), st.booleans()), max_size=40)
+)
+def test_no_page_has_two_holders_and_none_is_lost(steps: list[tuple[int, int, bool]]) -> None:
+    pages = StagingPages(NUM_PAGES)
+    asked: dict[int, int] = {}
+    for number, wanted, gives_back in steps:
+        if gives_back:
+            pages.give_back(holder(number))
+            asked.pop(number, None)
+        else:
+            num_pages = asked.setdefault(number, wanted)
+            held = pages.ask(holder(number), num_pages)
+            again = pages.ask(holder(number), num_pages)
+            assert np.array_equal(held, again) if held is not None else again is None
+            assert held is None or len(held) == num_pages
+        pages.check_invariants()
+    # Whoever waits is served, once those before it are done.
+    for _ in range(len(asked)):
+        number = next(n for n in asked if pages.ask(holder(n), asked[n]) is not None)
+        pages.give_back(holder(number))
+        del asked[number]
+        pages.check_invariants()
+    assert (pages.num_free, pages.num_waiting) == (NUM_PAGES, 0)
