@@ -5,8 +5,8 @@
 
 Prefill's agent announces and hashes (and, over tcp, sends); decode's agent copies and verifies. The
 CPU time of both threads is read from /proc/PID/task/*/schedstat around each request of 2,000 random
-tokens; in GB/s it is the KV's bytes over that time, and its share is of the prefill's duration in the
-request's trace. Wall time of the copy is less where the two cores work at once.
+tokens; in GB/s it is the KV's bytes over that time, and its share is of the prefill's duration in
+the request's trace. Wall time of the copy is less where the two cores work at once.
 """
 
 from __future__ import annotations

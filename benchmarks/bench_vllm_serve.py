@@ -4,8 +4,8 @@
         [--json benchmarks/results/vllm_serve.json]
 
 `vllm bench serve` (its `vllm` command does not start on the CPU build, so its function is called)
-sends random prompts of 512 tokens and wants 32 back. What counts is that all complete; its figures are
-kept as it reports them.
+sends random prompts of 512 tokens and wants 32 back. What counts is that all complete; its figures
+are kept as it reports them.
 """
 
 from __future__ import annotations
