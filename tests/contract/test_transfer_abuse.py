@@ -14,6 +14,7 @@ from baton.kv.copies import PageCopies
 from baton.testing.transport_contract.kit import NUM_PAGES, PAGE_BYTES
 from baton.testing.transport_contract.strangers import StrangerContract
 from baton.testing.transport_pair import TransportPair, whole_pages
+from baton.transfer import channel
 from baton.transfer.framing import FrameDecoder, encode_frame
 from baton.transfer.handshake import ListenerHandshake
 from baton.transfer.interface import (
@@ -403,3 +404,25 @@ def test_stripes_of_one_write_that_contradict_each_other_end_the_connection():
         assert writer.events == []  # half of a write is no write
         writer.say(writer.data(sequence=1, stripes=17))
         writer.check_hung_up()
+
+
+def test_while_much_is_to_come_readiness_waits_for_a_good_deal_of_it():
+    kit = TcpKit()
+    shapes = ((1024, 65_536),)
+    pair = TransportPair.of(kit.make_side(shapes), kit.make_side(shapes))
+    pair.writer.fill(seed=1)
+    remote, window = pair.attach(), pair.open_window(range(1024))
+    groups = [whole_pages(range(1024), range(1024), 65_536)]
+
+    def awaited():
+        sockets = [connection.channel.socket for connection in pair.reader.transport._inbound]
+        return {sock.getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT) for sock in sockets}
+
+    assert awaited() == {1}
+    pair.writer.transport.submit(pair.write(remote, window, groups))
+    pair.pump(lambda: bool(pair.reader.pages()[0].any()))
+    assert channel.WAKE_BYTES in awaited()
+    pair.pump(lambda: bool(pair.seen(WriteCompleted)))
+    assert awaited() == {1}
+    assert (pair.reader.pages() == pair.writer.pages()).all()
+    pair.close()

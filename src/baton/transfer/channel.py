@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections import deque
+from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
 from baton.errors import PeerLostError
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 
 MAX_UNSENT_FRAMES_BYTES: Final = 4 << 20
 RECEIVE_BYTES: Final = 65_536
+WAKE_BYTES: Final = 512 << 10
+"""Far more than a TLS record, of which OpenSSL may hold a part: what is awaited is on its way."""
 MAX_RECEIVE_ROUNDS: Final = 16
 MAX_SEND_ROUNDS: Final = 16
 """Socket calls in one `flush`: then others get their turn."""
@@ -38,6 +41,7 @@ class Channel:
         self.waits_for_peer = False
         """What is unsent can leave only after something was read (a TLS handshake)."""
         self._received_fds: list[int] = []
+        self._num_awaited_bytes = 1
 
     @property
     def has_unsent(self) -> bool:
@@ -185,6 +189,17 @@ class Channel:
             raise PeerLostError("the peer closed the connection")
         self.num_received_bytes += num_bytes
         return num_bytes
+
+    def expect_bytes(self, num_bytes: int) -> None:
+        """So many page bytes will come: of many, be ready once for a good deal of them.
+
+        Each wake-up costs tens of microseconds, and would find what one segment brought.
+        """
+        num_awaited_bytes = WAKE_BYTES if num_bytes >= 2 * WAKE_BYTES else 1
+        if num_awaited_bytes != self._num_awaited_bytes:
+            self._num_awaited_bytes = num_awaited_bytes
+            with suppress(OSError):  # a socket that is gone says so when it is read
+                self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, num_awaited_bytes)
 
     def close(self) -> None:
         """Close the socket and forget what was not sent; idempotent."""

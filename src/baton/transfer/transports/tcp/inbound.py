@@ -142,6 +142,7 @@ class Inbound:
         geometry = unpack_target(part.dst_pages, part.spans, array)
         self._part = part
         self._num_missing_bytes = geometry.num_bytes
+        self.connection.channel.expect_bytes(geometry.num_bytes)
         self._batches = write_batches(geometry, self.region.memory, array)
         refusal = self._refusal or self._admission.find_refusal(
             TicketId(part.window), self._writer, self.region, geometry.pages
@@ -174,6 +175,7 @@ class Inbound:
 
     def _take_payload(self, num_bytes: int) -> None:
         self._num_missing_bytes -= num_bytes
+        self.connection.channel.expect_bytes(self._num_missing_bytes)
         self._batch = skip_bytes(self._batch, num_bytes)
         if not self._batch:
             self._next_batch()

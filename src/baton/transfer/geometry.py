@@ -1,0 +1,113 @@
+"""Which bytes of an array one part of a transfer names, as index arrays and packed for the wire."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from baton.errors import ProtocolError
+from baton.transfer.bounds import are_pages_inside, are_spans_inside
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from baton.transfer.interface import PageArray
+
+MAX_PAYLOAD_BYTES: Final = 1 << 30
+"""Of one part: what a peer may announce."""
+
+_PACKED: Final = np.dtype("<u4")
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """Each of `pages`, int64 `[n]`, in turn; in each page every span in turn.
+
+    `starts` and `lengths`, int64 `[s]`, are bytes inside a page. The order is that of the payload.
+    """
+
+    pages: NDArray[np.int64]
+    starts: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+
+    @property
+    def bytes_per_page(self) -> int:
+        """Payload of one page."""
+        return int(self.lengths.sum())
+
+    @property
+    def num_bytes(self) -> int:
+        """Payload of all pages."""
+        return len(self.pages) * self.bytes_per_page
+
+    def joined(self) -> Geometry:
+        """The same bytes in the same order, spans that touch made one."""
+        starts, lengths = _join_neighbours(self.starts, self.lengths)
+        return Geometry(self.pages, starts, lengths)
+
+    def take_pages(self, first: int, num_pages: int) -> Geometry:
+        """The part from page number `first` on."""
+        return Geometry(self.pages[first : first + num_pages], self.starts, self.lengths)
+
+
+def pack_indices(indices: NDArray[np.int64]) -> bytes:
+    """Non-negative indices below 2**32, any shape, as packed little-endian u32."""
+    return indices.astype(_PACKED).tobytes()
+
+
+def unpack_geometry(packed_pages: bytes, packed_spans: bytes, array: PageArray) -> Geometry:
+    """What a peer's part names, known to lie inside `array`: pages u32 `[n]`, spans u32 `[s, 2]`.
+
+    Spans are `(start, num_bytes)` inside a page, and may repeat bytes.
+
+    Raises:
+        ProtocolError: it does not, or is too large: no honest peer sends that.
+    """
+    if len(packed_pages) % 4 or len(packed_spans) % 8:
+        raise ProtocolError("packed indices end in the middle of a number")
+    pages = np.frombuffer(packed_pages, _PACKED).astype(np.int64)
+    spans = np.frombuffer(packed_spans, _PACKED).astype(np.int64).reshape(-1, 2)
+    geometry = Geometry(pages, spans[:, 0], spans[:, 1])
+    if not are_pages_inside(pages, array.num_pages):
+        raise ProtocolError("a part names a page outside the region")
+    if not are_spans_inside(geometry.starts, geometry.lengths, array.page_bytes):
+        raise ProtocolError("a part names a span that is empty or leaves its page")
+    if geometry.num_bytes > MAX_PAYLOAD_BYTES:
+        raise ProtocolError(f"a part of {geometry.num_bytes} bytes; at most {MAX_PAYLOAD_BYTES}")
+    return geometry
+
+
+def unpack_target(packed_pages: bytes, packed_spans: bytes, array: PageArray) -> Geometry:
+    """Like `unpack_geometry`, for bytes that are to be stored: spans together fit in a page.
+
+    Raises:
+        ProtocolError: they do not: then some would be stored twice.
+    """
+    geometry = unpack_geometry(packed_pages, packed_spans, array)
+    if geometry.bytes_per_page > array.page_bytes:
+        raise ProtocolError("the spans of a part are larger than the page that they go to")
+    return geometry
+
+
+def compute_runs(
+    geometry: Geometry, array: PageArray
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Offsets in the region and lengths of all pieces, neighbours joined: int64 `[r]` each."""
+    bases = array.offset_bytes + geometry.pages * array.page_bytes
+    offsets = (bases[:, None] + geometry.starts[None, :]).reshape(-1)
+    lengths = np.broadcast_to(geometry.lengths, (len(bases), len(geometry.lengths))).reshape(-1)
+    return _join_neighbours(offsets, lengths)
+
+
+def _join_neighbours(
+    offsets: NDArray[np.int64], lengths: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    if len(offsets) == 0:
+        return offsets, lengths
+    is_first = np.empty(len(offsets), np.bool_)
+    is_first[0] = True
+    np.not_equal(offsets[1:], offsets[:-1] + lengths[:-1], out=is_first[1:])
+    firsts = np.flatnonzero(is_first)
+    return offsets[firsts], np.add.reduceat(lengths, firsts)

@@ -1,0 +1,27 @@
+"""A transfer cut into parts, so that each one's frame and payload stay within their bounds."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from baton.kv.copies import CopyGroup
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+MAX_PART_BYTES: Final = 64 << 20
+MAX_PART_PAGES: Final = 65_536
+"""A frame of so many packed indices is a quarter of the largest one."""
+
+
+def cut_parts(groups: tuple[CopyGroup, ...], max_bytes: int = MAX_PART_BYTES) -> list[CopyGroup]:
+    """All pages of all groups, in order, in parts of about `max_bytes` or one page at least."""
+    return [part for group in groups for part in _cut_group(group, max_bytes)]
+
+
+def _cut_group(group: CopyGroup, max_bytes: int) -> Iterator[CopyGroup]:
+    bytes_per_page = max(1, int(group.spans[:, 2].sum()))
+    num_pages = max(1, min(MAX_PART_PAGES, max_bytes // bytes_per_page))
+    for first in range(0, len(group.src_pages), num_pages):
+        pages = slice(first, first + num_pages)
+        yield CopyGroup(group.src_pages[pages], group.dst_pages[pages], group.spans)

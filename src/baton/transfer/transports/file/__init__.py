@@ -1,0 +1,34 @@
+"""`file`: pages through a directory that both workers see.
+
+When one would use it: where the two can reach a common filesystem but no common memory, and sockets
+carry little (an NVMe that two containers mount, a fast parallel filesystem or NFS between hosts
+whose network is slow or filtered but for one port); or to compare. Between processes of one host
+`shared` is faster, between hosts with a good network `tcp` is.
+
+Enters: whole page index lists and their notice. Leaves: parcels (files of up to 16 MiB) in the
+receiver's own folder, then word of each over a small connection; on the other side the bytes in
+place, the parcel gone, and `Arrived`.
+
+File map:
+    options.py     what an operator may say
+    spool.py       the receiver's folder: made, proved to be seen by both, swept
+    parcel.py      one file, written or read a slice at a time
+    wire.py        the messages, and their bounds
+    remote.py      the writing end
+    inbound.py     the receiving end of one connection
+    transport.py   `FileTransport`: the contract, windows, admission
+"""
+
+from functools import partial
+
+from baton.registry import Plugin
+from baton.transfer.interface import TransportFactory
+from baton.transfer.transports.file.options import FileOptions
+from baton.transfer.transports.file.transport import FileTransport
+
+
+def _build(options: FileOptions) -> TransportFactory:
+    return partial(FileTransport, options)
+
+
+PLUGIN = Plugin(FileOptions, _build)

@@ -1,0 +1,243 @@
+"""`file`: pages through a directory; the receiver reads them into place itself.
+
+Because it does, a closed window is quiescent at once: what still lies there for it is removed.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from baton.errors import TransferError
+from baton.ids import Epoch, RegionHandle
+from baton.transfer.bounds import check_copies, check_notice
+from baton.transfer.dialing import Dialer
+from baton.transfer.interface import (
+    Arrived,
+    Capabilities,
+    RegionDescriptor,
+    RemoteId,
+    TransferId,
+    WindowQuiescent,
+)
+from baton.transfer.listening import Listener
+from baton.transfer.messages import encode
+from baton.transfer.onesided.endpoints import open_dialer, open_listener
+from baton.transfer.reactor import Reactor
+from baton.transfer.region import check_arrays
+from baton.transfer.transports.file.inbound import Inbound, Writer
+from baton.transfer.transports.file.remote import Remote
+from baton.transfer.transports.file.spool import Spool
+from baton.transfer.transports.file.wire import (
+    MAX_BODY_BYTES,
+    Attached,
+    NotAttached,
+    decode_attach,
+)
+from baton.transfer.windows import PageSet, check_window_pages
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from baton.ids import TicketId
+    from baton.transfer.channel import Channel
+    from baton.transfer.connection import Connection
+    from baton.transfer.interface import (
+        PagedRegion,
+        PageRead,
+        PageWrite,
+        TransferEvent,
+        TransportContext,
+        Window,
+    )
+    from baton.transfer.transports.file.options import FileOptions
+
+PURPOSE = "file"
+
+
+class FileTransport:
+    """See `Transport`. Owner thread: whoever calls `poll`, which writes and reads the files.
+
+    A slice of 4 MiB at a time; a filesystem that hangs (a lost NFS server) hangs its caller.
+    """
+
+    kind = "file"
+    capabilities = Capabilities(memory=("host", "shared"), same_host_only=False, reads=False)
+
+    def __init__(self, options: FileOptions, context: TransportContext) -> None:
+        self._options, self._context = options, context
+        self._directory = Path(options.directory)
+        self._reactor = Reactor(context.clock)
+        self.readiness_fd: int | None = self._reactor.fd
+        self._dialer = Dialer(
+            self._reactor, context.key, PURPOSE, timeout_s=options.connect_timeout_s
+        )
+        self._regions: dict[RegionHandle, PagedRegion] = {}
+        self._windows: dict[TicketId, tuple[Window, PageSet]] = {}
+        self._remotes: dict[RemoteId, Remote] = {}
+        self._inbound: dict[Connection, Inbound] = {}
+        self._listener: Listener | None = None
+        self._spool: Spool | None = None
+        self._endpoint = ""
+        self._num_remotes = self._num_transfers = 0
+
+    def expose(self, region: PagedRegion) -> RegionDescriptor:
+        """See `Transport`. The first call makes this side's folder, and removes dead workers'."""
+        if region.kind not in self.capabilities.memory:
+            raise TransferError(f"file cannot expose {region.kind} memory")
+        check_arrays(region.arrays)
+        if self._spool is None:
+            self._spool = Spool(self._directory, self._context.epoch)
+            self._spool.sweep(self._options.stale_after_s)
+        if self._listener is None:
+            sock, self._endpoint = open_listener(
+                "network", self._context.bind_host, self._options.advertise_host
+            )
+            self._listener = Listener(
+                sock, self._reactor, self._context.key, PURPOSE, on_peer=self._welcome
+            )
+        self._regions[region.handle] = region
+        return RegionDescriptor(
+            self.kind, region.handle, self._context.epoch, region.arrays, self._endpoint
+        )
+
+    def attach(self, descriptor: RegionDescriptor) -> RemoteId:
+        """See `Transport`."""
+        if descriptor.transport != self.kind:
+            raise TransferError(f"a {descriptor.transport} descriptor was given to file")
+        check_arrays(descriptor.arrays)
+        sock, address = open_dialer("network", descriptor.endpoint)
+        self._num_remotes += 1
+        remote = Remote(
+            RemoteId(self._num_remotes),
+            descriptor,
+            self._context.epoch,
+            directory=self._directory,
+            options=self._options,
+            reactor=self._reactor,
+        )
+        self._remotes[remote.id] = remote
+        try:
+            remote.own(self._dialer.dial(sock, address, remote.begin, remote.lose))
+        except TransferError as exc:
+            remote.lose(exc)
+        return remote.id
+
+    def detach(self, remote: RemoteId) -> None:
+        """See `Transport`."""
+        known = self._remotes.pop(remote, None)
+        if known is not None:
+            known.detach()
+
+    def open_window(self, window: Window) -> None:
+        """See `Transport`."""
+        if window.id in self._windows:
+            raise TransferError("this window is open already")
+        region = self._find_region(window.region)
+        check_window_pages(window.pages, region.arrays)
+        self._windows[window.id] = (window, PageSet(window.pages))
+
+    def close_window(self, window: TicketId) -> None:
+        """See `Transport`."""
+        if self._windows.pop(window, None) is None:
+            return
+        for inbound in list(self._inbound.values()):
+            inbound.refuse_window(window)
+        self._reactor.report(WindowQuiescent(window))
+
+    def submit(self, write: PageWrite) -> TransferId:
+        """See `Transport`."""
+        remote = self._remotes.get(write.remote)
+        if remote is None or remote.is_attaching:
+            raise TransferError("this remote is not attached")
+        region = self._find_region(write.region)
+        check_copies(write.copies, region.arrays, remote.descriptor.arrays)
+        check_notice(write.notice)
+        self._num_transfers += 1
+        transfer = TransferId(self._num_transfers)
+        remote.submit(transfer, write, region)
+        return transfer
+
+    def read(self, read: PageRead) -> TransferId:
+        """See `Transport`: this one does not."""
+        del read
+        raise TransferError("file does not read a peer's pages; ask the peer to write them")
+
+    def poll(self) -> list[TransferEvent]:
+        """See `Transport`."""
+        return self._reactor.poll()
+
+    def close(self) -> None:
+        """See `Transport`."""
+        if self.readiness_fd is None:
+            return
+        for remote in self._remotes.values():
+            remote.detach()
+        for inbound in self._inbound.values():
+            inbound.close()
+        self._inbound.clear()
+        if self._listener is not None:
+            self._listener.close()
+        if self._spool is not None:
+            self._spool.close()
+        self._reactor.close()
+        self.readiness_fd = None
+
+    def find_refusal(
+        self, window: TicketId, writer: Epoch, region: PagedRegion, pages: NDArray[np.int64]
+    ) -> str | None:
+        """See `Admission`."""
+        found = self._windows.get(window)
+        if found is None:
+            return "the window is not open"
+        admitted, page_set = found
+        if admitted.writer != writer or admitted.region != region.handle:
+            return "the window is for another writer or region"
+        return None if page_set.covers(pages) else "a page is outside the window"
+
+    def arrived(self, window: TicketId, notice: bytes) -> None:
+        """See `Admission`."""
+        self._reactor.report(Arrived(window, notice))
+
+    def _find_region(self, handle: RegionHandle) -> PagedRegion:
+        region = self._regions.get(handle)
+        if region is None:
+            raise TransferError("this region was not exposed")
+        return region
+
+    def _welcome(self, connection: Connection) -> None:
+        """A writer proved itself: its first message says which region it wants."""
+        connection.channel.allow_bodies(MAX_BODY_BYTES)
+        connection.become(partial(self._admit, connection), partial(self._forget, connection))
+
+    def _admit(self, connection: Connection, channel: Channel) -> None:
+        body = channel.receive_body()
+        if body is None:
+            return
+        attach = decode_attach(body)
+        region = self._regions.get(RegionHandle(attach.region))
+        if region is None or self._spool is None:
+            connection.send_body(encode(NotAttached("no such region")))
+            return
+        inbound = Inbound(
+            connection,
+            Writer(Epoch(attach.epoch), attach.link),
+            region,
+            spool=self._spool,
+            direct=self._options.direct,
+            admission=self,
+        )
+        self._inbound[connection] = inbound
+        connection.settle()
+        connection.become(inbound.read, partial(self._forget, connection))
+        connection.send_body(encode(Attached(region.arrays, self._spool.name, self._spool.proof)))
+
+    def _forget(self, connection: Connection, error: TransferError) -> None:
+        del error  # a writer that is gone is its own side's business
+        inbound = self._inbound.pop(connection, None)
+        if inbound is not None:
+            inbound.close()
+        if self._listener is not None:
+            self._listener.forget(connection)

@@ -1,0 +1,96 @@
+"""What `local` transports say to each other. The dialer asked for a region; the owner has it."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeAlias
+
+if TYPE_CHECKING:
+    from baton.authority.key import ClusterKey
+    from baton.errors import TransferError
+    from baton.ids import Epoch, RegionHandle, TicketId
+    from baton.kv.copies import PageCopies
+    from baton.transfer.interface import PageArray, PagedRegion, TransferId
+    from baton.transfer.transports.local.mailbox import Mailbox
+
+
+@dataclass(eq=False, slots=True)
+class Link:
+    """One dialer's way to one region.
+
+    The owner holds `lock` while it copies from or to the dialer's memory, and does so only while
+    `is_over` is False: who sets it under the lock knows that its memory is left alone.
+    """
+
+    dialer: Mailbox
+    owner: Mailbox
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    is_over: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Attach:
+    """Dialer: this life of a worker wants to reach this region."""
+
+    link: Link
+    key: ClusterKey
+    epoch: Epoch
+    region: RegionHandle
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """Dialer: copy these pages of `source` into the region, then take the notice."""
+
+    link: Link
+    transfer: TransferId
+    window: TicketId
+    copies: PageCopies
+    source: PagedRegion
+    notice: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """Dialer: copy these pages of the region into `target`."""
+
+    link: Link
+    transfer: TransferId
+    copies: PageCopies
+    target: PagedRegion
+
+
+@dataclass(frozen=True, slots=True)
+class Detached:
+    """Dialer: it asks for nothing any more."""
+
+    link: Link
+
+
+@dataclass(frozen=True, slots=True)
+class Attached:
+    """Owner: ask away; the region's arrays, to compare with the description."""
+
+    link: Link
+    arrays: tuple[PageArray, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """Owner: a transfer is over, by success if there is no error."""
+
+    link: Link
+    transfer: TransferId
+    error: TransferError | None
+
+
+@dataclass(frozen=True, slots=True)
+class Over:
+    """Owner: the region cannot be reached, or not any more."""
+
+    link: Link
+    error: TransferError
+
+
+Letter: TypeAlias = Attach | Write | Read | Detached | Attached | Done | Over

@@ -1,0 +1,70 @@
+"""How the `local` transports of one process reach each other, from thread to thread."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import threading
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from baton.transfer.transports.local.letters import Letter
+
+_mailboxes: Final[dict[str, Mailbox]] = {}
+_lock: Final = threading.Lock()
+
+
+class Mailbox:
+    """One transport's letters, unread. Any thread of this process may post."""
+
+    def __init__(self) -> None:
+        self.name = f"local-{secrets.token_hex(16)}"
+        self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        """Readable while there are letters; the owner's to wait on."""
+        self._process = os.getpid()
+        self._lock = threading.Lock()
+        self._letters: list[Letter] = []
+        self._is_open = True
+        with _lock:
+            _mailboxes[self.name] = self
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this is the process that reads it: a fork has a copy that nobody reads."""
+        return self._process == os.getpid()
+
+    def post(self, letter: Letter) -> bool:
+        """Leave a letter; False if the owner is gone."""
+        with self._lock:
+            if not self._is_open:
+                return False
+            if not self._letters:
+                os.eventfd_write(self.fd, 1)
+            self._letters.append(letter)
+            return True
+
+    def take(self) -> list[Letter]:
+        """All letters, in the order of posting."""
+        with self._lock:
+            if not self._letters:
+                return []
+            os.eventfd_read(self.fd)
+            letters, self._letters = self._letters, []
+            return letters
+
+    def close(self) -> None:
+        """Take no more; idempotent. Unread letters are dropped."""
+        with _lock:
+            _mailboxes.pop(self.name, None)
+        with self._lock:
+            if self._is_open:
+                self._is_open = False
+                self._letters = []
+                os.close(self.fd)
+
+
+def find_mailbox(name: str) -> Mailbox | None:
+    """An open mailbox of this process."""
+    with _lock:
+        found = _mailboxes.get(name)
+    return found if found is not None and found.is_here else None

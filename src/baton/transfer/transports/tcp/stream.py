@@ -1,0 +1,125 @@
+"""One connection to a peer's region: what it carries, and the bytes that come back over it."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from baton.errors import ProtocolError
+from baton.transfer.buffers import write_batches
+from baton.transfer.channel import skip_bytes
+from baton.transfer.geometry import Geometry, pack_indices
+from baton.transfer.messages import encode
+from baton.transfer.transports.tcp.wire import Fetch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from baton.kv.copies import CopyGroup
+    from baton.transfer.channel import Channel
+    from baton.transfer.connection import Connection
+    from baton.transfer.interface import PagedRegion, TransferId
+
+MAX_FETCHES_UNDER_WAY: Final = 4
+"""On one stream: enough that the peer always has the next one at hand."""
+MAX_STEP_BYTES: Final = 8 << 20
+"""Page bytes read before other connections get their turn."""
+
+
+@dataclass(slots=True)
+class Reading:
+    """A read under way."""
+
+    transfer: TransferId
+    num_bytes: int
+    num_missing_parts: int
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """One part of a read: what is asked of the peer at once, and where it goes."""
+
+    sequence: int
+    reading: Reading
+    part: CopyGroup
+    array: int
+    region: PagedRegion
+
+    def encode(self) -> bytes:
+        """The body that asks for it."""
+        pages, spans = pack_indices(self.part.src_pages), pack_indices(self.part.spans[:, ::2])
+        return encode(Fetch(self.sequence, self.array, pages, spans))
+
+    def landing_batches(self) -> Iterator[list[memoryview]]:
+        """Where the answer's bytes go."""
+        geometry = Geometry(self.part.dst_pages, self.part.spans[:, 1], self.part.spans[:, 2])
+        return write_batches(geometry, self.region.memory, self.region.arrays[self.array])
+
+
+class Stream:
+    """A connection that has proved itself. `on_landed` is told of each part that is in place."""
+
+    def __init__(self, connection: Connection, on_landed: Callable[[Wanted], None]) -> None:
+        self.connection, self._on_landed = connection, on_landed
+        self.is_attached = False
+        self.num_unanswered_bytes = 0
+        self._asked: deque[Wanted] = deque()
+        self._batches: Iterator[list[memoryview]] = iter(())
+        self._batch: list[memoryview] = []
+        self._num_missing_bytes = 0
+
+    @property
+    def num_asked(self) -> int:
+        """Parts that the peer has been asked for and that are not in place."""
+        return len(self._asked)
+
+    def ask(self, wanted: Wanted) -> None:
+        """Ask for one more; the answers come in this order."""
+        self._asked.append(wanted)
+        self.connection.send_body(wanted.encode())
+
+    def take_served(self, sequence: int) -> None:
+        """The bytes of the oldest part come next.
+
+        Raises:
+            ProtocolError: the peer sends something else than that.
+        """
+        if not self._asked or self._asked[0].sequence != sequence:
+            raise ProtocolError("the peer answered what was not asked")
+        self._batches = self._asked[0].landing_batches()
+        self._num_missing_bytes = self._asked[0].part.num_bytes
+        self._advance()
+
+    def bodies(self, channel: Channel) -> Iterator[bytes]:
+        """Frames that have come; page bytes between them go to their places. A bounded amount.
+
+        Only what was asked for brings page bytes: otherwise many frames are read at once.
+        """
+        if not self._asked:
+            yield from channel.receive_bodies()
+            return
+        budget = MAX_STEP_BYTES
+        while budget > 0:
+            if self._batch:
+                num_bytes = channel.receive_into(self._batch)
+                if num_bytes == 0:
+                    return
+                budget -= num_bytes
+                self._num_missing_bytes -= num_bytes
+                channel.expect_bytes(self._num_missing_bytes)
+                self._batch = skip_bytes(self._batch, num_bytes)
+                if not self._batch:
+                    self._advance()
+            else:
+                body = channel.receive_body()
+                if body is None:
+                    return
+                budget -= len(body)
+                yield body
+
+    def _advance(self) -> None:
+        self._batch = next(self._batches, [])
+        if not self._batch:
+            self._batches = iter(())
+            self._on_landed(self._asked.popleft())

@@ -1,0 +1,50 @@
+"""A receiver on an address of its own: `python -m tests.contract.receiver_on_a_host TASK`.
+
+Exposes a region, opens one window of all its pages, says the descriptor in a JSON line, and polls
+until its input ends. Meant to be run in a network namespace.
+"""
+
+import select
+import sys
+
+import msgspec
+import numpy as np
+
+from baton.authority.key import ClusterKey
+from baton.clock import MachineClock
+from baton.ids import Epoch, TicketId, new_epoch
+from baton.testing.transport_peer import OWNED_BYTE, wait_for_events
+from baton.transfer.interface import TRANSPORTS, TransportContext, Window
+from baton.transfer.region import allocate_shared_region, release_region
+
+
+class Task(msgspec.Struct):
+    kind: str
+    options: dict[str, object]
+    key_hex: str
+    host: str
+    shapes: tuple[tuple[int, int], ...]
+    writer: Epoch
+    window: bytes
+
+
+def main() -> None:
+    task = msgspec.json.decode(sys.argv[1], type=Task)
+    key = ClusterKey.from_hex(task.key_hex)
+    context = TransportContext(key, new_epoch(), task.host, MachineClock())
+    transport = TRANSPORTS.build(task.kind, task.options)(context)
+    region = allocate_shared_region(task.shapes)
+    np.frombuffer(region.memory, np.uint8)[:] = OWNED_BYTE
+    descriptor = transport.expose(region)
+    pages = np.arange(task.shapes[0][0])
+    transport.open_window(Window(TicketId(task.window), region.handle, task.writer, pages))
+    sys.stdout.buffer.write(msgspec.json.encode(descriptor) + b"\n")
+    sys.stdout.buffer.flush()
+    while not select.select([sys.stdin], [], [], 0)[0]:
+        wait_for_events(transport)
+    transport.close()
+    release_region(region)
+
+
+if __name__ == "__main__":
+    main()

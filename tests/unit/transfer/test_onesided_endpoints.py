@@ -1,0 +1,48 @@
+"""Endpoints that come from a peer."""
+
+import pytest
+
+from baton.errors import TransferError
+from baton.transfer.onesided.endpoints import open_dialer, open_listener
+
+NAME = "baton-" + "0123456789abcdef" * 2
+
+
+@pytest.mark.parametrize(
+    ("reach", "endpoint"),
+    [
+        ("host", "127.0.0.1:80"),
+        ("host", "baton-xyz"),
+        ("host", NAME + "0"),
+        ("host", ""),
+        ("network", NAME),
+        ("network", "example.invalid:80"),
+        ("network", "127.0.0.1:0"),
+        ("network", "127.0.0.1:65536"),
+        ("network", "0.0.0.0:80"),
+        ("network", "224.0.0.1:80"),
+        ("network", "127.0.0.1"),
+    ],
+)
+def test_an_endpoint_of_another_reach_is_refused(reach, endpoint):
+    with pytest.raises(TransferError):
+        open_dialer(reach, endpoint)
+
+
+@pytest.mark.parametrize(
+    ("reach", "endpoint", "address"),
+    [
+        ("host", NAME, b"\0" + NAME.encode()),
+        ("network", "10.1.2.3:80", ("10.1.2.3", 80)),
+        ("network", "[fd00::2]:80", ("fd00::2", 80)),
+    ],
+)
+def test_an_endpoint_is_where_to_connect(reach, endpoint, address):
+    sock, found = open_dialer(reach, endpoint)
+    sock.close()
+    assert found == address
+
+
+def test_an_address_that_says_nothing_to_a_peer_is_not_listened_on():
+    with pytest.raises(TransferError, match="advertise_host"):
+        open_listener("network", "0.0.0.0", None)
