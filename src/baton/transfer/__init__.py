@@ -8,6 +8,7 @@ File map:
     region.py       registered memory: allocate, view, check what a peer claims
     bounds.py       one write's bounds, checked before a byte is touched
     windows.py      what a receiver admits
+    links/          what a link costs, and which one is the cheapest for a transfer
     transports/     the kinds: `shared` (one host's memory), `tcp`
 
     What the kinds' connections are made of:
