@@ -59,7 +59,7 @@ class Server:
     def last_error(self) -> str:
         """The last line of the log that names an error."""
         lines = self.log.read_text(errors="replace").splitlines()
-        errors = [line.strip() for line in lines if "Error" in line]
+        errors = [line.strip() for line in lines if "Error:" in line and "Engine core" not in line]
         return errors[-1][-300:] if errors else "no error in its log"
 
     def cpu_seconds(self) -> float:
@@ -79,8 +79,8 @@ class Servers:
     folder: Path
     model: Path
     dtype: str
-    kv_bytes: int = 512 << 20
-    max_model_len: int = 4096
+    kv_bytes: int = 448 << 20
+    max_model_len: int = 2304
     python_path: str = ""
     started: list[Server] = field(default_factory=list)
 

@@ -1,11 +1,16 @@
-"""`nixl` against the public contract, by both kinds of lanes; skipped where NIXL is not installed."""
+"""`nixl` against the public contract, over both kinds of lanes; skipped without NIXL."""
 
 import importlib.util
 import socket
+from collections.abc import Mapping
+from typing import ClassVar
 
 import pytest
 
 from baton.testing.transport_contract import NetworkTransportContract
+from baton.testing.transport_contract.moving import MovingContract
+from baton.testing.transport_contract.reading import ReadingContract
+from baton.transfer.transports.nixl import engine
 
 if importlib.util.find_spec("nixl_cu12") is None:
     pytest.skip("NIXL is not installed", allow_module_level=True)
@@ -24,9 +29,21 @@ class TestNixlOnOneHost(NetworkTransportContract):
 
 class TestNixlOverTheNetwork(NetworkTransportContract):
     kind = "nixl"
-    options = {"lanes": "network"}
+    options: ClassVar[Mapping[str, object]] = {"lanes": "network"}
     peer_writes = True
 
     def connect_stranger(self, descriptor):
         host, port = descriptor.endpoint.split(":")
         return socket.create_connection((host, int(port)), timeout=5)
+
+
+class TestNixlWithoutPreparedLists(MovingContract, ReadingContract):
+    """Arrays too large for prepared lists: descriptors are made for each transfer."""
+
+    kind = "nixl"
+    peer_writes = True
+
+    @pytest.fixture(autouse=True)
+    def nothing_is_prepared(self, monkeypatch):
+        monkeypatch.setattr(engine, "MAX_LIST_ITEMS", 0)
+        monkeypatch.setattr(engine.NixlEngine, "_select", None)

@@ -30,7 +30,7 @@ from baton.transfer.interface import (
 from baton.transfer.messages import encode
 from baton.transfer.region import compute_region_bytes
 from baton.transfer.transports.shared import wire as shared
-from baton.transfer.transports.tcp import departure
+from baton.transfer.transports.tcp import departure, inbound
 from baton.transfer.transports.tcp import wire as tcp
 
 PAGE = np.array([2]).astype("<u4").tobytes()
@@ -67,7 +67,8 @@ class RawWriter:
         self.reader.transport.open_window(Window(self.window, handle, self.epoch, np.array(pages)))
         self.decoder = FrameDecoder(1 << 20)
         wire = tcp if kit.kind == "tcp" else shared
-        self.say(wire.Attach(self.epoch, handle))
+        link = (bytes(16),) if kit.kind == "tcp" else ()
+        self.say(wire.Attach(self.epoch, handle, *link))
         self.hear(b"attached")
 
     def __enter__(self):
@@ -124,7 +125,7 @@ class RawWriter:
 def test_a_raw_writer_that_keeps_the_rules_is_served():
     with RawWriter(TcpKit()) as writer:
         writer.say(writer.data(), b"x" * PAGE_BYTES)
-        assert tcp.decode_from_receiver(writer.hear(b"landed")) == tcp.Landed(0)
+        assert tcp.decode_from_listener(writer.hear(b"landed")) == tcp.Landed(0)
         assert set(writer.page.tolist()) == {ord("x")}
         assert writer.events == [Arrived(writer.window, b"n")]
 
@@ -171,7 +172,7 @@ def test_a_payload_in_mid_flight_lands_nowhere_once_the_window_is_closed(page_by
         writer.reader.transport.close_window(writer.window)
         at_close = writer.reader.snapshot()
         writer.send(b"y" * (page_bytes - page_bytes // 2))
-        reply = tcp.decode_from_receiver(writer.hear(b"refused"))
+        reply = tcp.decode_from_listener(writer.hear(b"refused"))
         assert reply == tcp.Refused(0, "the window was closed")
         assert writer.reader.snapshot() == at_close
         assert writer.events == [WindowQuiescent(writer.window)]
@@ -183,7 +184,7 @@ def test_a_write_in_parts_is_refused_once_and_its_connection_goes_on():
         writer.say(writer.data(notice=None), b"x" * PAGE_BYTES)
         writer.say(writer.data(dst_pages=outside, notice=None), b"y" * PAGE_BYTES)
         writer.say(writer.data(), b"z" * PAGE_BYTES)
-        reply = tcp.decode_from_receiver(writer.hear(b"refused"))
+        reply = tcp.decode_from_listener(writer.hear(b"refused"))
         assert reply == tcp.Refused(0, "a page is outside the window")
         assert set(writer.page.tolist()) == {ord("x")}
         writer.say(writer.data(sequence=1), b"w" * PAGE_BYTES)
@@ -333,3 +334,72 @@ def test_an_owner_that_tells_the_truth_is_read():
         SharedKit(), lambda num_bytes: make_memfd(num_bytes, sealed=True)
     )
     assert events == [Attached(remote), ReadCompleted(transfer, PAGE_BYTES)]
+
+
+def test_a_raw_reader_that_keeps_the_rules_is_served():
+    with RawWriter(TcpKit()) as reader:
+        reader.reader.fill(seed=3)
+        reader.say(tcp.Fetch(4, 0, PAGE, WHOLE))
+        assert tcp.decode_from_listener(reader.hear(b"served")) == tcp.Served(4)
+        received = bytes(reader.decoder._buffer)
+        while len(received) < PAGE_BYTES:
+            reader.poll()
+            with suppress(TimeoutError):
+                received += reader.sock.recv(PAGE_BYTES - len(received))
+        assert received == reader.page.tobytes()
+
+
+@pytest.mark.parametrize(
+    ("array", "pages", "spans"),
+    [
+        (2, PAGE, WHOLE),
+        (0, b"\xff\xff\xff\xff", WHOLE),
+        (0, b"123", WHOLE),
+        (0, PAGE, b"\1\0\0\0" + WHOLE[4:]),
+        (0, PAGE, bytes(8)),
+        (0, PAGE * 65_536, WHOLE * 3),
+    ],
+    ids=["array", "page", "packing", "span", "empty span", "too much"],
+)
+def test_a_fetch_out_of_bounds_ends_the_connection_and_tells_nothing(array, pages, spans):
+    with RawWriter(TcpKit()) as reader:
+        reader.say(tcp.Fetch(0, array, pages, spans))
+        reader.check_hung_up()
+
+
+def test_a_reader_that_asks_and_never_takes_is_hung_up_on():
+    """What waits for it is bounded by the number of fetches, and holds no copy of a page."""
+    with RawWriter(TcpKit()) as reader:
+        pages = np.arange(NUM_PAGES).astype("<u4").tobytes() * 64
+        with suppress(ConnectionError):
+            for number in range(inbound.MAX_FETCHES + 20):
+                reader.say(tcp.Fetch(number, 0, pages, WHOLE))
+        for _ in range(50):
+            reader.poll()
+        assert not reader.reader.transport._inbound
+
+
+@pytest.mark.parametrize(
+    "answer", [tcp.Served(0), tcp.Landed(0), tcp.Refused(0, "no"), tcp.Attached(())]
+)
+def test_an_owner_that_answers_what_was_not_asked_is_lost(answer):
+    kit = TcpKit()
+    pair = TransportPair.of(kit.make_side(), kit.make_side())
+    remote = pair.attach()
+    before = pair.writer.snapshot()
+    for connection in pair.reader.transport._inbound:
+        connection.send_body(encode(answer))
+    pair.pump(lambda: bool(pair.seen(RemoteLost)))
+    assert [lost.remote for lost in pair.seen(RemoteLost)] == [remote]
+    assert pair.writer.snapshot() == before
+    pair.close()
+
+
+def test_stripes_of_one_write_that_contradict_each_other_end_the_connection():
+    with RawWriter(TcpKit()) as writer:
+        writer.say(writer.data(stripes=2), b"x" * PAGE_BYTES)
+        for _ in range(5):
+            writer.poll()
+        assert writer.events == []  # half of a write is no write
+        writer.say(writer.data(sequence=1, stripes=17))
+        writer.check_hung_up()

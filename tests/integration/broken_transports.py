@@ -11,6 +11,7 @@ from functools import partial
 import msgspec
 import numpy as np
 
+from baton.errors import ConfigError
 from baton.registry import Plugin
 from baton.transfer.transports.tcp.options import TcpOptions
 from baton.transfer.transports.tcp.transport import TcpTransport
@@ -42,18 +43,30 @@ class ListeningTransport(TcpTransport):
         return super().expose(region)
 
 
+class DeviceOnlyTransport(TcpTransport):
+    """Moves memory that this machine does not have."""
+
+    capabilities = msgspec.structs.replace(TcpTransport.capabilities, memory=("cuda",))
+
+
 def crash(_options):
     os.write(2, b"libbroken: assertion failed: the moon is full\n")
     os.kill(os.getpid(), signal.SIGSEGV)
 
 
 def need_a_library(_options):
-    import nixl_cu12_that_is_not_there  # noqa: F401, PLC0415
+    raise ConfigError("this needs Mooncake (No module named 'mooncake.not_there')")
+
+
+def need_a_shared_library(_options):
+    raise ImportError("libibverbs.so.1: cannot open shared object file: No such file or directory")
 
 
 CRASHING = Plugin(NoOptions, crash)
 UNPACKAGED = Plugin(NoOptions, need_a_library)
+UNLINKED = Plugin(NoOptions, need_a_shared_library)
 LYING = Plugin(TcpOptions, lambda options: partial(LyingTransport, options))
+DEVICE = Plugin(TcpOptions, lambda options: partial(DeviceOnlyTransport, options))
 LISTENING = Plugin(TcpOptions, lambda options: partial(ListeningTransport, options))
 
 

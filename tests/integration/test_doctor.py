@@ -105,20 +105,29 @@ def read_terminal(fd):
 
 
 def test_transports_that_are_broken_are_reported_with_the_reason(tmp_path):
-    broken = ("crashing", "lying", "misnamed", "unpackaged")
+    broken = ("crashing", "lying", "misnamed", "unpackaged", "unlinked", "device")
     install_broken_transports(tmp_path, *broken)
     report, code = doctor(tmp_path, paths=(tmp_path,))
     seen = of(report, Area.TRANSPORTS)
     assert code == 0
     assert seen["shared"].level is Level.OK
-    assert [seen[name].level for name in broken] == [Level.NOTE] * 4
+    assert [seen[name].level for name in broken] == [Level.NOTE] * 6
     assert "SIGSEGV" in seen["crashing"].found
     assert "the moon is full" in seen["crashing"].found
     assert seen["lying"].found == (
         "does not work: the other process: 1 of 64 pages are wrong after they were written"
     )
+    assert seen["device"].found == "not tried: it moves cuda memory only"
     assert "MISNAMED" in seen["misnamed"].found
-    assert "nixl_cu12_that_is_not_there is not installed" in seen["unpackaged"].found
+    assert seen["unpackaged"].found == (
+        "does not work: the Python package mooncake.not_there is not installed"
+    )
+    install = f"{sys.executable} -m pip install mooncake-transfer-engine"
+    assert (seen["unpackaged"].fix or "").startswith(install)
+    assert seen["unlinked"].found == (
+        "does not work: the system lacks libibverbs.so.1, which its library needs"
+    )
+    assert seen["unlinked"].fix == "sudo apt-get install libibverbs1 libnuma1"
 
 
 @pytest.mark.skipif(

@@ -51,7 +51,7 @@ class SubscriberOptions:
 
 
 class KVEventSubscriber:
-    """Implements `KVEventFeed`. `start` and `stop` belong to one thread, `poll` to one thread."""
+    """Implements `KVEventFeed`. `poll` belongs to one thread; `stop` follows `start`, on any."""
 
     def __init__(self, options: SubscriberOptions, clock: Clock) -> None:
         self.options = options

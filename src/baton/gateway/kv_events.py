@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 POLL_INTERVAL_S: Final = 0.1
 RETRY_AFTER_S: Final = 1.0
-"""Where a port to be bound is taken: by a gateway that still drains, as a rule."""
+"""What stands in the way may pass: a port to be bound may be another gateway's, which drains."""
 
 EVENTS_PER_TURN: Final = 128
 """Taken up before requests get their turn again: a replay may bring tens of thousands."""
@@ -64,11 +64,11 @@ class Followed:
 
 @dataclass(frozen=True, slots=True)
 class NotFollowed:
-    """It publishes, and nobody listens. `retry_at` is None if this holds for its whole life."""
+    """It publishes, and nobody listens, for this reason."""
 
     publisher: Publisher
     reason: str
-    retry_at: Instant | None
+    retry_at: Instant
 
 
 Following: TypeAlias = Followed | NotFollowed
@@ -100,24 +100,22 @@ class KVEvents:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
-        for worker in list(self._following):
-            self._drop(worker)
+        await asyncio.gather(*(self._drop(worker) for worker in list(self._following)))
 
     async def _run(self) -> None:
         while True:
             try:
-                if not self._drop_those_gone():  # a bound port is free only some time later
+                if not await self._drop_those_gone():  # a bound port is free only some time later
                     self._follow_those_new()
                 await self._take_up()
             except Exception:
                 log.exception("following KV events failed; trying again")
             await asyncio.sleep(POLL_INTERVAL_S)
 
-    def _drop_those_gone(self) -> bool:
+    async def _drop_those_gone(self) -> bool:
         """Forget lives that are over; whether there were any."""
         gone = [w for w, f in self._following.items() if f.publisher != _publisher_of(w)]
-        for worker in gone:
-            self._drop(worker)
+        await asyncio.gather(*(self._drop(worker) for worker in gone))
         return bool(gone)
 
     def _follow_those_new(self) -> None:
@@ -131,20 +129,18 @@ class KVEvents:
             case None:
                 return True
             case NotFollowed(retry_at=at):
-                return at is not None and self._clock.now() >= at
+                return self._clock.now() >= at
             case Followed():
                 return False
 
     def _try_follow(self, worker: Worker, publisher: Publisher) -> Following:
-        retry_at = None
         try:
-            endpoints = locate_events(publisher.source, worker.url)
-            retry_at = Instant(self._clock.now() + RETRY_AFTER_S)
-            return self._follow(publisher, endpoints)
+            return self._follow(publisher, locate_events(publisher.source, worker.url))
         except ConfigError as exc:
             if worker not in self._following:
                 self._metrics.kv_events_not_followed.inc()
                 log.warning("KV events of %s are not followed: %s", worker, exc)
+            retry_at = Instant(self._clock.now() + RETRY_AFTER_S)
             return NotFollowed(publisher, str(exc), retry_at)
 
     def _follow(self, publisher: Publisher, endpoints: EventEndpoints) -> Followed:
@@ -160,11 +156,11 @@ class KVEvents:
         feed = self._collector.watch(publisher.worker, subscriber, holdings)
         return Followed(publisher, subscriber, feed, holdings)
 
-    def _drop(self, worker: Worker) -> None:
+    async def _drop(self, worker: Worker) -> None:
         following = self._following.pop(worker)
         if isinstance(following, Followed):
             self._collector.forget(following.publisher.worker)
-            following.subscriber.stop()
+            await asyncio.to_thread(following.subscriber.stop)
 
     async def _take_up(self) -> None:
         for following in list(self._following.values()):

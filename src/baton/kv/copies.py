@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from baton.kv.layout import KVLayout
 
 _GATHER_BYTES: Final = 1 << 20
+_FEW_PAGES: Final = 16
+"""Up to here, finding runs costs more than it saves: 30 us, against 1.5 us a page."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,12 +174,13 @@ def apply_copies(
         ProtocolError: a page or a span is out of bounds; the groups before it were copied.
     """
     for group in copies.groups:
-        _check_bounds(group.src_pages, group.spans[:, 0] + group.spans[:, 2], src_pages)
-        _check_bounds(group.dst_pages, group.spans[:, 1] + group.spans[:, 2], dst_pages)
+        _check_pages(group.src_pages, src_pages)
+        _check_pages(group.dst_pages, dst_pages)
         if _moves_whole_pages(group, src_pages, dst_pages):
-            for src, dst, num_pages in compute_runs(group).tolist():
-                dst_pages[dst : dst + num_pages] = src_pages[src : src + num_pages]
+            _copy_pages(group, src_pages, dst_pages)
         else:
+            _check_spans(group.spans[:, 0] + group.spans[:, 2], src_pages)
+            _check_spans(group.spans[:, 1] + group.spans[:, 2], dst_pages)
             _copy_spans(group, src_pages, dst_pages)
 
 
@@ -209,12 +212,17 @@ def _group_alike(
     return np.split(order, cuts) if len(order) else []
 
 
-def _check_bounds(
-    pages: NDArray[np.int64], span_ends: NDArray[np.int64], array: NDArray[np.uint8]
-) -> None:
+def _check_pages(pages: NDArray[np.int64], array: NDArray[np.uint8]) -> None:
     # Page ids may come from a peer, and numpy takes a negative one for a page from the end.
-    if len(pages) and not 0 <= int(pages.min()) <= int(pages.max()) < len(array):
-        raise ProtocolError(f"pages {pages.min()} to {pages.max()} where there are {len(array)}")
+    if len(pages) == 1:
+        low = high = int(pages[0])
+    else:
+        low, high = (int(pages.min()), int(pages.max())) if len(pages) else (0, -1)
+    if low < 0 or high >= len(array):
+        raise ProtocolError(f"pages {low} to {high} where there are {len(array)}")
+
+
+def _check_spans(span_ends: NDArray[np.int64], array: NDArray[np.uint8]) -> None:
     if len(span_ends) and int(span_ends.max()) > array.shape[1]:
         raise ProtocolError(f"a span ends at byte {span_ends.max()} of {array.shape[1]}")
 
@@ -225,6 +233,17 @@ def _moves_whole_pages(
     page_bytes = src_pages.shape[1]
     whole = [[0, 0, page_bytes]]
     return page_bytes == dst_pages.shape[1] and bool(group.spans.tolist() == whole)
+
+
+def _copy_pages(
+    group: CopyGroup, src_pages: NDArray[np.uint8], dst_pages: NDArray[np.uint8]
+) -> None:
+    if len(group.src_pages) <= _FEW_PAGES:
+        for src, dst in zip(group.src_pages.tolist(), group.dst_pages.tolist(), strict=True):
+            dst_pages[dst] = src_pages[src]
+        return
+    for src, dst, num_pages in compute_runs(group).tolist():
+        dst_pages[dst : dst + num_pages] = src_pages[src : src + num_pages]
 
 
 def _copy_spans(

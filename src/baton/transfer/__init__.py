@@ -8,8 +8,12 @@ File map:
     region.py       registered memory: allocate, view, check what a peer claims
     bounds.py       one write's bounds, checked before a byte is touched
     windows.py      what a receiver admits
+    geometry.py     which bytes of an array a part of a transfer names, also on the wire
+    parts.py        transfers cut into parts
+    buffers.py      a part's bytes as lists of buffers, in place or staged
     links/          what a link costs, and which one is the cheapest for a transfer
-    transports/     the kinds: `shared` (one host's memory), `tcp`
+    transports/     the kinds: `shared` (one host's memory), `local` (one process), `tcp`, `file`,
+                    `nixl`, `mooncake`
 
     What the kinds' connections are made of:
     framing.py      bodies on a byte stream (sans-I/O)
@@ -19,5 +23,10 @@ File map:
     connection.py   a channel under watch, which fails once
     dialing.py      connect and prove
     listening.py    accept, bounded, and prove
+    ledger.py       who may still store into which window, where writers store themselves (pure)
+    processes.py    proof of a writer's death
+    onesided/       what libraries that move bytes by themselves have in common
+    tls.py          TLS beneath the frames
+    progress.py     whether the other end still takes part
     reactor.py      readiness, timers, and the events that are owed
 """

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 from baton.errors import PeerLostError
 from baton.transfer.framing import FrameDecoder, encode_frame
+from baton.transfer.tls import TlsSocket, WaitsForPeerError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -28,27 +29,25 @@ class Channel:
     """
 
     def __init__(self, sock: socket.socket, max_body_bytes: int) -> None:
-        self._socket = sock
+        self.socket = sock
         self._decoder = FrameDecoder(max_body_bytes)
         self._queue: deque[Iterator[list[memoryview]]] = deque()
         self._batch: list[memoryview] = []
         self._num_unsent_frame_bytes = 0
+        self.num_sent_bytes = self.num_received_bytes = 0
+        self.waits_for_peer = False
+        """What is unsent can leave only after something was read (a TLS handshake)."""
         self._received_fds: list[int] = []
-
-    @property
-    def fd(self) -> int:
-        """The socket's descriptor."""
-        return self._socket.fileno()
-
-    @property
-    def socket(self) -> socket.socket:
-        """The socket, for its options and its descriptor passing."""
-        return self._socket
 
     @property
     def has_unsent(self) -> bool:
         """Whether `flush` has something left to do."""
         return bool(self._queue)
+
+    @property
+    def has_buffered_input(self) -> bool:
+        """Whether bytes were read from the kernel already that nobody has been given."""
+        return isinstance(self.socket, TlsSocket) and self.socket.pending() > 0
 
     def allow_bodies(self, max_body_bytes: int) -> None:
         """Change the bound on frames: a peer that has proved itself may send larger ones."""
@@ -78,7 +77,7 @@ class Channel:
         """
         frame = encode_frame(body)
         try:
-            num_sent = socket.send_fds(self._socket, [frame], [fd])
+            num_sent = socket.send_fds(self.socket, [frame], [fd])
         except OSError as exc:
             raise PeerLostError(f"the connection broke: {exc}") from exc
         if num_sent < len(frame):
@@ -98,15 +97,18 @@ class Channel:
         Raises:
             PeerLostError: the connection is broken.
         """
+        self.waits_for_peer = False
         for _ in range(MAX_SEND_ROUNDS):
             if not self._batch and not self._load_batch():
                 return
             try:
-                num_sent = self._socket.sendmsg(self._batch)
-            except BlockingIOError:
+                num_sent = self.socket.sendmsg(self._batch)
+            except BlockingIOError as exc:
+                self.waits_for_peer = isinstance(exc, WaitsForPeerError)
                 return
             except OSError as exc:
                 raise PeerLostError(f"the connection broke: {exc}") from exc
+            self.num_sent_bytes += num_sent
             self._batch = skip_bytes(self._batch, num_sent)
         if not self._batch:
             self._load_batch()
@@ -153,7 +155,7 @@ class Channel:
         """
         while (num_missing := self._decoder.num_missing_bytes) > 0:
             try:
-                data, fds, _, _ = socket.recv_fds(self._socket, num_missing, 1)
+                data, fds, _, _ = socket.recv_fds(self.socket, num_missing, 1)
             except BlockingIOError:
                 return None
             except OSError as exc:
@@ -174,13 +176,14 @@ class Channel:
             PeerLostError: the connection is broken or at its end.
         """
         try:
-            num_bytes, _, _, _ = self._socket.recvmsg_into(buffers)
+            num_bytes, _, _, _ = self.socket.recvmsg_into(buffers)
         except BlockingIOError:
             return 0
         except OSError as exc:
             raise PeerLostError(f"the connection broke: {exc}") from exc
         if num_bytes == 0:
             raise PeerLostError("the peer closed the connection")
+        self.num_received_bytes += num_bytes
         return num_bytes
 
     def close(self) -> None:
@@ -189,17 +192,18 @@ class Channel:
         self._batch = []
         while self._received_fds:
             os.close(self._received_fds.pop())
-        self._socket.close()
+        self.socket.close()
 
     def _receive(self, num_bytes: int) -> bytes | None:
         try:
-            data = self._socket.recv(num_bytes)
+            data = self.socket.recv(num_bytes)
         except BlockingIOError:
             return None
         except OSError as exc:
             raise PeerLostError(f"the connection broke: {exc}") from exc
         if not data:
             raise PeerLostError("the peer closed the connection")
+        self.num_received_bytes += len(data)
         return data
 
     def _load_batch(self) -> bool:

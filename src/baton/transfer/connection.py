@@ -35,7 +35,7 @@ class Connection:
         self._reactor = reactor
         self._on_readable, self._on_lost = on_readable, on_lost
         self._open = True
-        self._fd = channel.fd
+        self._fd = channel.socket.fileno()
         self._mask = select.EPOLLIN
         reactor.watch(self._fd, self.step, mask=self._mask)
 
@@ -56,8 +56,23 @@ class Connection:
             lambda: self.fail(PeerLostError(f"{what} took longer than {delay_s} s")),
         )
 
+    def fail_unless_moving(self, delay_s: float, what: str, measure: Callable[[], int]) -> None:
+        """Lose the connection once `measure` has not changed for `delay_s` (to twice that).
+
+        Until `settle` is called, or another delay is set.
+        """
+        measured = measure()
+
+        def look() -> None:
+            if measure() == measured:
+                self.fail(PeerLostError(f"{what}: nothing has moved for {delay_s} s"))
+            else:
+                self.fail_unless_moving(delay_s, what, measure)
+
+        self._reactor.call_after(self._fd, delay_s, look)
+
     def settle(self) -> None:
-        """What `fail_after` waited for has happened."""
+        """What `fail_after`, or `fail_unless_moving`, waited for has happened."""
         self._reactor.cancel_call(self._fd)
 
     def send_body(self, body: bytes) -> None:
@@ -87,6 +102,13 @@ class Connection:
         self._guard(lambda: self._on_readable(self.channel))
         if self._open and self.channel.has_unsent:
             self._guard(self.channel.flush)
+        if self._open and self.channel.has_buffered_input:
+            self.step_soon()
+
+    def step_soon(self) -> None:
+        """Be stepped by the next `poll`, whether or not the peer says something."""
+        if self._open:
+            self._reactor.call_soon(self._fd)
 
     def fail(self, error: BatonError) -> None:
         """End the connection because of `error`; `on_lost` is told, once."""
@@ -122,7 +144,8 @@ class Connection:
         """Be called when the peer takes more, but only while there is more."""
         if not self._open:
             return
-        mask = select.EPOLLIN | (select.EPOLLOUT if self.channel.has_unsent else 0)
+        can_send = self.channel.has_unsent and not self.channel.waits_for_peer
+        mask = select.EPOLLIN | (select.EPOLLOUT if can_send else 0)
         if mask != self._mask:
             self._mask = mask
             self._reactor.rewatch(self._fd, mask)

@@ -32,6 +32,8 @@ class Reactor:
         self._epoll.register(self._alarm, select.EPOLLIN)
         self._handlers: dict[int, Handler] = {}
         self._events: list[TransferEvent] = []
+        self._soon: dict[int, None] = {}
+        self._is_polling = self._is_alarmed = False
         self._closed = False
 
     @property
@@ -50,8 +52,14 @@ class Reactor:
 
     def unwatch(self, fd: int) -> None:
         """Forget a descriptor, before it is closed. Unknown ones are ignored."""
+        self._soon.pop(fd, None)
         if self._handlers.pop(fd, None) is not None:
             self._epoll.unregister(fd)
+
+    def call_soon(self, fd: int) -> None:
+        """Call a watched descriptor's handler from the next `poll`, also if it is not ready."""
+        self._soon[fd] = None
+        self._raise_alarm()
 
     def call_after(self, key: int, delay_s: float, handler: Handler) -> None:
         """Call `handler` once, from the first `poll` after so long; replaces the key's last one.
@@ -66,20 +74,26 @@ class Reactor:
 
     def report(self, event: TransferEvent) -> None:
         """Owe an event to the owner: the next `poll` returns it."""
-        if not self._events:
-            os.eventfd_write(self._alarm, 1)
         self._events.append(event)
+        self._raise_alarm()
 
     def poll(self) -> list[TransferEvent]:
         """Call the handlers of what is ready, once each; the events owed so far."""
         if self._closed:
             return []
-        for fd, _ in self._epoll.poll(0):
+        self._is_polling = True
+        ready = dict.fromkeys(fd for fd, _ in self._epoll.poll(0))
+        ready |= self._soon
+        self._soon = {}
+        for fd in ready:
             handler = self._handlers.get(fd)  # an earlier handler may have forgotten this one
             if handler is not None:
                 handler()
         self._call_overdue()
-        return self._take_events()
+        self._is_polling = False
+        events, self._events = self._events, []
+        self._settle_alarm()
+        return events
 
     def close(self) -> None:
         """Release the descriptors; idempotent. Events that are still owed are dropped."""
@@ -99,9 +113,15 @@ class Reactor:
             if deadline <= now and self._deadlines.pop(key, None) is not None:
                 handler()
 
-    def _take_events(self) -> list[TransferEvent]:
-        if not self._events:
-            return []
-        events, self._events = self._events, []
-        os.eventfd_read(self._alarm)
-        return events
+    def _raise_alarm(self) -> None:
+        """There is something for the next `poll`; one that is under way looks by itself."""
+        if not self._is_alarmed and not self._is_polling:
+            self._is_alarmed = True
+            os.eventfd_write(self._alarm, 1)
+
+    def _settle_alarm(self) -> None:
+        if self._soon:
+            self._raise_alarm()
+        elif self._is_alarmed:
+            self._is_alarmed = False
+            os.eventfd_read(self._alarm)

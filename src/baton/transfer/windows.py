@@ -32,7 +32,7 @@ class PageSet:
             return True
         if len(self._sorted) == 0:
             return False
-        low, high = int(pages.min()), int(pages.max())
+        low, high = _extent(pages)
         first, last = int(self._sorted[0]), int(self._sorted[-1])
         if low < first or high > last:
             return False
@@ -40,6 +40,12 @@ class PageSet:
             return True  # an interval
         found = np.minimum(np.searchsorted(self._sorted, pages), len(self._sorted) - 1)
         return bool((self._sorted[found] == pages).all())
+
+
+def _extent(pages: NDArray[np.int64]) -> tuple[int, int]:
+    if len(pages) == 1:
+        return int(pages[0]), int(pages[0])
+    return int(pages.min()), int(pages.max())
 
 
 def check_window_pages(pages: NDArray[np.int64], arrays: Sequence[PageArray]) -> None:

@@ -4,9 +4,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from baton.transfer.buffers import discard_batches, read_batches, write_batches
+from baton.transfer.geometry import Geometry, compute_runs
 from baton.transfer.interface import PageArray
-from baton.transfer.transports.tcp.buffers import discard_batches, read_batches, write_batches
-from baton.transfer.transports.tcp.geometry import Geometry, compute_runs
 from baton.transfer.windows import PageSet
 
 ARRAY = PageArray(128, 16_384, 6)

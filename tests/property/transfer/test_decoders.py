@@ -9,9 +9,12 @@ from hypothesis import strategies as st
 from baton.authority.key import ClusterKey
 from baton.errors import AuthenticationError, ProtocolError
 from baton.transfer.framing import PREFIX_BYTES, FrameDecoder, encode_frame
+from baton.transfer.geometry import unpack_target
 from baton.transfer.handshake import DialerHandshake, ListenerHandshake
 from baton.transfer.interface import PageArray
 from baton.transfer.messages import encode
+from baton.transfer.onesided import wire as onesided_wire
+from baton.transfer.transports.file import wire as file_wire
 from baton.transfer.transports.shared import wire as shared_wire
 from baton.transfer.transports.tcp import wire as tcp_wire
 
@@ -22,9 +25,16 @@ DECODERS = [
     shared_wire.decode_from_writer,
     shared_wire.decode_first_from_receiver,
     shared_wire.decode_from_receiver,
+    onesided_wire.decode_attach,
+    onesided_wire.decode_from_peer,
+    onesided_wire.decode_first_from_owner,
+    onesided_wire.decode_from_owner,
+    file_wire.decode_attach,
+    file_wire.decode_from_writer,
+    file_wire.decode_from_receiver,
     tcp_wire.decode_attach,
-    tcp_wire.decode_data,
-    tcp_wire.decode_from_receiver,
+    tcp_wire.decode_from_dialer,
+    tcp_wire.decode_from_listener,
 ]
 ids = st.binary(min_size=16, max_size=16)
 data_parts = st.builds(
@@ -117,7 +127,7 @@ def test_a_damaged_message_is_a_message_or_an_error(decoder, part, flips):
 def test_a_geometry_lies_inside_its_array_or_is_an_error(part):
     array = PageArray(4096, 512, 8)
     try:
-        geometry = tcp_wire.unpack_geometry(part, array)
+        geometry = unpack_target(part.dst_pages, part.spans, array)
     except ProtocolError:
         return
     touched = np.zeros((8, 512), np.uint8)

@@ -12,7 +12,16 @@ from baton import __version__
 from baton.cli.main import run
 
 HEAVY = ("torch", "transformers", "numpy", "aiohttp", "uvicorn", "starlette", "uvloop")
-COMMANDS = ([], ["up"], ["gateway"], ["worker"], ["model", "make"], ["config", "show"])
+COMMANDS = (
+    [],
+    ["up"],
+    ["gateway"],
+    ["worker"],
+    ["model", "make"],
+    ["config", "show"],
+    ["doctor"],
+    ["bench", "link"],
+)
 
 
 @pytest.fixture(autouse=True)

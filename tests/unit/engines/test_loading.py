@@ -23,9 +23,10 @@ from transformers import (
 )
 
 from baton.clock import MachineClock
+from baton.engines.checkpoint import compute_fingerprint, fingerprint_checkpoint
 from baton.engines.interface import ENGINES, EngineContext
 from baton.engines.transformers import loading
-from baton.engines.transformers.loading import compute_fingerprint, load_model
+from baton.engines.transformers.loading import load_model
 from baton.engines.transformers.options import TransformersOptions
 from baton.engines.transformers.selfcheck import check_pages_change_nothing
 from baton.engines.transformers.shape import LayerShape, check_layer_kinds
@@ -61,6 +62,7 @@ def test_a_folder_becomes_a_model(checkpoint: Path) -> None:
     assert (loaded.dtype, loaded.vocab_size, loaded.max_context_tokens) == ("float32", 97, 256)
     assert loaded.eos_token_ids == (2,)
     assert len(loaded.fingerprint) == 64
+    assert loaded.fingerprint == fingerprint_checkpoint(checkpoint)  # as every other engine has it
 
 
 def test_the_engine_is_found_by_its_kind_and_says_what_it_is(checkpoint: Path) -> None:

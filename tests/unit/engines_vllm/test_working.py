@@ -263,5 +263,17 @@ def test_a_decode_leg_is_traced_from_its_blocks_to_its_end(bench: Bench) -> None
     )]  # fmt: skip
     assert stamps == [0.0, 1.0, 2.0, 3.0]
     assert (trace.outcome, trace.num_output_tokens, trace.peer) == ("length", 24, "p")
+    assert trace.num_received_tokens == 7
     (record,) = bench.rank.take_records()
     assert (record.side, record.wait_s, record.failed_stage) == ("received", 1.0, None)
+
+
+def test_a_load_that_failed_is_not_traced_as_received(bench: Bench) -> None:
+    run(bench, expect(bench))
+    bench.port.fail(ID)
+    bench.port.quiesce(ID)
+    bench.rank.poll(set(), 0.0)
+    trace = bench.traces.find("req-1")
+    assert trace is not None
+    assert trace.num_received_tokens == 0
+    assert len(trace.fallbacks) == 1

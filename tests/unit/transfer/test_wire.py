@@ -8,8 +8,11 @@ import pytest
 
 from baton.errors import ProtocolError
 from baton.transfer.framing import FrameDecoder, encode_frame
+from baton.transfer.geometry import unpack_target
 from baton.transfer.interface import PageArray
 from baton.transfer.messages import encode
+from baton.transfer.onesided import wire as onesided
+from baton.transfer.transports.file import wire as file
 from baton.transfer.transports.shared import wire as shared
 from baton.transfer.transports.tcp import wire as tcp
 
@@ -20,19 +23,44 @@ ARRAYS = (PageArray(0, 512, 4),)
 PAGES = np.array([3, 1]).astype("<u4").tobytes()
 
 TCP = {
-    "attach": (tcp.decode_attach, tcp.Attach(EPOCH, REGION)),
-    "attached": (tcp.decode_from_receiver, tcp.Attached(ARRAYS)),
-    "not_attached": (tcp.decode_from_receiver, tcp.NotAttached("no such region")),
+    "attach": (tcp.decode_attach, tcp.Attach(EPOCH, REGION, WINDOW)),
+    "attached": (tcp.decode_from_listener, tcp.Attached(ARRAYS)),
+    "not_attached": (tcp.decode_from_listener, tcp.NotAttached("no such region")),
     "data": (
-        tcp.decode_data,
+        tcp.decode_from_dialer,
         tcp.Data(7, WINDOW, 1, PAGES, np.array([0, 16, 64, 8]).astype("<u4").tobytes(), b"n"),
     ),
     "data_not_last": (
-        tcp.decode_data,
+        tcp.decode_from_dialer,
         tcp.Data(7, WINDOW, 1, b"\2\0\0\0", b"\0\0\0\0\0\2\0\0", None),
     ),
-    "landed": (tcp.decode_from_receiver, tcp.Landed(7)),
-    "refused": (tcp.decode_from_receiver, tcp.Refused(7, "the window is not open")),
+    "data_striped": (
+        tcp.decode_from_dialer,
+        tcp.Data(7, WINDOW, 1, b"\2\0\0\0", b"\0\0\0\0\0\2\0\0", b"", 2),
+    ),
+    "fetch": (tcp.decode_from_dialer, tcp.Fetch(7, 1, PAGES, b"\0\0\0\0\0\2\0\0")),
+    "served": (tcp.decode_from_listener, tcp.Served(7)),
+    "landed": (tcp.decode_from_listener, tcp.Landed(7)),
+    "refused": (tcp.decode_from_listener, tcp.Refused(7, "the window is not open")),
+}
+FILE = {
+    "attach": (file.decode_attach, file.Attach(EPOCH, REGION, WINDOW)),
+    "attached": (
+        file.decode_from_receiver,
+        file.Attached(ARRAYS, f"baton-{EPOCH}-0123456789abcdef", WINDOW),
+    ),
+    "not_attached": (file.decode_from_receiver, file.NotAttached("no such region")),
+    "parcel": (
+        file.decode_from_writer,
+        file.Parcel(7, WINDOW, 1, PAGES, b"\0\0\0\0\0\2\0\0", b"n"),
+    ),
+    "parcel_not_last": (
+        file.decode_from_writer,
+        file.Parcel(7, WINDOW, 1, PAGES, b"\0\0\0\0\0\2\0\0", None),
+    ),
+    "abandoned": (file.decode_from_writer, file.Abandoned()),
+    "landed": (file.decode_from_receiver, file.Landed(7)),
+    "refused": (file.decode_from_receiver, file.Refused(7, "the window is not open")),
 }
 SHARED = {
     "attach": (shared.decode_attach, shared.Attach(EPOCH, REGION)),
@@ -49,9 +77,23 @@ SHARED = {
     "closed": (shared.decode_from_writer, shared.Closed(WINDOW)),
     "released": (shared.decode_from_writer, shared.Released()),
 }
+ONE_SIDED = {
+    "attach": (onesided.decode_attach, onesided.Attach(EPOCH, REGION)),
+    "attached": (onesided.decode_first_from_owner, onesided.Attached(ARRAYS, b"the library")),
+    "not_attached": (onesided.decode_first_from_owner, onesided.NotAttached("no such region")),
+    "opened": (onesided.decode_from_owner, onesided.Opened(WINDOW, PAGES)),
+    "close": (onesided.decode_from_owner, onesided.Close(WINDOW)),
+    "not_open": (onesided.decode_from_owner, onesided.NotOpen(WINDOW)),
+    "notice": (onesided.decode_from_peer, onesided.Notice(WINDOW, b"n")),
+    "ask": (onesided.decode_from_peer, onesided.Ask(WINDOW)),
+    "closed": (onesided.decode_from_peer, onesided.Closed(WINDOW)),
+    "moving": (onesided.decode_from_peer, onesided.Moving()),
+    "resting": (onesided.decode_from_peer, onesided.Resting()),
+    "released": (onesided.decode_from_peer, onesided.Released()),
+}
 CASES = [
     pytest.param(GOLDEN[kind][name], *case, id=f"{kind} {name}")
-    for kind, cases in (("tcp", TCP), ("shared", SHARED))
+    for kind, cases in (("tcp", TCP), ("file", FILE), ("shared", SHARED), ("onesided", ONE_SIDED))
     for name, case in cases.items()
 ]
 
@@ -65,7 +107,10 @@ def test_messages_are_these_bytes(golden, decode, message):
 
 
 def test_every_golden_frame_is_checked():
-    assert (GOLDEN["tcp"].keys(), GOLDEN["shared"].keys()) == (TCP.keys(), SHARED.keys())
+    cases = {"tcp": TCP, "file": FILE, "shared": SHARED, "onesided": ONE_SIDED}
+    assert {kind: of.keys() for kind, of in GOLDEN.items()} == {
+        kind: of.keys() for kind, of in cases.items()
+    }
 
 
 @pytest.mark.parametrize(
@@ -82,14 +127,15 @@ def test_every_golden_frame_is_checked():
 )
 def test_a_part_that_leaves_its_array_is_an_error(damage):
     _, part = TCP["data_not_last"]
-    assert tcp.unpack_geometry(part, ARRAYS[0]).num_bytes == 512
+    assert unpack_target(part.dst_pages, part.spans, ARRAYS[0]).num_bytes == 512
     fields = {name: getattr(part, name) for name in part.__struct_fields__}
+    damaged = tcp.Data(**{**fields, **damage})
     with pytest.raises(ProtocolError):
-        tcp.unpack_geometry(tcp.Data(**{**fields, **damage}), ARRAYS[0])
+        unpack_target(damaged.dst_pages, damaged.spans, ARRAYS[0])
 
 
 def test_a_part_that_is_too_large_is_an_error():
     large = PageArray(0, 1 << 30, 8)
     part = tcp.Data(0, WINDOW, 0, PAGES, np.array([0, 1 << 30]).astype("<u4").tobytes(), None)
     with pytest.raises(ProtocolError, match="at most"):
-        tcp.unpack_geometry(part, large)
+        unpack_target(part.dst_pages, part.spans, large)

@@ -20,7 +20,9 @@ File map, in the order in which a request meets them:
     information.py  what a server says of itself; control.py where it is asked
     pool.py         the KV memory: isa.py and layouts.py what is in it, conversion.py and faces.py
                     how peers see it
-    serving.py      starting vLLM's server (`baton worker`), with what it needs beside it
+    serving.py      vLLM's server in `baton worker`: server_options.py → arguments.py, checks.py
+                    before it starts, probing.py whether it answers, gate.py its drain and bearer,
+                    engine_process.py what is needed inside vLLM's engine process
 
 Importing this package loads neither vLLM nor torch.
 """

@@ -58,7 +58,9 @@ class RankObserver:
             return
         merge_parts(found.leg, found.parts)
         if error is None:
-            found.leg.stamp(Stamp.KV_READY, at)
+            leg = found.leg
+            leg.num_received_tokens = leg.num_prompt_tokens - leg.num_cached_tokens
+            leg.stamp(Stamp.KV_READY, at)
         else:
             found.leg.fallbacks.append(f"{FALLBACK_CAUSE}: {error}")
         self._records.append(record_received(found.leg, error, at))

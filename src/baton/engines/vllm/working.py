@@ -234,7 +234,6 @@ class RankHandoffs:
         tickets = compute_receiving_subtickets(prompt.ticket, setting.layout, receiver=setting.rank)
         leg = self._open(prompt, "decode")
         leg.num_cached_tokens = expect.start
-        leg.num_received_tokens = prompt.num_tokens - expect.start
         leg.stamp(Stamp.PAGES_RESERVED, self._clock.now())
         load = LoadInProgress(
             expect, tickets, self._open_parts(leg, tickets), {ticket.id for ticket in tickets}

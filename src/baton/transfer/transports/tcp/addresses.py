@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import math
 import socket
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -13,6 +14,8 @@ if TYPE_CHECKING:
     from baton.transfer.transports.tcp.options import TcpOptions
 
 _MAX_PORT: Final = 65_535
+_MAX_KEEPALIVE_S: Final = 32_767
+"""Linux' own bound."""
 _SEND_CEILING: Final = Path("/proc/sys/net/core/wmem_max")
 _RECEIVE_CEILING: Final = Path("/proc/sys/net/core/rmem_max")
 
@@ -28,7 +31,7 @@ def open_listener(host: str, options: TcpOptions) -> tuple[socket.socket, str]:
         sock = socket.socket(family, socket.SOCK_STREAM)
     except OSError as exc:
         raise TransferError(f"cannot listen on {host}: {exc}") from exc
-    _set_buffers(sock, options)
+    _tune(sock, options)
     try:
         sock.bind(address)
     except OSError as exc:
@@ -53,8 +56,7 @@ def open_stream(endpoint: tuple[str, int], options: TcpOptions) -> socket.socket
     """A fresh socket that can connect to `endpoint`."""
     family = socket.AF_INET6 if ":" in endpoint[0] else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
-    _set_buffers(sock, options)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    _tune(sock, options)
     return sock
 
 
@@ -78,6 +80,39 @@ def parse_endpoint(endpoint: str) -> tuple[str, int]:
     if not 0 < number <= _MAX_PORT or address.is_unspecified or address.is_multicast:
         raise TransferError(f"{endpoint[:80]!r} is no address of a peer")
     return str(address), number
+
+
+def explain_small_buffers(options: TcpOptions) -> str | None:
+    """What to tell the operator if the kernel does not allow the buffers that were asked for."""
+    asked = options.socket_buffer_bytes
+    ceilings = [_read_ceiling(path) for path in (_SEND_CEILING, _RECEIVE_CEILING)]
+    if asked is None or asked <= min(ceilings):
+        return None
+    return (
+        f"tcp: socket buffers of {asked} bytes were asked for and the kernel allows "
+        f"{ceilings[0]} to send and {ceilings[1]} to receive, so its own tuning stays on; "
+        f"sysctl -w net.core.wmem_max={asked} net.core.rmem_max={asked}"
+    )
+
+
+def _tune(sock: socket.socket, options: TcpOptions) -> None:
+    """Set what connections inherit from their listener, too."""
+    _set_buffers(sock, options)
+    patience_s = options.stall_timeout_s
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (
+        (socket.TCP_NODELAY, 1),
+        # A peer that is cut off while nothing is under way is found out by the kernel.
+        (socket.TCP_KEEPIDLE, _whole_seconds(patience_s / 2)),
+        (socket.TCP_KEEPINTVL, _whole_seconds(patience_s / 4)),
+        (socket.TCP_KEEPCNT, 2),
+        (socket.TCP_USER_TIMEOUT, _whole_seconds(patience_s) * 1000),
+    ):
+        sock.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+def _whole_seconds(duration_s: float) -> int:
+    return min(max(1, math.ceil(duration_s)), _MAX_KEEPALIVE_S)
 
 
 def _set_buffers(sock: socket.socket, options: TcpOptions) -> None:

@@ -1,64 +1,100 @@
-"""One write on its way out: its parts, each a frame and the page bytes behind it."""
+"""A write on its way out: cut into stripes, each of which is a stream's share of it."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import numpy as np
-
-from baton.kv.copies import CopyGroup
+from baton.transfer.buffers import read_batches
 from baton.transfer.framing import encode_frame
+from baton.transfer.geometry import Geometry, pack_indices
 from baton.transfer.messages import encode
-from baton.transfer.transports.tcp.buffers import read_batches
-from baton.transfer.transports.tcp.geometry import Geometry
-from baton.transfer.transports.tcp.wire import Data, pack_indices
+from baton.transfer.parts import MAX_PART_BYTES, cut_parts
+from baton.transfer.transports.tcp.wire import Data
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from baton.kv.copies import CopyGroup, PageCopies
     from baton.transfer.interface import PagedRegion, PageWrite
 
-MAX_PART_BYTES: Final = 64 << 20
-MAX_PART_PAGES: Final = 65_536
 
-_NO_PAGES: Final = np.empty(0, np.int64)
-_NO_SPANS: Final = np.empty((0, 3), np.int64)
+@dataclass(frozen=True, slots=True)
+class Stripe:
+    """What one stream carries of a write: perhaps nothing but its notice."""
+
+    sequence: int
+    num_stripes: int
+    notice: bytes
+    parts: tuple[CopyGroup, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Page bytes."""
+        return sum(part.num_bytes for part in self.parts)
+
+
+def cut_stripes(
+    write: PageWrite, sequence: int, *, max_stripes: int, stripe_bytes: int
+) -> list[Stripe]:
+    """A write as 1 to `max_stripes` stripes of `stripe_bytes` or more (about), alike in size."""
+    copies = write.copies
+    num_stripes = max(1, min(max_stripes, copies.num_bytes // stripe_bytes))
+    parts = _cut_evenly(copies, num_stripes)
+    shares: list[list[CopyGroup]] = [[] for _ in range(min(num_stripes, max(1, len(parts))))]
+    loads = [0] * len(shares)
+    for part in parts:
+        lightest = loads.index(min(loads))
+        shares[lightest].append(part)
+        loads[lightest] += part.num_bytes
+    notices = [write.notice, *(b"" for _ in shares[1:])]
+    return [
+        Stripe(sequence, len(shares), notice, tuple(share))
+        for share, notice in zip(shares, notices, strict=True)
+    ]
 
 
 def departing_batches(
-    write: PageWrite, region: PagedRegion, sequence: int
+    write: PageWrite, region: PagedRegion, stripe: Stripe
 ) -> Iterator[list[memoryview]]:
-    """All buffers of a write that was checked, in the order of the wire, made as they are needed.
+    """All buffers of a stripe of a checked write, in the order of the wire, made when needed.
 
     The region's memory is read in place: it must not change until the receiver has answered.
     """
     array = region.arrays[write.copies.layer]
-    parts = _cut_parts(write.copies.groups)
-    for number, part in enumerate(parts, start=1):
-        header = Data(
-            sequence=sequence,
-            window=write.window,
-            array=write.copies.layer,
-            dst_pages=pack_indices(part.dst_pages),
+    if not stripe.parts:
+        yield [_header(write, stripe, pages=b"", spans=b"", notice=stripe.notice)]
+    for number, part in enumerate(stripe.parts, start=1):
+        header = _header(
+            write,
+            stripe,
+            pages=pack_indices(part.dst_pages),
             spans=pack_indices(part.spans[:, 1:]),
-            notice=write.notice if number == len(parts) else None,
+            notice=stripe.notice if number == len(stripe.parts) else None,
         )
         payload = read_batches(
             Geometry(part.src_pages, part.spans[:, 0], part.spans[:, 2]), region.memory, array
         )
-        yield [memoryview(encode_frame(encode(header))), *next(payload, [])]
+        yield [header, *next(payload, [])]
         yield from payload
 
 
-def _cut_parts(groups: tuple[CopyGroup, ...]) -> list[CopyGroup]:
-    """Groups cut so that each part's frame and payload stay within their bounds; at least one."""
-    parts = [part for group in groups for part in _cut_group(group)]
-    return parts or [CopyGroup(_NO_PAGES, _NO_PAGES, _NO_SPANS)]
+def _cut_evenly(copies: PageCopies, num_stripes: int) -> list[CopyGroup]:
+    share_bytes = -(-copies.num_bytes // num_stripes)
+    parts = cut_parts(copies.groups, max(1, min(MAX_PART_BYTES, share_bytes)))
+    return [part for part in parts if part.num_bytes > 0]
 
 
-def _cut_group(group: CopyGroup) -> Iterator[CopyGroup]:
-    bytes_per_page = max(1, int(group.spans[:, 2].sum()))
-    num_pages = max(1, min(MAX_PART_PAGES, MAX_PART_BYTES // bytes_per_page))
-    for first in range(0, len(group.src_pages), num_pages):
-        pages = slice(first, first + num_pages)
-        yield CopyGroup(group.src_pages[pages], group.dst_pages[pages], group.spans)
+def _header(
+    write: PageWrite, stripe: Stripe, *, pages: bytes, spans: bytes, notice: bytes | None
+) -> memoryview:
+    header = Data(
+        sequence=stripe.sequence,
+        window=write.window,
+        array=write.copies.layer,
+        dst_pages=pages,
+        spans=spans,
+        notice=notice,
+        stripes=stripe.num_stripes,
+    )
+    return memoryview(encode_frame(encode(header)))

@@ -1,20 +1,26 @@
-"""The receiving end of one `tcp` connection: headers are checked, payloads land in place."""
+"""The listening end of one `tcp` connection: headers are checked, payloads land in place.
+
+What the peer asks for is sent back from the region as the socket takes it.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol, assert_never
 
 from baton.errors import ProtocolError
 from baton.ids import TicketId
+from baton.transfer.buffers import discard_batches, read_batches, write_batches
 from baton.transfer.channel import skip_bytes
+from baton.transfer.framing import encode_frame
+from baton.transfer.geometry import Geometry, unpack_geometry, unpack_target
 from baton.transfer.messages import encode
-from baton.transfer.transports.tcp.buffers import discard_batches, write_batches
 from baton.transfer.transports.tcp.wire import (
     Data,
+    Fetch,
     Landed,
     Refused,
-    decode_data,
-    unpack_geometry,
+    Served,
+    decode_from_dialer,
 )
 
 if TYPE_CHECKING:
@@ -26,10 +32,13 @@ if TYPE_CHECKING:
     from baton.ids import Epoch
     from baton.transfer.channel import Channel
     from baton.transfer.connection import Connection
-    from baton.transfer.interface import PagedRegion
+    from baton.transfer.interface import PageArray, PagedRegion
+    from baton.transfer.transports.tcp.assembly import Assembly
 
 MAX_STEP_BYTES: Final = 8 << 20
 """Page bytes read before other connections get their turn."""
+MAX_FETCHES: Final = 16
+"""Fetches of one connection that wait to be served: more than an honest peer has under way."""
 
 
 class Admission(Protocol):
@@ -47,22 +56,29 @@ class Admission(Protocol):
 
 
 class Inbound:
-    """Receives one writer's writes into one region. Owner thread: the transport's.
+    """Serves one stream of one peer that attached one region. Owner thread: the transport's.
 
-    A write's parts follow each other on the connection. Once a part is refused, so is the rest of
-    its write; the writer hears of it when the last part is over.
+    A stripe's parts follow each other on the connection. Once a part is refused, so is the rest of
+    its write; the writer hears of it when the last stripe is over, on that one's connection.
     """
 
     def __init__(
-        self, connection: Connection, writer: Epoch, region: PagedRegion, admission: Admission
+        self,
+        connection: Connection,
+        writer: Epoch,
+        region: PagedRegion,
+        *,
+        assembly: Assembly,
+        admission: Admission,
     ) -> None:
         self.connection, self.region = connection, region
-        self._writer, self._admission = writer, admission
+        self._writer, self._assembly, self._admission = writer, assembly, admission
         self._part: Data | None = None
         self._batches: Iterator[list[memoryview]] = iter(())
         self._batch: list[memoryview] = []
         self._num_missing_bytes = 0
-        self._unfinished_sequence: int | None = None
+        self._num_fetches = 0
+        self._unfinished: Data | None = None
         self._last_sequence = -1
         self._refusal: str | None = None
 
@@ -71,7 +87,7 @@ class Inbound:
 
         Raises:
             PeerLostError: the connection is broken or at its end.
-            ProtocolError: the writer sent what no honest writer sends.
+            ProtocolError: the peer sent what no honest peer sends.
         """
         budget = MAX_STEP_BYTES
         while budget > 0:
@@ -79,7 +95,7 @@ class Inbound:
                 body = channel.receive_body()
                 if body is None:
                     return
-                self._begin_part(decode_data(body))
+                self._take(body)
                 budget -= len(body)
             else:
                 num_bytes = channel.receive_into(self._batch)
@@ -93,12 +109,37 @@ class Inbound:
         if self._part is not None and self._part.window == window:
             self._refuse("the window was closed")
 
+    def _take(self, body: bytes) -> None:
+        match decode_from_dialer(body):
+            case Data() as part:
+                self._begin_part(part)
+            case Fetch() as fetch:
+                self._begin_serving(fetch)
+            case unknown:
+                assert_never(unknown)
+
+    def _begin_serving(self, fetch: Fetch) -> None:
+        if self._num_fetches >= MAX_FETCHES:
+            raise ProtocolError("a peer asks for more than it takes")
+        array = self._find_array(fetch.array)
+        geometry = unpack_geometry(fetch.src_pages, fetch.spans, array)
+        self._num_fetches += 1
+        self.connection.send_batches(self._serving_batches(fetch.sequence, geometry, array))
+        self.connection.flush()
+
+    def _serving_batches(
+        self, sequence: int, geometry: Geometry, array: PageArray
+    ) -> Iterator[list[memoryview]]:
+        payload = read_batches(geometry, self.region.memory, array)
+        header = encode_frame(encode(Served(sequence)))
+        yield [memoryview(header), *next(payload, [])]
+        yield from payload
+        self._num_fetches -= 1
+
     def _begin_part(self, part: Data) -> None:
         self._check_order(part)
-        if part.array >= len(self.region.arrays):
-            raise ProtocolError(f"a part names array {part.array}, which the region lacks")
-        array = self.region.arrays[part.array]
-        geometry = unpack_geometry(part, array)
+        array = self._find_array(part.array)
+        geometry = unpack_target(part.dst_pages, part.spans, array)
         self._part = part
         self._num_missing_bytes = geometry.num_bytes
         self._batches = write_batches(geometry, self.region.memory, array)
@@ -110,15 +151,21 @@ class Inbound:
         else:
             self._next_batch()
 
+    def _find_array(self, number: int) -> PageArray:
+        if number >= len(self.region.arrays):
+            raise ProtocolError(f"a part names array {number}, which the region lacks")
+        return self.region.arrays[number]
+
     def _check_order(self, part: Data) -> None:
-        if self._unfinished_sequence is None:
+        begun = self._unfinished
+        if begun is None:
             if part.sequence <= self._last_sequence:
                 raise ProtocolError("a write's number came twice, or out of order")
             self._last_sequence = part.sequence
             self._refusal = None
-        elif part.sequence != self._unfinished_sequence:
+        elif (part.sequence, part.stripes) != (begun.sequence, begun.stripes):
             raise ProtocolError("a write began before the one in front of it was whole")
-        self._unfinished_sequence = part.sequence if part.notice is None else None
+        self._unfinished = part if part.notice is None else None
 
     def _refuse(self, reason: str) -> None:
         self._refusal = reason
@@ -141,8 +188,11 @@ class Inbound:
         self._batches = iter(())
         if part is None or part.notice is None:
             return
-        if self._refusal is not None:
-            self.connection.send_body(encode(Refused(part.sequence, self._refusal)))
+        write = self._assembly.stripe_over(part, part.notice, self._refusal)
+        if write is None:
             return
-        self._admission.arrived(TicketId(part.window), part.notice)
+        if write.refusal is not None:
+            self.connection.send_body(encode(Refused(part.sequence, write.refusal)))
+            return
+        self._admission.arrived(TicketId(part.window), write.notice)
         self.connection.send_body(encode(Landed(part.sequence)))

@@ -1,15 +1,31 @@
-"""The writing end: one peer's region, reached over several streams."""
+"""The dialing end: one peer's region, reached over several streams."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections import deque
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, assert_never
 
 from baton.errors import PeerLostError, PeerUnreachableError, ProtocolError, TransferError
+from baton.ids import new_region_handle
 from baton.transfer.interface import Attached as AttachedEvent
-from baton.transfer.interface import RemoteLost, WriteCompleted, WriteFailed
+from baton.transfer.interface import (
+    ReadCompleted,
+    ReadFailed,
+    RemoteLost,
+    WriteCompleted,
+    WriteFailed,
+)
 from baton.transfer.messages import encode
-from baton.transfer.transports.tcp.departure import departing_batches
+from baton.transfer.parts import MAX_PART_BYTES, cut_parts
+from baton.transfer.progress import count_moved_bytes
+from baton.transfer.transports.tcp.departure import cut_stripes, departing_batches
+from baton.transfer.transports.tcp.stream import (
+    MAX_FETCHES_UNDER_WAY,
+    Reading,
+    Stream,
+    Wanted,
+)
 from baton.transfer.transports.tcp.wire import (
     MAX_BODY_BYTES,
     Attach,
@@ -17,14 +33,17 @@ from baton.transfer.transports.tcp.wire import (
     Landed,
     NotAttached,
     Refused,
-    decode_from_receiver,
+    Served,
+    decode_from_listener,
 )
 
 if TYPE_CHECKING:
     from baton.ids import Epoch
+    from baton.kv.copies import CopyGroup, PageCopies
     from baton.transfer.channel import Channel
     from baton.transfer.connection import Connection
     from baton.transfer.interface import (
+        PageArray,
         PagedRegion,
         PageWrite,
         RegionDescriptor,
@@ -32,23 +51,20 @@ if TYPE_CHECKING:
         TransferId,
     )
     from baton.transfer.reactor import Reactor
+    from baton.transfer.transports.tcp.options import TcpOptions
 
 
-@dataclass(slots=True)
-class _Stream:
-    """One connection, and the writes on it that the receiver has not answered, by sequence."""
+@dataclass(frozen=True, slots=True)
+class _Posted:
+    """A write that the peer has not answered: what of it each of its streams carries."""
 
-    connection: Connection
-    unanswered: dict[int, tuple[TransferId, int]] = field(default_factory=dict)
-    is_attached: bool = False
-
-    @property
-    def num_unanswered_bytes(self) -> int:
-        return sum(num_bytes for _, num_bytes in self.unanswered.values())
+    transfer: TransferId
+    num_bytes: int
+    loads: tuple[tuple[Stream, int], ...]
 
 
 class Remote:
-    """A peer's region as this writer sees it: attaching, attached or lost.
+    """A peer's region as this side sees it: attaching, attached or lost.
 
     It is lost as a whole when one of its streams is: a peer that is half there is not trusted to
     answer. Owner thread: the transport's.
@@ -60,13 +76,17 @@ class Remote:
         descriptor: RegionDescriptor,
         epoch: Epoch,
         *,
-        num_streams: int,
+        options: TcpOptions,
         reactor: Reactor,
     ) -> None:
         self.id, self.descriptor = id_, descriptor
-        self._epoch, self._num_streams, self._reactor = epoch, num_streams, reactor
-        self._streams: list[_Stream] = []
+        self._epoch, self._options, self._reactor = epoch, options, reactor
+        self._link = bytes(new_region_handle())
+        self._streams: list[Stream] = []
         self._connections: list[Connection] = []
+        self._posted: dict[int, _Posted] = {}
+        self._readings: dict[TransferId, Reading] = {}
+        self._wanted: deque[Wanted] = deque()
         self._next_sequence = 0
         self._loss: TransferError | None = None
 
@@ -74,7 +94,7 @@ class Remote:
     def is_attaching(self) -> bool:
         """Neither attached, by every stream, nor lost yet."""
         num_attached = sum(stream.is_attached for stream in self._streams)
-        return num_attached < self._num_streams and self._loss is None
+        return num_attached < self._options.streams and self._loss is None
 
     def own(self, connection: Connection) -> None:
         """Close this connection with the rest, whatever becomes of it."""
@@ -84,22 +104,51 @@ class Remote:
 
     def add_stream(self, connection: Connection) -> None:
         """Both ends of this connection have proved themselves: ask for the region."""
-        stream = _Stream(connection)
+        stream = Stream(connection, self._part_landed)
         self._streams.append(stream)
         connection.become(lambda channel: self._read(stream, channel), self.lose)
         connection.channel.allow_bodies(MAX_BODY_BYTES)
-        connection.send_body(encode(Attach(self._epoch, self.descriptor.handle)))
+        connection.send_body(encode(Attach(self._epoch, self.descriptor.handle, self._link)))
 
     def submit(self, transfer: TransferId, write: PageWrite, region: PagedRegion) -> None:
-        """Send a checked write over the stream that has the least to do."""
+        """Send a checked write over the streams that have the least to do."""
         if self._loss is not None:
             self._reactor.report(WriteFailed(transfer, self._loss))
             return
-        stream = min(self._streams, key=lambda each: each.num_unanswered_bytes)
-        sequence, self._next_sequence = self._next_sequence, self._next_sequence + 1
-        stream.unanswered[sequence] = (transfer, write.copies.num_bytes)
-        stream.connection.send_batches(departing_batches(write, region, sequence))
-        stream.connection.flush()
+        self._watch_for_stalls()
+        sequence = self._new_sequence()
+        stripes = cut_stripes(
+            write,
+            sequence,
+            max_stripes=len(self._streams),
+            stripe_bytes=self._options.stripe_bytes,
+        )
+        streams = sorted(self._streams, key=lambda stream: stream.num_unanswered_bytes)
+        loads = [
+            (stream, stripe.num_bytes) for stream, stripe in zip(streams, stripes, strict=False)
+        ]
+        self._posted[sequence] = _Posted(transfer, write.copies.num_bytes, tuple(loads))
+        for stream, stripe in zip(streams, stripes, strict=False):
+            stream.num_unanswered_bytes += stripe.num_bytes
+            stream.connection.send_batches(departing_batches(write, region, stripe))
+        for stream, _ in loads:
+            stream.connection.flush()
+
+    def read(self, transfer: TransferId, copies: PageCopies, region: PagedRegion) -> None:
+        """Ask for checked pages of the peer, in parts, over the streams that are free."""
+        if self._loss is not None:
+            self._reactor.report(ReadFailed(transfer, self._loss))
+            return
+        parts = [part for part in self._cut_read(copies) if part.num_bytes > 0]
+        if not parts:
+            self._reactor.report(ReadCompleted(transfer, 0))
+            return
+        self._watch_for_stalls()
+        reading = self._readings[transfer] = Reading(transfer, copies.num_bytes, len(parts))
+        for part in parts:
+            wanted = Wanted(self._new_sequence(), reading, part, copies.layer, region)
+            self._wanted.append(wanted)
+        self._ask()
 
     def lose(self, error: TransferError) -> None:
         """The peer is gone, or one of its streams: report it and every unanswered write, once."""
@@ -108,7 +157,7 @@ class Remote:
             self._end(error)
 
     def detach(self) -> None:
-        """This side is done with the peer: unanswered writes fail."""
+        """This side is done with the peer: what is unfinished fails."""
         if self._loss is None:
             self._end(PeerLostError("the remote was detached"))
 
@@ -116,34 +165,95 @@ class Remote:
         self._loss = error
         for connection in self._connections:
             connection.close()
-        for stream in self._streams:
-            for transfer, _ in stream.unanswered.values():
-                self._reactor.report(WriteFailed(transfer, error))
-            stream.unanswered.clear()
+        for posted in self._posted.values():
+            self._reactor.report(WriteFailed(posted.transfer, error))
+        for transfer in self._readings:
+            self._reactor.report(ReadFailed(transfer, error))
+        self._posted.clear()
+        self._readings.clear()
+        self._wanted.clear()
+        self._streams.clear()
 
-    def _read(self, stream: _Stream, channel: Channel) -> None:
-        for body in channel.receive_bodies():
+    def _new_sequence(self) -> int:
+        self._next_sequence += 1
+        return self._next_sequence - 1
+
+    def _cut_read(self, copies: PageCopies) -> list[CopyGroup]:
+        return cut_parts(copies.groups, min(MAX_PART_BYTES, self._options.stripe_bytes))
+
+    def _ask(self) -> None:
+        """Ask for the next parts, as many as may be under way."""
+        while self._wanted and self._loss is None:
+            stream = min(self._streams, key=lambda stream: stream.num_asked)
+            if stream.num_asked >= MAX_FETCHES_UNDER_WAY:
+                return
+            stream.ask(self._wanted.popleft())
+
+    def _watch_for_stalls(self) -> None:
+        """Before something is asked of the peer: from now on it must go on answering."""
+        if not self._posted and not self._readings:
+            self._streams[0].connection.fail_unless_moving(
+                self._options.stall_timeout_s, "an answer of the peer", self._count_moved_bytes
+            )
+
+    def _rest(self) -> None:
+        """After something was answered: a peer that owes nothing may be silent."""
+        if not self._posted and not self._readings and self._streams:
+            self._streams[0].connection.settle()
+
+    def _count_moved_bytes(self) -> int:
+        return sum(count_moved_bytes(stream.connection.channel) for stream in self._streams)
+
+    def _part_landed(self, wanted: Wanted) -> None:
+        reading = wanted.reading
+        reading.num_missing_parts -= 1
+        if reading.num_missing_parts == 0:
+            del self._readings[reading.transfer]
+            self._reactor.report(ReadCompleted(reading.transfer, reading.num_bytes))
+            self._rest()
+        self._ask()
+
+    def _read(self, stream: Stream, channel: Channel) -> None:
+        for body in stream.bodies(channel):
             self._take(stream, body)
 
-    def _take(self, stream: _Stream, body: bytes) -> None:
-        match decode_from_receiver(body):
+    def _take(self, stream: Stream, body: bytes) -> None:
+        match decode_from_listener(body):
             case Attached(arrays) if not stream.is_attached:
-                if arrays != self.descriptor.arrays:
-                    raise ProtocolError("the peer's region is not what its description says")
-                stream.is_attached = True
-                stream.connection.settle()
-                if not self.is_attaching:
-                    self._reactor.report(AttachedEvent(self.id))
+                self._attached(stream, arrays)
             case NotAttached(reason) if not stream.is_attached:
                 raise PeerUnreachableError(f"the peer refused to attach: {reason}")
-            case Landed(sequence) if sequence in stream.unanswered:
-                transfer, num_bytes = stream.unanswered.pop(sequence)
-                self._reactor.report(WriteCompleted(transfer, num_bytes))
-            case Refused(sequence, reason) if sequence in stream.unanswered:
-                transfer, _ = stream.unanswered.pop(sequence)
-                error = TransferError(f"the peer refused the write: {reason}")
-                self._reactor.report(WriteFailed(transfer, error))
+            case Landed() | Refused() as answer if answer.sequence in self._posted:
+                self._answered(answer)
+            case Served(sequence):
+                stream.take_served(sequence)
             case Attached() | NotAttached() | Landed() | Refused():
                 raise ProtocolError("the peer answered what was not asked")
             case unknown:
                 assert_never(unknown)
+
+    def _attached(self, stream: Stream, arrays: tuple[PageArray, ...]) -> None:
+        if arrays != self.descriptor.arrays:
+            raise ProtocolError("the peer's region is not what its description says")
+        stream.is_attached = True
+        stream.connection.settle()
+        if not self.is_attaching:
+            self._reactor.report(AttachedEvent(self.id))
+
+    def _answered(self, answer: Landed | Refused) -> None:
+        posted = self._take_posted(answer.sequence)
+        match answer:
+            case Landed():
+                self._reactor.report(WriteCompleted(posted.transfer, posted.num_bytes))
+            case Refused(_, reason):
+                error = TransferError(f"the peer refused the write: {reason}")
+                self._reactor.report(WriteFailed(posted.transfer, error))
+            case unknown:
+                assert_never(unknown)
+
+    def _take_posted(self, sequence: int) -> _Posted:
+        posted = self._posted.pop(sequence)
+        for stream, num_bytes in posted.loads:
+            stream.num_unanswered_bytes -= num_bytes
+        self._rest()
+        return posted

@@ -1,12 +1,16 @@
-"""`tcp`: pages over ordinary sockets; the receiver puts them in place itself.
+"""`tcp`: pages over ordinary sockets; who receives them puts them in place itself.
 
 Because it does, a closed window is quiescent at once: what still arrives for it is dropped.
 """
 
 from __future__ import annotations
 
+import logging
 from functools import partial
 from typing import TYPE_CHECKING
+from weakref import WeakValueDictionary
+
+import msgspec
 
 from baton.errors import TransferError
 from baton.ids import Epoch, RegionHandle
@@ -24,7 +28,14 @@ from baton.transfer.listening import Listener
 from baton.transfer.messages import encode
 from baton.transfer.reactor import Reactor
 from baton.transfer.region import check_arrays
-from baton.transfer.transports.tcp.addresses import open_listener, open_stream, parse_endpoint
+from baton.transfer.tls import make_contexts
+from baton.transfer.transports.tcp.addresses import (
+    explain_small_buffers,
+    open_listener,
+    open_stream,
+    parse_endpoint,
+)
+from baton.transfer.transports.tcp.assembly import Assembly
 from baton.transfer.transports.tcp.inbound import Inbound
 from baton.transfer.transports.tcp.remote import Remote
 from baton.transfer.transports.tcp.wire import (
@@ -36,6 +47,8 @@ from baton.transfer.transports.tcp.wire import (
 from baton.transfer.windows import PageSet, check_window_pages
 
 if TYPE_CHECKING:
+    import socket
+
     import numpy as np
     from numpy.typing import NDArray
 
@@ -50,19 +63,28 @@ if TYPE_CHECKING:
         TransportContext,
         Window,
     )
+    from baton.transfer.tls import TlsContexts
     from baton.transfer.transports.tcp.options import TcpOptions
 
+_log = logging.getLogger(__name__)
+
 PURPOSE = "tcp"
+TLS_SUFFIX = "/tls"
+"""At the end of an endpoint where TLS is spoken."""
 
 
 class TcpTransport:
     """See `Transport`. Its owner is the thread that calls `poll`."""
 
     kind = "tcp"
-    capabilities = Capabilities(memory=("host", "shared"), same_host_only=False, reads=False)
+    capabilities = Capabilities(memory=("host", "shared"), same_host_only=False, reads=True)
 
     def __init__(self, options: TcpOptions, context: TransportContext) -> None:
         self._options, self._context = options, context
+        self._tls: TlsContexts | None = None
+        if options.tls is not None:
+            self._tls = make_contexts(options.tls.certificate, options.tls.key, options.tls.ca)
+            self.capabilities = msgspec.structs.replace(type(self).capabilities, encrypted=True)
         self._reactor = Reactor(context.clock)
         self.readiness_fd: int | None = self._reactor.fd
         self._dialer = Dialer(
@@ -72,6 +94,10 @@ class TcpTransport:
         self._windows: dict[TicketId, tuple[Window, PageSet]] = {}
         self._remotes: dict[RemoteId, Remote] = {}
         self._inbound: dict[Connection, Inbound] = {}
+        # Of all streams of one remote of a peer; gone when the last of those is.
+        self._assemblies: WeakValueDictionary[tuple[bytes, str, RegionHandle], Assembly] = (
+            WeakValueDictionary()
+        )
         self._listener: Listener | None = None
         self._endpoint = ""
         self._num_remotes = self._num_transfers = 0
@@ -82,7 +108,7 @@ class TcpTransport:
             raise TransferError(f"tcp cannot expose {region.kind} memory")
         check_arrays(region.arrays)
         if self._listener is None:
-            sock, self._endpoint = open_listener(self._context.bind_host, self._options)
+            self._endpoint, sock = self._open_listener()
             self._listener = Listener(
                 sock, self._reactor, self._context.key, PURPOSE, on_peer=self._welcome
             )
@@ -96,19 +122,19 @@ class TcpTransport:
         if descriptor.transport != self.kind:
             raise TransferError(f"a {descriptor.transport} descriptor was given to tcp")
         check_arrays(descriptor.arrays)
-        address = parse_endpoint(descriptor.endpoint)
+        address = self._parse_endpoint(descriptor.endpoint)
         self._num_remotes += 1
         remote = Remote(
             RemoteId(self._num_remotes),
             descriptor,
             self._context.epoch,
-            num_streams=self._options.streams,
+            options=self._options,
             reactor=self._reactor,
         )
         self._remotes[remote.id] = remote
         try:
             for _ in range(self._options.streams):
-                sock = open_stream(address, self._options)
+                sock = self._open_stream(address)
                 remote.own(self._dialer.dial(sock, address, remote.add_stream, remote.lose))
         except TransferError as exc:
             remote.lose(exc)
@@ -138,21 +164,20 @@ class TcpTransport:
 
     def submit(self, write: PageWrite) -> TransferId:
         """See `Transport`."""
-        remote = self._remotes.get(write.remote)
-        if remote is None or remote.is_attaching:
-            raise TransferError("this remote is not attached")
-        region = self._find_region(write.region)
+        remote, region = self._find_remote(write.remote), self._find_region(write.region)
         check_copies(write.copies, region.arrays, remote.descriptor.arrays)
         check_notice(write.notice)
-        self._num_transfers += 1
-        transfer = TransferId(self._num_transfers)
+        transfer = self._new_transfer()
         remote.submit(transfer, write, region)
         return transfer
 
     def read(self, read: PageRead) -> TransferId:
-        """See `Transport`: this one does not."""
-        del read
-        raise TransferError("tcp does not read a peer's pages; ask the peer to write them")
+        """See `Transport`: the peer sends them, from where they lie."""
+        remote, region = self._find_remote(read.remote), self._find_region(read.region)
+        check_copies(read.copies, remote.descriptor.arrays, region.arrays)
+        transfer = self._new_transfer()
+        remote.read(transfer, read.copies, region)
+        return transfer
 
     def poll(self) -> list[TransferEvent]:
         """See `Transport`."""
@@ -184,11 +209,44 @@ class TcpTransport:
         """See `Admission`."""
         self._reactor.report(Arrived(window, notice))
 
+    def _new_transfer(self) -> TransferId:
+        self._num_transfers += 1
+        return TransferId(self._num_transfers)
+
+    def _find_remote(self, id_: RemoteId) -> Remote:
+        remote = self._remotes.get(id_)
+        if remote is None or remote.is_attaching:
+            raise TransferError("this remote is not attached")
+        return remote
+
     def _find_region(self, handle: RegionHandle) -> PagedRegion:
         region = self._regions.get(handle)
         if region is None:
             raise TransferError("this region was not exposed")
         return region
+
+    def _open_listener(self) -> tuple[str, socket.socket]:
+        small = explain_small_buffers(self._options)
+        if small is not None:
+            _log.warning("%s", small)
+        sock, endpoint = open_listener(self._context.bind_host, self._options)
+        if self._tls is None:
+            return endpoint, sock
+        return endpoint + TLS_SUFFIX, self._tls.wrap_listener(sock)
+
+    def _open_stream(self, address: tuple[str, int]) -> socket.socket:
+        sock = open_stream(address, self._options)
+        return sock if self._tls is None else self._tls.wrap_dialer(sock)
+
+    def _parse_endpoint(self, endpoint: str) -> tuple[str, int]:
+        is_tls = endpoint.endswith(TLS_SUFFIX)
+        if is_tls and self._tls is None:
+            raise TransferError(
+                "the peer speaks TLS; this worker has no certificate (transfer.options.tcp.tls)"
+            )
+        if self._tls is not None and not is_tls:
+            raise TransferError("the peer does not speak TLS, and this worker must")
+        return parse_endpoint(endpoint.removesuffix(TLS_SUFFIX))
 
     def _welcome(self, connection: Connection) -> None:
         """A writer proved itself: its first message says which region it wants."""
@@ -204,7 +262,14 @@ class TcpTransport:
         if region is None:
             connection.send_body(encode(NotAttached("no such region")))
             return
-        inbound = Inbound(connection, Epoch(attach.epoch), region, self)
+        link = (attach.link, attach.epoch, region.handle)
+        inbound = Inbound(
+            connection,
+            Epoch(attach.epoch),
+            region,
+            assembly=self._assemblies.setdefault(link, Assembly()),
+            admission=self,
+        )
         self._inbound[connection] = inbound
         connection.settle()
         connection.become(inbound.read, partial(self._forget, connection))

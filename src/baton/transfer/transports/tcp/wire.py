@@ -1,55 +1,55 @@
 """What crosses a `tcp` connection after the handshake (docs/wire/transfer.md).
 
 A `Data` frame is followed by its payload, raw: for each page in order, for each span in order, its
-bytes. A write is one or more `Data` frames of one sequence number; the last one has the notice.
+bytes; so is a `Served` frame, with what its `Fetch` named. A write travels on one or more streams;
+its *stripe* on each is one or more `Data` frames of one sequence number; the last has the notice.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Final, TypeAlias
+from typing import Annotated, Final, TypeAlias
 
 import msgspec
-import numpy as np
 
-from baton.errors import ProtocolError
-from baton.transfer.bounds import are_pages_inside, are_spans_inside
 from baton.transfer.interface import PageArray
 from baton.transfer.messages import EpochText, IdBytes, NoticeBytes, Reason, decode
-from baton.transfer.transports.tcp.geometry import Geometry
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 MAX_BODY_BYTES: Final = 1 << 20
-MAX_PAYLOAD_BYTES: Final = 1 << 30
+MAX_STREAMS: Final = 16
 
 Natural: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+Stripes: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=MAX_STREAMS)]
 
 
 class Attach(msgspec.Struct, frozen=True, tag="attach"):
-    """Writer → receiver, first: which life of a worker wants to write into which region."""
+    """Dialer → listener, first: which life of a worker wants to reach which region.
+
+    `link` is the same for all streams of one remote, and of no other.
+    """
 
     epoch: EpochText
     region: IdBytes
+    link: IdBytes
 
 
 class Attached(msgspec.Struct, frozen=True, tag="attached"):
-    """Receiver → writer: go ahead; the region's arrays, to compare with the description."""
+    """Listener → dialer: go ahead; the region's arrays, to compare with the description."""
 
     arrays: tuple[PageArray, ...]
 
 
 class NotAttached(msgspec.Struct, frozen=True, tag="not_attached"):
-    """Receiver → writer: there is no such region here."""
+    """Listener → dialer: there is no such region here."""
 
     reason: Reason
 
 
 class Data(msgspec.Struct, frozen=True, tag="data"):
-    """Writer → receiver: one part of a write, with its payload behind it.
+    """Dialer → listener: one part of one stripe of a write, with its payload behind it.
 
     `dst_pages` is packed u32 `[n]`; `spans` is packed u32 `[s, 2]` of `(dst_byte, num_bytes)`.
-    `notice` is None in every part but the last one.
+    `stripes` is the number of streams that this write travels on. `notice` is None in every part
+    but the last one of a stripe, and empty there in all stripes but one.
     """
 
     sequence: Natural
@@ -58,31 +58,50 @@ class Data(msgspec.Struct, frozen=True, tag="data"):
     dst_pages: bytes
     spans: bytes
     notice: NoticeBytes | None
+    stripes: Stripes = 1
+
+
+class Fetch(msgspec.Struct, frozen=True, tag="fetch"):
+    """Dialer → listener: send these bytes of the region.
+
+    `src_pages` is packed u32 `[n]`; `spans` is packed u32 `[s, 2]` of `(src_byte, num_bytes)`.
+    """
+
+    sequence: Natural
+    array: Natural
+    src_pages: bytes
+    spans: bytes
 
 
 class Landed(msgspec.Struct, frozen=True, tag="landed"):
-    """Receiver → writer: all of this write is in place and its notice was taken."""
+    """Listener → dialer: all of this write is in place and its notice was taken."""
 
     sequence: Natural
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
-    """Receiver → writer: some of this write was dropped."""
+    """Listener → dialer: some of this write was dropped."""
 
     sequence: Natural
     reason: Reason
 
 
-FromReceiver: TypeAlias = Attached | NotAttached | Landed | Refused
+class Served(msgspec.Struct, frozen=True, tag="served"):
+    """Listener → dialer: the oldest fetch's bytes come right behind this."""
+
+    sequence: Natural
+
+
+FromDialer: TypeAlias = Data | Fetch
+FromListener: TypeAlias = Attached | NotAttached | Landed | Refused | Served
 
 _attach = msgspec.msgpack.Decoder(Attach)
-_data = msgspec.msgpack.Decoder(Data)
-_from_receiver: msgspec.msgpack.Decoder[FromReceiver] = msgspec.msgpack.Decoder(FromReceiver)
-_PACKED: Final = np.dtype("<u4")
+_from_dialer: msgspec.msgpack.Decoder[FromDialer] = msgspec.msgpack.Decoder(FromDialer)
+_from_listener: msgspec.msgpack.Decoder[FromListener] = msgspec.msgpack.Decoder(FromListener)
 
 
 def decode_attach(body: bytes) -> Attach:
-    """Read a writer's first message.
+    """Read a dialer's first message.
 
     Raises:
         ProtocolError: it is something else.
@@ -90,44 +109,19 @@ def decode_attach(body: bytes) -> Attach:
     return decode(_attach, body)
 
 
-def decode_data(body: bytes) -> Data:
-    """Read a writer's later messages.
-
-    Raises:
-        ProtocolError: it is something else.
-    """
-    return decode(_data, body)
-
-
-def decode_from_receiver(body: bytes) -> FromReceiver:
-    """Read a receiver's message.
+def decode_from_dialer(body: bytes) -> FromDialer:
+    """Read a dialer's later messages.
 
     Raises:
         ProtocolError: it is none of them.
     """
-    return decode(_from_receiver, body)
+    return decode(_from_dialer, body)
 
 
-def pack_indices(indices: NDArray[np.int64]) -> bytes:
-    """Non-negative indices below 2**32, any shape, as packed little-endian u32."""
-    return indices.astype(_PACKED).tobytes()
-
-
-def unpack_geometry(data: Data, array: PageArray) -> Geometry:
-    """Where a part wants to go, known to lie inside `array`.
+def decode_from_listener(body: bytes) -> FromListener:
+    """Read a listener's message.
 
     Raises:
-        ProtocolError: it does not, or is too large: no honest writer sends that.
+        ProtocolError: it is none of them.
     """
-    if len(data.dst_pages) % 4 or len(data.spans) % 8:
-        raise ProtocolError("packed indices end in the middle of a number")
-    pages = np.frombuffer(data.dst_pages, _PACKED).astype(np.int64)
-    spans = np.frombuffer(data.spans, _PACKED).astype(np.int64).reshape(-1, 2)
-    geometry = Geometry(pages, spans[:, 0], spans[:, 1])
-    if not are_pages_inside(pages, array.num_pages):
-        raise ProtocolError("a part names a page outside the region")
-    if not are_spans_inside(geometry.starts, geometry.lengths, array.page_bytes):
-        raise ProtocolError("a part names a span that is empty or leaves its page")
-    if geometry.bytes_per_page > array.page_bytes or geometry.num_bytes > MAX_PAYLOAD_BYTES:
-        raise ProtocolError(f"a part of {geometry.num_bytes} bytes; at most {MAX_PAYLOAD_BYTES}")
-    return geometry
+    return decode(_from_listener, body)

@@ -1,0 +1,24 @@
+"""`baton bench link`: how fast bytes move between two workers, by which way, and at which price.
+
+Enters: which transports, peers, sizes, and two places. Leaves: a report (docs/bench-link.md).
+
+    conductor (this process)  ──orders──►  driver   starts and times every transfer   pool A
+                              ──orders──►  owner    helps where help is needed        pool B
+
+Every round starts a fresh pair of processes for each contender, so that only one pair runs at a
+time and all see the same weather; bytes are verified before they are timed.
+
+File map:
+    workload.py      what is moved, and where its pages lie (pure)
+    plan.py          which contenders and workloads (pure)
+    conducting.py    rounds; progress.py: what the person sees meanwhile
+    pair.py          two processes and one contender: set up, verify, measure
+    ends.py          where the processes come from: children, or listening ends (listening.py)
+    orders.py        what they are told, over channel.py
+    part.py          the measured process; namespace.py: a network of its own
+    contender.py     the seam: over_transport.py (the registry's), copying.py and sockets.py (the
+                     limits), peers/ (other projects); building.py: name → contender
+    pool.py          random bytes; machine.py: the host and versions
+    figures.py       samples → figures (pure); report.py: rows, and what `--json` prints
+    printing.py      the table; plotting.py: the figure
+"""

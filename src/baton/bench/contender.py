@@ -1,0 +1,104 @@
+"""The seam to whatever can move bytes: a transport, a bound, or another project's engine.
+
+One process of the pair is the *driver*: it starts every transfer and times it. The other, the
+*owner*, has the other pool and helps where help is needed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
+
+import msgspec
+
+from baton.bench.workload import Direction
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from baton.authority.key import ClusterKey
+    from baton.bench.workload import Move
+    from baton.clock import Clock
+    from baton.transfer.interface import PagedRegion
+
+Role: TypeAlias = Literal["driver", "owner"]
+Kind: TypeAlias = Literal["transport", "limit", "peer"]
+LimitName: TypeAlias = Literal["memcpy", "tuned socket"]
+
+
+class Traits(msgspec.Struct, frozen=True):
+    """What is known of a contender once it was set up.
+
+    `used` is what carries the bytes. `limit` is the bound that it is held against: one core's
+    memcpy where memory is shared or mapped, one tuned socket where a network is between.
+    """
+
+    used: str
+    directions: tuple[Direction, ...]
+    limit: LimitName
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What one process knows before it builds its contender. `host` is where it may listen."""
+
+    role: Role
+    num_pages: int
+    host: str
+    key: ClusterKey
+    clock: Clock
+
+
+class Contender(Protocol):
+    """Moves bytes from pool to pool. Owner thread: the process's only one.
+
+    The order of calls: both sides `introduce`; the owner `meet`s, then `serve`s while the driver
+    `meet`s; from then on the driver transfers only while the owner serves.
+    `region` is this side's pool, `target` is where bytes land here: the same, where there are two
+    processes.
+    """
+
+    traits: Traits
+    region: PagedRegion
+    target: PagedRegion
+
+    def introduce(self) -> bytes:
+        """What the other side must know to meet this one."""
+        ...
+
+    def meet(self, introduction: bytes) -> None:
+        """Connect. The driver's call returns when transfers can start.
+
+        Raises:
+            TransferError: it did not work, or not in time.
+        """
+        ...
+
+    def prepare(self, move: Move, direction: Direction) -> Callable[[], None]:
+        """Driver: a call that makes this move and returns when all bytes are in place.
+
+        What an engine would do anew for each request (planning, serialising) is inside the call.
+        """
+        ...
+
+    def rest(self) -> None:
+        """Driver: let the owner's `serve` return, if the owner cannot see that it is called."""
+        ...
+
+    def serve(self, call: CallWaiting) -> None:
+        """Owner: do what transfers need until an order waits."""
+        ...
+
+    def close(self) -> None:
+        """Give everything back."""
+        ...
+
+
+class CallWaiting(Protocol):
+    """Whether the conductor has given another order; `fd` is readable then."""
+
+    fd: int
+
+    def __call__(self) -> bool:
+        """Look, without waiting."""
+        ...

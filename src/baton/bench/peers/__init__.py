@@ -1,0 +1,4 @@
+"""Other ways to move bytes between two processes, driven as their own documentation says.
+
+File map: one file each: `nixl.py`, `mooncake.py`, `gloo.py`, `serialised.py` (pickle, torch.save).
+"""

@@ -1,0 +1,184 @@
+"""`baton bench link`."""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+from cyclopts import App, Parameter
+
+from baton.authority.key import ClusterKey
+from baton.cli.flags import ConfigFlags
+from baton.clock import Clock, MachineClock
+from baton.config.cluster_key import find_cluster_key
+from baton.config.environment import read_environment
+from baton.config.sections import Config
+from baton.errors import ConfigError
+
+if TYPE_CHECKING:
+    from baton.bench.ends import Address, Ends
+    from baton.bench.plan import Plan
+    from baton.bench.report import Report
+
+FAILED = 1
+INTERRUPTED = 130
+
+app = App(name="bench", help="Measure how fast bytes move.")
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class LinkFlags(ConfigFlags):
+    """What is measured, and where the result goes."""
+
+    listen: Annotated[
+        str | None, Parameter(help="Be a listening end at HOST:PORT for somebody else's run.")
+    ] = None
+    transport: Annotated[
+        tuple[str, ...],
+        Parameter(help="Only this transport; may be repeated.", negative="", show_default=False),
+    ] = ()
+    sizes: Annotated[
+        str | None, Parameter(help="Message sizes [default: 32KiB,1MiB,16MiB,100MB].")
+    ] = None
+    rounds: Annotated[
+        int | None, Parameter(help="Rounds, with fresh processes in each [default: 3].")
+    ] = None
+    quick: Annotated[
+        bool,
+        Parameter(help="Small and short: does it work?", negative="", show_default=False),
+    ] = False
+    peers: Annotated[
+        bool,
+        Parameter(
+            help="Also measure NIXL, Mooncake, gloo, plain sockets, pickle and torch.save.",
+            negative="",
+            show_default=False,
+        ),
+    ] = False
+    json: Annotated[bool, Parameter(help="Print JSON.", negative="", show_default=False)] = False
+    plot: Annotated[
+        Path | None, Parameter(help="Write a figure to this file (.png, .svg, .pdf).")
+    ] = None
+
+
+@app.command
+def link(
+    a: Annotated[str | None, Parameter(help="HOST:PORT of the listening end that drives.")] = None,
+    b: Annotated[str | None, Parameter(help="HOST:PORT of the one that is driven.")] = None,
+    /,
+    flags: LinkFlags | None = None,
+) -> int:
+    """Measure every transport between two processes of this host, or between two hosts.
+
+    Two hosts: run `baton bench link --listen HOST:PORT` on both, with one BATON_CLUSTER_KEY, then
+    `baton bench link A B` anywhere.
+    """
+    flags = flags or LinkFlags()
+    config = flags.resolve().to_config()
+    clock = MachineClock()
+    if flags.listen is not None:
+        if a is not None:
+            raise ConfigError("a listening end (--listen) takes no A and B: it is one of them")
+        return _listen(flags.listen, config, clock)
+    if flags.plot is not None:
+        from baton.bench.plotting import require_plotting  # noqa: PLC0415 - too heavy for --help
+
+        require_plotting(flags.plot)
+    return _measure(_plan(flags, config), _ends(a, b, config, clock), flags, clock)
+
+
+def _listen(text: str, config: Config, clock: Clock) -> int:
+    from baton.bench.listening import listen  # noqa: PLC0415 - too heavy for --help
+
+    address = _address(text, "--listen")
+    listen(
+        address,
+        _key(config, (address.host,)),
+        clock,
+        lambda line: print(f"baton: {line}", file=sys.stderr, flush=True),
+    )
+    return 0
+
+
+def _measure(plan: "Plan", ends: "Ends", flags: LinkFlags, clock: Clock) -> int:
+    from baton.bench.conducting import Conductor  # noqa: PLC0415 - too heavy for --help
+    from baton.bench.printing import print_report  # noqa: PLC0415
+    from baton.bench.progress import open_progress  # noqa: PLC0415
+
+    num_steps = plan.effort.num_rounds * len(plan.entrants) * len(plan.workloads)
+    report = Conductor(plan, ends, open_progress(num_steps), clock, sys.argv[1:]).conduct()
+    if flags.json:
+        print(msgspec.json.format(msgspec.json.encode(report)).decode())
+    else:
+        print_report(report, sys.stdout)
+    if flags.plot is not None and report.rows:
+        from baton.bench.plotting import plot_report  # noqa: PLC0415
+
+        plot_report(report, flags.plot)
+    return _exit_code(report, flags)
+
+
+def _exit_code(report: "Report", flags: LinkFlags) -> int:
+    if report.is_partial:
+        return INTERRUPTED
+    asked = {("transport", kind) for kind in flags.transport}
+    is_bad = any(each.is_wrong or (each.kind, each.name) in asked for each in report.skipped)
+    has_transport = any(row.kind == "transport" for row in report.rows)
+    return FAILED if is_bad or not has_transport else 0
+
+
+def _plan(flags: LinkFlags, config: Config) -> "Plan":
+    from dataclasses import replace  # noqa: PLC0415
+
+    from baton.bench.plan import (  # noqa: PLC0415 - too heavy for --help
+        DEFAULT_SIZES,
+        LIMITS,
+        PEERS,
+        QUICK,
+        QUICK_SIZES,
+        THOROUGH,
+        Plan,
+        choose_transports,
+        make_workloads,
+    )
+    from baton.bench.workload import parse_size  # noqa: PLC0415
+    from baton.transfer.interface import TRANSPORTS  # noqa: PLC0415
+
+    effort = QUICK if flags.quick else THOROUGH
+    if flags.rounds is not None:
+        if flags.rounds < 1:
+            raise ConfigError("--rounds: at least 1")
+        effort = replace(effort, num_rounds=flags.rounds)
+    sizes: Sequence[int] = QUICK_SIZES if flags.quick else DEFAULT_SIZES
+    if flags.sizes is not None:
+        sizes = [parse_size(text) for text in flags.sizes.split(",")]
+    transports = choose_transports(flags.transport, TRANSPORTS.kinds(), config.transfer.options)
+    entrants = (*LIMITS, *transports, *(PEERS if flags.peers else ()))
+    return Plan(entrants, make_workloads(sizes, effort), effort)
+
+
+def _ends(a: str | None, b: str | None, config: Config, clock: Clock) -> "Ends":
+    from baton.bench.ends import LocalEnds, RemoteEnds  # noqa: PLC0415 - too heavy for --help
+
+    if a is None:
+        return LocalEnds(clock)
+    if b is None:
+        raise ConfigError("two ends are needed, A and B, or none for two processes of this host")
+    driver, owner = _address(a, "A"), _address(b, "B")
+    return RemoteEnds(driver, owner, _key(config, (driver.host, owner.host)), clock)
+
+
+def _key(config: Config, hosts: Sequence[str]) -> ClusterKey:
+    return ClusterKey.from_hex(find_cluster_key(config.cluster, read_environment(), hosts).text)
+
+
+def _address(text: str, what: str) -> "Address":
+    from baton.bench.ends import Address  # noqa: PLC0415 - too heavy for --help
+
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdigit() or int(port) > 65_535:  # noqa: PLR2004
+        raise ConfigError(f"{what}: {text!r} is no HOST:PORT, such as 127.0.0.1:7100")
+    return Address(host.strip("[]"), int(port))

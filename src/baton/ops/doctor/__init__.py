@@ -1,0 +1,28 @@
+"""The doctor: from one host, or one running fleet, to findings a person can act on.
+
+Enters: a host (its /proc and /sys, its programs, its Python packages) or a gateway's URL. Leaves:
+a `Report` of findings, each with a level, what was found, why it matters, and at most one command
+that fixes it. Each probe runs in a process of its own: one that crashes is itself a finding, one
+that hangs is cut. Nothing on the host is changed, nothing needs root, and nothing listens outside
+loopback except what a transport's own library opens, which is reported.
+
+File map:
+    finding.py       `Finding`, `Report`, levels, exit codes
+    host.py          where probes look; tests give them recorded trees of other machines
+    probe.py         `Probe`, and how numbers are written
+    isolation.py     runs probes in processes of their own, all at once, bounded
+    examination.py   which probes there are; host → report, gateway → report
+    machine.py       kernel, processors, NUMA, container
+    memory.py        memory, cgroup limits, /dev/shm, huge pages, overcommit
+    limits.py        open files, locked memory
+    kernel_trials.py memfd and seals, proof of death, reading another process's memory: tried
+    devices.py       GPUs, RDMA, DAX
+    network.py       network interfaces, socket buffers
+    versions.py      Python and the packages that engines and transports are made of
+    transports.py    each installed transport: does it work here, and if not, why
+    trial.py         one transport, tried between two processes; trial_party.py one of them,
+                     trial_pages.py what they move, trial_channel.py what they say
+    listeners.py     sockets of a process that listen outside loopback
+    fleet.py         a running gateway's pages
+    printing.py      a report for a terminal
+"""

@@ -1,0 +1,90 @@
+"""What the doctor says: findings, and the report that holds them. The shape of `--json`."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Final
+
+import msgspec
+
+SCHEMA_VERSION: Final = 1
+WELL: Final = 0
+UNWELL: Final = 1
+
+
+class Level(StrEnum):
+    """How bad it is.
+
+    `problem`: Baton's default path does not work. `warning`: something that is configured, or that
+    this host has the hardware for, does not work or is slow. `note`: worth knowing.
+    """
+
+    OK = "ok"
+    NOTE = "note"
+    WARNING = "warning"
+    PROBLEM = "problem"
+
+
+class Area(StrEnum):
+    """Where in the report a finding stands; in the order of the report."""
+
+    TRANSPORTS = "transports"
+    FLEET = "fleet"
+    MACHINE = "machine"
+    DEVICES = "devices"
+    NETWORK = "network"
+    MEMORY = "memory"
+    LIMITS = "limits"
+    KERNEL = "kernel"
+    VERSIONS = "versions"
+
+
+class Finding(msgspec.Struct, frozen=True, kw_only=True):
+    """One thing that was looked at. `fix` is one shell command; None: there is nothing to run."""
+
+    area: Area
+    name: str
+    level: Level
+    found: str
+    why: str
+    fix: str | None = None
+
+
+def make_printable(finding: Finding) -> Finding:
+    """The same without line breaks and control characters.
+
+    Parts of it come from a driver, a library or another host: none of them may steer a terminal.
+    """
+    return msgspec.structs.replace(
+        finding,
+        name=_one_line(finding.name),
+        found=_one_line(finding.found),
+        fix=None if finding.fix is None else _one_line(finding.fix),
+    )
+
+
+def _one_line(text: str) -> str:
+    line = " ".join(text.split())
+    return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in line)
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """All findings, in the order in which they are shown.
+
+    `subject` is the host's name or the gateway's URL; `baton` the version that looked.
+    """
+
+    schema: int = SCHEMA_VERSION
+    baton: str
+    subject: str
+    duration_s: float
+    findings: tuple[Finding, ...]
+
+    def count(self, level: Level) -> int:
+        """Findings of this level."""
+        return sum(finding.level is level for finding in self.findings)
+
+    @property
+    def exit_code(self) -> int:
+        """0, or 1 if there is a problem."""
+        return UNWELL if self.count(Level.PROBLEM) else WELL

@@ -1,0 +1,286 @@
+"""A running fleet, by its gateway's pages: is it ready, who is down, which way does KV go?"""
+
+from __future__ import annotations
+
+import http.client
+import re
+from collections import Counter
+from dataclasses import dataclass
+from shlex import quote as quote_for_shell
+from typing import TYPE_CHECKING, Final, TypeVar
+from urllib.parse import quote, urlsplit
+
+import msgspec
+from prometheus_client.parser import text_string_to_metric_families
+
+from baton.errors import ConfigError
+from baton.ops.doctor.finding import Area, Finding, Level
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from prometheus_client.metrics_core import Metric
+
+CONNECT_TIMEOUT_S: Final = 3.0
+MAX_PAGE_BYTES: Final = 16 << 20
+UNREACHABLE: Final = "no gateway"
+"""The name of the one finding there is if nothing answers."""
+NUM_TRACES: Final = 32
+MAX_REASON_CHARS: Final = 200
+OK: Final = 200
+NOT_FOUND: Final = 404
+
+T = TypeVar("T")
+
+
+class PageError(Exception):
+    """A page of the gateway could not be read. Never leaves this module."""
+
+
+class ListedRequest(msgspec.Struct, frozen=True):
+    """What is read of one line of `/debug/requests`."""
+
+    id: str
+
+
+class RequestList(msgspec.Struct, frozen=True):
+    """What is read of `/debug/requests`."""
+
+    requests: tuple[ListedRequest, ...]
+
+
+class Summary(msgspec.Struct, frozen=True):
+    """What is read of one request's summary."""
+
+    transport: str | None = None
+    expected_transport: str | None = None
+
+
+class RequestTrace(msgspec.Struct, frozen=True):
+    """What is read of `/debug/requests/{id}`."""
+
+    summary: Summary | None = None
+
+
+class Refusal(msgspec.Struct, frozen=True):
+    """What is read of an error's body."""
+
+    message: str
+
+
+class RefusalBody(msgspec.Struct, frozen=True):
+    """An error's body."""
+
+    error: Refusal
+
+
+@dataclass(frozen=True, slots=True)
+class Gateway:
+    """Where a gateway answers. Redirects are not followed, proxies not used."""
+
+    url: str
+    host: str
+    port: int
+    is_tls: bool
+
+    @classmethod
+    def at(cls, url: str) -> Gateway:
+        """Read a URL.
+
+        Raises:
+            ConfigError: it is not `http://HOST[:PORT]`.
+        """
+        try:
+            parts = urlsplit(url)
+            port = parts.port
+        except ValueError as exc:
+            raise ConfigError(f"--gateway {url!r}: {exc}") from exc
+        has_more = parts.path not in {"", "/"} or parts.query or parts.fragment or parts.username
+        if parts.scheme not in {"http", "https"} or not parts.hostname or has_more:
+            raise ConfigError(f"--gateway {url!r} is not a gateway's URL, as http://127.0.0.1:8000")
+        is_tls = parts.scheme == "https"
+        return cls(url.rstrip("/"), parts.hostname, port or (443 if is_tls else 80), is_tls)
+
+    def get(self, path: str) -> tuple[int, bytes]:
+        """Status and body of a page.
+
+        Raises:
+            PageError: no answer, or one that makes no sense.
+        """
+        kind = http.client.HTTPSConnection if self.is_tls else http.client.HTTPConnection
+        connection = kind(self.host, self.port, timeout=CONNECT_TIMEOUT_S)
+        try:
+            connection.request("GET", path)
+            response = connection.getresponse()
+            body = response.read(MAX_PAGE_BYTES + 1)
+        except (OSError, http.client.HTTPException) as exc:
+            raise PageError(f"{self.url}{path}: {type(exc).__name__}: {exc}") from exc
+        finally:
+            connection.close()
+        if len(body) > MAX_PAGE_BYTES:
+            raise PageError(f"{self.url}{path} has more than {MAX_PAGE_BYTES} bytes")
+        return response.status, body
+
+
+def look_at_readiness(gateway: Gateway) -> list[Finding]:
+    """Does it answer, and could it serve a request now?"""
+    why = "A gateway that is not ready refuses every request."
+    try:
+        status, body = gateway.get("/ready")
+    except PageError as exc:
+        fix = f"curl -v {quote_for_shell(f'{gateway.url}/health')}"
+        return [_finding(UNREACHABLE, Level.PROBLEM, f"no answer from {exc}", why, fix=fix)]
+    if status == OK:
+        return [_finding("gateway", Level.OK, "ready", why)]
+    reason = _refusal(body)
+    return [_finding("gateway", Level.PROBLEM, f"HTTP {status} from /ready: {reason}", why)]
+
+
+def look_at_counters(gateway: Gateway) -> list[Finding]:
+    """Workers, fallbacks and broken streams, from `/metrics`."""
+    try:
+        families = _read_metrics(gateway)
+    except PageError as exc:
+        return [_finding("metrics", Level.WARNING, f"cannot be read: {exc}", "Nothing is known.")]
+    return [*_workers(families), _fallbacks(families), _broken_streams(families)]
+
+
+def look_at_handoffs(gateway: Gateway) -> list[Finding]:
+    """Expected against used transports, in the latest requests' traces."""
+    why = "A handoff by another transport than the expected one works, and is slow in silence."
+    try:
+        summaries = _latest_summaries(gateway)
+    except PageError as exc:
+        return [_finding("transports used", Level.NOTE, str(exc), why)]
+    used = [summary for summary in summaries if summary.transport is not None]
+    if not used:
+        found = f"no handoff among the latest {len(summaries)} requests"
+        return [_finding("transports used", Level.OK, found, why)]
+    return _judge_transports(used, why)
+
+
+def _judge_transports(used: Sequence[Summary], why: str) -> list[Finding]:
+    mismatches = Counter(
+        (summary.expected_transport, summary.transport)
+        for summary in used
+        if summary.expected_transport not in {None, summary.transport}
+    )
+    if not mismatches:
+        by_kind = Counter(str(summary.transport) for summary in used)
+        listed = ", ".join(f"{kind} {number}" for kind, number in by_kind.most_common())
+        found = f"as expected in the latest {len(used)} handoffs: {listed}"
+        return [_finding("transports used", Level.OK, found, why)]
+    return [
+        _finding(
+            "transport mismatch",
+            Level.WARNING,
+            f"{number} of the latest {len(used)} handoffs used {actual} where {expected} was "
+            "expected",
+            why + " On each worker's host the doctor says what is wrong with the expected one.",
+            fix="baton doctor",
+        )
+        for (expected, actual), number in mismatches.most_common()
+    ]
+
+
+def _latest_summaries(gateway: Gateway) -> list[Summary]:
+    status, body = gateway.get("/debug/requests")
+    if status == NOT_FOUND:
+        raise PageError("the gateway shows requests to its own host only: run the doctor there")
+    listed = _decode(status, body, RequestList)
+    summaries: list[Summary] = []
+    for request in listed.requests[:NUM_TRACES]:
+        status, body = gateway.get(f"/debug/requests/{quote(request.id, safe='')}")
+        if status == NOT_FOUND:  # forgotten meanwhile
+            continue
+        summary = _decode(status, body, RequestTrace).summary
+        if summary is not None:
+            summaries.append(summary)
+    return summaries
+
+
+def _workers(families: dict[str, Metric]) -> Iterator[Finding]:
+    samples = list(_samples(families, "baton_gateway_worker_up"))
+    if not samples:
+        yield _finding(
+            "workers", Level.WARNING, "the gateway knows no worker", "Nothing is served."
+        )
+    for labels, value in samples:
+        role = labels.get("role", "?")
+        url, is_up = labels.get("url", "?"), value > 0
+        num_up = sum(v > 0 for other, v in samples if other.get("role") == role)
+        yield _finding(
+            f"{role} worker",
+            Level.OK if is_up else Level.WARNING,
+            f"{url} is {'up' if is_up else 'down'}; {num_up} of this role up",
+            "No request is placed on it until it answers its health checks.",
+            fix=None if is_up else f"curl -sS {quote_for_shell(f'{url}/health')}",
+        )
+
+
+def _fallbacks(families: dict[str, Metric]) -> Finding:
+    counts = _nonzero(families, "baton_gateway_fallbacks", "cause")
+    return _finding(
+        "fallbacks",
+        Level.NOTE if counts else Level.OK,
+        _listed(counts) or "none since the gateway started",
+        "Requests that were served in another way than intended: slower, never wrong.",
+    )
+
+
+def _broken_streams(families: dict[str, Metric]) -> Finding:
+    counts = _nonzero(families, "baton_gateway_broken_streams", "cause")
+    return _finding(
+        "broken streams",
+        Level.WARNING if counts else Level.OK,
+        _listed(counts) or "none since the gateway started",
+        "Answers that ended with an error after they had begun.",
+    )
+
+
+def _read_metrics(gateway: Gateway) -> dict[str, Metric]:
+    status, body = gateway.get("/metrics")
+    if status != OK:
+        raise PageError(f"HTTP {status} from /metrics")
+    try:
+        return {family.name: family for family in text_string_to_metric_families(body.decode())}
+    except (ValueError, KeyError, IndexError) as exc:  # the parser's ways to say "not Prometheus"
+        raise PageError(f"/metrics is not in Prometheus's format: {exc}") from exc
+
+
+def _samples(families: dict[str, Metric], name: str) -> Iterator[tuple[dict[str, str], float]]:
+    family = families.get(name)
+    for sample in () if family is None else family.samples:
+        if sample.name in {name, f"{name}_total"}:
+            yield sample.labels, sample.value
+
+
+def _nonzero(families: dict[str, Metric], name: str, label: str) -> dict[str, int]:
+    return {
+        labels.get(label, "?"): int(value) for labels, value in _samples(families, name) if value
+    }
+
+
+def _listed(counts: dict[str, int]) -> str:
+    return ", ".join(f"{number} x {cause}" for cause, number in counts.items())
+
+
+def _decode(status: int, body: bytes, kind: type[T]) -> T:
+    if status != OK:
+        raise PageError(f"HTTP {status} from /debug/requests: {_refusal(body)}")
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as exc:
+        raise PageError(f"/debug/requests does not make sense: {exc}") from exc
+
+
+def _refusal(body: bytes) -> str:
+    try:
+        text = msgspec.json.decode(body, type=RefusalBody).error.message
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        text = body[:MAX_REASON_CHARS].decode(errors="replace")
+    return re.sub(r"\s+", " ", text)[:MAX_REASON_CHARS]
+
+
+def _finding(name: str, level: Level, found: str, why: str, *, fix: str | None = None) -> Finding:
+    return Finding(area=Area.FLEET, name=name, level=level, found=found, why=why, fix=fix)

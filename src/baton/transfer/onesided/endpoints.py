@@ -1,0 +1,97 @@
+"""Where a one-sided transport's owner listens: a Unix socket on one host, TCP between hosts."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+import secrets
+import socket
+from typing import TYPE_CHECKING, Final, TypeAlias
+
+from baton.errors import TransferError
+
+if TYPE_CHECKING:
+    from typing import Literal
+
+Address: TypeAlias = tuple[str, int] | bytes
+
+_NAME: Final = re.compile(r"baton-[0-9a-f]{32}")
+_MAX_PORT: Final = 65_535
+
+
+def open_listener(
+    reach: Literal["host", "network"], bind_host: str, advertise_host: str | None
+) -> tuple[socket.socket, str]:
+    """A bound socket, and the endpoint to tell peers.
+
+    Raises:
+        TransferError: it cannot be bound, or the address says nothing to a peer.
+    """
+    if reach == "host":
+        return _bind_unix()
+    return _bind_tcp(bind_host, advertise_host)
+
+
+def open_dialer(reach: Literal["host", "network"], endpoint: str) -> tuple[socket.socket, Address]:
+    """A fresh socket, and what to connect it to: an endpoint that came from a peer.
+
+    Raises:
+        TransferError: it is none of this reach.
+    """
+    if reach == "host":
+        if not _NAME.fullmatch(endpoint):
+            raise TransferError(f"{endpoint[:80]!r} is no endpoint on this host")
+        return socket.socket(socket.AF_UNIX, socket.SOCK_STREAM), _abstract(endpoint)
+    host, port = _parse(endpoint)
+    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return sock, (host, port)
+
+
+def _bind_unix() -> tuple[socket.socket, str]:
+    name = f"baton-{secrets.token_hex(16)}"
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock.bind(_abstract(name))
+    except OSError as exc:
+        sock.close()
+        raise TransferError(f"cannot listen on a Unix socket: {exc}") from exc
+    return sock, name
+
+
+def _bind_tcp(bind_host: str, advertise_host: str | None) -> tuple[socket.socket, str]:
+    try:
+        family, _, _, _, address = socket.getaddrinfo(bind_host, 0, type=socket.SOCK_STREAM)[0]
+        sock = socket.socket(family, socket.SOCK_STREAM)
+    except OSError as exc:
+        raise TransferError(f"cannot listen on {bind_host}: {exc}") from exc
+    try:
+        sock.bind(address)
+        bound, port = sock.getsockname()[:2]
+        told = advertise_host or bound
+        endpoint = f"[{told}]:{port}" if ":" in told else f"{told}:{port}"
+        _parse(endpoint)
+    except (OSError, TransferError) as exc:
+        sock.close()
+        raise TransferError(
+            f"cannot listen on {bind_host} for peers ({exc}); bind to an address of this host, or "
+            "set advertise_host to a numeric one"
+        ) from exc
+    return sock, endpoint
+
+
+def _parse(endpoint: str) -> tuple[str, int]:
+    host, _, port = endpoint.rpartition(":")
+    try:
+        address = ipaddress.ip_address(host.removeprefix("[").removesuffix("]"))
+        number = int(port)
+    except ValueError as exc:
+        raise TransferError(f"{endpoint[:80]!r} is no address of a peer") from exc
+    if not 0 < number <= _MAX_PORT or address.is_unspecified or address.is_multicast:
+        raise TransferError(f"{endpoint[:80]!r} is no address of a peer")
+    return str(address), number
+
+
+def _abstract(name: str) -> bytes:
+    """A name in the abstract namespace: no file, gone with the socket."""
+    return b"\0" + name.encode()

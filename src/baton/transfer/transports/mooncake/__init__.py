@@ -1,0 +1,61 @@
+"""`mooncake`: Mooncake's transfer engine, over TCP or, striped over several devices, RDMA.
+
+Enters: whole page index lists and, of a write, its notice. Leaves: pages moved by Mooncake in a
+process of its own, then a notice over our own connection. What is not Mooncake's own is in
+`baton.transfer.onesided`.
+
+File map:
+    options.py   what an operator may say
+    runs.py      copies as runs of bytes
+    engine.py    one Mooncake, for one peer, in a process of its own
+    orders.py    what the engine and that process say to each other
+    mover.py     that process
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from functools import partial
+from typing import TYPE_CHECKING
+
+from baton.errors import ConfigError
+from baton.registry import Plugin
+from baton.transfer.onesided.devices import find_interface
+from baton.transfer.onesided.engine import Library
+from baton.transfer.onesided.transport import OneSidedTransport
+from baton.transfer.transports.mooncake.engine import MooncakeEngine, MooncakeMovement
+from baton.transfer.transports.mooncake.options import MooncakeOptions
+
+if TYPE_CHECKING:
+    from baton.transfer.interface import Transport, TransportContext, TransportFactory
+
+
+def _build(options: MooncakeOptions) -> TransportFactory:
+    """The factory.
+
+    Raises:
+        ConfigError: Mooncake is not installed.
+    """
+    if importlib.util.find_spec("mooncake") is None:
+        raise ConfigError("the transport mooncake needs Mooncake: pip install 'baton-kv[mooncake]'")
+    return partial(_make_transport, options)
+
+
+def _make_transport(options: MooncakeOptions, context: TransportContext) -> Transport:
+    open_engine = partial(
+        MooncakeEngine,
+        options.advertise_host or context.bind_host,
+        find_interface(context.bind_host),
+        protocol=options.protocol,
+        devices=",".join(options.devices),
+    )
+    return OneSidedTransport[MooncakeMovement](
+        "mooncake",
+        Library(open_engine, reach="network", memory=("shared",)),
+        context,
+        connect_timeout_s=options.connect_timeout_s,
+        advertise_host=options.advertise_host,
+    )
+
+
+PLUGIN = Plugin(MooncakeOptions, _build)

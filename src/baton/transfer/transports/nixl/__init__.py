@@ -1,0 +1,72 @@
+"""`nixl`: NVIDIA's transfer library over UCX; its agents read and write registered memory.
+
+Enters: whole page index lists and, of a write, its notice. Leaves: pages moved by UCX (by
+cross-memory attach on one host; by RDMA or TCP between hosts), then a notice over our own
+connection. What is not NIXL's own is in `baton.transfer.onesided`.
+
+File map:
+    options.py    what an operator may say
+    bindings.py   the installed wheel, its errors and its logging
+    agent.py      what is used of NIXL, typed
+    lists.py      prepared descriptor lists
+    engine.py     one agent, for one peer: pages become transfers
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from baton.config.environment import read_environment
+from baton.errors import ConfigError
+from baton.registry import Plugin
+from baton.transfer.onesided.devices import find_interface
+from baton.transfer.onesided.engine import Library
+from baton.transfer.onesided.transport import OneSidedTransport
+from baton.transfer.transports.nixl.bindings import load_nixl
+from baton.transfer.transports.nixl.engine import NixlEngine, NixlMovement
+from baton.transfer.transports.nixl.options import NixlOptions
+
+if TYPE_CHECKING:
+    from baton.transfer.interface import Transport, TransportContext, TransportFactory
+
+
+def _build(options: NixlOptions) -> TransportFactory:
+    """The factory.
+
+    Raises:
+        ConfigError: NIXL is not installed, or the environment would choose other lanes.
+    """
+    load_nixl()
+    if "UCX_TLS" in read_environment():  # it wins over what an agent is told
+        raise ConfigError(
+            "UCX_TLS is set, so that the transport nixl cannot know how UCX moves bytes: unset it, "
+            "and set the option lanes"
+        )
+    return partial(_make_transport, options)
+
+
+def _make_transport(options: NixlOptions, context: TransportContext) -> Transport:
+    return OneSidedTransport[NixlMovement](
+        "nixl",
+        _choose_library(options, context.bind_host),
+        context,
+        connect_timeout_s=options.connect_timeout_s,
+        advertise_host=options.advertise_host,
+    )
+
+
+def _choose_library(options: NixlOptions, bind_host: str) -> Library[NixlMovement]:
+    if options.lanes == "host":
+        # UCX has no error handling for shared memory, and needs none: a peer's end is ours to see.
+        parameters = {"engine_config": "TLS=sm", "ucx_error_handling_mode": "none"}
+        return Library(partial(NixlEngine, parameters, peers_hand=True), reach="host")
+    device = options.device or find_interface(bind_host)
+    parameters = {
+        "engine_config": f"TLS=^sm,NET_DEVICES={device}",
+        "ucx_error_handling_mode": "peer",
+    }
+    return Library(partial(NixlEngine, parameters, peers_hand=False), reach="network")
+
+
+PLUGIN = Plugin(NixlOptions, _build)

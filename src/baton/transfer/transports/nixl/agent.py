@@ -1,0 +1,129 @@
+"""One `nixl_agent` with a UCX backend, typed: all that Baton uses of NIXL."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, Protocol, TypeAlias, cast
+from weakref import WeakSet
+
+from baton.errors import TransferError
+from baton.transfer.transports.nixl.bindings import load_nixl, map_errors
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+AgentName: TypeAlias = str | bytes
+Operation: TypeAlias = Literal["WRITE", "READ"]
+HERE: Final = "NIXL_INIT_AGENT"
+"""What NIXL calls this side of a transfer."""
+
+_MEMORY: Final = "DRAM"
+
+
+class Handle(Protocol):
+    """A descriptor list, or a transfer, that NIXL keeps until it is given back."""
+
+    def release(self) -> None:
+        """Give it back."""
+        ...
+
+
+class Selection(NamedTuple):
+    """Items of a prepared list, int32 `[n]`."""
+
+    prepared: Handle
+    items: NDArray[np.int32]
+
+
+class Agent:
+    """Raises `TransferError` for whatever NIXL raises. It ends with the last reference to it.
+
+    It has no progress thread, which would take a core for itself: only its own calls move bytes.
+    """
+
+    def __init__(self, name: str, parameters: Mapping[str, str]) -> None:
+        nixl = load_nixl()
+        config = nixl.nixl_agent_config(enable_prog_thread=False, backends=[])
+        with map_errors():
+            self._nixl: Any = nixl.nixl_agent(name, config)
+            self._nixl.create_backend("UCX", dict(parameters))
+        _agents.add(self)
+
+    def abandon(self) -> None:
+        """Never end: in a forked child, whose copy of UCX would tear down the parent's sockets."""
+        for each in (self._nixl, self._nixl.agent):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
+
+    def register(self, address: int, num_bytes: int) -> None:
+        """Make memory of this process usable."""
+        with map_errors():
+            self._nixl.register_memory([(address, num_bytes, 0, "")], _MEMORY)
+
+    def describe(self) -> bytes:
+        """What another agent must know to reach what is registered here by now."""
+        with map_errors():
+            return cast("bytes", self._nixl.get_agent_metadata())
+
+    def meet(self, description: bytes) -> AgentName:
+        """Take another agent's description; the name that it gives itself."""
+        with map_errors():
+            return cast("AgentName", self._nixl.add_remote_agent(description))
+
+    def prepare(self, owner: AgentName, rows: NDArray[np.uint64]) -> Handle:
+        """A list of strided rows, uint64 `[s, 5]`, in the owner's registered memory."""
+        with map_errors():
+            return cast("Handle", self._nixl.prep_xfer_dlist(owner, rows, _MEMORY))
+
+    def choose(self, operation: Operation, ours: Selection, theirs: Selection) -> Handle:
+        """A transfer between items of prepared lists. NIXL joins what is adjacent on both sides."""
+        with map_errors():
+            return cast("Handle", self._nixl.make_prepped_xfer(operation, *ours, *theirs))
+
+    def spell_out(
+        self,
+        operation: Operation,
+        ours: NDArray[np.uint64],
+        theirs: NDArray[np.uint64],
+        peer: AgentName,
+    ) -> Handle:
+        """A transfer between rows, uint64 `[n, 3]`."""
+        with map_errors():
+            descs = (self._nixl.get_xfer_descs(rows, _MEMORY) for rows in (ours, theirs))
+            return cast("Handle", self._nixl.initialize_xfer(operation, *descs, peer))
+
+    def start(self, transfer: Handle) -> None:
+        """Post a transfer."""
+        with map_errors():
+            self._nixl.transfer(transfer)
+
+    def is_done(self, transfer: Handle) -> bool:
+        """Whether a posted transfer is in place at its destination; makes progress."""
+        with map_errors():
+            state = self._nixl.check_xfer_state(transfer)
+        match state:
+            case "DONE":
+                return True
+            case "PROC":
+                return False
+            case _:
+                raise TransferError("NIXL: a transfer failed")
+
+    def drive(self) -> None:
+        """Make progress; asking for notifications, which nobody sends, is what does it."""
+        with map_errors():
+            self._nixl.get_new_notifs()
+
+
+_agents: Final[WeakSet[Agent]] = WeakSet()
+
+
+def _abandon_agents() -> None:
+    for agent in _agents:
+        agent.abandon()
+
+
+os.register_at_fork(after_in_child=_abandon_agents)

@@ -1,0 +1,340 @@
+"""Real vLLM servers that die, stop, run short of memory or are lied to, and clients that leave."""
+
+from __future__ import annotations
+
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import msgspec
+import pytest
+
+from baton.authority.key import ClusterKey
+from baton.authority.ticket import seal
+from baton.ids import new_epoch
+from tests.chaos.clients import check_error
+from tests.chaos.vllm_pair import LONG, NUM_SEQS, Pair, fill
+from tests.e2e_vllm.asking import (
+    ask_all,
+    ask_one,
+    check_same,
+    is_idle,
+    make_body,
+    post,
+    read_answer,
+    read_metric,
+    read_request,
+    read_summary,
+    wait_idle,
+    wait_until,
+)
+from tests.e2e_vllm.house import KEY, KV_BYTES_PER_TOKEN, wait_ready
+from tests.e2e_vllm.house import POOL_TOKENS as HOUSE_POOL_TOKENS
+from tests.e2e_vllm.machine import Pool, frozen_engine
+from tests.e2e_vllm.tickets import Handoff, Server, make_ticket, read_tokens, read_verdict
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from baton.testing.fleet import FleetProcess
+    from tests.e2e_vllm.house import House, Street
+
+pytestmark = pytest.mark.vllm
+
+NOTICED_WITHIN_S = 20.0
+"""A peer's silence is noticed after 6 s; then a long prompt is computed, on a busy machine."""
+
+
+@pytest.fixture(scope="module")
+def standing_pair(vllm_street: Street, vllm_house: House) -> Iterator[Pair]:
+    pair = Pair(vllm_street, vllm_house)
+    pair.open()
+    yield pair
+    vllm_street.end(pair.gateway, pair.prefill)
+
+
+@pytest.fixture
+def pair(standing_pair: Pair) -> Iterator[Pair]:
+    """A pair that is well, whatever the test before has done to it."""
+    standing_pair.prefill.send(signal.SIGCONT)
+    if not standing_pair.prefill.is_alive:
+        standing_pair.restart_prefill()
+    yield standing_pair
+    standing_pair.disconnect()
+
+
+def test_prefill_dies_in_mid_prefill_and_comes_back_at_its_address(pair: Pair) -> None:
+    prompt = pair.prompts.make(LONG)
+    client = pair.connect(prompt)
+    pair.wait_prefilling(client.id)
+    pair.prefill.kill()
+    begun = time.monotonic()
+    answer = client.read_answer()
+    assert time.monotonic() - begun < NOTICED_WITHIN_S
+    check_same([answer], [pair.expect(prompt)])
+    summary = read_summary(pair.gateway, client.id)
+    assert summary["num_received_tokens"] == 0
+    assert any("computed locally" in fallback for fallback in summary["fallbacks"])
+    pair.wait_settled(pair.decode)
+    # Without a prefill server, requests are answered all the same.
+    prompts = [pair.prompts.make(100) for _ in range(3)]
+    check_same(ask_all(pair.gateway, prompts), ask_all(pair.house.oracle, prompts))
+    pair.restart_prefill()
+    pair.check_handoff()
+    pair.wait_settled()
+
+
+def test_prefill_stops_in_mid_prefill(pair: Pair) -> None:
+    prompt = pair.prompts.make(LONG)
+    client = pair.connect(prompt)
+    pair.wait_prefilling(client.id)
+    pair.prefill.send(signal.SIGSTOP)
+    begun = time.monotonic()
+    answer = client.read_answer()
+    assert time.monotonic() - begun < NOTICED_WITHIN_S
+    check_same([answer], [pair.expect(prompt)])
+    pair.wait_settled(pair.decode)
+    pair.prefill.send(signal.SIGCONT)
+    assert any("computed locally" in f for f in read_summary(pair.gateway, client.id)["fallbacks"])
+    pair.check_handoff()
+    pair.wait_settled()
+
+
+def test_a_bit_that_flips_on_the_way_is_found(pair: Pair) -> None:
+    """Damaged after it was announced with its digest, and before it is read."""
+    house = pair.house  # its prefill server's patience is longer than what is done here
+    prefill, decode = Server.of(house.prefill), Server.of(house.decode)
+    check_same([ask_one(house.gateway, [300] * 50)], [pair.expect([300] * 50)])
+    handoff = Handoff.make(prefill, decode, pair.prompts.make(200))
+    pool = Pool(house.prefill, HOUSE_POOL_TOKENS * KV_BYTES_PER_TOKEN)
+    answering = handoff.ask_decode()
+    wait_until(lambda: not is_idle(house.decode), 5.0)
+    time.sleep(0.2)  # its grant is on its way
+    with frozen_engine(house.decode):
+        assert read_verdict(handoff.ask_prefill().result()) == {"status": "offered"}
+        number, place = pool.flip_a_bit_of_what_is_new()
+    answer = read_tokens(answering.result())
+    pool.flip(number, place)
+    pool.close()
+    check_same([answer], [pair.expect(handoff.prompt)])
+    (fallback,) = handoff.read_decode_trace().fallbacks
+    assert "digest" in fallback
+    wait_idle(house.prefill, house.decode)
+
+
+# Clients that leave ------------------------------------------------------------------------------
+
+
+def test_a_client_leaves_while_its_request_is_queued(pair: Pair) -> None:
+    with ThreadPoolExecutor(NUM_SEQS) as pool:
+        filling = fill(pair.prefill, pair.prompts, pool, NUM_SEQS, max_tokens=400)
+        wait_until(
+            lambda: read_metric(pair.prefill.url, "vllm:num_requests_running") == NUM_SEQS, 10.0
+        )
+        client = pair.connect(pair.prompts.make(500))
+        waiting = "vllm:num_requests_waiting"
+        wait_until(lambda: read_metric(pair.prefill.url, waiting) == 1, 5.0)
+        wait_until(lambda: not is_idle(pair.decode), 5.0)
+        client.leave()
+        wait_until(lambda: read_metric(pair.prefill.url, waiting) == 0, 3.0)
+        pair.wait_settled(pair.decode)
+        assert not any(one.done() for one in filling), "it was not queued to the end"
+        assert [one.result()[0] for one in filling] == [200] * NUM_SEQS
+    pair.wait_settled()
+    pair.check_handoff()
+
+
+def test_a_client_leaves_while_its_prompt_is_prefilled(pair: Pair) -> None:
+    client = pair.connect(pair.prompts.make(LONG))
+    pair.wait_prefilling(client.id)
+    assert not is_idle(pair.prefill)
+    client.leave()
+    pair.wait_settled()
+    # Who hears of it first says so to the other.
+    assert read_request(pair.gateway, client.id)["prefill"]["outcome"] in {"cancelled", "failed"}
+    pair.check_handoff()
+
+
+def test_a_client_leaves_while_its_kv_is_loaded(pair: Pair) -> None:
+    client = pair.connect(pair.prompts.make(LONG))
+    pair.wait_prefilling(client.id)
+    with frozen_engine(pair.prefill):
+        assert not is_idle(pair.decode)
+        client.leave()
+        wait_until(lambda: is_idle(pair.decode), 5.0)
+    pair.wait_settled()
+    pair.check_handoff()
+
+
+def test_a_client_leaves_in_the_middle_of_its_answer(pair: Pair) -> None:
+    client = pair.connect(pair.prompts.make(300), max_tokens=2000, stream=True)
+    client.read_lines(5)
+    assert not is_idle(pair.decode)
+    client.leave()
+    pair.wait_settled()
+    assert read_summary(pair.gateway, client.id)["num_received_tokens"] == 300
+    pair.check_handoff()
+
+
+# Tickets that are not good -----------------------------------------------------------------------
+
+
+def test_bad_tickets_cost_time_only_and_are_counted(pair: Pair) -> None:
+    prefill, decode = Server.of(pair.prefill), Server.of(pair.decode)
+    prompt = pair.prompts.make(150)
+    expected = pair.expect(prompt)
+    key, stranger = ClusterKey.from_hex(KEY), ClusterKey.from_hex("cd" * 32)
+    good = make_ticket(prefill.ref, decode.ref)
+    sealed = seal(good, key)
+    past = msgspec.structs.replace(decode.ref, epoch=new_epoch())
+    bad = {
+        "garbage": ("?", "invalid_ticket"),
+        "forged": (seal(good, stranger), "invalid_ticket"),
+        "damaged": (
+            sealed[:40] + ("A" if sealed[40] != "A" else "B") + sealed[41:],
+            "invalid_ticket",
+        ),
+        "expired": (seal(make_ticket(prefill.ref, decode.ref, valid_s=-60), key), "invalid_ticket"),
+        "of a past life": (seal(make_ticket(past, past), key), "stale_ticket"),
+    }
+    for what, (text, code) in bad.items():
+        for server, part in ((prefill, "do_remote_decode"), (decode, "do_remote_prefill")):
+            name = "vllm:baton_refused_tickets_total"
+            before = read_metric(server.process.url, name, code=code)
+            answered = server.complete(
+                prompt, {"baton_ticket": text, part: True}, cache_salt=f"{what} {part}"
+            )
+            check_same([read_tokens(answered)], [expected])
+            if server is prefill:
+                assert read_verdict(answered)["code"] == code, what
+            assert read_metric(server.process.url, name, code=code) == before + 1, what
+    pair.wait_settled()
+
+
+def test_a_ticket_is_good_once(pair: Pair) -> None:
+    prefill, decode = Server.of(pair.prefill), Server.of(pair.decode)
+    handoff = Handoff.make(prefill, decode, pair.prompts.make(150))
+    expected = pair.expect(handoff.prompt)
+    sent, received = handoff.ask_prefill(), handoff.ask_decode()
+    assert read_verdict(sent.result()) == {"status": "offered"}
+    check_same([read_tokens(received.result())], [expected])
+    assert handoff.read_decode_trace().num_received_tokens == 150
+    assert read_verdict(handoff.ask_prefill().result())["code"] == "replayed_ticket"
+    name = "vllm:baton_refused_tickets_total"
+    before = read_metric(pair.decode.url, name, code="replayed_ticket")
+    again = read_tokens(handoff.ask_decode(cache_salt="again").result())
+    check_same([again], [expected])
+    assert read_metric(pair.decode.url, name, code="replayed_ticket") == before + 1
+    pair.wait_settled()
+
+
+# Too little memory -------------------------------------------------------------------------------
+
+
+def test_a_prefill_that_is_preempted_hands_nothing_over(pair: Pair) -> None:
+    """Its blocks were given to others before decode asked for them."""
+    prefill, decode = Server.of(pair.prefill), Server.of(pair.decode)
+    handoff = Handoff.make(prefill, decode, pair.prompts.make(900))
+    preemptions = "vllm:num_preemptions_total"
+    before = read_metric(pair.prefill.url, preemptions)
+    with ThreadPoolExecutor(NUM_SEQS) as pool:
+        filling = fill(pair.prefill, pair.prompts, pool, NUM_SEQS - 1, max_tokens=1000)
+        wait_until(
+            lambda: read_metric(pair.prefill.url, "vllm:num_requests_running") == NUM_SEQS - 1, 10.0
+        )
+        # The gateway asks for one token: then nothing is preempted that has not been computed.
+        sent = handoff.ask_prefill(num_tokens=700)
+        wait_until(lambda: read_metric(pair.prefill.url, preemptions) > before, 60.0)
+        answer = read_tokens(handoff.ask_decode().result())
+        check_same([answer], [pair.expect(handoff.prompt)])
+        (fallback,) = handoff.read_decode_trace().fallbacks
+        assert "preempted" in fallback
+        assert read_verdict(sent.result())["code"] == "handoff_failed"
+        assert [one.result()[0] for one in filling] == [200] * (NUM_SEQS - 1)
+    pair.wait_settled()
+    pair.check_handoff()
+
+
+SMALL_CONTEXT = 1024
+SMALL_POOL = 1536
+
+
+@pytest.fixture(scope="module")
+def small_decode(standing_pair: Pair) -> Iterator[FleetProcess]:
+    """Has few blocks, and does not compute what it could not load."""
+    street = standing_pair.street
+    server = street.start_plain(
+        "small-decode",
+        f"--max-model-len={SMALL_CONTEXT}",
+        f"--kv-cache-memory-bytes={SMALL_POOL * KV_BYTES_PER_TOKEN}",
+        transfer={
+            "kv_connector": "BatonConnector",
+            "kv_connector_module_path": "baton.engines.vllm",
+            "kv_role": "kv_consumer",
+            "kv_load_failure_policy": "fail",
+            "kv_connector_extra_config": {"name": "small-decode", "handoff_timeout_s": 20},
+        },
+    )
+    wait_ready(server)
+    yield server
+    street.end(server)
+
+
+def test_decode_preempts_and_computes_what_it_had_received(
+    pair: Pair, small_decode: FleetProcess
+) -> None:
+    gateway = pair.street.start_gateway([pair.house.prefill], [small_decode])
+    prompts = [pair.prompts.make(250) for _ in range(6)]
+    expected = ask_all(pair.house.oracle, prompts, max_tokens=200)
+    answers = ask_all(gateway, prompts, max_tokens=200)
+    check_same(answers, expected)
+    assert read_metric(small_decode.url, "vllm:num_preemptions_total") > 0
+    for answer in answers:
+        assert read_summary(gateway, answer.request_id)["num_received_tokens"] == 250
+    wait_until(lambda: is_idle(small_decode) and is_idle(pair.house.prefill), 5.0)
+    pair.street.end(gateway)
+
+
+def test_a_load_that_fails_is_an_error_where_the_policy_says_so(
+    pair: Pair, small_decode: FleetProcess
+) -> None:
+    """Asked without a gateway, which would ask again."""
+    pair.check_handoff()
+    prefill, decode = Server.of(pair.prefill), Server.of(small_decode)
+    handoff = Handoff.make(prefill, decode, pair.prompts.make(900))
+    answering = handoff.ask_decode()
+    wait_until(lambda: not is_idle(small_decode), 5.0)
+    decode.give_up(handoff.ticket, "the test wants it so")
+    status, answer = answering.result()
+    assert status == 500
+    assert answer["error"]["message"]
+    assert answer["error"]["type"]
+    wait_until(lambda: is_idle(small_decode), 5.0)
+    # The next one is well.
+    handoff = Handoff.make(prefill, decode, handoff.prompt)
+    received, sent = handoff.ask_decode(), handoff.ask_prefill()
+    check_same([read_tokens(received.result())], [pair.expect(handoff.prompt)])
+    assert read_verdict(sent.result()) == {"status": "offered"}
+    assert handoff.read_decode_trace().num_received_tokens == 900
+
+
+def test_a_load_that_fails_is_an_error_or_right_to_the_gateways_client(
+    pair: Pair, small_decode: FleetProcess
+) -> None:
+    gateway = pair.street.start_gateway([pair.prefill], [small_decode])
+    prompt = pair.prompts.make(900)
+    with ThreadPoolExecutor(1) as pool, frozen_engine(pair.prefill):
+        answering = pool.submit(post, f"{gateway.url}/v1/completions", make_body(prompt))
+        wait_until(lambda: not is_idle(small_decode), 5.0)
+        pair.prefill.kill()
+        status, answer = answering.result()
+    if status == 200:
+        check_same([read_answer(answer, None)], [pair.expect(prompt)])
+    else:
+        check_error(answer)
+    wait_until(lambda: is_idle(small_decode), 5.0)
+    pair.restart_prefill()
+
+    pair.check_handoff(gateway)
+    pair.street.end(gateway)

@@ -1,0 +1,227 @@
+"""Owners and writers that hold the key, speak the one-sided protocol, and break its rules."""
+
+import importlib.util
+import socket
+from contextlib import suppress
+
+import msgspec
+import numpy as np
+import pytest
+
+from baton.ids import new_epoch, new_ticket_id
+from baton.kv.copies import PageCopies
+from baton.testing.transport_contract.kit import NUM_PAGES, PAGE_BYTES
+from baton.testing.transport_contract.strangers import StrangerContract
+from baton.testing.transport_pair import whole_pages
+from baton.transfer.framing import FrameDecoder, encode_frame
+from baton.transfer.handshake import ListenerHandshake
+from baton.transfer.interface import (
+    Arrived,
+    Attached,
+    PageRead,
+    ReadCompleted,
+    ReadFailed,
+    RemoteLost,
+    Window,
+    WindowQuiescent,
+)
+from baton.transfer.messages import encode
+from baton.transfer.onesided import wire
+
+if importlib.util.find_spec("nixl_cu12") is None:
+    pytest.skip("NIXL is not installed", allow_module_level=True)
+
+from baton.transfer.transports.nixl.engine import Introduction, NixlEngine
+
+PARAMETERS = {"engine_config": "TLS=sm", "ucx_error_handling_mode": "none"}
+
+
+class Kit(StrangerContract):
+    kind = "nixl"
+
+    def connect_stranger(self, descriptor):
+        sock = socket.socket(socket.AF_UNIX)
+        sock.settimeout(5)
+        sock.connect(b"\0" + descriptor.endpoint.encode())
+        return sock
+
+
+class RawWriter:
+    """A writer made of a socket: it has attached, and says whatever it is told to."""
+
+    def __init__(self):
+        kit = Kit()
+        self.kit, self.reader, self.epoch = kit, kit.make_side(), new_epoch()
+        self.window, self.events = new_ticket_id(), []
+        self.sock = kit.connect_stranger(self.reader.descriptor)
+        kit.prove(self.reader, self.sock)
+        handle = self.reader.region.handle
+        pages = np.arange(NUM_PAGES)
+        self.reader.transport.open_window(Window(self.window, handle, self.epoch, pages))
+        self.decoder = FrameDecoder(1 << 20)
+        self.say(wire.Attach(self.epoch, handle))
+        self.hear(b"attached")
+        self.hear(b"opened")
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.sock.close()
+        self.reader.close()
+
+    def say(self, message):
+        self.sock.sendall(encode_frame(encode(message)))
+        self.poll()
+
+    def poll(self):
+        self.events += self.reader.transport.poll()
+
+    def hear(self, kind):
+        for _ in range(500):
+            self.poll()
+            body = self.decoder.take()
+            if body is not None:
+                assert kind in body
+                return
+            with suppress(TimeoutError):
+                self.sock.settimeout(0.005)
+                self.decoder.feed(self.sock.recv(4096))
+        pytest.fail(f"{kind} was not said")
+
+    def check_hung_up(self):
+        self.kit.check_hung_up(self.reader, self.sock)
+        self.poll()
+
+
+def test_notices_count_while_the_window_is_open():
+    with RawWriter() as writer:
+        writer.say(wire.Notice(writer.window, b"good"))
+        writer.say(wire.Notice(new_ticket_id(), b"of no window"))
+        writer.reader.transport.close_window(writer.window)
+        writer.say(wire.Notice(writer.window, b"late"))
+        writer.hear(b"close")
+        assert writer.events == [Arrived(writer.window, b"good")]
+        writer.say(wire.Closed(writer.window))
+        writer.poll()
+        assert writer.events[1:] == [WindowQuiescent(writer.window)]
+
+
+@pytest.mark.parametrize(
+    "message",
+    [wire.Closed(bytes(16)), wire.Attach("0" * 32, bytes(16)), wire.Close(bytes(16))],
+    ids=lambda message: type(message).__name__,
+)
+def test_a_writer_that_breaks_the_rules_is_hung_up_on_and_proves_nothing(message):
+    with RawWriter() as writer:
+        writer.reader.transport.close_window(writer.window)
+        writer.say(message)
+        writer.check_hung_up()
+        assert writer.events == []  # this process lives: its hand might still write
+
+
+def test_a_farewell_proves_that_nothing_lands():
+    with RawWriter() as writer:
+        writer.reader.transport.close_window(writer.window)
+        writer.say(wire.Released())
+        writer.check_hung_up()
+        assert writer.events == [WindowQuiescent(writer.window)]
+
+
+def test_a_peer_that_says_that_it_moves_costs_a_poll_a_millisecond_until_it_rests():
+    with RawWriter() as writer:
+        writer.say(wire.Moving())
+        assert writer.reader.transport._pacer._is_set
+        writer.say(wire.Resting())
+        writer.poll()
+        assert not writer.reader.transport._pacer._is_set
+
+
+def lie_in_the_introduction(change):
+    """A reader attaches to an owner made of a socket, whose introduction `change` makes."""
+    kit = Kit()
+    reader, true = kit.make_side(), kit.make_side()
+    true.fill(seed=3)
+    engine = NixlEngine(PARAMETERS, peers_hand=True)
+    introduction = change(
+        msgspec.msgpack.decode(engine.introduce(true.region), type=Introduction),
+    )
+    listener = socket.socket(socket.AF_UNIX)
+    name = "baton-" + "0123456789abcdef" * 2
+    listener.bind(b"\0" + name.encode())
+    listener.listen()
+    descriptor = msgspec.structs.replace(true.descriptor, endpoint=name)
+    remote = reader.transport.attach(descriptor)
+    sock, _ = listener.accept()
+    sock.settimeout(5)
+    handshake = ListenerHandshake(kit.key, "nixl")
+    events, decoder = [], FrameDecoder(1 << 20)
+
+    def hear():
+        while (body := decoder.take()) is None:
+            events.extend(reader.transport.poll())
+            with suppress(BlockingIOError):
+                decoder.feed(sock.recv(4096, socket.MSG_DONTWAIT))
+        return body
+
+    sock.sendall(handshake.reply(hear()))
+    handshake.reply(hear())
+    assert wire.decode_attach(hear()).region == true.region.handle
+    sock.sendall(encode_frame(encode(wire.Attached(descriptor.arrays, introduction))))
+    for _ in range(100):
+        events.extend(reader.transport.poll())
+    copies = PageCopies(0, (whole_pages([3], [4], PAGE_BYTES),))
+    transfer = reader.transport.read(PageRead(remote, reader.region.handle, copies))
+    events.extend(reader.transport.poll())
+    read = bytes(reader.pages()[4])
+    truth = bytes(true.pages()[3])
+    engine.close()
+    for closing in (sock, listener, reader, true):
+        closing.close()
+    return remote, transfer, events, read, truth
+
+
+def test_an_owner_that_tells_the_truth_is_read():
+    remote, transfer, events, read, truth = lie_in_the_introduction(msgspec.msgpack.encode)
+    assert events == [Attached(remote), ReadCompleted(transfer, PAGE_BYTES)]
+    assert read == truth
+
+
+def replaced(**changes):
+    return lambda true: msgspec.msgpack.encode(msgspec.structs.replace(true, **changes))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda _: b"",
+        lambda _: b"\xc1",
+        lambda true: msgspec.msgpack.encode(true)[:-1],
+        replaced(agent=b""),
+        replaced(agent=b"\0" * 100),
+        lambda true: replaced(agent=true.agent[: len(true.agent) // 2])(true),
+        lambda true: replaced(base=true.base + (1 << 30))(true),
+        replaced(base=0),
+        replaced(base=-4096),
+        replaced(base=(1 << 63) - 1),
+    ],
+    ids=[
+        "nothing",
+        "no msgpack",
+        "truncated",
+        "no agent",
+        "zeros for an agent",
+        "half an agent",
+        "elsewhere",
+        "nowhere",
+        "negative",
+        "overflow",
+    ],
+)
+def test_an_owner_that_lies_in_its_introduction_is_lost_and_not_read(change):
+    remote, transfer, events, read, _ = lie_in_the_introduction(change)
+    lost = [event for event in events if isinstance(event, RemoteLost)]
+    failed = [event for event in events if isinstance(event, ReadFailed)]
+    assert [each.remote for each in lost] == [remote]
+    assert [each.transfer for each in failed] == [transfer]
+    assert not any(read)

@@ -1,0 +1,174 @@
+"""The oracle: the same greedy tokens, in float32, with Baton and from one vLLM server alone."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import openai
+import pytest
+
+from tests.e2e_vllm.asking import (
+    ask_all,
+    ask_one,
+    check_same,
+    get_text,
+    make_body,
+    make_prompts,
+    post,
+    read_info,
+    read_metric,
+    read_request,
+    read_summary,
+)
+from tests.e2e_vllm.house import BLOCK_SIZE, KV_BYTES_PER_TOKEN, NUM_LAYERS
+
+if TYPE_CHECKING:
+    from tests.e2e_vllm.asking import Answer
+    from tests.e2e_vllm.house import House
+
+pytestmark = pytest.mark.vllm
+
+NUM_PROMPTS = 40
+
+
+def count_blocks(num_tokens: int) -> int:
+    return -(-num_tokens // BLOCK_SIZE)
+
+
+def check_handed_over(house: House, prompt: list[int], answer: Answer) -> None:
+    """All of a prompt's KV was moved, over the transport that was expected, and verified."""
+    request = read_request(house.gateway, answer.request_id)
+    summary = request["summary"]
+    assert summary["num_received_tokens"] == len(prompt)
+    assert summary["num_cached_tokens"] == 0
+    assert summary["transport"] == summary["expected_transport"] == "shared"
+    assert summary["fallbacks"] == []
+    assert request["prefill"]["outcome"] == "prefilled"
+    # The decode worker reads pages, and counts each one when its digest was right.
+    num_blocks = count_blocks(len(prompt))
+    assert request["decode"]["num_pages"] == NUM_LAYERS * num_blocks
+    assert request["decode"]["num_bytes"] == num_blocks * BLOCK_SIZE * KV_BYTES_PER_TOKEN
+
+
+def test_forty_prompts_one_and_eight_at_a_time(house: House) -> None:
+    prompts = make_prompts(NUM_PROMPTS, seed=1, shortest=50, longest=2000)
+    assert {len(p) for p in prompts} >= {50, 2000}
+    expected = ask_all(house.oracle, prompts)
+    received = read_metric(house.decode.url, "vllm:baton_handoffs_total", side="received")
+    alone = ask_all(house.gateway, prompts[::4], at_once=1)
+    others = [prompt for i, prompt in enumerate(prompts) if i % 4]
+    together = ask_all(house.gateway, others, at_once=8)
+    check_same(alone, expected[::4])
+    check_same(together, [answer for i, answer in enumerate(expected) if i % 4])
+    for prompt, answer in zip([*prompts[::4], *others], [*alone, *together], strict=True):
+        check_handed_over(house, prompt, answer)
+    now = read_metric(house.decode.url, "vllm:baton_handoffs_total", side="received")
+    assert now - received == NUM_PROMPTS
+    assert read_metric(house.decode.url, "vllm:baton_transport_mismatches_total") == 0
+
+
+def test_sampled_answers_are_those_of_the_oracle(house: House) -> None:
+    (prompt,) = make_prompts(1, seed=2, shortest=150, longest=150)
+    sampling = {"temperature": 0.9, "top_p": 0.95}
+    expected = [ask_one(house.oracle, prompt, **sampling, seed=seed) for seed in range(4)]
+    answers = [
+        ask_one(house.gateway, [*prompt], **sampling, seed=seed, cache_salt=str(seed))
+        for seed in range(4)
+    ]
+    check_same(answers, expected)
+    assert len(set(answers)) > 1
+    for answer in answers:
+        check_handed_over(house, prompt, answer)
+
+
+def test_prefix_hits_on_either_side_and_only_the_rest_is_sent(house: House) -> None:
+    stems = make_prompts(4, seed=3, shortest=300, longest=900)
+    prompts = [[*stem, *[1000 + i] * (40 + 70 * i)] for i, stem in enumerate(stems)]
+    expected = ask_all(house.oracle, prompts)
+    ask_all(house.prefill, stems[:2])
+    ask_all(house.decode, stems[1:3])
+    answers = ask_all(house.gateway, prompts)
+    check_same(answers, expected)
+    requests = [read_request(house.gateway, answer.request_id) for answer in answers]
+    for i, (request, prompt, stem) in enumerate(zip(requests, prompts, stems, strict=True)):
+        cached = len(stem) // BLOCK_SIZE * BLOCK_SIZE
+        on_prefill, on_decode = (cached if i in held else 0 for held in ({0, 1}, {1, 2}))
+        summary = request["summary"]
+        assert summary["fallbacks"] == []
+        assert request["prefill"]["num_cached_tokens"] == on_prefill
+        assert summary["num_cached_tokens"] == on_decode
+        assert summary["num_received_tokens"] == len(prompt) - on_decode
+        num_blocks = count_blocks(len(prompt)) - on_decode // BLOCK_SIZE
+        assert summary["num_bytes"] == num_blocks * BLOCK_SIZE * KV_BYTES_PER_TOKEN
+    again = ask_all(house.gateway, prompts)
+    check_same(again, expected)
+    assert all(answer.num_cached for answer in again)
+
+
+MESSAGES = [
+    {"role": "system", "content": "You tell stories."},
+    {"role": "user", "content": "Continue: It was a truth universally acknowledged, " * 6},
+]
+
+
+def test_chat_is_what_the_oracle_says_and_was_handed_over(house: House) -> None:
+    def ask(url: str) -> openai.types.chat.ChatCompletion:
+        with openai.OpenAI(base_url=f"{url}/v1", api_key="none") as client:
+            return client.chat.completions.create(
+                model="demo", messages=MESSAGES, temperature=0, max_tokens=24, logprobs=True,
+                top_logprobs=2,
+            )  # fmt: skip
+
+    ours, oracle = ask(house.gateway.url), ask(house.oracle.url)
+    assert ours.choices[0].message.content == oracle.choices[0].message.content
+    assert ours.choices[0].finish_reason == oracle.choices[0].finish_reason
+    assert ours.usage.completion_tokens == oracle.usage.completion_tokens
+    mine, theirs = ours.choices[0].logprobs.content, oracle.choices[0].logprobs.content
+    assert [t.token for t in mine] == [t.token for t in theirs]
+    assert [t.logprob for t in mine] == pytest.approx([t.logprob for t in theirs], abs=2e-3)
+    assert not hasattr(ours, "kv_transfer_params") or ours.kv_transfer_params is None
+    summary = read_summary(house.gateway, ours._request_id)
+    assert summary["num_received_tokens"] == ours.usage.prompt_tokens
+
+
+def test_a_chat_stream_adds_up_to_the_whole_answer(house: House) -> None:
+    with openai.OpenAI(base_url=f"{house.gateway.url}/v1", api_key="none") as client:
+        whole = client.chat.completions.create(
+            model="demo", messages=MESSAGES, temperature=0, max_tokens=20
+        )
+        stream = client.chat.completions.create(
+            model="demo", messages=MESSAGES, temperature=0, max_tokens=20, stream=True,
+            stream_options={"include_usage": True}, extra_body={"cache_salt": "stream"},
+        )  # fmt: skip
+        chunks = list(stream)
+    text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+    assert text == whole.choices[0].message.content
+    assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == "length"
+    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens == 20
+
+
+def test_several_answers_to_one_prompt(house: House) -> None:
+    prompt = make_prompts(1, seed=4, shortest=200, longest=200)[0]
+    body = make_body(prompt, n=2, temperature=0.8, seed=5)
+    ours, oracle = (
+        post(f"{server.url}/v1/completions", body) for server in (house.gateway, house.oracle)
+    )
+    assert ours[0] == oracle[0] == 200
+    tokens = [[choice["logprobs"]["tokens"] for choice in one[1]["choices"]] for one in
+              (ours, oracle)]  # fmt: skip
+    assert tokens[0] == tokens[1]
+    assert tokens[0][0] != tokens[0][1]
+
+
+def test_the_probe_says_who_a_server_is(house: House) -> None:
+    for server, role in ((house.prefill, "prefill"), (house.decode, "decode")):
+        info = read_info(server)
+        assert (info["worker"], info["role"], info["dialect"]) == (role, role, "vllm")
+        assert info["engine"].startswith("vllm ")
+        assert (info["model"], info["served_model_name"]) == (str(house.model), "demo")
+        (control,) = info["control_urls"]
+        assert json.loads(get_text(f"{control}/baton/v1/info"))["epoch"] == info["epoch"]
+    first, second = read_info(house.prefill), read_info(house.decode)
+    assert first["fingerprint"] == second["fingerprint"]
+    assert first["epoch"] != second["epoch"]

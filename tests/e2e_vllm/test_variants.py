@@ -1,0 +1,190 @@
+"""Decode servers that differ from their prefill server: block size, transport, engine, drafts."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.e2e_vllm.asking import (
+    ask_all,
+    check_same,
+    make_prompts,
+    read_info,
+    read_metric,
+    read_summary,
+)
+from tests.e2e_vllm.house import wait_ready
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from baton.testing.fleet import FleetProcess
+    from tests.e2e_vllm.asking import Answer
+    from tests.e2e_vllm.house import House, Street
+
+pytestmark = pytest.mark.vllm
+
+NUM_PROMPTS = 10
+SEEDS = {"ngram": 21, "draft": 22, "fp8": 23, "transformers": 24, "tp": 25}
+
+
+def make_varied(seed: int) -> list[list[int]]:
+    """Prompts whose second half repeats a phrase, so that a draft can be right."""
+    prompts = make_prompts(NUM_PROMPTS, seed=seed, shortest=50, longest=2000)
+    return [[*p[: len(p) // 2], *(p[:7] * len(p))][: len(p)] for p in prompts]
+
+
+def check_through(
+    gateway: FleetProcess, prompts: list[list[int]], expected: Sequence[Answer], transport: str
+) -> None:
+    """One at a time, then eight at once under another salt: the same tokens, all handed over."""
+    together = {"at_once": 8, "cache_salt": "together"}
+    for how in ({"at_once": 1}, together):
+        answers = ask_all(gateway, prompts, **how)
+        check_same(answers, expected)
+        for prompt, answer in zip(prompts, answers, strict=True):
+            summary = read_summary(gateway, answer.request_id)
+            assert summary["fallbacks"] == []
+            assert summary["num_received_tokens"] == len(prompt)
+            assert summary["transport"] == summary["expected_transport"] == transport
+            assert summary["num_bytes"] > 0
+
+
+@pytest.fixture(scope="module")
+def speculating(street: Street, house: House) -> Iterator[dict[str, FleetProcess]]:
+    """Decode servers that guess ahead."""
+    ngram = "num_speculative_tokens = 3, prompt_lookup_max = 4, prompt_lookup_min = 2"
+    draft = f'num_speculative_tokens = 3, model = "{street.model}"'
+    servers = {
+        "ngram": street.start(
+            "ngram",
+            "decode",
+            engine__speculative=f'{{method = "ngram", {ngram}}}',
+            engine__block_size=128,
+            transfer__transports=["tcp"],
+        ),
+        "draft": street.start(
+            "draft", "decode", engine__speculative=f'{{method = "draft_model", {draft}}}'
+        ),
+    }
+    wait_ready(*servers.values())
+    yield servers
+    street.end(*servers.values())
+
+
+@pytest.mark.parametrize(("name", "transport"), [("ngram", "tcp"), ("draft", "shared")])
+def test_speculative_decoding(
+    street: Street,
+    house: House,
+    speculating: dict[str, FleetProcess],
+    name: str,
+    transport: str,
+) -> None:
+    """`ngram` has blocks of another size besides, and another transport."""
+    server = speculating[name]
+    prompts = make_varied(SEEDS[name])
+    expected = ask_all(house.oracle, prompts)
+    # Of few words some come again, so that a guess is right and another wrong.
+    few_words = {"allowed_token_ids": [500, 501, 502], "max_tokens": 40, "cache_salt": "few"}
+    monotonous = ask_all(house.oracle, prompts, **few_words)
+    with standing_gateway(street, house.prefill, server) as gateway:
+        check_through(gateway, prompts, expected, transport)
+        check_same(ask_all(gateway, prompts, **few_words), monotonous)
+    drafted = read_metric(server.url, "vllm:spec_decode_num_draft_tokens_total")
+    accepted = read_metric(server.url, "vllm:spec_decode_num_accepted_tokens_total")
+    assert 0 < accepted < drafted
+
+
+@contextmanager
+def standing_gateway(
+    street: Street, prefill: FleetProcess, decode: FleetProcess
+) -> Iterator[FleetProcess]:
+    gateway = street.start_gateway([prefill], [decode])
+    yield gateway
+    street.end(gateway)
+
+
+@pytest.fixture(scope="module")
+def fp8_pair(street: Street) -> Iterator[tuple[FleetProcess, FleetProcess]]:
+    """Started as a user of vLLM starts it; native pages over sockets."""
+
+    def transfer(name: str, role: str) -> dict[str, object]:
+        return {
+            "kv_connector": "BatonConnector",
+            "kv_connector_module_path": "baton.engines.vllm",
+            "kv_role": role,
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {"name": name, "transports": ["tcp"]},
+        }
+
+    fp8 = "--kv-cache-dtype=fp8"
+    pair = (
+        street.start_plain("fp8-p", fp8, transfer=transfer("fp8-p", "kv_producer")),
+        street.start_plain("fp8-d", fp8, transfer=transfer("fp8-d", "kv_consumer")),
+    )
+    wait_ready(*pair)
+    yield pair
+    street.end(*pair)
+
+
+def test_fp8_kv_of_servers_that_vllm_started(
+    street: Street, fp8_pair: tuple[FleetProcess, FleetProcess]
+) -> None:
+    """The oracle is the prefill server, asked without Baton and under another salt."""
+    prefill, decode = fp8_pair
+    prompts = make_varied(SEEDS["fp8"])
+    expected = ask_all(prefill, prompts, cache_salt="oracle")
+    with standing_gateway(street, prefill, decode) as gateway:
+        check_through(gateway, prompts, expected, "tcp")
+    assert read_info(decode)["layout"]["dtype"] != "float32"
+
+
+@pytest.fixture(scope="module")
+def transformers(street: Street) -> Iterator[FleetProcess]:
+    worker = street.start_transformers("transformers", "both", block_size=24)
+    wait_ready(worker)
+    yield worker
+    street.end(worker)
+
+
+@pytest.mark.parametrize("sender", ["vllm", "transformers"])
+def test_handoffs_between_engines(
+    street: Street, house: House, transformers: FleetProcess, sender: str
+) -> None:
+    """Blocks are of another size there, and pages of another arrangement."""
+    prompts = make_varied(SEEDS["transformers"])
+    plain_names = {"return_tokens_as_token_ids": None}  # the other engine has names for tokens only
+    expected = ask_all(house.oracle, prompts, **plain_names)
+    pair = (house.prefill, transformers) if sender == "vllm" else (transformers, house.decode)
+    with standing_gateway(street, *pair) as gateway:
+        answers = ask_all(gateway, prompts, **plain_names)
+        for prompt, answer, oracle in zip(prompts, answers, expected, strict=True):
+            assert answer.text == oracle.text
+            assert answer.logprobs == pytest.approx(oracle.logprobs, abs=2e-3)
+            summary = read_summary(gateway, answer.request_id)
+            assert summary["fallbacks"] == []
+            assert summary["num_received_tokens"] == len(prompt)
+            assert summary["transport"] == summary["expected_transport"] == "shared"
+
+
+@pytest.fixture(scope="module")
+def two_ranks(street: Street) -> Iterator[FleetProcess]:
+    """Four processes on two cores: it takes twice as long as others to start."""
+    server = street.start("two-ranks", "both", engine__tensor_parallel_size=2)
+    wait_ready(server)
+    yield server
+    street.end(server)
+
+
+@pytest.mark.parametrize("wide", ["decode", "prefill"])
+def test_other_tensor_parallel_degrees(
+    street: Street, house: House, two_ranks: FleetProcess, wide: str
+) -> None:
+    assert len(read_info(two_ranks)["control_urls"]) == 2
+    prompts = make_varied(SEEDS["tp"] + len(wide))
+    expected = ask_all(house.oracle, prompts)
+    pair = (house.prefill, two_ranks) if wide == "decode" else (two_ranks, house.decode)
+    with standing_gateway(street, *pair) as gateway:
+        check_through(gateway, prompts, expected, "shared")

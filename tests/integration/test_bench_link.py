@@ -1,0 +1,192 @@
+"""`baton bench link` as a new user runs it: small, with real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+import pytest
+
+from baton.bench.report import Report
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+LINK = [sys.executable, "-m", "baton.cli", "bench", "link"]
+QUICK = ["--quick", "--sizes", "5000,100KB"]
+TIMEOUT_S = 90
+
+
+@pytest.fixture
+def environment(tmp_path):
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("BATON_")}
+    return kept | {"XDG_STATE_HOME": str(tmp_path)}
+
+
+def run(arguments, environment):
+    return subprocess.run(
+        [*LINK, *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+
+
+def measure(arguments, environment):
+    ended = run([*arguments, "--json"], environment)
+    assert ended.returncode == 0, ended.stderr + ended.stdout[-2000:]
+    return msgspec.json.decode(ended.stdout, type=Report)
+
+
+def find_children(pid):
+    return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+
+
+@contextmanager
+def listening(environment) -> Generator[str]:
+    process = subprocess.Popen(
+        [*LINK, "--listen", "127.0.0.1:0"], env=environment, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stderr is not None
+        said = process.stderr.readline()
+        assert "listening on" in said
+        yield said.split("listening on ")[1].split(";")[0]
+    finally:
+        process.send_signal(signal.SIGINT)
+        try:
+            assert process.wait(10) == 130
+        finally:
+            process.kill()
+            process.stderr.close()
+
+
+def test_two_processes_of_this_host_are_measured_and_their_bytes_verified(environment):
+    report = measure([*QUICK, "--transport", "shared", "--transport", "tcp"], environment)
+    assert not report.is_partial
+    assert not report.skipped
+    rows = {
+        (row.name, row.workload.shape, row.workload.num_bytes, row.direction) for row in report.rows
+    }
+    for shape, num_bytes in (("message", 5000), ("message", 100_000), ("scattered", 32 << 20)):
+        for name, direction in (
+            ("memcpy", "push"),
+            ("tuned socket", "push"),
+            ("shared", "push"),
+            ("shared", "pull"),
+            ("tcp", "push"),
+        ):
+            assert (name, shape, num_bytes, direction) in rows
+    for row in report.rows:
+        assert row.is_verified
+        assert row.figures.gb_per_s.median > 0
+        assert row.figures.p50_us <= row.figures.p99_us
+        limit = "memcpy" if row.name in {"shared", "memcpy"} else "tuned socket"
+        assert row.limit == limit
+        if row.workload.shape != "descriptors":
+            assert row.percent_of_limit is not None
+    assert report.manifest.driver is not None
+    assert report.manifest.driver == report.manifest.owner or report.manifest.owner is not None
+
+
+def test_peers_are_rows_or_are_skipped_with_a_reason(environment):
+    report = measure([*QUICK, "--transport", "shared", "--peers"], environment)
+    named = {row.name for row in report.rows} | {skipped.name for skipped in report.skipped}
+    assert named >= {
+        "NIXL",
+        "NIXL (TCP)",
+        "Mooncake",
+        "gloo",
+        "socket",
+        "pickle",
+        "torch.save",
+    }
+    assert {"socket", "pickle"} <= {row.name for row in report.rows}
+    for skipped in report.skipped:
+        assert "install" in skipped.reason or "load" in skipped.reason
+
+
+def test_two_listening_ends(environment):
+    arguments = [*QUICK, "--transport", "tcp", "--transport", "shared", "--peers"]
+    with listening(environment) as driver, listening(environment) as owner:
+        report = measure([driver, owner, *arguments], environment)
+        assert {row.name for row in report.rows} >= {"tcp", "shared", "socket", "memcpy"}
+        reasons = {skipped.name: skipped.reason for skipped in report.skipped}
+        assert "one host" in reasons["pickle"]
+
+        stranger = environment | {"BATON_CLUSTER_KEY": secrets.token_hex(32)}
+        refused = run([driver, owner, *QUICK], stranger)
+        assert refused.returncode == 1
+        assert "BATON_CLUSTER_KEY" in refused.stderr
+
+        taken = run(["--listen", driver], environment)
+        assert taken.returncode == 2
+        assert "is taken by pid" in taken.stderr
+    gone = run([driver, owner, *QUICK], environment)
+    assert gone.returncode == 2
+    assert f"baton bench link --listen {driver}" in gone.stderr
+
+
+def test_ctrl_c_keeps_what_was_measured_and_leaves_no_process(environment):
+    arguments = ["--sizes", "4096", "--quick", "--rounds", "1000", "--transport", "shared"]
+    process = subprocess.Popen(
+        [*LINK, *arguments, "--json"],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stderr is not None
+    for line in process.stderr:
+        if "round 2: shared" in line:
+            break
+    children = wait_for_children(process.pid)
+    process.send_signal(signal.SIGINT)
+    stdout, stderr = process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert "Traceback" not in stderr
+    report = json.loads(stdout)
+    assert report["is_partial"] is True
+    assert any(row["name"] == "shared" for row in report["rows"])
+    assert not [pid for pid in children if Path(f"/proc/{pid}").exists()]
+
+
+def wait_for_children(pid):
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        if children := find_children(pid):
+            return children
+        time.sleep(0.01)
+    raise AssertionError("it started no process")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--transport", "warp"], "unknown baton.transports 'warp'; installed: "),
+        (["--sizes", "3 potatoes"], "no message size"),
+        (["--rounds", "0"], "--rounds: at least 1"),
+        (["127.0.0.1:7100"], "two ends are needed"),
+        (["here", "there"], "no HOST:PORT"),
+        (["--listen", "127.0.0.1:99999"], "no HOST:PORT"),
+        (["--listen", "192.0.2.1:7100"], "needs a cluster key"),
+        (["--listen", "127.0.0.1:0", "a:1"], "takes no A and B"),
+        (["--plot", "/nowhere/x.png"], "there is no directory /nowhere"),
+    ],
+)
+def test_wrong_flags_are_refused_before_anything_is_measured(arguments, said, environment):
+    ended = run(arguments, environment)
+    assert ended.returncode == 2
+    assert said in ended.stderr
+    assert not ended.stdout

@@ -1,0 +1,91 @@
+"""Rows, their order and their limit; the table's width; the plan."""
+
+import io
+
+import msgspec
+import pytest
+
+from baton.bench.contender import Traits
+from baton.bench.machine import describe_machine
+from baton.bench.pair import Taken
+from baton.bench.plan import LIMITS, PEERS, QUICK, Entrant, choose_transports, make_workloads
+from baton.bench.printing import MAX_COLUMNS, print_report
+from baton.bench.report import Ledger, Manifest, Report
+from baton.errors import ConfigError, UnknownPluginError
+
+SHARED = Entrant("transport", "shared", {"a": 1})
+WORKLOADS = make_workloads([32_768, 100_000_000], QUICK)
+
+
+def taken(rate_gb_per_s, workload):
+    return Taken((workload.num_bytes / 1e9 / rate_gb_per_s,), 2, 0.5, 123.25)
+
+
+def make_report(*, is_partial=False):
+    ledger = Ledger()
+    for workload in WORKLOADS:
+        limit_rate = 10.0 if workload is WORKLOADS[0] else 20.0
+        for entrant, rate in ((SHARED, 5.0), (LIMITS[0], limit_rate)):
+            traits = Traits("memcpy", ("push",), "memcpy")
+            ledger.add(entrant, traits, workload, "push", taken=taken(rate, workload))
+        for peer in PEERS:
+            traits = Traits("UCX TCP", ("push",), "tuned socket")
+            ledger.add(peer, traits, workload, "push", taken=taken(0.0001, workload))
+    ledger.skip(SHARED, "it broke in the second round", is_wrong=True)
+    machine = describe_machine()
+    manifest = Manifest(
+        baton="0",
+        started_at="",
+        command=(),
+        num_rounds=1,
+        budget_s=1,
+        pool_bytes=1,
+        driver=machine,
+        owner=machine,
+        load_before=(0, 0, 0),
+        load_after=(0, 0, 0),
+    )
+    return Report(
+        is_partial=is_partial,
+        manifest=manifest,
+        rows=ledger.make_rows(WORKLOADS),
+        skipped=tuple(ledger.skipped.values()),
+    )
+
+
+def test_rows_are_ordered_by_workload_then_speed_and_held_against_their_own_limit():
+    rows = make_report().rows
+    assert [row.workload.name for row in rows[:9]] == ["32 KiB"] * 9
+    assert [row.name for row in rows[:2]] == ["memcpy", "shared"]
+    assert [row.percent_of_limit for row in rows[:2]] == pytest.approx([100.0, 50.0])
+    assert rows[2].percent_of_limit is None  # its limit was not measured
+    assert rows[10].percent_of_limit == pytest.approx(25.0)
+
+
+def test_the_report_survives_json():
+    report = make_report()
+    assert msgspec.json.decode(msgspec.json.encode(report), type=Report) == report
+
+
+@pytest.mark.parametrize("is_partial", [False, True])
+def test_the_table_is_at_most_100_columns_wide_and_says_what_went_wrong(is_partial):
+    text = io.StringIO()
+    print_report(make_report(is_partial=is_partial), text)
+    tables = [line for line in text.getvalue().splitlines() if not line.startswith(("A:", "B:"))]
+    assert max(map(len, tables)) <= MAX_COLUMNS
+    assert "WRONG: shared: it broke" in text.getvalue()
+    assert "…" not in text.getvalue()
+    assert ("PARTIAL" in text.getvalue()) is is_partial
+
+
+def test_transports_are_those_asked_for_else_all():
+    names = [each.name for each in choose_transports((), ("a", "b"), {"b": {"x": 1}})]
+    assert names == ["a", "b"]
+    assert choose_transports(("b", "b"), ("a", "b"), {"b": {"x": 1}})[0].options == {"x": 1}
+    with pytest.raises(UnknownPluginError, match="installed: a, b"):
+        choose_transports(("c",), ("a", "b"), {})
+
+
+def test_messages_that_need_too_large_a_pool_are_refused():
+    with pytest.raises(ConfigError, match="4 GiB"):
+        make_workloads([(4 << 30) + 1], QUICK)

@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from baton.gateway.app import GatewayApp
+from baton.gateway.debug_workers import ListedWorker, Roster
+from baton.gateway.kv_events import KVEvents
+from baton.gateway.metrics import GatewayMetrics
+from baton.gateway.options import WorkerAddress
+from baton.gateway.workers import Workers
+from baton.router.fleet import Role
+from baton.testing.clocks import ManualClock
+from tests.unit.gateway.test_workers import info
+
+URL = "http://10.0.0.5:8000"
+
+
+@pytest.fixture
+def workers() -> Workers:
+    return Workers([WorkerAddress(URL, Role.DECODE)], GatewayMetrics())
+
+
+@pytest.fixture
+def roster(workers) -> Roster:
+    return Roster(workers, KVEvents(workers, GatewayMetrics(), ManualClock()))
+
+
+def only(roster: Roster) -> ListedWorker:
+    (worker,) = roster.show().workers
+    return worker
+
+
+def test_each_state_is_shown_with_its_reason(workers, roster):
+    worker = workers.all[0]
+    assert (only(roster).state, only(roster).reason) == ("unseen", "not asked yet")
+    assert (only(roster).worker, only(roster).epoch) == (None, None)
+    workers.introduce(worker, info())
+    assert only(roster) == ListedWorker(
+        "decode-0", "e" * 32, URL, Role.DECODE, "up", reason=None, kv_events=None
+    )
+    workers.drain(worker)
+    assert (only(roster).state, only(roster).reason) == ("draining", None)
+    workers.lose(worker, "gone")
+    assert (only(roster).state, only(roster).reason) == ("down", "gone")
+    assert only(roster).worker == "decode-0"
+    workers.reject(worker, "too old")
+    assert (only(roster).state, only(roster).reason) == ("rejected", "too old")
+
+
+def get(roster: Roster, workers: Workers, client: str, method: str = "GET") -> tuple[int, Any]:
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    app = GatewayApp(None, workers, GatewayMetrics(), traces=None, roster=roster)
+    scope = {
+        "type": "http", "path": "/debug/workers", "method": method, "client": (client, 1)
+    }  # fmt: skip
+    asyncio.run(app(scope, None, send))
+    return sent[0]["status"], json.loads(b"".join(m.get("body", b"") for m in sent))
+
+
+def test_workers_are_shown_to_this_machine_alone(workers, roster):
+    status, page = get(roster, workers, "127.0.0.1")
+    assert (status, page["workers"][0]["url"]) == (200, URL)
+    assert get(roster, workers, "10.0.0.7")[0] == 404
+    assert get(roster, workers, "127.0.0.1", "POST")[0] == 405
