@@ -70,7 +70,8 @@ def test_decode_dies_in_mid_handoff_and_in_mid_stream(house: House) -> None:
         ]
         await until_mid_handoff(session, pair.prefill, pair.decode, whole.id)
         if pair.transport == "shared":
-            assert len(read_memories(pair.prefill.pid)) == 2, "decode's memory is mapped"
+            own = pair.unlinked[pair.prefill.pid].memories
+            assert read_memories(pair.prefill.pid) > own, "decode's memory is mapped"
         pair.decode.kill()
         assert not any(task.done() for task in (streamed, *waiting))
 

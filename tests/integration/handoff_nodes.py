@@ -23,6 +23,7 @@ from baton.handoff.interface import (
     SendOrder,
     TokenLogprob,
 )
+from baton.handoff.link_options import LinkOptions
 from baton.ids import Epoch, WorkerId, new_epoch
 from baton.kv.canonical import read_canonical, write_canonical
 from baton.kv.copies import BlockTable, PagedSequence
@@ -39,10 +40,13 @@ if TYPE_CHECKING:
 
     from baton.authority.key import ClusterKey
     from baton.handoff.messages import Mover
+    from baton.transfer.links.outcome import LinkObserver
 
 CLOCK = MachineClock()
 NUM_LAYERS = 3
 NUM_BLOCKS = 32
+LISTED = LinkOptions("listed")
+"""Nothing is measured: what is used depends on the order alone."""
 FIRST = SampledToken(42, -0.5, (TokenLogprob(42, -0.5),))
 
 
@@ -184,13 +188,16 @@ def node(
     clock: Clock = CLOCK,
     timeout_s: float = 10.0,
     wrap: Callable[[Transport], Transport] = lambda transport: transport,
+    links: LinkOptions = LISTED,
+    observer: LinkObserver | None = None,
 ) -> Iterator[Node]:
     if pages is None:
         with (
             plain_pages(make_layout(block_size)) as plain,
             node(
                 name, kinds=kinds, key=key, pages=plain, fingerprint=fingerprint, traits=traits,
-                mover=mover, clock=clock, timeout_s=timeout_s, wrap=wrap,
+                mover=mover, clock=clock, timeout_s=timeout_s, wrap=wrap, links=links,
+                observer=observer,
             ) as running,
         ):  # fmt: skip
             yield running
@@ -210,8 +217,11 @@ def node(
             timeout_s=timeout_s,
             mover=mover,
             traits=traits or {},
+            links=links,
         )
     )
+    if observer is not None:
+        agent.observe_links(observer)
     woken = threading.Event()
     agent.start(woken.set)
     try:
@@ -260,7 +270,8 @@ class Handoff:
 
     def check_landed(self, first_token: SampledToken | None = FIRST) -> None:
         ticket = self.sending.ticket.id
-        assert self.decode.wait_for() == [KVLanded(ticket, first_token)]
+        landed = self.decode.wait_for()
+        assert landed == [KVLanded(ticket, first_token)], landed
         assert self.prefill.wait_for() == [KVSent(ticket)]
         self.check_bytes()
 

@@ -74,9 +74,15 @@ class HandoffSection(Struct, frozen=True, kw_only=True):
 
 
 class TransferSection(Struct, frozen=True, kw_only=True):
-    """Which transports may be used, best first, and each one's own options."""
+    """Which transports may be used, each one's own options, and how one is chosen.
+
+    `probe_*` bound the measuring of all links with one peer, in one direction.
+    """
 
     transports: Annotated[tuple[str, ...], Meta(min_length=1)] = ("shared", "tcp")
+    choice: Literal["measured", "listed"] = "measured"
+    probe_time_s: Seconds = 0.15
+    probe_bytes: PositiveCount = 32 * 1024 * 1024
     options: dict[str, Table] = {}
 
 

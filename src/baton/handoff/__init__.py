@@ -10,17 +10,24 @@ File map:
     faces.py      the ways in which a worker shows its KV to peers
     messages.py   what two agents say to each other, decoded and bounded at the seam
     meeting.py    whether two workers can exchange KV, through which faces, and why not
+    stretches.py  token ranges of layers: intersect, subtract, pack
     coverage.py   counting what landed against what is expected
     session/      the two state machines of one handoff, pure
     staging.py    staging pages: who holds them, who waits
     footprint.py  the pages that one handoff has on a face
     parcels.py    from a token range to page copies, digests and a notice, and back
     link.py       one authenticated control connection between two agents
-    routes.py     which transport reaches a peer: preference, attaching, what was used
+    routes.py     the transports that reach a peer: attached, chosen from, cooled down
+    route.py      one of them: how it stands, what it costs, what it carries
+    link_options.py  how one is chosen
+    survey.py     measures links by probes, while no handoff waits
+    landing.py    this worker's scratch memory, where peers' probes land
+    carriage.py   what carried one handoff, and what should have
     peers.py      who is linked, what they said in their Hello, whether they live
     receiving.py  the decode worker's handoffs: carries out what `ReceiveSession` asks for
     incoming.py   one of them: its peer, pages and windows
     reading.py    reads of a peer's pages
+    outgoing.py   one of the prefill worker's handoffs: what was granted, what carries it
     sending.py    the prefill worker's handoffs: carries out what `SendSession` asks for
     grants.py     grants: checked, and kept until their request is here
     shipping.py   how a layer's range leaves: as writes, or as announcements

@@ -23,24 +23,35 @@ from typing import TYPE_CHECKING, Final, assert_never
 
 from baton.authority.ticket import WorkerRef
 from baton.clock import read_clock_domain
-from baton.errors import BatonError, ConfigError
+from baton.errors import BatonError, ConfigError, TransferError
 from baton.handoff.desk import Desk
 from baton.handoff.footprint import ServedFace
+from baton.handoff.landing import Landing
+from baton.handoff.link_options import LinkOptions
 from baton.handoff.messages import (
     PROTOCOL_VERSION,
     Available,
+    Avoid,
     Declined,
     FaceOffer,
     Failed,
     Finished,
     Grant,
     Hello,
+    Missing,
+    ProbeAsked,
+    Probed,
+    ProbeOver,
+    ProbeReady,
+    Rerouted,
+    Reversed,
     Taken,
 )
 from baton.handoff.peers import Heard, Peer, PeerGone, PeerTable, PeerUp
 from baton.handoff.receiving import ReceivingDesk
-from baton.handoff.routes import RouteTable
+from baton.handoff.routes import RouteFound, RouteLost, RouteTable
 from baton.handoff.sending import SendingDesk
+from baton.handoff.survey import Surveyor
 from baton.transfer.interface import (
     Arrived,
     Attached,
@@ -51,6 +62,8 @@ from baton.transfer.interface import (
     WriteCompleted,
     WriteFailed,
 )
+from baton.transfer.links.outcome import SilentObserver
+from baton.transfer.links.scratch import Scratch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -69,6 +82,7 @@ if TYPE_CHECKING:
     from baton.handoff.peers import PeerEvent
     from baton.ids import Epoch, TicketId, WorkerId
     from baton.transfer.interface import TransferEvent, Transport
+    from baton.transfer.links.outcome import LinkObserver
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +90,8 @@ TICK_S: Final = 0.05
 STOP_TIMEOUT_S: Final = 5.0
 THREAD_NAME: Final = b"baton-handoff"
 _PR_SET_NAME: Final = 15
+
+_TO_SENDERS: Final = Grant | Declined | Taken | Missing | Avoid | Reversed | Failed
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +116,7 @@ class AgentOptions:
     liveness_timeout_s: float = 3.0
     mover: Mover = "prefill"
     traits: Mapping[str, str] = field(default_factory=dict)
+    links: LinkOptions = field(default_factory=LinkOptions)
 
     def __post_init__(self) -> None:
         """Refuse faces that no engine has.
@@ -119,6 +136,7 @@ class HandoffAgent:
         self._commands: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._events: deque[HandoffEvent] = deque()
         self._wake_engine: Callable[[], None] = _nothing
+        self._observer: LinkObserver = SilentObserver()
         self._selector = selectors.DefaultSelector()
         self._stopping = False
         self._thread: threading.Thread | None = None
@@ -139,6 +157,8 @@ class HandoffAgent:
         """
         self._wake_engine = wake_engine
         options = self.options
+        scratch = _allocate_scratch(options.links)
+        self._landing = Landing(scratch, options.transports, options.clock)
         hello = Hello(
             version=PROTOCOL_VERSION,
             worker=options.worker,
@@ -147,6 +167,8 @@ class HandoffAgent:
             fingerprint=options.fingerprint,
             faces=tuple(_offer(face, options.transports) for face in options.faces),
             traits=dict(options.traits),
+            mover=options.mover,
+            scratch=self._landing.expose(),
         )
         self._peers = PeerTable(
             hello,
@@ -156,7 +178,13 @@ class HandoffAgent:
             liveness_timeout_s=options.liveness_timeout_s,
         )
         self._address = self._peers.listen(options.host, options.port)
-        self._routes = RouteTable(options.transports)
+        self._routes = RouteTable(
+            options.transports,
+            clock=options.clock,
+            rule=options.links.rule,
+            mover=options.mover,
+            observer=self._observer,
+        )
         desk = Desk(
             me=WorkerRef(options.worker, options.epoch, self._address),
             key=options.key,
@@ -169,6 +197,8 @@ class HandoffAgent:
             timeout_s=options.timeout_s,
             emit=self._emit,
         )
+        self._landing.answer_by(self._peers)
+        self._surveyor = Surveyor(self._routes, self._peers, self._landing, options.links.bounds)
         self._faces = desk.faces
         self._receiving, self._sending = ReceivingDesk(desk), SendingDesk(desk)
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -188,6 +218,10 @@ class HandoffAgent:
         if self._thread.is_alive():
             logger.error("the handoff agent did not stop within %s s", STOP_TIMEOUT_S)
         self._thread = None
+
+    def observe_links(self, observer: LinkObserver) -> None:
+        """Tell an observer of choices, transfers and failures. Before `start`."""
+        self._observer = observer
 
     @property
     def is_alive(self) -> bool:
@@ -267,6 +301,17 @@ class HandoffAgent:
         if now >= self._next_tick:
             self._tick(now)
         self._serve_staging()
+        self._survey()
+
+    def _survey(self) -> None:
+        """Handoffs first: probes are made while none waits, or between their transfers."""
+        receiving, sending = self._receiving, self._sending
+        found = self._surveyor.step(
+            num_handoffs=receiving.num_sessions + sending.num_sessions,
+            is_moving=receiving.is_moving or sending.is_moving,
+        )
+        if found is not None:
+            self._route_found(found)
 
     def _run_commands(self) -> None:
         """Carry out what was queued before this call, and no more, so that sockets get a turn."""
@@ -279,6 +324,9 @@ class HandoffAgent:
     def _tick(self, now: Instant) -> None:
         self._next_tick = now + TICK_S
         self._dispatch_all(self._peers.tick())
+        for lost in self._routes.tick():
+            self._route_lost(lost)
+        self._landing.tick()
         self._receiving.tick()
         self._sending.tick()
 
@@ -298,8 +346,12 @@ class HandoffAgent:
         for event in events:
             match event:
                 case PeerUp(peer):
+                    for lost in self._routes.meet(peer):
+                        self._route_lost(lost)
                     self._receiving.peer_up(peer)
                 case PeerGone(peer, error):
+                    self._surveyor.forget(peer)
+                    self._landing.forget(peer)
                     self._routes.forget(peer)
                     self._receiving.peer_gone(peer, error)
                     self._sending.peer_gone(peer, error)
@@ -311,14 +363,20 @@ class HandoffAgent:
     def _heard(self, heard: Heard) -> None:
         peer, message = heard.peer, heard.message
         try:
-            if isinstance(message, Available | Finished | Failed):
+            if isinstance(message, Available | Rerouted | Finished | Failed):
                 self._receiving.heard(peer, message)
-            if isinstance(message, Grant | Declined | Taken | Failed):
+            if isinstance(message, _TO_SENDERS):
                 self._sending.heard(peer, message)
+            if isinstance(message, ProbeAsked | ProbeOver):
+                self._landing.heard(peer, message)
+            if isinstance(message, ProbeReady | Probed):
+                self._surveyor.heard(message)
         except BatonError as exc:
             logger.warning("handoff: refused what %s said: %s", peer.name, exc)
 
     def _moved(self, transport: Transport, event: TransferEvent) -> None:
+        if self._surveyor.moved(transport, event) or self._landing.moved(transport, event):
+            return
         match event:
             case Arrived() | ReadCompleted() | ReadFailed() | WindowQuiescent():
                 self._receiving.moved(transport, event)
@@ -335,13 +393,20 @@ class HandoffAgent:
         if isinstance(event, Attached):
             found = self._routes.attached(transport, event.remote)
             if found is not None:
-                self._receiving.route_found(found)
-                self._sending.route_found(found)
+                self._route_found(found)
             return
         lost = self._routes.lost(transport, event.remote, event.error)
         if lost is not None:
-            self._receiving.route_lost(lost)
-            self._sending.route_lost(lost)
+            self._route_lost(lost)
+
+    def _route_found(self, found: RouteFound) -> None:
+        self._receiving.route_found(found)
+        self._sending.route_found(found)
+        self._surveyor.ask(found.peer)
+
+    def _route_lost(self, lost: RouteLost) -> None:
+        self._receiving.route_lost(lost)
+        self._sending.route_lost(lost)
 
     def _abort(self, ticket: TicketId, reason: str) -> None:
         if not self._receiving.abort(ticket, reason):
@@ -360,6 +425,7 @@ class HandoffAgent:
         self._peers.close()
         for transport in self.options.transports:
             transport.close()
+        self._landing.release()
         self._selector.close()
         os.close(self._wake_read)
         os.close(self._wake_write)
@@ -367,6 +433,17 @@ class HandoffAgent:
 
 def _offer(face: Face, transports: tuple[Transport, ...]) -> FaceOffer:
     return FaceOffer(face.layout, tuple(t.expose(face.region) for t in transports))
+
+
+def _allocate_scratch(links: LinkOptions) -> Scratch | None:
+    """Memory for probes, if links are to be measured; one that cannot be had costs only that."""
+    if links.rule == "listed":
+        return None
+    try:
+        return Scratch.allocate()
+    except TransferError as exc:
+        logger.warning("handoff: links are not measured: %s", exc)
+        return None
 
 
 def _name_this_thread(name: bytes) -> None:

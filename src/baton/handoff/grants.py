@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 from baton.authority.ticket import Ticket, unseal
 from baton.errors import ProtocolError, TicketError
-from baton.handoff.messages import Grant, unpack_blocks
+from baton.handoff.messages import Grant, Reversed, unpack_blocks
 from baton.kv.copies import BlockTable
 
 if TYPE_CHECKING:
@@ -63,6 +63,17 @@ def check_grant(desk: Desk, peer: Peer, grant: Grant) -> Granted:
     elif len(target.blocks):
         raise ProtocolError("a grant of pages by a worker that reads by itself")
     return Granted(peer, ticket, grant, target)
+
+
+def check_reversal(granted: Granted, message: Reversed) -> Granted:
+    """The grant, as its peer has changed it: pages to write into.
+
+    Raises:
+        ProtocolError: the pages do not hold its tokens.
+    """
+    target = BlockTable(message.first_block, unpack_blocks(message.blocks))
+    _check_holds(target, granted.peer.met.theirs.layout.block_size, granted.grant)
+    return replace(granted, target=target)
 
 
 def epoch_of(peer: Peer) -> str | None:

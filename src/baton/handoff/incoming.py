@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from baton.handoff.carriage import Carriage
 from baton.handoff.parcels import Inspector
 from baton.telemetry.trace import Stamp
 from baton.transfer.interface import Window
@@ -15,7 +16,9 @@ if TYPE_CHECKING:
     from baton.handoff.messages import Finished, Notice
     from baton.handoff.peers import Peer
     from baton.handoff.session.receive import ReceiveSession
+    from baton.kv.copies import PageCopies
     from baton.transfer.interface import Transport
+    from baton.transfer.links.choosing import Choice
 
 
 @dataclass(slots=True, eq=False)
@@ -28,8 +31,12 @@ class Incoming:
     session: ReceiveSession
     peer: Peer | None = None
     footprint: Footprint | None = None
-    _opened: list[Transport] = field(default_factory=list)
-    _num_unsettled: int = 0
+    carriage: Carriage = field(default_factory=Carriage)
+    unreadable: set[str] = field(default_factory=set)
+    _opened: dict[str, Transport] = field(default_factory=dict)
+    _fencing: set[str] = field(default_factory=set)
+    _unsettled: set[str] = field(default_factory=set)
+    _fenced: list[str] = field(default_factory=list)
 
     def open_windows(self, transports: tuple[Transport, ...]) -> None:
         """Admit the peer's writes into the pages, over each transport.
@@ -46,20 +53,57 @@ class Incoming:
         )
         for transport in transports:
             transport.open_window(window)
-            self._opened.append(transport)
+            self._opened[transport.kind] = transport
+
+    def admits(self, transport: Transport) -> bool:
+        """Whether what a transport says to have brought counts: its window is not closed."""
+        return transport.kind in self._opened
+
+    def has_other(self, transport: Transport) -> bool:
+        """Whether the peer could write over another transport."""
+        if self.peer is None:
+            return False
+        theirs = {region.transport for region in self.peer.met.theirs.regions}
+        return bool((self._opened.keys() & theirs) - {transport.kind})
+
+    def fence(self, kind: str) -> bool:
+        """Close one transport's window; whether that is all, and nothing can land over it now.
+
+        Its writer has said that no hand of its is in the pages through it. So only a transport that
+        posts writes, which no side can recall, is waited for.
+        """
+        transport = self._opened.pop(kind, None)
+        self._fenced.append(kind)
+        if transport is None:
+            return True
+        transport.close_window(self.session.ticket)
+        if transport.capabilities.posts:
+            self._fencing.add(kind)
+            return False
+        return True
 
     def close_windows(self) -> bool:
-        """Admit no more; whether `is_quiescent` is to be asked when a transport says so."""
-        opened, self._opened = self._opened, []
-        self._num_unsettled = len(opened)
-        for transport in opened:
+        """Admit no more; whether `falls_quiet` is to be asked when a transport says so."""
+        opened, self._opened = self._opened, {}
+        self._unsettled = {*opened, *self._fencing}
+        for transport in opened.values():
             transport.close_window(self.session.ticket)
-        return bool(opened)
+        return bool(self._unsettled)
 
-    def is_quiescent(self) -> bool:
-        """One more transport says that nothing can land: whether all have."""
-        self._num_unsettled -= 1
-        return self._num_unsettled == 0
+    def is_fenced(self, transport: Transport) -> bool:
+        """A transport says that nothing can land over it: whether that was waited for, alone."""
+        kind = transport.kind
+        if kind not in self._fencing:
+            return False
+        self._fencing.discard(kind)
+        return True
+
+    def falls_quiet(self, transport: Transport) -> bool:
+        """A transport says that nothing can land over it: whether the last of those closed has."""
+        if transport.kind not in self._unsettled:
+            return False
+        self._unsettled.discard(transport.kind)
+        return not self._unsettled
 
     def is_intact(self, notice: Notice) -> bool:
         """Whether the bytes that a notice names are in the pages, as their sender had them."""
@@ -81,6 +125,26 @@ class Incoming:
         if coverage.complete:
             trace.stamp(Stamp.LAST_LAYER_LANDED, now)
 
+    def note_read(self, choice: Choice, copies: PageCopies) -> None:
+        """Note in the trace what is read, and over what."""
+        trace = self.session.order.trace
+        trace.num_bytes += copies.num_bytes
+        trace.num_pages += copies.num_pages
+        self.carriage.note(choice)
+        self.carriage.write_into(trace)
+
+    def note_arrival(self, transport: Transport, notice: Notice) -> None:
+        """Note what brought some of the KV: the proof of what was used."""
+        layout = self._laid.face.layout
+        layer_bytes = layout.bytes_per_token // layout.num_layers
+        self.carriage.came_over(transport.kind, (notice.stop - notice.start) * layer_bytes)
+        if self._fenced:
+            self.carriage.took_over(self._fenced[0], transport.kind)
+
+    def is_reversed_from(self, kind: str) -> None:
+        """Reading is over, and what it used to be done with."""
+        self._fenced.append(kind)
+
     def note_sender(self, message: Finished) -> None:
         """Note in the trace what only the sender knows."""
         if self.peer is None or self.session.terms is None:
@@ -91,10 +155,14 @@ class Incoming:
         if self.session.terms.mover == "decode":
             return  # the reader counts for itself
         layout = self._laid.face.layout
-        trace.transport = message.transport
-        trace.expected_transport = message.expected_transport
         trace.num_bytes = (order.num_tokens - order.start) * layout.bytes_per_token
         trace.num_pages = len(order.blocks.blocks) * layout.num_layers
+        if message.transport and message.transport != message.expected_transport:
+            self.carriage.took_over(message.expected_transport, message.transport)
+
+    def write_trace(self) -> None:
+        """Say in the trace what carried it."""
+        self.carriage.write_into(self.session.order.trace)
 
     @property
     def _laid(self) -> Footprint:

@@ -21,7 +21,7 @@ from baton.transfer.interface import RegionDescriptor
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-PROTOCOL_VERSION: Final = 2
+PROTOCOL_VERSION: Final = 3
 MAX_MESSAGE_BYTES: Final = 4 * 1024 * 1024
 MAX_TOKENS: Final = 16 * 1024 * 1024
 DIGEST_BYTES: Final = 16
@@ -31,6 +31,7 @@ TokenCount = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS)]
 WireTicketId = Annotated[TicketId, msgspec.Meta(min_length=16, max_length=16)]
 PackedBlocks = Annotated[bytes, msgspec.Meta(max_length=MAX_MESSAGE_BYTES // 2)]
 LayerNumber = Annotated[int, msgspec.Meta(ge=0, le=4096)]
+TransportName = Annotated[str, msgspec.Meta(max_length=64)]
 TraitName = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
 TraitValue = Annotated[str, msgspec.Meta(max_length=256)]
 
@@ -53,7 +54,9 @@ class Hello(_Message, frozen=True, tag="hello"):
     """First from each side. `faces` are the sender's, best first.
 
     `clock_domain` names the clock of its stamps: where both have the same one, none is shifted.
-    `traits` are readable properties of the worker, which only explain a refusal.
+    `traits` are readable properties of the worker, which only explain a refusal. `mover` is who
+    moves the bytes where the sender receives, if it can be chosen. `scratch` is memory for probes
+    (`transfer.links.scratch`), empty where the sender does not want any.
     """
 
     version: int
@@ -63,6 +66,15 @@ class Hello(_Message, frozen=True, tag="hello"):
     fingerprint: Text
     faces: Annotated[tuple[FaceOffer, ...], msgspec.Meta(min_length=1, max_length=8)]
     traits: Annotated[dict[TraitName, TraitValue], msgspec.Meta(max_length=32)]
+    mover: Mover
+    scratch: Annotated[tuple[RegionDescriptor, ...], msgspec.Meta(max_length=16)]
+
+
+class OtherHello(_Message, frozen=True, tag="other hello"):
+    """What `decode` makes of a Hello of another version: nobody sends it."""
+
+    version: int
+    worker: str
 
 
 class Refused(_Message, frozen=True, tag="refused"):
@@ -117,9 +129,59 @@ class Available(_Message, frozen=True, tag="available"):
 
 
 class Taken(_Message, frozen=True, tag="taken"):
-    """Decode → prefill, mover "decode": all was read and verified; the source may change."""
+    """Decode → prefill, mover "decode": all was read and verified; the source may change.
+
+    `transport` is what read it (most of it), `expected_transport` what should have.
+    """
 
     ticket: WireTicketId
+    transport: TransportName
+    expected_transport: TransportName
+
+
+class Rerouted(_Message, frozen=True, tag="rerouted"):
+    """Prefill → decode: `transport` failed; no hand of mine is in your pages through it any more.
+
+    Nothing of this ticket will be submitted over it. Answered by `Missing`, once the decode
+    worker's own end of that transport is closed for this ticket too.
+    """
+
+    ticket: WireTicketId
+    transport: TransportName
+
+
+class Missing(_Message, frozen=True, tag="missing"):
+    """Decode → prefill: `transport` is closed for this ticket; these ranges have not landed.
+
+    `ranges` are little-endian int32 `[n][3]`: layer, start, stop.
+    """
+
+    ticket: WireTicketId
+    transport: TransportName
+    ranges: PackedBlocks
+
+
+class Avoid(_Message, frozen=True, tag="avoid"):
+    """Decode → prefill: what came over `transport` was wrong; take another. `Rerouted` follows."""
+
+    ticket: WireTicketId
+    transport: TransportName
+    reason: Text
+
+
+class Reversed(_Message, frozen=True, tag="reversed"):
+    """Decode → prefill, mover "decode": I can read no more; from now on the mover is "prefill".
+
+    `transports` are those that I read with, which failed: take another. Write what is not in place
+    (`ranges` as in `Missing`), and all that you have not announced, into `blocks` (as in a
+    `Grant`). Announcements that cross this message are void.
+    """
+
+    ticket: WireTicketId
+    transports: Annotated[tuple[TransportName, ...], msgspec.Meta(max_length=16)]
+    first_block: TokenCount
+    blocks: PackedBlocks
+    ranges: PackedBlocks
 
 
 class Finished(_Message, frozen=True, tag="finished"):
@@ -143,6 +205,35 @@ class Failed(_Message, frozen=True, tag="failed"):
     reason: Text
 
 
+class ProbeAsked(_Message, frozen=True, tag="probe"):
+    """The side that writes: let me write probes over `transport` into your scratch landing pages.
+
+    `id` names the window.
+    """
+
+    id: WireTicketId
+    transport: TransportName
+
+
+class ProbeReady(_Message, frozen=True, tag="probe_ready"):
+    """Answer: the window is open, and nobody else's."""
+
+    id: WireTicketId
+
+
+class Probed(_Message, frozen=True, tag="probed"):
+    """Answer to the notice of one probe: whether its bytes were right."""
+
+    id: WireTicketId
+    is_intact: bool
+
+
+class ProbeOver(_Message, frozen=True, tag="probe_over"):
+    """The side that writes: close the window."""
+
+    id: WireTicketId
+
+
 class Ping(_Message, frozen=True, tag="ping"):
     """Proof of life; answered by a Pong. `at` is the sender's clock."""
 
@@ -157,8 +248,33 @@ class Pong(_Message, frozen=True, tag="pong"):
 
 
 Message: TypeAlias = (
-    Hello | Refused | Grant | Declined | Available | Taken | Finished | Failed | Ping | Pong
+    Hello
+    | OtherHello
+    | Refused
+    | Grant
+    | Declined
+    | Available
+    | Taken
+    | Rerouted
+    | Missing
+    | Avoid
+    | Reversed
+    | Finished
+    | Failed
+    | ProbeAsked
+    | ProbeReady
+    | Probed
+    | ProbeOver
+    | Ping
+    | Pong
 )
+
+
+class ProbeNotice(msgspec.Struct, frozen=True, array_like=True):
+    """Rides on a probe: the first `num_pages` landing pages have this digest (xxh3_128)."""
+
+    num_pages: Annotated[int, msgspec.Meta(ge=1, le=65_536)]
+    digest: Annotated[bytes, msgspec.Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
 
 
 class Notice(msgspec.Struct, frozen=True, array_like=True):
@@ -176,23 +292,50 @@ class Notice(msgspec.Struct, frozen=True, array_like=True):
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 _notice_decoder = msgspec.msgpack.Decoder(Notice)
+_probe_notice_decoder = msgspec.msgpack.Decoder(ProbeNotice)
 
 
-def encode(message: Message | Notice) -> bytes:
+class _AnyHello(msgspec.Struct, frozen=True, tag_field="t", tag="hello"):
+    """As much of a Hello as every version has."""
+
+    version: int
+    worker: Annotated[str, msgspec.Meta(max_length=256)] = "a peer"
+
+
+_any_hello_decoder = msgspec.msgpack.Decoder(_AnyHello)
+
+
+def encode(message: Message | Notice | ProbeNotice) -> bytes:
     """The message as msgpack."""
     return _encoder.encode(message)
 
 
 def decode(frame: bytes | memoryview) -> Message:
-    """One message.
+    """One message; a Hello of another version, whatever is in it, as an `OtherHello`.
 
     Raises:
         ProtocolError: not a message of this version.
     """
     try:
-        return _decoder.decode(frame)
+        message = _decoder.decode(frame)
     except (msgspec.MsgspecError, UnicodeDecodeError) as exc:
-        raise ProtocolError(f"undecodable handoff message: {exc}") from exc
+        other = _try_other_hello(frame)
+        if other is None:
+            raise ProtocolError(f"undecodable handoff message: {exc}") from exc
+        return other
+    if isinstance(message, OtherHello):
+        raise ProtocolError("a message that nobody sends")
+    return message
+
+
+def _try_other_hello(frame: bytes | memoryview) -> OtherHello | None:
+    try:
+        hello = _any_hello_decoder.decode(frame)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return None
+    if hello.version == PROTOCOL_VERSION:
+        return None
+    return OtherHello(hello.version, hello.worker)
 
 
 def decode_notice(notice: bytes) -> Notice:
@@ -205,6 +348,18 @@ def decode_notice(notice: bytes) -> Notice:
         return _notice_decoder.decode(notice)
     except (msgspec.MsgspecError, UnicodeDecodeError) as exc:
         raise ProtocolError(f"undecodable notice: {exc}") from exc
+
+
+def decode_probe_notice(notice: bytes) -> ProbeNotice:
+    """The notice of a probe.
+
+    Raises:
+        ProtocolError: not one.
+    """
+    try:
+        return _probe_notice_decoder.decode(notice)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as exc:
+        raise ProtocolError(f"undecodable notice of a probe: {exc}") from exc
 
 
 def pack_blocks(blocks: NDArray[np.int64]) -> bytes:

@@ -22,7 +22,15 @@ from baton.errors import (
 )
 from baton.handoff.link import Link, LinkPhase
 from baton.handoff.meeting import MetFaces, meet
-from baton.handoff.messages import Hello, Message, Ping, Pong, Refused
+from baton.handoff.messages import (
+    PROTOCOL_VERSION,
+    Hello,
+    Message,
+    OtherHello,
+    Ping,
+    Pong,
+    Refused,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -248,6 +256,13 @@ class PeerTable:
         match message:
             case Hello():
                 return self._meet(peer, message)
+            case OtherHello(version, worker):
+                reason = (
+                    f"handoff protocol: version {version} on {worker}, "
+                    f"{PROTOCOL_VERSION} on {self._hello.worker}"
+                )
+                self.say(peer, Refused((reason,)))
+                raise LayoutMismatchError((reason,))
             case Refused(reasons):
                 raise LayoutMismatchError(reasons)
             case Ping(at):

@@ -7,23 +7,39 @@ from typing import TYPE_CHECKING
 
 from baton.errors import PeerLostError
 from baton.handoff.messages import Notice, unpack_blocks
+from baton.handoff.session.posted import Posted
 from baton.kv.copies import BlockTable, PagedSequence, compute_page_copies
 from baton.transfer.interface import PageRead
+from baton.transfer.links.shape import measure_shape
 
 if TYPE_CHECKING:
     from baton.handoff.incoming import Incoming
     from baton.handoff.messages import Available
+    from baton.handoff.route import Route
     from baton.handoff.routes import RouteTable
-    from baton.ids import TicketId
-    from baton.transfer.interface import TransferId, Transport
 
 
 @dataclass(frozen=True, slots=True)
 class PendingRead:
-    """A read that was posted: for which handoff, and what it will have brought."""
+    """A read that was posted: what it will have brought, and over what.
 
-    ticket: TicketId
-    notice: Notice
+    `tried` are the transports by which it failed, or brought something else, before.
+    """
+
+    available: Available
+    route: Route
+    tried: frozenset[str]
+
+    @property
+    def notice(self) -> Notice:
+        """What is in the pages, if it went well."""
+        said = self.available
+        return Notice(said.layer, said.start, said.stop, said.digests)
+
+    @property
+    def tried_now(self) -> frozenset[str]:
+        """`tried`, and this one."""
+        return self.tried | {self.route.kind}
 
 
 class Reader:
@@ -31,18 +47,24 @@ class Reader:
 
     def __init__(self, routes: RouteTable) -> None:
         self._routes = routes
-        self._pending: dict[tuple[str, TransferId], PendingRead] = {}
+        self._pending: dict[Posted, PendingRead] = {}
 
-    def post(self, incoming: Incoming, available: Available) -> TransferId:
-        """Read what is available into the handoff's pages.
+    @property
+    def is_moving(self) -> bool:
+        """Whether a read is under way."""
+        return bool(self._pending)
+
+    def post(
+        self, incoming: Incoming, available: Available, tried: frozenset[str] = frozenset()
+    ) -> Posted:
+        """Read what is available into the handoff's pages, by a transport that was not tried.
 
         Raises:
             TransferError: there is no way to the peer any more, or it named pages that it lacks.
             ProtocolError: the pages that it named do not hold what it says.
         """
         peer, footprint = incoming.peer, incoming.footprint
-        route = None if peer is None else self._routes.find(peer)
-        if peer is None or footprint is None or route is None:
+        if peer is None or footprint is None:
             raise PeerLostError("its pages cannot be read any more")
         theirs = BlockTable(available.first_block, unpack_blocks(available.blocks))
         copies = compute_page_copies(
@@ -52,16 +74,19 @@ class Reader:
             start=available.start,
             stop=available.stop,
         )
-        read = PageRead(route.remote, footprint.face.region.handle, copies)
-        transfer = route.transport.read(read)
-        trace = incoming.session.order.trace
-        trace.transport, trace.expected_transport = route.used, route.expected
-        trace.num_bytes += copies.num_bytes
-        trace.num_pages += copies.num_pages
-        notice = Notice(available.layer, available.start, available.stop, available.digests)
-        self._pending[route.used, transfer] = PendingRead(available.ticket, notice)
-        return transfer
+        region = footprint.face.region
+        shape = measure_shape(copies, peer.met.theirs.regions[0].arrays, region.arrays)
+        way = self._routes.choose(peer, shape, tried)
+        if way is None:
+            raise self._routes.explain(peer)
+        began_at = self._routes.now()
+        transfer = way.route.transport.read(PageRead(way.route.attached, region.handle, copies))
+        self._routes.posted(way, began_at)
+        incoming.note_read(way.choice, copies)
+        posted = Posted(way.route.kind, transfer)
+        self._pending[posted] = PendingRead(available, way.route, tried)
+        return posted
 
-    def take(self, transport: Transport, transfer: TransferId) -> PendingRead | None:
+    def take(self, posted: Posted) -> PendingRead | None:
         """The read that ended; None if it is none of ours."""
-        return self._pending.pop((transport.kind, transfer), None)
+        return self._pending.pop(posted, None)

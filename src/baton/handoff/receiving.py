@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, assert_never
 
 from baton.authority.ticket import seal
@@ -16,18 +17,23 @@ from baton.handoff.messages import (
     Failed,
     Finished,
     Grant,
+    Rerouted,
     Taken,
     decode_notice,
 )
 from baton.handoff.reading import Reader
+from baton.handoff.routes import Reach
 from baton.handoff.session.actions import (
     CloseWindow,
     Emit,
+    Fence,
     OpenWindow,
     Read,
     ReceiveAction,
     Say,
+    SayTaken,
 )
+from baton.handoff.session.posted import Posted
 from baton.handoff.session.receive import ReceivePhase, ReceiveSession
 from baton.handoff.session.terms import Terms
 from baton.handoff.staging import STAGING_STAGE, Holder
@@ -40,14 +46,24 @@ if TYPE_CHECKING:
     from baton.handoff.interface import ReceiveOrder
     from baton.handoff.messages import Mover, Notice
     from baton.handoff.peers import Peer
+    from baton.handoff.reading import PendingRead
     from baton.handoff.routes import RouteFound, RouteLost
+    from baton.handoff.session.actions import Sayable
     from baton.ids import TicketId
-    from baton.transfer.interface import TransferId, Transport
+    from baton.transfer.interface import Transport
 
 logger = logging.getLogger(__name__)
 
 
-class ReceivingDesk:
+@dataclass(frozen=True, slots=True)
+class Trouble:
+    """Why a read was of no use."""
+
+    stage: str
+    reason: str
+
+
+class ReceivingDesk:  # noqa: PLR0904 -- a method for each event (ADR 0005)
     """All handoffs into this worker. Owner: the agent's thread."""
 
     def __init__(self, desk: Desk) -> None:
@@ -60,6 +76,11 @@ class ReceivingDesk:
     def num_sessions(self) -> int:
         """Handoffs that are not over."""
         return len(self._incoming)
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether a read is under way."""
+        return self._reader.is_moving
 
     def expect(self, order: ReceiveOrder) -> None:
         """See `HandoffPort.expect`."""
@@ -120,13 +141,12 @@ class ReceivingDesk:
             self._try_begin(incoming)
 
     def route_lost(self, event: RouteLost) -> None:
-        """A peer's pages cannot be read (any more): what has not begun is written by the peer."""
+        """A route to a peer's pages is gone: what has not begun may be written by the peer."""
         for incoming in self._of(event.peer):
-            terms = incoming.session.terms
-            if terms is None:
+            if incoming.session.terms is None:
                 self._try_begin(incoming)
-            elif terms.mover == "decode":
-                self._perform(incoming, incoming.session.fail(str(event.error), stage="read"))
+            elif not self._desk.routes.can_read(event.peer):
+                self._stop_reading(incoming, event.transport)
 
     def staged(self, ticket: TicketId) -> None:
         """The turn of a handoff that waited for staging pages has come."""
@@ -134,7 +154,7 @@ class ReceivingDesk:
         if incoming is not None:
             self._try_begin(incoming)
 
-    def heard(self, peer: Peer, message: Available | Finished | Failed) -> None:
+    def heard(self, peer: Peer, message: Available | Rerouted | Finished | Failed) -> None:
         """The prefill worker says something about one handoff."""
         incoming = self._incoming.get(message.ticket)
         if incoming is None or incoming.peer is not peer:
@@ -143,6 +163,8 @@ class ReceivingDesk:
         match message:
             case Available():
                 self._hear_available(incoming, message)
+            case Rerouted():
+                self._hear_rerouted(incoming, message)
             case Finished():
                 if session.phase is ReceivePhase.GRANTED:
                     incoming.note_sender(message)
@@ -158,13 +180,13 @@ class ReceivingDesk:
         """A transport says something about pages of this worker."""
         match event:
             case Arrived(window, notice):
-                self._arrived(window, notice)
+                self._arrived(transport, window, notice)
             case ReadCompleted(transfer):
-                self._read_completed(transport, transfer)
+                self._read_completed(Posted(transport.kind, transfer))
             case ReadFailed(transfer, error):
-                self._read_failed(transport, transfer, error)
+                self._read_failed(Posted(transport.kind, transfer), error)
             case WindowQuiescent(window):
-                self._window_quiescent(window)
+                self._window_quiescent(transport, window)
             case _:
                 assert_never(event)
 
@@ -179,45 +201,120 @@ class ReceivingDesk:
         for incoming in tuple(self._incoming.values()):
             self._perform(incoming, incoming.session.fail(reason, stage="stop"))
 
-    def _arrived(self, ticket: TicketId, raw_notice: bytes) -> None:
+    def _arrived(self, transport: Transport, ticket: TicketId, raw_notice: bytes) -> None:
         """A peer's write is in place: check it against what is expected and its digests."""
         incoming = self._incoming.get(ticket)
-        if incoming is None:
+        if incoming is None or not incoming.admits(transport):
             return
+        session = incoming.session
         try:
             notice = decode_notice(raw_notice)
-            if not incoming.session.expects(notice):
+            if not session.expects(notice):
                 return
         except ProtocolError as exc:
-            self._perform(incoming, incoming.session.fail(str(exc), stage="landing"))
+            self._perform(incoming, session.fail(str(exc), stage="landing"))
             return
-        self._take_in(incoming, notice)
+        if incoming.is_intact(notice):
+            incoming.note_arrival(transport, notice)
+            self._take_in(incoming, notice)
+        elif incoming.has_other(transport):
+            self._perform(incoming, session.suspect(transport.kind, explain_digests(notice)))
+        else:
+            self._perform(incoming, session.fail(explain_digests(notice), stage="verify"))
 
-    def _read_completed(self, transport: Transport, transfer: TransferId) -> None:
+    def _read_completed(self, posted: Posted) -> None:
         """What a peer said to be available is in this worker's pages: check its digests."""
-        pending = self._reader.take(transport, transfer)
-        incoming = None if pending is None else self._incoming.get(pending.ticket)
-        if pending is None or incoming is None:
+        pending = self._reader.take(posted)
+        if pending is None:
             return
-        self._perform(incoming, incoming.session.read_ended(transfer))
-        if incoming.session.phase is ReceivePhase.GRANTED:
-            self._take_in(incoming, pending.notice)
-
-    def _read_failed(self, transport: Transport, transfer: TransferId, error: BatonError) -> None:
-        """A read did not complete."""
-        pending = self._reader.take(transport, transfer)
-        incoming = None if pending is None else self._incoming.get(pending.ticket)
+        self._desk.routes.carried(pending.route)
+        incoming = self._incoming.get(pending.available.ticket)
         if incoming is None:
             return
-        reason = f"{transport.kind}: {error}"
-        self._perform(incoming, incoming.session.fail(reason, stage="read"))
-        self._perform(incoming, incoming.session.read_ended(transfer))
+        session, notice = incoming.session, pending.notice
+        if session.phase is not ReceivePhase.GRANTED:
+            self._perform(incoming, session.read_ended(posted))
+        elif incoming.is_intact(notice):
+            self._blame_others(incoming, pending)
+            self._perform(incoming, session.read_ended(posted))
+            self._take_in(incoming, notice)
+            if incoming.unreadable:
+                self._stop_reading(incoming, posted.transport)
+        else:
+            self._read_again(incoming, posted, pending, Trouble("verify", explain_digests(notice)))
 
-    def _window_quiescent(self, ticket: TicketId) -> None:
+    def _read_failed(self, posted: Posted, error: BatonError) -> None:
+        """A read did not complete."""
+        pending = self._reader.take(posted)
+        if pending is None:
+            return
+        pending.route.broke_off()
+        incoming = self._incoming.get(pending.available.ticket)
+        if incoming is not None:
+            trouble = Trouble("read", f"{posted.transport}: {error}")
+            self._read_again(incoming, posted, pending, trouble)
+
+    def _read_again(
+        self, incoming: Incoming, posted: Posted, pending: PendingRead, trouble: Trouble
+    ) -> None:
+        """Read the same by another transport; without one, have it written, or fail."""
+        session, peer = incoming.session, incoming.peer
+        kind, routes = posted.transport, self._desk.routes
+        if peer is not None and session.phase is ReceivePhase.GRANTED:
+            if routes.is_up(peer, pending.tried_now):
+                self._note_reroute(incoming, kind, trouble.reason)
+                self._read(incoming, pending.available, pending.tried_now)
+            elif trouble.stage == "verify" or not routes.can_be_written(peer, pending.tried_now):
+                self._perform(incoming, session.fail(trouble.reason, stage=trouble.stage))
+            else:
+                incoming.unreadable |= pending.tried_now
+        self._perform(incoming, session.read_ended(posted))
+        if incoming.unreadable:
+            self._stop_reading(incoming, kind)
+
+    def _stop_reading(self, incoming: Incoming, kind: str) -> None:
+        """Have the rest written by the peer, once no read is under way; or fail."""
+        session, peer = incoming.session, incoming.peer
+        if peer is None or session.terms is None or session.terms.mover != "decode":
+            return
+        incoming.unreadable.add(kind)
+        routes = self._desk.routes
+        if not routes.can_be_written(peer, incoming.unreadable):
+            self._perform(incoming, session.fail(str(routes.explain(peer)), stage="read"))
+            return
+        actions = session.reverse(incoming.unreadable)
+        if actions:
+            self._note_reroute(incoming, kind, str(routes.explain(peer)))
+            incoming.is_reversed_from(kind)
+            self._perform(incoming, actions)
+
+    def _blame_others(self, incoming: Incoming, pending: PendingRead) -> None:
+        """What another transport could not bring was there all the time."""
+        for kind in pending.tried:
+            if incoming.peer is not None:
+                self._desk.routes.blame(incoming.peer, kind, "it read something else, or failed")
+
+    def _note_reroute(self, incoming: Incoming, kind: str, reason: str) -> None:
+        incoming.session.order.trace.reroutes.append(f"{kind}: {reason}"[:500])
+        self._desk.routes.observer.failed("pull", kind)
+
+    def _window_quiescent(self, transport: Transport, ticket: TicketId) -> None:
         """One transport says that nothing can land in a closed window."""
         incoming = self._incoming.get(ticket)
-        if incoming is not None and incoming.is_quiescent():
+        if incoming is None:
+            return
+        if incoming.is_fenced(transport):
+            self._perform(incoming, incoming.session.fenced(transport.kind))
+        if incoming.falls_quiet(transport):
             self._perform(incoming, incoming.session.window_quiescent())
+
+    def _hear_rerouted(self, incoming: Incoming, message: Rerouted) -> None:
+        session = incoming.session
+        try:
+            actions = session.rerouted(message)
+        except ProtocolError as exc:
+            actions = session.fail(str(exc), stage="landing")
+        self._perform(incoming, actions)
 
     def _try_begin(self, incoming: Incoming) -> None:
         """Settle the terms, if the peer is up, reachable, and the KV has pages to go to."""
@@ -244,11 +341,15 @@ class ReceivingDesk:
     def _choose_mover(self, peer: Peer) -> Mover | None:
         """Who moves the bytes; None while a way to read is looked for."""
         routes = self._desk.routes
-        if self._desk.mover == "prefill" or not routes.can_read(peer):
+        if self._desk.mover == "prefill":
             return "prefill"
-        if routes.find(peer) is not None:
-            return "decode"
-        return None if routes.seek_to_read(peer) is None else "prefill"
+        match routes.reach(peer):
+            case Reach.READY:
+                return "decode"
+            case Reach.WAITING:
+                return None
+            case Reach.NONE:
+                return "prefill"
 
     def _hear_available(self, incoming: Incoming, message: Available) -> None:
         try:
@@ -258,16 +359,9 @@ class ReceivingDesk:
         self._perform(incoming, actions)
 
     def _take_in(self, incoming: Incoming, notice: Notice) -> None:
-        """Count what is in the pages, if it is what the sender had."""
-        session = incoming.session
-        if not incoming.is_intact(notice):
-            reason = (
-                f"digest mismatch in layer {notice.layer}, tokens [{notice.start}, {notice.stop})"
-            )
-            self._perform(incoming, session.fail(reason, stage="verify"))
-            return
+        """Count what is in the pages, and is what the sender had."""
         incoming.scatter(notice)
-        actions = session.landed(notice)
+        actions = incoming.session.landed(notice)
         incoming.stamp_progress(self._desk.clock.now())
         self._perform(incoming, actions)
 
@@ -286,11 +380,15 @@ class ReceivingDesk:
                 self._open_windows(incoming)
             case CloseWindow():
                 self._close_windows(incoming)
+            case Fence(kind):
+                if incoming.fence(kind):
+                    self._perform(incoming, incoming.session.fenced(kind))
             case Read(available):
                 self._read(incoming, available)
-            case Say(message):
-                self._say(incoming, message)
+            case Say() | SayTaken():
+                self._speak(incoming, action)
             case Emit(event):
+                incoming.write_trace()
                 self._desk.emit(event)
             case _:
                 assert_never(action)
@@ -306,14 +404,35 @@ class ReceivingDesk:
         if not incoming.close_windows():
             self._perform(incoming, incoming.session.window_quiescent())
 
-    def _read(self, incoming: Incoming, available: Available) -> None:
+    def _read(
+        self, incoming: Incoming, available: Available, tried: frozenset[str] = frozenset()
+    ) -> None:
         session = incoming.session
+        if incoming.unreadable:
+            return  # the peer will be asked to write it
         try:
-            session.reading(self._reader.post(incoming, available))
+            session.reading(self._reader.post(incoming, available, tried))
         except BatonError as exc:
             self._perform(incoming, session.fail(str(exc), stage="read"))
 
-    def _say(self, incoming: Incoming, message: Grant | Failed | Taken) -> None:
+    def _speak(self, incoming: Incoming, action: Say | SayTaken) -> None:
+        match action:
+            case Say(message):
+                self._say(incoming, message)
+            case SayTaken():
+                self._say_taken(incoming)
+            case _:
+                assert_never(action)
+
+    def _say_taken(self, incoming: Incoming) -> None:
+        trace = incoming.session.order.trace
+        message = Taken(
+            incoming.session.ticket, trace.transport or "", trace.expected_transport or ""
+        )
+        if incoming.peer is not None:
+            self._desk.peers.say(incoming.peer, message)
+
+    def _say(self, incoming: Incoming, message: Sayable) -> None:
         if isinstance(message, Grant):
             if incoming.session.phase is not ReceivePhase.GRANTED:
                 return  # no window could be opened
@@ -323,3 +442,8 @@ class ReceivingDesk:
 
     def _of(self, peer: Peer) -> list[Incoming]:
         return [incoming for incoming in self._incoming.values() if incoming.peer is peer]
+
+
+def explain_digests(notice: Notice) -> str:
+    """What was expected, and is not there."""
+    return f"digest mismatch in layer {notice.layer}, tokens [{notice.start}, {notice.stop})"

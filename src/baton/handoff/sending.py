@@ -3,15 +3,32 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, assert_never
+from typing import TYPE_CHECKING, Final, assert_never
 
 from baton.clock import Instant
 from baton.errors import BatonError
-from baton.handoff.grants import EarlyGrants, Granted, check_grant, check_ticket, epoch_of
+from baton.handoff.grants import (
+    EarlyGrants,
+    Granted,
+    check_grant,
+    check_reversal,
+    check_ticket,
+    epoch_of,
+)
 from baton.handoff.graves import Grave, Graves
 from baton.handoff.interface import DECLINED_STAGE
-from baton.handoff.messages import Declined, Failed, Finished, Grant, Taken
+from baton.handoff.messages import (
+    Avoid,
+    Declined,
+    Failed,
+    Finished,
+    Grant,
+    Missing,
+    Reversed,
+    Taken,
+)
+from baton.handoff.outgoing import Outgoing
+from baton.handoff.routes import Reach
 from baton.handoff.session.actions import (
     Announce,
     Emit,
@@ -20,6 +37,7 @@ from baton.handoff.session.actions import (
     SendAction,
     Submit,
 )
+from baton.handoff.session.posted import Posted
 from baton.handoff.session.send import SendPhase, SendSession
 from baton.handoff.shipping import announce, lay_footprint, write
 from baton.handoff.staging import STAGING_STAGE, Holder
@@ -28,43 +46,38 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from baton.handoff.desk import Desk
-    from baton.handoff.footprint import Footprint
     from baton.handoff.interface import SampledToken, SendOrder
     from baton.handoff.peers import Peer
+    from baton.handoff.route import Route
     from baton.handoff.routes import RouteFound, RouteLost
+    from baton.handoff.session.actions import Sayable
     from baton.ids import TicketId
     from baton.transfer.interface import TransferId, Transport
 
 logger = logging.getLogger(__name__)
 
-
-@dataclass(slots=True, eq=False)
-class _Outgoing:
-    """One handoff out of this worker. `footprint` is known from `SendSession.begin` on."""
-
-    session: SendSession
-    granted: Granted | None = None
-    footprint: Footprint | None = None
-
-    def reaches(self, peer: Peer) -> bool:
-        """Whether this peer granted it."""
-        return self.granted is not None and self.granted.peer is peer
+_WRITING: Final = frozenset({SendPhase.SENDING, SendPhase.DRAINING})
 
 
-class SendingDesk:
+class SendingDesk:  # noqa: PLR0904 -- a method for each event (ADR 0005)
     """All handoffs out of this worker. Owner: the agent's thread."""
 
     def __init__(self, desk: Desk) -> None:
         self._desk = desk
-        self._outgoing: dict[TicketId, _Outgoing] = {}
+        self._outgoing: dict[TicketId, Outgoing] = {}
         self._early = EarlyGrants()
-        self._writes: dict[tuple[str, TransferId], TicketId] = {}
+        self._writes: dict[Posted, tuple[Route, TicketId]] = {}
         self._dead = Graves()
 
     @property
     def num_sessions(self) -> int:
         """Handoffs that are not over."""
         return len(self._outgoing)
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether a write is under way."""
+        return bool(self._writes)
 
     def offer(self, order: SendOrder) -> None:
         """See `HandoffPort.offer`."""
@@ -74,7 +87,7 @@ class SendingDesk:
             num_layers=desk.num_layers,
             deadline=Instant(min(order.deadline, desk.clock.now() + desk.timeout_s)),
         )
-        outgoing = self._outgoing[session.ticket] = _Outgoing(session)
+        outgoing = self._outgoing[session.ticket] = Outgoing(session)
         grave = self._dead.take(session.ticket)
         if grave is not None:
             self._perform(outgoing, session.peer_failed(grave.reason, stage=grave.stage))
@@ -104,11 +117,14 @@ class SendingDesk:
         self._perform(outgoing, outgoing.session.fail(reason, stage="abort"))
         return True
 
-    def heard(self, peer: Peer, message: Grant | Declined | Taken | Failed) -> None:
+    def heard(
+        self, peer: Peer, message: Grant | Declined | Taken | Missing | Avoid | Reversed | Failed
+    ) -> None:
         """The decode worker says something about one handoff.
 
         Raises:
             TicketError: this peer declined a ticket that is not its own.
+            ProtocolError: its ranges or pages are none.
         """
         match message:
             case Grant():
@@ -116,12 +132,12 @@ class SendingDesk:
             case Declined(sealed, reason):
                 ticket = check_ticket(self._desk, peer, sealed)
                 self._end(peer, ticket.id, reason, DECLINED_STAGE)
-            case Taken(ticket_id):
-                outgoing = self._outgoing.get(ticket_id)
-                if outgoing is not None and outgoing.reaches(peer):
-                    self._perform(outgoing, outgoing.session.taken())
             case Failed(ticket_id, reason):
                 self._end(peer, ticket_id, reason, "decode")
+            case Taken() | Missing() | Avoid() | Reversed():
+                outgoing = self._outgoing.get(message.ticket)
+                if outgoing is not None and outgoing.reaches(peer):
+                    self._hear_of(outgoing, message)
             case _:
                 assert_never(message)
 
@@ -133,14 +149,23 @@ class SendingDesk:
             self._perform(outgoing, session.peer_failed(str(error), stage=str(session.phase)))
 
     def route_found(self, event: RouteFound) -> None:
-        """A peer's pages can be written."""
+        """A peer's pages can be written, over one more route."""
         for outgoing in self._of(event.peer):
             self._try_begin(outgoing)
+            self._resume(outgoing)
 
     def route_lost(self, event: RouteLost) -> None:
-        """No transport reaches this peer (any more)."""
+        """A transport does not reach this peer (any more): go on over another, if there is one."""
         for outgoing in self._of(event.peer):
-            self._perform(outgoing, outgoing.session.fail(str(event.error), stage="attach"))
+            if outgoing.session.phase is SendPhase.OFFERED:
+                self._try_begin(outgoing)
+                continue
+            if outgoing.session.is_written and not self._leave(
+                outgoing, event.peer, event.transport
+            ):
+                error = self._desk.routes.explain(event.peer)
+                self._perform(outgoing, outgoing.session.fail(str(error), stage="attach"))
+            self._resume(outgoing)
 
     def staged(self, ticket: TicketId) -> None:
         """The turn of a handoff that waited for staging pages has come."""
@@ -150,16 +175,26 @@ class SendingDesk:
 
     def write_completed(self, transport: Transport, transfer: TransferId) -> None:
         """A write is done."""
-        outgoing = self._take_write(transport, transfer)
+        posted = Posted(transport.kind, transfer)
+        route, outgoing = self._take_write(posted)
+        if route is not None:
+            self._desk.routes.carried(route)
         if outgoing is not None:
-            self._perform(outgoing, outgoing.session.completed(transfer))
+            self._perform(outgoing, outgoing.session.ended(posted))
 
     def write_failed(self, transport: Transport, transfer: TransferId, error: BatonError) -> None:
-        """A write failed."""
-        outgoing = self._take_write(transport, transfer)
-        if outgoing is not None:
+        """A write failed: another transport takes over, if there is one."""
+        posted = Posted(transport.kind, transfer)
+        route, outgoing = self._take_write(posted)
+        if route is not None:
+            route.broke_off()
+        if outgoing is None or outgoing.granted is None:
+            return
+        session = outgoing.session
+        if not self._leave(outgoing, outgoing.granted.peer, transport.kind):
             reason = f"{transport.kind}: {error}"
-            self._perform(outgoing, outgoing.session.write_failed(transfer, reason))
+            self._perform(outgoing, session.fail(reason, stage="transfer"))
+        self._perform(outgoing, session.ended(posted))
 
     def tick(self) -> None:
         """Fail what is past its deadline; forget grants for requests that never came."""
@@ -191,37 +226,89 @@ class SendingDesk:
             return
         self._early.keep(granted)
 
-    def _take_grant(self, outgoing: _Outgoing, granted: Granted) -> None:
+    def _take_grant(self, outgoing: Outgoing, granted: Granted) -> None:
         if outgoing.granted is not None:
             return
         outgoing.granted = granted
         self._perform(outgoing, outgoing.session.granted(granted.grant))
         self._try_begin(outgoing)
 
-    def _try_begin(self, outgoing: _Outgoing) -> None:
+    def _try_begin(self, outgoing: Outgoing) -> None:
         """Begin to send, if the peer can be reached and the KV has pages to lie in."""
         session, granted = outgoing.session, outgoing.granted
         if session.phase is not SendPhase.OFFERED or granted is None:
             return
-        if granted.grant.mover == "prefill" and not self._has_route(granted.peer):
-            return
         face = self._desk.face_to(granted.peer)
+        stage = "attach"
         try:
+            if session.is_written and not self._has_route(granted.peer):
+                return
+            stage = STAGING_STAGE
             outgoing.footprint = lay_footprint(face, session.order, granted.grant)
         except BatonError as exc:
-            self._perform(outgoing, session.fail(str(exc), stage=STAGING_STAGE))
+            self._perform(outgoing, session.fail(str(exc), stage=stage))
             return
         if outgoing.footprint is not None:
             self._perform(outgoing, session.begin(face.page_tokens))
 
     def _has_route(self, peer: Peer) -> bool:
-        """Whether there is a route; if not, `route_found` or `route_lost` follows."""
-        if self._desk.routes.find(peer) is not None:
+        """Whether there is a route; if not, `route_found` or `route_lost` follows.
+
+        Raises:
+            TransferError: there is none, and none is being looked for.
+        """
+        routes = self._desk.routes
+        routes.seek(peer)
+        match routes.reach(peer):
+            case Reach.READY:
+                return True
+            case Reach.WAITING:
+                return False
+            case Reach.NONE:
+                raise routes.explain(peer)
+
+    def _leave(self, outgoing: Outgoing, peer: Peer, kind: str) -> bool:
+        """Have a session go on without a transport; whether there is another for it."""
+        session, routes = outgoing.session, self._desk.routes
+        if routes.reach(peer, {*session.avoids, kind}) is Reach.NONE:
+            return False
+        if kind in session.avoids or not session.is_written:
             return True
-        lost = self._desk.routes.seek(peer)
-        if lost is not None:
-            self.route_lost(lost)
-        return False
+        outgoing.session.order.trace.reroutes.append(f"{kind}: {routes.explain(peer)}"[:500])
+        routes.observer.failed("push", kind)
+        self._perform(outgoing, session.reroute(kind))
+        return True
+
+    def _resume(self, outgoing: Outgoing) -> None:
+        if outgoing.waits:
+            outgoing.waits = False
+            self._perform(outgoing, outgoing.session.resume())
+
+    def _hear_of(self, outgoing: Outgoing, message: Taken | Missing | Avoid | Reversed) -> None:
+        """The decode worker says something about a handoff that it granted."""
+        session, granted = outgoing.session, outgoing.granted
+        if granted is None:
+            return
+        match message:
+            case Taken(_, transport, expected):
+                trace = session.order.trace
+                trace.transport, trace.expected_transport = transport, expected
+                self._perform(outgoing, session.taken())
+            case Missing(_, transport):
+                # It was no refusal by a handoff that had ended over there.
+                if transport in session.avoids:
+                    self._desk.routes.blame(granted.peer, transport, "writes did not arrive")
+                self._perform(outgoing, session.missing(message))
+            case Avoid(_, transport, reason):
+                if not self._leave(outgoing, granted.peer, transport):
+                    self._perform(outgoing, session.fail(reason, stage="transfer"))
+            case Reversed():
+                outgoing.granted = check_reversal(granted, message)
+                self._desk.routes.seek(granted.peer)
+                self._perform(outgoing, session.reversed(message))
+                self._try_begin(outgoing)
+            case _:
+                assert_never(message)
 
     def _end(self, peer: Peer, ticket: TicketId, reason: str, stage: str) -> None:
         """The decode worker wants no more of this ticket."""
@@ -232,7 +319,7 @@ class SendingDesk:
         elif outgoing.session.order.ticket.decode.epoch == epoch_of(peer):
             self._perform(outgoing, outgoing.session.peer_failed(reason, stage=stage))
 
-    def _perform(self, outgoing: _Outgoing, actions: list[SendAction]) -> None:
+    def _perform(self, outgoing: Outgoing, actions: list[SendAction]) -> None:
         for action in actions:
             self._carry_out(outgoing, action)
         session = outgoing.session
@@ -241,7 +328,7 @@ class SendingDesk:
             for face in self._desk.faces:
                 face.give_back(holder)
 
-    def _carry_out(self, outgoing: _Outgoing, action: SendAction) -> None:
+    def _carry_out(self, outgoing: Outgoing, action: SendAction) -> None:
         match action:
             case Submit():
                 self._submit(outgoing, action)
@@ -252,27 +339,31 @@ class SendingDesk:
             case Say(message):
                 self._say(outgoing, message)
             case Emit(event):
+                outgoing.write_trace()
                 self._desk.emit(event)
             case _:
                 assert_never(action)
 
-    def _submit(self, outgoing: _Outgoing, submit: Submit) -> None:
+    def _submit(self, outgoing: Outgoing, submit: Submit) -> None:
         """Write one layer's range, in parcels; a failure ends the session."""
         session, granted, footprint = outgoing.session, outgoing.granted, outgoing.footprint
-        if session.phase is not SendPhase.SENDING or granted is None or footprint is None:
+        if session.phase not in _WRITING or granted is None or footprint is None:
             return  # an earlier write of the same batch failed
-        route = self._desk.routes.find(granted.peer)
-        if route is None:
-            return  # route_lost has ended, or is about to end, this session
+        routes = self._desk.routes
+        peer, avoided = granted.peer, session.avoids
+        if not routes.is_up(peer, avoided) and routes.reach(peer, avoided) is Reach.WAITING:
+            outgoing.waits = True  # `resume` will ask for it again
+            return
         try:
-            writes = write(submit, route, granted, footprint, trace=session.order.trace)
-            for transfer, stop in writes:
-                self._writes[route.used, transfer] = session.ticket
-                self._perform(outgoing, session.submitted(transfer, submit.layer, stop))
+            for shipment in write(
+                submit, routes, outgoing=outgoing, granted=granted, footprint=footprint
+            ):
+                self._writes[shipment.posted] = shipment.way.route, session.ticket
+                self._perform(outgoing, session.submitted(shipment.posted, shipment.stretch))
         except BatonError as exc:
-            self._perform(outgoing, session.fail(f"{route.used}: {exc}", stage="submit"))
+            self._perform(outgoing, session.fail(str(exc), stage="submit"))
 
-    def _announce(self, outgoing: _Outgoing, action: Announce) -> None:
+    def _announce(self, outgoing: Outgoing, action: Announce) -> None:
         """Say where one layer's range lies, in parcels; a failure ends the session."""
         session, granted, footprint = outgoing.session, outgoing.granted, outgoing.footprint
         if session.phase is not SendPhase.SENDING or granted is None or footprint is None:
@@ -284,9 +375,10 @@ class SendingDesk:
         except BatonError as exc:
             self._perform(outgoing, session.fail(str(exc), stage="announce"))
 
-    def _say_finished(self, outgoing: _Outgoing, first_token: SampledToken | None) -> None:
+    def _say_finished(self, outgoing: Outgoing, first_token: SampledToken | None) -> None:
         if outgoing.granted is None:
             return
+        outgoing.write_trace()
         trace = outgoing.session.order.trace
         message = Finished(
             ticket=outgoing.session.ticket,
@@ -297,15 +389,15 @@ class SendingDesk:
         )
         self._desk.peers.say(outgoing.granted.peer, message)
 
-    def _say(self, outgoing: _Outgoing, message: Failed | Grant | Taken) -> None:
+    def _say(self, outgoing: Outgoing, message: Sayable) -> None:
         if outgoing.granted is not None:
             self._desk.peers.say(outgoing.granted.peer, message)
         elif isinstance(message, Failed):
             self._dead.bury(outgoing.session.ticket, Grave(message.reason, "prefill"))
 
-    def _take_write(self, transport: Transport, transfer: TransferId) -> _Outgoing | None:
-        ticket = self._writes.pop((transport.kind, transfer), None)
-        return self._outgoing.get(ticket) if ticket is not None else None
+    def _take_write(self, posted: Posted) -> tuple[Route | None, Outgoing | None]:
+        found = self._writes.pop(posted, None)
+        return (None, None) if found is None else (found[0], self._outgoing.get(found[1]))
 
-    def _of(self, peer: Peer) -> list[_Outgoing]:
+    def _of(self, peer: Peer) -> list[Outgoing]:
         return [outgoing for outgoing in self._outgoing.values() if outgoing.reaches(peer)]

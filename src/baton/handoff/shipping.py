@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from baton.handoff.messages import Available, pack_blocks
 from baton.handoff.parcels import Packer
+from baton.handoff.session.posted import Posted
 from baton.handoff.staging import Holder
+from baton.handoff.stretches import Stretch
 from baton.kv.copies import BlockTable, PagedSequence
 from baton.transfer.interface import PageWrite
+from baton.transfer.links.shape import measure_shape
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -19,11 +23,11 @@ if TYPE_CHECKING:
     from baton.handoff.grants import Granted
     from baton.handoff.interface import SendOrder
     from baton.handoff.messages import Grant
-    from baton.handoff.routes import Route
+    from baton.handoff.outgoing import Outgoing
+    from baton.handoff.routes import RouteTable, Way
     from baton.handoff.session.actions import Announce, Submit
     from baton.kv.copies import PageCopies
     from baton.telemetry.trace import LegTrace
-    from baton.transfer.interface import TransferId
 
 
 def lay_footprint(face: ServedFace, order: SendOrder, grant: Grant) -> Footprint | None:
@@ -40,29 +44,54 @@ def lay_footprint(face: ServedFace, order: SendOrder, grant: Grant) -> Footprint
     return face.try_lay(Holder("send", order.ticket.id), granted)
 
 
+@dataclass(frozen=True, slots=True)
+class Shipment:
+    """One write that was submitted: over what, and what it carries."""
+
+    way: Way
+    posted: Posted
+    stretch: Stretch
+
+
 def write(
-    submit: Submit, route: Route, granted: Granted, footprint: Footprint, *, trace: LegTrace
-) -> Iterator[tuple[TransferId, int]]:
-    """Write a range into the peer's pages, parcel by parcel: each transfer, and where it stops.
+    submit: Submit,
+    routes: RouteTable,
+    *,
+    outgoing: Outgoing,
+    granted: Granted,
+    footprint: Footprint,
+) -> Iterator[Shipment]:
+    """Write a range into the peer's pages, parcel by parcel, each over the best route for it.
 
     Raises:
-        TransferError: the transport refuses a write.
+        TransferError: no route is left, or a transport refuses a write.
         ProtocolError: the range is not in the pages of either side.
     """
-    trace.transport, trace.expected_transport = route.used, route.expected
-    target = PagedSequence(granted.peer.met.theirs.layout, granted.target)
+    session, trace = outgoing.session, outgoing.session.order.trace
+    theirs, region = granted.peer.met.theirs, footprint.face.region
+    target = PagedSequence(theirs.layout, granted.target)
     footprint.gather(submit.layer, submit.start, submit.stop)
-    packer = Packer(footprint.face.region, footprint.sequence, target)
+    packer = Packer(region, footprint.sequence, target)
     for parcel in packer.pack(submit.layer, submit.start, submit.stop):
+        shape = measure_shape(parcel.copies, region.arrays, theirs.regions[0].arrays)
+        way = routes.choose(granted.peer, shape, session.avoids)
+        if way is None:
+            raise routes.explain(granted.peer)
         page_write = PageWrite(
-            remote=route.remote,
+            remote=way.route.attached,
             window=granted.ticket.id,
-            region=footprint.face.region.handle,
+            region=region.handle,
             copies=parcel.copies,
             notice=parcel.notice_bytes,
         )
         _count(trace, parcel.copies)
-        yield route.transport.submit(page_write), parcel.notice.stop
+        outgoing.carriage.note(way.choice)
+        began_at = routes.now()
+        transfer = way.route.transport.submit(page_write)
+        routes.posted(way, began_at)
+        notice = parcel.notice
+        stretch = Stretch(notice.layer, notice.start, notice.stop)
+        yield Shipment(way, Posted(way.route.kind, transfer), stretch)
 
 
 def announce(

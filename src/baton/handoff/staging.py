@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import numpy as np
 
@@ -21,25 +21,31 @@ if TYPE_CHECKING:
 
 STAGING_STAGE = "staging"
 
+Side: TypeAlias = Literal["receive", "send"]
+
 
 @dataclass(frozen=True, slots=True)
 class Holder:
     """A handoff that holds staging pages, or waits for some."""
 
-    side: Literal["receive", "send"]
+    side: Side
     ticket: TicketId
 
 
 class StagingPages:
     """Who holds which pages of one staging memory, and who waits. Owner: the agent's thread.
 
-    Strictly first come, first served: a large handoff is not overtaken by small ones for ever.
+    First come, first served, in each direction: a large handoff is not overtaken by small ones for
+    ever. Once a worker has both sent and received, each direction has a half of the pages that the
+    other cannot take: else two such workers could each fill theirs with what they receive, and wait
+    for what the other cannot send. A handoff larger than a half is served while nobody else holds
+    a page.
     """
 
     def __init__(self, num_pages: int) -> None:
         self._is_free = np.ones(num_pages, dtype=np.bool_)
         self._held: dict[Holder, NDArray[np.int64]] = {}
-        self._waiting: OrderedDict[Holder, int] = OrderedDict()
+        self._waiting: dict[Side, OrderedDict[Holder, int]] = {}
         self._served: list[Holder] = []
 
     @property
@@ -50,7 +56,7 @@ class StagingPages:
     @property
     def num_waiting(self) -> int:
         """Handoffs that wait their turn."""
-        return len(self._waiting)
+        return sum(map(len, self._waiting.values()))
 
     def ask(self, holder: Holder, num_pages: int) -> NDArray[np.int64] | None:
         """The pages of a handoff, int64 `[num_pages]`; None while it waits (`take_served`).
@@ -65,8 +71,9 @@ class StagingPages:
                 f"the handoff needs {num_pages} staging pages where there are {len(self._is_free)}",
                 stage=STAGING_STAGE,
             )
-        if holder not in self._held and holder not in self._waiting:
-            self._waiting[holder] = num_pages
+        waiting = self._waiting.setdefault(holder.side, OrderedDict())
+        if holder not in self._held and holder not in waiting:
+            waiting[holder] = num_pages
             self._serve()
             if holder in self._held:
                 self._served.remove(holder)
@@ -74,7 +81,7 @@ class StagingPages:
 
     def give_back(self, holder: Holder) -> None:
         """A handoff is over: nothing can land in its pages, and nobody reads them. Idempotent."""
-        self._waiting.pop(holder, None)
+        self._waiting.get(holder.side, OrderedDict()).pop(holder, None)
         pages = self._held.pop(holder, None)
         if pages is not None:
             self._is_free[pages] = True
@@ -94,22 +101,41 @@ class StagingPages:
             raise AssertionError("a staging page is held twice, or held and free")
         if len(held) + self.num_free != len(self._is_free):
             raise AssertionError("a staging page was lost")
-        if self._held.keys() & self._waiting.keys():
-            raise AssertionError("a handoff holds pages and waits for some")
-        if self._waiting and next(iter(self._waiting.values())) <= self.num_free:
-            raise AssertionError("the first in line waits though there is room")
+        for side, waiting in self._waiting.items():
+            if self._held.keys() & waiting.keys():
+                raise AssertionError("a handoff holds pages and waits for some")
+            if waiting and next(iter(waiting.values())) <= self._num_for(side):
+                raise AssertionError("the first in line waits though there is room")
+
+    def _num_for(self, side: Side) -> int:
+        """The most pages that the next of one direction can have now."""
+        if len(self._waiting) < 2 or not self._held:  # noqa: PLR2004 -- there are two directions
+            return self.num_free
+        share = len(self._is_free) // 2
+        num_held = sum(len(pages) for holder, pages in self._held.items() if holder.side == side)
+        return min(self.num_free, share - num_held)
 
     def _serve(self) -> None:
-        while self._waiting:
-            holder, num_pages = next(iter(self._waiting.items()))
-            if num_pages > self.num_free:
-                return
-            del self._waiting[holder]
-            # The lowest free ones: adjacent pages are copied in one go.
-            pages = np.flatnonzero(self._is_free)[:num_pages].astype(np.int64)
-            self._is_free[pages] = False
-            self._held[holder] = pages
-            self._served.append(holder)
+        """Serve the first of each direction, and the next, while there is room for it."""
+        is_served = True
+        while is_served:
+            served = [side for side in self._waiting if self._serve_first(side)]
+            is_served = bool(served)
+
+    def _serve_first(self, side: Side) -> bool:
+        waiting = self._waiting[side]
+        if not waiting:
+            return False
+        holder, num_pages = next(iter(waiting.items()))
+        if num_pages > self._num_for(side):
+            return False
+        del waiting[holder]
+        # The lowest free ones: adjacent pages are copied in one go.
+        pages = np.flatnonzero(self._is_free)[:num_pages].astype(np.int64)
+        self._is_free[pages] = False
+        self._held[holder] = pages
+        self._served.append(holder)
+        return True
 
 
 def make_staging_pages(face: Face) -> StagingPages | None:

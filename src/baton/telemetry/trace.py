@@ -52,6 +52,7 @@ class LegTrace(msgspec.Struct, kw_only=True):
     num_bytes: int = 0
     num_output_tokens: int = 0
     fallbacks: list[str] = []
+    reroutes: list[str] = []  # "transport: why", for each that failed and was taken over
     outcome: str | None = None
 
     def stamp(self, name: Stamp, at: float) -> None:
@@ -65,6 +66,7 @@ class LegTrace(msgspec.Struct, kw_only=True):
             stamps=dict(self.stamps),
             peer_stamps=dict(self.peer_stamps),
             fallbacks=list(self.fallbacks),
+            reroutes=list(self.reroutes),
         )
 
 

@@ -11,6 +11,7 @@ File map:
     geometry.py     which bytes of an array a part of a transfer names, also on the wire
     parts.py        transfers cut into parts
     buffers.py      a part's bytes as lists of buffers, in place or staged
+    links/          what a link costs, and which one is the cheapest for a transfer
     transports/     the kinds: `shared` (one host's memory), `local` (one process), `tcp`, `file`,
                     `nixl`, `mooncake`
 

@@ -78,12 +78,17 @@ class RegionDescriptor(msgspec.Struct, frozen=True):
 
 
 class Capabilities(msgspec.Struct, frozen=True):
-    """What a transport can do, before any peer is known."""
+    """What a transport can do, before any peer is known.
+
+    `posts`: a write may land after it was reported as failed (hardware, or another library's
+    thread, has it); only `WindowQuiescent` tells that it can not any more.
+    """
 
     memory: tuple[MemoryKind, ...]
     same_host_only: bool
     encrypted: bool = False
     reads: bool = False
+    posts: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +146,11 @@ class WriteCompleted:
 
 @dataclass(frozen=True, slots=True)
 class WriteFailed:
-    """This write did not complete; some of its pages may have been written."""
+    """This write did not complete; some of its pages may have been written.
+
+    Unless `Capabilities.posts`, this side will store nothing of it from now on, and what is on its
+    way is the receiver's to drop once it has closed the window: another transport may take over.
+    """
 
     transfer: TransferId
     error: TransferError

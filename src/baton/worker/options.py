@@ -59,6 +59,9 @@ class ProcessOptions:
     liveness_timeout_s: float = 3.0
     transports: tuple[str, ...] = ("shared", "tcp")
     transport_options: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
+    transport_choice: Literal["measured", "listed"] = "measured"
+    probe_time_s: float = 0.15
+    probe_bytes: int = 32 * 1024 * 1024
     drain_timeout_s: float = 30.0
     num_traces: int = 1024
     cpu_affinity: tuple[int, ...] = ()

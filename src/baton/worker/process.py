@@ -23,9 +23,11 @@ from baton.engines.interface import ENGINES, EngineContext
 from baton.errors import EngineError
 from baton.handoff.agent import AgentOptions, HandoffAgent
 from baton.handoff.faces import Face
+from baton.handoff.link_options import LinkOptions
 from baton.ids import new_epoch
 from baton.telemetry.announcement import Announcer, Draining, Loading, Ready
 from baton.transfer.interface import TRANSPORTS, TransportContext
+from baton.transfer.links.probes import ProbeBounds
 from baton.worker.lifeline import tie_to
 from baton.worker.listening import bind, is_loopback, start_listening, url_of
 from baton.worker.options import WorkerOptions
@@ -204,6 +206,9 @@ def _agent(options: ProcessOptions, engine: Engine, epoch: Epoch, clock: Clock) 
             port=options.handoff_port,
             timeout_s=options.handoff_timeout_s,
             liveness_timeout_s=options.liveness_timeout_s,
+            links=LinkOptions(
+                options.transport_choice, ProbeBounds(options.probe_time_s, options.probe_bytes)
+            ),
         )
     )
 

@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry
 
 import baton
 from baton.clock import MachineClock
+from baton.telemetry.links import LinkInstruments
 from baton.telemetry.metrics import WorkerMetrics, set_worker_info
 from baton.telemetry.trace import TraceRing
 from baton.worker.app import Bearer, PatternRoute, Routes, WorkerApp
@@ -89,6 +90,8 @@ def build_worker(
     metrics = WorkerMetrics(registry, options.transports, FALLBACK_CAUSES)
     registry.register(EngineCollector(engine.stats))
     set_worker_info(registry, _facts(options, engine))
+    if agent is not None:
+        agent.observe_links(LinkInstruments(registry, options.transports))
     bridge, traces = EngineBridge(engine, clock), TraceRing(options.num_traces)
     reader = PromptReader(
         served_model_name=options.served_model_name,

@@ -3,7 +3,9 @@
 The world below owns what the sessions must not lose track of: who may still write into the
 decode worker's pages, and who holds the prefill worker's. Faults are counted, so that a run that
 claims to have survived one can be seen to have met it. Either side may move the bytes, into the
-engine's own blocks or into staging pages.
+engine's own blocks or into staging pages. There are three transports: what one fails to carry
+another takes over, and what the first one posted may land late, so its pages are watched: a store
+into pages that were verified, or given back, is what must never happen.
 """
 
 from __future__ import annotations
@@ -32,26 +34,44 @@ from baton.handoff.interface import (
     SampledToken,
     SendFailed,
 )
-from baton.handoff.messages import Available, Failed, Finished, Grant, Mover, Notice, Taken
+from baton.handoff.messages import (
+    Available,
+    Avoid,
+    Failed,
+    Finished,
+    Grant,
+    Missing,
+    Mover,
+    Notice,
+    Rerouted,
+    Reversed,
+    Taken,
+)
 from baton.handoff.session.actions import (
     Announce,
     CloseWindow,
     Emit,
+    Fence,
     OpenWindow,
     Read,
     ReceiveAction,
     Say,
     SayFinished,
+    SayTaken,
     SendAction,
     Submit,
 )
+from baton.handoff.session.posted import Posted
 from baton.handoff.session.receive import ReceivePhase, ReceiveSession
 from baton.handoff.session.send import SendPhase, SendSession
 from baton.handoff.session.terms import Terms
+from baton.handoff.stretches import Stretch
 from baton.transfer.interface import TransferId
 from tests.unit.handoff.orders import make_ticket, receive_order, send_order
 
 NUM_LAYERS = 3
+KINDS = ("first", "second", "third")
+"""Transports. What is posted over `first` may land after it failed: only quiescence tells."""
 DEADLINE = Instant(100.0)
 
 
@@ -62,7 +82,9 @@ class HandoffWorld(RuleBasedStateMachine):
         num_tokens=st.integers(1, 40),
         start_share=st.floats(0, 0.99),
         ready_share=st.floats(0, 1),
-        fault_budget=st.sampled_from([0, 0, 1, 1, 2]),
+        fault_budget=st.sampled_from([0, 1, 2, 4]),
+        may_be_doomed=st.booleans(),
+        spreads=st.booleans(),
         mover=st.sampled_from(["prefill", "decode"]),
         staged=st.booleans(),
         page_tokens=st.sampled_from([1, 4]),
@@ -75,13 +97,16 @@ class HandoffWorld(RuleBasedStateMachine):
         start_share: float,
         ready_share: float,
         fault_budget: int,
+        may_be_doomed: bool,
+        spreads: bool,
         mover: Mover,
         staged: bool,
         page_tokens: int,
         first_token: SampledToken | None,
         head_start: int,
     ) -> None:
-        self.fault_budget = self.first_budget = fault_budget
+        self.fault_budget = fault_budget
+        self.may_be_doomed, self.spreads = may_be_doomed, spreads
         self.mover, self.staged, self.page_tokens = mover, staged, page_tokens
         self.first_token = first_token
         ticket = make_ticket()
@@ -102,15 +127,24 @@ class HandoffWorld(RuleBasedStateMachine):
         self.computed = [num_ready] * NUM_LAYERS
         self.told: list[HandoffEvent] = []  # by the receiver
         self.sent: list[HandoffEvent] = []  # by the sender
-        self.to_sender: list[Grant | Failed | Taken] = []
-        self.to_receiver: list[Available | Finished | Failed] = []
+        self.to_sender: list[Grant | Failed | Taken | Missing | Avoid | Reversed] = []
+        self.to_receiver: list[Available | Finished | Failed | Rerouted] = []
         self.heard: list[Available] = []
-        self.reads: dict[TransferId, Available] = {}  # posted, not ended
-        self.writes: dict[TransferId, Notice] = {}  # posted, not landed
+        self.reads: dict[Posted, Available] = {}  # posted, not ended
+        self.writes: dict[Posted, Notice] = {}  # posted, not ended
+        self.late: dict[Posted, Notice] = {}  # ended for the sender, and may still be stored
+        self.lost: list[Notice] = []  # stored, and its notice will not come
+        self.fencing: set[str] = set()
+        self.closed: set[str] = set()
+        self.unreadable: set[str] = set()
+        self.preferred = "first"
+        self.has_route, self.waits = True, False
+        self.is_doomed = False  # something happened that no other transport makes good
         self.landed: set[tuple[int, int]] = set()  # (layer, token)
+        self.stored: set[Posted] = set()
         self.window = "never opened"
         self.finished_said = False
-        self.num_transfers = 0
+        self.num_transfers: Counter[str] = Counter()
         self.faults: Counter[str] = Counter()
         self.advance(head_start)
 
@@ -135,18 +169,27 @@ class HandoffWorld(RuleBasedStateMachine):
                 case CloseWindow():
                     assert self.window == "open"
                     self.window = "closed"
+                case Fence(kind):
+                    assert self.window == "open"
+                    assert not any(posted.transport == kind for posted in self.writes)
+                    self.closed.add(kind)
+                    if kind == "first":
+                        self.fencing.add(kind)
+                    else:
+                        self.perform_receiver(self.receiver.fenced(kind))
+                case SayTaken():
+                    self.to_sender.append(Taken(self.receiver.ticket, "", ""))
                 case Say(message):
                     self.to_sender.append(message)
                 case Read(available):
                     assert self.mover == "decode"
-                    transfer = TransferId(self.num_transfers)
-                    self.num_transfers += 1
-                    self.reads[transfer] = available
-                    self.receiver.reading(transfer)
+                    if not self.unreadable:
+                        self.post_read(available)
                 case Emit(event):
                     self.told.append(event)
                     if isinstance(event, BlocksQuiescent) and not self.staged:
                         assert self.window in {"never opened", "quiescent"}
+                        assert not self.late, "quiescent, and a late write may still be stored"
                         assert not self.reads, "quiescent, and a read may still land"
                     if isinstance(event, KVFailed):
                         assert self.window != "closed", "told only after its blocks may be quiet"
@@ -157,7 +200,10 @@ class HandoffWorld(RuleBasedStateMachine):
                             for token in range(self.start, self.num_tokens)
                         }
                         assert self.landed == expected
-                        assert not self.writes, "a write may still land in ready pages"
+                        assert not self.fencing, "a late write may still be stored in ready pages"
+                        assert not self.late, "a late write may still be stored in ready pages"
+                        for posted in self.writes:  # only its end is not known to the sender yet
+                            assert posted in self.stored, "a write may land in ready pages"
                         assert not self.reads, "a read may still land in ready pages"
                         assert event.first_token == self.first_token
                 case _:
@@ -167,14 +213,16 @@ class HandoffWorld(RuleBasedStateMachine):
         for action in actions:
             match action:
                 case Submit(layer, start, stop):
-                    if self.sender.phase is not SendPhase.SENDING:
+                    if self.sender.phase not in {SendPhase.SENDING, SendPhase.DRAINING}:
                         continue
-                    assert self.mover == "prefill"
+                    if not self.has_route:
+                        self.waits = True
+                        continue
                     self.check_range(layer, start, stop)
-                    transfer = TransferId(self.num_transfers)
-                    self.num_transfers += 1
-                    self.writes[transfer] = Notice(layer, start, stop, b"")
-                    self.perform_sender(self.sender.submitted(transfer, layer, stop))
+                    posted = self.give_id(self.pick(self.sender.avoids))
+                    self.writes[posted] = Notice(layer, start, stop, b"")
+                    stretch = Stretch(layer, start, stop)
+                    self.perform_sender(self.sender.submitted(posted, stretch))
                 case Announce(layer, start, stop):
                     if self.sender.phase is not SendPhase.SENDING:
                         continue
@@ -191,12 +239,12 @@ class HandoffWorld(RuleBasedStateMachine):
                         Finished(self.sender.ticket, token, "shared", "shared", {})
                     )
                 case Say(message):
-                    assert isinstance(message, Failed)
+                    assert isinstance(message, Failed | Rerouted)
                     self.to_receiver.append(message)
                 case Emit(event):
                     self.sent.append(event)
                     assert not self.writes, "source pages given back under a write"
-                    if isinstance(event, KVSent) and self.mover == "decode":
+                    if isinstance(event, KVSent):
                         assert not self.reads, "source pages given back under a read"
                         assert any(isinstance(event, KVLanded) for event in self.told)
                 case _:
@@ -205,11 +253,40 @@ class HandoffWorld(RuleBasedStateMachine):
     def check_range(self, layer: int, start: int, stop: int) -> None:
         assert self.start <= start < stop <= self.computed[layer]
         assert stop == self.num_tokens or stop % self.page_tokens == 0
-        assert not self.finished_said, "more after Finished"
+        is_again = bool(self.sender.avoids)
+        assert is_again or not self.finished_said, "more after Finished"
 
-    @property
-    def disturbed(self) -> bool:
-        return self.fault_budget != self.first_budget
+    def pick(self, avoid: set[str]) -> str:
+        """The preferred transport (or each in turn), or the next one that did not fail."""
+        if self.spreads:
+            turn = self.num_transfers.total() % len(KINDS)
+            self.preferred = KINDS[turn]
+        return next(kind for kind in (self.preferred, *KINDS) if kind not in avoid)
+
+    def give_id(self, kind: str) -> Posted:
+        self.num_transfers[kind] += 1  # two transports give the same ids
+        return Posted(kind, TransferId(self.num_transfers[kind]))
+
+    def post_read(self, available: Available) -> None:
+        posted = self.give_id(self.pick(self.unreadable))
+        self.reads[posted] = available
+        self.receiver.reading(posted)
+
+    @rule()
+    def no_route_is_up_for_a_while(self) -> None:
+        self.has_route = False
+
+    @precondition(lambda self: not self.has_route)
+    @rule()
+    def a_route_is_up(self) -> None:
+        self.has_route = True
+        if self.waits:
+            self.waits = False
+            self.perform_sender(self.sender.resume())
+
+    @rule(kind=st.sampled_from(KINDS))
+    def another_transport_is_cheaper(self, kind: str) -> None:
+        self.preferred = kind
 
     @rule()
     def link_comes_up(self) -> None:
@@ -242,6 +319,13 @@ class HandoffWorld(RuleBasedStateMachine):
             self.perform_sender(self.sender.granted(message))
         elif isinstance(message, Taken):
             self.perform_sender(self.sender.taken())
+        elif isinstance(message, Missing):
+            self.perform_sender(self.sender.missing(message))
+        elif isinstance(message, Reversed):
+            self.perform_sender(self.sender.reversed(message))
+        elif isinstance(message, Avoid):
+            if not self.is_last(message.transport):
+                self.perform_sender(self.sender.reroute(message.transport))
         else:
             self.perform_sender(self.sender.peer_failed(message.reason, stage="decode"))
 
@@ -257,6 +341,8 @@ class HandoffWorld(RuleBasedStateMachine):
             if self.writes or self.to_receiver:  # Finished may overtake writes on the wire
                 self.faults["finished overtook writes"] += 1
             self.perform_receiver(self.receiver.finished(message))
+        elif isinstance(message, Rerouted):
+            self.perform_receiver(self.receiver.rerouted(message))
         elif isinstance(message, Available):
             self.heard.append(message)
             self.perform_receiver(self.receiver.available(message))
@@ -268,32 +354,54 @@ class HandoffWorld(RuleBasedStateMachine):
     def a_read_completes(self, data: st.DataObject) -> None:
         self.end_read(data.draw(st.sampled_from(sorted(self.reads))))
 
-    def end_read(self, transfer: TransferId) -> None:
-        read = self.reads.pop(transfer)
+    def end_read(self, posted: Posted) -> None:
+        read = self.reads.pop(posted)
         notice = Notice(read.layer, read.start, read.stop, read.digests)
-        self.perform_receiver(self.receiver.read_ended(transfer))
-        if self.receiver.phase is not ReceivePhase.GRANTED:
-            return
-        if self.sender.over:  # the source changed under the read: digests tell
-            self.perform_receiver(self.receiver.fail("digest mismatch", stage="verify"))
-            return
-        self.landed |= {(notice.layer, t) for t in range(notice.start, notice.stop)}
-        self.perform_receiver(self.receiver.landed(notice))
+        self.perform_receiver(self.receiver.read_ended(posted))
+        if self.receiver.phase is ReceivePhase.GRANTED:
+            if self.sender.over:  # the source changed under the read: digests tell
+                self.perform_receiver(self.receiver.fail("digest mismatch", stage="verify"))
+                return
+            self.landed |= {(notice.layer, t) for t in range(notice.start, notice.stop)}
+            self.perform_receiver(self.receiver.landed(notice))
+        self.try_reverse()
+
+    def try_reverse(self) -> None:
+        if self.unreadable and self.receiver.phase is ReceivePhase.GRANTED and not self.reads:
+            before = self.receiver.terms
+            self.perform_receiver(self.receiver.reverse(self.unreadable))
+            self.faults["reversed"] += self.receiver.terms != before
+            self.mover = "prefill"
 
     @precondition(lambda self: self.reads and self.fault_budget)
-    @rule(data=st.data())
-    def a_read_fails(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), how=st.sampled_from(["fail", "read again", "reverse"]))
+    def a_read_fails(self, data: st.DataObject, how: str) -> None:
         self.fault_budget -= 1
-        transfer = data.draw(st.sampled_from(sorted(self.reads)))
-        self.perform_receiver(self.receiver.fail("the mapping is gone", stage="read"))
-        del self.reads[transfer]
-        self.perform_receiver(self.receiver.read_ended(transfer))
+        if how == "fail" and not self.may_be_doomed:
+            return
+        posted = data.draw(st.sampled_from(sorted(self.reads)))
+        read = self.reads.pop(posted)
+        is_open = self.receiver.phase is ReceivePhase.GRANTED
+        self.is_doomed |= how == "fail"
+        if how == "fail":
+            self.perform_receiver(self.receiver.fail("the mapping is gone", stage="read"))
+        elif how == "read again" and is_open and not self.unreadable:
+            self.post_read(read)
+        elif is_open and len(self.unreadable) < 2:
+            self.unreadable.add(posted.transport)
+        elif is_open:
+            self.is_doomed = True
+            self.perform_receiver(self.receiver.fail("nothing reads any more", stage="read"))
+        self.perform_receiver(self.receiver.read_ended(posted))
+        self.try_reverse()
 
     @precondition(lambda self: self.heard)
     @rule(data=st.data())
     def available_comes_twice(self, data: st.DataObject) -> None:
         again = data.draw(st.sampled_from(self.heard))
-        if self.receiver.phase is ReceivePhase.GRANTED:
+        terms = self.receiver.terms
+        reads = terms is not None and terms.mover == "decode"
+        if self.receiver.phase is ReceivePhase.GRANTED and reads:
             with pytest.raises(ProtocolError):
                 self.receiver.available(again)
         else:
@@ -309,23 +417,129 @@ class HandoffWorld(RuleBasedStateMachine):
     @precondition(lambda self: self.writes)
     @rule(data=st.data())
     def a_write_lands(self, data: st.DataObject) -> None:
-        self.land(data.draw(st.sampled_from(sorted(self.writes))))
+        self.finish_write(data.draw(st.sampled_from(sorted(self.writes))))
 
-    def land(self, transfer: TransferId) -> None:
-        notice = self.writes.pop(transfer)
-        if self.window == "open" and self.receiver.expects(notice):
+    def land(self, posted: Posted) -> None:
+        notice = self.writes[posted]
+        self.store(posted, notice)
+        self.arrive(posted, notice)
+        self.sender_hears_of_the_end(posted)
+
+    def store(self, posted: Posted, notice: Notice) -> None:
+        """Bytes land: never where they could do harm."""
+        if posted.transport in self.closed and posted.transport != "first":
+            return  # the receiver's side drops it
+        if self.window in {"open", "closed"}:
+            assert posted.transport not in self.closed or self.fencing, "stored behind a fence"
+        self.stored.add(posted)
+
+    def arrive(self, posted: Posted, notice: Notice) -> None:
+        """The notice is here: it counts if the window is open."""
+        if self.window != "open" or posted.transport in self.closed:
+            return
+        if self.receiver.expects(notice):
             self.landed |= {(notice.layer, t) for t in range(notice.start, notice.stop)}
             self.perform_receiver(self.receiver.landed(notice))
-        self.perform_sender(self.sender.completed(transfer))
+
+    def sender_hears_of_the_end(self, posted: Posted) -> None:
+        if self.writes.pop(posted, None) is not None:
+            self.perform_sender(self.sender.ended(posted))
+
+    @precondition(lambda self: self.writes)
+    @rule(data=st.data())
+    def a_write_lands_and_its_end_is_not_heard_of_yet(self, data: st.DataObject) -> None:
+        posted = data.draw(st.sampled_from(sorted(self.writes)))
+        if posted not in self.stored and posted.transport not in self.closed:
+            self.store(posted, self.writes[posted])
+            self.arrive(posted, self.writes[posted])
+
+    @precondition(lambda self: self.stored & self.writes.keys())
+    @rule(data=st.data())
+    def the_end_of_a_write_is_heard_of(self, data: st.DataObject) -> None:
+        landed = sorted(self.stored & self.writes.keys())
+        self.sender_hears_of_the_end(data.draw(st.sampled_from(landed)))
+
+    def is_last(self, kind: str) -> bool:
+        return self.sender.avoids | {kind} >= set(KINDS)
+
+    @precondition(lambda self: self.writes and self.fault_budget)
+    @rule(data=st.data(), takes_over=st.booleans())
+    def a_write_fails(self, data: st.DataObject, takes_over: bool) -> None:
+        """It may have landed all the same, with or without its notice, or land later."""
+        self.fault_budget -= 1
+        posted = data.draw(st.sampled_from(sorted(self.writes)))
+        takes_over |= not self.may_be_doomed
+        if takes_over and self.is_last(posted.transport):
+            return
+        notice = self.writes.pop(posted)
+        self.faults["write failed"] += 1
+        if posted.transport == "first" and posted not in self.stored:
+            self.late[posted] = notice
+        if takes_over:
+            self.perform_sender(self.sender.reroute(posted.transport))
+        else:
+            self.is_doomed = True
+            self.perform_sender(self.sender.fail("the transport broke", stage="transfer"))
+        self.perform_sender(self.sender.ended(posted))
 
     @precondition(lambda self: self.writes and self.fault_budget)
     @rule(data=st.data())
-    def a_write_fails(self, data: st.DataObject) -> None:
+    def a_transport_breaks(self, data: st.DataObject) -> None:
+        """All of its writes fail; of those that had ended well, notices may be lost."""
         self.fault_budget -= 1
-        transfer = data.draw(st.sampled_from(sorted(self.writes)))
-        del self.writes[transfer]
-        self.faults["write failed"] += 1
-        self.perform_sender(self.sender.write_failed(transfer, "the transport broke"))
+        kind = data.draw(st.sampled_from(sorted({p.transport for p in self.writes})))
+        if self.is_last(kind):
+            return
+        self.faults["transport broke"] += 1
+        self.perform_sender(self.sender.reroute(kind))
+        for posted in sorted(p for p in self.writes if p.transport == kind):
+            if kind == "first" and posted not in self.stored:
+                self.late[posted] = self.writes[posted]
+            self.sender_hears_of_the_end(posted)
+
+    @precondition(lambda self: self.writes and self.fault_budget)
+    @rule(data=st.data())
+    def a_notice_is_lost_and_then_its_transport_breaks(self, data: st.DataObject) -> None:
+        self.fault_budget -= 1
+        posted = data.draw(st.sampled_from(sorted(self.writes)))
+        if posted in self.stored or self.is_last(posted.transport):
+            return
+        self.faults["notice lost"] += 1
+        self.store(posted, self.writes[posted])
+        self.sender_hears_of_the_end(posted)  # it thinks that all is well
+        self.perform_sender(self.sender.reroute(posted.transport))
+
+    @precondition(lambda self: self.late)
+    @rule(data=st.data())
+    def a_failed_write_is_stored_late(self, data: st.DataObject) -> None:
+        posted = data.draw(st.sampled_from(sorted(self.late)))
+        notice = self.late.pop(posted)
+        self.store(posted, notice)
+        self.faults["stored late"] += 1
+        self.arrive(posted, notice)
+
+    @precondition(lambda self: self.fencing)
+    @rule()
+    def a_fence_stands(self) -> None:
+        """Quiescence of the transport that posts: what is late lands before, or never."""
+        kind = self.fencing.pop()
+        for posted in [p for p in self.late if p.transport == kind]:
+            del self.late[posted]
+        self.perform_receiver(self.receiver.fenced(kind))
+
+    @precondition(lambda self: self.writes and self.fault_budget)
+    @rule(data=st.data())
+    def what_landed_is_wrong(self, data: st.DataObject) -> None:
+        """Digests tell: the peer is to take another transport."""
+        self.fault_budget -= 1
+        posted = data.draw(st.sampled_from(sorted(self.writes)))
+        if posted in self.stored or self.is_last(posted.transport):
+            return
+        self.store(posted, self.writes[posted])
+        if self.window == "open" and posted.transport not in self.closed:
+            self.faults["suspected"] += 1
+            self.perform_receiver(self.receiver.suspect(posted.transport, "digest mismatch"))
+        self.sender_hears_of_the_end(posted)
 
     @precondition(lambda self: self.landed)
     @rule(data=st.data())
@@ -343,30 +557,36 @@ class HandoffWorld(RuleBasedStateMachine):
     @rule()
     def window_falls_quiet(self) -> None:
         self.window = "quiescent"
+        self.late.clear()
+        self.fencing.clear()
         self.perform_receiver(self.receiver.window_quiescent())
 
-    @precondition(lambda self: self.fault_budget)
+    @precondition(lambda self: self.fault_budget and self.may_be_doomed)
     @rule()
     def receiver_aborts(self) -> None:
         self.fault_budget -= 1
+        self.is_doomed = True
         self.perform_receiver(self.receiver.abort("the client left"))
 
-    @precondition(lambda self: self.fault_budget)
+    @precondition(lambda self: self.fault_budget and self.may_be_doomed)
     @rule()
     def sender_aborts(self) -> None:
         self.fault_budget -= 1
+        self.is_doomed = True
         self.perform_sender(self.sender.fail("the client left", stage="abort"))
 
-    @precondition(lambda self: self.fault_budget)
+    @precondition(lambda self: self.fault_budget and self.may_be_doomed)
     @rule()
     def digest_is_wrong(self) -> None:
         self.fault_budget -= 1
+        self.is_doomed = True
         self.perform_receiver(self.receiver.fail("digest mismatch", stage="verify"))
 
-    @precondition(lambda self: self.fault_budget)
+    @precondition(lambda self: self.fault_budget and self.may_be_doomed)
     @rule(now=st.floats(0, 200))
     def time_passes(self, now: float) -> None:
         self.fault_budget -= now >= DEADLINE
+        self.is_doomed |= now >= DEADLINE
         self.perform_receiver(self.receiver.expire(Instant(now)))
         self.perform_sender(self.sender.expire(Instant(now)))
 
@@ -375,6 +595,7 @@ class HandoffWorld(RuleBasedStateMachine):
         if not hasattr(self, "receiver"):
             return
         self.receiver.check_invariants()
+        self.sender.check_invariants()
         if self.receiver.over:
             assert not self.reads, "staging pages given back under a read"
             assert self.window in {"never opened", "quiescent"}
@@ -391,7 +612,8 @@ class HandoffWorld(RuleBasedStateMachine):
             assert not self.told
 
     def carry_through(self) -> None:
-        """What was never disturbed reaches its end by the ordinary steps alone."""
+        """What no fault dooms reaches its end by the ordinary steps alone."""
+        self.a_route_is_up()
         self.link_comes_up()
         while self.to_sender:
             self.sender_hears()
@@ -400,32 +622,40 @@ class HandoffWorld(RuleBasedStateMachine):
             self.computed[layer] = self.num_tokens
             self.perform_sender(self.sender.layer_ready(layer, self.num_tokens))
         self.finish()
-        while self.to_receiver:
-            self.hear(-1)
-        for transfer in sorted(self.writes, reverse=True):
-            self.land(transfer)
-        for transfer in sorted(self.reads, reverse=True):
-            self.end_read(transfer)
-        while self.to_sender:
-            self.sender_hears()
+        while self.to_receiver or self.to_sender or self.writes or self.reads or self.fencing:
+            while self.to_receiver:
+                self.hear(-1)
+            for posted in sorted(self.writes, reverse=True):
+                self.finish_write(posted)
+            for posted in sorted(self.reads, reverse=True):
+                self.end_read(posted)
+            while self.to_sender:
+                self.sender_hears()
+            if self.fencing and not (self.to_receiver or self.writes or self.reads):
+                self.a_fence_stands()  # as late as can be
         assert [type(event) for event in self.told] == [KVLanded]
         assert [type(event) for event in self.sent] == [KVSent]
+
+    def finish_write(self, posted: Posted) -> None:
+        if posted in self.stored:
+            self.sender_hears_of_the_end(posted)
+        else:
+            self.land(posted)
 
     def teardown(self) -> None:
         """Whatever happened, time ends it: nothing stays reserved, nobody waits."""
         if not hasattr(self, "receiver"):
             return
-        if not self.disturbed:
+        if not self.is_doomed:
             self.carry_through()
         self.perform_receiver(self.receiver.expire(DEADLINE))
         self.perform_sender(self.sender.expire(DEADLINE))
         while self.writes:
-            transfer = next(iter(self.writes))
-            del self.writes[transfer]
-            self.perform_sender(self.sender.write_failed(transfer, "the end"))
+            posted = next(iter(self.writes))
+            self.perform_sender(self.sender.fail("the end", stage="transfer"))
+            self.sender_hears_of_the_end(posted)
         if self.window == "closed":
-            self.window = "quiescent"
-            self.perform_receiver(self.receiver.window_quiescent())
+            self.window_falls_quiet()
         while self.reads:
             self.end_read(next(iter(self.reads)))
         assert self.receiver.over

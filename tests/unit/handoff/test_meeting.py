@@ -27,6 +27,8 @@ def hello(worker: str, *layouts: KVLayout, fingerprint: str = "f" * 64, **traits
         fingerprint=fingerprint,
         faces=tuple(FaceOffer(layout, ()) for layout in layouts),
         traits=traits,
+        mover="prefill",
+        scratch=(),
     )
 
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -12,6 +13,7 @@ from baton.errors import ProtocolError
 from baton.handoff.interface import SampledToken, TokenLogprob
 from baton.handoff.messages import (
     Available,
+    Avoid,
     Declined,
     FaceOffer,
     Failed,
@@ -19,17 +21,28 @@ from baton.handoff.messages import (
     Grant,
     Hello,
     Message,
+    Missing,
     Notice,
+    OtherHello,
     Ping,
     Pong,
+    ProbeAsked,
+    Probed,
+    ProbeNotice,
+    ProbeOver,
+    ProbeReady,
     Refused,
+    Rerouted,
+    Reversed,
     Taken,
     decode,
     decode_notice,
+    decode_probe_notice,
     encode,
     pack_blocks,
     unpack_blocks,
 )
+from baton.handoff.stretches import Stretch, pack_stretches, unpack_stretches
 from baton.ids import Epoch, RegionHandle, TicketId, WorkerId
 from baton.kv.layout import KVLayout
 from baton.telemetry.trace import Stamp
@@ -40,7 +53,7 @@ GOLDEN = Path(__file__).parents[2] / "vectors" / "handoff" / "messages.json"
 
 MESSAGES: dict[str, Message] = {
     "hello": Hello(
-        version=2,
+        version=3,
         worker=WorkerId("decode-0"),
         epoch=Epoch("e" * 32),
         clock_domain="boot",
@@ -60,12 +73,24 @@ MESSAGES: dict[str, Message] = {
             ),
         ),
         traits={"engine": "transformers"},
+        mover="prefill",
+        scratch=(),
     ),
     "refused": Refused(("another model",)),
     "grant": Grant(ID, "sealed", b"p" * 32, 16, 40, 1, pack_blocks(np.array([7, 3])), "prefill"),
     "grant_to_read": Grant(ID, "sealed", b"p" * 32, 16, 40, 1, b"", "decode"),
     "available": Available(ID, 3, 16, 40, 1, pack_blocks(np.array([7, 3])), b"d" * 32),
-    "taken": Taken(ID),
+    "taken": Taken(ID, "shared", "tcp"),
+    "rerouted": Rerouted(ID, "shared"),
+    "missing": Missing(ID, "shared", pack_stretches([Stretch(0, 16, 40), Stretch(3, 32, 40)])),
+    "avoid": Avoid(ID, "shared", "digest mismatch"),
+    "reversed": Reversed(
+        ID, ("shared",), 1, pack_blocks(np.array([7, 3])), pack_stretches([Stretch(0, 16, 40)])
+    ),
+    "probe": ProbeAsked(ID, "tcp"),
+    "probe_ready": ProbeReady(ID),
+    "probed": Probed(ID, is_intact=True),
+    "probe_over": ProbeOver(ID),
     "declined": Declined("sealed", "all is cached"),
     "finished": Finished(
         ID, SampledToken(5, -0.25, (TokenLogprob(5, -0.25),)), "tcp", "shared",
@@ -91,7 +116,7 @@ def test_messages_come_back(name: str) -> None:
 
 @given(st.binary(max_size=300))
 def test_garbage_is_a_protocol_error(data: bytes) -> None:
-    for read in (decode, decode_notice):
+    for read in (decode, decode_notice, decode_probe_notice):
         with pytest.raises(ProtocolError):
             read(data)
 
@@ -126,3 +151,40 @@ def test_block_ids_are_checked() -> None:
         unpack_blocks(b"123")
     with pytest.raises(ProtocolError, match="negative"):
         unpack_blocks(pack_blocks(np.array([-1])))
+
+
+@pytest.mark.parametrize("version", [1, 2, 4])
+def test_a_hello_of_another_version_is_known_as_one(version: int) -> None:
+    """Whatever fields it has: version 1 had `layout` and `regions`, 2 had no `mover`."""
+    raw = msgspec.msgpack.encode({
+        "t": "hello",
+        "version": version,
+        "worker": "old",
+        "layout": {},
+        "regions": [],
+        "new": 1,
+    })
+    assert decode(raw) == OtherHello(version, "old")
+
+
+def test_a_hello_of_this_version_is_taken_strictly() -> None:
+    raw = msgspec.msgpack.encode({"t": "hello", "version": 3, "worker": "p", "new": 1})
+    with pytest.raises(ProtocolError):
+        decode(raw)
+    with pytest.raises(ProtocolError, match="nobody sends"):
+        decode(encode(OtherHello(2, "x")))
+
+
+def test_a_probes_notice_comes_back() -> None:
+    notice = ProbeNotice(64, b"d" * 16)
+    assert decode_probe_notice(encode(notice)) == notice
+
+
+@pytest.mark.parametrize(
+    "rows", [[(0, 4, 4)], [(0, 5, 4)], [(-1, 0, 4)], [(0, -1, 4)]]
+)  # fmt: skip
+def test_ranges_that_are_none_are_refused(rows: list[tuple[int, int, int]]) -> None:
+    with pytest.raises(ProtocolError):
+        unpack_stretches(np.array(rows, dtype="<i4").tobytes())
+    with pytest.raises(ProtocolError):
+        unpack_stretches(b"12345")

@@ -5,9 +5,12 @@ import pytest
 
 from baton.clock import Instant
 from baton.handoff.interface import KVSent, SendFailed
-from baton.handoff.messages import Failed, Grant
+from baton.handoff.messages import Failed, Grant, Missing, Rerouted, Reversed
 from baton.handoff.session.actions import Announce, Emit, Say, SayFinished, Submit
+from baton.handoff.session.posted import Posted
 from baton.handoff.session.send import SendSession
+from baton.handoff.stretches import Stretch, pack_stretches
+from baton.transfer.interface import TransferId
 from tests.unit.handoff.orders import PROMPT_HASH, make_ticket, send_order
 
 
@@ -94,3 +97,74 @@ def test_whole_pages_and_at_last_the_rest(ready: int, sent: int | None) -> None:
     session.begin(4)
     expected = [] if sent is None else [Submit(0, 0, sent)]
     assert session.layer_ready(0, ready) == expected
+
+
+def make_written_session() -> SendSession:
+    """All 9 tokens of both layers submitted: layer 0 over `shared`, layer 1 over `tcp`."""
+    session, grant = make_session()
+    session.granted(grant)
+    session.begin(1)
+    for layer, kind in enumerate(("shared", "tcp")):
+        session.layer_ready(layer, 9)
+        session.submitted(Posted(kind, TransferId(1)), Stretch(layer, 0, 9))
+    session.finish(None)
+    return session
+
+
+def missing(session: SendSession, kind: str, *stretches: Stretch) -> Missing:
+    return Missing(session.ticket, kind, pack_stretches(stretches))
+
+
+def test_only_what_the_failed_transport_carried_and_did_not_bring_is_sent_again() -> None:
+    session = make_written_session()
+    assert session.reroute("shared") == [], "a write is under way over it"
+    assert session.ended(Posted("shared", TransferId(1))) == [
+        Say(Rerouted(session.ticket, "shared"))
+    ]
+    gaps = missing(session, "shared", Stretch(0, 4, 9), Stretch(1, 0, 9))
+    assert session.missing(gaps) == [Submit(0, 4, 9)], "layer 1 is on its way over tcp"
+    assert session.missing(gaps) == []
+    assert session.avoids == {"shared"}
+
+
+def test_what_was_sent_well_is_asked_for_too_when_its_transport_fails() -> None:
+    session = make_written_session()
+    session.ended(Posted("shared", TransferId(1)))
+    assert session.reroute("shared") == [Say(Rerouted(session.ticket, "shared"))]
+    assert session.reroute("shared") == []
+
+
+def test_a_transport_that_carried_nothing_is_left_without_a_word() -> None:
+    session = make_written_session()
+    assert session.reroute("nixl") == []
+    assert "nixl" in session.avoids
+
+
+def test_the_source_is_held_until_all_writes_have_ended_and_it_is_taken() -> None:
+    session = make_written_session()
+    session.ended(Posted("shared", TransferId(1)))
+    assert session.taken() == []
+    assert session.ended(Posted("tcp", TransferId(1))) == [Emit(KVSent(session.ticket))]
+
+
+def test_a_session_without_a_route_submits_what_it_owes_once_there_is_one() -> None:
+    session = make_written_session()
+    session.ended(Posted("shared", TransferId(1)))
+    session.reroute("shared")
+    assert session.missing(missing(session, "shared", Stretch(0, 2, 9))) == [Submit(0, 2, 9)]
+    session.submitted(Posted("tcp", TransferId(2)), Stretch(0, 2, 5))
+    assert session.resume() == [Submit(0, 5, 9)]
+
+
+def test_a_reader_that_gives_up_is_written_to() -> None:
+    session = make_read_session()
+    session.begin(1)
+    for layer in range(2):
+        session.layer_ready(layer, 6)
+        session.announced(layer, 6)
+    ranges = pack_stretches([Stretch(0, 0, 9), Stretch(1, 3, 9)])
+    message = Reversed(session.ticket, ("shared",), 0, b"", ranges)
+    assert session.reversed(message) == [Submit(0, 0, 6), Submit(1, 3, 6)]
+    assert session.reversed(message) == []
+    assert session.avoids == {"shared"}
+    assert session.layer_ready(0, 9) == [Submit(0, 6, 9)]

@@ -50,27 +50,58 @@ def test_one_that_leaves_the_line_lets_the_next_in() -> None:
     assert pages.take_served() == [holder(3)]
 
 
+def test_each_direction_has_its_half_once_both_are_used() -> None:
+    """Else two workers fill theirs with what they receive, and neither can send."""
+    pages = StagingPages(NUM_PAGES)
+    assert len(pages.ask(holder(1), 3)) == 3
+    assert len(pages.ask(holder(2, "send"), 2)) == 2
+    assert len(pages.ask(holder(3), 1)) == 1
+    assert pages.ask(holder(4), 1) is None, "the other direction's half"
+    assert len(pages.ask(holder(5, "send"), 2)) == 2
+    pages.give_back(holder(3))
+    assert pages.take_served() == [holder(4)]
+
+
+def test_one_direction_alone_has_all_pages() -> None:
+    pages = StagingPages(NUM_PAGES)
+    assert len(pages.ask(holder(1), NUM_PAGES)) == NUM_PAGES
+
+
+def test_one_larger_than_a_half_is_served_when_nobody_else_is() -> None:
+    pages = StagingPages(NUM_PAGES)
+    pages.ask(holder(1, "send"), 1)
+    assert pages.ask(holder(2), 7) is None
+    pages.give_back(holder(1, "send"))
+    assert pages.take_served() == [holder(2)]
+
+
 @given(
-    st.lists(st.tuples(st.integers(1, 6), st.integers(1, NUM_PAGES), st.booleans()), max_size=40)
+    st.lists(st.tuples(st.integers(1, 6), st.integers(1, NUM_PAGES), st.booleans()), max_size=40),
+    st.integers(0, 6),
 )
-def test_no_page_has_two_holders_and_none_is_lost(steps: list[tuple[int, int, bool]]) -> None:
+def test_no_page_has_two_holders_and_none_is_lost(
+    steps: list[tuple[int, int, bool]], num_senders: int
+) -> None:
+    def holder_of(number: int) -> Holder:
+        return holder(number, "send" if number <= num_senders else "receive")
+
     pages = StagingPages(NUM_PAGES)
     asked: dict[int, int] = {}
     for number, wanted, gives_back in steps:
         if gives_back:
-            pages.give_back(holder(number))
+            pages.give_back(holder_of(number))
             asked.pop(number, None)
         else:
             num_pages = asked.setdefault(number, wanted)
-            held = pages.ask(holder(number), num_pages)
-            again = pages.ask(holder(number), num_pages)
+            held = pages.ask(holder_of(number), num_pages)
+            again = pages.ask(holder_of(number), num_pages)
             assert np.array_equal(held, again) if held is not None else again is None
             assert held is None or len(held) == num_pages
         pages.check_invariants()
     # Whoever waits is served, once those before it are done.
     for _ in range(len(asked)):
-        number = next(n for n in asked if pages.ask(holder(n), asked[n]) is not None)
-        pages.give_back(holder(number))
+        number = next(n for n in asked if pages.ask(holder_of(n), asked[n]) is not None)
+        pages.give_back(holder_of(number))
         del asked[number]
         pages.check_invariants()
     assert (pages.num_free, pages.num_waiting) == (NUM_PAGES, 0)

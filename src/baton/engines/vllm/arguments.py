@@ -100,6 +100,9 @@ def _transfer(config: Config) -> dict[str, object]:
         "liveness_timeout_s": config.handoff.liveness_timeout_s,
         "transports": config.transfer.transports,
         "transport_options": config.transfer.options,
+        "choice": config.transfer.choice,
+        "probe_time_s": config.transfer.probe_time_s,
+        "probe_bytes": config.transfer.probe_bytes,
     }
     if config.cluster.key_file is not None:
         extra["key_file"] = config.cluster.key_file

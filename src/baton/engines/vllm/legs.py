@@ -48,7 +48,9 @@ def merge_parts(leg: LegTrace, parts: Iterable[LegTrace]) -> None:
             known = leg.stamps.get(stamp, at)
             leg.stamps[stamp] = max(known, at) if stamp in _LAST_OF_ALL else min(known, at)
         leg.peer_stamps = leg.peer_stamps or part.peer_stamps
-        leg.transport = leg.transport or part.transport
-        leg.expected_transport = leg.expected_transport or part.expected_transport
+        is_mismatch = part.transport != part.expected_transport
+        if leg.transport is None or (is_mismatch and leg.transport == leg.expected_transport):
+            leg.transport, leg.expected_transport = part.transport, part.expected_transport
+        leg.reroutes += part.reroutes
         leg.num_bytes += part.num_bytes
         leg.num_pages += part.num_pages

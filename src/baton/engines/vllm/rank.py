@@ -29,10 +29,13 @@ from baton.engines.vllm.observing import FALLBACK_CAUSE, RankObserver
 from baton.engines.vllm.pool import SharedPool
 from baton.engines.vllm.working import RankHandoffs, RankSetting
 from baton.handoff.agent import AgentOptions, HandoffAgent
+from baton.handoff.link_options import LinkOptions
 from baton.kv.layout import TensorParallelShard
+from baton.telemetry.links import LinkInstruments
 from baton.telemetry.metrics import HandoffInstruments, set_worker_info
 from baton.telemetry.trace import TraceRing
 from baton.transfer.interface import TRANSPORTS, TransportContext
+from baton.transfer.links.probes import ProbeBounds
 from baton.transfer.region import release_region
 
 if TYPE_CHECKING:
@@ -119,9 +122,10 @@ class Rank:
         )
         fingerprint = options.fingerprint or find_fingerprint(plan.vllm_config.model_config)
         agent = HandoffAgent(self._agent_options(fingerprint))
+        registry = CollectorRegistry()
+        agent.observe_links(LinkInstruments(registry, options.transports))
         agent.start(self._bell.set)
         self._agent = agent
-        registry = CollectorRegistry()
         traces = TraceRing(NUM_TRACES)
         handoffs = self._handoffs(agent, traces, registry)
         control = ControlServer(
@@ -212,6 +216,9 @@ class Rank:
             port=_port_of(options.handoff_port, plan.rank),
             timeout_s=options.handoff_timeout_s,
             liveness_timeout_s=options.liveness_timeout_s,
+            links=LinkOptions(
+                options.choice, ProbeBounds(options.probe_time_s, options.probe_bytes)
+            ),
         )
 
     def _transports(self, epoch: Epoch) -> tuple[Transport, ...]:

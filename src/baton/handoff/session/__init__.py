@@ -12,10 +12,33 @@
        │                                                  finish: all submitted or announced
        │  ◄──────────────────── Finished ────────────────    ▼
        │                                                  DRAINING   writes still complete,
-       ▼                                                     │       or Taken is awaited
+       ▼                                                     │       Taken is awaited
     LANDED   all counted and Finished: KVLanded              │
-       │     mover decode: Taken ─────────────────────────►  ▼
+       │     Taken ───────────────────────────────────────►  ▼
     ENDED                                                 ENDED      KVSent
+
+A transport that fails while others work is left, and what it lost is sent again:
+
+    fencing  ◄────────────── Rerouted(transport) ──── leaving: its writes have all ended
+       │ closed: nothing can land                               ▼
+       └─ fenced ─────────── Missing(ranges) ─────────► owed: missing, and it carried them
+
+Why what was verified stays right. Let W be a write over the failed transport T.
+
+1. Rerouted is said only after W has ended at the sender, which by the transport's contract stores
+   nothing of W from then on; what is in flight is the receiving side's to drop.
+2. `fenced` follows only when T's window is closed and (`Capabilities.posts`: hardware may still
+   have W) T has reported quiescence. So after `fenced` no byte of W is stored.
+3. Ranges are sent again only in answer to Missing, hence after `fenced`. KVLanded needs a full
+   count, and no fence awaited.
+4. A range that T carried is either counted before `fenced`, its digest checked once it was all
+   stored, or not at all: T's notices do not count any more. So bytes under a counted range are
+   never stored into again and no range is counted twice; a second notice is a protocol error.
+5. Only ranges that T carried are sent again: not those that are on their way over another.
+
+With mover decode there is no such hand: a read that ended is made again elsewhere. Where nothing
+reads any more, and no read is under way, `reverse` makes the mover prefill: a window opens, and
+what has not landed is written.
 
 Whatever ends it early (`fail`, `abort`, `expire`) leaves by one road:
 
@@ -28,14 +51,16 @@ A hand in the decode worker's pages is the peer's (mover prefill: an open window
 engine's blocks are apart from them: BlocksQuiescent comes with KVFailed, and ENDING goes on for the
 staged pages alone. LANDED is passed at once where no window is open.
 
-Finished is the sender's word that nothing will follow, so pages are settled when the count is full
-and Finished is here, whichever comes last. What lands after ENDING finds its window closed. A
-sender that fails releases its pages under a reader's eyes: digests tell, and Failed is on its way.
+Finished is the sender's word that nothing will follow (but for what is owed), so pages are settled
+when the count is full and Finished is here, whichever comes last. What lands after ENDING finds its
+window closed. A sender that fails releases its pages under a reader's eyes: digests tell, and
+Failed is on its way.
 
 `receiving.py` and `sending.py` of the package above carry out the actions that the methods return.
 
 File map:
     actions.py  what a session asks its desk to do
+    posted.py   a transfer's name: its transport's, and its id there
     terms.py    who moves the bytes, and into which pages
     receive.py  `ReceiveSession`: decode's half
     send.py     `SendSession`: prefill's half

@@ -7,14 +7,27 @@ from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
     from baton.handoff.interface import HandoffEvent, SampledToken
-    from baton.handoff.messages import Available, Failed, Grant, Taken
+    from baton.handoff.messages import (
+        Available,
+        Avoid,
+        Failed,
+        Grant,
+        Missing,
+        Rerouted,
+        Reversed,
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class Say:
     """Send a message to the peer over the link; lost if the link is gone."""
 
-    message: Grant | Failed | Taken
+    message: Sayable
+
+
+@dataclass(frozen=True, slots=True)
+class SayTaken:
+    """Tell the peer that all was read and verified, and what carried it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +41,17 @@ class CloseWindow:
 
 
 @dataclass(frozen=True, slots=True)
+class Fence:
+    """Admit no more over one transport, which failed; `fenced` must follow.
+
+    Not before nothing can land over it any more: what it brought and was not counted by then is
+    not counted at all.
+    """
+
+    transport: str
+
+
+@dataclass(frozen=True, slots=True)
 class Read:
     """Read what the peer says is available: then `reading`, or `fail`."""
 
@@ -36,7 +60,10 @@ class Read:
 
 @dataclass(frozen=True, slots=True)
 class Submit:
-    """Write tokens `[start, stop)` of `layer`: then `submitted` for each part, or `fail`."""
+    """Write tokens `[start, stop)` of `layer`: then `submitted` for each part, or `fail`.
+
+    By any transport that has not failed this session (`SendSession.avoids`).
+    """
 
     layer: int
     start: int
@@ -66,5 +93,6 @@ class Emit:
     event: HandoffEvent
 
 
-ReceiveAction: TypeAlias = Say | OpenWindow | CloseWindow | Read | Emit
+Sayable: TypeAlias = "Grant | Failed | Rerouted | Missing | Avoid | Reversed"
+ReceiveAction: TypeAlias = Say | SayTaken | OpenWindow | CloseWindow | Fence | Read | Emit
 SendAction: TypeAlias = Say | Submit | Announce | SayFinished | Emit

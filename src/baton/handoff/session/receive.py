@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Final, assert_never
 
@@ -10,16 +11,28 @@ import numpy as np
 from baton.errors import HandoffError, ProtocolError
 from baton.handoff.coverage import Coverage
 from baton.handoff.interface import BlocksQuiescent, KVFailed, KVLanded
-from baton.handoff.messages import Failed, Grant, Taken, pack_blocks
-from baton.handoff.session.actions import CloseWindow, Emit, OpenWindow, Read, ReceiveAction, Say
+from baton.handoff.messages import Avoid, Failed, Grant, Missing, Reversed, pack_blocks
+from baton.handoff.session.actions import (
+    CloseWindow,
+    Emit,
+    Fence,
+    OpenWindow,
+    Read,
+    ReceiveAction,
+    Say,
+    SayTaken,
+)
+from baton.handoff.stretches import pack_stretches
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from baton.clock import Instant
     from baton.handoff.interface import ReceiveOrder
-    from baton.handoff.messages import Available, Finished, Notice
+    from baton.handoff.messages import Available, Finished, Notice, Rerouted
+    from baton.handoff.session.posted import Posted
     from baton.handoff.session.terms import Terms
     from baton.ids import TicketId
-    from baton.transfer.interface import TransferId
 
 _NO_BLOCKS: Final = np.empty(0, dtype=np.int64)
 
@@ -37,7 +50,7 @@ class ReceivePhase(StrEnum):
 _CLOSED: Final = frozenset({ReceivePhase.LANDED, ReceivePhase.ENDING, ReceivePhase.ENDED})
 
 
-class ReceiveSession:
+class ReceiveSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
     """Decode's half of one handoff. `terms` are None while it waits for them."""
 
     def __init__(
@@ -54,7 +67,11 @@ class ReceiveSession:
         self._finished: Finished | None = None
         # Whose hand may be in the pages: the peer's, through a window, or our own, by reads.
         self._window_is_open = False
-        self._reads: set[TransferId] = set()
+        self._reads: set[Posted] = set()
+        self._fencing: set[str] = set()
+        self._fenced: set[str] = set()
+        self._suspected: set[str] = set()
+        self._was_reversed = False
 
     @property
     def ticket(self) -> TicketId:
@@ -101,18 +118,20 @@ class ReceiveSession:
         """
         if self.phase is not ReceivePhase.GRANTED or self.terms is None:
             return []
+        if self._was_reversed:
+            return []  # it crossed our message
         if self.terms.mover != "decode":
             raise ProtocolError("tokens are available to a worker that does not read them")
         self._requested.add(message.layer, message.start, message.stop)
         return [Read(message)]
 
-    def reading(self, transfer: TransferId) -> None:
+    def reading(self, posted: Posted) -> None:
         """A `Read` was handed to the transport."""
-        self._reads.add(transfer)
+        self._reads.add(posted)
 
-    def read_ended(self, transfer: TransferId) -> list[ReceiveAction]:
+    def read_ended(self, posted: Posted) -> list[ReceiveAction]:
         """A read touches no page any more, whether it succeeded or not."""
-        self._reads.discard(transfer)
+        self._reads.discard(posted)
         return self._settle()
 
     def landed(self, notice: Notice) -> list[ReceiveAction]:
@@ -121,6 +140,52 @@ class ReceiveSession:
             return []
         self.coverage.add(notice.layer, notice.start, notice.stop)
         return self._complete()
+
+    def rerouted(self, message: Rerouted) -> list[ReceiveAction]:
+        """A transport failed the peer, and no hand of its is in the pages through it any more.
+
+        Raises:
+            ProtocolError: it was said before, or nobody writes here.
+        """
+        if self.phase is not ReceivePhase.GRANTED:
+            return []  # the peer was told how it ended
+        if not self._window_is_open or message.transport in self._fencing | self._fenced:
+            raise ProtocolError(f"{message.transport} was not written over, or left before")
+        self._fencing.add(message.transport)
+        return [Fence(message.transport)]
+
+    def fenced(self, transport: str) -> list[ReceiveAction]:
+        """Nothing can land over a failed transport any more: say what has not."""
+        if transport not in self._fencing:
+            return []
+        self._fencing.discard(transport)
+        self._fenced.add(transport)
+        if self.phase is not ReceivePhase.GRANTED:
+            return []
+        gaps = pack_stretches(self.coverage.gaps())
+        return [Say(Missing(self.ticket, transport, gaps)), *self._complete()]
+
+    def suspect(self, transport: str, reason: str) -> list[ReceiveAction]:
+        """What a transport brought is wrong, and there is another: the peer is to leave it."""
+        known = self._suspected | self._fencing | self._fenced
+        if self.phase is not ReceivePhase.GRANTED or transport in known:
+            return []
+        self._suspected.add(transport)
+        return [Say(Avoid(self.ticket, transport, reason))]
+
+    def reverse(self, failed: Iterable[str]) -> list[ReceiveAction]:
+        """Nothing can be read any more and no read is under way: the peer is to write the rest."""
+        if self.phase is not ReceivePhase.GRANTED or self.terms is None or self._reads:
+            return []
+        if self.terms.mover != "decode":
+            return []
+        self.terms = replace(self.terms, mover="prefill")
+        self._was_reversed = self._window_is_open = True
+        pages = self.terms.pages
+        ranges = pack_stretches(self.coverage.gaps())
+        blocks = pack_blocks(pages.blocks)
+        message = Reversed(self.ticket, tuple(sorted(failed)), pages.first, blocks, ranges)
+        return [OpenWindow(), Say(message)]
 
     def finished(self, message: Finished) -> list[ReceiveAction]:
         """The peer said that nothing will follow."""
@@ -161,6 +226,8 @@ class ReceiveSession:
         self._requested.check_invariants()
         if self.over and (self._reads or self._window_is_open):
             raise AssertionError("it is over, and a hand may still be in its pages")
+        if self._fencing & self._fenced:
+            raise AssertionError("a transport is being fenced that was")
 
     def _make_grant(self, terms: Terms) -> Grant:
         order = self.order
@@ -177,14 +244,14 @@ class ReceiveSession:
         )
 
     def _complete(self) -> list[ReceiveAction]:
-        if self._finished is None or not self.coverage.complete:
+        if self._finished is None or not self.coverage.complete or self._fencing:
             return []
         landed = Emit(KVLanded(self.ticket, self._finished.first_token))
         if self._window_is_open:
             self.phase = ReceivePhase.LANDED
-            return [landed, CloseWindow()]
+            return [landed, SayTaken(), CloseWindow()]
         self.phase = ReceivePhase.ENDED  # all that was read is counted, so no read is left
-        return [landed, Say(Taken(self.ticket))]
+        return [landed, SayTaken()]
 
     def _end(self, reason: str, telling: list[ReceiveAction]) -> list[ReceiveAction]:
         quiescent = Emit(BlocksQuiescent(self.ticket))

@@ -5,19 +5,21 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import TYPE_CHECKING, Final
 
+import msgspec
 import numpy as np
 
 from baton.errors import HandoffError
 from baton.handoff.interface import KVSent, SendFailed
-from baton.handoff.messages import Failed
+from baton.handoff.messages import Failed, Rerouted
 from baton.handoff.session.actions import Announce, Emit, Say, SayFinished, SendAction, Submit
+from baton.handoff.stretches import Stretch, intersect, subtract, unpack_stretches
 
 if TYPE_CHECKING:
     from baton.clock import Instant
     from baton.handoff.interface import SampledToken, SendOrder
-    from baton.handoff.messages import Grant
+    from baton.handoff.messages import Grant, Missing, Reversed
+    from baton.handoff.session.posted import Posted
     from baton.ids import TicketId
-    from baton.transfer.interface import TransferId
 
 
 class SendPhase(StrEnum):
@@ -31,11 +33,16 @@ class SendPhase(StrEnum):
 
 
 _CLOSED: Final = frozenset({SendPhase.ENDING, SendPhase.ENDED})
-_SETTLING: Final = frozenset({SendPhase.DRAINING, SendPhase.ENDING})
+_MOVING: Final = frozenset({SendPhase.SENDING, SendPhase.DRAINING})
 
 
-class SendSession:
-    """Prefill's half of one handoff. `start` of what is sent comes with the grant."""
+class SendSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
+    """Prefill's half of one handoff. `start` of what is sent comes with the grant.
+
+    `avoids` are transports that failed it: whatever becomes of them, this session is done with
+    them. One of them is *leaving* while writes over it are under way, then *asked* until the peer
+    has said what is missing of what it carried, then its ranges are *owed* until submitted again.
+    """
 
     def __init__(self, order: SendOrder, *, num_layers: int, deadline: Instant) -> None:
         self.order = order
@@ -44,7 +51,13 @@ class SendSession:
         self.grant: Grant | None = None
         self._ready = np.full(num_layers, order.num_ready_tokens, dtype=np.int64)
         self._sent = np.zeros(num_layers, dtype=np.int64)
-        self._outstanding: set[TransferId] = set()
+        self.avoids: set[str] = set()
+        self._outstanding: dict[Posted, Stretch] = {}
+        self._carried: dict[str, list[Stretch]] = {}
+        self._leaving: set[str] = set()
+        self._asked: set[str] = set()
+        self._owed: list[Stretch] = []
+        self._is_taken = False
         self._page_tokens = 1
         self._finish: SayFinished | None = None
         self._error: HandoffError | None = None
@@ -53,6 +66,11 @@ class SendSession:
     def ticket(self) -> TicketId:
         """The ticket's id."""
         return self.order.ticket.id
+
+    @property
+    def is_written(self) -> bool:
+        """Whether this side writes, as it was asked to."""
+        return self.grant is not None and self.grant.mover == "prefill"
 
     @property
     def over(self) -> bool:
@@ -91,15 +109,28 @@ class SendSession:
             return []
         return self._submit_ready((layer,))
 
+    def resume(self) -> list[SendAction]:
+        """There is a route again: submit what could not be."""
+        if self.phase not in _MOVING:
+            return []
+        again: list[SendAction] = [Submit(*stretch) for stretch in self._owed]
+        if self.phase is SendPhase.SENDING:
+            again += self._submit_ready(range(len(self._ready)))
+        return again
+
     def finish(self, first_token: SampledToken | None) -> list[SendAction]:
         """The engine is done with this prompt."""
         self._finish = SayFinished(first_token)
         return self._drain() if self.phase is SendPhase.SENDING else []
 
-    def submitted(self, transfer: TransferId, layer: int, stop: int) -> list[SendAction]:
-        """A `Submit`, or its part up to `stop`, was handed to the transport."""
-        self._outstanding.add(transfer)
-        self._sent[layer] = stop
+    def submitted(self, posted: Posted, stretch: Stretch) -> list[SendAction]:
+        """A `Submit`, or a part of it, was handed to a transport."""
+        self._outstanding[posted] = stretch
+        self._carried.setdefault(posted.transport, []).append(stretch)
+        if stretch.start < self._sent[stretch.layer]:
+            self._owed = subtract(self._owed, stretch)
+        else:
+            self._sent[stretch.layer] = stretch.stop
         return self._drain()
 
     def announced(self, layer: int, stop: int) -> list[SendAction]:
@@ -108,19 +139,62 @@ class SendSession:
         return self._drain()
 
     def taken(self) -> list[SendAction]:
-        """The peer has read and verified all that it asked for."""
-        if self.phase is SendPhase.DRAINING and self._is_read:
-            return self._over()
-        return self.fail("the peer took what was not all announced to it", stage=str(self.phase))
-
-    def completed(self, transfer: TransferId) -> list[SendAction]:
-        """A write is done with its source pages."""
-        self._outstanding.discard(transfer)
+        """The peer has all that it asked for, and verified it."""
+        if self.phase is not SendPhase.DRAINING:
+            return self.fail("the peer took what was not all sent to it", stage=str(self.phase))
+        self._is_taken = True
         return self._settle()
 
-    def write_failed(self, transfer: TransferId, reason: str) -> list[SendAction]:
-        """A write failed: the handoff is over (what it wrote is the peer's to drop)."""
-        return [*self.fail(reason, stage="transfer"), *self.completed(transfer)]
+    def ended(self, posted: Posted) -> list[SendAction]:
+        """A write is done with its source pages, or failed: then `reroute` or `fail` came before.
+
+        In either case nothing of it will be stored by this side any more.
+        """
+        self._outstanding.pop(posted, None)
+        return [*self._try_leave(posted.transport), *self._settle()]
+
+    def reroute(self, transport: str) -> list[SendAction]:
+        """A transport failed, and there is another: what it may have lost is sent again.
+
+        Not at once: first its writes must have ended and its end at the peer be closed. The peer
+        then says what has not landed (`missing`): nothing lands twice.
+        """
+        if self.phase not in _MOVING or self._is_read or transport in self.avoids:
+            return []
+        self.avoids.add(transport)
+        if transport not in self._carried:
+            return []
+        self._leaving.add(transport)
+        return self._try_leave(transport)
+
+    def missing(self, message: Missing) -> list[SendAction]:
+        """The peer has closed a transport that failed, and says what it lacks.
+
+        Raises:
+            ProtocolError: its ranges are none.
+        """
+        stretches = unpack_stretches(message.ranges)
+        if self.phase not in _MOVING or message.transport not in self._asked:
+            return []
+        self._asked.discard(message.transport)
+        return self._owe(stretches, self._carried.pop(message.transport))
+
+    def reversed(self, message: Reversed) -> list[SendAction]:
+        """The peer can read no more: from now on this side writes, into the pages that it names.
+
+        Raises:
+            ProtocolError: its ranges are none.
+        """
+        stretches = unpack_stretches(message.ranges)
+        if self.phase in _CLOSED or self.grant is None or not self._is_read:
+            return []
+        self.grant = msgspec.structs.replace(
+            self.grant, mover="prefill", first_block=message.first_block, blocks=message.blocks
+        )
+        self.avoids.update(message.transports)
+        start = self.grant.start
+        announced = [Stretch(n, start, int(stop)) for n, stop in enumerate(self._sent)]
+        return self._owe(stretches, [each for each in announced if each.stop > start])
 
     def fail(self, reason: str, *, stage: str) -> list[SendAction]:
         """End early and tell the peer."""
@@ -171,13 +245,34 @@ class SendSession:
         self.phase = SendPhase.DRAINING
         return [self._finish, *self._settle()]
 
+    def _owe(self, missing: list[Stretch], sent: list[Stretch]) -> list[SendAction]:
+        """Send again what was sent and is missing."""
+        owed = intersect(missing, sent)
+        self._owed += owed
+        return [Submit(*stretch) for stretch in owed] or self._settle()
+
+    def _try_leave(self, transport: str) -> list[SendAction]:
+        """Once no write is under way over it: the peer may close its end."""
+        under_way = any(posted.transport == transport for posted in self._outstanding)
+        if transport not in self._leaving or under_way or self.phase not in _MOVING:
+            return []
+        self._leaving.discard(transport)
+        self._asked.add(transport)
+        return [Say(Rerouted(self.ticket, transport))]
+
     def _settle(self) -> list[SendAction]:
-        """End, once no write holds the source pages and no reader is owed them."""
-        if self._outstanding or self.phase not in _SETTLING:
-            return []
-        if self._is_read and self._error is None:
-            return []
-        return self._over()
+        """End, once no write holds the source pages, and the peer needs them no more."""
+        is_settled = self.phase is SendPhase.ENDING or (not self.over and self._is_taken)
+        return self._over() if is_settled and not self._outstanding else []
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError where the books of what was sent disagree."""
+        if any(stop > self._sent[layer] for layer, _, stop in self._owed):
+            raise AssertionError("it is to be sent again, and was never sent")
+        if self._leaving & self._asked or not self._leaving | self._asked <= self.avoids:
+            raise AssertionError("a transport is left that did not fail")
+        if self.over and self._outstanding:
+            raise AssertionError("it is over, and a write holds its source pages")
 
     def _over(self) -> list[SendAction]:
         self.phase = SendPhase.ENDED

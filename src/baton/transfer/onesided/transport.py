@@ -79,7 +79,10 @@ class OneSidedTransport(Generic[M]):
     ) -> None:
         self.kind = kind
         self.capabilities = Capabilities(
-            memory=library.memory, same_host_only=library.reach == "host", reads=True
+            memory=library.memory,
+            same_host_only=library.reach == "host",
+            reads=True,
+            posts=True,
         )
         self._library, self._context = library, context
         self._process = os.getpid()

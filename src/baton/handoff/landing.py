@@ -1,0 +1,197 @@
+"""This worker's scratch memory: who may land probes in it, one at a time."""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, assert_never
+
+from baton.clock import Instant
+from baton.errors import BatonError, ProtocolError
+from baton.handoff.messages import (
+    ProbeAsked,
+    Probed,
+    ProbeOver,
+    ProbeReady,
+    decode_probe_notice,
+)
+from baton.transfer.interface import Arrived, Window, WindowQuiescent
+from baton.transfer.links.scratch import LANDING, Scratch
+from baton.transfer.region import release_region
+
+if TYPE_CHECKING:
+    from baton.clock import Clock
+    from baton.handoff.peers import Peer, PeerTable
+    from baton.ids import TicketId
+    from baton.transfer.interface import (
+        PagedRegion,
+        RegionDescriptor,
+        TransferEvent,
+        Transport,
+    )
+
+logger = logging.getLogger(__name__)
+
+MAX_ASKED: Final = 256
+LONGEST_S: Final = 2.0
+"""One survey's use of the pages: others wait."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    peer: Peer
+    transport: Transport
+
+
+@dataclass(slots=True)
+class _Held:
+    """Who holds the landing pages. `asked` is None of a survey of this side's own."""
+
+    window: TicketId
+    until: Instant
+    asked: _Asked | None = None
+    is_closing: bool = False
+
+
+class Landing:
+    """Owner: the agent's thread. Without scratch memory nobody is admitted."""
+
+    def __init__(
+        self, scratch: Scratch | None, transports: tuple[Transport, ...], clock: Clock
+    ) -> None:
+        self._scratch, self._clock = scratch, clock
+        self._transports = {transport.kind: transport for transport in transports}
+        self._peers: PeerTable | None = None
+        self._waiting: OrderedDict[TicketId, _Asked] = OrderedDict()
+        self._held: _Held | None = None
+
+    @property
+    def region(self) -> PagedRegion:
+        """The scratch memory."""
+        if self._scratch is None:
+            raise AssertionError("there is no scratch memory")
+        return self._scratch.region
+
+    def expose(self) -> tuple[RegionDescriptor, ...]:
+        """What peers are told of it; a transport that cannot show such memory is not measured."""
+        found: list[RegionDescriptor] = []
+        for transport in self._transports.values() if self._scratch else ():
+            try:
+                found.append(transport.expose(self.region))
+            except BatonError as exc:
+                logger.info("handoff: %s will not be measured: %s", transport.kind, exc)
+        return tuple(found)
+
+    def answer_by(self, peers: PeerTable) -> None:
+        """Where answers are said. Before anything is heard."""
+        self._peers = peers
+
+    def try_take(self, window: TicketId) -> bool:
+        """For a survey of this side's own; whether the pages were free."""
+        if self._held is not None:
+            return self._held.window == window
+        self._held = _Held(window, self._latest())
+        return True
+
+    def give_back(self, window: TicketId) -> None:
+        """This side's survey is over."""
+        if self._held is not None and self._held.window == window:
+            self._held = None
+            self._serve()
+
+    def is_intact(self, num_pages: int, digest: bytes) -> bool:
+        """Whether so many pages have landed with this digest; they are wiped."""
+        return self._scratch is not None and self._scratch.try_take(num_pages, digest)
+
+    def heard(self, peer: Peer, message: ProbeAsked | ProbeOver) -> None:
+        """A peer wants to land probes, or is done.
+
+        Raises:
+            ProtocolError: over a transport that is not here, or with an id that is in use.
+        """
+        match message:
+            case ProbeAsked(window, kind):
+                transport = self._transports.get(kind)
+                in_use = window in self._waiting or (self._held and self._held.window == window)
+                if transport is None or in_use or len(self._waiting) >= MAX_ASKED:
+                    raise ProtocolError(f"a probe over {kind}, which cannot be made here")
+                self._waiting[window] = _Asked(peer, transport)
+                self._serve()
+            case ProbeOver(window):
+                self._waiting.pop(window, None)
+                held = self._held
+                if held and held.window == window and held.asked and held.asked.peer is peer:
+                    self._close(held)
+                    if not held.asked.transport.capabilities.posts:
+                        self._held = None  # its writer says that no hand of its is in the pages
+                        self._serve()
+            case _:
+                assert_never(message)
+
+    def moved(self, transport: Transport, event: TransferEvent) -> bool:
+        """A transport says something: whether it is about probes."""
+        held = self._held
+        match event:
+            case Arrived(window, notice) if held and held.asked and held.window == window:
+                self._answer(held.asked, window, notice)
+            case WindowQuiescent(window) if held and held.window == window and held.asked:
+                if held.asked.transport is transport:
+                    self._held = None
+                    self._serve()
+            case _:
+                return False
+        return True
+
+    def forget(self, peer: Peer) -> None:
+        """The link to a peer ended: its window is closed, and waited for."""
+        for window, asked in tuple(self._waiting.items()):
+            if asked.peer is peer:
+                del self._waiting[window]
+        if self._held and self._held.asked and self._held.asked.peer is peer:
+            self._close(self._held)
+
+    def release(self) -> None:
+        """Give the memory back, once every transport is closed."""
+        if self._scratch is not None:
+            release_region(self._scratch.region)
+
+    def tick(self) -> None:
+        """Close the window of a peer that takes too long."""
+        held = self._held
+        if held is not None and held.asked is not None and self._clock.now() > held.until:
+            self._close(held)
+
+    def _answer(self, asked: _Asked, window: TicketId, raw: bytes) -> None:
+        try:
+            notice = decode_probe_notice(raw)
+        except ProtocolError:
+            is_intact = False
+        else:
+            is_intact = self.is_intact(notice.num_pages, notice.digest)
+        if self._peers is not None:
+            self._peers.say(asked.peer, Probed(window, is_intact))
+
+    def _serve(self) -> None:
+        while self._held is None and self._waiting:
+            window, asked = self._waiting.popitem(last=False)
+            hello = asked.peer.hello
+            if self._peers is None or hello is None:
+                continue
+            try:
+                asked.transport.open_window(
+                    Window(window, self.region.handle, hello.epoch, LANDING)
+                )
+            except BatonError as exc:
+                logger.info("handoff: %s cannot be probed: %s", asked.transport.kind, exc)
+                continue
+            self._held = _Held(window, self._latest(), asked)
+            self._peers.say(asked.peer, ProbeReady(window))
+
+    def _close(self, held: _Held) -> None:
+        if held.asked is not None and not held.is_closing:
+            held.is_closing = True
+            held.asked.transport.close_window(held.window)
+
+    def _latest(self) -> Instant:
+        return Instant(self._clock.now() + LONGEST_S)

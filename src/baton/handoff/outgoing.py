@@ -1,0 +1,37 @@
+"""One handoff out of this worker, as its desk keeps it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from baton.handoff.carriage import Carriage
+
+if TYPE_CHECKING:
+    from baton.handoff.footprint import Footprint
+    from baton.handoff.grants import Granted
+    from baton.handoff.peers import Peer
+    from baton.handoff.session.send import SendSession
+
+
+@dataclass(slots=True, eq=False)
+class Outgoing:
+    """A session, what was granted, and what carries it.
+
+    `footprint` is known from `SendSession.begin` on. `waits`: something could not be submitted
+    before a route is attached.
+    """
+
+    session: SendSession
+    granted: Granted | None = None
+    footprint: Footprint | None = None
+    carriage: Carriage = field(default_factory=Carriage)
+    waits: bool = False
+
+    def reaches(self, peer: Peer) -> bool:
+        """Whether this peer granted it."""
+        return self.granted is not None and self.granted.peer is peer
+
+    def write_trace(self) -> None:
+        """Say in the trace what carried it."""
+        self.carriage.write_into(self.session.order.trace)

@@ -1,0 +1,64 @@
+"""What is recorded of choices and transfers, for whoever counts them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
+
+if TYPE_CHECKING:
+    from baton.transfer.links.choosing import Choice
+
+Direction: TypeAlias = Literal["push", "pull"]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A period from the first transfer over an idle link to the last one's end.
+
+    `predicted_s` is the sum of what was predicted of each. `refined` says whether the time tells
+    something about the link: not where it went by in submitting.
+    """
+
+    transport: str
+    direction: Direction
+    num_transfers: int
+    num_bytes: int
+    predicted_s: float
+    observed_s: float
+    refined: bool
+
+
+class LinkObserver(Protocol):
+    """Told by the agent's thread; must not block."""
+
+    def chosen(self, direction: Direction, choice: Choice) -> None:
+        """A transfer goes over `choice.used`."""
+        ...
+
+    def carried(self, outcome: Outcome) -> None:
+        """A link carried what it was given."""
+        ...
+
+    def failed(self, direction: Direction, transport: str) -> None:
+        """A transport failed in the middle of a handoff, and another one takes over."""
+        ...
+
+    def measured(self, direction: Direction, transport: str, latency_s: float, rate: float) -> None:
+        """A link was surveyed: its latency, and bytes a second."""
+        ...
+
+
+class SilentObserver:
+    """Counts nothing."""
+
+    def chosen(self, direction: Direction, choice: Choice) -> None:
+        """See `LinkObserver`."""
+
+    def carried(self, outcome: Outcome) -> None:
+        """See `LinkObserver`."""
+
+    def failed(self, direction: Direction, transport: str) -> None:
+        """See `LinkObserver`."""
+
+    def measured(self, direction: Direction, transport: str, latency_s: float, rate: float) -> None:
+        """See `LinkObserver`."""

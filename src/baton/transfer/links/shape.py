@@ -1,0 +1,43 @@
+"""What a transfer's cost depends on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from baton.kv.copies import CopyGroup, PageCopies
+    from baton.transfer.interface import PageArray
+
+
+@dataclass(frozen=True, slots=True)
+class TransferShape:
+    """How much is moved, and in how many pieces that are adjacent on both sides."""
+
+    num_bytes: int
+    num_descriptors: int
+
+
+def measure_shape(
+    copies: PageCopies, source: Sequence[PageArray], target: Sequence[PageArray]
+) -> TransferShape:
+    """The shape of copies between two regions; whole pages that follow one another count as one."""
+    if not 0 <= copies.layer < min(len(source), len(target)):
+        return TransferShape(copies.num_bytes, copies.num_pages)  # the transport will refuse it
+    page_bytes = source[copies.layer].page_bytes, target[copies.layer].page_bytes
+    num = sum(_count_descriptors(group, page_bytes) for group in copies.groups)
+    return TransferShape(copies.num_bytes, num)
+
+
+def _count_descriptors(group: CopyGroup, page_bytes: tuple[int, int]) -> int:
+    num_pages = len(group.src_pages)
+    if not num_pages:
+        return 0
+    if len(group.spans) != 1 or {int(group.spans[0, 2])} != set(page_bytes):
+        return num_pages * len(group.spans)
+    breaks = (np.diff(group.src_pages) != 1) | (np.diff(group.dst_pages) != 1)
+    return 1 + int(np.count_nonzero(breaks))

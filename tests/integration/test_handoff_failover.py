@@ -1,0 +1,209 @@
+"""Real agents whose transports fail in the middle of a handoff: another one finishes it."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections import Counter
+from typing import TYPE_CHECKING
+
+import pytest
+
+from baton.authority.key import ClusterKey
+from baton.handoff.interface import BlocksQuiescent, KVFailed, SendFailed
+from baton.testing.faulty_transport import Fault, FaultPlan, FaultyTransport
+from tests.integration.handoff_nodes import CLOCK, NUM_LAYERS, Handoff, Node, make_handoff, node
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from baton.handoff.messages import Mover
+    from baton.transfer.interface import Transport
+    from baton.transfer.links.choosing import Choice
+    from baton.transfer.links.outcome import Direction, Outcome
+
+BOTH = ("shared", "tcp")
+
+
+@pytest.fixture(name="key")
+def key_fixture() -> ClusterKey:
+    return ClusterKey.generate()
+
+
+class Tally:
+    """A `LinkObserver` that counts."""
+
+    def __init__(self) -> None:
+        self.used: Counter[str] = Counter()
+        self.mismatches: Counter[tuple[str, str]] = Counter()
+        self.failures: Counter[str] = Counter()
+        self.surveyed: dict[tuple[str, str], tuple[float, float]] = {}
+        self.outcomes: list[Outcome] = []
+
+    def chosen(self, direction: Direction, choice: Choice) -> None:
+        self.used[choice.used] += 1
+        if choice.is_mismatch:
+            self.mismatches[choice.expected, choice.used] += 1
+
+    def carried(self, outcome: Outcome) -> None:
+        self.outcomes.append(outcome)
+
+    def failed(self, direction: Direction, transport: str) -> None:
+        self.failures[transport] += 1
+
+    def measured(self, direction: Direction, transport: str, latency_s: float, rate: float) -> None:
+        self.surveyed[direction, transport] = latency_s, rate
+
+
+def cut(worker: Node, kind: str) -> int:
+    """Break the connections of one transport from this side to its peers; how many there were."""
+    (transport,) = (t for t in worker.agent.options.transports if t.kind == kind)
+    num_cut = 0
+    for remote in tuple(transport._remotes.values()):
+        connection = remote._connection
+        if connection is not None and connection.is_open:
+            connection.channel.socket.shutdown(socket.SHUT_RDWR)
+            num_cut += 1
+    return num_cut
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+    deadline = CLOCK.now() + timeout_s
+    while not condition():
+        assert CLOCK.now() < deadline, f"not in {timeout_s} s"
+        threading.Event().wait(0.005)
+
+
+def begin(handoff: Handoff, stop: int = 57) -> None:
+    """Until the layers up to `stop` are where they belong."""
+    handoff.expect()
+    handoff.offer()
+    handoff.wait_until_granted()
+    handoff.compute(stop)
+    threading.Event().wait(0.1)
+
+
+@pytest.mark.parametrize("mover", ["prefill", "decode"])
+@pytest.mark.parametrize(("src_block", "dst_block"), [(16, 16), (16, 24)])
+def test_shared_is_cut_in_the_middle_and_tcp_finishes(
+    mover: Mover, src_block: int, dst_block: int, key: ClusterKey
+) -> None:
+    tally = Tally()
+    with (
+        node("p", kinds=BOTH, key=key, block_size=src_block, observer=tally) as prefill,
+        node("d", kinds=BOTH, key=key, block_size=dst_block, mover=mover) as decode,
+    ):
+        prefill.scribble(3)
+        handoff = make_handoff(prefill, decode)
+        begin(handoff)
+        assert cut(prefill if mover == "prefill" else decode, "shared") == 1
+        handoff.compute(100, 101)
+        handoff.finish()
+        handoff.check_landed()
+        for trace in (handoff.receiving.trace, handoff.sending.trace):
+            assert (trace.expected_transport, trace.transport) == ("shared", "tcp"), trace.leg
+        moving = handoff.sending if mover == "prefill" else handoff.receiving
+        (reroute,) = moving.trace.reroutes
+        assert reroute.startswith("shared: ")
+        assert tally.used["tcp"] >= NUM_LAYERS
+        again = make_handoff(prefill, decode, num_ready=101, seed=9)
+        again.expect()
+        again.offer()
+        again.finish()
+        again.check_landed()
+
+
+def test_without_another_transport_a_cut_ends_the_handoff(key: ClusterKey) -> None:
+    with (
+        node("p", kinds=("shared",), key=key) as prefill,
+        node("d", kinds=("shared",), key=key) as decode,
+    ):
+        handoff = make_handoff(prefill, decode)
+        begin(handoff)
+        assert cut(prefill, "shared") == 1
+        assert isinstance(prefill.wait_for()[0], SendFailed)
+        assert isinstance(decode.wait_for()[0], KVFailed)
+
+
+def test_a_transport_that_was_cut_is_used_again_once_it_has_cooled(key: ClusterKey) -> None:
+    with (
+        node("p", kinds=BOTH, key=key) as prefill,
+        node("d", kinds=BOTH, key=key) as decode,
+    ):
+        prefill.scribble(3)
+        handoff = make_handoff(prefill, decode)
+        begin(handoff)
+        cut(prefill, "shared")
+        handoff.compute(101)
+        handoff.finish()
+        handoff.check_landed()
+        assert handoff.receiving.trace.transport == "tcp"
+        threading.Event().wait(0.8)
+        again = make_handoff(prefill, decode, num_ready=101, seed=9)
+        again.expect()
+        again.offer()
+        again.finish()
+        again.check_landed()
+        assert again.receiving.trace.transport == again.receiving.trace.expected_transport
+        assert again.receiving.trace.transport == "shared"
+
+
+class Wrapped:
+    """Makes one kind of transport faulty."""
+
+    def __init__(self, kind: str, plan: FaultPlan) -> None:
+        self.kind, self.plan = kind, plan
+        self.made: list[FaultyTransport] = []
+
+    def __call__(self, transport: Transport) -> Transport:
+        if transport.kind != self.kind:
+            return transport
+        self.made.append(FaultyTransport(transport, self.plan))
+        return self.made[-1]
+
+
+@pytest.mark.parametrize("mover", ["prefill", "decode"])
+@pytest.mark.parametrize("fault", [Fault.FAIL_SUBMIT, Fault.FLIP_BIT, Fault.SWAP_PAGES])
+@pytest.mark.parametrize("seed", range(3))
+def test_what_one_transport_spoils_another_brings(
+    mover: Mover, fault: Fault, seed: int, key: ClusterKey
+) -> None:
+    """Reads that are spoilt have no other transport here that reads: those that fail, do."""
+    wrapped = Wrapped("shared", FaultPlan(seed, {fault: 0.5}))
+    moves = {"prefill": 0, "decode": 1}[mover]
+    wraps = [lambda transport: transport, lambda transport: transport]
+    wraps[moves] = wrapped
+    with (
+        node("p", kinds=BOTH, key=key, wrap=wraps[0]) as prefill,
+        node("d", kinds=BOTH, key=key, mover=mover, wrap=wraps[1]) as decode,
+    ):
+        prefill.scribble(seed)
+        handoff = make_handoff(prefill, decode, seed=seed)
+        handoff.expect()
+        handoff.offer()
+        handoff.wait_until_granted()
+        handoff.compute(30, 57, 100, 101)
+        handoff.finish()
+        if mover == "decode" and fault is not Fault.FAIL_SUBMIT:
+            # Nothing else reads here, and what was announced cannot be said again of other bytes.
+            assert isinstance(decode.wait_for()[0], KVFailed)
+            assert wrapped.made[0].injected
+            return
+        handoff.check_landed()
+        assert wrapped.made[0].injected
+        assert handoff.receiving.trace.transport == "tcp"
+        assert handoff.sending.trace.transport == "tcp"
+
+
+def test_an_abort_while_it_is_rerouted_leaves_nothing_behind(key: ClusterKey) -> None:
+    with (
+        node("p", kinds=BOTH, key=key) as prefill,
+        node("d", kinds=BOTH, key=key) as decode,
+    ):
+        handoff = make_handoff(prefill, decode)
+        begin(handoff)
+        cut(prefill, "shared")
+        decode.agent.abort(handoff.sending.ticket.id, "the client left")
+        assert decode.wait_for() == [BlocksQuiescent(handoff.sending.ticket.id)]
+        assert isinstance(prefill.wait_for()[0], SendFailed)
+        wait_until(lambda: not decode.agent._receiving.num_sessions)

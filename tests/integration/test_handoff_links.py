@@ -1,0 +1,196 @@
+"""Real agents measure their links, and choose by what they measured."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+import pytest
+
+from baton.authority.key import ClusterKey
+from baton.handoff.interface import KVLanded
+from baton.handoff.link_options import LinkOptions
+from baton.handoff.route import RouteState
+from baton.testing.faulty_transport import Fault, FaultPlan
+from baton.transfer.interface import WriteCompleted
+from baton.transfer.links.probes import ProbeBounds
+from tests.integration.handoff_nodes import CLOCK, make_handoff, node
+from tests.integration.test_handoff_failover import (
+    BOTH,
+    Tally,
+    Wrapped,
+    cut,
+    wait_until,
+)
+from tests.integration.test_handoff_strangers import peers_of
+from tests.unit.handoff.orders import make_ticket, receive_order, send_order
+
+if TYPE_CHECKING:
+    from baton.handoff.messages import Mover
+    from baton.transfer.interface import TransferEvent, Transport
+    from tests.integration.handoff_nodes import Node
+
+MEASURED = LinkOptions()
+
+
+@pytest.fixture(name="key")
+def key_fixture() -> ClusterKey:
+    return ClusterKey.generate()
+
+
+def hand_over(prefill: Node, decode: Node, seed: int = 1) -> tuple[str | None, str | None]:
+    """One handoff; what was expected to carry it, and what did."""
+    prefill.scribble(seed)
+    handoff = make_handoff(prefill, decode, num_ready=101, seed=seed)
+    handoff.expect()
+    handoff.offer()
+    handoff.finish()
+    handoff.check_landed()
+    traces = handoff.receiving.trace, handoff.sending.trace
+    first, second = [(trace.expected_transport, trace.transport) for trace in traces]
+    assert first == second, "the two workers disagree about what was used"
+    return first
+
+
+@pytest.mark.parametrize("mover", ["prefill", "decode"])
+def test_workers_that_meet_measure_all_that_they_share(mover: Mover, key: ClusterKey) -> None:
+    tallies = Tally(), Tally()
+    with (
+        node("p", kinds=BOTH, key=key, links=MEASURED, observer=tallies[0]) as prefill,
+        node("d", kinds=BOTH, key=key, mover=mover, links=MEASURED, observer=tallies[1]) as decode,
+    ):
+        assert hand_over(prefill, decode) == ("shared", "shared")
+        expected, tally = {
+            "prefill": ({("push", "shared"), ("push", "tcp")}, tallies[0]),
+            "decode": ({("pull", "shared")}, tallies[1]),
+        }[mover]
+        wait_until(lambda: set(tally.surveyed) == expected)
+        for latency_s, rate in tally.surveyed.values():
+            assert 0 < latency_s < 0.05
+            assert 1e7 < rate < 1e12
+        used = []
+        for seed in range(3):  # which one is cheaper for so little is this machine's business
+            expected, carrier = hand_over(prefill, decode, seed)
+            assert expected == carrier
+            used.append(carrier)
+        assert {*used} <= {outcome.transport for outcome in tally.outcomes}
+
+
+def test_a_handoff_that_waits_comes_before_the_probes(key: ClusterKey) -> None:
+    tally = Tally()
+    with (
+        node("p", kinds=BOTH, key=key, links=MEASURED, observer=tally) as prefill,
+        node("d", kinds=BOTH, key=key, links=MEASURED) as decode,
+    ):
+        ticket = make_ticket(prefill.ref, decode.ref)
+        decode.agent.expect(receive_order(ticket, start=0, num_tokens=20))
+        prefill.agent.offer(send_order(ticket, num_tokens=20))
+        threading.Event().wait(0.5)
+        assert not tally.surveyed
+        prefill.agent.abort(ticket.id, "enough")
+        wait_until(lambda: len(tally.surveyed) == 2)
+
+
+def test_a_transport_that_brings_other_bytes_is_found_by_the_probes(key: ClusterKey) -> None:
+    wrapped = Wrapped("shared", FaultPlan(1, {Fault.FLIP_BIT: 1.0}))
+    tally = Tally()
+    with (
+        node("p", kinds=BOTH, key=key, links=MEASURED, observer=tally, wrap=wrapped) as prefill,
+        node("d", kinds=BOTH, key=key, links=MEASURED) as decode,
+    ):
+        decode.agent.decline(make_ticket(prefill.ref, decode.ref), "only to meet")
+        wait_until(lambda: ("push", "tcp") in tally.surveyed)
+        wait_until(lambda: bool(wrapped.made[0].injected))
+        threading.Event().wait(0.2)
+        assert ("push", "shared") not in tally.surveyed
+        expected, used = hand_over(prefill, decode)
+        assert used == "tcp"
+        assert tally.used == {"tcp": tally.used["tcp"]}
+        assert bool(tally.mismatches) == (expected == "shared")
+
+
+class Late:
+    """Wraps a transport: each write's end is told 30 ms later. Polled on the agent's timer."""
+
+    readiness_fd = None
+
+    def __init__(self, inner: Transport) -> None:
+        self._inner = inner
+        self._late: list[tuple[float, TransferEvent]] = []
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._inner, name)
+
+    def poll(self) -> list[TransferEvent]:
+        events: list[TransferEvent] = []
+        for event in self._inner.poll():
+            if isinstance(event, WriteCompleted):
+                self._late.append((CLOCK.now() + 0.03, event))
+            else:
+                events.append(event)
+        due = [event for at, event in self._late if at <= CLOCK.now()]
+        self._late = [each for each in self._late if each[0] > CLOCK.now()]
+        return [*events, *due]
+
+
+def test_a_slow_transport_is_left_for_a_faster_one(key: ClusterKey) -> None:
+    """Listed first, and guessed to be faster: measured, it is not."""
+    tally = Tally()
+    with (
+        node(
+            "p", kinds=BOTH, key=key, links=MEASURED, observer=tally,
+            wrap=lambda transport: Late(transport) if transport.kind == "shared" else transport,
+        ) as prefill,
+        node("d", kinds=BOTH, key=key, links=MEASURED) as decode,
+    ):  # fmt: skip
+        decode.agent.decline(make_ticket(prefill.ref, decode.ref), "only to meet")
+        wait_until(lambda: len(tally.surveyed) == 2)
+        assert hand_over(prefill, decode) == ("tcp", "tcp")
+        assert not tally.mismatches
+
+
+def test_one_that_was_cut_is_on_trial_before_it_is_used_again(key: ClusterKey) -> None:
+    with (
+        node("p", kinds=BOTH, key=key, links=MEASURED) as prefill,
+        node("d", kinds=BOTH, key=key, links=MEASURED) as decode,
+    ):
+        assert hand_over(prefill, decode) == ("shared", "shared")
+        cut(prefill, "shared")
+        threading.Event().wait(0.1)
+        assert hand_over(prefill, decode, 2)[1] == "tcp"
+        (route, _) = prefill.agent._routes.of(peers_of(prefill, "d")[0])
+        assert route.state is not RouteState.UP
+        wait_until(lambda: route.state is RouteState.UP)
+        assert route.cooling.num_failures == 1, "it has proved itself, and carried nothing yet"
+        expected, used = hand_over(prefill, decode, 3)
+        assert expected == used
+
+
+def test_surveys_stay_in_their_bounds(key: ClusterKey) -> None:
+    tally = Tally()
+    small = LinkOptions(bounds=ProbeBounds(0.15, 600_000))
+    with (
+        node("p", kinds=BOTH, key=key, links=small, observer=tally) as prefill,
+        node("d", kinds=BOTH, key=key, links=small) as decode,
+    ):
+        decode.agent.decline(make_ticket(prefill.ref, decode.ref), "only to meet")
+        wait_until(lambda: len(tally.surveyed) == 2)
+        for route in prefill.agent._routes.of(next(iter(prefill.agent._peers))):
+            assert 1 <= route.model.num_probes <= 5
+
+
+def test_many_peers_take_turns_at_one_landing(key: ClusterKey) -> None:
+    tallies = [Tally() for _ in range(3)]
+    with (
+        node("d", kinds=BOTH, key=key, links=MEASURED) as decode,
+        node("p0", kinds=BOTH, key=key, links=MEASURED, observer=tallies[0]) as first,
+        node("p1", kinds=BOTH, key=key, links=MEASURED, observer=tallies[1]) as second,
+        node("p2", kinds=BOTH, key=key, links=MEASURED, observer=tallies[2]) as third,
+    ):
+        for prefill in (first, second, third):
+            ticket = make_ticket(prefill.ref, decode.ref)
+            decode.agent.expect(receive_order(ticket, start=0, num_tokens=20))
+            prefill.agent.offer(send_order(ticket, num_tokens=20, num_ready_tokens=20))
+            prefill.agent.finish(ticket.id, None)
+        assert all(isinstance(event, KVLanded) for event in decode.wait_for(3))
+        wait_until(lambda: all(len(tally.surveyed) == 2 for tally in tallies))

@@ -1,0 +1,96 @@
+"""The model of a link: monotone, positive, and it finds what was planted."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from baton.transfer.links.fitting import Sample, fit
+from baton.transfer.links.model import LinkModel
+from baton.transfer.links.prior import NETWORK, SAME_HOST
+from baton.transfer.links.probes import PLAN
+from baton.transfer.links.shape import TransferShape
+
+models = st.builds(
+    LinkModel,
+    latency_s=st.floats(1e-6, 1e-2),
+    descriptor_s=st.floats(1e-8, 1e-5),
+    byte_s=st.floats(1 / 50e9, 1 / 50e6),
+)
+shapes = st.builds(TransferShape, st.integers(1, 1 << 30), st.integers(1, 1 << 15))
+times = st.floats(1e-6, 10.0)
+priors = st.sampled_from([SAME_HOST, NETWORK])
+
+
+def check_sane(model: LinkModel, some: TransferShape, other: TransferShape) -> None:
+    assert min(model.latency_s, model.descriptor_s, model.byte_s) > 0
+    small = TransferShape(
+        min(some.num_bytes, other.num_bytes), min(some.num_descriptors, other.num_descriptors)
+    )
+    large = TransferShape(
+        max(some.num_bytes, other.num_bytes), max(some.num_descriptors, other.num_descriptors)
+    )
+    assert 0 < model.predict(small) <= model.predict(large)
+
+
+@given(st.lists(st.tuples(shapes, times), max_size=30), priors, shapes, shapes)
+@settings(max_examples=150, deadline=None)
+def test_whatever_was_seen_the_model_is_monotone_and_positive(
+    seen: list[tuple[TransferShape, float]],
+    prior: LinkModel,
+    some: TransferShape,
+    other: TransferShape,
+) -> None:
+    fitted = fit([Sample(*each) for each in seen], prior)
+    check_sane(fitted, some, other)
+    refined = prior
+    for shape, seconds in seen:
+        refined = refined.refine(shape, seconds)
+    check_sane(refined, some, other)
+
+
+@given(models, st.integers(0, 2**32 - 1), priors)
+@settings(max_examples=100, deadline=None)
+def test_a_fit_finds_a_planted_link_in_noise(
+    planted: LinkModel, seed: int, prior: LinkModel
+) -> None:
+    """5 % of noise everywhere, and a probe of each shape that took five times as long."""
+    rng = np.random.default_rng(seed)
+    samples = []
+    for number, probe in enumerate([*PLAN, *PLAN]):
+        seconds = planted.predict(probe.shape) * rng.normal(1, 0.05)
+        samples.append(Sample(probe.shape, seconds * (5 if number in {0, 4, 9} else 1)))
+    found = fit(samples, prior)
+    for probe in PLAN:
+        ratio = found.predict(probe.shape) / planted.predict(probe.shape)
+        assert 0.8 < ratio < 1.25, (probe, ratio)
+
+
+@given(models, models, st.integers(0, 2**32 - 1))
+@settings(max_examples=60, deadline=None)
+def test_transfers_teach_what_the_link_has_become(
+    before: LinkModel, after: LinkModel, seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    shape = TransferShape(1 << int(rng.integers(10, 26)), int(rng.integers(1, 500)))
+    model = before
+    for _ in range(150):
+        model = model.refine(shape, after.predict(shape) * rng.normal(1, 0.05))
+    assert 0.8 < model.predict(shape) / after.predict(shape) < 1.25
+
+
+@given(models, shapes, st.floats(2.0, 1e6))
+@settings(max_examples=100, deadline=None)
+def test_one_outlier_moves_little(model: LinkModel, shape: TransferShape, factor: float) -> None:
+    settled = model
+    for _ in range(40):
+        settled = settled.refine(shape, model.predict(shape))
+    moved = settled.refine(shape, model.predict(shape) * factor)
+    assert moved.predict(shape) < 1.3 * settled.predict(shape)
+
+
+@given(models, shapes)
+def test_what_was_predicted_changes_nothing(model: LinkModel, shape: TransferShape) -> None:
+    again = model.refine(shape, model.predict(shape))
+    assert np.isclose(again.predict(shape), model.predict(shape))

@@ -1,0 +1,146 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from baton.clock import Instant
+from baton.kv.copies import CopyGroup, PageCopies
+from baton.transfer.interface import Capabilities, PageArray
+from baton.transfer.links.choosing import Chooser
+from baton.transfer.links.cooling import FIRST_S, LONGEST_S, Cooling
+from baton.transfer.links.model import LinkModel
+from baton.transfer.links.prior import guess
+from baton.transfer.links.probes import PLAN, Probe, ProbeBounds, ProbeSeries
+from baton.transfer.links.scratch import NUM_PATTERN_PAGES, Scratch, digest_of, lay_probe
+from baton.transfer.links.shape import TransferShape, measure_shape
+from baton.transfer.region import release_region, view_pages
+
+FAST_START = LinkModel(10e-6, 1e-6, 1 / 1e9)
+FAST_RUN = LinkModel(500e-6, 1e-6, 1 / 10e9)
+SMALL, LARGE = TransferShape(4096, 1), TransferShape(1 << 24, 1)
+
+
+def group(src: list[int], dst: list[int], spans: list[tuple[int, int, int]]) -> CopyGroup:
+    return CopyGroup(np.array(src), np.array(dst), np.array(spans, dtype=np.int64))
+
+
+@pytest.mark.parametrize(
+    ("copies", "num_descriptors"),
+    [
+        (group([1, 2, 3], [5, 6, 7], [(0, 0, 64)]), 1),
+        (group([1, 2, 3], [7, 6, 5], [(0, 0, 64)]), 3),
+        (group([1, 2, 4], [5, 6, 7], [(0, 0, 64)]), 2),
+        (group([1, 2, 3], [5, 6, 7], [(0, 0, 32)]), 3),
+        (group([1, 2], [5, 6], [(0, 0, 16), (32, 32, 16)]), 4),
+        (group([], [], [(0, 0, 64)]), 0),
+    ],
+)
+def test_adjacent_whole_pages_are_one_descriptor(copies: CopyGroup, num_descriptors: int) -> None:
+    arrays = (PageArray(0, 64, 8),)
+    shape = measure_shape(PageCopies(0, (copies,)), arrays, arrays)
+    assert shape == TransferShape(copies.num_bytes, num_descriptors)
+
+
+def test_the_cheapest_is_chosen_by_size() -> None:
+    models = {"a": FAST_RUN, "b": FAST_START}
+    chooser = Chooser("measured")
+    assert chooser.choose(SMALL, models, ["a", "b"]).used == "b"
+    choice = chooser.choose(LARGE, models, ["a", "b"])
+    assert (choice.expected, choice.used) == ("a", "a")
+    assert [p.transport for p in choice.predictions] == ["a", "b"]
+    assert choice.predicted_s == FAST_RUN.predict(LARGE)
+
+
+def test_by_the_list_the_first_that_works_is_used() -> None:
+    models = {"a": FAST_RUN, "b": FAST_START}
+    assert Chooser("listed").choose(SMALL, models, ["a", "b"]).used == "a"
+    choice = Chooser("listed").choose(SMALL, models, ["b"])
+    assert (choice.expected, choice.used, choice.is_mismatch) == ("a", "b", True)
+
+
+def test_nothing_usable_is_no_choice() -> None:
+    assert Chooser("measured").choose(SMALL, {"a": FAST_RUN}, []) is None
+
+
+def test_what_is_better_and_does_not_work_is_expected() -> None:
+    models = {"a": FAST_RUN, "b": FAST_START}
+    choice = Chooser("measured").choose(LARGE, models, ["b"])
+    assert (choice.expected, choice.used) == ("a", "b")
+
+
+def test_noise_does_not_flip_a_choice_and_a_real_change_does() -> None:
+    chooser = Chooser("measured")
+    steady = LinkModel(100e-6, 1e-9, 1e-12)
+    used = []
+    for factor in (0.97, 1.04, 0.98, 1.03, 0.96):
+        other = LinkModel(100e-6 * factor, 1e-9, 1e-12)
+        used.append(chooser.choose(SMALL, {"a": steady, "b": other}, ["a", "b"]).used)
+    assert set(used) == {"b"}, "b was cheaper at first; never by enough to be left, or returned to"
+    slow = LinkModel(200e-6, 1e-9, 1e-12)
+    assert chooser.choose(SMALL, {"a": steady, "b": slow}, ["a", "b"]).used == "a"
+
+
+def test_equal_guesses_leave_the_choice_to_the_order() -> None:
+    network = Capabilities(memory=("host",), same_host_only=False)
+    here = Capabilities(memory=("shared",), same_host_only=True)
+    models = {"x": guess(network), "y": guess(network)}
+    assert Chooser("measured").choose(LARGE, models, ["x", "y"]).used == "x"
+    models["z"] = guess(here)
+    assert Chooser("measured").choose(LARGE, models, ["x", "y", "z"]).used == "z"
+    assert not guess(here).is_measured
+
+
+def test_cooling_doubles_to_a_limit_and_ends_with_a_success() -> None:
+    cooling = Cooling()
+    assert [cooling.failed(Instant(0.0)) for _ in range(3)] == [FIRST_S, 2 * FIRST_S, 4 * FIRST_S]
+    assert not cooling.is_over(Instant(1.9))
+    assert cooling.is_over(Instant(2.0))
+    assert [cooling.failed(Instant(0.0)) for _ in range(20)][-1] == LONGEST_S
+    cooling.worked()
+    assert cooling.failed(Instant(0.0)) == FIRST_S
+
+
+def test_a_slow_link_is_not_given_the_large_probes() -> None:
+    series = ProbeSeries(ProbeBounds(0.1, 1 << 25), guess(Capabilities(("host",), False)))
+    made = []
+    while (probe := series.next()) is not None:
+        made.append(probe.num_pages)
+        series.made(1e-3 + probe.shape.num_bytes / 10e6)  # 10 MB/s
+    assert set(made) == {1, 64}
+    assert series.model.bandwidth == pytest.approx(10e6, rel=0.3)
+
+
+def test_a_series_stays_within_its_bytes() -> None:
+    series = ProbeSeries(ProbeBounds(1.0, 600_000), FAST_RUN)
+    while series.next() is not None:
+        series.made(1e-4)
+    assert sum(sample.shape.num_bytes for sample in series.samples) <= 600_000
+
+
+def test_a_quick_link_is_given_every_probe() -> None:
+    series = ProbeSeries(ProbeBounds(), FAST_RUN)
+    while (probe := series.next()) is not None:
+        series.made(FAST_START.predict(probe.shape))
+    assert len(series.samples) == len(PLAN)
+
+
+@pytest.mark.parametrize("probe", [Probe(1), Probe(64), Probe(64, True), Probe(1024, True)])
+def test_a_probe_is_known_by_its_digest_and_only_once(probe: Probe) -> None:
+    scratch = Scratch.allocate()
+    try:
+        pages = view_pages(scratch.region.memory, scratch.region.arrays[0])
+        (copied,) = lay_probe(probe).groups
+        pages[copied.dst_pages] = pages[copied.src_pages]
+        assert scratch.try_take(probe.num_pages, digest_of(probe))
+        assert not scratch.try_take(probe.num_pages, digest_of(probe)), "it was wiped"
+        pages[copied.dst_pages] = pages[copied.src_pages]
+        pages[NUM_PATTERN_PAGES, 7] ^= 1
+        assert not scratch.try_take(probe.num_pages, digest_of(probe))
+        assert not scratch.try_take(NUM_PATTERN_PAGES + 1, digest_of(probe))
+        num_descriptors = measure_shape(
+            lay_probe(probe), scratch.region.arrays, scratch.region.arrays
+        ).num_descriptors
+        assert num_descriptors == probe.shape.num_descriptors
+    finally:
+        del pages
+        release_region(scratch.region)
