@@ -103,6 +103,14 @@ def test_blocks_of_later_chunks_join_the_order_that_the_agent_has(bench: Bench) 
     assert (send.ready, send.is_finished) == ({0: 7, 1: 7}, True)
 
 
+def test_decode_need_not_wait_for_what_comes_after_the_last_layers_kv(bench: Bench) -> None:
+    bench.rank.begin(offer(bench, 4, 4, (5,)))
+    bench.rank.layer_done("b")
+    assert not bench.port.sends[ID].is_finished
+    bench.rank.layer_done("a")
+    assert bench.port.sends[ID].is_finished  # before `end`: the MLP and the sampling go on
+
+
 def test_layers_of_drafters_are_ignored_and_those_without_a_hook_are_not(bench: Bench) -> None:
     orders = offer(bench, 4, 4, (5,))
     bench.rank.begin(orders)

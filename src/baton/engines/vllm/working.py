@@ -148,7 +148,11 @@ class RankHandoffs:
             self._observer.finished(finished, self._clock.now())
 
     def layer_done(self, layer_name: str) -> None:
-        """A layer's KV of this step's tokens is in its blocks. Only queues."""
+        """A layer's KV of this step's tokens is in its blocks. Only queues.
+
+        With the last layer's, prompts that end here are complete: their decode workers need not
+        wait for the rest of the step (that layer's MLP, the sampling).
+        """
         if not self._ready:
             return
         layer = self._setting.layers.get(layer_name)
@@ -156,18 +160,15 @@ class RankHandoffs:
             return
         if not self._hooked:
             self._stamp_progress(Stamp.FIRST_LAYER_READY)
-        self._hooked.add(layer)
-        self._port.layer_ready(self._ready, layer)
+        self._ready_in(layer)
 
     def end(self) -> None:
         """The step's forward is over; layers whose hook vLLM skipped are done as well."""
         if self._ready:
             for layer in sorted(set(self._setting.layers.values()) - self._hooked):
-                self._port.layer_ready(self._ready, layer)
-            for progress in self._orders.progress:
-                send = self._sends.find(progress.request)
-                if progress.is_last and send is not None:
-                    self._finish(send)
+                self._ready_in(layer)
+            for send in self._complete():
+                self._observer.stamp(send.offer.request, Stamp.PREFILL_DONE, self._clock.now())
         self._observer.step_ended(self._clock.now())
         self._ready = ()
         self._orders = StepOrders()
@@ -302,11 +303,20 @@ class RankHandoffs:
             send.extend(progress)
             yield from ((ticket.id, progress.stop) for ticket in send.tickets)
 
-    def _finish(self, send: SendInProgress) -> None:
-        self._observer.stamp(send.offer.request, Stamp.PREFILL_DONE, self._clock.now())
-        for ticket in send.tickets:
-            send.traces[ticket.id].stamp(Stamp.PREFILL_DONE, self._clock.now())
-            self._port.finish(ticket.id, None)
+    def _ready_in(self, layer: int) -> None:
+        is_first_time = layer not in self._hooked
+        self._hooked.add(layer)
+        self._port.layer_ready(self._ready, layer)
+        if is_first_time and len(self._hooked) == len(set(self._setting.layers.values())):
+            for send in self._complete():
+                for ticket in send.tickets:
+                    send.traces[ticket.id].stamp(Stamp.PREFILL_DONE, self._clock.now())
+                    self._port.finish(ticket.id, None)
+
+    def _complete(self) -> list[SendInProgress]:
+        """Prompts whose last tokens are computed in this step."""
+        ending = (p.request for p in self._orders.progress if p.is_last)
+        return [send for send in map(self._sends.find, ending) if send is not None]
 
     def _stamp_progress(self, stamp: Stamp) -> None:
         now = self._clock.now()
