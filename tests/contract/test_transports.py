@@ -3,8 +3,12 @@
 import socket
 from pathlib import Path
 
+import pytest
+
 from baton.testing.transport_contract import NetworkTransportContract
-from baton.transfer.interface import TRANSPORTS
+from baton.testing.transport_contract.kit import PAGE_BYTES, check_write
+from baton.testing.transport_pair import whole_pages
+from baton.transfer.interface import TRANSPORTS, RemoteLost, WindowQuiescent
 
 
 class TestShared(NetworkTransportContract):
@@ -16,6 +20,23 @@ class TestShared(NetworkTransportContract):
         stranger.settimeout(5)
         stranger.connect(b"\0" + descriptor.endpoint.encode())
         return stranger
+
+    @pytest.mark.parametrize("is_view_kept", [False, True])
+    def test_a_writer_that_attaches_again_has_let_go_of_the_old_mapping(self, pair, is_view_kept):
+        remote, window = pair.attach(), pair.open_window([1, 2])
+        check_write(pair, remote, window, [whole_pages([1], [2], PAGE_BYTES)])
+        (mapped,) = pair.writer.transport._remotes.values()
+        kept = mapped._pages.view(0) if is_view_kept else None
+        mapped._connection.channel.socket.shutdown(socket.SHUT_RDWR)
+        pair.pump(lambda: bool(pair.seen(RemoteLost)))
+        pair.reader.transport.close_window(window)
+        pair.settle()
+        assert not pair.seen(WindowQuiescent)  # a broken connection proves nothing
+        pair.writer.transport.detach(remote)
+        pair.attach()
+        pair.settle()
+        assert pair.seen(WindowQuiescent) == ([] if is_view_kept else [WindowQuiescent(window)])
+        del kept
 
 
 class TestTcp(NetworkTransportContract):

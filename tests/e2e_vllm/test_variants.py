@@ -166,7 +166,8 @@ def test_handoffs_between_engines(
             summary = read_summary(gateway, answer.request_id)
             assert summary["fallbacks"] == []
             assert summary["num_received_tokens"] == len(prompt)
-            assert summary["transport"] == summary["expected_transport"] == "shared"
+            # Which one was cheapest is measured, and so may vary; that it was used may not.
+            assert summary["transport"] == summary["expected_transport"]
 
 
 @pytest.fixture(scope="module")

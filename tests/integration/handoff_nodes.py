@@ -31,6 +31,7 @@ from baton.kv.layout import KVLayout
 from baton.telemetry.trace import Stamp
 from baton.transfer.interface import TRANSPORTS, PagedRegion, Transport, TransportContext
 from baton.transfer.region import allocate_shared_region, release_region, view_pages
+from baton.transfer.transports.tcp.transport import TcpTransport
 from tests.unit.handoff.orders import make_ticket, receive_order, send_order
 
 if TYPE_CHECKING:
@@ -47,6 +48,8 @@ NUM_LAYERS = 3
 NUM_BLOCKS = 32
 LISTED = LinkOptions("listed")
 """Nothing is measured: what is used depends on the order alone."""
+WRITES_ONLY = msgspec.structs.replace(TcpTransport.capabilities, reads=False)
+"""Of a `TcpTransport` as a transport that cannot read."""
 FIRST = SampledToken(42, -0.5, (TokenLogprob(42, -0.5),))
 
 

@@ -12,7 +12,16 @@ import pytest
 from baton.authority.key import ClusterKey
 from baton.handoff.interface import BlocksQuiescent, KVFailed, SendFailed
 from baton.testing.faulty_transport import Fault, FaultPlan, FaultyTransport
-from tests.integration.handoff_nodes import CLOCK, NUM_LAYERS, Handoff, Node, make_handoff, node
+from baton.transfer.transports.tcp.transport import TcpTransport
+from tests.integration.handoff_nodes import (
+    CLOCK,
+    NUM_LAYERS,
+    WRITES_ONLY,
+    Handoff,
+    Node,
+    make_handoff,
+    node,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -91,7 +100,7 @@ def test_shared_is_cut_in_the_middle_and_tcp_finishes(
     tally = Tally()
     with (
         node("p", kinds=BOTH, key=key, block_size=src_block, observer=tally) as prefill,
-        node("d", kinds=BOTH, key=key, block_size=dst_block, mover=mover) as decode,
+        node("d", kinds=BOTH, key=key, block_size=dst_block, mover=mover, observer=tally) as decode,
     ):
         prefill.scribble(3)
         handoff = make_handoff(prefill, decode)
@@ -103,8 +112,9 @@ def test_shared_is_cut_in_the_middle_and_tcp_finishes(
         for trace in (handoff.receiving.trace, handoff.sending.trace):
             assert (trace.expected_transport, trace.transport) == ("shared", "tcp"), trace.leg
         moving = handoff.sending if mover == "prefill" else handoff.receiving
-        (reroute,) = moving.trace.reroutes
-        assert reroute.startswith("shared: ")
+        # A decode worker may have had no read under way, and may have had several.
+        assert moving.trace.reroutes or mover == "decode"
+        assert all(reroute.startswith("shared: ") for reroute in moving.trace.reroutes)
         assert tally.used["tcp"] >= NUM_LAYERS
         again = make_handoff(prefill, decode, num_ready=101, seed=9)
         again.expect()
@@ -168,7 +178,6 @@ class Wrapped:
 def test_what_one_transport_spoils_another_brings(
     mover: Mover, fault: Fault, seed: int, key: ClusterKey
 ) -> None:
-    """Reads that are spoilt have no other transport here that reads: those that fail, do."""
     wrapped = Wrapped("shared", FaultPlan(seed, {fault: 0.5}))
     moves = {"prefill": 0, "decode": 1}[mover]
     wraps = [lambda transport: transport, lambda transport: transport]
@@ -184,15 +193,30 @@ def test_what_one_transport_spoils_another_brings(
         handoff.wait_until_granted()
         handoff.compute(30, 57, 100, 101)
         handoff.finish()
-        if mover == "decode" and fault is not Fault.FAIL_SUBMIT:
-            # Nothing else reads here, and what was announced cannot be said again of other bytes.
-            assert isinstance(decode.wait_for()[0], KVFailed)
-            assert wrapped.made[0].injected
-            return
         handoff.check_landed()
         assert wrapped.made[0].injected
         assert handoff.receiving.trace.transport == "tcp"
         assert handoff.sending.trace.transport == "tcp"
+
+
+@pytest.mark.parametrize("fault", [Fault.FLIP_BIT, Fault.SWAP_PAGES])
+def test_a_spoilt_read_ends_the_handoff_where_nothing_else_reads(
+    fault: Fault, key: ClusterKey, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was announced to be read cannot be said again of bytes that are written."""
+    monkeypatch.setattr(TcpTransport, "capabilities", WRITES_ONLY)
+    wrapped = Wrapped("shared", FaultPlan(0, {fault: 1.0}))
+    with (
+        node("p", kinds=BOTH, key=key) as prefill,
+        node("d", kinds=BOTH, key=key, mover="decode", wrap=wrapped) as decode,
+    ):
+        prefill.scribble(3)
+        handoff = make_handoff(prefill, decode, num_ready=101)
+        handoff.expect()
+        handoff.offer()
+        handoff.finish()
+        assert isinstance(decode.wait_for()[0], KVFailed)
+        assert wrapped.made[0].injected
 
 
 def test_an_abort_while_it_is_rerouted_leaves_nothing_behind(key: ClusterKey) -> None:

@@ -23,7 +23,8 @@ from baton.handoff.interface import (
 from baton.kv.copies import BlockTable
 from baton.telemetry.trace import Stamp
 from baton.transfer.transports.shared.transport import SharedTransport
-from tests.integration.handoff_nodes import CLOCK, Node, make_handoff, node
+from baton.transfer.transports.tcp.transport import TcpTransport
+from tests.integration.handoff_nodes import CLOCK, WRITES_ONLY, Node, make_handoff, node
 from tests.integration.held_reads import HeldReadsFactory
 from tests.integration.killed_prefill import run_prefill
 from tests.unit.handoff.orders import make_ticket, receive_order
@@ -85,7 +86,10 @@ def test_one_route_serves_every_handoff_with_a_peer(key: ClusterKey) -> None:
         assert holder.made[0].num_attached == 1
 
 
-def test_a_transport_that_cannot_read_is_written_by_the_peer(key: ClusterKey) -> None:
+def test_a_transport_that_cannot_read_is_written_by_the_peer(
+    key: ClusterKey, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TcpTransport, "capabilities", WRITES_ONLY)
     with (
         node("p", kinds=("tcp",), key=key) as prefill,
         node("d", kinds=("tcp",), key=key, mover="decode") as decode,
@@ -99,9 +103,16 @@ def test_a_transport_that_cannot_read_is_written_by_the_peer(key: ClusterKey) ->
         assert handoff.receiving.trace.transport == "tcp"
 
 
-def test_a_peer_that_cannot_be_attached_writes_by_itself(
-    key: ClusterKey, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("tcp_reads", [True, False])
+def test_a_peer_that_cannot_be_attached_by_one_transport_is_reached_by_another(
+    *,
+    tcp_reads: bool,
+    key: ClusterKey,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    if not tcp_reads:
+        monkeypatch.setattr(TcpTransport, "capabilities", WRITES_ONLY)
     expose = SharedTransport.expose
 
     def expose_elsewhere(self: SharedTransport, region: PagedRegion) -> RegionDescriptor:
@@ -122,7 +133,8 @@ def test_a_peer_that_cannot_be_attached_writes_by_itself(
             handoff.check_landed()
             assert handoff.receiving.trace.expected_transport == "shared"
             assert handoff.receiving.trace.transport == "tcp"
-    assert caplog.text.count("p cannot be read and writes instead") == 1
+    said = "p is reached by tcp, not shared" if tcp_reads else "p cannot be read and writes instead"
+    assert caplog.text.count(said) == 1
 
 
 def test_bytes_that_change_under_a_read_are_not_used(key: ClusterKey) -> None:

@@ -119,6 +119,7 @@ def test_more_memory_than_there_is_is_left_to_vllm(caplog: pytest.LogCaptureFixt
 
 def test_regions_are_released_one_by_one_and_tensors_outlive_them() -> None:
     pool = SharedPool(8192)
+    gc.collect()  # what earlier tests left would be closed in the middle of this one
     before = open_files()
     with pool.allocation():
         memory = torch.zeros(8192, dtype=torch.int8)

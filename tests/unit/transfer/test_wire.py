@@ -18,6 +18,7 @@ from baton.transfer.transports.tcp import wire as tcp
 
 VECTORS = Path(__file__).parents[2] / "vectors" / "transfer" / "frames.json"
 GOLDEN = json.loads(VECTORS.read_text(encoding="utf-8"))
+HOLDER = b"holder of a page"
 WINDOW, REGION, EPOCH = bytes(range(16)), bytes(range(16, 32)), "0123456789abcdef" * 2
 ARRAYS = (PageArray(0, 512, 4),)
 PAGES = np.array([3, 1]).astype("<u4").tobytes()
@@ -63,7 +64,7 @@ FILE = {
     "refused": (file.decode_from_receiver, file.Refused(7, "the window is not open")),
 }
 SHARED = {
-    "attach": (shared.decode_attach, shared.Attach(EPOCH, REGION)),
+    "attach": (shared.decode_attach, shared.Attach(EPOCH, REGION, HOLDER, is_only=True)),
     "attached": (shared.decode_first_from_receiver, shared.Attached(ARRAYS)),
     "not_attached": (
         shared.decode_first_from_receiver,

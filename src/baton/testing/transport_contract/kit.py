@@ -87,7 +87,8 @@ class TransportKit:
         """Every test closes what it opened, and so must the transport."""
         before = list_open_fds()
         yield
-        assert list_open_fds() == before
+        # What another test left may be collected, and closed, in the middle of this one.
+        assert not list_open_fds() - before
 
 
 def check_write(

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from baton.transfer.interface import PagedRegion, Window
     from baton.transfer.ledger import WindowLedger, WriterId
     from baton.transfer.reactor import Reactor
+    from baton.transfer.transports.shared.wire import Attach
 
 MAX_LAST_WORDS_STEPS: Final = 64
 
@@ -39,23 +40,25 @@ class Inbound:
     """One writer that has this side's memory. Owner thread: the transport's.
 
     It outlives its connection for as long as the writer's process might still store into a window
-    that it was told of. `on_over` is called once, when it can not any more.
+    that it was told of: until it is dead, or attaches again and has let go of the old mapping.
+    `on_over` is called once, then.
     """
 
     def __init__(
         self,
         writer: WriterId,
+        attach: Attach,
         connection: Connection,
         ledger: WindowLedger,
-        reactor: Reactor,
         *,
+        reactor: Reactor,
         on_over: Callable[[WriterId], None],
     ) -> None:
-        self._writer, self._connection = writer, connection
+        self._writer, self._attach, self._connection = writer, attach, connection
         self._ledger, self._reactor, self._on_over = ledger, reactor, on_over
         self._process = open_peer_process(connection.channel.socket)
         if self._process is not None:
-            reactor.watch(self._process, self._mourn)
+            reactor.watch(self._process, self.finish)  # it is dead
 
     def welcome(self, region: PagedRegion, fd: int, windows: list[Window]) -> None:
         """Hand the memory over, and tell of the windows that are open already."""
@@ -72,6 +75,20 @@ class Inbound:
     def ask_close(self, window: TicketId) -> None:
         """The writer must stop writing into this window, and say so."""
         self._connection.send_body(encode(Close(window)))
+
+    def is_superseded_by(self, attach: Attach) -> bool:
+        """Whether a later `Attach` proves that this mapping is gone."""
+        mine = self._attach
+        same = (attach.holder, attach.region) == (mine.holder, mine.region)
+        return same and attach.is_only
+
+    def finish(self) -> None:
+        """Proved: the writer stores nothing any more. What it said before still counts."""
+        for _ in range(MAX_LAST_WORDS_STEPS):
+            if not self._connection.is_open:
+                break
+            self._connection.step()
+        self._finish()
 
     def close(self) -> None:
         """Stop watching: nothing is known of this writer from now on. Idempotent."""
@@ -103,14 +120,6 @@ class Inbound:
         del error  # that the writer is out of reach does not tell whether it still writes
         if not self._ledger.disconnect(self._writer):
             self._finish()
-
-    def _mourn(self) -> None:
-        """The process is dead. What it said before still counts."""
-        for _ in range(MAX_LAST_WORDS_STEPS):
-            if not self._connection.is_open:
-                break
-            self._connection.step()
-        self._finish()
 
     def _finish(self) -> None:
         self.close()

@@ -24,7 +24,6 @@ from baton.transfer.transports.shared.mapping import PeerPages
 from baton.transfer.transports.shared.wire import (
     MAX_BODY_BYTES,
     Ask,
-    Attach,
     Attached,
     Close,
     Closed,
@@ -40,9 +39,9 @@ from baton.transfer.transports.shared.wire import (
 from baton.transfer.windows import PageSet
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
-    from baton.ids import Epoch
+    from baton.ids import RegionHandle
     from baton.kv.copies import PageCopies
     from baton.transfer.channel import Channel
     from baton.transfer.connection import Connection
@@ -54,6 +53,7 @@ if TYPE_CHECKING:
         TransferId,
     )
     from baton.transfer.reactor import Reactor
+    from baton.transfer.transports.shared.wire import Attach
 
 MAX_WINDOWS: Final = 65_536
 MAX_WINDOW_PAGES: Final = 1 << 24
@@ -78,10 +78,15 @@ class Remote:
     """
 
     def __init__(
-        self, id_: RemoteId, descriptor: RegionDescriptor, epoch: Epoch, reactor: Reactor
+        self,
+        id_: RemoteId,
+        descriptor: RegionDescriptor,
+        reactor: Reactor,
+        *,
+        introduce: Callable[[RegionHandle], Attach],
     ) -> None:
         self.id, self.descriptor = id_, descriptor
-        self._epoch, self._reactor = epoch, reactor
+        self._reactor, self._introduce = reactor, introduce
         self._connection: Connection | None = None
         self._pages: PeerPages | None = None
         self._windows: dict[TicketId, PageSet] = {}
@@ -89,11 +94,17 @@ class Remote:
         self._unsent: dict[TransferId, int] = {}
         self._held: dict[TicketId, list[_Held]] = {}
         self._loss: TransferError | None = None
+        self._is_mapped = False
 
     @property
     def is_attaching(self) -> bool:
         """Neither attached nor lost yet."""
         return self._pages is None and self._loss is None
+
+    @property
+    def is_mapped(self) -> bool:
+        """Whether the peer's memory is, or may be, in this process' address space."""
+        return self._is_mapped
 
     def own(self, connection: Connection) -> None:
         """The connection that is being opened: closed with this remote."""
@@ -103,7 +114,7 @@ class Remote:
         """Both ends have proved themselves: ask for the region."""
         connection.become(self._read_first, self.lose)
         connection.channel.allow_bodies(MAX_BODY_BYTES)
-        connection.send_body(encode(Attach(self._epoch, self.descriptor.handle)))
+        connection.send_body(encode(self._introduce(self.descriptor.handle)))
 
     def submit(self, transfer: TransferId, write: PageWrite, region: PagedRegion) -> None:
         """Copy a checked write into the peer's pages and tell the peer."""
@@ -181,7 +192,8 @@ class Remote:
             self._reactor.report(WriteFailed(transfer, error))
         self._unsent.clear()
         self._held.clear()
-        return pages is None or pages.unmap()
+        self._is_mapped = pages is not None and not pages.unmap()
+        return not self._is_mapped
 
     def _hold(self, held: _Held) -> None:
         """Keep a write until the peer has said whether its window is open."""
@@ -223,6 +235,7 @@ class Remote:
                         os.close(fd)
                     raise ProtocolError("the peer's region is not what its description says")
                 self._pages = PeerPages(fd, arrays)
+                self._is_mapped = True
                 self._connection.settle()
                 self._connection.become(self._read, self.lose)
                 self._reactor.report(AttachedEvent(self.id))

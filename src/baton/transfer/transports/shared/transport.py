@@ -34,6 +34,7 @@ from baton.transfer.transports.shared.remote import Remote
 from baton.transfer.transports.shared.wire import (
     MAX_BODY_BYTES,
     MAX_WINDOW_PAGES,
+    Attach,
     NotAttached,
     decode_attach,
 )
@@ -78,6 +79,8 @@ class SharedTransport:
         self._writers: dict[WriterId, Inbound] = {}
         self._remotes: dict[RemoteId, Remote] = {}
         self._leaving: list[Remote] = []
+        self._holder = secrets.token_bytes(16)
+        self._unproved: set[RegionHandle] = set()
         self._listener: Listener | None = None
         self._endpoint = ""
         self._num_remotes = self._num_transfers = self._num_writers = 0
@@ -100,7 +103,9 @@ class SharedTransport:
             raise TransferError("this is no descriptor of the shared transport")
         check_arrays(descriptor.arrays)
         self._num_remotes += 1
-        remote = Remote(RemoteId(self._num_remotes), descriptor, self._context.epoch, self._reactor)
+        remote = Remote(
+            RemoteId(self._num_remotes), descriptor, self._reactor, introduce=self._introduce
+        )
         self._remotes[remote.id] = remote
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
@@ -116,6 +121,8 @@ class SharedTransport:
         known = self._remotes.pop(remote, None)
         if known is not None:
             known.detach()
+            if known.is_mapped:  # somebody kept a view
+                self._unproved.add(known.descriptor.handle)
             self._leaving = [each for each in (*self._leaving, known) if not each.is_gone]
 
     def open_window(self, window: Window) -> None:
@@ -197,15 +204,19 @@ class SharedTransport:
         if region is None or region.fd is None:
             connection.send_body(encode(NotAttached("no such region")))
             return
+        for earlier in tuple(self._writers.values()):
+            if earlier.is_superseded_by(attach):
+                earlier.finish()
         if self._ledger.num_writers >= MAX_WRITERS:
             raise ProtocolError("too many writers hold this memory")
         self._num_writers += 1
         writer = WriterId(self._num_writers)
         inbound = Inbound(
             writer,
+            attach,
             connection,
             self._ledger,
-            self._reactor,
+            reactor=self._reactor,
             on_over=partial(self._writer_over, connection),
         )
         self._writers[writer] = inbound
@@ -219,6 +230,11 @@ class SharedTransport:
     def _forget(self, connection: Connection) -> None:
         if self._listener is not None:
             self._listener.forget(connection)
+
+    def _introduce(self, region: RegionHandle) -> Attach:
+        mapped = (each.descriptor.handle for each in self._remotes.values() if each.is_mapped)
+        is_only = region not in self._unproved and region not in mapped
+        return Attach(self._context.epoch, region, self._holder, is_only)
 
     def _new_transfer(self) -> TransferId:
         self._num_transfers += 1

@@ -22,10 +22,16 @@ MAX_WINDOW_PAGES: Final = (MAX_BODY_BYTES - 64) // 4
 
 
 class Attach(msgspec.Struct, frozen=True, tag="attach"):
-    """Writer → receiver, first: which life of a worker wants to write into which region."""
+    """Writer → receiver, first: which life of a worker wants to write into which region.
+
+    `holder` is one transport of one process. `is_only`: it has no other mapping of the region, so
+    whatever it was told over connections that broke, it stores nothing any more.
+    """
 
     epoch: EpochText
     region: IdBytes
+    holder: IdBytes
+    is_only: bool
 
 
 class Attached(msgspec.Struct, frozen=True, tag="attached"):
