@@ -52,15 +52,23 @@ def test_help_imports_nothing_heavy(command):
     assert not set(HEAVY) & set(loaded[1])
 
 
-def test_help_takes_less_than_200_ms():
-    # Processor time of the best of three: the machine may be busy with other things.
-    times_s = []
-    for _ in range(3):
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        in_a_process("from baton.cli.main import run; run(['--help'])")
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        times_s.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-    assert min(times_s) < 0.2
+def processor_time_of(code):
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    in_a_process(code)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def test_help_costs_little_more_than_what_prints_it():
+    """It takes 0.15 s of an idle core; on a busy one only the ratio tells something."""
+    rounds = [
+        (
+            processor_time_of("from baton.cli.main import run; run(['--help'])"),
+            processor_time_of("import cyclopts.help, rich.console, rich.table"),
+        )
+        for _ in range(5)
+    ]
+    assert min(ours / theirs for ours, theirs in rounds) < 1.5
 
 
 def test_version(capsys):
