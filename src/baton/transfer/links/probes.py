@@ -9,6 +9,8 @@ from baton.transfer.links.fitting import Sample, fit
 from baton.transfer.links.shape import TransferShape
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from baton.transfer.links.model import LinkModel
 
 _PAGE_BYTES: Final = 4096
@@ -28,32 +30,40 @@ class Probe:
         return TransferShape(self.num_pages * _PAGE_BYTES, num_descriptors)
 
 
-PLAN: Final = (
-    Probe(1),
-    Probe(1),
-    Probe(1),
-    Probe(1),
-    Probe(64),
-    Probe(64, is_scattered=True),
-    Probe(64),
-    Probe(64, is_scattered=True),
-    Probe(1024),
-    Probe(1024, is_scattered=True),
-    Probe(1024),
-    Probe(1024, is_scattered=True),
-)
-"""4 KiB, 256 KiB, 4 MiB. Half of them run on cold ground: a fit is deaf to those."""
+@dataclass(frozen=True, slots=True)
+class ProbePlan:
+    """Probes, made in rounds: all of them, small ones first, and then again.
 
-RECOVERY: Final = (Probe(1), Probe(64, is_scattered=True))
+    Whatever else the machine does can only make a probe slower, and does so in bursts: what a link
+    costs is what the quickest probe of a kind took, and two that agree say that it was found.
+    Rounds go on until that is so of every kind, within `least_rounds` and `most_rounds`.
+    """
+
+    probes: tuple[Probe, ...]
+    least_rounds: int
+    most_rounds: int
+
+
+PLAN: Final = ProbePlan(
+    (Probe(1), Probe(64), Probe(64, is_scattered=True), Probe(1024), Probe(1024, is_scattered=True)),
+    least_rounds=3,
+    most_rounds=12,
+)
+"""4 KiB, 256 KiB, 4 MiB. The first round runs on cold ground."""
+
+RECOVERY: Final = ProbePlan((Probe(1), Probe(64, is_scattered=True)), 1, 1)
 """Whether one that failed works again."""
+
+AGREEMENT: Final = 0.1
+"""The two quickest probes of a kind differ by no more, where nothing disturbed either."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProbeBounds:
     """What surveying all links with one peer may cost, in one direction."""
 
-    seconds: float = 0.15
-    num_bytes: int = 32 * 1024 * 1024
+    seconds: float = 0.5
+    num_bytes: int = 128 * 1024 * 1024
 
     def share(self, num_links: int) -> ProbeBounds:
         """Each link's part."""
@@ -64,35 +74,69 @@ class ProbeBounds:
 class ProbeSeries:
     """The probes of one link, one after the other. Pure.
 
-    A probe that would probably leave the bounds is not made, nor any after it: on a slow link the
-    small ones must do.
+    A probe that would probably leave the bounds is left out: on a slow link the small ones must do.
     """
 
     bounds: ProbeBounds
     prior: LinkModel
-    plan: tuple[Probe, ...] = PLAN
+    plan: ProbePlan = PLAN
     samples: list[Sample] = field(default_factory=list)
-    _num_made: int = 0
+    _round: Iterator[Probe] = field(default_factory=lambda: iter(()))
+    _num_rounds: int = 0
+    _num_at_start: int = 0
+    _next: Probe | None = None
 
     def next(self) -> Probe | None:
-        """The next probe; None if it has been enough."""
-        if self._num_made == len(self.plan):
-            return None
-        probe = self.plan[self._num_made]
-        left_s = self.bounds.seconds - sum(sample.seconds for sample in self.samples)
-        num_left = self.bounds.num_bytes - sum(s.shape.num_bytes for s in self.samples)
-        expected_s = self.model.predict(probe.shape)
-        if self.samples and (expected_s > left_s or probe.shape.num_bytes > num_left):
-            return None
-        return probe
+        """The next probe, the same until it was `made`; None if it has been enough."""
+        while self._next is None:
+            probe = next(self._round, None)
+            if probe is None:
+                if not self._begin_round():
+                    return None
+            elif self._is_affordable(probe):
+                self._next = probe
+        return self._next
 
     def made(self, seconds: float) -> None:
         """The probe that `next` gave took so long."""
-        probe = self.plan[self._num_made]
-        self._num_made += 1
-        self.samples.append(Sample(probe.shape, seconds))
+        if self._next is None:
+            raise AssertionError("no probe was given")
+        self.samples.append(Sample(self._next.shape, seconds))
+        self._next = None
 
     @property
     def model(self) -> LinkModel:
         """What has been found out."""
         return fit(self.samples, self.prior)
+
+    def _begin_round(self) -> bool:
+        """Whether there is another one: not if the last one made nothing, or nothing is open."""
+        was_idle = self._num_rounds > 0 and len(self.samples) == self._num_at_start
+        is_settled = self._num_rounds >= self.plan.least_rounds and self._is_settled()
+        if was_idle or is_settled or self._num_rounds == self.plan.most_rounds:
+            return False
+        self._num_rounds += 1
+        self._num_at_start = len(self.samples)
+        self._round = iter(self.plan.probes)
+        return True
+
+    def _is_settled(self) -> bool:
+        """Whether of each kind that can still be made the two quickest agree."""
+        times_of_open = map(self._times_of, filter(self._is_affordable, self.plan.probes))
+        return all(
+            len(times) > 1 and times[1] <= times[0] * (1 + AGREEMENT) for times in times_of_open
+        )
+
+    def _is_affordable(self, probe: Probe) -> bool:
+        """By the quickest of its kind so far, or else by what the others say."""
+        if not self.samples:
+            return True
+        times = self._times_of(probe)
+        expected_s = times[0] if times else self.model.predict(probe.shape)
+        left_s = self.bounds.seconds - sum(sample.seconds for sample in self.samples)
+        num_left = self.bounds.num_bytes - sum(s.shape.num_bytes for s in self.samples)
+        return expected_s <= left_s and probe.shape.num_bytes <= num_left
+
+    def _times_of(self, probe: Probe) -> list[float]:
+        """Ascending."""
+        return sorted(s.seconds for s in self.samples if s.shape == probe.shape)
