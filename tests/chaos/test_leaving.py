@@ -1,4 +1,4 @@
-"""Whoever asked is gone: both workers are free again within a second."""
+"""Whoever asked is gone: both workers are free again within two seconds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from baton.testing.fleet import FleetProcess
     from tests.chaos.clients import Said
 
-FREE_WITHIN_S = 1.0
+FREE_WITHIN_S = 2.0
 TRANSPORTS = ("shared", "tcp")
 
 
@@ -74,10 +74,13 @@ def test_a_client_leaves_during_prefill(house: House, transport: str, stream: bo
         elapsed_s = await until_idle(session, pair.prefill, pair.decode, within_s=FREE_WITHIN_S)
         print(f"{transport}: both workers were free after {elapsed_s * 1e3:.0f} ms")
         assert "client left" in await read_gateway_outcome(session, pair.gateway, request)
-        for worker in (pair.prefill, pair.decode):
-            trace = await find_trace(session, worker, request.id)
-            assert trace is not None
-            assert trace.outcome == "cancelled"
+        traces = [
+            await find_trace(session, each, request.id) for each in (pair.prefill, pair.decode)
+        ]
+        outcomes = {None if trace is None else trace.outcome for trace in traces}
+        # Who hears of it first says so to the other, whose handoff then fails.
+        assert "cancelled" in outcomes
+        assert outcomes <= {"cancelled", "failed"}
         await house.check_handoff(session, pair)
 
     run(scenario)

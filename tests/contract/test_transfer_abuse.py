@@ -34,6 +34,7 @@ from baton.transfer.transports.shared import wire as shared
 from baton.transfer.transports.tcp import departure, inbound
 from baton.transfer.transports.tcp import wire as tcp
 
+HOLDER = b"a raw one's page"
 PAGE = np.array([2]).astype("<u4").tobytes()
 WHOLE = np.array([0, PAGE_BYTES]).astype("<u4").tobytes()
 
@@ -67,9 +68,10 @@ class RawWriter:
         handle = self.reader.region.handle
         self.reader.transport.open_window(Window(self.window, handle, self.epoch, np.array(pages)))
         self.decoder = FrameDecoder(1 << 20)
-        wire = tcp if kit.kind == "tcp" else shared
-        link = (bytes(16),) if kit.kind == "tcp" else ()
-        self.say(wire.Attach(self.epoch, handle, *link))
+        if kit.kind == "tcp":
+            self.say(tcp.Attach(self.epoch, handle, bytes(16)))
+        else:
+            self.say(shared.Attach(self.epoch, handle, HOLDER, is_only=True))
         self.hear(b"attached")
 
     def __enter__(self):
@@ -249,6 +251,26 @@ def test_a_broken_connection_is_no_proof_but_a_farewell_is():
         writer.say(shared.Released())
         writer.check_hung_up()
         assert writer.events == [WindowQuiescent(writer.window)]
+
+
+@pytest.mark.parametrize(
+    ("holder", "is_only", "is_proof"),
+    [(HOLDER, True, True), (HOLDER, False, False), (b"another holder !", True, False)],
+)
+def test_only_the_same_holder_that_has_no_other_mapping_proves_the_first_one_gone(
+    holder, is_only, is_proof
+):
+    with RawWriter(SharedKit()) as writer:
+        writer.hear(b"opened")
+        writer.reader.transport.close_window(writer.window)
+        writer.sock.close()
+        writer.sock = writer.kit.connect_stranger(writer.reader.descriptor)
+        writer.kit.prove(writer.reader, writer.sock)
+        writer.decoder = FrameDecoder(1 << 20)
+        handle = writer.reader.region.handle
+        writer.say(shared.Attach(writer.epoch, handle, holder, is_only))
+        writer.hear(b"attached")
+        assert writer.events == ([WindowQuiescent(writer.window)] if is_proof else [])
 
 
 def test_a_write_waits_until_its_window_is_heard_of():

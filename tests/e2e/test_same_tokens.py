@@ -40,6 +40,8 @@ def test_a_hundred_prompts_sixteen_at_a_time(
     house: House, prompts: list[list[int]], expected: list[Answer], transport: str
 ) -> None:
     assert {len(p) for p in prompts} >= {1, 4000}
+    if transport == "tcp":  # the bytes do not depend on the transport: every second one
+        prompts, expected = prompts[::2], expected[::2]
     answers = ask_all(house.gateway(transport).url, prompts)
     assert answers == expected
     for answer, oracle in zip(answers, expected, strict=True):

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 LINK = [sys.executable, "-m", "baton.cli", "bench", "link"]
 QUICK = ["--quick", "--sizes", "5000,100KB"]
+SMALL = ["--quick", "--sizes", "5000"]
 TIMEOUT_S = 90
 
 
@@ -101,7 +102,7 @@ def test_two_processes_of_this_host_are_measured_and_their_bytes_verified(enviro
 
 
 def test_peers_are_rows_or_are_skipped_with_a_reason(environment):
-    report = measure([*QUICK, "--transport", "shared", "--peers"], environment)
+    report = measure([*SMALL, "--transport", "shared", "--peers"], environment)
     named = {row.name for row in report.rows} | {skipped.name for skipped in report.skipped}
     assert named >= {
         "NIXL",
@@ -118,7 +119,7 @@ def test_peers_are_rows_or_are_skipped_with_a_reason(environment):
 
 
 def test_two_listening_ends(environment):
-    arguments = [*QUICK, "--transport", "tcp", "--transport", "shared", "--peers"]
+    arguments = [*SMALL, "--transport", "tcp", "--transport", "shared", "--peers"]
     with listening(environment) as driver, listening(environment) as owner:
         report = measure([driver, owner, *arguments], environment)
         assert {row.name for row in report.rows} >= {"tcp", "shared", "socket", "memcpy"}
