@@ -37,9 +37,15 @@ def make_varied(seed: int) -> list[list[int]]:
 
 
 def check_through(
-    gateway: FleetProcess, prompts: list[list[int]], expected: Sequence[Answer], transport: str
+    gateway: FleetProcess,
+    prompts: list[list[int]],
+    expected: Sequence[Answer],
+    transports: tuple[str, ...] = ("shared", "tcp"),
 ) -> None:
-    """One at a time, then eight at once under another salt: the same tokens, all handed over."""
+    """One at a time, then eight at once under another salt: the same tokens, all handed over.
+
+    Of several transports the cheapest is used, by a measurement on a busy machine.
+    """
     together = {"at_once": 8, "cache_salt": "together"}
     for how in ({"at_once": 1}, together):
         answers = ask_all(gateway, prompts, **how)
@@ -48,7 +54,8 @@ def check_through(
             summary = read_summary(gateway, answer.request_id)
             assert summary["fallbacks"] == []
             assert summary["num_received_tokens"] == len(prompt)
-            assert summary["transport"] == summary["expected_transport"] == transport
+            assert summary["transport"] == summary["expected_transport"]
+            assert summary["transport"] in transports
             assert summary["num_bytes"] > 0
 
 
@@ -74,13 +81,12 @@ def speculating(street: Street, house: House) -> Iterator[dict[str, FleetProcess
     street.end(*servers.values())
 
 
-@pytest.mark.parametrize(("name", "transport"), [("ngram", "tcp"), ("draft", "shared")])
+@pytest.mark.parametrize("name", ["ngram", "draft"])
 def test_speculative_decoding(
     street: Street,
     house: House,
     speculating: dict[str, FleetProcess],
     name: str,
-    transport: str,
 ) -> None:
     """`ngram` has blocks of another size besides, and another transport."""
     server = speculating[name]
@@ -90,7 +96,9 @@ def test_speculative_decoding(
     few_words = {"allowed_token_ids": [500, 501, 502], "max_tokens": 30, "cache_salt": "few"}
     monotonous = ask_all(house.oracle, prompts, **few_words)
     with standing_gateway(street, house.prefill, server) as gateway:
-        check_through(gateway, prompts, expected, transport)
+        check_through(
+            gateway, prompts, expected, ("tcp",) if name == "ngram" else ("shared", "tcp")
+        )
         check_same(ask_all(gateway, prompts, **few_words), monotonous)
     drafted = read_metric(server.url, "vllm:spec_decode_num_draft_tokens_total")
     accepted = read_metric(server.url, "vllm:spec_decode_num_accepted_tokens_total")
@@ -137,7 +145,7 @@ def test_fp8_kv_of_servers_that_vllm_started(
     prompts = make_varied(SEEDS["fp8"])
     expected = ask_all(prefill, prompts, cache_salt="oracle")
     with standing_gateway(street, prefill, decode) as gateway:
-        check_through(gateway, prompts, expected, "tcp")
+        check_through(gateway, prompts, expected, ("tcp",))
     assert read_info(decode)["layout"]["dtype"] != "float32"
 
 
@@ -188,4 +196,4 @@ def test_other_tensor_parallel_degrees(
     expected = ask_all(house.oracle, prompts)
     pair = (house.prefill, two_ranks) if wide == "decode" else (two_ranks, house.decode)
     with standing_gateway(street, *pair) as gateway:
-        check_through(gateway, prompts, expected, "shared")
+        check_through(gateway, prompts, expected)
