@@ -12,7 +12,7 @@ from baton.testing.transport_contract import NetworkTransportContract
 
 DEVICE_BYTES = 256 << 20
 GARBAGE_BYTES = 8 << 20
-TMPFS = "/dev/shm"  # noqa: S108
+TMPFS = "/dev/shm"
 
 
 class SharedDeviceContract(NetworkTransportContract):

@@ -17,6 +17,7 @@ from baton.transfer.devices.extents import ExtentMapping
 from baton.transfer.devices.flushing import make_flusher
 from baton.transfer.devices.table import (
     MAX_EXTENTS,
+    MAX_PROGRAM_CHARS,
     TABLE_BYTES,
     Extent,
     Table,
@@ -90,22 +91,34 @@ def _place(options: DeviceOptions, backing: Backing, locks: RangeLocks, num_byte
         if place is not None and table.locks is not None and table.locks != place:
             _check_other_boot(options, table.locks.boot, place.boot)
             table = Table(table.sequence)
-        live = [e for e in table.extents if locks.is_held_elsewhere(e.start, e.num_bytes)]
+        start, live = _lock_gap(backing, locks, table.extents, num_bytes)
+        program = PROGRAM.read_text(errors="replace").strip()[:MAX_PROGRAM_CHARS]
+        extent = Extent(secrets.token_bytes(16), start, num_bytes, os.getpid(), program)
+        at, packed = write_table(Table(table.sequence + 1, place, (*live, extent)))
+        memory[at : at + len(packed)] = packed
+    return extent
+
+
+def _lock_gap(
+    backing: Backing, locks: RangeLocks, known: Sequence[Extent], num_bytes: int
+) -> tuple[int, list[Extent]]:
+    """Lock room for an extent: where it starts, and which extents are live besides."""
+    live: list[Extent] = []
+    while True:
+        before, live = live, [e for e in known if locks.is_held_elsewhere(e.start, e.num_bytes)]
         start = find_gap(live, num_bytes, backing.table_bytes, backing.end_bytes)
         if start is None or len(live) >= MAX_EXTENTS:
             raise _full(backing, live, num_bytes)
-        if not locks.try_lock("exclusive", start, num_bytes):
+        if locks.try_lock("exclusive", start, num_bytes):
+            break
+        # A peer may have attached to a dead worker's extent since: then that one is live again.
+        if live == before:
             raise TransferError(
                 f"bytes [{start}, {start + num_bytes}) of {backing.path} are locked by a process "
                 "that its table does not know: end whoever else uses the device"
             )
-        locks.try_lock("shared", start, num_bytes)
-        extent = Extent(
-            secrets.token_bytes(16), start, num_bytes, os.getpid(), PROGRAM.read_text().strip()
-        )
-        at, packed = write_table(Table(table.sequence + 1, place, (*live, extent)))
-        memory[at : at + len(packed)] = packed
-    return extent
+    locks.try_lock("shared", start, num_bytes)  # others may map it, nobody may claim it
+    return start, live
 
 
 def _commit(backing: Backing, extent: Extent) -> None:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 TABLE_BYTES: Final = 1 << 21
 COPY_BYTES: Final = TABLE_BYTES // 2
 MAX_EXTENTS: Final = 2048
+MAX_PROGRAM_CHARS: Final = 64
 
 _MAGIC: Final = b"BATON\x00E1"
 _HEADER_BYTES: Final = 8 + 16 + 4
@@ -31,7 +32,7 @@ class Extent(msgspec.Struct, frozen=True):
     start: _Offset
     num_bytes: _Offset
     pid: int
-    program: Annotated[str, msgspec.Meta(max_length=64)]
+    program: Annotated[str, msgspec.Meta(max_length=MAX_PROGRAM_CHARS)]
 
     @property
     def end(self) -> int:

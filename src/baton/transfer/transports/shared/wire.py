@@ -37,7 +37,7 @@ class Attach(msgspec.Struct, frozen=True, tag="attach"):
     is_only: bool
 
 
-class Attached(msgspec.Struct, frozen=True, tag="attached"):
+class Attached(msgspec.Struct, frozen=True, tag="attached", omit_defaults=True):
     """Receiver → writer: the region's arrays, to compare with the description.
 
     Its memfd comes with it, or `extent` names its part of a device that both ends map.
@@ -66,7 +66,7 @@ class Close(msgspec.Struct, frozen=True, tag="close"):
     window: IdBytes
 
 
-class Notice(msgspec.Struct, frozen=True, tag="notice"):
+class Notice(msgspec.Struct, frozen=True, tag="notice", omit_defaults=True):
     """Writer → receiver: a write into this window, of pages of array `layer`, is in place."""
 
     window: IdBytes
