@@ -13,6 +13,7 @@ from baton.transfer.devices.attaching import attach_extent
 from baton.transfer.devices.backing import open_backing
 from baton.transfer.devices.claiming import allocate_device_region
 from baton.transfer.devices.extents import find_extent
+from baton.transfer.devices.locks import RangeLocks
 from baton.transfer.devices.options import DeviceOptions, choose_allocation
 from baton.transfer.devices.table import TABLE_BYTES, Extent, Table, read_table, write_table
 from baton.transfer.interface import TRANSPORTS, PageArray
@@ -112,6 +113,22 @@ def test_an_extent_that_was_given_on_is_not_attached_to(device):
     release_region(other)
 
 
+def test_an_extent_that_is_given_on_in_the_last_moment_is_not_attached_to(device, monkeypatch):
+    region, others, lock = claim(device, 8), [], RangeLocks.try_lock
+
+    def lock_late(self, *wanted):
+        monkeypatch.undo()
+        release_region(region)
+        others.append(claim(device, 8))
+        return lock(self, *wanted)
+
+    id_, arrays = find_extent(region).extent.id, region.arrays
+    monkeypatch.setattr(RangeLocks, "try_lock", lock_late)
+    with pytest.raises(TransferError, match="just been given"):
+        attach_extent(device, id_, arrays)
+    release_region(others[0])
+
+
 @pytest.mark.parametrize(
     ("start", "num_bytes"),
     [
@@ -190,6 +207,9 @@ def test_workers_that_would_lock_different_files_are_refused(device, tmp_path):
     region = claim(DeviceOptions(device.path, lock_file=str(one)))
     with pytest.raises(ConfigError, match=r"devices\.forget"):
         claim(DeviceOptions(device.path, lock_file=str(two)))
+    other = DeviceOptions(device.path, lock_file=str(two))
+    with pytest.raises(TransferError, match="through another file"):
+        attach_extent(other, find_extent(region).extent.id, region.arrays)
     release_region(region)
     forget = [sys.executable, "-m", "baton.transfer.devices.forget"]
     assert subprocess.run(forget, capture_output=True, check=False).returncode == 1

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import mmap
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from baton.errors import ConfigError, TransferError, mapped
-from baton.transfer.devices.backing import open_backing, open_locks
+from baton.transfer.devices.backing import (
+    check_lock_place,
+    find_lock_place,
+    open_backing,
+    open_locks,
+)
 from baton.transfer.devices.extents import ExtentMapping
 from baton.transfer.devices.flushing import make_flusher
 from baton.transfer.devices.table import TABLE_BYTES, read_table
@@ -22,6 +27,14 @@ if TYPE_CHECKING:
     from baton.transfer.interface import PageArray
 
 
+_FOREIGN: Final = {
+    ConfigError: TransferError,
+    OSError: TransferError,
+    ValueError: TransferError,
+}
+"""In the middle of serving, none of them is more than a peer that cannot be reached this way."""
+
+
 def attach_extent(options: DeviceOptions, id_: bytes, arrays: Sequence[PageArray]) -> ExtentMapping:
     """Map a peer's extent: the peer says its id, this host's table says where it is.
 
@@ -32,11 +45,11 @@ def attach_extent(options: DeviceOptions, id_: bytes, arrays: Sequence[PageArray
         TransferError: no such extent, it is smaller than `arrays` say, or its table is not true.
     """
     check_arrays(arrays)
-    with mapped({ConfigError: TransferError}):
+    with mapped(_FOREIGN):
         locks = open_locks(options)
         try:
             with open_backing(options) as backing:
-                extent = _hold_peers(backing, locks, id_)
+                extent = _hold_peers(options, backing, locks, id_)
                 _check_room(extent, arrays)
                 flusher = make_flusher(options.flush)
                 mapping = ExtentMapping.of(backing, extent, locks, flusher)
@@ -47,10 +60,12 @@ def attach_extent(options: DeviceOptions, id_: bytes, arrays: Sequence[PageArray
     return mapping
 
 
-def _hold_peers(backing: Backing, locks: RangeLocks, id_: bytes) -> Extent:
+def _hold_peers(options: DeviceOptions, backing: Backing, locks: RangeLocks, id_: bytes) -> Extent:
     """Lock a peer's extent against reuse: whatever the table said of it must hold after that."""
     with mmap.mmap(backing.fd, backing.table_bytes, prot=mmap.PROT_READ) as memory:
-        extent = read_table(memory[:TABLE_BYTES]).find(id_)
+        table = read_table(memory[:TABLE_BYTES])
+        check_lock_place(options, table, find_lock_place(options, locks))
+        extent = table.find(id_)
         if extent is None:
             raise TransferError(
                 f"the peer's memory is no extent of {backing.path}: give both workers the same "

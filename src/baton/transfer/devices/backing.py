@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final, Literal
 
 from baton.errors import ConfigError
 from baton.transfer.devices.locks import RangeLocks
-from baton.transfer.devices.table import TABLE_BYTES, LockPlace
+from baton.transfer.devices.table import TABLE_BYTES, LockPlace, Table
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -81,6 +81,24 @@ def open_locks(options: DeviceOptions) -> RangeLocks:
         ConfigError: it cannot be opened.
     """
     return RangeLocks(options.lock_file or options.path)
+
+
+def check_lock_place(options: DeviceOptions, table: Table, ours: LockPlace | None) -> None:
+    """Refuse to lock another file than the others do: nobody would be kept from anything.
+
+    What an earlier boot locked is gone, and not asked about.
+
+    Raises:
+        ConfigError: says what to configure.
+    """
+    if ours is None or table.locks is None or table.locks.boot != ours.boot:
+        return
+    if table.locks != ours:
+        raise ConfigError(
+            f"workers on this host lock {options.path} through another file, so that this one "
+            "could get their bytes: set lock_file to one file that all of them see. If no process "
+            f"uses the device: python -m baton.transfer.devices.forget {options.path}"
+        )
 
 
 def _measure(path: str, fd: int) -> Backing:

@@ -10,9 +10,14 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from baton.errors import ConfigError, TransferError
+from baton.errors import TransferError, mapped
 from baton.ids import new_region_handle
-from baton.transfer.devices.backing import find_lock_place, open_backing, open_locks
+from baton.transfer.devices.backing import (
+    check_lock_place,
+    find_lock_place,
+    open_backing,
+    open_locks,
+)
 from baton.transfer.devices.extents import ExtentMapping
 from baton.transfer.devices.flushing import make_flusher
 from baton.transfer.devices.table import (
@@ -52,7 +57,8 @@ def allocate_device_region(
         ConfigError: the device is not what the operator says, or cannot be flushed.
     """
     arrays = place_arrays(shapes)
-    mapping = _claim(options, compute_region_bytes(arrays))
+    with mapped({OSError: TransferError, ValueError: TransferError}):
+        mapping = _claim(options, compute_region_bytes(arrays))
     np.frombuffer(mapping, np.uint8)[:] = 0
     mapping.flush_ranges(np.array([0]), np.array([len(mapping)]))
     return PagedRegion(new_region_handle(), "shared", memoryview(mapping), arrays)
@@ -88,9 +94,7 @@ def _place(options: DeviceOptions, backing: Backing, locks: RangeLocks, num_byte
     place = find_lock_place(options, locks)
     with mmap.mmap(backing.fd, backing.table_bytes) as memory:
         table = read_table(memory[:TABLE_BYTES])
-        if place is not None and table.locks is not None and table.locks != place:
-            _check_other_boot(options, table.locks.boot, place.boot)
-            table = Table(table.sequence)
+        check_lock_place(options, table, place)
         start, live = _lock_gap(backing, locks, table.extents, num_bytes)
         program = PROGRAM.read_text(errors="replace").strip()[:MAX_PROGRAM_CHARS]
         extent = Extent(secrets.token_bytes(16), start, num_bytes, os.getpid(), program)
@@ -127,15 +131,6 @@ def _commit(backing: Backing, extent: Extent) -> None:
         os.posix_fallocate(backing.fd, extent.start, extent.num_bytes)
     except OSError as exc:
         raise TransferError(f"no room behind {backing.path}: {exc}") from exc
-
-
-def _check_other_boot(options: DeviceOptions, theirs: str, ours: str) -> None:
-    if theirs == ours:
-        raise ConfigError(
-            f"workers on this host lock {options.path} through another file, so that this one "
-            "could get their bytes: set lock_file to one file that all of them see. If no process "
-            f"uses the device: python -m baton.transfer.devices.forget {options.path}"
-        )
 
 
 def _full(backing: Backing, live: Sequence[Extent], num_bytes: int) -> TransferError:

@@ -13,6 +13,7 @@ import ctypes
 import mmap
 import platform
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol, assert_never
 
 import numpy as np
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 LINE_BYTES: Final = 64
 LIBPMEM: Final = "libpmem.so.1"
+MAPS: Final = Path("/proc/self/maps")
 
 
 class Flusher(Protocol):
@@ -131,10 +133,12 @@ def load_libpmem() -> tuple[Callable[[int, int], None], Callable[[], None]]:
     content over a power cut, which it takes for a reason not to.
 
     Raises:
-        ConfigError: another architecture, or libpmem is not installed.
+        ConfigError: another architecture, libpmem is not installed, or was loaded before.
     """
     if platform.machine() != "x86_64":
         raise ConfigError(f'flush = "libpmem" evicts on x86 only; this is {platform.machine()}')
+    if LIBPMEM in MAPS.read_text(errors="replace"):
+        raise ConfigError("another library has loaded libpmem before, with settings of its own")
     change_environment({"PMEM_NO_CLWB": "1", "PMEM_NO_FLUSH": "0"})
     try:
         library = ctypes.CDLL(LIBPMEM)

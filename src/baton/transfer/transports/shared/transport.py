@@ -140,9 +140,8 @@ class SharedTransport:
         check_window_pages(window.pages, region.arrays)
         if len(window.pages) > MAX_WINDOW_PAGES:
             raise TransferError(f"a window of more than {MAX_WINDOW_PAGES} pages")
-        writers = self._ledger.open_window(window)
         settle_pages(region, window.pages, range(len(region.arrays)))
-        for writer in writers:
+        for writer in self._ledger.open_window(window):
             self._writers[writer].tell_open(window)
 
     def close_window(self, window: TicketId) -> None:
