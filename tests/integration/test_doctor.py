@@ -353,14 +353,15 @@ def test_no_gateway(tmp_path):
 
 def test_the_doctor_tries_shared_over_the_device_that_is_configured(tmp_path):
     device = tmp_path / "device"
-    device.write_bytes(b"\xee" * (32 << 20))
-    report, code = doctor(tmp_path, "--set", f"transfer.options.shared.device.path={device}")
+    device.write_bytes(b"\xee" * (16 << 20))
+    chosen = ("--set", f"transfer.options.shared.device.path={device}")
+    report, code = doctor(tmp_path, *chosen, paths=(ROOT / "src",))
     (shared,) = [f for f in report.findings if (f.area, f.name) == (Area.TRANSPORTS, "shared")]
     assert (shared.level, code) == (Level.OK, 0), shared.found
     with device.open("rb") as file:
         assert len(read_table(file.read(TABLE_BYTES)).extents) == 2  # one of each side
     os.truncate(device, 2 << 20)
-    report, _ = doctor(tmp_path, "--set", f"transfer.options.shared.device.path={device}")
+    report, _ = doctor(tmp_path, *chosen, paths=(ROOT / "src",))
     (shared,) = [f for f in report.findings if (f.area, f.name) == (Area.TRANSPORTS, "shared")]
     assert shared.level is not Level.OK
     assert "at least 4194304 are needed" in shared.found
