@@ -23,6 +23,7 @@ from baton.ops.doctor.finding import Area, Level, Report
 from baton.router.fleet import Role
 from baton.telemetry.summary import summarize
 from baton.telemetry.trace import LegTrace
+from baton.transfer.devices.table import TABLE_BYTES, read_table
 from tests.integration.broken_transports import install_broken_transports
 from tests.integration.gateway_cluster import run, until_true
 
@@ -348,3 +349,19 @@ def test_no_gateway(tmp_path):
     (finding,) = report.findings
     assert (finding.level, code) == (Level.PROBLEM, 1)
     assert "Connection refused" in finding.found
+
+
+def test_the_doctor_tries_shared_over_the_device_that_is_configured(tmp_path):
+    device = tmp_path / "device"
+    device.write_bytes(b"\xee" * (16 << 20))
+    chosen = ("--set", f"transfer.options.shared.device.path={device}")
+    report, code = doctor(tmp_path, *chosen, paths=(ROOT / "src",))
+    (shared,) = [f for f in report.findings if (f.area, f.name) == (Area.TRANSPORTS, "shared")]
+    assert (shared.level, code) == (Level.OK, 0), shared.found
+    with device.open("rb") as file:
+        assert len(read_table(file.read(TABLE_BYTES)).extents) == 2  # one of each side
+    os.truncate(device, 2 << 20)
+    report, _ = doctor(tmp_path, *chosen, paths=(ROOT / "src",))
+    (shared,) = [f for f in report.findings if (f.area, f.name) == (Area.TRANSPORTS, "shared")]
+    assert shared.level is not Level.OK
+    assert "at least 4194304 are needed" in shared.found

@@ -12,6 +12,7 @@ from baton.bench.contender import Traits
 from baton.bench.pool import allocate_pool
 from baton.errors import TransferError
 from baton.ids import Epoch, TicketId, new_epoch, new_ticket_id
+from baton.transfer.devices.options import choose_allocation
 from baton.transfer.interface import (
     TRANSPORTS,
     Attached,
@@ -66,7 +67,9 @@ class OverTransport:
             ("push", "pull") if capabilities.reads else ("push",),
             "memcpy" if capabilities.same_host_only else "tuned socket",
         )
-        self.region = self.target = allocate_pool(capabilities.memory, around.num_pages)
+        self.region = self.target = allocate_pool(
+            capabilities.memory, around.num_pages, choose_allocation({kind: options})
+        )
         self._remote = RemoteId(-1)
 
     def introduce(self) -> bytes:

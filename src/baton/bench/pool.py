@@ -17,13 +17,18 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from baton.bench.workload import Move
+    from baton.transfer.devices.options import AllocateRegion
     from baton.transfer.interface import MemoryKind, PagedRegion
 
 Side: TypeAlias = Literal["src", "dst"]
 _COLUMN: Final[dict[Side, int]] = {"src": 0, "dst": 1}
 
 
-def allocate_pool(kinds: Sequence[MemoryKind], num_pages: int) -> PagedRegion:
+def allocate_pool(
+    kinds: Sequence[MemoryKind],
+    num_pages: int,
+    allocate_shared: AllocateRegion = allocate_shared_region,
+) -> PagedRegion:
     """Memory of the first kind that can be had here, all of it touched, full of random bytes.
 
     Raises:
@@ -32,7 +37,7 @@ def allocate_pool(kinds: Sequence[MemoryKind], num_pages: int) -> PagedRegion:
     shapes = [(array.num_pages, array.page_bytes) for array in place_pool(num_pages)]
     for kind in kinds:
         if kind in {"shared", "host"}:
-            make = allocate_shared_region if kind == "shared" else allocate_host_region
+            make = allocate_shared if kind == "shared" else allocate_host_region
             region = make(shapes)
             _fill(region)
             return region

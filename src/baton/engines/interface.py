@@ -18,6 +18,7 @@ import msgspec
 
 from baton.kv.layout import KVLayout
 from baton.registry import Registry
+from baton.transfer.region import allocate_shared_region
 
 if TYPE_CHECKING:
     import socket
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from baton.ids import RequestId
     from baton.telemetry.announcement import Announcer
     from baton.telemetry.trace import LegTrace
+    from baton.transfer.devices.options import AllocateRegion
     from baton.transfer.interface import PagedRegion
 
 
@@ -202,10 +204,14 @@ class Engine(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EngineContext:
-    """What every engine is built from, besides its own options."""
+    """What every engine is built from, besides its own options.
+
+    `allocate` makes the memory that peers on this host can map: its KV belongs there.
+    """
 
     model: Path
     clock: Clock
+    allocate: AllocateRegion = allocate_shared_region
 
 
 class EngineFactory(Protocol):

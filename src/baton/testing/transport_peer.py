@@ -21,6 +21,7 @@ from baton.clock import MachineClock
 from baton.ids import Epoch, TicketId
 from baton.kv.copies import PageCopies
 from baton.testing.transport_pair import whole_pages
+from baton.transfer.devices.options import choose_allocation
 from baton.transfer.interface import (
     TRANSPORTS,
     Attached,
@@ -31,7 +32,7 @@ from baton.transfer.interface import (
     WriteCompleted,
     WriteFailed,
 )
-from baton.transfer.region import allocate_shared_region, release_region, view_pages
+from baton.transfer.region import release_region, view_pages
 
 if TYPE_CHECKING:
     from baton.transfer.interface import PagedRegion, Transport
@@ -82,7 +83,7 @@ def main() -> None:
 
 def be_owner(transport: Transport, task: OwnerTask) -> None:
     """Expose a region and say so, until the input ends."""
-    region = allocate_shared_region(task.shapes)
+    region = choose_allocation({task.kind: task.options})(task.shapes)
     for array in region.arrays:
         view_pages(region.memory, array)[:] = OWNED_BYTE
     sys.stdout.buffer.write(msgspec.json.encode(transport.expose(region)) + b"\n")
@@ -96,7 +97,7 @@ def be_owner(transport: Transport, task: OwnerTask) -> None:
 def be_writer(transport: Transport, task: PeerTask) -> None:
     """Attach, write until the input ends, leave."""
     shapes = [(array.num_pages, array.page_bytes) for array in task.descriptor.arrays]
-    region = allocate_shared_region(shapes)
+    region = choose_allocation({task.kind: task.options})(shapes)
     transport.expose(region)
     remote = transport.attach(task.descriptor)
     while Attached(remote) not in wait_for_events(transport):

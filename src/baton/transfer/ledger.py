@@ -15,6 +15,9 @@ from typing import TYPE_CHECKING, NewType
 from baton.errors import ProtocolError, TransferError
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from baton.ids import Epoch, RegionHandle, TicketId
     from baton.transfer.interface import Window
 
@@ -88,6 +91,10 @@ class WindowLedger:
         """Whether a notice from this writer for this window counts."""
         state = self._writers.get(writer)
         return state is not None and window in state.told and window in self._open
+
+    def pages_of(self, window: TicketId) -> NDArray[np.int64]:
+        """The pages of a window that is open."""
+        return self._open[window].pages
 
     def confirm_closed(self, writer: WriterId, window: TicketId) -> None:
         """The writer says that it stopped.

@@ -26,6 +26,7 @@ from baton.handoff.faces import Face
 from baton.handoff.link_options import LinkOptions
 from baton.ids import new_epoch
 from baton.telemetry.announcement import Announcer, Draining, Loading, Ready
+from baton.transfer.devices.options import choose_allocation
 from baton.transfer.interface import TRANSPORTS, TransportContext
 from baton.transfer.links.probes import ProbeBounds
 from baton.worker.lifeline import tie_to
@@ -177,7 +178,7 @@ def _load(options: ProcessOptions, clock: Clock) -> tuple[Worker, Epoch]:
     epoch = new_epoch()
     model = options.model.resolve()
     factory = ENGINES.build(options.engine, options.engine_options)
-    engine = factory(EngineContext(model=model, clock=clock))
+    engine = factory(EngineContext(model, clock, choose_allocation(options.transport_options)))
     served_model_name = options.served_model_name or model.name
     worker_options = WorkerOptions(
         worker=options.worker,

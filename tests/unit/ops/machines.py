@@ -75,6 +75,9 @@ def h100_box(root: Path) -> Host:
         "/sys/class/net/eno1/device/numa_node": "0",
         "/sys/bus/dax/devices/dax0.0/size": str(256 * GIB),
         "/sys/bus/dax/devices/dax0.0/target_node": "2",
+        "/dev/dax0.0": "",
+        "/sys/bus/dax/devices/dax1.0/size": str(64 * GIB),
+        "/sys/bus/dax/devices/dax2.0/size": str(64 * GIB),
     }
     for i, bus in enumerate(("18", "2a", "3a", "5d", "9a", "ab", "ba", "db")):
         device = f"/sys/bus/pci/devices/0000:{bus}:00.0"
@@ -93,6 +96,8 @@ def h100_box(root: Path) -> Host:
         links={
             "/proc/self/ns/pid": "pid:[4026531836]",
             "/sys/bus/dax/devices/dax0.0/driver": "../../../../bus/dax/drivers/device_dax",
+            "/sys/bus/dax/devices/dax1.0/driver": "../../../../bus/dax/drivers/kmem",
+            "/sys/bus/dax/devices/dax2.0/driver": "../../../../bus/dax/drivers/device_dax",
         },
         programs={"nvidia-smi": Answer(0, NVIDIA_SMI)},
         space=Space(1007 * GIB, 1000 * GIB),

@@ -47,6 +47,8 @@ def test_an_h100_box(tmp_path):
     assert seen["mlx5_0"].found == "ACTIVE, 400 Gb/sec (4X NDR), InfiniBand, NUMA node 0"
     assert seen["mlx5_7"].found.endswith("NUMA node 1")
     assert seen["dax0.0"].found == "256 GiB, NUMA node 2, driver device_dax"
+    assert 'transfer.options.shared.device.path = "/dev/dax0.0"' in seen["dax0.0"].why
+    assert seen["dax2.0"].found.endswith("not open to this user")
     assert seen["processors"].found == "112 of 112 processors"
     assert seen["memory"].found == "1.86 TiB of 1.97 TiB available"
     assert seen["huge pages"].found.startswith("reserved: 1000 of 1024 x 2 MiB free")
@@ -60,6 +62,8 @@ def test_what_an_h100_box_lacks_has_a_command(tmp_path):
     seen = examine(h100_box(tmp_path))
     assert {name: f.fix for name, f in seen.items() if f.level is not Level.OK} == {
         "kernel": None,
+        "dax1.0": "sudo daxctl reconfigure-device --mode=devdax dax1.0",
+        "dax2.0": "sudo chgrp $(id -g) /dev/dax2.0 && sudo chmod g+rw /dev/dax2.0",
         "mlx5_6": "sudo ip link set ibs6 up",
         "GPUDirect": "sudo modprobe nvidia_peermem",
         "eno1": "sudo ip link set eno1 mtu 9000",

@@ -66,6 +66,7 @@ FILE = {
 SHARED = {
     "attach": (shared.decode_attach, shared.Attach(EPOCH, REGION, HOLDER, is_only=True)),
     "attached": (shared.decode_first_from_receiver, shared.Attached(ARRAYS)),
+    "attached_extent": (shared.decode_first_from_receiver, shared.Attached(ARRAYS, HOLDER)),
     "not_attached": (
         shared.decode_first_from_receiver,
         shared.NotAttached("no such region"),
@@ -74,6 +75,7 @@ SHARED = {
     "close": (shared.decode_from_receiver, shared.Close(WINDOW)),
     "not_open": (shared.decode_from_receiver, shared.NotOpen(WINDOW)),
     "notice": (shared.decode_from_writer, shared.Notice(WINDOW, b"n")),
+    "notice_of_a_layer": (shared.decode_from_writer, shared.Notice(WINDOW, b"n", 3)),
     "ask": (shared.decode_from_writer, shared.Ask(WINDOW)),
     "closed": (shared.decode_from_writer, shared.Closed(WINDOW)),
     "released": (shared.decode_from_writer, shared.Released()),

@@ -26,7 +26,7 @@ from baton.errors import (
     mapped,
 )
 from baton.kv.pool import BlockPool
-from baton.transfer.region import release_region
+from baton.transfer.region import allocate_shared_region, release_region
 
 if TYPE_CHECKING:
     from baton.clock import Clock
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from baton.engines.transformers.options import TransformersOptions
     from baton.handoff.interface import HandoffPort
     from baton.ids import RequestId
+    from baton.transfer.devices.options import AllocateRegion
 
 _log = logging.getLogger(__name__)
 
@@ -47,7 +48,13 @@ class TransformersEngine:
     """See `Engine`. Close every transport that exposes `region` before `stop`."""
 
     def __init__(
-        self, options: TransformersOptions, loaded: LoadedModel, *, path: str, clock: Clock
+        self,
+        options: TransformersOptions,
+        loaded: LoadedModel,
+        *,
+        path: str,
+        clock: Clock,
+        allocate: AllocateRegion = allocate_shared_region,
     ) -> None:
         layout = loaded.shape.to_layout(options.block_size, loaded.dtype)
         num_blocks = options.num_blocks or options.kv_cache_bytes // layout.block_bytes
@@ -56,7 +63,9 @@ class TransformersEngine:
                 f"kv_cache_bytes = {options.kv_cache_bytes}, but one block of this model takes "
                 f"{layout.block_bytes} bytes; raise it or lower block_size"
             )
-        pages = allocate_pages(loaded.shape, layout, num_blocks, loaded.model.device)
+        pages = allocate_pages(
+            loaded.shape, layout, num_blocks, loaded.model.device, allocate=allocate
+        )
         self.region = pages.region
         self.info = EngineInfo(
             engine="transformers",
@@ -234,7 +243,13 @@ def load_engine(options: TransformersOptions, context: EngineContext) -> Transfo
         torch.set_num_threads(options.num_threads)
     with mapped({TransferError: ConfigError}):  # there is not enough memory for the pages
         loaded = load_model(context.model, options)
-        return TransformersEngine(options, loaded, path=str(context.model), clock=context.clock)
+        return TransformersEngine(
+            options,
+            loaded,
+            path=str(context.model),
+            clock=context.clock,
+            allocate=context.allocate,
+        )
 
 
 def _count_nothing(num_blocks: int) -> EngineStats:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from baton.engines.transformers.shape import ModelShape
     from baton.kv.geometry import PlaneGeometry
     from baton.kv.layout import DType, KVLayout
+    from baton.transfer.devices.options import AllocateRegion
     from baton.transfer.interface import PagedRegion
 
 TORCH_DTYPES: Final[dict[DType, torch.dtype]] = {
@@ -76,14 +77,19 @@ class MirroredPages(KVPages):
 
 
 def allocate_pages(
-    shape: ModelShape, layout: KVLayout, num_blocks: int, device: torch.device
+    shape: ModelShape,
+    layout: KVLayout,
+    num_blocks: int,
+    device: torch.device,
+    *,
+    allocate: AllocateRegion = allocate_shared_region,
 ) -> KVPages:
     """Zeroed pages for `num_blocks` blocks of `layout`.
 
     Raises:
         TransferError: there is not that much memory.
     """
-    region = allocate_shared_region([
+    region = allocate([
         (num_blocks, layout.page_bytes(layer)) for layer in range(layout.num_layers)
     ])
     if device.type == "cpu":

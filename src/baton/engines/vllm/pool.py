@@ -3,7 +3,7 @@
 On CPUs, vLLM 0.32 makes its whole KV cache with one `torch.zeros(n, dtype=torch.int8)` and hands
 each layer a view of it (`vllm.v1.worker.utils.allocate_kv_cache`), inside a context that a
 connector may provide. `SharedPool.allocation` is that context: it answers this one call with a
-sealed, committed memfd.
+sealed, committed memfd, or an extent of a device.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from contextlib import AbstractContextManager
 
+    from baton.transfer.devices.options import AllocateRegion
+
 logger: Final = logging.getLogger(__name__)
 
 
@@ -36,11 +38,11 @@ class SharedPool:
     """The memory of one worker's KV cache. Owned by the worker's main thread.
 
     `num_bytes` is what vLLM is about to allocate (`KVCacheTensor.size`, the same in all of them).
-    The memory has no name: it dies with the processes that map it.
+    The memory is free again when the last process that maps it is dead.
     """
 
-    def __init__(self, num_bytes: int) -> None:
-        self._num_bytes = num_bytes
+    def __init__(self, num_bytes: int, allocate: AllocateRegion = allocate_shared_region) -> None:
+        self._num_bytes, self._allocate = num_bytes, allocate
         self._memory: PagedRegion | None = None
         self._base = 0
 
@@ -78,7 +80,7 @@ class SharedPool:
             return None
         num_pages = -(-num_bytes // ARRAY_ALIGNMENT_BYTES)
         try:
-            self._memory = allocate_shared_region([(num_pages, ARRAY_ALIGNMENT_BYTES)])
+            self._memory = self._allocate([(num_pages, ARRAY_ALIGNMENT_BYTES)])
         except TransferError as exc:
             logger.warning("%s; vLLM allocates its KV cache itself", exc)
             return None

@@ -34,6 +34,7 @@ from baton.kv.layout import TensorParallelShard
 from baton.telemetry.links import LinkInstruments
 from baton.telemetry.metrics import HandoffInstruments, set_worker_info
 from baton.telemetry.trace import TraceRing
+from baton.transfer.devices.options import choose_allocation
 from baton.transfer.interface import TRANSPORTS, TransportContext
 from baton.transfer.links.probes import ProbeBounds
 from baton.transfer.region import release_region
@@ -101,7 +102,8 @@ class Rank:
         if not tensors:
             return None
         # Every tensor is a view of one allocation, and its size is that of the whole.
-        self._pool = SharedPool(tensors[0].size)
+        allocate = choose_allocation(self._plan.options.transport_options)
+        self._pool = SharedPool(tensors[0].size, allocate)
         return self._pool.allocation()
 
     def open(self, kv_caches: Mapping[str, torch.Tensor]) -> tuple[RankHandoffs, RankFacts]:

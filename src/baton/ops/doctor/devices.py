@@ -121,28 +121,41 @@ def look_at_rdma(host: Host) -> list[Finding]:
 
 
 def look_at_dax(host: Host) -> list[Finding]:
-    """DAX devices: CXL pools and persistent memory that `shared` could map."""
-    findings = [
-        Finding(
-            area=Area.DEVICES,
-            name=name,
-            level=Level.OK,
-            found=f"{write_bytes(host.read_number(f'{DAX}/{name}/size') or 0)}, NUMA node "
-            f"{host.read(f'{DAX}/{name}/target_node') or '?'}, driver "
-            f"{(host.target(f'{DAX}/{name}/driver') or 'none').rpartition('/')[2]}",
-            why="Memory that several hosts can map: KV in it changes hands without a copy.",
-        )
-        for name in host.entries(DAX)
-    ]
+    """DAX devices: CXL pools and persistent memory that `shared` can map."""
+    findings = [_describe_dax(host, name) for name in host.entries(DAX)]
     return findings or [
-        Finding(
-            area=Area.DEVICES,
-            name="DAX",
-            level=Level.OK,
-            found="none",
-            why="No CXL pool or persistent memory is offered as a device here.",
+        _finding(
+            "DAX",
+            Level.OK,
+            "none",
+            "No CXL pool or persistent memory is offered as a device here.",
         )
     ]
+
+
+def _describe_dax(host: Host, name: str) -> Finding:
+    driver = (host.target(f"{DAX}/{name}/driver") or "none").rpartition("/")[2]
+    found = (
+        f"{write_bytes(host.read_number(f'{DAX}/{name}/size') or 0)}, NUMA node "
+        f"{host.read(f'{DAX}/{name}/target_node') or '?'}, driver {driver}"
+    )
+    if driver != "device_dax":
+        why = "The kernel has it as ordinary memory, or nobody does: `shared` cannot map it."
+        fix = f"sudo daxctl reconfigure-device --mode=devdax {name}"
+        return _finding(name, Level.NOTE, found, why, fix=fix)
+    if not host.is_usable(f"/dev/{name}"):
+        why = "KV could lie in it, but this user may not open it."
+        fix = (
+            f"docker run --device=/dev/{name} …"
+            if is_container(host)
+            else f"sudo chgrp $(id -g) /dev/{name} && sudo chmod g+rw /dev/{name}"
+        )
+        return _finding(name, Level.NOTE, f"{found}; not open to this user", why, fix=fix)
+    why = (
+        "Workers of this host can have their KV in it: set "
+        f'transfer.options.shared.device.path = "/dev/{name}" for all of them.'
+    )
+    return _finding(name, Level.OK, found, why)
 
 
 def _finding(name: str, level: Level, found: str, why: str, *, fix: str | None = None) -> Finding:

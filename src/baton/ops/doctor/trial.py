@@ -31,6 +31,7 @@ from baton.ops.doctor.trial_pages import (
     verify,
 )
 from baton.ops.doctor.trial_party import NOTICE, Party
+from baton.transfer.devices.options import choose_allocation
 from baton.transfer.interface import (
     TRANSPORTS,
     Arrived,
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from baton.clock import Clock
+    from baton.transfer.devices.options import AllocateRegion
     from baton.transfer.interface import Transport
 
 LOOPBACK: Final = "127.0.0.1"
@@ -77,6 +79,11 @@ class _Terms:
         context = TransportContext(self.key, epoch, LOOPBACK, self.clock)
         return TRANSPORTS.build(self.kind, self.options)(context)
 
+    @property
+    def allocate(self) -> AllocateRegion:
+        """Where engines with these options have their regions."""
+        return choose_allocation({self.kind: self.options})
+
 
 def try_transport(kind: str, options: Mapping[str, object], clock: Clock) -> Moved:
     """Move pages by one transport between this process and a child of it.
@@ -95,7 +102,7 @@ def try_transport(kind: str, options: Mapping[str, object], clock: Clock) -> Mov
         ours.close()
         _own_and_exit(terms, theirs)
     theirs.close()
-    with ours, Party(terms.build(terms.writer), clock) as writer:
+    with ours, Party(terms.build(terms.writer), clock, terms.allocate) as writer:
         channel = Channel(ours)
         writer.expose(seed=1)
         try:
@@ -127,7 +134,7 @@ def _own_and_exit(terms: _Terms, sock: socket.socket) -> NoReturn:
         die_with_parent()
         channel = Channel(sock)
         try:
-            with Party(terms.build(terms.owner), terms.clock) as owner:
+            with Party(terms.build(terms.owner), terms.clock, terms.allocate) as owner:
                 _own(terms, owner, channel)
         except Exception as exc:  # noqa: BLE001 - the writer is told, whatever it was
             channel.say(Failed(describe_error(exc)))

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from baton.clock import Clock
     from baton.ids import TicketId
     from baton.ops.doctor.trial_channel import Channel
+    from baton.transfer.devices.options import AllocateRegion
     from baton.transfer.interface import (
         Capabilities,
         PagedRegion,
@@ -66,8 +67,13 @@ class Party:
     All that waits raises `TransferError` when the trial's time is over, or something failed.
     """
 
-    def __init__(self, transport: Transport, clock: Clock) -> None:
-        self.transport = transport
+    def __init__(
+        self,
+        transport: Transport,
+        clock: Clock,
+        allocate: AllocateRegion = allocate_shared_region,
+    ) -> None:
+        self.transport, self._allocate = transport, allocate
         self._clock = clock
         self._deadline = clock.now() + TRIAL_TIMEOUT_S
         self._events: list[TransferEvent] = []
@@ -97,7 +103,7 @@ class Party:
 
     def expose(self, seed: int | None) -> PagedRegion:
         """Pages of 0, or of random bytes."""
-        self._region = _allocate(self.transport.capabilities)
+        self._region = _allocate(self.transport.capabilities, self._allocate)
         self.pages[:] = 0 if seed is None else random_pages(seed)
         self.descriptor = self.transport.expose(self._region)
         return self._region
@@ -176,7 +182,7 @@ class Party:
             self._events.append(event)
 
 
-def _allocate(capabilities: Capabilities) -> PagedRegion:
+def _allocate(capabilities: Capabilities, allocate_shared: AllocateRegion) -> PagedRegion:
     """Memory of the first kind that the transport takes and this process can allocate.
 
     Raises:
@@ -186,7 +192,7 @@ def _allocate(capabilities: Capabilities) -> PagedRegion:
     shapes = [(NUM_PAGES, PAGE_BYTES)]
     for kind in capabilities.memory:
         if kind == "shared":
-            return allocate_shared_region(shapes)
+            return allocate_shared(shapes)
         if kind == "host":
             return allocate_host_region(shapes)
     raise NotTriedError(f"it moves {' and '.join(capabilities.memory)} memory only")

@@ -11,13 +11,14 @@ from baton.authority.key import ClusterKey
 from baton.clock import MachineClock
 from baton.ids import new_epoch
 from baton.testing.transport_pair import Side, TransportPair, spans_of_pages
+from baton.transfer.devices.options import choose_allocation
 from baton.transfer.interface import (
     TRANSPORTS,
     Arrived,
     TransportContext,
     WriteCompleted,
 )
-from baton.transfer.region import allocate_shared_region, view_pages
+from baton.transfer.region import view_pages
 
 if TYPE_CHECKING:
     import socket
@@ -56,7 +57,7 @@ class TransportKit:
 
     def allocate(self, shapes: Sequence[tuple[int, int]]) -> PagedRegion:
         """Memory that the transport can expose."""
-        return allocate_shared_region(shapes)
+        return choose_allocation({self.kind: self.options})(shapes)
 
     def connect_stranger(self, descriptor: RegionDescriptor) -> socket.socket:
         """A blocking socket to the transport's listener, with a timeout and nothing said yet."""

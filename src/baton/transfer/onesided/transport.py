@@ -109,6 +109,11 @@ class OneSidedTransport(Generic[M]):
         """
         if region.kind not in self.capabilities.memory:
             raise TransferError(f"{self.kind} cannot expose {region.kind} memory")
+        if "host" not in self.capabilities.memory and region.fd is None:
+            raise TransferError(
+                f"{self.kind} needs memory with a descriptor of its own; this region lies in a "
+                f"device: take {self.kind} out of transfer.transports"
+            )
         check_arrays(region.arrays)
         if self._listener is None:
             self._library.open_engine().close()

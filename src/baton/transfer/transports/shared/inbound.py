@@ -6,6 +6,8 @@ import os
 from typing import TYPE_CHECKING, Final, assert_never
 
 from baton.ids import TicketId
+from baton.transfer.devices.coherence import settle_pages
+from baton.transfer.devices.extents import find_extent
 from baton.transfer.interface import Arrived
 from baton.transfer.messages import encode
 from baton.transfer.processes import open_peer_process
@@ -56,15 +58,21 @@ class Inbound:
     ) -> None:
         self._writer, self._attach, self._connection = writer, attach, connection
         self._ledger, self._reactor, self._on_over = ledger, reactor, on_over
+        self._region: PagedRegion | None = None
         self._process = open_peer_process(connection.channel.socket)
         if self._process is not None:
             reactor.watch(self._process, self.finish)  # it is dead
 
-    def welcome(self, region: PagedRegion, fd: int, windows: list[Window]) -> None:
+    def welcome(self, region: PagedRegion, windows: list[Window]) -> None:
         """Hand the memory over, and tell of the windows that are open already."""
+        self._region = region
         self._connection.settle()
         self._connection.become(self._read, self._disconnected)
-        self._connection.send_body_with_fd(encode(Attached(region.arrays)), fd)
+        extent = find_extent(region)
+        if extent is not None:
+            self._connection.send_body(encode(Attached(region.arrays, extent.extent.id)))
+        elif region.fd is not None:
+            self._connection.send_body_with_fd(encode(Attached(region.arrays)), region.fd)
         for window in windows:
             self.tell_open(window)
 
@@ -101,8 +109,9 @@ class Inbound:
     def _read(self, channel: Channel) -> None:
         for body in channel.receive_bodies():
             match decode_from_writer(body):
-                case Notice(window, notice):
+                case Notice(window, notice, layer):
                     if self._ledger.admits(self._writer, TicketId(window)):
+                        self._settle(TicketId(window), layer)
                         self._reactor.report(Arrived(TicketId(window), notice))
                 case Ask(window):
                     # If it was opened, `Opened` is on its way already, in front of any answer.
@@ -115,6 +124,11 @@ class Inbound:
                     return
                 case unknown:
                     assert_never(unknown)
+
+    def _settle(self, window: TicketId, layer: int) -> None:
+        """Nothing old of what was written is read; a writer that lies of it fails by digest."""
+        if self._region is not None and layer < len(self._region.arrays):
+            settle_pages(self._region, self._ledger.pages_of(window), [layer])
 
     def _disconnected(self, error: TransferError) -> None:
         del error  # that the writer is out of reach does not tell whether it still writes

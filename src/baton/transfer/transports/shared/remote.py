@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Final, assert_never
 
 from baton.errors import PeerLostError, PeerUnreachableError, ProtocolError, TransferError
 from baton.ids import TicketId
-from baton.kv.copies import apply_copies
 from baton.transfer.framing import encode_frame
 from baton.transfer.interface import Attached as AttachedEvent
 from baton.transfer.interface import (
@@ -20,7 +19,7 @@ from baton.transfer.interface import (
 )
 from baton.transfer.messages import encode
 from baton.transfer.region import view_pages
-from baton.transfer.transports.shared.mapping import PeerPages
+from baton.transfer.transports.shared.mapping import map_attached
 from baton.transfer.transports.shared.wire import (
     MAX_BODY_BYTES,
     Ask,
@@ -45,6 +44,7 @@ if TYPE_CHECKING:
     from baton.kv.copies import PageCopies
     from baton.transfer.channel import Channel
     from baton.transfer.connection import Connection
+    from baton.transfer.devices.options import DeviceOptions
     from baton.transfer.interface import (
         PagedRegion,
         PageWrite,
@@ -53,6 +53,7 @@ if TYPE_CHECKING:
         TransferId,
     )
     from baton.transfer.reactor import Reactor
+    from baton.transfer.transports.shared.mapping import PeerPages
     from baton.transfer.transports.shared.wire import Attach
 
 MAX_WINDOWS: Final = 65_536
@@ -84,8 +85,10 @@ class Remote:
         reactor: Reactor,
         *,
         introduce: Callable[[RegionHandle], Attach],
+        device: DeviceOptions | None = None,
     ) -> None:
         self.id, self.descriptor = id_, descriptor
+        self._device = device
         self._reactor, self._introduce = reactor, introduce
         self._connection: Connection | None = None
         self._pages: PeerPages | None = None
@@ -143,8 +146,12 @@ class Remote:
         if self._pages is None:
             raise TransferError("this remote is not attached yet")
         target = view_pages(region.memory, region.arrays[copies.layer])
-        apply_copies(copies, self._pages.view(copies.layer), target)
-        self._reactor.report(ReadCompleted(transfer, copies.num_bytes))
+        try:
+            self._pages.load(copies, target)
+        except TransferError as exc:
+            self._reactor.report(ReadFailed(transfer, exc))
+        else:
+            self._reactor.report(ReadCompleted(transfer, copies.num_bytes))
 
     def prefault(self) -> bool:
         """Enter the next slice of the peer's memory into the page table; whether there was one."""
@@ -212,13 +219,18 @@ class Remote:
         if self._pages is None or self._connection is None:
             raise TransferError("this remote is not attached yet")
         source = view_pages(held.region.memory, held.region.arrays[copies.layer])
-        apply_copies(copies, source, self._pages.view(copies.layer))
+        try:
+            self._pages.store(copies, source)
+        except TransferError as exc:
+            self._reactor.report(WriteFailed(transfer, exc))
+            return
         self._unsent[transfer] = copies.num_bytes
         self._connection.send_batches(self._notice_batches(transfer, write))
         self._connection.flush()
 
     def _notice_batches(self, transfer: TransferId, write: PageWrite) -> Iterator[list[memoryview]]:
-        yield [memoryview(encode_frame(encode(Notice(write.window, write.notice))))]
+        notice = Notice(write.window, write.notice, write.copies.layer)
+        yield [memoryview(encode_frame(encode(notice)))]
         num_bytes = self._unsent.pop(transfer, None)
         if num_bytes is not None:
             self._reactor.report(WriteCompleted(transfer, num_bytes))
@@ -229,12 +241,12 @@ class Remote:
             return
         body, fd = received
         match decode_first_from_receiver(body):
-            case Attached(arrays):
-                if fd is None or arrays != self.descriptor.arrays:
+            case Attached(arrays) as attached:
+                if arrays != self.descriptor.arrays:
                     if fd is not None:
                         os.close(fd)
                     raise ProtocolError("the peer's region is not what its description says")
-                self._pages = PeerPages(fd, arrays)
+                self._pages = map_attached(attached, fd, self._device)
                 self._is_mapped = True
                 self._connection.settle()
                 self._connection.become(self._read, self.lose)

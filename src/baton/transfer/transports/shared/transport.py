@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Final
 from baton.errors import ProtocolError, TransferError
 from baton.ids import Epoch, RegionHandle
 from baton.transfer.bounds import check_copies, check_notice
+from baton.transfer.devices.coherence import settle_pages
+from baton.transfer.devices.extents import find_extent
 from baton.transfer.dialing import Dialer
 from baton.transfer.interface import (
     Capabilities,
@@ -65,10 +67,13 @@ class SharedTransport:
     """See `Transport`. Owner thread: whoever calls `poll`; `submit` and `read` copy the pages."""
 
     kind = "shared"
-    capabilities = Capabilities(memory=("shared",), same_host_only=True, reads=True)
 
     def __init__(self, options: SharedOptions, context: TransportContext) -> None:
         self._context = context
+        self._device = options.device
+        # Where caches need care, nobody tells the owner when to write back what is to be read.
+        can_read = self._device is None or self._device.flush != "libpmem"
+        self.capabilities = Capabilities(("shared",), same_host_only=True, reads=can_read)
         self._reactor = Reactor(context.clock)
         self.readiness_fd: int | None = self._reactor.fd
         self._dialer = Dialer(
@@ -87,7 +92,7 @@ class SharedTransport:
 
     def expose(self, region: PagedRegion) -> RegionDescriptor:
         """See `Transport`."""
-        if region.kind != "shared" or region.fd is None:
+        if region.kind != "shared" or not _can_be_handed_over(region):
             raise TransferError(f"shared cannot expose {region.kind} memory without a descriptor")
         check_arrays(region.arrays)
         if self._listener is None:
@@ -104,7 +109,11 @@ class SharedTransport:
         check_arrays(descriptor.arrays)
         self._num_remotes += 1
         remote = Remote(
-            RemoteId(self._num_remotes), descriptor, self._reactor, introduce=self._introduce
+            RemoteId(self._num_remotes),
+            descriptor,
+            self._reactor,
+            introduce=self._introduce,
+            device=self._device,
         )
         self._remotes[remote.id] = remote
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -131,6 +140,7 @@ class SharedTransport:
         check_window_pages(window.pages, region.arrays)
         if len(window.pages) > MAX_WINDOW_PAGES:
             raise TransferError(f"a window of more than {MAX_WINDOW_PAGES} pages")
+        settle_pages(region, window.pages, range(len(region.arrays)))
         for writer in self._ledger.open_window(window):
             self._writers[writer].tell_open(window)
 
@@ -152,6 +162,8 @@ class SharedTransport:
 
     def read(self, read: PageRead) -> TransferId:
         """See `Transport`."""
+        if not self.capabilities.reads:
+            raise TransferError("shared does not read memory whose caches need care (flush)")
         remote, region = self._find_remote(read.remote), self._find_region(read.region)
         check_copies(read.copies, remote.descriptor.arrays, region.arrays)
         transfer = self._new_transfer()
@@ -201,7 +213,7 @@ class SharedTransport:
             return
         attach = decode_attach(body)
         region = self._regions.get(RegionHandle(attach.region))
-        if region is None or region.fd is None:
+        if region is None:
             connection.send_body(encode(NotAttached("no such region")))
             return
         for earlier in tuple(self._writers.values()):
@@ -221,7 +233,7 @@ class SharedTransport:
         )
         self._writers[writer] = inbound
         windows = self._ledger.add_writer(writer, Epoch(attach.epoch), region.handle)
-        inbound.welcome(region, region.fd, windows)
+        inbound.welcome(region, windows)
 
     def _writer_over(self, connection: Connection, writer: WriterId) -> None:
         self._forget(connection)
@@ -251,6 +263,10 @@ class SharedTransport:
         if region is None:
             raise TransferError("this region was not exposed")
         return region
+
+
+def _can_be_handed_over(region: PagedRegion) -> bool:
+    return region.fd is not None or find_extent(region) is not None
 
 
 def _address(endpoint: str) -> bytes:

@@ -5,7 +5,7 @@ Page bytes never do: the writer stores them into the receiver's memory, then say
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Final, TypeAlias
 
 import msgspec
 import numpy as np
@@ -13,12 +13,15 @@ import numpy as np
 from baton.errors import ProtocolError
 from baton.transfer.interface import PageArray
 from baton.transfer.messages import EpochText, IdBytes, NoticeBytes, Reason, decode
+from baton.transfer.region import MAX_ARRAYS
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 MAX_BODY_BYTES: Final = 1 << 20
 MAX_WINDOW_PAGES: Final = (MAX_BODY_BYTES - 64) // 4
+
+ArrayIndex: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=MAX_ARRAYS)]
 
 
 class Attach(msgspec.Struct, frozen=True, tag="attach"):
@@ -34,10 +37,14 @@ class Attach(msgspec.Struct, frozen=True, tag="attach"):
     is_only: bool
 
 
-class Attached(msgspec.Struct, frozen=True, tag="attached"):
-    """Receiver → writer, with the memfd: the region's arrays, to compare with the description."""
+class Attached(msgspec.Struct, frozen=True, tag="attached", omit_defaults=True):
+    """Receiver → writer: the region's arrays, to compare with the description.
+
+    Its memfd comes with it, or `extent` names its part of a device that both ends map.
+    """
 
     arrays: tuple[PageArray, ...]
+    extent: IdBytes | None = None
 
 
 class NotAttached(msgspec.Struct, frozen=True, tag="not_attached"):
@@ -59,11 +66,12 @@ class Close(msgspec.Struct, frozen=True, tag="close"):
     window: IdBytes
 
 
-class Notice(msgspec.Struct, frozen=True, tag="notice"):
-    """Writer → receiver: a write into this window is in place."""
+class Notice(msgspec.Struct, frozen=True, tag="notice", omit_defaults=True):
+    """Writer → receiver: a write into this window, of pages of array `layer`, is in place."""
 
     window: IdBytes
     notice: NoticeBytes
+    layer: ArrayIndex = 0
 
 
 class Ask(msgspec.Struct, frozen=True, tag="ask"):
