@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import secrets
 import socket
 from contextlib import suppress
 
@@ -295,7 +296,7 @@ def lie_about_memory(kit, make_memory):
     """A reader attaches to an owner made of a socket, which hands over what `make_memory` makes."""
     reader, true = kit.make_side(), kit.make_side()
     listener = socket.socket(socket.AF_UNIX)
-    name = "baton-" + "0123456789abcdef" * 2
+    name = f"baton-{secrets.token_hex(16)}"  # one name for all processes of this host
     listener.bind(b"\0" + name.encode())
     listener.listen()
     descriptor = msgspec.structs.replace(true.descriptor, endpoint=name)

@@ -45,7 +45,13 @@ class ProbePlan:
 
 
 PLAN: Final = ProbePlan(
-    (Probe(1), Probe(64), Probe(64, is_scattered=True), Probe(1024), Probe(1024, is_scattered=True)),
+    (
+        Probe(1),
+        Probe(64),
+        Probe(64, is_scattered=True),
+        Probe(1024),
+        Probe(1024, is_scattered=True),
+    ),
     least_rounds=3,
     most_rounds=12,
 )
