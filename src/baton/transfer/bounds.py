@@ -36,6 +36,16 @@ def check_copies(
         _check_group(group, source[copies.layer], target[copies.layer])
 
 
+def check_array(array: int, arrays: Sequence[PageArray]) -> None:
+    """Refuse the number of an array that a region does not have.
+
+    Raises:
+        TransferError: it is negative or too large.
+    """
+    if not 0 <= array < len(arrays):
+        raise TransferError(f"there is no array {array}: the region has {len(arrays)}")
+
+
 def check_notice(notice: bytes) -> None:
     """Refuse a notice that no receiver would take.
 

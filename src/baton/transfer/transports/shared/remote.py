@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final, assert_never
 from baton.errors import PeerLostError, PeerUnreachableError, ProtocolError, TransferError
 from baton.ids import TicketId
 from baton.kv.copies import apply_copies
+from baton.transfer.bounds import check_array
 from baton.transfer.framing import encode_frame
 from baton.transfer.interface import Attached as AttachedEvent
 from baton.transfer.interface import (
@@ -40,6 +41,9 @@ from baton.transfer.windows import PageSet
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+    import numpy as np
+    from numpy.typing import NDArray
 
     from baton.ids import RegionHandle
     from baton.kv.copies import PageCopies
@@ -145,6 +149,21 @@ class Remote:
         target = view_pages(region.memory, region.arrays[copies.layer])
         apply_copies(copies, self._pages.view(copies.layer), target)
         self._reactor.report(ReadCompleted(transfer, copies.num_bytes))
+
+    def view(self, array: int) -> NDArray[np.uint8]:
+        """One array of the peer's pages, in place and read-only.
+
+        Raises:
+            TransferError: the peer is lost, not attached yet, or has no such array.
+        """
+        if self._connection is not None and self._loss is None:
+            self._connection.step()  # the peer may just have gone
+        if self._loss is not None:
+            raise self._loss
+        if self._pages is None:
+            raise TransferError("this remote is not attached yet")
+        check_array(array, self.descriptor.arrays)
+        return self._pages.lend(array)
 
     def prefault(self) -> bool:
         """Enter the next slice of the peer's memory into the page table; whether there was one."""

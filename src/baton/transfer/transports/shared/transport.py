@@ -41,6 +41,9 @@ from baton.transfer.transports.shared.wire import (
 from baton.transfer.windows import check_window_pages
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from baton.ids import TicketId
     from baton.transfer.channel import Channel
     from baton.transfer.connection import Connection
@@ -65,7 +68,7 @@ class SharedTransport:
     """See `Transport`. Owner thread: whoever calls `poll`; `submit` and `read` copy the pages."""
 
     kind = "shared"
-    capabilities = Capabilities(memory=("shared",), same_host_only=True, reads=True)
+    capabilities = Capabilities(memory=("shared",), same_host_only=True, reads=True, lends=True)
 
     def __init__(self, options: SharedOptions, context: TransportContext) -> None:
         self._context = context
@@ -157,6 +160,10 @@ class SharedTransport:
         transfer = self._new_transfer()
         remote.read(transfer, read.copies, region)
         return transfer
+
+    def view(self, remote: RemoteId, array: int) -> NDArray[np.uint8]:
+        """See `Transport`."""
+        return self._find_remote(remote).view(array)
 
     def poll(self) -> list[TransferEvent]:
         """See `Transport`."""
