@@ -303,8 +303,9 @@ class Transport(Protocol):
         window from becoming quiescent. It is of no use in a forked child.
 
         Raises:
-            TransferError: this transport does not lend (`Capabilities.lends`), unknown remote, one
-                that is still attaching or was lost (`PeerLostError` as a rule), or no such array.
+            PeerLostError: the remote was lost.
+            TransferError: this transport does not lend (`Capabilities.lends`), unknown remote or
+                one that is still attaching, or no such array.
         """
         ...
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from baton.errors import TransferError
+from baton.errors import PeerLostError, TransferError
 from baton.testing.transport_contract.kit import NUM_PAGES, PAGE_BYTES, TransportKit, check_write
 from baton.testing.transport_pair import TransportPair, whole_pages
 from baton.transfer.interface import RemoteId, RemoteLost, WindowQuiescent
@@ -99,7 +99,7 @@ class LendingContract(TransportKit):
         transport.view(remote, 0)
         lending.reader.transport.close()
         lending.pump(lambda: bool(lending.seen(RemoteLost)))
-        with pytest.raises(TransferError):
+        with pytest.raises(PeerLostError):
             transport.view(remote, 0)
 
     @pytest.mark.parametrize("end", ["detach", "close"])

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from baton.errors import TransferError
+from baton.errors import PeerLostError
 from baton.ids import new_epoch, new_ticket_id
 from baton.kv.copies import PageCopies
 from baton.testing.transport_contract.kit import TransportKit
@@ -106,7 +106,7 @@ class OwnerContract(TransportKit):
             owner.kill()
             assert (seen == OWNED_BYTE).all()
             owner.pump(lambda: owner.is_lost)
-            with pytest.raises(TransferError):
+            with pytest.raises(PeerLostError):
                 owner.view()
             assert (seen == OWNED_BYTE).all()
 

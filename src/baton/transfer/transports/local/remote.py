@@ -92,10 +92,11 @@ class Remote:
         """One array of the region, in place and read-only.
 
         Raises:
-            TransferError: the region is out of reach, or has no such array.
+            PeerLostError: the region is out of reach.
+            TransferError: it is not attached yet, or has no such array.
         """
         if self._loss is not None:
-            raise self._loss
+            raise PeerLostError(f"the peer's pages are out of reach: {self._loss}")
         if self._memory is None:
             raise TransferError("this remote is not attached yet")
         check_array(array, self.descriptor.arrays)

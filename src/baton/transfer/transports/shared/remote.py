@@ -154,12 +154,13 @@ class Remote:
         """One array of the peer's pages, in place and read-only.
 
         Raises:
-            TransferError: the peer is lost, not attached yet, or has no such array.
+            PeerLostError: the peer is lost.
+            TransferError: it is not attached yet, or has no such array.
         """
         if self._connection is not None and self._loss is None:
             self._connection.step()  # the peer may just have gone
         if self._loss is not None:
-            raise self._loss
+            raise PeerLostError(f"the peer's pages are out of reach: {self._loss}")
         if self._pages is None:
             raise TransferError("this remote is not attached yet")
         check_array(array, self.descriptor.arrays)
