@@ -109,6 +109,7 @@ class OwnerContract(TransportKit):
             with pytest.raises(PeerLostError):
                 owner.view()
             assert (seen == OWNED_BYTE).all()
+            del seen  # the error's traceback keeps this frame, and the mapping has a descriptor
 
 
 class OwnerProcess:
