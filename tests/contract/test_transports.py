@@ -39,7 +39,6 @@ class TestShared(NetworkTransportContract):
         assert pair.seen(WindowQuiescent) == ([] if is_view_kept else [WindowQuiescent(window)])
         del kept
 
-
     def test_a_view_that_is_kept_does_not_hold_back_that_proof(self, pair):
         remote, window = pair.attach(), pair.open_window([1, 2])
         kept = pair.writer.transport.view(remote, 0)
@@ -51,6 +50,7 @@ class TestShared(NetworkTransportContract):
         pair.attach()
         pair.pump(lambda: pair.seen(WindowQuiescent) == [WindowQuiescent(window)])
         assert (kept == pair.reader.pages()).all()
+        del kept  # the loss' traceback keeps this frame
 
     def test_the_kernel_itself_lets_nobody_write_through_a_view(self, pair):
         seen = pair.writer.transport.view(pair.attach(), 0)
