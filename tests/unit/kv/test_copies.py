@@ -15,7 +15,6 @@ from baton.kv.copies import (
     apply_copies,
     compute_page_copies,
     compute_pieces,
-    compute_runs,
 )
 from baton.kv.layout import KVLayout, TensorParallelShard
 
@@ -163,7 +162,7 @@ def test_layouts_of_two_models_are_refused(num_kv_heads: int) -> None:
     ],
 )
 def test_runs(src: list[int], dst: list[int], runs: list[list[int]]) -> None:
-    assert compute_runs(group(src, dst, [[0, 0, 8]])).tolist() == runs
+    assert group(src, dst, [[0, 0, 8]]).runs == runs
 
 
 @pytest.mark.parametrize(
