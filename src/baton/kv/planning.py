@@ -11,14 +11,14 @@ from baton.kv.geometry import page_geometry
 if TYPE_CHECKING:
     from baton.kv.copies import BlockTable, PagedSequence
     from baton.kv.geometry import PageGeometry
-    from baton.kv.layout import KVLayout
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Question:
-    """What groups depend on. Tables and geometries are compared as objects."""
+    """What groups depend on. Tables and geometries are compared as objects: a geometry is one
+    object for all layers alike of one layout.
+    """
 
-    layouts: tuple[KVLayout, KVLayout]
     tables: tuple[BlockTable, BlockTable]
     geometries: tuple[PageGeometry, PageGeometry]
     tokens: tuple[int, int]
@@ -26,10 +26,8 @@ class _Question:
     def is_same(self, other: _Question) -> bool:
         """Whether the answer is the same, as far as can be told at once."""
         mine, theirs = (*self.tables, *self.geometries), (*other.tables, *other.geometries)
-        return (
-            self.tokens == other.tokens
-            and all(one is another for one, another in zip(mine, theirs, strict=True))
-            and self.layouts == other.layouts
+        return self.tokens == other.tokens and all(
+            one is another for one, another in zip(mine, theirs, strict=True)
         )
 
 
@@ -48,7 +46,6 @@ class CopyPlanner:
     ) -> PageCopies:
         """See `compute_page_copies`. The block tables do not change."""
         question = _Question(
-            (src.layout, dst.layout),
             (src.table, dst.table),
             (page_geometry(src.layout, layer), page_geometry(dst.layout, layer)),
             (start, stop),
