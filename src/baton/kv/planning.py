@@ -15,8 +15,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Question:
-    """What groups depend on. Tables and geometries are compared as objects: a geometry is one
-    object for all layers alike of one layout.
+    """What groups depend on.
+
+    Tables and geometries are compared as objects: a layout's layers with pages alike have one.
     """
 
     tables: tuple[BlockTable, BlockTable]

@@ -189,3 +189,12 @@ def test_spans_larger_than_the_gather_buffer_are_copied_page_by_page() -> None:
     swap = group([0, 1, 2], [2, 1, 0], [[0, half, half], [half, 0, half]])
     apply_copies(PageCopies(0, (swap,)), src, dst)
     assert np.array_equal(dst, np.roll(src[::-1], half, axis=1))
+
+
+def test_more_tiny_pages_than_the_gather_buffer_holds() -> None:
+    rng = np.random.default_rng(5)
+    src, dst = rng.integers(0, 256, (2, 700, 4096), np.uint8)
+    pages, places = rng.permutation(700), rng.permutation(700)
+    one_group = CopyGroup(pages, places, np.array([[0, 0, 4096]]))
+    apply_copies(PageCopies(0, (one_group,)), src, dst)
+    assert np.array_equal(dst[places], src[pages])
