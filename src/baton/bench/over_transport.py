@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 TRANSFER_TIMEOUT_S: Final = 30.0
 BLIND_POLL_S: Final = 0.0005
 POLL_S: Final = 0.2
-NUM_IDLE_POLLS: Final = 128
+NUM_IDLE_POLLS: Final = 256
 """As many as an agent makes in some seconds: transports get ready for a peer in idle polls."""
 NOTICE: Final = b"baton bench"
 
@@ -93,8 +93,7 @@ class OverTransport:
         if self._around.role == "owner":
             return
         self._wait_for(Attached, *([Arrived] if lends else []))
-        for _ in range(NUM_IDLE_POLLS):
-            self._transport.poll()
+        self._idle()
 
     def prepare(self, move: Move, direction: Direction) -> Callable[[], None]:
         """See `Contender`. The index arrays are ready: the handoff keeps them for all layers."""
@@ -151,6 +150,8 @@ class OverTransport:
     def _heed(self, event: TransferEvent) -> None:
         """Owner: the driver's region can be looked at, or there is something to look at."""
         if isinstance(event, Attached):
+            self._transport.view(self._remote, 0)
+            self._idle()
             self._notify(NOTICE)
         elif isinstance(event, Arrived) and event.notice != NOTICE:
             said = read_announcement(event.notice)
@@ -159,6 +160,11 @@ class OverTransport:
             self._borrowed.append(borrow(said, self._transport.view(self._remote, said.array)))
             if said.is_last:
                 self._notify(NOTICE)
+
+    def _idle(self) -> None:
+        """Nothing is under way: let the transport get ready."""
+        for _ in range(NUM_IDLE_POLLS):
+            self._transport.poll()
 
     def _notify(self, notice: bytes) -> None:
         """Say something to the other side, and copy nothing."""
