@@ -157,8 +157,6 @@ class Remote:
             PeerLostError: the peer is lost.
             TransferError: it is not attached yet, or has no such array.
         """
-        if self._connection is not None and self._loss is None:
-            self._connection.step()  # the peer may just have gone
         if self._loss is not None:
             raise PeerLostError(f"the peer's pages are out of reach: {self._loss}")
         if self._pages is None:
