@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from baton.errors import TransferError
 from baton.testing.faulty_transport import Fault, FaultPlan, FaultyTransport
 from baton.testing.transport_contract import TransportContract
 from baton.testing.transport_contract.kit import NUM_PAGES, PAGE_BYTES, TransportKit
@@ -185,3 +186,26 @@ def test_a_seed_repeats_its_faults():
         pair.close()
     assert found[0] == found[1]
     assert 0 < len(found[0]) < 10
+
+
+@pytest.mark.parametrize(
+    ("fault", "num_pages_changed"), [("flip_bit", 1), ("zero_page", 1), ("swap_pages", NUM_PAGES)]
+)
+def test_a_spoilt_view_shows_other_bytes_and_leaves_the_owners_alone(fault, num_pages_changed):
+    pair = reading_pair(Fault(fault))
+    remote, before = pair.attach(), pair.reader.snapshot()
+    seen = pair.writer.transport.view(remote, 0)
+    is_changed = (seen != pair.reader.pages()).any(axis=1)
+    assert np.count_nonzero(is_changed) == num_pages_changed
+    assert pair.writer.transport.injected == {Fault(fault): 1}
+    assert not seen.flags.writeable
+    assert pair.reader.snapshot() == before
+    pair.close()
+
+
+def test_a_view_that_fails_on_purpose():
+    pair = reading_pair(Fault.FAIL_SUBMIT)
+    with pytest.raises(TransferError, match="on purpose"):
+        pair.writer.transport.view(pair.attach(), 0)
+    assert pair.writer.transport.injected == {Fault.FAIL_SUBMIT: 1}
+    pair.close()

@@ -1,5 +1,6 @@
 """Every installed transport against the public contract."""
 
+import resource
 import socket
 from pathlib import Path
 
@@ -7,7 +8,7 @@ import pytest
 
 from baton.testing.transport_contract import NetworkTransportContract
 from baton.testing.transport_contract.kit import PAGE_BYTES, check_write
-from baton.testing.transport_pair import whole_pages
+from baton.testing.transport_pair import TransportPair, whole_pages
 from baton.transfer.interface import TRANSPORTS, RemoteLost, WindowQuiescent
 
 
@@ -37,6 +38,42 @@ class TestShared(NetworkTransportContract):
         pair.settle()
         assert pair.seen(WindowQuiescent) == ([] if is_view_kept else [WindowQuiescent(window)])
         del kept
+
+    def test_a_view_that_is_kept_does_not_hold_back_that_proof(self, pair):
+        remote, window = pair.attach(), pair.open_window([1, 2])
+        kept = pair.writer.transport.view(remote, 0)
+        (mapped,) = pair.writer.transport._remotes.values()
+        mapped._connection.channel.socket.shutdown(socket.SHUT_RDWR)
+        pair.pump(lambda: bool(pair.seen(RemoteLost)))
+        pair.reader.transport.close_window(window)
+        pair.writer.transport.detach(remote)
+        pair.attach()
+        pair.pump(lambda: pair.seen(WindowQuiescent) == [WindowQuiescent(window)])
+        assert (kept == pair.reader.pages()).all()
+        del kept  # the loss' traceback keeps this frame
+
+    def test_the_kernel_itself_lets_nobody_write_through_a_view(self, pair):
+        seen = pair.writer.transport.view(pair.attach(), 0)
+        for line in Path("/proc/self/maps").read_text().splitlines():
+            low, high = (int(end, 16) for end in line.split()[0].split("-"))
+            if low <= seen.ctypes.data < high:
+                assert line.split()[1] == "r--s"
+                break
+        else:
+            pytest.fail("the view is not mapped")
+
+    def test_pages_that_were_lent_are_prefaulted_when_idle(self):
+        shapes = [(2048, PAGE_BYTES)]
+        pair = TransportPair.of(self.make_side(shapes), self.make_side(shapes))
+        seen = pair.writer.transport.view(pair.attach(), 0)
+        (mapped,) = pair.writer.transport._remotes.values()
+        while mapped.prefault():
+            pass
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        seen[:, 0].sum()
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 64
+        pair.close()
+        del seen
 
 
 class TestTcp(NetworkTransportContract):

@@ -10,6 +10,9 @@ from baton.errors import PeerLostError
 from baton.transfer.interface import ReadCompleted, ReadFailed, TransferId
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from baton.ids import TicketId
     from baton.transfer.interface import (
         PagedRegion,
@@ -81,6 +84,9 @@ class HeldReads:
         self._held[name] = read
         self._num_held.release()
         return name
+
+    def view(self, remote: RemoteId, array: int) -> NDArray[np.uint8]:
+        return self._inner.view(remote, array)
 
     def poll(self) -> list[TransferEvent]:
         if self._free.is_set():

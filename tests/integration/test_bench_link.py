@@ -97,6 +97,14 @@ def test_two_processes_of_this_host_are_measured_and_their_bytes_verified(enviro
         assert row.limit == limit
         if row.workload.shape != "descriptors":
             assert row.percent_of_limit is not None
+    assert [(row.name, row.workload.shape, row.workload.num_bytes) for row in report.lent] == [
+        ("shared", "message", 5000),
+        ("shared", "message", 100_000),
+        ("shared", "scattered", 32 << 20),
+    ]
+    for lent in report.lent:
+        assert lent.is_verified
+        assert 0 < lent.latency.p50_us <= lent.latency.p99_us
     assert report.manifest.driver is not None
     assert report.manifest.driver == report.manifest.owner or report.manifest.owner is not None
 

@@ -33,6 +33,27 @@ def test_bytes_are_compared(kind):
                 pair.verify(WORKLOAD, "push")
 
 
+class LyingDown(Pair):
+    """Compares what was lent with other bytes of the lender."""
+
+    def _ask(self, end, order, kind):
+        if isinstance(order, Fingerprint):
+            order = Fingerprint(Workload("message", WORKLOAD.num_bytes), order.side)
+        return super()._ask(end, order, kind)
+
+
+@pytest.mark.parametrize("kind", [Pair, LyingDown])
+def test_what_is_seen_of_lent_pages_is_compared(kind):
+    entrant = Entrant("transport", "shared", {})
+    with kind(entrant, NUM_PAGES, LocalEnds(MachineClock())) as pair:
+        assert "lend" in pair.traits.directions
+        if kind is Pair:
+            pair.verify(WORKLOAD, "lend")
+        else:
+            with pytest.raises(WrongBytesError, match="other bytes are seen"):
+                pair.verify(WORKLOAD, "lend")
+
+
 def test_what_a_process_cannot_do_is_said_in_its_words():
     entrant = Entrant("peer", "carrier pigeon", {})
     with pytest.raises(TransferError, match="nothing called 'carrier pigeon'"):

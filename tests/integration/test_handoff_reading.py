@@ -24,13 +24,28 @@ from baton.kv.copies import BlockTable
 from baton.telemetry.trace import Stamp
 from baton.transfer.transports.shared.transport import SharedTransport
 from baton.transfer.transports.tcp.transport import TcpTransport
-from tests.integration.handoff_nodes import CLOCK, WRITES_ONLY, Node, make_handoff, node
+from tests.integration.handoff_nodes import (
+    CLOCK,
+    NUM_LAYERS,
+    WRITES_ONLY,
+    Node,
+    make_handoff,
+    node,
+)
 from tests.integration.held_reads import HeldReadsFactory
 from tests.integration.killed_prefill import run_prefill
 from tests.unit.handoff.orders import make_ticket, receive_order
 
 if TYPE_CHECKING:
-    from baton.transfer.interface import PagedRegion, RegionDescriptor
+    from baton.handoff.messages import Mover
+    from baton.kv.copies import PageCopies
+    from baton.transfer.interface import (
+        PagedRegion,
+        PageRead,
+        PageWrite,
+        RegionDescriptor,
+        TransferId,
+    )
 
 SHARED = ("shared",)
 
@@ -313,3 +328,35 @@ def test_a_peer_that_does_not_know_a_handoff_is_waited_for_no_longer_than_its_de
         threading.Event().wait(0.1)
         handoff.offer()
         assert isinstance(prefill.wait_for(timeout_s=1.0)[0], SendFailed)
+
+
+@pytest.mark.parametrize("mover", ["prefill", "decode"])
+def test_layers_with_the_same_pages_are_moved_by_one_prepared_list(
+    mover: Mover, key: ClusterKey, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[PageCopies] = []
+    name = "submit" if mover == "prefill" else "read"
+    original = getattr(SharedTransport, name)
+
+    def note(self: SharedTransport, order: PageWrite | PageRead) -> TransferId:
+        seen.append(order.copies)
+        return original(self, order)  # type: ignore[no-any-return]
+
+    with (
+        node("p", kinds=SHARED, key=key, block_size=16) as prefill,
+        node("d", kinds=SHARED, key=key, block_size=16, mover=mover) as decode,
+    ):
+        prefill.scribble(3)
+        handoff = make_handoff(prefill, decode)
+        handoff.expect()
+        handoff.offer()
+        handoff.wait_until_granted()
+        monkeypatch.setattr(SharedTransport, name, note)
+        handoff.compute(57, 101)
+        handoff.finish(None)
+        handoff.check_landed(None)
+    by_layer = [[copies for copies in seen if copies.layer == layer] for layer in range(NUM_LAYERS)]
+    assert min(map(len, by_layer)) >= 1
+    assert len({id(copies.groups) for copies in seen}) < len(seen)
+    for layers in zip(*by_layer, strict=True):
+        assert all(copies.groups is layers[0].groups for copies in layers)

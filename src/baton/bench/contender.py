@@ -7,7 +7,7 @@ One process of the pair is the *driver*: it starts every transfer and times it. 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, runtime_checkable
 
 import msgspec
 
@@ -91,6 +91,15 @@ class Contender(Protocol):
 
     def close(self) -> None:
         """Give everything back."""
+        ...
+
+
+@runtime_checkable
+class Borrower(Protocol):
+    """A contender whose directions have `lend`, as its owner."""
+
+    def digest_seen(self) -> str:
+        """XXH3-128 of the pages that were lent last, read where they lie."""
         ...
 
 

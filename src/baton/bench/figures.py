@@ -39,6 +39,19 @@ class Figures(msgspec.Struct, frozen=True):
     us_per_descriptor: float
 
 
+class Latency(msgspec.Struct, frozen=True):
+    """What the samples say where nothing is moved, and a rate would mean nothing.
+
+    `p50_us` and `p99_us` over all samples of all rounds; `*_cpu_us` for one transfer.
+    """
+
+    p50_us: float
+    p50_us_of_rounds: Spread
+    p99_us: float
+    driver_cpu_us: float
+    owner_cpu_us: float
+
+
 def compute_figures(workload: Workload, rounds: Sequence[Taken]) -> Figures:
     """Figures of one row; at least one round."""
     samples = sorted(sample for taken in rounds for sample in taken.samples_s)
@@ -52,6 +65,20 @@ def compute_figures(workload: Workload, rounds: Sequence[Taken]) -> Figures:
         driver_cpu_s_per_gb=sum(taken.driver_cpu_s for taken in rounds) / num_gb,
         owner_cpu_s_per_gb=sum(taken.owner_cpu_s for taken in rounds) / num_gb,
         us_per_descriptor=p50_s * 1e6 / workload.num_descriptors,
+    )
+
+
+def compute_latency(rounds: Sequence[Taken]) -> Latency:
+    """Latency of one row; at least one round."""
+    samples = sorted(sample for taken in rounds for sample in taken.samples_s)
+    medians = [statistics.median(taken.samples_s) * 1e6 for taken in rounds]
+    num_moves = sum(taken.num_moves for taken in rounds)
+    return Latency(
+        p50_us=statistics.median(samples) * 1e6,
+        p50_us_of_rounds=Spread(statistics.median(medians), min(medians), max(medians)),
+        p99_us=find_percentile(samples, 0.99) * 1e6,
+        driver_cpu_us=sum(taken.driver_cpu_s for taken in rounds) * 1e6 / num_moves,
+        owner_cpu_us=sum(taken.owner_cpu_s for taken in rounds) * 1e6 / num_moves,
     )
 
 

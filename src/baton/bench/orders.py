@@ -76,6 +76,10 @@ class Digest(msgspec.Struct, frozen=True, tag="digest"):
     text: str
 
 
+class Look(msgspec.Struct, frozen=True, tag="look"):
+    """Owner: digest the pages that were lent last, where they lie → `Digest`."""
+
+
 class MoveOnce(msgspec.Struct, frozen=True, tag="move"):
     """Driver: make the workload's first move → `Done`."""
 
@@ -111,5 +115,5 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
     reason: Annotated[str, msgspec.Meta(max_length=1000)]
 
 
-Order: TypeAlias = Begin | Meet | Serve | Rest | Wipe | Fingerprint | MoveOnce | Measure
+Order: TypeAlias = Begin | Meet | Serve | Rest | Wipe | Fingerprint | Look | MoveOnce | Measure
 Answer: TypeAlias = Begun | Rested | Digest | Measured | Done | Failed

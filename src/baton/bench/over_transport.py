@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import select
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 import numpy as np
 
 from baton.bench.contender import Traits
+from baton.bench.lending import announce, borrow, digest_borrowed, read_announcement
 from baton.bench.pool import allocate_pool
 from baton.errors import TransferError
 from baton.ids import Epoch, TicketId, new_epoch, new_ticket_id
+from baton.kv.copies import PageCopies
 from baton.transfer.devices.options import choose_allocation
 from baton.transfer.interface import (
     TRANSPORTS,
+    Arrived,
     Attached,
     PageRead,
     PageWrite,
@@ -34,16 +37,18 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from baton.bench.contender import CallWaiting, Surroundings
+    from baton.bench.lending import Borrowed
     from baton.bench.workload import Direction, Move
+    from baton.transfer.interface import Capabilities, TransferEvent
 
 TRANSFER_TIMEOUT_S: Final = 30.0
 BLIND_POLL_S: Final = 0.0005
 POLL_S: Final = 0.2
-NUM_IDLE_POLLS: Final = 128
+NUM_IDLE_POLLS: Final = 256
 """As many as an agent makes in some seconds: transports get ready for a peer in idle polls."""
 NOTICE: Final = b"baton bench"
 
-E = TypeVar("E")
+NO_COPIES: Final = PageCopies(0, ())
 
 
 class Introduction(msgspec.Struct, frozen=True):
@@ -64,13 +69,15 @@ class OverTransport:
         capabilities = self._transport.capabilities
         self.traits = Traits(
             self._transport.kind,
-            ("push", "pull") if capabilities.reads else ("push",),
+            _directions(capabilities),
             "memcpy" if capabilities.same_host_only else "tuned socket",
         )
         self.region = self.target = allocate_pool(
             capabilities.memory, around.num_pages, choose_allocation({kind: options})
         )
         self._remote = RemoteId(-1)
+        self._peer_window = self._window
+        self._borrowed: list[Borrowed] = []
 
     def introduce(self) -> bytes:
         """See `Contender`."""
@@ -80,21 +87,24 @@ class OverTransport:
     def meet(self, introduction: bytes) -> None:
         """See `Contender`. The window's name is the owner's, its writer the driver."""
         told = msgspec.msgpack.decode(introduction, type=Introduction)
-        if self._around.role == "owner":
-            pages = np.arange(self._around.num_pages)
+        lends, pages = self._transport.capabilities.lends, np.arange(self._around.num_pages)
+        self._peer_window = told.window
+        if self._around.role == "owner" or lends:
             self._transport.open_window(Window(self._window, self.region.handle, told.epoch, pages))
+        if self._around.role == "driver" or lends:
+            self._remote = self._transport.attach(told.descriptor)
+        if self._around.role == "owner":
             return
-        self._window = told.window
-        self._remote = self._transport.attach(told.descriptor)
-        self._wait_for(Attached)
-        for _ in range(NUM_IDLE_POLLS):
-            self._transport.poll()
+        self._wait_for(Attached, *([Arrived] if lends else []))
+        self._idle()
 
     def prepare(self, move: Move, direction: Direction) -> Callable[[], None]:
         """See `Contender`. The index arrays are ready: the handoff keeps them for all layers."""
+        if direction == "lend":
+            return lambda: self._lend(move)
         transport, copies = self._transport, move.copies
         if direction == "push":
-            write = PageWrite(self._remote, self._window, self.region.handle, copies, NOTICE)
+            write = PageWrite(self._remote, self._peer_window, self.region.handle, copies, NOTICE)
 
             def push() -> None:
                 transport.submit(write)
@@ -115,28 +125,78 @@ class OverTransport:
     def serve(self, call: CallWaiting) -> None:
         """See `Contender`."""
         while not call():
-            self._transport.poll()
+            for event in self._transport.poll():
+                self._heed(event)
             ready_fd = self._transport.readiness_fd
             watched = [call.fd] if ready_fd is None else [call.fd, ready_fd]
             select.select(watched, [], [], BLIND_POLL_S if ready_fd is None else POLL_S)
 
+    def digest_seen(self) -> str:
+        """See `Borrower`."""
+        return digest_borrowed(self._borrowed)
+
     def close(self) -> None:
         """See `Contender`."""
+        self._borrowed.clear()
         self._transport.close()
         release_region(self.region)
 
-    def _wait_for(self, kind: type[E]) -> None:
+    def _lend(self, move: Move) -> None:
+        """Driver: the owner has these pages in view, and has said so."""
+        *notices, last = announce(move)
+        for notice in notices:
+            self._notify(notice)
+            self._wait_for(WriteCompleted)
+        self._notify(last)
+        self._wait_for(WriteCompleted, Arrived)
+
+    def _heed(self, event: TransferEvent) -> None:
+        """Owner: the driver's region can be looked at, or there is something to look at."""
+        if isinstance(event, Attached):
+            self._transport.view(self._remote, 0)
+            self._idle()
+            self._notify(NOTICE)
+        elif isinstance(event, Arrived) and event.notice != NOTICE:
+            said = read_announcement(event.notice)
+            if said.part == 0:
+                self._borrowed.clear()
+            self._borrowed.append(borrow(said, self._transport.view(self._remote, said.array)))
+            if said.is_last:
+                self._notify(NOTICE)
+
+    def _idle(self) -> None:
+        """Nothing is under way: let the transport get ready."""
+        for _ in range(NUM_IDLE_POLLS):
+            self._transport.poll()
+
+    def _notify(self, notice: bytes) -> None:
+        """Say something to the other side, and copy nothing."""
+        self._transport.submit(
+            PageWrite(self._remote, self._peer_window, self.region.handle, NO_COPIES, notice)
+        )
+
+    def _wait_for(self, *kinds: type[TransferEvent]) -> None:
+        """Until each of these has happened."""
         transport, clock = self._transport, self._around.clock
-        deadline = clock.now() + TRANSFER_TIMEOUT_S
+        deadline, missing = clock.now() + TRANSFER_TIMEOUT_S, set(kinds)
         while True:
             for event in transport.poll():
-                if isinstance(event, kind):
-                    return
+                missing.discard(type(event))
                 if isinstance(event, RemoteLost | WriteFailed | ReadFailed):
                     raise event.error
+            if not missing:
+                return
             if clock.now() >= deadline:
-                raise TransferError(f"no {kind.__name__} within {TRANSFER_TIMEOUT_S:g} s")
+                names = ", ".join(sorted(kind.__name__ for kind in missing))
+                raise TransferError(f"no {names} within {TRANSFER_TIMEOUT_S:g} s")
             fd = transport.readiness_fd
             select.select(
                 [] if fd is None else [fd], [], [], BLIND_POLL_S if fd is None else POLL_S
             )
+
+
+def _directions(capabilities: Capabilities) -> tuple[Direction, ...]:
+    ways: list[Direction] = ["push"]
+    ways += ["pull"] if capabilities.reads else []
+    ways += ["lend"] if capabilities.lends else []
+    return tuple(ways)

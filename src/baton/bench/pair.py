@@ -14,6 +14,7 @@ from baton.bench.orders import (
     Done,
     Failed,
     Fingerprint,
+    Look,
     Measure,
     Measured,
     Meet,
@@ -84,12 +85,15 @@ class Pair:
             end.close()
 
     def verify(self, workload: Workload, direction: Direction) -> None:
-        """Make the workload's first move and compare digests.
+        """Make the workload's first move and compare digests: of pages lent, as they are seen.
 
         Raises:
             WrongBytesError: they differ.
             TransferError: the move failed.
         """
+        if direction == "lend":
+            self._verify_lent(workload)
+            return
         source, target = self._sides(direction)
         self._ask(target, Wipe(workload), Done)
         self._begin_serving()
@@ -112,6 +116,14 @@ class Pair:
         measured = self._ask(self._driver, order, Measured)
         owner_cpu_s = self._end_serving()
         return Taken(measured.samples_s, measured.num_moves, measured.cpu_s, owner_cpu_s)
+
+    def _verify_lent(self, workload: Workload) -> None:
+        self._begin_serving()
+        self._ask(self._driver, MoveOnce(workload, "lend"), Done)
+        self._end_serving()
+        lent = self._ask(self._driver, Fingerprint(workload, "src"), Digest)
+        if lent != self._ask(self._owner, Look(), Digest):
+            raise WrongBytesError(f"{workload.name}, lend: other bytes are seen")
 
     def _open(self) -> None:
         is_contained = self._entrant.processes == "two contained"

@@ -18,7 +18,7 @@ import msgspec
 from baton.authority.key import ClusterKey
 from baton.bench.building import build_contender
 from baton.bench.channel import Channel, Frames, parts_end
-from baton.bench.contender import Surroundings
+from baton.bench.contender import Borrower, Surroundings
 from baton.bench.machine import describe_machine
 from baton.bench.namespace import enter_new_network, join_network_of
 from baton.bench.orders import (
@@ -29,6 +29,7 @@ from baton.bench.orders import (
     Done,
     Failed,
     Fingerprint,
+    Look,
     Measure,
     Measured,
     Meet,
@@ -104,7 +105,7 @@ class Part:
                 return self._serve()
             case Rest():
                 raise ProtocolError("told to rest, and it did not serve")
-            case Wipe() | Fingerprint():
+            case Wipe() | Fingerprint() | Look():
                 return self._look_after(order)
             case MoveOnce(workload, direction):
                 self._built.prepare(self._first(workload), direction)()
@@ -121,13 +122,20 @@ class Part:
             raise ProtocolError("told to do something before there is a contender")
         return self._contender
 
-    def _look_after(self, order: Wipe | Fingerprint) -> Done | Digest:
+    def _look_after(self, order: Wipe | Fingerprint | Look) -> Done | Digest:
+        if isinstance(order, Look):
+            return self._look()
         built, move = self._built, self._first(order.workload)
         if isinstance(order, Wipe):
             wipe(view_bytes(built.target), move)
             return Done()
         region = built.region if order.side == "src" else built.target
         return Digest(digest(region.memory, move, order.side))
+
+    def _look(self) -> Digest:
+        if not isinstance(self._built, Borrower):
+            raise ProtocolError("told to look at pages that nobody can have lent")
+        return Digest(self._built.digest_seen())
 
     def _begin(self, begin: Begin) -> Begun:
         machine = describe_machine()  # before a core is chosen: it counts them

@@ -9,10 +9,11 @@ from rich.console import Console
 from rich.table import Table
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from typing import TextIO
 
     from baton.bench.machine import Machine
-    from baton.bench.report import Report, Row
+    from baton.bench.report import Lent, Report, Row
 
 MAX_COLUMNS: Final = 100
 
@@ -30,6 +31,8 @@ def print_report(report: Report, file: TextIO) -> None:
         rows = list(block)
         is_bulk = rows[0].workload.shape != "descriptors"
         console.print(_bulk_table(rows) if is_bulk else _descriptor_table(rows))
+    if report.lent:
+        console.print(_lent_table(report.lent))
     for skipped in report.skipped:
         verb = "WRONG" if skipped.is_wrong else "not measured"
         console.print(f"{verb}: {skipped.name}: {skipped.reason}", style="yellow", soft_wrap=True)
@@ -64,6 +67,28 @@ def _descriptor_table(rows: list[Row]) -> Table:
     for row in rows:
         figure = f"{row.figures.us_per_descriptor:.3f}"
         table.add_row(row.name, row.direction, row.used, figure)
+    return table
+
+
+def _lent_table(rows: Sequence[Lent]) -> Table:
+    title = "by reference: announced, in view of B, and A knows; no byte is copied"
+    table = Table(title=title, title_justify="left", title_style="bold")
+    table.box, table.pad_edge = None, False
+    for name in ("", "by", "pages of"):
+        table.add_column(name, overflow="ellipsis", no_wrap=True)
+    for name in ("p50 us", "range", "p99 us", "CPU us A+B"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        latency, rounds = row.latency, row.latency.p50_us_of_rounds
+        table.add_row(
+            row.name,
+            row.used,
+            row.workload.name,
+            _write_us(latency.p50_us),
+            f"{_write_us(rounds.min)}-{_write_us(rounds.max)}",
+            _write_us(latency.p99_us),
+            f"{_write_us(latency.driver_cpu_us)}+{_write_us(latency.owner_cpu_us)}",
+        )
     return table
 
 

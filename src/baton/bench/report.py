@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from baton.bench.contender import Kind, LimitName
-from baton.bench.figures import Figures, compute_figures
+from baton.bench.figures import Figures, Latency, compute_figures, compute_latency
 from baton.bench.machine import Machine
 from baton.bench.workload import Direction, Shape
 
@@ -53,6 +53,17 @@ class Row(msgspec.Struct, frozen=True):
     samples_s: tuple[tuple[float, ...], ...]
 
 
+class Lent(msgspec.Struct, frozen=True):
+    """One contender, one workload, by reference: its pages came into view, and none was copied."""
+
+    name: str
+    used: str
+    workload: Measurement
+    latency: Latency
+    is_verified: bool
+    samples_s: tuple[tuple[float, ...], ...]
+
+
 class Skipped(msgspec.Struct, frozen=True):
     """What was not measured, or not to the end. `is_wrong`: other bytes arrived than were sent."""
 
@@ -84,6 +95,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     is_partial: bool
     manifest: Manifest
     rows: tuple[Row, ...]
+    lent: tuple[Lent, ...] = ()
     skipped: tuple[Skipped, ...]
 
 
@@ -108,7 +120,11 @@ class Ledger:
 
     def make_rows(self, workloads: Sequence[Workload]) -> tuple[Row, ...]:
         """All rows so far: by workload, the fastest first."""
-        figures = {key: compute_figures(key[1], rounds) for key, rounds in self._rounds.items()}
+        figures = {
+            key: compute_figures(key[1], rounds)
+            for key, rounds in self._rounds.items()
+            if key[2] != "lend"
+        }
         limits = {
             (entrant.name, workload): found.gb_per_s.median
             for (entrant, workload, _), found in figures.items()
@@ -136,6 +152,23 @@ class Ledger:
         places = {_describe(workload): place for place, workload in enumerate(workloads)}
         rows.sort(key=lambda row: (places[row.workload], -row.figures.gb_per_s.median))
         return tuple(rows)
+
+    def make_lent(self, workloads: Sequence[Workload]) -> tuple[Lent, ...]:
+        """What was measured by reference, by contender and workload."""
+        return tuple(
+            Lent(
+                entrant.name,
+                self._traits[entrant].used,
+                _describe(workload),
+                compute_latency(rounds),
+                is_verified=True,
+                samples_s=tuple(each.samples_s for each in rounds),
+            )
+            for (entrant, workload, direction), rounds in sorted(
+                self._rounds.items(), key=lambda item: workloads.index(item[0][1])
+            )
+            if direction == "lend"
+        )
 
 
 def _describe(workload: Workload) -> Measurement:

@@ -28,7 +28,9 @@ MAX_RUN_VARIANTS: Final = 1024
 NUM_SCATTERED_VARIANTS: Final = 4
 
 Shape: TypeAlias = Literal["message", "scattered", "descriptors"]
-Direction: TypeAlias = Literal["push", "pull"]
+Direction: TypeAlias = Literal["push", "pull", "lend"]
+"""push: the driver's bytes are copied to the owner · pull: the other way round · lend: the driver's
+pages are announced, and the owner has them in view."""
 
 _UNITS: Final = {
     "": 1,

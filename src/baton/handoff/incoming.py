@@ -6,7 +6,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from baton.handoff.carriage import Carriage
+from baton.handoff.named import NamedPages
 from baton.handoff.parcels import Inspector
+from baton.kv.planning import CopyPlanner
 from baton.telemetry.trace import Stamp
 from baton.transfer.interface import Window
 
@@ -26,12 +28,15 @@ class Incoming:
     """A session, its peer, its pages, and the transports that admit writes into them.
 
     `peer` is None until the prefill worker was dialed, `footprint` until the terms are settled.
+    `named` and `planner` keep what the layers of its reads have in common.
     """
 
     session: ReceiveSession
     peer: Peer | None = None
     footprint: Footprint | None = None
     carriage: Carriage = field(default_factory=Carriage)
+    named: NamedPages = field(default_factory=NamedPages)
+    planner: CopyPlanner = field(default_factory=CopyPlanner)
     unreadable: set[str] = field(default_factory=set)
     _opened: dict[str, Transport] = field(default_factory=dict)
     _fencing: set[str] = field(default_factory=set)

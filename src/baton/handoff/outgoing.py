@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from baton.handoff.carriage import Carriage
+from baton.kv.planning import CopyPlanner
 
 if TYPE_CHECKING:
     from baton.handoff.footprint import Footprint
@@ -18,14 +19,15 @@ if TYPE_CHECKING:
 class Outgoing:
     """A session, what was granted, and what carries it.
 
-    `footprint` is known from `SendSession.begin` on. `waits`: something could not be submitted
-    before a route is attached.
+    `footprint` is known from `SendSession.begin` on. `planner` keeps what its layers have in
+    common. `waits`: something could not be submitted before a route is attached.
     """
 
     session: SendSession
     granted: Granted | None = None
     footprint: Footprint | None = None
     carriage: Carriage = field(default_factory=Carriage)
+    planner: CopyPlanner = field(default_factory=CopyPlanner)
     waits: bool = False
 
     def reaches(self, peer: Peer) -> bool:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from baton.handoff.messages import DIGEST_BYTES, Notice, encode
-from baton.kv.copies import PageCopies, PagedSequence, compute_page_copies, compute_pieces
+from baton.kv.copies import PageCopies, PagedSequence, compute_pieces
 from baton.kv.digest import compute_digests
 from baton.kv.geometry import shared_heads
 from baton.transfer.region import view_pages
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from baton.kv.layout import KVLayout
+    from baton.kv.planning import CopyPlanner
     from baton.transfer.interface import PagedRegion
 
 MAX_PIECES: Final = 2048
@@ -39,11 +40,15 @@ class Parcel:
 
 @dataclass(frozen=True, slots=True)
 class Packer:
-    """Prefill's side of one handoff: `source` lies in `region`, `target` in the peer's."""
+    """Prefill's side of one handoff: `source` lies in `region`, `target` in the peer's.
+
+    `planner` is the handoff's.
+    """
 
     region: PagedRegion
     source: PagedSequence
     target: PagedSequence
+    planner: CopyPlanner
 
     def pack(self, layer: int, start: int, stop: int) -> Iterator[Parcel]:
         """Split tokens `[start, stop)` of `layer` into parcels of bounded size, in order."""
@@ -54,7 +59,7 @@ class Packer:
         for first in range(0, len(bounds) - 1, MAX_PIECES):
             part = bounds[first : first + MAX_PIECES + 1]
             low, high = int(part[0]), int(part[-1])
-            copies = compute_page_copies(source, target, layer, start=low, stop=high)
+            copies = self.planner.plan(source, target, layer, start=low, stop=high)
             digests = compute_digests(source, layer, pages, part, heads=heads)
             yield Parcel(copies, Notice(layer, low, high, digests))
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from baton.errors import PeerLostError
-from baton.handoff.messages import Notice, unpack_blocks
+from baton.handoff.messages import Notice
 from baton.handoff.session.posted import Posted
-from baton.kv.copies import BlockTable, PagedSequence, compute_page_copies
+from baton.kv.copies import PagedSequence
 from baton.transfer.interface import PageRead
 from baton.transfer.links.shape import measure_shape
 
@@ -66,9 +66,8 @@ class Reader:
         peer, footprint = incoming.peer, incoming.footprint
         if peer is None or footprint is None:
             raise PeerLostError("its pages cannot be read any more")
-        theirs = BlockTable(available.first_block, unpack_blocks(available.blocks))
-        copies = compute_page_copies(
-            PagedSequence(peer.met.theirs.layout, theirs),
+        copies = incoming.planner.plan(
+            PagedSequence(peer.met.theirs.layout, incoming.named.find(available)),
             footprint.sequence,
             available.layer,
             start=available.start,

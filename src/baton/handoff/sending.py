@@ -369,7 +369,7 @@ class SendingDesk:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         if session.phase is not SendPhase.SENDING or granted is None or footprint is None:
             return
         try:
-            for message in announce(action, granted, footprint, trace=session.order.trace):
+            for message in announce(action, outgoing, granted=granted, footprint=footprint):
                 self._desk.peers.say(granted.peer, message)
                 self._perform(outgoing, session.announced(action.layer, message.stop))
         except BatonError as exc:

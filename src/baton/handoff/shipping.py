@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from baton.handoff.routes import RouteTable, Way
     from baton.handoff.session.actions import Announce, Submit
     from baton.kv.copies import PageCopies
+    from baton.kv.layout import KVLayout
     from baton.telemetry.trace import LegTrace
 
 
@@ -71,7 +73,7 @@ def write(
     theirs, region = granted.peer.met.theirs, footprint.face.region
     target = PagedSequence(theirs.layout, granted.target)
     footprint.gather(submit.layer, submit.start, submit.stop)
-    packer = Packer(region, footprint.sequence, target)
+    packer = Packer(region, footprint.sequence, target, outgoing.planner)
     for parcel in packer.pack(submit.layer, submit.start, submit.stop):
         shape = measure_shape(parcel.copies, region.arrays, theirs.regions[0].arrays)
         way = routes.choose(granted.peer, shape, session.avoids)
@@ -95,7 +97,7 @@ def write(
 
 
 def announce(
-    action: Announce, granted: Granted, footprint: Footprint, *, trace: LegTrace
+    action: Announce, outgoing: Outgoing, *, granted: Granted, footprint: Footprint
 ) -> Iterator[Available]:
     """Say of a range where it lies in this worker's pages, and its digests, parcel by parcel.
 
@@ -103,7 +105,9 @@ def announce(
         ProtocolError: the range is not in this worker's pages.
     """
     footprint.gather(action.layer, action.start, action.stop)
-    packer = Packer(footprint.face.region, footprint.sequence, _some_target(granted))
+    trace, num_tokens = outgoing.session.order.trace, granted.grant.num_tokens
+    target = _some_target(granted.peer.met.theirs.layout, num_tokens)
+    packer = Packer(footprint.face.region, footprint.sequence, target, outgoing.planner)
     for parcel in packer.pack(action.layer, action.start, action.stop):
         notice = parcel.notice
         source = footprint.pages_of(notice.start, notice.stop)
@@ -119,10 +123,13 @@ def announce(
         )
 
 
-def _some_target(granted: Granted) -> PagedSequence:
-    """Pages of the peer's: which ones is its own business; any give the same number of bytes."""
-    layout = granted.peer.met.theirs.layout
-    num_blocks = -(-granted.grant.num_tokens // layout.block_size)
+@lru_cache(maxsize=16)
+def _some_target(layout: KVLayout, num_tokens: int) -> PagedSequence:
+    """Pages of the peer's: which ones is its own business; any give the same number of bytes.
+
+    The same object for all layers of a handoff.
+    """
+    num_blocks = -(-num_tokens // layout.block_size)
     return PagedSequence(layout, BlockTable(0, np.arange(num_blocks, dtype=np.int64)))
 
 

@@ -1,7 +1,8 @@
 """Any transport, with faults: seeded, and counted when they happen, so that a test can prove it.
 
 Faults of a write or a read (failed, late, or other bytes than were asked for) are made where it is
-submitted, faults of a notice where it arrives: wrap the side whose misfortune is wanted.
+submitted, faults of a notice where it arrives: wrap the side whose misfortune is wanted. A view
+that is struck fails, or shows a copy that was spoilt.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from baton.errors import TransferError
-from baton.testing.spoilt_copies import choose_piece, flip_bit, swap_pages, try_zero
+from baton.testing.spoilt_copies import Piece, choose_piece, flip_bit, swap_pages, try_zero
 from baton.transfer.interface import (
     Arrived,
     ReadCompleted,
@@ -33,12 +36,10 @@ from baton.transfer.region import (
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    import numpy as np
     from numpy.typing import NDArray
 
     from baton.ids import RegionHandle, TicketId
     from baton.kv.copies import PageCopies
-    from baton.testing.spoilt_copies import Piece
     from baton.transfer.interface import (
         PagedRegion,
         PageRead,
@@ -54,7 +55,7 @@ if TYPE_CHECKING:
 class Fault(StrEnum):
     """What can be made to go wrong."""
 
-    FAIL_SUBMIT = "fail_submit"  # WriteFailed or ReadFailed, and nothing is moved
+    FAIL_SUBMIT = "fail_submit"  # WriteFailed or ReadFailed, and nothing is moved; no view
     FLIP_BIT = "flip_bit"  # one bit of one page arrives changed
     ZERO_PAGE = "zero_page"  # one page arrives as zeros
     SWAP_PAGES = "swap_pages"  # two pages arrive in each other's place
@@ -68,6 +69,7 @@ class Fault(StrEnum):
 
 _WRITE_FAULTS = (Fault.FAIL_SUBMIT, Fault.FLIP_BIT, Fault.ZERO_PAGE, Fault.SWAP_PAGES)
 _READ_FAULTS = (*_WRITE_FAULTS, Fault.DELAY_READ)
+_VIEW_FAULTS = _WRITE_FAULTS
 _NOTICE_FAULTS = (
     Fault.DROP_NOTICE,
     Fault.DELAY_NOTICE,
@@ -199,6 +201,24 @@ class FaultyTransport:
             case _:
                 pass
         return self._ids.give(self._inner.read(read))
+
+    def view(self, remote: RemoteId, array: int) -> NDArray[np.uint8]:
+        seen = self._inner.view(remote, array)
+        fault = self._draw(_VIEW_FAULTS)
+        if fault is None:
+            return seen
+        if fault is Fault.FAIL_SUBMIT:
+            self.injected[fault] += 1
+            raise TransferError("a fault on purpose")
+        spoilt = seen.copy()
+        if fault is Fault.SWAP_PAGES:
+            self.injected[fault] += 1
+            spoilt = spoilt[np.roll(np.arange(len(spoilt)), 1)]
+        else:
+            page = self._random.randrange(len(spoilt))
+            self._spoil(spoilt, Piece(page, 0, spoilt.shape[1]), fault)
+        spoilt.flags.writeable = False
+        return spoilt
 
     def poll(self) -> list[TransferEvent]:
         self._begin_overdue_reads()

@@ -25,6 +25,9 @@ def check_copies(
 ) -> None:
     """Refuse copies that reach outside an array of either region.
 
+    A group that passed is not looked at again between arrays of the same sizes: its indices never
+    change, and the next layer has the same ones.
+
     Raises:
         TransferError: an array, a page or a span is out of range, or index arrays do not match.
     """
@@ -32,8 +35,22 @@ def check_copies(
         raise TransferError(
             f"there is no array {copies.layer}: the regions have {len(source)} and {len(target)}"
         )
+    src, dst = source[copies.layer], target[copies.layer]
+    sizes = (src.num_pages, src.page_bytes, dst.num_pages, dst.page_bytes)
     for group in copies.groups:
-        _check_group(group, source[copies.layer], target[copies.layer])
+        if sizes not in group.fits:
+            _check_group(group, src, dst)
+            group.fits.add(sizes)
+
+
+def check_array(array: int, arrays: Sequence[PageArray]) -> None:
+    """Refuse the number of an array that a region does not have.
+
+    Raises:
+        TransferError: it is negative or too large.
+    """
+    if not 0 <= array < len(arrays):
+        raise TransferError(f"there is no array {array}: the region has {len(arrays)}")
 
 
 def check_notice(notice: bytes) -> None:

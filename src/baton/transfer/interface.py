@@ -10,6 +10,9 @@ A read copies pages of a peer's region into pages of a local one, where the tran
 (`Capabilities.reads`). It needs no window and no notice: the reader itself knows when it is done,
 and no peer's hand is in its pages.
 
+Where two workers share memory (`Capabilities.lends`) nothing has to be copied: a view shows the
+peer's pages where they lie.
+
 Every transport is owned by one thread (the handoff agent's); nothing here blocks except where it
 says so, and nothing calls back: results are returned from `poll`.
 """
@@ -82,6 +85,7 @@ class Capabilities(msgspec.Struct, frozen=True):
 
     `posts`: a write may land after it was reported as failed (hardware, or another library's
     thread, has it); only `WindowQuiescent` tells that it can not any more.
+    `lends`: pages of an attached remote can be looked at in place (`Transport.view`).
     """
 
     memory: tuple[MemoryKind, ...]
@@ -89,6 +93,7 @@ class Capabilities(msgspec.Struct, frozen=True):
     encrypted: bool = False
     reads: bool = False
     posts: bool = False
+    lends: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,6 +287,25 @@ class Transport(Protocol):
             TransferError: this transport does not read (`Capabilities.reads`), unknown remote or
                 one that is still attaching, a region that was not exposed here, or a page out of
                 range.
+        """
+        ...
+
+    def view(self, remote: RemoteId, array: int) -> NDArray[np.uint8]:
+        """The peer's pages of one array where they lie: uint8 `[num_pages, page_bytes]`.
+
+        Nothing is copied, and the peer hears nothing: what it stores is seen at once. That pages
+        hold still while somebody looks is the peer's promise to its handoff, as for reads.
+
+        The view cannot be made writable, so no mistake of who looks can reach the peer's pages. It
+        is good until the remote is detached or lost, or this transport closed: ask for it when it
+        is needed rather than keep it. One that is kept stays readable memory of which nobody
+        promises anything, holds that memory back from the kernel until it goes, and keeps no
+        window from becoming quiescent. It is of no use in a forked child.
+
+        Raises:
+            PeerLostError: the remote was lost.
+            TransferError: this transport does not lend (`Capabilities.lends`), unknown remote or
+                one that is still attaching, or no such array.
         """
         ...
 

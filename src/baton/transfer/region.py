@@ -125,11 +125,14 @@ def release_region(region: PagedRegion) -> None:
         return
 
 
-def map_peer_memory(fd: int, arrays: Sequence[PageArray]) -> mmap.mmap:
+def map_peer_memory(
+    fd: int, arrays: Sequence[PageArray], protection: int = mmap.PROT_READ | mmap.PROT_WRITE
+) -> mmap.mmap:
     """Map a region that a peer handed over, after checking that it is what `arrays` claim.
 
     The mapping is not inherited by a fork: only this process can write through it, so the death of
-    this process proves that nobody does.
+    this process proves that nobody does. `protection` without `PROT_WRITE` makes it one through
+    which not even this process can.
 
     Raises:
         TransferError: not a memfd, not sealed against shrinking, too small, or not writable.
@@ -147,7 +150,7 @@ def map_peer_memory(fd: int, arrays: Sequence[PageArray]) -> mmap.mmap:
             f"the peer's region has {status.st_size} bytes, its description needs {num_bytes}"
         )
     try:
-        mapping = mmap.mmap(fd, num_bytes, flags=mmap.MAP_SHARED)
+        mapping = mmap.mmap(fd, num_bytes, flags=mmap.MAP_SHARED, prot=protection)
     except OSError as exc:
         raise TransferError(f"cannot map the peer's region: {exc}") from exc
     mapping.madvise(mmap.MADV_DONTFORK)

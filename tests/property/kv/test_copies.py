@@ -19,7 +19,6 @@ from baton.kv.copies import (
     apply_copies,
     compute_page_copies,
     compute_pieces,
-    compute_runs,
 )
 from baton.kv.digest import DIGEST_BYTES, compute_digests
 from baton.kv.exchange import check_exchangeable
@@ -203,7 +202,7 @@ def test_pieces_partition_the_range_at_every_page_turn(
 @given(cases())
 def test_runs_unroll_to_the_page_pairs(case: Case) -> None:
     for group in case.copies.groups:
-        runs = compute_runs(group).tolist()
+        runs = group.runs
         unrolled = [(s + i, d + i) for s, d, n in runs for i in range(n)]
         assert unrolled == list(
             zip(group.src_pages.tolist(), group.dst_pages.tolist(), strict=True)

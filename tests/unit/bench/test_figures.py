@@ -2,7 +2,7 @@
 
 import pytest
 
-from baton.bench.figures import compute_figures, find_percentile
+from baton.bench.figures import compute_figures, compute_latency, find_percentile
 from baton.bench.pair import Taken
 from baton.bench.workload import Workload
 
@@ -36,3 +36,13 @@ def test_percentiles_are_samples():
 def test_a_descriptors_cost_is_the_transfers_time_by_their_number():
     figures = compute_figures(Workload("descriptors", 64 * 100), [Taken((1e-4,), 2, 0, 0)])
     assert figures.us_per_descriptor == pytest.approx(1.0)
+
+
+def test_a_latency_is_of_all_samples_and_of_each_round():
+    rounds = [Taken((1e-6, 2e-6, 9e-6), 4, 4e-6, 8e-6), Taken((3e-6, 4e-6, 5e-6), 4, 4e-6, 8e-6)]
+    latency = compute_latency(rounds)
+    assert latency.p50_us == pytest.approx(3.5)
+    assert latency.p99_us == pytest.approx(9.0)
+    of_rounds = latency.p50_us_of_rounds
+    assert (of_rounds.median, of_rounds.min, of_rounds.max) == pytest.approx((3.0, 2.0, 4.0))
+    assert (latency.driver_cpu_us, latency.owner_cpu_us) == pytest.approx((1.0, 2.0))

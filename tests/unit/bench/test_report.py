@@ -31,6 +31,9 @@ def make_report(*, is_partial=False):
         for peer in PEERS:
             traits = Traits("UCX TCP", ("push",), "tuned socket")
             ledger.add(peer, traits, workload, "push", taken=taken(0.0001, workload))
+        traits = Traits("shared", ("push", "lend"), "memcpy")
+        lent = Taken((123_456.7e-6, 0.9), 3, 0.03, 0.03)
+        ledger.add(SHARED, traits, workload, "lend", taken=lent)
     ledger.skip(SHARED, "it broke in the second round", is_wrong=True)
     machine = describe_machine()
     manifest = Manifest(
@@ -49,6 +52,7 @@ def make_report(*, is_partial=False):
         is_partial=is_partial,
         manifest=manifest,
         rows=ledger.make_rows(WORKLOADS),
+        lent=ledger.make_lent(WORKLOADS),
         skipped=tuple(ledger.skipped.values()),
     )
 
@@ -60,6 +64,12 @@ def test_rows_are_ordered_by_workload_then_speed_and_held_against_their_own_limi
     assert [row.percent_of_limit for row in rows[:2]] == pytest.approx([100.0, 50.0])
     assert rows[2].percent_of_limit is None  # its limit was not measured
     assert rows[10].percent_of_limit == pytest.approx(25.0)
+
+
+def test_what_was_lent_has_rows_of_its_own_and_no_rate():
+    report = make_report()
+    assert [row.workload.name for row in report.lent] == [each.name for each in WORKLOADS]
+    assert {row.direction for row in report.rows} == {"push"}
 
 
 def test_the_report_survives_json():

@@ -15,7 +15,6 @@ from baton.kv.copies import (
     apply_copies,
     compute_page_copies,
     compute_pieces,
-    compute_runs,
 )
 from baton.kv.layout import KVLayout, TensorParallelShard
 
@@ -163,7 +162,7 @@ def test_layouts_of_two_models_are_refused(num_kv_heads: int) -> None:
     ],
 )
 def test_runs(src: list[int], dst: list[int], runs: list[list[int]]) -> None:
-    assert compute_runs(group(src, dst, [[0, 0, 8]])).tolist() == runs
+    assert group(src, dst, [[0, 0, 8]]).runs == runs
 
 
 @pytest.mark.parametrize(
@@ -190,3 +189,12 @@ def test_spans_larger_than_the_gather_buffer_are_copied_page_by_page() -> None:
     swap = group([0, 1, 2], [2, 1, 0], [[0, half, half], [half, 0, half]])
     apply_copies(PageCopies(0, (swap,)), src, dst)
     assert np.array_equal(dst, np.roll(src[::-1], half, axis=1))
+
+
+def test_more_tiny_pages_than_the_gather_buffer_holds() -> None:
+    rng = np.random.default_rng(5)
+    src, dst = rng.integers(0, 256, (2, 700, 4096), np.uint8)
+    pages, places = rng.permutation(700), rng.permutation(700)
+    one_group = CopyGroup(pages, places, np.array([[0, 0, 4096]]))
+    apply_copies(PageCopies(0, (one_group,)), src, dst)
+    assert np.array_equal(dst[places], src[pages])

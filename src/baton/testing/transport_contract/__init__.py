@@ -7,12 +7,14 @@ File map:
     kit.py        how transports are built, what is checked after each write
     moving.py     what is moved lands where it should, and is reported once
     reading.py    what is read, where a transport reads (`Capabilities.reads`)
+    lending.py    what is seen in place, where a transport lends (`Capabilities.lends`)
     windows.py    permission, and its end
     peers.py      connections begin and end
     strangers.py  what may come over a fresh connection
     process.py    a writer, or an owner, in another process, which is stopped and killed
 """
 
+from baton.testing.transport_contract.lending import LendingContract
 from baton.testing.transport_contract.moving import MovingContract
 from baton.testing.transport_contract.peers import PeerContract
 from baton.testing.transport_contract.process import OwnerContract, ProcessContract
@@ -22,7 +24,12 @@ from baton.testing.transport_contract.windows import WindowContract
 
 
 class TransportContract(
-    MovingContract, ReadingContract, ReadRefusalContract, WindowContract, PeerContract
+    MovingContract,
+    ReadingContract,
+    ReadRefusalContract,
+    LendingContract,
+    WindowContract,
+    PeerContract,
 ):
     """What can be asked of any transport, also of a wrapped one. A subclass names its `kind`."""
 

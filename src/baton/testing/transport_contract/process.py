@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from baton.errors import PeerLostError
 from baton.ids import new_epoch, new_ticket_id
 from baton.kv.copies import PageCopies
 from baton.testing.transport_contract.kit import TransportKit
@@ -32,6 +33,8 @@ from baton.transfer.interface import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+
+    from numpy.typing import NDArray
 
     from baton.authority.key import ClusterKey
     from baton.transfer.interface import TransferId
@@ -97,6 +100,17 @@ class OwnerContract(TransportKit):
             assert isinstance(owner.ended[-1], ReadFailed)
             owner.check_bytes()
 
+    def test_what_an_owner_that_is_killed_lent_stays_as_it_was(self) -> None:
+        with OwnerProcess(self.make_side(SHAPES), self.key, self.options) as owner:
+            seen = owner.view()
+            owner.kill()
+            assert (seen == OWNED_BYTE).all()
+            owner.pump(lambda: owner.is_lost)
+            with pytest.raises(PeerLostError):
+                owner.view()
+            assert (seen == OWNED_BYTE).all()
+            del seen  # the error's traceback keeps this frame, and the mapping has a descriptor
+
 
 class OwnerProcess:
     """A `transport_peer` whose region `reader` attached; closing this ends it."""
@@ -154,6 +168,12 @@ class OwnerProcess:
         pages = range(array.num_pages)
         copies = PageCopies(0, (whole_pages(pages, pages, array.page_bytes),))
         return self.reader.transport.read(PageRead(self.remote, self.reader.region.handle, copies))
+
+    def view(self) -> NDArray[np.uint8]:
+        """The owner's pages, in place."""
+        if not self.reader.transport.capabilities.lends:
+            pytest.skip("this transport does not lend")
+        return self.reader.transport.view(self.remote, 0)
 
     def kill(self) -> None:
         """SIGKILL, and proof that it was that which ended the process."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -34,10 +32,6 @@ def measure_shape(
 
 
 def _count_descriptors(group: CopyGroup, page_bytes: tuple[int, int]) -> int:
-    num_pages = len(group.src_pages)
-    if not num_pages:
-        return 0
-    if len(group.spans) != 1 or {int(group.spans[0, 2])} != set(page_bytes):
-        return num_pages * len(group.spans)
-    breaks = (np.diff(group.src_pages) != 1) | (np.diff(group.dst_pages) != 1)
-    return 1 + int(np.count_nonzero(breaks))
+    if group.moves_whole_pages(*page_bytes):
+        return group.num_runs
+    return len(group.src_pages) * len(group.spans)

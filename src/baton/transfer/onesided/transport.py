@@ -40,6 +40,9 @@ from baton.transfer.region import check_arrays
 from baton.transfer.windows import check_window_pages
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from baton.ids import TicketId
     from baton.transfer.channel import Channel
     from baton.transfer.connection import Connection
@@ -187,6 +190,11 @@ class OneSidedTransport(Generic[M]):
         remote.read(transfer, read.copies, region)
         self._pace()
         return transfer
+
+    def view(self, remote: RemoteId, array: int) -> NDArray[np.uint8]:
+        """See `Transport`: this one does not lend."""
+        del remote, array
+        raise TransferError(f"{self.kind} does not lend a peer's pages; read them")
 
     def poll(self) -> list[TransferEvent]:
         """See `Transport`."""

@@ -165,6 +165,11 @@ class FileTransport:
         del read
         raise TransferError("file does not read a peer's pages; ask the peer to write them")
 
+    def view(self, remote: RemoteId, array: int) -> NDArray[np.uint8]:
+        """See `Transport`: this one does not lend."""
+        del remote, array
+        raise TransferError("file does not lend a peer's pages; ask the peer to write them")
+
     def poll(self) -> list[TransferEvent]:
         """See `Transport`."""
         return self._reactor.poll()

@@ -70,10 +70,14 @@ class Detached:
 
 @dataclass(frozen=True, slots=True)
 class Attached:
-    """Owner: ask away; the region's arrays, to compare with the description."""
+    """Owner: ask away; the region's arrays, to compare with the description.
+
+    `memory` is the region's, read-only: it outlives the owner, who may release its own any time.
+    """
 
     link: Link
     arrays: tuple[PageArray, ...]
+    memory: memoryview
 
 
 @dataclass(frozen=True, slots=True)

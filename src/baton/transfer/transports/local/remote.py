@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from baton.errors import PeerLostError, TransferError
+from baton.transfer.bounds import check_array
 from baton.transfer.interface import Attached as AttachedEvent
 from baton.transfer.interface import (
     ReadCompleted,
@@ -14,9 +15,13 @@ from baton.transfer.interface import (
     WriteCompleted,
     WriteFailed,
 )
+from baton.transfer.region import view_pages
 from baton.transfer.transports.local.letters import Detached, Read, Write
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from baton.kv.copies import PageCopies
     from baton.transfer.interface import (
         PageArray,
@@ -47,23 +52,23 @@ class Remote:
     ) -> None:
         self.id, self.descriptor, self.link = id_, descriptor, link
         self._reactor = reactor
-        self._is_attached = False
+        self._memory: memoryview | None = None
         self._unfinished: dict[TransferId, _Unfinished] = {}
         self._loss: TransferError | None = None
 
     @property
     def is_attaching(self) -> bool:
         """Neither attached nor lost yet."""
-        return not self._is_attached and self._loss is None
+        return self._memory is None and self._loss is None
 
-    def attached(self, arrays: tuple[PageArray, ...]) -> None:
-        """The owner admits this dialer."""
+    def attached(self, arrays: tuple[PageArray, ...], memory: memoryview) -> None:
+        """The owner admits this dialer, and shows its memory (read-only)."""
         if self._loss is not None:
             return
         if arrays != self.descriptor.arrays:
             self.lose(TransferError("the region is not what its description says"))
             return
-        self._is_attached = True
+        self._memory = memory
         self._reactor.report(AttachedEvent(self.id))
 
     def submit(self, transfer: TransferId, write: PageWrite, region: PagedRegion) -> None:
@@ -82,6 +87,20 @@ class Remote:
             self.done(transfer, self._loss)
             return
         self.link.owner.post(Read(self.link, transfer, copies, region))
+
+    def view(self, array: int) -> NDArray[np.uint8]:
+        """One array of the region, in place and read-only.
+
+        Raises:
+            PeerLostError: the region is out of reach.
+            TransferError: it is not attached yet, or has no such array.
+        """
+        if self._loss is not None:
+            raise PeerLostError(f"the peer's pages are out of reach: {self._loss}")
+        if self._memory is None:
+            raise TransferError("this remote is not attached yet")
+        check_array(array, self.descriptor.arrays)
+        return view_pages(self._memory, self.descriptor.arrays[array])
 
     def done(self, transfer: TransferId, error: TransferError | None) -> None:
         """A transfer is over. Unknown ones are ignored: they have failed already."""
@@ -110,7 +129,7 @@ class Remote:
             self._end(PeerLostError("the remote was detached"))
 
     def _end(self, error: TransferError) -> None:
-        self._loss = error
+        self._loss, self._memory = error, None
         if self.link is not None:
             with self.link.lock:
                 self.link.is_over = True

@@ -35,6 +35,9 @@ from baton.transfer.transports.local.remote import Remote
 from baton.transfer.windows import PageSet, check_window_pages
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from baton.ids import Epoch, RegionHandle, TicketId
     from baton.kv.copies import PageCopies
     from baton.transfer.interface import (
@@ -60,7 +63,9 @@ class LocalTransport:
     """
 
     kind = "local"
-    capabilities = Capabilities(memory=("host", "shared"), same_host_only=True, reads=True)
+    capabilities = Capabilities(
+        memory=("host", "shared"), same_host_only=True, reads=True, lends=True
+    )
 
     def __init__(self, options: LocalOptions, context: TransportContext) -> None:
         self._options, self._context = options, context
@@ -138,6 +143,10 @@ class LocalTransport:
         remote.read(transfer, read.copies, region)
         return transfer
 
+    def view(self, remote: RemoteId, array: int) -> NDArray[np.uint8]:
+        """See `Transport`."""
+        return self._find_remote(remote).view(array)
+
     def poll(self) -> list[TransferEvent]:
         """See `Transport`."""
         return self._reactor.poll()
@@ -180,9 +189,9 @@ class LocalTransport:
         else:
             return
         match letter:
-            case Attached(_, arrays):
+            case Attached(_, arrays, memory):
                 self._reactor.cancel_call(remote.id)
-                remote.attached(arrays)
+                remote.attached(arrays, memory)
             case Done(_, transfer, error):
                 remote.done(transfer, error)
             case Over(_, error):
@@ -200,7 +209,8 @@ class LocalTransport:
             error = PeerUnreachableError("the peer refused to attach: no such region")
         else:
             self._links[attach.link] = (attach.epoch, region)
-            attach.link.dialer.post(Attached(attach.link, region.arrays))
+            readable = region.memory.toreadonly()
+            attach.link.dialer.post(Attached(attach.link, region.arrays, readable))
             return
         attach.link.dialer.post(Over(attach.link, error))
 

@@ -1,7 +1,8 @@
-"""A peer's pages in this process' address space."""
+"""A peer's pages in this process' address space: once to be written, once to be looked at."""
 
 from __future__ import annotations
 
+import mmap
 import os
 from typing import TYPE_CHECKING, Final
 
@@ -13,7 +14,6 @@ from baton.transfer.devices.extents import ExtentMapping
 from baton.transfer.region import map_peer_memory, view_pages
 
 if TYPE_CHECKING:
-    import mmap
     from collections.abc import Sequence
 
     import numpy as np
@@ -25,23 +25,43 @@ if TYPE_CHECKING:
     from baton.transfer.transports.shared.wire import Attached
 
 
+MADV_POPULATE_READ: Final = 22
 MADV_POPULATE_WRITE: Final = 23
-"""From Linux's mman.h; Python's mmap does not name it yet."""
+"""From Linux's mman.h; Python's mmap does not name them yet."""
 PREFAULT_BYTES: Final = 8 * 1024 * 1024
 """About 2 ms of work."""
 
 
 class PeerPages:
-    """Owns the mapping of a peer's region. Owner thread: the transport's."""
+    """Owns the mappings of a peer's region. Owner thread: the transport's.
 
-    def __init__(self, mapping: mmap.mmap, arrays: Sequence[PageArray]) -> None:
+    A memfd is mapped a second time to be looked at, without the right to write: a view that
+    somebody keeps can neither change the peer's pages nor hold back the first mapping, whose end
+    proves that this process writes no more.
+    """
+
+    def __init__(
+        self, mapping: mmap.mmap, arrays: Sequence[PageArray], readable: mmap.mmap | None = None
+    ) -> None:
         self._mapping, self._arrays = mapping, arrays
-        self._views = [view_pages(self._mapping, array) for array in arrays]
-        self._num_faulted_bytes = 0
+        self._own = _Mapping(mapping, arrays, MADV_POPULATE_WRITE)
+        self._lent = None if readable is None else _Mapping(readable, arrays, MADV_POPULATE_READ)
+        self._is_lent = False
 
     def view(self, array: int) -> NDArray[np.uint8]:
         """One array, uint8 `[num_pages, page_bytes]`, writable; not to be kept."""
-        return self._views[array]
+        return self._own.views[array]
+
+    def lend(self, array: int) -> NDArray[np.uint8]:
+        """The same pages, read-only; may be kept.
+
+        Raises:
+            TransferError: they lie in a device.
+        """
+        if self._lent is None:
+            raise TransferError("shared does not lend pages that lie in a device")
+        self._is_lent = True
+        return self._lent.views[array]
 
     def store(self, copies: PageCopies, source: NDArray[np.uint8]) -> None:
         """Copy checked pages of `source` in, so far that the peer can see them.
@@ -72,22 +92,43 @@ class PeerPages:
         What was not entered when it is first written costs a page fault for each 4 KiB, in the
         middle of a handoff: a first write took eight times as long as a later one
         (benchmarks/bench_page_faults.py). The peer committed the memory, so for one that is only
-        read nothing else happens here either.
+        read nothing else happens here either. Pages to be lent follow once somebody looked.
         """
+        if self._own.prefault():
+            return True
+        return self._is_lent and self._lent is not None and self._lent.prefault()
+
+    def unmap(self) -> bool:
+        """Give the memory up; whether it is proved that this process writes no more."""
+        if self._lent is not None:
+            self._lent.unmap()  # or its last viewer does
+        return self._own.unmap()
+
+
+class _Mapping:
+    """One mapping, its arrays, and how much of it was entered into the page table."""
+
+    def __init__(self, mapping: mmap.mmap, arrays: Sequence[PageArray], advice: int) -> None:
+        self.views = [view_pages(mapping, array) for array in arrays]
+        self._mapping, self._advice = mapping, advice
+        self._num_faulted_bytes = 0
+
+    def prefault(self) -> bool:
+        """The next slice; whether there was one."""
         start = self._num_faulted_bytes
         if start >= len(self._mapping):
             return False
         length = min(PREFAULT_BYTES, len(self._mapping) - start)
         try:
-            self._mapping.madvise(MADV_POPULATE_WRITE, start, length)
-        except OSError:  # a kernel before 5.14: pages fault in as they are written
+            self._mapping.madvise(self._advice, start, length)
+        except OSError:  # a kernel before 5.14: pages fault in as they are used
             length = len(self._mapping) - start
         self._num_faulted_bytes = start + length
         return True
 
     def unmap(self) -> bool:
-        """Give the mapping up; whether it is proved gone (nobody kept a view)."""
-        self._views.clear()
+        """Whether the mapping is proved gone: nobody kept a view."""
+        self.views.clear()
         try:
             self._mapping.close()
         except BufferError:
@@ -105,7 +146,9 @@ def map_attached(attached: Attached, fd: int | None, device: DeviceOptions | Non
     try:
         match fd, attached.extent:
             case int(), None:
-                return PeerPages(map_peer_memory(fd, attached.arrays), attached.arrays)
+                arrays = attached.arrays
+                readable = map_peer_memory(fd, arrays, mmap.PROT_READ)
+                return PeerPages(map_peer_memory(fd, arrays), arrays, readable)
             case None, bytes():
                 return PeerPages(_attach(attached.extent, attached.arrays, device), attached.arrays)
             case _:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final, assert_never
 
 from baton.errors import PeerLostError, PeerUnreachableError, ProtocolError, TransferError
 from baton.ids import TicketId
+from baton.transfer.bounds import check_array
 from baton.transfer.framing import encode_frame
 from baton.transfer.interface import Attached as AttachedEvent
 from baton.transfer.interface import (
@@ -39,6 +40,9 @@ from baton.transfer.windows import PageSet
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+    import numpy as np
+    from numpy.typing import NDArray
 
     from baton.ids import RegionHandle
     from baton.kv.copies import PageCopies
@@ -152,6 +156,20 @@ class Remote:
             self._reactor.report(ReadFailed(transfer, exc))
         else:
             self._reactor.report(ReadCompleted(transfer, copies.num_bytes))
+
+    def view(self, array: int) -> NDArray[np.uint8]:
+        """One array of the peer's pages, in place and read-only.
+
+        Raises:
+            PeerLostError: the peer is lost.
+            TransferError: it is not attached yet, or has no such array.
+        """
+        if self._loss is not None:
+            raise PeerLostError(f"the peer's pages are out of reach: {self._loss}")
+        if self._pages is None:
+            raise TransferError("this remote is not attached yet")
+        check_array(array, self.descriptor.arrays)
+        return self._pages.lend(array)
 
     def prefault(self) -> bool:
         """Enter the next slice of the peer's memory into the page table; whether there was one."""

@@ -43,6 +43,9 @@ from baton.transfer.transports.shared.wire import (
 from baton.transfer.windows import check_window_pages
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from baton.ids import TicketId
     from baton.transfer.channel import Channel
     from baton.transfer.connection import Connection
@@ -73,7 +76,9 @@ class SharedTransport:
         self._device = options.device
         # Where caches need care, nobody tells the owner when to write back what is to be read.
         can_read = self._device is None or self._device.flush != "libpmem"
-        self.capabilities = Capabilities(("shared",), same_host_only=True, reads=can_read)
+        self.capabilities = Capabilities(
+            ("shared",), same_host_only=True, reads=can_read, lends=self._device is None
+        )
         self._reactor = Reactor(context.clock)
         self.readiness_fd: int | None = self._reactor.fd
         self._dialer = Dialer(
@@ -169,6 +174,10 @@ class SharedTransport:
         transfer = self._new_transfer()
         remote.read(transfer, read.copies, region)
         return transfer
+
+    def view(self, remote: RemoteId, array: int) -> NDArray[np.uint8]:
+        """See `Transport`."""
+        return self._find_remote(remote).view(array)
 
     def poll(self) -> list[TransferEvent]:
         """See `Transport`."""

@@ -93,7 +93,7 @@ class Closed(msgspec.Struct, frozen=True, tag="closed"):
 
 
 class Released(msgspec.Struct, frozen=True, tag="released"):
-    """Writer → receiver, last: it has unmapped the region."""
+    """Writer → receiver, last: it has unmapped the region, as far as it could write it."""
 
 
 FromWriter: TypeAlias = Notice | Ask | Closed | Released

@@ -179,6 +179,11 @@ class TcpTransport:
         remote.read(transfer, read.copies, region)
         return transfer
 
+    def view(self, remote: RemoteId, array: int) -> NDArray[np.uint8]:
+        """See `Transport`: this one does not lend."""
+        del remote, array
+        raise TransferError("tcp does not lend a peer's pages; read them")
+
     def poll(self) -> list[TransferEvent]:
         """See `Transport`."""
         return self._reactor.poll()
