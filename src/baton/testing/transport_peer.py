@@ -34,7 +34,11 @@ from baton.transfer.interface import (
 from baton.transfer.region import allocate_shared_region, release_region, view_pages
 
 if TYPE_CHECKING:
-    from baton.transfer.interface import PagedRegion, Transport
+    from collections.abc import Callable, Mapping, Sequence
+
+    from baton.transfer.interface import PagedRegion, Transport, TransportFactory
+
+    Allocate = Callable[[Sequence[tuple[int, int]]], PagedRegion]
 
 MAX_UNFINISHED = 4
 OWNED_BYTE = 0xA5
@@ -62,27 +66,30 @@ class OwnerTask(msgspec.Struct, frozen=True, tag="own"):
     shapes: tuple[tuple[int, int], ...]
 
 
-def main() -> None:
-    """Do the task on standard input."""
+def main(
+    build: Callable[[str, Mapping[str, object]], TransportFactory] = TRANSPORTS.build,
+    allocate: Allocate = allocate_shared_region,
+) -> None:
+    """Do the task on standard input, with transports and memory as the suite's own."""
     task: PeerTask | OwnerTask = msgspec.json.decode(
         sys.stdin.buffer.readline(), type=PeerTask | OwnerTask
     )
     context = TransportContext(
         ClusterKey.from_hex(task.key_hex), task.epoch, "127.0.0.1", MachineClock()
     )
-    transport = TRANSPORTS.build(task.kind, task.options)(context)
+    transport = build(task.kind, task.options)(context)
     match task:
         case PeerTask():
-            be_writer(transport, task)
+            be_writer(transport, task, allocate)
         case OwnerTask():
-            be_owner(transport, task)
+            be_owner(transport, task, allocate)
         case unknown:
             assert_never(unknown)
 
 
-def be_owner(transport: Transport, task: OwnerTask) -> None:
+def be_owner(transport: Transport, task: OwnerTask, allocate: Allocate) -> None:
     """Expose a region and say so, until the input ends."""
-    region = allocate_shared_region(task.shapes)
+    region = allocate(task.shapes)
     for array in region.arrays:
         view_pages(region.memory, array)[:] = OWNED_BYTE
     sys.stdout.buffer.write(msgspec.json.encode(transport.expose(region)) + b"\n")
@@ -93,10 +100,10 @@ def be_owner(transport: Transport, task: OwnerTask) -> None:
     release_region(region)
 
 
-def be_writer(transport: Transport, task: PeerTask) -> None:
+def be_writer(transport: Transport, task: PeerTask, allocate: Allocate) -> None:
     """Attach, write until the input ends, leave."""
     shapes = [(array.num_pages, array.page_bytes) for array in task.descriptor.arrays]
-    region = allocate_shared_region(shapes)
+    region = allocate(shapes)
     transport.expose(region)
     remote = transport.attach(task.descriptor)
     while Attached(remote) not in wait_for_events(transport):

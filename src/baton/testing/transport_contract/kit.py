@@ -42,12 +42,13 @@ class TransportKit:
 
     `kind` names an installed one; override `make_transport` to wrap it. `peer_writes` is set where
     the writer itself stores into the receiver's memory, so that a window's quiescence depends on
-    it.
+    it. `peer_module` is run where a peer lives in a process of its own.
     """
 
     kind: ClassVar[str]
     options: ClassVar[Mapping[str, object]] = {}
     peer_writes: ClassVar[bool]
+    peer_module: ClassVar[str] = "baton.testing.transport_peer"
     key: ClassVar[ClusterKey] = ClusterKey.generate()
 
     def make_transport(self, context: TransportContext) -> Transport:
