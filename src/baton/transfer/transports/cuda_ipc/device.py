@@ -31,8 +31,11 @@ class CudaDevice:
         """Device `number` of this process.
 
         Raises:
-            TransferError: there is none, or it is out of order.
+            TransferError: there is none, it is out of order, or MPS runs its work: then the end of
+                a process would not prove that its copies have ended.
         """
+        if driver.is_shared_by_mps(number):
+            raise TransferError("cuda_ipc does not work with CUDA's MPS")
         self._driver, self._number = driver, number
         self._context = driver.retain_context(number)
         self._stream: int | None = None

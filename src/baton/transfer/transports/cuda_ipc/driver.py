@@ -24,6 +24,7 @@ _NON_BLOCKING_STREAM: Final = 1
 _EVENT_WITHOUT_TIME: Final = 2
 _LAZY_PEER_ACCESS: Final = 1
 _IS_LEGACY_IPC_CAPABLE: Final = 10
+_MPS_ENABLED: Final = 133
 _ORDER_OF_STREAM: Final = 1
 _PREFER_OVERLAP_WITH_COMPUTE: Final = 1
 """Copy engines rather than SMs; before CUDA 13.1 the driver takes no notice of it."""
@@ -56,6 +57,7 @@ _PROTOTYPES: Final[dict[str, tuple[type, ...]]] = {
     "cuInit": (_UINT,),
     "cuDeviceGetCount": (ctypes.POINTER(_INT),),
     "cuDeviceGet": (ctypes.POINTER(_INT), _INT),
+    "cuDeviceGetAttribute": (ctypes.POINTER(_INT), _INT, _INT),
     "cuDevicePrimaryCtxRetain": (ctypes.POINTER(_POINTER), _INT),
     "cuDevicePrimaryCtxRelease_v2": (_INT,),
     "cuCtxPushCurrent_v2": (_POINTER,),
@@ -140,6 +142,13 @@ class Driver:
         count = _INT()
         self.call("cuDeviceGetCount", ctypes.byref(count))
         return count.value
+
+    def is_shared_by_mps(self, number: int) -> bool:
+        """Whether processes share one context there; drivers before CUDA 12 cannot tell."""
+        device, value = _INT(), _INT()
+        self.call("cuDeviceGet", ctypes.byref(device), number)
+        result = self._library.cuDeviceGetAttribute(ctypes.byref(value), _MPS_ENABLED, device)
+        return bool(result == 0 and value.value)
 
     def retain_context(self, number: int) -> int:
         """The primary context of a device, which torch uses too; once more for each call."""
