@@ -1,0 +1,38 @@
+"""`python -m tests.property.kernel_compiling 90`: the kernel for a GPU that need not be there."""
+
+import re
+import sys
+
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+
+from baton.engines.gpu.kernels import BLOCK_WORDS, NUM_WARPS, copy_pages
+
+POINTERS = {"source": "*u8", "source_pages": "*i64", "target": "*u8", "target_pages": "*i64"}
+CONSTANTS = {
+    "PICKS_SOURCE": True,
+    "PICKS_TARGET": True,
+    "WORD": tl.int64,
+    "WORD_BYTES": 8,
+    "UNIT_WORDS": 2,
+    "BLOCK": BLOCK_WORDS,
+}
+
+
+def compile_for(capability):
+    names = list(copy_pages.arg_names)
+    signature = {
+        name: "constexpr" if name in CONSTANTS else POINTERS.get(name, "i32") for name in names
+    }
+    # As at a launch: addresses are multiples of 16; nothing is known of strides.
+    attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in ("source", "target")}
+    source = ASTSource(copy_pages, signature, CONSTANTS, attributes)
+    target = GPUTarget("cuda", capability, 32)
+    return compile(source, target=target, options={"num_warps": NUM_WARPS})
+
+
+ptx = compile_for(int(sys.argv[1])).asm["ptx"]
+loads = re.findall(r"ld\.global\S*\.v2\.b64|ld\.global\S*\.v4\.b32", ptx)
+stores = re.findall(r"st\.global\S*\.v2\.b64|st\.global\S*\.v4\.b32", ptx)
+assert len(loads) == len(stores) == BLOCK_WORDS // 2 // (32 * NUM_WARPS), ptx
