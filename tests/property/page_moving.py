@@ -90,7 +90,7 @@ def check_indexed(case):
     check_case(IndexedMover(), case)
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), database=None)
 @given(cases())
 def check_kernels(case):
     check_case(KernelMover(), case, sys.argv[1])

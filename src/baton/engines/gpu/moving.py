@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 import torch
 
-from baton.engines.gpu.rows import check_rows
+from baton.engines.gpu.rows import check_pairs, check_rows
 from baton.errors import TransferError
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ class IndexedMover:
         target_index: NDArray[np.int64],
     ) -> None:
         """See `PageMover`. Takes as much memory again as it moves, for a while."""
-        _check_pairs(source, source_index, target, target_index)
+        check_pairs(source, source_index, target, target_index)
         wide_source, wide_target = _widen(source, target)
         taken = wide_source.index_select(0, _upload(source_index, source.device))
         wide_target.index_copy_(0, _upload(target_index, target.device), taken)
@@ -129,7 +129,7 @@ class KernelMover:
         target_index: NDArray[np.int64],
     ) -> None:
         """See `PageMover`."""
-        _check_pairs(source, source_index, target, target_index)
+        check_pairs(source, source_index, target, target_index)
         self._launch(
             source,
             _upload(source_index, source.device),
@@ -153,20 +153,15 @@ def _check_staging(
         raise TransferError(f"{len(index)} pages and room for {len(staging)}")
 
 
-def _check_pairs(
-    source: torch.Tensor,
-    source_index: NDArray[np.int64],
-    target: torch.Tensor,
-    target_index: NDArray[np.int64],
-) -> None:
-    check_rows(source, source_index, target)
-    check_rows(target, target_index, source)
-    if len(source_index) != len(target_index):
-        raise TransferError(f"{len(source_index)} pages from, {len(target_index)} to")
-
-
 def _upload(index: NDArray[np.int64], device: torch.device) -> torch.Tensor:
-    return torch.tensor(index, dtype=torch.int64).to(device, non_blocking=True)
+    """On the device, in the order of the current stream.
+
+    From pinned memory: from other memory the host would wait for all that the stream was given.
+    """
+    is_remote = device.type == "cuda"
+    return torch.tensor(index, dtype=torch.int64, pin_memory=is_remote).to(
+        device, non_blocking=True
+    )
 
 
 def _widen(source: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -45,3 +45,20 @@ def check_rows(rows: torch.Tensor, index: NDArray[np.int64], other: torch.Tensor
         raise TransferError(f"pages of {rows.shape[1]} and {other.shape[1]} bytes")
     if len(index) and not 0 <= int(index.min()) <= int(index.max()) < len(rows):
         raise TransferError(f"a page is outside the {len(rows)} that there are")
+
+
+def check_pairs(
+    source: torch.Tensor,
+    source_index: NDArray[np.int64],
+    target: torch.Tensor,
+    target_index: NDArray[np.int64],
+) -> None:
+    """Refuse what is no copy from page to page.
+
+    Raises:
+        TransferError: see `check_rows`, or more pages of one than of the other.
+    """
+    check_rows(source, source_index, target)
+    check_rows(target, target_index, source)
+    if len(source_index) != len(target_index):
+        raise TransferError(f"{len(source_index)} pages from, {len(target_index)} to")
