@@ -1,6 +1,6 @@
 """`cuda_ipc` as it is, over a `libcuda.so.1` that works on memory of this host.
 
-What is tested is all that Baton says to the driver: prototypes, order, contexts, what is given back.
+Tested is all that Baton says to the driver: prototypes, order, contexts, what is given back.
 `python -m tests.contract.cuda_stand_in` is a `baton.testing.transport_peer` over the same library.
 """
 

@@ -99,7 +99,6 @@ class TestDevice(StandInKit):
             CudaDevice(cuda_stand_in.driver(), 1)
 
 
-
 class TestHungDevice(StandInKit):
     @pytest.fixture(autouse=True)
     def check_descriptors(self, library):
@@ -136,4 +135,3 @@ def test_without_a_driver_the_reason_is_said():
 def test_a_library_that_is_another_is_refused():
     with pytest.raises(ConfigError, match="cuInit"):
         load_driver("libc.so.6")
-

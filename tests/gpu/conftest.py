@@ -1,4 +1,4 @@
-"""Everything here needs a CUDA GPU: `pytest tests/gpu`. Elsewhere it is skipped, with the reason."""
+"""All of this needs a CUDA GPU: `pytest tests/gpu`. Elsewhere it is skipped, with the reason."""
 
 import pytest
 import torch

@@ -5,7 +5,8 @@ import sys
 
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, compile
+from triton.compiler import ASTSource
+from triton.compiler import compile as compile_kernel
 
 from baton.engines.gpu.kernels import BLOCK_WORDS, NUM_WARPS, copy_pages
 
@@ -29,7 +30,7 @@ def compile_for(capability):
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in ("source", "target")}
     source = ASTSource(copy_pages, signature, CONSTANTS, attributes)
     target = GPUTarget("cuda", capability, 32)
-    return compile(source, target=target, options={"num_warps": NUM_WARPS})
+    return compile_kernel(source, target=target, options={"num_warps": NUM_WARPS})
 
 
 ptx = compile_for(int(sys.argv[1])).asm["ptx"]

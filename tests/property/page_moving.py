@@ -38,9 +38,7 @@ def cases(draw):
     num_sources, num_targets = source[1][1], target[1][1]
     targets = draw(st.lists(st.integers(0, num_targets - 1), unique=True))
     sources = draw(
-        st.lists(
-            st.integers(0, num_sources - 1), min_size=len(targets), max_size=len(targets)
-        )
+        st.lists(st.integers(0, num_sources - 1), min_size=len(targets), max_size=len(targets))
     )
     return source, target, np.array(sources, np.int64), np.array(targets, np.int64)
 

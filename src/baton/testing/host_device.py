@@ -18,6 +18,7 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from baton.errors import TransferError
@@ -90,11 +91,10 @@ class HostDevice:
         if named is None:
             raise TransferError("this is no handle")
         try:
-            fd = os.open(f"/proc/{int(named[1])}/fd/{int(named[2])}", os.O_RDWR)
+            with Path(f"/proc/{int(named[1])}/fd/{int(named[2])}").open("r+b") as file:
+                mapping = mmap.mmap(file.fileno(), 0)
         except OSError as exc:
             raise TransferError(f"cannot map the peer's memory: {exc}") from exc
-        with open(fd, "r+b", buffering=0) as file:
-            mapping = mmap.mmap(file.fileno(), 0)
         self._mapped.append(mapping)
         return Allocation(address_of(mapping), len(mapping))
 

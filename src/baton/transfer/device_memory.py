@@ -23,7 +23,7 @@ class TensorDevice(Protocol):
 
     @property
     def type(self) -> str:
-        """`cuda`, `cpu`, …"""
+        """`cuda`, `cpu` or another."""
         ...
 
     @property
@@ -69,7 +69,9 @@ def make_device_region(layers: Sequence[DeviceTensor], num_pages: int) -> PagedR
     devices = {(layer.device.type, layer.device.index) for layer in layers}
     kind, device = next(iter(devices))
     if len(devices) != 1 or kind != "cuda" or device is None:
-        raise TransferError(f"a device region needs tensors of one GPU, not of {sorted(map(str, devices))}")
+        raise TransferError(
+            f"a device region needs tensors of one GPU, not of {sorted(map(str, devices))}"
+        )
     base = min(layer.data_ptr() for layer in layers)
     arrays = tuple(_locate(layer, base, num_pages) for layer in layers)
     check_arrays(arrays)

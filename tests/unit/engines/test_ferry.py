@@ -1,4 +1,4 @@
-"""The ferry's bookkeeping on the CPU, which does everything at once; order is tested in tests/gpu."""
+"""The ferry's bookkeeping on the CPU, which does all at once; order is tested in tests/gpu."""
 
 from __future__ import annotations
 

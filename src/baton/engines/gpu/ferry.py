@@ -54,7 +54,7 @@ class Ferry:
     """Copies for one device. Owned by the engine's thread, whose current stream is the model's.
 
     Rows are those of `view_rows`. Host rows belong to memory that `pin` was given: else the host
-    waits within `to_host` and `to_device`. Neither side's pages may change until a crossing is done.
+    waits within `to_host` and `to_device`. Until a crossing is done, its pages hold still.
     """
 
     def __init__(self, device: torch.device, staging_bytes: int = STAGING_BYTES) -> None:
@@ -67,7 +67,11 @@ class Ferry:
         self._staging = torch.empty(0, dtype=torch.uint8, device=device)
 
     def to_host(
-        self, pages: torch.Tensor, index: NDArray[np.int64], host: torch.Tensor, at: NDArray[np.int64]
+        self,
+        pages: torch.Tensor,
+        index: NDArray[np.int64],
+        host: torch.Tensor,
+        at: NDArray[np.int64],
     ) -> Crossing:
         """Begin: `host[at[i]] = pages[index[i]]`, as the model's stream will have left them.
 
@@ -77,18 +81,20 @@ class Ferry:
         check_pairs(pages, index, host, at)
         with self._aboard():
             if _count_runs(index, at) == _count_runs(at, at):
-                for source, target, num_pages in _runs(index, at):
-                    _copy(pages, source, host, target, num_pages)
+                _copy_runs(pages, index, host, at)
             else:
                 for part in self._parts(len(index), pages.shape[1]):
-                    staging = self._staging_for(pages.shape[1])
+                    staging, rows = self._stage(index[part], pages.shape[1])
                     self._mover.gather(pages, index[part], staging)
-                    for source, target, num_pages in _runs(np.arange(len(at[part])), at[part]):
-                        _copy(staging, source, host, target, num_pages)
+                    _copy_runs(staging, rows, host, at[part])
             return self._crossing()
 
     def to_device(
-        self, host: torch.Tensor, at: NDArray[np.int64], pages: torch.Tensor, index: NDArray[np.int64]
+        self,
+        host: torch.Tensor,
+        at: NDArray[np.int64],
+        pages: torch.Tensor,
+        index: NDArray[np.int64],
     ) -> Crossing:
         """Begin: `pages[index[i]] = host[at[i]]`, behind all that the model's stream was given.
 
@@ -100,13 +106,11 @@ class Ferry:
         check_pairs(host, at, pages, index)
         with self._aboard():
             if _count_runs(at, index) == _count_runs(at, at):
-                for source, target, num_pages in _runs(at, index):
-                    _copy(host, source, pages, target, num_pages)
+                _copy_runs(host, at, pages, index)
             else:
                 for part in self._parts(len(index), pages.shape[1]):
-                    staging = self._staging_for(pages.shape[1])
-                    for source, target, num_pages in _runs(at[part], np.arange(len(at[part]))):
-                        _copy(host, source, staging, target, num_pages)
+                    staging, rows = self._stage(index[part], pages.shape[1])
+                    _copy_runs(host, at[part], staging, rows)
                     self._mover.scatter(staging, index[part], pages)
             crossing = self._crossing()
         self._streams.current_stream(self._device).wait_event(crossing.done)
@@ -129,14 +133,16 @@ class Ferry:
         for first in range(0, num_pages, step):
             yield slice(first, first + step)
 
-    def _staging_for(self, page_bytes: int) -> torch.Tensor:
-        """Rows on the device; all copies that use them are in the order of one stream."""
-        num_pages = max(1, self._staging_bytes // page_bytes)
-        if self._staging.numel() < num_pages * page_bytes:
+    def _stage(
+        self, index: NDArray[np.int64], page_bytes: int
+    ) -> tuple[torch.Tensor, NDArray[np.int64]]:
+        """Room on the device for these pages; its users are in the order of one stream."""
+        num_bytes = len(index) * page_bytes
+        if self._staging.numel() < num_bytes:
             self._staging = torch.empty(
-                num_pages * page_bytes, dtype=torch.uint8, device=self._device
+                max(num_bytes, self._staging_bytes), dtype=torch.uint8, device=self._device
             )
-        return self._staging[: num_pages * page_bytes].view(num_pages, page_bytes)
+        return self._staging[:num_bytes].view(-1, page_bytes), np.arange(len(index))
 
 
 def pin(memory: memoryview, device: torch.device) -> None:
@@ -147,7 +153,9 @@ def pin(memory: memoryview, device: torch.device) -> None:
     if device.type != "cuda":
         return
     address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
-    result = torch.cuda.cudart().cudaHostRegister(address, len(memory), 0)
+    result = torch.cuda.cudart().cudaHostRegister(  # type: ignore[no-untyped-call]
+        address, len(memory), 0
+    )
     if int(result) != 0:
         logger.warning(
             "cannot pin %d bytes of KV pages (%s): copies to the GPU hold up the engine",
@@ -156,16 +164,17 @@ def pin(memory: memoryview, device: torch.device) -> None:
         )
 
 
-def _runs(source: NDArray[np.int64], target: NDArray[np.int64]) -> Iterator[tuple[int, int, int]]:
-    for first, to, num_pages in compute_runs(CopyGroup(source, target, _NO_SPANS)).tolist():
-        yield first, to, num_pages
-
-
 def _count_runs(source: NDArray[np.int64], target: NDArray[np.int64]) -> int:
     return len(compute_runs(CopyGroup(source, target, _NO_SPANS)))
 
 
-def _copy(
-    source: torch.Tensor, first: int, target: torch.Tensor, to: int, num_pages: int
+def _copy_runs(
+    source: torch.Tensor,
+    source_index: NDArray[np.int64],
+    target: torch.Tensor,
+    target_index: NDArray[np.int64],
 ) -> None:
-    target[to : to + num_pages].copy_(source[first : first + num_pages], non_blocking=True)
+    """Pages that are neighbours on both sides in one copy each."""
+    runs = compute_runs(CopyGroup(source_index, target_index, _NO_SPANS))
+    for first, to, num_pages in runs.tolist():
+        target[to : to + num_pages].copy_(source[first : first + num_pages], non_blocking=True)

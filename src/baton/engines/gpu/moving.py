@@ -31,9 +31,7 @@ class PageMover(Protocol):
     not overlap.
     """
 
-    def gather(
-        self, pages: torch.Tensor, index: NDArray[np.int64], staging: torch.Tensor
-    ) -> None:
+    def gather(self, pages: torch.Tensor, index: NDArray[np.int64], staging: torch.Tensor) -> None:
         """`staging[i] = pages[index[i]]`; `staging` has k rows or more.
 
         Raises:
@@ -41,9 +39,7 @@ class PageMover(Protocol):
         """
         ...
 
-    def scatter(
-        self, staging: torch.Tensor, index: NDArray[np.int64], pages: torch.Tensor
-    ) -> None:
+    def scatter(self, staging: torch.Tensor, index: NDArray[np.int64], pages: torch.Tensor) -> None:
         """`pages[index[i]] = staging[i]`.
 
         Raises:
@@ -69,17 +65,13 @@ class PageMover(Protocol):
 class IndexedMover:
     """See `PageMover`: torch's own indexed copies, on any device."""
 
-    def gather(
-        self, pages: torch.Tensor, index: NDArray[np.int64], staging: torch.Tensor
-    ) -> None:
+    def gather(self, pages: torch.Tensor, index: NDArray[np.int64], staging: torch.Tensor) -> None:
         """See `PageMover`."""
         _check_staging(pages, index, staging)
         source, target = _widen(pages, staging[: len(index)])
         torch.index_select(source, 0, _upload(index, source.device), out=target)
 
-    def scatter(
-        self, staging: torch.Tensor, index: NDArray[np.int64], pages: torch.Tensor
-    ) -> None:
+    def scatter(self, staging: torch.Tensor, index: NDArray[np.int64], pages: torch.Tensor) -> None:
         """See `PageMover`."""
         _check_staging(pages, index, staging)
         source, target = _widen(staging[: len(index)], pages)
@@ -107,16 +99,12 @@ class KernelMover:
         kernels = importlib.import_module("baton.engines.gpu.kernels")
         self._launch: Callable[..., None] = kernels.launch_copy
 
-    def gather(
-        self, pages: torch.Tensor, index: NDArray[np.int64], staging: torch.Tensor
-    ) -> None:
+    def gather(self, pages: torch.Tensor, index: NDArray[np.int64], staging: torch.Tensor) -> None:
         """See `PageMover`."""
         _check_staging(pages, index, staging)
         self._launch(pages, _upload(index, pages.device), staging, None)
 
-    def scatter(
-        self, staging: torch.Tensor, index: NDArray[np.int64], pages: torch.Tensor
-    ) -> None:
+    def scatter(self, staging: torch.Tensor, index: NDArray[np.int64], pages: torch.Tensor) -> None:
         """See `PageMover`."""
         _check_staging(pages, index, staging)
         self._launch(staging, None, pages, _upload(index, pages.device))
@@ -145,9 +133,7 @@ def choose_mover(device: torch.device) -> PageMover:
     return IndexedMover()
 
 
-def _check_staging(
-    pages: torch.Tensor, index: NDArray[np.int64], staging: torch.Tensor
-) -> None:
+def _check_staging(pages: torch.Tensor, index: NDArray[np.int64], staging: torch.Tensor) -> None:
     check_rows(pages, index, staging)
     if len(staging) < len(index):
         raise TransferError(f"{len(index)} pages and room for {len(staging)}")

@@ -175,9 +175,7 @@ class Driver:
     def find_allocation(self, address: int) -> Allocation:
         """What was allocated in one piece around an address; mapped memory counts too."""
         base, num_bytes = _ADDRESS(), _SIZE()
-        self.call(
-            "cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(num_bytes), address
-        )
+        self.call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(num_bytes), address)
         return Allocation(base.value, num_bytes.value)
 
     def get_ipc_handle(self, address: int) -> bytes:

@@ -155,7 +155,8 @@ def _introduce(
         TransferError: an array is in none, or CUDA does not share it.
     """
     numbers: dict[int, int] = {}
-    handles, places = [], []
+    handles: list[bytes] = []
+    places: list[Place] = []
     for array in arrays:
         address = memory.address + array.offset_bytes
         allocation, handle = device.export(address)
@@ -185,6 +186,6 @@ def _join(
 ) -> NDArray[np.uint64]:
     """Addresses of both sides, and bytes: uint64 `[r, 3]`."""
     found = [compute_runs(group, source, target) for group in copies.groups]
-    runs = np.concatenate([np.empty((0, 3), np.int64), *found])
+    runs: NDArray[np.int64] = np.concatenate([np.empty((0, 3), np.int64), *found])
     runs[:, :2] += np.array(bases, np.int64)
     return runs.astype(np.uint64)
