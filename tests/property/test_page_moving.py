@@ -1,5 +1,6 @@
 """Pages gathered, scattered and copied, against numpy loops: torch's own way, and the kernel's."""
 
+import importlib
 import importlib.util
 import os
 import subprocess
@@ -63,6 +64,20 @@ def test_a_page_that_is_not_there_is_refused(index):
         IndexedMover().scatter(staging, np.array(index), rows)
     assert staging.all()
     assert not rows.any()
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("page_bytes", "shift", "unit"),
+    [(32_768, 0, 16), (48, 0, 16), (56, 0, 8), (100, 0, 4), (48, 1, 1)],
+)
+def test_the_widest_words_that_fit(page_bytes, shift, unit):
+    kernels = importlib.import_module("baton.engines.gpu.kernels")
+    memory = torch.zeros(4 * page_bytes + 64, dtype=torch.uint8)
+    start = -memory.data_ptr() % 16
+    aligned = memory.as_strided((4, page_bytes), (page_bytes, 1), start)
+    shifted = memory.as_strided((4, page_bytes), (page_bytes, 1), start + shift)
+    assert kernels.compute_unit_bytes(aligned, shifted) == unit
 
 
 @needs_triton
