@@ -52,6 +52,16 @@ def test_neighbours_on_both_sides_need_no_gathering(monkeypatch: pytest.MonkeyPa
     assert torch.equal(host[[5, 6, 1]], random_pages(1)[[3, 4, 9]])
 
 
+def test_room_that_was_made_during_inference_serves_later_too() -> None:
+    ferry, device, host = Ferry(CPU), random_pages(1), random_pages(2)
+    scattered, neighbours = np.array([7, 3, 5]), np.array([1, 2, 3])
+    with torch.inference_mode():
+        ferry.to_host(device, scattered, host, neighbours)
+    assert torch.equal(host[1:4], device[[7, 3, 5]])
+    ferry.to_device(host, neighbours, device, scattered[::-1].copy())
+    assert torch.equal(device[[5, 3, 7]], host[1:4])
+
+
 def test_pages_that_are_not_there_are_refused() -> None:
     ferry, host = Ferry(CPU), random_pages(2)
     for index, at in (([24], [0]), ([0], [24]), ([0, 1], [0])):

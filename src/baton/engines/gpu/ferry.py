@@ -139,9 +139,10 @@ class Ferry:
         """Room on the device for these pages; its users are in the order of one stream."""
         num_bytes = len(index) * page_bytes
         if self._staging.numel() < num_bytes:
-            self._staging = torch.empty(
-                max(num_bytes, self._staging_bytes), dtype=torch.uint8, device=self._device
-            )
+            with torch.inference_mode(mode=False):  # it is written to outside of inference as well
+                self._staging = torch.empty(
+                    max(num_bytes, self._staging_bytes), dtype=torch.uint8, device=self._device
+                )
         return self._staging[:num_bytes].view(-1, page_bytes), np.arange(len(index))
 
 

@@ -144,7 +144,7 @@ class Driver:
         return count.value
 
     def is_shared_by_mps(self, number: int) -> bool:
-        """Whether processes share one context there; drivers before CUDA 12 cannot tell."""
+        """Whether processes share one context there; older drivers cannot tell."""
         device, value = _INT(), _INT()
         self.call("cuDeviceGet", ctypes.byref(device), number)
         result = self._library.cuDeviceGetAttribute(ctypes.byref(value), _MPS_ENABLED, device)
