@@ -31,8 +31,9 @@ from baton.transfer.interface import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
+    from baton.authority.key import ClusterKey
     from baton.transfer.interface import TransferId
 
 SHAPES = ((256, 65_536),)
@@ -46,13 +47,17 @@ class ProcessContract(TransportKit):
     """What the end of the writer's process means to its windows."""
 
     def test_a_killed_writers_window_becomes_quiescent(self) -> None:
-        with WriterProcess(self, self.make_side(SHAPES)) as writer:
+        with WriterProcess(
+            self.make_side(SHAPES), self.key, self.options, self.peer_module
+        ) as writer:
             writer.kill()
             writer.reader.transport.close_window(writer.window)
             writer.check_quiescent()
 
     def test_a_window_closed_before_the_kill_becomes_quiescent(self) -> None:
-        with WriterProcess(self, self.make_side(SHAPES)) as writer:
+        with WriterProcess(
+            self.make_side(SHAPES), self.key, self.options, self.peer_module
+        ) as writer:
             writer.stop()
             writer.reader.transport.close_window(writer.window)
             writer.check_patience(is_quiescent=not self.peer_writes)
@@ -60,7 +65,9 @@ class ProcessContract(TransportKit):
             writer.check_quiescent()
 
     def test_a_stopped_writer_that_goes_on_answers(self) -> None:
-        with WriterProcess(self, self.make_side(SHAPES)) as writer:
+        with WriterProcess(
+            self.make_side(SHAPES), self.key, self.options, self.peer_module
+        ) as writer:
             writer.stop()
             writer.reader.transport.close_window(writer.window)
             writer.check_patience(is_quiescent=not self.peer_writes)
@@ -69,13 +76,17 @@ class ProcessContract(TransportKit):
             writer.check_alive()
 
     def test_a_writer_that_never_stops_writes_nothing_after_quiescence(self) -> None:
-        with WriterProcess(self, self.make_side(SHAPES)) as writer:
+        with WriterProcess(
+            self.make_side(SHAPES), self.key, self.options, self.peer_module
+        ) as writer:
             writer.reader.transport.close_window(writer.window)
             writer.check_quiescent()
             writer.check_alive()
 
     def test_a_writer_that_leaves_in_peace(self) -> None:
-        with WriterProcess(self, self.make_side(SHAPES)) as writer:
+        with WriterProcess(
+            self.make_side(SHAPES), self.key, self.options, self.peer_module
+        ) as writer:
             writer.leave()
             writer.reader.transport.close_window(writer.window)
             writer.check_quiescent()
@@ -85,7 +96,9 @@ class OwnerContract(TransportKit):
     """What the end of the owner's process means to a reader of its region."""
 
     def test_reads_from_an_owner_that_is_killed_complete_or_fail(self) -> None:
-        with OwnerProcess(self, self.make_side(SHAPES)) as owner:
+        with OwnerProcess(
+            self.make_side(SHAPES), self.key, self.options, self.peer_module
+        ) as owner:
             first = [owner.read() for _ in range(NUM_READS)]
             owner.kill()
             later = [owner.read() for _ in range(NUM_READS)]
@@ -100,19 +113,25 @@ class OwnerContract(TransportKit):
 class OwnerProcess:
     """A `transport_peer` whose region `reader` attached; closing this ends it."""
 
-    def __init__(self, kit: TransportKit, reader: Side) -> None:
+    def __init__(
+        self,
+        reader: Side,
+        key: ClusterKey,
+        options: Mapping[str, object],
+        peer_module: str = TransportKit.peer_module,
+    ) -> None:
         self.reader = reader
         self.events: list[object] = []
         if not reader.transport.capabilities.reads:
             reader.close()
             pytest.skip("this transport does not read")
-        self._process = subprocess.Popen(  # noqa: S603 -- the kit's own module
-            [sys.executable, "-m", kit.peer_module],
+        self._process = subprocess.Popen(  # noqa: S603 -- a test kit's module
+            [sys.executable, "-m", peer_module],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )
         task = OwnerTask(
-            reader.transport.kind, dict(kit.options), kit.key.secret.hex(), new_epoch(), SHAPES
+            reader.transport.kind, dict(options), key.secret.hex(), new_epoch(), SHAPES
         )
         self._stdin, self._stdout = _pipes(self._process)
         self._stdin.write(msgspec.json.encode(task) + b"\n")
@@ -185,20 +204,26 @@ def _pipes(process: subprocess.Popen[bytes]) -> tuple[IO[bytes], IO[bytes]]:
 class WriterProcess:
     """A `transport_peer` that is writing into `reader`; closing this ends it."""
 
-    def __init__(self, kit: TransportKit, reader: Side) -> None:
+    def __init__(
+        self,
+        reader: Side,
+        key: ClusterKey,
+        options: Mapping[str, object],
+        peer_module: str = TransportKit.peer_module,
+    ) -> None:
         self.reader, self.window = reader, new_ticket_id()
         self.events: list[object] = []
         epoch = new_epoch()
         num_pages = reader.region.arrays[0].num_pages
         window = Window(self.window, reader.region.handle, epoch, np.arange(num_pages))
         reader.transport.open_window(window)
-        self._process = subprocess.Popen(  # noqa: S603 -- the kit's own module
-            [sys.executable, "-m", kit.peer_module], stdin=subprocess.PIPE
+        self._process = subprocess.Popen(  # noqa: S603 -- a test kit's module
+            [sys.executable, "-m", peer_module], stdin=subprocess.PIPE
         )
         task = PeerTask(
             reader.transport.kind,
-            dict(kit.options),
-            kit.key.secret.hex(),
+            dict(options),
+            key.secret.hex(),
             epoch,
             reader.descriptor,
             self.window,
