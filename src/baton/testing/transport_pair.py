@@ -57,6 +57,10 @@ class Side:
         flat = np.frombuffer(self.region.memory, np.uint8)
         flat[:] = np.random.default_rng(seed).integers(0, 256, len(flat), np.uint8)
 
+    def paint(self, byte: int) -> None:
+        """The same byte in all pages of the first array."""
+        self.pages()[:] = byte
+
     def snapshot(self) -> bytes:
         """All bytes of the region."""
         return bytes(self.region.memory)

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import select
 import sys
-from typing import TYPE_CHECKING, assert_never
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, assert_never
 
 import msgspec
-import numpy as np
 
 from baton.authority.key import ClusterKey
 from baton.clock import MachineClock
@@ -27,7 +27,6 @@ from baton.transfer.interface import (
     Attached,
     PageWrite,
     RegionDescriptor,
-    RemoteId,
     TransportContext,
     WriteCompleted,
     WriteFailed,
@@ -35,7 +34,10 @@ from baton.transfer.interface import (
 from baton.transfer.region import release_region, view_pages
 
 if TYPE_CHECKING:
-    from baton.transfer.interface import PagedRegion, Transport
+    from collections.abc import Callable, Mapping
+
+    from baton.transfer.devices.options import AllocateRegion
+    from baton.transfer.interface import PagedRegion, Transport, TransportFactory
 
 MAX_UNFINISHED = 4
 OWNED_BYTE = 0xA5
@@ -63,7 +65,29 @@ class OwnerTask(msgspec.Struct, frozen=True, tag="own"):
     shapes: tuple[tuple[int, int], ...]
 
 
-def main() -> None:
+@dataclass(frozen=True, slots=True)
+class Means:
+    """How a peer gets its transport and its memory: as the suite does that it belongs to."""
+
+    build: Callable[[str, Mapping[str, object]], TransportFactory]
+    choose_allocation: Callable[[str, Mapping[str, object]], AllocateRegion]
+    fill: Callable[[PagedRegion, int], None]
+
+
+def fill_region(region: PagedRegion, byte: int) -> None:
+    """Set every byte of every page."""
+    for array in region.arrays:
+        view_pages(region.memory, array)[:] = byte
+
+
+def _choose_allocation(kind: str, options: Mapping[str, object]) -> AllocateRegion:
+    return choose_allocation({kind: options})
+
+
+SHARED: Final = Means(TRANSPORTS.build, _choose_allocation, fill_region)
+
+
+def main(means: Means = SHARED) -> None:
     """Do the task on standard input."""
     task: PeerTask | OwnerTask = msgspec.json.decode(
         sys.stdin.buffer.readline(), type=PeerTask | OwnerTask
@@ -71,21 +95,20 @@ def main() -> None:
     context = TransportContext(
         ClusterKey.from_hex(task.key_hex), task.epoch, "127.0.0.1", MachineClock()
     )
-    transport = TRANSPORTS.build(task.kind, task.options)(context)
+    transport = means.build(task.kind, task.options)(context)
     match task:
         case PeerTask():
-            be_writer(transport, task)
+            be_writer(transport, task, means)
         case OwnerTask():
-            be_owner(transport, task)
+            be_owner(transport, task, means)
         case unknown:
             assert_never(unknown)
 
 
-def be_owner(transport: Transport, task: OwnerTask) -> None:
+def be_owner(transport: Transport, task: OwnerTask, means: Means) -> None:
     """Expose a region and say so, until the input ends."""
-    region = choose_allocation({task.kind: task.options})(task.shapes)
-    for array in region.arrays:
-        view_pages(region.memory, array)[:] = OWNED_BYTE
+    region = means.choose_allocation(task.kind, task.options)(task.shapes)
+    means.fill(region, OWNED_BYTE)
     sys.stdout.buffer.write(msgspec.json.encode(transport.expose(region)) + b"\n")
     sys.stdout.buffer.flush()
     while not select.select([sys.stdin], [], [], 0)[0]:
@@ -94,31 +117,31 @@ def be_owner(transport: Transport, task: OwnerTask) -> None:
     release_region(region)
 
 
-def be_writer(transport: Transport, task: PeerTask) -> None:
+def be_writer(transport: Transport, task: PeerTask, means: Means) -> None:
     """Attach, write until the input ends, leave."""
     shapes = [(array.num_pages, array.page_bytes) for array in task.descriptor.arrays]
-    region = choose_allocation({task.kind: task.options})(shapes)
+    region = means.choose_allocation(task.kind, task.options)(shapes)
     transport.expose(region)
     remote = transport.attach(task.descriptor)
     while Attached(remote) not in wait_for_events(transport):
         pass
-    write_on(transport, remote, region, task)
+    page_bytes = task.descriptor.arrays[0].page_bytes
+    pages = range(task.num_pages)
+    copies = PageCopies(0, (whole_pages(pages, pages, page_bytes),))
+    write = PageWrite(remote, TicketId(task.window), region.handle, copies, b"peer")
+    write_on(transport, write, lambda byte: means.fill(region, byte))
     transport.detach(remote)
     transport.close()
     release_region(region)
 
 
-def write_on(transport: Transport, remote: RemoteId, region: PagedRegion, task: PeerTask) -> None:
-    """Keep a few writes under way until the input ends."""
-    page_bytes = task.descriptor.arrays[0].page_bytes
-    pages = range(task.num_pages)
-    copies = PageCopies(0, (whole_pages(pages, pages, page_bytes),))
-    write = PageWrite(remote, TicketId(task.window), region.handle, copies, b"peer")
+def write_on(transport: Transport, write: PageWrite, fill: Callable[[int], None]) -> None:
+    """Keep a few of this write under way until the input ends."""
     num_unfinished = num_written = 0
     while not select.select([sys.stdin], [], [], 0)[0]:
         while num_unfinished < MAX_UNFINISHED:
             num_written += 1
-            view_pages(region.memory, region.arrays[0])[:] = np.uint8(num_written % 255 + 1)
+            fill(num_written % 255 + 1)
             transport.submit(write)
             num_unfinished += 1
         for event in wait_for_events(transport):

@@ -10,10 +10,12 @@ File map:
     windows.py      what a receiver admits
     geometry.py     which bytes of an array a part of a transfer names, also on the wire
     parts.py        transfers cut into parts
+    runs.py         copies as runs of bytes, for libraries that take those
+    device_memory.py  an engine's tensors on a GPU as a region
     buffers.py      a part's bytes as lists of buffers, in place or staged
     links/          what a link costs, and which one is the cheapest for a transfer
     transports/     the kinds: `shared` (one host's memory), `local` (one process), `tcp`, `file`,
-                    `nixl`, `mooncake`
+                    `nixl`, `mooncake`, `cuda_ipc` (one host's GPUs)
 
     What the kinds' connections are made of:
     framing.py      bodies on a byte stream (sans-I/O)

@@ -19,7 +19,7 @@ says so, and nothing calls back: results are returned from `poll`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Literal, NewType, Protocol, TypeAlias
 
 import msgspec
@@ -53,11 +53,25 @@ class PageArray(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """Where a region begins on a GPU: an address of this process, on one of its devices.
+
+    `device` is CUDA's number of it in this process. `holds` is whatever keeps the memory allocated.
+    """
+
+    device: int
+    address: int
+    holds: tuple[object, ...] = field(default=(), compare=False, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
 class PagedRegion:
     """Registered local memory: one page array for each layer.
 
-    `memory` is the whole region, writable, format `B`. `fd` is the memfd behind it when the kind
-    is `shared`. The owner keeps both alive until every transport that exposes it is closed.
+    `memory` is the whole region, writable, format `B`; nothing where the kind is `cuda`. `fd` is
+    the memfd behind it when the kind is `shared`, `device` where it is when the kind is `cuda`
+    (there, what lies between two arrays need not be allocated). The owner keeps all of it alive
+    until every transport that exposes it is closed.
     """
 
     handle: RegionHandle
@@ -65,6 +79,7 @@ class PagedRegion:
     memory: memoryview
     arrays: tuple[PageArray, ...]
     fd: int | None = None
+    device: DeviceMemory | None = None
 
 
 class RegionDescriptor(msgspec.Struct, frozen=True):

@@ -42,5 +42,6 @@ class PagedModel:
                 paged_step=step,
                 layer_windows=self._windows,
             )
+        self._cache.finish()
         logits: torch.Tensor = output.logits[0]
         return logits

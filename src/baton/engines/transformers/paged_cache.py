@@ -17,8 +17,9 @@ if TYPE_CHECKING:
 class PagedCache(Cache):  # type: ignore[misc]  # transformers is untyped for us
     """Writes a step's keys and values into pages, and returns all that the step attends to.
 
-    `on_layer(layer)` is called in the middle of the forward pass as soon as the keys and values of
-    all the step's tokens are in the pages of that layer. Owned by the engine's thread.
+    `on_layer(layer)` is called as soon as the keys and values of all the step's tokens are in the
+    pages of that layer, where peers see them: in the middle of the forward pass, or, where an
+    accelerator is behind, in `finish`. Owned by the engine's thread.
     """
 
     def __init__(self, pages: KVPages) -> None:
@@ -30,7 +31,14 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is untyped for us
 
     def begin(self, step: Step, on_layer: Callable[[int], None]) -> None:
         """Take `step`'s arrays for the forward pass that follows."""
+        for _ in self._pages.await_shown():
+            continue  # of a pass that failed
         self._step, self._on_layer = step, on_layer
+
+    def finish(self) -> None:
+        """The pass has been given out: tell of the layers that were not in their pages yet."""
+        for layer in self._pages.await_shown():
+            self._on_layer(layer)
 
     def update(
         self,
@@ -59,8 +67,9 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is untyped for us
         ):
             plane[step.write_blocks, step.write_offsets] = new[0].transpose(0, 1)
             gathered.append(workspace.gather(plane, step.read_blocks))
-        self._pages.to_region(layer_idx, step.write_blocks)
-        self._on_layer(layer_idx)
+        self._pages.to_region(layer_idx, step.written_pages)
+        for layer in self._pages.take_shown():
+            self._on_layer(layer)
         return gathered[0], gathered[1]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

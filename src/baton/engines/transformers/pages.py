@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import TYPE_CHECKING, Final
 
+import numpy as np
 import torch
 
+from baton.engines.gpu.ferry import Ferry, pin
+from baton.engines.gpu.rows import view_rows
 from baton.kv.geometry import page_geometry
 from baton.transfer.region import allocate_shared_region
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
+    from numpy.typing import NDArray
+
+    from baton.engines.gpu.ferry import Crossing
     from baton.engines.transformers.shape import ModelShape
     from baton.kv.geometry import PlaneGeometry
     from baton.kv.layout import DType, KVLayout
@@ -44,16 +51,31 @@ class KVPages:
             for array in region.arrays
         )
         self.planes = _split(shape, layout, self._in_region)
+        self._shown: deque[int] = deque()
 
-    def to_region(self, layer: int, blocks: torch.Tensor) -> None:
-        """Make pages `blocks` of `layer` visible to peers."""
+    def to_region(self, layer: int, blocks: NDArray[np.int64]) -> None:
+        """Begin to make pages `blocks` of `layer` visible to peers: see `take_shown`."""
+        del blocks
+        self._shown.append(layer)
+
+    def take_shown(self) -> Iterator[int]:
+        """Layers of which all pages are visible by now, in the order of the calls, each once."""
+        while self._shown:
+            yield self._shown.popleft()
+
+    def await_shown(self) -> Iterator[int]:
+        """The other ones, each as soon as it is visible."""
+        return self.take_shown()
 
     def from_region(self, blocks: Sequence[int]) -> None:
         """Take what peers have written into `blocks`, all layers."""
 
 
 class MirroredPages(KVPages):
-    """Pages on an accelerator, mirrored in a region of host memory that peers reach."""
+    """Pages on an accelerator, mirrored in a region of host memory that peers reach.
+
+    Pages cross beside the model's computing: it never waits for a page on its way to the host.
+    """
 
     def __init__(
         self, shape: ModelShape, layout: KVLayout, region: PagedRegion, device: torch.device
@@ -61,19 +83,40 @@ class MirroredPages(KVPages):
         super().__init__(shape, layout, region)
         self._on_device = tuple(torch.zeros_like(a, device=device) for a in self._in_region)
         self.planes = _split(shape, layout, self._on_device)
+        self._host_rows = tuple(view_rows(each) for each in self._in_region)
+        self._device_rows = tuple(view_rows(each) for each in self._on_device)
+        pin(region.memory, device)
+        self._ferry = Ferry(device)
+        self._crossing: deque[tuple[int, Crossing]] = deque()
 
-    def to_region(self, layer: int, blocks: torch.Tensor) -> None:
-        """Copy pages from the accelerator; returns when they are in place."""
-        blocks = torch.unique(blocks)
-        pages = self._on_device[layer].index_select(0, blocks)
-        self._in_region[layer].index_copy_(0, blocks.cpu(), pages.cpu())
+    def to_region(self, layer: int, blocks: NDArray[np.int64]) -> None:
+        """Begin to copy pages from the accelerator, once what it was given to do has been done."""
+        crossing = self._ferry.to_host(
+            self._device_rows[layer], blocks, self._host_rows[layer], blocks
+        )
+        self._crossing.append((layer, crossing))
+
+    def take_shown(self) -> Iterator[int]:
+        """See `KVPages`. Does not wait."""
+        while self._crossing and self._crossing[0][1].is_done():
+            yield self._crossing.popleft()[0]
+
+    def await_shown(self) -> Iterator[int]:
+        """See `KVPages`. Waits for the accelerator."""
+        while self._crossing:
+            layer, crossing = self._crossing.popleft()
+            crossing.wait()
+            yield layer
 
     def from_region(self, blocks: Sequence[int]) -> None:
-        """Copy pages to the accelerator."""
-        index = torch.tensor(blocks)
-        for host, device in zip(self._in_region, self._on_device, strict=True):
-            pages = host.index_select(0, index).to(device.device)
-            device.index_copy_(0, index.to(device.device), pages)
+        """Copy pages to the accelerator; returns when peers may overwrite those of the region."""
+        index = np.array(blocks, np.int64)
+        crossings = [
+            self._ferry.to_device(host, index, device, index)
+            for host, device in zip(self._host_rows, self._device_rows, strict=True)
+        ]
+        for crossing in crossings:
+            crossing.wait()
 
 
 def allocate_pages(

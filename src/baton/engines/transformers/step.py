@@ -56,7 +56,8 @@ class Step:
     """One packed forward pass. Owned by the engine's thread, lives for one step.
 
     `input_ids`, `position_ids`: `[1, T]`. `write_blocks`, `write_offsets`: `[T]`, where each
-    token's keys and values go. `read_blocks`: all blocks of all sequences, one after the other;
+    token's keys and values go. `written_pages`: int64, on the host, each of these blocks once.
+    `read_blocks`: all blocks of all sequences, one after the other;
     gathered, they give each sequence's context, starting on a block boundary.
     `logits_rows`: rows of `[0, T)` whose logits are wanted, in the order of the spans.
     """
@@ -73,7 +74,9 @@ class Step:
         self.device = device
         self.input_ids = tensor(np.concatenate([s.token_ids for s in spans]))[None]
         self.position_ids = tensor(flat_positions)[None]
-        self.write_blocks = tensor(np.concatenate(write_blocks))
+        flat_blocks = np.concatenate(write_blocks)
+        self.write_blocks = tensor(flat_blocks)
+        self.written_pages = np.unique(flat_blocks)
         self.write_offsets = tensor(flat_positions % block_size)
         self.read_blocks = tensor(np.concatenate(used_blocks))
         self.extents = _extents(spans, [len(b) * block_size for b in used_blocks])

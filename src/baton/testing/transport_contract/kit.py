@@ -43,12 +43,15 @@ class TransportKit:
 
     `kind` names an installed one; override `make_transport` to wrap it. `peer_writes` is set where
     the writer itself stores into the receiver's memory, so that a window's quiescence depends on
-    it.
+    it. `peer_module` is run where a peer lives in a process of its own. `side_type` looks at memory
+    that this process can not view.
     """
 
     kind: ClassVar[str]
     options: ClassVar[Mapping[str, object]] = {}
     peer_writes: ClassVar[bool]
+    peer_module: ClassVar[str] = "baton.testing.transport_peer"
+    side_type: ClassVar[type[Side]] = Side
     key: ClassVar[ClusterKey] = ClusterKey.generate()
 
     def make_transport(self, context: TransportContext) -> Transport:
@@ -73,7 +76,7 @@ class TransportKit:
         """A fresh transport with a zeroed region."""
         epoch = new_epoch()
         context = TransportContext(key or self.key, epoch, "127.0.0.1", clock or MachineClock())
-        return Side.start(self.make_transport(context), epoch, self.allocate(shapes))
+        return self.side_type.start(self.make_transport(context), epoch, self.allocate(shapes))
 
     @pytest.fixture
     def pair(self) -> Generator[TransportPair]:

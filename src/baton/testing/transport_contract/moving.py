@@ -127,10 +127,10 @@ class MovingContract(TransportKit):
         remote, window = pair.attach(), pair.open_window(range(NUM_PAGES))
         groups = [whole_pages(range(32), range(32), PAGE_BYTES)]
         for round_ in range(10):
-            pair.writer.pages()[:] = round_
+            pair.writer.paint(round_)
             pair.writer.transport.submit(pair.write(remote, window, groups))
             pair.pump(lambda: len(pair.seen(WriteCompleted)) == round_ + 1)  # noqa: B023 -- at once
-            pair.writer.pages()[:] = 255
+            pair.writer.paint(255)
             pair.pump(lambda: len(pair.seen(Arrived)) == round_ + 1)  # noqa: B023 -- at once
             assert (pair.reader.pages()[:32] == round_).all()
 

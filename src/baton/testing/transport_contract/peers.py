@@ -121,7 +121,7 @@ class PeerContract(TransportKit):
         self, pair: TransportPair, lie: Callable[[RegionDescriptor], RegionDescriptor]
     ) -> None:
         self.check_lost(pair, lie(pair.reader.descriptor))
-        assert not any(pair.reader.region.memory)
+        assert not any(pair.reader.snapshot())
 
     @pytest.mark.parametrize(
         "nonsense",

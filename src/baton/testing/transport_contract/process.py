@@ -50,13 +50,17 @@ class ProcessContract(TransportKit):
     """What the end of the writer's process means to its windows."""
 
     def test_a_killed_writers_window_becomes_quiescent(self) -> None:
-        with WriterProcess(self.make_side(SHAPES), self.key, self.options) as writer:
+        with WriterProcess(
+            self.make_side(SHAPES), self.key, self.options, self.peer_module
+        ) as writer:
             writer.kill()
             writer.reader.transport.close_window(writer.window)
             writer.check_quiescent()
 
     def test_a_window_closed_before_the_kill_becomes_quiescent(self) -> None:
-        with WriterProcess(self.make_side(SHAPES), self.key, self.options) as writer:
+        with WriterProcess(
+            self.make_side(SHAPES), self.key, self.options, self.peer_module
+        ) as writer:
             writer.stop()
             writer.reader.transport.close_window(writer.window)
             writer.check_patience(is_quiescent=not self.peer_writes)
@@ -64,7 +68,9 @@ class ProcessContract(TransportKit):
             writer.check_quiescent()
 
     def test_a_stopped_writer_that_goes_on_answers(self) -> None:
-        with WriterProcess(self.make_side(SHAPES), self.key, self.options) as writer:
+        with WriterProcess(
+            self.make_side(SHAPES), self.key, self.options, self.peer_module
+        ) as writer:
             writer.stop()
             writer.reader.transport.close_window(writer.window)
             writer.check_patience(is_quiescent=not self.peer_writes)
@@ -73,13 +79,17 @@ class ProcessContract(TransportKit):
             writer.check_alive()
 
     def test_a_writer_that_never_stops_writes_nothing_after_quiescence(self) -> None:
-        with WriterProcess(self.make_side(SHAPES), self.key, self.options) as writer:
+        with WriterProcess(
+            self.make_side(SHAPES), self.key, self.options, self.peer_module
+        ) as writer:
             writer.reader.transport.close_window(writer.window)
             writer.check_quiescent()
             writer.check_alive()
 
     def test_a_writer_that_leaves_in_peace(self) -> None:
-        with WriterProcess(self.make_side(SHAPES), self.key, self.options) as writer:
+        with WriterProcess(
+            self.make_side(SHAPES), self.key, self.options, self.peer_module
+        ) as writer:
             writer.leave()
             writer.reader.transport.close_window(writer.window)
             writer.check_quiescent()
@@ -89,7 +99,9 @@ class OwnerContract(TransportKit):
     """What the end of the owner's process means to a reader of its region."""
 
     def test_reads_from_an_owner_that_is_killed_complete_or_fail(self) -> None:
-        with OwnerProcess(self.make_side(SHAPES), self.key, self.options) as owner:
+        with OwnerProcess(
+            self.make_side(SHAPES), self.key, self.options, self.peer_module
+        ) as owner:
             first = [owner.read() for _ in range(NUM_READS)]
             owner.kill()
             later = [owner.read() for _ in range(NUM_READS)]
@@ -101,7 +113,9 @@ class OwnerContract(TransportKit):
             owner.check_bytes()
 
     def test_what_an_owner_that_is_killed_lent_stays_as_it_was(self) -> None:
-        with OwnerProcess(self.make_side(SHAPES), self.key, self.options) as owner:
+        with OwnerProcess(
+            self.make_side(SHAPES), self.key, self.options, self.peer_module
+        ) as owner:
             seen = owner.view()
             owner.kill()
             assert (seen == OWNED_BYTE).all()
@@ -115,14 +129,20 @@ class OwnerContract(TransportKit):
 class OwnerProcess:
     """A `transport_peer` whose region `reader` attached; closing this ends it."""
 
-    def __init__(self, reader: Side, key: ClusterKey, options: Mapping[str, object]) -> None:
+    def __init__(
+        self,
+        reader: Side,
+        key: ClusterKey,
+        options: Mapping[str, object],
+        peer_module: str = TransportKit.peer_module,
+    ) -> None:
         self.reader = reader
         self.events: list[object] = []
         if not reader.transport.capabilities.reads:
             reader.close()
             pytest.skip("this transport does not read")
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "baton.testing.transport_peer"],
+        self._process = subprocess.Popen(  # noqa: S603 -- a test kit's module
+            [sys.executable, "-m", peer_module],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )
@@ -206,15 +226,21 @@ def _pipes(process: subprocess.Popen[bytes]) -> tuple[IO[bytes], IO[bytes]]:
 class WriterProcess:
     """A `transport_peer` that is writing into `reader`; closing this ends it."""
 
-    def __init__(self, reader: Side, key: ClusterKey, options: Mapping[str, object]) -> None:
+    def __init__(
+        self,
+        reader: Side,
+        key: ClusterKey,
+        options: Mapping[str, object],
+        peer_module: str = TransportKit.peer_module,
+    ) -> None:
         self.reader, self.window = reader, new_ticket_id()
         self.events: list[object] = []
         epoch = new_epoch()
         num_pages = reader.region.arrays[0].num_pages
         window = Window(self.window, reader.region.handle, epoch, np.arange(num_pages))
         reader.transport.open_window(window)
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "baton.testing.transport_peer"], stdin=subprocess.PIPE
+        self._process = subprocess.Popen(  # noqa: S603 -- a test kit's module
+            [sys.executable, "-m", peer_module], stdin=subprocess.PIPE
         )
         task = PeerTask(
             reader.transport.kind,

@@ -144,7 +144,7 @@ class ReadingContract(ReadingKit):
     def test_a_read_sees_what_the_owner_stored_before_it(self, reading: TransportPair) -> None:
         remote = reading.attach()
         for round_ in range(10):
-            reading.reader.pages()[:] = round_
+            reading.reader.paint(round_)
             check_read(reading, remote, ALL_PAGES)
 
     def test_the_owner_hears_nothing_of_a_read(self, reading: TransportPair) -> None:

@@ -58,6 +58,10 @@ class Engine(Protocol[M]):
 
         Nothing that was posted here reads or stores from now on, and nothing of the peer's lands
         here by this process' own hand or by a device's (but see `peers_hand`).
+
+        Raises:
+            TransferError: that is not certain; only an engine with a `peers_hand` may say so. Then
+                the peer is never told that this side has let go.
         """
         ...
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Generic, TypeVar, assert_never
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar, assert_never
 
 from baton.errors import PeerLostError, PeerUnreachableError, ProtocolError, TransferError
 from baton.ids import TicketId
@@ -58,6 +59,8 @@ MAX_WINDOWS: Final = 65_536
 MAX_WINDOW_PAGES: Final = 1 << 24
 """Of all windows of one remote: what a peer can make this side remember."""
 FAREWELL_TIMEOUT_S: Final = 5.0
+
+logger: Final = logging.getLogger(__name__)
 
 M = TypeVar("M")
 
@@ -202,9 +205,12 @@ class Remote(Generic[M]):
         """This side is done: let go of the peer's memory, and say so; unfinished transfers fail."""
         if self._loss is not None:
             return
-        self._end(PeerLostError("the remote was detached"))
+        has_let_go = self._end(PeerLostError("the remote was detached"))
         connection = self._connection
         if connection is None or not connection.is_open:
+            return
+        if not has_let_go:
+            connection.close()  # the owner waits for the end of this process
             return
         connection.become(_ignore_bodies, _ignore_loss)
         connection.fail_after(FAREWELL_TIMEOUT_S, "the peer's farewell")
@@ -226,15 +232,18 @@ class Remote(Generic[M]):
         if self._connection is not None and self._loss is None:
             self._connection.step()
 
-    def _end(self, error: TransferError) -> None:
-        """Close the engine, so that nothing moves any more; then report what did not get done."""
+    def _end(self, error: TransferError) -> bool:
+        """Close the engine, so that nothing moves any more; then report what did not get done.
+
+        Returns:
+            Whether it is certain that nothing moves.
+        """
         self._loss = error
         self._windows.clear()
         self._closing.clear()
         posted, self._posted = list(self._posted.values()), {}
         engine, self._engine = self._engine, None
-        if engine is not None:
-            engine.close()
+        has_let_go = engine is None or _has_closed(engine)
         for each in posted:
             failed = WriteFailed if isinstance(each, _Write) else ReadFailed
             self._reactor.report(failed(each.transfer, error))
@@ -243,6 +252,7 @@ class Remote(Generic[M]):
             self._reactor.report(WriteFailed(transfer, error))
         self._unsent.clear()
         self._held.clear()
+        return has_let_go
 
     def _hold(self, held: _Held) -> None:
         """Keep a write until the peer has said whether its window is open."""
@@ -356,6 +366,15 @@ class Remote(Generic[M]):
         self._num_window_pages -= len(pages)
         self._closing.add(window)
         self._answer_close(window)
+
+
+def _has_closed(engine: Engine[Any]) -> bool:
+    try:
+        engine.close()
+    except TransferError:
+        logger.exception("what was posted may still be moving: its peer waits for this process")
+        return False
+    return True
 
 
 def _ignore_bodies(channel: Channel) -> None:

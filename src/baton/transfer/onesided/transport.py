@@ -112,7 +112,8 @@ class OneSidedTransport(Generic[M]):
         """
         if region.kind not in self.capabilities.memory:
             raise TransferError(f"{self.kind} cannot expose {region.kind} memory")
-        if "host" not in self.capabilities.memory and region.fd is None:
+        needs_descriptor = "host" not in self.capabilities.memory
+        if needs_descriptor and region.kind == "shared" and region.fd is None:
             raise TransferError(
                 f"{self.kind} needs memory with a descriptor of its own; this region lies in a "
                 f"device: take {self.kind} out of transfer.transports"

@@ -6,7 +6,6 @@ process of its own, then a notice over our own connection. What is not Mooncake'
 
 File map:
     options.py   what an operator may say
-    runs.py      copies as runs of bytes
     engine.py    one Mooncake, for one peer, in a process of its own
     orders.py    what the engine and that process say to each other
     mover.py     that process

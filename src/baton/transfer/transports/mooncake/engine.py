@@ -21,6 +21,7 @@ from baton.config.environment import read_environment
 from baton.errors import TransferError
 from baton.transfer.messages import decode, encode
 from baton.transfer.region import compute_region_bytes
+from baton.transfer.runs import compute_runs
 from baton.transfer.transports.mooncake.orders import (
     MAX_RUNS,
     Begun,
@@ -34,7 +35,6 @@ from baton.transfer.transports.mooncake.orders import (
     decode_report,
     receive,
 )
-from baton.transfer.transports.mooncake.runs import compute_runs
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

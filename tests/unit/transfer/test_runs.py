@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from baton.testing.transport_pair import spans_of_pages
 from baton.transfer.interface import PageArray
-from baton.transfer.transports.mooncake.runs import compute_runs
+from baton.transfer.runs import compute_runs
 
 SOURCE, TARGET = PageArray(4096, 64, 32), PageArray(0, 128, 32)
 SPANS = [(0, 64, 16), (16, 80, 8), (40, 0, 24)]

@@ -1,0 +1,63 @@
+"""`cuda_ipc`: pages on one host's GPUs, copied from device to device by the copying side.
+
+Enters: whole page index lists and, of a write, its notice. Leaves: pages copied by the GPU's copy
+engines on a stream of their own, then a notice over our own connection. What is not CUDA's own is
+in `baton.transfer.onesided`: a closed window is quiescent once its writers said that no copy is
+under way, or are dead.
+
+CUDA is reached through `libcuda.so.1`, by ctypes, not through torch or the runtime's `libcudart`:
+the driver brings exactly one such library to every host that has a GPU, its functions keep their
+ABI for decades, and `baton` need import nothing. Torch's wheels, in contrast, carry one of several
+`libcudart`s under one of several names. Both share the device's primary context, so an address of
+torch's means the same here.
+
+File map:
+    options.py        what an operator may say
+    copies.py         the seam: one device, for one peer
+    engine.py         pages become runs of bytes between two mapped memories
+    introduction.py   what an owner tells of its memory, and its bounds
+    driver.py         `libcuda.so.1`, typed
+    device.py         the seam on a real GPU
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from baton.registry import Plugin
+from baton.transfer.onesided.engine import Library
+from baton.transfer.onesided.transport import OneSidedTransport
+from baton.transfer.transports.cuda_ipc.device import CudaDevice
+from baton.transfer.transports.cuda_ipc.driver import load_driver
+from baton.transfer.transports.cuda_ipc.engine import CudaIpcEngine, CudaMovement, OpenDevice
+from baton.transfer.transports.cuda_ipc.options import CudaIpcOptions
+
+if TYPE_CHECKING:
+    from baton.transfer.interface import Transport, TransportContext, TransportFactory
+
+
+def make_transport(
+    open_device: OpenDevice, options: CudaIpcOptions, context: TransportContext
+) -> Transport:
+    """The transport over a seam: tests bring one of their own."""
+    return OneSidedTransport[CudaMovement](
+        "cuda_ipc",
+        Library(partial(CudaIpcEngine, open_device), reach="host", memory=("cuda",)),
+        context,
+        connect_timeout_s=options.connect_timeout_s,
+        advertise_host=None,
+    )
+
+
+def _build(options: CudaIpcOptions) -> TransportFactory:
+    """The factory.
+
+    Raises:
+        ConfigError: this host has no GPU that CUDA can use.
+    """
+    driver = load_driver()
+    return partial(make_transport, partial(CudaDevice, driver), options)
+
+
+PLUGIN = Plugin(CudaIpcOptions, _build)

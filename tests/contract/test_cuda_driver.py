@@ -1,0 +1,137 @@
+"""What `cuda_ipc` says to the CUDA driver, against a stand-in for it; needs a C compiler."""
+
+import numpy as np
+import pytest
+
+from baton.errors import ConfigError, TransferError
+from baton.testing.transport_contract.kit import (
+    NUM_PAGES,
+    PAGE_BYTES,
+    TransportKit,
+    check_write,
+    list_open_fds,
+)
+from baton.testing.transport_contract.moving import MovingContract
+from baton.testing.transport_contract.process import OwnerContract, ProcessContract
+from baton.testing.transport_contract.reading import ReadingContract
+from baton.testing.transport_pair import TransportPair, whole_pages
+from baton.transfer.interface import RemoteLost, WindowQuiescent, WriteFailed
+from baton.transfer.transports.cuda_ipc.device import CudaDevice
+from baton.transfer.transports.cuda_ipc.driver import load_driver
+from tests.contract import cuda_stand_in
+
+if cuda_stand_in.COMPILER is None:
+    pytest.skip("there is no C compiler", allow_module_level=True)
+
+
+@pytest.fixture(scope="module", params=[0, 12, 13], ids=["CUDA 11", "CUDA 12.8", "CUDA 13"])
+def library(request, tmp_path_factory):
+    """A driver of each age."""
+    name = cuda_stand_in.compile_library(tmp_path_factory.mktemp("cuda"), request.param)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(cuda_stand_in.LIBRARY_VARIABLE, name)
+        yield request.param
+
+
+class StandInKit(TransportKit):
+    kind = "cuda_ipc"
+    peer_writes = True
+    peer_module = "tests.contract.cuda_stand_in"
+
+    def make_transport(self, context):
+        return cuda_stand_in.build_transport(self.kind, self.options)(context)
+
+    def allocate(self, shapes):
+        return cuda_stand_in.allocate_region(shapes)
+
+    @pytest.fixture(autouse=True)
+    def check_descriptors(self, library):
+        """And the GPU's own: what a transport made there, it gives back."""
+        before, counted = list_open_fds(), count_all()
+        yield
+        assert count_all() == counted
+        cuda_stand_in.free_all()
+        assert not list_open_fds() - before
+
+
+def count_all():
+    """What a transport makes on a GPU."""
+    return [cuda_stand_in.count(each) for each in ("events", "streams", "mapped")]
+
+
+newest = pytest.mark.parametrize("library", [13], indirect=True, scope="module")
+
+
+@newest
+class TestMoving(StandInKit, MovingContract): ...
+
+
+@newest
+class TestReading(StandInKit, ReadingContract): ...
+
+
+@newest
+class TestProcess(StandInKit, ProcessContract, OwnerContract): ...
+
+
+class TestDevice(StandInKit):
+    def test_batches_are_used_where_the_driver_has_them(self, pair, library):
+        remote, window = pair.attach(), pair.open_window(range(NUM_PAGES))
+        before = cuda_stand_in.count("batches")
+        sources = np.random.default_rng(5).permutation(NUM_PAGES)
+        check_write(pair, remote, window, [whole_pages(sources, range(NUM_PAGES), PAGE_BYTES)])
+        assert cuda_stand_in.count("batches") - before == (1 if library else 0)
+        assert cuda_stand_in.driver().copies_in_batches == bool(library)
+
+    def test_memory_without_a_handle_is_not_shared(self, pair, monkeypatch):
+        monkeypatch.setenv("STAND_IN_EXPANDABLE", "1")
+        pair.writer.transport.attach(pair.reader.descriptor)
+        pair.pump(lambda: bool(pair.seen(RemoteLost)))
+        assert "expandable_segments" in str(pair.seen(RemoteLost)[0].error)
+
+    def test_a_gpu_shared_by_mps_is_not_used(self, monkeypatch):
+        monkeypatch.setenv("STAND_IN_MPS", "1")
+        with pytest.raises(TransferError, match="MPS"):
+            CudaDevice(cuda_stand_in.driver(), 0)
+
+    def test_a_device_that_is_not_there(self):
+        with pytest.raises(TransferError, match="STAND_IN_101"):
+            CudaDevice(cuda_stand_in.driver(), 1)
+
+
+class TestHungDevice(StandInKit):
+    @pytest.fixture(autouse=True)
+    def check_descriptors(self, library):
+        """A device that hangs gives nothing back."""
+        yield
+        cuda_stand_in.free_all()
+
+    def test_copies_that_do_not_end_are_never_called_over(self, monkeypatch):
+        module = "baton.transfer.transports.cuda_ipc.device"
+        monkeypatch.setattr(f"{module}.CLOSE_TIMEOUT_S", 0.001)
+        pair = TransportPair.of(self.make_side(), self.make_side())
+        remote, window = pair.attach(), pair.open_window(range(NUM_PAGES))
+        group = whole_pages(range(NUM_PAGES), range(NUM_PAGES), PAGE_BYTES)
+        hung = []
+        monkeypatch.setattr(
+            type(cuda_stand_in.driver()), "has_happened", lambda _, event: bool(hung.append(event))
+        )
+        pair.writer.transport.submit(pair.write(remote, window, [group]))
+        pair.writer.transport.detach(remote)
+        pair.reader.transport.close_window(window)
+        pair.settle()
+        assert hung
+        assert pair.seen(WriteFailed)
+        assert not pair.seen(WindowQuiescent)  # it waits for the writer's process
+        monkeypatch.undo()
+        pair.close()
+
+
+def test_without_a_driver_the_reason_is_said():
+    with pytest.raises(ConfigError, match="needs an NVIDIA GPU and its driver"):
+        load_driver("libcuda-of-nobody.so.1")
+
+
+def test_a_library_that_is_another_is_refused():
+    with pytest.raises(ConfigError, match="cuInit"):
+        load_driver("libc.so.6")

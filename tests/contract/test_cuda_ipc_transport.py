@@ -1,0 +1,54 @@
+"""`cuda_ipc` against the public contract, over memory of this host in place of a GPU's.
+
+What a GPU does itself is tested where there is one: tests/gpu.
+"""
+
+import socket
+from typing import ClassVar
+
+from baton.testing.host_device import HostDevice, allocate_region, build_transport
+from baton.testing.transport_contract import NetworkTransportContract
+from baton.testing.transport_contract.kit import NUM_PAGES, PAGE_BYTES, check_write
+from baton.testing.transport_pair import whole_pages
+from baton.transfer.interface import RemoteLost, WindowQuiescent, WriteCompleted
+
+
+class TestCudaIpc(NetworkTransportContract):
+    kind = "cuda_ipc"
+    peer_writes = True
+    peer_module: ClassVar[str] = "baton.testing.host_device"
+
+    def make_transport(self, context):
+        return build_transport(self.kind, self.options)(context)
+
+    def allocate(self, shapes):
+        return allocate_region(shapes)
+
+    def connect_stranger(self, descriptor):
+        stranger = socket.socket(socket.AF_UNIX)
+        stranger.settimeout(5)
+        stranger.connect(b"\0" + descriptor.endpoint.encode())
+        return stranger
+
+    def test_a_broken_connection_does_not_prove_that_copies_have_ended(self, pair):
+        remote, window = pair.attach(), pair.open_window(range(NUM_PAGES))
+        check_write(pair, remote, window, [whole_pages([1], [2], PAGE_BYTES)])
+        (known,) = pair.writer.transport._remotes.values()
+        known._connection.channel.socket.shutdown(socket.SHUT_RDWR)
+        pair.pump(lambda: bool(pair.seen(RemoteLost)))
+        pair.reader.transport.close_window(window)
+        pair.settle()
+        assert not pair.seen(WindowQuiescent)  # the writer's process lives
+
+    def test_a_window_is_not_quiescent_while_copies_are_under_way(self, pair, monkeypatch):
+        remote, window = pair.attach(), pair.open_window(range(NUM_PAGES))
+        group = whole_pages(range(NUM_PAGES), range(NUM_PAGES), PAGE_BYTES)
+        check_write(pair, remote, window, [group])
+        monkeypatch.setattr(HostDevice, "is_done", lambda *_: False)
+        pair.writer.transport.submit(pair.write(remote, window, [group]))
+        pair.reader.transport.close_window(window)
+        pair.settle()
+        assert not pair.seen(WindowQuiescent)
+        monkeypatch.undo()
+        pair.pump(lambda: pair.seen(WindowQuiescent) == [WindowQuiescent(window)])
+        assert len(pair.seen(WriteCompleted)) == 2

@@ -1,0 +1,84 @@
+"""`cuda_ipc` against the public contract on a real GPU, with peers in this and other processes."""
+
+import socket
+
+import numpy as np
+import pytest
+import torch
+
+from baton.clock import MachineClock
+from baton.errors import TransferError
+from baton.ids import new_epoch
+from baton.testing.transport_contract import NetworkTransportContract
+from baton.testing.transport_contract.kit import NUM_PAGES, PAGE_BYTES, TransportKit, check_write
+from baton.testing.transport_pair import TransportPair, whole_pages
+from baton.transfer.device_memory import make_device_region
+from baton.transfer.interface import TRANSPORTS, Arrived, RemoteLost, TransportContext
+from tests.gpu.gpu_memory import GpuSide, allocate_region
+
+
+class GpuKit(TransportKit):
+    kind = "cuda_ipc"
+    peer_writes = True
+    peer_module = "tests.gpu.gpu_memory"
+    side_type = GpuSide
+
+    def allocate(self, shapes):
+        return allocate_region(shapes)
+
+    def connect_stranger(self, descriptor):
+        stranger = socket.socket(socket.AF_UNIX)
+        stranger.settimeout(5)
+        stranger.connect(b"\0" + descriptor.endpoint.encode())
+        return stranger
+
+    @pytest.fixture(autouse=True)
+    def check_descriptors(self):
+        """The driver opens descriptors as it likes: nothing is checked."""
+
+
+class TestCudaIpc(GpuKit, NetworkTransportContract): ...
+
+
+class TestMemory(GpuKit):
+    def test_layers_of_their_own_are_one_region(self, pair):
+        layers = [
+            torch.full((NUM_PAGES, size), byte, dtype=torch.uint8, device="cuda:0")
+            for byte, size in ((1, PAGE_BYTES), (2, 1536))
+        ]
+        torch.cuda.synchronize()
+        region = make_device_region(layers, NUM_PAGES)
+        context = TransportContext(self.key, new_epoch(), "127.0.0.1", MachineClock())
+        writer = GpuSide.start(self.make_transport(context), context.epoch, region)
+        other = TransportPair.of(writer, pair.reader)
+        remote, window = other.attach(), other.open_window(range(NUM_PAGES))
+        for array, (byte, size) in enumerate(((1, PAGE_BYTES), (2, 1536))):
+            group = whole_pages(range(NUM_PAGES), range(NUM_PAGES)[::-1], size)
+            write = other.write(remote, window, [group], array=array)
+            writer.transport.submit(write)
+            other.pump(lambda: len(other.seen(Arrived)) == array + 1)  # noqa: B023 -- at once
+            assert (other.reader.pages(array) == byte).all()
+        writer.transport.close()
+
+    def test_memory_of_this_host_is_refused(self):
+        with pytest.raises(TransferError):
+            make_device_region([torch.zeros(64)], 1)
+
+    def test_two_gpus(self):
+        if torch.cuda.device_count() < 2:
+            pytest.skip("there is one GPU")
+        other = allocate_region(((NUM_PAGES, PAGE_BYTES),), torch.device("cuda", 1))
+        context = TransportContext(self.key, new_epoch(), "127.0.0.1", MachineClock())
+        transport = TRANSPORTS.build(self.kind, {})(context)
+        reader = GpuSide.start(transport, context.epoch, other)
+        pair = TransportPair.of(self.make_side(((NUM_PAGES, PAGE_BYTES),)), reader)
+        pair.writer.fill(seed=1)
+        remote, window = pair.attach(), pair.open_window(range(NUM_PAGES))
+        sources = np.random.default_rng(2).permutation(NUM_PAGES)
+        group = whole_pages(sources, range(NUM_PAGES), PAGE_BYTES)
+        if torch.cuda.can_device_access_peer(0, 1):
+            check_write(pair, remote, window, [group])
+        else:  # another transport's turn
+            pair.writer.transport.submit(pair.write(remote, window, [group]))
+            pair.pump(lambda: bool(pair.seen(RemoteLost)))
+        pair.close()

@@ -1,0 +1,53 @@
+"""`python -m tests.property.kernel_compiling 90`: the kernel for a GPU that need not be there."""
+
+import re
+import sys
+
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.compiler import compile as compile_kernel
+
+from baton.engines.gpu.kernels import BLOCK_WORDS, NUM_WARPS, copy_pages
+
+POINTERS = {"source": "*u8", "source_pages": "*i64", "target": "*u8", "target_pages": "*i64"}
+CONSTANTS = {
+    "PICKS_SOURCE": True,
+    "PICKS_TARGET": True,
+    "WORD": tl.int64,
+    "WORD_BYTES": 8,
+    "UNIT_WORDS": 2,
+    "BLOCK": BLOCK_WORDS,
+}
+ONES = ("source_stride", "target_stride", "num_pages", "page_units", "tail_bytes")
+"""What is 1 at a launch is a constant of it."""
+VARIANTS = (
+    CONSTANTS,
+    CONSTANTS | {"PICKS_SOURCE": False},
+    CONSTANTS | {"PICKS_TARGET": False},
+    CONSTANTS | dict.fromkeys(ONES, 1),
+    CONSTANTS | {"UNIT_WORDS": 1},
+    CONSTANTS | {"WORD": tl.int32, "WORD_BYTES": 4, "UNIT_WORDS": 1},
+    CONSTANTS | {"WORD": tl.int16, "WORD_BYTES": 2, "UNIT_WORDS": 1},
+    CONSTANTS | {"WORD": tl.int8, "WORD_BYTES": 1, "UNIT_WORDS": 1},
+)
+
+
+def compile_for(capability, constants):
+    names = list(copy_pages.arg_names)
+    signature = {
+        name: "constexpr" if name in constants else POINTERS.get(name, "i32") for name in names
+    }
+    # As at a launch: addresses are multiples of 16; nothing is known of strides.
+    attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in ("source", "target")}
+    source = ASTSource(copy_pages, signature, constants, attributes)
+    target = GPUTarget("cuda", capability, 32)
+    return compile_kernel(source, target=target, options={"num_warps": NUM_WARPS})
+
+
+if __name__ == "__main__":
+    compiled = [compile_for(int(sys.argv[1]), constants) for constants in VARIANTS]
+    ptx = compiled[0].asm["ptx"]
+    loads = re.findall(r"ld\.global\S*\.v2\.b64|ld\.global\S*\.v4\.b32", ptx)
+    stores = re.findall(r"st\.global\S*\.v2\.b64|st\.global\S*\.v4\.b32", ptx)
+    assert len(loads) == len(stores) == BLOCK_WORDS // 2 // (32 * NUM_WARPS), ptx
