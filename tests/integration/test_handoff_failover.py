@@ -60,8 +60,8 @@ class Tally:
     def failed(self, direction: Direction, transport: str) -> None:
         self.failures[transport] += 1
 
-    def measured(self, direction: Direction, transport: str, latency_s: float, rate: float) -> None:
-        self.surveyed[direction, transport] = latency_s, rate
+    def measured(self, direction: Direction, transport: str, model: LinkModel) -> None:
+        self.surveyed[direction, transport] = model.latency_s, model.bandwidth
 
 
 def cut(worker: Node, kind: str) -> int:

@@ -66,7 +66,9 @@ class OverTransport:
             ("push", "pull") if capabilities.reads else ("push",),
             "memcpy" if capabilities.same_host_only else "tuned socket",
         )
-        self.region = self.target = allocate_pool(capabilities.memory, around.num_pages)
+        self.region = self.target = allocate_pool(
+            capabilities.memory, around.num_pages, around.page_bytes
+        )
         self._remote = RemoteId(-1)
 
     def introduce(self) -> bytes:
