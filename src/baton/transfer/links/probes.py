@@ -75,6 +75,8 @@ class ProbeSeries:
     """The probes of one link, one after the other. Pure.
 
     A probe that would probably leave the bounds is left out: on a slow link the small ones must do.
+    The first one's time does not count: libraries connect when they are first used, and that says
+    nothing of what follows.
     """
 
     bounds: ProbeBounds
@@ -107,7 +109,11 @@ class ProbeSeries:
     @property
     def model(self) -> LinkModel:
         """What has been found out."""
-        return fit(self.samples, self.prior)
+        return fit(self._counting or self.samples, self.prior)
+
+    @property
+    def _counting(self) -> list[Sample]:
+        return self.samples[1:]
 
     def _begin_round(self) -> bool:
         """Whether there is another one: not if the last one made nothing, or nothing is open."""
@@ -129,14 +135,15 @@ class ProbeSeries:
 
     def _is_affordable(self, probe: Probe) -> bool:
         """By the quickest of its kind so far, or else by what the others say."""
-        if not self.samples:
+        counting = self._counting
+        if not counting:
             return True
         times = self._times_of(probe)
         expected_s = times[0] if times else self.model.predict(probe.shape)
-        left_s = self.bounds.seconds - sum(sample.seconds for sample in self.samples)
+        left_s = self.bounds.seconds - sum(sample.seconds for sample in counting)
         num_left = self.bounds.num_bytes - sum(s.shape.num_bytes for s in self.samples)
         return expected_s <= left_s and probe.shape.num_bytes <= num_left
 
     def _times_of(self, probe: Probe) -> list[float]:
         """Ascending."""
-        return sorted(s.seconds for s in self.samples if s.shape == probe.shape)
+        return sorted(s.seconds for s in self._counting if s.shape == probe.shape)
