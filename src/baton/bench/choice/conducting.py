@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import statistics
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from baton import __version__
 from baton.bench.choice.judging import Timed, judge, sum_up
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
     from baton.bench.progress import Progress
     from baton.bench.workload import Direction, Workload
     from baton.clock import Clock
+
+
+FAR_BEHIND: Final = 4.0
 
 
 @dataclass(slots=True)
@@ -140,7 +144,7 @@ class ChoiceConductor:
         samples: dict[Entrant, tuple[float, ...]] = {}
         for number in range(effort.num_rounds):
             for entrant, pair in tuple(pairs.items()):
-                if direction not in pair.traits.directions:
+                if direction not in pair.traits.directions or _is_far_behind(entrant, samples):
                     continue
                 self.progress.show(f"{direction}, {entrant.name}")
                 try:
@@ -156,6 +160,15 @@ class ChoiceConductor:
         if samples:
             by_name = {entrant.name: times for entrant, times in samples.items()}
             found.timed.append(Timed(workload, direction, by_name))
+
+
+def _is_far_behind(entrant: Entrant, samples: Mapping[Entrant, tuple[float, ...]]) -> bool:
+    """Whether more samples would say nothing new: in the first round it was much slower."""
+    mine = samples.get(entrant)
+    if mine is None:
+        return False
+    best_s = min(statistics.median(times) for times in samples.values())
+    return statistics.median(mine) > FAR_BEHIND * best_s
 
 
 def _list_links(meetings: Sequence[Meeting]) -> tuple[SurveyedLink, ...]:

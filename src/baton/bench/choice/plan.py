@@ -15,6 +15,8 @@ PAGE_SIZES: Final = (2 << 10, 32 << 10, 128 << 10)
 ADJACENT_IN: Final = 32 << 10
 """The pool whose pages adjacent bytes are measured in."""
 SIZES: Final = (4 << 10, 32 << 10, 256 << 10, 2 << 20, 16 << 20, 64 << 20, 256 << 20)
+MAX_SCATTERED_PAGES: Final = 32_768
+"""More would take the slowest transport minutes."""
 QUICK_SIZES: Final = (4 << 10, 256 << 10, 4 << 20)
 
 
@@ -46,7 +48,7 @@ class ChoicePlan:
     def workloads_of(self, page_bytes: int) -> tuple[Workload, ...]:
         """Those that are measured in pools of such pages: two scattered pages or more."""
         sizes = self.effort.sizes
-        scattered = [size for size in sizes if size >= 2 * page_bytes]
+        scattered = [s for s in sizes if 2 * page_bytes <= s <= MAX_SCATTERED_PAGES * page_bytes]
         return (
             *(Workload("message", size, page_bytes) for size in sizes if page_bytes == ADJACENT_IN),
             *(Workload("scattered", size, page_bytes) for size in scattered),

@@ -35,6 +35,7 @@ PAGE_BYTES = 8192
 SMALL_PAGE_BYTES = 1536
 NUM_PAGES = 64
 SHAPES = ((NUM_PAGES, PAGE_BYTES), (NUM_PAGES, SMALL_PAGE_BYTES))
+LOOPBACK = "127.0.0.1"
 
 
 class TransportKit:
@@ -42,13 +43,14 @@ class TransportKit:
 
     `kind` names an installed one; override `make_transport` to wrap it. `peer_writes` is set where
     the writer itself stores into the receiver's memory, so that a window's quiescence depends on
-    it.
+    it. `host` is the address that this process's transports bind.
     """
 
     kind: ClassVar[str]
     options: ClassVar[Mapping[str, object]] = {}
     peer_writes: ClassVar[bool]
     key: ClassVar[ClusterKey] = ClusterKey.generate()
+    host = LOOPBACK
 
     def make_transport(self, context: TransportContext) -> Transport:
         """A fresh transport."""
@@ -71,7 +73,7 @@ class TransportKit:
     ) -> Side:
         """A fresh transport with a zeroed region."""
         epoch = new_epoch()
-        context = TransportContext(key or self.key, epoch, "127.0.0.1", clock or MachineClock())
+        context = TransportContext(key or self.key, epoch, self.host, clock or MachineClock())
         return Side.start(self.make_transport(context), epoch, self.allocate(shapes))
 
     @pytest.fixture

@@ -6,6 +6,8 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Self
 
@@ -15,7 +17,7 @@ import pytest
 
 from baton.ids import new_epoch, new_ticket_id
 from baton.kv.copies import PageCopies
-from baton.testing.transport_contract.kit import TransportKit
+from baton.testing.transport_contract.kit import LOOPBACK, TransportKit
 from baton.testing.transport_pair import TIMEOUT_S, Side, whole_pages
 from baton.testing.transport_peer import OWNED_BYTE, OwnerTask, PeerTask
 from baton.transfer.interface import (
@@ -31,7 +33,7 @@ from baton.transfer.interface import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Generator, Mapping
 
     from baton.authority.key import ClusterKey
     from baton.transfer.interface import TransferId
@@ -41,6 +43,17 @@ SHAPES = ((256, 65_536),)
 NUM_WRITES_BEFORE = 5
 NUM_READS = 3
 PATIENCE_S = 0.3
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where the other process lives: what its command begins with, and the address it binds."""
+
+    prefix: tuple[str, ...]
+    host: str
+
+
+HERE = Place((), LOOPBACK)
 
 
 class ProcessContract(TransportKit):
@@ -98,31 +111,50 @@ class OwnerContract(TransportKit):
             owner.check_bytes()
 
 
+@contextmanager
+def closed_on_error(process: OwnerProcess | WriterProcess) -> Generator[None]:
+    """What did not come to be is not left behind: `with` closes only what it has entered."""
+    try:
+        yield
+    except BaseException:
+        process.__exit__()
+        raise
+
+
 class OwnerProcess:
     """A `transport_peer` whose region `reader` attached; closing this ends it."""
 
-    def __init__(self, reader: Side, key: ClusterKey, options: Mapping[str, object]) -> None:
+    def __init__(
+        self, reader: Side, key: ClusterKey, options: Mapping[str, object], place: Place = HERE
+    ) -> None:
         self.reader = reader
         self.events: list[object] = []
         if not reader.transport.capabilities.reads:
             reader.close()
             pytest.skip("this transport does not read")
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "baton.testing.transport_peer"],
+            [*place.prefix, sys.executable, "-m", "baton.testing.transport_peer"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )
         task = OwnerTask(
-            reader.transport.kind, dict(options), key.secret.hex(), new_epoch(), SHAPES
+            reader.transport.kind,
+            dict(options),
+            key.secret.hex(),
+            new_epoch(),
+            SHAPES,
+            place.host,
         )
         self._stdin, self._stdout = _pipes(self._process)
         self._stdin.write(msgspec.json.encode(task) + b"\n")
         self._stdin.flush()
-        descriptor = msgspec.json.decode(self._stdout.readline(), type=RegionDescriptor)
-        self.remote = reader.transport.attach(descriptor)
+        self._descriptor = self._stdout.readline()
 
     def __enter__(self) -> Self:
-        self.pump(lambda: Attached(self.remote) in self.events)
+        with closed_on_error(self):
+            descriptor = msgspec.json.decode(self._descriptor, type=RegionDescriptor)
+            self.remote = self.reader.transport.attach(descriptor)
+            self.pump(lambda: Attached(self.remote) in self.events)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -168,13 +200,22 @@ class OwnerProcess:
             not is_whole and not pages[pages != OWNED_BYTE].any()
         )
 
-    def pump(self, until: Callable[[], bool]) -> None:
+    def check_alive(self) -> None:
+        """The process is still there."""
+        assert self._process.poll() is None
+
+    def pump(self, until: Callable[[], bool], timeout_s: float = TIMEOUT_S) -> None:
         """Poll until something is the case."""
-        deadline = time.monotonic() + TIMEOUT_S  # noqa: TID251 -- real processes, real time
+        deadline = time.monotonic() + timeout_s  # noqa: TID251 -- real processes, real time
         while not until():
             assert time.monotonic() < deadline, self.events[-3:]  # noqa: TID251 -- see above
             self.events += self.reader.transport.poll()
             time.sleep(0.001)
+
+    def pump_for(self, duration_s: float) -> None:
+        """Poll for so long."""
+        end = time.monotonic() + duration_s  # noqa: TID251 -- real processes, real time
+        self.pump(lambda: time.monotonic() > end, duration_s + TIMEOUT_S)  # noqa: TID251
 
 
 def _pipes(process: subprocess.Popen[bytes]) -> tuple[IO[bytes], IO[bytes]]:
@@ -186,7 +227,9 @@ def _pipes(process: subprocess.Popen[bytes]) -> tuple[IO[bytes], IO[bytes]]:
 class WriterProcess:
     """A `transport_peer` that is writing into `reader`; closing this ends it."""
 
-    def __init__(self, reader: Side, key: ClusterKey, options: Mapping[str, object]) -> None:
+    def __init__(
+        self, reader: Side, key: ClusterKey, options: Mapping[str, object], place: Place = HERE
+    ) -> None:
         self.reader, self.window = reader, new_ticket_id()
         self.events: list[object] = []
         epoch = new_epoch()
@@ -194,7 +237,8 @@ class WriterProcess:
         window = Window(self.window, reader.region.handle, epoch, np.arange(num_pages))
         reader.transport.open_window(window)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "baton.testing.transport_peer"], stdin=subprocess.PIPE
+            [*place.prefix, sys.executable, "-m", "baton.testing.transport_peer"],
+            stdin=subprocess.PIPE,
         )
         task = PeerTask(
             reader.transport.kind,
@@ -204,11 +248,13 @@ class WriterProcess:
             reader.descriptor,
             self.window,
             num_pages,
+            place.host,
         )
         self._say(msgspec.json.encode(task) + b"\n")
 
     def __enter__(self) -> Self:
-        self.pump(lambda: self.num_arrived >= NUM_WRITES_BEFORE)
+        with closed_on_error(self):
+            self.pump(lambda: self.num_arrived >= NUM_WRITES_BEFORE)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -267,6 +313,7 @@ class WriterProcess:
         deadline = time.monotonic() + TIMEOUT_S  # noqa: TID251 -- real processes, real time
         while not until():
             assert time.monotonic() < deadline, self.events[-3:]  # noqa: TID251 -- see above
+            assert self._process.poll() in {None, 0, -signal.SIGKILL}, "it has ended"
             self._poll_for(0.002)
 
     def _poll_for(self, duration_s: float) -> None:
