@@ -15,6 +15,7 @@ class TestTcp(NamespaceContract):
     kind = "tcp"
     options: ClassVar[Mapping[str, object]] = {"stall_timeout_s": 1.0}
     peer_writes = False
+    notices_cuts = True
 
 
 @pytest.mark.skipif(
@@ -24,6 +25,7 @@ class TestNixl(NamespaceContract):
     kind = "nixl"
     options: ClassVar[Mapping[str, object]] = {"lanes": "network"}
     peer_writes = True
+    notices_cuts = False
 
 
 def why_mooncake_does_not_load() -> str:
@@ -39,3 +41,4 @@ WHY_NOT = why_mooncake_does_not_load()
 class TestMooncake(NamespaceContract):
     kind = "mooncake"
     peer_writes = True
+    notices_cuts = False

@@ -17,8 +17,6 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-NEAR_ADDRESS: Final = "10.213.77.1"
-FAR_ADDRESS: Final = "10.213.77.2"
 CARRIER_TIMEOUT_S: Final = 5.0
 _NUMBERS: Final = itertools.count()
 
@@ -42,28 +40,28 @@ class FarHost:
         """What a command begins with that is to run there."""
         return ("ip", "netns", "exec", self.name)
 
-    def lift_limit(self) -> None:
-        """As fast as it was."""
-        run("tc", "qdisc", "del", "dev", self.link, "root")
-        run("tc", "-n", self.name, "qdisc", "del", "dev", self.far_link, "root")
-
-    def cut(self) -> None:
-        """Pull the cable: what is sent from now on is lost, and nobody is told."""
+    @contextmanager
+    def cut(self) -> Iterator[None]:
+        """Pull the cable: what is sent meanwhile is lost, and nobody is told."""
         run("ip", "link", "set", self.link, "down")
+        try:
+            yield
+        finally:
+            run("ip", "link", "set", self.link, "up")
+            _wait_for_carrier(self.link)
 
-    def mend(self) -> None:
-        """Plug it in again."""
-        run("ip", "link", "set", self.link, "up")
-        _wait_for_carrier(self.link)
-
-    def limit_rate(self, rate_bytes: int) -> None:
+    @contextmanager
+    def limited(self, rate_bytes: int) -> Iterator[None]:
         """So many bytes a second in each direction."""
-        for command, device in (
-            (("tc",), self.link),
-            (("tc", "-n", self.name), self.far_link),
-        ):
-            verb = ("qdisc", "replace", "dev", device, "root", "tbf")
-            run(*command, *verb, "rate", f"{rate_bytes * 8}bit", "burst", "64kb", "latency", "100ms")
+        ends = ((("tc",), self.link), (("tc", "-n", self.name), self.far_link))
+        limit = ("tbf", "rate", f"{rate_bytes * 8}bit", "burst", "64kb", "latency", "100ms")
+        for command, device in ends:
+            run(*command, "qdisc", "replace", "dev", device, "root", *limit)
+        try:
+            yield
+        finally:
+            for command, device in ends:
+                run(*command, "qdisc", "del", "dev", device, "root")
 
 
 @contextmanager
@@ -73,7 +71,10 @@ def far_host() -> Iterator[FarHost]:
     Raises:
         NoNamespaceError: see there.
     """
-    name = f"bt{os.getpid() % 10_000}-{next(_NUMBERS)}"
+    number = next(_NUMBERS)
+    name = f"bt{os.getpid() % 10_000}-{number}"
+    network = f"10.213.{(os.getpid() + number) % 250}"  # one of its own: several may be there
+    near_address, far_address = f"{network}.1", f"{network}.2"
     try:
         run("ip", "netns", "add", name)
     except (OSError, subprocess.CalledProcessError) as exc:
@@ -82,14 +83,13 @@ def far_host() -> Iterator[FarHost]:
     near, far = f"{name}n", f"{name}f"
     try:
         run("ip", "link", "add", near, "type", "veth", "peer", "name", far, "netns", name)
-        run("ip", "addr", "add", f"{NEAR_ADDRESS}/24", "dev", near)
-        run("ip", "-n", name, "addr", "add", f"{FAR_ADDRESS}/24", "dev", far)
+        run("ip", "addr", "add", f"{near_address}/24", "dev", near)
+        run("ip", "-n", name, "addr", "add", f"{far_address}/24", "dev", far)
         run("ip", "-n", name, "link", "set", "lo", "up")
         run("ip", "-n", name, "link", "set", far, "up")
         run("ip", "link", "set", near, "up")
         _wait_for_carrier(near)
-        run("sleep", "2")
-        yield FarHost(name, FAR_ADDRESS, NEAR_ADDRESS, near, far)
+        yield FarHost(name, far_address, near_address, near, far)
     finally:
         # A connection that nobody has any more, with bytes that a cut cable keeps it from sending,
         # keeps its namespace, and so the cable, for minutes.
@@ -101,10 +101,15 @@ def _wait_for_carrier(link: str) -> None:
     """The kernel notices it a little later; until then it is as if there were no route."""
     state = Path(f"/sys/class/net/{link}/operstate")
     deadline = time.monotonic() + CARRIER_TIMEOUT_S  # noqa: TID251 -- a real cable, real time
-    while state.read_text(encoding="ascii").strip() != "up":
+    while state.read_text(encoding="ascii").strip() != "up" or _has_tentative_address(link):
         if time.monotonic() > deadline:  # noqa: TID251 -- see above
             raise NoNamespaceError(f"the cable {link} does not come up")
         time.sleep(0.01)
+
+
+def _has_tentative_address(link: str) -> bool:
+    command = ("ip", "-6", "-o", "addr", "show", "dev", link, "tentative")
+    return bool(subprocess.run(command, check=True, capture_output=True).stdout)
 
 
 def run(*command: str) -> None:

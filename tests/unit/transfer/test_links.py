@@ -107,9 +107,9 @@ def test_a_slow_link_is_not_given_the_large_probes() -> None:
     series = ProbeSeries(ProbeBounds(0.1, 1 << 25), guess(Capabilities(("host",), False)))
     made = []
     while (probe := series.next()) is not None:
-        made.append(probe.num_pages)
+        made.append(probe.shape.num_bytes)
         series.made(1e-3 + probe.shape.num_bytes / 10e6)  # 10 MB/s
-    assert set(made) == {1, 64}
+    assert set(made) == {1 << 12, 1 << 18}
     assert series.model.bandwidth == pytest.approx(10e6, rel=0.3)
 
 
@@ -168,16 +168,17 @@ def test_a_busy_machine_does_not_turn_the_order_of_two_links_round() -> None:
         assert shared.predict(shape) < tcp.predict(shape)
 
 
-@pytest.mark.parametrize("probe", [Probe(1), Probe(64), Probe(64, True), Probe(1024, True)])
+@pytest.mark.parametrize("probe", {*PLAN.probes, *RECOVERY.probes})
 def test_a_probe_is_known_by_its_digest_and_only_once(probe: Probe) -> None:
     scratch = Scratch.allocate()
     try:
         pages = view_pages(scratch.region.memory, scratch.region.arrays[0])
         (copied,) = lay_probe(probe).groups
-        pages[copied.dst_pages] = pages[copied.src_pages]
+        copied_bytes = slice(0, probe.page_bytes)
+        pages[copied.dst_pages, copied_bytes] = pages[copied.src_pages, copied_bytes]
         assert scratch.try_take(probe.num_pages, digest_of(probe))
         assert not scratch.try_take(probe.num_pages, digest_of(probe)), "it was wiped"
-        pages[copied.dst_pages] = pages[copied.src_pages]
+        pages[copied.dst_pages, copied_bytes] = pages[copied.src_pages, copied_bytes]
         pages[NUM_PATTERN_PAGES, 7] ^= 1
         assert not scratch.try_take(probe.num_pages, digest_of(probe))
         assert not scratch.try_take(NUM_PATTERN_PAGES + 1, digest_of(probe))

@@ -69,17 +69,17 @@ def lay_probe(probe: Probe) -> PageCopies:
     On both sides: a transport may gather where it sends, scatter where it receives, or both.
     """
     source, target = _order_pages(probe)
-    spans = np.array([[0, 0, PAGE_BYTES]], dtype=np.int64)
+    spans = np.array([[0, 0, probe.page_bytes]], dtype=np.int64)
     return PageCopies(0, (CopyGroup(source, LANDING[target], spans),))
 
 
 @cache
 def digest_of(probe: Probe) -> bytes:
-    """xxh3_128 of the landing pages, once the probe is there."""
+    """xxh3_128 of the landing pages, once the probe is there; what it leaves out of them is 0."""
     pattern = np.frombuffer(_make_pattern(), np.uint8).reshape(-1, PAGE_BYTES)[: probe.num_pages]
     source, target = _order_pages(probe)
-    landed = np.empty_like(pattern)
-    landed[target] = pattern[source]
+    landed = np.zeros_like(pattern)
+    landed[target, : probe.page_bytes] = pattern[source, : probe.page_bytes]
     return xxh3_128_digest(landed.data)
 
 
