@@ -18,9 +18,7 @@ class TestTcp(NamespaceContract):
     notices_cuts = True
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("nixl_cu12") is None, reason="NIXL is not installed"
-)
+@pytest.mark.skipif(importlib.util.find_spec("nixl_cu12") is None, reason="NIXL is not installed")
 class TestNixl(NamespaceContract):
     kind = "nixl"
     options: ClassVar[Mapping[str, object]] = {"lanes": "network"}

@@ -1,6 +1,5 @@
 """`tcp` and its links: striped, stopped, slowed and cut in mid-transfer."""
 
-import os
 import signal
 import socket
 import subprocess

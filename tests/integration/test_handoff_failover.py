@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from baton.handoff.messages import Mover
     from baton.transfer.interface import Transport
     from baton.transfer.links.choosing import Choice
+    from baton.transfer.links.model import LinkModel
     from baton.transfer.links.outcome import Direction, Outcome
 
 BOTH = ("shared", "tcp")

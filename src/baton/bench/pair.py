@@ -138,9 +138,7 @@ class Pair:
     def _begin(self, end: End, role: Role) -> Begun:
         entrant = self._entrant
         options = dict(entrant.options)
-        order = Begin(
-            entrant.kind, entrant.name, options, role, self._num_pages, self._page_bytes
-        )
+        order = Begin(entrant.kind, entrant.name, options, role, self._num_pages, self._page_bytes)
         begun = self._ask(end, order, Begun)
         self.machines[role] = begun.machine
         return begun

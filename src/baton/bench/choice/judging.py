@@ -39,7 +39,9 @@ class Timed:
         return {kind: statistics.median(samples) for kind, samples in self.samples_s.items()}
 
 
-def judge(timed: Sequence[Timed], surveys: Sequence[Mapping[Direction, Models]]) -> tuple[Cell, ...]:
+def judge(
+    timed: Sequence[Timed], surveys: Sequence[Mapping[Direction, Models]]
+) -> tuple[Cell, ...]:
     """A cell for each that was timed, with a decision for each survey."""
     taught = [teach(timed, survey) for survey in surveys]
     return tuple(
@@ -98,9 +100,7 @@ def sum_up(decisions: Sequence[Decision]) -> Verdict | None:
     )
 
 
-def _decide(
-    timed: Timed, surveys: Sequence[Mapping[Direction, Models]]
-) -> tuple[Decision, ...]:
+def _decide(timed: Timed, surveys: Sequence[Mapping[Direction, Models]]) -> tuple[Decision, ...]:
     decisions: list[Decision] = []
     for survey in surveys:
         links, took_s = survey[timed.direction], timed.median_s

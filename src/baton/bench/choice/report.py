@@ -6,9 +6,9 @@ from typing import Final
 
 import msgspec
 
+from baton.bench.machine import Machine
 from baton.bench.orders import MeasuredLink
 from baton.bench.report import Measurement, Skipped
-from baton.bench.machine import Machine
 from baton.bench.workload import Direction
 
 SCHEMA: Final = "baton-bench-choice/1"

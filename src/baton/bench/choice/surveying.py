@@ -35,7 +35,9 @@ class Meeting:
     machines: Mapping[Role, Machine]
 
 
-def survey(ends: Ends, transports: Sequence[Entrant], wanted: Mapping[Direction, set[str]]) -> Meeting:
+def survey(
+    ends: Ends, transports: Sequence[Entrant], wanted: Mapping[Direction, set[str]]
+) -> Meeting:
     """Let two agents meet; waits for the `wanted` links, but not for ever.
 
     Raises:

@@ -132,7 +132,7 @@ class OwnerProcess:
         if not reader.transport.capabilities.reads:
             reader.close()
             pytest.skip("this transport does not read")
-        self._process = subprocess.Popen(
+        self._process = subprocess.Popen(  # noqa: S603 - this program
             [*place.prefix, sys.executable, "-m", "baton.testing.transport_peer"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -236,7 +236,7 @@ class WriterProcess:
         num_pages = reader.region.arrays[0].num_pages
         window = Window(self.window, reader.region.handle, epoch, np.arange(num_pages))
         reader.transport.open_window(window)
-        self._process = subprocess.Popen(
+        self._process = subprocess.Popen(  # noqa: S603 - this program
             [*place.prefix, sys.executable, "-m", "baton.testing.transport_peer"],
             stdin=subprocess.PIPE,
         )
