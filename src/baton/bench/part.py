@@ -99,7 +99,7 @@ class Part:
         except Exception as exc:  # noqa: BLE001 - a library may raise anything: that is the answer
             return Failed(_describe(exc))
 
-    def _obey(self, order: Order) -> Answer | None:  # noqa: PLR0911 - one line for each order
+    def _obey(self, order: Order) -> Answer | None:  # noqa: PLR0911, PLR0912 - a line for each
         match order:
             case Begin():
                 return self._begin(order)

@@ -9,7 +9,7 @@ import itertools
 import os
 import subprocess
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -93,7 +93,8 @@ def far_host() -> Iterator[FarHost]:
     finally:
         # A connection that nobody has any more, with bytes that a cut cable keeps it from sending,
         # keeps its namespace, and so the cable, for minutes.
-        subprocess.run(("ip", "link", "del", near), check=False, capture_output=True)
+        with suppress(subprocess.CalledProcessError):
+            run("ip", "link", "del", near)
         run("ip", "netns", "del", name)
 
 
@@ -109,13 +110,14 @@ def _wait_for_carrier(link: str) -> None:
 
 def _has_tentative_address(link: str) -> bool:
     command = ("ip", "-6", "-o", "addr", "show", "dev", link, "tentative")
-    return bool(subprocess.run(command, check=True, capture_output=True).stdout)
+    return bool(run(*command))
 
 
-def run(*command: str) -> None:
-    """Run one of iproute2's commands.
+def run(*command: str) -> bytes:
+    """Run one of iproute2's commands; what it prints.
 
     Raises:
         OSError, subprocess.CalledProcessError: it is not there, or it failed.
     """
-    subprocess.run(command, check=True, capture_output=True)
+    done = subprocess.run(command, check=True, capture_output=True)  # noqa: S603 - ours
+    return done.stdout

@@ -47,7 +47,7 @@ def test_a_wrong_survey_regrets_by_what_was_measured_and_each_survey_counts():
 
 
 def test_what_was_wrongly_thought_quick_is_found_out_by_its_own_transfers():
-    optimistic = {"start": LinkModel(1e-6, 1e-9, 1e-12), "run": QUICK_RUN}
+    optimistic = {"start": LinkModel(1e-6, 1e-9, 5e-11, num_probes=15), "run": QUICK_RUN}
     survey = {"push": optimistic, "pull": {}}
     (cell,) = judge([timed(LARGE)], [survey])
     assert cell.surveyed[0].chosen == "start"

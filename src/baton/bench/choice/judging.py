@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from baton.bench.workload import Direction, Workload
     from baton.transfer.links.model import LinkModel
 
-NUM_LESSONS: Final = 20
+NUM_LESSONS: Final = 100
 """So many times a refined link has carried, or was passed over for, each of the transfers."""
 
 Models = dict[str, "LinkModel"]

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Final
 
 from baton.bench.orders import Dial, Done, Join, Joined, Survey, Surveyed
 from baton.bench.pair import ask
-from baton.bench.workload import Direction
 from baton.transfer.links.model import LinkModel
 
 if TYPE_CHECKING:
@@ -19,6 +18,7 @@ if TYPE_CHECKING:
     from baton.bench.machine import Machine
     from baton.bench.orders import MeasuredLink
     from baton.bench.plan import Entrant
+    from baton.bench.workload import Direction
 
 SURVEY_TIMEOUT_S: Final = 15.0
 DIRECTIONS: Final[tuple[Direction, ...]] = ("push", "pull")
