@@ -194,7 +194,7 @@ def test_wrong_flags_are_refused_before_anything_is_measured(arguments, said, en
 
 
 def test_a_transport_that_cannot_be_built_is_skipped_with_the_reason(environment):
-    report = measure([*QUICK, "--sizes", "5000"], environment)
+    report = measure(["--quick", "--sizes", "5000"], environment)
     assert {row.name for row in report.rows} >= {"shared", "tcp"}
     (skipped,) = (each for each in report.skipped if each.name == "file")
     assert "missing required field `directory`" in skipped.reason

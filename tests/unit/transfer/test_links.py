@@ -133,7 +133,7 @@ def test_a_disturbed_link_is_asked_until_two_of_each_kind_agree() -> None:
     """Bursts of 4 to 21 ms over three rounds; all that is known of the link comes after them."""
     series, num_made = ProbeSeries(ProbeBounds(), FAST_RUN), 0
     while (probe := series.next()) is not None:
-        waits_s = (num_made * 7 % 18 + 4) * 1e-3 if num_made < 15 else 0.0
+        waits_s = (num_made * 7 % 18 + 4) * 1e-3 if num_made < 3 * len(PLAN.probes) else 0.0
         series.made(FAST_START.predict(probe.shape) + waits_s)
         num_made += 1
     assert num_made == 5 * len(PLAN.probes)
@@ -168,7 +168,7 @@ def test_a_busy_machine_does_not_turn_the_order_of_two_links_round() -> None:
         assert shared.predict(shape) < tcp.predict(shape)
 
 
-@pytest.mark.parametrize("probe", {*PLAN.probes, *RECOVERY.probes})
+@pytest.mark.parametrize("probe", dict.fromkeys((*PLAN.probes, *RECOVERY.probes)))
 def test_a_probe_is_known_by_its_digest_and_only_once(probe: Probe) -> None:
     scratch = Scratch.allocate()
     try:

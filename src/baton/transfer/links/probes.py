@@ -49,7 +49,9 @@ PLAN: Final = ProbePlan(
     (
         Probe(1),
         Probe(64),
+        Probe(1),
         Probe(1024, is_scattered=True, page_bytes=256),
+        Probe(1),
         Probe(1024),
         Probe(1024, is_scattered=True),
     ),
@@ -57,7 +59,8 @@ PLAN: Final = ProbePlan(
     most_rounds=12,
 )
 """4 KiB, 256 KiB, 4 MiB: as one run, and in 1,024 pieces, whose cost is seen best where they are
-small. The first round runs on cold ground."""
+small. Latency is what most differs from probe to probe, and costs least to ask. The first round
+runs on cold ground."""
 
 RECOVERY: Final = ProbePlan((Probe(1), Probe(64, is_scattered=True)), 1, 1)
 """Whether one that failed works again."""
