@@ -148,6 +148,16 @@ def test_a_link_that_never_agrees_with_itself_is_left_after_the_last_round() -> 
     assert num_made == PLAN.most_rounds * len(PLAN.probes)
 
 
+def test_what_a_library_takes_to_connect_is_not_what_the_link_costs() -> None:
+    """The first probe takes longer than all of them may."""
+    series = ProbeSeries(ProbeBounds(0.1, 1 << 27), FAST_RUN)
+    while (probe := series.next()) is not None:
+        series.made(FAST_START.predict(probe.shape) if series.samples else 0.3)
+    assert {sample.shape for sample in series.samples} == {probe.shape for probe in PLAN.probes}
+    for shape in (SMALL, LARGE):
+        assert series.model.predict(shape) == pytest.approx(FAST_START.predict(shape), rel=0.01)
+
+
 def test_one_that_failed_is_tried_once_with_each_probe() -> None:
     series = ProbeSeries(ProbeBounds(), FAST_RUN, RECOVERY)
     while series.next() is not None:
