@@ -1,7 +1,5 @@
 """`tcp` and its links: striped, stopped, slowed and cut in mid-transfer."""
 
-import itertools
-import os
 import signal
 import socket
 import subprocess
@@ -15,6 +13,8 @@ import pytest
 
 from baton.ids import new_ticket_id
 from baton.kv.copies import PageCopies
+from baton.testing import far_network
+from baton.testing.far_network import NoNamespaceError
 from baton.testing.transport_contract import NetworkTransportContract
 from baton.testing.transport_contract.kit import TransportKit
 from baton.testing.transport_pair import whole_pages
@@ -37,7 +37,6 @@ STALL_TIMEOUT_S = 1.0
 SHAPES = ((512, 65_536),)
 """32 MiB: more than all sockets on the way hold."""
 RATE_BYTES = 16_000_000
-NUMBERS = itertools.count()
 
 
 class TestStripedTcp(NetworkTransportContract):
@@ -195,44 +194,14 @@ def sockets_of(far):
     return {str(Path(f"/proc/self/fd/{fd}").readlink()) for fd in fds}
 
 
-def run(*command):
-    subprocess.run(command, check=True, capture_output=True)
-
-
 @pytest.fixture
 def far_host():
-    """A network namespace with one link to here: its name, its address and the link's name."""
-    name = f"bt{os.getpid() % 10_000}-{next(NUMBERS)}"
+    """A host at the end of a slow cable: its name, its address and this end of the cable."""
     try:
-        run("ip", "netns", "add", name)
-    except (OSError, subprocess.CalledProcessError) as exc:
-        pytest.skip(f"cannot make a network namespace: {exc}")
-    near, far = f"{name}n", f"{name}f"
-    try:
-        run("ip", "link", "add", near, "type", "veth", "peer", "name", far, "netns", name)
-        run("ip", "addr", "add", "10.213.77.1/30", "dev", near)
-        run("ip", "link", "set", near, "up")
-        run("ip", "-n", name, "addr", "add", "10.213.77.2/30", "dev", far)
-        run("ip", "-n", name, "link", "set", far, "up")
-        run("ip", "-n", name, "link", "set", "lo", "up")
-        for command in (["tc"], ["tc", "-n", name]):
-            device = near if len(command) == 1 else far
-            limits = ["burst", "64kb", "latency", "100ms"]
-            run(
-                *command,
-                "qdisc",
-                "add",
-                "dev",
-                device,
-                "root",
-                "tbf",
-                "rate",
-                f"{RATE_BYTES * 8}bit",
-                *limits,
-            )
-        yield name, "10.213.77.2", near
-    finally:
-        run("ip", "netns", "del", name)
+        with far_network.far_host() as far, far.limited(RATE_BYTES):
+            yield far.name, far.address, far.link
+    except NoNamespaceError as exc:
+        pytest.skip(str(exc))
 
 
 @pytest.mark.parametrize("direction", ["write", "read"])
@@ -255,7 +224,7 @@ def test_what_drains_from_this_hosts_own_buffers_is_moving(far_host):
     name, address, link = far_host
     with Far(host=address, prefix=("ip", "netns", "exec", name)) as far:
         limits = ["rate", f"{RATE_BYTES // 2}bit", "burst", "64kb", "latency", "100ms"]
-        run("tc", "qdisc", "change", "dev", link, "root", "tbf", *limits)
+        far_network.run("tc", "qdisc", "change", "dev", link, "root", "tbf", *limits)
         transfer = far.post("write", num_pages=48)
         far.poll_for(0.3)
         channels = [each.connection.channel for each in streams_of(far)]
@@ -275,7 +244,7 @@ def test_a_link_that_is_cut_in_mid_transfer_loses_the_peer_in_time(far_host, dir
         assert far.events == [Attached(far.remote)]  # at this rate it takes two seconds
         if direction == "read":
             assert (far.side.pages()[:8] == OWNED_BYTE).all()  # some of it has come
-        run("ip", "link", "set", link, "down")
+        far_network.run("ip", "link", "set", link, "down")
         far.check_lost(transfer, direction)
         assert far.process.poll() is None
 
@@ -283,7 +252,7 @@ def test_a_link_that_is_cut_in_mid_transfer_loses_the_peer_in_time(far_host, dir
 def test_a_cut_link_is_noticed_while_nothing_moves(far_host):
     name, address, link = far_host
     with Far(host=address, prefix=("ip", "netns", "exec", name)) as far:
-        run("ip", "link", "set", link, "down")
+        far_network.run("ip", "link", "set", link, "down")
         event, elapsed_s = far.wait_for(RemoteLost)
         assert event.error.retryable
         assert elapsed_s < 4 * STALL_TIMEOUT_S

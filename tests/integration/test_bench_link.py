@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 
+from baton.bench.choice.report import ChoiceReport
 from baton.bench.report import Report
 
 if TYPE_CHECKING:
@@ -199,3 +200,37 @@ def test_wrong_flags_are_refused_before_anything_is_measured(arguments, said, en
     assert ended.returncode == 2
     assert said in ended.stderr
     assert not ended.stdout
+
+
+def test_a_transport_that_cannot_be_built_is_skipped_with_the_reason(environment):
+    asked = ["--transport", "file", "--transport", "shared", "--json"]
+    ended = run([*QUICK, *asked], environment)
+    assert ended.returncode == 1  # it was asked for
+    report = msgspec.json.decode(ended.stdout, type=Report)
+    assert "shared" in {row.name for row in report.rows}
+    (skipped,) = report.skipped
+    assert "missing required field `directory`" in skipped.reason
+
+
+def test_the_choice_is_measured_between_two_agents_and_all_transports(environment):
+    asked = ["--choice", "--quick", "--sizes", "4096,256KiB", "--rounds", "1", "--json"]
+    ended = run([*asked, "--transport", "shared", "--transport", "tcp"], environment)
+    assert ended.returncode == 0, ended.stderr
+    report = msgspec.json.decode(ended.stdout, type=ChoiceReport)
+    assert not report.skipped
+    assert {(each.direction, each.link.transport) for each in report.links} == {
+        (direction, kind) for direction in ("push", "pull") for kind in ("shared", "tcp")
+    }
+    assert all(each.link.num_probes >= 5 for each in report.links)
+    for cell in report.cells:
+        assert set(cell.median_s) == {"shared", "tcp"}
+        assert len(cell.surveyed) == len(cell.refined) == 1
+    shapes = {(cell.workload.shape, cell.page_bytes, cell.direction) for cell in report.cells}
+    assert len(shapes) == 2 * 4
+    assert report.surveyed.num_decisions == len(report.cells)
+
+
+def test_a_choice_is_no_comparison_with_peers(environment):
+    ended = run(["--choice", "--peers"], environment)
+    assert ended.returncode == 2
+    assert "no --peers" in ended.stderr

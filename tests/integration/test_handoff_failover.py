@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from baton.handoff.messages import Mover
     from baton.transfer.interface import Transport
     from baton.transfer.links.choosing import Choice
+    from baton.transfer.links.model import LinkModel
     from baton.transfer.links.outcome import Direction, Outcome
 
 BOTH = ("shared", "tcp")
@@ -60,8 +61,8 @@ class Tally:
     def failed(self, direction: Direction, transport: str) -> None:
         self.failures[transport] += 1
 
-    def measured(self, direction: Direction, transport: str, latency_s: float, rate: float) -> None:
-        self.surveyed[direction, transport] = latency_s, rate
+    def measured(self, direction: Direction, transport: str, model: LinkModel) -> None:
+        self.surveyed[direction, transport] = model.latency_s, model.bandwidth
 
 
 def cut(worker: Node, kind: str) -> int:

@@ -18,6 +18,7 @@ File map:
     part.py          the measured process; namespace.py: a network of its own
     contender.py     the seam: over_transport.py (the registry's), copying.py and sockets.py (the
                      limits), peers/ (other projects); building.py: name → contender
+    choice/          `--choice`: surveys by bare_worker.py, and what is chosen by them
     pool.py          random bytes; machine.py: the host and versions
     figures.py       samples → figures (pure); report.py: rows, and what `--json` prints
     printing.py      the table; plotting.py: the figure

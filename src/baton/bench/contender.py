@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, runtime_checkabl
 
 import msgspec
 
-from baton.bench.workload import Direction
+from baton.bench.workload import PAGE_BYTES, Direction
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -47,6 +47,7 @@ class Surroundings:
     host: str
     key: ClusterKey
     clock: Clock
+    page_bytes: int = PAGE_BYTES
 
 
 class Contender(Protocol):

@@ -6,10 +6,11 @@ from typing import Annotated, Final, TypeAlias
 
 import msgspec
 
+from baton.authority.ticket import WorkerRef
 from baton.bench.contender import Kind, Role, Traits
 from baton.bench.machine import Machine
 from baton.bench.pool import Side
-from baton.bench.workload import Direction, Workload
+from baton.bench.workload import PAGE_BYTES, Direction, PoolPageBytes, Workload
 
 MAX_BODY_BYTES: Final = 1 << 20
 MAX_SAMPLES: Final = 10_000
@@ -27,6 +28,7 @@ class Begin(msgspec.Struct, frozen=True, tag="begin"):
     options: dict[str, object]
     role: Role
     num_pages: Annotated[int, msgspec.Meta(ge=1, le=MAX_POOL_PAGES)]
+    page_bytes: PoolPageBytes = PAGE_BYTES
 
 
 class Begun(msgspec.Struct, frozen=True, tag="begun"):
@@ -105,6 +107,51 @@ class Measured(msgspec.Struct, frozen=True, tag="measured"):
     cpu_s: float
 
 
+class Join(msgspec.Struct, frozen=True, tag="join"):
+    """Start a handoff agent with these transports (kind → options) → `Joined`."""
+
+    transports: dict[str, dict[str, object]]
+    role: Role
+
+
+class Joined(msgspec.Struct, frozen=True, tag="joined"):
+    """It listens. `absent`: a transport that does not work here → why."""
+
+    ref: WorkerRef
+    absent: dict[str, str]
+    machine: Machine
+
+
+class Dial(msgspec.Struct, frozen=True, tag="dial"):
+    """Meet another agent → `Done`. The driver reads from whom it dials, and writes to who dials."""
+
+    ref: WorkerRef
+
+
+class Survey(msgspec.Struct, frozen=True, tag="survey"):
+    """Wait until the agent has measured these links, or for `timeout_s` → `Surveyed`."""
+
+    direction: Direction
+    kinds: tuple[str, ...]
+    timeout_s: Annotated[float, msgspec.Meta(gt=0, le=60)]
+
+
+class MeasuredLink(msgspec.Struct, frozen=True):
+    """A link's model, as the survey of two workers that met left it."""
+
+    transport: str
+    latency_s: float
+    descriptor_s: float
+    byte_s: float
+    num_probes: int
+
+
+class Surveyed(msgspec.Struct, frozen=True, tag="surveyed"):
+    """What was measured; a link that is not here kept its prior."""
+
+    links: tuple[MeasuredLink, ...]
+
+
 class Done(msgspec.Struct, frozen=True, tag="done"):
     """It was done."""
 
@@ -115,5 +162,7 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
     reason: Annotated[str, msgspec.Meta(max_length=1000)]
 
 
-Order: TypeAlias = Begin | Meet | Serve | Rest | Wipe | Fingerprint | Look | MoveOnce | Measure
-Answer: TypeAlias = Begun | Rested | Digest | Measured | Done | Failed
+AgentOrder: TypeAlias = Join | Dial | Survey
+LookOrder: TypeAlias = Wipe | Fingerprint | Look
+Order: TypeAlias = Begin | Meet | Serve | Rest | MoveOnce | Measure | LookOrder | AgentOrder
+Answer: TypeAlias = Begun | Rested | Digest | Measured | Joined | Surveyed | Done | Failed

@@ -73,7 +73,10 @@ class OverTransport:
             "memcpy" if capabilities.same_host_only else "tuned socket",
         )
         self.region = self.target = allocate_pool(
-            capabilities.memory, around.num_pages, choose_allocation({kind: options})
+            capabilities.memory,
+            around.num_pages,
+            around.page_bytes,
+            allocate_shared=choose_allocation({kind: options}),
         )
         self._remote = RemoteId(-1)
         self._peer_window = self._window

@@ -25,9 +25,12 @@ from baton.bench.orders import (
     Serve,
     Wipe,
 )
+from baton.bench.workload import PAGE_BYTES
 from baton.errors import PeerLostError, TransferError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from baton.bench.contender import Role, Traits
     from baton.bench.ends import End, Ends
     from baton.bench.machine import Machine
@@ -61,8 +64,11 @@ class Pair:
         TransferError: it does not work between these two; the reason is the library's.
     """
 
-    def __init__(self, entrant: Entrant, num_pages: int, ends: Ends) -> None:
-        self._entrant, self._num_pages, self._ends = entrant, num_pages, ends
+    def __init__(
+        self, entrant: Entrant, num_pages: int, ends: Ends, page_bytes: int = PAGE_BYTES
+    ) -> None:
+        self._entrant, self._ends = entrant, ends
+        self._num_pages, self._page_bytes = num_pages, page_bytes
         self._driver: End | None = None
         self._owner: End | None = None
         self.machines: dict[Role, Machine] = {}
@@ -144,7 +150,7 @@ class Pair:
     def _begin(self, end: End, role: Role) -> Begun:
         entrant = self._entrant
         options = dict(entrant.options)
-        order = Begin(entrant.kind, entrant.name, options, role, self._num_pages)
+        order = Begin(entrant.kind, entrant.name, options, role, self._num_pages, self._page_bytes)
         begun = self._ask(end, order, Begun)
         self.machines[role] = begun.machine
         return begun
@@ -162,26 +168,34 @@ class Pair:
         return 0.0 if self._owner is None else self._ask(self._owner, Rest(), Rested).cpu_s
 
     def _ask(self, end: End | None, order: Order, kind: type[A]) -> A:
-        """Say an order; its answer, or what either process has to complain about."""
         if end is None:
             raise TransferError("this pair was closed")
-        try:
-            end.channel.say(order)
-            answer = self._await(end).channel.hear(ANSWER_TIMEOUT_S)
-        except PeerLostError as exc:
-            said = end.explain()
-            raise PeerLostError(f"{exc} ({said})" if said else str(exc)) from exc
-        if isinstance(answer, Failed):
-            raise TransferError(answer.reason)
-        if not isinstance(answer, kind):
-            raise TransferError(f"a process answered {type(answer).__name__}")
-        return answer
+        return ask(end, [each for each in (self._driver, self._owner) if each], order, kind)
 
-    def _await(self, end: End) -> End:
-        """Who speaks first: the one that was asked, unless the other one failed meanwhile."""
-        ends = [each for each in (end, self._driver, self._owner) if each is not None]
-        by_fd = {each.channel.fd: each for each in ends}
-        ready = select.select(list(by_fd), [], [], ANSWER_TIMEOUT_S)[0]
-        if end.channel.fd in ready or not ready:
-            return end
-        return by_fd[ready[0]]
+
+def ask(end: End, ends: Sequence[End], order: Order, kind: type[A]) -> A:
+    """Say an order to one of the ends; its answer, or what any of them has to complain about.
+
+    Raises:
+        TransferError: it failed, or its process did.
+    """
+    try:
+        end.channel.say(order)
+        answer = _await(end, ends).channel.hear(ANSWER_TIMEOUT_S)
+    except PeerLostError as exc:
+        said = end.explain()
+        raise PeerLostError(f"{exc} ({said})" if said else str(exc)) from exc
+    if isinstance(answer, Failed):
+        raise TransferError(answer.reason)
+    if not isinstance(answer, kind):
+        raise TransferError(f"a process answered {type(answer).__name__}")
+    return answer
+
+
+def _await(end: End, ends: Sequence[End]) -> End:
+    """Who speaks first: the one that was asked, unless another one failed meanwhile."""
+    by_fd = {each.channel.fd: each for each in ends}
+    ready = select.select(list(by_fd), [], [], ANSWER_TIMEOUT_S)[0]
+    if end.channel.fd in ready or not ready:
+        return end
+    return by_fd[ready[0]]

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Final, assert_never
 import msgspec
 
 from baton.authority.key import ClusterKey
+from baton.bench.bare_worker import BareWorker
 from baton.bench.building import build_contender
 from baton.bench.channel import Channel, Frames, parts_end
 from baton.bench.contender import Borrower, Surroundings
@@ -25,10 +26,13 @@ from baton.bench.orders import (
     Answer,
     Begin,
     Begun,
+    Dial,
     Digest,
     Done,
     Failed,
     Fingerprint,
+    Join,
+    Joined,
     Look,
     Measure,
     Measured,
@@ -38,6 +42,8 @@ from baton.bench.orders import (
     Rest,
     Rested,
     Serve,
+    Survey,
+    Surveyed,
     Wipe,
 )
 from baton.bench.pool import digest, view_bytes, wipe
@@ -70,6 +76,7 @@ class Part:
         self._terms, self._channel = terms, channel
         self._clock = MachineClock()
         self._contender: Contender | None = None
+        self._worker: BareWorker | None = None
         self._num_pages = 0
         self._role: Role = "owner"
         self._moves: dict[Workload, list[Move]] = {}
@@ -93,7 +100,7 @@ class Part:
         except Exception as exc:  # noqa: BLE001 - a library may raise anything: that is the answer
             return Failed(_describe(exc))
 
-    def _obey(self, order: Order) -> Answer | None:  # noqa: PLR0911 - one line for each order
+    def _obey(self, order: Order) -> Answer | None:  # noqa: PLR0911, PLR0912 - a line for each
         match order:
             case Begin():
                 return self._begin(order)
@@ -113,6 +120,8 @@ class Part:
                 return Done()
             case Measure():
                 return self._measure(order)
+            case Join() | Dial() | Survey():
+                return self._be_worker(order)
             case unknown:
                 assert_never(unknown)
 
@@ -121,6 +130,28 @@ class Part:
         if self._contender is None:
             raise ProtocolError("told to do something before there is a contender")
         return self._contender
+
+    def _be_worker(self, order: Join | Dial | Survey) -> Answer:
+        match order:
+            case Join():
+                machine = describe_machine()
+                _take_a_core(order.role)
+                key = ClusterKey.from_hex(self._terms.key_hex)
+                self._worker = BareWorker(order, self._terms.host, key, self._clock)
+                return Joined(self._worker.ref, self._worker.absent, machine)
+            case Dial(ref):
+                self._met.dial(ref)
+                return Done()
+            case Survey(direction, kinds, timeout_s):
+                return Surveyed(self._met.wait_for_links(direction, kinds, timeout_s))
+            case unknown:
+                assert_never(unknown)
+
+    @property
+    def _met(self) -> BareWorker:
+        if self._worker is None:
+            raise ProtocolError("told to do something before there is an agent")
+        return self._worker
 
     def _look_after(self, order: Wipe | Fingerprint | Look) -> Done | Digest:
         if isinstance(order, Look):
@@ -141,7 +172,9 @@ class Part:
         machine = describe_machine()  # before a core is chosen: it counts them
         _take_a_core(begin.role)
         key, terms = ClusterKey.from_hex(self._terms.key_hex), self._terms
-        around = Surroundings(begin.role, begin.num_pages, terms.host, key, self._clock)
+        around = Surroundings(
+            begin.role, begin.num_pages, terms.host, key, self._clock, begin.page_bytes
+        )
         self._contender = build_contender(begin, around)
         self._num_pages, self._role = begin.num_pages, begin.role
         introduction = self._contender.introduce()
@@ -190,6 +223,8 @@ class Part:
         """Give back what the contender holds."""
         if self._contender is not None:
             self._contender.close()
+        if self._worker is not None:
+            self._worker.close()
 
 
 class _OrderWaiting:

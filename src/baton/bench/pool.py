@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 import numpy as np
 import xxhash
 
-from baton.bench.workload import place_pool
+from baton.bench.workload import PAGE_BYTES, place_pool
 from baton.errors import TransferError
 from baton.transfer.region import allocate_host_region, allocate_shared_region
 
@@ -27,6 +27,8 @@ _COLUMN: Final[dict[Side, int]] = {"src": 0, "dst": 1}
 def allocate_pool(
     kinds: Sequence[MemoryKind],
     num_pages: int,
+    page_bytes: int = PAGE_BYTES,
+    *,
     allocate_shared: AllocateRegion = allocate_shared_region,
 ) -> PagedRegion:
     """Memory of the first kind that can be had here, all of it touched, full of random bytes.
@@ -34,7 +36,7 @@ def allocate_pool(
     Raises:
         TransferError: none of the kinds is in this process's power, or there is not enough.
     """
-    shapes = [(array.num_pages, array.page_bytes) for array in place_pool(num_pages)]
+    shapes = [(array.num_pages, array.page_bytes) for array in place_pool(num_pages, page_bytes)]
     for kind in kinds:
         if kind in {"shared", "host"}:
             make = allocate_shared if kind == "shared" else allocate_host_region

@@ -18,11 +18,16 @@ if TYPE_CHECKING:
 MAX_COLUMNS: Final = 100
 
 
-def print_report(report: Report, file: TextIO) -> None:
-    """All rows; what was skipped; the machines."""
+def open_console(file: TextIO) -> Console:
+    """As wide as the terminal, up to what every table fits into."""
     console = Console(file=file, highlight=False, markup=False, emoji=False)
     width = min(console.width, MAX_COLUMNS) if console.is_terminal else MAX_COLUMNS
-    console = Console(file=file, highlight=False, markup=False, emoji=False, width=width)
+    return Console(file=file, highlight=False, markup=False, emoji=False, width=width)
+
+
+def print_report(report: Report, file: TextIO) -> None:
+    """All rows; what was skipped; the machines."""
+    console = open_console(file)
     if report.is_partial:
         console.print(
             "PARTIAL: interrupted; rows may rest on fewer rounds, or be absent", style="bold red"

@@ -31,6 +31,7 @@ Shape: TypeAlias = Literal["message", "scattered", "descriptors"]
 Direction: TypeAlias = Literal["push", "pull", "lend"]
 """push: the driver's bytes are copied to the owner · pull: the other way round · lend: the driver's
 pages are announced, and the owner has them in view."""
+PoolPageBytes: TypeAlias = Annotated[int, msgspec.Meta(ge=64, le=1 << 20, multiple_of=64)]
 
 _UNITS: Final = {
     "": 1,
@@ -48,17 +49,18 @@ _SIZE: Final = re.compile(r"(\d+)\s*([a-z]*)", re.IGNORECASE)
 class Workload(msgspec.Struct, frozen=True):
     """One transfer: a run of `num_bytes`, or so many bytes in scattered pages.
 
-    message: one run of bytes · scattered: pages of 32 KiB at random places · descriptors: the
+    message: one run of bytes · scattered: the pool's pages at random places · descriptors: the
     same number of pages of 64 bytes.
     """
 
     shape: Shape
     num_bytes: Annotated[int, msgspec.Meta(ge=1, le=MAX_MESSAGE_BYTES)]
+    pool_page_bytes: PoolPageBytes = PAGE_BYTES
 
     @property
     def page_bytes(self) -> int:
         """Size of the pages that it touches."""
-        return TINY_PAGE_BYTES if self.shape == "descriptors" else PAGE_BYTES
+        return TINY_PAGE_BYTES if self.shape == "descriptors" else self.pool_page_bytes
 
     @property
     def num_pages(self) -> int:
@@ -132,15 +134,15 @@ def plan_pool(workloads: Sequence[Workload], least_pages: int) -> int:
     return max(least_pages, *(2 * workload.num_pages for workload in workloads))
 
 
-def place_pool(num_pages: int) -> tuple[PageArray, ...]:
+def place_pool(num_pages: int, page_bytes: int = PAGE_BYTES) -> tuple[PageArray, ...]:
     """A pool's two arrays: pages, and tiny pages, `num_pages` of each."""
-    return place_arrays([(num_pages, PAGE_BYTES), (num_pages, TINY_PAGE_BYTES)])
+    return place_arrays([(num_pages, page_bytes), (num_pages, TINY_PAGE_BYTES)])
 
 
 def place_moves(workload: Workload, num_pages: int) -> list[Move]:
     """One transfer at different places of pools of `num_pages`; the same for who asks again."""
     layer = 1 if workload.shape == "descriptors" else 0
-    array = place_pool(num_pages)[layer]
+    array = place_pool(num_pages, workload.pool_page_bytes)[layer]
     num_last_bytes = workload.num_bytes - (workload.num_pages - 1) * array.page_bytes
     is_run = workload.shape == "message"
     pairs = _place_runs(workload, num_pages) if is_run else _place_scattered(workload, num_pages)

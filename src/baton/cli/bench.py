@@ -18,6 +18,7 @@ from baton.config.sections import Config
 from baton.errors import ConfigError
 
 if TYPE_CHECKING:
+    from baton.bench.choice.plan import ChoicePlan
     from baton.bench.ends import Address, Ends
     from baton.bench.plan import Plan
     from baton.bench.report import Report
@@ -58,6 +59,14 @@ class LinkFlags(ConfigFlags):
             show_default=False,
         ),
     ] = False
+    choice: Annotated[
+        bool,
+        Parameter(
+            help="Is the transport that would be chosen the best, at every size and shape?",
+            negative="",
+            show_default=False,
+        ),
+    ] = False
     json: Annotated[bool, Parameter(help="Print JSON.", negative="", show_default=False)] = False
     plot: Annotated[
         Path | None, Parameter(help="Write a figure to this file (.png, .svg, .pdf).")
@@ -87,7 +96,10 @@ def link(
         from baton.bench.plotting import require_plotting  # noqa: PLC0415 - too heavy for --help
 
         require_plotting(flags.plot)
-    return _measure(_plan(flags, config), _ends(a, b, config, clock), flags, clock)
+    ends = _ends(a, b, config, clock)
+    if flags.choice:
+        return _judge_choice(_plan_choice(flags, config), ends, flags, clock)
+    return _measure(_plan(flags, config), ends, flags, clock)
 
 
 def _listen(text: str, config: Config, clock: Clock) -> int:
@@ -121,6 +133,23 @@ def _measure(plan: "Plan", ends: "Ends", flags: LinkFlags, clock: Clock) -> int:
     return _exit_code(report, flags)
 
 
+def _judge_choice(plan: "ChoicePlan", ends: "Ends", flags: LinkFlags, clock: Clock) -> int:
+    from baton.bench.choice.conducting import ChoiceConductor  # noqa: PLC0415 - too heavy
+    from baton.bench.choice.printing import print_choices  # noqa: PLC0415
+    from baton.bench.progress import open_progress  # noqa: PLC0415
+
+    progress = open_progress(len(plan.workloads) + plan.effort.num_surveys)
+    report = ChoiceConductor(plan, ends, progress, clock, sys.argv[1:]).conduct()
+    if flags.json:
+        print(msgspec.json.format(msgspec.json.encode(report)).decode())
+    else:
+        print_choices(report, sys.stdout)
+    if report.is_partial:
+        return INTERRUPTED
+    is_bad = any(each.is_wrong or each.name in flags.transport for each in report.skipped)
+    return FAILED if is_bad or not report.cells else 0
+
+
 def _exit_code(report: "Report", flags: LinkFlags) -> int:
     if report.is_partial:
         return INTERRUPTED
@@ -128,6 +157,27 @@ def _exit_code(report: "Report", flags: LinkFlags) -> int:
     is_bad = any(each.is_wrong or (each.kind, each.name) in asked for each in report.skipped)
     has_transport = any(row.kind == "transport" for row in report.rows)
     return FAILED if is_bad or not has_transport else 0
+
+
+def _plan_choice(flags: LinkFlags, config: Config) -> "ChoicePlan":
+    from dataclasses import replace  # noqa: PLC0415
+
+    from baton.bench.choice.plan import QUICK, THOROUGH, ChoicePlan  # noqa: PLC0415 - too heavy
+    from baton.bench.plan import choose_transports  # noqa: PLC0415
+    from baton.bench.workload import parse_size  # noqa: PLC0415
+    from baton.transfer.interface import TRANSPORTS  # noqa: PLC0415
+
+    effort = QUICK if flags.quick else THOROUGH
+    if flags.peers or flags.plot is not None:
+        raise ConfigError("--choice is about this project's transports: no --peers, no --plot")
+    if flags.rounds is not None:
+        if flags.rounds < 1:
+            raise ConfigError("--rounds: at least 1")
+        effort = replace(effort, num_rounds=flags.rounds, num_surveys=flags.rounds)
+    if flags.sizes is not None:
+        effort = replace(effort, sizes=tuple(parse_size(text) for text in flags.sizes.split(",")))
+    transports = choose_transports(flags.transport, TRANSPORTS.kinds(), config.transfer.options)
+    return ChoicePlan(transports, effort)
 
 
 def _plan(flags: LinkFlags, config: Config) -> "Plan":

@@ -81,8 +81,8 @@ class TransferSection(Struct, frozen=True, kw_only=True):
 
     transports: Annotated[tuple[str, ...], Meta(min_length=1)] = ("shared", "tcp")
     choice: Literal["measured", "listed"] = "measured"
-    probe_time_s: Seconds = 0.15
-    probe_bytes: PositiveCount = 32 * 1024 * 1024
+    probe_time_s: Seconds = 0.5
+    probe_bytes: PositiveCount = 128 * 1024 * 1024
     options: dict[str, Table] = {}
 
 

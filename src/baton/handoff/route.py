@@ -33,6 +33,7 @@ class _Period:
 
     began_at: Instant
     filled_at: Instant
+    largest: TransferShape
     num_transfers: int = 0
     num_bytes: int = 0
     num_descriptors: int = 0
@@ -87,8 +88,9 @@ class Route:
         """A transfer was submitted, which took from `before` to `after`."""
         period = self._period
         if period is None:
-            period = self._period = _Period(before, after)
+            period = self._period = _Period(before, after, choice.shape)
         period.filled_at = after
+        period.largest = max(period.largest, choice.shape, key=lambda shape: shape.num_bytes)
         period.num_transfers += 1
         period.num_bytes += choice.shape.num_bytes
         period.num_descriptors += choice.shape.num_descriptors
@@ -112,7 +114,7 @@ class Route:
         teaches = period.num_transfers == 1 or waited_s > filling_s
         if teaches:
             shape = TransferShape(period.num_bytes, period.num_descriptors)
-            self.model = self.model.refine(shape, observed_s)
+            self.model = self.model.refine(shape, observed_s, alike=period.largest)
         return Outcome(
             transport=self.kind,
             direction=self.direction,

@@ -255,7 +255,7 @@ class RouteTable:  # noqa: PLR0904 -- a method for each event (ADR 0005)
             logger.info("handoff: %s is reached by %s again", peer.name, kind)
         else:
             route.model = model
-            self.observer.measured(route.direction, kind, model.latency_s, model.bandwidth)
+            self.observer.measured(route.direction, kind, model)
         return RouteFound(ways.peer)
 
     def _lay(self, peer: Peer) -> dict[str, Route]:

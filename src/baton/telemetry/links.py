@@ -28,6 +28,13 @@ class _Choice(Protocol):
     def is_mismatch(self) -> bool: ...
 
 
+class _Model(Protocol):
+    @property
+    def latency_s(self) -> float: ...
+    @property
+    def bandwidth(self) -> float: ...
+
+
 class _Outcome(Protocol):
     @property
     def transport(self) -> str: ...
@@ -118,11 +125,11 @@ class LinkInstruments:
         """See `LinkObserver`."""
         self._failures[direction, self._name(transport)].inc()
 
-    def measured(self, direction: str, transport: str, latency_s: float, rate: float) -> None:
+    def measured(self, direction: str, transport: str, model: _Model) -> None:
         """See `LinkObserver`."""
         name = self._name(transport)
-        self._latency.labels(direction, name).set(latency_s)
-        self._bandwidth.labels(direction, name).set(rate)
+        self._latency.labels(direction, name).set(model.latency_s)
+        self._bandwidth.labels(direction, name).set(model.bandwidth)
 
     def _name(self, transport: str) -> str:
         return transport if transport in self._transports else UNKNOWN

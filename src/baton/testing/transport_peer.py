@@ -2,7 +2,8 @@
 
 Reads one JSON line from its standard input. A `PeerTask` makes it a writer: it attaches, and writes
 into the window's pages, all of them each time, filled with a byte that changes from write to write.
-It goes on whatever happens to its writes, until its input ends; then it detaches and leaves. An
+It goes on whatever happens to its writes, until its input ends; then it detaches and leaves. One
+that is not attached within `ATTACH_TIMEOUT_S` says why, and ends with exit code 1. An
 `OwnerTask` makes it an owner: it exposes a region full of `OWNED_BYTE`, says the descriptor in one
 JSON line, and polls until its input ends.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import select
 import sys
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, assert_never
 
@@ -27,6 +29,8 @@ from baton.transfer.interface import (
     Attached,
     PageWrite,
     RegionDescriptor,
+    RemoteId,
+    RemoteLost,
     TransportContext,
     WriteCompleted,
     WriteFailed,
@@ -41,6 +45,8 @@ if TYPE_CHECKING:
 
 MAX_UNFINISHED = 4
 OWNED_BYTE = 0xA5
+ATTACH_TIMEOUT_S = 10.0
+LOOPBACK = "127.0.0.1"
 
 
 class PeerTask(msgspec.Struct, frozen=True, tag="write"):
@@ -53,6 +59,7 @@ class PeerTask(msgspec.Struct, frozen=True, tag="write"):
     descriptor: RegionDescriptor
     window: bytes
     num_pages: int
+    host: str = LOOPBACK
 
 
 class OwnerTask(msgspec.Struct, frozen=True, tag="own"):
@@ -63,6 +70,7 @@ class OwnerTask(msgspec.Struct, frozen=True, tag="own"):
     key_hex: str
     epoch: Epoch
     shapes: tuple[tuple[int, int], ...]
+    host: str = LOOPBACK
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +100,8 @@ def main(means: Means = SHARED) -> None:
     task: PeerTask | OwnerTask = msgspec.json.decode(
         sys.stdin.buffer.readline(), type=PeerTask | OwnerTask
     )
-    context = TransportContext(
-        ClusterKey.from_hex(task.key_hex), task.epoch, "127.0.0.1", MachineClock()
-    )
+    key = ClusterKey.from_hex(task.key_hex)
+    context = TransportContext(key, task.epoch, task.host, MachineClock())
     transport = means.build(task.kind, task.options)(context)
     match task:
         case PeerTask():
@@ -123,8 +130,7 @@ def be_writer(transport: Transport, task: PeerTask, means: Means) -> None:
     region = means.choose_allocation(task.kind, task.options)(shapes)
     transport.expose(region)
     remote = transport.attach(task.descriptor)
-    while Attached(remote) not in wait_for_events(transport):
-        pass
+    wait_until_attached(transport, remote)
     page_bytes = task.descriptor.arrays[0].page_bytes
     pages = range(task.num_pages)
     copies = PageCopies(0, (whole_pages(pages, pages, page_bytes),))
@@ -133,6 +139,22 @@ def be_writer(transport: Transport, task: PeerTask, means: Means) -> None:
     transport.detach(remote)
     transport.close()
     release_region(region)
+
+
+def wait_until_attached(transport: Transport, remote: RemoteId) -> None:
+    """Leave the process if that does not come to be."""
+    deadline = time.monotonic() + ATTACH_TIMEOUT_S  # noqa: TID251 -- real processes, real time
+    while True:
+        for event in wait_for_events(transport):
+            match event:
+                case Attached(attached) if attached == remote:
+                    return
+                case RemoteLost(lost, error) if lost == remote:
+                    sys.exit(f"transport_peer: not attached: {error}")
+                case _:
+                    pass
+        if time.monotonic() > deadline:  # noqa: TID251 -- see above
+            sys.exit(f"transport_peer: not attached within {ATTACH_TIMEOUT_S:g} s")
 
 
 def write_on(transport: Transport, write: PageWrite, fill: Callable[[int], None]) -> None:

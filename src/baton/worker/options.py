@@ -60,8 +60,8 @@ class ProcessOptions:
     transports: tuple[str, ...] = ("shared", "tcp")
     transport_options: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
     transport_choice: Literal["measured", "listed"] = "measured"
-    probe_time_s: float = 0.15
-    probe_bytes: int = 32 * 1024 * 1024
+    probe_time_s: float = 0.5
+    probe_bytes: int = 128 * 1024 * 1024
     drain_timeout_s: float = 30.0
     num_traces: int = 1024
     cpu_affinity: tuple[int, ...] = ()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from baton.transfer.links.choosing import Chooser
 from baton.transfer.links.fitting import Sample, fit
 from baton.transfer.links.model import LinkModel
 from baton.transfer.links.prior import NETWORK, SAME_HOST
@@ -18,6 +21,8 @@ models = st.builds(
     descriptor_s=st.floats(1e-8, 1e-5),
     byte_s=st.floats(1 / 50e9, 1 / 50e6),
 )
+links = st.builds(replace, models, num_probes=st.sampled_from([0, 15]))
+"""Guesses, and links that were measured."""
 shapes = st.builds(TransferShape, st.integers(1, 1 << 30), st.integers(1, 1 << 15))
 times = st.floats(1e-6, 10.0)
 priors = st.sampled_from([SAME_HOST, NETWORK])
@@ -110,7 +115,7 @@ def test_no_bandwidth_is_invented_from_small_probes(
     assert fit(samples, prior).bandwidth <= 4.001 * best_rate
 
 
-@given(models, models, st.integers(0, 2**32 - 1))
+@given(links, models, st.integers(0, 2**32 - 1))
 @settings(max_examples=60, deadline=None)
 def test_transfers_teach_what_the_link_has_become(
     before: LinkModel, after: LinkModel, seed: int
@@ -123,7 +128,7 @@ def test_transfers_teach_what_the_link_has_become(
     assert 0.8 < model.predict(shape) / after.predict(shape) < 1.25
 
 
-@given(models, shapes, st.floats(2.0, 1e6))
+@given(links, shapes, st.floats(2.0, 1e6))
 @settings(max_examples=100, deadline=None)
 def test_one_outlier_moves_little(model: LinkModel, shape: TransferShape, factor: float) -> None:
     settled = model
@@ -133,7 +138,52 @@ def test_one_outlier_moves_little(model: LinkModel, shape: TransferShape, factor
     assert moved.predict(shape) < 1.3 * settled.predict(shape)
 
 
-@given(models, shapes)
+@given(links, shapes)
 def test_what_was_predicted_changes_nothing(model: LinkModel, shape: TransferShape) -> None:
     again = model.refine(shape, model.predict(shape))
     assert np.isclose(again.predict(shape), model.predict(shape))
+
+
+@given(models, shapes, shapes, st.lists(times, min_size=1, max_size=20))
+def test_what_one_shape_taught_a_measured_link_says_nothing_of_others(
+    model: LinkModel, shape: TransferShape, other: TransferShape, taken_s: list[float]
+) -> None:
+    measured = refined = replace(model, num_probes=15)
+    for seconds in taken_s:
+        refined = refined.refine(shape, seconds)
+    assert refined.num_transfers == len(taken_s)
+    assert refined.predict(shape) > 0
+    if other.size_class != shape.size_class:
+        assert refined.predict(other) == measured.predict(other)
+
+
+@given(models, models, models, st.lists(shapes, min_size=1, max_size=6), st.integers(0, 2**32 - 1))
+@settings(max_examples=60, deadline=None)
+def test_whatever_the_survey_said_transfers_lead_to_the_best_link(
+    surveyed: LinkModel, first: LinkModel, second: LinkModel, wanted: list[TransferShape], seed: int
+) -> None:
+    """Both links begin with the same wrong model; only the one that is chosen learns."""
+    by_class = {shape.size_class: shape for shape in wanted}
+    truth, chooser = {"first": first, "second": second}, Chooser("measured")
+    known = {kind: replace(surveyed, num_probes=15) for kind in truth}
+    rng = np.random.default_rng(seed)
+    for _ in range(200):
+        for shape in by_class.values():
+            choice = chooser.choose(shape, known, [*truth])
+            assert choice is not None
+            took_s = truth[choice.used].predict(shape) * rng.normal(1, 0.02)
+            known[choice.used] = known[choice.used].refine(shape, took_s)
+    for shape in by_class.values():
+        choice = chooser.choose(shape, known, [*truth])
+        assert choice is not None
+        best_s = min(model.predict(shape) for model in truth.values())
+        if best_s >= 1.2 * surveyed.predict(shape):  # else the other one may never be tried
+            assert truth[choice.used].predict(shape) < 1.2 * best_s
+
+
+def test_transfers_that_went_at_once_teach_what_they_were_like() -> None:
+    one, all_of_them = TransferShape(1 << 20, 32), TransferShape(10 << 20, 320)
+    measured = LinkModel(1e-4, 1e-6, 1e-9, num_probes=15)
+    refined = measured.refine(all_of_them, 2 * measured.predict(all_of_them), alike=one)
+    assert refined.predict(one) > 1.4 * measured.predict(one)
+    assert refined.predict(all_of_them) == measured.predict(all_of_them)

@@ -42,7 +42,7 @@ def test_every_choice_mismatch_and_error_is_counted() -> None:
     assert value(registry, "baton_link_model_relative_error_sum", **push) == 0.5
     instruments.failed("push", "tcp")
     assert value(registry, "baton_link_failures_total", **push) == 1
-    instruments.measured("push", "tcp", 1e-4, 3e9)
+    instruments.measured("push", "tcp", LinkModel(1e-4, 1e-6, 1 / 3e9))
     assert value(registry, "baton_link_latency_seconds", **push) == 1e-4
     assert value(registry, "baton_link_bandwidth_bytes_per_second", **push) == 3e9
 

@@ -38,8 +38,8 @@ class ConnectorOptions(msgspec.Struct, frozen=True, kw_only=True):
     transports: Annotated[tuple[str, ...], Meta(min_length=1)] = ("shared", "tcp")
     transport_options: dict[str, Table] = {}
     choice: Literal["measured", "listed"] = "measured"
-    probe_time_s: Seconds = 0.15
-    probe_bytes: Annotated[int, Meta(ge=1)] = 32 * 1024 * 1024
+    probe_time_s: Seconds = 0.5
+    probe_bytes: Annotated[int, Meta(ge=1)] = 128 * 1024 * 1024
     mover: Literal["prefill", "decode"] = "decode"
     handoff_timeout_s: Seconds = 60.0
     liveness_timeout_s: Seconds = 3.0

@@ -39,6 +39,10 @@ SYSTEM_PACKAGES: Final[Mapping[str, str]] = {
 }
 """A shared library that a Python package expects of the system → Debian's packages."""
 
+WITHIN_ONE_PROCESS: Final = frozenset({"local"})
+"""Transports whose two sides are one process: nothing between two is to be tried."""
+
+_MISSING_OPTION: Final = re.compile(r"missing required field `(\w+)`")
 _MISSING_MODULE: Final = re.compile(r"No module named '([\w.]+)'")
 _MISSING_LIBRARY: Final = re.compile(r"(lib[\w+-]+\.so[.\d]*): cannot open shared object file")
 
@@ -56,11 +60,16 @@ def look_at_transport(kind: str, chosen: ChosenTransports, host: Host) -> list[F
     from baton.ops.doctor.trial import try_transport  # noqa: PLC0415 - numpy
     from baton.ops.doctor.trial_party import NotTriedError  # noqa: PLC0415
 
+    if kind in WITHIN_ONE_PROCESS:
+        return [_not_tried(kind, "it is for one process that computes prefill and decode")]
     try:
         moved = try_transport(kind, chosen.options.get(kind, {}), MachineClock())
     except NotTriedError as exc:
         return [_not_tried(kind, str(exc))]
     except Exception as exc:  # noqa: BLE001 - a plug-in may raise anything: that is the finding
+        option = _MISSING_OPTION.search(str(exc))
+        if option is not None and kind not in chosen.kinds:
+            return [_not_set_up(kind, option[1])]
         return [_failed(kind, chosen, host, exc)]
     return [_worked(kind, moved), *_unasked_listeners(kind, moved)]
 
@@ -130,13 +139,24 @@ def _unasked_listeners(kind: str, moved: Moved) -> list[Finding]:
     ]
 
 
+def _not_set_up(kind: str, option: str) -> Finding:
+    name = f"transfer.options.{kind}.{option}"
+    return Finding(
+        area=Area.TRANSPORTS,
+        name=kind,
+        level=Level.NOTE,
+        found=f"not tried: it is not configured, and needs the option {name}",
+        why=f"Whoever wants it sets that; to try it: `baton doctor --set {name}=...`.",
+    )
+
+
 def _not_tried(kind: str, reason: str) -> Finding:
     return Finding(
         area=Area.TRANSPORTS,
         name=kind,
         level=Level.NOTE,
         found=f"not tried: {reason}",
-        why="The doctor tries what moves host memory; it loads and builds, no more is known.",
+        why="The doctor tries what moves host memory between two processes; no more is known.",
     )
 
 

@@ -12,10 +12,12 @@ File map:
     peers.py      connections begin and end
     strangers.py  what may come over a fresh connection
     process.py    a writer, or an owner, in another process, which is stopped and killed
+    namespace.py  the same on another host, over a cable that is cut
 """
 
 from baton.testing.transport_contract.lending import LendingContract
 from baton.testing.transport_contract.moving import MovingContract
+from baton.testing.transport_contract.namespace import NamespaceContract
 from baton.testing.transport_contract.peers import PeerContract
 from baton.testing.transport_contract.process import OwnerContract, ProcessContract
 from baton.testing.transport_contract.reading import ReadingContract, ReadRefusalContract
@@ -38,4 +40,4 @@ class NetworkTransportContract(TransportContract, StrangerContract, ProcessContr
     """More, for installed transports that listen: a subclass says how a stranger reaches them."""
 
 
-__all__ = ["NetworkTransportContract", "TransportContract"]
+__all__ = ["NamespaceContract", "NetworkTransportContract", "TransportContract"]

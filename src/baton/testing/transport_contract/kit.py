@@ -36,6 +36,7 @@ PAGE_BYTES = 8192
 SMALL_PAGE_BYTES = 1536
 NUM_PAGES = 64
 SHAPES = ((NUM_PAGES, PAGE_BYTES), (NUM_PAGES, SMALL_PAGE_BYTES))
+LOOPBACK = "127.0.0.1"
 
 
 class TransportKit:
@@ -44,7 +45,8 @@ class TransportKit:
     `kind` names an installed one; override `make_transport` to wrap it. `peer_writes` is set where
     the writer itself stores into the receiver's memory, so that a window's quiescence depends on
     it. `peer_module` is run where a peer lives in a process of its own. `side_type` looks at memory
-    that this process can not view.
+    that this process can not view. `host` is the address that this process's
+    transports bind.
     """
 
     kind: ClassVar[str]
@@ -53,6 +55,7 @@ class TransportKit:
     peer_module: ClassVar[str] = "baton.testing.transport_peer"
     side_type: ClassVar[type[Side]] = Side
     key: ClassVar[ClusterKey] = ClusterKey.generate()
+    host = LOOPBACK
 
     def make_transport(self, context: TransportContext) -> Transport:
         """A fresh transport."""
@@ -75,7 +78,7 @@ class TransportKit:
     ) -> Side:
         """A fresh transport with a zeroed region."""
         epoch = new_epoch()
-        context = TransportContext(key or self.key, epoch, "127.0.0.1", clock or MachineClock())
+        context = TransportContext(key or self.key, epoch, self.host, clock or MachineClock())
         return self.side_type.start(self.make_transport(context), epoch, self.allocate(shapes))
 
     @pytest.fixture

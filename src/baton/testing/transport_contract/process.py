@@ -6,6 +6,8 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Self
 
@@ -16,7 +18,7 @@ import pytest
 from baton.errors import PeerLostError
 from baton.ids import new_epoch, new_ticket_id
 from baton.kv.copies import PageCopies
-from baton.testing.transport_contract.kit import TransportKit
+from baton.testing.transport_contract.kit import LOOPBACK, TransportKit
 from baton.testing.transport_pair import TIMEOUT_S, Side, whole_pages
 from baton.testing.transport_peer import OWNED_BYTE, OwnerTask, PeerTask
 from baton.transfer.interface import (
@@ -32,7 +34,7 @@ from baton.transfer.interface import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Generator, Mapping
 
     from numpy.typing import NDArray
 
@@ -46,12 +48,31 @@ NUM_READS = 3
 PATIENCE_S = 0.3
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where the other process lives: what its command begins with, and the address it binds.
+
+    `module` is what it runs.
+    """
+
+    prefix: tuple[str, ...]
+    host: str
+    module: str = TransportKit.peer_module
+
+    def running(self, module: str) -> Place:
+        """The same place, where something else is run."""
+        return replace(self, module=module)
+
+
+HERE = Place((), LOOPBACK)
+
+
 class ProcessContract(TransportKit):
     """What the end of the writer's process means to its windows."""
 
     def test_a_killed_writers_window_becomes_quiescent(self) -> None:
         with WriterProcess(
-            self.make_side(SHAPES), self.key, self.options, self.peer_module
+            self.make_side(SHAPES), self.key, self.options, HERE.running(self.peer_module)
         ) as writer:
             writer.kill()
             writer.reader.transport.close_window(writer.window)
@@ -59,7 +80,7 @@ class ProcessContract(TransportKit):
 
     def test_a_window_closed_before_the_kill_becomes_quiescent(self) -> None:
         with WriterProcess(
-            self.make_side(SHAPES), self.key, self.options, self.peer_module
+            self.make_side(SHAPES), self.key, self.options, HERE.running(self.peer_module)
         ) as writer:
             writer.stop()
             writer.reader.transport.close_window(writer.window)
@@ -69,7 +90,7 @@ class ProcessContract(TransportKit):
 
     def test_a_stopped_writer_that_goes_on_answers(self) -> None:
         with WriterProcess(
-            self.make_side(SHAPES), self.key, self.options, self.peer_module
+            self.make_side(SHAPES), self.key, self.options, HERE.running(self.peer_module)
         ) as writer:
             writer.stop()
             writer.reader.transport.close_window(writer.window)
@@ -80,7 +101,7 @@ class ProcessContract(TransportKit):
 
     def test_a_writer_that_never_stops_writes_nothing_after_quiescence(self) -> None:
         with WriterProcess(
-            self.make_side(SHAPES), self.key, self.options, self.peer_module
+            self.make_side(SHAPES), self.key, self.options, HERE.running(self.peer_module)
         ) as writer:
             writer.reader.transport.close_window(writer.window)
             writer.check_quiescent()
@@ -88,7 +109,7 @@ class ProcessContract(TransportKit):
 
     def test_a_writer_that_leaves_in_peace(self) -> None:
         with WriterProcess(
-            self.make_side(SHAPES), self.key, self.options, self.peer_module
+            self.make_side(SHAPES), self.key, self.options, HERE.running(self.peer_module)
         ) as writer:
             writer.leave()
             writer.reader.transport.close_window(writer.window)
@@ -100,7 +121,7 @@ class OwnerContract(TransportKit):
 
     def test_reads_from_an_owner_that_is_killed_complete_or_fail(self) -> None:
         with OwnerProcess(
-            self.make_side(SHAPES), self.key, self.options, self.peer_module
+            self.make_side(SHAPES), self.key, self.options, HERE.running(self.peer_module)
         ) as owner:
             first = [owner.read() for _ in range(NUM_READS)]
             owner.kill()
@@ -114,7 +135,7 @@ class OwnerContract(TransportKit):
 
     def test_what_an_owner_that_is_killed_lent_stays_as_it_was(self) -> None:
         with OwnerProcess(
-            self.make_side(SHAPES), self.key, self.options, self.peer_module
+            self.make_side(SHAPES), self.key, self.options, HERE.running(self.peer_module)
         ) as owner:
             seen = owner.view()
             owner.kill()
@@ -126,15 +147,21 @@ class OwnerContract(TransportKit):
             del seen  # the error's traceback keeps this frame, and the mapping has a descriptor
 
 
+@contextmanager
+def closed_on_error(process: OwnerProcess | WriterProcess) -> Generator[None]:
+    """What did not come to be is not left behind: `with` closes only what it has entered."""
+    try:
+        yield
+    except BaseException:
+        process.__exit__()
+        raise
+
+
 class OwnerProcess:
     """A `transport_peer` whose region `reader` attached; closing this ends it."""
 
     def __init__(
-        self,
-        reader: Side,
-        key: ClusterKey,
-        options: Mapping[str, object],
-        peer_module: str = TransportKit.peer_module,
+        self, reader: Side, key: ClusterKey, options: Mapping[str, object], place: Place = HERE
     ) -> None:
         self.reader = reader
         self.events: list[object] = []
@@ -142,21 +169,28 @@ class OwnerProcess:
             reader.close()
             pytest.skip("this transport does not read")
         self._process = subprocess.Popen(  # noqa: S603 -- a test kit's module
-            [sys.executable, "-m", peer_module],
+            [*place.prefix, sys.executable, "-m", place.module],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )
         task = OwnerTask(
-            reader.transport.kind, dict(options), key.secret.hex(), new_epoch(), SHAPES
+            reader.transport.kind,
+            dict(options),
+            key.secret.hex(),
+            new_epoch(),
+            SHAPES,
+            place.host,
         )
         self._stdin, self._stdout = _pipes(self._process)
         self._stdin.write(msgspec.json.encode(task) + b"\n")
         self._stdin.flush()
-        descriptor = msgspec.json.decode(self._stdout.readline(), type=RegionDescriptor)
-        self.remote = reader.transport.attach(descriptor)
+        self._descriptor = self._stdout.readline()
 
     def __enter__(self) -> Self:
-        self.pump(lambda: Attached(self.remote) in self.events)
+        with closed_on_error(self):
+            descriptor = msgspec.json.decode(self._descriptor, type=RegionDescriptor)
+            self.remote = self.reader.transport.attach(descriptor)
+            self.pump(lambda: Attached(self.remote) in self.events)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -208,13 +242,22 @@ class OwnerProcess:
             not is_whole and not pages[pages != OWNED_BYTE].any()
         )
 
-    def pump(self, until: Callable[[], bool]) -> None:
+    def check_alive(self) -> None:
+        """The process is still there."""
+        assert self._process.poll() is None
+
+    def pump(self, until: Callable[[], bool], timeout_s: float = TIMEOUT_S) -> None:
         """Poll until something is the case."""
-        deadline = time.monotonic() + TIMEOUT_S  # noqa: TID251 -- real processes, real time
+        deadline = time.monotonic() + timeout_s  # noqa: TID251 -- real processes, real time
         while not until():
             assert time.monotonic() < deadline, self.events[-3:]  # noqa: TID251 -- see above
             self.events += self.reader.transport.poll()
             time.sleep(0.001)
+
+    def pump_for(self, duration_s: float) -> None:
+        """Poll for so long."""
+        end = time.monotonic() + duration_s  # noqa: TID251 -- real processes, real time
+        self.pump(lambda: time.monotonic() > end, duration_s + TIMEOUT_S)  # noqa: TID251
 
 
 def _pipes(process: subprocess.Popen[bytes]) -> tuple[IO[bytes], IO[bytes]]:
@@ -227,11 +270,7 @@ class WriterProcess:
     """A `transport_peer` that is writing into `reader`; closing this ends it."""
 
     def __init__(
-        self,
-        reader: Side,
-        key: ClusterKey,
-        options: Mapping[str, object],
-        peer_module: str = TransportKit.peer_module,
+        self, reader: Side, key: ClusterKey, options: Mapping[str, object], place: Place = HERE
     ) -> None:
         self.reader, self.window = reader, new_ticket_id()
         self.events: list[object] = []
@@ -240,7 +279,8 @@ class WriterProcess:
         window = Window(self.window, reader.region.handle, epoch, np.arange(num_pages))
         reader.transport.open_window(window)
         self._process = subprocess.Popen(  # noqa: S603 -- a test kit's module
-            [sys.executable, "-m", peer_module], stdin=subprocess.PIPE
+            [*place.prefix, sys.executable, "-m", place.module],
+            stdin=subprocess.PIPE,
         )
         task = PeerTask(
             reader.transport.kind,
@@ -250,11 +290,13 @@ class WriterProcess:
             reader.descriptor,
             self.window,
             num_pages,
+            place.host,
         )
         self._say(msgspec.json.encode(task) + b"\n")
 
     def __enter__(self) -> Self:
-        self.pump(lambda: self.num_arrived >= NUM_WRITES_BEFORE)
+        with closed_on_error(self):
+            self.pump(lambda: self.num_arrived >= NUM_WRITES_BEFORE)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -313,6 +355,7 @@ class WriterProcess:
         deadline = time.monotonic() + TIMEOUT_S  # noqa: TID251 -- real processes, real time
         while not until():
             assert time.monotonic() < deadline, self.events[-3:]  # noqa: TID251 -- see above
+            assert self._process.poll() in {None, 0, -signal.SIGKILL}, "it has ended"
             self._poll_for(0.002)
 
     def _poll_for(self, duration_s: float) -> None:

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from baton.transfer.links.model import LinkModel
-    from baton.transfer.links.shape import TransferShape
+    from baton.transfer.links.shape import SizeClass, TransferShape
 
 ChoiceRule: TypeAlias = Literal["measured", "listed"]
 """By the models, or simply the first that is listed."""
@@ -59,7 +59,7 @@ class Chooser:
     """
 
     rule: ChoiceRule
-    _last: dict[tuple[int, int], str] = field(default_factory=dict)
+    _last: dict[SizeClass, str] = field(default_factory=dict)
 
     def choose(
         self, shape: TransferShape, models: Mapping[str, LinkModel], usable: Sequence[str]
@@ -75,7 +75,7 @@ class Chooser:
         )
         if not usable:
             return None
-        kind_of = _classify(shape)
+        kind_of = shape.size_class
         expected = self._pick(predictions, self._last.get(kind_of))
         self._last[kind_of] = expected
         usable_ones = tuple(p for p in predictions if p.transport in usable)
@@ -89,8 +89,3 @@ class Chooser:
         incumbent = next((p for p in predictions if p.transport == last), best)
         stays = best.seconds > incumbent.seconds * (1 - MARGIN)
         return incumbent.transport if stays else best.transport
-
-
-def _classify(shape: TransferShape) -> tuple[int, int]:
-    per_descriptor = shape.num_bytes // max(1, shape.num_descriptors)
-    return shape.num_bytes.bit_length(), per_descriptor.bit_length()

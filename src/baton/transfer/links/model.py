@@ -1,13 +1,22 @@
-"""Three numbers that predict what a transfer costs."""
+"""Three numbers that predict what a transfer costs, and what transfers taught beyond them.
+
+Three numbers fit no link everywhere: probes run on memory that caches hold, requests do not. Where
+they are off, it is by what the shape is. So what a link was *measured* to cost is corrected for
+shapes like the transfer's alone; if a misfit at 2 KiB pages moved the three numbers, the link would
+be mistaken for a slow one at every other shape too, while links that carry nothing kept theirs.
+A *guess* (a prior) is moved as a whole.
+"""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from baton.transfer.links.shape import TransferShape
+    from collections.abc import Mapping
+
+    from baton.transfer.links.shape import SizeClass, TransferShape
 
 MIN_LATENCY_S: Final = 1e-7
 MIN_DESCRIPTOR_S: Final = 1e-10
@@ -21,11 +30,27 @@ MAX_STEP: Final = math.log(2.0)
 
 
 @dataclass(frozen=True, slots=True)
+class Correction:
+    """What transfers of one size class took, by the logarithm of how much it was mispredicted."""
+
+    log_ratio: float = 0.0
+    num_transfers: int = 0
+
+    def taught(self, error: float) -> Correction:
+        """After one more, which took `exp(error)` times what was predicted."""
+        step = _learning_rate(self.num_transfers) * error
+        return Correction(self.log_ratio + step, self.num_transfers + 1)
+
+
+NOTHING_LEARNT: Final = Correction()
+
+
+@dataclass(frozen=True, slots=True)
 class LinkModel:
     """`latency_s + descriptors * descriptor_s + bytes * byte_s`, for one direction of one link.
 
     Each number is above zero. `num_probes` and `num_transfers` say what it rests on: with neither
-    it is a prior.
+    it is a prior. `corrections` are those of size classes that were transferred.
     """
 
     latency_s: float
@@ -33,6 +58,7 @@ class LinkModel:
     byte_s: float
     num_probes: int = 0
     num_transfers: int = 0
+    corrections: Mapping[SizeClass, Correction] = field(default_factory=dict)
 
     @property
     def is_measured(self) -> bool:
@@ -46,27 +72,45 @@ class LinkModel:
 
     def predict(self, shape: TransferShape) -> float:
         """Seconds from the submission to the completion of one transfer of this shape."""
-        return (
+        return self._predict_like(shape, shape.size_class)
+
+    def refine(
+        self, shape: TransferShape, seconds: float, alike: TransferShape | None = None
+    ) -> LinkModel:
+        """The model after one more transfer: exponentially weighted, in the logarithm.
+
+        Where several went at once, `shape` is their sum, and `alike` what most of it was like.
+
+        Of a measured link, the correction of its size class. Of a guess, each number moves by the
+        share that it has in the prediction, so a small transfer teaches latency and a large one
+        bandwidth. An outlier moves no more than a doubling would.
+        """
+        kind = (alike or shape).size_class
+        predicted = self._predict_like(shape, kind)
+        error = math.log(max(seconds, MIN_LATENCY_S) / predicted)
+        error = min(MAX_STEP, max(-MAX_STEP, error))
+        if self.num_probes:
+            learnt = self.corrections.get(kind, NOTHING_LEARNT).taught(error)
+            corrections = {**self.corrections, kind: learnt}
+            return replace(self, corrections=corrections, num_transfers=self.num_transfers + 1)
+        return self._move_all(shape, predicted, error)
+
+    def _predict_like(self, shape: TransferShape, kind: SizeClass) -> float:
+        seconds = (
             self.latency_s
             + shape.num_descriptors * self.descriptor_s
             + shape.num_bytes * self.byte_s
         )
+        learnt = self.corrections.get(kind)
+        return seconds if learnt is None else seconds * math.exp(learnt.log_ratio)
 
-    def refine(self, shape: TransferShape, seconds: float) -> LinkModel:
-        """The model after one more transfer: exponentially weighted, in the logarithm.
-
-        Each number moves by the share that it has in the prediction, so a small transfer teaches
-        latency and a large one bandwidth. An outlier moves no more than a doubling would.
-        """
-        predicted = self.predict(shape)
-        error = math.log(max(seconds, MIN_LATENCY_S) / predicted)
-        error = min(MAX_STEP, max(-MAX_STEP, error))
+    def _move_all(self, shape: TransferShape, predicted: float, error: float) -> LinkModel:
         shares = (
             self.latency_s / predicted,
             shape.num_descriptors * self.descriptor_s / predicted,
             shape.num_bytes * self.byte_s / predicted,
         )
-        step = self._learning_rate() * error / sum(share * share for share in shares)
+        step = _learning_rate(self.num_transfers) * error / sum(share * share for share in shares)
         latency, descriptor, byte = (math.exp(step * share) for share in shares)
         return replace(
             self,
@@ -76,7 +120,7 @@ class LinkModel:
             num_transfers=self.num_transfers + 1,
         )
 
-    def _learning_rate(self) -> float:
-        """A guess gives way at once, a measurement slowly."""
-        known = self.num_probes + self.num_transfers
-        return max(LEARNING_RATE, FIRST_LEARNING_RATE / (1 + known / 4))
+
+def _learning_rate(num_transfers: int) -> float:
+    """What rests on little gives way at once, what rests on many transfers slowly."""
+    return max(LEARNING_RATE, FIRST_LEARNING_RATE / (1 + num_transfers / 4))

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
 if TYPE_CHECKING:
     from baton.transfer.links.choosing import Choice
+    from baton.transfer.links.model import LinkModel
 
 Direction: TypeAlias = Literal["push", "pull"]
 
@@ -43,8 +44,8 @@ class LinkObserver(Protocol):
         """A transport failed in the middle of a handoff, and another one takes over."""
         ...
 
-    def measured(self, direction: Direction, transport: str, latency_s: float, rate: float) -> None:
-        """A link was surveyed: its latency, and bytes a second."""
+    def measured(self, direction: Direction, transport: str, model: LinkModel) -> None:
+        """A link was surveyed: what it costs."""
         ...
 
 
@@ -60,5 +61,5 @@ class SilentObserver:
     def failed(self, direction: Direction, transport: str) -> None:
         """See `LinkObserver`."""
 
-    def measured(self, direction: Direction, transport: str, latency_s: float, rate: float) -> None:
+    def measured(self, direction: Direction, transport: str, model: LinkModel) -> None:
         """See `LinkObserver`."""

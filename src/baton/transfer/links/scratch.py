@@ -28,6 +28,9 @@ NUM_PATTERN_PAGES: Final = 1024
 NUM_PAGES: Final = 2 * NUM_PATTERN_PAGES
 LANDING: Final = np.arange(NUM_PATTERN_PAGES, NUM_PAGES, dtype=np.int64)
 """The pages of every scratch region that probes write."""
+_SOURCE_STRIDE: Final = 29
+_TARGET_STRIDE: Final = 37
+"""Odd, and numbers of scattered pages are powers of two: each page comes once, none next to one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,20 +64,31 @@ class Scratch:
 
 
 def lay_probe(probe: Probe) -> PageCopies:
-    """From pattern pages to landing pages: as one run, or each page apart from the next."""
-    source = np.arange(probe.num_pages, dtype=np.int64)
-    if probe.is_scattered:
-        source = source[::-1].copy()
-    spans = np.array([[0, 0, PAGE_BYTES]], dtype=np.int64)
-    return PageCopies(0, (CopyGroup(source, LANDING[: probe.num_pages], spans),))
+    """From pattern pages to landing pages: as one run, or each page apart from the next.
+
+    On both sides: a transport may gather where it sends, scatter where it receives, or both.
+    """
+    source, target = _order_pages(probe)
+    spans = np.array([[0, 0, probe.page_bytes]], dtype=np.int64)
+    return PageCopies(0, (CopyGroup(source, LANDING[target], spans),))
 
 
 @cache
 def digest_of(probe: Probe) -> bytes:
-    """xxh3_128 of the landing pages, once the probe is there."""
+    """xxh3_128 of the landing pages, once the probe is there; what it leaves out of them is 0."""
     pattern = np.frombuffer(_make_pattern(), np.uint8).reshape(-1, PAGE_BYTES)[: probe.num_pages]
-    pages = pattern[::-1] if probe.is_scattered else pattern
-    return xxh3_128_digest(np.ascontiguousarray(pages).data)
+    source, target = _order_pages(probe)
+    landed = np.zeros_like(pattern)
+    landed[target, : probe.page_bytes] = pattern[source, : probe.page_bytes]
+    return xxh3_128_digest(landed.data)
+
+
+def _order_pages(probe: Probe) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Which pages of the pattern go to which of the landing: permutations of `[0, num_pages)`."""
+    pages = np.arange(probe.num_pages, dtype=np.int64)
+    if not probe.is_scattered:
+        return pages, pages
+    return pages * _SOURCE_STRIDE % probe.num_pages, pages * _TARGET_STRIDE % probe.num_pages
 
 
 @cache

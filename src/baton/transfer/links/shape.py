@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -12,12 +12,21 @@ if TYPE_CHECKING:
     from baton.transfer.interface import PageArray
 
 
+SizeClass: TypeAlias = tuple[int, int]
+
+
 @dataclass(frozen=True, slots=True)
 class TransferShape:
     """How much is moved, and in how many pieces that are adjacent on both sides."""
 
     num_bytes: int
     num_descriptors: int
+
+    @property
+    def size_class(self) -> SizeClass:
+        """Shapes alike: powers of two of the bytes, and of the bytes of a descriptor."""
+        per_descriptor = self.num_bytes // max(1, self.num_descriptors)
+        return self.num_bytes.bit_length(), per_descriptor.bit_length()
 
 
 def measure_shape(

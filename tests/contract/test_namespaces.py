@@ -1,0 +1,42 @@
+"""Every transport that works between hosts, between two network namespaces."""
+
+import importlib.util
+import subprocess
+import sys
+from collections.abc import Mapping
+from typing import ClassVar
+
+import pytest
+
+from baton.testing.transport_contract.namespace import NamespaceContract
+
+
+class TestTcp(NamespaceContract):
+    kind = "tcp"
+    options: ClassVar[Mapping[str, object]] = {"stall_timeout_s": 1.0}
+    peer_writes = False
+    notices_cuts = True
+
+
+@pytest.mark.skipif(importlib.util.find_spec("nixl_cu12") is None, reason="NIXL is not installed")
+class TestNixl(NamespaceContract):
+    kind = "nixl"
+    options: ClassVar[Mapping[str, object]] = {"lanes": "network"}
+    peer_writes = True
+    notices_cuts = False
+
+
+def why_mooncake_does_not_load() -> str:
+    command = [sys.executable, "-c", "import mooncake.engine"]
+    loads = subprocess.run(command, capture_output=True, check=False)
+    return loads.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+
+
+WHY_NOT = why_mooncake_does_not_load()
+
+
+@pytest.mark.skipif(bool(WHY_NOT), reason=f"Mooncake does not load: {WHY_NOT}")
+class TestMooncake(NamespaceContract):
+    kind = "mooncake"
+    peer_writes = True
+    notices_cuts = False

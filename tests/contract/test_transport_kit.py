@@ -1,0 +1,43 @@
+"""The kit's own processes do not outlive a test that did not get what it waited for."""
+
+import subprocess
+import sys
+
+import msgspec
+import pytest
+
+from baton.authority.key import ClusterKey
+from baton.ids import new_epoch
+from baton.testing.transport_contract.kit import TransportKit, list_open_fds
+from baton.testing.transport_contract.process import SHAPES, OwnerProcess, WriterProcess
+from baton.testing.transport_peer import PeerTask
+
+
+class Kit(TransportKit):
+    kind = "tcp"
+
+
+@pytest.mark.parametrize("process", [WriterProcess, OwnerProcess])
+def test_a_process_that_is_never_attached_is_not_left_behind(process):
+    before, kit = list_open_fds(), Kit()
+    waited_for = process(kit.make_side(SHAPES), ClusterKey.generate(), {})
+    with pytest.raises(AssertionError), waited_for:
+        pytest.fail("the peer holds another key")
+    assert waited_for._process.poll() is not None
+    assert not list_open_fds() - before
+
+
+def test_a_peer_that_cannot_attach_says_why_and_ends():
+    side = Kit().make_side(SHAPES)
+    key_hex = Kit.key.secret.hex()
+    task = PeerTask("tcp", {}, key_hex, new_epoch(), side.descriptor, b"", 1)
+    side.close()
+    ended = subprocess.run(
+        [sys.executable, "-m", "baton.testing.transport_peer"],
+        input=msgspec.json.encode(task) + b"\n",
+        capture_output=True,
+        timeout=20,
+        check=False,
+    )
+    assert ended.returncode == 1
+    assert "transport_peer: not attached: cannot reach the peer" in ended.stderr.decode()
