@@ -112,7 +112,7 @@ class ChoiceConductor:
             with ExitStack() as stack:
                 pairs = self._open_all(stack, page_bytes, found)
                 for entrant, pair in pairs.items():
-                    for direction in pair.traits.directions:
+                    for direction in set(pair.traits.directions) & able.keys():
                         able[direction].add(entrant.name)
                 for workload in self.plan.workloads_of(page_bytes):
                     self.progress.begin(f"{workload.name}")
