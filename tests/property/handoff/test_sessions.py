@@ -324,8 +324,11 @@ class HandoffWorld(RuleBasedStateMachine):
         elif isinstance(message, Reversed):
             self.perform_sender(self.sender.reversed(message))
         elif isinstance(message, Avoid):
-            if not self.is_last(message.transport):
+            if message.transport in self.sender.avoids or not self.is_last(message.transport):
                 self.perform_sender(self.sender.reroute(message.transport))
+            else:
+                self.is_doomed = True
+                self.perform_sender(self.sender.fail("no other transport", stage="transfer"))
         else:
             self.perform_sender(self.sender.peer_failed(message.reason, stage="decode"))
 
@@ -460,7 +463,9 @@ class HandoffWorld(RuleBasedStateMachine):
         self.sender_hears_of_the_end(data.draw(st.sampled_from(landed)))
 
     def is_last(self, kind: str) -> bool:
-        return self.sender.avoids | {kind} >= set(KINDS)
+        """Whether the sender would have no other, once it has heard all."""
+        told = {message.transport for message in self.to_sender if isinstance(message, Avoid)}
+        return self.sender.avoids | told | {kind} >= set(KINDS)
 
     @precondition(lambda self: self.writes and self.fault_budget)
     @rule(data=st.data(), takes_over=st.booleans())
