@@ -9,6 +9,7 @@ ENGINE ?=
 TORCH_ARGS ?=
 PYTEST_ARGS ?=
 
+APART := tests/unit tests/property tests/contract
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
@@ -38,8 +39,12 @@ help:
 up: $(ENGINE_INSTALLED)
 	@$(BIN)/baton up $(if $(ENGINE),--engine $(ENGINE)) $(ARGS)
 
+# What shares no servers runs in two processes, the rest alone: it has processes of its own.
 test: check $(VLLM)
-	$(BIN)/python -m pytest -q $(PYTEST_ARGS)
+	@status=0; set -x; \
+	$(BIN)/python -m pytest -q -n 2 $(APART) $(PYTEST_ARGS) || status=$$?; \
+	$(BIN)/python -m pytest -q $(addprefix --ignore=,$(APART)) $(PYTEST_ARGS) || status=$$?; \
+	exit $$status
 
 check: $(DEV)
 	$(BIN)/ruff check .
