@@ -9,7 +9,7 @@ ENGINE ?=
 TORCH_ARGS ?=
 PYTEST_ARGS ?=
 
-APART := tests/unit tests/property tests/contract
+APART := tests/unit tests/property tests/contract tests/integration
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
@@ -42,7 +42,7 @@ up: $(ENGINE_INSTALLED)
 # What shares no servers runs in two processes, the rest alone: it has processes of its own.
 test: check $(VLLM)
 	@status=0; set -x; \
-	$(BIN)/python -m pytest -q -n 2 $(APART) $(PYTEST_ARGS) || status=$$?; \
+	$(BIN)/python -m pytest -q -n 2 --dist loadscope $(APART) $(PYTEST_ARGS) || status=$$?; \
 	$(BIN)/python -m pytest -q $(addprefix --ignore=,$(APART)) $(PYTEST_ARGS) || status=$$?; \
 	exit $$status
 
