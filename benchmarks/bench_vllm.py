@@ -311,7 +311,7 @@ def summarize(samples: list[Sample]) -> list[dict[str, object]]:
     for num_tokens in sorted({sample.num_tokens for sample in samples}):
         here = [sample for sample in samples if sample.num_tokens == num_tokens]
         alone = [s.ttft_s for s in here if s.arm == "colocated"]
-        base = statistics.median(alone) if alone else float("nan")
+        base = statistics.median(alone) if alone else None
         for arm in dict.fromkeys(sample.arm for sample in here):
             ttfts = sorted(s.ttft_s for s in here if s.arm == arm)
             rows.append({
@@ -320,7 +320,7 @@ def summarize(samples: list[Sample]) -> list[dict[str, object]]:
                 "ttft_s": statistics.median(ttfts),
                 "ttft_min_s": ttfts[0],
                 "ttft_max_s": ttfts[-1],
-                "over_colocated": statistics.median(ttfts) / base,
+                "over_colocated": statistics.median(ttfts) / base if base else None,
                 "cpu_s": statistics.median(s.cpu_s for s in here if s.arm == arm),
                 "num_samples": len(ttfts),
             })
@@ -337,7 +337,7 @@ def render(samples: list[Sample], failures: dict[str, str]) -> Table:
             f"{row['num_tokens']}",
             f"{row['arm']}",
             f"{row['ttft_s']:.3f} ({row['ttft_min_s']:.3f} to {row['ttft_max_s']:.3f})",
-            f"{row['over_colocated']:.3f}",
+            f"{row['over_colocated']:.3f}" if row["over_colocated"] else "not measured",
             f"{row['cpu_s']:.2f}",
         )
     for arm, reason in failures.items():
