@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -51,6 +52,10 @@ def standing_pair(vllm_street: Street, vllm_house: House) -> Iterator[Pair]:
     pair = Pair(vllm_street, vllm_house)
     pair.open()
     yield pair
+    if not pair.prefill.is_alive:  # its folder awaits another server at its port
+        port = pair.prefill.url.rpartition(":")[2]
+        (left,) = vllm_street.run_directory.rglob(f"worker-{port}")
+        shutil.rmtree(left)
     vllm_street.end(pair.gateway, pair.prefill)
 
 
