@@ -73,7 +73,8 @@ def far_host() -> Iterator[FarHost]:
     """
     number = next(_NUMBERS)
     name = f"bt{os.getpid() % 10_000}-{number}"
-    network = f"10.213.{(os.getpid() + number) % 250}"  # one of its own: several may be there
+    # One of its own: several may be there, also of other processes whose tests run at this time.
+    network = f"10.{64 + os.getpid() % 128}.{number % 250}"
     near_address, far_address = f"{network}.1", f"{network}.2"
     try:
         run("ip", "netns", "add", name)
