@@ -73,9 +73,10 @@ def far_host() -> Iterator[FarHost]:
     """
     number = next(_NUMBERS)
     name = f"bt{os.getpid() % 10_000}-{number}"
-    # One of its own: several may be there, also of other processes whose tests run at this time.
-    network = f"10.{64 + os.getpid() % 128}.{number % 250}"
-    near_address, far_address = f"{network}.1", f"{network}.2"
+    # Four addresses of those that RFC 2544 keeps for measuring. Several hosts may be there, also of
+    # other processes whose tests run at this time.
+    network, first = f"198.18.{os.getpid() % 250}", number % 63 * 4
+    near_address, far_address = f"{network}.{first + 1}", f"{network}.{first + 2}"
     try:
         run("ip", "netns", "add", name)
     except (OSError, subprocess.CalledProcessError) as exc:
@@ -84,8 +85,8 @@ def far_host() -> Iterator[FarHost]:
     near, far = f"{name}n", f"{name}f"
     try:
         run("ip", "link", "add", near, "type", "veth", "peer", "name", far, "netns", name)
-        run("ip", "addr", "add", f"{near_address}/24", "dev", near)
-        run("ip", "-n", name, "addr", "add", f"{far_address}/24", "dev", far)
+        run("ip", "addr", "add", f"{near_address}/30", "dev", near)
+        run("ip", "-n", name, "addr", "add", f"{far_address}/30", "dev", far)
         run("ip", "-n", name, "link", "set", "lo", "up")
         run("ip", "-n", name, "link", "set", far, "up")
         run("ip", "link", "set", near, "up")
