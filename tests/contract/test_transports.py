@@ -9,7 +9,7 @@ import pytest
 from baton.testing.transport_contract import NetworkTransportContract
 from baton.testing.transport_contract.kit import PAGE_BYTES, check_write
 from baton.testing.transport_pair import TransportPair, whole_pages
-from baton.transfer.interface import TRANSPORTS, RemoteLost, WindowQuiescent
+from baton.transfer.interface import TRANSPORTS, Attached, RemoteLost, WindowQuiescent
 
 
 class TestShared(NetworkTransportContract):
@@ -21,6 +21,16 @@ class TestShared(NetworkTransportContract):
         stranger.settimeout(5)
         stranger.connect(b"\0" + descriptor.endpoint.encode())
         return stranger
+
+    def test_of_two_that_attach_at_once_neither_claims_to_be_the_only_one(self, pair):
+        remotes = [pair.writer.transport.attach(pair.reader.descriptor) for _ in range(2)]
+        pair.pump(lambda: all(Attached(remote) in pair.writer_events for remote in remotes))
+        window = pair.open_window([1, 2])
+        for remote in remotes:
+            check_write(pair, remote, window, [whole_pages([1], [2], PAGE_BYTES)])
+        pair.reader.transport.close_window(window)
+        pair.pump(lambda: bool(pair.seen(WindowQuiescent)))
+        assert not pair.seen(RemoteLost)
 
     @pytest.mark.parametrize("is_view_kept", [False, True])
     def test_a_writer_that_attaches_again_has_let_go_of_the_old_mapping(self, pair, is_view_kept):

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.vllm
 
 LOOPBACK = {"0100007F", "00000000000000000000000001000000"}
-IDLE_CORES = 0.1
+IDLE_CORES = 0.05
 WAITING_CORES = 0.4
 
 
@@ -54,7 +54,8 @@ def test_nothing_is_left_in_shared_memory_files(house: House) -> None:
 def test_idle_servers_rest(house: House) -> None:
     wait_idle(house.prefill, house.decode)
     for server in (house.prefill, house.decode):
-        assert measure_cores(server, 3.0) < IDLE_CORES, server.name
+        # A busy machine makes the same work dearer for a while; what spins does so each time.
+        assert any(measure_cores(server, 3.0) < IDLE_CORES for _ in range(3)), server.name
 
 
 def test_a_server_that_waits_for_kv_does_not_spin(house: House) -> None:

@@ -168,7 +168,8 @@ def _failed(kind: str, chosen: ChosenTransports, host: Host, error: Exception) -
         name=kind,
         level=failure_level(kind, chosen),
         found=f"does not work: {reason}",
-        why="It is configured (transfer.transports); workers go on to the next one."
+        why="It is configured (transfer.transports): a worker that cannot build it does not start; "
+        "one that reaches no peer by it takes the next one."
         if is_chosen
         else "It is installed and not configured: only those who want it need it.",
         fix=fix,

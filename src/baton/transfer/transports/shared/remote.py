@@ -110,7 +110,7 @@ class Remote:
 
     @property
     def is_mapped(self) -> bool:
-        """Whether the peer's memory is, or may be, in this process' address space."""
+        """Whether the peer's memory is, or may come to be, in this process' address space."""
         return self._is_mapped
 
     def own(self, connection: Connection) -> None:
@@ -121,7 +121,9 @@ class Remote:
         """Both ends have proved themselves: ask for the region."""
         connection.become(self._read_first, self.lose)
         connection.channel.allow_bodies(MAX_BODY_BYTES)
-        connection.send_body(encode(self._introduce(self.descriptor.handle)))
+        introduction = self._introduce(self.descriptor.handle)
+        self._is_mapped = True  # as good as: another one that attaches now is not the only one
+        connection.send_body(encode(introduction))
 
     def submit(self, transfer: TransferId, write: PageWrite, region: PagedRegion) -> None:
         """Copy a checked write into the peer's pages and tell the peer."""
@@ -265,7 +267,6 @@ class Remote:
                         os.close(fd)
                     raise ProtocolError("the peer's region is not what its description says")
                 self._pages = map_attached(attached, fd, self._device)
-                self._is_mapped = True
                 self._connection.settle()
                 self._connection.become(self._read, self.lose)
                 self._reactor.report(AttachedEvent(self.id))
