@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import base64
 import binascii
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 import msgspec
 
@@ -26,6 +26,14 @@ if TYPE_CHECKING:
 PURPOSE: Final = "ticket"
 MAX_TICKET_CHARS: Final = 4096
 CLOCK_SKEW_S: Final = 5.0
+
+HandoffMode: TypeAlias = Literal["push", "pull", "pool", "reference"]
+"""How KV gets to the decode worker.
+
+`push`: decode reserves blocks first and each layer moves as it is computed. `pull`: prefill
+finishes and holds its blocks under a lease until decode has room. `pool`: through the store; the
+two never meet. `reference`: nothing is copied, decode attends over the prefill worker's blocks.
+"""
 
 
 class WorkerRef(msgspec.Struct, frozen=True):
@@ -52,7 +60,7 @@ class Ticket(msgspec.Struct, frozen=True, tag="ticket", tag_field="t"):
     request_id: str
     prefill: WorkerRef
     decode: WorkerRef
-    mode: Literal["push"]
+    mode: HandoffMode
     expires_at: float
     tenant_salt: str = ""
 
