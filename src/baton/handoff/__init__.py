@@ -16,6 +16,7 @@ File map:
     staging.py    staging pages: who holds them, who waits
     footprint.py  the pages that one handoff has on a face
     parcels.py    from a token range to page copies, digests and a notice, and back
+    surroundings.py  what an agent has of its machine: sockets, a selector, a bell
     link.py       one authenticated control connection between two agents
     routes.py     the transports that reach a peer: attached, chosen from, cooled down
     route.py      one of them: how it stands, what it costs, what it carries

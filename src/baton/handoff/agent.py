@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import os
 import queue
 import selectors
 import threading
@@ -22,7 +21,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Final, assert_never
 
 from baton.authority.ticket import WorkerRef
-from baton.clock import read_clock_domain
 from baton.errors import BatonError, ConfigError, TransferError
 from baton.handoff.desk import Desk
 from baton.handoff.footprint import ServedFace
@@ -51,6 +49,7 @@ from baton.handoff.peers import Heard, Peer, PeerGone, PeerTable, PeerUp
 from baton.handoff.receiving import ReceivingDesk
 from baton.handoff.routes import RouteFound, RouteLost, RouteTable
 from baton.handoff.sending import SendingDesk
+from baton.handoff.surroundings import MACHINE
 from baton.handoff.survey import Surveyor
 from baton.transfer.interface import (
     Arrived,
@@ -80,6 +79,7 @@ if TYPE_CHECKING:
     )
     from baton.handoff.messages import Mover
     from baton.handoff.peers import PeerEvent
+    from baton.handoff.surroundings import Surroundings
     from baton.ids import Epoch, TicketId, WorkerId
     from baton.transfer.interface import TransferEvent, Transport
     from baton.transfer.links.outcome import LinkObserver
@@ -117,6 +117,7 @@ class AgentOptions:
     mover: Mover = "prefill"
     traits: Mapping[str, str] = field(default_factory=dict)
     links: LinkOptions = field(default_factory=LinkOptions)
+    surroundings: Surroundings = MACHINE
 
     def __post_init__(self) -> None:
         """Refuse faces that no engine has.
@@ -128,7 +129,7 @@ class AgentOptions:
             raise ConfigError("the faces of a worker show the same layers, and there is one face")
 
 
-class HandoffAgent:
+class HandoffAgent:  # noqa: PLR0904 -- a method for each event (ADR 0005)
     """Implements `HandoffPort` (thread-safe); all else belongs to the agent's own thread."""
 
     def __init__(self, options: AgentOptions) -> None:
@@ -137,7 +138,7 @@ class HandoffAgent:
         self._events: deque[HandoffEvent] = deque()
         self._wake_engine: Callable[[], None] = _nothing
         self._observer: LinkObserver = SilentObserver()
-        self._selector = selectors.DefaultSelector()
+        self._selector = options.surroundings.make_selector()
         self._stopping = False
         self._thread: threading.Thread | None = None
         self._next_tick = 0.0
@@ -155,15 +156,22 @@ class HandoffAgent:
             ConfigError: the handoff port is taken.
             TransferError: a transport cannot expose the region of a face.
         """
+        self.open(wake_engine)
+        self._thread = threading.Thread(target=self._run, name="handoff-agent", daemon=True)
+        self._thread.start()
+
+    def open(self, wake_engine: Callable[[], None]) -> None:
+        """`start` without the thread: the simulator calls `step` instead."""
         self._wake_engine = wake_engine
         options = self.options
+        self._bell = options.surroundings.make_bell()
         scratch = _allocate_scratch(options.links)
         self._landing = Landing(scratch, options.transports, options.clock)
         hello = Hello(
             version=PROTOCOL_VERSION,
             worker=options.worker,
             epoch=options.epoch,
-            clock_domain=read_clock_domain(),
+            clock_domain=options.surroundings.clock_domain(),
             fingerprint=options.fingerprint,
             faces=tuple(_offer(face, options.transports) for face in options.faces),
             traits=dict(options.traits),
@@ -176,6 +184,7 @@ class HandoffAgent:
             clock=options.clock,
             selector=self._selector,
             liveness_timeout_s=options.liveness_timeout_s,
+            surroundings=options.surroundings,
         )
         self._address = self._peers.listen(options.host, options.port)
         self._routes = RouteTable(
@@ -201,13 +210,10 @@ class HandoffAgent:
         self._surveyor = Surveyor(self._routes, self._peers, self._landing, options.links.bounds)
         self._faces = desk.faces
         self._receiving, self._sending = ReceivingDesk(desk), SendingDesk(desk)
-        self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self._selector.register(self._wake_read, selectors.EVENT_READ, None)
+        self._selector.register(self._bell, selectors.EVENT_READ, self._bell)
         for transport in options.transports:
             if transport.readiness_fd is not None:
                 self._selector.register(transport.readiness_fd, selectors.EVENT_READ, transport)
-        self._thread = threading.Thread(target=self._run, name="handoff-agent", daemon=True)
-        self._thread.start()
 
     def stop(self) -> None:
         """End every handoff, close every socket and mapping, end the thread. Idempotent."""
@@ -265,12 +271,7 @@ class HandoffAgent:
 
     def _command(self, command: Callable[[], object]) -> None:
         self._commands.put(command)
-        try:
-            os.write(self._wake_write, b"\0")
-        except BlockingIOError:
-            pass  # the pipe is full of wake-ups already
-        except OSError:
-            logger.debug("a command after the agent stopped")
+        self._bell.ring()
 
     def _emit(self, event: HandoffEvent) -> None:
         self._events.append(event)
@@ -280,17 +281,18 @@ class HandoffAgent:
         _name_this_thread(THREAD_NAME)
         while not self._stopping:
             try:
-                self._step()
+                self.step()
             except Exception:
                 # One broken handoff must not end all others.
                 logger.exception("the handoff agent met an unexpected error")
         self._close()
 
-    def _step(self) -> None:
+    def step(self) -> None:
+        """Sleep until something is to be done, `TICK_S` at most, and do it. The owner's thread."""
         ready = self._selector.select(TICK_S)
         for key, mask in ready:
-            if key.fd == self._wake_read:
-                os.read(self._wake_read, 65_536)
+            if key.data is self._bell:
+                self._bell.quiet()
             elif isinstance(key.data, Peer | PeerTable):
                 self._dispatch_all(self._peers.serve(key.data, mask))
         self._run_commands()
@@ -427,8 +429,7 @@ class HandoffAgent:
             transport.close()
         self._landing.release()
         self._selector.close()
-        os.close(self._wake_read)
-        os.close(self._wake_write)
+        self._bell.close()
 
 
 def _offer(face: Face, transports: tuple[Transport, ...]) -> FaceOffer:

@@ -22,10 +22,12 @@ from baton.authority.challenge import (
 )
 from baton.errors import PeerLostError, PeerUnreachableError, ProtocolError
 from baton.handoff.messages import MAX_MESSAGE_BYTES, Message, decode, encode
+from baton.handoff.surroundings import MACHINE
 
 if TYPE_CHECKING:
     from baton.authority.key import ClusterKey
     from baton.clock import Instant
+    from baton.handoff.surroundings import Stream, Surroundings
 
 PURPOSE: Final = "handoff"
 MAX_UNSENT_BYTES: Final = 64 * 1024 * 1024
@@ -46,7 +48,7 @@ class Link:
     """A connection to one peer. `heard_at` is when bytes last came from it."""
 
     def __init__(
-        self, sock: socket.socket, now: Instant, challenge: DialerChallenge | ListenerChallenge
+        self, sock: Stream, now: Instant, challenge: DialerChallenge | ListenerChallenge
     ) -> None:
         sock.settimeout(0)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -62,27 +64,23 @@ class Link:
             self._unsent += challenge.hello()
 
     @classmethod
-    def dial(cls, address: str, key: ClusterKey, now: Instant) -> Link:
+    def dial(
+        cls, address: str, key: ClusterKey, now: Instant, surroundings: Surroundings = MACHINE
+    ) -> Link:
         """Start to connect to `host:port`.
 
         Raises:
             PeerUnreachableError: the address makes no sense, or refuses at once.
         """
         host, _, port = address.rpartition(":")
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        sock = socket.socket(family, socket.SOCK_STREAM)
-        sock.settimeout(0)
         try:
-            sock.connect((host.strip("[]"), int(port)))
-        except BlockingIOError:
-            pass  # the usual case: it goes on in the background
-        except (OSError, ValueError, OverflowError) as exc:
-            sock.close()
+            sock = surroundings.connect(host.strip("[]"), int(port))
+        except (OSError, ValueError) as exc:
             raise PeerUnreachableError(f"cannot reach {address!r}: {exc}") from exc
         return cls(sock, now, DialerChallenge(key, PURPOSE))
 
     @classmethod
-    def accept(cls, sock: socket.socket, key: ClusterKey, now: Instant) -> Link:
+    def accept(cls, sock: Stream, key: ClusterKey, now: Instant) -> Link:
         """Take over a connection that was just accepted."""
         return cls(sock, now, ListenerChallenge(key, PURPOSE))
 

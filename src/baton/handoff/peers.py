@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import selectors
-import socket
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, TypeAlias
 
@@ -31,6 +30,7 @@ from baton.handoff.messages import (
     Pong,
     Refused,
 )
+from baton.handoff.surroundings import MACHINE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from baton.authority.key import ClusterKey
     from baton.authority.ticket import WorkerRef
     from baton.clock import Clock
+    from baton.handoff.surroundings import Stream, Surroundings
     from baton.ids import Epoch, WorkerId
 
 logger = logging.getLogger(__name__)
@@ -119,11 +120,13 @@ class PeerTable:
         clock: Clock,
         selector: selectors.BaseSelector,
         liveness_timeout_s: float,
+        surroundings: Surroundings = MACHINE,
     ) -> None:
         self._hello = hello
         self._key, self._clock, self._selector = key, clock, selector
         self._liveness_timeout_s = liveness_timeout_s
-        self._listener: socket.socket | None = None
+        self._surroundings = surroundings
+        self._listener: Stream | None = None
         self._peers: set[Peer] = set()
         self._dialed: dict[tuple[WorkerId, Epoch], Peer] = {}
         self._ended: list[PeerGone] = []
@@ -145,14 +148,12 @@ class PeerTable:
                 "handoff_host to the address of this host that they reach"
             )
         try:
-            family = socket.AF_INET6 if ":" in host else socket.AF_INET
-            listener = socket.create_server((host, port), family=family)
+            listener = self._surroundings.listen(host, port)
         except OSError as exc:
             raise ConfigError(
                 f"cannot listen for handoffs on {host}:{port}: {exc.strerror}; "
                 "choose another [worker] handoff_port (0 takes any free one)"
             ) from exc
-        listener.settimeout(0)
         self._selector.register(listener, selectors.EVENT_READ, self)
         self._listener = listener
         bound = listener.getsockname()
@@ -168,7 +169,7 @@ class PeerTable:
         if known is not None:
             return known
         try:
-            link = Link.dial(ref.address, self._key, self._clock.now())
+            link = Link.dial(ref.address, self._key, self._clock.now(), self._surroundings)
         except BatonError as exc:
             logger.warning("handoff: %s", exc)
             return None

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, assert_never
 import torch
 
 from baton.engines.interface import EngineInfo, EngineStats
+from baton.engines.transformers.computing import Computer
 from baton.engines.transformers.forward import PagedModel
 from baton.engines.transformers.inbox import Cancel, Inbox, Stop, Submit
 from baton.engines.transformers.loading import load_model
@@ -99,7 +100,7 @@ class TransformersEngine:
         )
         return EngineLoop(
             info=self.info,
-            model=self._model,
+            computer=Computer(self._model, handoff, self._clock, self.info.eos_token_ids),
             pages=self._pages,
             scheduler=Scheduler(BlockPool(self.info.num_blocks), limits, layout.layers),
             handoff=handoff,

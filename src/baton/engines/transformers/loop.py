@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, assert_never
+from typing import TYPE_CHECKING, Protocol, assert_never
 
 from baton.engines.interface import (
     DecodeLeg,
@@ -15,7 +15,6 @@ from baton.engines.interface import (
     PrefillLeg,
     RequestFailed,
 )
-from baton.engines.transformers.computing import Computer
 from baton.engines.transformers.orders import make_receive_order, make_send_order
 from baton.engines.transformers.sequence import Sequence, Status
 from baton.errors import EngineError, TicketError
@@ -33,14 +32,28 @@ if TYPE_CHECKING:
         GenerationRequest,
         UpdateSink,
     )
-    from baton.engines.transformers.forward import PagedModel
-    from baton.engines.transformers.pages import KVPages
-    from baton.engines.transformers.scheduler import Plan, Scheduler
+    from baton.engines.transformers.scheduler import Plan, Scheduler, Work
     from baton.errors import BatonError
     from baton.handoff.interface import HandoffEvent, HandoffPort, SampledToken
     from baton.ids import RequestId, TicketId
 
 _log = logging.getLogger(__name__)
+
+
+class StepComputer(Protocol):
+    """What the loop asks of the model: see `computing.Computer`."""
+
+    def compute(self, step: list[Work]) -> list[SampledToken | None]:
+        """For each work, the token that follows it; the handoff is told of each layer."""
+        ...
+
+
+class ReceivingPages(Protocol):
+    """What the loop asks of the memory: see `pages.KVPages`."""
+
+    def from_region(self, blocks: list[int]) -> None:
+        """Take what peers have written into `blocks`, all layers."""
+        ...
 
 
 @dataclass(slots=True)
@@ -63,8 +76,8 @@ class EngineLoop:
         self,
         *,
         info: EngineInfo,
-        model: PagedModel,
-        pages: KVPages,
+        computer: StepComputer,
+        pages: ReceivingPages,
         scheduler: Scheduler,
         handoff: HandoffPort,
         sink: UpdateSink,
@@ -73,7 +86,7 @@ class EngineLoop:
     ) -> None:
         self._info, self._pages, self._scheduler = info, pages, scheduler
         self._handoff, self._sink, self._on_end, self._clock = handoff, sink, on_end, clock
-        self._computer = Computer(model, handoff, clock, info.eos_token_ids)
+        self._computer = computer
         self._sequences: dict[RequestId, Sequence] = {}
         self._tickets: set[TicketId] = set()
         self._updates: list[EngineUpdate] = []
