@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from baton.authority.key import ClusterKey
+    from baton.authority.ticket import HandoffMode
     from baton.handoff.messages import Mover
     from baton.transfer.links.outcome import LinkObserver
 
@@ -190,6 +191,7 @@ def node(
     mover: Mover = "prefill",
     clock: Clock = CLOCK,
     timeout_s: float = 10.0,
+    lease_s: float = 10.0,
     wrap: Callable[[Transport], Transport] = lambda transport: transport,
     links: LinkOptions = LISTED,
     observer: LinkObserver | None = None,
@@ -199,8 +201,8 @@ def node(
             plain_pages(make_layout(block_size)) as plain,
             node(
                 name, kinds=kinds, key=key, pages=plain, fingerprint=fingerprint, traits=traits,
-                mover=mover, clock=clock, timeout_s=timeout_s, wrap=wrap, links=links,
-                observer=observer,
+                mover=mover, clock=clock, timeout_s=timeout_s, lease_s=lease_s, wrap=wrap,
+                links=links, observer=observer,
             ) as running,
         ):  # fmt: skip
             yield running
@@ -218,6 +220,7 @@ def node(
             key=key,
             clock=clock,
             timeout_s=timeout_s,
+            lease_s=lease_s,
             mover=mover,
             traits=traits or {},
             links=links,
@@ -294,9 +297,10 @@ def make_handoff(
     start_blocks: int = 0,
     num_ready: int = 0,
     seed: int = 1,
+    mode: HandoffMode = "push",
 ) -> Handoff:
     """Blocks in random order on both sides; the decode worker has its first `start_blocks`."""
-    ticket = make_ticket(prefill.ref, decode.ref)
+    ticket = make_ticket(prefill.ref, decode.ref, mode)
     src_block, dst_block = prefill.layout.block_size, decode.layout.block_size
     target = blocks_for(num_tokens, dst_block, seed + 1, first=start_blocks)
     return Handoff(

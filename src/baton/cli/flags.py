@@ -4,7 +4,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, get_type_hints
+from typing import Annotated, Literal, get_type_hints
 
 from cyclopts import Group, Parameter, Token
 
@@ -31,6 +31,11 @@ def chosen_transports(_: object, tokens: Sequence[Token]) -> tuple[str, ...]:
 AnnounceFd = Annotated[
     int,
     Parameter(help="File descriptor that gets JSON lines for a launcher.", show=False),
+]
+Mode = Annotated[
+    Literal["auto", "push", "pull", "pool", "reference", "colocated"] | None,
+    Sets("gateway.mode"),
+    Parameter(help="How KV is handed over [default: auto]."),
 ]
 Transport = Annotated[
     tuple[str, ...] | None,

@@ -6,7 +6,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from baton.authority.key import ClusterKey
-from baton.cli.flags import AnnounceFd, ConfigFlags, Sets
+from baton.cli.flags import AnnounceFd, ConfigFlags, Mode, Sets
 from baton.config.cluster_key import find_cluster_key
 from baton.config.environment import read_environment
 from baton.config.logs import configure_logging
@@ -41,6 +41,7 @@ class GatewayFlags(ConfigFlags):
         Sets("gateway.port"),
         Parameter(help="The port [default: 8000]; 0 takes a free one."),
     ] = None
+    mode: Mode = None
     announce_fd: AnnounceFd = 1
 
 
@@ -81,4 +82,5 @@ def _options(config: Config, announce_fd: int) -> GatewayOptions:
         abandon_after_s=section.abandon_after_s,
         drain_timeout_s=section.drain_timeout_s,
         num_records=config.trace.ring_size,
+        mode=section.mode,
     )

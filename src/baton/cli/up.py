@@ -5,7 +5,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from baton.cli.flags import ConfigFlags, Sets, Transport
+from baton.cli.flags import ConfigFlags, Mode, Sets, Transport
 
 
 @Parameter(name="*")
@@ -46,6 +46,7 @@ class UpFlags(ConfigFlags):
         Sets("gateway.port"),
         Parameter(help="The gateway's port [default: 8000]; 0 takes a free one."),
     ] = None
+    mode: Mode = None
     pin: Annotated[
         bool,
         Parameter(help="Give each worker cores of its own.", negative="", show_default=False),

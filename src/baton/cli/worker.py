@@ -93,6 +93,7 @@ def _options(config: Config, announce_fd: int) -> ProcessOptions:
         handoff_port=section.handoff_port,
         handoff_timeout_s=config.handoff.timeout_s,
         liveness_timeout_s=config.handoff.liveness_timeout_s,
+        lease_s=config.handoff.lease_s,
         transports=config.transfer.transports,
         transport_options=config.transfer.options,
         transport_choice=config.transfer.choice,

@@ -16,9 +16,11 @@ Port: TypeAlias = Annotated[int, Meta(ge=0, le=65_535)]
 Count: TypeAlias = Annotated[int, Meta(ge=0)]
 PositiveCount: TypeAlias = Annotated[int, Meta(ge=1)]
 Seconds: TypeAlias = Annotated[float, Meta(gt=0)]
+LeaseSeconds: TypeAlias = Annotated[float, Meta(gt=0, le=3600)]
 Host: TypeAlias = Annotated[str, Meta(min_length=1)]
 
 Role: TypeAlias = Literal["prefill", "decode", "both"]
+Mode: TypeAlias = Literal["auto", "push", "pull", "pool", "reference", "colocated"]
 LogLevel: TypeAlias = Literal["debug", "info", "warning", "error"]
 LogFormat: TypeAlias = Literal["text", "json"]
 
@@ -48,6 +50,7 @@ class GatewaySection(Struct, frozen=True, kw_only=True):
     probe_timeout_s: Seconds = 2.0
     abandon_after_s: Seconds = 15.0
     drain_timeout_s: Seconds = 30.0
+    mode: Mode = "auto"
 
 
 class WorkerSection(Struct, frozen=True, kw_only=True):
@@ -67,10 +70,11 @@ class WorkerSection(Struct, frozen=True, kw_only=True):
 
 
 class HandoffSection(Struct, frozen=True, kw_only=True):
-    """How long a handoff may take, and how a silent peer is noticed."""
+    """How long a handoff may take, and how silent peers are noticed."""
 
     timeout_s: Seconds = 60.0
     liveness_timeout_s: Seconds = 3.0
+    lease_s: LeaseSeconds = 10.0
 
 
 class TransferSection(Struct, frozen=True, kw_only=True):

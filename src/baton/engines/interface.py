@@ -68,7 +68,10 @@ class Colocated:
 
 @dataclass(frozen=True, slots=True)
 class PrefillLeg:
-    """Compute the KV and the first token for the decode worker that the ticket names."""
+    """Compute the KV and the first token for the decode worker that the ticket names.
+
+    In mode pull the answer comes when they are held for it, else when it has them.
+    """
 
     ticket: Ticket
 
@@ -132,7 +135,10 @@ UpdateSink: TypeAlias = Callable[[Sequence[EngineUpdate]], None]
 
 
 class EngineStats(msgspec.Struct, frozen=True):
-    """A snapshot for metrics and admission."""
+    """A snapshot for metrics and admission.
+
+    `num_held_blocks` are those of prompts whose decode workers have yet to pull them.
+    """
 
     num_waiting: int
     num_running: int
@@ -147,6 +153,7 @@ class EngineStats(msgspec.Struct, frozen=True):
     cached_prompt_tokens: int
     received_prompt_tokens: int
     output_tokens: int
+    num_held_blocks: int = 0
 
 
 class EngineInfo(msgspec.Struct, frozen=True):

@@ -117,7 +117,7 @@ def _merge(record: Record, decode: LegTrace | None, prefill: LegTrace | None) ->
     return RequestTrace(
         id=record.trace.request_id,
         status=record.status,
-        placement=placed.reasons if placed is not None else (),
+        placement=(*placed.reasons, *placed.why) if placed is not None else (),
         summary=None if decode is None else summarize(record.trace, decode, prefill),
         gateway=record.trace,
         decode=decode,

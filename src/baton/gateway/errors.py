@@ -9,6 +9,7 @@ GatewayError
 │   ├── WorkerUnreachableError
 │   ├── WorkerLostError
 │   ├── WorkerFailedError   it answered with a 5xx, which the client gets if nobody else can help
+│   ├── PrefillFailedError  a prefill worker that was asked first has no KV for decode
 │   └── StaleTicketError    a worker began another life: place the request again
 ├── UnusableWorkerError     no client is told: the worker is not used
 ├── DeadlineError           504
@@ -33,6 +34,7 @@ from baton.errors import (
 
 if TYPE_CHECKING:
     from baton.authority.ticket import WorkerRef
+    from baton.gateway.metrics import FallbackCause
 
 RETRY_AFTER_NO_WORKER_S = 2.0
 
@@ -83,6 +85,14 @@ class WorkerFailedError(UpstreamError):
     def __init__(self, message: str, *, answer: ErrorAnswer) -> None:
         super().__init__(message)
         self.answer = answer
+
+
+class PrefillFailedError(UpstreamError):
+    """No KV is held for the decode worker, which was not asked yet: `cause` says what to avoid."""
+
+    def __init__(self, message: str, *, cause: FallbackCause) -> None:
+        super().__init__(message)
+        self.cause = cause
 
 
 class StaleTicketError(UpstreamError):

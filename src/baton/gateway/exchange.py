@@ -1,22 +1,29 @@
-"""One request and its two legs: placed, asked at once, and placed again if that can still help."""
+"""One request and its two legs: placed, asked, and placed again if that can still help.
+
+Both legs are asked at once, but in mode pull: there the KV waits at the prefill worker until the
+decode worker, asked second, has room for it.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, get_args
 
-from baton.authority.ticket import Ticket, seal
+from baton.authority.ticket import HandoffMode, Ticket, seal
 from baton.gateway.answer import Answer
 from baton.gateway.errors import (
     NoWorkerError,
+    PrefillFailedError,
     StaleTicketError,
     UpstreamError,
     WorkerLostError,
     WorkerUnreachableError,
 )
 from baton.gateway.interrupt import Interruptible
-from baton.gateway.leg_bodies import leg_bodies
+from baton.gateway.leg_bodies import LegBodies, leg_bodies
 from baton.gateway.metrics import NO_MODE, FallbackCause
 from baton.gateway.prefill_leg import Handoff, PrefillLeg
+from baton.gateway.prompt_size import estimate_prompt_tokens
 from baton.gateway.undivided import undivided_field
 from baton.ids import new_ticket_id
 from baton.router.placement import Placement, PlacementRequest, Unplaceable
@@ -32,6 +39,42 @@ if TYPE_CHECKING:
     from baton.router.fleet import WorkerView
 
 MAX_ATTEMPTS: Final = 2
+MAX_PREFILL_FAILURES: Final = 2
+"""Of prefill workers that are asked first: then decode computes the prompt."""
+
+EVERY_MODE: Final[frozenset[HandoffMode]] = frozenset(get_args(HandoffMode))
+
+
+@dataclass(slots=True)
+class _History:
+    """What was tried for one request, and failed."""
+
+    failed: UpstreamError | None = None
+    num_left: int = MAX_ATTEMPTS
+    num_prefill_failures: int = 0
+    avoid: frozenset[WorkerId] = frozenset()
+    failed_modes: frozenset[HandoffMode] = frozenset()
+
+    def note(self, placement: Placement, error: UpstreamError) -> None:
+        """An attempt failed: do not repeat what made it fail."""
+        self.failed = error
+        match error:
+            case PrefillFailedError(cause=cause):
+                self._note_prefill(placement, cause)
+            case StaleTicketError():
+                self.num_left -= 1
+            case _:
+                self.num_left -= 1
+                self.avoid |= {placement.decode.id}
+
+    def _note_prefill(self, placement: Placement, cause: FallbackCause) -> None:
+        self.num_prefill_failures += 1
+        if self.num_prefill_failures >= MAX_PREFILL_FAILURES or cause is _REJECTED:
+            self.failed_modes = EVERY_MODE
+        elif cause in _SPOILS_THE_MODE:
+            self.failed_modes |= {placement.handoff}
+        elif placement.prefill is not None:
+            self.avoid |= {placement.prefill.id}
 
 
 class Exchange:
@@ -48,34 +91,35 @@ class Exchange:
             NoWorkerError: none of those that do is available.
             UpstreamError: the workers that were asked failed.
         """
-        failed: UpstreamError | None = None
-        avoid: frozenset[WorkerId] = frozenset()
-        for _ in range(MAX_ATTEMPTS):
-            placement = self._place(avoid, failed)
+        history = _History()
+        while history.num_left and not self._call.answering:
+            placement = self._place(history)
             try:
                 await self._attempt(placement)
-            except StaleTicketError as exc:
-                failed = exc
-                await self._services.watch.refresh(exc.worker)
             except UpstreamError as exc:
-                failed = exc
-                avoid |= {placement.decode.id}
+                history.note(placement, exc)
+                if isinstance(exc, StaleTicketError):
+                    await self._services.watch.refresh(exc.worker)
             else:
                 return
-            if self._call.answering:
-                break
-        if failed is not None:
-            raise failed
+        if history.failed is not None:
+            raise history.failed
 
-    def _place(self, avoid: frozenset[WorkerId], failed: UpstreamError | None) -> Placement:
-        call, services = self._call, self._services
+    def _place(self, history: _History) -> Placement:
+        call, services, failed = self._call, self._services, history.failed
         fleet = services.workers.fleet
         if call.model not in fleet.models:
             raise services.workers.why_not_served(call.model)
         call.metrics = services.metrics.of(call.model, NO_MODE)
         speaks_vllm = "vllm" in fleet.models[call.model].decode_dialects
         undivided = undivided_field(self._body) if speaks_vllm else None
-        request = PlacementRequest(call.model, avoid, undivided)
+        request = PlacementRequest(
+            call.model,
+            history.avoid,
+            undivided,
+            num_prompt_tokens=estimate_prompt_tokens(self._body),
+            failed_modes=history.failed_modes,
+        )
         placement = services.placement.place(fleet, request)
         if isinstance(placement, Unplaceable):
             raise failed or NoWorkerError(placement.reason)
@@ -86,6 +130,8 @@ class Exchange:
         elif placement.reasons:
             reasons = "; ".join(placement.reasons)
             services.fallbacks.note(call, FallbackCause.PREFILL_UNAVAILABLE, reasons)
+        if placement.is_degraded:
+            services.fallbacks.note(call, FallbackCause.MODE_UNUSABLE, "; ".join(placement.why))
         call.begin_attempt(placement, services.metrics.of(call.model, placement.mode))
         return placement
 
@@ -94,18 +140,32 @@ class Exchange:
             await self._decode_leg(placement.decode, self._body.encode())
             return
         prefill, decode = placement.prefill, placement.decode
-        handoff = self._authorise(prefill, decode)
+        handoff = self._authorise(prefill, decode, placement.handoff)
         sealed = seal(handoff.ticket, self._services.options.cluster_key)
         bodies = leg_bodies(self._body, sealed, prefill=prefill.dialect, decode=decode.dialect)
         with Interruptible() as attempt:
             prefill_leg = PrefillLeg(self._services, self._call, handoff, attempt)
-            prefill_leg.start(bodies.prefill, self._headers())
-            try:
-                await self._decode_leg(decode, bodies.decode)
-            except BaseException:
-                prefill_leg.cancel()
-                raise
-            prefill_leg.linger()
+            if placement.handoff == "pull":
+                await self._pull(prefill_leg, decode, bodies)
+            else:
+                await self._push(prefill_leg, decode, bodies)
+
+    async def _push(self, prefill_leg: PrefillLeg, decode: WorkerView, bodies: LegBodies) -> None:
+        prefill_leg.start(bodies.prefill, self._headers())
+        try:
+            await self._decode_leg(decode, bodies.decode)
+        except BaseException:
+            prefill_leg.cancel()
+            raise
+        prefill_leg.linger()
+
+    async def _pull(self, prefill_leg: PrefillLeg, decode: WorkerView, bodies: LegBodies) -> None:
+        await prefill_leg.hold(bodies.prefill, self._headers())
+        try:
+            await self._decode_leg(decode, bodies.decode)
+        except BaseException:
+            prefill_leg.release("the decode worker's answer did not come")
+            raise
 
     async def _decode_leg(self, decode: WorkerView, body: bytes) -> None:
         services, call = self._services, self._call
@@ -123,14 +183,14 @@ class Exchange:
             services.watch.report(worker, exc)
             raise
 
-    def _authorise(self, prefill: WorkerView, decode: WorkerView) -> Handoff:
+    def _authorise(self, prefill: WorkerView, decode: WorkerView, mode: HandoffMode) -> Handoff:
         services, call = self._services, self._call
         ticket = Ticket(
             id=new_ticket_id(),
             request_id=call.id,
             prefill=prefill.ref,
             decode=decode.ref,
-            mode="push",
+            mode=mode,
             expires_at=services.clock.unix_now() + call.left_s(services.clock.now()),
         )
         call.trace.ticket = ticket.id.hex()
@@ -152,5 +212,11 @@ _CAUSES: Final[dict[type[UpstreamError], FallbackCause]] = {
 }
 
 
+_REJECTED: Final = FallbackCause.PREFILL_REJECTED
+_SPOILS_THE_MODE: Final = {FallbackCause.PREFILL_OVERLOADED, FallbackCause.HANDOFF_FAILED}
+
+
 def _cause_of(error: UpstreamError) -> FallbackCause:
+    if isinstance(error, PrefillFailedError):
+        return error.cause
     return _CAUSES.get(type(error), FallbackCause.DECODE_FAILED)

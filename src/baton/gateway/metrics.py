@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from baton.router.fleet import Role
     from baton.router.placement import Mode
 
-MODES: Final[tuple[Mode, ...]] = ("push", "colocated")
+MODES: Final[tuple[Mode, ...]] = ("push", "pull", "pool", "reference", "colocated")
 COMMON_CODES: Final = (200, 400, 404, 413, 499, 500, 502, 503, 504)
 CLIENT_LEFT_CODE: Final = 499
 """Never sent: what is counted when nobody was left to send it to."""
@@ -46,6 +46,7 @@ class FallbackCause(StrEnum):
     DECODE_LOST = "decode_lost"
     DECODE_FAILED = "decode_failed"
     STALE_TICKET = "stale_ticket"
+    MODE_UNUSABLE = "mode_unusable"
 
 
 class BrokenStreamCause(StrEnum):

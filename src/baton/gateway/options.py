@@ -12,6 +12,7 @@ from baton.router.fleet import Role
 
 if TYPE_CHECKING:
     from baton.authority.key import ClusterKey
+    from baton.router.modes import ModeSetting
 
 MIB = 1 << 20
 
@@ -67,6 +68,7 @@ class GatewayOptions:
     abandon_after_s: float = 15.0
     drain_timeout_s: float = 30.0
     num_records: int = 1024
+    mode: ModeSetting = "auto"
 
     def __post_init__(self) -> None:
         if not any(worker.role is not Role.PREFILL for worker in self.workers):

@@ -2,7 +2,7 @@
 
 The leg's answer is of no interest to the client: its KV reaches the decode worker without us. What
 matters is its failure, which the decode worker must learn at once, so that it recomputes instead of
-waiting for KV that will not come.
+waiting for KV that will not come. In mode pull it is asked before the decode worker is.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, assert_never
 
 from baton.gateway.errors import (
+    PrefillFailedError,
     StaleTicketError,
     UpstreamError,
     WorkerLostError,
@@ -65,6 +66,35 @@ class PrefillLeg:
     def start(self, body: bytes, headers: CIMultiDict[str]) -> None:
         """Ask."""
         self._task = asyncio.create_task(self._run(body, headers))
+
+    async def hold(self, body: bytes, headers: CIMultiDict[str]) -> None:
+        """Ask, and wait until the KV is computed and held for the decode worker.
+
+        Raises:
+            StaleTicketError: the ticket is for another life of the prefill worker.
+            PrefillFailedError: no KV is held.
+        """
+        try:
+            verdict = await self._ask(body, headers)
+        except UpstreamError as exc:
+            self._services.watch.report(self._handoff.prefill, exc)
+            cause = _CAUSES.get(type(exc), FallbackCause.PREFILL_FAILED)
+            raise PrefillFailedError(str(exc), cause=cause) from exc
+        match verdict:
+            case Served():
+                return
+            case Stale():
+                raise StaleTicketError(self._handoff.ticket.prefill)
+            case Failed(cause, reason):
+                raise PrefillFailedError(f"{self._handoff.prefill.name} {reason}", cause=cause)
+            case _:
+                assert_never(verdict)
+
+    def release(self, reason: str) -> None:
+        """What is held is wanted no more; its lease would end it, later."""
+        urls = self._handoff.prefill.control_urls
+        for url in urls:
+            self._services.errands.run(self._abort(url, reason))
 
     def cancel(self) -> None:
         """Close the connection: the worker stops computing for this request."""
@@ -137,7 +167,7 @@ class PrefillLeg:
         try:
             await self._services.upstream.abort(url, self._handoff.ticket.id, reason)
         except UpstreamError as exc:
-            log.warning("%s was not told of an abort: %s", self._handoff.decode, exc)
+            log.warning("%s was not told of an abort: %s", url, exc)
 
 
 _CAUSES: Final[dict[type[UpstreamError], FallbackCause]] = {

@@ -15,6 +15,7 @@ from baton.gateway.errors import (
     WorkerUnreachableError,
 )
 from baton.gateway.introduction import Introduction, Life
+from baton.gateway.worker_info import read_load
 from baton.gateway.workers import Up
 
 if TYPE_CHECKING:
@@ -140,6 +141,7 @@ class Prober:
         status, body = await self._upstream.get(self._worker.url / "health", self._timeout_s)
         match status:
             case HTTPStatus.OK:
+                self._workers.note_load(self._worker, read_load(body))
                 return True
             case HTTPStatus.SERVICE_UNAVAILABLE:
                 info = self._worker.info

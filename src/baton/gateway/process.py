@@ -25,6 +25,7 @@ from baton.gateway.app import GatewayApp
 from baton.gateway.completions import Completions
 from baton.gateway.debug import RequestTraces
 from baton.gateway.debug_workers import Roster
+from baton.gateway.errands import Errands
 from baton.gateway.fallbacks import Fallbacks
 from baton.gateway.kv_events import KVEvents
 from baton.gateway.metrics import GatewayMetrics
@@ -100,8 +101,9 @@ async def open_gateway(options: GatewayOptions, clock: Clock) -> AsyncGenerator[
         workers=workers,
         watch=watch,
         upstream=upstream,
-        placement=RoundRobin(),
+        placement=RoundRobin(options.mode),
         fallbacks=Fallbacks(metrics, clock),
+        errands=Errands(),
     )
     records = Records(options.num_records)
     events = KVEvents(workers, metrics, clock)
@@ -116,6 +118,7 @@ async def open_gateway(options: GatewayOptions, clock: Clock) -> AsyncGenerator[
         )
     finally:
         await watch.stop()
+        await services.errands.stop()
         await events.stop()
         await upstream.close()
 

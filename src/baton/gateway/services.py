@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from baton.clock import Clock
+    from baton.gateway.errands import Errands
     from baton.gateway.fallbacks import Fallbacks
     from baton.gateway.metrics import GatewayMetrics
     from baton.gateway.options import GatewayOptions
@@ -28,3 +29,4 @@ class Services:
     upstream: Upstream
     placement: PlacementPolicy
     fallbacks: Fallbacks
+    errands: Errands

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Final, get_args
 
 import msgspec
 from yarl import URL
 
-from baton.authority.ticket import WorkerRef
+from baton.authority.ticket import HandoffMode, WorkerRef
 from baton.config.cluster_key import is_loopback
 from baton.errors import ProtocolError
 from baton.ids import Epoch, WorkerId
-from baton.router.fleet import Dialect, Role, WorkerView
+from baton.router.fleet import Dialect, Role, WorkerLoad, WorkerView
 
 if TYPE_CHECKING:
     from baton.gateway.options import WorkerAddress
@@ -23,6 +23,7 @@ MAX_RANKS: Final = 32
 NAME: Final = msgspec.Meta(min_length=1, max_length=256)
 Name = Annotated[str, NAME]
 RANKS: Final = msgspec.Meta(max_length=MAX_RANKS)
+KNOWN_MODES: Final[frozenset[HandoffMode]] = frozenset(get_args(HandoffMode))
 KV_ROLES: Final = {
     Role.PREFILL: "kv_producer",
     Role.DECODE: "kv_consumer",
@@ -42,7 +43,8 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     """The part of a worker's self-description that placement and tickets need.
 
     `control_urls` has one address for each tensor-parallel rank of a vLLM server, where that rank
-    is asked what a Baton worker is asked at its own address; a Baton worker has none.
+    is asked what a Baton worker is asked at its own address; a Baton worker has none. Of `modes`,
+    those that this version does not know are left out.
     """
 
     worker: Annotated[WorkerId, NAME]
@@ -59,6 +61,7 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     rank_addresses: Annotated[tuple[Name, ...], RANKS] = ()
     control_urls: Annotated[tuple[Name, ...], RANKS] = ()
     kv_events: KVEventsSource | None = None
+    modes: Annotated[tuple[str, ...], msgspec.Meta(max_length=16)] = ("push",)
 
     def __post_init__(self) -> None:
         if self.rank_addresses and self.rank_addresses[0] != self.handoff_address:
@@ -67,7 +70,9 @@ class WorkerInfo(msgspec.Struct, frozen=True):
         if len(self.control_urls) != num_controls:
             raise ValueError(f"control_urls must have {num_controls} entries")
 
-    def view(self, listed_role: Role, *, available: bool) -> WorkerView:
+    def view(
+        self, listed_role: Role, *, available: bool, load: WorkerLoad | None = None
+    ) -> WorkerView:
         """What placement sees of this worker in the role that the operator gave it."""
         return WorkerView(
             ref=WorkerRef(self.worker, self.epoch, self.handoff_address, self.rank_addresses),
@@ -77,10 +82,41 @@ class WorkerInfo(msgspec.Struct, frozen=True):
             transports=frozenset(self.transports),
             available=available,
             dialect=self.dialect,
+            modes=KNOWN_MODES & frozenset(self.modes),
+            load=load,
         )
 
 
+class Health(msgspec.Struct, frozen=True):
+    """What a Baton worker answers when it is asked how it is. `load` None: it does not say."""
+
+    load: Load | None = None
+
+
+class Load(msgspec.Struct, frozen=True):
+    """A worker's queue and KV blocks."""
+
+    waiting: Annotated[int, msgspec.Meta(ge=0)]
+    blocks: Annotated[int, msgspec.Meta(gt=0)]
+    free_blocks: Annotated[int, msgspec.Meta(ge=0)]
+    block_size: Annotated[int, msgspec.Meta(gt=0)]
+
+    def view(self) -> WorkerLoad:
+        """What placement sees of it."""
+        return WorkerLoad(self.waiting, self.blocks, self.free_blocks, self.block_size)
+
+
 _decoder = msgspec.json.Decoder(WorkerInfo)
+_health_decoder = msgspec.json.Decoder(Health)
+
+
+def read_load(body: bytes) -> WorkerLoad | None:
+    """What an answer to `/health` says of a worker's load; None where it says nothing readable."""
+    try:
+        load = _health_decoder.decode(body).load
+    except msgspec.MsgspecError:
+        return None
+    return None if load is None else load.view()
 
 
 def read_info(body: bytes) -> WorkerInfo:

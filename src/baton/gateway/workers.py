@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from baton.gateway.metrics import GatewayMetrics
     from baton.gateway.options import WorkerAddress
     from baton.ids import WorkerId
-    from baton.router.fleet import WorkerView
+    from baton.router.fleet import WorkerLoad, WorkerView
 
 log = logging.getLogger(__name__)
 
@@ -84,6 +84,7 @@ class Worker:
             path: self.url.with_path(path) for path in ("/v1/chat/completions", "/v1/completions")
         }
         self.state: WorkerState = Unseen("not asked yet")
+        self.load: WorkerLoad | None = None
         self._attended: set[Interruptible] = set()
 
     @contextmanager
@@ -201,6 +202,12 @@ class Workers:
         if worker.info is not None:
             self.change(worker, Draining(worker.info))
 
+    def note_load(self, worker: Worker, load: WorkerLoad | None) -> None:
+        """It said how full it is."""
+        if worker.load != load:
+            worker.load = load
+            self._make_fleet()
+
     def change(self, worker: Worker, state: WorkerState) -> None:
         """Note a state, and tell whoever wants to know."""
         before, worker.state = worker.state, state
@@ -208,14 +215,17 @@ class Workers:
             return
         _log_change(worker, before, state)
         self._by_id = {w.info.worker: w for w in self.all if w.info is not None}
-        self.fleet = Fleet.of(
-            w.info.view(w.address.role, available=isinstance(w.state, Up))
-            for w in self.all
-            if w.info is not None
-        )
+        self._make_fleet()
         self._metrics.worker_up(str(worker.url), worker.address.role, up=isinstance(state, Up))
         if isinstance(state, Up):
             self._metrics.preregister(state.info.served_model_name)
+
+    def _make_fleet(self) -> None:
+        self.fleet = Fleet.of(
+            w.info.view(w.address.role, available=isinstance(w.state, Up), load=w.load)
+            for w in self.all
+            if w.info is not None
+        )
 
 
 def _reason(state: WorkerState) -> str:

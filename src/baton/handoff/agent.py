@@ -41,6 +41,8 @@ from baton.handoff.messages import (
     Probed,
     ProbeOver,
     ProbeReady,
+    Renew,
+    Renewed,
     Rerouted,
     Reversed,
     Taken,
@@ -91,7 +93,7 @@ STOP_TIMEOUT_S: Final = 5.0
 THREAD_NAME: Final = b"baton-handoff"
 _PR_SET_NAME: Final = 15
 
-_TO_SENDERS: Final = Grant | Declined | Taken | Missing | Avoid | Reversed | Failed
+_TO_SENDERS: Final = Grant | Declined | Taken | Missing | Avoid | Reversed | Failed | Renew
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +102,8 @@ class AgentOptions:
 
     `mover` is who moves the bytes where this worker receives, if the transport can do both.
     `traits` are readable properties that explain why two workers cannot exchange KV (engine,
-    version, dtype …): at most 32, names of 64 characters and values of 256.
+    version, dtype …): at most 32, names of 64 characters and values of 256. `lease_s` is how long
+    a computed prompt is held for a decode worker that does not renew it.
     """
 
     worker: WorkerId
@@ -114,6 +117,7 @@ class AgentOptions:
     port: int = 0
     timeout_s: float = 60.0
     liveness_timeout_s: float = 3.0
+    lease_s: float = 10.0
     mover: Mover = "prefill"
     traits: Mapping[str, str] = field(default_factory=dict)
     links: LinkOptions = field(default_factory=LinkOptions)
@@ -177,6 +181,7 @@ class HandoffAgent:  # noqa: PLR0904 -- a method for each event (ADR 0005)
             traits=dict(options.traits),
             mover=options.mover,
             scratch=self._landing.expose(),
+            lease_s=options.lease_s,
         )
         self._peers = PeerTable(
             hello,
@@ -204,6 +209,7 @@ class HandoffAgent:  # noqa: PLR0904 -- a method for each event (ADR 0005)
             routes=self._routes,
             transports=options.transports,
             timeout_s=options.timeout_s,
+            lease_s=options.lease_s,
             emit=self._emit,
         )
         self._landing.answer_by(self._peers)
@@ -233,6 +239,10 @@ class HandoffAgent:  # noqa: PLR0904 -- a method for each event (ADR 0005)
     def is_alive(self) -> bool:
         """Whether the thread runs."""
         return self._thread is not None and self._thread.is_alive()
+
+    def keep(self, ticket: Ticket) -> None:
+        """See `HandoffPort`."""
+        self._command(partial(self._receiving.keep, ticket))
 
     def expect(self, order: ReceiveOrder) -> None:
         """See `HandoffPort`."""
@@ -365,6 +375,10 @@ class HandoffAgent:  # noqa: PLR0904 -- a method for each event (ADR 0005)
     def _heard(self, heard: Heard) -> None:
         peer, message = heard.peer, heard.message
         try:
+            if isinstance(message, Failed):
+                self._receiving.lost(peer, message)
+            if isinstance(message, Renewed):
+                self._receiving.renewed(peer, message)
             if isinstance(message, Available | Rerouted | Finished | Failed):
                 self._receiving.heard(peer, message)
             if isinstance(message, _TO_SENDERS):

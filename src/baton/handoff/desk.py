@@ -24,6 +24,7 @@ class Desk:
     """The parts of one agent. `emit` queues an event for the engine.
 
     `mover` is what this worker prefers as a receiver. All faces have the same number of layers.
+    `lease_s` is how long this worker, as a sender, holds what was computed without a renewal.
     """
 
     me: WorkerRef
@@ -35,6 +36,7 @@ class Desk:
     routes: RouteTable
     transports: tuple[Transport, ...]
     timeout_s: float
+    lease_s: float
     emit: Callable[[HandoffEvent], None]
 
     @property

@@ -129,6 +129,13 @@ HandoffEvent: TypeAlias = KVLanded | KVFailed | BlocksQuiescent | KVSent | SendF
 class HandoffPort(Protocol):
     """What an engine sees of the handoff agent. Thread-safe, never blocks."""
 
+    def keep(self, ticket: Ticket) -> None:
+        """A decode leg of this ticket is queued here: have its prefill worker hold the KV for it.
+
+        Until `expect` or `decline`. No event follows; what was lost meanwhile fails at `expect`.
+        """
+        ...
+
     def expect(self, order: ReceiveOrder) -> None:
         """Ask the prefill worker for KV; `KVLanded` or `KVFailed` follows once."""
         ...

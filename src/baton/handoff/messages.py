@@ -21,7 +21,7 @@ from baton.transfer.interface import RegionDescriptor
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-PROTOCOL_VERSION: Final = 3
+PROTOCOL_VERSION: Final = 4
 MAX_MESSAGE_BYTES: Final = 4 * 1024 * 1024
 MAX_TOKENS: Final = 16 * 1024 * 1024
 DIGEST_BYTES: Final = 16
@@ -34,6 +34,9 @@ LayerNumber = Annotated[int, msgspec.Meta(ge=0, le=4096)]
 TransportName = Annotated[str, msgspec.Meta(max_length=64)]
 TraitName = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
 TraitValue = Annotated[str, msgspec.Meta(max_length=256)]
+
+LeaseSeconds = Annotated[float, msgspec.Meta(gt=0, le=3600)]
+Tickets = Annotated[tuple[WireTicketId, ...], msgspec.Meta(max_length=1024)]
 
 Mover = Literal["prefill", "decode"]
 """Whose hand copies the bytes: prefill writes into decode's pages, or decode reads prefill's."""
@@ -56,7 +59,8 @@ class Hello(_Message, frozen=True, tag="hello"):
     `clock_domain` names the clock of its stamps: where both have the same one, none is shifted.
     `traits` are readable properties of the worker, which only explain a refusal. `mover` is who
     moves the bytes where the sender receives, if it can be chosen. `scratch` is memory for probes
-    (`transfer.links.scratch`), empty where the sender does not want any.
+    (`transfer.links.scratch`), empty where the sender does not want any. `lease_s` is how long the
+    sender holds a computed prompt without a renewal.
     """
 
     version: int
@@ -68,6 +72,7 @@ class Hello(_Message, frozen=True, tag="hello"):
     traits: Annotated[dict[TraitName, TraitValue], msgspec.Meta(max_length=32)]
     mover: Mover
     scratch: Annotated[tuple[RegionDescriptor, ...], msgspec.Meta(max_length=16)]
+    lease_s: LeaseSeconds
 
 
 class OtherHello(_Message, frozen=True, tag="other hello"):
@@ -205,6 +210,23 @@ class Failed(_Message, frozen=True, tag="failed"):
     reason: Text
 
 
+class Renew(_Message, frozen=True, tag="renew"):
+    """Decode → prefill: these are queued or being read here; hold them. `at` is my clock.
+
+    Answered by a `Renewed`, and a `Failed` for each ticket whose lease ran out before.
+    """
+
+    at: float
+    tickets: Tickets
+
+
+class Renewed(_Message, frozen=True, tag="renewed"):
+    """Answer: these are held. `at` is the `Renew`'s."""
+
+    at: float
+    tickets: Tickets
+
+
 class ProbeAsked(_Message, frozen=True, tag="probe"):
     """The side that writes: let me write probes over `transport` into your scratch landing pages.
 
@@ -261,6 +283,8 @@ Message: TypeAlias = (
     | Reversed
     | Finished
     | Failed
+    | Renew
+    | Renewed
     | ProbeAsked
     | ProbeReady
     | Probed

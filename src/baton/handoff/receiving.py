@@ -17,11 +17,13 @@ from baton.handoff.messages import (
     Failed,
     Finished,
     Grant,
+    Renewed,
     Rerouted,
     Taken,
     decode_notice,
 )
 from baton.handoff.reading import Reader
+from baton.handoff.renewing import Renewals
 from baton.handoff.routes import Reach
 from baton.handoff.session.actions import (
     CloseWindow,
@@ -71,6 +73,7 @@ class ReceivingDesk:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         self._reader = Reader(desk.routes)
         self._incoming: dict[TicketId, Incoming] = {}
         self._given_up = Graves()
+        self._renewals = Renewals(desk)
 
     @property
     def num_sessions(self) -> int:
@@ -82,9 +85,14 @@ class ReceivingDesk:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         """Whether a read is under way."""
         return self._reader.is_moving
 
+    def keep(self, ticket: Ticket) -> None:
+        """See `HandoffPort.keep`."""
+        self._renewals.keep(ticket)
+
     def expect(self, order: ReceiveOrder) -> None:
         """See `HandoffPort.expect`."""
         desk = self._desk
+        self._renewals.drop(order.ticket.id)
         session = ReceiveSession(
             order,
             sealed_ticket=seal(order.ticket, desk.key),
@@ -104,6 +112,7 @@ class ReceivingDesk:  # noqa: PLR0904 -- a method for each event (ADR 0005)
 
     def decline(self, ticket: Ticket, reason: str) -> None:
         """See `HandoffPort.decline`."""
+        self._renewals.drop(ticket.id)
         peer = self._desk.peers.dial(ticket.prefill)
         if peer is not None:
             self._desk.peers.say(peer, Declined(seal(ticket, self._desk.key), reason[:2000]))
@@ -174,6 +183,21 @@ class ReceivingDesk:  # noqa: PLR0904 -- a method for each event (ADR 0005)
             case _:
                 assert_never(message)
 
+    def renewed(self, peer: Peer, message: Renewed) -> None:
+        """The prefill worker says what it holds."""
+        if not message.at <= self._desk.clock.now():
+            return  # it says what was never said to it
+        for ticket in message.tickets:
+            incoming = self._incoming.get(ticket)
+            if incoming is not None and incoming.peer is peer:
+                incoming.session.tenancy.confirmed(Instant(message.at))
+
+    def lost(self, peer: Peer, message: Failed) -> None:
+        """What a queued request waits for is gone: it will fail as soon as it is expected."""
+        if self._renewals.is_queued_from(message.ticket, peer):
+            self._renewals.drop(message.ticket)
+            self._given_up.bury(message.ticket, Grave(f"prefill worker: {message.reason}", "lease"))
+
     def moved(
         self, transport: Transport, event: Arrived | ReadCompleted | ReadFailed | WindowQuiescent
     ) -> None:
@@ -191,7 +215,8 @@ class ReceivingDesk:  # noqa: PLR0904 -- a method for each event (ADR 0005)
                 assert_never(event)
 
     def tick(self) -> None:
-        """Fail what is past its deadline."""
+        """Fail what is past its deadline; renew leases."""
+        self._renewals.tick(each.session.order.ticket for each in self._incoming.values())
         now = self._desk.clock.now()
         for incoming in tuple(self._incoming.values()):
             self._perform(incoming, incoming.session.expire(now))
@@ -233,6 +258,9 @@ class ReceivingDesk:  # noqa: PLR0904 -- a method for each event (ADR 0005)
             return
         session, notice = incoming.session, pending.notice
         if session.phase is not ReceivePhase.GRANTED:
+            self._perform(incoming, session.read_ended(posted))
+        elif lost := session.outlived(self._desk.clock.now()):
+            self._perform(incoming, lost)
             self._perform(incoming, session.read_ended(posted))
         elif incoming.is_intact(notice):
             self._blame_others(incoming, pending)
@@ -321,7 +349,7 @@ class ReceivingDesk:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         session, peer = incoming.session, incoming.peer
         if session.phase is not ReceivePhase.WAITING or peer is None or peer.hello is None:
             return
-        mover = self._choose_mover(peer)
+        mover = self._choose_mover(peer, session.order.ticket)
         if mover is None:
             return
         face, order = self._desk.face_to(peer), session.order
@@ -338,11 +366,15 @@ class ReceivingDesk:  # noqa: PLR0904 -- a method for each event (ADR 0005)
             terms = Terms(mover, incoming.footprint.pages, face.is_staged)
             self._perform(incoming, session.begin(terms))
 
-    def _choose_mover(self, peer: Peer) -> Mover | None:
-        """Who moves the bytes; None while a way to read is looked for."""
+    def _choose_mover(self, peer: Peer, ticket: Ticket) -> Mover | None:
+        """Who moves the bytes; None while a way to read is looked for.
+
+        What is pulled is complete: reading it is no work for a core that computes another prompt.
+        """
         routes = self._desk.routes
-        if self._desk.mover == "prefill":
+        if self._desk.mover == "prefill" and ticket.mode != "pull":
             return "prefill"
+        routes.seek(peer)
         match routes.reach(peer):
             case Reach.READY:
                 return "decode"
@@ -436,7 +468,10 @@ class ReceivingDesk:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         if isinstance(message, Grant):
             if incoming.session.phase is not ReceivePhase.GRANTED:
                 return  # no window could be opened
-            incoming.session.order.trace.stamp(Stamp.GRANTED, self._desk.clock.now())
+            now = self._desk.clock.now()
+            incoming.session.order.trace.stamp(Stamp.GRANTED, now)
+            if incoming.peer is not None and incoming.peer.hello is not None:
+                incoming.session.tenancy.begin(now, incoming.peer.hello.lease_s)
         if incoming.peer is not None:
             self._desk.peers.say(incoming.peer, message)
 

@@ -24,10 +24,12 @@ from baton.handoff.messages import (
     Finished,
     Grant,
     Missing,
+    Renew,
     Reversed,
     Taken,
 )
 from baton.handoff.outgoing import Outgoing
+from baton.handoff.renewing import answer_renewal
 from baton.handoff.routes import Reach
 from baton.handoff.session.actions import (
     Announce,
@@ -85,7 +87,8 @@ class SendingDesk:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         session = SendSession(
             order,
             num_layers=desk.num_layers,
-            deadline=Instant(min(order.deadline, desk.clock.now() + desk.timeout_s)),
+            deadline=_deadline_of(order, desk),
+            lease_s=desk.lease_s,
         )
         outgoing = self._outgoing[session.ticket] = Outgoing(session)
         grave = self._dead.take(session.ticket)
@@ -107,6 +110,7 @@ class SendingDesk:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         """See `HandoffPort.finish`."""
         outgoing = self._outgoing.get(ticket)
         if outgoing is not None:
+            outgoing.session.lease.hold(self._desk.clock.now())
             self._perform(outgoing, outgoing.session.finish(first_token))
 
     def abort(self, ticket: TicketId, reason: str) -> bool:
@@ -118,9 +122,11 @@ class SendingDesk:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         return True
 
     def heard(
-        self, peer: Peer, message: Grant | Declined | Taken | Missing | Avoid | Reversed | Failed
+        self,
+        peer: Peer,
+        message: Grant | Declined | Taken | Missing | Avoid | Reversed | Failed | Renew,
     ) -> None:
-        """The decode worker says something about one handoff.
+        """The decode worker says something about one handoff, or all of them.
 
         Raises:
             TicketError: this peer declined a ticket that is not its own.
@@ -134,6 +140,9 @@ class SendingDesk:  # noqa: PLR0904 -- a method for each event (ADR 0005)
                 self._end(peer, ticket.id, reason, DECLINED_STAGE)
             case Failed(ticket_id, reason):
                 self._end(peer, ticket_id, reason, "decode")
+            case Renew():
+                known, dead = self._outgoing, self._dead
+                answer_renewal(self._desk, peer, message, outgoing=known, dead=dead)
             case Taken() | Missing() | Avoid() | Reversed():
                 outgoing = self._outgoing.get(message.ticket)
                 if outgoing is not None and outgoing.reaches(peer):
@@ -224,12 +233,16 @@ class SendingDesk:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         if grave is not None:
             self._desk.peers.say(peer, Failed(granted.ticket.id, grave.reason))
             return
+        if granted.ticket.mode == "pull":  # it was held before decode was asked
+            self._desk.peers.say(peer, Failed(granted.ticket.id, "it is held no more"))
+            return
         self._early.keep(granted)
 
     def _take_grant(self, outgoing: Outgoing, granted: Granted) -> None:
         if outgoing.granted is not None:
             return
         outgoing.granted = granted
+        outgoing.session.renew(self._desk.clock.now())
         self._perform(outgoing, outgoing.session.granted(granted.grant))
         self._try_begin(outgoing)
 
@@ -401,3 +414,10 @@ class SendingDesk:  # noqa: PLR0904 -- a method for each event (ADR 0005)
 
     def _of(self, peer: Peer) -> list[Outgoing]:
         return [outgoing for outgoing in self._outgoing.values() if outgoing.reaches(peer)]
+
+
+def _deadline_of(order: SendOrder, desk: Desk) -> Instant:
+    """A pull waits for decode to have room: for as long as the request may, and its lease lasts."""
+    if order.ticket.mode == "pull":
+        return order.deadline
+    return Instant(min(order.deadline, desk.clock.now() + desk.timeout_s))

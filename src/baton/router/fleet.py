@@ -4,17 +4,31 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from baton.authority.ticket import WorkerRef
+    from baton.authority.ticket import HandoffMode, WorkerRef
     from baton.ids import WorkerId
 
 
 Dialect: TypeAlias = Literal["baton", "vllm"]
 """How a worker is spoken to: as a Baton worker, or as vLLM's own server with Baton's connector."""
+
+
+PUSH_ONLY: Final[frozenset[HandoffMode]] = frozenset({"push"})
+"""What every worker knows."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLoad:
+    """What a worker said of its KV blocks and its queue, at most a probe's interval ago."""
+
+    num_waiting: int
+    num_blocks: int
+    num_free_blocks: int
+    block_size: int
 
 
 class Role(StrEnum):
@@ -27,7 +41,10 @@ class Role(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class WorkerView:
-    """One life of one worker. `fingerprint` is its model's, `model` the name that clients use."""
+    """One life of one worker. `fingerprint` is its model's, `model` the name that clients use.
+
+    `modes` are the ways of handing over that it takes part in. `load` None: it does not say.
+    """
 
     ref: WorkerRef
     role: Role
@@ -36,11 +53,18 @@ class WorkerView:
     transports: frozenset[str]
     available: bool
     dialect: Dialect = "baton"
+    modes: frozenset[HandoffMode] = PUSH_ONLY
+    load: WorkerLoad | None = None
 
     @property
     def id(self) -> WorkerId:
         """The worker's name, which survives a restart."""
         return self.ref.worker
+
+    @property
+    def host(self) -> str:
+        """Where its peers reach it."""
+        return self.ref.address.rpartition(":")[0]
 
     @property
     def decodes(self) -> bool:

@@ -7,10 +7,11 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
 if TYPE_CHECKING:
+    from baton.authority.ticket import HandoffMode
     from baton.ids import WorkerId
     from baton.router.fleet import Fleet, WorkerView
 
-Mode: TypeAlias = Literal["push", "colocated"]
+Mode: TypeAlias = Literal["push", "pull", "pool", "reference", "colocated"]
 
 
 class Undivided(StrEnum):
@@ -31,11 +32,16 @@ class Undivided(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class PlacementRequest:
-    """What placement may look at. `avoid` names workers that have just failed this request."""
+    """What placement may look at. `avoid` and `failed_modes` have just failed this request.
+
+    `num_prompt_tokens` is an estimate.
+    """
 
     model: str
     avoid: frozenset[WorkerId] = frozenset()
     undivided: Undivided | None = None
+    num_prompt_tokens: int = 0
+    failed_modes: frozenset[HandoffMode] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,18 +50,22 @@ class Placement:
 
     `prefill` is None where the decode worker prefills too; `reasons` then says why, one readable
     line for each cause, and is empty where that is what the operator set up. `undivided` is set
-    where the request itself wants it so, which is no failure of anybody.
+    where the request itself wants it so, which is no failure of anybody. `handoff` is how KV gets
+    from one to the other, `why` the policy's lines on that; `is_degraded`: another way was wanted.
     """
 
     prefill: WorkerView | None
     decode: WorkerView
     reasons: tuple[str, ...] = ()
     undivided: Undivided | None = None
+    handoff: HandoffMode = "push"
+    why: tuple[str, ...] = ()
+    is_degraded: bool = False
 
     @property
     def mode(self) -> Mode:
         """How KV gets to the decode worker."""
-        return "colocated" if self.prefill is None else "push"
+        return "colocated" if self.prefill is None else self.handoff
 
 
 @dataclass(frozen=True, slots=True)

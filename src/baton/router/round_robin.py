@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from baton.router.modes import choose_mode
 from baton.router.placement import Placement, PlacementRequest, Unplaceable
 
 if TYPE_CHECKING:
@@ -11,6 +12,7 @@ if TYPE_CHECKING:
 
     from baton.ids import WorkerId
     from baton.router.fleet import Fleet, WorkerView
+    from baton.router.modes import ModeSetting
     from baton.router.placement import Undivided
 
 
@@ -19,10 +21,11 @@ class RoundRobin:
 
     While nothing changes that is the operator's order, again and again. A worker that comes back
     takes one turn at once, then its place in the round: it is not flooded to catch up.
-    Owner: the caller's thread.
+    `mode` is the operator's word on how KV is handed over. Owner: the caller's thread.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, mode: ModeSetting = "auto") -> None:
+        self._mode: ModeSetting = mode
         self._turn = 0
         self._last_turn: dict[WorkerId, int] = {}
 
@@ -41,13 +44,35 @@ class RoundRobin:
     ) -> Placement:
         if not listed:
             return Placement(prefill=None, decode=decode)
-        if request.undivided is not None and decode.dialect == "vllm":
-            return _undivided(decode, request.undivided)
+        if (whole := self._whole(decode, request)) is not None:
+            return whole
         prefills = _usable(listed, request.avoid)
         pairable = [w for w in prefills if decode.why_not_from(w) is None]
         if not pairable:
             return Placement(None, decode, _why_colocated(listed, decode, request.avoid))
-        return Placement(prefill=self._take_turn(pairable), decode=decode)
+        return self._hand_over(self._take_turn(pairable), decode, request)
+
+    def _whole(self, decode: WorkerView, request: PlacementRequest) -> Placement | None:
+        """Where one worker is to serve the request alone."""
+        if request.undivided is not None and decode.dialect == "vllm":
+            return _undivided(decode, request.undivided)
+        if self._mode == "colocated":
+            return Placement(None, decode, why=("the operator chose colocated",))
+        return None
+
+    def _hand_over(
+        self, prefill: WorkerView, decode: WorkerView, request: PlacementRequest
+    ) -> Placement:
+        choice = choose_mode(prefill, decode, request, self._mode)
+        if choice.mode is None:
+            return Placement(None, decode, choice.reasons)
+        return Placement(
+            prefill,
+            decode,
+            handoff=choice.mode,
+            why=choice.reasons,
+            is_degraded=choice.is_degraded,
+        )
 
     def _take_turn(self, workers: Sequence[WorkerView]) -> WorkerView:
         last_turn = self._last_turn

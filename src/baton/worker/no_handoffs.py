@@ -17,6 +17,10 @@ if TYPE_CHECKING:
 class NoHandoffs:
     """Implements `HandoffPort`. `LegReader` refuses tickets, so no handoff ever begins here."""
 
+    def keep(self, ticket: Ticket) -> None:
+        """See `HandoffPort`."""
+        _refuse(ticket)
+
     def expect(self, order: ReceiveOrder) -> None:
         """See `HandoffPort`."""
         _refuse(order.ticket)

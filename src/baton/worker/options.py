@@ -57,6 +57,7 @@ class ProcessOptions:
     handoff_port: int = 0
     handoff_timeout_s: float = 60.0
     liveness_timeout_s: float = 3.0
+    lease_s: float = 10.0
     transports: tuple[str, ...] = ("shared", "tcp")
     transport_options: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
     transport_choice: Literal["measured", "listed"] = "measured"

@@ -39,6 +39,7 @@ class EngineCollector(Collector):
             free=stats.num_free_blocks,
             reserved=stats.num_reserved_blocks,
             quarantined=stats.num_quarantined_blocks,
+            held=stats.num_held_blocks,
             cached=stats.num_cached_blocks,
         )
         yield GaugeMetricFamily(

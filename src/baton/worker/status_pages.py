@@ -9,6 +9,7 @@ import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
 import baton
+from baton.authority.ticket import HandoffMode
 from baton.errors import InvalidRequestError
 from baton.ids import TicketId
 from baton.kv.layout import KVLayout
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
 TRACES: Final = "/baton/v1/traces/"
 HANDOFFS: Final = "/baton/v1/handoffs/"
 ABORT: Final = "/abort"
+MODES: Final[tuple[HandoffMode, ...]] = ("push", "pull")
+"""The ways of handing over that a worker takes part in, on either side."""
+
 MAX_ABORT_BYTES: Final = 4096
 MAX_REASON_CHARS: Final = 500
 
@@ -43,6 +47,16 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     layout: KVLayout
     transports: tuple[str, ...]
     version: str
+    modes: tuple[HandoffMode, ...]
+
+
+class Load(msgspec.Struct, frozen=True):
+    """The queue and the KV blocks, for placement. A block that is only cached is free."""
+
+    waiting: int
+    blocks: int
+    free_blocks: int
+    block_size: int
 
 
 class Health(msgspec.Struct, frozen=True):
@@ -50,6 +64,7 @@ class Health(msgspec.Struct, frozen=True):
 
     status: str
     reason: str | None = None
+    load: Load | None = None
 
 
 class Version(msgspec.Struct, frozen=True):
@@ -132,6 +147,7 @@ class StatusPages:
                 layout=info.layout,
                 transports=self.options.transports,
                 version=baton.__version__,
+                modes=MODES,
             ),
         )
 
@@ -162,7 +178,16 @@ class StatusPages:
             return Health("failed", "the handoff agent's thread has ended")
         if not self.engine.is_alive():
             return Health("failed", "the engine's thread has ended; the log has the reason")
-        return Health("ok")
+        return Health("ok", load=self._load())
+
+    def _load(self) -> Load:
+        stats = self.engine.stats()
+        return Load(
+            waiting=stats.num_waiting,
+            blocks=stats.num_blocks,
+            free_blocks=stats.num_free_blocks,
+            block_size=self.engine.info.layout.block_size,
+        )
 
 
 def _read_abort(body: bytes) -> AbortOrder:

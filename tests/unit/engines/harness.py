@@ -178,11 +178,15 @@ class RecordingHandoff:
     """A `HandoffPort` that writes down what it is told, and says what it is given to say."""
 
     calls: list[str] = field(default_factory=list)
+    kept: list[TicketId] = field(default_factory=list)
     sends: list[SendOrder] = field(default_factory=list)
     receives: list[ReceiveOrder] = field(default_factory=list)
     ready: list[tuple[TicketId, int, int]] = field(default_factory=list)
     first_tokens: dict[TicketId, SampledToken] = field(default_factory=dict)
     events: list[HandoffEvent] = field(default_factory=list)
+
+    def keep(self, ticket: Ticket) -> None:
+        self.kept.append(ticket.id)
 
     def expect(self, order: ReceiveOrder) -> None:
         self.calls.append("expect")

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 14
-LIMITS = Limits(max_batch_tokens=13, max_num_seqs=4, min_handoff_tokens=4)
+LIMITS = Limits(max_batch_tokens=13, max_num_seqs=4, min_handoff_tokens=4, max_held_blocks=24)
 FULL = LayerLayout.gqa(1, 8)
 WINDOWED = LayerLayout.gqa(1, 8, window_tokens=6)
 

@@ -58,7 +58,11 @@ class ScriptedPort:
         self.failed: set[str] = set()
         self.offered: set[str] = set()
         self.is_alive = True
+        self.kept: list[Ticket] = []
         self._events: list[HandoffEvent] = []
+
+    def keep(self, ticket: Ticket) -> None:
+        self.kept.append(ticket)
 
     def expect(self, order: ReceiveOrder) -> None:
         assert order.ticket.id not in self.receives

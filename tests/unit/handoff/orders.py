@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from baton.authority.ticket import Ticket, WorkerRef
+from baton.authority.ticket import HandoffMode, Ticket, WorkerRef
 from baton.clock import Instant
 from baton.handoff.interface import ReceiveOrder, SendOrder
 from baton.ids import Epoch, WorkerId, new_ticket_id
@@ -15,13 +15,15 @@ PROMPT_HASH = b"h" * 32
 FAR = Instant(1e9)
 
 
-def make_ticket(prefill: WorkerRef | None = None, decode: WorkerRef | None = None) -> Ticket:
+def make_ticket(
+    prefill: WorkerRef | None = None, decode: WorkerRef | None = None, mode: HandoffMode = "push"
+) -> Ticket:
     return Ticket(
         id=new_ticket_id(),
         request_id="req-1",
         prefill=prefill or WorkerRef(WorkerId("p"), Epoch("ep"), "127.0.0.1:1"),
         decode=decode or WorkerRef(WorkerId("d"), Epoch("ed"), "127.0.0.1:2"),
-        mode="push",
+        mode=mode,
         expires_at=1e12,
     )
 

@@ -29,6 +29,7 @@ def hello(worker: str, *layouts: KVLayout, fingerprint: str = "f" * 64, **traits
         traits=traits,
         mover="prefill",
         scratch=(),
+        lease_s=10.0,
     )
 
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from baton.errors import ProtocolError
 from baton.handoff.interface import SampledToken, TokenLogprob
 from baton.handoff.messages import (
+    PROTOCOL_VERSION,
     Available,
     Avoid,
     Declined,
@@ -32,6 +33,8 @@ from baton.handoff.messages import (
     ProbeOver,
     ProbeReady,
     Refused,
+    Renew,
+    Renewed,
     Rerouted,
     Reversed,
     Taken,
@@ -53,7 +56,7 @@ GOLDEN = Path(__file__).parents[2] / "vectors" / "handoff" / "messages.json"
 
 MESSAGES: dict[str, Message] = {
     "hello": Hello(
-        version=3,
+        version=4,
         worker=WorkerId("decode-0"),
         epoch=Epoch("e" * 32),
         clock_domain="boot",
@@ -75,6 +78,7 @@ MESSAGES: dict[str, Message] = {
         traits={"engine": "transformers"},
         mover="prefill",
         scratch=(),
+        lease_s=10.0,
     ),
     "refused": Refused(("another model",)),
     "grant": Grant(ID, "sealed", b"p" * 32, 16, 40, 1, pack_blocks(np.array([7, 3])), "prefill"),
@@ -98,6 +102,8 @@ MESSAGES: dict[str, Message] = {
     ),
     "finished_without_token": Finished(ID, None, "", "", {}),
     "failed": Failed(ID, "the client left"),
+    "renew": Renew(1.25, (ID,)),
+    "renewed": Renewed(1.25, (ID,)),
     "ping": Ping(1.25),
     "pong": Pong(1.25, 2.5),
 }  # fmt: skip
@@ -153,9 +159,9 @@ def test_block_ids_are_checked() -> None:
         unpack_blocks(pack_blocks(np.array([-1])))
 
 
-@pytest.mark.parametrize("version", [1, 2, 4])
+@pytest.mark.parametrize("version", [1, 2, 3, 5])
 def test_a_hello_of_another_version_is_known_as_one(version: int) -> None:
-    """Whatever fields it has: version 1 had `layout` and `regions`, 2 had no `mover`."""
+    """Whatever fields it has: version 1 had `layout` and `regions`, 2 no `mover`, 3 no lease."""
     raw = msgspec.msgpack.encode({
         "t": "hello",
         "version": version,
@@ -168,7 +174,12 @@ def test_a_hello_of_another_version_is_known_as_one(version: int) -> None:
 
 
 def test_a_hello_of_this_version_is_taken_strictly() -> None:
-    raw = msgspec.msgpack.encode({"t": "hello", "version": 3, "worker": "p", "new": 1})
+    raw = msgspec.msgpack.encode({
+        "t": "hello",
+        "version": PROTOCOL_VERSION,
+        "worker": "p",
+        "new": 1,
+    })
     with pytest.raises(ProtocolError):
         decode(raw)
     with pytest.raises(ProtocolError, match="nobody sends"):

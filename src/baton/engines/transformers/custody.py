@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from baton.engines.transformers.sequence import is_pulled
+
 if TYPE_CHECKING:
     from baton.engines.transformers.sequence import Sequence
     from baton.ids import TicketId
@@ -66,6 +68,11 @@ class Custody:
         quarantined = self._quarantined.pop(ticket, None)
         if quarantined is not None:
             quarantined.release()
+
+    @property
+    def num_held_blocks(self) -> int:
+        """Blocks of prompts that wait, or will, until their decode workers pull them."""
+        return sum(len(s.blocks) for s in self._outgoing.values() if is_pulled(s))
 
     def lend(self, ticket: TicketId, sequence: Sequence) -> None:
         """A peer may read the sequence's blocks from here on."""

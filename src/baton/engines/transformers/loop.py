@@ -16,8 +16,8 @@ from baton.engines.interface import (
     RequestFailed,
 )
 from baton.engines.transformers.orders import make_receive_order, make_send_order
-from baton.engines.transformers.sequence import Sequence, Status
-from baton.errors import EngineError, TicketError
+from baton.engines.transformers.sequence import Sequence, Status, is_pulled
+from baton.errors import EngineError, OverloadedError, TicketError
 from baton.handoff.interface import BlocksQuiescent, KVFailed, KVLanded, KVSent, SendFailed
 from baton.kv.identity import HashDomain
 from baton.telemetry.trace import Stamp
@@ -124,6 +124,8 @@ class EngineLoop:
             return
         if ticket is not None:
             self._tickets.add(ticket.id)
+        if isinstance(sequence.leg, DecodeLeg):
+            self._handoff.keep(sequence.leg.ticket)
         request.trace.num_prompt_tokens = sequence.num_prompt_tokens
         self._sequences[request.id] = sequence
         self._scheduler.add(sequence)
@@ -178,6 +180,7 @@ class EngineLoop:
             cached_prompt_tokens=self._tally.cached,
             received_prompt_tokens=self._tally.received,
             output_tokens=self._tally.output,
+            num_held_blocks=custody.num_held_blocks,
         )
 
     def check_invariants(self) -> None:
@@ -187,6 +190,8 @@ class EngineLoop:
     def _announce(self, plan: Plan) -> None:
         """Tell the handoff what the plan needs of it, before anything is computed."""
         fingerprint = self._info.fingerprint
+        for sequence in plan.refused:
+            self._fail(sequence, OverloadedError("too many prompts wait here to be pulled"))
         for ticket in plan.declined:
             self._handoff.decline(ticket, "too little of the prompt is missing here")
         for expectation in plan.expected:
@@ -221,6 +226,9 @@ class EngineLoop:
             sequence.first_token = token
             self._scheduler.hold(sequence)
             self._handoff.finish(sequence.leg.ticket.id, token)
+            if is_pulled(sequence):
+                self._emit(sequence, token, FinishReason.LENGTH)
+                self._forget(sequence)  # its blocks stay: they are lent until the handoff ends
             return
         finish = sequence.append(token.token_id, self._info.eos_token_ids)
         self._emit(sequence, token, finish)
@@ -304,11 +312,15 @@ class EngineLoop:
         """Forget a sequence; a handoff that is still under way is aborted."""
         ticket = sequence.ticket
         if ticket is not None:
-            self._tickets.discard(ticket.id)
             if self._scheduler.custody.knows(ticket.id):
                 self._handoff.abort(ticket.id, reason)
             elif isinstance(sequence.leg, DecodeLeg):
                 self._handoff.decline(ticket, reason)
+        self._forget(sequence)
+
+    def _forget(self, sequence: Sequence) -> None:
+        if sequence.ticket is not None:
+            self._tickets.discard(sequence.ticket.id)
         self._scheduler.end(sequence)
         self._stamp(sequence, Stamp.FINISHED)
         del self._sequences[sequence.request.id]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from baton.engines.interface import Colocated, DecodeLeg, PrefillLeg
 from baton.engines.transformers.custody import Custody
-from baton.engines.transformers.sequence import Status
+from baton.engines.transformers.sequence import Status, is_pulled
 from baton.kv.layout import needed_tokens
 
 if TYPE_CHECKING:
@@ -27,12 +27,14 @@ Taken = TypeVar("Taken")
 class Limits:
     """Bounds of one step, and of what runs at once.
 
-    Where fewer than `min_handoff_tokens` are missing they are computed, not received.
+    Where fewer than `min_handoff_tokens` are missing they are computed, not received. Prompts that
+    are to be pulled hold at most `max_held_blocks`.
     """
 
     max_batch_tokens: int
     max_num_seqs: int
     min_handoff_tokens: int
+    max_held_blocks: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +78,7 @@ class Plan:
     offered: list[tuple[Sequence, Ticket]] = field(default_factory=list)
     expected: list[Expectation] = field(default_factory=list)
     declined: list[Ticket] = field(default_factory=list)
+    refused: list[Sequence] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:
@@ -232,6 +235,10 @@ class Scheduler:
                     return self._expect(sequence, ticket, plan)
                 plan.declined.append(ticket)
                 sequence.leg = Colocated()
+            case PrefillLeg() if not self._may_be_held(sequence):
+                plan.refused.append(self._waiting.popleft())
+                sequence.status = Status.ENDED
+                return True
             case PrefillLeg() | Colocated():
                 pass
         budget = self.limits.max_batch_tokens - plan.num_tokens
@@ -242,6 +249,12 @@ class Scheduler:
             self.custody.lend(sequence.leg.ticket.id, sequence)
             plan.offered.append((sequence, sequence.leg.ticket))
         return True
+
+    def _may_be_held(self, sequence: Sequence) -> bool:
+        """Whether its blocks may wait for its decode worker, where they are to."""
+        num_blocks = sequence.num_blocks_for(sequence.num_tokens)
+        num_held = self.custody.num_held_blocks
+        return not is_pulled(sequence) or num_held + num_blocks <= self.limits.max_held_blocks
 
     def _count_missing(self, sequence: Sequence) -> int:
         """Known tokens that no cached block has."""

@@ -179,3 +179,9 @@ class Sequence:
         return token_id in sampling.stop_token_ids or (
             not sampling.ignore_eos and token_id in eos_token_ids
         )
+
+
+def is_pulled(sequence: Sequence) -> bool:
+    """Whether it is a prefill leg whose KV is held until its decode worker has room."""
+    leg = sequence.leg
+    return isinstance(leg, PrefillLeg) and leg.ticket.mode == "pull"

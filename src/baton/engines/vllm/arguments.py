@@ -98,6 +98,7 @@ def _transfer(config: Config) -> dict[str, object]:
         "handoff_port": config.worker.handoff_port,
         "handoff_timeout_s": config.handoff.timeout_s,
         "liveness_timeout_s": config.handoff.liveness_timeout_s,
+        "lease_s": config.handoff.lease_s,
         "transports": config.transfer.transports,
         "transport_options": config.transfer.options,
         "choice": config.transfer.choice,

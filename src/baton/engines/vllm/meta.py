@@ -95,12 +95,13 @@ class StepOrders:
     """One step.
 
     `preempted` lose their blocks before this step's forward; `started` are received prompts whose
-    decoding begins with it.
+    decoding begins with it. `queued` wait in vLLM's queue for what `expected` will ask for.
     """
 
     preempted: tuple[VllmRequestId, ...] = ()
     offers: tuple[Offer, ...] = ()
     progress: tuple[Progress, ...] = ()
+    queued: tuple[Prompt, ...] = ()
     expected: tuple[Expect, ...] = ()
     declined: tuple[Decline, ...] = ()
     withdrawn: tuple[Withdraw, ...] = ()

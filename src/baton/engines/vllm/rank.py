@@ -218,6 +218,7 @@ class Rank:
             port=_port_of(options.handoff_port, plan.rank),
             timeout_s=options.handoff_timeout_s,
             liveness_timeout_s=options.liveness_timeout_s,
+            lease_s=options.lease_s,
             links=LinkOptions(
                 options.choice, ProbeBounds(options.probe_time_s, options.probe_bytes)
             ),

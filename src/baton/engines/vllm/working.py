@@ -133,6 +133,8 @@ class RankHandoffs:
         self._orders, self._hooked = orders, set()
         for offer in orders.offers:
             self._offer(offer)
+        for prompt in orders.queued:
+            self._keep(prompt)
         for expect in orders.expected:
             self._expect(expect)
         for decline in orders.declined:
@@ -230,9 +232,13 @@ class RankHandoffs:
         leg.stamp(Stamp.ADMITTED, self._clock.now())
         leg.stamp(Stamp.PREFILL_STARTED, self._clock.now())
 
+    def _keep(self, prompt: Prompt) -> None:
+        for ticket in self._receiving_tickets(prompt):
+            self._port.keep(ticket)
+
     def _expect(self, expect: Expect) -> None:
-        setting, prompt = self._setting, expect.prompt
-        tickets = compute_receiving_subtickets(prompt.ticket, setting.layout, receiver=setting.rank)
+        prompt = expect.prompt
+        tickets = self._receiving_tickets(prompt)
         leg = self._open(prompt, "decode")
         leg.num_cached_tokens = expect.start
         leg.stamp(Stamp.PAGES_RESERVED, self._clock.now())
@@ -257,10 +263,7 @@ class RankHandoffs:
         self._observer.opened(expect.request, leg, load.traces)
 
     def _decline(self, prompt: Prompt, reason: str) -> None:
-        setting = self._setting
-        for ticket in compute_receiving_subtickets(
-            prompt.ticket, setting.layout, receiver=setting.rank
-        ):
+        for ticket in self._receiving_tickets(prompt):
             self._port.decline(ticket, reason)
 
     def _withdraw(self, withdraw: Withdraw) -> None:
@@ -401,6 +404,10 @@ class RankHandoffs:
             deadline=self._deadline(),
             trace=send.traces[ticket.id],
         )
+
+    def _receiving_tickets(self, prompt: Prompt) -> tuple[Ticket, ...]:
+        setting = self._setting
+        return compute_receiving_subtickets(prompt.ticket, setting.layout, receiver=setting.rank)
 
     def _open(self, prompt: Prompt, leg: str) -> LegTrace:
         return open_leg(prompt, leg, self._setting.worker, self._setting.epoch)

@@ -56,10 +56,19 @@ when the count is full and Finished is here, whichever comes last. What lands af
 window closed. A sender that fails releases its pages under a reader's eyes: digests tell, and
 Failed is on its way.
 
+How long prefill waits once all is computed is a lease (lease.py): decode renews it while its
+request is queued there, before `begin`, and until it has taken everything. One that runs out is a
+failure like any other at the sending side; what decode reads after it, by its own clock, is one
+there too.
+
+In mode pull `begin` is decode's turn to have room: nothing is reserved there before, prefill stands
+in OFFERED with all computed, and the first thing said of the ticket may be a renewal.
+
 `receiving.py` and `sending.py` of the package above carry out the actions that the methods return.
 
 File map:
     actions.py  what a session asks its desk to do
+    lease.py    how long prefill holds what decode has not taken: each side's half
     posted.py   a transfer's name: its transport's, and its id there
     terms.py    who moves the bytes, and into which pages
     receive.py  `ReceiveSession`: decode's half

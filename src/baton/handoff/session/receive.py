@@ -22,6 +22,7 @@ from baton.handoff.session.actions import (
     Say,
     SayTaken,
 )
+from baton.handoff.session.lease import LEASE_STAGE, Tenancy
 from baton.handoff.stretches import pack_stretches
 
 if TYPE_CHECKING:
@@ -60,6 +61,7 @@ class ReceiveSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         self.deadline = deadline
         self.phase = ReceivePhase.WAITING
         self.terms: Terms | None = None
+        self.tenancy = Tenancy()
         span = {"num_layers": num_layers, "start": order.start, "stop": order.num_tokens}
         self.coverage = Coverage(**span)
         self._requested = Coverage(**span)
@@ -133,6 +135,12 @@ class ReceiveSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         """A read touches no page any more, whether it succeeded or not."""
         self._reads.discard(posted)
         return self._settle()
+
+    def outlived(self, now: Instant) -> list[ReceiveAction]:
+        """A read has ended: fail if its source may not have been held until then."""
+        if self.tenancy.holds(now):
+            return []
+        return self.fail("a read ended after the lease of its source", stage=LEASE_STAGE)
 
     def landed(self, notice: Notice) -> list[ReceiveAction]:
         """Tokens are in place and their digests are right: count them."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from enum import StrEnum
 from typing import TYPE_CHECKING, Final
 
@@ -12,6 +13,7 @@ from baton.errors import HandoffError
 from baton.handoff.interface import KVSent, SendFailed
 from baton.handoff.messages import Failed, Rerouted
 from baton.handoff.session.actions import Announce, Emit, Say, SayFinished, SendAction, Submit
+from baton.handoff.session.lease import LAPSED_REASON, LEASE_STAGE, Lease
 from baton.handoff.stretches import Stretch, intersect, subtract, unpack_stretches
 
 if TYPE_CHECKING:
@@ -42,11 +44,15 @@ class SendSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
     `avoids` are transports that failed it: whatever becomes of them, this session is done with
     them. One of them is *leaving* while writes over it are under way, then *asked* until the peer
     has said what is missing of what it carried, then its ranges are *owed* until submitted again.
+    `lease` bounds how long it waits for the peer once all is computed.
     """
 
-    def __init__(self, order: SendOrder, *, num_layers: int, deadline: Instant) -> None:
+    def __init__(
+        self, order: SendOrder, *, num_layers: int, deadline: Instant, lease_s: float = math.inf
+    ) -> None:
         self.order = order
         self.deadline = deadline
+        self.lease = Lease(lease_s)
         self.phase = SendPhase.OFFERED
         self.grant: Grant | None = None
         self._ready = np.full(num_layers, order.num_ready_tokens, dtype=np.int64)
@@ -210,8 +216,14 @@ class SendSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         self._error = HandoffError(reason, stage=stage, peer=self.order.ticket.decode.worker)
         return self._settle()
 
+    def renew(self, now: Instant) -> bool:
+        """The peer wants it still; whether it is there for it."""
+        return self.phase not in _CLOSED and self.lease.renew(now)
+
     def expire(self, now: Instant) -> list[SendAction]:
-        """Fail if the deadline has passed."""
+        """Fail if the deadline has passed, or the lease was not renewed."""
+        if self.lease.is_over(now):
+            return self.fail(LAPSED_REASON, stage=LEASE_STAGE)
         if now < self.deadline:
             return []
         what = "no grant came from the decode worker" if self.grant is None else "still sending"

@@ -1,0 +1,112 @@
+"""Leases are renewed by decode, all of one prefill worker's at once, and answered there."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from baton.clock import Instant
+from baton.handoff.grants import epoch_of
+from baton.handoff.messages import Failed, Renew, Renewed
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from baton.authority.ticket import Ticket, WorkerRef
+    from baton.handoff.desk import Desk
+    from baton.handoff.graves import Graves
+    from baton.handoff.outgoing import Outgoing
+    from baton.handoff.peers import Peer
+    from baton.ids import Epoch, TicketId, WorkerId
+
+RENEWALS_PER_LEASE: Final = 3
+"""Two of them may be lost, or late, without harm."""
+
+MAX_TICKETS: Final = 1024
+"""Of one message."""
+
+MAX_QUEUED: Final = 65_536
+"""Of requests that wait in the engine; it bounds its queue itself, far below."""
+
+
+class Renewals:
+    """Decode's side: which tickets are queued in the engine, and when their holders hear of it.
+
+    Owner: the agent's thread.
+    """
+
+    def __init__(self, desk: Desk) -> None:
+        self._desk = desk
+        self._queued: dict[TicketId, Ticket] = {}
+        self._next_at: dict[tuple[WorkerId, Epoch], Instant] = {}
+
+    def keep(self, ticket: Ticket) -> None:
+        """See `HandoffPort.keep`. The link is made now, so that the grant need not wait for it."""
+        if len(self._queued) < MAX_QUEUED:
+            self._queued[ticket.id] = ticket
+            self._desk.peers.dial(ticket.prefill)
+
+    def drop(self, ticket: TicketId) -> None:
+        """It is queued no more."""
+        self._queued.pop(ticket, None)
+
+    def is_queued_from(self, ticket: TicketId, peer: Peer) -> bool:
+        """Whether a ticket waits here for what this peer holds."""
+        queued = self._queued.get(ticket)
+        return queued is not None and queued.prefill.epoch == epoch_of(peer)
+
+    def tick(self, reading: Iterable[Ticket]) -> None:
+        """Renew what is queued, and what is being read or written, where it is time to."""
+        now, groups = self._desk.clock.now(), _by_prefill((*self._queued.values(), *reading))
+        for holder in self._next_at.keys() - groups.keys():
+            del self._next_at[holder]
+        for holder, (ref, tickets) in groups.items():
+            if now >= self._next_at.get(holder, now):
+                self._renew(ref, tickets, now)
+
+    def _renew(self, ref: WorkerRef, tickets: list[TicketId], now: Instant) -> None:
+        peer = self._desk.peers.dial(ref)
+        if peer is None or peer.hello is None:
+            return
+        self._next_at[ref.worker, ref.epoch] = Instant(
+            now + peer.hello.lease_s / RENEWALS_PER_LEASE
+        )
+        for first in range(0, len(tickets), MAX_TICKETS):
+            some = tuple(tickets[first : first + MAX_TICKETS])
+            self._desk.peers.say(peer, Renew(now, some))
+
+
+def answer_renewal(
+    desk: Desk,
+    peer: Peer,
+    message: Renew,
+    *,
+    outgoing: Mapping[TicketId, Outgoing],
+    dead: Graves,
+) -> None:
+    """Prefill's side: hold what is here, say so, and say of what is gone that it is.
+
+    A ticket that is neither may be one whose prompt has not come yet.
+    """
+    now = desk.clock.now()
+    held: list[TicketId] = []
+    for ticket in message.tickets:
+        known = outgoing.get(ticket)
+        if known is not None:
+            is_its_own = known.session.order.ticket.decode.epoch == epoch_of(peer)
+            if is_its_own and known.session.renew(now):
+                held.append(ticket)
+            continue
+        grave = dead.take(ticket)
+        if grave is not None:
+            desk.peers.say(peer, Failed(ticket, grave.reason))
+    desk.peers.say(peer, Renewed(message.at, tuple(held)))
+
+
+def _by_prefill(
+    tickets: Iterable[Ticket],
+) -> dict[tuple[WorkerId, Epoch], tuple[WorkerRef, list[TicketId]]]:
+    groups: dict[tuple[WorkerId, Epoch], tuple[WorkerRef, list[TicketId]]] = {}
+    for ticket in tickets:
+        ref = ticket.prefill
+        groups.setdefault((ref.worker, ref.epoch), (ref, []))[1].append(ticket.id)
+    return groups
