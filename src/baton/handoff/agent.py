@@ -132,7 +132,7 @@ class AgentOptions:
             raise ConfigError("the faces of a worker show the same layers, and there is one face")
 
 
-class HandoffAgent:
+class HandoffAgent:  # noqa: PLR0904 - the engine's contract, and the process's
     """Implements `HandoffPort` (thread-safe); all else belongs to the agent's own thread."""
 
     def __init__(self, options: AgentOptions) -> None:
@@ -228,6 +228,11 @@ class HandoffAgent:
     def observe_links(self, observer: LinkObserver) -> None:
         """Tell an observer of choices, transfers and failures. Before `start`."""
         self._observer = observer
+
+    @property
+    def num_lapsed_leases(self) -> int:
+        """Prompts that were held here until their lease ran out."""
+        return 0 if self._thread is None else self._sending.num_lapsed_leases
 
     @property
     def is_alive(self) -> bool:
