@@ -108,6 +108,11 @@ class SendingDesk:  # noqa: PLR0904 -- a method for each event (ADR 0005)
             if outgoing is not None:
                 self._perform(outgoing, outgoing.session.layer_ready(layer, stop))
 
+    def all_ready(self, ticket: TicketId, stop: int) -> None:
+        """All layers of tokens `[0, stop)` are in place: see `one_piece.py`."""
+        for layer in range(self._desk.num_layers):
+            self.layer_ready(((ticket, stop),), layer)
+
     def finish(self, ticket: TicketId, first_token: SampledToken | None) -> None:
         """See `HandoffPort.finish`."""
         outgoing = self._outgoing.get(ticket)

@@ -45,6 +45,7 @@ class ConnectorOptions(msgspec.Struct, frozen=True, kw_only=True):
     handoff_timeout_s: Seconds = 60.0
     liveness_timeout_s: Seconds = 3.0
     lease_s: LeaseSeconds = 10.0
+    one_piece_tokens: Annotated[int, Meta(ge=0)] = 256
     staging_bytes: Annotated[int, Meta(ge=0)] = 256 * 1024 * 1024
     max_held_share: Annotated[float, Meta(ge=0, le=1)] = 0.5
     poll_interval_ms: Annotated[float, Meta(ge=0, le=1000)] = 10.0
