@@ -36,7 +36,7 @@ SPEC = RandomModelSpec(
 
 @dataclass(frozen=True)
 class House:
-    """The same model served in three ways.
+    """The same model served in three ways; `pulling_gateway` has those of `shared`, in mode pull.
 
     `colocated` is one worker that does both parts: the oracle. `shared` hands over through shared
     memory between equal layouts, `tcp` through sockets into blocks of another size.
@@ -49,6 +49,7 @@ class House:
     tcp_decode: FleetProcess
     shared_gateway: FleetProcess
     tcp_gateway: FleetProcess
+    pulling_gateway: FleetProcess
 
     def gateway(self, transport: str) -> FleetProcess:
         return self.shared_gateway if transport == "shared" else self.tcp_gateway
@@ -80,5 +81,8 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
             *workers,
             shared_gateway=fleet.start_gateway([prefill], [decode]),
             tcp_gateway=fleet.start_gateway([tcp_prefill], [tcp_decode]),
+            pulling_gateway=fleet.start_gateway(
+                [prefill], [decode], settings={"gateway.mode": "pull"}
+            ),
         )
         assert set(fleet.stop().values()) == {0}

@@ -52,6 +52,17 @@ def test_a_hundred_prompts_sixteen_at_a_time(
     assert received > 0.9 * sum(len(p) for p in prompts)
 
 
+def test_pulled_prompts(house: House) -> None:
+    prompts = make_prompts(20, seed=3, longest=2000)
+    expected = ask_all(house.colocated.url, prompts)
+    answers = ask_all(house.pulling_gateway.url, prompts)
+    assert answers == expected
+    traces = [read_trace(house.pulling_gateway.url, answer.request_id) for answer in answers]
+    assert {trace["mode"] for trace in traces} == {"pull"}
+    received = sum(trace["num_received_tokens"] for trace in traces)
+    assert received > 0.9 * sum(len(p) for p in prompts)
+
+
 @pytest.mark.parametrize("transport", ["shared", "tcp"])
 def test_prefix_hits_on_either_side(house: House, transport: str) -> None:
     gateway = house.gateway(transport).url

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import openai
@@ -25,7 +26,7 @@ from tests.e2e_vllm.house import BLOCK_SIZE, KV_BYTES_PER_TOKEN, NUM_LAYERS
 
 if TYPE_CHECKING:
     from tests.e2e_vllm.asking import Answer
-    from tests.e2e_vllm.house import House
+    from tests.e2e_vllm.house import House, Street
 
 pytestmark = pytest.mark.vllm
 
@@ -66,6 +67,20 @@ def test_forty_prompts_one_and_eight_at_a_time(house: House) -> None:
     now = read_metric(house.decode.url, "vllm:baton_handoffs_total", side="received")
     assert now - received == NUM_PROMPTS
     assert read_metric(house.decode.url, "vllm:baton_transport_mismatches_total") == 0
+
+
+def test_pulled_prompts(house: House, street: Street) -> None:
+    changes = {"gateway.mode": "pull"}
+    gateway = street.start_gateway([house.prefill], [house.decode], **changes)
+    prompts = make_prompts(8, seed=12, shortest=50, longest=2000)
+    expected = ask_all(house.oracle, prompts)
+    answers = ask_all(gateway, prompts, at_once=4)
+    check_same(answers, expected)
+    pulling = replace(house, gateway=gateway)
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert read_summary(gateway, answer.request_id)["mode"] == "pull"
+        check_handed_over(pulling, prompt, answer)
+    street.end(gateway)
 
 
 def test_sampled_answers_are_those_of_the_oracle(house: House) -> None:

@@ -192,6 +192,7 @@ def node(
     clock: Clock = CLOCK,
     timeout_s: float = 10.0,
     lease_s: float = 10.0,
+    one_piece_tokens: int = 0,
     wrap: Callable[[Transport], Transport] = lambda transport: transport,
     links: LinkOptions = LISTED,
     observer: LinkObserver | None = None,
@@ -201,7 +202,8 @@ def node(
             plain_pages(make_layout(block_size)) as plain,
             node(
                 name, kinds=kinds, key=key, pages=plain, fingerprint=fingerprint, traits=traits,
-                mover=mover, clock=clock, timeout_s=timeout_s, lease_s=lease_s, wrap=wrap,
+                mover=mover, clock=clock, timeout_s=timeout_s, lease_s=lease_s,
+                one_piece_tokens=one_piece_tokens, wrap=wrap,
                 links=links, observer=observer,
             ) as running,
         ):  # fmt: skip
@@ -221,6 +223,7 @@ def node(
             clock=clock,
             timeout_s=timeout_s,
             lease_s=lease_s,
+            one_piece_tokens=one_piece_tokens,
             mover=mover,
             traits=traits or {},
             links=links,

@@ -125,7 +125,8 @@ class ScriptedWorker:
         self.extra_info = info
         self.visits: list[Visit] = []
         self.aborts: list[tuple[str, str]] = []
-        self.num_info_reads = 0
+        self.num_info_reads = self.num_health_reads = 0
+        self.load: dict[str, int] | None = None
         self._sock = socket.create_server(("127.0.0.1", 0))
         self.port = self._sock.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
@@ -160,7 +161,9 @@ class ScriptedWorker:
 
     async def _describe(self, path: str, body: bytes, visit: Visit) -> None:
         if path == "/health":
-            await visit.answer(self.health_status, {"status": "ok"})
+            self.num_health_reads += 1
+            load = {} if self.load is None else {"load": self.load}
+            await visit.answer(self.health_status, {"status": "ok", **load})
         elif path == "/baton/v1/info":
             self.num_info_reads += 1
             await visit.answer(200, self.info())

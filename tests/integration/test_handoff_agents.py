@@ -30,7 +30,14 @@ from baton.ids import Epoch, WorkerId
 from baton.kv.copies import BlockTable
 from baton.telemetry.trace import Stamp
 from baton.transfer.transports.shared.transport import SharedTransport
-from tests.integration.handoff_nodes import CLOCK, FIRST, NUM_LAYERS, blocks_for, node
+from tests.integration.handoff_nodes import (
+    CLOCK,
+    FIRST,
+    NUM_LAYERS,
+    blocks_for,
+    make_handoff,
+    node,
+)
 from tests.unit.handoff.orders import make_ticket, receive_order, send_order
 
 if TYPE_CHECKING:
@@ -318,3 +325,31 @@ def test_a_worker_that_stops_fails_its_handoffs(kind: str, key: ClusterKey) -> N
             threading.Event().wait(0.1)
         events = decode.wait_for(1)
         assert isinstance(events[0], KVFailed)
+
+
+def test_a_short_prompt_leaves_in_one_piece_when_it_is_computed(key: ClusterKey) -> None:
+    with (
+        node("p", kinds=("shared",), key=key, one_piece_tokens=101) as prefill,
+        node("d", kinds=("shared",), key=key) as decode,
+    ):
+        prefill.scribble(1)
+        short = make_handoff(prefill, decode, num_tokens=101)
+        short.expect()
+        short.offer()
+        short.wait_until_granted()
+        short.compute(50, 101)
+        threading.Event().wait(0.3)
+        assert Stamp.FIRST_LAYER_LANDED not in short.receiving.trace.stamps
+        short.finish()
+        short.check_landed()
+        long = make_handoff(prefill, decode, num_tokens=102, seed=2)
+        long.expect()
+        long.offer()
+        long.wait_until_granted()
+        long.compute(102)
+        deadline = CLOCK.now() + 5
+        while Stamp.LAST_LAYER_LANDED not in long.receiving.trace.stamps:
+            assert CLOCK.now() < deadline, "a long prompt waited for its end"
+            threading.Event().wait(0.01)
+        long.finish()
+        long.check_landed()

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 pytest.importorskip("torch")
 
 Json = dict[str, Any]
+LEASE_S = 2.0
 
 
 @dataclass
@@ -33,13 +34,17 @@ class Pair:
     prefill: WorkerProcess
     decode: WorkerProcess
 
-    def ticket(self, **fields: str) -> tuple[Ticket, str]:
+    def ticket(self, **fields: Any) -> tuple[Ticket, str]:
         return make_ticket(self.prefill.ref, self.decode.ref, **fields)
 
 
 @pytest.fixture(scope="module")
 def pair() -> Generator[Pair]:
-    with starting("p0", role="prefill") as prefill, starting("d0", role="decode") as decode:
+    lease = {"lease_s": LEASE_S}
+    with (
+        starting("p0", role="prefill", **lease) as prefill,
+        starting("d0", role="decode", **lease) as decode,
+    ):
         prefill.wait_until_ready()
         decode.wait_until_ready()
         yield Pair(prefill, decode)
@@ -249,5 +254,77 @@ def test_tenants_do_not_share_a_cache(pair: Pair) -> None:
         assert cached[0] == 0
         assert cached[1] > 0
         assert cached[2] == 0
+
+    asyncio.run(scenario())
+
+
+HELD = 'baton_worker_blocks{state="held"}'
+LAPSED = "baton_handoff_leases_lapsed_total"
+
+
+async def until_metric(worker: WorkerProcess, name: str, wanted: float) -> None:
+    async with asyncio.timeout(30):
+        while (await read_metrics(worker))[name] != wanted:
+            await asyncio.sleep(0.02)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_pulled_prompt_waits_at_prefill_and_gives_the_same_answer(
+    pair: Pair, stream: bool
+) -> None:
+    async def scenario() -> None:
+        body = {"prompt": prompt(), "logprobs": 1, "stream": stream, "id": f"pull-{stream}"}
+        _, text = pair.ticket(mode="pull")
+        async with asking() as ask:
+            held = await ask(pair.prefill, body, text)
+            assert (held.status, held.json()["object"]) == (200, "baton.prefill")
+            await until_metric(pair.prefill, HELD, -(-held.json()["prompt_tokens"] // 16))
+            reserved = 'baton_worker_blocks{state="reserved"}'
+            assert (await read_metrics(pair.decode))[reserved] == 0
+            got = await ask(pair.decode, body, text)
+            await until_metric(pair.prefill, HELD, 0)
+            alone = await ask(pair.prefill, body | {"id": "alone"})
+        if stream:
+            assert got.streamed_text() == alone.streamed_text()
+        else:
+            got_choice, alone_choice = got.json()["choices"][0], alone.json()["choices"][0]
+            assert got_choice["logprobs"]["tokens"] == alone_choice["logprobs"]["tokens"]
+        trace = await read_trace(pair.decode, f"pull-{stream}")
+        assert trace.num_received_tokens == held.json()["prompt_tokens"]
+        assert (trace.mode, trace.fallbacks) == ("pull", [])
+        assert (await read_metrics(pair.prefill))[LAPSED] == 0
+
+    asyncio.run(scenario())
+
+
+def test_a_pull_that_comes_after_the_lease_is_recomputed(pair: Pair) -> None:
+    async def scenario() -> None:
+        body = {"prompt": prompt(), "id": "late"}
+        lapsed = (await read_metrics(pair.prefill))[LAPSED]
+        _, text = pair.ticket(mode="pull")
+        async with asking() as ask:
+            assert (await ask(pair.prefill, body, text)).status == 200
+            await until_metric(pair.prefill, LAPSED, lapsed + 1)
+            await until_metric(pair.prefill, HELD, 0)
+            got = await ask(pair.decode, body, text)
+            alone = await ask(pair.prefill, body | {"id": "alone"})
+        assert got.json()["choices"] == alone.json()["choices"]
+        (fallback,) = (await read_trace(pair.decode, "late")).fallbacks
+        assert fallback.startswith("computed locally: ")
+
+    asyncio.run(scenario())
+
+
+def test_a_held_prompt_is_given_back_when_the_gateway_says_so(pair: Pair) -> None:
+    async def scenario() -> None:
+        lapsed = (await read_metrics(pair.prefill))[LAPSED]
+        ticket, text = pair.ticket(mode="pull")
+        async with asking() as ask, aiohttp.ClientSession() as session:
+            assert (await ask(pair.prefill, {"prompt": prompt()}, text)).status == 200
+            url = f"{pair.prefill.url}/baton/v1/handoffs/{ticket.id.hex()}/abort"
+            async with session.post(url, json={"reason": "the client left"}) as reply:
+                assert reply.status == 204
+            await until_metric(pair.prefill, HELD, 0)
+        assert (await read_metrics(pair.prefill))[LAPSED] == lapsed
 
     asyncio.run(scenario())

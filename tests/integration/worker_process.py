@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from baton.authority.key import ClusterKey
-from baton.authority.ticket import Ticket, WorkerRef, seal
+from baton.authority.ticket import HandoffMode, Ticket, WorkerRef, seal
 from baton.clock import MachineClock
 from baton.ids import Epoch, WorkerId, new_ticket_id
 from baton.models import DEMO_MODEL_PATH
@@ -84,10 +84,12 @@ def starting(name: str, **options: Any) -> Generator[WorkerProcess]:
             popen.stdout.close()
 
 
-def make_ticket(prefill: WorkerRef, decode: WorkerRef, tenant_salt: str = "") -> tuple[Ticket, str]:
+def make_ticket(
+    prefill: WorkerRef, decode: WorkerRef, tenant_salt: str = "", mode: HandoffMode = "push"
+) -> tuple[Ticket, str]:
     """A ticket as the gateway would sign it, and its text."""
     expires_at = MachineClock().unix_now() + 60
-    ticket = Ticket(new_ticket_id(), "req-test", prefill, decode, "push", expires_at, tenant_salt)
+    ticket = Ticket(new_ticket_id(), "req-test", prefill, decode, mode, expires_at, tenant_salt)
     return ticket, seal(ticket, KEY)
 
 

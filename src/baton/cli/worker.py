@@ -94,6 +94,7 @@ def _options(config: Config, announce_fd: int) -> ProcessOptions:
         handoff_timeout_s=config.handoff.timeout_s,
         liveness_timeout_s=config.handoff.liveness_timeout_s,
         lease_s=config.handoff.lease_s,
+        one_piece_tokens=config.handoff.one_piece_tokens,
         transports=config.transfer.transports,
         transport_options=config.transfer.options,
         transport_choice=config.transfer.choice,

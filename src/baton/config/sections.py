@@ -75,6 +75,7 @@ class HandoffSection(Struct, frozen=True, kw_only=True):
     timeout_s: Seconds = 60.0
     liveness_timeout_s: Seconds = 3.0
     lease_s: LeaseSeconds = 10.0
+    one_piece_tokens: Count = 256
 
 
 class TransferSection(Struct, frozen=True, kw_only=True):

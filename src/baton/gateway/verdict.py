@@ -85,6 +85,7 @@ _REFUSALS: Final = {
     "not_a_producer": FallbackCause.PREFILL_REJECTED,
     "unsupported_request": FallbackCause.PREFILL_REJECTED,
     "handoff_failed": FallbackCause.HANDOFF_FAILED,
+    "overloaded": FallbackCause.PREFILL_OVERLOADED,
 }
 
 

@@ -47,6 +47,7 @@ from baton.handoff.messages import (
     Reversed,
     Taken,
 )
+from baton.handoff.one_piece import OnePiece
 from baton.handoff.peers import Heard, Peer, PeerGone, PeerTable, PeerUp
 from baton.handoff.receiving import ReceivingDesk
 from baton.handoff.routes import RouteFound, RouteLost, RouteTable
@@ -103,7 +104,8 @@ class AgentOptions:
     `mover` is who moves the bytes where this worker receives, if the transport can do both.
     `traits` are readable properties that explain why two workers cannot exchange KV (engine,
     version, dtype …): at most 32, names of 64 characters and values of 256. `lease_s` is how long
-    a computed prompt is held for a decode worker that does not renew it.
+    a computed prompt is held for a decode worker that does not renew it. Prompts of at most
+    `one_piece_tokens` are sent when they are computed, not layer by layer.
     """
 
     worker: WorkerId
@@ -118,6 +120,7 @@ class AgentOptions:
     timeout_s: float = 60.0
     liveness_timeout_s: float = 3.0
     lease_s: float = 10.0
+    one_piece_tokens: int = 0
     mover: Mover = "prefill"
     traits: Mapping[str, str] = field(default_factory=dict)
     links: LinkOptions = field(default_factory=LinkOptions)
@@ -133,7 +136,7 @@ class AgentOptions:
             raise ConfigError("the faces of a worker show the same layers, and there is one face")
 
 
-class HandoffAgent:  # noqa: PLR0904 -- a method for each event (ADR 0005)
+class HandoffAgent:  # noqa: PLR0904 - the engine's contract, and the process's
     """Implements `HandoffPort` (thread-safe); all else belongs to the agent's own thread."""
 
     def __init__(self, options: AgentOptions) -> None:
@@ -143,6 +146,7 @@ class HandoffAgent:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         self._wake_engine: Callable[[], None] = _nothing
         self._observer: LinkObserver = SilentObserver()
         self._selector = options.surroundings.make_selector()
+        self._one_piece = OnePiece(options.one_piece_tokens)
         self._stopping = False
         self._thread: threading.Thread | None = None
         self._next_tick = 0.0
@@ -236,6 +240,11 @@ class HandoffAgent:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         self._observer = observer
 
     @property
+    def num_lapsed_leases(self) -> int:
+        """Prompts that were held here until their lease ran out."""
+        return 0 if self._thread is None else self._sending.num_lapsed_leases
+
+    @property
     def is_alive(self) -> bool:
         """Whether the thread runs."""
         return self._thread is not None and self._thread.is_alive()
@@ -250,14 +259,20 @@ class HandoffAgent:  # noqa: PLR0904 -- a method for each event (ADR 0005)
 
     def offer(self, order: SendOrder) -> None:
         """See `HandoffPort`."""
+        self._one_piece.add(order)
         self._command(partial(self._sending.offer, order))
 
     def layer_ready(self, tickets: Sequence[tuple[TicketId, int]], layer: int) -> None:
         """See `HandoffPort`."""
-        self._command(partial(self._sending.layer_ready, tuple(tickets), layer))
+        told = self._one_piece.leave_out(tickets)
+        if told:
+            self._command(partial(self._sending.layer_ready, told, layer))
 
     def finish(self, ticket: TicketId, first_token: SampledToken | None) -> None:
         """See `HandoffPort`."""
+        stop = self._one_piece.take(ticket)
+        if stop is not None:
+            self._command(partial(self._sending.all_ready, ticket, stop))
         self._command(partial(self._sending.finish, ticket, first_token))
 
     def decline(self, ticket: Ticket, reason: str) -> None:
@@ -276,7 +291,9 @@ class HandoffAgent:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         """See `HandoffPort`."""
         events: list[HandoffEvent] = []
         while self._events:
-            events.append(self._events.popleft())
+            event = self._events.popleft()
+            self._one_piece.take(event.ticket)  # of a prompt that failed before it was computed
+            events.append(event)
         return events
 
     def _command(self, command: Callable[[], object]) -> None:

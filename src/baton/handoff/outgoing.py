@@ -30,6 +30,11 @@ class Outgoing:
     planner: CopyPlanner = field(default_factory=CopyPlanner)
     waits: bool = False
 
+    @property
+    def is_held(self) -> bool:
+        """Whether its KV waits here until the decode worker asks for it."""
+        return self.granted is None and self.session.order.ticket.mode == "pull"
+
     def reaches(self, peer: Peer) -> bool:
         """Whether this peer granted it."""
         return self.granted is not None and self.granted.peer is peer

@@ -16,7 +16,7 @@ from baton.handoff.grants import (
     epoch_of,
 )
 from baton.handoff.graves import Grave, Graves
-from baton.handoff.interface import DECLINED_STAGE
+from baton.handoff.interface import DECLINED_STAGE, SendFailed
 from baton.handoff.messages import (
     Avoid,
     Declined,
@@ -39,6 +39,7 @@ from baton.handoff.session.actions import (
     SendAction,
     Submit,
 )
+from baton.handoff.session.lease import LEASE_STAGE
 from baton.handoff.session.posted import Posted
 from baton.handoff.session.send import SendPhase, SendSession
 from baton.handoff.shipping import announce, lay_footprint, write
@@ -70,11 +71,12 @@ class SendingDesk:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         self._early = EarlyGrants()
         self._writes: dict[Posted, tuple[Route, TicketId]] = {}
         self._dead = Graves()
+        self.num_lapsed_leases = 0
 
     @property
     def num_sessions(self) -> int:
-        """Handoffs that are not over."""
-        return len(self._outgoing)
+        """Handoffs that are not over, but for prompts that wait to be pulled."""
+        return sum(not outgoing.is_held for outgoing in self._outgoing.values())
 
     @property
     def is_moving(self) -> bool:
@@ -105,6 +107,11 @@ class SendingDesk:  # noqa: PLR0904 -- a method for each event (ADR 0005)
             outgoing = self._outgoing.get(ticket)
             if outgoing is not None:
                 self._perform(outgoing, outgoing.session.layer_ready(layer, stop))
+
+    def all_ready(self, ticket: TicketId, stop: int) -> None:
+        """All layers of tokens `[0, stop)` are in place: see `one_piece.py`."""
+        for layer in range(self._desk.num_layers):
+            self.layer_ready(((ticket, stop),), layer)
 
     def finish(self, ticket: TicketId, first_token: SampledToken | None) -> None:
         """See `HandoffPort.finish`."""
@@ -352,6 +359,8 @@ class SendingDesk:  # noqa: PLR0904 -- a method for each event (ADR 0005)
             case Say(message):
                 self._say(outgoing, message)
             case Emit(event):
+                if isinstance(event, SendFailed) and event.error.stage == LEASE_STAGE:
+                    self.num_lapsed_leases += 1
                 outgoing.write_trace()
                 self._desk.emit(event)
             case _:

@@ -58,6 +58,7 @@ class ProcessOptions:
     handoff_timeout_s: float = 60.0
     liveness_timeout_s: float = 3.0
     lease_s: float = 10.0
+    one_piece_tokens: int = 256
     transports: tuple[str, ...] = ("shared", "tcp")
     transport_options: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
     transport_choice: Literal["measured", "listed"] = "measured"

@@ -52,6 +52,25 @@ class EngineCollector(Collector):
         return ()
 
 
+class LeaseCollector(Collector):
+    """What became of held prompts, as the handoff agent counted it. Thread-safe."""
+
+    def __init__(self, read_num_lapsed: Callable[[], int]) -> None:
+        self._read_num_lapsed = read_num_lapsed
+
+    def collect(self) -> Iterable[Metric]:
+        """See `Collector`."""
+        yield CounterMetricFamily(
+            "baton_handoff_leases_lapsed",
+            "Computed prompts whose decode worker did not renew their lease.",
+            self._read_num_lapsed(),
+        )
+
+    def describe(self) -> Iterable[Metric]:
+        """See `Collector`."""
+        return ()
+
+
 def _counters(stats: EngineStats) -> Iterator[Metric]:
     prompt = CounterMetricFamily(
         "baton_worker_prompt_tokens",

@@ -24,7 +24,7 @@ from baton.worker.legs import LegReader
 from baton.worker.no_handoffs import NoHandoffs
 from baton.worker.observing import LegObserver
 from baton.worker.prompts import PromptReader
-from baton.worker.scraping import EngineCollector
+from baton.worker.scraping import EngineCollector, LeaseCollector
 from baton.worker.status_pages import ABORT, HANDOFFS, TRACES, StatusPages
 from baton.worker.tokenizer import load_tokenizer
 
@@ -92,6 +92,7 @@ def build_worker(
     set_worker_info(registry, _facts(options, engine))
     if agent is not None:
         agent.observe_links(LinkInstruments(registry, options.transports))
+        registry.register(LeaseCollector(lambda: agent.num_lapsed_leases))
     bridge, traces = EngineBridge(engine, clock), TraceRing(options.num_traces)
     reader = PromptReader(
         served_model_name=options.served_model_name,

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 pytest.importorskip("transformers")
 
 from baton.engines.interface import DecodeLeg, FinishReason, NewToken, PrefillLeg
-from baton.errors import EngineError, HandoffError, TicketError
+from baton.errors import EngineError, HandoffError, OverloadedError, TicketError
 from baton.handoff.interface import (
     BlocksQuiescent,
     KVFailed,
@@ -316,3 +317,78 @@ def test_a_passed_deadline_fails_the_request_and_aborts_its_handoff() -> None:
     driver.turn()
     assert isinstance(driver.failure("d"), EngineError)
     assert handoff.calls == ["expect", "abort"]
+
+
+PULLED = msgspec.structs.replace(TICKET, mode="pull")
+
+
+def test_a_pulled_prompt_is_answered_when_it_is_held_and_freed_when_it_was_taken() -> None:
+    driver, handoff = drive()
+    driver.submit("p", PROMPT, PrefillLeg(PULLED))
+    driver.run()
+    token = SampledToken(colocated_answer()[0])
+    assert driver.updates == [NewToken("p", token, 0, FinishReason.LENGTH)]
+    assert handoff.calls == ["offer", "finish"], "an answered prompt's handoff was aborted"
+    stats = driver.loop.stats()
+    assert (stats.num_free_blocks, stats.num_held_blocks) == (64 - 5, 5)
+    handoff.events = [KVSent(TICKET.id)]
+    driver.turn()
+    assert len(driver.updates) == 1
+    driver.check_all_blocks_are_free()
+    assert driver.loop.stats().num_held_blocks == 0
+
+
+def test_a_pulled_prompt_whose_lease_ran_out_is_freed_and_fails_nobody() -> None:
+    driver, handoff = drive()
+    driver.submit("p", PROMPT, PrefillLeg(PULLED))
+    driver.run()
+    handoff.events = [SendFailed(TICKET.id, HandoffError("over", stage="lease"))]
+    driver.turn()
+    assert driver.failure("p") is None
+    driver.check_all_blocks_are_free()
+
+
+def test_a_held_prompts_ticket_cannot_be_used_again() -> None:
+    driver, _ = drive()
+    driver.submit("p", PROMPT, PrefillLeg(PULLED))
+    driver.run()
+    driver.submit("again", PROMPT, PrefillLeg(PULLED))
+    driver.turn()
+    assert isinstance(driver.failure("again"), TicketError)
+
+
+def test_prompts_that_wait_to_be_pulled_hold_a_part_of_the_blocks_only() -> None:
+    driver, handoff = drive(max_held_share=0.2)  # 12 of 64 blocks; a prompt has 5
+    tickets = [msgspec.structs.replace(make_ticket(n), mode="pull") for n in (1, 2, 3)]
+    for n, ticket in enumerate(tickets):
+        driver.submit(f"p{n}", make_prompt(40, seed=n), PrefillLeg(ticket))
+    driver.run()
+    assert [driver.finish(f"p{n}") for n in (0, 1)] == [FinishReason.LENGTH] * 2
+    assert isinstance(driver.failure("p2"), OverloadedError)
+    assert driver.loop.stats().num_held_blocks == 10
+    pushed = make_ticket(4)
+    driver.submit("pushed", make_prompt(40, seed=4), PrefillLeg(pushed))
+    driver.run()
+    assert len(handoff.sends) == 3, "push is no prompt that waits"
+    handoff.events = [KVSent(tickets[0].id)]
+    driver.turn()
+    driver.submit(
+        "p3",
+        make_prompt(40, seed=5),
+        PrefillLeg(msgspec.structs.replace(make_ticket(5), mode="pull")),
+    )
+    driver.run()
+    assert driver.finish("p3") is FinishReason.LENGTH
+
+
+def test_a_decode_leg_keeps_its_lease_from_its_first_moment_in_the_queue() -> None:
+    driver, handoff = drive(num_blocks=8, max_num_seqs=1)
+    driver.submit("busy", make_prompt(40, seed=9), max_tokens=16)
+    driver.turn()
+    driver.submit("d", PROMPT, DecodeLeg(PULLED))
+    driver.turn()
+    assert handoff.kept == [TICKET.id]
+    assert handoff.calls == [], "it asks before it has room"
+    assert driver.loop.stats().num_reserved_blocks == 0
+    driver.run()
+    assert handoff.calls == ["expect"]

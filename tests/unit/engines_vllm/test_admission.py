@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from baton.authority.key import ClusterKey
-from baton.authority.ticket import Ticket, WorkerRef, seal
+from baton.authority.ticket import HandoffMode, Ticket, WorkerRef, seal
 from baton.engines.vllm.admission import Admission
+from baton.engines.vllm.held import HeldPrompts
 from baton.engines.vllm.identity import Identity
 from baton.engines.vllm.information import KVEventsInfo, ModelFacts, RankFacts
 from baton.engines.vllm.meta import StepReport
@@ -38,14 +39,15 @@ FACTS = RankFacts(
 def admission() -> Admission:
     clock = ManualClock()
     reader = TicketReader(IDENTITY, KEY, clock)
-    made = Admission(IDENTITY, MODEL, block_size=4, reader=reader, clock=clock)
+    held = HeldPrompts(max_blocks=5)
+    made = Admission(IDENTITY, MODEL, block_size=4, held=held, reader=reader, clock=clock)
     made.meet_ranks({0: FACTS})
     return made
 
 
-def sealed(prefill: WorkerRef, decode: WorkerRef) -> str:
+def sealed(prefill: WorkerRef, decode: WorkerRef, mode: HandoffMode = "push") -> str:
     expires_at = ManualClock().unix_now() + 60
-    return seal(Ticket(new_ticket_id(), "req-1", prefill, decode, "push", expires_at, "salt"), KEY)
+    return seal(Ticket(new_ticket_id(), "req-1", prefill, decode, mode, expires_at, "salt"), KEY)
 
 
 def request(params: dict[str, object] | None, name: str = "r", **changes: object) -> Any:
@@ -64,8 +66,8 @@ def request(params: dict[str, object] | None, name: str = "r", **changes: object
     return SimpleNamespace(**(fields | changes))
 
 
-def sending() -> dict[str, object]:
-    return {"baton_ticket": sealed(ME, PEER), "do_remote_decode": True}
+def sending(mode: HandoffMode = "push") -> dict[str, object]:
+    return {"baton_ticket": sealed(ME, PEER, mode), "do_remote_decode": True}
 
 
 def receiving() -> dict[str, object]:
@@ -131,7 +133,7 @@ def test_a_prefill_legs_answer_says_what_became_of_it(admission: Admission) -> N
         admission.add(one)
     admission.step(step(new=(("good", [1, 2], 0, 5), ("bad", [3, 4, 5], 0, 9))))
     admission.step(step(cached=(("good", [6], 5, 4), ("bad", None, 9, 1))))
-    admission.hear(None, StepReport((("bad", "the peer is gone"),)))
+    admission.hear(None, None, StepReport((("bad", "the peer is gone"),)))
     assert admission.finish(good) == (True, {"baton": {"status": "offered"}})
     refused = {"status": "refused", "code": "handoff_failed", "reason": "the peer is gone"}
     assert admission.finish(bad) == (True, {"baton": refused})
@@ -186,3 +188,37 @@ def test_a_request_that_was_rejected_before_it_was_added_is_declined(
     """vLLM's own way to say that a request will never run: it is finished, and nothing else."""
     assert admission.finish(request(receiving())) == (False, None)
     assert len(admission.step(step()).declined) == 1
+
+
+def compute(admission: Admission, name: str, mode: HandoffMode) -> dict[str, object]:
+    """A prefill leg of nine tokens (three blocks) from its arrival to its answer."""
+    leg = request(sending(mode), name)
+    admission.add(leg)
+    admission.step(step(new=((name, [1, 2, 3], 0, 9),)))
+    _, said = admission.finish(leg)
+    assert said is not None
+    return said["baton"]  # type: ignore[return-value]
+
+
+def test_prompts_that_wait_to_be_pulled_hold_so_many_blocks_at_most(admission: Admission) -> None:
+    assert compute(admission, "first", "pull") == {"status": "offered"}
+    second = compute(admission, "second", "pull")
+    assert (second["status"], second["code"]) == ("refused", "overloaded")
+    assert compute(admission, "pushed", "push") == {"status": "offered"}
+    admission.hear(None, {"first"}, None)
+    assert compute(admission, "third", "pull") == {"status": "offered"}
+
+
+def test_a_pull_that_is_cancelled_in_the_queue_holds_nothing(admission: Admission) -> None:
+    leg = request(sending("pull"), status=SimpleNamespace(name="FINISHED_ABORTED"))
+    admission.add(leg)
+    admission.finish(leg)
+    assert compute(admission, "next", "pull") == {"status": "offered"}
+
+
+def test_what_waits_in_vllms_queue_is_told_once(admission: Admission) -> None:
+    leg = request(receiving())
+    admission.add(leg)
+    (queued,) = admission.step(step()).queued
+    assert queued.num_tokens == 9
+    assert admission.step(step()).queued == ()

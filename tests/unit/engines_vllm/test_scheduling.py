@@ -63,6 +63,7 @@ def test_all_that_is_not_cached_is_wanted_unless_only_the_last_token_is_missing(
     schedule.add("r", Wanted(prompt(9)))
     assert schedule.count_missing("r", num_cached) == missing
     assert schedule.count_missing("r", num_cached) == missing
+    assert len(schedule.step([], ()).queued) == 1
     assert schedule.step([], ()) == StepOrders()
 
 

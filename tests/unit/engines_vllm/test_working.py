@@ -285,3 +285,11 @@ def test_a_load_that_failed_is_not_traced_as_received(bench: Bench) -> None:
     assert trace is not None
     assert trace.num_received_tokens == 0
     assert len(trace.fallbacks) == 1
+
+
+def test_a_request_in_vllms_queue_is_kept_at_every_rank_that_will_send(bench: Bench) -> None:
+    run(bench, StepOrders(queued=(prompt(bench, 7, FROM_TWO),)))
+    kept = [ticket.id for ticket in bench.port.kept]
+    run(bench, expect(bench, FROM_TWO))
+    assert kept == list(bench.port.receives)
+    assert len(kept) == 2

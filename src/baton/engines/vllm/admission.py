@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
     from baton.authority.ticket import Ticket
     from baton.clock import Clock
+    from baton.engines.vllm.held import HeldPrompts
     from baton.engines.vllm.identity import Identity
     from baton.engines.vllm.information import ModelFacts, RankFacts
     from baton.engines.vllm.meta import StepOrders, StepReport, VllmRequestId
@@ -60,12 +61,14 @@ class Admission:
         model: ModelFacts,
         *,
         block_size: int,
+        held: HeldPrompts,
         reader: TicketReader,
         clock: Clock,
     ) -> None:
         self._identity, self._model, self._clock = identity, model, clock
         self._reader = reader
         self._schedule = HandoffSchedule(block_size)
+        self._block_size, self._held = block_size, held
         self._refused = RefusalCount()
         self._probes: set[VllmRequestId] = set()
         self._ranks: dict[int, RankFacts] = {}
@@ -112,8 +115,11 @@ class Admission:
             self._followed(scheduler_output), read_preempted(scheduler_output)
         )
 
-    def hear(self, received: set[str] | None, report: StepReport | None) -> None:
+    def hear(
+        self, received: set[str] | None, sent: set[str] | None, report: StepReport | None
+    ) -> None:
         """What the workers said of the last step."""
+        self._held.drop(sent or ())
         for request, reason in () if report is None else report.failed_sends:
             self._schedule.send_failed(request, reason)
         for request in received or ():
@@ -130,6 +136,8 @@ class Admission:
             return False, None
         outcome = OUTCOMES.get(request.status.name, "failed")
         verdict = self._schedule.finish(request_id, Ending(outcome, request.num_output_tokens))
+        if not isinstance(verdict, Held):
+            self._held.drop((request_id,))
         asked = (request.kv_transfer_params or {}).get("do_remote_decode")
         return isinstance(verdict, Held), _report(verdict) if asked else None
 
@@ -145,6 +153,10 @@ class Admission:
         if unsupported is not None:
             self._refuse(request.request_id, Refusal("unsupported_request", unsupported))
             return
+        if state is Queued and ticket.mode == "pull" and not self._may_be_held(request):
+            reason = "too many prompts wait here to be pulled"
+            self._refuse(request.request_id, Refusal("overloaded", reason))
+            return
         prompt_hash = compute_prompt_hash(
             self._ranks[0].fingerprint,
             ticket.tenant_salt,
@@ -152,6 +164,10 @@ class Admission:
         )
         prompt = Prompt(ticket, prompt_hash, request.num_prompt_tokens, self._clock.now())
         self._schedule.add(request.request_id, state(prompt))
+
+    def _may_be_held(self, request: Request) -> bool:
+        num_blocks = -(-request.num_prompt_tokens // self._block_size)
+        return self._held.try_add(request.request_id, num_blocks)
 
     def _refuse(self, request: VllmRequestId, refusal: Refusal) -> None:
         self._refused.add(refusal)

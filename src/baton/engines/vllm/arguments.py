@@ -99,6 +99,7 @@ def _transfer(config: Config) -> dict[str, object]:
         "handoff_timeout_s": config.handoff.timeout_s,
         "liveness_timeout_s": config.handoff.liveness_timeout_s,
         "lease_s": config.handoff.lease_s,
+        "one_piece_tokens": config.handoff.one_piece_tokens,
         "transports": config.transfer.transports,
         "transport_options": config.transfer.options,
         "choice": config.transfer.choice,

@@ -27,6 +27,7 @@ from baton.engines.vllm.compatibility import (
     read_extra,
     warn_of_policy,
 )
+from baton.engines.vllm.held import HeldPrompts
 from baton.engines.vllm.identity import Identity, compute_epoch, default_name
 from baton.engines.vllm.information import read_model_facts
 from baton.engines.vllm.key import find_key
@@ -103,7 +104,8 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # n
         self._wait_s = 0.0
         identity = _identify(vllm_config, self._options)
         if role == KVConnectorRole.SCHEDULER:
-            self._admission = _admit(vllm_config, self._options, identity)
+            held = HeldPrompts(int(self._options.max_held_share * kv_cache_config.num_blocks))
+            self._admission = _admit(vllm_config, self._options, identity, held)
         else:
             self._rank = _make_rank(vllm_config, kv_cache_config, self._options, identity)
 
@@ -143,7 +145,8 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # n
         """See `KVConnectorBase_V1`."""
         said = connector_output.kv_connector_worker_meta
         report = said.report if isinstance(said, RankReport) else None
-        self._scheduler.hear(connector_output.finished_recving, report)
+        received, sent = connector_output.finished_recving, connector_output.finished_sending
+        self._scheduler.hear(received, sent, report)
 
     def request_finished(
         self, request: Request, block_ids: list[int]
@@ -271,7 +274,9 @@ def _identify(vllm_config: VllmConfig, options: ConnectorOptions) -> Identity:
     )
 
 
-def _admit(vllm_config: VllmConfig, options: ConnectorOptions, identity: Identity) -> Admission:
+def _admit(
+    vllm_config: VllmConfig, options: ConnectorOptions, identity: Identity, held: HeldPrompts
+) -> Admission:
     if identity.receives:
         warn_of_policy(vllm_config.kv_transfer_config)
     clock = MachineClock()
@@ -279,6 +284,7 @@ def _admit(vllm_config: VllmConfig, options: ConnectorOptions, identity: Identit
         identity,
         read_model_facts(vllm_config, options.transports),
         block_size=int(vllm_config.cache_config.block_size),
+        held=held,
         reader=TicketReader(identity, find_key(options), clock),
         clock=clock,
     )

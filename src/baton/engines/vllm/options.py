@@ -28,7 +28,8 @@ class ConnectorOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     Ports are those of rank 0: rank r takes `port + r`, or a free one where the port is 0.
     `poll_interval_ms` is how long a step without tokens may wait for the handoff's next event.
-    `fingerprint` replaces the one that is computed from the checkpoint's files.
+    `max_held_share` of the KV blocks may be held for decode workers to pull. `fingerprint`
+    replaces the one that is computed from the checkpoint's files.
     """
 
     name: Annotated[str, Meta(min_length=1, max_length=128)] | None = None
@@ -44,7 +45,9 @@ class ConnectorOptions(msgspec.Struct, frozen=True, kw_only=True):
     handoff_timeout_s: Seconds = 60.0
     liveness_timeout_s: Seconds = 3.0
     lease_s: LeaseSeconds = 10.0
+    one_piece_tokens: Annotated[int, Meta(ge=0)] = 256
     staging_bytes: Annotated[int, Meta(ge=0)] = 256 * 1024 * 1024
+    max_held_share: Annotated[float, Meta(ge=0, le=1)] = 0.5
     poll_interval_ms: Annotated[float, Meta(ge=0, le=1000)] = 10.0
     fingerprint: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
     key_file: str | None = None

@@ -219,6 +219,7 @@ class Rank:
             timeout_s=options.handoff_timeout_s,
             liveness_timeout_s=options.liveness_timeout_s,
             lease_s=options.lease_s,
+            one_piece_tokens=options.one_piece_tokens,
             links=LinkOptions(
                 options.choice, ProbeBounds(options.probe_time_s, options.probe_bytes)
             ),

@@ -17,6 +17,7 @@ RefusalCode: TypeAlias = Literal[
     "not_a_consumer",
     "unsupported_request",
     "handoff_failed",
+    "overloaded",
 ]
 
 

@@ -401,7 +401,7 @@ class RankHandoffs:
             num_tokens=prompt.num_tokens,
             num_ready_tokens=num_ready_tokens,
             blocks=BlockTable(0, send.table),
-            deadline=self._deadline(),
+            deadline=self._deadline_of(prompt.ticket),
             trace=send.traces[ticket.id],
         )
 
@@ -416,6 +416,13 @@ class RankHandoffs:
         if len(tickets) == 1:
             return {tickets[0].id: leg}
         return {ticket.id: open_part(leg) for ticket in tickets}
+
+    def _deadline_of(self, ticket: Ticket) -> Instant:
+        """A prompt that is pulled waits for as long as its request may, if its lease is renewed."""
+        if ticket.mode != "pull":
+            return self._deadline()
+        left_s = ticket.expires_at - self._clock.unix_now()
+        return Instant(self._clock.now() + max(0.0, left_s))
 
     def _deadline(self) -> Instant:
         return Instant(self._clock.now() + self._setting.timeout_s)

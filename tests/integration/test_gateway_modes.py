@@ -1,0 +1,206 @@
+"""Modes of handing over at the gateway: who is asked when, and what follows a mode that fails."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from tests.integration.gateway_cluster import PROMPT, STREAM, Cluster, run, until
+from tests.integration.scripted_worker import (
+    ScriptedWorker,
+    Visit,
+    never_answer,
+    prefill_at_once,
+    recompute_when_aborted,
+    say_abc,
+)
+
+PULL = {"modes": ["push", "pull"]}
+
+
+def pair(prefill=prefill_at_once, decode=say_abc, num_prefills=1):
+    return {
+        "prefills": [
+            ScriptedWorker(f"prefill-{n}", "prefill", prefill, **PULL) for n in range(num_prefills)
+        ],
+        "decodes": [ScriptedWorker("decode-0", "decode", decode, **PULL)],
+    }
+
+
+async def placement_of(cluster: Cluster, request_id: str) -> dict:
+    status, body = await cluster.get_json(f"/debug/requests/{request_id}")
+    assert status == 200
+    return body
+
+
+async def ask(cluster: Cluster, request_id: str = "r") -> None:
+    async with cluster.post(STREAM, **{"x-request-id": request_id}) as response:
+        assert response.status == 200
+        assert (await response.text()).endswith("[DONE]\n\n")
+
+
+def test_decode_is_asked_once_prefill_holds_the_kv():
+    gate = asyncio.Event()
+
+    async def slow_prefill(visit: Visit):
+        await gate.wait()
+        await prefill_at_once(visit)
+
+    async def scenario(cluster: Cluster):
+        asking = asyncio.create_task(ask(cluster))
+        await until(lambda: cluster.prefills[0].visits)
+        await asyncio.sleep(0.1)
+        assert not cluster.decodes[0].visits, "decode was asked before the KV was there"
+        gate.set()
+        await asking
+        tickets = [w.visits[0].ticket for w in (cluster.prefills[0], cluster.decodes[0])]
+        assert tickets[0] == tickets[1]
+        assert tickets[0].mode == "pull"
+        assert not cluster.prefills[0].aborts
+        traced = await placement_of(cluster, "r")
+        assert (traced["gateway"]["mode"], traced["placement"]) == (
+            "pull",
+            ["the operator chose pull"],
+        )
+        assert await cluster.metric('baton_gateway_requests_total{code="200",mode="pull"') == 1
+        assert await cluster.metric("baton_gateway_fallbacks_total") == 0
+
+    run(scenario, mode="pull", **pair(slow_prefill))
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "cause", "modes"),
+    [
+        (503, "overloaded", "prefill_overloaded", ["pull", "push"]),
+        (502, "handoff_failed", "handoff_failed", ["pull", "push"]),
+        (500, "internal_error", "prefill_failed", ["pull", None]),
+        (400, "invalid_value", "prefill_rejected", ["pull", None]),
+    ],
+)
+def test_a_mode_that_fails_falls_to_the_next(status, code, cause, modes):
+    async def refuse_pulls(visit: Visit):
+        if visit.ticket.mode == "pull":
+            await visit.fail(status, code)
+        else:
+            await prefill_at_once(visit)
+
+    async def scenario(cluster: Cluster):
+        await ask(cluster)
+        asked = [visit.ticket.mode for visit in cluster.prefills[0].visits]
+        assert asked == [mode for mode in modes if mode]
+        (visit,) = cluster.decodes[0].visits
+        assert (visit.ticket and visit.ticket.mode) == modes[-1]
+        assert await cluster.metric(f'baton_gateway_fallbacks_total{{cause="{cause}"}}') == 1
+
+    run(scenario, mode="pull", **pair(refuse_pulls))
+
+
+def test_a_prefill_worker_that_is_gone_is_followed_by_another():
+    async def scenario(cluster: Cluster):
+        cluster.prefills[0].kill()
+        await ask(cluster)
+        (visit,) = cluster.prefills[1].visits
+        assert visit.ticket.mode == "pull"
+        assert cluster.decodes[0].visits[0].ticket == visit.ticket
+
+    run(scenario, mode="pull", probe_interval_s=30, **pair(num_prefills=2))
+
+
+def test_prefill_workers_that_fail_one_after_another_end_in_decode_alone():
+    async def fail(visit: Visit):
+        await visit.fail(500, "internal_error")
+
+    async def scenario(cluster: Cluster):
+        await ask(cluster)
+        assert sum(len(worker.visits) for worker in cluster.prefills) == 2
+        (visit,) = cluster.decodes[0].visits
+        assert visit.ticket is None
+
+    run(scenario, mode="pull", **pair(fail, num_prefills=4))
+
+
+def test_what_is_held_is_released_when_the_client_leaves():
+    async def scenario(cluster: Cluster):
+        asking = asyncio.create_task(ask(cluster))
+        await until(lambda: cluster.decodes[0].visits)
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+        await until(lambda: cluster.prefills[0].aborts)
+        ticket = cluster.decodes[0].visits[0].ticket
+        assert cluster.prefills[0].aborts[0][0] == ticket.id.hex()
+
+    run(scenario, mode="pull", **pair(decode=never_answer))
+
+
+def test_what_is_held_is_released_when_decode_cannot_be_asked():
+    async def scenario(cluster: Cluster):
+        cluster.decodes[0].kill()
+        async with cluster.post(PROMPT) as response:
+            assert response.status in {502, 503}
+        await until(lambda: cluster.prefills[0].aborts)
+
+    run(scenario, mode="pull", probe_interval_s=30, **pair())
+
+
+def test_a_stale_ticket_is_made_again_for_a_prefill_worker_that_restarted():
+    async def scenario(cluster: Cluster):
+        prefill = cluster.prefills[0]
+        before, prefill.epoch = prefill.epoch, "f" * 32
+        await ask(cluster)
+        assert [visit.ticket.prefill.epoch for visit in prefill.visits] == [before, "f" * 32]
+
+    run(scenario, mode="pull", probe_interval_s=30, **pair())
+
+
+def test_a_mode_that_the_workers_do_not_know_is_replaced_and_counted():
+    async def scenario(cluster: Cluster):
+        await ask(cluster)
+        assert cluster.decodes[0].visits[0].ticket.mode == "push"
+        cause = '{cause="mode_unusable"}'
+        assert await cluster.metric("baton_gateway_fallbacks_total" + cause) == 1
+        traced = await placement_of(cluster, "r")
+        assert traced["placement"][0] == "the operator chose pull"
+        assert "does not know the mode pull" in traced["placement"][1]
+
+    run(scenario, mode="pull")
+
+
+def test_colocated_asks_decode_alone():
+    async def scenario(cluster: Cluster):
+        await ask(cluster)
+        assert not cluster.prefills[0].visits
+        assert cluster.decodes[0].visits[0].ticket is None
+        assert await cluster.metric("baton_gateway_fallbacks_total") == 0
+
+    run(scenario, mode="colocated", **pair())
+
+
+def test_a_queue_on_decode_turns_push_into_pull():
+    async def scenario(cluster: Cluster):
+        await ask(cluster, "before")
+        load = {"waiting": 2, "blocks": 64, "free_blocks": 60, "block_size": 16}
+        cluster.decodes[0].load = load
+        probes = cluster.decodes[0].num_health_reads
+        await until(lambda: cluster.decodes[0].num_health_reads > probes + 1)
+        long = {**STREAM, "prompt": "word " * 1000}
+        async with cluster.post(long, **{"x-request-id": "after"}) as response:
+            await response.text()
+        modes = [visit.ticket.mode for visit in cluster.decodes[0].visits]
+        assert modes == ["push", "pull"]
+        traced = await placement_of(cluster, "after")
+        assert traced["placement"] == ["decode-0 has 2 requests in its queue"]
+
+    run(scenario, **pair())
+
+
+def test_push_is_as_it_was_where_prefill_fails():
+    async def refuse(visit: Visit):
+        await visit.fail(503, "overloaded")
+
+    async def scenario(cluster: Cluster):
+        await ask(cluster)
+        assert cluster.decodes[0].aborts
+        assert len(cluster.prefills[0].visits) == 1
+
+    run(scenario, **pair(refuse, recompute_when_aborted))
