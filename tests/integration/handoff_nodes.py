@@ -24,6 +24,7 @@ from baton.handoff.interface import (
     TokenLogprob,
 )
 from baton.handoff.link_options import LinkOptions
+from baton.handoff.verification import VerificationPolicy
 from baton.ids import Epoch, WorkerId, new_epoch
 from baton.kv.canonical import read_canonical, write_canonical
 from baton.kv.copies import BlockTable, PagedSequence
@@ -193,6 +194,7 @@ def node(
     wrap: Callable[[Transport], Transport] = lambda transport: transport,
     links: LinkOptions = LISTED,
     observer: LinkObserver | None = None,
+    verification: VerificationPolicy | None = None,
 ) -> Iterator[Node]:
     if pages is None:
         with (
@@ -200,7 +202,7 @@ def node(
             node(
                 name, kinds=kinds, key=key, pages=plain, fingerprint=fingerprint, traits=traits,
                 mover=mover, clock=clock, timeout_s=timeout_s, wrap=wrap, links=links,
-                observer=observer,
+                observer=observer, verification=verification,
             ) as running,
         ):  # fmt: skip
             yield running
@@ -221,6 +223,7 @@ def node(
             mover=mover,
             traits=traits or {},
             links=links,
+            verification=verification or VerificationPolicy(),
         )
     )
     if observer is not None:

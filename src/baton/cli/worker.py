@@ -12,6 +12,7 @@ from baton.config.cluster_key import find_cluster_key
 from baton.config.environment import read_environment
 from baton.config.logs import configure_logging
 from baton.config.sections import Config, Role
+from baton.handoff.verification import VerificationPolicy
 from baton.ids import WorkerId
 from baton.models import DEMO_MODEL_PATH
 from baton.worker.options import ProcessOptions
@@ -93,6 +94,7 @@ def _options(config: Config, announce_fd: int) -> ProcessOptions:
         handoff_port=section.handoff_port,
         handoff_timeout_s=config.handoff.timeout_s,
         liveness_timeout_s=config.handoff.liveness_timeout_s,
+        verification=VerificationPolicy.of(config.handoff),
         transports=config.transfer.transports,
         transport_options=config.transfer.options,
         transport_choice=config.transfer.choice,

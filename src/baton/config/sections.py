@@ -19,6 +19,8 @@ Seconds: TypeAlias = Annotated[float, Meta(gt=0)]
 Host: TypeAlias = Annotated[str, Meta(min_length=1)]
 
 Role: TypeAlias = Literal["prefill", "decode", "both"]
+Verification: TypeAlias = Literal["full", "sampled", "identity"]
+Share: TypeAlias = Annotated[float, Meta(gt=0, le=1)]
 LogLevel: TypeAlias = Literal["debug", "info", "warning", "error"]
 LogFormat: TypeAlias = Literal["text", "json"]
 
@@ -67,10 +69,18 @@ class WorkerSection(Struct, frozen=True, kw_only=True):
 
 
 class HandoffSection(Struct, frozen=True, kw_only=True):
-    """How long a handoff may take, and how a silent peer is noticed."""
+    """How long a handoff may take, how a silent peer is noticed, and how much is verified.
+
+    `verify_*`: which bytes are compared with their digests, by the kind of path that they took.
+    """
 
     timeout_s: Seconds = 60.0
     liveness_timeout_s: Seconds = 3.0
+    verify_same_process: Verification = "full"
+    verify_same_host: Verification = "full"
+    verify_network: Verification = "full"
+    verify_pool: Verification = "full"
+    verify_share: Share = 0.125
 
 
 class TransferSection(Struct, frozen=True, kw_only=True):

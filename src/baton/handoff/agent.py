@@ -52,6 +52,7 @@ from baton.handoff.receiving import ReceivingDesk
 from baton.handoff.routes import RouteFound, RouteLost, RouteTable
 from baton.handoff.sending import SendingDesk
 from baton.handoff.survey import Surveyor
+from baton.handoff.verification import VerificationPolicy
 from baton.transfer.interface import (
     Arrived,
     Attached,
@@ -117,6 +118,7 @@ class AgentOptions:
     mover: Mover = "prefill"
     traits: Mapping[str, str] = field(default_factory=dict)
     links: LinkOptions = field(default_factory=LinkOptions)
+    verification: VerificationPolicy = field(default_factory=VerificationPolicy)
 
     def __post_init__(self) -> None:
         """Refuse faces that no engine has.
@@ -195,6 +197,7 @@ class HandoffAgent:
             routes=self._routes,
             transports=options.transports,
             timeout_s=options.timeout_s,
+            verification=options.verification,
             emit=self._emit,
         )
         self._landing.answer_by(self._peers)

@@ -207,6 +207,7 @@ def _agent(options: ProcessOptions, engine: Engine, epoch: Epoch, clock: Clock) 
             port=options.handoff_port,
             timeout_s=options.handoff_timeout_s,
             liveness_timeout_s=options.liveness_timeout_s,
+            verification=options.verification,
             links=LinkOptions(
                 options.transport_choice, ProbeBounds(options.probe_time_s, options.probe_bytes)
             ),

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from baton.errors import ProtocolError
 from baton.handoff.interface import SampledToken, TokenLogprob
 from baton.handoff.messages import (
+    PROTOCOL_VERSION,
     Available,
     Avoid,
     Declined,
@@ -78,7 +79,7 @@ MESSAGES: dict[str, Message] = {
     ),
     "refused": Refused(("another model",)),
     "grant": Grant(ID, "sealed", b"p" * 32, 16, 40, 1, pack_blocks(np.array([7, 3])), "prefill"),
-    "grant_to_read": Grant(ID, "sealed", b"p" * 32, 16, 40, 1, b"", "decode"),
+    "grant_to_read": Grant(ID, "sealed", b"p" * 32, 16, 40, 1, b"", "decode", ("shared",)),
     "available": Available(ID, 3, 16, 40, 1, pack_blocks(np.array([7, 3])), b"d" * 32),
     "taken": Taken(ID, "shared", "tcp"),
     "rerouted": Rerouted(ID, "shared"),
@@ -153,7 +154,7 @@ def test_block_ids_are_checked() -> None:
         unpack_blocks(pack_blocks(np.array([-1])))
 
 
-@pytest.mark.parametrize("version", [1, 2, 4])
+@pytest.mark.parametrize("version", [1, 2, 3, PROTOCOL_VERSION + 1])
 def test_a_hello_of_another_version_is_known_as_one(version: int) -> None:
     """Whatever fields it has: version 1 had `layout` and `regions`, 2 had no `mover`."""
     raw = msgspec.msgpack.encode({
@@ -168,7 +169,12 @@ def test_a_hello_of_another_version_is_known_as_one(version: int) -> None:
 
 
 def test_a_hello_of_this_version_is_taken_strictly() -> None:
-    raw = msgspec.msgpack.encode({"t": "hello", "version": 3, "worker": "p", "new": 1})
+    raw = msgspec.msgpack.encode({
+        "t": "hello",
+        "version": PROTOCOL_VERSION,
+        "worker": "p",
+        "new": 1,
+    })
     with pytest.raises(ProtocolError):
         decode(raw)
     with pytest.raises(ProtocolError, match="nobody sends"):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Final, Literal, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from baton.config.sections import Host, Port, Seconds, Table
+from baton.config.sections import Host, Port, Seconds, Share, Table, Verification
 from baton.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -43,6 +43,11 @@ class ConnectorOptions(msgspec.Struct, frozen=True, kw_only=True):
     mover: Literal["prefill", "decode"] = "decode"
     handoff_timeout_s: Seconds = 60.0
     liveness_timeout_s: Seconds = 3.0
+    verify_same_process: Verification = "full"
+    verify_same_host: Verification = "full"
+    verify_network: Verification = "full"
+    verify_pool: Verification = "full"
+    verify_share: Share = 0.125
     staging_bytes: Annotated[int, Meta(ge=0)] = 256 * 1024 * 1024
     poll_interval_ms: Annotated[float, Meta(ge=0, le=1000)] = 10.0
     fingerprint: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
