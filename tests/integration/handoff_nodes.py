@@ -24,6 +24,7 @@ from baton.handoff.interface import (
     TokenLogprob,
 )
 from baton.handoff.link_options import LinkOptions
+from baton.handoff.verification import VerificationPolicy
 from baton.ids import Epoch, WorkerId, new_epoch
 from baton.kv.canonical import read_canonical, write_canonical
 from baton.kv.copies import BlockTable, PagedSequence
@@ -196,6 +197,7 @@ def node(
     wrap: Callable[[Transport], Transport] = lambda transport: transport,
     links: LinkOptions = LISTED,
     observer: LinkObserver | None = None,
+    verification: VerificationPolicy | None = None,
 ) -> Iterator[Node]:
     if pages is None:
         with (
@@ -204,7 +206,7 @@ def node(
                 name, kinds=kinds, key=key, pages=plain, fingerprint=fingerprint, traits=traits,
                 mover=mover, clock=clock, timeout_s=timeout_s, lease_s=lease_s,
                 one_piece_tokens=one_piece_tokens, wrap=wrap,
-                links=links, observer=observer,
+                links=links, observer=observer, verification=verification,
             ) as running,
         ):  # fmt: skip
             yield running
@@ -227,6 +229,7 @@ def node(
             mover=mover,
             traits=traits or {},
             links=links,
+            verification=verification or VerificationPolicy(),
         )
     )
     if observer is not None:

@@ -12,6 +12,7 @@ from baton.config.cluster_key import find_cluster_key
 from baton.config.environment import read_environment
 from baton.config.logs import configure_logging
 from baton.config.sections import Config, Role
+from baton.handoff.verification import VerificationPolicy
 from baton.ids import WorkerId
 from baton.models import DEMO_MODEL_PATH
 from baton.worker.options import ProcessOptions
@@ -95,6 +96,7 @@ def _options(config: Config, announce_fd: int) -> ProcessOptions:
         liveness_timeout_s=config.handoff.liveness_timeout_s,
         lease_s=config.handoff.lease_s,
         one_piece_tokens=config.handoff.one_piece_tokens,
+        verification=VerificationPolicy.of(config.handoff),
         transports=config.transfer.transports,
         transport_options=config.transfer.options,
         transport_choice=config.transfer.choice,

@@ -21,6 +21,8 @@ Host: TypeAlias = Annotated[str, Meta(min_length=1)]
 
 Role: TypeAlias = Literal["prefill", "decode", "both"]
 Mode: TypeAlias = Literal["auto", "push", "pull", "pool", "reference", "colocated"]
+Verification: TypeAlias = Literal["full", "sampled", "identity"]
+Share: TypeAlias = Annotated[float, Meta(gt=0, le=1)]
 LogLevel: TypeAlias = Literal["debug", "info", "warning", "error"]
 LogFormat: TypeAlias = Literal["text", "json"]
 
@@ -70,12 +72,20 @@ class WorkerSection(Struct, frozen=True, kw_only=True):
 
 
 class HandoffSection(Struct, frozen=True, kw_only=True):
-    """How long a handoff may take, and how silent peers are noticed."""
+    """How long a handoff may take, how a silent peer is noticed, and how much is verified.
+
+    `verify_*`: which bytes are compared with their digests, by the kind of path that they took.
+    """
 
     timeout_s: Seconds = 60.0
     liveness_timeout_s: Seconds = 3.0
     lease_s: LeaseSeconds = 10.0
     one_piece_tokens: Count = 256
+    verify_same_process: Verification = "full"
+    verify_same_host: Verification = "full"
+    verify_network: Verification = "full"
+    verify_pool: Verification = "full"
+    verify_share: Share = 0.125
 
 
 class TransferSection(Struct, frozen=True, kw_only=True):

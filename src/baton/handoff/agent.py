@@ -54,6 +54,7 @@ from baton.handoff.routes import RouteFound, RouteLost, RouteTable
 from baton.handoff.sending import SendingDesk
 from baton.handoff.surroundings import MACHINE
 from baton.handoff.survey import Surveyor
+from baton.handoff.verification import VerificationPolicy
 from baton.transfer.interface import (
     Arrived,
     Attached,
@@ -125,6 +126,7 @@ class AgentOptions:
     traits: Mapping[str, str] = field(default_factory=dict)
     links: LinkOptions = field(default_factory=LinkOptions)
     surroundings: Surroundings = MACHINE
+    verification: VerificationPolicy = field(default_factory=VerificationPolicy)
 
     def __post_init__(self) -> None:
         """Refuse faces that no engine has.
@@ -214,6 +216,7 @@ class HandoffAgent:  # noqa: PLR0904 - the engine's contract, and the process's
             transports=options.transports,
             timeout_s=options.timeout_s,
             lease_s=options.lease_s,
+            verification=options.verification,
             emit=self._emit,
         )
         self._landing.answer_by(self._peers)

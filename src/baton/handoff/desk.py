@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from baton.handoff.messages import Mover
     from baton.handoff.peers import Peer, PeerTable
     from baton.handoff.routes import RouteTable
+    from baton.handoff.verification import VerificationPolicy
     from baton.transfer.interface import Transport
 
 
@@ -37,6 +38,7 @@ class Desk:
     transports: tuple[Transport, ...]
     timeout_s: float
     lease_s: float
+    verification: VerificationPolicy
     emit: Callable[[HandoffEvent], None]
 
     @property

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from baton.handoff.footprint import Footprint
     from baton.handoff.messages import Finished, Notice
     from baton.handoff.peers import Peer
+    from baton.handoff.sampler import Sampler
     from baton.handoff.session.receive import ReceiveSession
     from baton.kv.copies import PageCopies
     from baton.transfer.interface import Transport
@@ -38,6 +39,7 @@ class Incoming:
     named: NamedPages = field(default_factory=NamedPages)
     planner: CopyPlanner = field(default_factory=CopyPlanner)
     unreadable: set[str] = field(default_factory=set)
+    sampler: Sampler | None = None
     _opened: dict[str, Transport] = field(default_factory=dict)
     _fencing: set[str] = field(default_factory=set)
     _unsettled: set[str] = field(default_factory=set)
@@ -110,13 +112,19 @@ class Incoming:
         self._unsettled.discard(transport.kind)
         return not self._unsettled
 
-    def is_intact(self, notice: Notice) -> bool:
-        """Whether the bytes that a notice names are in the pages, as their sender had them."""
+    def is_intact(self, notice: Notice, transport: str, sampler: Sampler | None) -> bool:
+        """Whether the bytes that a notice names are in the pages, as their sender had them.
+
+        With a sampler: as far as it looks. What was compared is noted in the trace.
+        """
         if self.peer is None:
             raise AssertionError("nothing is noticed before a peer was dialed")
         pages = self._laid
-        peer_layout = self.peer.met.theirs.layout
-        return Inspector(pages.face.region, pages.sequence, peer_layout).is_intact(notice)
+        inspector = Inspector(pages.face.region, pages.sequence, self.peer.met.theirs.layout)
+        seen = inspector.inspect(notice, sampler)
+        trace, num_bytes = self.session.order.trace, seen.num_tokens * self._layer_bytes
+        trace.verified(transport, num_bytes, is_intact=seen.is_intact)
+        return seen.is_intact
 
     def scatter(self, notice: Notice) -> None:
         """Bring what a notice names, which is intact, into the engine's blocks."""
@@ -140,9 +148,8 @@ class Incoming:
 
     def note_arrival(self, transport: Transport, notice: Notice) -> None:
         """Note what brought some of the KV: the proof of what was used."""
-        layout = self._laid.face.layout
-        layer_bytes = layout.bytes_per_token // layout.num_layers
-        self.carriage.came_over(transport.kind, (notice.stop - notice.start) * layer_bytes)
+        num_tokens = notice.stop - notice.start
+        self.carriage.came_over(transport.kind, num_tokens * self._layer_bytes)
         if self._fenced:
             self.carriage.took_over(self._fenced[0], transport.kind)
 
@@ -168,6 +175,12 @@ class Incoming:
     def write_trace(self) -> None:
         """Say in the trace what carried it."""
         self.carriage.write_into(self.session.order.trace)
+
+    @property
+    def _layer_bytes(self) -> int:
+        """Of one token, on the average of all layers."""
+        layout = self._laid.face.layout
+        return layout.bytes_per_token // layout.num_layers
 
     @property
     def _laid(self) -> Footprint:

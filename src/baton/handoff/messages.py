@@ -94,7 +94,8 @@ class Grant(_Message, frozen=True, tag="grant"):
     With mover "prefill" it is to be written into `blocks` of my face: little-endian int64, the
     first of which holds logical block `first_block`. With mover "decode" I read it where you say
     that it is `Available`, and `blocks` is empty. `ticket` is the sealed text of the ticket `id`:
-    the gateway's authority.
+    the gateway's authority. What is written over a transport that `undigested` names needs no
+    digests: they would not be looked at.
     """
 
     id: WireTicketId
@@ -105,6 +106,7 @@ class Grant(_Message, frozen=True, tag="grant"):
     first_block: TokenCount
     blocks: PackedBlocks
     mover: Mover
+    undigested: Annotated[tuple[TransportName, ...], msgspec.Meta(max_length=16)] = ()
 
 
 class Declined(_Message, frozen=True, tag="declined"):
@@ -304,7 +306,8 @@ class ProbeNotice(msgspec.Struct, frozen=True, array_like=True):
 class Notice(msgspec.Struct, frozen=True, array_like=True):
     """Rides on a write: KV of tokens `[start, stop)` of `layer` is in place.
 
-    `digests` has 16 bytes for each piece, in the order of `kv.copies.compute_pieces`.
+    `digests` has 16 bytes for each piece, in the order of `kv.copies.compute_pieces`; or none at
+    all, where the grant says so.
     """
 
     layer: LayerNumber

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from baton.handoff.messages import DIGEST_BYTES, Notice, encode
+import numpy as np
+
+from baton.handoff.messages import DIGEST_BYTES, Notice
 from baton.kv.copies import PageCopies, PagedSequence, compute_pieces
 from baton.kv.digest import compute_digests
 from baton.kv.geometry import shared_heads
@@ -14,9 +16,9 @@ from baton.transfer.region import view_pages
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    import numpy as np
     from numpy.typing import NDArray
 
+    from baton.handoff.sampler import Sampler
     from baton.kv.layout import KVLayout
     from baton.kv.planning import CopyPlanner
     from baton.transfer.interface import PagedRegion
@@ -27,15 +29,21 @@ MAX_PIECES: Final = 2048
 
 @dataclass(frozen=True, slots=True)
 class Parcel:
-    """One write: the copies, and the notice that announces them."""
+    """One write: the copies, and what is in them: the pieces `bounds` of `layer`."""
 
     copies: PageCopies
-    notice: Notice
+    layer: int
+    bounds: NDArray[np.int64]
 
     @property
-    def notice_bytes(self) -> bytes:
-        """The notice as it travels."""
-        return encode(self.notice)
+    def start(self) -> int:
+        """The first token."""
+        return int(self.bounds[0])
+
+    @property
+    def stop(self) -> int:
+        """One past the last token."""
+        return int(self.bounds[-1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,15 +61,38 @@ class Packer:
     def pack(self, layer: int, start: int, stop: int) -> Iterator[Parcel]:
         """Split tokens `[start, stop)` of `layer` into parcels of bounded size, in order."""
         source, target = self.source, self.target
-        pages = _layer_pages(self.region, layer)
-        heads = shared_heads(source.layout, target.layout, layer)
         bounds = compute_pieces(source.layout.block_size, target.layout.block_size, start, stop)
         for first in range(0, len(bounds) - 1, MAX_PIECES):
             part = bounds[first : first + MAX_PIECES + 1]
             low, high = int(part[0]), int(part[-1])
-            copies = self.planner.plan(source, target, layer, start=low, stop=high)
-            digests = compute_digests(source, layer, pages, part, heads=heads)
-            yield Parcel(copies, Notice(layer, low, high, digests))
+            yield Parcel(
+                self.planner.plan(source, target, layer, start=low, stop=high), layer, part
+            )
+
+    def digest(self, parcel: Parcel) -> Notice:
+        """What announces a parcel, with a digest for each of its pieces."""
+        source, layer = self.source, parcel.layer
+        digests = compute_digests(
+            source,
+            layer,
+            _layer_pages(self.region, layer),
+            parcel.bounds,
+            heads=shared_heads(source.layout, self.target.layout, layer),
+        )
+        return Notice(layer, parcel.start, parcel.stop, digests)
+
+
+def announce_undigested(parcel: Parcel) -> Notice:
+    """What announces a parcel to a receiver that verifies identities only."""
+    return Notice(parcel.layer, parcel.start, parcel.stop, b"")
+
+
+@dataclass(frozen=True, slots=True)
+class Inspection:
+    """What came of a look at pages: of so many tokens the bytes were compared."""
+
+    is_intact: bool
+    num_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,17 +103,25 @@ class Inspector:
     target: PagedSequence
     peer: KVLayout
 
-    def is_intact(self, notice: Notice) -> bool:
-        """Whether the bytes at the tokens that the notice names have the digests it claims."""
-        layout = self.target.layout
+    def inspect(self, notice: Notice, sampler: Sampler | None = None) -> Inspection:
+        """Whether the bytes at the tokens that the notice names have the digests it claims.
+
+        With a sampler only some of the pieces are looked at; digests must be there for all.
+        """
+        layer, layout = notice.layer, self.target.layout
         bounds = compute_pieces(self.peer.block_size, layout.block_size, notice.start, notice.stop)
-        if len(notice.digests) != DIGEST_BYTES * (len(bounds) - 1):
-            return False
-        pages = _layer_pages(self.region, notice.layer)
-        heads = shared_heads(self.peer, layout, notice.layer)
-        return (
-            compute_digests(self.target, notice.layer, pages, bounds, heads=heads) == notice.digests
-        )
+        num_pieces = len(bounds) - 1
+        if len(notice.digests) != DIGEST_BYTES * num_pieces:
+            return Inspection(is_intact=False, num_tokens=0)
+        only = None if sampler is None else sampler.choose(layer, num_pieces)
+        pages = _layer_pages(self.region, layer)
+        heads = shared_heads(self.peer, layout, layer)
+        found = compute_digests(self.target, layer, pages, bounds, heads=heads, only=only)
+        lengths = np.diff(bounds)
+        if only is None:
+            return Inspection(found == notice.digests, int(lengths.sum()))
+        claimed = np.frombuffer(notice.digests, np.uint8).reshape(num_pieces, DIGEST_BYTES)
+        return Inspection(found == claimed[only].tobytes(), int(lengths[only].sum()))
 
 
 def _layer_pages(region: PagedRegion, layer: int) -> NDArray[np.uint8]:

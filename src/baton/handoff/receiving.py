@@ -11,6 +11,7 @@ from baton.clock import Instant
 from baton.errors import BatonError, ProtocolError
 from baton.handoff.graves import Grave, Graves
 from baton.handoff.incoming import Incoming
+from baton.handoff.inspecting import is_as_read, is_as_written
 from baton.handoff.messages import (
     Available,
     Declined,
@@ -239,7 +240,7 @@ class ReceivingDesk:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         except ProtocolError as exc:
             self._perform(incoming, session.fail(str(exc), stage="landing"))
             return
-        if incoming.is_intact(notice):
+        if is_as_written(self._desk.verification, incoming, notice, transport):
             incoming.note_arrival(transport, notice)
             self._take_in(incoming, notice)
         elif incoming.has_other(transport):
@@ -262,7 +263,7 @@ class ReceivingDesk:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         elif lost := session.outlived(self._desk.clock.now()):
             self._perform(incoming, lost)
             self._perform(incoming, session.read_ended(posted))
-        elif incoming.is_intact(notice):
+        elif is_as_read(incoming, notice, posted.transport):
             self._blame_others(incoming, pending)
             self._perform(incoming, session.read_ended(posted))
             self._take_in(incoming, notice)
@@ -363,7 +364,9 @@ class ReceivingDesk:  # noqa: PLR0904 -- a method for each event (ADR 0005)
             self._perform(incoming, session.fail(str(exc), stage=STAGING_STAGE))
             return
         if incoming.footprint is not None:
-            terms = Terms(mover, incoming.footprint.pages, face.is_staged)
+            desk = self._desk
+            undigested = desk.verification.undigested(desk.transports)
+            terms = Terms(mover, incoming.footprint.pages, face.is_staged, undigested)
             self._perform(incoming, session.begin(terms))
 
     def _choose_mover(self, peer: Peer, ticket: Ticket) -> Mover | None:

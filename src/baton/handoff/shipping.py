@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from baton.handoff.messages import Available, pack_blocks
-from baton.handoff.parcels import Packer
+from baton.handoff.messages import Available, encode, pack_blocks
+from baton.handoff.parcels import Packer, announce_undigested
 from baton.handoff.session.posted import Posted
 from baton.handoff.staging import Holder
 from baton.handoff.stretches import Stretch
@@ -79,19 +79,20 @@ def write(
         way = routes.choose(granted.peer, shape, session.avoids)
         if way is None:
             raise routes.explain(granted.peer)
+        is_undigested = way.route.kind in granted.grant.undigested
+        notice = announce_undigested(parcel) if is_undigested else packer.digest(parcel)
         page_write = PageWrite(
             remote=way.route.attached,
             window=granted.ticket.id,
             region=region.handle,
             copies=parcel.copies,
-            notice=parcel.notice_bytes,
+            notice=encode(notice),
         )
         _count(trace, parcel.copies)
         outgoing.carriage.note(way.choice)
         began_at = routes.now()
         transfer = way.route.transport.submit(page_write)
         routes.posted(way, began_at)
-        notice = parcel.notice
         stretch = Stretch(notice.layer, notice.start, notice.stop)
         yield Shipment(way, Posted(way.route.kind, transfer), stretch)
 
@@ -109,7 +110,7 @@ def announce(
     target = _some_target(granted.peer.met.theirs.layout, num_tokens)
     packer = Packer(footprint.face.region, footprint.sequence, target, outgoing.planner)
     for parcel in packer.pack(action.layer, action.start, action.stop):
-        notice = parcel.notice
+        notice = packer.digest(parcel)
         source = footprint.pages_of(notice.start, notice.stop)
         _count(trace, parcel.copies)
         yield Available(

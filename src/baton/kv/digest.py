@@ -33,8 +33,9 @@ def compute_digests(
     bounds: NDArray[np.int64],
     *,
     heads: range | None = None,
+    only: NDArray[np.int64] | None = None,
 ) -> bytes:
-    """`DIGEST_BYTES` for each piece, concatenated.
+    """`DIGEST_BYTES` for each piece, or each of those chosen, concatenated.
 
     Args:
         sequence: This side's layout and block table.
@@ -42,6 +43,7 @@ def compute_digests(
         layer_pages: uint8 `[num_blocks, page_bytes]`.
         bounds: int64 `[k + 1]` from `compute_pieces`: no piece crosses a page of this side.
         heads: The kv heads that both sides hold (`shared_heads`); None for all that this one does.
+        only: int64 `[m]`, indices of the pieces that are wanted; None for all.
 
     Raises:
         ProtocolError: the table does not cover the pieces, or one of them crosses a page.
@@ -55,6 +57,8 @@ def compute_digests(
     in_page = tokens % block_size
     if int((in_page + lengths).max()) > block_size or int(lengths.min()) < 1:
         raise ProtocolError("a piece is empty or crosses a page")
+    if only is not None:
+        tokens, lengths, in_page = tokens[only], lengths[only], in_page[only]
     geometry = page_geometry(sequence.layout, layer)
     planes = view_planes(layer_pages, geometry, heads)
     is_digested_as_it_lies = _rests_as_digested(sequence.layout, geometry, heads)

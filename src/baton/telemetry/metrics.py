@@ -166,6 +166,20 @@ class HandoffInstruments:
             "baton_handoff_received_bytes", "KV received.", ["transport"], registry=registry
         )
         self._received = {transport: received.labels(transport) for transport in used}
+        verified = Counter(
+            "baton_handoff_verified_bytes",
+            "KV that was compared with its sender's digests.",
+            ["transport"],
+            registry=registry,
+        )
+        self._verified = {transport: verified.labels(transport) for transport in used}
+        failures = Counter(
+            "baton_handoff_digest_failures",
+            "Arrivals of KV that was not what its sender had.",
+            ["transport"],
+            registry=registry,
+        )
+        self._digest_failures = {transport: failures.labels(transport) for transport in used}
         mismatches = Counter(
             "baton_handoff_transport_mismatch",
             "Handoffs that used another transport than the one expected between the two workers.",
@@ -204,6 +218,8 @@ class HandoffInstruments:
         self._handoffs[trace.leg, str(transport), _result(trace)].inc()
         if trace.leg != "decode":
             return
+        _add(self._verified, trace.verified_bytes)
+        _add(self._digest_failures, trace.digest_failures)
         for fallback in trace.fallbacks:
             cause = fallback.partition(": ")[0]
             self._fallbacks.get(cause, self._fallbacks[UNKNOWN]).inc()
@@ -227,6 +243,11 @@ def set_worker_info(registry: CollectorRegistry, facts: dict[str, str]) -> None:
     Gauge("baton_worker_info", "What this worker is.", list(facts), registry=registry).labels(
         **facts
     ).set(1)
+
+
+def _add(counters: dict[str, Counter], by_transport: dict[str, int]) -> None:
+    for transport, number in by_transport.items():
+        counters.get(transport, counters[UNKNOWN]).inc(number)
 
 
 def _result(trace: LegTrace) -> str:

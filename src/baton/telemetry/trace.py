@@ -53,11 +53,19 @@ class LegTrace(msgspec.Struct, kw_only=True):
     num_output_tokens: int = 0
     fallbacks: list[str] = []
     reroutes: list[str] = []  # "transport: why", for each that failed and was taken over
+    verified_bytes: dict[str, int] = {}  # by transport: compared with their sender's digests
+    digest_failures: dict[str, int] = {}  # by transport: notices whose bytes were others
     outcome: str | None = None
 
     def stamp(self, name: Stamp, at: float) -> None:
         """Record an instant; the first one of a name wins (a retry does not rewrite history)."""
         self.stamps.setdefault(name, at)
+
+    def verified(self, transport: str, num_bytes: int, *, is_intact: bool) -> None:
+        """Record that bytes which a transport brought were compared with their digests."""
+        self.verified_bytes[transport] = self.verified_bytes.get(transport, 0) + num_bytes
+        if not is_intact:
+            self.digest_failures[transport] = self.digest_failures.get(transport, 0) + 1
 
     def snapshot(self) -> LegTrace:
         """A copy that later stamps of other threads do not change."""
@@ -67,6 +75,8 @@ class LegTrace(msgspec.Struct, kw_only=True):
             peer_stamps=dict(self.peer_stamps),
             fallbacks=list(self.fallbacks),
             reroutes=list(self.reroutes),
+            verified_bytes=dict(self.verified_bytes),
+            digest_failures=dict(self.digest_failures),
         )
 
 

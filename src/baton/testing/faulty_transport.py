@@ -16,7 +16,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from baton.errors import TransferError
-from baton.testing.spoilt_copies import Piece, choose_piece, flip_bit, swap_pages, try_zero
+from baton.testing.spoilt_copies import (
+    Piece,
+    choose_piece,
+    cut_short,
+    flip_bit,
+    swap_pages,
+    try_zero,
+)
 from baton.transfer.interface import (
     Arrived,
     ReadCompleted,
@@ -59,6 +66,7 @@ class Fault(StrEnum):
     FLIP_BIT = "flip_bit"  # one bit of one page arrives changed
     ZERO_PAGE = "zero_page"  # one page arrives as zeros
     SWAP_PAGES = "swap_pages"  # two pages arrive in each other's place
+    TRUNCATE = "truncate"  # the end of what was asked for does not arrive
     DELAY_READ = "delay_read"  # nothing is read until `delay_polls` polls later
     DROP_NOTICE = "drop_notice"
     DELAY_NOTICE = "delay_notice"  # by `delay_polls` polls: others overtake it
@@ -67,9 +75,9 @@ class Fault(StrEnum):
     HIDE_QUIESCENCE = "hide_quiescence"
 
 
-_WRITE_FAULTS = (Fault.FAIL_SUBMIT, Fault.FLIP_BIT, Fault.ZERO_PAGE, Fault.SWAP_PAGES)
+_VIEW_FAULTS = (Fault.FAIL_SUBMIT, Fault.FLIP_BIT, Fault.ZERO_PAGE, Fault.SWAP_PAGES)
+_WRITE_FAULTS = (*_VIEW_FAULTS, Fault.TRUNCATE)
 _READ_FAULTS = (*_WRITE_FAULTS, Fault.DELAY_READ)
-_VIEW_FAULTS = _WRITE_FAULTS
 _NOTICE_FAULTS = (
     Fault.DROP_NOTICE,
     Fault.DELAY_NOTICE,
@@ -172,8 +180,8 @@ class FaultyTransport:
                 transfer = self._ids.give()
                 self._failed.append(WriteFailed(transfer, TransferError("a fault on purpose")))
                 return transfer
-            case Fault.SWAP_PAGES:
-                write = replace(write, copies=self._swap_pages(write.copies))
+            case Fault.SWAP_PAGES | Fault.TRUNCATE as fault:
+                write = replace(write, copies=self._misdirect(write.copies, fault))
             case Fault.FLIP_BIT | Fault.ZERO_PAGE as fault:
                 write = self._spoil_page(write, fault)
             case _:
@@ -192,8 +200,8 @@ class FaultyTransport:
                 transfer = self._ids.give()
                 self._held_reads.append(_HeldRead(transfer, read, self._plan.delay_polls))
                 return transfer
-            case Fault.SWAP_PAGES:
-                read = replace(read, copies=self._swap_pages(read.copies))
+            case Fault.SWAP_PAGES | Fault.TRUNCATE as fault:
+                read = replace(read, copies=self._misdirect(read.copies, fault))
             case Fault.FLIP_BIT | Fault.ZERO_PAGE as fault:
                 transfer = self._ids.give(self._inner.read(read))
                 self._spoilings[transfer] = _Spoiling(read, fault)
@@ -301,13 +309,14 @@ class FaultyTransport:
             except TransferError as exc:  # the remote may be gone by now
                 self._failed.append(ReadFailed(held.transfer, exc))
 
-    def _swap_pages(self, copies: PageCopies) -> PageCopies:
-        """The copies with two destinations exchanged, if some group has two."""
-        swapped = swap_pages(copies, self._random)
-        if swapped is None:
+    def _misdirect(self, copies: PageCopies, fault: Fault) -> PageCopies:
+        """The copies with two destinations exchanged, or without their end, if that is possible."""
+        is_swap = fault is Fault.SWAP_PAGES
+        wrong = swap_pages(copies, self._random) if is_swap else cut_short(copies)
+        if wrong is None:
             return copies
-        self.injected[Fault.SWAP_PAGES] += 1
-        return swapped
+        self.injected[fault] += 1
+        return wrong
 
     def _spoil_page(self, write: PageWrite, fault: Fault) -> PageWrite:
         """The write from a copy of its source in which one page is spoilt."""

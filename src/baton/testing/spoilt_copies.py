@@ -50,6 +50,18 @@ def swap_pages(copies: PageCopies, chance: random.Random) -> PageCopies | None:
     return None
 
 
+def cut_short(copies: PageCopies) -> PageCopies | None:
+    """The copies without the second half of each page's last span; None if it is too short."""
+    groups: list[CopyGroup] = []
+    for group in copies.groups:
+        spans = group.spans.copy()
+        if not len(spans) or spans[-1, 2] < 2:
+            return None
+        spans[-1, 2] //= 2
+        groups.append(CopyGroup(group.src_pages, group.dst_pages, spans))
+    return replace(copies, groups=tuple(groups)) if groups else None
+
+
 def try_zero(pages: NDArray[np.uint8], piece: Piece) -> bool:
     """Make the piece zeros; False if it was already."""
     found = pages[piece.page, piece.start : piece.stop]

@@ -105,6 +105,7 @@ class Capabilities(msgspec.Struct, frozen=True):
 
     memory: tuple[MemoryKind, ...]
     same_host_only: bool
+    same_process_only: bool = False
     encrypted: bool = False
     reads: bool = False
     posts: bool = False

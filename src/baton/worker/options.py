@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
+from baton.handoff.verification import VerificationPolicy
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
@@ -59,6 +61,7 @@ class ProcessOptions:
     liveness_timeout_s: float = 3.0
     lease_s: float = 10.0
     one_piece_tokens: int = 256
+    verification: VerificationPolicy = field(default_factory=VerificationPolicy)
     transports: tuple[str, ...] = ("shared", "tcp")
     transport_options: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
     transport_choice: Literal["measured", "listed"] = "measured"

@@ -209,6 +209,7 @@ def _agent(options: ProcessOptions, engine: Engine, epoch: Epoch, clock: Clock) 
             liveness_timeout_s=options.liveness_timeout_s,
             lease_s=options.lease_s,
             one_piece_tokens=options.one_piece_tokens,
+            verification=options.verification,
             links=LinkOptions(
                 options.transport_choice, ProbeBounds(options.probe_time_s, options.probe_bytes)
             ),

@@ -226,7 +226,7 @@ class HandoffWorld(RuleBasedStateMachine):
                 case Announce(layer, start, stop):
                     if self.sender.phase is not SendPhase.SENDING:
                         continue
-                    assert self.mover == "decode"
+                    assert not self.sender.is_written, "it was told to write"
                     self.check_range(layer, start, stop)
                     self.to_receiver.append(
                         Available(self.sender.ticket, layer, start, stop, 0, b"", b"")

@@ -82,7 +82,7 @@ MESSAGES: dict[str, Message] = {
     ),
     "refused": Refused(("another model",)),
     "grant": Grant(ID, "sealed", b"p" * 32, 16, 40, 1, pack_blocks(np.array([7, 3])), "prefill"),
-    "grant_to_read": Grant(ID, "sealed", b"p" * 32, 16, 40, 1, b"", "decode"),
+    "grant_to_read": Grant(ID, "sealed", b"p" * 32, 16, 40, 1, b"", "decode", ("shared",)),
     "available": Available(ID, 3, 16, 40, 1, pack_blocks(np.array([7, 3])), b"d" * 32),
     "taken": Taken(ID, "shared", "tcp"),
     "rerouted": Rerouted(ID, "shared"),
@@ -159,7 +159,7 @@ def test_block_ids_are_checked() -> None:
         unpack_blocks(pack_blocks(np.array([-1])))
 
 
-@pytest.mark.parametrize("version", [1, 2, 3, 5])
+@pytest.mark.parametrize("version", [1, 2, 3, PROTOCOL_VERSION + 1])
 def test_a_hello_of_another_version_is_known_as_one(version: int) -> None:
     """Whatever fields it has: version 1 had `layout` and `regions`, 2 no `mover`, 3 no lease."""
     raw = msgspec.msgpack.encode({

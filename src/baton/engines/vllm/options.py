@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING, Annotated, Final, Literal, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from baton.config.sections import Host, LeaseSeconds, Port, Seconds, Table
+from baton.config.sections import (
+    Host,
+    LeaseSeconds,
+    Port,
+    Seconds,
+    Share,
+    Table,
+    Verification,
+)
 from baton.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -46,6 +54,11 @@ class ConnectorOptions(msgspec.Struct, frozen=True, kw_only=True):
     liveness_timeout_s: Seconds = 3.0
     lease_s: LeaseSeconds = 10.0
     one_piece_tokens: Annotated[int, Meta(ge=0)] = 256
+    verify_same_process: Verification = "full"
+    verify_same_host: Verification = "full"
+    verify_network: Verification = "full"
+    verify_pool: Verification = "full"
+    verify_share: Share = 0.125
     staging_bytes: Annotated[int, Meta(ge=0)] = 256 * 1024 * 1024
     max_held_share: Annotated[float, Meta(ge=0, le=1)] = 0.5
     poll_interval_ms: Annotated[float, Meta(ge=0, le=1000)] = 10.0

@@ -30,6 +30,7 @@ from baton.engines.vllm.pool import SharedPool
 from baton.engines.vllm.working import RankHandoffs, RankSetting
 from baton.handoff.agent import AgentOptions, HandoffAgent
 from baton.handoff.link_options import LinkOptions
+from baton.handoff.verification import VerificationPolicy
 from baton.kv.layout import TensorParallelShard
 from baton.telemetry.links import LinkInstruments
 from baton.telemetry.metrics import HandoffInstruments, set_worker_info
@@ -220,6 +221,7 @@ class Rank:
             liveness_timeout_s=options.liveness_timeout_s,
             lease_s=options.lease_s,
             one_piece_tokens=options.one_piece_tokens,
+            verification=VerificationPolicy.of(options),
             links=LinkOptions(
                 options.choice, ProbeBounds(options.probe_time_s, options.probe_bytes)
             ),

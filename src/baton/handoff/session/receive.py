@@ -249,6 +249,7 @@ class ReceiveSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
             first_block=terms.pages.first,
             blocks=pack_blocks(blocks),
             mover=terms.mover,
+            undigested=terms.undigested,
         )
 
     def _complete(self) -> list[ReceiveAction]:

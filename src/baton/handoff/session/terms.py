@@ -15,9 +15,11 @@ class Terms:
     """Who moves the bytes, and into which pages of this worker's face.
 
     `staged`: the pages are staging memory, so that no hand but the engine's is in its own blocks.
-    Else the pages are the engine's blocks.
+    Else the pages are the engine's blocks. `undigested` are the transports over which no digests
+    are wanted.
     """
 
     mover: Mover
     pages: BlockTable
     staged: bool
+    undigested: tuple[str, ...] = ()

@@ -64,7 +64,11 @@ class LocalTransport:
 
     kind = "local"
     capabilities = Capabilities(
-        memory=("host", "shared"), same_host_only=True, reads=True, lends=True
+        memory=("host", "shared"),
+        same_host_only=True,
+        same_process_only=True,
+        reads=True,
+        lends=True,
     )
 
     def __init__(self, options: LocalOptions, context: TransportContext) -> None:

@@ -1,0 +1,100 @@
+"""How much of what arrives is compared with its sender's digests, for each kind of path.
+
+`full`: every piece. `sampled`: a stated share of the pieces, chosen by the receiver where nobody
+can foresee it, and at least one of every layer. `identity`: none; who wrote what, and where, is
+still checked (ticket, epochs, window, count), but not the bytes. docs/verification.md says what
+each level finds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Literal, Protocol, Self, TypeAlias
+
+if TYPE_CHECKING:
+    from baton.transfer.interface import Capabilities, Transport
+
+Level: TypeAlias = Literal["full", "sampled", "identity"]
+Path: TypeAlias = Literal["same_process", "same_host", "network", "pool"]
+
+DEFAULT_SHARE: Final = 0.125
+
+
+class VerificationSettings(Protocol):
+    """Where configuration says it: `[handoff]`, or the connector's options."""
+
+    @property
+    def verify_same_process(self) -> Level:
+        """Within one process."""
+        ...
+
+    @property
+    def verify_same_host(self) -> Level:
+        """Through memory of one host."""
+        ...
+
+    @property
+    def verify_network(self) -> Level:
+        """Between hosts."""
+        ...
+
+    @property
+    def verify_pool(self) -> Level:
+        """Through the store."""
+        ...
+
+    @property
+    def verify_share(self) -> float:
+        """Of the pieces, where they are sampled."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class VerificationPolicy:
+    """A level for each kind of path. `share` is that of the pieces that `sampled` looks at.
+
+    Reads of a peer's pages are verified in full whatever is said here: there the digest is what
+    finds that the pages changed while they were read.
+    """
+
+    same_process: Level = "full"
+    same_host: Level = "full"
+    network: Level = "full"
+    pool: Level = "full"
+    share: float = DEFAULT_SHARE
+
+    @classmethod
+    def of(cls, settings: VerificationSettings) -> Self:
+        """The policy that is configured."""
+        return cls(
+            same_process=settings.verify_same_process,
+            same_host=settings.verify_same_host,
+            network=settings.verify_network,
+            pool=settings.verify_pool,
+            share=settings.verify_share,
+        )
+
+    def level_on(self, path: Path) -> Level:
+        """The level for one kind of path."""
+        levels: dict[Path, Level] = {
+            "same_process": self.same_process,
+            "same_host": self.same_host,
+            "network": self.network,
+            "pool": self.pool,
+        }
+        return levels[path]
+
+    def level_over(self, transport: Transport) -> Level:
+        """The level for what a transport brings."""
+        return self.level_on(path_of(transport.capabilities))
+
+    def undigested(self, transports: tuple[Transport, ...]) -> tuple[str, ...]:
+        """Over which of these no digests are wanted."""
+        return tuple(t.kind for t in transports if self.level_over(t) == "identity")
+
+
+def path_of(capabilities: Capabilities) -> Path:
+    """The kind of path that a transport takes."""
+    if capabilities.same_process_only:
+        return "same_process"
+    return "same_host" if capabilities.same_host_only else "network"

@@ -1,0 +1,105 @@
+"""Each level finds what it promises, with the probability that it promises."""
+
+import numpy as np
+import pytest
+
+from baton.config.sections import HandoffSection
+from baton.handoff.messages import Notice
+from baton.handoff.parcels import Inspector, Packer, announce_undigested
+from baton.handoff.sampler import Sampler
+from baton.handoff.verification import VerificationPolicy, path_of
+from baton.kv.copies import BlockTable, PagedSequence
+from baton.kv.layout import KVLayout
+from baton.kv.planning import CopyPlanner
+from baton.transfer.interface import Capabilities
+from baton.transfer.region import allocate_host_region, view_pages
+
+NUM_BLOCKS = 64
+LAYOUT = KVLayout.gqa(2, num_kv_heads=2, head_dim=8, block_size=4, dtype="float32")
+
+
+@pytest.fixture
+def received():
+    """Random blocks, their inspector, and what their sender said of layer 0."""
+    layout = LAYOUT
+    page_bytes = [layout.page_bytes(layer) for layer in range(layout.num_layers)]
+    region = allocate_host_region([(NUM_BLOCKS, size) for size in page_bytes])
+    pages = view_pages(region.memory, region.arrays[0])
+    pages[:] = np.random.default_rng(7).integers(0, 256, pages.shape, np.uint8)
+    sequence = PagedSequence(layout, BlockTable(0, np.arange(NUM_BLOCKS, dtype=np.int64)))
+    packer = Packer(region, sequence, sequence, CopyPlanner())
+    (parcel,) = packer.pack(0, 0, NUM_BLOCKS * layout.block_size)
+    return pages, Inspector(region, sequence, layout), packer.digest(parcel), parcel
+
+
+def sampler(share, seed=1):
+    return Sampler(share, np.random.default_rng(seed))
+
+
+def test_full_finds_any_bit(received):
+    pages, inspector, notice, _ = received
+    assert inspector.inspect(notice).is_intact
+    assert inspector.inspect(notice).num_tokens == NUM_BLOCKS * LAYOUT.block_size
+    for page in (0, 17, NUM_BLOCKS - 1):
+        pages[page, 5] ^= 1
+        assert not inspector.inspect(notice).is_intact
+        pages[page, 5] ^= 1
+
+
+@pytest.mark.parametrize("share", [0.05, 0.125, 0.5])
+def test_sampled_finds_a_spoilt_piece_with_its_stated_probability(received, share):
+    """One of 64 pieces is wrong; the one of each layer that is sure to be seen helps a little."""
+    pages, inspector, notice, _ = received
+    pages[33, 0] ^= 1
+    num_rounds = 3000
+    num_found = sum(
+        not inspector.inspect(notice, sampler(share, seed)).is_intact for seed in range(num_rounds)
+    )
+    expected = 1 - (1 - share) * (1 - 1 / NUM_BLOCKS)
+    deviation = (expected * (1 - expected) / num_rounds) ** 0.5
+    assert num_found / num_rounds == pytest.approx(expected, abs=5 * deviation)
+
+
+def test_sampled_finds_sooner_what_is_wrong_in_many_pieces(received):
+    pages, inspector, notice, _ = received
+    pages[:32, 0] ^= 1
+    num_found = sum(
+        not inspector.inspect(notice, sampler(0.125, seed)).is_intact for seed in range(300)
+    )
+    assert num_found / 300 > 1 - (1 - 0.125) ** 32 - 0.05
+
+
+def test_of_every_layer_one_piece_is_looked_at():
+    chooser = sampler(1e-9)
+    for layer in range(5):
+        assert len(chooser.choose(layer, 10)) == 1
+        assert len(chooser.choose(layer, 10)) == 0, "its layer was looked at"
+    assert len(sampler(1.0).choose(0, 10)) == 10
+
+
+def test_the_choice_cannot_be_foreseen():
+    choices = {tuple(Sampler(0.5).choose(0, 64)) for _ in range(20)}
+    assert len(choices) == 20
+
+
+def test_sampled_wants_a_digest_of_every_piece(received):
+    """Else a sender could leave out what it spoilt."""
+    _, inspector, notice, parcel = received
+    short = Notice(notice.layer, notice.start, notice.stop, notice.digests[:-16])
+    for level in (None, sampler(0.125)):
+        assert not inspector.inspect(short, level).is_intact
+        assert not inspector.inspect(announce_undigested(parcel), level).is_intact
+
+
+def test_paths():
+    memory = ("host",)
+    assert path_of(Capabilities(memory, same_host_only=False)) == "network"
+    assert path_of(Capabilities(memory, same_host_only=True)) == "same_host"
+    inside = Capabilities(memory, same_host_only=True, same_process_only=True)
+    assert path_of(inside) == "same_process"
+
+
+def test_by_default_everything_is_verified():
+    assert VerificationPolicy.of(HandoffSection()) == VerificationPolicy()
+    paths = ("same_process", "same_host", "network", "pool")
+    assert {VerificationPolicy().level_on(path) for path in paths} == {"full"}
