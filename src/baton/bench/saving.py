@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import tempfile
 from typing import TYPE_CHECKING
@@ -11,7 +12,7 @@ import msgspec
 from baton.errors import BatonError, ConfigError
 
 if TYPE_CHECKING:
-    from io import BufferedWriter
+    from io import FileIO
     from pathlib import Path
 
 
@@ -50,7 +51,7 @@ def save_result(path: Path, result: msgspec.Struct) -> None:
 
 
 class LineFile:
-    """Appends a JSON line for each thing, as it comes; stops at the first error, and says so once.
+    """Writes a JSON line for each thing, as it comes; stops at the first error, which is kept.
 
     Open at once: what cannot be written is refused before a run.
     """
@@ -58,44 +59,29 @@ class LineFile:
     def __init__(self, path: Path) -> None:
         check_writable(path)
         try:
-            self._file: BufferedWriter | None = path.open("wb")
+            self._file: FileIO | None = path.open("wb", buffering=0)
         except OSError as exc:
             raise ConfigError(f"cannot write {path}: {exc.strerror}") from exc
         self._path, self._encode = path, msgspec.json.Encoder().encode
         self.problem: str | None = None
 
     def append(self, line: msgspec.Struct) -> None:
-        """One more; it may stay in memory until the next ones or `close`."""
+        """One more."""
         if self._file is None:
             return
+        data = self._encode(line) + b"\n"
         try:
-            self._file.write(self._encode(line) + b"\n")
+            if self._file.write(data) != len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as exc:
-            self._give_up(exc)
+            self.problem = f"could not write {self._path}: {exc.strerror}; later lines are missing"
+            self.close()
 
     def close(self) -> None:
-        """Write what is still in memory. May be called again."""
-        if self._file is None:
-            return
-        try:
-            self._file.close()
-            self._file = None
-        except OSError as exc:
-            self._give_up(exc)
-
-    def _give_up(self, exc: OSError) -> None:
-        self.problem = f"could not write {self._path}: {exc.strerror}; later lines are missing"
+        """No more. May be called again."""
         file, self._file = self._file, None
         if file is not None:
-            _discard(file)
-
-
-def _discard(file: BufferedWriter) -> None:
-    """Close a file whose buffer cannot be written."""
-    try:
-        file.detach().close()
-    except (OSError, ValueError):
-        return
+            file.close()
 
 
 def _write_whole(path: Path, data: bytes) -> None:

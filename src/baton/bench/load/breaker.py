@@ -8,34 +8,35 @@ if TYPE_CHECKING:
     from baton.bench.load.record import Record
 
 NUM_UNREACHABLE: Final = 5
-UNREACHABLE_S: Final = 1.0
 NUM_FAILED: Final = 20
+PATIENCE_S: Final = 1.0
+"""A burst of failures is no reason to stop, however many they are."""
 
 
 class Breaker:
     """Looks at every ended request. One complete answer makes it forget."""
 
     def __init__(self) -> None:
-        self._failed: list[Record] = []
+        self._first_s: float | None = None
+        self._num_failed = self._num_unreachable = 0
 
     def see(self, record: Record) -> str | None:
         """One more; why to stop, or None."""
         if record.is_cut:
             return None
         if record.failure is None:
-            self._failed.clear()
+            self._first_s, self._num_failed, self._num_unreachable = None, 0, 0
             return None
-        self._failed = [*self._failed[-NUM_FAILED:], record]
-        last = record.failure.message
-        refused = [each for each in self._failed if _is_connect(each)]
-        if len(refused) >= NUM_UNREACHABLE and _is_connect(record):
-            silent_s = record.ended_s - refused[0].sent_s
-            if silent_s >= UNREACHABLE_S:
-                return f"the server is gone: no connection for {silent_s:.1f} s ({last})"
-        if len(self._failed) >= NUM_FAILED:
-            return f"{len(self._failed)} requests in a row failed; the last: {last}"
+        if self._first_s is None:
+            self._first_s = record.sent_s
+        is_unreachable = record.failure.kind == "connect"
+        self._num_failed += 1
+        self._num_unreachable += is_unreachable
+        lasts_s, said = record.ended_s - self._first_s, record.failure.message
+        if lasts_s < PATIENCE_S:
+            return None
+        if is_unreachable and self._num_unreachable >= NUM_UNREACHABLE:
+            return f"the server is gone: no connection for {lasts_s:.1f} s ({said})"
+        if self._num_failed >= NUM_FAILED:
+            return f"{self._num_failed} requests in a row failed; the last: {said}"
         return None
-
-
-def _is_connect(record: Record) -> bool:
-    return record.failure is not None and record.failure.kind == "connect"
