@@ -12,8 +12,12 @@ import msgspec
 
 DISTRIBUTIONS: Final = (
     "baton-kv",
+    "aiohttp",
     "numpy",
     "torch",
+    "transformers",
+    "uvloop",
+    "vllm",
     "nixl-cu12",
     "nixl-cu13",
     "mooncake-transfer-engine",

@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 FAILED = 1
 INTERRUPTED = 130
 
-app = App(name="bench", help="Measure how fast bytes move.")
+app = App(name="bench", help="Measure links between workers, and servers under load.")
+app.command("baton.cli.bench_serve:serve", name="serve", help="Load a server, measure its answers.")
+app.command("baton.cli.bench_compare:compare", name="compare", help="Is one result really better?")
 
 
 @Parameter(name="*")

@@ -37,7 +37,14 @@ def build_app() -> App:
     app.command(
         "baton.cli.doctor:doctor", name="doctor", help="Say what works on this host, and why not."
     )
-    app.command("baton.cli.bench:app", name="bench", help="Measure how fast bytes move.")
+    app.command(
+        "baton.cli.bench:app",
+        name="bench",
+        help="Measure links between workers, and servers under load.",
+    )
+    app.command(
+        "baton.cli.size:size", name="size", help="How large KV is, and how long it takes to move."
+    )
     app.command("baton.cli.model:app", name="model", help="Make models for tests and benchmarks.")
     app.command("baton.cli.config:app", name="config", help="Look at the configuration.")
     return app

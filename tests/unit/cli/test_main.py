@@ -21,6 +21,9 @@ COMMANDS = (
     ["config", "show"],
     ["doctor"],
     ["bench", "link"],
+    ["bench", "serve"],
+    ["bench", "compare"],
+    ["size"],
 )
 
 

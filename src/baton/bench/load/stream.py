@@ -1,0 +1,179 @@
+"""What became of an answer: events of a stream, with their times, in; its end out. Pure.
+
+An answer is complete if it had a finish reason, then `[DONE]`, and no error in between. Everything
+else is a failure, whatever its HTTP status was: a stream that is cut looks like a short answer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, Literal
+
+import msgspec
+
+FailureKind = Literal[
+    "connect",  # no connection to the server
+    "lost",  # the connection ended in the middle
+    "refused",  # an HTTP status that is no success
+    "error_in_stream",  # an error inside a stream that began well
+    "truncated",  # no finish reason, or no [DONE]
+    "protocol",  # what came is not OpenAI's API
+    "timeout",  # longer than a request may take
+]
+BAD_FINISHES: Final = frozenset({"error", "abort"})
+MAX_MESSAGE_CHARS: Final = 400
+NOTHING: Final = frozenset({b"", b"null", b"[]"})
+
+
+class Failure(msgspec.Struct, frozen=True):
+    """Why there is no complete answer."""
+
+    kind: FailureKind
+    message: str
+
+
+class Tokens(msgspec.Struct, frozen=True):
+    """What the server says that it counted. None: it does not say."""
+
+    num_prompt: int | None = None
+    num_output: int | None = None
+    num_cached: int | None = None
+
+
+class PromptDetails(msgspec.Struct, frozen=True):
+    """Where prompt tokens came from."""
+
+    cached_tokens: int | None = None
+
+
+class Usage(msgspec.Struct, frozen=True):
+    """OpenAI's `usage`."""
+
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    prompt_tokens_details: PromptDetails | None = None
+
+
+class Delta(msgspec.Struct, frozen=True):
+    """A chat's piece."""
+
+    content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: msgspec.Raw = msgspec.Raw()
+
+    @property
+    def has_token(self) -> bool:
+        """Whether anything was generated for it: the opening, with its role, has nothing."""
+        has_calls = bytes(self.tool_calls) not in NOTHING
+        return bool(self.content or self.reasoning_content or self.reasoning or has_calls)
+
+
+class Choice(msgspec.Struct, frozen=True):
+    """One answer's piece."""
+
+    text: str | None = None
+    delta: Delta | None = None
+    finish_reason: str | None = None
+
+
+class Chunk(msgspec.Struct, frozen=True):
+    """One event."""
+
+    choices: tuple[Choice, ...] = ()
+    usage: Usage | None = None
+    error: msgspec.Raw = msgspec.Raw()
+
+
+class ErrorText(msgspec.Struct, frozen=True):
+    """OpenAI's error object, as far as people read it."""
+
+    message: str = ""
+    code: str | int | None = None
+
+
+_decode: Final = msgspec.json.Decoder(Chunk).decode
+
+
+@dataclass(slots=True)
+class Answer:
+    """One answer so far. Times are the caller's, ascending.
+
+    `token_at`: when each chunk with tokens came. `ended_at`: when the last chunk of the answer
+    came, which is the last token's where that one carries the finish reason.
+    """
+
+    token_at: list[float]
+    ended_at: float | None = None
+    finish_reason: str | None = None
+    usage: Usage | None = None
+    failure: Failure | None = None
+    is_done: bool = False
+
+    def push(self, event: bytes, now: float) -> None:
+        """One event's data, which came now. After a failure nothing counts any more."""
+        if self.failure is not None:
+            return
+        if event == b"[DONE]":
+            self.is_done = True
+            return
+        try:
+            chunk = _decode(event)
+        except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+            shown = event[:80].decode(errors="replace")
+            self.failure = Failure("protocol", f"{exc}: {shown!r}")
+            return
+        if bytes(chunk.error) not in NOTHING:
+            self.failure = Failure("error_in_stream", read_error(event))
+            return
+        self.usage = chunk.usage or self.usage
+        if chunk.choices:
+            self._take(chunk.choices[0], now)
+
+    def end(self) -> Failure | None:
+        """The stream has ended: why it failed, or None for a complete answer."""
+        if self.failure is None:
+            if self.finish_reason in BAD_FINISHES:
+                said = f"finish_reason is {self.finish_reason!r}"
+                self.failure = Failure("error_in_stream", said)
+            elif self.finish_reason is None:
+                self.failure = Failure("truncated", "the stream ended without a finish_reason")
+            elif not self.is_done:
+                self.failure = Failure("truncated", "the stream ended without [DONE]")
+            elif not self.token_at:
+                self.failure = Failure("protocol", "the answer has no tokens")
+        return self.failure
+
+    @property
+    def tokens(self) -> Tokens:
+        """What the server counted."""
+        usage = self.usage or Usage()
+        details = usage.prompt_tokens_details
+        cached = None if details is None else details.cached_tokens
+        return Tokens(usage.prompt_tokens, usage.completion_tokens, cached)
+
+    def _take(self, choice: Choice, now: float) -> None:
+        """A completion's chunk always stands for tokens, even of no text; a chat's may not."""
+        if choice.delta is None or choice.delta.has_token:
+            self.token_at.append(now)
+        self.ended_at = now
+        self.finish_reason = choice.finish_reason or self.finish_reason
+
+
+def read_error(body: bytes) -> str:
+    """What an error says: OpenAI's form, or the beginning of whatever it is."""
+    try:
+        found = msgspec.json.decode(body, type=_ErrorBody)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        found = _ErrorBody()
+    error = found.error.message if isinstance(found.error, ErrorText) else found.error
+    if error or found.message:
+        return (error or found.message)[:MAX_MESSAGE_CHARS]
+    return body[:MAX_MESSAGE_CHARS].decode(errors="replace").strip() or "no reason given"
+
+
+class _ErrorBody(msgspec.Struct, frozen=True):
+    """`{"error": {"message": …}}`, `{"error": "…"}` or `{"message": "…"}`."""
+
+    error: ErrorText | str | None = None
+    message: str = ""

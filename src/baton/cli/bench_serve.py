@@ -1,0 +1,342 @@
+"""`baton bench serve`."""
+
+import secrets
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import msgspec
+from cyclopts import Group, Parameter
+
+from baton.cli.bench_compare import read_share
+from baton.clock import MachineClock
+from baton.config.environment import read_environment
+from baton.errors import ConfigError
+
+if TYPE_CHECKING:
+    from baton.bench.load.plan import Load, LoadPlan
+    from baton.bench.load.report import Report
+    from baton.bench.load.running import Job
+    from baton.bench.load.surveying import Approach
+    from baton.bench.workloads.asking import Workload
+
+FAILED = 1
+INTERRUPTED = 130
+DEFAULT_REQUESTS = 100
+WORKLOAD = Group("Workload", sort_key=1)
+LOAD = Group("Load", sort_key=2)
+RESULTS = Group("Results", sort_key=3)
+MOST_AT_ONCE = 10_000
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class TargetFlags:
+    """Which server, and how it is asked."""
+
+    url: Annotated[str, Parameter(help="The server, such as http://127.0.0.1:8000.")]
+    model: Annotated[
+        str | None, Parameter(help="The model's name, where the server has several.")
+    ] = None
+    endpoint: Annotated[Literal["completions", "chat"], Parameter(help="Which API.")] = (
+        "completions"
+    )
+    prompts: Annotated[
+        Literal["auto", "tokens", "words"],
+        Parameter(help="Token ids, or words (calibrated with the server's own counts)."),
+    ] = "auto"
+    token_ids: Annotated[
+        str | None,
+        Parameter(help="Prompts' token ids, as FIRST-LAST [default: 256-2047]."),
+    ] = None
+    api_key_env: Annotated[
+        str, Parameter(help="The environment variable that holds the server's key.")
+    ] = "OPENAI_API_KEY"
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class WorkloadFlags:
+    """What is asked."""
+
+    workload: Annotated[
+        str,
+        Parameter(
+            help="prefill-heavy (2048 tokens in, 32 out), balanced (512, 128), decode-heavy "
+            "(128, 512), fixed, shared-prefix or multi-turn.",
+            group=WORKLOAD,
+        ),
+    ] = "balanced"
+    input_len: Annotated[
+        int | None, Parameter(help="Tokens of a prompt (its own part).", group=WORKLOAD)
+    ] = None
+    output_len: Annotated[int | None, Parameter(help="Tokens of an answer.", group=WORKLOAD)] = None
+    prefixes: Annotated[
+        int | None, Parameter(help="shared-prefix: how many [default: 8].", group=WORKLOAD)
+    ] = None
+    prefix_len: Annotated[
+        int | None,
+        Parameter(
+            help="Tokens of a shared prefix [default: 1024], or of a conversation's beginning "
+            "[default: 256].",
+            group=WORKLOAD,
+        ),
+    ] = None
+    turns: Annotated[
+        int | None, Parameter(help="multi-turn: how many [default: 4].", group=WORKLOAD)
+    ] = None
+    pause: Annotated[
+        float | None,
+        Parameter(help="multi-turn: seconds between turns [default: 0].", group=WORKLOAD),
+    ] = None
+    trace: Annotated[
+        Path | None,
+        Parameter(help="A file: Mooncake JSONL, Azure CSV or OpenAI batch JSONL.", group=WORKLOAD),
+    ] = None
+    trace_format: Annotated[
+        Literal["mooncake", "azure", "openai"] | None,
+        Parameter(help="The file's format, where its first line does not tell.", group=WORKLOAD),
+    ] = None
+    speed: Annotated[
+        float, Parameter(help="Plays a trace faster: 2 in half the time.", group=WORKLOAD)
+    ] = 1.0
+    max_broken: Annotated[
+        str, Parameter(help="Share of a trace's lines that may be broken.", group=WORKLOAD)
+    ] = "1%"
+    seed: Annotated[
+        str | None,
+        Parameter(help="Any text; the same one, the same prompts [default: new].", group=WORKLOAD),
+    ] = None
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class LoadFlags:
+    """How much, and until when."""
+
+    concurrency: Annotated[
+        int | None, Parameter(help="Closed loop: so many at once [default: 1].", group=LOAD)
+    ] = None
+    rate: Annotated[
+        float | None, Parameter(help="Open loop: so many requests a second.", group=LOAD)
+    ] = None
+    arrival: Annotated[
+        Literal["poisson", "constant", "burst"], Parameter(help="Open loop: how.", group=LOAD)
+    ] = "poisson"
+    burst: Annotated[
+        int | None, Parameter(help="--arrival burst: so many together [default: 8].", group=LOAD)
+    ] = None
+    max_in_flight: Annotated[
+        int | None, Parameter(help="Open loop and traces: no more at once.", group=LOAD)
+    ] = None
+    requests: Annotated[
+        int | None,
+        Parameter(help="Send so many [default: 100, all of a trace].", group=LOAD),
+    ] = None
+    duration: Annotated[float | None, Parameter(help="Send for so many seconds.", group=LOAD)] = (
+        None
+    )
+    warm_up: Annotated[
+        int | None,
+        Parameter(help="Requests before, not counted [default: as many as at once].", group=LOAD),
+    ] = None
+    timeout: Annotated[float, Parameter(help="Seconds that a request may take.", group=LOAD)] = (
+        300.0
+    )
+    drain: Annotated[
+        float | None,
+        Parameter(
+            help="Seconds for what runs at the end [default: 30 with --duration, else --timeout].",
+            group=LOAD,
+        ),
+    ] = None
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class ResultFlags:
+    """What comes of it."""
+
+    goodput: Annotated[
+        tuple[str, ...],
+        Parameter(
+            help="A bound in ms, as ttft:500, tpot:50 or e2e:10000; may be repeated.",
+            negative="",
+            show_default=False,
+            group=RESULTS,
+        ),
+    ] = ()
+    output: Annotated[
+        Path | None, Parameter(help="Write the report to this file, as JSON.", group=RESULTS)
+    ] = None
+    records: Annotated[
+        Path | None,
+        Parameter(help="Write each request to this file, as it ends (JSON lines).", group=RESULTS),
+    ] = None
+    json: Annotated[
+        bool, Parameter(help="Print the report as JSON.", negative="", group=RESULTS)
+    ] = False
+
+
+def serve(
+    *,
+    target: TargetFlags,
+    workload: WorkloadFlags | None = None,
+    load: LoadFlags | None = None,
+    results: ResultFlags | None = None,
+    debug: Annotated[
+        bool, Parameter(help="Show where an error arose.", negative="", show_default=False)
+    ] = False,
+) -> int:
+    """Load any server that speaks OpenAI's API, and measure its answers.
+
+    docs/bench-serve.md says what each figure means.
+    """
+    del debug  # the caller looks at the command line itself
+    results = results or ResultFlags()
+    job = make_job(target, workload or WorkloadFlags(), load or LoadFlags(), results)
+    from baton.bench.load.running import run_job  # noqa: PLC0415 - too heavy for --help
+    from baton.bench.manifest import open_manifest  # noqa: PLC0415
+
+    clock = MachineClock()
+    report = run_job(job, open_manifest(sys.argv[1:], clock), clock)
+    _deliver(report, results)
+    if job.lines is not None and job.lines.problem is not None:
+        print(f"baton: {job.lines.problem}", file=sys.stderr)
+        return FAILED
+    if report.is_partial and report.stopped is None:
+        return INTERRUPTED
+    is_bad = report.is_partial or report.figures.num_failed or not report.figures.num_complete
+    return FAILED if is_bad else 0
+
+
+def make_job(
+    target: TargetFlags, workload: WorkloadFlags, load: LoadFlags, results: ResultFlags
+) -> "Job":
+    """What the flags mean.
+
+    Raises:
+        ConfigError: they make no sense.
+    """
+    from baton.bench.load.figures import parse_slo  # noqa: PLC0415 - too heavy for --help
+    from baton.bench.load.running import Job  # noqa: PLC0415
+    from baton.bench.load.target import open_target  # noqa: PLC0415
+    from baton.bench.saving import LineFile, check_writable  # noqa: PLC0415
+
+    if results.output is not None:
+        check_writable(results.output)
+    key = read_environment().get(target.api_key_env)
+    opened = open_target(target.url, key)
+    asked = _workload(workload)
+    return Job(
+        opened,
+        _approach(target),
+        asked,
+        workload.seed or secrets.token_hex(4),
+        _plan(load, asked),
+        parse_slo(results.goodput),
+        None if results.records is None else LineFile(results.records),
+    )
+
+
+def _deliver(report: "Report", results: ResultFlags) -> None:
+    from baton.bench.load.printing import print_report  # noqa: PLC0415 - too heavy for --help
+    from baton.bench.saving import save_result  # noqa: PLC0415
+
+    if results.json:
+        print(msgspec.json.format(msgspec.json.encode(report)).decode())
+    else:
+        print_report(report, sys.stdout)
+    if results.output is not None:
+        save_result(results.output, report)
+        print(f"baton: the report is in {results.output}", file=sys.stderr)
+
+
+def _approach(flags: TargetFlags) -> "Approach":
+    from baton.bench.load.surveying import Approach  # noqa: PLC0415 - too heavy for --help
+    from baton.bench.workloads.prompts import TokenIds  # noqa: PLC0415
+
+    ids = TokenIds()
+    if flags.token_ids is not None:
+        first, _, last = flags.token_ids.partition("-")
+        if not (first.isdigit() and last.isdigit() and int(first) <= int(last) < 2**31):
+            raise ConfigError(f"--token-ids {flags.token_ids}: write FIRST-LAST, such as 256-2047")
+        ids = TokenIds(int(first), int(last) + 1)
+    return Approach(flags.model, flags.endpoint, flags.prompts, ids)
+
+
+def _workload(flags: WorkloadFlags) -> "Workload":
+    from baton.bench.workloads.choosing import Wishes, choose_workload  # noqa: PLC0415 - too heavy
+    from baton.bench.workloads.traces.reading import TraceFile, read_trace  # noqa: PLC0415
+
+    if flags.trace is not None:
+        if flags.speed <= 0:
+            raise ConfigError("--speed: above 0")
+        share = read_share(flags.max_broken, "--max-broken")
+        return read_trace(TraceFile(flags.trace, flags.trace_format, flags.speed, None, share))
+    wishes = Wishes(
+        num_input_tokens=flags.input_len,
+        num_output_tokens=flags.output_len,
+        num_prefixes=flags.prefixes,
+        num_prefix_tokens=flags.prefix_len,
+        num_turns=flags.turns,
+        pause_s=flags.pause,
+    )
+    return choose_workload(flags.workload, wishes)
+
+
+def _plan(flags: LoadFlags, workload: "Workload") -> "LoadPlan":
+    from baton.bench.load.plan import Limits, LoadPlan  # noqa: PLC0415 - too heavy for --help
+
+    _check(flags)
+    load = _load(flags, workload)
+    num_requests = flags.requests
+    if num_requests is None and flags.duration is None:
+        num_requests = workload.num_requests or DEFAULT_REQUESTS
+    drain_s = flags.drain
+    if drain_s is None:
+        drain_s = flags.timeout if flags.duration is None else 30.0
+    warm_up = flags.concurrency or 1 if flags.warm_up is None else flags.warm_up
+    return LoadPlan(load, Limits(num_requests, flags.duration, drain_s, flags.timeout), warm_up)
+
+
+def _load(flags: LoadFlags, workload: "Workload") -> "Load":
+    from baton.bench.load.plan import Closed, Open, Replay  # noqa: PLC0415 - too heavy for --help
+
+    if flags.rate is not None:
+        if flags.concurrency is not None:
+            raise ConfigError(
+                "--rate is an open loop and --concurrency a closed one: give one of them "
+                "(--max-in-flight bounds an open loop)"
+            )
+        burst = flags.burst or 8 if flags.arrival == "burst" else 1
+        return Open(flags.rate, flags.arrival, burst, flags.max_in_flight)
+    if flags.concurrency is None and workload.has_arrivals:
+        return Replay(flags.max_in_flight)
+    if flags.max_in_flight is not None:
+        raise ConfigError("--max-in-flight is for an open loop: give --rate too")
+    return Closed(flags.concurrency or 1)
+
+
+def _check(flags: LoadFlags) -> None:
+    counts = {
+        "--concurrency": flags.concurrency,
+        "--max-in-flight": flags.max_in_flight,
+        "--burst": flags.burst,
+    }
+    for flag, number in counts.items():
+        if number is not None and not 1 <= number <= MOST_AT_ONCE:
+            raise ConfigError(f"{flag}: {number} is not in [1, {MOST_AT_ONCE}]")
+    above_zero = {
+        "--rate": flags.rate,
+        "--requests": flags.requests,
+        "--duration": flags.duration,
+        "--timeout": flags.timeout,
+    }
+    for flag, value in above_zero.items():
+        if value is not None and not 0 < value < float("inf"):
+            raise ConfigError(f"{flag}: a number above 0")
+    for flag, value in {"--warm-up": flags.warm_up, "--drain": flags.drain}.items():
+        if value is not None and value < 0:
+            raise ConfigError(f"{flag}: not below 0")

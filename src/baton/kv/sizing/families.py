@@ -1,0 +1,236 @@
+"""A config → what each layer keeps. A layer of a kind that is not known is refused, not guessed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias
+
+from baton.errors import ConfigError
+from baton.kv.sizing.parts import Attention, Latent, Layer, ModelShape
+from baton.kv.sizing.states import read_short_convolution, read_state
+
+if TYPE_CHECKING:
+    from baton.kv.sizing.config import HfConfig
+
+Kind: TypeAlias = Literal["full", "sliding", "chunked", "state", "convolution", "both", "nothing"]
+
+NAMES: Final[dict[str, Kind]] = {
+    "full_attention": "full",
+    "attention": "full",
+    "sliding_attention": "sliding",
+    "chunked_attention": "chunked",
+    "linear_attention": "state",
+    "mamba": "state",
+    "mamba2": "state",
+    "conv": "convolution",
+    "moe": "nothing",
+    "mlp": "nothing",
+}
+LETTERS: Final[dict[str, Kind]] = {"M": "state", "*": "full", "-": "nothing", "E": "nothing"}
+MAX_LAYERS: Final = 1024
+NO_ATTENTION: Final = frozenset({"mamba", "falcon_mamba"})
+ALTERNATING: Final = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6, "cohere2": 4}
+"""Layers whose number this divides see all, the others a window; for configs that are silent."""
+
+
+def read_shape(config: HfConfig) -> ModelShape:
+    """What every layer of a model keeps.
+
+    Raises:
+        ConfigError: a size is missing, or a kind of layer is not known.
+    """
+    if config.is_encoder_decoder:
+        raise ConfigError("an encoder-decoder model: what its cross attention keeps is not counted")
+    kinds = read_kinds(config)
+    own = len(kinds) - config.num_kv_shared_layers
+    layers = tuple(
+        _read_layer(config, kind, place) if place < own else () for place, kind in enumerate(kinds)
+    )
+    return ModelShape(
+        config.model_type or "unknown",
+        layers,
+        (config.dtype or config.torch_dtype or "bfloat16").removeprefix("torch."),
+        config.max_position_embeddings,
+        tuple(_notes(config)),
+    )
+
+
+def read_kinds(config: HfConfig) -> list[Kind]:  # noqa: PLR0911 - a way of writing it each
+    """Each layer's kind, whichever way this family writes it."""
+    if config.hybrid_override_pattern:
+        return _checked(config, [_letter(each) for each in config.hybrid_override_pattern])
+    num_layers = _first(
+        "num_hidden_layers",
+        config.num_hidden_layers,
+        config.n_layer,
+        config.n_layers,
+        config.num_layers,
+    )
+    named = config.layer_types or config.layers_block_type
+    if named:
+        return _checked(config, [_name(each) for each in named[:num_layers]])
+    if not 0 < num_layers <= MAX_LAYERS:
+        raise ConfigError(f"num_hidden_layers: {num_layers} is not in [1, {MAX_LAYERS}]")
+    if config.model_type in NO_ATTENTION:
+        return ["state"] * num_layers
+    if config.model_type == "falcon_h1":
+        return ["both"] * num_layers
+    attending = _attending_layers(config, num_layers)
+    if attending is not None:
+        other: Kind = "convolution" if config.full_attn_idxs is not None else "state"
+        return ["full" if place in attending else other for place in range(num_layers)]
+    return [_windowed(config, place) for place in range(num_layers)]
+
+
+def _attending_layers(  # noqa: PLR0911 - a way of writing it each
+    config: HfConfig, num_layers: int
+) -> frozenset[int] | None:
+    """Which layers attend, in families where others keep a state; None: all do."""
+    places = range(num_layers)
+    if config.attn_layer_indices is not None:
+        return frozenset(config.attn_layer_indices)
+    if config.full_attn_idxs is not None:
+        return frozenset(config.full_attn_idxs)
+    if config.linear_attn_config is not None:
+        return frozenset(each - 1 for each in config.linear_attn_config.full_attn_layers)
+    if config.attn_type_list is not None:
+        return frozenset(place for place, kind in enumerate(config.attn_type_list) if kind)
+    period, offset = config.attn_layer_period, config.attn_layer_offset
+    if config.full_attention_interval:
+        period, offset = config.full_attention_interval, config.full_attention_interval - 1
+    if period:
+        return frozenset(place for place in places if place % period == offset)
+    return None
+
+
+def _windowed(config: HfConfig, place: int) -> Kind:
+    """A layer of a model in which all attend."""
+    if config.attention_chunk_size:
+        has_rope = config.no_rope_layers[place] if config.no_rope_layers else (place + 1) % 4
+        return "chunked" if has_rope else "full"
+    if config.hybrid_layer_pattern is not None:
+        return "sliding" if config.hybrid_layer_pattern[place] else "full"
+    if not config.sliding_window or config.use_sliding_window is False:
+        return "full"
+    if config.max_window_layers is not None and config.use_sliding_window:
+        return "sliding" if place >= config.max_window_layers else "full"
+    period = config.sliding_window_pattern or ALTERNATING.get(config.model_type)
+    return "full" if period and (place + 1) % period == 0 else "sliding"
+
+
+def _read_layer(  # noqa: PLR0911 - a kind each
+    config: HfConfig, kind: Kind, place: int
+) -> Layer:
+    hidden_size = _first("hidden_size", config.hidden_size, config.n_embd, config.d_model)
+    match kind:
+        case "nothing":
+            return ()
+        case "state":
+            return (read_state(config, hidden_size),)
+        case "convolution":
+            return (read_short_convolution(config, hidden_size),)
+        case "both":
+            return (_read_attention(config, "full", place), read_state(config, hidden_size))
+        case "full" | "sliding" | "chunked":
+            if config.block_configs is not None:
+                return _read_searched(config, place)
+            if config.kv_lora_rank and config.qk_rope_head_dim is not None:
+                index_dim = config.index_head_dim or 0
+                return (Latent(config.kv_lora_rank, config.qk_rope_head_dim, index_dim),)
+            return (_read_attention(config, kind, place),)
+
+
+def _read_attention(
+    config: HfConfig, kind: Literal["full", "sliding", "chunked"], place: int
+) -> Attention:
+    num_heads = _first(
+        "num_attention_heads", config.num_attention_heads, config.n_head, config.n_heads
+    )
+    num_kv_heads, head_dim = _kv_heads(config, num_heads, place), _head_dim(config, num_heads)
+    v_dim = config.v_head_dim
+    if kind == "sliding":
+        num_kv_heads = config.swa_num_key_value_heads or num_kv_heads
+        head_dim, v_dim = config.swa_head_dim or head_dim, config.swa_v_head_dim or v_dim
+    else:
+        num_kv_heads = config.num_global_key_value_heads or num_kv_heads
+        head_dim = config.global_head_dim or head_dim
+    return Attention(
+        num_kv_heads,
+        head_dim,
+        v_dim or head_dim,
+        (config.sliding_window or None) if kind == "sliding" else None,
+        config.attention_chunk_size if kind == "chunked" else None,
+    )
+
+
+def _read_searched(config: HfConfig, place: int) -> Layer:
+    """A layer that an architecture search has shaped."""
+    if config.block_configs is None or place >= len(config.block_configs):
+        raise ConfigError(f"block_configs: no layer {place}")
+    found = config.block_configs[place].attention
+    if found.no_op or found.replace_with_linear or not found.n_heads_in_group:
+        return ()
+    num_heads = _first("num_attention_heads", config.num_attention_heads)
+    head_dim = _head_dim(config, num_heads)
+    return (Attention(num_heads // found.n_heads_in_group, head_dim, head_dim),)
+
+
+def _kv_heads(config: HfConfig, num_heads: int, place: int) -> int:
+    for said in (config.num_key_value_heads, config.num_kv_heads):
+        if isinstance(said, tuple):
+            if place >= len(said):
+                raise ConfigError(f"num_key_value_heads: no layer {place}")
+            return said[place]
+    if config.multi_query and not config.new_decoder_architecture:
+        return 1
+    if config.multi_query_attention and config.multi_query_group_num:
+        return config.multi_query_group_num
+    for said in (config.num_key_value_heads, config.num_kv_heads):
+        if isinstance(said, int) and said:
+            return said
+    return num_heads
+
+
+def _head_dim(config: HfConfig, num_heads: int) -> int:
+    if config.head_dim:
+        return config.head_dim
+    return _first("hidden_size", config.hidden_size, config.n_embd, config.d_model) // num_heads
+
+
+def _notes(config: HfConfig) -> list[str]:
+    notes = []
+    if config.num_nextn_predict_layers:
+        notes.append(
+            f"{config.num_nextn_predict_layers} layer(s) that predict further tokens are not "
+            "counted: they keep KV only where they are used to speculate"
+        )
+    if config.num_kv_shared_layers:
+        notes.append(f"{config.num_kv_shared_layers} layers use the KV of earlier ones")
+    if config.index_head_dim:
+        notes.append("the sparse attention's indexer keeps FP8 keys, as in vLLM")
+    return notes
+
+
+def _checked(config: HfConfig, kinds: list[Kind]) -> list[Kind]:
+    wanted = config.num_hidden_layers
+    if not 0 < len(kinds) <= MAX_LAYERS or (wanted is not None and len(kinds) != wanted):
+        raise ConfigError(f"{len(kinds)} kinds of layers for num_hidden_layers {wanted}")
+    return kinds
+
+
+def _name(name: str) -> Kind:
+    if name not in NAMES:
+        raise ConfigError(f"a layer of type {name[:60]!r}: not one of {', '.join(NAMES)}")
+    return NAMES[name]
+
+
+def _letter(letter: str) -> Kind:
+    if letter not in LETTERS:
+        raise ConfigError(f"hybrid_override_pattern: {letter!r} is not one of {' '.join(LETTERS)}")
+    return LETTERS[letter]
+
+
+def _first(name: str, *values: int | None) -> int:
+    found = next((value for value in values if value), None)
+    if found is None:
+        raise ConfigError(f"config.json has no {name}: is it a language model's?")
+    return found

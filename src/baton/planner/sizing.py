@@ -1,0 +1,92 @@
+"""A model and links → how large, and how long to move."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from baton.kv.sizing.sizes import Sizes, compute_sizes
+from baton.planner.links import NOMINAL_LINKS, transfer_s
+from baton.planner.models import find_model
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from baton.kv.sizing.sizes import Terms
+    from baton.planner.measured import MeasuredLink
+
+SCHEMA: Final = "baton-size/1"
+
+
+class MoveTime(msgspec.Struct, frozen=True):
+    """How long one request's needed KV takes over a link, each worker by a link of its own."""
+
+    link: str
+    gb_per_s: float
+    seconds: float
+    is_measured: bool
+    source: str
+
+
+class SizeReport(msgspec.Struct, frozen=True, kw_only=True):
+    """All of it. `notes`: what is not counted, or odd."""
+
+    schema: str = SCHEMA
+    model: str
+    config: str
+    family: str
+    dtype: str
+    max_context_tokens: int | None
+    sizes: Sizes
+    moves: tuple[MoveTime, ...]
+    notes: tuple[str, ...]
+
+
+def make_report(model: str, terms: Terms, measured: Sequence[MeasuredLink] = ()) -> SizeReport:
+    """Sizes of one request of a model, and its times on nominal and measured links.
+
+    Raises:
+        ConfigError: the model is not known, or the terms do not fit it.
+    """
+    shape, path = find_model(model)
+    sizes = compute_sizes(shape, terms)
+    num_bytes = sizes.rank_needed_bytes
+    nominal = [
+        MoveTime(
+            link.name,
+            link.gb_per_s,
+            transfer_s(num_bytes, link.gb_per_s),
+            is_measured=False,
+            source=link.source,
+        )
+        for link in NOMINAL_LINKS
+    ]
+    own = [
+        MoveTime(
+            each.name,
+            each.gb_per_s,
+            transfer_s(num_bytes, each.gb_per_s, each.latency_s),
+            is_measured=True,
+            source=each.source,
+        )
+        for each in measured
+    ]
+    notes = list(shape.notes)
+    if shape.max_context_tokens is not None and terms.num_tokens > shape.max_context_tokens:
+        notes.append(f"the model's context holds {shape.max_context_tokens:,} tokens only")
+    if sizes.state_bytes:
+        notes.append(
+            "layers with a state keep one of a fixed size; engines that cache prefixes keep "
+            "further copies of it"
+        )
+    return SizeReport(
+        model=model,
+        config=str(path),
+        family=shape.family,
+        dtype=shape.dtype,
+        max_context_tokens=shape.max_context_tokens,
+        sizes=sizes,
+        moves=tuple(sorted((*nominal, *own), key=lambda each: -each.seconds)),
+        notes=tuple(notes),
+    )

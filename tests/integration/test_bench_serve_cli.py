@@ -1,0 +1,147 @@
+"""`baton bench serve` and `compare` as a person runs them: exit codes, files, Ctrl-C, a real worker."""
+
+from __future__ import annotations
+
+import os
+import pty
+import signal
+import subprocess
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+import pytest
+
+from baton.bench.load.report import Report
+from tests.integration.worker_process import starting
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+BENCH = [sys.executable, "-m", "baton.cli", "bench"]
+ROOT = Path(__file__).parents[2]
+TIMEOUT_S = 90
+
+
+@contextmanager
+def scripted_server(delay_s: float) -> Generator[str]:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.integration.scripted_openai", str(delay_s)],
+        stdout=subprocess.PIPE, text=True, cwd=ROOT,
+    )  # fmt: skip
+    try:
+        assert process.stdout is not None
+        yield process.stdout.readline().strip()
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+@pytest.fixture(scope="module")
+def url():
+    with scripted_server(0.005) as url:
+        yield url
+
+
+def serve(url, *flags):
+    return subprocess.run(
+        [*BENCH, "serve", "--url", url, "--output-len", "4", "--input-len", "8", *flags],
+        capture_output=True, text=True, timeout=TIMEOUT_S, check=False,
+    )  # fmt: skip
+
+
+def test_a_run_its_file_and_a_comparison(url, tmp_path):
+    paths = [tmp_path / "a.json", tmp_path / "b.json"]
+    for path in paths:
+        done = serve(url, "--requests", "20", "--concurrency", "4", "--output", str(path))
+        assert done.returncode == 0, done.stderr
+        assert "20 complete, 0 failed" in done.stdout
+        assert "TTFT" in done.stdout
+    report = msgspec.json.decode(paths[0].read_bytes(), type=Report)
+    assert len(report.records) == 24  # with the warm-up
+    assert report.manifest.command[:2] == ("bench", "serve")
+    compared = subprocess.run(
+        [*BENCH, "compare", *map(str, paths), "--fail-if-worse", "500%"],
+        capture_output=True, text=True, timeout=TIMEOUT_S, check=False,
+    )  # fmt: skip
+    assert compared.returncode == 2  # a share of more than 1
+    compared = subprocess.run(
+        [*BENCH, "compare", *map(str, paths), "--json"],
+        capture_output=True, text=True, timeout=TIMEOUT_S, check=False,
+    )  # fmt: skip
+    assert compared.returncode == 0, compared.stderr
+    assert msgspec.json.decode(compared.stdout)["num_requests"] == [20, 20]
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "said"),
+    [
+        (["--model", "another"], 2, "serves scripted"),
+        (["--output", "/nowhere/x.json"], 2, "no folder /nowhere"),
+        (["--requests", "3", "--records", "/dev/full"], 1, "No space left"),
+        (["--requests", "3", "--output", "/dev/full"], 1, "instead"),
+        (["--rate", "3", "--concurrency", "3"], 2, "--max-in-flight"),
+        (["--goodput", "ttft"], 2, "ttft:500"),
+        (["--concurrency", "0"], 2, "--concurrency"),
+    ],
+)  # fmt: skip
+def test_what_goes_wrong_is_said_with_its_exit_code(url, flags, code, said):
+    done = serve(url, *flags)
+    assert done.returncode == code, done.stderr
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def read_until(terminal: int, wanted: bytes) -> bytes:
+    seen = b""
+    while wanted not in seen:
+        seen += os.read(terminal, 4096)
+    return seen
+
+
+def test_ctrl_c_keeps_what_there_is_and_gives_the_terminal_back(tmp_path):
+    path = tmp_path / "partial.json"
+    terminal, theirs = pty.openpty()
+    with scripted_server(0.05) as url:
+        process = subprocess.Popen(
+            [*BENCH, "serve", "--url", url, "--input-len", "8", "--output-len", "8",
+             "--duration", "600", "--concurrency", "2", "--output", str(path)],
+            stderr=theirs, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        os.close(theirs)
+        try:
+            seen = read_until(terminal, b"measured: 2 done")
+            assert b"\x1b[?25l" in seen  # a live line hides the cursor
+            process.send_signal(signal.SIGINT)
+            read_until(terminal, b"\x1b[?25h")
+            read_until(terminal, b"partial.json")
+            out, _ = process.communicate(timeout=TIMEOUT_S)
+        finally:
+            process.kill()
+            process.wait()
+            os.close(terminal)
+    assert process.returncode == 130
+    assert "PARTIAL: interrupted" in out
+    report = msgspec.json.decode(path.read_bytes(), type=Report)
+    assert report.is_partial
+    assert report.figures.num_complete >= 2
+    assert report.figures.num_cut >= 1
+
+
+def test_a_real_worker_counts_what_the_client_counts():
+    with starting("bench", role="both") as worker:
+        worker.wait_until_ready()
+        done = serve(worker.url, "--requests", "6", "--concurrency", "2", "--json")
+        chat = serve(worker.url, "--requests", "2", "--endpoint", "chat", "--json")
+    assert done.returncode == 0, done.stderr
+    report = msgspec.json.decode(done.stdout, type=Report)
+    assert report.server.prompts == "token ids"
+    assert report.server.has_exact_lengths
+    assert report.warnings == ()
+    assert (report.figures.num_prompt_tokens, report.figures.num_output_tokens) == (48, 24)
+    assert report.figures.tokens_per_chunk >= 1.0
+    assert chat.returncode == 0, chat.stderr
+    assert msgspec.json.decode(chat.stdout, type=Report).server.prompts == "words"

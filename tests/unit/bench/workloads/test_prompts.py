@@ -1,0 +1,113 @@
+"""Prompts are made up, the same ones everywhere for the same seed, as long as they should be."""
+
+from itertools import islice
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from baton.bench.load.bodies import BodyWriter, Manner
+from baton.bench.workloads.asking import Segment, Segments, count_context
+from baton.bench.workloads.choosing import NAMES, Wishes, choose_workload
+from baton.bench.workloads.prompts import Calibration, PromptWriter, TokenIds, calibrate
+from baton.errors import ConfigError
+
+import msgspec
+
+IDS = TokenIds()
+
+
+def ids_of(seed, *parts):
+    return PromptWriter(seed).write_ids(Segments(parts), IDS)
+
+
+def test_the_same_seed_is_the_same_prompt_on_every_machine():
+    assert ids_of("s", Segment("a", 4)) == [1397, 630, 618, 420]  # never to change
+
+
+@settings(max_examples=25)
+@given(st.text(max_size=8), st.text(max_size=8), st.integers(1, 300), st.integers(1, 300))
+def test_equal_keys_begin_alike(seed, key, few, many):
+    few, many = sorted((few, many))
+    short, long = ids_of(seed, Segment(key, few)), ids_of(seed, Segment(key, many))
+    assert long[:few] == short
+    assert len(long) == many
+    assert all(IDS.first <= each < IDS.end for each in long)
+
+
+def test_other_seeds_and_other_keys_are_other_prompts():
+    assert ids_of("s", Segment("a", 16)) != ids_of("t", Segment("a", 16))
+    assert ids_of("s", Segment("a", 16)) != ids_of("s", Segment("b", 16))
+
+
+def test_words_are_as_many_as_the_servers_counts_say():
+    prompt = Segments((Segment("a", 100), Segment("b", 50)))
+    words = PromptWriter("s").write_words(prompt, Calibration(2.0, 10.0)).split()
+    assert len(words) == (100 - 10) / 2 + 50 / 2
+
+
+def test_an_overhead_larger_than_the_first_part_goes_on_in_the_next():
+    prompt = Segments((Segment("a", 4), Segment("b", 50)))
+    words = PromptWriter("s").write_words(prompt, Calibration(1.0, 10.0)).split()
+    assert len(words) == 1 + (50 - 6)
+
+
+def test_calibration_is_a_line_through_two_prompts():
+    assert calibrate((10, 110), (25, 225)) == Calibration(2.0, 5.0)
+    assert calibrate((10, 110), (25, 25)) is None
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_workload_is_the_same_again_and_its_largest_is_the_largest(name):
+    workload = choose_workload(name, Wishes())
+    first, again = (list(islice(workload.generate(), 12)) for _ in range(2))
+    assert first == again
+    most = max(count_context(ask) for talk in first for ask in talk.turns)
+    assert count_context(workload.largest) == most
+
+
+def test_shared_prefixes_are_shared_in_turns():
+    wishes = Wishes(num_prefixes=2, num_prefix_tokens=8, num_input_tokens=4)
+    talks = list(islice(choose_workload("shared-prefix", wishes).generate(), 4))
+    ids = [PromptWriter("s").write_ids(talk.turns[0].prompt, IDS) for talk in talks]
+    assert ids[0][:8] == ids[2][:8] != ids[1][:8]
+    assert ids[0][8:] != ids[2][8:]
+
+
+def test_a_turn_repeats_everything_before_it():
+    wishes = Wishes(num_turns=3, num_prefix_tokens=8, num_input_tokens=4, num_output_tokens=5)
+    (talk,) = islice(choose_workload("multi-turn", wishes).generate(), 1)
+    ids = [PromptWriter("s").write_ids(turn.prompt, IDS) for turn in talk.turns]
+    assert [len(each) for each in ids] == [12, 21, 30]
+    assert ids[1][:12] == ids[0]
+    assert ids[2][:21] == ids[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "wishes"),
+    [
+        ("nothing", Wishes()),
+        ("fixed", Wishes(num_input_tokens=0)),
+        ("fixed", Wishes(num_turns=2)),
+        ("multi-turn", Wishes(pause_s=-1.0)),
+    ],
+)
+def test_wishes_that_make_no_sense(name, wishes):
+    with pytest.raises(ConfigError):
+        choose_workload(name, wishes)
+
+
+def test_a_body_asks_for_an_exact_length_as_a_stream_with_counts():
+    writer = BodyWriter(Manner("m", "completions", IDS), PromptWriter("s"))
+    ask = choose_workload("balanced", Wishes()).largest
+    body = msgspec.json.decode(writer.prepare(ask).body)
+    assert (body["model"], body["stream"], body["max_tokens"]) == ("m", True, 128)
+    assert body["ignore_eos"] is True
+    assert body["stream_options"] == {"include_usage": True}
+    assert len(body["prompt"]) == 512
+
+
+def test_a_chat_has_words():
+    writer = BodyWriter(Manner("m", "chat", Calibration(1.0, 0.0)), PromptWriter("s"))
+    body = msgspec.json.decode(writer.prepare(choose_workload("balanced", Wishes()).largest).body)
+    assert len(body["messages"][0]["content"].split()) == 512
