@@ -48,6 +48,8 @@ from baton.handoff.messages import (
     Taken,
 )
 from baton.handoff.peers import Heard, Peer, PeerGone, PeerTable, PeerUp
+from baton.handoff.pooling.absent import NoPool
+from baton.handoff.pooling.desk import PoolDesk
 from baton.handoff.receiving import ReceivingDesk
 from baton.handoff.routes import RouteFound, RouteLost, RouteTable
 from baton.handoff.sending import SendingDesk
@@ -80,6 +82,7 @@ if TYPE_CHECKING:
     )
     from baton.handoff.messages import Mover
     from baton.handoff.peers import PeerEvent
+    from baton.handoff.pooling.pool import Pool
     from baton.ids import Epoch, TicketId, WorkerId
     from baton.transfer.interface import TransferEvent, Transport
     from baton.transfer.links.outcome import LinkObserver
@@ -100,7 +103,8 @@ class AgentOptions:
 
     `mover` is who moves the bytes where this worker receives, if the transport can do both.
     `traits` are readable properties that explain why two workers cannot exchange KV (engine,
-    version, dtype …): at most 32, names of 64 characters and values of 256.
+    version, dtype …): at most 32, names of 64 characters and values of 256. Without a `pool`
+    handoffs through a store fail here.
     """
 
     worker: WorkerId
@@ -117,6 +121,7 @@ class AgentOptions:
     mover: Mover = "prefill"
     traits: Mapping[str, str] = field(default_factory=dict)
     links: LinkOptions = field(default_factory=LinkOptions)
+    pool: Pool | None = None
 
     def __post_init__(self) -> None:
         """Refuse faces that no engine has.
@@ -138,6 +143,7 @@ class HandoffAgent:
         self._wake_engine: Callable[[], None] = _nothing
         self._observer: LinkObserver = SilentObserver()
         self._selector = selectors.DefaultSelector()
+        self._pool = _make_pool(options)
         self._stopping = False
         self._thread: threading.Thread | None = None
         self._next_tick = 0.0
@@ -157,6 +163,7 @@ class HandoffAgent:
         """
         self._wake_engine = wake_engine
         options = self.options
+        self._pool.start(self._emit)
         scratch = _allocate_scratch(options.links)
         self._landing = Landing(scratch, options.transports, options.clock)
         hello = Hello(
@@ -213,6 +220,7 @@ class HandoffAgent:
         """End every handoff, close every socket and mapping, end the thread. Idempotent."""
         if self._thread is None:
             return
+        self._pool.stop()
         self._command(self._begin_stop)
         self._thread.join(STOP_TIMEOUT_S)
         if self._thread.is_alive():
@@ -230,30 +238,41 @@ class HandoffAgent:
 
     def expect(self, order: ReceiveOrder) -> None:
         """See `HandoffPort`."""
-        self._command(partial(self._receiving.expect, order))
+        if order.ticket.mode == "pool":
+            self._pool.expect(order)
+        else:
+            self._command(partial(self._receiving.expect, order))
 
     def offer(self, order: SendOrder) -> None:
         """See `HandoffPort`."""
-        self._command(partial(self._sending.offer, order))
+        if order.ticket.mode == "pool":
+            self._pool.offer(order)
+        else:
+            self._command(partial(self._sending.offer, order))
 
     def layer_ready(self, tickets: Sequence[tuple[TicketId, int]], layer: int) -> None:
         """See `HandoffPort`."""
+        self._pool.layer_ready(tuple(tickets), layer)
         self._command(partial(self._sending.layer_ready, tuple(tickets), layer))
 
     def finish(self, ticket: TicketId, first_token: SampledToken | None) -> None:
         """See `HandoffPort`."""
+        self._pool.finish(ticket, first_token)
         self._command(partial(self._sending.finish, ticket, first_token))
 
     def decline(self, ticket: Ticket, reason: str) -> None:
         """See `HandoffPort`."""
-        self._command(partial(self._receiving.decline, ticket, reason))
+        if ticket.mode != "pool":  # there the prefill worker's work is of use to others, too
+            self._command(partial(self._receiving.decline, ticket, reason))
 
     def abort(self, ticket: TicketId, reason: str) -> None:
         """See `HandoffPort`."""
+        self._pool.abort(ticket, reason)
         self._command(partial(self._abort, ticket, reason))
 
     def give_up(self, ticket: TicketId, reason: str) -> None:
         """The gateway says that this ticket's other half failed: recompute (or stop) now."""
+        self._pool.give_up(ticket, reason)
         self._command(partial(self._give_up, ticket, reason))
 
     def poll(self) -> list[HandoffEvent]:
@@ -433,6 +452,17 @@ class HandoffAgent:
 
 def _offer(face: Face, transports: tuple[Transport, ...]) -> FaceOffer:
     return FaceOffer(face.layout, tuple(t.expose(face.region) for t in transports))
+
+
+def _make_pool(options: AgentOptions) -> PoolDesk | NoPool:
+    if options.pool is None:
+        return NoPool()
+    return PoolDesk(
+        options.pool,
+        fingerprint=options.fingerprint,
+        clock=options.clock,
+        timeout_s=options.timeout_s,
+    )
 
 
 def _allocate_scratch(links: LinkOptions) -> Scratch | None:
