@@ -17,6 +17,8 @@ BatonError
 │   ├── PeerUnreachableError        retryable
 │   └── PeerLostError               retryable
 ├── HandoffError                    a handoff ended without its KV
+├── StoreError                      a store could not keep an entry: it costs caching only
+│   └── StoreFullError              retryable: there is no room for it
 └── EngineError                     the engine failed a request
 """
 
@@ -130,6 +132,16 @@ class HandoffError(BatonError):
     ) -> None:
         super().__init__(message)
         self.stage, self.peer, self.transport = stage, peer, transport
+
+
+class StoreError(BatonError):
+    """A store could not keep, or look for, an entry. What is not kept is computed again."""
+
+
+class StoreFullError(StoreError):
+    """There is no room for an entry, and none could be made."""
+
+    retryable = True
 
 
 class EngineError(BatonError):

@@ -4,7 +4,12 @@ import pytest
 
 from baton.testing.far_network import FarHost, NoNamespaceError, far_host
 
-pytest.register_assert_rewrite("baton.testing.transport_contract", "baton.testing.transport_pair")
+pytest.register_assert_rewrite(
+    "baton.testing.transport_contract",
+    "baton.testing.transport_pair",
+    "baton.testing.store_contract",
+    "baton.testing.store_faults",
+)
 
 
 @pytest.fixture(scope="session")

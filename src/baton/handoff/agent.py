@@ -49,6 +49,8 @@ from baton.handoff.messages import (
 )
 from baton.handoff.one_piece import OnePiece
 from baton.handoff.peers import Heard, Peer, PeerGone, PeerTable, PeerUp
+from baton.handoff.pooling.absent import NoPool
+from baton.handoff.pooling.desk import PoolDesk
 from baton.handoff.receiving import ReceivingDesk
 from baton.handoff.routes import RouteFound, RouteLost, RouteTable
 from baton.handoff.sending import SendingDesk
@@ -84,6 +86,7 @@ if TYPE_CHECKING:
     from baton.handoff.messages import Mover
     from baton.handoff.peers import PeerEvent
     from baton.handoff.surroundings import Surroundings
+    from baton.handoff.pooling.pool import Pool
     from baton.ids import Epoch, TicketId, WorkerId
     from baton.transfer.interface import TransferEvent, Transport
     from baton.transfer.links.outcome import LinkObserver
@@ -106,7 +109,8 @@ class AgentOptions:
     `traits` are readable properties that explain why two workers cannot exchange KV (engine,
     version, dtype …): at most 32, names of 64 characters and values of 256. `lease_s` is how long
     a computed prompt is held for a decode worker that does not renew it. Prompts of at most
-    `one_piece_tokens` are sent when they are computed, not layer by layer.
+    `one_piece_tokens` are sent when they are computed, not layer by layer. Without a `pool`
+    handoffs through a store fail here.
     """
 
     worker: WorkerId
@@ -127,6 +131,7 @@ class AgentOptions:
     links: LinkOptions = field(default_factory=LinkOptions)
     surroundings: Surroundings = MACHINE
     verification: VerificationPolicy = field(default_factory=VerificationPolicy)
+    pool: Pool | None = None
 
     def __post_init__(self) -> None:
         """Refuse faces that no engine has.
@@ -149,6 +154,7 @@ class HandoffAgent:  # noqa: PLR0904 - the engine's contract, and the process's
         self._observer: LinkObserver = SilentObserver()
         self._selector = options.surroundings.make_selector()
         self._one_piece = OnePiece(options.one_piece_tokens)
+        self._pool = _make_pool(options)
         self._stopping = False
         self._thread: threading.Thread | None = None
         self._next_tick = 0.0
@@ -175,6 +181,7 @@ class HandoffAgent:  # noqa: PLR0904 - the engine's contract, and the process's
         self._wake_engine = wake_engine
         options = self.options
         self._bell = options.surroundings.make_bell()
+        self._pool.start(self._emit)
         scratch = _allocate_scratch(options.links)
         self._landing = Landing(scratch, options.transports, options.clock)
         hello = Hello(
@@ -232,6 +239,7 @@ class HandoffAgent:  # noqa: PLR0904 - the engine's contract, and the process's
         """End every handoff, close every socket and mapping, end the thread. Idempotent."""
         if self._thread is None:
             return
+        self._pool.stop()
         self._command(self._begin_stop)
         self._thread.join(STOP_TIMEOUT_S)
         if self._thread.is_alive():
@@ -258,21 +266,29 @@ class HandoffAgent:  # noqa: PLR0904 - the engine's contract, and the process's
 
     def expect(self, order: ReceiveOrder) -> None:
         """See `HandoffPort`."""
-        self._command(partial(self._receiving.expect, order))
+        if order.ticket.mode == "pool":
+            self._pool.expect(order)
+        else:
+            self._command(partial(self._receiving.expect, order))
 
     def offer(self, order: SendOrder) -> None:
         """See `HandoffPort`."""
+        if order.ticket.mode == "pool":
+            self._pool.offer(order)
+            return
         self._one_piece.add(order)
         self._command(partial(self._sending.offer, order))
 
     def layer_ready(self, tickets: Sequence[tuple[TicketId, int]], layer: int) -> None:
         """See `HandoffPort`."""
+        self._pool.layer_ready(tuple(tickets), layer)
         told = self._one_piece.leave_out(tickets)
         if told:
             self._command(partial(self._sending.layer_ready, told, layer))
 
     def finish(self, ticket: TicketId, first_token: SampledToken | None) -> None:
         """See `HandoffPort`."""
+        self._pool.finish(ticket, first_token)
         stop = self._one_piece.take(ticket)
         if stop is not None:
             self._command(partial(self._sending.all_ready, ticket, stop))
@@ -280,14 +296,17 @@ class HandoffAgent:  # noqa: PLR0904 - the engine's contract, and the process's
 
     def decline(self, ticket: Ticket, reason: str) -> None:
         """See `HandoffPort`."""
-        self._command(partial(self._receiving.decline, ticket, reason))
+        if ticket.mode != "pool":  # there the prefill worker's work is of use to others, too
+            self._command(partial(self._receiving.decline, ticket, reason))
 
     def abort(self, ticket: TicketId, reason: str) -> None:
         """See `HandoffPort`."""
+        self._pool.abort(ticket, reason)
         self._command(partial(self._abort, ticket, reason))
 
     def give_up(self, ticket: TicketId, reason: str) -> None:
         """The gateway says that this ticket's other half failed: recompute (or stop) now."""
+        self._pool.give_up(ticket, reason)
         self._command(partial(self._give_up, ticket, reason))
 
     def poll(self) -> list[HandoffEvent]:
@@ -468,6 +487,17 @@ class HandoffAgent:  # noqa: PLR0904 - the engine's contract, and the process's
 
 def _offer(face: Face, transports: tuple[Transport, ...]) -> FaceOffer:
     return FaceOffer(face.layout, tuple(t.expose(face.region) for t in transports))
+
+
+def _make_pool(options: AgentOptions) -> PoolDesk | NoPool:
+    if options.pool is None:
+        return NoPool()
+    return PoolDesk(
+        options.pool,
+        fingerprint=options.fingerprint,
+        clock=options.clock,
+        timeout_s=options.timeout_s,
+    )
 
 
 def _allocate_scratch(links: LinkOptions) -> Scratch | None:

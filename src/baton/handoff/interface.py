@@ -19,6 +19,9 @@ import msgspec
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import numpy as np
+    from numpy.typing import NDArray
+
     from baton.authority.ticket import Ticket
     from baton.clock import Instant
     from baton.errors import HandoffError
@@ -55,6 +58,7 @@ class ReceiveOrder:
     """Decode's side: get KV of tokens `[start, num_tokens)` into `blocks`.
 
     `prompt_hash` commits to all prompt tokens, the model and the tenant (`kv.identity`).
+    `prompt_ids`, int32 `[num_tokens]`, are needed in mode pool alone: entries are named by them.
     """
 
     ticket: Ticket
@@ -64,6 +68,7 @@ class ReceiveOrder:
     blocks: BlockTable
     deadline: Instant
     trace: LegTrace
+    prompt_ids: NDArray[np.int32] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +76,7 @@ class SendOrder:
     """Prefill's side: KV of tokens `[0, num_tokens)` will be computed, or is cached, in `blocks`.
 
     `num_ready_tokens` of them are already in place in every layer (a prefix-cache hit).
+    `prompt_ids` as in a `ReceiveOrder`.
     """
 
     ticket: Ticket
@@ -80,17 +86,21 @@ class SendOrder:
     blocks: BlockTable
     deadline: Instant
     trace: LegTrace
+    prompt_ids: NDArray[np.int32] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class KVLanded:
     """All KV is in place and verified; `first_token` was sampled by the prefill worker.
 
-    Where it is None the engine computes the last prompt token itself, and samples.
+    Where it is None the engine computes the last prompt token itself, and samples. `num_tokens` is
+    set where only tokens before it are in place (mode pool): the engine computes the others, too,
+    and there is no first token.
     """
 
     ticket: TicketId
     first_token: SampledToken | None
+    num_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

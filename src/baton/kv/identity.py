@@ -21,6 +21,7 @@ BlockHash = NewType("BlockHash", bytes)
 """32 bytes: the chained SHA-256 of a block, never truncated."""
 
 _BLOCK_TAG: Final = b"baton/block/1"
+_TAIL_TAG: Final = b"baton/tail/1"
 _PROMPT_TAG: Final = b"baton/prompt/1"
 _TOKEN_BYTES: Final = 4
 
@@ -77,6 +78,23 @@ def compute_block_hashes(
         previous = sha256(previous + tokens[at : at + block_bytes]).digest()
         hashes.append(BlockHash(previous))
     return hashes
+
+
+def compute_tail_hash(
+    domain: HashDomain, token_ids: NDArray[np.int32], parent: BlockHash | None
+) -> BlockHash:
+    """Name what follows a sequence's last full block: `[num_tokens]`, fewer than a block.
+
+    `parent` is that block's hash; None where there is none. No block has such a name.
+
+    Raises:
+        ConfigError: no tokens, or a full block of them.
+        TypeError: `token_ids` does not fit int32.
+    """
+    if not 0 < len(token_ids) < domain.block_size:
+        raise ConfigError(f"a tail of {len(token_ids)} tokens in blocks of {domain.block_size}")
+    previous: bytes = domain.root if parent is None else parent
+    return BlockHash(hashlib.sha256(_TAIL_TAG + previous + _token_bytes(token_ids)).digest())
 
 
 def compute_prompt_hash(

@@ -250,8 +250,8 @@ class EngineLoop:
 
     def _hear(self, event: HandoffEvent) -> None:
         match event:
-            case KVLanded(ticket, first_token):
-                self._take_landed(ticket, first_token)
+            case KVLanded():
+                self._take_landed(event)
             case KVFailed(ticket, error):
                 self._fall_back(ticket, error)
             case BlocksQuiescent(ticket):
@@ -265,14 +265,17 @@ class EngineLoop:
             case _:
                 assert_never(event)
 
-    def _take_landed(self, ticket: TicketId, first_token: SampledToken | None) -> None:
+    def _take_landed(self, event: KVLanded) -> None:
+        first_token = event.first_token
         # Without a first token the last prompt token is computed here: its logits give one.
         num_to_compute = 1 if first_token is None else 0
-        sequence = self._scheduler.land(ticket, num_to_compute)
+        sequence = self._scheduler.land(event.ticket, num_to_compute, event.num_tokens)
         if sequence is None:
             return
-        num_received = sequence.num_prompt_tokens - sequence.num_cached_tokens
-        self._pages.from_region(sequence.blocks[-sequence.num_blocks_for(num_received) :])
+        num_landed = sequence.num_prompt_tokens if event.num_tokens is None else event.num_tokens
+        num_received = num_landed - sequence.num_cached_tokens
+        first = sequence.num_cached_tokens // sequence.block_size
+        self._pages.from_region(sequence.blocks[first : sequence.num_blocks_for(num_landed)])
         sequence.request.trace.num_received_tokens = num_received
         self._tally.received += num_received
         self._stamp(sequence, Stamp.KV_READY)

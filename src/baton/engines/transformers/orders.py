@@ -26,6 +26,7 @@ def make_send_order(sequence: Sequence, ticket: Ticket, fingerprint: str) -> Sen
         blocks=BlockTable(first=0, blocks=np.array(sequence.blocks, dtype=np.int64)),
         deadline=sequence.request.deadline,
         trace=sequence.request.trace,
+        prompt_ids=sequence.request.prompt_ids,
     )
 
 
@@ -43,6 +44,7 @@ def make_receive_order(expectation: Expectation, fingerprint: str) -> ReceiveOrd
         ),
         deadline=sequence.request.deadline,
         trace=sequence.request.trace,
+        prompt_ids=sequence.request.prompt_ids,
     )
 
 

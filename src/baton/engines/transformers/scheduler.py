@@ -159,10 +159,13 @@ class Scheduler:
         self._running.remove(sequence)
         sequence.status = Status.OFFERED
 
-    def land(self, ticket: TicketId, num_to_compute: int) -> Sequence | None:
-        """All KV of a decode leg is in place: it runs. None where it has ended since.
+    def land(
+        self, ticket: TicketId, num_to_compute: int, num_landed: int | None = None
+    ) -> Sequence | None:
+        """KV of a decode leg is in place: it runs. None where it has ended since.
 
-        The last `num_to_compute` tokens of the prompt are computed again, over what came.
+        The last `num_to_compute` tokens of the prompt are computed again, over what came; where
+        only tokens `[0, num_landed)` came, so are those after them.
         """
         landed = self.custody.land(ticket)
         if landed is None:
@@ -170,6 +173,8 @@ class Scheduler:
         sequence, blocks = landed
         num_tokens = sequence.num_prompt_tokens
         dead = max(needed_tokens(layer, num_tokens)[0] for layer in self._layers)
+        if num_landed is not None:
+            num_to_compute = max(num_to_compute, num_tokens - num_landed)
         sequence.receive(blocks, num_to_compute, complete_from=dead)
         self._publish(sequence)
         self._run(sequence)

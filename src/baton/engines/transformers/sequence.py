@@ -147,11 +147,14 @@ class Sequence:
     def receive(self, blocks: list[int], num_to_compute: int, complete_from: int) -> None:
         """The rest of the prompt's KV came from a peer, in `blocks`.
 
-        Of it, the last `num_to_compute` tokens are taken as not computed.
+        Of it, the last `num_to_compute` tokens are taken as not computed. More than the last one:
+        not all had come.
         """
         self.blocks += blocks
         self.num_computed = self.num_prompt_tokens - num_to_compute
-        self.num_prefill_tokens = self.num_computed
+        self.num_prefill_tokens = (
+            self.num_computed if num_to_compute <= 1 else self.num_prompt_tokens
+        )
         self.complete_from = complete_from
         self.leg = Colocated()
 

@@ -1,0 +1,61 @@
+"""Decode's half of one handoff through the store. Pure.
+
+waiting ──entries appear──► pieces in place ──all of them──► landed
+   └──the note is there, told to give up, too late──► landed in part, or failed
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from baton.errors import HandoffError
+from baton.handoff.interface import BlocksQuiescent, KVFailed, KVLanded
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from baton.clock import Instant
+    from baton.handoff.graves import Grave
+    from baton.handoff.interface import HandoffEvent, ReceiveOrder, SampledToken
+    from baton.handoff.pooling.pieces import Piece
+
+
+class Collection:
+    """What of one prompt has come. `pieces` cover the prompt; those before `start` are not read.
+
+    `grave` says why nothing more will come, once somebody has said so.
+    """
+
+    def __init__(self, order: ReceiveOrder, pieces: Sequence[Piece], *, deadline: Instant) -> None:
+        self.order, self.deadline = order, deadline
+        self.grave: Grave | None = None
+        self._pieces = tuple(piece for piece in pieces if piece.stop > order.start)
+        self._num_landed = 0
+
+    @property
+    def next_pieces(self) -> Sequence[Piece]:
+        """What is missing, in order."""
+        return self._pieces[self._num_landed :]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens `[0, n)` that are in place here."""
+        if self._num_landed == 0:
+            return self.order.start
+        return self._pieces[self._num_landed - 1].stop
+
+    def landed(self, num_pieces: int) -> None:
+        """So many of the missing pieces are in place, and are what was put."""
+        self._num_landed += num_pieces
+
+    def complete(self, first_token: SampledToken | None) -> list[HandoffEvent]:
+        """Everything is in place."""
+        return [KVLanded(self.order.ticket.id, first_token)]
+
+    def end_early(self, reason: str, stage: str) -> list[HandoffEvent]:
+        """Nothing more will come: what is in place is of use, if it is anything."""
+        ticket = self.order.ticket
+        if self._num_landed:
+            return [KVLanded(ticket.id, None, self.num_tokens)]
+        error = HandoffError(reason, stage=stage, peer=ticket.prefill.worker)
+        return [KVFailed(ticket.id, error), BlocksQuiescent(ticket.id)]

@@ -1,0 +1,264 @@
+"""The pool's thread: all of a worker's handoffs through the store.
+
+    engine's thread ── commands ──► pool's thread ── events ──► engine's thread (`poll`)
+                                      └ the store, the engine's blocks
+
+It works on one batch of one handoff after the other, so that a long prompt holds up nobody for
+long, and looks for awaited entries every few milliseconds. Reading and writing of blocks happens
+here alone: with the event that ends a handoff, nobody touches its blocks any more.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+from baton.clock import Instant
+from baton.errors import BatonError
+from baton.handoff.graves import Grave, Graves
+from baton.handoff.interface import BlocksQuiescent
+from baton.handoff.pooling.carrying import Carrier
+from baton.handoff.pooling.collection import Collection
+from baton.handoff.pooling.deposit import Deposit
+from baton.handoff.pooling.keeping import Keeper
+from baton.handoff.pooling.pieces import name_pieces
+from baton.handoff.pooling.taking import Taker
+from baton.kv.identity import HashDomain
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from baton.clock import Clock
+    from baton.handoff.interface import (
+        HandoffEvent,
+        ReceiveOrder,
+        SampledToken,
+        SendOrder,
+    )
+    from baton.handoff.pooling.pieces import Piece
+    from baton.handoff.pooling.pool import Pool
+    from baton.ids import TicketId
+
+logger = logging.getLogger(__name__)
+
+POLL_S: Final = 0.004
+"""Between two looks for entries that are awaited, and at deadlines."""
+TICK_S: Final = 0.05
+"""Between two looks at deadlines of prefills, whose progress comes by commands."""
+STOP_TIMEOUT_S: Final = 5.0
+STOPPING: Final = "the worker is stopping"
+
+
+class PoolDesk:
+    """Thread-safe: every call only queues. Closes the store at its end."""
+
+    def __init__(self, pool: Pool, *, fingerprint: str, clock: Clock, timeout_s: float) -> None:
+        """Check that the worker's pages and the store fit; starts nothing.
+
+        Raises:
+            ConfigError: KV in such pages cannot be kept in the store.
+        """
+        self._pool, self._fingerprint = pool, fingerprint
+        self._clock, self._timeout_s = clock, timeout_s
+        self._carrier = Carrier(pool.face, pool.form)
+        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._deposits: dict[TicketId, Deposit] = {}
+        self._collections: dict[TicketId, Collection] = {}
+        self._given_up = Graves()
+        self._is_stopping = False
+        self._thread: threading.Thread | None = None
+
+    def start(self, emit: Callable[[HandoffEvent], None]) -> None:
+        """Start the thread, from which `emit` is called. Once."""
+        self._emit = emit
+        self._keeper = Keeper(self._pool, self._carrier, emit)
+        self._taker = Taker(self._pool, self._carrier, clock=self._clock, emit=emit)
+        self._thread = threading.Thread(target=self._run, name="handoff-pool", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End every handoff, close the store, end the thread. Idempotent."""
+        if self._thread is None:
+            return
+        self._commands.put(self._begin_stop)
+        self._thread.join(STOP_TIMEOUT_S)
+        if self._thread.is_alive():
+            logger.error("the pool's thread did not stop within %s s", STOP_TIMEOUT_S)
+        self._thread = None
+
+    def expect(self, order: ReceiveOrder) -> None:
+        """See `HandoffPort.expect`."""
+        self._commands.put(partial(self._expect, order))
+
+    def offer(self, order: SendOrder) -> None:
+        """See `HandoffPort.offer`."""
+        self._commands.put(partial(self._offer, order))
+
+    def layer_ready(self, tickets: Sequence[tuple[TicketId, int]], layer: int) -> None:
+        """See `HandoffPort.layer_ready`."""
+        self._commands.put(partial(self._layer_ready, tickets, layer))
+
+    def finish(self, ticket: TicketId, first_token: SampledToken | None) -> None:
+        """See `HandoffPort.finish`."""
+        self._commands.put(partial(self._finish, ticket, first_token))
+
+    def abort(self, ticket: TicketId, reason: str) -> None:
+        """See `HandoffPort.abort`."""
+        self._commands.put(partial(self._abort, ticket, reason))
+
+    def give_up(self, ticket: TicketId, reason: str) -> None:
+        """The gateway says that this ticket's other half failed."""
+        self._commands.put(partial(self._give_up, ticket, reason))
+
+    def _run(self) -> None:
+        wait_s: float | None = None
+        while not self._is_stopping:
+            self._take_commands(wait_s)
+            worked = [self._advance_deposit(each) for each in tuple(self._deposits.values())]
+            worked += [self._advance_collection(c) for c in tuple(self._collections.values())]
+            wait_s = 0.0 if any(worked) else self._patience_s()
+        self._pool.store.close()
+
+    def _patience_s(self) -> float | None:
+        """How long nothing has to be looked at; None: until the next command."""
+        if self._collections:
+            return POLL_S
+        return TICK_S if self._deposits else None
+
+    def _take_commands(self, wait_s: float | None) -> None:
+        """Carry out what was asked for; wait for it while there is nothing else to do."""
+        with suppress(queue.Empty):
+            self._commands.get(timeout=wait_s)()
+            for _ in range(self._commands.qsize()):
+                self._commands.get_nowait()()
+
+    def _advance_deposit(self, deposit: Deposit) -> bool:
+        """One batch of what a prefill has computed; whether there was one."""
+        ticket = deposit.order.ticket.id
+        try:
+            if self._keeper.step(deposit):
+                return True
+        except Exception as exc:  # noqa: BLE001 - one broken handoff must not end all others
+            _report(exc)
+            self._fail_deposit(ticket, str(exc), "store")
+            return False
+        if deposit.is_done:
+            del self._deposits[ticket]
+            self._keeper.finish(deposit)
+        elif self._clock.now() >= deposit.deadline:
+            self._fail_deposit(ticket, "the deadline passed before prefill was done", "store")
+        return False
+
+    def _advance_collection(self, collection: Collection) -> bool:
+        """One batch of what has appeared for a decode; whether there was one."""
+        ticket = collection.order.ticket.id
+        try:
+            if self._taker.step(collection):
+                return True
+            if not collection.next_pieces:
+                del self._collections[ticket]
+                self._taker.complete(collection)
+                return False
+            end = self._find_end(collection)
+            # What was put before the end came may have been missed by the look before it.
+            if end is not None and self._taker.step(collection):
+                return True
+        except Exception as exc:  # noqa: BLE001 - one broken handoff must not end all others
+            _report(exc)
+            end = Grave(str(exc), "store")
+        if end is not None:
+            del self._collections[ticket]
+            self._taker.end_early(collection, end.reason, end.stage)
+        return False
+
+    def _find_end(self, collection: Collection) -> Grave | None:
+        """Why nothing more will come, if so."""
+        if collection.grave is not None:
+            return collection.grave
+        word = self._taker.find_word(collection)
+        if word is not None:
+            reason = word.reason or "what the prefill worker kept is in the store no more"
+            return Grave(reason, "prefill" if word.reason else "store")
+        if self._clock.now() >= collection.deadline:
+            return Grave("the deadline passed before all was in the store", "store")
+        return None
+
+    def _expect(self, order: ReceiveOrder) -> None:
+        collection = Collection(order, self._name(order), deadline=self._deadline(order))
+        collection.grave = self._given_up.take(order.ticket.id)
+        self._collections[order.ticket.id] = collection
+
+    def _offer(self, order: SendOrder) -> None:
+        ticket = order.ticket.id
+        self._deposits[ticket] = Deposit(
+            order,
+            self._name(order),
+            num_layers=self._pool.form.whole.num_layers,
+            deadline=self._deadline(order),
+        )
+        grave = self._given_up.take(ticket)
+        if grave is not None:
+            self._fail_deposit(ticket, grave.reason, grave.stage)
+
+    def _name(self, order: ReceiveOrder | SendOrder) -> tuple[Piece, ...]:
+        """The pieces of an order's prompt.
+
+        An order that does not name its tokens has none: nothing is kept, or taken, of it.
+        """
+        if order.prompt_ids is None:
+            return ()
+        domain = HashDomain(self._fingerprint, order.ticket.tenant_salt, self._pool.form.block_size)
+        return name_pieces(domain, order.prompt_ids)
+
+    def _layer_ready(self, tickets: Sequence[tuple[TicketId, int]], layer: int) -> None:
+        for ticket, stop in tickets:
+            deposit = self._deposits.get(ticket)
+            if deposit is not None:
+                deposit.layer_ready(layer, stop)
+
+    def _finish(self, ticket: TicketId, first_token: SampledToken | None) -> None:
+        deposit = self._deposits.get(ticket)
+        if deposit is not None:
+            deposit.finish(first_token)
+
+    def _abort(self, ticket: TicketId, reason: str) -> None:
+        if self._collections.pop(ticket, None) is not None:
+            self._taker.forget(ticket)
+            self._emit(BlocksQuiescent(ticket))
+        else:
+            self._fail_deposit(ticket, reason, "abort")
+
+    def _give_up(self, ticket: TicketId, reason: str) -> None:
+        grave = Grave(reason, "gateway")
+        collection = self._collections.get(ticket)
+        if collection is not None:
+            collection.grave = grave
+        elif ticket in self._deposits:
+            self._fail_deposit(ticket, reason, grave.stage)
+        else:
+            self._given_up.bury(ticket, grave)
+
+    def _fail_deposit(self, ticket: TicketId, reason: str, stage: str) -> None:
+        deposit = self._deposits.pop(ticket, None)
+        if deposit is not None:
+            self._keeper.fail(deposit, reason, stage)
+
+    def _deadline(self, order: ReceiveOrder | SendOrder) -> Instant:
+        return Instant(min(order.deadline, self._clock.now() + self._timeout_s))
+
+    def _begin_stop(self) -> None:
+        for ticket in tuple(self._deposits):
+            self._fail_deposit(ticket, STOPPING, "stop")
+        for collection in self._collections.values():
+            self._taker.end_early(collection, STOPPING, "stop")
+        self._collections.clear()
+        self._is_stopping = True
+
+
+def _report(error: Exception) -> None:
+    if not isinstance(error, BatonError):
+        logger.error("the pool's thread met an unexpected error", exc_info=error)

@@ -1,0 +1,73 @@
+"""What the prefill worker leaves in the store beside the KV: that it is done, and its first token.
+
+So a decode worker knows what to wait for: what is missing once the note is there will not come. It
+is an entry like others, named by the ticket's id and the part of the heads that its writer holds
+(docs/wire/store.md).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from baton.handoff.interface import SampledToken
+from baton.store.interface import EntryName
+
+if TYPE_CHECKING:
+    from baton.ids import TicketId
+    from baton.store.interface import Tier
+
+_TAG: Final = b"baton/pool-note/1"
+MAX_NOTE_BYTES: Final = 65_536
+
+
+class Note(msgspec.Struct, frozen=True):
+    """Prefill of the prompt named by `prompt_hash` is over.
+
+    KV of tokens `[0, num_tokens)` was put into the store; `reason` says why not of all.
+    """
+
+    prompt_hash: bytes
+    num_tokens: int
+    first_token: SampledToken | None
+    reason: str = ""
+
+
+_decoder = msgspec.msgpack.Decoder(Note)
+
+
+def leave_note(store: Tier, ticket: TicketId, part: int, note: Note) -> None:
+    """Put a note into the store.
+
+    Raises:
+        StoreError: there is no room for it.
+    """
+    store.put(_name(ticket, part), memoryview(msgspec.msgpack.encode(note)))
+
+
+def find_note(store: Tier, ticket: TicketId, part: int) -> Note | None:
+    """The note of a ticket, if it is there and makes sense."""
+    lease = store.try_lease(_name(ticket, part))
+    if lease is None:
+        return None
+    with lease:
+        if lease.num_bytes > MAX_NOTE_BYTES:
+            return None
+        body = bytearray(lease.num_bytes)
+        if not lease.try_read(memoryview(body)):
+            return None
+    try:
+        return _decoder.decode(body)
+    except msgspec.MsgspecError:
+        return None
+
+
+def remove_note(store: Tier, ticket: TicketId, part: int) -> None:
+    """It was read: nobody else will."""
+    store.discard(_name(ticket, part))
+
+
+def _name(ticket: TicketId, part: int) -> EntryName:
+    return EntryName(hashlib.sha256(_TAG + ticket + part.to_bytes(4, "little")).digest())

@@ -1,0 +1,217 @@
+"""A tier that is a folder of files, one an entry, named by hexadecimal digests."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import stat
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+from baton.errors import ConfigError, StoreError, StoreFullError, mapped
+from baton.store.folder.lease import FileLease
+from baton.store.folder.publishing import remove_unfinished, written
+from baton.store.folder.shared_room import SharedRoom
+from baton.store.interface import EntryName, Put, Usage
+from baton.store.record import HEADER_BYTES, make_header, read_digest
+from baton.store.room import Held, choose_victims
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from baton.store.folder.opening import Folder
+    from baton.store.interface import TierContext
+
+logger = logging.getLogger(__name__)
+
+ALLOCATION_BYTES: Final = 4096
+"""What a filesystem gives a file at least."""
+_MAX_ROUNDS: Final = 3
+_ENTRY: Final = re.compile(r"[0-9a-f]{64}")
+_OPEN: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+"""Not blocking: a pipe in the place of an entry would wait for a writer."""
+
+
+class FolderTier:
+    """See `Tier`. Other processes may have the same folder open, with the same capacity."""
+
+    def __init__(self, folder: Folder, capacity_bytes: int, context: TierContext) -> None:
+        """Take up work in a folder, which the caller closes; clean up after dead writers.
+
+        Raises:
+            ConfigError: the folder cannot be used.
+        """
+        self._folder, self._fd = folder, folder.fd
+        self._capacity_bytes = capacity_bytes
+        self._clock, self._below = context.clock, context.below
+        self._num_damaged = 0
+        self._is_reported = False
+        with mapped({OSError: ConfigError, StoreError: ConfigError}):
+            self._room = SharedRoom(folder.fd, capacity_bytes)
+            remove_unfinished(folder.fd)
+            if folder.was_unused:
+                self._room.reset(self._count)
+
+    def find(self, names: Sequence[EntryName]) -> int:
+        """See `Tier`."""
+        for index, name in enumerate(names):
+            if not self._has(name):
+                return index
+        return len(names)
+
+    def put(self, name: EntryName, body: memoryview) -> Put:
+        """See `Tier`."""
+        if self._has(name):
+            self._touch(name)
+            return Put.ALREADY
+        cost = compute_cost(len(body))
+        self._take_room(cost)
+        try:
+            with written(self._fd, (make_header(name, body), body)) as unnamed:
+                is_new = self._room.keep(cost, lambda: unnamed.try_name(name.hex()))
+        except StoreError:
+            self._room.give_back(cost)
+            raise
+        if is_new:
+            self._touch(name)
+        return Put.STORED if is_new else Put.ALREADY
+
+    def try_lease(self, name: EntryName) -> FileLease | None:
+        """See `Tier`."""
+        try:
+            fd = os.open(name.hex(), _OPEN, dir_fd=self._fd)
+        except OSError:
+            return None
+        try:
+            status = os.fstat(fd)
+            is_file = stat.S_ISREG(status.st_mode)
+            header = os.pread(fd, HEADER_BYTES, 0) if is_file else b""
+        except OSError:
+            header, status = b"", None
+        digest = None if status is None else read_digest(name, header, status.st_size)
+        if digest is None or status is None:
+            os.close(fd)
+            self._damaged(name)
+            return None
+        with suppress(OSError):
+            os.utime(fd, ns=self._now_ns())
+        num_bytes = status.st_size - HEADER_BYTES
+        return FileLease(fd, num_bytes, digest, partial(self._damaged, name))
+
+    def discard(self, name: EntryName) -> None:
+        """See `Tier`."""
+        self._remove(name)
+
+    def usage(self) -> Usage:
+        """See `Tier`."""
+        with mapped({OSError: StoreError}):
+            held = list(self._scan())
+        return Usage(
+            num_entries=len(held),
+            used_bytes=sum(entry.num_bytes for entry in held),
+            capacity_bytes=self._capacity_bytes,
+            num_damaged=self._num_damaged,
+        )
+
+    def close(self) -> None:
+        """See `Tier`. The folder stays open: it is the caller's."""
+        self._room.close()
+
+    def _take_room(self, cost: int) -> None:
+        """Count an entry as kept, making room for it first.
+
+        Raises:
+            StoreFullError: it is too large, or others fill what is freed.
+            StoreError: the entries cannot be counted.
+        """
+        if cost > self._capacity_bytes:
+            raise StoreFullError(f"an entry of {cost} bytes where {self._capacity_bytes} fit")
+        for _ in range(_MAX_ROUNDS):
+            shortage = self._room.try_take(cost)
+            if shortage == 0:
+                return
+            self._free(shortage)
+        raise StoreFullError(f"no room for {cost} bytes: others take what is freed")
+
+    def _free(self, num_bytes: int) -> None:
+        """Remove the least recently used entries; set the count right where it was too high."""
+        with mapped({OSError: StoreError}):
+            victims = choose_victims(self._scan(), num_bytes)
+        for victim in victims:
+            self._demote(victim.name)
+            self._remove(victim.name)
+        if sum(victim.num_bytes for victim in victims) < num_bytes:
+            self._room.recount(self._count)
+
+    def _demote(self, name: EntryName) -> None:
+        """Hand an entry down, if there is a tier below; what it does not take is lost."""
+        below = self._below
+        lease = None if below is None else self.try_lease(name)
+        if lease is None or below is None:
+            return
+        with lease:
+            body = memoryview(bytearray(lease.num_bytes))
+            try:
+                if lease.try_read(body):
+                    below.put(name, body)
+            except StoreError as exc:
+                self._report(exc)
+
+    def _remove(self, name: EntryName) -> None:
+        with suppress(StoreError):
+            self._room.remove(partial(self._unlink, name))
+
+    def _unlink(self, name: EntryName) -> int:
+        """Remove an entry; the bytes that it took up, 0 if it is not there."""
+        try:
+            num_bytes = os.stat(name.hex(), dir_fd=self._fd, follow_symlinks=False).st_size
+            os.unlink(name.hex(), dir_fd=self._fd)
+        except OSError:
+            return 0
+        return compute_cost(num_bytes - HEADER_BYTES)
+
+    def _count(self) -> int:
+        return sum(entry.num_bytes for entry in self._scan())
+
+    def _damaged(self, name: EntryName) -> None:
+        self._num_damaged += 1
+        logger.warning("store: entry %s in %s is damaged: removed", name.hex(), self._folder.path)
+        self._remove(name)
+
+    def _report(self, error: StoreError) -> None:
+        if not self._is_reported:
+            self._is_reported = True
+            logger.warning("store: %s lost an entry (said once): %s", self._folder.path, error)
+
+    def _has(self, name: EntryName) -> bool:
+        try:
+            os.stat(name.hex(), dir_fd=self._fd, follow_symlinks=False)
+        except OSError:
+            return False
+        return True
+
+    def _touch(self, name: EntryName) -> None:
+        with suppress(OSError):
+            os.utime(name.hex(), ns=self._now_ns(), dir_fd=self._fd, follow_symlinks=False)
+
+    def _now_ns(self) -> tuple[int, int]:
+        now = int(self._clock.unix_now() * 1e9)
+        return now, now
+
+    def _scan(self) -> Iterator[Held]:
+        with os.scandir(self._fd) as found:
+            for entry in found:
+                if not _ENTRY.fullmatch(entry.name):
+                    continue
+                with suppress(FileNotFoundError):
+                    status = entry.stat(follow_symlinks=False)
+                    cost = compute_cost(status.st_size - HEADER_BYTES)
+                    name = EntryName(bytes.fromhex(entry.name))
+                    yield Held(name, cost, status.st_mtime)
+
+
+def compute_cost(body_bytes: int) -> int:
+    """Bytes that an entry takes up in a filesystem."""
+    return -(-(HEADER_BYTES + body_bytes) // ALLOCATION_BYTES) * ALLOCATION_BYTES

@@ -1,0 +1,135 @@
+"""The contract of a tier, and of a store made of tiers: entries by name, kept while there is room.
+
+An entry is a name and a body of bytes. Whoever puts it there first wins: a name stands for one
+content (`store.form`), so that a second put of it has nothing to change.
+
+    put ──► STORED | ALREADY         try_lease ──► Lease ──► try_read ──► the body, or nothing
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Final, NewType, Protocol, Self
+
+from baton.registry import Registry
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from baton.clock import Clock
+
+EntryName = NewType("EntryName", bytes)
+"""32 bytes: the SHA-256 that names an entry (`store.form`)."""
+
+NAME_BYTES: Final = 32
+MAX_BODY_BYTES: Final = 1 << 32
+
+
+class Put(Enum):
+    """What became of an entry that was put."""
+
+    STORED = "stored"
+    ALREADY = "already"
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """A tier at one moment, in bytes that it takes up; `num_damaged` since it was opened."""
+
+    num_entries: int
+    used_bytes: int
+    capacity_bytes: int
+    num_damaged: int
+
+
+class Lease(Protocol):
+    """An entry that stays readable until `release`, whatever becomes of its name."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the body."""
+        ...
+
+    def try_read(self, into: memoryview) -> bool:
+        """Copy the body into `num_bytes` writable bytes; whether it is what was put.
+
+        If not (flipped, torn, cut short), the entry is removed and `into` holds anything.
+        """
+        ...
+
+    def release(self) -> None:
+        """Let go. Idempotent."""
+        ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+class Tier(Protocol):
+    """A place for entries, of bounded size. One owner thread each; other processes may share it.
+
+    Blocks on I/O. An entry is there whole or not at all, at whatever byte its writer was killed.
+    """
+
+    def find(self, names: Sequence[EntryName]) -> int:
+        """How many leading names are there: stops at the first miss."""
+        ...
+
+    def put(self, name: EntryName, body: memoryview) -> Put:
+        """Keep a body; the least recently used entries make room for it.
+
+        Raises:
+            StoreFullError: there is no room, and none can be made.
+            StoreError: it cannot be written. Nothing is kept then.
+        """
+        ...
+
+    def try_lease(self, name: EntryName) -> Lease | None:
+        """Hold an entry for reading, which counts as its last use; None if it is not there."""
+        ...
+
+    def discard(self, name: EntryName) -> None:
+        """Remove an entry, if it is there. Leases of it stay readable."""
+        ...
+
+    def usage(self) -> Usage:
+        """What it holds. Looks at every entry.
+
+        Raises:
+            StoreError: it cannot be looked at.
+        """
+        ...
+
+    def close(self) -> None:
+        """Let go of the place; what is kept stays as long as the kind of tier says. Idempotent."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class TierContext:
+    """What every tier is built from, besides its own options.
+
+    `cluster` names the cluster in paths: printable, and no secret. Entries that must go are handed
+    to `below`, if there is such a tier.
+    """
+
+    cluster: str
+    clock: Clock
+    below: Tier | None = None
+
+
+class TierFactory(Protocol):
+    """What an entry point of `baton.tiers` builds from its options."""
+
+    def __call__(self, context: TierContext) -> Tier:
+        """Open it, and clean up after writers that died.
+
+        Raises:
+            ConfigError: there can be no such tier here; says why.
+        """
+        ...
+
+
+TIERS: Final[Registry[TierFactory]] = Registry("baton.tiers")

@@ -1,0 +1,120 @@
+"""A store of tiers, the quickest first: itself a `Tier`."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+from baton.errors import StoreError
+from baton.store.interface import TIERS, Put, TierContext, Usage
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from baton.clock import Clock
+    from baton.store.interface import EntryName, Lease, Tier
+
+logger = logging.getLogger(__name__)
+
+
+class TieredStore:
+    """See `Tier`. Entries are put into the first tier, which hands down what it has no room for.
+
+    What is read from a lower tier is copied into the first one. An entry too large for a tier, or
+    put while it is full, goes to the next.
+    """
+
+    def __init__(self, tiers: Sequence[Tier]) -> None:
+        """Take over open tiers, at least one; each hands down to the next already."""
+        self._tiers = tuple(tiers)
+
+    def find(self, names: Sequence[EntryName]) -> int:
+        """See `Tier`."""
+        at = 0
+        while at < len(names):
+            found = max(tier.find(names[at:]) for tier in self._tiers)
+            if found == 0:
+                break
+            at += found
+        return at
+
+    def put(self, name: EntryName, body: memoryview) -> Put:
+        """See `Tier`."""
+        if any(tier.find((name,)) for tier in self._tiers[1:]):
+            return Put.ALREADY
+        *others, last = self._tiers
+        for tier in others:
+            try:
+                return tier.put(name, body)
+            except StoreError as exc:
+                logger.debug("store: an entry goes to the next tier: %s", exc)
+        return last.put(name, body)
+
+    def try_lease(self, name: EntryName) -> Lease | None:
+        """See `Tier`."""
+        first, *others = self._tiers
+        lease = first.try_lease(name)
+        if lease is not None:
+            return lease
+        for tier in others:
+            lease = tier.try_lease(name)
+            if lease is not None:
+                return self._promote(name, lease)
+        return None
+
+    def discard(self, name: EntryName) -> None:
+        """See `Tier`."""
+        for tier in self._tiers:
+            tier.discard(name)
+
+    def usage(self) -> Usage:
+        """See `Tier`: of all tiers together; an entry in two of them counts twice."""
+        usages = [tier.usage() for tier in self._tiers]
+        return Usage(
+            num_entries=sum(usage.num_entries for usage in usages),
+            used_bytes=sum(usage.used_bytes for usage in usages),
+            capacity_bytes=sum(usage.capacity_bytes for usage in usages),
+            num_damaged=sum(usage.num_damaged for usage in usages),
+        )
+
+    def close(self) -> None:
+        """See `Tier`."""
+        for tier in self._tiers:
+            tier.close()
+
+    def _promote(self, name: EntryName, lease: Lease) -> Lease | None:
+        """Copy an entry up; a lease of the copy, or of the entry itself where there is no room."""
+        body = memoryview(bytearray(lease.num_bytes))
+        if not lease.try_read(body):
+            lease.release()
+            return None
+        try:
+            self._tiers[0].put(name, body)
+        except StoreError as exc:
+            logger.debug("store: an entry stays where it is: %s", exc)
+            return lease
+        promoted = self._tiers[0].try_lease(name)
+        if promoted is None:
+            return lease
+        lease.release()
+        return promoted
+
+
+def open_store(
+    kinds: Sequence[str], options: Mapping[str, Mapping[str, object]], *, cluster: str, clock: Clock
+) -> TieredStore:
+    """Open the tiers of these kinds, the quickest first, from the last to the first.
+
+    Raises:
+        ConfigError: one of them cannot be opened, or its options make no sense; none stays open.
+    """
+    tiers: list[Tier] = []
+    with ExitStack() as opened:
+        for kind in reversed(kinds):
+            below = tiers[0] if tiers else None
+            factory = TIERS.build(kind, options.get(kind, {}))
+            tiers.insert(0, factory(TierContext(cluster, clock, below)))
+            opened.callback(tiers[0].close)
+        opened.pop_all()
+    return TieredStore(tiers)

@@ -1,0 +1,1 @@
+"""The tiers that ship with Baton. Reached through their registry, `baton.tiers`."""

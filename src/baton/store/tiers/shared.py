@@ -1,0 +1,73 @@
+"""`shared`: this host's memory, as files of a memory filesystem that all workers here open.
+
+It belongs to living workers: the last one to leave takes it away, and what workers left that were
+killed goes when the next one on this host starts.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Final
+
+import msgspec
+
+from baton.registry import Plugin
+from baton.store.folder.opening import Folder, remove_if_abandoned
+from baton.store.folder.tier import FolderTier
+
+if TYPE_CHECKING:
+    from baton.store.interface import TierContext, TierFactory
+
+logger = logging.getLogger(__name__)
+
+_PREFIX: Final = "baton-"
+_SUFFIX: Final = "-store"
+
+
+class SharedTierOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`capacity_bytes` is for all workers of the cluster on this host together.
+
+    `directory` is on a memory filesystem (tmpfs).
+    """
+
+    capacity_bytes: Annotated[int, msgspec.Meta(ge=1)] = 1 << 30
+    directory: str = "/dev/shm"  # noqa: S108 - what is in it is checked to be this user's alone
+
+
+class SharedTier(FolderTier):
+    """See `Tier`."""
+
+    def __init__(self, options: SharedTierOptions, context: TierContext) -> None:
+        """Open the cluster's folder; remove those of clusters of which nobody lives.
+
+        Raises:
+            ConfigError: the folder cannot be used.
+        """
+        parent = Path(options.directory)
+        self._own = Folder(parent / f"{_PREFIX}{context.cluster}{_SUFFIX}")
+        _remove_abandoned(parent)
+        super().__init__(self._own, options.capacity_bytes, context)
+        self._is_closed = False
+
+    def close(self) -> None:
+        """See `Tier`: with the last user, the memory goes."""
+        if not self._is_closed:
+            self._is_closed = True
+            super().close()
+            self._own.close_and_remove_unless_shared()
+
+
+def _remove_abandoned(parent: Path) -> None:
+    for path in parent.glob(f"{_PREFIX}*{_SUFFIX}"):
+        if path.is_dir() and path.stat().st_uid == os.geteuid() and remove_if_abandoned(path):
+            logger.info("store: removed %s, which dead workers left", path)
+
+
+def _build(options: SharedTierOptions) -> TierFactory:
+    return partial(SharedTier, options)
+
+
+PLUGIN = Plugin(SharedTierOptions, _build)

@@ -1,0 +1,161 @@
+"""What every tier must do. Inherit the suite in a test module to run it.
+
+Enters: how a tier is opened (`open_tier`). Leaves: a verdict, test by test. What only files can
+suffer (flipped bits, killed writers) is in `store_faults`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from abc import abstractmethod
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import pytest
+
+from baton.errors import StoreFullError
+from baton.store.interface import EntryName, Put
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+    from pathlib import Path
+
+    from baton.store.interface import Lease, Tier
+
+BODY_BYTES = 10_000
+MUCH_ROOM = 100 * BODY_BYTES
+
+
+def name_of(content: str) -> EntryName:
+    """A name as a digest gives it."""
+    return EntryName(hashlib.sha256(content.encode()).digest())
+
+
+def body_of(content: str, num_bytes: int = BODY_BYTES) -> memoryview:
+    """A body that no other content has."""
+    return memoryview(hashlib.shake_128(content.encode()).digest(num_bytes))
+
+
+def put(tier: Tier, content: str) -> Put:
+    """Put an entry whose name and body follow from one word."""
+    return tier.put(name_of(content), body_of(content))
+
+
+def read(tier: Tier, content: str) -> bytes | None:
+    """An entry's body, or None for a miss: also one that is found while reading."""
+    lease = tier.try_lease(name_of(content))
+    if lease is None:
+        return None
+    with lease:
+        return read_lease(lease)
+
+
+def read_lease(lease: Lease) -> bytes | None:
+    """What a lease gives."""
+    into = bytearray(lease.num_bytes)
+    return bytes(into) if lease.try_read(memoryview(into)) else None
+
+
+class StoreContract:
+    """A subclass says how a tier is opened, and may say that it is bounded otherwise."""
+
+    @abstractmethod
+    def open_tier(self, place: Path, capacity_bytes: int) -> Tier:
+        """A tier that keeps its entries somewhere in `place`; twice the same for the same place."""
+
+    @contextmanager
+    def opened(self, place: Path, capacity_bytes: int = MUCH_ROOM) -> Generator[Tier]:
+        """A tier for the length of a block."""
+        tier = self.open_tier(place, capacity_bytes)
+        try:
+            yield tier
+        finally:
+            tier.close()
+
+    def test_what_is_put_is_read_again(self, tmp_path: Path) -> None:
+        with self.opened(tmp_path) as tier:
+            assert read(tier, "a") is None
+            assert put(tier, "a") is Put.STORED
+            assert read(tier, "a") == body_of("a")
+            assert read(tier, "b") is None
+
+    @pytest.mark.parametrize("num_bytes", [0, 1, 4095, 4096, 70_001])
+    def test_bodies_of_any_size(self, tmp_path: Path, num_bytes: int) -> None:
+        with self.opened(tmp_path) as tier:
+            tier.put(name_of("a"), body_of("a", num_bytes))
+            assert read(tier, "a") == body_of("a", num_bytes)
+
+    def test_a_second_put_of_a_name_changes_nothing(self, tmp_path: Path) -> None:
+        with self.opened(tmp_path) as tier:
+            put(tier, "a")
+            assert tier.put(name_of("a"), body_of("something else")) is Put.ALREADY
+            assert read(tier, "a") == body_of("a")
+            assert tier.usage().num_entries == 1
+
+    def test_find_stops_at_the_first_miss(self, tmp_path: Path) -> None:
+        with self.opened(tmp_path) as tier:
+            for content in "abd":
+                put(tier, content)
+            names = [name_of(content) for content in "abcd"]
+            assert tier.find(names) == 2
+            assert tier.find(names[2:]) == 0
+            assert tier.find([]) == 0
+
+    def test_another_user_of_the_place_finds_it(self, tmp_path: Path) -> None:
+        with self.opened(tmp_path) as one, self.opened(tmp_path) as other:
+            put(one, "a")
+            assert read(other, "a") == body_of("a")
+            assert put(other, "a") is Put.ALREADY
+            other.discard(name_of("a"))
+            assert read(one, "a") is None
+
+    def test_a_lease_outlives_the_entry(self, tmp_path: Path) -> None:
+        with self.opened(tmp_path) as tier:
+            put(tier, "a")
+            lease = tier.try_lease(name_of("a"))
+            assert lease is not None
+            with lease:
+                tier.discard(name_of("a"))
+                assert tier.find([name_of("a")]) == 0
+                assert read_lease(lease) == body_of("a")
+            lease.release()
+            tier.discard(name_of("a"))
+
+    def test_it_is_never_fuller_than_it_may_be(self, tmp_path: Path) -> None:
+        capacity = 10 * BODY_BYTES
+        with self.opened(tmp_path, capacity) as tier:
+            for i in range(40):
+                assert put(tier, f"entry {i}") is Put.STORED
+                usage = tier.usage()
+                assert usage.used_bytes <= usage.capacity_bytes
+            assert read(tier, "entry 39") == body_of("entry 39")
+
+    def test_the_least_recently_used_goes_first(self, tmp_path: Path) -> None:
+        with self.opened(tmp_path, 8 * BODY_BYTES) as tier:
+            put(tier, "kept")
+            for i in range(40):
+                put(tier, f"entry {i}")
+                assert read(tier, "kept") == body_of("kept")
+            assert tier.usage().num_entries < 40  # so some had to go
+
+    def test_what_makes_room_stays_readable_for_who_reads_it(self, tmp_path: Path) -> None:
+        with self.opened(tmp_path, 8 * BODY_BYTES) as tier:
+            put(tier, "a")
+            lease = tier.try_lease(name_of("a"))
+            assert lease is not None
+            with lease:
+                for i in range(60):
+                    put(tier, f"entry {i}")
+                assert read_lease(lease) == body_of("a")
+
+    def test_a_body_that_can_never_fit_is_refused(self, tmp_path: Path) -> None:
+        with self.opened(tmp_path, BODY_BYTES) as tier:
+            with pytest.raises(StoreFullError):
+                tier.put(name_of("a"), body_of("a", 40 * BODY_BYTES))
+            assert read(tier, "a") is None
+            assert tier.usage().num_entries == 0
+
+    def test_closing_twice_is_nothing(self, tmp_path: Path) -> None:
+        tier = self.open_tier(tmp_path, MUCH_ROOM)
+        tier.close()
+        tier.close()

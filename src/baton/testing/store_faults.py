@@ -1,0 +1,256 @@
+"""What may befall a tier whose entries are files: its writers die, its bytes change, disks fill up.
+
+Whatever happens, an entry is what was put, or it is missing (invariant I8).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import resource
+import subprocess
+import sys
+import threading
+from abc import abstractmethod
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, TYPE_CHECKING
+
+import pytest
+
+from baton.errors import StoreError, StoreFullError
+from baton.store.folder import publishing
+from baton.store.interface import Put
+from baton.store.record import HEADER_BYTES
+from baton.testing.store_contract import (
+    BODY_BYTES,
+    StoreContract,
+    body_of,
+    name_of,
+    put,
+    read,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Mapping
+
+LARGE_BYTES = 4 << 20
+NUM_WRITERS = 4
+
+
+class FolderFaultContract(StoreContract):  # noqa: PLR0904 - a test for each fault
+    """A subclass names its `kind`, and says where in a place the entries are."""
+
+    kind: str
+
+    @abstractmethod
+    def options(self, place: Path, capacity_bytes: int) -> Mapping[str, object]:
+        """The options with which the tier is opened."""
+
+    @abstractmethod
+    def folder(self, place: Path) -> Path:
+        """Where its files are."""
+
+    def entry(self, place: Path, content: str) -> Path:
+        """An entry's file."""
+        return self.folder(place) / name_of(content).hex()
+
+    @contextmanager
+    def half_written(self, place: Path, naming: str) -> Generator[subprocess.Popen[str]]:
+        """A process that is in the middle of writing the entry "a"."""
+        options = json.dumps(self.options(place, 4 * LARGE_BYTES))
+        command = [sys.executable, "-m", "baton.testing.store_writer", self.kind, options, "a"]
+        with subprocess.Popen(  # noqa: S603 - this same Python
+            [*command, str(LARGE_BYTES), naming],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        ) as writer:
+            try:
+                stdout: IO[str] = writer.stdout  # type: ignore[assignment]
+                num_written = int(stdout.readline())
+                assert num_written == HEADER_BYTES + LARGE_BYTES // 2
+                assert num_written in find_open_sizes(writer.pid, self.folder(place))
+                yield writer
+            finally:
+                writer.kill()
+
+    @pytest.mark.parametrize("naming", ["unnamed", "named"])
+    def test_a_writer_killed_in_the_middle_leaves_nothing(
+        self, tmp_path: Path, naming: str
+    ) -> None:
+        with self.opened(tmp_path, 4 * LARGE_BYTES) as tier:
+            with self.half_written(tmp_path, naming) as writer:
+                assert read(tier, "a") is None
+                writer.kill()
+                assert writer.wait(30) < 0
+            assert read(tier, "a") is None
+            assert tier.usage().num_entries == 0
+        with self.opened(tmp_path, 4 * LARGE_BYTES) as tier:
+            left = {path.name for path in self.folder(tmp_path).iterdir()}
+            assert left == {"users", "room"}
+            for content in "abc":  # all of the capacity can be used again
+                tier.put(name_of(content), body_of(content, LARGE_BYTES))
+            assert tier.usage().num_entries == 3
+            assert read(tier, "a") == body_of("a", LARGE_BYTES)
+
+    def test_what_is_being_written_is_not_cleaned_up(self, tmp_path: Path) -> None:
+        with (
+            self.half_written(tmp_path, "named"),
+            self.opened(tmp_path, 4 * LARGE_BYTES),
+        ):
+            names = {path.name for path in self.folder(tmp_path).iterdir()}
+            assert any(name.startswith(publishing.UNFINISHED) for name in names)
+
+    def test_a_flipped_bit_anywhere_is_a_miss(self, tmp_path: Path) -> None:
+        chance = random.Random(5)  # noqa: S311
+        places = [*range(HEADER_BYTES), *chance.sample(range(HEADER_BYTES, BODY_BYTES), 40)]
+        with self.opened(tmp_path) as tier:
+            for at in places:
+                assert put(tier, "a") is Put.STORED
+                flip_bit(self.entry(tmp_path, "a"), at, chance.randrange(8))
+                assert read(tier, "a") is None
+                assert tier.find([name_of("a")]) == 0
+            assert tier.usage().num_damaged == len(places)
+            put(tier, "a")
+            assert read(tier, "a") == body_of("a")
+
+    def test_a_file_cut_short_or_grown_is_a_miss(self, tmp_path: Path) -> None:
+        whole = HEADER_BYTES + BODY_BYTES
+        lengths = (0, 1, HEADER_BYTES - 1, HEADER_BYTES, 4096, whole - 1, whole + 1)
+        with self.opened(tmp_path) as tier:
+            for length in lengths:
+                put(tier, "a")
+                os.truncate(self.entry(tmp_path, "a"), length)
+                assert read(tier, "a") is None
+                put(tier, "a")
+                assert read(tier, "a") == body_of("a")
+
+    def test_a_file_cut_short_while_it_is_read_is_a_miss(self, tmp_path: Path) -> None:
+        with self.opened(tmp_path) as tier:
+            put(tier, "a")
+            lease = tier.try_lease(name_of("a"))
+            assert lease is not None
+            with lease:
+                os.truncate(self.entry(tmp_path, "a"), HEADER_BYTES + 10)
+                assert not lease.try_read(memoryview(bytearray(lease.num_bytes)))
+
+    def test_an_entry_under_another_name_is_a_miss(self, tmp_path: Path) -> None:
+        with self.opened(tmp_path) as tier:
+            put(tier, "a")
+            self.entry(tmp_path, "a").rename(self.entry(tmp_path, "b"))
+            assert read(tier, "b") is None
+
+    def test_what_is_no_file_is_a_miss(self, tmp_path: Path) -> None:
+        with self.opened(tmp_path) as tier:
+            self.entry(tmp_path, "a").mkdir()
+            self.entry(tmp_path, "b").symlink_to("/etc/passwd")
+            os.mkfifo(self.entry(tmp_path, "c"))
+            for content in "abc":
+                assert read(tier, content) is None
+
+    def test_no_room_in_the_filesystem_is_said_and_leaves_nothing(self, tmp_path: Path) -> None:
+        with self.opened(tmp_path) as tier:
+            put(tier, "a")
+            with files_bounded(BODY_BYTES // 2), pytest.raises(StoreFullError):
+                put(tier, "b")
+            assert read(tier, "b") is None
+            assert read(tier, "a") == body_of("a")
+            assert put(tier, "b") is Put.STORED
+
+    def test_a_folder_that_is_gone_costs_caching_only(self, tmp_path: Path) -> None:
+        with self.opened(tmp_path) as tier:
+            put(tier, "a")
+            for path in self.folder(tmp_path).iterdir():
+                path.unlink()
+            self.folder(tmp_path).rmdir()
+            assert read(tier, "a") is None
+            with pytest.raises(StoreError):
+                put(tier, "a")
+
+    def test_of_many_writers_of_one_name_one_wins(self, tmp_path: Path) -> None:
+        outcomes: list[Put] = []
+        barrier = threading.Barrier(NUM_WRITERS)
+
+        def write(content: str) -> None:
+            with self.opened(tmp_path) as tier:
+                barrier.wait()
+                outcomes.append(tier.put(name_of(content), body_of(content, LARGE_BYTES // 8)))
+                barrier.wait()
+
+        run_at_once([(write, "a")] * NUM_WRITERS)
+        assert sorted(outcome.value for outcome in outcomes) == ["already"] * 3 + ["stored"]
+
+    def test_many_users_of_a_small_tier_read_right_or_miss(self, tmp_path: Path) -> None:
+        capacity = 12 * BODY_BYTES
+        num_right: list[int] = []
+
+        def work(seed: int) -> None:
+            chance = random.Random(seed)  # noqa: S311
+            right = 0
+            with self.opened(tmp_path, capacity) as tier:
+                for _ in range(60):
+                    content = f"entry {chance.randrange(24)}"
+                    found = read(tier, content)
+                    assert found in {None, bytes(body_of(content))}
+                    right += found is not None
+                    try:
+                        put(tier, content)
+                    except StoreFullError:
+                        continue  # the others take what is freed
+            num_right.append(right)
+
+        with self.opened(tmp_path, capacity) as tier:
+            run_at_once([(work, seed) for seed in range(NUM_WRITERS)])
+            assert len(num_right) == NUM_WRITERS, "a user has met an error"
+            assert sum(num_right) > 0
+            usage = tier.usage()
+            assert usage.used_bytes <= capacity
+            assert usage.num_damaged == 0
+            counts = (self.folder(tmp_path) / "room").read_bytes()
+            assert int.from_bytes(counts[:8], "little") == usage.used_bytes
+            assert int.from_bytes(counts[8:], "little") == 0
+
+    def test_nobody_else_can_look_inside(self, tmp_path: Path) -> None:
+        with self.opened(tmp_path) as tier:
+            put(tier, "a")
+            folder = self.folder(tmp_path)
+            assert folder.stat().st_mode & 0o777 == 0o700
+            assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o600}
+
+
+def find_open_sizes(pid: int, folder: Path) -> set[int]:
+    """Sizes of the files on a folder's filesystem that a process has open."""
+    device = folder.stat().st_dev
+    found = [path.stat() for path in Path(f"/proc/{pid}/fd").iterdir()]
+    return {status.st_size for status in found if status.st_dev == device}
+
+
+def flip_bit(path: Path, at: int, bit: int) -> None:
+    """Change one bit of a file in place."""
+    with path.open("r+b") as file:
+        file.seek(at)
+        (byte,) = file.read(1)
+        file.seek(at)
+        file.write(bytes((byte ^ 1 << bit,)))
+
+
+@contextmanager
+def files_bounded(num_bytes: int) -> Generator[None]:
+    """No file of this process may grow beyond so much."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def run_at_once(calls: list[tuple[object, object]]) -> None:
+    """Each call in a thread of its own; returns when all have."""
+    threads = [threading.Thread(target=call, args=(argument,)) for call, argument in calls]  # type: ignore[arg-type]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()

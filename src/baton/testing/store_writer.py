@@ -1,0 +1,56 @@
+"""A writer that stops in the middle of an entry: `python -m baton.testing.store_writer`.
+
+Arguments: the tier's kind, its options as JSON, the content's word, the body's bytes, and `unnamed`
+or `named`: whether the filesystem is taken to have files without a name. It says on its standard
+output how many bytes it has written when it is half-way, then waits to be killed.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import TYPE_CHECKING
+
+from baton.clock import MachineClock
+from baton.store.folder import publishing, tier
+from baton.store.interface import TIERS, TierContext
+from baton.testing.store_contract import body_of, name_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from contextlib import AbstractContextManager
+
+
+class _HalfWay:
+    """Buffers of which the last one ends in the middle, for as long as this process lives."""
+
+    def __init__(self, buffers: Sequence[memoryview | bytes]) -> None:
+        self._buffers = buffers
+
+    def __iter__(self) -> Iterator[memoryview | bytes]:
+        *first, body = self._buffers
+        yield from first
+        half = body[: len(body) // 2]
+        yield half
+        print(sum(map(len, first)) + len(half), flush=True)  # noqa: T201
+        sys.stdin.read()
+
+
+def main() -> None:
+    """Open the tier and put the entry."""
+    kind, options, content, num_bytes, naming = sys.argv[1:]
+    place = TIERS.build(kind, json.loads(options))(TierContext("contract", MachineClock()))
+
+    def written(
+        folder: int, buffers: Sequence[memoryview | bytes]
+    ) -> AbstractContextManager[publishing.Unnamed]:
+        return publishing.written(folder, _HalfWay(buffers))
+
+    tier.written = written  # type: ignore[attr-defined]
+    if naming == "named":
+        publishing._try_open_unnamed = lambda _: None  # type: ignore[assignment] # noqa: SLF001
+    place.put(name_of(content), body_of(content, int(num_bytes)))
+
+
+if __name__ == "__main__":
+    main()

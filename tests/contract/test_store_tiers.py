@@ -1,0 +1,161 @@
+"""Both tiers, and the two of them as one store."""
+
+import subprocess
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from baton.clock import MachineClock
+from baton.errors import ConfigError, StoreFullError
+from baton.store.folder.opening import Folder, remove_if_abandoned
+from baton.store.interface import TIERS, Put, Tier, TierContext
+from baton.store.tiered import open_store
+from baton.store.tiers.shared import SharedTier, SharedTierOptions
+from baton.testing.store_contract import StoreContract, body_of, name_of, put, read
+from baton.testing.store_faults import FolderFaultContract
+
+CLOCK = MachineClock()
+
+
+class TestSharedTier(FolderFaultContract):
+    kind = "shared"
+
+    def options(self, place: Path, capacity_bytes: int) -> Mapping[str, object]:
+        return {"directory": str(place), "capacity_bytes": capacity_bytes}
+
+    def folder(self, place: Path) -> Path:
+        return place / "baton-contract-store"
+
+    def open_tier(self, place: Path, capacity_bytes: int) -> Tier:
+        options = self.options(place, capacity_bytes)
+        return TIERS.build(self.kind, options)(TierContext("contract", CLOCK))
+
+    def test_the_last_user_takes_the_memory_away(self, tmp_path: Path) -> None:
+        with self.opened(tmp_path) as one:
+            with self.opened(tmp_path):
+                put(one, "a")
+            assert read(one, "a") == body_of("a")
+        assert not self.folder(tmp_path).exists()
+
+    def test_what_dead_clusters_left_goes_and_what_others_use_stays(self, tmp_path: Path) -> None:
+        options = SharedTierOptions(directory=str(tmp_path))
+        alive = SharedTier(options, TierContext("alive", CLOCK))
+        dead = tmp_path / "baton-dead-store"
+        Folder(dead).close()  # as a killed worker leaves it
+        with self.opened(tmp_path):
+            assert not dead.exists()
+            assert put(alive, "a") is Put.STORED
+        alive.close()
+
+
+class TestFileTier(FolderFaultContract):
+    kind = "file"
+
+    def options(self, place: Path, capacity_bytes: int) -> Mapping[str, object]:
+        return {"directory": str(place / "files"), "capacity_bytes": capacity_bytes}
+
+    def folder(self, place: Path) -> Path:
+        return place / "files"
+
+    def open_tier(self, place: Path, capacity_bytes: int) -> Tier:
+        options = self.options(place, capacity_bytes)
+        return TIERS.build(self.kind, options)(TierContext("contract", CLOCK))
+
+    def test_what_is_kept_outlives_its_users(self, tmp_path: Path) -> None:
+        with self.opened(tmp_path) as tier:
+            put(tier, "a")
+        with self.opened(tmp_path) as tier:
+            assert read(tier, "a") == body_of("a")
+
+
+class TestTiers(StoreContract):
+    def open_tier(self, place: Path, capacity_bytes: int) -> Tier:
+        half = capacity_bytes // 2
+        options = {
+            "shared": {"directory": str(place), "capacity_bytes": half},
+            "file": {"directory": str(place / "files"), "capacity_bytes": half},
+        }
+        return open_store(("shared", "file"), options, cluster="contract", clock=CLOCK)
+
+    def test_entries_are_handed_down_and_copied_up(self, tmp_path: Path) -> None:
+        in_files = TestFileTier()
+        options = {
+            "shared": {"directory": str(tmp_path), "capacity_bytes": 100_000},
+            "file": {"directory": str(tmp_path / "files")},
+        }
+        with closing(
+            open_store(("shared", "file"), options, cluster="contract", clock=CLOCK)
+        ) as store:
+            for i in range(12):  # 8 fit above
+                put(store, f"entry {i}")
+            below = in_files.entry(tmp_path, "entry 0")
+            above = tmp_path / "baton-contract-store" / below.name
+            assert below.exists()
+            assert not above.exists()
+            assert read(store, "entry 0") == body_of("entry 0")
+            assert above.exists()
+            assert [read(store, f"entry {i}") for i in range(12)] == [
+                body_of(f"entry {i}") for i in range(12)
+            ]
+
+    def test_a_full_first_tier_is_passed_over(self, tmp_path: Path) -> None:
+        options = {
+            "shared": {"directory": str(tmp_path), "capacity_bytes": 4096},
+            "file": {"directory": str(tmp_path / "files")},
+        }
+        store = open_store(("shared", "file"), options, cluster="contract", clock=CLOCK)
+        put(store, "a")
+        assert read(store, "a") == body_of("a")
+        store.close()
+
+
+@pytest.fixture(name="tiny_disk")
+def tiny_disk_fixture(tmp_path: Path) -> Iterator[Path]:
+    """A filesystem of 1 MiB."""
+    where = tmp_path / "disk"
+    where.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "baton-test", str(where)]
+    try:
+        subprocess.run(command, check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError) as exc:
+        pytest.skip(f"cannot mount a tmpfs: {exc}")
+    yield where
+    subprocess.run(["umount", "--lazy", str(where)], check=True, capture_output=True)
+
+
+def test_a_full_disk_costs_caching_only(tiny_disk: Path) -> None:
+    shared = TestSharedTier()
+    with shared.opened(tiny_disk, 1 << 30) as tier:
+        for i in range(9):
+            tier.put(name_of(f"entry {i}"), body_of(f"entry {i}", 100_000))
+        with pytest.raises(StoreFullError):
+            tier.put(name_of("too much"), body_of("too much", 300_000))
+        usage = tier.usage()
+        assert usage.num_entries > 0
+        for i in range(usage.num_entries):
+            assert read(tier, f"entry {i}") == body_of(f"entry {i}", 100_000)
+        tier.discard(name_of("entry 0"))
+        assert tier.put(name_of("b"), body_of("b", 100_000)) is Put.STORED
+
+
+def test_a_folder_that_others_can_open_is_refused(tmp_path: Path) -> None:
+    place = tmp_path / "files"
+    place.mkdir(mode=0o755)
+    place.chmod(0o755)
+    with pytest.raises(ConfigError, match="chmod 700"):
+        Folder(place)
+    (tmp_path / "link").symlink_to(tmp_path)
+    with pytest.raises(ConfigError):
+        Folder(tmp_path / "link")
+    assert not remove_if_abandoned(tmp_path / "link")
+
+
+def test_of_tiers_that_cannot_all_be_opened_none_stays_open(tmp_path: Path) -> None:
+    blocked = tmp_path / "blocked"
+    blocked.write_text("no folder")
+    options = {"shared": {"directory": str(blocked)}, "file": {"directory": str(tmp_path / "f")}}
+    with pytest.raises(ConfigError):
+        open_store(("shared", "file"), options, cluster="contract", clock=CLOCK)
+    assert Folder(tmp_path / "f").was_unused

@@ -1,0 +1,132 @@
+"""Mode pool between real engines: the oracle's tokens, through a store of real files."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from baton.authority.key import ClusterKey
+from baton.authority.ticket import Ticket, WorkerRef
+from baton.clock import MachineClock
+from baton.engines.interface import Colocated, DecodeLeg, PrefillLeg
+from baton.engines.transformers.engine import TransformersEngine
+from baton.engines.transformers.options import TransformersOptions
+from baton.handoff.agent import AgentOptions, HandoffAgent
+from baton.handoff.faces import Face
+from baton.handoff.pooling.pool import Pool
+from baton.ids import WorkerId, new_epoch, new_ticket_id
+from baton.store.form import EntryForm
+from baton.store.tiered import open_store
+from tests.e2e.test_engine_handoff_agents import NUM_PROMPTS, PATIENCE_S, PROMPTS, Node
+from tests.unit.engines.harness import tiny_llama
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+CLOCK = MachineClock()
+KEY = ClusterKey(b"k" * 32)
+
+
+@contextmanager
+def pooled(name: str, place: Path, *, store_block_size: int = 16, **options: int) -> Iterator[Node]:
+    """A worker that reaches no other: no transports, nothing but the store."""
+    engine = TransformersEngine(
+        TransformersOptions(num_blocks=200, num_threads=1, **options),
+        tiny_llama(),
+        path="nowhere",
+        clock=CLOCK,
+    )
+    store = open_store(
+        ("shared", "file"),
+        {
+            "shared": {"directory": str(place), "capacity_bytes": 1 << 20},
+            "file": {"directory": str(place / "files")},
+        },
+        cluster="test",
+        clock=CLOCK,
+    )
+    layout = engine.info.layout
+    form = EntryForm.of(layout, block_size=store_block_size, num_parts=1)
+    epoch = new_epoch()
+    face = Face(layout, engine.region)
+    agent = HandoffAgent(
+        AgentOptions(
+            worker=WorkerId(name),
+            epoch=epoch,
+            fingerprint=engine.info.fingerprint,
+            faces=(face,),
+            transports=(),
+            key=KEY,
+            clock=CLOCK,
+            timeout_s=PATIENCE_S,
+            pool=Pool(store, form, face),
+        )
+    )
+    running = Node(engine, agent, WorkerRef(WorkerId(name), epoch, ""))
+    try:
+        yield running
+    finally:
+        agent.stop()
+        engine.stop(PATIENCE_S)
+
+
+def make_ticket(prefill: Node, decode: Node) -> Ticket:
+    nowhere = "127.0.0.1:1"  # nobody dials it
+    refs = (WorkerRef(node.ref.worker, node.ref.epoch, nowhere) for node in (prefill, decode))
+    return Ticket(new_ticket_id(), "r", *refs, "pool", CLOCK.unix_now() + PATIENCE_S)
+
+
+@pytest.fixture(scope="module", name="expected")
+def expected_fixture(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[int]]:
+    with pooled("alone", tmp_path_factory.mktemp("store")) as alone:
+        for name in PROMPTS:
+            alone.submit(name, Colocated())
+        alone.wait_for_ends()
+        return alone.answers()
+
+
+@pytest.mark.parametrize("block_sizes", [(16, 16, 16), (24, 16, 64), (16, 24, 10), (8, 8, 256)])
+@pytest.mark.parametrize("waits", [True, False])
+def test_many_requests_through_the_store_give_the_tokens_of_one_engine_alone(
+    block_sizes: tuple[int, int, int],
+    waits: bool,
+    expected: dict[str, list[int]],
+    tmp_path: Path,
+) -> None:
+    on_prefill, on_decode, in_store = block_sizes
+    with ExitStack() as nodes:
+        prefill, decode = (
+            nodes.enter_context(
+                pooled(
+                    name, tmp_path, store_block_size=in_store, block_size=size, max_batch_tokens=40
+                )
+            )
+            for name, size in (("p", on_prefill), ("d", on_decode))
+        )
+        tickets = {name: make_ticket(prefill, decode) for name in PROMPTS}
+        for name, ticket in tickets.items():
+            if waits:  # decode is there first, and looks for what is not there yet
+                decode.submit(name, DecodeLeg(ticket))
+            prefill.submit(name, PrefillLeg(ticket))
+        if not waits:
+            prefill.wait_for_ends()
+            for name, ticket in tickets.items():
+                decode.submit(name, DecodeLeg(ticket))
+        decode.wait_for_ends()
+        prefill.wait_for_ends()
+        assert decode.answers() == expected
+        assert [trace.fallbacks for trace in decode.traces.values()] == [[]] * NUM_PROMPTS
+        received = {name: trace.num_received_tokens for name, trace in decode.traces.items()}
+        cached = {name: trace.num_cached_tokens for name, trace in decode.traces.items()}
+        whole = {
+            name: len(prompt)
+            for name, prompt in PROMPTS.items()
+            if len(prompt) - cached[name] >= on_decode  # else it is computed, not received
+        }
+        assert {name: received[name] + cached[name] for name in whole} == whole
+        assert len(whole) > NUM_PROMPTS // 2
