@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from baton.ids import RequestId
     from baton.telemetry.announcement import Announcer
     from baton.telemetry.trace import LegTrace
+    from baton.transfer.annexes import Annexes
     from baton.transfer.devices.options import AllocateRegion
     from baton.transfer.interface import PagedRegion
 
@@ -147,6 +148,8 @@ class EngineStats(msgspec.Struct, frozen=True):
     cached_prompt_tokens: int
     received_prompt_tokens: int
     output_tokens: int
+    num_lent_blocks: int = 0
+    num_borrowed_blocks: int = 0
 
 
 class EngineInfo(msgspec.Struct, frozen=True):
@@ -163,10 +166,14 @@ class EngineInfo(msgspec.Struct, frozen=True):
 
 
 class Engine(Protocol):
-    """A loaded model that answers requests. Thread-safe; nothing here blocks but `stop`."""
+    """A loaded model that answers requests. Thread-safe; nothing here blocks but `stop`.
+
+    With `annexes` it lends blocks of `region`, and attends over those of peers.
+    """
 
     info: EngineInfo
     region: PagedRegion
+    annexes: Annexes | None
 
     def start(self, sink: UpdateSink, handoff: HandoffPort) -> None:
         """Start the engine's thread. Once."""

@@ -24,9 +24,11 @@ from typing import TYPE_CHECKING, Final, assert_never
 from baton.authority.ticket import WorkerRef
 from baton.clock import read_clock_domain
 from baton.errors import BatonError, ConfigError, TransferError
+from baton.handoff.borrowing import BorrowingDesk
 from baton.handoff.desk import Desk
 from baton.handoff.footprint import ServedFace
 from baton.handoff.landing import Landing
+from baton.handoff.lending import LendingDesk
 from baton.handoff.link_options import LinkOptions
 from baton.handoff.messages import (
     PROTOCOL_VERSION,
@@ -38,19 +40,25 @@ from baton.handoff.messages import (
     Finished,
     Grant,
     Hello,
+    Lent,
     Missing,
     ProbeAsked,
     Probed,
     ProbeOver,
     ProbeReady,
+    Recalled,
     Rerouted,
+    Returned,
     Reversed,
+    Settled,
     Taken,
+    Unlent,
 )
 from baton.handoff.peers import Heard, Peer, PeerGone, PeerTable, PeerUp
 from baton.handoff.receiving import ReceivingDesk
 from baton.handoff.routes import RouteFound, RouteLost, RouteTable
 from baton.handoff.sending import SendingDesk
+from baton.handoff.session.borrow import BorrowBook
 from baton.handoff.survey import Surveyor
 from baton.transfer.interface import (
     Arrived,
@@ -91,6 +99,7 @@ STOP_TIMEOUT_S: Final = 5.0
 THREAD_NAME: Final = b"baton-handoff"
 _PR_SET_NAME: Final = 15
 
+_TO_RECEIVERS: Final = Available | Rerouted | Lent | Unlent | Finished | Failed
 _TO_SENDERS: Final = Grant | Declined | Taken | Missing | Avoid | Reversed | Failed
 
 
@@ -128,7 +137,7 @@ class AgentOptions:
             raise ConfigError("the faces of a worker show the same layers, and there is one face")
 
 
-class HandoffAgent:
+class HandoffAgent:  # noqa: PLR0904 -- a method for each order of the engine
     """Implements `HandoffPort` (thread-safe); all else belongs to the agent's own thread."""
 
     def __init__(self, options: AgentOptions) -> None:
@@ -200,7 +209,9 @@ class HandoffAgent:
         self._landing.answer_by(self._peers)
         self._surveyor = Surveyor(self._routes, self._peers, self._landing, options.links.bounds)
         self._faces = desk.faces
-        self._receiving, self._sending = ReceivingDesk(desk), SendingDesk(desk)
+        self._borrowing, self._lending = BorrowingDesk(desk, BorrowBook()), LendingDesk(desk)
+        self._receiving = ReceivingDesk(desk, self._borrowing)
+        self._sending = SendingDesk(desk, self._lending)
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._selector.register(self._wake_read, selectors.EVENT_READ, None)
         for transport in options.transports:
@@ -255,6 +266,14 @@ class HandoffAgent:
     def give_up(self, ticket: TicketId, reason: str) -> None:
         """The gateway says that this ticket's other half failed: recompute (or stop) now."""
         self._command(partial(self._give_up, ticket, reason))
+
+    def give_back(self, ticket: TicketId) -> None:
+        """See `LoanPort`."""
+        self._command(partial(self._borrowing.give_back, ticket))
+
+    def recall(self) -> None:
+        """See `LoanPort`."""
+        self._command(self._lending.recall)
 
     def poll(self) -> list[HandoffEvent]:
         """See `HandoffPort`."""
@@ -329,6 +348,8 @@ class HandoffAgent:
         self._landing.tick()
         self._receiving.tick()
         self._sending.tick()
+        self._borrowing.tick()
+        self._lending.tick()
 
     def _serve_staging(self) -> None:
         """Let those begin whose turn it is; one that ends at once may serve the next."""
@@ -348,6 +369,7 @@ class HandoffAgent:
                 case PeerUp(peer):
                     for lost in self._routes.meet(peer):
                         self._route_lost(lost)
+                    self._borrowing.peer_up(peer)
                     self._receiving.peer_up(peer)
                 case PeerGone(peer, error):
                     self._surveyor.forget(peer)
@@ -355,6 +377,8 @@ class HandoffAgent:
                     self._routes.forget(peer)
                     self._receiving.peer_gone(peer, error)
                     self._sending.peer_gone(peer, error)
+                    self._borrowing.peer_gone(peer)
+                    self._lending.peer_gone(peer)
                 case Heard():
                     self._heard(event)
                 case _:
@@ -363,16 +387,29 @@ class HandoffAgent:
     def _heard(self, heard: Heard) -> None:
         peer, message = heard.peer, heard.message
         try:
-            if isinstance(message, Available | Rerouted | Finished | Failed):
+            if isinstance(message, _TO_RECEIVERS):
                 self._receiving.heard(peer, message)
             if isinstance(message, _TO_SENDERS):
                 self._sending.heard(peer, message)
+            if isinstance(message, Returned | Settled | Recalled):
+                self._heard_of_loans(peer, message)
             if isinstance(message, ProbeAsked | ProbeOver):
                 self._landing.heard(peer, message)
             if isinstance(message, ProbeReady | Probed):
                 self._surveyor.heard(message)
         except BatonError as exc:
             logger.warning("handoff: refused what %s said: %s", peer.name, exc)
+
+    def _heard_of_loans(self, peer: Peer, message: Returned | Settled | Recalled) -> None:
+        match message:
+            case Returned():
+                self._sending.returned(peer, message)
+            case Settled(tickets):
+                self._borrowing.settled(peer, tickets)
+            case Recalled(tickets):
+                self._borrowing.recalled(peer, tickets)
+            case _:
+                assert_never(message)
 
     def _moved(self, transport: Transport, event: TransferEvent) -> None:
         if self._surveyor.moved(transport, event) or self._landing.moved(transport, event):
@@ -391,9 +428,17 @@ class HandoffAgent:
 
     def _route_changed(self, transport: Transport, event: Attached | RemoteLost) -> None:
         if isinstance(event, Attached):
+            lender = self._borrowing.attached(transport, event.remote)
+            if lender is not None:
+                self._receiving.lender_changed(lender)
+                return
             found = self._routes.attached(transport, event.remote)
             if found is not None:
                 self._route_found(found)
+            return
+        lender = self._borrowing.lost(transport, event.remote, event.error)
+        if lender is not None:
+            self._receiving.lender_changed(lender)
             return
         lost = self._routes.lost(transport, event.remote, event.error)
         if lost is not None:
@@ -425,6 +470,7 @@ class HandoffAgent:
         self._peers.close()
         for transport in self.options.transports:
             transport.close()
+        self._lending.close()
         self._landing.release()
         self._selector.close()
         os.close(self._wake_read)

@@ -40,6 +40,8 @@ class EngineCollector(Collector):
             reserved=stats.num_reserved_blocks,
             quarantined=stats.num_quarantined_blocks,
             cached=stats.num_cached_blocks,
+            lent=stats.num_lent_blocks,
+            borrowed=stats.num_borrowed_blocks,
         )
         yield GaugeMetricFamily(
             "baton_worker_blocks_capacity", "KV blocks that exist.", stats.num_blocks

@@ -20,6 +20,7 @@ from baton.handoff.messages import (
     Finished,
     Grant,
     Hello,
+    Lent,
     Message,
     Missing,
     Notice,
@@ -31,10 +32,14 @@ from baton.handoff.messages import (
     ProbeNotice,
     ProbeOver,
     ProbeReady,
+    Recalled,
     Refused,
     Rerouted,
+    Returned,
     Reversed,
+    Settled,
     Taken,
+    Unlent,
     decode,
     decode_notice,
     decode_probe_notice,
@@ -53,7 +58,7 @@ GOLDEN = Path(__file__).parents[2] / "vectors" / "handoff" / "messages.json"
 
 MESSAGES: dict[str, Message] = {
     "hello": Hello(
-        version=3,
+        version=4,
         worker=WorkerId("decode-0"),
         epoch=Epoch("e" * 32),
         clock_domain="boot",
@@ -79,6 +84,12 @@ MESSAGES: dict[str, Message] = {
     "refused": Refused(("another model",)),
     "grant": Grant(ID, "sealed", b"p" * 32, 16, 40, 1, pack_blocks(np.array([7, 3])), "prefill"),
     "grant_to_read": Grant(ID, "sealed", b"p" * 32, 16, 40, 1, b"", "decode"),
+    "grant_to_borrow": Grant(ID, "sealed", b"p" * 32, 16, 40, 1, b"", "nobody"),
+    "lent": Lent(ID, 1, pack_blocks(np.array([7, 3]))),
+    "unlent": Unlent(ID, "128 blocks are lent, at most 128 may be"),
+    "returned": Returned((ID, TicketId(b"f" * 16))),
+    "settled": Settled((ID,)),
+    "recalled": Recalled((ID,)),
     "available": Available(ID, 3, 16, 40, 1, pack_blocks(np.array([7, 3])), b"d" * 32),
     "taken": Taken(ID, "shared", "tcp"),
     "rerouted": Rerouted(ID, "shared"),
@@ -153,7 +164,7 @@ def test_block_ids_are_checked() -> None:
         unpack_blocks(pack_blocks(np.array([-1])))
 
 
-@pytest.mark.parametrize("version", [1, 2, 4])
+@pytest.mark.parametrize("version", [1, 3, 5])
 def test_a_hello_of_another_version_is_known_as_one(version: int) -> None:
     """Whatever fields it has: version 1 had `layout` and `regions`, 2 had no `mover`."""
     raw = msgspec.msgpack.encode({
@@ -168,7 +179,7 @@ def test_a_hello_of_another_version_is_known_as_one(version: int) -> None:
 
 
 def test_a_hello_of_this_version_is_taken_strictly() -> None:
-    raw = msgspec.msgpack.encode({"t": "hello", "version": 3, "worker": "p", "new": 1})
+    raw = msgspec.msgpack.encode({"t": "hello", "version": 4, "worker": "p", "new": 1})
     with pytest.raises(ProtocolError):
         decode(raw)
     with pytest.raises(ProtocolError, match="nobody sends"):

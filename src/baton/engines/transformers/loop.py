@@ -19,7 +19,16 @@ from baton.engines.transformers.computing import Computer
 from baton.engines.transformers.orders import make_receive_order, make_send_order
 from baton.engines.transformers.sequence import Sequence, Status
 from baton.errors import EngineError, TicketError
-from baton.handoff.interface import BlocksQuiescent, KVFailed, KVLanded, KVSent, SendFailed
+from baton.handoff.interface import (
+    BlocksQuiescent,
+    KVFailed,
+    KVLanded,
+    KVLent,
+    KVSent,
+    LoanEnded,
+    LoanRecalled,
+    SendFailed,
+)
 from baton.kv.identity import HashDomain
 from baton.telemetry.trace import Stamp
 
@@ -87,9 +96,12 @@ class EngineLoop:
             self._hear(event)
         self._expire()
         plan = self._scheduler.schedule()
+        for borrowed, own in plan.copies:
+            self._pages.copy(borrowed, own)
         self._announce(plan)
         if plan.work:
             self._compute(plan)
+        self._give_back()
         self.deliver()
         return bool(plan.work)
 
@@ -120,6 +132,7 @@ class EngineLoop:
         sequence = self._sequences.get(request)
         if sequence is not None:
             self._end(sequence, "cancelled")
+            self._give_back()
 
     def fail_all(self, error: BatonError) -> None:
         """Fail whatever is unfinished."""
@@ -155,6 +168,8 @@ class EngineLoop:
             num_waiting=self._scheduler.num_waiting,
             num_running=self._scheduler.num_running,
             num_awaiting_kv=custody.num_incoming,
+            num_lent_blocks=self._scheduler.loans.num_lent_blocks,
+            num_borrowed_blocks=self._scheduler.loans.num_borrowed_blocks,
             num_blocks=pool.num_blocks,
             num_free_blocks=pool.num_free,
             num_reserved_blocks=pool.num_reserved + pool.num_in_flight,
@@ -174,6 +189,8 @@ class EngineLoop:
     def _announce(self, plan: Plan) -> None:
         """Tell the handoff what the plan needs of it, before anything is computed."""
         fingerprint = self._info.fingerprint
+        if plan.lacks_lent_blocks:
+            self._handoff.recall()
         for ticket in plan.declined:
             self._handoff.decline(ticket, "too little of the prompt is missing here")
         for expectation in plan.expected:
@@ -229,14 +246,16 @@ class EngineLoop:
 
     def _hear(self, event: HandoffEvent) -> None:
         match event:
-            case KVLanded(ticket, first_token):
-                self._take_landed(ticket, first_token)
+            case KVLanded():
+                self._take_landed(event)
             case KVFailed(ticket, error):
                 self._fall_back(ticket, error)
             case BlocksQuiescent(ticket):
                 self._scheduler.custody.release_quarantined(ticket)
             case KVSent(ticket):
-                self._finish_send(ticket)
+                self._finish_send(self._scheduler.give_back(ticket))
+            case KVLent() | LoanEnded() | LoanRecalled():
+                self._hear_of_loan(event)
             case SendFailed(ticket, error):
                 sequence = self._scheduler.give_back(ticket)
                 if sequence is not None and sequence.status is not Status.ENDED:
@@ -244,12 +263,26 @@ class EngineLoop:
             case _:
                 assert_never(event)
 
-    def _take_landed(self, ticket: TicketId, first_token: SampledToken | None) -> None:
+    def _hear_of_loan(self, event: KVLent | LoanEnded | LoanRecalled) -> None:
+        match event:
+            case KVLent(ticket, blocks):
+                self._finish_send(self._scheduler.lend(ticket, blocks))
+            case LoanEnded(ticket):
+                self._scheduler.loans.end(ticket)
+            case LoanRecalled(ticket):
+                self._scheduler.loans.recall(ticket)
+            case _:
+                assert_never(event)
+
+    def _take_landed(self, landed: KVLanded) -> None:
+        first_token = landed.first_token
         # Without a first token the last prompt token is computed here: its logits give one.
         num_to_compute = 1 if first_token is None else 0
-        sequence = self._scheduler.land(ticket, num_to_compute)
+        sequence = self._scheduler.land(landed.ticket, num_to_compute, landed.borrowed)
         if sequence is None:
             return
+        if landed.borrowed:
+            self._pages.open_annexes()
         num_received = sequence.num_prompt_tokens - sequence.num_cached_tokens
         self._pages.from_region(sequence.blocks[-sequence.num_blocks_for(num_received) :])
         sequence.request.trace.num_received_tokens = num_received
@@ -257,6 +290,11 @@ class EngineLoop:
         self._stamp(sequence, Stamp.KV_READY)
         if first_token is not None:
             self._accept(sequence, first_token)
+
+    def _give_back(self) -> None:
+        """Nothing computes now: what is not needed any more is not read either."""
+        for ticket in self._scheduler.loans.take_due():
+            self._handoff.give_back(ticket)
 
     def _fall_back(self, ticket: TicketId, error: BatonError) -> None:
         sequence = self._scheduler.fall_back(ticket)
@@ -268,8 +306,7 @@ class EngineLoop:
             self._degraded.add(cause)
             _log.warning("KV was not received and is computed here (logged once): %s", error)
 
-    def _finish_send(self, ticket: TicketId) -> None:
-        sequence = self._scheduler.give_back(ticket)
+    def _finish_send(self, sequence: Sequence | None) -> None:
         if sequence is None or sequence.status is Status.ENDED:
             return
         if sequence.first_token is None:
@@ -302,7 +339,9 @@ class EngineLoop:
         self._on_end(sequence.request.id)
 
     def _is_in_use(self, ticket: TicketId) -> bool:
-        return ticket in self._tickets or self._scheduler.custody.knows(ticket)
+        scheduler = self._scheduler
+        is_held = scheduler.custody.knows(ticket) or scheduler.loans.knows(ticket)
+        return ticket in self._tickets or is_held
 
     def _count_admission(self, sequence: Sequence) -> None:
         trace = sequence.request.trace
