@@ -24,6 +24,8 @@ from baton.worker.process import run_worker
 if TYPE_CHECKING:
     from collections.abc import Generator
 
+    from baton.authority.ticket import HandoffMode
+
 KEY = ClusterKey(b"k" * 32)
 ENGINE_OPTIONS = {"num_threads": 1, "num_blocks": 256, "dtype": "float32"}
 
@@ -84,10 +86,12 @@ def starting(name: str, **options: Any) -> Generator[WorkerProcess]:
             popen.stdout.close()
 
 
-def make_ticket(prefill: WorkerRef, decode: WorkerRef, tenant_salt: str = "") -> tuple[Ticket, str]:
+def make_ticket(
+    prefill: WorkerRef, decode: WorkerRef, tenant_salt: str = "", mode: HandoffMode = "push"
+) -> tuple[Ticket, str]:
     """A ticket as the gateway would sign it, and its text."""
     expires_at = MachineClock().unix_now() + 60
-    ticket = Ticket(new_ticket_id(), "req-test", prefill, decode, "push", expires_at, tenant_salt)
+    ticket = Ticket(new_ticket_id(), "req-test", prefill, decode, mode, expires_at, tenant_salt)
     return ticket, seal(ticket, KEY)
 
 
