@@ -3,7 +3,7 @@
     python benchmarks/bench_reference.py [--repetitions 7] [--json FILE]
 
 One core for each worker, one request at a time, by tickets made here. The model has much KV for
-little computing (a random Llama, 32 KiB a token), so that what is moved weighs. The instants are
+little computing (a random Llama, 8 KiB a token), so that what is moved weighs. The instants are
 those of the decode worker's trace; `first decode step` is the first step after the first token.
 """
 
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from baton.authority.ticket import HandoffMode
     from baton.testing.fleet import FleetProcess
 
-LENGTHS = (512, 1024, 2048, 4096, 8000)
-MODEL = {"layers": 16, "hidden": 256, "heads": 16, "kv-heads": 16}
+LENGTHS = (512, 2048, 8000)
+MODEL = {"layers": 4, "hidden": 256, "heads": 16, "kv-heads": 16}
 ARMS = ("reference", "push", "colocated")
 console = Console(stderr=True)
 
@@ -83,7 +83,7 @@ def main() -> None:
 
 
 def make_model(folder: Path) -> Path:
-    """A random Llama of about 30 million parameters."""
+    """A random Llama of about 6 million parameters, and its embeddings."""
     path = folder / "model"
     shape = [word for key, value in MODEL.items() for word in (f"--{key}", str(value))]
     command = [sys.executable, "-m", "baton.cli", "model", "make", "--random", *shape]
@@ -100,6 +100,7 @@ def measure(folder: Path, model: Path, options: argparse.Namespace) -> list[Samp
         "engine.num_threads": 1,
         "engine.num_blocks": 1300,
         "transfer.transports": ["shared"],
+        "handoff.timeout_s": 300,
     }
     secret = os.urandom(32)
     environment = dict(os.environ, BATON_CLUSTER_KEY=secret.hex())

@@ -127,6 +127,12 @@ class AgentOptions:
     traits: Mapping[str, str] = field(default_factory=dict)
     links: LinkOptions = field(default_factory=LinkOptions)
 
+    @property
+    def by_reference(self) -> bool:
+        """Whether this worker lends and borrows, where a peer does too ("reference")."""
+        is_open = any(face.annexes is not None for face in self.faces)
+        return is_open and any(each.capabilities.lends for each in self.transports)
+
     def __post_init__(self) -> None:
         """Refuse faces that no engine has.
 

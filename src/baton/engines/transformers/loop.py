@@ -138,6 +138,7 @@ class EngineLoop:
         """Fail whatever is unfinished."""
         for sequence in list(self._sequences.values()):
             self._fail(sequence, error)
+        self._give_back()
         self.deliver()
 
     def abandon(self, error: BatonError, unseen: Iterable[RequestId]) -> None:
