@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import pytest
@@ -35,7 +35,12 @@ from tests.unit.engines.harness import make_prompt, tiny_llama
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from baton.authority.ticket import HandoffMode
     from baton.engines.interface import EngineUpdate, Leg
+    from baton.engines.transformers.loading import LoadedModel
     from baton.handoff.interface import SampledToken
     from baton.handoff.messages import Mover
     from baton.ids import TicketId
@@ -74,6 +79,8 @@ class Node:
     agent: HandoffAgent
     ref: WorkerRef
     hands_over_first_token: bool = True
+    prompts: dict[str, NDArray[np.int32]] = field(default_factory=lambda: PROMPTS)
+    sampling: dict[str, SamplingParams] = field(default_factory=lambda: SAMPLING)
 
     def __post_init__(self) -> None:
         self.updates: list[EngineUpdate] = []
@@ -95,8 +102,8 @@ class Node:
         self.engine.submit(
             GenerationRequest(
                 RequestId(name),
-                PROMPTS[name],
-                SAMPLING[name],
+                self.prompts[name],
+                self.sampling[name],
                 leg,
                 "",
                 Instant(CLOCK.now() + PATIENCE_S),
@@ -109,7 +116,7 @@ class Node:
             return sum(isinstance(u, RequestFailed) or u.finish is not None for u in self.updates)
 
         with self._changed:
-            assert self._changed.wait_for(lambda: ends() == NUM_PROMPTS, PATIENCE_S)
+            assert self._changed.wait_for(lambda: ends() == len(self.traces), PATIENCE_S)
 
     def answers(self) -> dict[str, list[int]]:
         return {
@@ -118,7 +125,7 @@ class Node:
                 for u in self.updates
                 if isinstance(u, NewToken) and u.request == name
             ]
-            for name in PROMPTS
+            for name in self.traces
         }
 
 
@@ -134,11 +141,12 @@ def node(
     *,
     mover: Mover = "prefill",
     hands_over_first_token: bool = True,
+    loaded: LoadedModel | None = None,
     **options: int,
 ) -> Iterator[Node]:
     engine = TransformersEngine(
-        TransformersOptions(num_blocks=100, num_threads=1, **options),
-        tiny_llama(),
+        TransformersOptions(**{"num_blocks": 100, "num_threads": 1, **options}),
+        loaded or tiny_llama(),
         path="nowhere",
         clock=CLOCK,
     )
@@ -149,7 +157,7 @@ def node(
             worker=WorkerId(name),
             epoch=epoch,
             fingerprint=engine.info.fingerprint,
-            faces=(Face(engine.info.layout, engine.region),),
+            faces=(Face(engine.info.layout, engine.region, annexes=engine.annexes),),
             transports=(TRANSPORTS.build(kind, {})(context),),
             key=key,
             clock=CLOCK,
@@ -166,9 +174,9 @@ def node(
         engine.stop(PATIENCE_S)
 
 
-def make_ticket(prefill: Node, decode: Node) -> Ticket:
+def make_ticket(prefill: Node, decode: Node, mode: HandoffMode = "push") -> Ticket:
     return Ticket(
-        new_ticket_id(), "r", prefill.ref, decode.ref, "push", CLOCK.unix_now() + PATIENCE_S
+        new_ticket_id(), "r", prefill.ref, decode.ref, mode, CLOCK.unix_now() + PATIENCE_S
     )
 
 

@@ -24,6 +24,7 @@ from baton.worker.process import run_worker
 if TYPE_CHECKING:
     from collections.abc import Generator
 
+
 KEY = ClusterKey(b"k" * 32)
 ENGINE_OPTIONS = {"num_threads": 1, "num_blocks": 256, "dtype": "float32"}
 

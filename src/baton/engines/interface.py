@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from baton.ids import RequestId
     from baton.telemetry.announcement import Announcer
     from baton.telemetry.trace import LegTrace
+    from baton.transfer.annexes import Annexes
     from baton.transfer.devices.options import AllocateRegion
     from baton.transfer.interface import PagedRegion
 
@@ -154,6 +155,8 @@ class EngineStats(msgspec.Struct, frozen=True):
     received_prompt_tokens: int
     output_tokens: int
     num_held_blocks: int = 0
+    num_lent_blocks: int = 0
+    num_borrowed_blocks: int = 0
 
 
 class EngineInfo(msgspec.Struct, frozen=True):
@@ -170,10 +173,14 @@ class EngineInfo(msgspec.Struct, frozen=True):
 
 
 class Engine(Protocol):
-    """A loaded model that answers requests. Thread-safe; nothing here blocks but `stop`."""
+    """A loaded model that answers requests. Thread-safe; nothing here blocks but `stop`.
+
+    With `annexes` it lends blocks of `region`, and attends over those of peers.
+    """
 
     info: EngineInfo
     region: PagedRegion
+    annexes: Annexes | None
 
     def start(self, sink: UpdateSink, handoff: HandoffPort) -> None:
         """Start the engine's thread. Once."""

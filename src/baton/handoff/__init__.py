@@ -30,6 +30,8 @@ File map:
     reading.py    reads of a peer's pages
     outgoing.py   one of the prefill worker's handoffs: what was granted, what carries it
     sending.py    the prefill worker's handoffs: carries out what `SendSession` asks for
+    lending.py    blocks that peers attend over, and what proves that they stopped
+    borrowing.py  peers' blocks that this worker's engine attends over
     grants.py     grants: checked, and kept until their request is here
     shipping.py   how a layer's range leaves: as writes, or as announcements
     desk.py       what both work with

@@ -22,9 +22,11 @@ from typing import TYPE_CHECKING, Final, assert_never
 
 from baton.authority.ticket import WorkerRef
 from baton.errors import BatonError, ConfigError, TransferError
+from baton.handoff.borrowing import BorrowingDesk
 from baton.handoff.desk import Desk
 from baton.handoff.footprint import ServedFace
 from baton.handoff.landing import Landing
+from baton.handoff.lending import LendingDesk
 from baton.handoff.link_options import LinkOptions
 from baton.handoff.messages import (
     PROTOCOL_VERSION,
@@ -36,16 +38,21 @@ from baton.handoff.messages import (
     Finished,
     Grant,
     Hello,
+    Lent,
     Missing,
     ProbeAsked,
     Probed,
     ProbeOver,
     ProbeReady,
+    Recalled,
     Renew,
     Renewed,
     Rerouted,
+    Returned,
     Reversed,
+    Settled,
     Taken,
+    Unlent,
 )
 from baton.handoff.one_piece import OnePiece
 from baton.handoff.peers import Heard, Peer, PeerGone, PeerTable, PeerUp
@@ -54,6 +61,7 @@ from baton.handoff.pooling.desk import PoolDesk
 from baton.handoff.receiving import ReceivingDesk
 from baton.handoff.routes import RouteFound, RouteLost, RouteTable
 from baton.handoff.sending import SendingDesk
+from baton.handoff.session.borrow import BorrowBook
 from baton.handoff.surroundings import MACHINE
 from baton.handoff.survey import Surveyor
 from baton.handoff.verification import VerificationPolicy
@@ -85,8 +93,8 @@ if TYPE_CHECKING:
     )
     from baton.handoff.messages import Mover
     from baton.handoff.peers import PeerEvent
-    from baton.handoff.surroundings import Surroundings
     from baton.handoff.pooling.pool import Pool
+    from baton.handoff.surroundings import Surroundings
     from baton.ids import Epoch, TicketId, WorkerId
     from baton.transfer.interface import TransferEvent, Transport
     from baton.transfer.links.outcome import LinkObserver
@@ -98,6 +106,7 @@ STOP_TIMEOUT_S: Final = 5.0
 THREAD_NAME: Final = b"baton-handoff"
 _PR_SET_NAME: Final = 15
 
+_TO_RECEIVERS: Final = Available | Rerouted | Lent | Unlent | Finished | Failed
 _TO_SENDERS: Final = Grant | Declined | Taken | Missing | Avoid | Reversed | Failed | Renew
 
 
@@ -132,6 +141,12 @@ class AgentOptions:
     surroundings: Surroundings = MACHINE
     verification: VerificationPolicy = field(default_factory=VerificationPolicy)
     pool: Pool | None = None
+
+    @property
+    def by_reference(self) -> bool:
+        """Whether this worker lends and borrows, where a peer does too ("reference")."""
+        is_open = any(face.annexes is not None for face in self.faces)
+        return is_open and any(each.capabilities.lends for each in self.transports)
 
     def __post_init__(self) -> None:
         """Refuse faces that no engine has.
@@ -229,7 +244,9 @@ class HandoffAgent:  # noqa: PLR0904 - the engine's contract, and the process's
         self._landing.answer_by(self._peers)
         self._surveyor = Surveyor(self._routes, self._peers, self._landing, options.links.bounds)
         self._faces = desk.faces
-        self._receiving, self._sending = ReceivingDesk(desk), SendingDesk(desk)
+        self._borrowing, self._lending = BorrowingDesk(desk, BorrowBook()), LendingDesk(desk)
+        self._receiving = ReceivingDesk(desk, self._borrowing)
+        self._sending = SendingDesk(desk, self._lending)
         self._selector.register(self._bell, selectors.EVENT_READ, self._bell)
         for transport in options.transports:
             if transport.readiness_fd is not None:
@@ -309,6 +326,14 @@ class HandoffAgent:  # noqa: PLR0904 - the engine's contract, and the process's
         self._pool.give_up(ticket, reason)
         self._command(partial(self._give_up, ticket, reason))
 
+    def give_back(self, ticket: TicketId) -> None:
+        """See `LoanPort`."""
+        self._command(partial(self._borrowing.give_back, ticket))
+
+    def recall(self) -> None:
+        """See `LoanPort`."""
+        self._command(self._lending.recall)
+
     def poll(self) -> list[HandoffEvent]:
         """See `HandoffPort`."""
         events: list[HandoffEvent] = []
@@ -380,6 +405,8 @@ class HandoffAgent:  # noqa: PLR0904 - the engine's contract, and the process's
         self._landing.tick()
         self._receiving.tick()
         self._sending.tick()
+        self._borrowing.tick()
+        self._lending.tick()
 
     def _serve_staging(self) -> None:
         """Let those begin whose turn it is; one that ends at once may serve the next."""
@@ -399,6 +426,7 @@ class HandoffAgent:  # noqa: PLR0904 - the engine's contract, and the process's
                 case PeerUp(peer):
                     for lost in self._routes.meet(peer):
                         self._route_lost(lost)
+                    self._borrowing.peer_up(peer)
                     self._receiving.peer_up(peer)
                 case PeerGone(peer, error):
                     self._surveyor.forget(peer)
@@ -406,6 +434,8 @@ class HandoffAgent:  # noqa: PLR0904 - the engine's contract, and the process's
                     self._routes.forget(peer)
                     self._receiving.peer_gone(peer, error)
                     self._sending.peer_gone(peer, error)
+                    self._borrowing.peer_gone(peer)
+                    self._lending.peer_gone(peer)
                 case Heard():
                     self._heard(event)
                 case _:
@@ -418,16 +448,29 @@ class HandoffAgent:  # noqa: PLR0904 - the engine's contract, and the process's
                 self._receiving.lost(peer, message)
             if isinstance(message, Renewed):
                 self._receiving.renewed(peer, message)
-            if isinstance(message, Available | Rerouted | Finished | Failed):
+            if isinstance(message, _TO_RECEIVERS):
                 self._receiving.heard(peer, message)
             if isinstance(message, _TO_SENDERS):
                 self._sending.heard(peer, message)
+            if isinstance(message, Returned | Settled | Recalled):
+                self._heard_of_loans(peer, message)
             if isinstance(message, ProbeAsked | ProbeOver):
                 self._landing.heard(peer, message)
             if isinstance(message, ProbeReady | Probed):
                 self._surveyor.heard(message)
         except BatonError as exc:
             logger.warning("handoff: refused what %s said: %s", peer.name, exc)
+
+    def _heard_of_loans(self, peer: Peer, message: Returned | Settled | Recalled) -> None:
+        match message:
+            case Returned():
+                self._sending.returned(peer, message)
+            case Settled(tickets):
+                self._borrowing.settled(peer, tickets)
+            case Recalled(tickets):
+                self._borrowing.recalled(peer, tickets)
+            case _:
+                assert_never(message)
 
     def _moved(self, transport: Transport, event: TransferEvent) -> None:
         if self._surveyor.moved(transport, event) or self._landing.moved(transport, event):
@@ -446,9 +489,17 @@ class HandoffAgent:  # noqa: PLR0904 - the engine's contract, and the process's
 
     def _route_changed(self, transport: Transport, event: Attached | RemoteLost) -> None:
         if isinstance(event, Attached):
+            lender = self._borrowing.attached(transport, event.remote)
+            if lender is not None:
+                self._receiving.lender_changed(lender)
+                return
             found = self._routes.attached(transport, event.remote)
             if found is not None:
                 self._route_found(found)
+            return
+        lender = self._borrowing.lost(transport, event.remote, event.error)
+        if lender is not None:
+            self._receiving.lender_changed(lender)
             return
         lost = self._routes.lost(transport, event.remote, event.error)
         if lost is not None:
@@ -480,6 +531,7 @@ class HandoffAgent:  # noqa: PLR0904 - the engine's contract, and the process's
         self._peers.close()
         for transport in self.options.transports:
             transport.close()
+        self._lending.close()
         self._landing.release()
         self._selector.close()
         self._bell.close()

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from baton.telemetry.trace import LegTrace
     from baton.transfer.links.choosing import Choice
+
+
+REFERENCE: Final = "reference"
+"""In place of a transport, in traces of handoffs in which nothing moved."""
 
 
 @dataclass(slots=True)

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from baton.kv.layout import KVLayout
+    from baton.transfer.annexes import Annexes
     from baton.transfer.interface import PagedRegion
 
 
@@ -38,8 +39,12 @@ class Staging(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Face:
-    """One face. Without `staging`, an order's blocks are pages of `region` themselves."""
+    """One face. Without `staging`, an order's blocks are pages of `region` themselves.
+
+    With `annexes` its engine lends blocks, and attends over borrowed ones (mode "reference").
+    """
 
     layout: KVLayout
     region: PagedRegion
     staging: Staging | None = None
+    annexes: Annexes | None = None

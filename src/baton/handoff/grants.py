@@ -14,7 +14,7 @@ from baton.kv.copies import BlockTable
 if TYPE_CHECKING:
     from baton.handoff.desk import Desk
     from baton.handoff.peers import Peer
-    from baton.ids import TicketId
+    from baton.ids import Epoch, TicketId
 
 MAX_EARLY_GRANTS: Final = 4096
 
@@ -76,7 +76,7 @@ def check_reversal(granted: Granted, message: Reversed) -> Granted:
     return replace(granted, target=target)
 
 
-def epoch_of(peer: Peer) -> str | None:
+def epoch_of(peer: Peer) -> Epoch | None:
     """Which life of a worker a peer is, once it introduced itself."""
     return peer.hello.epoch if peer.hello else None
 

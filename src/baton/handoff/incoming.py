@@ -29,7 +29,8 @@ class Incoming:
     """A session, its peer, its pages, and the transports that admit writes into them.
 
     `peer` is None until the prefill worker was dialed, `footprint` until the terms are settled.
-    `named` and `planner` keep what the layers of its reads have in common.
+    `named` and `planner` keep what the layers of its reads have in common. `is_moved`: it was to be
+    handed over by reference, and cannot.
     """
 
     session: ReceiveSession
@@ -40,6 +41,7 @@ class Incoming:
     planner: CopyPlanner = field(default_factory=CopyPlanner)
     unreadable: set[str] = field(default_factory=set)
     sampler: Sampler | None = None
+    is_moved: bool = False
     _opened: dict[str, Transport] = field(default_factory=dict)
     _fencing: set[str] = field(default_factory=set)
     _unsettled: set[str] = field(default_factory=set)
@@ -164,8 +166,8 @@ class Incoming:
         order, trace = self.session.order, self.session.order.trace
         to_local = self.peer.to_local
         trace.peer_stamps = {stamp: to_local(at) for stamp, at in message.stamps.items()}
-        if self.session.terms.mover == "decode":
-            return  # the reader counts for itself
+        if self.session.terms.mover != "prefill":
+            return  # the reader counts for itself; what is lent does not move
         layout = self._laid.face.layout
         trace.num_bytes = (order.num_tokens - order.start) * layout.bytes_per_token
         trace.num_pages = len(order.blocks.blocks) * layout.num_layers

@@ -7,6 +7,10 @@ to the agent from the call until the event that gives them back:
     expect ──► KVLanded                      blocks are ready, all tokens verified
            └─► KVFailed ──► BlocksQuiescent  quarantined in between
     offer  ──► KVSent | SendFailed           source blocks may change again
+           └─► KVLent ──► LoanEnded          the lent ones only then
+
+By reference (a ticket of that mode, where both engines can) `KVLanded` names the blocks of the
+peer in which the KV is: `LoanPort` is how they go back.
 """
 
 from __future__ import annotations
@@ -96,11 +100,16 @@ class KVLanded:
     Where it is None the engine computes the last prompt token itself, and samples. `num_tokens` is
     set where only tokens before it are in place (mode pool): the engine computes the others, too,
     and there is no first token.
+
+    `borrowed` hold the first of the order's tokens, a block each, instead of the order's blocks:
+    pages of `Face.annexes`, never to be written, until `LoanPort.give_back`. The block with the
+    prompt's last token is never among them.
     """
 
     ticket: TicketId
     first_token: SampledToken | None
     num_tokens: int | None = None
+    borrowed: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,10 +142,49 @@ class SendFailed:
     error: HandoffError
 
 
-HandoffEvent: TypeAlias = KVLanded | KVFailed | BlocksQuiescent | KVSent | SendFailed
+@dataclass(frozen=True, slots=True)
+class KVLent:
+    """As `KVSent`, but the decode worker attends over `blocks`: they hold still until `LoanEnded`.
+
+    The other source blocks may be released.
+    """
+
+    ticket: TicketId
+    blocks: tuple[int, ...]
 
 
-class HandoffPort(Protocol):
+@dataclass(frozen=True, slots=True)
+class LoanEnded:
+    """Nobody reads the blocks that were lent for this ticket any more: they may be released."""
+
+    ticket: TicketId
+
+
+@dataclass(frozen=True, slots=True)
+class LoanRecalled:
+    """The lender wants its blocks back: copy them as soon as there is room, and give them back."""
+
+    ticket: TicketId
+
+
+HandoffEvent: TypeAlias = (
+    KVLanded | KVFailed | BlocksQuiescent | KVSent | SendFailed | KVLent | LoanEnded | LoanRecalled
+)
+
+
+class LoanPort(Protocol):
+    """Handing over by reference, as an engine with `Face.annexes` sees it. Thread-safe."""
+
+    def give_back(self, ticket: TicketId) -> None:
+        """This engine reads nothing any more of what it borrowed for this ticket, nor will it."""
+        ...
+
+    def recall(self) -> None:
+        """Room is short here: ask for what was lent. `LoanEnded` follows as it comes back."""
+        ...
+
+
+class HandoffPort(LoanPort, Protocol):
     """What an engine sees of the handoff agent. Thread-safe, never blocks."""
 
     def keep(self, ticket: Ticket) -> None:

@@ -25,6 +25,8 @@ PROTOCOL_VERSION: Final = 4
 MAX_MESSAGE_BYTES: Final = 4 * 1024 * 1024
 MAX_TOKENS: Final = 16 * 1024 * 1024
 DIGEST_BYTES: Final = 16
+MAX_BATCH: Final = 1024
+"""Tickets in one message."""
 
 Text = Annotated[str, msgspec.Meta(max_length=2000)]
 TokenCount = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS)]
@@ -36,10 +38,12 @@ TraitName = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
 TraitValue = Annotated[str, msgspec.Meta(max_length=256)]
 
 LeaseSeconds = Annotated[float, msgspec.Meta(gt=0, le=3600)]
-Tickets = Annotated[tuple[WireTicketId, ...], msgspec.Meta(max_length=1024)]
+Tickets = Annotated[tuple[WireTicketId, ...], msgspec.Meta(max_length=MAX_BATCH)]
 
 Mover = Literal["prefill", "decode"]
 """Whose hand copies the bytes: prefill writes into decode's pages, or decode reads prefill's."""
+GrantMover = Literal["prefill", "decode", "nobody"]
+"""What a grant may ask for: "nobody" copies where the pages are lent (mode "reference")."""
 
 
 class _Message(msgspec.Struct, frozen=True, tag_field="t", forbid_unknown_fields=True):
@@ -93,9 +97,10 @@ class Grant(_Message, frozen=True, tag="grant"):
 
     With mover "prefill" it is to be written into `blocks` of my face: little-endian int64, the
     first of which holds logical block `first_block`. With mover "decode" I read it where you say
-    that it is `Available`, and `blocks` is empty. `ticket` is the sealed text of the ticket `id`:
-    the gateway's authority. What is written over a transport that `undigested` names needs no
-    digests: they would not be looked at.
+    that it is `Available`, and `blocks` is empty. With mover "nobody" it is to be `Lent`, and
+    `blocks` is empty. `ticket` is the sealed text of the ticket `id`: the gateway's authority.
+    What is written over a transport that `undigested` names needs no digests: they would not be
+    looked at.
     """
 
     id: WireTicketId
@@ -105,7 +110,7 @@ class Grant(_Message, frozen=True, tag="grant"):
     num_tokens: TokenCount
     first_block: TokenCount
     blocks: PackedBlocks
-    mover: Mover
+    mover: GrantMover
     undigested: Annotated[tuple[TransportName, ...], msgspec.Meta(max_length=16)] = ()
 
 
@@ -189,6 +194,43 @@ class Reversed(_Message, frozen=True, tag="reversed"):
     first_block: TokenCount
     blocks: PackedBlocks
     ranges: PackedBlocks
+
+
+class Lent(_Message, frozen=True, tag="lent"):
+    """Prefill → decode, mover "nobody": the granted tokens' KV lies in `blocks` of my face.
+
+    In all layers; `first_block` as in a `Grant`. They are the decode worker's to read, and change
+    no more, until it says `Returned` or its process has ended.
+    """
+
+    ticket: WireTicketId
+    first_block: TokenCount
+    blocks: PackedBlocks
+
+
+class Unlent(_Message, frozen=True, tag="unlent"):
+    """Prefill → decode, mover "nobody": I do not lend, so let me write. `Reversed` follows."""
+
+    ticket: WireTicketId
+    reason: Text
+
+
+class Returned(_Message, frozen=True, tag="returned"):
+    """Decode → prefill: I read nothing any more of what was, or may have been, lent for these."""
+
+    tickets: Tickets
+
+
+class Settled(_Message, frozen=True, tag="settled"):
+    """Prefill → decode: answer to `Returned`, of which nothing more need be said."""
+
+    tickets: Tickets
+
+
+class Recalled(_Message, frozen=True, tag="recalled"):
+    """Prefill → decode: return these as soon as you have room for a copy of your own."""
+
+    tickets: Tickets
 
 
 class Finished(_Message, frozen=True, tag="finished"):
@@ -283,6 +325,11 @@ Message: TypeAlias = (
     | Missing
     | Avoid
     | Reversed
+    | Lent
+    | Unlent
+    | Returned
+    | Settled
+    | Recalled
     | Finished
     | Failed
     | Renew

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, assert_never
 from baton.authority.ticket import seal
 from baton.clock import Instant
 from baton.errors import BatonError, ProtocolError
+from baton.handoff.carriage import REFERENCE
 from baton.handoff.graves import Grave, Graves
 from baton.handoff.incoming import Incoming
 from baton.handoff.inspecting import is_as_read, is_as_written
@@ -18,15 +19,18 @@ from baton.handoff.messages import (
     Failed,
     Finished,
     Grant,
+    Lent,
     Renewed,
     Rerouted,
     Taken,
+    Unlent,
     decode_notice,
 )
 from baton.handoff.reading import Reader
 from baton.handoff.renewing import Renewals
 from baton.handoff.routes import Reach
 from baton.handoff.session.actions import (
+    Borrow,
     CloseWindow,
     Emit,
     Fence,
@@ -45,9 +49,10 @@ from baton.transfer.interface import Arrived, ReadCompleted, ReadFailed, WindowQ
 
 if TYPE_CHECKING:
     from baton.authority.ticket import Ticket
+    from baton.handoff.borrowing import BorrowingDesk
     from baton.handoff.desk import Desk
     from baton.handoff.interface import ReceiveOrder
-    from baton.handoff.messages import Mover, Notice
+    from baton.handoff.messages import GrantMover, Notice
     from baton.handoff.peers import Peer
     from baton.handoff.reading import PendingRead
     from baton.handoff.routes import RouteFound, RouteLost
@@ -69,8 +74,8 @@ class Trouble:
 class ReceivingDesk:  # noqa: PLR0904 -- a method for each event (ADR 0005)
     """All handoffs into this worker. Owner: the agent's thread."""
 
-    def __init__(self, desk: Desk) -> None:
-        self._desk = desk
+    def __init__(self, desk: Desk, borrowing: BorrowingDesk) -> None:
+        self._desk, self._borrowing = desk, borrowing
         self._reader = Reader(desk.routes)
         self._incoming: dict[TicketId, Incoming] = {}
         self._given_up = Graves()
@@ -158,13 +163,20 @@ class ReceivingDesk:  # noqa: PLR0904 -- a method for each event (ADR 0005)
             elif not self._desk.routes.can_read(event.peer):
                 self._stop_reading(incoming, event.transport)
 
+    def lender_changed(self, peer: Peer) -> None:
+        """A peer's blocks can be borrowed from now on, or cannot."""
+        for incoming in self._of(peer):
+            self._try_begin(incoming)
+
     def staged(self, ticket: TicketId) -> None:
         """The turn of a handoff that waited for staging pages has come."""
         incoming = self._incoming.get(ticket)
         if incoming is not None:
             self._try_begin(incoming)
 
-    def heard(self, peer: Peer, message: Available | Rerouted | Finished | Failed) -> None:
+    def heard(
+        self, peer: Peer, message: Available | Rerouted | Lent | Unlent | Finished | Failed
+    ) -> None:
         """The prefill worker says something about one handoff."""
         incoming = self._incoming.get(message.ticket)
         if incoming is None or incoming.peer is not peer:
@@ -175,6 +187,8 @@ class ReceivingDesk:  # noqa: PLR0904 -- a method for each event (ADR 0005)
                 self._hear_available(incoming, message)
             case Rerouted():
                 self._hear_rerouted(incoming, message)
+            case Lent() | Unlent():
+                self._hear_of_loan(incoming, message)
             case Finished():
                 if session.phase is ReceivePhase.GRANTED:
                     incoming.note_sender(message)
@@ -350,7 +364,7 @@ class ReceivingDesk:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         session, peer = incoming.session, incoming.peer
         if session.phase is not ReceivePhase.WAITING or peer is None or peer.hello is None:
             return
-        mover = self._choose_mover(peer, session.order.ticket)
+        mover = self._choose_mover(incoming, peer)
         if mover is None:
             return
         face, order = self._desk.face_to(peer), session.order
@@ -369,13 +383,19 @@ class ReceivingDesk:  # noqa: PLR0904 -- a method for each event (ADR 0005)
             terms = Terms(mover, incoming.footprint.pages, face.is_staged, undigested)
             self._perform(incoming, session.begin(terms))
 
-    def _choose_mover(self, peer: Peer, ticket: Ticket) -> Mover | None:
-        """Who moves the bytes; None while a way to read is looked for.
+    def _choose_mover(self, incoming: Incoming, peer: Peer) -> GrantMover | None:
+        """Who moves the bytes; None while a way to read, or to borrow, is looked for.
 
         What is pulled is complete: reading it is no work for a core that computes another prompt.
         """
-        routes = self._desk.routes
-        if self._desk.mover == "prefill" and ticket.mode != "pull":
+        order, routes = incoming.session.order, self._desk.routes
+        if order.ticket.mode == "reference" and not incoming.is_moved:
+            reach = self._borrowing.reach(peer)
+            if reach is not Reach.NONE:
+                return "nobody" if reach is Reach.READY else None
+            incoming.is_moved = True
+            order.trace.reroutes.append(f"{REFERENCE}: {self._borrowing.explain(peer)}"[:500])
+        if self._desk.mover == "prefill" and order.ticket.mode != "pull":
             return "prefill"
         routes.seek(peer)
         match routes.reach(peer):
@@ -393,6 +413,44 @@ class ReceivingDesk:  # noqa: PLR0904 -- a method for each event (ADR 0005)
             actions = incoming.session.fail(str(exc), stage="landing")
         self._perform(incoming, actions)
 
+    def _hear_of_loan(self, incoming: Incoming, message: Lent | Unlent) -> None:
+        session = incoming.session
+        try:
+            match message:
+                case Lent():
+                    actions = session.lent(message)
+                case Unlent(_, reason):
+                    actions = session.unlent(reason)
+                case _:
+                    assert_never(message)
+        except ProtocolError as exc:
+            actions = session.fail(str(exc), stage="landing")
+        self._perform(incoming, actions)
+
+    def _take(self, incoming: Incoming, action: Read | Borrow) -> None:
+        match action:
+            case Read(available):
+                self._read(incoming, available)
+            case Borrow(lent):
+                self._borrow(incoming, lent)
+            case _:
+                assert_never(action)
+
+    def _borrow(self, incoming: Incoming, lent: Lent) -> None:
+        session = incoming.session
+        if incoming.peer is None:
+            raise AssertionError("nobody lends who was not dialed")
+        try:
+            blocks = self._borrowing.borrow(incoming.peer, session.order, lent)
+        except BatonError as exc:
+            self._perform(incoming, session.fail(str(exc), stage="borrow"))
+            return
+        trace = session.order.trace
+        trace.transport = trace.expected_transport = REFERENCE
+        actions = session.borrowed(blocks)
+        incoming.stamp_progress(self._desk.clock.now())
+        self._perform(incoming, actions)
+
     def _take_in(self, incoming: Incoming, notice: Notice) -> None:
         """Count what is in the pages, and is what the sender had."""
         incoming.scatter(notice)
@@ -408,6 +466,8 @@ class ReceivingDesk:  # noqa: PLR0904 -- a method for each event (ADR 0005)
             holder = Holder("receive", session.ticket)
             for face in self._desk.faces:
                 face.give_back(holder)
+            if session.may_owe_loan:
+                self._borrowing.owe(session.ticket, session.order.ticket.prefill.epoch)
 
     def _carry_out(self, incoming: Incoming, action: ReceiveAction) -> None:
         match action:
@@ -418,8 +478,8 @@ class ReceivingDesk:  # noqa: PLR0904 -- a method for each event (ADR 0005)
             case Fence(kind):
                 if incoming.fence(kind):
                     self._perform(incoming, incoming.session.fenced(kind))
-            case Read(available):
-                self._read(incoming, available)
+            case Read() | Borrow():
+                self._take(incoming, action)
             case Say() | SayTaken():
                 self._speak(incoming, action)
             case Emit(event):

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 from baton.clock import Instant
 from baton.handoff.grants import epoch_of
-from baton.handoff.messages import Failed, Renew, Renewed
+from baton.handoff.messages import MAX_BATCH, Failed, Renew, Renewed
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -20,9 +20,6 @@ if TYPE_CHECKING:
 
 RENEWALS_PER_LEASE: Final = 3
 """Two of them may be lost, or late, without harm."""
-
-MAX_TICKETS: Final = 1024
-"""Of one message."""
 
 MAX_QUEUED: Final = 65_536
 """Of requests that wait in the engine; it bounds its queue itself, far below."""
@@ -70,8 +67,8 @@ class Renewals:
         self._next_at[ref.worker, ref.epoch] = Instant(
             now + peer.hello.lease_s / RENEWALS_PER_LEASE
         )
-        for first in range(0, len(tickets), MAX_TICKETS):
-            some = tuple(tickets[first : first + MAX_TICKETS])
+        for first in range(0, len(tickets), MAX_BATCH):
+            some = tuple(tickets[first : first + MAX_BATCH])
             self._desk.peers.say(peer, Renew(now, some))
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final, assert_never
 
 from baton.clock import Instant
 from baton.errors import BatonError
+from baton.handoff.carriage import REFERENCE
 from baton.handoff.grants import (
     EarlyGrants,
     Granted,
@@ -16,17 +17,20 @@ from baton.handoff.grants import (
     epoch_of,
 )
 from baton.handoff.graves import Grave, Graves
-from baton.handoff.interface import DECLINED_STAGE, SendFailed
+from baton.handoff.interface import DECLINED_STAGE, KVLent, SendFailed
 from baton.handoff.messages import (
     Avoid,
     Declined,
     Failed,
     Finished,
     Grant,
+    Lent,
     Missing,
     Renew,
     Reversed,
     Taken,
+    Unlent,
+    pack_blocks,
 )
 from baton.handoff.outgoing import Outgoing
 from baton.handoff.renewing import answer_renewal
@@ -34,6 +38,7 @@ from baton.handoff.routes import Reach
 from baton.handoff.session.actions import (
     Announce,
     Emit,
+    Lend,
     Say,
     SayFinished,
     SendAction,
@@ -50,6 +55,8 @@ if TYPE_CHECKING:
 
     from baton.handoff.desk import Desk
     from baton.handoff.interface import SampledToken, SendOrder
+    from baton.handoff.lending import LendingDesk
+    from baton.handoff.messages import Returned
     from baton.handoff.peers import Peer
     from baton.handoff.route import Route
     from baton.handoff.routes import RouteFound, RouteLost
@@ -65,8 +72,8 @@ _WRITING: Final = frozenset({SendPhase.SENDING, SendPhase.DRAINING})
 class SendingDesk:  # noqa: PLR0904 -- a method for each event (ADR 0005)
     """All handoffs out of this worker. Owner: the agent's thread."""
 
-    def __init__(self, desk: Desk) -> None:
-        self._desk = desk
+    def __init__(self, desk: Desk, lending: LendingDesk) -> None:
+        self._desk, self._lending = desk, lending
         self._outgoing: dict[TicketId, Outgoing] = {}
         self._early = EarlyGrants()
         self._writes: dict[Posted, tuple[Route, TicketId]] = {}
@@ -156,6 +163,12 @@ class SendingDesk:  # noqa: PLR0904 -- a method for each event (ADR 0005)
                     self._hear_of(outgoing, message)
             case _:
                 assert_never(message)
+
+    def returned(self, peer: Peer, message: Returned) -> None:
+        """A borrower is done with these, lent already or not."""
+        for ticket in message.tickets:
+            self._end(peer, ticket, "the decode worker gave up", "decode")
+        self._lending.returned(peer, message)
 
     def peer_gone(self, peer: Peer, error: BatonError) -> None:
         """Fail what depended on this link."""
@@ -251,6 +264,12 @@ class SendingDesk:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         outgoing.granted = granted
         outgoing.session.renew(self._desk.clock.now())
         self._perform(outgoing, outgoing.session.granted(granted.grant))
+        if outgoing.session.is_lent and not outgoing.session.over:
+            reason = self._lending.promise(granted)
+            if reason is not None:
+                outgoing.session.order.trace.reroutes.append(f"reference: {reason}"[:500])
+                self._desk.peers.say(granted.peer, Unlent(granted.ticket.id, reason))
+                return  # the peer will say into what to write
         self._try_begin(outgoing)
 
     def _try_begin(self, outgoing: Outgoing) -> None:
@@ -347,6 +366,7 @@ class SendingDesk:  # noqa: PLR0904 -- a method for each event (ADR 0005)
             holder = Holder("send", session.ticket)
             for face in self._desk.faces:
                 face.give_back(holder)
+            self._lending.forget(session.ticket)
 
     def _carry_out(self, outgoing: Outgoing, action: SendAction) -> None:
         match action:
@@ -356,6 +376,8 @@ class SendingDesk:  # noqa: PLR0904 -- a method for each event (ADR 0005)
                 self._announce(outgoing, action)
             case SayFinished(first_token):
                 self._say_finished(outgoing, first_token)
+            case Lend():
+                self._lend(outgoing, action)
             case Say(message):
                 self._say(outgoing, message)
             case Emit(event):
@@ -396,6 +418,20 @@ class SendingDesk:  # noqa: PLR0904 -- a method for each event (ADR 0005)
                 self._perform(outgoing, session.announced(action.layer, message.stop))
         except BatonError as exc:
             self._perform(outgoing, session.fail(str(exc), stage="announce"))
+
+    def _lend(self, outgoing: Outgoing, action: Lend) -> None:
+        """Lend what was promised. From here on only the borrower's word, or its end, ends it."""
+        granted, order = outgoing.granted, outgoing.session.order
+        if granted is None:
+            raise AssertionError("nothing is lent before it was granted")
+        size = self._desk.face_to(granted.peer).face.layout.block_size
+        first, stop = action.start // size, -(-order.num_tokens // size)
+        blocks = order.blocks.blocks[first - order.blocks.first : stop - order.blocks.first]
+        self._lending.lend(order.ticket.id, order.deadline)
+        order.trace.transport = order.trace.expected_transport = REFERENCE
+        self._desk.emit(KVLent(order.ticket.id, tuple(int(block) for block in blocks)))
+        self._desk.peers.say(granted.peer, Lent(order.ticket.id, first, pack_blocks(blocks)))
+        self._say_finished(outgoing, action.first_token)
 
     def _say_finished(self, outgoing: Outgoing, first_token: SampledToken | None) -> None:
         if outgoing.granted is None:

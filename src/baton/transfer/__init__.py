@@ -6,6 +6,8 @@ Enters: whole page index lists (`PageWrite`), windows that admit a peer's writes
 File map:
     interface.py    `Transport`, its requests and events, and the registry of kinds
     region.py       registered memory: allocate, view, check what a peer claims
+    annexes.py      peers' pages as further pages of one's own, by reference
+    readers.py      who reads this worker's pages in place, and what proves that it stopped
     bounds.py       one write's bounds, checked before a byte is touched
     windows.py      what a receiver admits
     geometry.py     which bytes of an array a part of a transfer names, also on the wire

@@ -41,6 +41,12 @@ class NoHandoffs:
     def abort(self, ticket: TicketId, reason: str) -> None:
         """See `HandoffPort`."""
 
+    def give_back(self, ticket: TicketId) -> None:
+        """See `LoanPort`."""
+
+    def recall(self) -> None:
+        """See `LoanPort`."""
+
     def poll(self) -> list[HandoffEvent]:
         """See `HandoffPort`."""
         return []

@@ -199,7 +199,7 @@ def _agent(options: ProcessOptions, engine: Engine, epoch: Epoch, clock: Clock) 
             worker=options.worker,
             epoch=epoch,
             fingerprint=engine.info.fingerprint,
-            faces=(Face(engine.info.layout, engine.region),),
+            faces=(Face(engine.info.layout, engine.region, annexes=engine.annexes),),
             transports=_transports(options, epoch, clock),
             key=options.key,
             clock=clock,

@@ -41,6 +41,8 @@ class EngineCollector(Collector):
             quarantined=stats.num_quarantined_blocks,
             held=stats.num_held_blocks,
             cached=stats.num_cached_blocks,
+            lent=stats.num_lent_blocks,
+            borrowed=stats.num_borrowed_blocks,
         )
         yield GaugeMetricFamily(
             "baton_worker_blocks_capacity", "KV blocks that exist.", stats.num_blocks

@@ -22,6 +22,7 @@ from baton.engines.interface import (
 )
 from baton.engines.transformers.scheduler import Limits, Scheduler, Work
 from baton.engines.transformers.sequence import Sequence, Status
+from baton.handoff.interface import KVLanded
 from baton.ids import RequestId, TicketId
 from baton.kv.identity import HashDomain
 from baton.kv.layout import LayerLayout
@@ -191,7 +192,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def _end_receive(self, ticket: TicketId, good: bool) -> None:
         sequence = self.receiving.pop(ticket)
         if good:
-            assert self.scheduler.land(ticket, 0) is sequence
+            assert self.scheduler.land(KVLanded(ticket, None), 0) is sequence
             if sequence.append(1, ()) is not None:
                 self.scheduler.end(sequence)
         else:
@@ -267,6 +268,6 @@ def test_blocks_that_lack_dead_tokens_of_a_window_are_not_published(
     ticket = make_ticket()
     scheduler.add(make_sequence(20, 5, DecodeLeg(ticket)))
     scheduler.schedule()
-    scheduler.land(ticket.id, 0)
+    scheduler.land(KVLanded(ticket.id, None), 0)
     # Of 20 tokens a window of 6 lets the next one see [15, 20): block 4 alone is whole.
     assert scheduler.pool.num_cached == num_published

@@ -78,6 +78,10 @@ class Custody:
         """A peer may read the sequence's blocks from here on."""
         self._outgoing[ticket] = sequence
 
+    def outgoing(self, ticket: TicketId) -> Sequence | None:
+        """Whose blocks a handoff holds."""
+        return self._outgoing.get(ticket)
+
     def give_back(self, ticket: TicketId) -> Sequence | None:
         """Nobody reads the sequence's blocks any more."""
         return self._outgoing.pop(ticket, None)

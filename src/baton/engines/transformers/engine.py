@@ -67,7 +67,7 @@ class TransformersEngine:
         pages = allocate_pages(
             loaded.shape, layout, num_blocks, loaded.model.device, allocate=allocate
         )
-        self.region = pages.region
+        self.region, self.annexes = pages.region, pages.annexes
         self.info = EngineInfo(
             engine="transformers",
             model_path=path,
@@ -195,6 +195,7 @@ class TransformersEngine:
             )
 
     def _release_memory(self) -> None:
+        self._pages.release()
         del self._model, self._pages
         release_region(self.region)
 

@@ -18,12 +18,22 @@ from baton.engines.interface import (
 from baton.engines.transformers.orders import make_receive_order, make_send_order
 from baton.engines.transformers.sequence import Sequence, Status, is_pulled
 from baton.errors import EngineError, OverloadedError, TicketError
-from baton.handoff.interface import BlocksQuiescent, KVFailed, KVLanded, KVSent, SendFailed
+from baton.handoff.interface import (
+    BlocksQuiescent,
+    KVFailed,
+    KVLanded,
+    KVLent,
+    KVSent,
+    LoanEnded,
+    LoanRecalled,
+    SendFailed,
+)
 from baton.kv.identity import HashDomain
 from baton.telemetry.trace import Stamp
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
+    from collections.abc import Sequence as Many
 
     from baton.clock import Clock
     from baton.engines.interface import (
@@ -53,6 +63,14 @@ class ReceivingPages(Protocol):
 
     def from_region(self, blocks: list[int]) -> None:
         """Take what peers have written into `blocks`, all layers."""
+        ...
+
+    def open_annexes(self) -> None:
+        """From now on blocks of peers that were attached can be read."""
+        ...
+
+    def copy(self, source: Many[int], target: Many[int]) -> None:
+        """Copy whole blocks into blocks of this engine's own, all layers."""
         ...
 
 
@@ -100,9 +118,12 @@ class EngineLoop:
             self._hear(event)
         self._expire()
         plan = self._scheduler.schedule()
+        for borrowed, own in plan.copies:
+            self._pages.copy(borrowed, own)
         self._announce(plan)
         if plan.work:
             self._compute(plan)
+        self._give_back()
         self.deliver()
         return bool(plan.work)
 
@@ -135,11 +156,13 @@ class EngineLoop:
         sequence = self._sequences.get(request)
         if sequence is not None:
             self._end(sequence, "cancelled")
+            self._give_back()
 
     def fail_all(self, error: BatonError) -> None:
         """Fail whatever is unfinished."""
         for sequence in list(self._sequences.values()):
             self._fail(sequence, error)
+        self._give_back()
         self.deliver()
 
     def abandon(self, error: BatonError, unseen: Iterable[RequestId]) -> None:
@@ -170,6 +193,8 @@ class EngineLoop:
             num_waiting=self._scheduler.num_waiting,
             num_running=self._scheduler.num_running,
             num_awaiting_kv=custody.num_incoming,
+            num_lent_blocks=self._scheduler.loans.num_lent_blocks,
+            num_borrowed_blocks=self._scheduler.loans.num_borrowed_blocks,
             num_blocks=pool.num_blocks,
             num_free_blocks=pool.num_free,
             num_reserved_blocks=pool.num_reserved + pool.num_in_flight,
@@ -192,6 +217,8 @@ class EngineLoop:
         fingerprint = self._info.fingerprint
         for sequence in plan.refused:
             self._fail(sequence, OverloadedError("too many prompts wait here to be pulled"))
+        if plan.lacks_lent_blocks:
+            self._handoff.recall()
         for ticket in plan.declined:
             self._handoff.decline(ticket, "too little of the prompt is missing here")
         for expectation in plan.expected:
@@ -257,7 +284,9 @@ class EngineLoop:
             case BlocksQuiescent(ticket):
                 self._scheduler.custody.release_quarantined(ticket)
             case KVSent(ticket):
-                self._finish_send(ticket)
+                self._finish_send(self._scheduler.give_back(ticket))
+            case KVLent() | LoanEnded() | LoanRecalled():
+                self._hear_of_loan(event)
             case SendFailed(ticket, error):
                 sequence = self._scheduler.give_back(ticket)
                 if sequence is not None and sequence.status is not Status.ENDED:
@@ -265,14 +294,28 @@ class EngineLoop:
             case _:
                 assert_never(event)
 
-    def _take_landed(self, event: KVLanded) -> None:
-        first_token = event.first_token
+    def _hear_of_loan(self, event: KVLent | LoanEnded | LoanRecalled) -> None:
+        match event:
+            case KVLent(ticket, blocks):
+                self._finish_send(self._scheduler.lend(ticket, blocks))
+            case LoanEnded(ticket):
+                self._scheduler.loans.end(ticket)
+            case LoanRecalled(ticket):
+                self._scheduler.loans.recall(ticket)
+            case _:
+                assert_never(event)
+
+    def _take_landed(self, landed: KVLanded) -> None:
+        first_token = landed.first_token
         # Without a first token the last prompt token is computed here: its logits give one.
         num_to_compute = 1 if first_token is None else 0
-        sequence = self._scheduler.land(event.ticket, num_to_compute, event.num_tokens)
+        sequence = self._scheduler.land(landed, num_to_compute)
         if sequence is None:
             return
-        num_landed = sequence.num_prompt_tokens if event.num_tokens is None else event.num_tokens
+        if landed.borrowed:
+            self._pages.open_annexes()
+        num_prompt = sequence.num_prompt_tokens
+        num_landed = num_prompt if landed.num_tokens is None else landed.num_tokens
         num_received = num_landed - sequence.num_cached_tokens
         first = sequence.num_cached_tokens // sequence.block_size
         self._pages.from_region(sequence.blocks[first : sequence.num_blocks_for(num_landed)])
@@ -281,6 +324,11 @@ class EngineLoop:
         self._stamp(sequence, Stamp.KV_READY)
         if first_token is not None:
             self._accept(sequence, first_token)
+
+    def _give_back(self) -> None:
+        """Nothing computes now: what is not needed any more is not read either."""
+        for ticket in self._scheduler.loans.take_due():
+            self._handoff.give_back(ticket)
 
     def _fall_back(self, ticket: TicketId, error: BatonError) -> None:
         sequence = self._scheduler.fall_back(ticket)
@@ -292,8 +340,7 @@ class EngineLoop:
             self._degraded.add(cause)
             _log.warning("KV was not received and is computed here (logged once): %s", error)
 
-    def _finish_send(self, ticket: TicketId) -> None:
-        sequence = self._scheduler.give_back(ticket)
+    def _finish_send(self, sequence: Sequence | None) -> None:
         if sequence is None or sequence.status is Status.ENDED:
             return
         if sequence.first_token is None:
@@ -330,7 +377,9 @@ class EngineLoop:
         self._on_end(sequence.request.id)
 
     def _is_in_use(self, ticket: TicketId) -> bool:
-        return ticket in self._tickets or self._scheduler.custody.knows(ticket)
+        scheduler = self._scheduler
+        is_held = scheduler.custody.knows(ticket) or scheduler.loans.knows(ticket)
+        return ticket in self._tickets or is_held
 
     def _count_admission(self, sequence: Sequence) -> None:
         trace = sequence.request.trace

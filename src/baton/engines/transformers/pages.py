@@ -11,6 +11,7 @@ import torch
 from baton.engines.gpu.ferry import Ferry, pin
 from baton.engines.gpu.rows import view_rows
 from baton.kv.geometry import page_geometry
+from baton.transfer.annexes import Annexes
 from baton.transfer.region import allocate_shared_region
 
 if TYPE_CHECKING:
@@ -35,12 +36,20 @@ TORCH_DTYPES: Final[dict[DType, torch.dtype]] = {
 class KVPages:
     """Pages that live in the region itself: what the engine writes is at once what peers read.
 
+    With `annexes` blocks of peers can be read as further blocks (`open_annexes`).
     `planes[layer]` holds the layer's keys and values, `[num_blocks, block_size, heads, dim]`
     each; of a latent plane, its two parts. Owned by the engine's thread.
     """
 
-    def __init__(self, shape: ModelShape, layout: KVLayout, region: PagedRegion) -> None:
-        self.region = region
+    def __init__(
+        self,
+        shape: ModelShape,
+        layout: KVLayout,
+        region: PagedRegion,
+        annexes: Annexes | None = None,
+    ) -> None:
+        self.region, self.annexes = region, annexes
+        self._shape, self._layout = shape, layout
         self._in_region = tuple(
             torch.frombuffer(
                 region.memory,
@@ -51,6 +60,7 @@ class KVPages:
             for array in region.arrays
         )
         self.planes = _split(shape, layout, self._in_region)
+        self._reaches_annexes = False
         self._shown: deque[int] = deque()
 
     def to_region(self, layer: int, blocks: NDArray[np.int64]) -> None:
@@ -69,6 +79,33 @@ class KVPages:
 
     def from_region(self, blocks: Sequence[int]) -> None:
         """Take what peers have written into `blocks`, all layers."""
+
+    def open_annexes(self) -> None:
+        """From now on blocks of peers that were attached can be read. Cheap when it is so already.
+
+        The same pages at other addresses: `planes` look at them there, once there is a peer.
+        """
+        if self._reaches_annexes or self.annexes is None:
+            return
+        self._reaches_annexes = True
+        dtype = TORCH_DTYPES[self._layout.dtype]
+        self._in_region = tuple(
+            torch.from_numpy(self.annexes.view(array)).view(dtype)
+            for array in range(len(self.region.arrays))
+        )
+        self.planes = _split(self._shape, self._layout, self._in_region)
+
+    def copy(self, source: Sequence[int], target: Sequence[int]) -> None:
+        """Copy whole blocks into blocks of this engine's own, all layers."""
+        src, dst = torch.tensor(source), torch.tensor(target)
+        for pages in self._in_region:
+            pages[dst] = pages[src]
+
+    def release(self) -> None:
+        """Give annexes back: `planes` are of no use any more."""
+        self.planes = self._in_region = ()
+        if self.annexes is not None:
+            self.annexes.close()
 
 
 class MirroredPages(KVPages):
@@ -136,7 +173,9 @@ def allocate_pages(
         (num_blocks, layout.page_bytes(layer)) for layer in range(layout.num_layers)
     ])
     if device.type == "cpu":
-        return KVPages(shape, layout, region)
+        # Memory that is mapped a second time is a memfd's; a device's caches want care.
+        annexes = Annexes(region) if region.fd is not None else None
+        return KVPages(shape, layout, region, annexes)
     return MirroredPages(shape, layout, region, device)
 
 

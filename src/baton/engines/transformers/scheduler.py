@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeVar
 
 from baton.engines.interface import Colocated, DecodeLeg, PrefillLeg
 from baton.engines.transformers.custody import Custody
+from baton.engines.transformers.loans import Loans
 from baton.engines.transformers.sequence import Status, is_pulled
 from baton.kv.layout import needed_tokens
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
     from baton.authority.ticket import Ticket
     from baton.engines.transformers.sequence import Sequence
+    from baton.handoff.interface import KVLanded
     from baton.ids import TicketId
     from baton.kv.layout import LayerLayout
     from baton.kv.pool import BlockPool
@@ -72,13 +74,19 @@ class Expectation:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One step, and what is to be told to the handoff before it."""
+    """One step, and what is to be told to the handoff before it.
+
+    `copies` of whole blocks, `(from, to)`, come first of all. `lacks_lent_blocks`: somebody waits
+    for room, and some is lent.
+    """
 
     work: list[Work] = field(default_factory=list)
     offered: list[tuple[Sequence, Ticket]] = field(default_factory=list)
     expected: list[Expectation] = field(default_factory=list)
     declined: list[Ticket] = field(default_factory=list)
     refused: list[Sequence] = field(default_factory=list)
+    copies: list[tuple[list[int], list[int]]] = field(default_factory=list)
+    lacks_lent_blocks: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -95,10 +103,12 @@ class Scheduler:
 
     def __init__(self, pool: BlockPool, limits: Limits, layers: tuple[LayerLayout, ...]) -> None:
         self.pool, self.limits, self.custody = pool, limits, Custody()
+        self.loans = Loans(pool)
         self.num_preemptions = 0
         self._layers = tuple(dict.fromkeys(layers))
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []
+        self._has_room = True
 
     @property
     def num_waiting(self) -> int:
@@ -119,15 +129,17 @@ class Scheduler:
 
         Decoding goes before prefill, older sequences before younger ones.
         """
-        plan = Plan()
+        plan = Plan(copies=self.loans.try_redeem(spare=len(self._running)))
         by_age = sorted(self._running, key=lambda s: (s.num_uncomputed > 1, s.arrival))
         for sequence in by_age:
             budget = self.limits.max_batch_tokens - plan.num_tokens
             if budget > 0 and sequence.status is Status.RUNNING:
                 self._continue(sequence, min(budget, sequence.num_uncomputed), plan)
+        self._has_room = True
         while self._waiting and self._admit(self._waiting[0], plan):
             pass
-        return plan
+        lacks_lent = not self._has_room and self.loans.num_lent_blocks > 0
+        return replace(plan, lacks_lent_blocks=lacks_lent)
 
     def advance(self, work: Work) -> None:
         """The KV of this work is in its pages; blocks that became full can be found from now on."""
@@ -152,30 +164,36 @@ class Scheduler:
                 self.custody.quarantine(ticket.id)
             case PrefillLeg() | Colocated():
                 pass
-        self.pool.release(sequence.restart())
+        self.loans.release(sequence)
 
     def hold(self, sequence: Sequence) -> None:
         """A prefill leg is computed: keep its blocks until its handoff ends."""
         self._running.remove(sequence)
         sequence.status = Status.OFFERED
 
-    def land(
-        self, ticket: TicketId, num_to_compute: int, num_landed: int | None = None
-    ) -> Sequence | None:
+    def land(self, landed: KVLanded, num_to_compute: int) -> Sequence | None:
         """KV of a decode leg is in place: it runs. None where it has ended since.
 
         The last `num_to_compute` tokens of the prompt are computed again, over what came; where
-        only tokens `[0, num_landed)` came, so are those after them.
+        only the first tokens came, so are those after them. The blocks that were set aside where
+        a peer's are borrowed are free.
         """
-        landed = self.custody.land(ticket)
-        if landed is None:
+        ticket, borrowed = landed.ticket, landed.borrowed
+        granted = self.custody.land(ticket)
+        if granted is None:
+            if borrowed:
+                self.loans.refuse(ticket)
             return None
-        sequence, blocks = landed
+        sequence, blocks = granted
+        self.pool.release(blocks[: len(borrowed)])
+        blocks = [*borrowed, *blocks[len(borrowed) :]]
         num_tokens = sequence.num_prompt_tokens
         dead = max(needed_tokens(layer, num_tokens)[0] for layer in self._layers)
-        if num_landed is not None:
-            num_to_compute = max(num_to_compute, num_tokens - num_landed)
-        sequence.receive(blocks, num_to_compute, complete_from=dead)
+        if landed.num_tokens is not None:
+            num_to_compute = max(num_to_compute, num_tokens - landed.num_tokens)
+        sequence.receive(blocks, num_to_compute, complete_from=dead, num_borrowed=len(borrowed))
+        if borrowed:
+            self.loans.borrow(ticket, sequence)
         self._publish(sequence)
         self._run(sequence)
         return sequence
@@ -195,8 +213,16 @@ class Scheduler:
             self.pool.release(sequence.restart())
         return sequence
 
+    def lend(self, ticket: TicketId, blocks: tuple[int, ...]) -> Sequence | None:
+        """As `give_back`, but a peer attends over `blocks` until the loan ends."""
+        sequence = self.custody.outgoing(ticket)
+        if sequence is not None:
+            self.loans.lend(ticket, sequence, blocks)
+        return self.give_back(ticket)
+
     def check_invariants(self) -> None:
         """Raise AssertionError where queues, statuses and blocks disagree."""
+        self.loans.check_invariants()
         self.pool.check_invariants()
         if any(s.status is not Status.WAITING or s.blocks for s in self._waiting):
             raise AssertionError("a waiting sequence has blocks, or another status")
@@ -226,7 +252,7 @@ class Scheduler:
         self._requeue(victim)
 
     def _requeue(self, sequence: Sequence) -> None:
-        self.pool.release(sequence.restart())
+        self.loans.release(sequence)
         sequence.status = Status.WAITING
         self._waiting.appendleft(sequence)
 
@@ -295,6 +321,7 @@ class Scheduler:
         missing = sequence.num_blocks_for(sequence.num_tokens) - len(cached)
         # Room for each running sequence to grow by a block, lest one be preempted at once.
         has_room = missing + len(self._running) <= self.pool.num_free
+        self._has_room &= has_room
         taken = take(missing) if has_room else None
         if taken is None:
             self.pool.release(cached)

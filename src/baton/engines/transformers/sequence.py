@@ -39,7 +39,8 @@ class Sequence:
 
         tokens  [0, num_computed): KV is in `blocks` · [num_computed, num_tokens): to be computed
 
-    `leg` becomes `Colocated` once nothing is to be received any more. Of layers with a window,
+    `leg` becomes `Colocated` once nothing is to be received any more. `borrowed` are the places in
+    `blocks` of those that are a peer's: full ones, never written here. Of layers with a window,
     tokens before `complete_from` may never have been received. Computing tokens from
     `num_prefill_tokens` on is decoding: they are the prompt's last one, whose KV was received, or
     tokens sampled here.
@@ -58,6 +59,7 @@ class Sequence:
         self.num_cached_tokens = 0
         self.complete_from = 0
         self.blocks: list[int] = []
+        self.borrowed = range(0)
         self.first_token: SampledToken | None = None
         self._domain = domain
         self._num_published = 0
@@ -117,7 +119,13 @@ class Sequence:
         return self.hashes(self.num_tokens - 1)
 
     def take_publishable(self) -> list[tuple[int, BlockHash]]:
-        """Blocks that became full and complete since the last call, with their names."""
+        """Blocks that became full and complete since the last call, with their names.
+
+        None from the first borrowed one on: it may leave before the others do, and what follows it
+        cannot be found without it.
+        """
+        if self.borrowed:
+            return []
         hashes = self.hashes(self.num_computed)
         fresh = range(self._num_published, len(hashes))
         self._num_published = len(hashes)
@@ -141,15 +149,19 @@ class Sequence:
         """
         blocks, self.blocks = self.blocks, []
         self.num_computed = self._num_published = self.complete_from = 0
+        self.borrowed = range(0)
         self.num_prefill_tokens = self.num_prompt_tokens
         return blocks
 
-    def receive(self, blocks: list[int], num_to_compute: int, complete_from: int) -> None:
+    def receive(
+        self, blocks: list[int], num_to_compute: int, complete_from: int, *, num_borrowed: int = 0
+    ) -> None:
         """The rest of the prompt's KV came from a peer, in `blocks`.
 
-        Of it, the last `num_to_compute` tokens are taken as not computed. More than the last one:
-        not all had come.
+        The first `num_borrowed` of them are the peer's own. Of the KV, the last `num_to_compute`
+        tokens are taken as not computed. More than the last one: not all had come.
         """
+        self.borrowed = range(len(self.blocks), len(self.blocks) + num_borrowed)
         self.blocks += blocks
         self.num_computed = self.num_prompt_tokens - num_to_compute
         self.num_prefill_tokens = (

@@ -30,7 +30,10 @@ from baton.handoff.interface import (
     HandoffPort,
     KVFailed,
     KVLanded,
+    KVLent,
     KVSent,
+    LoanEnded,
+    LoanRecalled,
     ReceiveOrder,
     SendFailed,
     SendOrder,
@@ -354,6 +357,8 @@ class RankHandoffs:
                 self._settle_send(ticket, None)
             case SendFailed(ticket, error):
                 self._settle_send(ticket, error)
+            case KVLent() | LoanEnded() | LoanRecalled():
+                raise AssertionError("vLLM's faces have no annexes: nothing is lent or borrowed")
             case _:
                 assert_never(event)
 

@@ -40,6 +40,17 @@ With mover decode there is no such hand: a read that ended is made again elsewhe
 reads any more, and no read is under way, `reverse` makes the mover prefill: a window opens, and
 what has not landed is written.
 
+With mover "nobody" (by reference) nothing is moved:
+
+    GRANTED ── Grant ─────────────────────────────────►  SENDING    layer_ready: nothing is sent
+       │  ◄──────────────── Lent, Finished ────────────     │  finish, all in place: Lend
+       ▼                                                    ▼
+    ENDED   the last block copied: KVLanded              ENDED      KVLent: now it is a loan
+
+or, by Unlent, it becomes a handoff with mover prefill before it has begun. The loan outlives both
+sessions: `lend.py` and `borrow.py` draw what ends it. A receiver that asked to be lent and has not
+landed owes word of it (`may_owe_loan`), for its peer may have lent before it heard.
+
 Whatever ends it early (`fail`, `abort`, `expire`) leaves by one road:
 
     GRANTED ─► ENDING ── no hand left ──► ENDED           SENDING ─► ENDING ─ no write left ─► ENDED
@@ -73,4 +84,6 @@ File map:
     terms.py    who moves the bytes, and into which pages
     receive.py  `ReceiveSession`: decode's half
     send.py     `SendSession`: prefill's half
+    lend.py     what this worker has lent, and to whom
+    borrow.py   what it has borrowed, and owes word of
 """

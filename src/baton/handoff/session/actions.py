@@ -12,6 +12,7 @@ if TYPE_CHECKING:
         Avoid,
         Failed,
         Grant,
+        Lent,
         Missing,
         Rerouted,
         Reversed,
@@ -80,6 +81,21 @@ class Announce:
 
 
 @dataclass(frozen=True, slots=True)
+class Borrow:
+    """Check what the peer lends, and copy the last block of it: then `borrowed`, or `fail`."""
+
+    lent: Lent
+
+
+@dataclass(frozen=True, slots=True)
+class Lend:
+    """Lend tokens `[start, num_tokens)` and say so, with the token (if any): nothing follows."""
+
+    start: int
+    first_token: SampledToken | None
+
+
+@dataclass(frozen=True, slots=True)
 class SayFinished:
     """Tell the peer that nothing will follow, with the token (if any) and the trace's stamps."""
 
@@ -94,5 +110,5 @@ class Emit:
 
 
 Sayable: TypeAlias = "Grant | Failed | Rerouted | Missing | Avoid | Reversed"
-ReceiveAction: TypeAlias = Say | SayTaken | OpenWindow | CloseWindow | Fence | Read | Emit
-SendAction: TypeAlias = Say | Submit | Announce | SayFinished | Emit
+ReceiveAction: TypeAlias = Say | SayTaken | OpenWindow | CloseWindow | Fence | Read | Borrow | Emit
+SendAction: TypeAlias = Say | Submit | Announce | Lend | SayFinished | Emit

@@ -13,6 +13,7 @@ from baton.handoff.coverage import Coverage
 from baton.handoff.interface import BlocksQuiescent, KVFailed, KVLanded
 from baton.handoff.messages import Avoid, Failed, Grant, Missing, Reversed, pack_blocks
 from baton.handoff.session.actions import (
+    Borrow,
     CloseWindow,
     Emit,
     Fence,
@@ -30,11 +31,12 @@ if TYPE_CHECKING:
 
     from baton.clock import Instant
     from baton.handoff.interface import ReceiveOrder
-    from baton.handoff.messages import Available, Finished, Notice, Rerouted
+    from baton.handoff.messages import Available, Finished, Lent, Notice, Rerouted
     from baton.handoff.session.posted import Posted
     from baton.handoff.session.terms import Terms
     from baton.ids import TicketId
 
+MAX_NOTE_CHARS: Final = 500
 _NO_BLOCKS: Final = np.empty(0, dtype=np.int64)
 
 
@@ -66,6 +68,7 @@ class ReceiveSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         self.coverage = Coverage(**span)
         self._requested = Coverage(**span)
         self._sealed_ticket = sealed_ticket
+        self._num_layers = num_layers
         self._finished: Finished | None = None
         # Whose hand may be in the pages: the peer's, through a window, or our own, by reads.
         self._window_is_open = False
@@ -74,6 +77,8 @@ class ReceiveSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         self._fenced: set[str] = set()
         self._suspected: set[str] = set()
         self._was_reversed = False
+        self._is_lent = self._has_landed = False
+        self._borrowed: tuple[int, ...] = ()
 
     @property
     def ticket(self) -> TicketId:
@@ -85,6 +90,12 @@ class ReceiveSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         """Whether nothing can happen any more."""
         return self.phase is ReceivePhase.ENDED
 
+    @property
+    def may_owe_loan(self) -> bool:
+        """Whether the peer may have lent blocks that nobody took: it is to know."""
+        asked = self.terms is not None and self.terms.mover == "nobody"
+        return asked and not self._has_landed
+
     def begin(self, terms: Terms) -> list[ReceiveAction]:
         """The peer can be talked to: ask it for the KV that this worker lacks."""
         if self.phase is not ReceivePhase.WAITING:
@@ -95,7 +106,7 @@ class ReceiveSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
             case "prefill":
                 self._window_is_open = True
                 return [OpenWindow(), Say(self._make_grant(terms))]
-            case "decode":
+            case "decode" | "nobody":
                 return [Say(self._make_grant(terms))]
             case _:
                 assert_never(terms.mover)
@@ -126,6 +137,37 @@ class ReceiveSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
             raise ProtocolError("tokens are available to a worker that does not read them")
         self._requested.add(message.layer, message.start, message.stop)
         return [Read(message)]
+
+    def lent(self, message: Lent) -> list[ReceiveAction]:
+        """The peer lends the blocks in which the KV is.
+
+        Raises:
+            ProtocolError: it was not asked to, or did so before.
+        """
+        if self.phase is not ReceivePhase.GRANTED or self.terms is None:
+            return []
+        if self.terms.mover != "nobody" or self._is_lent:
+            raise ProtocolError("blocks are lent to a worker that did not ask for them")
+        self._is_lent = True
+        return [Borrow(message)]
+
+    def borrowed(self, blocks: tuple[int, ...]) -> list[ReceiveAction]:
+        """What is lent was checked: all KV is in these blocks, and what was copied."""
+        if self.phase is not ReceivePhase.GRANTED:
+            return []
+        self._borrowed = blocks
+        for layer in range(self._num_layers):
+            self.coverage.add(layer, self.order.start, self.order.num_tokens)
+        return self._complete()
+
+    def unlent(self, reason: str) -> list[ReceiveAction]:
+        """The peer does not lend: it is to write, instead."""
+        if self.phase is not ReceivePhase.GRANTED or self.terms is None or self._is_lent:
+            return []
+        if self.terms.mover != "nobody":
+            return []
+        self.order.trace.reroutes.append(f"reference: {reason}"[:MAX_NOTE_CHARS])
+        return self.reverse(())
 
     def reading(self, posted: Posted) -> None:
         """A `Read` was handed to the transport."""
@@ -182,10 +224,10 @@ class ReceiveSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         return [Say(Avoid(self.ticket, transport, reason))]
 
     def reverse(self, failed: Iterable[str]) -> list[ReceiveAction]:
-        """Nothing can be read any more and no read is under way: the peer is to write the rest."""
+        """Nothing is, or can be, read any more: the peer is to write the rest."""
         if self.phase is not ReceivePhase.GRANTED or self.terms is None or self._reads:
             return []
-        if self.terms.mover != "decode":
+        if self.terms.mover == "prefill":
             return []
         self.terms = replace(self.terms, mover="prefill")
         self._was_reversed = self._window_is_open = True
@@ -255,7 +297,11 @@ class ReceiveSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
     def _complete(self) -> list[ReceiveAction]:
         if self._finished is None or not self.coverage.complete or self._fencing:
             return []
-        landed = Emit(KVLanded(self.ticket, self._finished.first_token))
+        landed = Emit(KVLanded(self.ticket, self._finished.first_token, borrowed=self._borrowed))
+        self._has_landed = True
+        if self._is_lent:
+            self.phase = ReceivePhase.ENDED
+            return [landed]
         if self._window_is_open:
             self.phase = ReceivePhase.LANDED
             return [landed, SayTaken(), CloseWindow()]

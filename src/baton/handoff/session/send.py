@@ -9,10 +9,18 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 import numpy as np
 
-from baton.errors import HandoffError
+from baton.errors import HandoffError, ProtocolError
 from baton.handoff.interface import KVSent, SendFailed
 from baton.handoff.messages import Failed, Rerouted
-from baton.handoff.session.actions import Announce, Emit, Say, SayFinished, SendAction, Submit
+from baton.handoff.session.actions import (
+    Announce,
+    Emit,
+    Lend,
+    Say,
+    SayFinished,
+    SendAction,
+    Submit,
+)
 from baton.handoff.session.lease import LAPSED_REASON, LEASE_STAGE, Lease
 from baton.handoff.stretches import Stretch, intersect, subtract, unpack_stretches
 
@@ -77,6 +85,11 @@ class SendSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
     def is_written(self) -> bool:
         """Whether this side writes, as it was asked to."""
         return self.grant is not None and self.grant.mover == "prefill"
+
+    @property
+    def is_lent(self) -> bool:
+        """Whether nobody copies: the peer is to attend over this side's blocks."""
+        return self.grant is not None and self.grant.mover == "nobody"
 
     @property
     def over(self) -> bool:
@@ -189,11 +202,13 @@ class SendSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         """The peer can read no more: from now on this side writes, into the pages that it names.
 
         Raises:
-            ProtocolError: its ranges are none.
+            ProtocolError: its ranges are none, or it is being lent the blocks.
         """
         stretches = unpack_stretches(message.ranges)
-        if self.phase in _CLOSED or self.grant is None or not self._is_read:
+        if self.phase in _CLOSED or self.grant is None or self.is_written:
             return []
+        if self.is_lent and self.phase is not SendPhase.OFFERED:
+            raise ProtocolError("the peer wants written what it is about to be lent")
         self.grant = msgspec.structs.replace(
             self.grant, mover="prefill", first_block=message.first_block, blocks=message.blocks
         )
@@ -230,6 +245,8 @@ class SendSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         return self.fail(f"the deadline passed: {what}", stage=str(self.phase))
 
     def _submit_ready(self, layers: range | tuple[int, ...]) -> list[SendAction]:
+        if self.is_lent:
+            return self._drain()
         send = Announce if self._is_read else Submit
         actions: list[SendAction] = [
             send(layer, int(self._sent[layer]), stop)
@@ -252,10 +269,19 @@ class SendSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         """Once all is submitted and the token is known, say so."""
         if self.phase is not SendPhase.SENDING or self._finish is None:
             return []
+        if self.is_lent:
+            return self._lend(self._finish)
         if int(self._sent.min()) < self.order.num_tokens:
             return []
         self.phase = SendPhase.DRAINING
         return [self._finish, *self._settle()]
+
+    def _lend(self, finish: SayFinished) -> list[SendAction]:
+        """Once all is in place. What becomes of the loan is no matter of this session."""
+        if self.grant is None or int(self._ready.min()) < self.order.num_tokens:
+            return []
+        self.phase = SendPhase.ENDED
+        return [Lend(self.grant.start, finish.first_token)]
 
     def _owe(self, missing: list[Stretch], sent: list[Stretch]) -> list[SendAction]:
         """Send again what was sent and is missing."""

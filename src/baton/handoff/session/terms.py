@@ -6,20 +6,20 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from baton.handoff.messages import Mover
+    from baton.handoff.messages import GrantMover
     from baton.kv.copies import BlockTable
 
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """Who moves the bytes, and into which pages of this worker's face.
+    """Who moves the bytes (nobody, by reference), and into which pages of this worker's face.
 
     `staged`: the pages are staging memory, so that no hand but the engine's is in its own blocks.
     Else the pages are the engine's blocks. `undigested` are the transports over which no digests
     are wanted.
     """
 
-    mover: Mover
+    mover: GrantMover
     pages: BlockTable
     staged: bool
     undigested: tuple[str, ...] = ()

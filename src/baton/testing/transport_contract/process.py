@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import select
 import signal
 import subprocess
 import sys
@@ -32,6 +34,7 @@ from baton.transfer.interface import (
     Window,
     WindowQuiescent,
 )
+from baton.transfer.readers import WatchesReaders
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Mapping
@@ -106,6 +109,25 @@ class ProcessContract(TransportKit):
             writer.reader.transport.close_window(writer.window)
             writer.check_quiescent()
             writer.check_alive()
+
+    def test_the_end_of_a_process_that_mapped_the_pages_is_proved(self) -> None:
+        """`WatchesReaders`: not by the end of its connection, nor while it is stopped."""
+        with WriterProcess(
+            self.make_side(SHAPES), self.key, self.options, HERE.running(self.peer_module)
+        ) as reader:
+            transport = reader.reader.transport
+            if not isinstance(transport, WatchesReaders):
+                pytest.skip("this transport does not know who reads in place")
+            assert transport.open_reader(new_epoch()) is None
+            process = transport.open_reader(reader.epoch)
+            assert process is not None
+            try:
+                reader.stop()
+                assert not _is_readable(process)
+                reader.kill()
+                reader.pump(lambda: _is_readable(process))
+            finally:
+                os.close(process)
 
     def test_a_writer_that_leaves_in_peace(self) -> None:
         with WriterProcess(
@@ -260,6 +282,12 @@ class OwnerProcess:
         self.pump(lambda: time.monotonic() > end, duration_s + TIMEOUT_S)  # noqa: TID251
 
 
+def _is_readable(fd: int) -> bool:
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    return bool(poll.poll(0))
+
+
 def _pipes(process: subprocess.Popen[bytes]) -> tuple[IO[bytes], IO[bytes]]:
     assert process.stdin is not None
     assert process.stdout is not None
@@ -274,7 +302,7 @@ class WriterProcess:
     ) -> None:
         self.reader, self.window = reader, new_ticket_id()
         self.events: list[object] = []
-        epoch = new_epoch()
+        self.epoch = epoch = new_epoch()
         num_pages = reader.region.arrays[0].num_pages
         window = Window(self.window, reader.region.handle, epoch, np.arange(num_pages))
         reader.transport.open_window(window)

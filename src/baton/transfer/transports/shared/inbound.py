@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Final, assert_never
 
-from baton.ids import TicketId
+from baton.ids import Epoch, TicketId
 from baton.transfer.devices.coherence import settle_pages
 from baton.transfer.devices.extents import find_extent
 from baton.transfer.interface import Arrived
@@ -89,6 +89,12 @@ class Inbound:
         mine = self._attach
         same = (attach.holder, attach.region) == (mine.holder, mine.region)
         return same and attach.is_only
+
+    def open_process(self, epoch: Epoch) -> int | None:
+        """A descriptor of the peer's process, if it is that life of a worker and can be watched."""
+        if self._attach.epoch != epoch or self._process is None:
+            return None
+        return os.dup(self._process)
 
     def finish(self) -> None:
         """Proved: the writer stores nothing any more. What it said before still counts."""

@@ -179,6 +179,14 @@ class SharedTransport:
         """See `Transport`."""
         return self._find_remote(remote).view(array)
 
+    def open_reader(self, reader: Epoch) -> int | None:
+        """See `WatchesReaders`."""
+        for inbound in self._writers.values():
+            process = inbound.open_process(reader)
+            if process is not None:
+                return process
+        return None
+
     def poll(self) -> list[TransferEvent]:
         """See `Transport`."""
         events = self._reactor.poll()
