@@ -69,6 +69,7 @@ class GatewayOptions:
     drain_timeout_s: float = 30.0
     num_records: int = 1024
     mode: ModeSetting = "auto"
+    first_token_early: bool = False
 
     def __post_init__(self) -> None:
         if not any(worker.role is not Role.PREFILL for worker in self.workers):

@@ -25,7 +25,7 @@ from baton.worker.no_handoffs import NoHandoffs
 from baton.worker.observing import LegObserver
 from baton.worker.prompts import PromptReader
 from baton.worker.scraping import EngineCollector, LeaseCollector
-from baton.worker.status_pages import ABORT, HANDOFFS, TRACES, StatusPages
+from baton.worker.status_pages import ABORT, FIRST_TOKEN, HANDOFFS, TRACES, StatusPages
 from baton.worker.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
@@ -142,6 +142,7 @@ def _routes(pages: StatusPages, generation: GenerationService, reader: PromptRea
         patterns=(
             PatternRoute(TRACES, "", {"GET": pages.trace}),
             PatternRoute(HANDOFFS, ABORT, {"POST": pages.abort}),
+            PatternRoute(HANDOFFS, FIRST_TOKEN, {"POST": pages.first_token}),
         ),
     )
 
