@@ -108,6 +108,8 @@ class PrefillLeg:
         """Close the connection: the worker stops computing for this request."""
         if self._task is not None:
             self._task.cancel()
+        if self._handoff.ticket.first_token_early:  # it may have answered already
+            self.release("the decode worker's answer did not come")
 
     def linger(self) -> None:
         """The answer is complete. Its prefill worker may take a moment more to say that it is.

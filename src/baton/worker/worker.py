@@ -35,6 +35,9 @@ if TYPE_CHECKING:
     from baton.handoff.interface import HandoffPort
     from baton.worker.options import WorkerOptions
 
+HELD_LOOK_S: Final = 0.05
+"""The engine tells nobody when the last of the prompts that it holds is taken."""
+
 FALLBACK_CAUSES: Final = ("computed locally",)
 """What engines write in front of the reason in `LegTrace.fallbacks`."""
 
@@ -63,8 +66,12 @@ class Worker:
         self.engine.start(self.bridge.sink, port)
 
     async def drain(self, timeout_s: float) -> None:
-        """Refuse new requests and wait for the open ones, at most `timeout_s`."""
+        """Refuse new requests and wait for the open ones, and what is held, at most `timeout_s`."""
+        until = asyncio.get_running_loop().time() + timeout_s
         await self.bridge.drain(timeout_s)
+        now = asyncio.get_running_loop().time
+        while self.engine.stats().num_held_blocks and now() < until:  # noqa: ASYNC110
+            await asyncio.sleep(HELD_LOOK_S)
 
     async def stop(self, timeout_s: float) -> None:
         """End the agent, whose transports expose the engine's memory, then the engine."""
