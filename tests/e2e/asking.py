@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -81,5 +82,23 @@ def read_trace(gateway_url: str, request_id: str) -> dict[str, object]:
         ):
             assert response.status == 200
             return (await response.json())["summary"]
+
+    return asyncio.run(run())
+
+
+def stream(url: str, body: dict[str, object], request_id: str) -> str:
+    """The whole text of an answer, without what names the request and its time."""
+
+    async def run() -> str:
+        headers = {"x-request-id": request_id}
+        async with (
+            aiohttp.ClientSession(timeout=TIMEOUT) as session,
+            session.post(
+                f"{url}/v1/completions", json={"model": "demo", **body}, headers=headers
+            ) as response,
+        ):
+            text = await response.text()
+            assert response.status == 200, text
+        return re.sub(r'"created":[0-9]+', '"created":0', text.replace(request_id, "ID"))
 
     return asyncio.run(run())

@@ -36,7 +36,9 @@ SPEC = RandomModelSpec(
 
 @dataclass(frozen=True)
 class House:
-    """The same model served in three ways; `pulling_gateway` has those of `shared`, in mode pull.
+    """The same model served in three ways.
+
+    `pulling_gateway` and `early_gateway` have the workers of `shared`, and settings of their own.
 
     `colocated` is one worker that does both parts: the oracle. `shared` hands over through shared
     memory between equal layouts, `tcp` through sockets into blocks of another size.
@@ -50,6 +52,7 @@ class House:
     shared_gateway: FleetProcess
     tcp_gateway: FleetProcess
     pulling_gateway: FleetProcess
+    early_gateway: FleetProcess
 
     def gateway(self, transport: str) -> FleetProcess:
         return self.shared_gateway if transport == "shared" else self.tcp_gateway
@@ -83,6 +86,9 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
             tcp_gateway=fleet.start_gateway([tcp_prefill], [tcp_decode]),
             pulling_gateway=fleet.start_gateway(
                 [prefill], [decode], settings={"gateway.mode": "pull"}
+            ),
+            early_gateway=fleet.start_gateway(
+                [prefill], [decode], settings={"gateway.first_token_early": True}
             ),
         )
         assert set(fleet.stop().values()) == {0}

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.e2e.asking import Answer, ask_all, make_prompts, read_trace
+from tests.e2e.asking import Answer, ask_all, make_prompts, read_trace, stream
 
 if TYPE_CHECKING:
     from tests.e2e.conftest import House
@@ -61,6 +62,32 @@ def test_pulled_prompts(house: House) -> None:
     assert {trace["mode"] for trace in traces} == {"pull"}
     received = sum(trace["num_received_tokens"] for trace in traces)
     assert received > 0.9 * sum(len(p) for p in prompts)
+
+
+STREAMS: list[dict[str, object]] = [
+    {"logprobs": 2},
+    {"temperature": 0.9, "seed": 11, "stream_options": {"include_usage": True}},
+    {"temperature": 0.9, "seed": 12, "logprobs": 0, "max_tokens": 1},
+    {"logprobs": 0, "stream": False},
+]
+
+
+@pytest.mark.parametrize("body", STREAMS)
+def test_a_stream_whose_first_token_came_early_is_the_same_byte_for_byte(
+    house: House, body: dict[str, object]
+) -> None:
+    (prompt,) = make_prompts(1, seed=40 + STREAMS.index(body), longest=1000)[-1:]
+    asked = {"prompt": prompt[:500], "max_tokens": 12, "ignore_eos": True, "stream": True, **body}
+    expected = stream(house.colocated.url, asked, "oracle")
+    got = stream(house.early_gateway.url, asked, f"early-{STREAMS.index(body)}")
+    assert round_logprobs(got) == round_logprobs(expected)
+    trace = read_trace(house.early_gateway.url, f"early-{STREAMS.index(body)}")
+    assert trace["num_received_tokens"] == len(asked["prompt"])  # type: ignore[arg-type]
+
+
+def round_logprobs(events: str) -> str:
+    """Other shapes of a batch, other rounding: the third digit is the same."""
+    return re.sub(r"-?[0-9]+[.][0-9e-]+", lambda found: f"{float(found[0]):.2f}", events)
 
 
 @pytest.mark.parametrize("transport", ["shared", "tcp"])

@@ -127,6 +127,8 @@ class ScriptedWorker:
         self.aborts: list[tuple[str, str]] = []
         self.num_info_reads = self.num_health_reads = 0
         self.load: dict[str, int] | None = None
+        self.agreed: dict[str, dict[str, Any]] = {}
+        self.agrees_on: dict[str, Any] | None = None
         self._sock = socket.create_server(("127.0.0.1", 0))
         self.port = self._sock.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
@@ -169,6 +171,10 @@ class ScriptedWorker:
             await visit.answer(200, self.info())
         elif path.startswith("/baton/v1/traces/") and self.trace is not None:
             await visit.answer(200, self.trace)
+        elif path.endswith("/first_token"):
+            ticket, token = path.split("/")[-2], json.loads(body)
+            agreed = self.agreed.setdefault(ticket, self.agrees_on or token)
+            await visit.answer(200, agreed)
         elif path.endswith("/abort"):
             ticket = path.split("/")[-2]
             self.aborts.append((ticket, json.loads(body)["reason"]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 
 import pytest
 
@@ -204,3 +205,87 @@ def test_push_is_as_it_was_where_prefill_fails():
         assert len(cluster.prefills[0].visits) == 1
 
     run(scenario, **pair(refuse, recompute_when_aborted))
+
+
+# The first token early ---------------------------------------------------------------------------
+
+EVENT = 'data: {"id": "x", "choices": [{"index": 0, "text": "a", "finish_reason": null}]}\n\n'
+TOKEN = {"token_id": 5, "logprob": None, "top": []}
+
+
+async def prefill_early(visit: Visit):
+    first = {"token": TOKEN, "events": EVENT}
+    await visit.answer(200, {"object": "baton.prefill", "first": first})
+
+
+@pytest.mark.parametrize("mode", ["push", "pull"])
+def test_the_client_has_the_first_token_before_decode_says_anything(mode):
+    gate = asyncio.Event()
+
+    async def say_abc_late(visit: Visit):
+        await gate.wait()
+        await say_abc(visit)
+
+    async def scenario(cluster: Cluster):
+        async with cluster.post(STREAM) as response:
+            assert await response.content.readany() == EVENT.encode()
+            gate.set()
+            rest = (await response.content.read()).decode()
+        texts = [json.loads(e[6:])["choices"][0]["text"] for e in rest.split("\n\n")[:-2]]
+        assert texts == ["b", "c"]
+        assert rest.endswith("[DONE]\n\n")
+        (visit,) = cluster.decodes[0].visits
+        assert visit.ticket.first_token_early
+        assert cluster.decodes[0].agreed == {visit.ticket.id.hex(): TOKEN}
+        created = [
+            w.visits[0].headers["x-baton-created"] for w in (*cluster.prefills, *cluster.decodes)
+        ]
+        assert created[0] == created[1]
+        assert await cluster.metric("baton_gateway_time_to_first_token_seconds_count") == 1
+
+    run(scenario, mode=mode, first_token_early=True, **pair(prefill_early, say_abc_late))
+
+
+def test_nothing_is_sent_early_where_decode_has_begun_from_another_token():
+    async def scenario(cluster: Cluster):
+        cluster.decodes[0].agrees_on = {**TOKEN, "token_id": 6}
+        async with cluster.post(STREAM) as response:
+            text = await response.text()
+        assert text.count("data: ") == 4
+
+    run(scenario, mode="pull", first_token_early=True, **pair(prefill_early))
+
+
+def test_a_stream_that_does_not_go_on_from_the_first_token_is_broken_off():
+    async def say_xyz(visit: Visit):
+        await visit.start_stream()
+        for text in "xyz":
+            await visit.token(text)
+        await visit.done()
+
+    async def scenario(cluster: Cluster):
+        async with cluster.post(STREAM) as response:
+            text = await response.text()
+        assert text.startswith(EVENT)
+        assert '"x"' not in text.removeprefix(EVENT).split("error")[0]
+        assert "another first token" in text
+
+    run(scenario, mode="pull", first_token_early=True, **pair(prefill_early, say_xyz))
+
+
+def test_an_answer_in_one_piece_has_no_early_start():
+    async def scenario(cluster: Cluster):
+        async with cluster.post(PROMPT) as response:
+            assert (await response.json())["choices"][0]["text"] == "abc"
+        assert not cluster.decodes[0].visits[0].ticket.first_token_early
+
+    run(scenario, first_token_early=True, **pair(prefill_early))
+
+
+def test_by_default_the_first_token_comes_from_decode():
+    async def scenario(cluster: Cluster):
+        await ask(cluster)
+        assert not cluster.decodes[0].visits[0].ticket.first_token_early
+        assert not cluster.decodes[0].agreed
+
+    run(scenario, **pair(prefill_early))

@@ -11,13 +11,27 @@ import pytest
 from baton.authority.key import ClusterKey
 from baton.handoff.interface import BlocksQuiescent, KVFailed, KVSent, SendFailed
 from baton.handoff.session.lease import LAPSED_REASON, LEASE_STAGE
+from baton.transfer.links.outcome import SilentObserver
 from tests.integration.handoff_nodes import Handoff, Node, make_handoff, node
 
 if TYPE_CHECKING:
     from collections.abc import Generator
 
+    from baton.transfer.links.choosing import Choice
+    from baton.transfer.links.outcome import Direction
+
 KEY = ClusterKey(b"k" * 32)
 LEASE_S = 0.6
+
+
+class Directions(SilentObserver):
+    """Which way a node moved pages itself."""
+
+    def __init__(self) -> None:
+        self.seen: set[str] = set()
+
+    def chosen(self, direction: Direction, choice: Choice) -> None:
+        self.seen.add(direction)
 
 
 @pytest.fixture(params=["shared", "tcp"])
@@ -26,7 +40,11 @@ def pair(request: pytest.FixtureRequest) -> Generator[tuple[Node, Node]]:
     with ExitStack() as stack:
         yield (
             stack.enter_context(node("p", kinds=kinds, key=KEY, lease_s=LEASE_S)),
-            stack.enter_context(node("d", kinds=kinds, key=KEY, lease_s=LEASE_S, block_size=32)),
+            stack.enter_context(
+                node(
+                    "d", kinds=kinds, key=KEY, lease_s=LEASE_S, block_size=32, observer=Directions()
+                )
+            ),
         )
 
 
@@ -58,7 +76,9 @@ def test_what_is_held_is_read_once_decode_has_room(pair: tuple[Node, Node]) -> N
     handoff = held(pair)
     handoff.expect()
     handoff.check_landed()
-    assert handoff.receiving.trace.num_bytes, "the reader counts, so it was decode that read"
+    observer = handoff.decode.agent._observer
+    assert isinstance(observer, Directions)
+    assert observer.seen == {"pull"}, "prefill wrote, where decode could have read"
 
 
 def test_a_queued_request_keeps_the_lease_alive(pair: tuple[Node, Node]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import uuid
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -326,5 +327,53 @@ def test_a_held_prompt_is_given_back_when_the_gateway_says_so(pair: Pair) -> Non
                 assert reply.status == 204
             await until_metric(pair.prefill, HELD, 0)
         assert (await read_metrics(pair.prefill))[LAPSED] == lapsed
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("mode", ["push", "pull"])
+def test_what_prefill_says_early_is_how_decodes_stream_begins(pair: Pair, mode: str) -> None:
+    async def scenario() -> None:
+        body = {"prompt": prompt(), "logprobs": 2, "stream": True, "temperature": 0.8, "seed": 5}
+        _, text = pair.ticket(mode=mode, early=True)
+        async with asking() as ask:
+            decode = None
+            if mode == "push":
+                decode = asyncio.create_task(ask(pair.decode, body, text))
+            first = (await ask(pair.prefill, body, text)).json()["first"]
+            got = await (decode or ask(pair.decode, body, text))
+            alone = await ask(pair.prefill, body | {"id": "alone"})
+        assert first["events"].startswith('data: {"id":"cmpl-req-test"')
+        assert without_time(got.text).startswith(without_time(first["events"]))
+        assert got.streamed_text() == alone.streamed_text()
+        await until_metric(pair.prefill, 'baton_worker_blocks{state="held"}', 0)
+
+    asyncio.run(scenario())
+
+
+def without_time(events: str) -> str:
+    return re.sub(r'"created":[0-9]+', "", events)
+
+
+def test_decode_recomputes_and_goes_on_from_the_token_that_was_said(pair: Pair) -> None:
+    async def scenario() -> None:
+        body = {"prompt": prompt(), "logprobs": 0, "id": "pinned"}
+        ticket, text = pair.ticket(early=True)
+        said = {"token_id": 300, "logprob": -0.5, "top": []}
+        base = f"{pair.decode.url}/baton/v1/handoffs/{ticket.id.hex()}"
+        async with asking() as ask, aiohttp.ClientSession() as session:
+            async with session.post(f"{base}/first_token", json=said) as reply:
+                assert (reply.status, await reply.json()) == (200, said)
+            other = {**said, "token_id": 301}
+            async with session.post(f"{base}/first_token", json=other) as reply:
+                assert await reply.json() == said
+            async with session.post(f"{base}/first_token", json={"token_id": -1}) as reply:
+                assert reply.status == 400
+            async with session.post(f"{base}/abort", json={"reason": "prefill died"}) as reply:
+                assert reply.status == 204
+            got = await ask(pair.decode, body, text)
+        logprobs = got.json()["choices"][0]["logprobs"]
+        assert logprobs["token_logprobs"][0] == -0.5
+        assert len(logprobs["tokens"]) == 16
 
     asyncio.run(scenario())

@@ -86,11 +86,18 @@ def starting(name: str, **options: Any) -> Generator[WorkerProcess]:
 
 
 def make_ticket(
-    prefill: WorkerRef, decode: WorkerRef, tenant_salt: str = "", mode: HandoffMode = "push"
+    prefill: WorkerRef,
+    decode: WorkerRef,
+    tenant_salt: str = "",
+    mode: HandoffMode = "push",
+    *,
+    early: bool = False,
 ) -> tuple[Ticket, str]:
     """A ticket as the gateway would sign it, and its text."""
     expires_at = MachineClock().unix_now() + 60
-    ticket = Ticket(new_ticket_id(), "req-test", prefill, decode, mode, expires_at, tenant_salt)
+    ticket = Ticket(
+        new_ticket_id(), "req-test", prefill, decode, mode, expires_at, tenant_salt, early
+    )
     return ticket, seal(ticket, KEY)
 
 

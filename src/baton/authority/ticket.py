@@ -53,7 +53,8 @@ class Ticket(msgspec.Struct, frozen=True, tag="ticket", tag_field="t"):
     """Authorises one handoff between two lives of two workers.
 
     `expires_at` is wall-clock seconds: it bounds replay, not progress (deadlines inside a worker
-    are monotonic). `tenant_salt` enters every block hash.
+    are monotonic). `tenant_salt` enters every block hash. `first_token_early`: the client gets it
+    from the prefill worker, and the decode worker goes on from that token whatever happens.
     """
 
     id: TicketId
@@ -63,6 +64,7 @@ class Ticket(msgspec.Struct, frozen=True, tag="ticket", tag_field="t"):
     mode: HandoffMode
     expires_at: float
     tenant_salt: str = ""
+    first_token_early: bool = False
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -83,4 +83,5 @@ def _options(config: Config, announce_fd: int) -> GatewayOptions:
         drain_timeout_s=section.drain_timeout_s,
         num_records=config.trace.ring_size,
         mode=section.mode,
+        first_token_early=section.first_token_early,
     )

@@ -53,6 +53,7 @@ class GatewaySection(Struct, frozen=True, kw_only=True):
     abandon_after_s: Seconds = 15.0
     drain_timeout_s: Seconds = 30.0
     mode: Mode = "auto"
+    first_token_early: bool = False
 
 
 class WorkerSection(Struct, frozen=True, kw_only=True):

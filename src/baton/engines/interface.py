@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from baton.config.sections import Config
     from baton.errors import BatonError
     from baton.handoff.interface import HandoffPort, SampledToken
-    from baton.ids import RequestId
+    from baton.ids import RequestId, TicketId
     from baton.telemetry.announcement import Announcer
     from baton.telemetry.trace import LegTrace
     from baton.transfer.annexes import Annexes
@@ -71,7 +71,8 @@ class Colocated:
 class PrefillLeg:
     """Compute the KV and the first token for the decode worker that the ticket names.
 
-    In mode pull the answer comes when they are held for it, else when it has them.
+    In mode pull the answer comes when they are held for it, else when it has them. Where the ticket
+    wants the first token early it comes at once, with a `finish` only if it ends the answer.
     """
 
     ticket: Ticket
@@ -112,7 +113,7 @@ class NewToken:
     """One token of an answer; `finish` is set on the last one.
 
     `hidden` marks a token that ended the answer and is not part of its text (an end token). A
-    prefill leg gets exactly one NewToken, with `finish` LENGTH.
+    prefill leg gets exactly one NewToken, with `finish` LENGTH unless it is an early one.
     """
 
     request: RequestId
@@ -201,6 +202,13 @@ class Engine(Protocol):
 
     def cancel(self, request: RequestId) -> None:
         """Forget a request and free what it holds; no update follows. Unknown ids are ignored."""
+        ...
+
+    def agree(self, ticket: TicketId, token: SampledToken) -> SampledToken:
+        """The first token of a decode leg: this one, unless another was said before.
+
+        For tickets that want it early: the leg goes on from what is returned.
+        """
         ...
 
     def stats(self) -> EngineStats:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from starlette.types import Send
 
     from baton.gateway.call import Call
+    from baton.gateway.early_start import EarlyStart
     from baton.gateway.services import Services
     from baton.router.fleet import WorkerView
 
@@ -30,19 +31,23 @@ EVENT_STREAM: Final = "text/event-stream"
 ERROR_EVENT: Final = b'data: {"error"'
 DONE: Final = b"data: [DONE]"
 TAIL_BYTES: Final = 32
-STREAM_HEADERS: Final = (
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),
-)
 ANSWER_HEADERS: Final = ("content-type", "retry-after")
 
 
 class Answer:
-    """One decode worker's answer to one request."""
+    """One decode worker's answer to one request, whose start the client may have already."""
 
-    def __init__(self, services: Services, call: Call, decode: WorkerView, send: Send) -> None:
+    def __init__(
+        self,
+        services: Services,
+        call: Call,
+        decode: WorkerView,
+        send: Send,
+        *,
+        early: EarlyStart | None = None,
+    ) -> None:
         self._services, self._call, self._decode, self._send = services, call, decode, send
+        self._early = early
 
     async def forward(self, response: aiohttp.ClientResponse) -> None:
         """Forward it to the client.
@@ -53,11 +58,12 @@ class Answer:
             WorkerLostError: it was cut off. A stream may have been sent in part.
             UpstreamError: it is too long. Nothing was sent.
         """
+        has_begun = self._early is not None and await self._early.close()
         if response.status == HTTPStatus.OK and response.content_type == EVENT_STREAM:
-            await self._start_stream()
+            await self._call.start_stream(self._send)
             try:
                 with mapped_errors(response.url):
-                    await self._pump(response)
+                    await self._pump(response, has_begun=has_begun)
             except UpstreamError:
                 if not self._is_done():  # what comes after the end is of no interest
                     raise
@@ -70,23 +76,19 @@ class Answer:
     def _is_done(self) -> bool:
         return self._call.tail.rstrip().endswith(DONE)
 
-    async def _start_stream(self) -> None:
-        """Send the headers, unless a previous attempt has sent them."""
-        call = self._call
-        if call.status is None:
-            call.status = HTTPStatus.OK
-            headers = [*STREAM_HEADERS, (b"x-request-id", call.id.encode())]
-            await self._send({"type": "http.response.start", "status": 200, "headers": headers})
-
-    async def _pump(self, response: aiohttp.ClientResponse) -> None:
+    async def _pump(self, response: aiohttp.ClientResponse, *, has_begun: bool) -> None:
         """The hot loop: whatever is added here is paid for each token of each stream."""
         call, send = self._call, self._send
         read, now = response.content.readany, self._services.clock.now
         observe_gap = call.metrics.inter_token_latency.observe
-        chunk = await read()
-        last = now()
-        if chunk:
-            call.note_first_byte(last)
+        if has_begun and self._early is not None:
+            chunk = await self._early.skip(read)
+            last = now()
+        else:
+            chunk = await read()
+            last = now()
+            if chunk:
+                call.note_first_byte(last)
         while chunk:
             if chunk.startswith(ERROR_EVENT):
                 self._services.metrics.broken_streams[BrokenStreamCause.WORKER_REPORTED].inc()

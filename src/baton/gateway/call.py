@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Final
 
 from baton.gateway.metrics import NO_MODE, NO_MODEL, Phase
 from baton.telemetry.trace import Stamp
@@ -11,11 +12,20 @@ from baton.telemetry.trace import Stamp
 if TYPE_CHECKING:
     import asyncio
 
+    from starlette.types import Send
+
     from baton.clock import Instant
     from baton.gateway.metrics import ModelMetrics
     from baton.ids import RequestId
     from baton.router.placement import Placement
     from baton.telemetry.trace import LegTrace
+
+
+STREAM_HEADERS: Final = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+)
 
 
 @dataclass(slots=True)
@@ -57,6 +67,13 @@ class Call:
         self.trace.mode = placement.mode
         prefill, decode = placement.prefill, placement.decode
         self.trace.peer = decode.id if prefill is None else f"{prefill.id} → {decode.id}"
+
+    async def start_stream(self, send: Send) -> None:
+        """Send a stream's headers, unless they were sent."""
+        if self.status is None:
+            self.status = HTTPStatus.OK
+            headers = [*STREAM_HEADERS, (b"x-request-id", self.id.encode())]
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
 
     def note_first_byte(self, now: Instant) -> None:
         """The first byte of the answer is here."""

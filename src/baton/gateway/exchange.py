@@ -7,10 +7,12 @@ decode worker, asked second, has room for it.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Final, get_args
 
 from baton.authority.ticket import HandoffMode, Ticket, seal
 from baton.gateway.answer import Answer
+from baton.gateway.early_start import CREATED_HEADER, EarlyStart
 from baton.gateway.errors import (
     NoWorkerError,
     PrefillFailedError,
@@ -20,7 +22,7 @@ from baton.gateway.errors import (
     WorkerUnreachableError,
 )
 from baton.gateway.interrupt import Interruptible
-from baton.gateway.leg_bodies import LegBodies, leg_bodies
+from baton.gateway.leg_bodies import leg_bodies
 from baton.gateway.metrics import NO_MODE, FallbackCause
 from baton.gateway.prefill_leg import Handoff, PrefillLeg
 from baton.gateway.prompt_size import estimate_prompt_tokens
@@ -29,6 +31,8 @@ from baton.ids import new_ticket_id
 from baton.router.placement import Placement, PlacementRequest, Unplaceable
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
     from multidict import CIMultiDict
     from starlette.types import Send
 
@@ -82,6 +86,7 @@ class Exchange:
 
     def __init__(self, services: Services, call: Call, body: CompletionBody, send: Send) -> None:
         self._services, self._call, self._body, self._send = services, call, body, send
+        self._created = str(int(services.clock.unix_now()))
 
     async def run(self) -> None:
         """Place, ask, forward.
@@ -143,31 +148,40 @@ class Exchange:
         handoff = self._authorise(prefill, decode, placement.handoff)
         sealed = seal(handoff.ticket, self._services.options.cluster_key)
         bodies = leg_bodies(self._body, sealed, prefill=prefill.dialect, decode=decode.dialect)
+        early = EarlyStart(self._services, self._call, self._send)
+        wanted = early if handoff.ticket.first_token_early else None
         with Interruptible() as attempt:
-            prefill_leg = PrefillLeg(self._services, self._call, handoff, attempt)
+            leg = PrefillLeg(self._services, self._call, handoff, attempt, early=wanted)
+            answering = partial(self._decode_leg, decode, bodies.decode, wanted)
             if placement.handoff == "pull":
-                await self._pull(prefill_leg, decode, bodies)
+                await self._pull(leg, bodies.prefill, answering)
             else:
-                await self._push(prefill_leg, decode, bodies)
+                await self._push(leg, bodies.prefill, answering)
 
-    async def _push(self, prefill_leg: PrefillLeg, decode: WorkerView, bodies: LegBodies) -> None:
-        prefill_leg.start(bodies.prefill, self._headers())
+    async def _push(
+        self, prefill_leg: PrefillLeg, body: bytes, answering: Callable[[], Awaitable[None]]
+    ) -> None:
+        prefill_leg.start(body, self._headers())
         try:
-            await self._decode_leg(decode, bodies.decode)
+            await answering()
         except BaseException:
             prefill_leg.cancel()
             raise
         prefill_leg.linger()
 
-    async def _pull(self, prefill_leg: PrefillLeg, decode: WorkerView, bodies: LegBodies) -> None:
-        await prefill_leg.hold(bodies.prefill, self._headers())
+    async def _pull(
+        self, prefill_leg: PrefillLeg, body: bytes, answering: Callable[[], Awaitable[None]]
+    ) -> None:
+        await prefill_leg.hold(body, self._headers())
         try:
-            await self._decode_leg(decode, bodies.decode)
+            await answering()
         except BaseException:
             prefill_leg.release("the decode worker's answer did not come")
             raise
 
-    async def _decode_leg(self, decode: WorkerView, body: bytes) -> None:
+    async def _decode_leg(
+        self, decode: WorkerView, body: bytes, early: EarlyStart | None = None
+    ) -> None:
         services, call = self._services, self._call
         worker = services.workers.of(decode)
         try:
@@ -176,7 +190,8 @@ class Exchange:
                     worker.completion_urls[call.path], body, self._headers()
                 )
                 try:
-                    await Answer(services, call, decode, self._send).forward(response)
+                    answer = Answer(services, call, decode, self._send, early=early)
+                    await answer.forward(response)
                 finally:
                     response.release()
         except UpstreamError as exc:
@@ -192,15 +207,22 @@ class Exchange:
             decode=decode.ref,
             mode=mode,
             expires_at=services.clock.unix_now() + call.left_s(services.clock.now()),
+            first_token_early=self._wants_early(prefill, decode),
         )
         call.trace.ticket = ticket.id.hex()
         workers = services.workers
         return Handoff(ticket, prefill.dialect, workers.of(prefill), workers.of(decode))
 
+    def _wants_early(self, prefill: WorkerView, decode: WorkerView) -> bool:
+        """Only between Baton workers: of vLLM nobody can demand that it go on from a token."""
+        both_ours = prefill.dialect == decode.dialect == "baton"
+        return self._services.options.first_token_early and self._body.stream and both_ours
+
     def _headers(self) -> CIMultiDict[str]:
         headers = self._services.upstream.headers()
         headers.update(self._call.forwarded_headers)
         headers["x-request-id"] = self._call.id
+        headers[CREATED_HEADER] = self._created
         headers["x-baton-timeout-s"] = f"{self._call.left_s(self._services.clock.now()):.3f}"
         return headers
 

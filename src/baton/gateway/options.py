@@ -43,7 +43,8 @@ class GatewayOptions:
 
     `key_origin` says whether an operator configured the cluster key or a launcher made it up for
     this machine: a gateway that others can reach insists on the former. `announce_fd` is the file
-    descriptor that gets the line `{"event":"ready",...}`.
+    descriptor that gets the line `{"event":"ready",...}`. `mode` is how KV is handed over;
+    `first_token_early` lets streams begin with the prefill worker's token.
 
     Raises:
         ConfigError: no worker can decode, a limit is not positive, or the gateway would be
@@ -69,6 +70,7 @@ class GatewayOptions:
     drain_timeout_s: float = 30.0
     num_records: int = 1024
     mode: ModeSetting = "auto"
+    first_token_early: bool = False
 
     def __post_init__(self) -> None:
         if not any(worker.role is not Role.PREFILL for worker in self.workers):

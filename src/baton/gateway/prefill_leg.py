@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from baton.authority.ticket import Ticket
     from baton.gateway.call import Call
+    from baton.gateway.early_start import EarlyStart, FirstToken
     from baton.gateway.interrupt import Interruptible
     from baton.gateway.services import Services
     from baton.gateway.workers import Worker
@@ -53,14 +54,21 @@ class Handoff:
 class PrefillLeg:
     """Asks the prefill worker, in a task of its own.
 
-    `attempt` is interrupted when placing the request again is better than recomputing.
+    `attempt` is interrupted when placing the request again is better than recomputing. `early` is
+    told of the first token, where the ticket says that the client gets it from here.
     """
 
     def __init__(
-        self, services: Services, call: Call, handoff: Handoff, attempt: Interruptible
+        self,
+        services: Services,
+        call: Call,
+        handoff: Handoff,
+        attempt: Interruptible,
+        *,
+        early: EarlyStart | None = None,
     ) -> None:
         self._services, self._call, self._handoff = services, call, handoff
-        self._attempt = attempt
+        self._attempt, self._early = attempt, early
         self._task: asyncio.Task[None] | None = None
 
     def start(self, body: bytes, headers: CIMultiDict[str]) -> None:
@@ -81,8 +89,8 @@ class PrefillLeg:
             cause = _CAUSES.get(type(exc), FallbackCause.PREFILL_FAILED)
             raise PrefillFailedError(str(exc), cause=cause) from exc
         match verdict:
-            case Served():
-                return
+            case Served(first):
+                await self._offer(first)
             case Stale():
                 raise StaleTicketError(self._handoff.ticket.prefill)
             case Failed(cause, reason):
@@ -100,6 +108,8 @@ class PrefillLeg:
         """Close the connection: the worker stops computing for this request."""
         if self._task is not None:
             self._task.cancel()
+        if self._handoff.ticket.first_token_early:  # it may have answered already
+            self.release("the decode worker's answer did not come")
 
     def linger(self) -> None:
         """The answer is complete. Its prefill worker may take a moment more to say that it is.
@@ -124,7 +134,8 @@ class PrefillLeg:
             await self._fail(FallbackCause.PREFILL_FAILED, "internal error in the gateway")
             return
         match verdict:
-            case Served():
+            case Served(first):
+                await self._offer(first)
                 self._call.phase = Phase.DECODE
             case Stale():
                 await self._retry_or_fail()
@@ -132,6 +143,10 @@ class PrefillLeg:
                 await self._fail(cause, f"{self._handoff.prefill.name} {reason}")
             case _:
                 assert_never(verdict)
+
+    async def _offer(self, first: FirstToken | None) -> None:
+        if self._early is not None and first is not None:
+            await self._early.offer(self._handoff.decode, self._handoff.ticket, first)
 
     async def _ask(self, body: bytes, headers: CIMultiDict[str]) -> Verdict:
         url = self._handoff.prefill.completion_urls[self._call.path]

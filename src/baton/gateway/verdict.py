@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 
 import msgspec
 
+from baton.gateway.early_start import FirstToken
 from baton.gateway.metrics import FallbackCause
 from baton.gateway.upstream import read_error
 
@@ -17,7 +18,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """Decode has the KV, can fetch it, or wants none."""
+    """Decode has the KV, can fetch it, or wants none. `first` is what the client may have now."""
+
+    first: FirstToken | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +43,23 @@ def read_verdict(dialect: Dialect, status: int, answer: bytes) -> Verdict:
     """Judge the answer of a prefill leg."""
     if status != HTTPStatus.OK:
         return _of_error(status, answer)
-    return _of_vllm(answer) if dialect == "vllm" else Served()
+    return _of_vllm(answer) if dialect == "vllm" else _of_baton(answer)
+
+
+class _Prefilled(msgspec.Struct, frozen=True):
+    """What a Baton worker says at the end of a prefill leg, as far as a gateway cares."""
+
+    first: FirstToken | None = None
+
+
+_prefilled_decoder = msgspec.json.Decoder(_Prefilled)
+
+
+def _of_baton(answer: bytes) -> Verdict:
+    try:
+        return Served(_prefilled_decoder.decode(answer).first)
+    except msgspec.MsgspecError as exc:
+        return Failed(FallbackCause.PREFILL_FAILED, f"answered what does not decode: {exc}")
 
 
 def _of_error(status: int, answer: bytes) -> Verdict:

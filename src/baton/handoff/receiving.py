@@ -141,6 +141,7 @@ class ReceivingDesk:  # noqa: PLR0904 -- a method for each event (ADR 0005)
 
     def peer_up(self, peer: Peer) -> None:
         """Grant what waited for this link."""
+        self._renewals.meet(peer)
         for incoming in self._of(peer):
             self._try_begin(incoming)
 

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 RENEWALS_PER_LEASE: Final = 3
 """Two of them may be lost, or late, without harm."""
 
+DIAL_AGAIN_S: Final = 1.0
+"""To a peer whose link is not up: it may be gone."""
+
 MAX_QUEUED: Final = 65_536
 """Of requests that wait in the engine; it bounds its queue itself, far below."""
 
@@ -46,6 +49,11 @@ class Renewals:
         """It is queued no more."""
         self._queued.pop(ticket, None)
 
+    def meet(self, peer: Peer) -> None:
+        """A link is up: what waits for its peer is renewed at the next tick."""
+        if peer.hello is not None:
+            self._next_at.pop((peer.hello.worker, peer.hello.epoch), None)
+
     def is_queued_from(self, ticket: TicketId, peer: Peer) -> bool:
         """Whether a ticket waits here for what this peer holds."""
         queued = self._queued.get(ticket)
@@ -63,6 +71,7 @@ class Renewals:
     def _renew(self, ref: WorkerRef, tickets: list[TicketId], now: Instant) -> None:
         peer = self._desk.peers.dial(ref)
         if peer is None or peer.hello is None:
+            self._next_at[ref.worker, ref.epoch] = Instant(now + DIAL_AGAIN_S)
             return
         self._next_at[ref.worker, ref.epoch] = Instant(
             now + peer.hello.lease_s / RENEWALS_PER_LEASE

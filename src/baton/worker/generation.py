@@ -14,6 +14,8 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, assert_never
 
+import msgspec
+
 from baton.clock import Instant
 from baton.engines.interface import Colocated, DecodeLeg, GenerationRequest, PrefillLeg
 from baton.errors import BatonError, EngineError, InvalidRequestError
@@ -22,7 +24,13 @@ from baton.telemetry.trace import LegTrace, Stamp
 from baton.worker.answer import Answer
 from baton.worker.dialects import WholeAnswer
 from baton.worker.problems import describe
-from baton.worker.replies import PrefillReply, ReplyHead, count_usage
+from baton.worker.replies import (
+    EarlyPrefillReply,
+    FirstToken,
+    PrefillReply,
+    ReplyHead,
+    count_usage,
+)
 from baton.worker.streaming import DONE, EventWriter, error_event
 
 if TYPE_CHECKING:
@@ -44,6 +52,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 TIMEOUT_HEADER: Final = b"x-baton-timeout-s"
+CREATED_HEADER: Final = b"x-baton-created"
+MAX_CREATED_DIGITS: Final = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +116,7 @@ class GenerationService:
         head = ReplyHead(
             exchange.request_id,
             self._at.options.served_model_name,
-            int(self._at.clock.unix_now()),
+            _read_created(exchange) or int(self._at.clock.unix_now()),
         )
         job = _Job(exchange, dialect, generation, request, head)
         self._at.traces.add(request.trace)
@@ -128,14 +138,29 @@ class GenerationService:
     async def _respond_prefill(self, job: _Job, stream: AnswerStream) -> None:
         (token, *_) = await stream.tokens()
         job.request.trace.outcome = "prefilled"
-        await job.exchange.send_json(
-            200,
-            PrefillReply(
-                request_id=job.exchange.request_id,
-                prompt_tokens=len(job.generation.prompt_ids),
-                cached_tokens=token.num_cached_tokens,
-            ),
+        reply = PrefillReply(
+            request_id=job.exchange.request_id,
+            prompt_tokens=len(job.generation.prompt_ids),
+            cached_tokens=token.num_cached_tokens,
         )
+        leg = job.request.leg
+        if isinstance(leg, PrefillLeg) and leg.ticket.first_token_early:
+            fields = msgspec.structs.asdict(reply)
+            reply = EarlyPrefillReply(**fields, first=self._begin(job, token))
+        await job.exchange.send_json(200, reply)
+
+    def _begin(self, job: _Job, token: NewToken) -> FirstToken | None:
+        """What the decode worker's stream will begin with, if it does not end there as well."""
+        piece = Answer(job.generation, self._at.tokenizer).push(token)
+        if piece.finish is not None or not job.generation.stream:
+            return None
+        writer = self._writer(job)
+        events = writer.opening() + (b"" if piece.is_empty else self._event(job, writer, piece))
+        return FirstToken(token.token, events.decode()) if events else None
+
+    def _writer(self, job: _Job) -> EventWriter:
+        include_usage = job.generation.include_usage
+        return EventWriter(job.dialect.events, job.head, include_usage=include_usage)
 
     async def _respond_whole(self, job: _Job, stream: AnswerStream) -> None:
         answer = Answer(job.generation, self._at.tokenizer)
@@ -154,8 +179,7 @@ class GenerationService:
 
     async def _respond_stream(self, job: _Job, stream: AnswerStream) -> None:
         answer = Answer(job.generation, self._at.tokenizer)
-        include_usage = job.generation.include_usage
-        writer = EventWriter(job.dialect.events, job.head, include_usage=include_usage)
+        writer = self._writer(job)
         try:
             async for batch in self._pieces(job, answer, stream):
                 events = b"".join(self._event(job, writer, p) for p in batch if not p.is_empty)
@@ -173,7 +197,8 @@ class GenerationService:
             job.request.trace.outcome = "failed"
             return
         usage = count_usage(len(job.generation.prompt_ids), answer)
-        await job.exchange.end_stream((writer.usage(usage) if include_usage else b"") + DONE)
+        last = writer.usage(usage) if job.generation.include_usage else b""
+        await job.exchange.end_stream(last + DONE)
 
     def _event(self, job: _Job, writer: EventWriter, piece: Piece) -> bytes:
         wanted = job.generation.sampling.num_logprobs is not None and piece.entries
@@ -255,6 +280,12 @@ def _leg_name(leg: Leg) -> str:
 
 def _tenant_salt(generation: Generation, leg: Leg) -> str:
     return generation.cache_salt if isinstance(leg, Colocated) else leg.ticket.tenant_salt
+
+
+def _read_created(exchange: Exchange) -> int | None:
+    """When the gateway says that the answer was created, so that all legs say the same."""
+    text = exchange.header(CREATED_HEADER) or b""
+    return int(text) if text.isdigit() and len(text) <= MAX_CREATED_DIGITS else None
 
 
 def _read_timeout_s(exchange: Exchange) -> float:

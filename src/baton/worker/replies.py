@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from baton.handoff.interface import SampledToken
 from baton.worker.logprobs import ChatLogprobs, CompletionLogprobs
 
 if TYPE_CHECKING:
@@ -82,6 +83,19 @@ class PrefillReply(msgspec.Struct, frozen=True, kw_only=True):
     request_id: str
     prompt_tokens: int
     cached_tokens: int
+
+
+class FirstToken(msgspec.Struct, frozen=True):
+    """The first token of an answer, and the events with which its stream begins."""
+
+    token: SampledToken
+    events: str
+
+
+class EarlyPrefillReply(PrefillReply, frozen=True, kw_only=True):
+    """The answer of a prefill leg that says its first token early. None: it ends the answer."""
+
+    first: FirstToken | None
 
 
 class ReplyHead(msgspec.Struct, frozen=True):

@@ -11,6 +11,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 import baton
 from baton.authority.ticket import HandoffMode
 from baton.errors import InvalidRequestError
+from baton.handoff.interface import SampledToken
 from baton.ids import TicketId
 from baton.kv.layout import KVLayout
 from baton.worker.problems import UnknownPathError
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 TRACES: Final = "/baton/v1/traces/"
 HANDOFFS: Final = "/baton/v1/handoffs/"
 ABORT: Final = "/abort"
+FIRST_TOKEN: Final = "/first_token"  # noqa: S105 - a path
+MAX_TOKEN_BYTES: Final = 65_536
 MODES: Final[tuple[HandoffMode, ...]] = ("push", "pull")
 """The ways of handing over that a worker takes part in, on either side."""
 
@@ -171,6 +174,12 @@ class StatusPages:
             self.agent.give_up(ticket, order.reason[:MAX_REASON_CHARS])
         await exchange.send_nothing()
 
+    async def first_token(self, exchange: Exchange) -> None:
+        """`POST /baton/v1/handoffs/{ticket}/first_token`: the client is to get it from prefill."""
+        text = exchange.path.removeprefix(HANDOFFS).removesuffix(FIRST_TOKEN)
+        token = _read_token(await exchange.read_body(MAX_TOKEN_BYTES), self.engine.info.vocab_size)
+        await exchange.send_json(200, self.engine.agree(_read_ticket_id(text), token))
+
     def _health(self) -> Health:
         if self.bridge.draining:
             return Health("draining")
@@ -199,6 +208,16 @@ def _read_abort(body: bytes) -> AbortOrder:
             param="reason",
             code="invalid_value",
         ) from exc
+
+
+def _read_token(body: bytes, vocab_size: int) -> SampledToken:
+    try:
+        token = msgspec.json.decode(body, type=SampledToken)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as exc:
+        raise InvalidRequestError(f"not a token: {exc}", code="invalid_value") from exc
+    if not 0 <= token.token_id < vocab_size:
+        raise InvalidRequestError(f"token ids go from 0 to {vocab_size - 1}", code="invalid_value")
+    return token
 
 
 def _read_ticket_id(text: str) -> TicketId:

@@ -25,7 +25,7 @@ from baton.worker.no_handoffs import NoHandoffs
 from baton.worker.observing import LegObserver
 from baton.worker.prompts import PromptReader
 from baton.worker.scraping import EngineCollector, LeaseCollector
-from baton.worker.status_pages import ABORT, HANDOFFS, TRACES, StatusPages
+from baton.worker.status_pages import ABORT, FIRST_TOKEN, HANDOFFS, TRACES, StatusPages
 from baton.worker.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
@@ -34,6 +34,9 @@ if TYPE_CHECKING:
     from baton.handoff.agent import HandoffAgent
     from baton.handoff.interface import HandoffPort
     from baton.worker.options import WorkerOptions
+
+HELD_LOOK_S: Final = 0.05
+"""The engine tells nobody when the last of the prompts that it holds is taken."""
 
 FALLBACK_CAUSES: Final = ("computed locally",)
 """What engines write in front of the reason in `LegTrace.fallbacks`."""
@@ -63,8 +66,12 @@ class Worker:
         self.engine.start(self.bridge.sink, port)
 
     async def drain(self, timeout_s: float) -> None:
-        """Refuse new requests and wait for the open ones, at most `timeout_s`."""
+        """Refuse new requests and wait for the open ones, and what is held, at most `timeout_s`."""
+        until = asyncio.get_running_loop().time() + timeout_s
         await self.bridge.drain(timeout_s)
+        now = asyncio.get_running_loop().time
+        while self.engine.stats().num_held_blocks and now() < until:  # noqa: ASYNC110
+            await asyncio.sleep(HELD_LOOK_S)
 
     async def stop(self, timeout_s: float) -> None:
         """End the agent, whose transports expose the engine's memory, then the engine."""
@@ -142,6 +149,7 @@ def _routes(pages: StatusPages, generation: GenerationService, reader: PromptRea
         patterns=(
             PatternRoute(TRACES, "", {"GET": pages.trace}),
             PatternRoute(HANDOFFS, ABORT, {"POST": pages.abort}),
+            PatternRoute(HANDOFFS, FIRST_TOKEN, {"POST": pages.first_token}),
         ),
     )
 

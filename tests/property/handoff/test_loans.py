@@ -112,7 +112,7 @@ class LoanWorld(RuleBasedStateMachine):
                 case Borrow():
                     self.borrowings.borrow(session.ticket, LENDER)
                     self.perform_receiver(session, session.borrowed((40, 41)))
-                case Emit(KVLanded(ticket, _, borrowed)):
+                case Emit(KVLanded(ticket, _, borrowed=borrowed)):
                     if borrowed:
                         self.reading.add(ticket)
                         self.seen["read"] += 1

@@ -392,3 +392,49 @@ def test_a_decode_leg_keeps_its_lease_from_its_first_moment_in_the_queue() -> No
     assert driver.loop.stats().num_reserved_blocks == 0
     driver.run()
     assert handoff.calls == ["expect"]
+
+
+EARLY = msgspec.structs.replace(TICKET, first_token_early=True)
+
+
+def test_an_early_first_token_does_not_wait_for_the_handoff_and_says_whether_it_is_the_last() -> (
+    None
+):
+    for max_tokens, finish in ((8, None), (1, FinishReason.LENGTH)):
+        driver, handoff = drive()
+        driver.submit("p", PROMPT, PrefillLeg(EARLY), max_tokens=max_tokens)
+        driver.run()
+        token = SampledToken(colocated_answer()[0])
+        assert driver.updates == [NewToken("p", token, 0, finish)]
+        assert handoff.calls == ["offer", "finish"]
+        handoff.events = [KVSent(TICKET.id)]
+        driver.turn()
+        assert len(driver.updates) == 1
+        driver.check_all_blocks_are_free()
+
+
+def test_decode_goes_on_from_the_token_that_the_client_has() -> None:
+    driver, handoff = drive()
+    said = SampledToken(7, -0.5)
+    assert driver.engine.agree(TICKET.id, said) == said
+    driver.submit("d", PROMPT, DecodeLeg(EARLY), num_logprobs=0)
+    driver.turn()
+    handoff.events = [KVFailed(TICKET.id, LOST), BlocksQuiescent(TICKET.id)]
+    driver.run()
+    assert colocated_answer()[0] != 7
+    first = driver.updates[0]
+    assert isinstance(first, NewToken)
+    assert first.token == said
+    assert len(driver.tokens("d")) == 8
+    other = driver.engine.agree(TICKET.id, SampledToken(9))
+    assert other == said, "it was said before"
+
+
+def test_a_token_that_decode_has_said_is_not_replaced() -> None:
+    driver, handoff = drive()
+    driver.submit("d", PROMPT, DecodeLeg(EARLY))
+    driver.turn()
+    handoff.events = [KVLanded(TICKET.id, SampledToken(5))]
+    driver.turn()
+    assert driver.engine.agree(TICKET.id, SampledToken(7)) == SampledToken(5)
+    assert driver.tokens("d")[0] == 5

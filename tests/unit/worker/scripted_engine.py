@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from baton.authority.key import ClusterKey
+from baton.engines.first_tokens import FirstTokens
 from baton.engines.interface import (
     EngineInfo,
     EngineStats,
@@ -24,7 +25,7 @@ from baton.engines.interface import (
     UpdateSink,
 )
 from baton.handoff.interface import HandoffPort, SampledToken
-from baton.ids import Epoch, RequestId, WorkerId
+from baton.ids import Epoch, RequestId, TicketId, WorkerId
 from baton.kv.layout import KVLayout
 from baton.models import DEMO_MODEL_PATH
 from baton.testing.clocks import ManualClock
@@ -96,6 +97,7 @@ class ScriptedEngine:
             vocab_size=TOKENIZER.vocab_size,
             eos_token_ids=(1,),
         )
+        self.first_tokens = FirstTokens()
         self.requests: list[GenerationRequest] = []
         self.cancelled: list[RequestId] = []
         self.refusal: BatonError | None = None
@@ -119,6 +121,9 @@ class ScriptedEngine:
 
     def cancel(self, request: RequestId) -> None:
         self.cancelled.append(request)
+
+    def agree(self, ticket: TicketId, token: SampledToken) -> SampledToken:
+        return self.first_tokens.agree(ticket, token)
 
     def stats(self) -> EngineStats:
         return EngineStats(1, 2, 3, 64, 40, 10, 5, 9, 1, 100, 30, 20, 50)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, assert_never
 
 import torch
 
+from baton.engines.first_tokens import FirstTokens
 from baton.engines.interface import EngineInfo, EngineStats
 from baton.engines.transformers.computing import Computer
 from baton.engines.transformers.forward import PagedModel
@@ -38,8 +39,8 @@ if TYPE_CHECKING:
     )
     from baton.engines.transformers.loading import LoadedModel
     from baton.engines.transformers.options import TransformersOptions
-    from baton.handoff.interface import HandoffPort
-    from baton.ids import RequestId
+    from baton.handoff.interface import HandoffPort, SampledToken
+    from baton.ids import RequestId, TicketId
     from baton.transfer.devices.options import AllocateRegion
 
 _log = logging.getLogger(__name__)
@@ -84,6 +85,7 @@ class TransformersEngine:
         self._memory = ExitStack()
         self._memory.callback(self._release_memory)
         self._inbox = Inbox()
+        self._first_tokens = FirstTokens()
         self._lock = threading.Lock()
         self._live: set[RequestId] = set()  # guarded by _lock
         self._thread: threading.Thread | None = None
@@ -107,6 +109,7 @@ class TransformersEngine:
             handoff=handoff,
             sink=sink,
             on_end=self._forget,
+            first_tokens=self._first_tokens,
             clock=self._clock,
         )
 
@@ -144,6 +147,10 @@ class TransformersEngine:
     def cancel(self, request: RequestId) -> None:
         """See `Engine`."""
         self._inbox.put(Cancel(request))
+
+    def agree(self, ticket: TicketId, token: SampledToken) -> SampledToken:
+        """See `Engine`."""
+        return self._first_tokens.agree(ticket, token)
 
     def stats(self) -> EngineStats:
         """See `Engine`."""

@@ -35,7 +35,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from collections.abc import Sequence as Many
 
+    from baton.authority.ticket import Ticket
     from baton.clock import Clock
+    from baton.engines.first_tokens import FirstTokens
     from baton.engines.interface import (
         EngineInfo,
         EngineUpdate,
@@ -100,9 +102,11 @@ class EngineLoop:
         handoff: HandoffPort,
         sink: UpdateSink,
         on_end: Callable[[RequestId], None],
+        first_tokens: FirstTokens,
         clock: Clock,
     ) -> None:
         self._info, self._pages, self._scheduler = info, pages, scheduler
+        self._first_tokens = first_tokens
         self._handoff, self._sink, self._on_end, self._clock = handoff, sink, on_end, clock
         self._computer = computer
         self._sequences: dict[RequestId, Sequence] = {}
@@ -253,14 +257,30 @@ class EngineLoop:
             sequence.first_token = token
             self._scheduler.hold(sequence)
             self._handoff.finish(sequence.leg.ticket.id, token)
-            if is_pulled(sequence):
-                self._emit(sequence, token, FinishReason.LENGTH)
-                self._forget(sequence)  # its blocks stay: they are lent until the handoff ends
+            self._answer_early(sequence, sequence.leg.ticket, token)
             return
+        if sequence.ticket is not None and sequence.ticket.first_token_early:
+            token = self._agree(sequence, sequence.ticket, token)
         finish = sequence.append(token.token_id, self._info.eos_token_ids)
         self._emit(sequence, token, finish)
         if finish is not None:
             self._end(sequence, "finished")
+
+    def _answer_early(self, sequence: Sequence, ticket: Ticket, token: SampledToken) -> None:
+        """Where nobody waits for the end of the handoff: its blocks stay lent until then."""
+        if ticket.first_token_early:
+            self._emit(sequence, token, sequence.append(token.token_id, self._info.eos_token_ids))
+        elif is_pulled(sequence):
+            self._emit(sequence, token, FinishReason.LENGTH)
+        else:
+            return
+        self._forget(sequence)
+
+    def _agree(self, sequence: Sequence, ticket: Ticket, token: SampledToken) -> SampledToken:
+        """A decode leg's token; its first one may be with the client already."""
+        if sequence.num_output_tokens:
+            return token
+        return self._first_tokens.agree(ticket.id, token)
 
     def _emit(self, sequence: Sequence, token: SampledToken, finish: FinishReason | None) -> None:
         self._tally.output += 1
