@@ -14,7 +14,7 @@ from baton.kv.copies import BlockTable
 if TYPE_CHECKING:
     from baton.handoff.desk import Desk
     from baton.handoff.peers import Peer
-    from baton.ids import TicketId
+    from baton.ids import Epoch, TicketId
 
 MAX_EARLY_GRANTS: Final = 4096
 
@@ -76,7 +76,7 @@ def check_reversal(granted: Granted, message: Reversed) -> Granted:
     return replace(granted, target=target)
 
 
-def epoch_of(peer: Peer) -> str | None:
+def epoch_of(peer: Peer) -> Epoch | None:
     """Which life of a worker a peer is, once it introduced itself."""
     return peer.hello.epoch if peer.hello else None
 
@@ -96,6 +96,12 @@ class EarlyGrants:
     def take(self, ticket: TicketId) -> Granted | None:
         """The grant for a request that came, or is known never to come."""
         return self._grants.pop(ticket, None)
+
+    def forget(self, ticket: TicketId, peer: Peer) -> None:
+        """Drop the grant of a ticket, if it is this peer's."""
+        granted = self._grants.get(ticket)
+        if granted is not None and epoch_of(granted.peer) == epoch_of(peer):
+            del self._grants[ticket]
 
     def forget_peer(self, peer: Peer) -> None:
         """Drop what a peer granted that is gone."""
