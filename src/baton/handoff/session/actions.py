@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from baton.handoff.messages import (
         Available,
         Avoid,
+        Declined,
         Failed,
         Grant,
         Missing,
@@ -93,6 +94,6 @@ class Emit:
     event: HandoffEvent
 
 
-Sayable: TypeAlias = "Grant | Failed | Rerouted | Missing | Avoid | Reversed"
+Sayable: TypeAlias = "Grant | Declined | Failed | Rerouted | Missing | Avoid | Reversed"
 ReceiveAction: TypeAlias = Say | SayTaken | OpenWindow | CloseWindow | Fence | Read | Emit
 SendAction: TypeAlias = Say | Submit | Announce | SayFinished | Emit
