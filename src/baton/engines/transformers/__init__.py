@@ -11,7 +11,8 @@ File map, in the order in which a request meets them:
     engine.py       the thread and its contract; inbox.py how others talk to it
     loop.py         one turn: events and commands in, a step, updates out
     sequence.py     one request's tokens and blocks
-    scheduler.py    what to compute next (pure); custody.py blocks that a handoff holds
+    scheduler.py    what to compute next (pure); custody.py blocks that a handoff holds;
+                    stalls.py when nobody takes computed KV and others wait
     orders.py       what the handoff is told
     computing.py    a step: step.py its arrays, forward.py the model, sampling.py the same
                     token on every worker

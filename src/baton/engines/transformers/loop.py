@@ -17,7 +17,8 @@ from baton.engines.interface import (
 )
 from baton.engines.transformers.orders import make_receive_order, make_send_order
 from baton.engines.transformers.sequence import Sequence, Status
-from baton.errors import EngineError, TicketError
+from baton.engines.transformers.stalls import StallWatch
+from baton.errors import EngineError, HandoffError, TicketError
 from baton.handoff.interface import BlocksQuiescent, KVFailed, KVLanded, KVSent, SendFailed
 from baton.kv.identity import HashDomain
 from baton.telemetry.trace import Stamp
@@ -93,6 +94,7 @@ class EngineLoop:
         self._num_arrived = 0
         self._tally = _Tally()
         self._degraded: set[str] = set()
+        self._stalls = StallWatch()
 
     def turn(self) -> bool:
         """Hear the handoff, compute one step, deliver. Whether there was anything to compute."""
@@ -103,6 +105,7 @@ class EngineLoop:
         self._announce(plan)
         if plan.work:
             self._compute(plan)
+        self._give_up_stalled(is_busy=bool(plan.work))
         self.deliver()
         return bool(plan.work)
 
@@ -159,6 +162,9 @@ class EngineLoop:
     def compute_patience_s(self) -> float | None:
         """How long to sleep, at most, before a deadline passes; None for ever."""
         deadlines = [s.request.deadline for s in self._sequences.values()]
+        stalled_until = self._stalls.ends_at()
+        if stalled_until is not None:
+            deadlines.append(stalled_until)
         return max(0.0, min(deadlines) - self._clock.now()) if deadlines else None
 
     def stats(self) -> EngineStats:
@@ -183,6 +189,12 @@ class EngineLoop:
     def check_invariants(self) -> None:
         """Raise AssertionError where the scheduler's views of one fact disagree."""
         self._scheduler.check_invariants()
+
+    def _give_up_stalled(self, *, is_busy: bool) -> None:
+        victim = self._stalls.find_victim(self._scheduler, self._clock.now(), is_busy=is_busy)
+        if victim is not None and victim.status is Status.OFFERED:
+            reason = "its KV was not taken while others waited for the room"
+            self._fail(victim, HandoffError(reason, stage="offered"))
 
     def _announce(self, plan: Plan) -> None:
         """Tell the handoff what the plan needs of it, before anything is computed."""
