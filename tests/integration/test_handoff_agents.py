@@ -136,7 +136,7 @@ def test_stamps_of_another_clock_are_shifted(
     key: ClusterKey, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     domains = iter(["one host", "another host"])
-    monkeypatch.setattr("baton.handoff.agent.read_clock_domain", lambda: next(domains))
+    monkeypatch.setattr("baton.handoff.surroundings.read_clock_domain", lambda: next(domains))
     with (
         node("p", kinds=("tcp",), key=key, block_size=16, clock=ShiftedClock()) as prefill,
         node("d", kinds=("tcp",), key=key, block_size=16) as decode,

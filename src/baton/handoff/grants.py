@@ -97,6 +97,12 @@ class EarlyGrants:
         """The grant for a request that came, or is known never to come."""
         return self._grants.pop(ticket, None)
 
+    def forget(self, ticket: TicketId, peer: Peer) -> None:
+        """Drop the grant of a ticket, if it is this peer's."""
+        granted = self._grants.get(ticket)
+        if granted is not None and epoch_of(granted.peer) == epoch_of(peer):
+            del self._grants[ticket]
+
     def forget_peer(self, peer: Peer) -> None:
         """Drop what a peer granted that is gone."""
         for ticket, granted in tuple(self._grants.items()):

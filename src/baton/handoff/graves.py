@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from baton.ids import TicketId
+    from baton.ids import Epoch, TicketId
 
 MAX_GRAVES: Final = 4096
 
@@ -21,17 +21,22 @@ class Grave:
 
 
 class Graves:
-    """Tickets that are dead. The oldest are forgotten first: a deadline still ends those."""
+    """Tickets that are dead. The oldest are forgotten first: a deadline still ends those.
+
+    `by` is the life of the peer that said so, None where this worker itself or the gateway did:
+    what a life says of a ticket that does not name it changes nothing.
+    """
 
     def __init__(self) -> None:
-        self._graves: OrderedDict[TicketId, Grave] = OrderedDict()
+        self._graves: OrderedDict[tuple[TicketId, Epoch | None], Grave] = OrderedDict()
 
-    def bury(self, ticket: TicketId, grave: Grave) -> None:
+    def bury(self, ticket: TicketId, grave: Grave, by: Epoch | None = None) -> None:
         """Remember that a ticket is dead."""
-        self._graves[ticket] = grave
+        self._graves[ticket, by] = grave
         while len(self._graves) > MAX_GRAVES:
             self._graves.popitem(last=False)
 
-    def take(self, ticket: TicketId) -> Grave | None:
-        """The grave, if this ticket is dead; it is forgotten then."""
-        return self._graves.pop(ticket, None)
+    def take(self, ticket: TicketId, peer: Epoch | None = None) -> Grave | None:
+        """The grave, if this ticket, whose other half is `peer`, is dead; it is forgotten then."""
+        own, peers = self._graves.pop((ticket, None), None), self._graves.pop((ticket, peer), None)
+        return own or peers

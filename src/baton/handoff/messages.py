@@ -28,7 +28,9 @@ DIGEST_BYTES: Final = 16
 MAX_BATCH: Final = 1024
 """Tickets in one message."""
 
-Text = Annotated[str, msgspec.Meta(max_length=2000)]
+MAX_REASON_CHARS: Final = 2000
+
+Text = Annotated[str, msgspec.Meta(max_length=MAX_REASON_CHARS)]
 TokenCount = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS)]
 WireTicketId = Annotated[TicketId, msgspec.Meta(min_length=16, max_length=16)]
 PackedBlocks = Annotated[bytes, msgspec.Meta(max_length=MAX_MESSAGE_BYTES // 2)]
@@ -115,7 +117,7 @@ class Grant(_Message, frozen=True, tag="grant"):
 
 
 class Declined(_Message, frozen=True, tag="declined"):
-    """Decode → prefill: nothing is wanted (all is cached here); stop computing.
+    """Decode → prefill: nothing is granted (all is cached here, or it ended early); stop computing.
 
     Carries the sealed ticket, as a Grant does: only its own decode worker may decline it.
     """

@@ -127,7 +127,7 @@ class PeerTable:
         self._liveness_timeout_s = liveness_timeout_s
         self._surroundings = surroundings
         self._listener: Stream | None = None
-        self._peers: set[Peer] = set()
+        self._peers: dict[Peer, None] = {}  # in order, so that a simulation repeats itself
         self._dialed: dict[tuple[WorkerId, Epoch], Peer] = {}
         self._ended: list[PeerGone] = []
         self._warned: set[str] = set()
@@ -233,7 +233,7 @@ class PeerTable:
         self._admit(Peer(Link.accept(sock, self._key, self._clock.now()), dialed=None))
 
     def _admit(self, peer: Peer) -> None:
-        self._peers.add(peer)
+        self._peers[peer] = None
         self._selector.register(peer.link.sock, _interest(peer), peer)
 
     def _serve_peer(self, peer: Peer, mask: int) -> list[PeerEvent]:
@@ -322,7 +322,7 @@ class PeerTable:
     def _drop(self, peer: Peer, error: BatonError) -> None:
         if peer not in self._peers:
             return
-        self._peers.discard(peer)
+        del self._peers[peer]
         self._selector.unregister(peer.link.sock)
         peer.link.close()
         if peer.dialed is not None:

@@ -100,7 +100,7 @@ class SendingDesk:  # noqa: PLR0904 -- a method for each event (ADR 0005)
             lease_s=desk.lease_s,
         )
         outgoing = self._outgoing[session.ticket] = Outgoing(session)
-        grave = self._dead.take(session.ticket)
+        grave = self._dead.take(session.ticket, order.ticket.decode.epoch)
         if grave is not None:
             self._perform(outgoing, session.peer_failed(grave.reason, stage=grave.stage))
             return
@@ -249,7 +249,7 @@ class SendingDesk:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         if outgoing is not None:
             self._take_grant(outgoing, granted)
             return
-        grave = self._dead.take(granted.ticket.id)
+        grave = self._dead.take(granted.ticket.id, granted.ticket.decode.epoch)
         if grave is not None:
             self._desk.peers.say(peer, Failed(granted.ticket.id, grave.reason))
             return
@@ -353,8 +353,8 @@ class SendingDesk:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         """The decode worker wants no more of this ticket."""
         outgoing = self._outgoing.get(ticket)
         if outgoing is None:
-            self._early.take(ticket)
-            self._dead.bury(ticket, Grave(reason, stage))
+            self._early.forget(ticket, peer)
+            self._dead.bury(ticket, Grave(reason, stage), by=epoch_of(peer))
         elif outgoing.session.order.ticket.decode.epoch == epoch_of(peer):
             self._perform(outgoing, outgoing.session.peer_failed(reason, stage=stage))
 

@@ -10,6 +10,7 @@ from baton.handoff.interface import BlocksQuiescent, KVFailed, KVLanded, Sampled
 from baton.handoff.messages import (
     Available,
     Avoid,
+    Declined,
     Failed,
     Finished,
     Missing,
@@ -210,3 +211,13 @@ def test_a_reader_that_can_read_no_more_is_written_to() -> None:
     assert said.message.transports == ("shared",)
     assert unpack_stretches(said.message.ranges) == [(0, 4, 9), (1, 4, 9)]
     assert session.available(available(session, 1)) == [], "it crossed the message"
+
+
+def test_who_wants_no_more_before_the_grant_says_so_for_the_peer_may_hold_its_kv() -> None:
+    order = receive_order(make_ticket(), start=4, num_tokens=9)
+    session = ReceiveSession(order, sealed_ticket="s", num_layers=2, deadline=Instant(10.0))
+    declined, failed, quiescent = session.fail("there is no room for it", stage="staging")
+    assert declined == Say(Declined("s", "there is no room for it"))
+    assert isinstance(failed, Emit)
+    assert isinstance(failed.event, KVFailed)
+    assert quiescent == Emit(BlocksQuiescent(session.ticket))

@@ -36,6 +36,11 @@ class Custody:
         """Sequences that wait for KV."""
         return len(self._incoming)
 
+    @property
+    def oldest_lent(self) -> Sequence | None:
+        """The sequence that was lent first, of those that were not given back."""
+        return next(iter(self._outgoing.values()), None)
+
     def knows(self, ticket: TicketId) -> bool:
         """Whether a handoff of this ticket holds blocks here."""
         return any(ticket in held for held in (self._incoming, self._quarantined, self._outgoing))

@@ -17,7 +17,8 @@ from baton.engines.interface import (
 )
 from baton.engines.transformers.orders import make_receive_order, make_send_order
 from baton.engines.transformers.sequence import Sequence, Status, is_pulled
-from baton.errors import EngineError, OverloadedError, TicketError
+from baton.engines.transformers.stalls import StallWatch
+from baton.errors import EngineError, HandoffError, OverloadedError, TicketError
 from baton.handoff.interface import (
     BlocksQuiescent,
     KVFailed,
@@ -115,6 +116,7 @@ class EngineLoop:
         self._num_arrived = 0
         self._tally = _Tally()
         self._degraded: set[str] = set()
+        self._stalls = StallWatch()
 
     def turn(self) -> bool:
         """Hear the handoff, compute one step, deliver. Whether there was anything to compute."""
@@ -128,6 +130,7 @@ class EngineLoop:
         if plan.work:
             self._compute(plan)
         self._give_back()
+        self._give_up_stalled(is_busy=bool(plan.work))
         self.deliver()
         return bool(plan.work)
 
@@ -188,6 +191,9 @@ class EngineLoop:
     def compute_patience_s(self) -> float | None:
         """How long to sleep, at most, before a deadline passes; None for ever."""
         deadlines = [s.request.deadline for s in self._sequences.values()]
+        stalled_until = self._stalls.ends_at()
+        if stalled_until is not None:
+            deadlines.append(stalled_until)
         return max(0.0, min(deadlines) - self._clock.now()) if deadlines else None
 
     def stats(self) -> EngineStats:
@@ -215,6 +221,12 @@ class EngineLoop:
     def check_invariants(self) -> None:
         """Raise AssertionError where the scheduler's views of one fact disagree."""
         self._scheduler.check_invariants()
+
+    def _give_up_stalled(self, *, is_busy: bool) -> None:
+        victim = self._stalls.find_victim(self._scheduler, self._clock.now(), is_busy=is_busy)
+        if victim is not None and victim.status is Status.OFFERED:
+            reason = "its KV was not taken while others waited for the room"
+            self._fail(victim, HandoffError(reason, stage="offered"))
 
     def _announce(self, plan: Plan) -> None:
         """Tell the handoff what the plan needs of it, before anything is computed."""

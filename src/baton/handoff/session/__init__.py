@@ -57,6 +57,8 @@ Whatever ends it early (`fail`, `abort`, `expire`) leaves by one road:
       KVFailed   │           BlocksQuiescent                             │            SendFailed
       at once    └ pages stay quarantined                                └ source pages stay held
 
+WAITING, nothing was granted: it says Declined, for the peer may hold its KV already, and is over.
+
 A hand in the decode worker's pages is the peer's (mover prefill: an open window, until
 `window_quiescent`) or its own (mover decode: reads, until each has ended). With staged pages the
 engine's blocks are apart from them: BlocksQuiescent comes with KVFailed, and ENDING goes on for the

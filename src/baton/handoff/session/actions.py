@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from baton.handoff.messages import (
         Available,
         Avoid,
+        Declined,
         Failed,
         Grant,
         Lent,
@@ -109,6 +110,6 @@ class Emit:
     event: HandoffEvent
 
 
-Sayable: TypeAlias = "Grant | Failed | Rerouted | Missing | Avoid | Reversed"
+Sayable: TypeAlias = "Grant | Declined | Failed | Rerouted | Missing | Avoid | Reversed"
 ReceiveAction: TypeAlias = Say | SayTaken | OpenWindow | CloseWindow | Fence | Read | Borrow | Emit
 SendAction: TypeAlias = Say | Submit | Announce | Lend | SayFinished | Emit

@@ -11,7 +11,16 @@ import numpy as np
 from baton.errors import HandoffError, ProtocolError
 from baton.handoff.coverage import Coverage
 from baton.handoff.interface import BlocksQuiescent, KVFailed, KVLanded
-from baton.handoff.messages import Avoid, Failed, Grant, Missing, Reversed, pack_blocks
+from baton.handoff.messages import (
+    MAX_REASON_CHARS,
+    Avoid,
+    Declined,
+    Failed,
+    Grant,
+    Missing,
+    Reversed,
+    pack_blocks,
+)
 from baton.handoff.session.actions import (
     Borrow,
     CloseWindow,
@@ -313,7 +322,9 @@ class ReceiveSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         match self.phase:
             case ReceivePhase.WAITING:
                 self.phase = ReceivePhase.ENDED
-                return [*telling, quiescent]
+                # Nothing was granted, but the peer may hold its KV for us already.
+                declined = Say(Declined(self._sealed_ticket, reason[:MAX_REASON_CHARS]))
+                return [declined, *telling, quiescent]
             case ReceivePhase.GRANTED:
                 self.phase = ReceivePhase.ENDING
                 actions = [Say(Failed(self.ticket, reason)), *telling]

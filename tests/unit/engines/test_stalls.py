@@ -1,0 +1,63 @@
+"""Two workers short of memory wait for each other: who gives up, and when."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from baton.clock import Instant
+from baton.engines.interface import PrefillLeg
+from baton.engines.transformers.stalls import PATIENCE_S, StallWatch
+from tests.unit.engines.test_scheduler import (
+    carry_out,
+    make_scheduler,
+    make_sequence,
+    number_ticket,
+)
+
+if TYPE_CHECKING:
+    from baton.engines.transformers.scheduler import Scheduler
+
+SOON, LATE = Instant(1.0 + PATIENCE_S / 2), Instant(1.0 + PATIENCE_S)
+
+
+def stalled() -> Scheduler:
+    """One leg is computed and not taken; another has no room."""
+    scheduler = make_scheduler(4)
+    for number in (1, 2):
+        leg = PrefillLeg(number_ticket(number))
+        scheduler.add(make_sequence(12, 1, leg, start=100 * number, number=number))
+    (work,) = scheduler.schedule().work
+    carry_out(scheduler, work)
+    assert not scheduler.schedule().work
+    assert scheduler.num_waiting == 1
+    return scheduler
+
+
+def test_who_waits_in_vain_gives_up_the_oldest_that_nobody_takes() -> None:
+    scheduler, watch = stalled(), StallWatch()
+    assert watch.find_victim(scheduler, Instant(1.0), is_busy=False) is None
+    assert watch.ends_at() == LATE
+    assert watch.find_victim(scheduler, SOON, is_busy=False) is None
+    victim = watch.find_victim(scheduler, LATE, is_busy=False)
+    assert victim is not None
+    assert victim.arrival == 1
+    scheduler.end(victim)
+    scheduler.give_back(number_ticket(1).id)
+    (work,) = scheduler.schedule().work
+    assert work.sequence.arrival == 2
+
+
+def test_patience_begins_again_whenever_something_was_computed() -> None:
+    scheduler, watch = stalled(), StallWatch()
+    watch.find_victim(scheduler, Instant(1.0), is_busy=False)
+    assert watch.find_victim(scheduler, LATE, is_busy=True) is None
+    assert watch.ends_at() is None
+    assert watch.find_victim(scheduler, LATE, is_busy=False) is None
+
+
+def test_nobody_gives_up_while_nobody_waits() -> None:
+    scheduler, watch = make_scheduler(4), StallWatch()
+    scheduler.add(make_sequence(12, 1, PrefillLeg(number_ticket(1)), number=1))
+    carry_out(scheduler, scheduler.schedule().work[0])
+    for now in (Instant(1.0), LATE, Instant(100.0)):
+        assert watch.find_victim(scheduler, now, is_busy=False) is None
