@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from baton.authority.ticket import Ticket, seal
+from baton.authority.ticket import Ticket, name_tenant, seal
 from baton.gateway.answer import Answer
 from baton.gateway.errors import (
     NoWorkerError,
@@ -132,6 +132,7 @@ class Exchange:
             decode=decode.ref,
             mode="push",
             expires_at=services.clock.unix_now() + call.left_s(services.clock.now()),
+            tenant_salt=name_tenant(self._body.cache_salt),
         )
         call.trace.ticket = ticket.id.hex()
         workers = services.workers

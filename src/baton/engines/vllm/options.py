@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Final, Literal, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from baton.config.sections import Host, Port, Seconds, Table
+from baton.config.sections import Host, Port, Seconds, StoreSection, Table
 from baton.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -47,6 +47,7 @@ class ConnectorOptions(msgspec.Struct, frozen=True, kw_only=True):
     poll_interval_ms: Annotated[float, Meta(ge=0, le=1000)] = 10.0
     fingerprint: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
     key_file: str | None = None
+    store: StoreSection = msgspec.field(default_factory=StoreSection)
 
 
 def read_options(extra: Mapping[str, object]) -> ConnectorOptions:
