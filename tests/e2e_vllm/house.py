@@ -55,6 +55,9 @@ ENGINE: Final[Mapping[str, object]] = {
     "engine.kv_cache_bytes": POOL_TOKENS * KV_BYTES_PER_TOKEN,
     "engine.max_num_batched_tokens": CHUNK_TOKENS,
     "engine.arguments": ["--enable-prompt-tokens-details"],
+    # In mode push it is not used.
+    "store.tiers": ["shared"],
+    "store.options.shared.capacity_bytes": 128 << 20,
 }
 PLAIN_ARGUMENTS: Final = (
     "--dtype=float32",

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import hashlib
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 import msgspec
@@ -69,6 +70,11 @@ class Ticket(msgspec.Struct, frozen=True, tag="ticket", tag_field="t"):
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Ticket)
+
+
+def name_tenant(cache_salt: str) -> str:
+    """The tenant salt of a client's `cache_salt`, of bounded length; empty for none."""
+    return hashlib.sha256(b"baton/tenant/1" + cache_salt.encode()).hexdigest() if cache_salt else ""
 
 
 def seal(ticket: Ticket, key: ClusterKey) -> str:

@@ -28,6 +28,11 @@ def chosen_transports(_: object, tokens: Sequence[Token]) -> tuple[str, ...]:
     return TransferSection().transports if kind == "auto" else (kind,)
 
 
+def chosen_tiers(_: object, tokens: Sequence[Token]) -> tuple[str, ...]:
+    """What `--store` means: kinds of tiers with commas between them."""
+    return tuple(word.strip() for word in tokens[0].value.split(",") if word.strip())
+
+
 AnnounceFd = Annotated[
     int,
     Parameter(help="File descriptor that gets JSON lines for a launcher.", show=False),
@@ -43,6 +48,18 @@ Transport = Annotated[
     Parameter(
         help="auto, or the one transport to use: shared or tcp.",
         converter=chosen_transports,
+        n_tokens=1,
+        negative="",
+    ),
+]
+
+
+Store = Annotated[
+    tuple[str, ...] | None,
+    Sets("store.tiers"),
+    Parameter(
+        help="Keep KV in these tiers, the quickest first: shared, file or shared,file.",
+        converter=chosen_tiers,
         n_tokens=1,
         negative="",
     ),

@@ -19,6 +19,7 @@ from baton.errors import ConfigError, UnknownPluginError
 from baton.launch.plan import LaunchPlan, Pinning, crews_of, plan_launch
 from baton.launch.progress import open_display
 from baton.launch.supervisor import LaunchContext, Service, Supervisor
+from baton.store.interface import TIERS
 from baton.transfer.interface import TRANSPORTS
 
 if TYPE_CHECKING:
@@ -95,3 +96,6 @@ def _check(config: Config) -> None:
     for transport in config.transfer.transports:
         if transport not in known:
             raise UnknownPluginError(TRANSPORTS.group, transport, known)
+    for tier in config.store.tiers:
+        if tier not in TIERS.kinds():
+            raise UnknownPluginError(TIERS.group, tier, TIERS.kinds())

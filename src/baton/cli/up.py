@@ -5,7 +5,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from baton.cli.flags import ConfigFlags, Mode, Sets, Transport
+from baton.cli.flags import ConfigFlags, Mode, Sets, Store, Transport
 
 
 @Parameter(name="*")
@@ -38,6 +38,7 @@ class UpFlags(ConfigFlags):
         int | None, Sets("up.decode"), Parameter(help="Number of decode workers [default: 1].")
     ] = None
     transport: Transport = None
+    store: Store = None
     host: Annotated[
         str | None, Sets("gateway.host"), Parameter(help="Where the gateway listens.")
     ] = None

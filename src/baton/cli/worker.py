@@ -7,7 +7,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from baton.authority.key import ClusterKey
-from baton.cli.flags import AnnounceFd, ConfigFlags, Sets, Transport
+from baton.cli.flags import AnnounceFd, ConfigFlags, Sets, Store, Transport
 from baton.config.cluster_key import find_cluster_key
 from baton.config.environment import read_environment
 from baton.config.logs import configure_logging
@@ -50,6 +50,7 @@ class WorkerFlags(ConfigFlags):
         int | None, Sets("worker.handoff_port"), Parameter(help="That port; 0 takes a free one.")
     ] = None
     transport: Transport = None
+    store: Store = None
     announce_fd: AnnounceFd = 1
 
 
@@ -102,6 +103,7 @@ def _options(config: Config, announce_fd: int) -> ProcessOptions:
         transport_choice=config.transfer.choice,
         probe_time_s=config.transfer.probe_time_s,
         probe_bytes=config.transfer.probe_bytes,
+        store=config.store,
         drain_timeout_s=section.drain_timeout_s,
         num_traces=config.trace.ring_size,
         cpu_affinity=section.cpu_affinity,

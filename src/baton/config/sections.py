@@ -102,6 +102,19 @@ class TransferSection(Struct, frozen=True, kw_only=True):
     options: dict[str, Table] = {}
 
 
+class StoreSection(Struct, frozen=True, kw_only=True):
+    """Where KV is kept for mode pool; no `tiers`: nowhere.
+
+    The same for all workers that share it. An entry has `block_size` tokens, whatever an engine's
+    blocks have, and `num_parts` shares of the heads: a multiple of every tensor-parallel size.
+    """
+
+    tiers: tuple[str, ...] = ()
+    block_size: Annotated[int, Meta(ge=1, le=65_536)] = 64
+    num_parts: Annotated[int, Meta(ge=1, le=1024)] = 1
+    options: dict[str, Table] = {}
+
+
 class UpSection(Struct, frozen=True, kw_only=True):
     """What `baton up` starts; `*_engine` overrides `[engine]` for workers of one role.
 
@@ -138,6 +151,7 @@ class Config(Struct, frozen=True, kw_only=True):
     engine: Table = {}
     handoff: HandoffSection = msgspec.field(default_factory=HandoffSection)
     transfer: TransferSection = msgspec.field(default_factory=TransferSection)
+    store: StoreSection = msgspec.field(default_factory=StoreSection)
     up: UpSection = msgspec.field(default_factory=UpSection)
     trace: TraceSection = msgspec.field(default_factory=TraceSection)
     log: LogSection = msgspec.field(default_factory=LogSection)

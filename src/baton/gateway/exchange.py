@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Final, get_args
 
-from baton.authority.ticket import HandoffMode, Ticket, seal
+from baton.authority.ticket import HandoffMode, Ticket, name_tenant, seal
 from baton.gateway.answer import Answer
 from baton.gateway.early_start import CREATED_HEADER, EarlyStart
 from baton.gateway.errors import (
@@ -208,6 +208,7 @@ class Exchange:
             mode=mode,
             expires_at=services.clock.unix_now() + call.left_s(services.clock.now()),
             first_token_early=self._wants_early(prefill, decode),
+            tenant_salt=name_tenant(self._body.cache_salt),
         )
         call.trace.ticket = ticket.id.hex()
         workers = services.workers

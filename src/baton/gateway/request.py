@@ -45,6 +45,14 @@ class CompletionBody:
     stream: bool
     fields: dict[str, msgspec.Raw]
 
+    @property
+    def cache_salt(self) -> str:
+        """What keeps this client's KV apart from others'; empty where it names none, or no text."""
+        try:
+            return _text_decoder.decode(self.fields.get("cache_salt", b'""'))
+        except msgspec.MsgspecError:
+            return ""  # its worker refuses the request, or ignores the field
+
     def encode(self) -> bytes:
         """The body for a worker that prefills and decodes itself."""
         return _encoder.encode(self.fields)

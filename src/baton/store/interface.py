@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Final, NewType, Protocol, Self
+from typing import TYPE_CHECKING, Final, NewType, Protocol, Self, TypeAlias
 
 from baton.registry import Registry
 
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 EntryName = NewType("EntryName", bytes)
 """32 bytes: the SHA-256 that names an entry (`store.form`)."""
+
+Body: TypeAlias = "bytes | bytearray | memoryview"
 
 NAME_BYTES: Final = 32
 MAX_BODY_BYTES: Final = 1 << 32
@@ -77,7 +79,7 @@ class Tier(Protocol):
         """How many leading names are there: stops at the first miss."""
         ...
 
-    def put(self, name: EntryName, body: memoryview) -> Put:
+    def put(self, name: EntryName, body: Body) -> Put:
         """Keep a body; the least recently used entries make room for it.
 
         Raises:

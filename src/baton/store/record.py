@@ -7,7 +7,7 @@ from typing import Final
 
 from xxhash import xxh3_128_digest
 
-from baton.store.interface import MAX_BODY_BYTES, NAME_BYTES, EntryName
+from baton.store.interface import MAX_BODY_BYTES, NAME_BYTES, Body, EntryName
 
 MAGIC: Final = b"BATONKV1"
 DIGEST_BYTES: Final = 16
@@ -15,7 +15,7 @@ _HEADER: Final = struct.Struct(f"<8s{NAME_BYTES}s{DIGEST_BYTES}sQ")
 HEADER_BYTES: Final = _HEADER.size
 
 
-def make_header(name: EntryName, body: memoryview) -> bytes:
+def make_header(name: EntryName, body: Body) -> bytes:
     """The header of an entry."""
     return _HEADER.pack(MAGIC, name, xxh3_128_digest(body), len(body))
 
@@ -29,6 +29,6 @@ def read_digest(name: EntryName, header: bytes, file_bytes: int) -> bytes | None
     return digest if is_whole and (magic, named) == (MAGIC, name) else None
 
 
-def has_digest(body: memoryview, digest: bytes) -> bool:
+def has_digest(body: Body, digest: bytes) -> bool:
     """Whether these bytes are those that were put."""
     return xxh3_128_digest(body) == digest

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from baton.clock import Clock
-    from baton.store.interface import EntryName, Lease, Tier
+    from baton.store.interface import Body, EntryName, Lease, Tier
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ class TieredStore:
             at += found
         return at
 
-    def put(self, name: EntryName, body: memoryview) -> Put:
+    def put(self, name: EntryName, body: Body) -> Put:
         """See `Tier`."""
         if any(tier.find((name,)) for tier in self._tiers[1:]):
             return Put.ALREADY

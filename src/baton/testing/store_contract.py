@@ -31,9 +31,9 @@ def name_of(content: str) -> EntryName:
     return EntryName(hashlib.sha256(content.encode()).digest())
 
 
-def body_of(content: str, num_bytes: int = BODY_BYTES) -> memoryview:
+def body_of(content: str, num_bytes: int = BODY_BYTES) -> bytes:
     """A body that no other content has."""
-    return memoryview(hashlib.shake_128(content.encode()).digest(num_bytes))
+    return hashlib.shake_128(content.encode()).digest(num_bytes)
 
 
 def put(tier: Tier, content: str) -> Put:

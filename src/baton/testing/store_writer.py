@@ -17,17 +17,19 @@ from baton.store.interface import TIERS, TierContext
 from baton.testing.store_contract import body_of, name_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-    from contextlib import AbstractContextManager
+    from collections.abc import Iterable, Iterator
+    from contextlib import _GeneratorContextManager
+
+    from baton.store.interface import Body
 
 
 class _HalfWay:
     """Buffers of which the last one ends in the middle, for as long as this process lives."""
 
-    def __init__(self, buffers: Sequence[memoryview | bytes]) -> None:
+    def __init__(self, buffers: Iterable[Body]) -> None:
         self._buffers = buffers
 
-    def __iter__(self) -> Iterator[memoryview | bytes]:
+    def __iter__(self) -> Iterator[Body]:
         *first, body = self._buffers
         yield from first
         half = body[: len(body) // 2]
@@ -42,11 +44,11 @@ def main() -> None:
     place = TIERS.build(kind, json.loads(options))(TierContext("contract", MachineClock()))
 
     def written(
-        folder: int, buffers: Sequence[memoryview | bytes]
-    ) -> AbstractContextManager[publishing.Unnamed]:
+        folder: int, buffers: Iterable[Body]
+    ) -> _GeneratorContextManager[publishing.Unnamed]:
         return publishing.written(folder, _HalfWay(buffers))
 
-    tier.written = written  # type: ignore[attr-defined]
+    vars(tier)["written"] = written
     if naming == "named":
         publishing._try_open_unnamed = lambda _: None  # type: ignore[assignment] # noqa: SLF001
     place.put(name_of(content), body_of(content, int(num_bytes)))

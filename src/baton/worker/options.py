@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
+from baton.config.sections import StoreSection
 from baton.handoff.verification import VerificationPolicy
 
 if TYPE_CHECKING:
@@ -67,6 +68,7 @@ class ProcessOptions:
     transport_choice: Literal["measured", "listed"] = "measured"
     probe_time_s: float = 0.5
     probe_bytes: int = 128 * 1024 * 1024
+    store: StoreSection = field(default_factory=StoreSection)
     drain_timeout_s: float = 30.0
     num_traces: int = 1024
     cpu_affinity: tuple[int, ...] = ()

@@ -24,6 +24,7 @@ from baton.errors import EngineError
 from baton.handoff.agent import AgentOptions, HandoffAgent
 from baton.handoff.faces import Face
 from baton.handoff.link_options import LinkOptions
+from baton.handoff.pooling.opening import open_pool
 from baton.ids import new_epoch
 from baton.telemetry.announcement import Announcer, Draining, Loading, Ready
 from baton.transfer.devices.options import choose_allocation
@@ -194,12 +195,13 @@ def _load(options: ProcessOptions, clock: Clock) -> tuple[Worker, Epoch]:
 
 
 def _agent(options: ProcessOptions, engine: Engine, epoch: Epoch, clock: Clock) -> HandoffAgent:
+    face = Face(engine.info.layout, engine.region, annexes=engine.annexes)
     return HandoffAgent(
         AgentOptions(
             worker=options.worker,
             epoch=epoch,
             fingerprint=engine.info.fingerprint,
-            faces=(Face(engine.info.layout, engine.region, annexes=engine.annexes),),
+            faces=(face,),
             transports=_transports(options, epoch, clock),
             key=options.key,
             clock=clock,
@@ -213,6 +215,7 @@ def _agent(options: ProcessOptions, engine: Engine, epoch: Epoch, clock: Clock) 
             links=LinkOptions(
                 options.transport_choice, ProbeBounds(options.probe_time_s, options.probe_bytes)
             ),
+            pool=open_pool(options.store, face, key=options.key, clock=clock),
         )
     )
 

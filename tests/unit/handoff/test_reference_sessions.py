@@ -54,7 +54,10 @@ def test_it_has_landed_once_blocks_and_token_are_here(finished_first: bool) -> N
     for step in reversed(steps) if finished_first else steps:
         assert not any(isinstance(action, Emit) for action in heard)
         heard += step()
-    assert heard == [Borrow(lent(session)), Emit(KVLanded(session.ticket, FIRST, borrowed=(40, 41)))]
+    assert heard == [
+        Borrow(lent(session)),
+        Emit(KVLanded(session.ticket, FIRST, borrowed=(40, 41))),
+    ]
     assert session.over
     assert not session.may_owe_loan
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final, assert_never
 import msgspec
 import numpy as np
 
+from baton.authority.ticket import name_tenant
 from baton.engines.vllm.compatibility import read_preempted
 from baton.engines.vllm.information import describe_worker
 from baton.engines.vllm.meta import Prompt
@@ -149,7 +150,7 @@ class Admission:
         return request in self._schedule or request in self._probes
 
     def _take(self, request: Request, ticket: Ticket, state: type[Queued | Wanted]) -> None:
-        unsupported = _why_unsupported(request)
+        unsupported = _why_unsupported(request) or _why_apart(request, ticket)
         if unsupported is not None:
             self._refuse(request.request_id, Refusal("unsupported_request", unsupported))
             return
@@ -157,12 +158,15 @@ class Admission:
             reason = "too many prompts wait here to be pulled"
             self._refuse(request.request_id, Refusal("overloaded", reason))
             return
-        prompt_hash = compute_prompt_hash(
-            self._ranks[0].fingerprint,
-            ticket.tenant_salt,
-            np.array(request.prompt_token_ids, dtype=np.int32),
+        token_ids = np.array(request.prompt_token_ids, dtype=np.int32)
+        prompt_hash = compute_prompt_hash(self._ranks[0].fingerprint, ticket.tenant_salt, token_ids)
+        prompt = Prompt(
+            ticket,
+            prompt_hash,
+            request.num_prompt_tokens,
+            self._clock.now(),
+            token_ids.tobytes() if ticket.mode == "pool" else None,
         )
-        prompt = Prompt(ticket, prompt_hash, request.num_prompt_tokens, self._clock.now())
         self._schedule.add(request.request_id, state(prompt))
 
     def _may_be_held(self, request: Request) -> bool:
@@ -204,6 +208,14 @@ def _why_unsupported(request: Request) -> str | None:
         return "KV computed with a LoRA adapter is not handed over"
     if request.resumable:
         return "a prompt that is still being typed is not handed over"
+    return None
+
+
+def _why_apart(request: Request, ticket: Ticket) -> str | None:
+    """Why a request's KV may not be kept where others of its ticket's tenant find it."""
+    salt = getattr(request, "cache_salt", None)
+    if ticket.mode == "pool" and salt and name_tenant(salt) != ticket.tenant_salt:
+        return "the request is another tenant's than its ticket"
     return None
 
 

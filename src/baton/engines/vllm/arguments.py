@@ -110,6 +110,7 @@ def _transfer(config: Config) -> dict[str, object]:
         "choice": config.transfer.choice,
         "probe_time_s": config.transfer.probe_time_s,
         "probe_bytes": config.transfer.probe_bytes,
+        "store": config.store,
     }
     if config.cluster.key_file is not None:
         extra["key_file"] = config.cluster.key_file

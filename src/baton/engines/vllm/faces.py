@@ -11,7 +11,7 @@ from baton.engines.vllm.isa import read_arrangement
 from baton.engines.vllm.layouts import keep_layers, make_opaque, pages_of
 from baton.errors import ConfigError
 from baton.handoff.faces import Face
-from baton.transfer.region import allocate_shared_region
+from baton.transfer.region import allocate_host_region, allocate_shared_region
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from baton.transfer.interface import PagedRegion
 
 logger: Final = logging.getLogger(__name__)
+
+POOL_STAGING_BYTES: Final = 16 * 1024 * 1024
+"""A batch of the store's (`pooling.carrying.BATCH_BYTES`), and some."""
 
 
 def build_faces(
@@ -55,12 +58,7 @@ def build_faces(
     """
     pages = pages_of(kv_caches, layers)
     arrangements = {
-        num_layers: read_arrangement(
-            vllm_config.compilation_config.static_forward_context,
-            layers.names[:num_layers],
-            device=pages[0].device.type,
-            layout=vllm_config.cache_config.get_resolved_kv_cache_layout().name,
-        )
+        num_layers: _read_arrangement(vllm_config, layers.names[:num_layers], pages[0])
         for num_layers in (len(layers.names), layers.num_main)
     }
     max_tokens = vllm_config.model_config.max_model_len
@@ -68,6 +66,50 @@ def build_faces(
     faces = [builder.native(arrangement, n) for n, arrangement in arrangements.items()]
     canonical = builder.try_canonical(arrangements[layers.num_main])
     return (*faces,) if canonical is None else (*faces, canonical)
+
+
+def try_build_pool_face(
+    vllm_config: VllmConfig,
+    layers: CachedLayers,
+    kv_caches: Mapping[str, torch.Tensor],
+    *,
+    store_block_size: int,
+) -> Face | None:
+    """The main model's pages in canonical order, for the store's thread alone; the caller releases.
+
+    None, with a warning, where that cannot be.
+
+    Raises:
+        ConfigError: the tensors are not what `layers` say.
+        TransferError: there is no memory for staging.
+    """
+    layout = layers.main_layout
+    pages = pages_of(kv_caches, layers)[: layout.num_layers]
+    arrangement = _read_arrangement(vllm_config, layers.names[: layout.num_layers], pages[0])
+    if not (arrangement.is_canonical or arrangement.transposes_k):
+        logger.warning("pages of %s cannot be kept in a store: no mode pool here", arrangement)
+        return None
+    if any(layer.window_tokens is not None for layer in layout.layers):
+        # vLLM gives away blocks behind the window while it computes: they would be kept as garbage.
+        logger.warning("KV of layers with a sliding window is not kept in a store: no mode pool")
+        return None
+    fewest = -(-store_block_size // layout.block_size) + 1
+    num_pages = max(fewest, POOL_STAGING_BYTES // layout.block_bytes)
+    region = allocate_host_region(_shapes(layout, min(num_pages, max(fewest, layers.num_blocks))))
+    if arrangement.is_canonical:
+        return Face(layout, region, PlainPages(pages, region))
+    return Face(layout, region, TransposedPages(pages, layout, region))
+
+
+def _read_arrangement(
+    vllm_config: VllmConfig, names: Sequence[str], first: torch.Tensor
+) -> Arrangement:
+    return read_arrangement(
+        vllm_config.compilation_config.static_forward_context,
+        names,
+        device=first.device.type,
+        layout=vllm_config.cache_config.get_resolved_kv_cache_layout().name,
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,10 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class LoadInProgress:
-    """One expected prompt. `live` are the tickets whose handoff may still touch its blocks."""
+    """One expected prompt. `live` are the tickets whose handoff may still touch its blocks.
+
+    Where only tokens `[0, num_landed)` came, `missing` are the blocks that lack some of theirs.
+    """
 
     expect: Expect
     tickets: tuple[Ticket, ...]
@@ -23,6 +26,8 @@ class LoadInProgress:
     live: set[TicketId]
     failure: HandoffError | None = None
     is_aborted: bool = False
+    num_landed: int | None = None
+    missing: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)
@@ -75,8 +80,9 @@ class LoadBook:
             return None
         del self._loads[request]
         self._over.add(request)
-        if load.failure is not None and not load.is_aborted:
-            self._invalid_blocks.update(load.expect.blocks)
+        if not load.is_aborted:
+            invalid = load.missing if load.failure is None else load.expect.blocks
+            self._invalid_blocks.update(invalid)
         return load
 
     def settle_all(self, error: HandoffError) -> list[LoadInProgress]:

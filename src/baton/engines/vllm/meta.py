@@ -5,7 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
+import numpy as np
+
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from baton.authority.ticket import Ticket
     from baton.clock import Instant
 
@@ -15,12 +19,21 @@ VllmRequestId: TypeAlias = str
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt whose KV is to be handed over under `ticket`; `received_at` on this host's clock."""
+    """A prompt whose KV is to be handed over under `ticket`; `received_at` on this host's clock.
+
+    `packed_ids` are its token ids as int32, in mode pool alone.
+    """
 
     ticket: Ticket
     prompt_hash: bytes
     num_tokens: int
     received_at: Instant
+    packed_ids: bytes | None = None
+
+    @property
+    def token_ids(self) -> NDArray[np.int32] | None:
+        """`[num_tokens]`, in mode pool alone."""
+        return None if self.packed_ids is None else np.frombuffer(self.packed_ids, np.int32)
 
 
 @dataclass(frozen=True, slots=True)

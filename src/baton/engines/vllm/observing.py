@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from baton.clock import Instant
+    from baton.engines.vllm.loads import LoadInProgress
     from baton.engines.vllm.meta import Finished, VllmRequestId
     from baton.errors import HandoffError
     from baton.ids import TicketId
@@ -51,15 +52,17 @@ class RankObserver:
         if found is not None:
             found.leg.stamp(stamp, at)
 
-    def received(self, request: VllmRequestId, error: HandoffError | None, at: Instant) -> None:
+    def received(self, load: LoadInProgress, at: Instant) -> None:
         """A load is over."""
+        request, error = load.expect.request, load.failure
         found = self._open.get(request)
         if found is None:
             return
         merge_parts(found.leg, found.parts)
         if error is None:
             leg = found.leg
-            leg.num_received_tokens = leg.num_prompt_tokens - leg.num_cached_tokens
+            num_landed = leg.num_prompt_tokens if load.num_landed is None else load.num_landed
+            leg.num_received_tokens = max(0, num_landed - leg.num_cached_tokens)
             leg.stamp(Stamp.KV_READY, at)
         else:
             found.leg.fallbacks.append(f"{FALLBACK_CAUSE}: {error}")

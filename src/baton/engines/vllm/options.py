@@ -13,6 +13,7 @@ from baton.config.sections import (
     Port,
     Seconds,
     Share,
+    StoreSection,
     Table,
     Verification,
 )
@@ -64,6 +65,7 @@ class ConnectorOptions(msgspec.Struct, frozen=True, kw_only=True):
     poll_interval_ms: Annotated[float, Meta(ge=0, le=1000)] = 10.0
     fingerprint: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
     key_file: str | None = None
+    store: StoreSection = msgspec.field(default_factory=StoreSection)
 
 
 def read_options(extra: Mapping[str, object]) -> ConnectorOptions:

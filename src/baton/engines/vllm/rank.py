@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry
 import baton
 from baton.clock import MachineClock
 from baton.engines.vllm.control import ControlServer, RankView
-from baton.engines.vllm.faces import build_faces
+from baton.engines.vllm.faces import build_faces, try_build_pool_face
 from baton.engines.vllm.fingerprint import find_fingerprint
 from baton.engines.vllm.information import (
     RankFacts,
@@ -30,6 +30,7 @@ from baton.engines.vllm.pool import SharedPool
 from baton.engines.vllm.working import RankHandoffs, RankSetting
 from baton.handoff.agent import AgentOptions, HandoffAgent
 from baton.handoff.link_options import LinkOptions
+from baton.handoff.pooling.opening import open_pool
 from baton.handoff.verification import VerificationPolicy
 from baton.kv.layout import TensorParallelShard
 from baton.telemetry.links import LinkInstruments
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
     from baton.engines.vllm.identity import Identity
     from baton.engines.vllm.options import ConnectorOptions
     from baton.handoff.faces import Face
+    from baton.handoff.pooling.pool import Pool
     from baton.ids import Epoch
     from baton.transfer.interface import Transport
 
@@ -87,6 +89,7 @@ class Rank:
         self._bell = threading.Event()
         self._pool: SharedPool | None = None
         self._faces: tuple[Face, ...] = ()
+        self._pool_face: Face | None = None
         self._agent: HandoffAgent | None = None
         self._control: ControlServer | None = None
 
@@ -123,6 +126,10 @@ class Rank:
             self._pool,
             staging_bytes=options.staging_bytes,
         )
+        if options.store.tiers:
+            self._pool_face = try_build_pool_face(
+                plan.vllm_config, self._layers, kv_caches, store_block_size=options.store.block_size
+            )
         fingerprint = options.fingerprint or find_fingerprint(plan.vllm_config.model_config)
         agent = HandoffAgent(self._agent_options(fingerprint))
         registry = CollectorRegistry()
@@ -170,9 +177,10 @@ class Rank:
         if self._agent is not None:
             self._agent.stop()
             self._agent = None
-        for face in self._faces:
+        pool_faces = () if self._pool_face is None else (self._pool_face,)
+        for face in (*self._faces, *pool_faces):
             release_region(face.region)
-        self._faces = ()
+        self._faces, self._pool_face = (), None
         if self._pool is not None:
             self._pool.release()
             self._pool = None
@@ -225,7 +233,14 @@ class Rank:
             links=LinkOptions(
                 options.choice, ProbeBounds(options.probe_time_s, options.probe_bytes)
             ),
+            pool=self._open_pool(),
         )
+
+    def _open_pool(self) -> Pool | None:
+        if self._pool_face is None:
+            return None
+        section = self._plan.options.store
+        return open_pool(section, self._pool_face, key=self._key, clock=self._clock)
 
     def _transports(self, epoch: Epoch) -> tuple[Transport, ...]:
         options = self._plan.options

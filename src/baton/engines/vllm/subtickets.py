@@ -53,7 +53,12 @@ def compute_pairs(
 
 
 def compute_subtickets(ticket: Ticket, layout: KVLayout, *, sender: int) -> tuple[Ticket, ...]:
-    """The tickets under which prefill rank `sender` sends."""
+    """The tickets under which prefill rank `sender` sends.
+
+    In mode pool ranks do not meet: each works under the ticket itself.
+    """
+    if ticket.mode == "pool":
+        return (ticket,)
     return tuple(
         derive_subticket(ticket, pair)
         for pair in _pairs_of(ticket, layout)
@@ -65,6 +70,8 @@ def compute_receiving_subtickets(
     ticket: Ticket, layout: KVLayout, *, receiver: int
 ) -> tuple[Ticket, ...]:
     """The tickets under which decode rank `receiver` receives; at least one."""
+    if ticket.mode == "pool":
+        return (ticket,)
     return tuple(
         derive_subticket(ticket, pair)
         for pair in _pairs_of(ticket, layout)

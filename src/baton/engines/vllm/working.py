@@ -260,6 +260,7 @@ class RankHandoffs:
                     blocks=table,
                     deadline=self._deadline(),
                     trace=load.traces[ticket.id],
+                    prompt_ids=prompt.token_ids,
                 )
             )
         self._fates.known(prompt.ticket.id, [ticket.id for ticket in tickets])
@@ -347,7 +348,8 @@ class RankHandoffs:
 
     def _take(self, event: HandoffEvent) -> None:
         match event:
-            case KVLanded(ticket):
+            case KVLanded(ticket, _, num_tokens):
+                self._note_missing(ticket, num_tokens)
                 self._settle_load(ticket)
             case KVFailed(ticket, error):
                 self._fail_load(ticket, error)
@@ -370,6 +372,14 @@ class RankHandoffs:
         # One rank's part is of no use without the others'.
         self._abort_all(load.live - {ticket}, str(error))
 
+    def _note_missing(self, ticket: TicketId, num_tokens: int | None) -> None:
+        """Blocks from token `num_tokens` on are to be computed here."""
+        load = self._loads.find_by_ticket(ticket)
+        if load is not None and num_tokens is not None:
+            first = num_tokens // self._setting.layout.block_size - load.expect.first_block
+            load.num_landed = num_tokens
+            load.missing = load.expect.blocks[max(0, first) :]
+
     def _settle_load(self, ticket: TicketId) -> None:
         load = self._loads.settle(ticket)
         if load is not None:
@@ -377,7 +387,7 @@ class RankHandoffs:
 
     def _load_over(self, load: LoadInProgress) -> None:
         self._fates.forget(load.expect.prompt.ticket.id)
-        self._observer.received(load.expect.request, load.failure, self._clock.now())
+        self._observer.received(load, self._clock.now())
 
     def _settle_send(self, ticket: TicketId, error: HandoffError | None) -> None:
         send = self._sends.settle(ticket, error)
@@ -408,6 +418,7 @@ class RankHandoffs:
             blocks=BlockTable(0, send.table),
             deadline=self._deadline_of(prompt.ticket),
             trace=send.traces[ticket.id],
+            prompt_ids=prompt.token_ids,
         )
 
     def _receiving_tickets(self, prompt: Prompt) -> tuple[Ticket, ...]:

@@ -19,6 +19,8 @@ from baton.store.folder.opening import FILE_MODE
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable
 
+    from baton.store.interface import Body
+
 UNFINISHED: Final = "new-"
 """Begins the names of files that are being written, where they must have one."""
 
@@ -46,7 +48,7 @@ class Unnamed:
 
 
 @contextmanager
-def written(folder: int, buffers: Iterable[memoryview | bytes]) -> Generator[Unnamed]:
+def written(folder: int, buffers: Iterable[Body]) -> Generator[Unnamed]:
     """A file of these bytes, for the length of a block; it stays if it was given a name.
 
     Raises:
@@ -107,7 +109,7 @@ def _try_open_unnamed(folder: int) -> int | None:
     return None
 
 
-def _write(fd: int, buffers: Iterable[memoryview | bytes]) -> None:
+def _write(fd: int, buffers: Iterable[Body]) -> None:
     for buffer in buffers:
         rest = memoryview(buffer).cast("B")
         while rest:

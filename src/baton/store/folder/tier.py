@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from baton.store.folder.opening import Folder
-    from baton.store.interface import TierContext
+    from baton.store.interface import Body, TierContext
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class FolderTier:
                 return index
         return len(names)
 
-    def put(self, name: EntryName, body: memoryview) -> Put:
+    def put(self, name: EntryName, body: Body) -> Put:
         """See `Tier`."""
         if self._has(name):
             self._touch(name)

@@ -1,0 +1,79 @@
+"""Mode pool between vLLM servers: the two share a store, and nobody dials anybody."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+import pytest
+
+from baton.authority.key import ClusterKey
+from baton.authority.ticket import seal
+from tests.e2e_vllm.asking import ask_all, ask_one, make_prompts
+from tests.e2e_vllm.house import KEY
+from tests.e2e_vllm.tickets import Handoff, Server, make_ticket, read_tokens, read_verdict
+
+if TYPE_CHECKING:
+    from tests.e2e_vllm.house import House
+
+pytestmark = pytest.mark.vllm
+
+STORE_BLOCK = 64
+NOWHERE = "127.0.0.1:1"
+
+
+def pooled(prefill: Server, decode: Server, prompt: list[int]) -> Handoff:
+    """A ticket by which neither could reach the other."""
+    refs = [
+        msgspec.structs.replace(each.ref, address=NOWHERE, rank_addresses=())
+        for each in (prefill, decode)
+    ]
+    ticket = msgspec.structs.replace(make_ticket(*refs), mode="pool")
+    return Handoff(prefill, decode, prompt, ticket, seal(ticket, ClusterKey.from_hex(KEY)))
+
+
+@pytest.mark.parametrize("first", ["prefill", "decode"])
+def test_the_same_tokens_through_the_store(house: House, first: str) -> None:
+    prefill, decode = Server.of(house.prefill), Server.of(house.decode)
+    seed = {"prefill": 31, "decode": 32}[first]
+    prompts = make_prompts(5, seed=seed, shortest=20, longest=900)
+    expected = ask_all(house.oracle, prompts)
+    for prompt, oracle in zip(prompts, expected, strict=True):
+        handoff = pooled(prefill, decode, prompt)
+        if first == "prefill":
+            assert read_verdict(handoff.ask_prefill().result())["status"] == "offered"
+            answer = handoff.ask_decode().result()
+        else:
+            asked = handoff.ask_decode()  # it waits for what is not there yet
+            assert read_verdict(handoff.ask_prefill().result())["status"] == "offered"
+            answer = asked.result()
+        assert read_tokens(answer) == oracle
+        trace = handoff.read_decode_trace()
+        assert (trace.mode, trace.fallbacks) == ("pool", [])
+        assert trace.num_received_tokens == len(prompt)
+
+
+def test_what_another_prompt_left_lands_in_part(house: House) -> None:
+    prefill, decode = Server.of(house.prefill), Server.of(house.decode)
+    stem, end = make_prompts(2, seed=33, shortest=300, longest=400)
+    known = pooled(prefill, decode, stem)
+    assert read_verdict(known.ask_prefill().result())["status"] == "offered"
+    prompt = [*stem[: 3 * STORE_BLOCK + 5], *end]
+    oracle = ask_one(house.oracle, prompt)
+    handoff = pooled(prefill, decode, prompt)
+    asked = handoff.ask_decode()
+    decode.give_up(handoff.ticket, "nobody prefills this")
+    assert read_tokens(asked.result()) == oracle
+    assert handoff.read_decode_trace().num_received_tokens == 3 * STORE_BLOCK
+
+
+def test_another_tenant_finds_nothing(house: House) -> None:
+    prefill, decode = Server.of(house.prefill), Server.of(house.decode)
+    (prompt,) = make_prompts(1, seed=34, shortest=300, longest=300)
+    known = pooled(prefill, decode, prompt)
+    assert read_verdict(known.ask_prefill().result())["status"] == "offered"
+    handoff = pooled(prefill, decode, prompt)
+    # Salt and ticket do not agree: the ticket's part of the store is not this tenant's.
+    answer = handoff.ask_decode(cache_salt="a tenant").result()
+    assert read_tokens(answer) == ask_one(house.oracle, prompt)
+    assert decode.find_trace(handoff.ticket.request_id) is None

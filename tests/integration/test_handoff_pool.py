@@ -1,0 +1,366 @@
+"""Mode pool between real agents with real files, and pages of random bytes: what lands, and when."""
+
+from __future__ import annotations
+
+import os
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from baton.authority.key import ClusterKey
+from baton.authority.ticket import Ticket, WorkerRef
+from baton.clock import Instant, MachineClock
+from baton.config.sections import StoreSection
+from baton.errors import ConfigError
+from baton.handoff.agent import AgentOptions, HandoffAgent
+from baton.handoff.faces import Face
+from baton.handoff.interface import (
+    BlocksQuiescent,
+    KVFailed,
+    KVLanded,
+    KVSent,
+    ReceiveOrder,
+    SampledToken,
+    SendFailed,
+    SendOrder,
+)
+from baton.handoff.pooling.carrying import Carrier
+from baton.handoff.pooling.opening import open_pool
+from baton.ids import TicketId, WorkerId, new_epoch, new_ticket_id
+from baton.kv.canonical import read_canonical
+from baton.kv.copies import BlockTable, PagedSequence
+from baton.kv.identity import compute_prompt_hash
+from baton.kv.layout import KVLayout
+from baton.store.form import EntryForm
+from baton.telemetry.trace import LegTrace
+from baton.transfer.region import allocate_shared_region, release_region, view_pages
+from tests.e2e_vllm.asking import wait_until
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+    from baton.handoff.interface import HandoffEvent
+
+CLOCK = MachineClock()
+KEY = ClusterKey(b"k" * 32)
+FIRST = SampledToken(42)
+IN_STORE = 10
+NUM_TOKENS = 37
+PATIENCE_S = 20.0
+REFS = (
+    WorkerRef(WorkerId("p"), new_epoch(), "127.0.0.1:1"),
+    WorkerRef(WorkerId("d"), new_epoch(), "127.0.0.1:1"),
+)
+
+
+def section(place: Path, **changes: object) -> StoreSection:
+    shared = {"directory": str(place), "capacity_bytes": 1 << 20}
+    given = {"tiers": ("shared",), "block_size": IN_STORE, "options": {"shared": shared}}
+    return StoreSection(**{**given, **changes})  # type: ignore[arg-type]
+
+
+@dataclass
+class Node:
+    """One worker without an engine, and without peers."""
+
+    agent: HandoffAgent
+    layout: KVLayout
+    pages: list[NDArray[np.uint8]]
+    events: list[HandoffEvent] = field(default_factory=list)
+    traces: dict[TicketId, LegTrace] = field(default_factory=dict)
+
+    @property
+    def table(self) -> BlockTable:
+        return BlockTable(0, np.arange(len(self.pages[0]), dtype=np.int64))
+
+    def read(self, start: int, stop: int) -> list[bytes]:
+        here = PagedSequence(self.layout, self.table)
+        return [
+            read_canonical(here, layer, pages, start=start, stop=stop).tobytes()
+            for layer, pages in enumerate(self.pages)
+        ]
+
+    def order(self, ticket: Ticket, prompt: NDArray[np.int32], patience_s: float) -> dict:
+        trace = self.traces[ticket.id] = LegTrace(request_id="r", worker="", epoch="", leg="")
+        return {
+            "ticket": ticket,
+            "prompt_hash": compute_prompt_hash("model", ticket.tenant_salt, prompt),
+            "num_tokens": len(prompt),
+            "deadline": Instant(CLOCK.now() + patience_s),
+            "trace": trace,
+            "prompt_ids": prompt,
+        }
+
+    def offer(self, ticket: Ticket, prompt: NDArray[np.int32], num_ready: int = 0) -> None:
+        order = self.order(ticket, prompt, PATIENCE_S)
+        self.agent.offer(SendOrder(**order, num_ready_tokens=num_ready, blocks=self.table))
+
+    def expect(
+        self,
+        ticket: Ticket,
+        prompt: NDArray[np.int32],
+        start: int = 0,
+        patience_s: float = PATIENCE_S,
+    ) -> None:
+        first = start // self.layout.block_size
+        blocks = BlockTable(first, self.table.blocks[first:])
+        order = self.order(ticket, prompt, patience_s)
+        self.agent.expect(ReceiveOrder(**order, start=start, blocks=blocks))
+
+    def compute(self, ticket: Ticket, stop: int) -> None:
+        for layer in range(self.layout.num_layers):
+            self.agent.layer_ready([(ticket.id, stop)], layer)
+
+    def hear(self, *kinds: type) -> list[HandoffEvent]:
+        """Wait for so many events."""
+
+        def heard() -> bool:
+            self.events += self.agent.poll()
+            return len(self.events) >= len(kinds)
+
+        wait_until(heard, PATIENCE_S, lambda: self.events)
+        assert tuple(map(type, self.events)) == kinds, self.events
+        events, self.events = self.events, []
+        return events
+
+
+@contextmanager
+def node(store: StoreSection, block_size: int, fill: int) -> Iterator[Node]:
+    layout = KVLayout.gqa(3, 2, 8, block_size=block_size, dtype="float32")
+    shapes = [(100 // block_size, layout.page_bytes(layer)) for layer in range(3)]
+    region = allocate_shared_region(shapes)
+    pages = [view_pages(region.memory, array) for array in region.arrays]
+    rng = np.random.default_rng(fill)
+    for each in pages:
+        each[:] = rng.integers(0, 256, each.shape, dtype=np.uint8)
+    face = Face(layout, region)
+    agent = HandoffAgent(
+        AgentOptions(
+            worker=WorkerId("w"),
+            epoch=new_epoch(),
+            fingerprint="model",
+            faces=(face,),
+            transports=(),
+            key=KEY,
+            clock=CLOCK,
+            pool=open_pool(store, face, key=KEY, clock=CLOCK),
+        )
+    )
+    agent.start(lambda: None)
+    try:
+        yield Node(agent, layout, pages)
+    finally:
+        agent.stop()
+        pages.clear()
+        release_region(region)
+
+
+@pytest.fixture(name="pair")
+def pair_fixture(tmp_path: Path) -> Iterator[tuple[Node, Node]]:
+    store = section(tmp_path)
+    with node(store, 4, 1) as prefill, node(store, 6, 2) as decode:
+        yield prefill, decode
+
+
+def make_ticket(salt: str = "") -> Ticket:
+    return Ticket(new_ticket_id(), "r", *REFS, "pool", CLOCK.unix_now() + 60, salt)
+
+
+def make_prompt(seed: int = 0, num_tokens: int = NUM_TOKENS) -> NDArray[np.int32]:
+    return np.random.default_rng(seed).integers(0, 1000, num_tokens).astype(np.int32)
+
+
+def prefill_all(node: Node, ticket: Ticket, prompt: NDArray[np.int32]) -> None:
+    node.offer(ticket, prompt)
+    node.compute(ticket, len(prompt))
+    node.agent.finish(ticket.id, FIRST)
+    node.hear(KVSent)
+
+
+def entries(place: Path) -> list[Path]:
+    """The files of entries, the largest first: notes are smaller than any body here."""
+    found = [path for path in place.glob("baton-*-store/*") if len(path.name) == 64]
+    return sorted(found, key=lambda path: -path.stat().st_size)
+
+
+def test_decode_that_comes_later_finds_all_and_the_first_token(pair: tuple[Node, Node]) -> None:
+    prefill, decode = pair
+    ticket, prompt = make_ticket(), make_prompt()
+    prefill_all(prefill, ticket, prompt)
+    decode.expect(ticket, prompt)
+    assert decode.hear(KVLanded) == [KVLanded(ticket.id, FIRST)]
+    assert decode.read(0, NUM_TOKENS) == prefill.read(0, NUM_TOKENS)
+
+
+def test_decode_that_comes_first_waits_block_by_block(pair: tuple[Node, Node]) -> None:
+    prefill, decode = pair
+    ticket, prompt = make_ticket(), make_prompt()
+    decode.expect(ticket, prompt)
+    prefill.offer(ticket, prompt, num_ready=12)
+    for stop in (20, 29, NUM_TOKENS):
+        prefill.compute(ticket, stop)
+        whole = stop - stop % IN_STORE
+        wait_until(lambda whole=whole: decode.read(0, whole) == prefill.read(0, whole), PATIENCE_S)
+        assert stop == NUM_TOKENS or decode.agent.poll() == []
+    # All is there before the first token is: that is computed anew rather than waited for.
+    assert decode.hear(KVLanded) == [KVLanded(ticket.id, None)]
+    prefill.agent.finish(ticket.id, None)
+    prefill.hear(KVSent)
+    assert decode.read(0, NUM_TOKENS) == prefill.read(0, NUM_TOKENS)
+
+
+def test_what_is_cached_is_not_read_and_what_is_kept_not_written_again(
+    pair: tuple[Node, Node], tmp_path: Path
+) -> None:
+    prefill, decode = pair
+    first, second, prompt = make_ticket(), make_ticket(), make_prompt()
+    prefill_all(prefill, first, prompt)
+    inodes = {path.stat().st_ino for path in entries(tmp_path)[:4]}
+    before = decode.read(0, 12)
+    decode.expect(first, prompt, start=12)
+    decode.hear(KVLanded)
+    assert decode.read(0, 12) == before
+    assert decode.read(12, NUM_TOKENS) == prefill.read(12, NUM_TOKENS)
+    token_bytes = decode.layout.bytes_per_token
+    assert decode.traces[first.id].num_bytes == (NUM_TOKENS - IN_STORE) * token_bytes
+    prefill_all(prefill, second, prompt)
+    assert prefill.traces[first.id].num_bytes == NUM_TOKENS * token_bytes
+    assert prefill.traces[second.id].num_bytes == 0
+    assert {path.stat().st_ino for path in entries(tmp_path)[:4]} == inodes
+
+
+@pytest.mark.parametrize("spoil", ["unlink", "flip"])
+def test_what_is_lost_before_it_is_read_is_computed(
+    pair: tuple[Node, Node], tmp_path: Path, spoil: str
+) -> None:
+    prefill, decode = pair
+    ticket, prompt = make_ticket(), make_prompt()
+    stem = prompt[:30]
+    prefill_all(prefill, make_ticket(), stem)
+    known = set(entries(tmp_path))
+    prefill_all(prefill, ticket, prompt)
+    (tail,) = [p for p in set(entries(tmp_path)) - known if p.stat().st_size > 1000]
+    if spoil == "unlink":
+        tail.unlink()
+    else:
+        with tail.open("r+b") as file:
+            file.seek(-1, os.SEEK_END)
+            (byte,) = file.read(1)
+            file.seek(-1, os.SEEK_END)
+            file.write(bytes((byte ^ 1,)))
+    decode.expect(ticket, prompt)
+    assert decode.hear(KVLanded) == [KVLanded(ticket.id, None, 30)]
+    assert decode.read(0, 30) == prefill.read(0, 30)
+    assert not tail.exists()
+
+
+def test_nothing_at_all_fails_as_soon_as_prefill_is_over(
+    pair: tuple[Node, Node], tmp_path: Path
+) -> None:
+    prefill, decode = pair
+    ticket, prompt = make_ticket(), make_prompt()
+    decode.expect(ticket, prompt)
+    prefill.offer(ticket, prompt)
+    prefill.agent.abort(ticket.id, "its client left")
+    prefill.hear(SendFailed)
+    failed, quiescent = decode.hear(KVFailed, BlocksQuiescent)
+    assert "its client left" in str(failed.error)
+    assert quiescent == BlocksQuiescent(ticket.id)
+    assert entries(tmp_path) == [], "the note is left behind"
+
+
+@pytest.mark.parametrize("is_early", [True, False])
+def test_decode_is_told_that_prefill_failed(pair: tuple[Node, Node], is_early: bool) -> None:
+    prefill, decode = pair
+    known, ticket, prompt = make_ticket(), make_ticket(), make_prompt()
+    prefill_all(prefill, known, prompt[:20])
+    if is_early:
+        decode.agent.give_up(ticket.id, "killed")
+        decode.expect(ticket, prompt)
+    else:
+        decode.expect(ticket, prompt)
+        wait_until(lambda: decode.read(0, 20) == prefill.read(0, 20), PATIENCE_S)
+        decode.agent.give_up(ticket.id, "killed")
+    assert decode.hear(KVLanded) == [KVLanded(ticket.id, None, 20)]
+
+
+def test_the_deadline_ends_the_wait(pair: tuple[Node, Node]) -> None:
+    _, decode = pair
+    ticket = make_ticket()
+    decode.expect(ticket, make_prompt(), patience_s=0.05)
+    failed, _ = decode.hear(KVFailed, BlocksQuiescent)
+    assert "deadline" in str(failed.error)
+
+
+def test_an_aborted_wait_gives_the_blocks_back_once(pair: tuple[Node, Node]) -> None:
+    _, decode = pair
+    ticket = make_ticket()
+    decode.expect(ticket, make_prompt())
+    decode.agent.abort(ticket.id, "the client left")
+    decode.agent.abort(ticket.id, "again")
+    decode.hear(BlocksQuiescent)
+    assert decode.agent.poll() == []
+
+
+def test_another_tenant_or_prompt_finds_nothing(pair: tuple[Node, Node]) -> None:
+    prefill, decode = pair
+    prompt = make_prompt()
+    prefill_all(prefill, make_ticket("one"), prompt)
+    for ticket, wanted in ((make_ticket("two"), prompt), (make_ticket("one"), make_prompt(1))):
+        decode.expect(ticket, wanted, patience_s=0.05)
+        decode.hear(KVFailed, BlocksQuiescent)
+
+
+def test_a_store_without_room_fails_the_prefill_at_once(tmp_path: Path) -> None:
+    tiny = {"shared": {"directory": str(tmp_path), "capacity_bytes": 2048}}
+    with node(section(tmp_path, options=tiny), 4, 1) as prefill:
+        ticket, prompt = make_ticket(), make_prompt()
+        prefill.offer(ticket, prompt)
+        prefill.compute(ticket, IN_STORE)
+        (failed,) = prefill.hear(SendFailed)
+        assert failed.error.stage == "store"
+
+
+def test_a_prompt_larger_than_the_store_is_not_waited_for(tmp_path: Path) -> None:
+    small = {"shared": {"directory": str(tmp_path), "capacity_bytes": 16_384}}
+    store = section(tmp_path, options=small)
+    with node(store, 4, 1) as prefill, node(store, 6, 2) as decode:
+        ticket, prompt = make_ticket(), make_prompt(num_tokens=90)
+        prefill_all(prefill, ticket, prompt)
+        decode.expect(ticket, prompt)
+        failed, _ = decode.hear(KVFailed, BlocksQuiescent)
+        assert "no more" in str(failed.error)
+
+
+def test_stopping_ends_every_handoff(tmp_path: Path) -> None:
+    with node(section(tmp_path), 4, 1) as both:
+        sent, wanted = make_ticket(), make_ticket()
+        both.offer(sent, make_prompt())
+        both.expect(wanted, make_prompt())
+        both.agent.stop()
+        both.hear(SendFailed, KVFailed, BlocksQuiescent)
+
+
+def test_without_a_store_the_mode_fails_at_once() -> None:
+    with node(StoreSection(), 4, 1) as both:
+        both.expect(make_ticket(), make_prompt())
+        failed, _ = both.hear(KVFailed, BlocksQuiescent)
+        assert "no store" in str(failed.error)
+        both.offer(make_ticket(), make_prompt())
+        both.hear(SendFailed)
+
+
+def test_pages_that_cannot_be_divided_are_refused() -> None:
+    layout = KVLayout.gqa(3, 2, 8, block_size=4, dtype="float32")
+    opaque = KVLayout(layout.layers, 4, "float32", "opaque", arrangement="vllm-cpu/vec/LBHNC")
+    region = allocate_shared_region([(4, layout.page_bytes(layer)) for layer in range(3)])
+    form = EntryForm.of(layout, block_size=4, num_parts=1)
+    with pytest.raises(ConfigError, match="cannot be kept"):
+        Carrier(Face(opaque, region), form)
+    release_region(region)
