@@ -165,6 +165,9 @@ class BorrowingDesk:
 
     def tick(self) -> None:
         """Reach for lenders that are to be told something and are not linked."""
+        for served in self._desk.faces:
+            if served.face.annexes is not None:
+                served.face.annexes.prefault()
         now = self._desk.clock.now()
         for epoch in self.book.lenders:
             lender = self._lenders.get(epoch)

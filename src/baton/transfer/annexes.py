@@ -37,9 +37,13 @@ MIN_ROOM_PAGES: Final = 1 << 16
 ROOM_FACTOR: Final = 16
 """Room for the pages of that many peers as large as this one. Addresses cost nothing."""
 
+PREFAULT_BYTES: Final = 32 * 1024 * 1024
+"""About 2 ms of work."""
+
 _NOWHERE: Final = 0x4000 | mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # MAP_NORESERVE
 _MAP_FIXED: Final = 0x10
 _MREMAP_MAYMOVE_FIXED: Final = 3
+_MADV_POPULATE_READ: Final = 22
 _MADV_POPULATE_WRITE: Final = 23
 _FAILED: Final = ctypes.c_void_p(-1).value
 
@@ -58,7 +62,7 @@ class Annex:
 
 
 class Annexes:
-    """A region's pages with room for those of peers. `attach` and `detach`: one owner thread.
+    """A region's pages with room for those of peers. One owner thread, but for `view`.
 
     Nothing is mapped, and nothing costs anything, before the first `attach`.
     """
@@ -72,6 +76,7 @@ class Annexes:
         self._stop = self._first_free + max(MIN_ROOM_PAGES, ROOM_FACTOR * own)
         self._attached: list[Annex] = []
         self._ranges: list[tuple[int, int]] = []
+        self._unseen: list[tuple[Annex, int, int]] = []  # start, bytes: not in the page table
 
     @property
     def is_open(self) -> bool:
@@ -109,7 +114,9 @@ class Annexes:
         self._attached.append(annex)
         try:
             for array, view in enumerate(views):
-                _map_again(view, self._place(array, annex.first))
+                start = self._place(array, annex.first)
+                _map_again(view, start)
+                self._unseen.append((annex, start, _round_up(view.nbytes)))
         except OSError as exc:
             self.detach(annex)
             raise TransferError(f"cannot map the peer's pages: {exc}") from exc
@@ -119,14 +126,30 @@ class Annexes:
         """Unmap: nobody reads these pages here any more. Unknown ones are ignored."""
         if annex in self._attached:
             self._attached.remove(annex)
+            self._unseen = [each for each in self._unseen if each[0] != annex]
             for array in range(len(self._ranges)):
                 num_bytes = _round_up(annex.num_pages * self._arrays[array].page_bytes)
                 _reserve(self._place(array, annex.first), num_bytes)
+
+    def prefault(self) -> bool:
+        """Enter the next slice of what was attached into the page table; whether there was one.
+
+        Else who looks at a page first waits for that: 13 ms of a step for 256 MiB of KV.
+        """
+        if not self._unseen:
+            return False
+        annex, start, num_bytes = self._unseen.pop()
+        slice_bytes = min(PREFAULT_BYTES, num_bytes)
+        _libc.madvise(start, slice_bytes, _MADV_POPULATE_READ)  # best effort, as below
+        if num_bytes > slice_bytes:
+            self._unseen.append((annex, start + slice_bytes, num_bytes - slice_bytes))
+        return True
 
     def close(self) -> None:
         """Give all addresses back; nobody uses a view any more. Idempotent."""
         ranges, self._ranges = self._ranges, []
         self._attached.clear()
+        self._unseen.clear()
         for start, num_bytes in ranges:
             _libc.munmap(start, num_bytes)
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from baton.errors import TransferError
-from baton.transfer.annexes import MIN_ROOM_PAGES, Annexes
+from baton.transfer.annexes import MIN_ROOM_PAGES, Annex, Annexes
 from baton.transfer.region import (
     allocate_shared_region,
     map_peer_memory,
@@ -125,6 +125,26 @@ def test_nothing_is_left_of_a_peer_that_was_detached() -> None:
         for layer in range(len(SIZES)):
             assert protection_at(address_of(seen, layer, annex.first)) == "---p"
         assert seen.attach(look_at(next_one)).first == annex.first, "its place is free again"
+
+
+def resident_pages(seen: Annexes, layer: int, annex: Annex) -> int:
+    """Pages of memory that are in the page table, by /proc/self/pagemap."""
+    start = address_of(seen, layer, annex.first) // mmap.PAGESIZE
+    num_pages = -(-annex.num_pages * SIZES[layer] // mmap.PAGESIZE)
+    with Path("/proc/self/pagemap").open("rb", buffering=0) as pagemap:
+        pagemap.seek(8 * start)
+        entries = np.frombuffer(pagemap.read(8 * num_pages), np.uint64)
+    return int((entries >> np.uint64(63)).sum())
+
+
+def test_what_was_attached_enters_the_page_table_slice_by_slice() -> None:
+    with annexes(30) as seen, region(7) as peer, region(9000) as large:
+        annex, gone = seen.attach(look_at(peer)), seen.attach(look_at(large))
+        assert resident_pages(seen, 2, annex) == 0
+        assert seen.prefault(), "112 MB in one slice would be a stop"
+        seen.detach(gone)
+        assert [seen.prefault() for _ in range(len(SIZES) + 1)] == [True] * 3 + [False]
+        assert resident_pages(seen, 2, annex) == -(-7 * SIZES[2] // mmap.PAGESIZE)
 
 
 def test_a_gap_that_is_too_small_is_left() -> None:

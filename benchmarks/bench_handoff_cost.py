@@ -1,0 +1,211 @@
+"""What a handoff costs by reference and by push, agents alone: no engine, KV in place already.
+
+    python benchmarks/bench_handoff_cost.py [--repetitions 9] [--json FILE]
+
+CPU time of both agents' threads from `expect` to `KVLanded`, and the time on the wall. In a real
+handoff most of a push hides behind prefill; what is counted here is the work, hidden or not.
+`first look` is the CPU time of gathering all borrowed pages once, over that of doing it again:
+what the page table costs whoever attends over a peer's pages for the first time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+from rich.console import Console
+
+from baton.authority.key import ClusterKey
+from baton.authority.ticket import Ticket, WorkerRef
+from baton.clock import Instant, MachineClock
+from baton.handoff.agent import AgentOptions, HandoffAgent
+from baton.handoff.faces import Face
+from baton.handoff.interface import (
+    KVFailed,
+    KVLanded,
+    KVLent,
+    KVSent,
+    LoanEnded,
+    ReceiveOrder,
+    SampledToken,
+    SendFailed,
+    SendOrder,
+)
+from baton.handoff.link_options import LinkOptions
+from baton.ids import WorkerId, new_epoch, new_ticket_id
+from baton.kv.copies import BlockTable
+from baton.kv.layout import KVLayout
+from baton.telemetry.trace import LegTrace
+from baton.transfer.annexes import Annexes
+from baton.transfer.interface import TRANSPORTS, TransportContext
+from baton.transfer.region import allocate_shared_region, release_region
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from baton.authority.ticket import HandoffMode
+
+LENGTHS = (512, 1024, 2048, 4096, 8192)
+BLOCK_SIZE = 16
+NUM_BLOCKS = 2 * max(LENGTHS) // BLOCK_SIZE
+LAYOUT = KVLayout.gqa(16, 16, 16, block_size=BLOCK_SIZE, dtype="float32")
+"""32 KiB a token, in pages of 32 KiB."""
+TIMEOUT_S = 60.0
+CLOCK = MachineClock()
+console = Console(stderr=True)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One handoff. `first_look_s` and `again_s` are None where it was pushed."""
+
+    mode: str
+    num_tokens: int
+    cpu_s: float
+    wall_s: float
+    first_look_s: float | None
+    again_s: float | None
+
+
+@dataclass(eq=False)
+class Node:
+    """An agent, its pages, and where they go on."""
+
+    agent: HandoffAgent
+    annexes: Annexes
+    ref: WorkerRef
+    woken: threading.Event
+
+    def wait(self, *kinds: type) -> object:
+        """The next event of one of these kinds."""
+        deadline = time.monotonic() + TIMEOUT_S
+        while time.monotonic() < deadline:
+            self.woken.wait(1.0)
+            self.woken.clear()
+            for event in self.agent.poll():
+                if type(event) in {KVFailed, SendFailed}:
+                    raise RuntimeError(str(event))
+                if type(event) in kinds:
+                    return event
+        raise RuntimeError(f"none of {kinds} within {TIMEOUT_S} s")
+
+    def cpu_s(self) -> float:
+        """CPU time of the agent's thread."""
+        ident = next(t.ident for t in threading.enumerate() if t is self.agent._thread)  # noqa: SLF001
+        return time.clock_gettime(time.pthread_getcpuclockid(ident))
+
+
+@contextmanager
+def node(name: str, key: ClusterKey) -> Iterator[Node]:
+    """An agent over `shared`, with pages that hold no KV of anybody."""
+    region = allocate_shared_region([(NUM_BLOCKS, LAYOUT.page_bytes(n)) for n in range(16)])
+    annexes, epoch, woken = Annexes(region), new_epoch(), threading.Event()
+    context = TransportContext(key=key, epoch=epoch, bind_host="127.0.0.1", clock=CLOCK)
+    agent = HandoffAgent(
+        AgentOptions(
+            worker=WorkerId(name),
+            epoch=epoch,
+            fingerprint="f" * 64,
+            faces=(Face(LAYOUT, region, annexes=annexes),),
+            transports=(TRANSPORTS.build("shared", {})(context),),
+            key=key,
+            clock=CLOCK,
+            links=LinkOptions("listed"),
+        )
+    )
+    agent.start(woken.set)
+    try:
+        yield Node(agent, annexes, WorkerRef(WorkerId(name), epoch, agent.address), woken)
+    finally:
+        agent.stop()
+        annexes.close()
+        release_region(region)
+
+
+def hand_over(prefill: Node, decode: Node, mode: HandoffMode, num_tokens: int) -> Sample:
+    """One handoff of a prompt that is computed already."""
+    ticket = Ticket(
+        new_ticket_id(), "bench", prefill.ref, decode.ref, mode, CLOCK.unix_now() + TIMEOUT_S
+    )
+    table = BlockTable(0, np.arange(-(-num_tokens // BLOCK_SIZE), dtype=np.int64))
+    common = {"ticket": ticket, "prompt_hash": bytes(32), "num_tokens": num_tokens}
+    common |= {"blocks": table, "deadline": Instant(CLOCK.now() + TIMEOUT_S)}
+    trace = LegTrace(request_id="bench", worker="", epoch="", leg="decode")
+    prefill.agent.offer(
+        SendOrder(**common, num_ready_tokens=num_tokens, trace=msgspec.structs.replace(trace))
+    )
+    prefill.agent.finish(ticket.id, SampledToken(1))
+    time.sleep(0.05)
+    cpu_s, began = prefill.cpu_s() + decode.cpu_s(), time.monotonic()
+    decode.agent.expect(ReceiveOrder(**common, start=0, trace=trace))
+    landed = decode.wait(KVLanded)
+    wall_s = time.monotonic() - began
+    cpu_s = prefill.cpu_s() + decode.cpu_s() - cpu_s
+    prefill.wait(KVSent, KVLent)
+    looks: list[float | None] = [None, None]
+    if mode == "reference":
+        if len(landed.borrowed) != len(table.blocks) - 1:
+            raise RuntimeError(f"not by reference: {trace.reroutes}")
+        looks = [look_at(decode, landed.borrowed) for _ in range(2)]
+        decode.agent.give_back(ticket.id)
+        prefill.wait(LoanEnded)
+    return Sample(mode, num_tokens, cpu_s, wall_s, *looks)
+
+
+def look_at(decode: Node, blocks: tuple[int, ...]) -> float:
+    """CPU seconds of gathering these pages of all layers."""
+    began = time.thread_time()
+    for layer in range(LAYOUT.num_layers):
+        decode.annexes.view(layer)[list(blocks)]
+    return time.thread_time() - began
+
+
+def main() -> None:
+    """Run the benchmark, print a line for each length and mode, keep the samples."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--repetitions", type=int, default=9)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    key, samples, load_before = ClusterKey.generate(), [], os.getloadavg()[0]
+    with node("prefill", key) as prefill, node("decode", key) as decode:
+        for mode in ("push", "reference"):
+            hand_over(prefill, decode, mode, LENGTHS[0])  # warm-up
+        for num_tokens in LENGTHS:
+            for mode in ("push", "reference"):
+                here = [
+                    hand_over(prefill, decode, mode, num_tokens) for _ in range(options.repetitions)
+                ]
+                samples += here
+                cpu_ms = sorted(1e3 * sample.cpu_s for sample in here)
+                wall_ms = sorted(1e3 * sample.wall_s for sample in here)
+                looks = [1e3 * (s.first_look_s - s.again_s) for s in here if s.again_s is not None]
+                more = f"first look {looks[0]:+.1f} ms" if looks else ""
+                console.print(
+                    f"{num_tokens:5} tokens {mode:9} CPU {statistics.median(cpu_ms):7.2f} ms "
+                    f"(least {cpu_ms[0]:.2f}), wall {statistics.median(wall_ms):7.1f} ms "
+                    f"(least {wall_ms[0]:.1f}) {more}"
+                )
+    if options.json:
+        record = {
+            "command": " ".join(["python", *sys.argv]),
+            "machine": f"{os.cpu_count()} cores",
+            "load_before": load_before,
+            "load_after": os.getloadavg()[0],
+            "samples": [asdict(sample) for sample in samples],
+        }
+        options.json.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
