@@ -18,7 +18,7 @@ RUNTIME := $(VENV)/.installed-runtime
 VLLM := $(VENV)/.installed-vllm
 DEV := $(VENV)/.installed-dev
 
-.PHONY: help up test check install install-dev format clean
+.PHONY: help up test chaos check install install-dev format clean
 .DEFAULT_GOAL := help
 
 ifneq ($(filter-out vllm transformers,$(ENGINE)),)
@@ -30,6 +30,7 @@ help:
 	@echo 'make up [ARGS="--decode 2"]  install what is needed, start gateway and workers'
 	@echo 'make up ENGINE=vllm          the same with vLLM as the engine'
 	@echo 'make test                    install what tests need, run every check and test'
+	@echo 'make chaos                   every fault, to everybody, at every stage: half an hour'
 	@echo 'make check                   the checks without the tests'
 	@echo 'make install [ENGINE=vllm]   only install, into .venv'
 	@echo 'make install-dev             the same, and what checks need'
@@ -45,6 +46,10 @@ test: check $(VLLM)
 	$(BIN)/python -m pytest -q -n 2 --dist loadscope $(APART) $(PYTEST_ARGS) || status=$$?; \
 	$(BIN)/python -m pytest -q $(addprefix --ignore=,$(APART)) $(PYTEST_ARGS) || status=$$?; \
 	exit $$status
+
+# CI runs what stands for the others. Network namespaces need root; without, those tests skip.
+chaos: $(DEV)
+	$(BIN)/python -m pytest -q tests/chaos --all-chaos -m 'not vllm' -o timeout=600 $(PYTEST_ARGS)
 
 check: $(DEV)
 	$(BIN)/ruff check .

@@ -16,7 +16,22 @@ if TYPE_CHECKING:
     from tests.e2e_vllm.house import House, Street
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--all-chaos", action="store_true", help="all of tests/chaos, not only what stands for it"
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--all-chaos"):
+        return
+    left_out = [item for item in items if item.get_closest_marker("every")]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if not item.get_closest_marker("every")]
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "every: runs with --all-chaos only (make chaos)")
     config.addinivalue_line(
         "markers", "vllm: starts real vLLM servers, some 15 s each; deselect with -m 'not vllm'"
     )

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 Prompt: TypeAlias = list[int]
 
-CLIENT_TIMEOUT = aiohttp.ClientTimeout(total=40)
+CLIENT_TIMEOUT = aiohttp.ClientTimeout(total=90)
 """No test waits this long: it turns a hang into a failure."""
 SERVER_FAULTS = frozenset({502, 503, 504})
 

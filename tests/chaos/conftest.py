@@ -12,11 +12,14 @@ from typing import TYPE_CHECKING
 import aiohttp
 import pytest
 
+from baton.authority.key import ClusterKey
 from baton.testing.fleet import Fleet, FleetProcess
 from tests.chaos.clients import CLIENT_TIMEOUT, Ask, Prompt, Prompts, Said, ask
 from tests.chaos.watching import (
+    PATIENCE_S,
     Footprint,
     find_processes_of_sessions,
+    find_trace,
     is_listening,
     is_stopped,
     read_abstract_names,
@@ -24,16 +27,17 @@ from tests.chaos.watching import (
     read_footprint,
     read_listening_ports,
     read_shm_files,
-    read_summary,
     until,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+    from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 
     from baton.config.sections import Role
 
 KEY = "ab" * 32
+BEARER = {"authorization": f"Bearer {ClusterKey.from_hex(KEY).sign('http', b'worker').hex()}"}
+"""What workers beyond loopback want of whoever asks them."""
 SEED = 20261121
 NUM_BLOCKS = 440
 LONG = 1600
@@ -73,8 +77,9 @@ class Pair:
             self._meet(worker.wait_ready())
         self.start_gateway()
 
-    def start_gateway(self) -> None:
-        self.gateway = self.fleet.start_gateway([self.prefill], [self.decode], settings=GATEWAY)
+    def start_gateway(self, port: int = 0) -> None:
+        settings = GATEWAY | {"gateway.port": port}
+        self.gateway = self.fleet.start_gateway([self.prefill], [self.decode], settings=settings)
 
     def heal(self) -> None:
         """Undo what a test that failed has left behind."""
@@ -83,6 +88,7 @@ class Pair:
             worker.send(signal.SIGCONT)
             if not worker.is_alive:
                 self.restart(role)
+        self.gateway.send(signal.SIGCONT)
         if not self.gateway.is_alive:
             self.start_gateway()
 
@@ -91,8 +97,11 @@ class Pair:
         dead = self.prefill if role == "prefill" else self.decode
         assert not dead.is_alive
         assert dead.ready is not None
-        port = dead.ready.url.rpartition(":")[2]
-        fresh = start(self.fleet, self.transport, role, port=int(port)).wait_ready()
+        doors = {
+            "worker.port": port_of(dead.ready.url),
+            "worker.handoff_port": port_of(dead.ready.handoff_address),
+        }
+        fresh = start(self.fleet, self.transport, role, doors).wait_ready()
         self._meet(fresh)
         if role == "prefill":
             self.prefill = fresh
@@ -115,7 +124,7 @@ class House:
     """Everything that runs. `prompts` are fresh for each request unless a test wants otherwise."""
 
     oracle: FleetProcess
-    pairs: tuple[Pair, Pair]
+    pairs: tuple[Pair, ...]
     prompts: Prompts
 
     def pair(self, transport: str) -> Pair:
@@ -139,19 +148,22 @@ class House:
                 assert said.is_clean_error
                 return False
             assert said == await self.expect(session, request.prompt)
-            summary = await read_summary(session, pair.gateway, request.id)
-            if summary["num_received_tokens"] == 0:
+            trace = await find_trace(session, pair.decode, request.id)
+            assert trace is not None
+            if trace.num_received_tokens == 0:
                 return False
-            assert summary["transport"] == pair.transport
+            assert trace.transport == pair.transport
             return True
 
-        await until("a request is handed over", handed_over, 8.0)
+        await until("a request is handed over", handed_over, PATIENCE_S)
 
 
 @asynccontextmanager
 async def opened_session() -> AsyncIterator[aiohttp.ClientSession]:
     connector = aiohttp.TCPConnector(limit=0, force_close=True)
-    async with aiohttp.ClientSession(timeout=CLIENT_TIMEOUT, connector=connector) as session:
+    async with aiohttp.ClientSession(
+        timeout=CLIENT_TIMEOUT, connector=connector, headers=BEARER
+    ) as session:
         yield session
 
 
@@ -198,8 +210,14 @@ async def freeze(process: FleetProcess) -> None:
     await until("stopped", stopped, 2.0)
 
 
-def start(fleet: Fleet, transport: str, role: Role, *, port: int = 0) -> FleetProcess:
-    settings = ROLES[role] | {"transfer.transports": [transport], "worker.port": port}
+def port_of(address: str) -> int:
+    return int(address.rpartition(":")[2])
+
+
+def start(
+    fleet: Fleet, transport: str, role: Role, changes: Mapping[str, object] | None = None
+) -> FleetProcess:
+    settings = ROLES[role] | {"transfer.transports": [transport]} | dict(changes or {})
     return fleet.start_worker(f"{transport}-{role}", role, settings)
 
 
@@ -212,10 +230,20 @@ def house(standing_house: House) -> House:
 
 
 @pytest.fixture(scope="session")
-def standing_house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
+def oracle(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FleetProcess]:
+    """A worker to which nothing happens."""
+    environment = dict(os.environ, BATON_CLUSTER_KEY=KEY)
+    with Fleet(tmp_path_factory.mktemp("oracle"), environment) as fleet:
+        yield fleet.start_worker("oracle", "both", ENGINE)
+        fleet.stop()
+
+
+@pytest.fixture(scope="session")
+def standing_house(
+    tmp_path_factory: pytest.TempPathFactory, oracle: FleetProcess
+) -> Iterator[House]:
     environment = dict(os.environ, BATON_CLUSTER_KEY=KEY)
     with Fleet(tmp_path_factory.mktemp("logs"), environment) as fleet:
-        oracle = fleet.start_worker("oracle", "both", ENGINE)
         shared, tcp = (
             Pair(kind, fleet, start(fleet, kind, "prefill"), start(fleet, kind, "decode"))
             for kind in ("shared", "tcp")

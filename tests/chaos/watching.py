@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from baton.testing.fleet import FleetProcess
 
 POLL_S = 0.02
+PATIENCE_S = 30.0
+"""For what must come, where how soon is not the question: on however busy a machine."""
 LISTEN = "0A"
 ACCEPTS_CONNECTIONS = 0x10000
 
@@ -142,7 +144,7 @@ async def until_mid_handoff(
         load = await read_load(session, decode)
         return load.awaiting_kv > 0 and load.reserved > 0
 
-    await until("pages are written", under_way, 10.0)
+    await until("pages are written", under_way, PATIENCE_S)
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from baton.clock import Clock
     from baton.config.sections import Role
 
-START_TIMEOUT_S: Final = 60.0
+START_TIMEOUT_S: Final = 180.0
 SERVER_START_TIMEOUT_S: Final = 240.0
 """Of an engine with a server of its own, where several start at once on few cores."""
 STOP_TIMEOUT_S: Final = 15.0
@@ -135,12 +135,16 @@ class FleetProcess:
 
 @dataclass
 class Fleet:
-    """Processes that share a cluster key. Use as a context manager; `logs` is a folder."""
+    """Processes that share a cluster key. Use as a context manager; `logs` is a folder.
+
+    `prefix` is what their commands begin with: `ip netns exec …` makes them those of another host.
+    """
 
     logs: Path
     environment: Mapping[str, str]
     clock: Clock = field(default_factory=MachineClock)
     processes: list[FleetProcess] = field(default_factory=list)
+    prefix: tuple[str, ...] = ()
 
     def __enter__(self) -> Self:
         """Nothing is started yet."""
@@ -216,7 +220,7 @@ class Fleet:
     def _start(
         self, name: str, command: Sequence[str], settings: Mapping[str, object]
     ) -> FleetProcess:
-        words = [sys.executable, "-m", "baton.cli", *command, "--announce-fd", "1"]
+        words = [*self.prefix, sys.executable, "-m", "baton.cli", *command, "--announce-fd", "1"]
         for key, value in settings.items():
             words += ["--set", f"{key}={_as_toml(value)}"]
         log = self.logs / f"{name}-{len(self.processes)}.log"

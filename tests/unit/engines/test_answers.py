@@ -94,6 +94,9 @@ def test_a_preempted_answer_goes_on_as_if_nothing_had_happened() -> None:
     assert tight.loop.stats().num_preemptions > 0
     assert roomy.loop.stats().num_preemptions == 0
     assert [tight.tokens(n) for n in prompts] == [roomy.tokens(n) for n in prompts]
+    # A prompt is counted once, however often it is scheduled (vllm#43736).
+    assert tight.loop.stats().prompt_tokens == roomy.loop.stats().prompt_tokens == 4 * 20
+    assert tight.loop.stats().cached_prompt_tokens == roomy.loop.stats().cached_prompt_tokens
     tight.check_all_blocks_are_free()
 
 

@@ -1,0 +1,172 @@
+"""What holds after any fault: the right tokens or a clean error, nothing leaked, counters moved."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import Counter
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias, assert_never
+
+import aiohttp
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.chaos.watching import PATIENCE_S, read_footprint, read_shm_files, until, until_idle
+
+if TYPE_CHECKING:
+    from baton.testing.fleet import FleetProcess
+    from tests.chaos.injections import Case, Victim
+
+Counters: TypeAlias = Counter[tuple[str, frozenset[tuple[str, str]]]]
+
+SETTLE_S = PATIENCE_S
+"""Until nothing of a fault is left. How quick that is, others measure (test_leaving.py)."""
+
+
+class Outcome(StrEnum):
+    """What the client may see."""
+
+    RIGHT = "right"
+    RIGHT_OR_ERROR = "right, or a clean error"
+    ERROR = "a clean error"
+    BROKEN = "a broken connection"  # to a gateway that died: nobody is left to say anything
+    NOBODY = "nobody waits"
+
+
+@dataclass(frozen=True)
+class Moved:
+    """A counter that must have grown: on whom, its name, and labels that it has among others.
+
+    `without` are labels that it has not.
+    """
+
+    on: Victim
+    name: str
+    labels: tuple[tuple[str, str], ...] = ()
+    without: tuple[tuple[str, str], ...] = ()
+
+    def total(self, counters: Counters) -> float:
+        wanted, unwanted = set(self.labels), set(self.without)
+        return sum(
+            value for (name, labels), value in counters.items()
+            if name == self.name and wanted <= labels and not unwanted & labels
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Belongings:
+    """What a worker holds: descriptors by kind, mapped memories, threads."""
+
+    descriptors: tuple[tuple[str, int], ...]
+    num_memories: int
+    num_threads: int
+
+    @classmethod
+    def of(cls, process: FleetProcess) -> Belongings:
+        footprint = read_footprint(process)
+        num_threads = len(list(Path(f"/proc/{process.pid}/task").iterdir()))
+        return cls(footprint.descriptors, len(footprint.memories), num_threads)
+
+
+async def read_counters(session: aiohttp.ClientSession, process: FleetProcess) -> Counters:
+    """Every counter of a process, by name and labels; nothing if it does not answer."""
+    try:
+        async with session.get(f"{process.url}/metrics") as response:
+            text = await response.text()
+    except aiohttp.ClientError:
+        return Counter()
+    return Counter({
+        (sample.name, frozenset(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.name.endswith("_total")
+    })
+
+
+async def check_outcome(case: Case, outcome: Outcome) -> None:
+    """What the client was told is what it may be told."""
+    match outcome:
+        case Outcome.NOBODY:
+            assert case.asking.cancelled()
+        case Outcome.BROKEN:
+            with contextlib.suppress(aiohttp.ClientError, ConnectionError):
+                said = await case.asking
+                raise AssertionError(f"an answer from the dead: {said}")
+        case Outcome.RIGHT | Outcome.ERROR | Outcome.RIGHT_OR_ERROR:
+            await _check_said(case, outcome)
+        case _:
+            assert_never(outcome)
+
+
+async def _check_said(case: Case, outcome: Outcome) -> None:
+    said = await case.asking
+    if said.error is None:
+        assert outcome is not Outcome.ERROR, "nobody could have answered"
+        num_tokens = case.request.num_tokens
+    else:
+        assert outcome is not Outcome.RIGHT, said
+        assert said.is_clean_error, said
+        num_tokens = len(said.tokens)
+    if num_tokens:
+        expected = await case.house.expect(case.session, case.request.prompt, num_tokens)
+        assert said.tokens == expected.tokens, "a wrong token"
+
+
+class Inventory:
+    """What everybody holds and has counted before a fault; checked after it."""
+
+    def __init__(self, case_session: aiohttp.ClientSession) -> None:
+        self._session = case_session
+        self._belongings: dict[int, tuple[FleetProcess, Belongings]] = {}
+        self._counters: dict[int, Counters] = {}
+
+    async def take(self, workers: tuple[FleetProcess, ...], gateway: FleetProcess) -> None:
+        for worker in workers:
+            self._belongings[worker.pid] = worker, Belongings.of(worker)
+        for process in (*workers, gateway):
+            self._counters[process.pid] = await read_counters(self._session, process)
+
+    async def check_moved(self, case: Case, moved: tuple[Moved, ...]) -> None:
+        """Each of these counters has grown (a new life's began at 0)."""
+        for counter in moved:
+            process = case.process(counter.on)
+            before = self._counters.get(process.pid, Counter())
+
+            async def grew(counter=counter, process=process, before=before) -> bool:
+                after = await read_counters(self._session, process)
+                return counter.total(after) > counter.total(before)
+
+            await until(f"{counter} moved", grew, SETTLE_S)
+
+    async def check_nothing_leaked(self, case: Case) -> float:
+        """Every page is back, and those who lived through it hold what they held before."""
+        pair = case.pair
+        elapsed_s = await until_idle(self._session, pair.prefill, pair.decode, within_s=SETTLE_S)
+        await until("the gateway serves nothing", self._gateway_is_idle(case), SETTLE_S)
+        await case.house.check_handoff(self._session, pair)
+        for worker, before in self._belongings.values():
+            if worker.is_alive:
+                await _until_belongings(worker, before)
+                assert not read_shm_files(worker.pid)
+        return elapsed_s
+
+    def _gateway_is_idle(self, case: Case):
+        async def idle() -> bool:
+            async with self._session.get(f"{case.pair.gateway.url}/metrics") as response:
+                return "baton_gateway_inflight_requests 0.0" in await response.text()
+
+        return idle
+
+
+async def _until_belongings(worker: FleetProcess, before: Belongings) -> None:
+    async def same() -> bool:
+        return Belongings.of(worker) == before
+
+    try:
+        await until("belongings", same, SETTLE_S)
+    except AssertionError as exc:
+        now = Belongings.of(worker)
+        raise AssertionError(f"{worker.name} holds {now}, and held {before}") from exc
+    await asyncio.sleep(0)

@@ -1,0 +1,91 @@
+"""How far a request has come when a fault strikes, each proved from outside before it does."""
+
+from __future__ import annotations
+
+import asyncio
+from enum import StrEnum
+from typing import TYPE_CHECKING, assert_never
+
+from baton.telemetry.trace import Stamp
+from tests.chaos.clients import Ask, ask
+from tests.chaos.conftest import LONG, freeze
+from tests.chaos.injections import Case
+from tests.chaos.watching import PATIENCE_S, find_trace, is_stopped, until, until_mid_handoff
+
+if TYPE_CHECKING:
+    import aiohttp
+
+    from tests.chaos.conftest import House, Pair
+
+NUM_ANSWER_TOKENS = 400
+"""An answer long enough for a fault to find it under way."""
+
+
+class Stage(StrEnum):
+    """Where a request stands."""
+
+    BEFORE_GRANT = "before the grant"
+    MID_TRANSFER = "mid transfer"
+    DECODING = "decoding"
+
+
+async def reach(stage: Stage, house: House, session: aiohttp.ClientSession, pair: Pair) -> Case:
+    """Ask through the gateway, and return when the request stands there."""
+    match stage:
+        case Stage.BEFORE_GRANT:
+            return await _before_grant(house, session, pair)
+        case Stage.MID_TRANSFER:
+            return await _mid_transfer(house, session, pair)
+        case Stage.DECODING:
+            return await _decoding(house, session, pair)
+        case _:
+            assert_never(stage)
+
+
+def _ask(case: Case) -> None:
+    url = case.pair.gateway.url
+    case.asking = asyncio.create_task(ask(case.session, url, case.request, case.streaming))
+
+
+async def _before_grant(house: House, session: aiohttp.ClientSession, pair: Pair) -> Case:
+    """Decode is kept from it (stopped): prefill has the request, and nothing was granted."""
+    case = Case(house, session, pair, Ask(house.prompts.make(LONG)))
+    await freeze(pair.decode)
+    case.keeps_decode_stopped = True
+    _ask(case)
+
+    async def waits() -> bool:
+        return await find_trace(session, pair.prefill, case.request.id) is not None
+
+    await until("prefill has it", waits, PATIENCE_S)
+    trace = await find_trace(session, pair.prefill, case.request.id)
+    assert trace is not None
+    assert trace.num_bytes == 0
+    assert is_stopped(pair.decode)
+    assert not case.asking.done()
+    return case
+
+
+async def _mid_transfer(house: House, session: aiohttp.ClientSession, pair: Pair) -> Case:
+    case = Case(house, session, pair, Ask(house.prompts.make(LONG)))
+    _ask(case)
+    await until_mid_handoff(session, pair.prefill, pair.decode, case.request.id)
+    assert not case.asking.done()
+    return case
+
+
+async def _decoding(house: House, session: aiohttp.ClientSession, pair: Pair) -> Case:
+    """The KV has landed and tokens come."""
+    request = Ask(house.prompts.make(60), num_tokens=NUM_ANSWER_TOKENS, stream=True)
+    case = Case(house, session, pair, request)
+    _ask(case)
+
+    async def flows() -> bool:
+        return len(case.streaming.tokens) > 5
+
+    await until("the stream flows", flows, PATIENCE_S)
+    trace = await find_trace(session, pair.decode, request.id)
+    assert trace is not None
+    assert Stamp.KV_READY in trace.stamps, "it was handed over"
+    assert not case.asking.done()
+    return case
