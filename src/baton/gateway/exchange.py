@@ -1,7 +1,7 @@
 """One request and its two legs: placed, asked, and placed again if that can still help.
 
-Both legs are asked at once, but in mode pull: there the KV waits at the prefill worker until the
-decode worker, asked second, has room for it.
+Both legs are asked at once, but in modes pull and pool: there the KV waits at the prefill worker,
+or in the store, until the decode worker, asked second, has room for it.
 """
 
 from __future__ import annotations
@@ -45,6 +45,9 @@ if TYPE_CHECKING:
 MAX_ATTEMPTS: Final = 2
 MAX_PREFILL_FAILURES: Final = 2
 """Of prefill workers that are asked first: then decode computes the prompt."""
+
+_PREFILL_FIRST: Final[frozenset[HandoffMode]] = frozenset({"pull", "pool"})
+"""Decode is asked once KV is held for it, or kept in the store: until then it needs no blocks."""
 
 EVERY_MODE: Final[frozenset[HandoffMode]] = frozenset(get_args(HandoffMode))
 
@@ -153,7 +156,7 @@ class Exchange:
         with Interruptible() as attempt:
             leg = PrefillLeg(self._services, self._call, handoff, attempt, early=wanted)
             answering = partial(self._decode_leg, decode, bodies.decode, wanted)
-            if placement.handoff == "pull":
+            if placement.handoff in _PREFILL_FIRST:
                 await self._pull(leg, bodies.prefill, answering)
             else:
                 await self._push(leg, bodies.prefill, answering)

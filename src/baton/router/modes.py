@@ -91,6 +91,8 @@ def _why_not(
     for worker in (prefill, decode):
         if mode not in worker.modes:
             return f"{worker.id} does not know the mode {mode}"
+    if mode == "reference" and prefill.host != decode.host:
+        return f"{prefill.id} and {decode.id} are not on one host"
     return None
 
 

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from baton.authority.key import ClusterKey
+    from baton.authority.ticket import HandoffMode
     from baton.ids import Epoch, WorkerId
 
 Role: TypeAlias = Literal["prefill", "decode", "both"]
@@ -23,7 +24,8 @@ class WorkerOptions:
     """One life of one worker, as HTTP shows it.
 
     `key` None serves without handoffs. `require_bearer` is for listeners beyond loopback.
-    `max_default_tokens` bounds chat answers whose request sets no limit.
+    `max_default_tokens` bounds chat answers whose request sets no limit. `modes` are the ways of
+    handing over that it takes part in, on either side.
     """
 
     worker: WorkerId
@@ -37,6 +39,7 @@ class WorkerOptions:
     request_timeout_s: float = 600.0
     num_traces: int = 1024
     transports: tuple[str, ...] = ()
+    modes: tuple[HandoffMode, ...] = ("push", "pull")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     import socket
     from collections.abc import Generator
 
+    from baton.authority.ticket import HandoffMode
     from baton.clock import Clock
     from baton.engines.interface import Engine
     from baton.ids import Epoch
@@ -190,8 +191,18 @@ def _load(options: ProcessOptions, clock: Clock) -> tuple[Worker, Epoch]:
         require_bearer=not is_loopback(options.host),
         num_traces=options.num_traces,
         transports=options.transports,
+        modes=_modes(options, engine),
     )
     return build_worker(worker_options, engine, _agent(options, engine, epoch, clock), clock), epoch
+
+
+def _modes(options: ProcessOptions, engine: Engine) -> tuple[HandoffMode, ...]:
+    modes: list[HandoffMode] = ["push", "pull"]
+    if options.store.tiers:
+        modes.append("pool")
+    if engine.annexes is not None and "shared" in options.transports:
+        modes.append("reference")
+    return tuple(modes)
 
 
 def _agent(options: ProcessOptions, engine: Engine, epoch: Epoch, clock: Clock) -> HandoffAgent:

@@ -29,9 +29,6 @@ HANDOFFS: Final = "/baton/v1/handoffs/"
 ABORT: Final = "/abort"
 FIRST_TOKEN: Final = "/first_token"  # noqa: S105 - a path
 MAX_TOKEN_BYTES: Final = 65_536
-MODES: Final[tuple[HandoffMode, ...]] = ("push", "pull")
-"""The ways of handing over that a worker takes part in, on either side."""
-
 MAX_ABORT_BYTES: Final = 4096
 MAX_REASON_CHARS: Final = 500
 
@@ -150,7 +147,7 @@ class StatusPages:
                 layout=info.layout,
                 transports=self.options.transports,
                 version=baton.__version__,
-                modes=MODES,
+                modes=self.options.modes,
             ),
         )
 

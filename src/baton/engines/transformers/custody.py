@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from baton.engines.transformers.sequence import is_pulled
+from baton.engines.transformers.sequence import Status, is_pulled
 
 if TYPE_CHECKING:
     from baton.engines.transformers.sequence import Sequence
@@ -38,8 +38,9 @@ class Custody:
 
     @property
     def oldest_lent(self) -> Sequence | None:
-        """The sequence that was lent first, of those that were not given back."""
-        return next(iter(self._outgoing.values()), None)
+        """The sequence that was lent first, of those that still run for their handoff."""
+        lent = self._outgoing.values()
+        return next((each for each in lent if each.status is not Status.ENDED), None)
 
     def knows(self, ticket: TicketId) -> bool:
         """Whether a handoff of this ticket holds blocks here."""

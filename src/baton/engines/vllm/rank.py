@@ -143,7 +143,7 @@ class Rank:
         )
         self._control = control
         facts = RankFacts(agent.address, control.url, fingerprint, self._layers.main_layout)
-        model = read_model_facts(plan.vllm_config, options.transports)
+        model = read_model_facts(plan.vllm_config, options)
         info = describe_worker(plan.identity, model, {plan.rank: facts})
         set_worker_info(
             registry,
