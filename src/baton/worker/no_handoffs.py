@@ -37,6 +37,9 @@ class NoHandoffs:
     def abort(self, ticket: TicketId, reason: str) -> None:
         """See `HandoffPort`."""
 
+    def withdraw_oldest(self, tickets: Sequence[TicketId], reason: str) -> None:
+        """See `HandoffPort`."""
+
     def poll(self) -> list[HandoffEvent]:
         """See `HandoffPort`."""
         return []

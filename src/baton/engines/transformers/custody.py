@@ -35,9 +35,9 @@ class Custody:
         return len(self._incoming)
 
     @property
-    def oldest_lent(self) -> Sequence | None:
-        """The sequence that was lent first, of those that were not given back."""
-        return next(iter(self._outgoing.values()), None)
+    def lent(self) -> tuple[TicketId, ...]:
+        """Tickets whose sequences were lent and not given back, the oldest first."""
+        return tuple(self._outgoing)
 
     def knows(self, ticket: TicketId) -> bool:
         """Whether a handoff of this ticket holds blocks here."""
