@@ -38,6 +38,7 @@ def build_app() -> App:
         "baton.cli.doctor:doctor", name="doctor", help="Say what works on this host, and why not."
     )
     app.command("baton.cli.bench:app", name="bench", help="Measure how fast bytes move.")
+    app.command("baton.cli.sim:app", name="sim", help="Run Baton against simulated faults.")
     app.command("baton.cli.model:app", name="model", help="Make models for tests and benchmarks.")
     app.command("baton.cli.config:app", name="config", help="Look at the configuration.")
     return app

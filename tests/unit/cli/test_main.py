@@ -21,6 +21,7 @@ COMMANDS = (
     ["config", "show"],
     ["doctor"],
     ["bench", "link"],
+    ["sim", "handoff"],
 )
 
 
