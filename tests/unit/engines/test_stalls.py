@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from baton.clock import Instant
 from baton.engines.interface import PrefillLeg
-from baton.engines.transformers.stalls import PATIENCE_S, StallWatch
+from baton.engines.transformers.stalls import IMPATIENCE_S, PATIENCE_S, StallWatch
 from tests.unit.engines.test_scheduler import (
     carry_out,
     make_scheduler,
@@ -33,13 +33,14 @@ def stalled() -> Scheduler:
     return scheduler
 
 
-def test_who_waits_in_vain_is_patient_for_a_while_and_then_again() -> None:
+def test_who_waits_in_vain_is_patient_for_a_while_and_then_less() -> None:
     scheduler, watch = stalled(), StallWatch()
     assert not watch.is_over(scheduler, Instant(1.0), is_busy=False)
     assert watch.ends_at == LATE
     assert not watch.is_over(scheduler, SOON, is_busy=False)
     assert watch.is_over(scheduler, LATE, is_busy=False)
     assert not watch.is_over(scheduler, LATE, is_busy=False)
+    assert watch.is_over(scheduler, Instant(LATE + IMPATIENCE_S), is_busy=False)
     assert scheduler.custody.lent == (number_ticket(1).id,)
 
 

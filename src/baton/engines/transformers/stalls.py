@@ -16,27 +16,27 @@ if TYPE_CHECKING:
     from baton.engines.transformers.scheduler import Scheduler
 
 PATIENCE_S: Final = 1.0
+IMPATIENCE_S: Final = 0.1
+"""If one offer was not enough: until the next."""
 
 
 class StallWatch:
-    """Looks at the scheduler once a turn. Owned by the engine's thread."""
+    """Looks at the scheduler once a turn. Owned by the engine's thread.
+
+    `ends_at` is when patience ends, None where nobody waits in vain.
+    """
 
     def __init__(self) -> None:
-        self._since: Instant | None = None
-
-    @property
-    def ends_at(self) -> Instant | None:
-        """When patience ends; None where nobody waits in vain."""
-        return None if self._since is None else Instant(self._since + PATIENCE_S)
+        self.ends_at: Instant | None = None
 
     def is_over(self, scheduler: Scheduler, now: Instant, *, is_busy: bool) -> bool:
-        """Whether an offer is to be withdrawn; the next one has as much time again."""
+        """Whether an offer is to be withdrawn now."""
         if is_busy or not scheduler.num_waiting or not scheduler.custody.lent:
-            self._since = None
+            self.ends_at = None
             return False
-        if self._since is None:
-            self._since = now
-        if now < self._since + PATIENCE_S:
+        if self.ends_at is None:
+            self.ends_at = Instant(now + PATIENCE_S)
+        if now < self.ends_at:
             return False
-        self._since = now
+        self.ends_at = Instant(now + IMPATIENCE_S)
         return True
