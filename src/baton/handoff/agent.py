@@ -321,6 +321,10 @@ class HandoffAgent:  # noqa: PLR0904 - the engine's contract, and the process's
         self._pool.abort(ticket, reason)
         self._command(partial(self._abort, ticket, reason))
 
+    def withdraw_oldest(self, tickets: Sequence[TicketId], reason: str) -> None:
+        """See `HandoffPort`."""
+        self._command(partial(self._sending.withdraw_oldest, tuple(tickets), reason))
+
     def give_up(self, ticket: TicketId, reason: str) -> None:
         """The gateway says that this ticket's other half failed: recompute (or stop) now."""
         self._pool.give_up(ticket, reason)

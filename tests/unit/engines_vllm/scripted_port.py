@@ -108,6 +108,9 @@ class ScriptedPort:
         elif ticket in self.receives:
             self.fail(ticket)
 
+    def withdraw_oldest(self, tickets: Sequence[TicketId], reason: str) -> None:
+        """No scheduler of vLLM's asks for it."""
+
     def poll(self) -> list[HandoffEvent]:
         events, self._events = self._events, []
         return events
