@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from tests.chaos.conftest import House, Pair
 
-NUM_ANSWER_TOKENS = 400
+NUM_ANSWER_TOKENS = 240
 """An answer long enough for a fault to find it under way."""
 
 
