@@ -85,7 +85,6 @@ class HandoffSection(Struct, frozen=True, kw_only=True):
     verify_same_process: Verification = "full"
     verify_same_host: Verification = "full"
     verify_network: Verification = "full"
-    verify_pool: Verification = "full"
     verify_share: Share = 0.125
 
 

@@ -58,7 +58,6 @@ class ConnectorOptions(msgspec.Struct, frozen=True, kw_only=True):
     verify_same_process: Verification = "full"
     verify_same_host: Verification = "full"
     verify_network: Verification = "full"
-    verify_pool: Verification = "full"
     verify_share: Share = 0.125
     staging_bytes: Annotated[int, Meta(ge=0)] = 256 * 1024 * 1024
     max_held_share: Annotated[float, Meta(ge=0, le=1)] = 0.5
