@@ -301,7 +301,7 @@ def test_a_server_that_says_only_by_refusing_that_a_request_is_too_large():
             await answering()(ask)
 
     server = ScriptedServer(small, context=None)
-    with pytest.raises(ConfigError, match="largest request.*context holds 20"):
+    with pytest.raises(ConfigError, match=r"largest request.*context holds 20"):
         measure(server)
     assert len(server.asks) == NUM_SURVEYED
 

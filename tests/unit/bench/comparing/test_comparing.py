@@ -22,7 +22,6 @@ from baton.errors import ConfigError
 from tests.unit.bench.load.records import failed, whole
 
 
-
 @pytest.fixture(autouse=True)
 def few_resamples(monkeypatch):
     monkeypatch.setattr(statistics, "NUM_RESAMPLES", 120)

@@ -4,7 +4,15 @@ import numpy as np
 import pytest
 
 from baton.bench.comparing import statistics
-from baton.bench.comparing.statistics import Contrast, Interval, Pool, Run, contrast, permute, rank_sum
+from baton.bench.comparing.statistics import (
+    Contrast,
+    Interval,
+    Pool,
+    Run,
+    contrast,
+    permute,
+    rank_sum,
+)
 from baton.bench.comparing.verdict import is_worse_by, judge, put_in_words
 
 
@@ -98,9 +106,7 @@ def test_runs_that_differ_among_themselves_decide_nothing():
 
 def test_several_runs_that_agree_decide():
     rng = np.random.default_rng(7)
-    sides = [
-        [run_of(rng.normal(level, 0.05, 30)) for _ in range(5)] for level in (1.0, 1.3)
-    ]
+    sides = [[run_of(rng.normal(level, 0.05, 30)) for _ in range(5)] for level in (1.0, 1.3)]
     found = contrast(*sides, "mean")
     assert found.p_value == pytest.approx(2 / 252)
     assert judge(found, "lower") == "worse"

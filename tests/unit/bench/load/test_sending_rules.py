@@ -98,7 +98,8 @@ def test_warm_up_prompts_do_not_come_again():
 
 
 @pytest.mark.parametrize(
-    "url", ["127.0.0.1:8000", "ftp://x", "http://", "http://u:p@x", "http://x?a=1", "http://x:99999"]
+    "url",
+    ["127.0.0.1:8000", "ftp://x", "http://", "http://u:p@x", "http://x?a=1", "http://x:99999"],
 )
 def test_what_is_no_servers_address(url):
     with pytest.raises(ConfigError):

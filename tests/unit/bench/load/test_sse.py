@@ -31,5 +31,4 @@ def test_endless_lines_of_one_event_are_refused(monkeypatch):
     monkeypatch.setattr(sse, "MAX_EVENT_BYTES", 100)
     parser = EventParser()
     with pytest.raises(ProtocolError):
-        for _ in range(30):
-            parser.feed(b"data: 1234\n")
+        parser.feed(b"data: 1234\n" * 30)

@@ -2,6 +2,7 @@
 
 from itertools import islice
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,8 +12,6 @@ from baton.bench.workloads.asking import Segment, Segments, count_context
 from baton.bench.workloads.choosing import NAMES, Wishes, choose_workload
 from baton.bench.workloads.prompts import Calibration, PromptWriter, TokenIds, calibrate
 from baton.errors import ConfigError
-
-import msgspec
 
 IDS = TokenIds()
 

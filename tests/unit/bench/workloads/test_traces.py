@@ -29,7 +29,9 @@ BATCH = {
 def write(tmp_path):
     def write(*lines, name="trace"):
         path = tmp_path / name
-        texts = [each if isinstance(each, str) else msgspec.json.encode(each).decode() for each in lines]
+        texts = [
+            each if isinstance(each, str) else msgspec.json.encode(each).decode() for each in lines
+        ]
         path.write_text("\n".join(texts) + "\n")
         return path
 
