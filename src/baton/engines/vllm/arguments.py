@@ -110,6 +110,7 @@ def _transfer(config: Config) -> dict[str, object]:
         "probe_time_s": config.transfer.probe_time_s,
         "probe_bytes": config.transfer.probe_bytes,
         "store": config.store,
+        "awake_s": config.transfer.awake_s,
     }
     if config.cluster.key_file is not None:
         extra["key_file"] = config.cluster.key_file

@@ -212,6 +212,7 @@ class SimProcess:
             liveness_timeout_s=LIVENESS_TIMEOUT_S,
             mover=world.schedule.mover,
             links=LinkOptions(rule="listed"),
+            awake_s=0.0,  # the clock stands still while a thread looks
             surroundings=SimSurroundings(world.network, self),
         )
         self.agent = SimAgent(options, self, self.checker)
