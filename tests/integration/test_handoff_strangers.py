@@ -14,7 +14,15 @@ from baton.authority.ticket import seal
 from baton.errors import BatonError
 from baton.handoff.interface import KVSent
 from baton.handoff.link import Link, LinkPhase
-from baton.handoff.messages import Grant, Message, Missing, Refused, Reversed, Taken
+from baton.handoff.messages import (
+    PROTOCOL_VERSION,
+    Grant,
+    Message,
+    Missing,
+    Refused,
+    Reversed,
+    Taken,
+)
 from tests.integration.handoff_nodes import CLOCK, FIRST, Node, make_handoff, node
 from tests.integration.held_reads import HeldReadsFactory
 from tests.integration.test_handoff_failover import wait_until
@@ -104,7 +112,7 @@ def test_both_traces_of_a_read_handoff_say_what_carried_it(key: ClusterKey) -> N
         assert (trace.expected_transport, trace.transport) == ("shared", "shared")
 
 
-@pytest.mark.parametrize("version", [1, 2, 4])
+@pytest.mark.parametrize("version", [1, 2, 3, 5])
 def test_a_worker_of_another_version_is_told_so(
     version: int, key: ClusterKey, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -126,5 +134,7 @@ def test_a_worker_of_another_version_is_told_so(
 
         wait_until(has_heard)
         link.close()
-    assert heard[0] == Refused((f"handoff protocol: version {version} on old, 3 on p",))
-    assert f"handoff protocol: version {version} on old, 3 on p" in caplog.text
+    assert heard[0] == Refused((
+        f"handoff protocol: version {version} on old, {PROTOCOL_VERSION} on p",
+    ))
+    assert f"handoff protocol: version {version} on old, {PROTOCOL_VERSION} on p" in caplog.text
