@@ -36,7 +36,8 @@ EVERY_FAULT = {
     "spoilt: truncate",
     "spoilt: zero",
 }
-FIRST_FOUND_AT: dict[str, int] = {}
+BEGIN = {"any_peer_is_heard": 250, "forgotten_graves": 450, "no_stall_watch": 205_300}
+"""Where the search for a bug begins: at 0, but for those that few seeds find (to save time)."""
 
 
 @pytest.fixture(autouse=True)
@@ -71,9 +72,9 @@ def test_a_seed_gives_the_same_run_to_the_last_line() -> None:
 def test_a_planted_bug_is_found(
     name: str, monkeypatch: pytest.MonkeyPatch, record_property: pytest.RecordProperty
 ) -> None:
-    """Within `MAX_SEEDS`, from the seed on at which a search from 0 found it (to save time)."""
-    plant, begin = PLANTED[name]
-    plant(monkeypatch)
+    """Within `MAX_SEEDS`; how many it took is printed."""
+    PLANTED[name](monkeypatch)
+    begin = BEGIN.get(name, 0)
     for num_seeds, seed in enumerate(range(begin, begin + MAX_SEEDS), 1):
         violation = run_schedule(draw_schedule(seed)).violation
         if violation is not None:

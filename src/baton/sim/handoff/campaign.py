@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import multiprocessing
+import signal
 from collections import Counter
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from dataclasses import dataclass, field
@@ -76,19 +77,21 @@ def run_campaign(first: int, num_schedules: int, num_jobs: int) -> Iterator[Tall
 
 
 def be_quiet() -> None:
-    """What production code logs under thousands of faults is of no interest; nor is garbage.
-
-    Ctrl-C is the first process' business.
-    """
+    """What production code logs under thousands of faults is of no interest; nor is garbage."""
     logging.disable(logging.CRITICAL)
     gc.freeze()
     gc.set_threshold(50_000, 20, 100)
 
 
+def _start_job() -> None:
+    be_quiet()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it is the first process' business
+
+
 def _run_apart(chunks: Iterator[range], num_jobs: int) -> Iterator[Tally]:
     """Two chunks for each process are under way, no more: so an interruption ends soon."""
     context = multiprocessing.get_context("forkserver")
-    with ProcessPoolExecutor(num_jobs, context, initializer=be_quiet) as pool:
+    with ProcessPoolExecutor(num_jobs, context, initializer=_start_job) as pool:
         running: set[Future[Tally]] = set()
         try:
             for chunk in chunks:
