@@ -115,9 +115,9 @@ class ScriptedPort:
         events, self._events = self._events, []
         return events
 
-    def land(self, ticket: TicketId) -> None:
+    def land(self, ticket: TicketId, num_tokens: int | None = None) -> None:
         del self.receives[ticket]
-        self._emit(KVLanded(ticket, None))
+        self._emit(KVLanded(ticket, None, num_tokens))
 
     def fail(self, ticket: TicketId, stage: str = "transfer") -> None:
         receive = self.receives[ticket]
