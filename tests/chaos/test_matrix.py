@@ -13,7 +13,7 @@ import pytest
 
 from tests.chaos.checks import Inventory, Moved, Outcome, check_outcome
 from tests.chaos.conftest import House, Pair, run_on_both
-from tests.chaos.injections import CutData, CutLink, Kill, Leave, Pause, Restart
+from tests.chaos.injections import CutData, CutLink, Kill, Leave, OutliveDecode, Pause, Restart
 from tests.chaos.stages import Stage, reach
 
 if TYPE_CHECKING:
@@ -91,6 +91,7 @@ SCENARIOS = (
     Scenario(BEFORE, Restart("gateway"), BROKEN, (DECODE_CANCELLED,)),
     Scenario(MID, Restart("gateway"), BROKEN, (DECODE_CANCELLED,)),
     Scenario(DECODING, Restart("gateway"), BROKEN, (DECODE_CANCELLED,)),
+    Scenario(MID, OutliveDecode(), EITHER, (PREFILL_FAILED,)),
     Scenario(BEFORE, Leave(), NOBODY, (CLIENT_LEFT,), stands_for_others=True),
     Scenario(MID, Leave(), NOBODY, (CLIENT_LEFT,)),
     Scenario(DECODING, Leave(), NOBODY, (CLIENT_LEFT, DECODE_CANCELLED)),
