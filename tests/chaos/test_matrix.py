@@ -26,8 +26,9 @@ DECODE_FELL_BACK = (
     Moved("decode", "baton_handoff_fallbacks_total"),
 )
 PREFILL_FAILED = Moved(
-    "prefill", "baton_handoffs_total", (("leg", "prefill"), ("result", "failed"))
+    "prefill", "baton_handoffs_total", (("leg", "prefill"),), without=(("result", "completed"),)
 )
+"""Or was aborted by the gateway: whoever heard first of the end."""
 GATEWAY_FELL_BACK = Moved("gateway", "baton_gateway_fallbacks_total")
 CLIENT_LEFT = Moved("gateway", "baton_gateway_client_disconnects_total")
 STREAM_BROKE = Moved("gateway", "baton_gateway_broken_streams_total")
