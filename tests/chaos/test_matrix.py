@@ -13,7 +13,7 @@ import pytest
 
 from tests.chaos.checks import Inventory, Moved, Outcome, check_outcome
 from tests.chaos.conftest import House, Pair, run_on_both
-from tests.chaos.injections import CutData, CutLink, Kill, Leave, Pause, Restart
+from tests.chaos.injections import CutData, CutLink, Kill, Leave, OutliveDecode, Pause, Restart
 from tests.chaos.stages import Stage, reach
 
 if TYPE_CHECKING:
@@ -26,8 +26,9 @@ DECODE_FELL_BACK = (
     Moved("decode", "baton_handoff_fallbacks_total"),
 )
 PREFILL_FAILED = Moved(
-    "prefill", "baton_handoffs_total", (("leg", "prefill"), ("result", "failed"))
+    "prefill", "baton_handoffs_total", (("leg", "prefill"),), without=(("result", "completed"),)
 )
+"""Or was aborted by the gateway: whoever heard first of the end."""
 GATEWAY_FELL_BACK = Moved("gateway", "baton_gateway_fallbacks_total")
 CLIENT_LEFT = Moved("gateway", "baton_gateway_client_disconnects_total")
 STREAM_BROKE = Moved("gateway", "baton_gateway_broken_streams_total")
@@ -91,6 +92,7 @@ SCENARIOS = (
     Scenario(BEFORE, Restart("gateway"), BROKEN, (DECODE_CANCELLED,)),
     Scenario(MID, Restart("gateway"), BROKEN, (DECODE_CANCELLED,)),
     Scenario(DECODING, Restart("gateway"), BROKEN, (DECODE_CANCELLED,)),
+    Scenario(MID, OutliveDecode(), EITHER, (PREFILL_FAILED,)),
     Scenario(BEFORE, Leave(), NOBODY, (CLIENT_LEFT,), stands_for_others=True),
     Scenario(MID, Leave(), NOBODY, (CLIENT_LEFT,)),
     Scenario(DECODING, Leave(), NOBODY, (CLIENT_LEFT, DECODE_CANCELLED)),
