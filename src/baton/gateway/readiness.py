@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from baton.gateway.workers import Workers
 
 PATIENCE_S: Final = 15.0
-"""From the gateway's start, for workers that were listed and have never answered."""
+"""Once somebody decodes, for workers that were listed and have never answered."""
 
 
 class Readiness:
@@ -26,14 +26,17 @@ class Readiness:
 
     def __init__(self, workers: Workers, clock: Clock) -> None:
         self._workers, self._clock = workers, clock
-        self._patient_until = Instant(clock.now() + PATIENCE_S)
+        self._patient_until: Instant | None = None
 
     def why_not(self) -> str | None:
         """What is waited for; None if the gateway is ready."""
         workers = self._workers
         if not workers.fleet.can_decode:
             return workers.why_not_ready()
-        is_patient = self._clock.now() < self._patient_until
+        now = self._clock.now()
+        if self._patient_until is None:
+            self._patient_until = Instant(now + PATIENCE_S)
+        is_patient = now < self._patient_until
         return workers.why_not_ready() if is_patient and self._awaits_prefill() else None
 
     def _awaits_prefill(self) -> bool:
