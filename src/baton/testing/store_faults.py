@@ -171,10 +171,10 @@ class FolderFaultContract(StoreContract):  # noqa: PLR0904 - a test for each fau
 
     def test_of_many_writers_of_one_name_one_wins(self, tmp_path: Path) -> None:
         outcomes: list[Put] = []
-        barrier = threading.Barrier(NUM_WRITERS)
+        barrier = threading.Barrier(NUM_WRITERS, timeout=60)
 
         def write(content: str) -> None:
-            with self.opened(tmp_path) as tier:
+            with self.opened(tmp_path, NUM_WRITERS * LARGE_BYTES) as tier:
                 barrier.wait()
                 outcomes.append(tier.put(name_of(content), body_of(content, LARGE_BYTES // 8)))
                 barrier.wait()
