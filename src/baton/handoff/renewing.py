@@ -102,7 +102,7 @@ def answer_renewal(
             if is_its_own and known.session.renew(now):
                 held.append(ticket)
             continue
-        grave = dead.take(ticket)
+        grave = dead.take(ticket, epoch_of(peer))
         if grave is not None:
             desk.peers.say(peer, Failed(ticket, grave.reason))
     desk.peers.say(peer, Renewed(message.at, tuple(held)))

@@ -458,7 +458,8 @@ class SendingDesk:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         if outgoing.granted is not None:
             self._desk.peers.say(outgoing.granted.peer, message)
         elif isinstance(message, Failed):
-            self._dead.bury(outgoing.session.ticket, Grave(message.reason, "prefill"))
+            ticket = outgoing.session.order.ticket
+            self._dead.bury(ticket.id, Grave(message.reason, "prefill"), by=ticket.decode.epoch)
 
     def _take_write(self, posted: Posted) -> tuple[Route | None, Outgoing | None]:
         found = self._writes.pop(posted, None)
