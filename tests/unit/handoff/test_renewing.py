@@ -1,4 +1,4 @@
-"""Who may hear, by renewing a ticket, that it is dead."""
+"""What is answered to a renewal of a ticket that prefill does not hold (yet, or any more)."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from baton.handoff.grants import EarlyGrants
 from baton.handoff.graves import Grave, Graves
 from baton.handoff.messages import Failed, Renew, Renewed
 from baton.handoff.renewing import answer_renewal
@@ -26,9 +27,15 @@ class Told:
         self.said.append(message)
 
 
-def renew(desk: Told, by: Epoch, message: Renew, dead: Graves) -> None:
-    peer = SimpleNamespace(hello=SimpleNamespace(epoch=by))
-    answer_renewal(desk, peer, message, outgoing={}, dead=dead)  # type: ignore[arg-type]
+def peer_of(epoch: Epoch) -> SimpleNamespace:
+    return SimpleNamespace(hello=SimpleNamespace(epoch=epoch))
+
+
+def renew(
+    desk: Told, by: Epoch, message: Renew, dead: Graves, early: EarlyGrants | None = None
+) -> None:
+    peer, early = peer_of(by), early or EarlyGrants()
+    answer_renewal(desk, peer, message, outgoing={}, dead=dead, early=early)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("strangers", [0, 3])
@@ -41,3 +48,13 @@ def test_only_the_life_that_a_ticket_names_takes_its_grave(strangers: int) -> No
     assert desk.said == [Renewed(1.0, ())] * strangers
     renew(desk, DECODE, message, dead)
     assert desk.said[strangers:] == [Failed(ticket, "the lease ran out"), Renewed(1.0, ())]
+
+
+@pytest.mark.parametrize(("by", "is_held"), [(DECODE, True), (STRANGER, False)])
+def test_what_was_granted_before_its_prompt_came_counts_as_held(by: Epoch, is_held: bool) -> None:
+    """Its lease begins later: else a read of what waited long in prefill's queue is thrown away."""
+    desk, early, ticket = Told(), EarlyGrants(), new_ticket_id()
+    granted = SimpleNamespace(ticket=SimpleNamespace(id=ticket), peer=peer_of(DECODE))
+    early.keep(granted)  # type: ignore[arg-type]
+    renew(desk, by, Renew(1.0, (ticket,)), Graves(), early)
+    assert desk.said == [Renewed(1.0, (ticket,) if is_held else ())]
