@@ -134,6 +134,34 @@ def test_what_is_held_is_released_when_the_client_leaves():
     run(scenario, mode="pull", **pair(decode=never_answer))
 
 
+def test_what_is_about_to_be_held_is_released_when_the_client_leaves():
+    """Its answer may have left already: then closing the connection tells the worker nothing."""
+
+    async def scenario(cluster: Cluster):
+        asking = asyncio.create_task(ask(cluster))
+        await until(lambda: cluster.prefills[0].visits)
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+        await until(lambda: cluster.prefills[0].aborts)
+        ticket = cluster.prefills[0].visits[0].ticket
+        assert cluster.prefills[0].aborts[0][0] == ticket.id.hex()
+        assert not cluster.decodes[0].visits
+
+    run(scenario, mode="pull", **pair(never_answer))
+
+
+def test_a_prefill_worker_that_hangs_is_not_waited_for_once_it_is_given_up():
+    async def scenario(cluster: Cluster):
+        asking = asyncio.create_task(ask(cluster))
+        await until(lambda: cluster.prefills[0].visits)
+        cluster.prefills[0].health_status = 500
+        await asking
+        assert cluster.decodes[0].visits[-1].ticket is None
+        assert await cluster.metric('baton_gateway_fallbacks_total{cause="prefill_lost"}') >= 1
+
+    run(scenario, mode="pull", abandon_after_s=0.3, **pair(never_answer))
+
+
 def test_what_is_held_is_released_when_decode_cannot_be_asked():
     async def scenario(cluster: Cluster):
         cluster.decodes[0].kill()

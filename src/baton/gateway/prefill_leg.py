@@ -83,9 +83,14 @@ class PrefillLeg:
             PrefillFailedError: no KV is held.
         """
         try:
-            verdict = await self._ask(body, headers)
+            with self._handoff.prefill.attended():
+                verdict = await self._ask(body, headers)
+        except asyncio.CancelledError:
+            self.release("nobody waits for it")  # its answer may be on its way
+            raise
         except UpstreamError as exc:
             self._services.watch.report(self._handoff.prefill, exc)
+            self.release(f"its answer did not come: {exc}")
             cause = _CAUSES.get(type(exc), FallbackCause.PREFILL_FAILED)
             raise PrefillFailedError(str(exc), cause=cause) from exc
         match verdict:

@@ -97,10 +97,14 @@ class EarlyGrants:
         """The grant for a request that came, or is known never to come."""
         return self._grants.pop(ticket, None)
 
+    def is_of(self, ticket: TicketId, peer: Peer) -> bool:
+        """Whether this peer's grant waits for its request."""
+        granted = self._grants.get(ticket)
+        return granted is not None and epoch_of(granted.peer) == epoch_of(peer)
+
     def forget(self, ticket: TicketId, peer: Peer) -> None:
         """Drop the grant of a ticket, if it is this peer's."""
-        granted = self._grants.get(ticket)
-        if granted is not None and epoch_of(granted.peer) == epoch_of(peer):
+        if self.is_of(ticket, peer):
             del self._grants[ticket]
 
     def forget_peer(self, peer: Peer) -> None:

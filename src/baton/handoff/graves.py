@@ -23,7 +23,7 @@ class Grave:
 class Graves:
     """Tickets that are dead. The oldest are forgotten first: a deadline still ends those.
 
-    `by` is the life of the peer that said so, None where this worker itself or the gateway did:
+    `by` is the life of the peer that said so, or that is to be told; None where it is not known:
     what a life says of a ticket that does not name it changes nothing.
     """
 

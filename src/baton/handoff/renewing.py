@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from baton.authority.ticket import Ticket, WorkerRef
     from baton.handoff.desk import Desk
+    from baton.handoff.grants import EarlyGrants
     from baton.handoff.graves import Graves
     from baton.handoff.outgoing import Outgoing
     from baton.handoff.peers import Peer
@@ -88,10 +89,12 @@ def answer_renewal(
     *,
     outgoing: Mapping[TicketId, Outgoing],
     dead: Graves,
+    early: EarlyGrants,
 ) -> None:
     """Prefill's side: hold what is here, say so, and say of what is gone that it is.
 
-    A ticket that is neither may be one whose prompt has not come yet.
+    A ticket that is neither may be one whose prompt has not come yet: if it was granted, its
+    lease has yet to begin, so what decode said counts for that one, too.
     """
     now = desk.clock.now()
     held: list[TicketId] = []
@@ -102,7 +105,10 @@ def answer_renewal(
             if is_its_own and known.session.renew(now):
                 held.append(ticket)
             continue
-        grave = dead.take(ticket)
+        if early.is_of(ticket, peer):
+            held.append(ticket)
+            continue
+        grave = dead.take(ticket, epoch_of(peer))
         if grave is not None:
             desk.peers.say(peer, Failed(ticket, grave.reason))
     desk.peers.say(peer, Renewed(message.at, tuple(held)))

@@ -162,8 +162,14 @@ class SendingDesk:  # noqa: PLR0904 -- a method for each event (ADR 0005)
             case Failed(ticket_id, reason):
                 self._end(peer, ticket_id, reason, "decode")
             case Renew():
-                known, dead = self._outgoing, self._dead
-                answer_renewal(self._desk, peer, message, outgoing=known, dead=dead)
+                answer_renewal(
+                    self._desk,
+                    peer,
+                    message,
+                    outgoing=self._outgoing,
+                    dead=self._dead,
+                    early=self._early,
+                )
             case Taken() | Missing() | Avoid() | Reversed():
                 outgoing = self._outgoing.get(message.ticket)
                 if outgoing is not None and outgoing.reaches(peer):
@@ -458,7 +464,8 @@ class SendingDesk:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         if outgoing.granted is not None:
             self._desk.peers.say(outgoing.granted.peer, message)
         elif isinstance(message, Failed):
-            self._dead.bury(outgoing.session.ticket, Grave(message.reason, "prefill"))
+            ticket = outgoing.session.order.ticket
+            self._dead.bury(ticket.id, Grave(message.reason, "prefill"), by=ticket.decode.epoch)
 
     def _take_write(self, posted: Posted) -> tuple[Route | None, Outgoing | None]:
         found = self._writes.pop(posted, None)
