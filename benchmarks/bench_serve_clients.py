@@ -3,9 +3,9 @@
     python benchmarks/bench_serve_clients.py --url http://127.0.0.1:8000 --model demo \
         --tokenizer src/baton/models/demo [--rounds 5] [--json FILE]
 
-The server runs already, and nothing else should. Both send prompts of the same length, want answers of
-the same length, and keep as many requests under way. The order is turned round in each round. What
-counts is the ratio of what they report of the same server; the figures are compared by their names.
+The server runs already, and nothing else should. Both send prompts of the same length, want answers
+of the same length, and keep as many requests under way. The order is turned round in each round.
+What counts is the ratio of what they report of the same server, by the figures' names.
 """
 
 from __future__ import annotations

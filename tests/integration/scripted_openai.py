@@ -72,12 +72,13 @@ class Ask:
 Script = Callable[[Ask], Awaitable[None]]
 
 
-def answering(delay_s: float = 0.0) -> Script:
-    """As many tokens as were asked for, one after the other."""
+def answering(delay_s: float = 0.0, first_s: float = 0.0) -> Script:
+    """As many tokens as were asked for, one after the other, the first one after `first_s`."""
 
     async def script(ask: Ask) -> None:
         num = ask.body.get("max_tokens", 4)
         await ask.start()
+        await asyncio.sleep(first_s)
         await ask.tokens(num - 1, delay_s)
         await ask.token("length")
         await ask.finish(num)
@@ -137,8 +138,8 @@ async def answer_json(send: Any, body: object) -> None:
 
 
 async def main() -> None:
-    """A server in a process of its own: prints its address, answers with a delay a token."""
-    async with ScriptedServer(answering(float(sys.argv[1]))).running() as server:
+    """A server in a process of its own: prints its address; delays of tokens, and of the first."""
+    async with ScriptedServer(answering(*map(float, sys.argv[1:]))).running() as server:
         print(server.url, flush=True)
         await asyncio.Event().wait()
 

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from baton.bench.load.figures import Slo
-from baton.bench.load.plan import Closed, Limits, LoadPlan, Open
+from baton.bench.load.plan import Closed, Limits, LoadPlan, Open, Replay
 from baton.bench.load.record import Record
 from baton.bench.load.running import Job, run_load
 from baton.bench.load.surveying import Approach, UnfitServerError
@@ -21,6 +21,7 @@ from baton.bench.saving import LineFile
 from baton.bench.workloads.asking import Conversation
 from baton.bench.workloads.lengths import Lengths, fixed_lengths
 from baton.bench.workloads.reuse import MultiTurn, multi_turn
+from baton.bench.workloads.traces.reading import TraceFile, read_trace
 from baton.clock import MachineClock
 from baton.errors import ConfigError, PeerUnreachableError
 from tests.integration.scripted_openai import ScriptedServer, answering
@@ -114,6 +115,23 @@ def test_an_open_loop_with_a_bound_holds_back_and_says_for_how_long():
     assert server.most_at_once == 2
     assert report.figures.held_s.max > 0.1
     assert report.client.late_p99_s < 5.0
+
+
+def test_a_trace_is_played_when_it_was_recorded_faster_if_wanted(tmp_path):
+    path = tmp_path / "trace.jsonl"
+    lines = [
+        {"timestamp": at, "input_length": 600, "output_length": 3, "hash_ids": [1, at]}
+        for at in (0, 400, 400, 900)
+    ]
+    path.write_bytes(b"\n".join(map(msgspec.json.encode, lines)))
+    server = ScriptedServer()
+    report = measure(server, plan_of(Replay(), 4), read_trace(TraceFile(path, speed=2.0)))
+    records = sorted(report.records, key=lambda each: each.index)
+    assert [record.scheduled_s for record in records] == [0.0, 0.2, 0.2, 0.45]
+    assert all(record.sent_s >= record.scheduled_s for record in records)
+    prompts = [ask.body["prompt"] for ask in server.asks[NUM_SURVEYED:]]
+    assert len({tuple(prompt[:512]) for prompt in prompts}) == 1
+    assert len({tuple(prompt[512:]) for prompt in prompts}) == 3  # two have the same ids
 
 
 def test_turns_follow_their_answers_and_a_failure_ends_a_conversation():
@@ -301,7 +319,7 @@ def test_a_server_that_says_only_by_refusing_that_a_request_is_too_large():
             await answering()(ask)
 
     server = ScriptedServer(small, context=None)
-    with pytest.raises(ConfigError, match="largest request.*context holds 20"):
+    with pytest.raises(ConfigError, match=r"largest request.*context holds 20"):
         measure(server)
     assert len(server.asks) == NUM_SURVEYED
 

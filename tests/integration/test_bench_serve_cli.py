@@ -1,4 +1,4 @@
-"""`baton bench serve` and `compare` as a person runs them: exit codes, files, Ctrl-C, a real worker."""
+"""`baton bench serve` and `compare` as a person runs them: exit codes, files, Ctrl-C."""
 
 from __future__ import annotations
 

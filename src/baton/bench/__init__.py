@@ -22,4 +22,9 @@ File map:
     pool.py          random bytes; machine.py: the host and versions
     figures.py       samples → figures (pure); report.py: rows, and what `--json` prints
     printing.py      the table; plotting.py: the figure
+
+Beside it, for servers under load (each has a file map of its own):
+    load/            `baton bench serve`: a load generator; workloads/: what it asks
+    comparing/       `baton bench compare`: two of its reports
+    manifest.py      circumstances of a run; saving.py: results → files
 """

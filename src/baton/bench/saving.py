@@ -71,11 +71,16 @@ class LineFile:
             return
         data = self._encode(line) + b"\n"
         try:
-            if self._file.write(data) != len(data):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            num_written = self._file.write(data)
         except OSError as exc:
-            self.problem = f"could not write {self._path}: {exc.strerror}; later lines are missing"
-            self.close()
+            self._give_up(exc.strerror)
+            return
+        if num_written != len(data):
+            self._give_up(os.strerror(errno.ENOSPC))
+
+    def _give_up(self, reason: str | None) -> None:
+        self.problem = f"could not write {self._path}: {reason}; later lines are missing"
+        self.close()
 
     def close(self) -> None:
         """No more. May be called again."""

@@ -274,7 +274,7 @@ def _workload(flags: WorkloadFlags) -> "Workload":
         if flags.speed <= 0:
             raise ConfigError("--speed: above 0")
         share = read_share(flags.max_broken, "--max-broken")
-        return read_trace(TraceFile(flags.trace, flags.trace_format, flags.speed, None, share))
+        return read_trace(TraceFile(flags.trace, flags.trace_format, flags.speed, share))
     wishes = Wishes(
         num_input_tokens=flags.input_len,
         num_output_tokens=flags.output_len,

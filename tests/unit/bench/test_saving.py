@@ -27,7 +27,7 @@ def test_a_full_disk_leaves_the_old_result_and_saves_the_new_one_elsewhere(tmp_p
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     monkeypatch.setattr(saving.tempfile, "tempdir", str(elsewhere))
-    with pytest.raises(NotSavedError, match="No space left.*instead"):
+    with pytest.raises(NotSavedError, match=r"No space left.*instead"):
         save_result(Path("/dev/full"), Thing(2))
     (saved,) = elsewhere.iterdir()
     assert msgspec.json.decode(saved.read_bytes(), type=Thing) == Thing(2)

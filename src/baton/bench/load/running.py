@@ -69,9 +69,13 @@ def run_job(job: Job, manifest: RunManifest, clock: Clock) -> Report:
 
     Raises:
         BatonError: it could not begin; the message says why.
+        KeyboardInterrupt: a second signal came, and there is no report.
     """
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(run_load(job, manifest, clock))
+        try:
+            return runner.run(run_load(job, manifest, clock))
+        except asyncio.CancelledError as exc:
+            raise KeyboardInterrupt from exc
 
 
 async def run_load(job: Job, manifest: RunManifest, clock: Clock) -> Report:

@@ -36,11 +36,6 @@ class EventParser:
             raise ProtocolError(f"an event of more than {MAX_EVENT_BYTES >> 20} MiB")
         return events
 
-    @property
-    def has_half_an_event(self) -> bool:
-        """Whether the stream's end, now, would cut an event."""
-        return bool(self._data or self._rest.strip())
-
     def _take(self, line: bytes) -> bytes | None:
         if line:
             if line.startswith(b"data:"):

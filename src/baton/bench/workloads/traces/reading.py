@@ -34,14 +34,13 @@ MAX_FILE_BYTES: Final = 4 << 30
 class TraceFile:
     """Where a trace is, and how it is played.
 
-    `format` None: found out by its first line. `speed` 2 plays it in half the time. `limit` takes
-    the first so many requests. More than `max_broken_share` of broken lines is an error.
+    `format` None: found out by its first line. `speed` 2 plays it in half the time. More than
+    `max_broken_share` of broken lines is an error.
     """
 
     path: Path
     format: TraceFormat | None = None
     speed: float = 1.0
-    limit: int | None = None
     max_broken_share: float = MAX_BROKEN_SHARE
 
 
@@ -85,7 +84,6 @@ def _reader(kind: TraceFormat) -> LineReader:
 def _make_workload(file: TraceFile, kind: TraceFormat, trace: TraceLines) -> Workload:
     has_arrivals = all(each.arrival_s is not None for each in trace.recorded)
     recorded = sorted(trace.recorded, key=_arrival) if has_arrivals else trace.recorded
-    recorded = recorded[: file.limit]
     first_s = _arrival(recorded[0])
 
     def generate() -> Iterator[Conversation]:
