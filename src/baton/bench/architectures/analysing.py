@@ -86,7 +86,8 @@ def analyse(plan: Plan, measured: Sequence[Samples], troubles: Sequence[Trouble]
         cautions=tuple(find_cautions(plan, cells, troubles)),
     )
     said = verdict(plan, bare)
-    return msgspec.structs.replace(bare, headline=headline(plan, bare), verdict=said)
+    unproved = {cell.arm for cell in cells if cell.proof is not None and cell.proof.problem}
+    return msgspec.structs.replace(bare, headline=headline(plan, bare, unproved), verdict=said)
 
 
 def choose_slo(plan: Plan, measured: Sequence[Samples]) -> tuple[Slo, str]:

@@ -22,7 +22,7 @@ from baton.bench.manifest import close_manifest
 from baton.bench.saving import NotSavedError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from baton.bench.architectures.arms import Arm
     from baton.bench.architectures.keeping import Keep
@@ -90,11 +90,22 @@ async def _conduct(undertaking: Undertaking) -> Findings:
     with interrupted_by_signals() as interrupt:
         async with BenchProgress(num_cells, clock) as progress:
             bench = Bench(plan, undertaking.keep, clock, undertaking.manifest, progress, interrupt)
+            progress.say(_foresee(plan, turns))
             surroundings = Surroundings(undertaking.environment, clock, interrupt)
             await _take_turns(bench, undertaking, surroundings, state)
     if interrupt.is_set():
         state.ended = "interrupted"
     return describe(undertaking, state)
+
+
+def _foresee(plan: Plan, turns: tuple[Turn, ...]) -> str:
+    num_cells = sum(len(turn.levels) for turn in turns)
+    least_s = num_cells * plan.effort.duration_s
+    return (
+        f"{len(turns)} turns ({len(plan.arms)} arms, {plan.effort.num_repetitions} repetitions) of "
+        f"{len(plan.levels)} loads: {least_s / 60:.0f} min of measuring, and starts and ends; seed "
+        f"{plan.seed}"
+    )
 
 
 async def _take_turns(
@@ -144,8 +155,22 @@ def describe(undertaking: Undertaking, state: State, *, is_whole: bool = True) -
         levels=tuple(_say_level(level) for level in plan.levels),
         cells=tuple(each.cell for each in state.measured),
         troubles=tuple(state.troubles),
-        warnings=tuple(state.warnings),
+        warnings=(*state.warnings, *_crowding(undertaking)),
         analysis=analyse(plan, state.measured, state.troubles),
+    )
+
+
+def _crowding(undertaking: Undertaking) -> Iterator[str]:
+    """Where cores are fewer than they should be."""
+    machine = undertaking.manifest.machine
+    if undertaking.plan.num_workers > machine.num_cpus:
+        yield (
+            f"{undertaking.plan.num_workers} workers share {machine.num_cpus} cores: none has one "
+            "of its own"
+        )
+    yield (
+        "gateway and load generator run on the workers' cores, in every arm alike: their CPU time "
+        "is in the tables"
     )
 
 

@@ -28,6 +28,7 @@ STUDENT_975: Final = (
 """Student's t at 97.5 %, for 1, 2, … degrees of freedom: a bootstrap of five is too narrow."""
 
 Kind: TypeAlias = Literal["ahead", "behind", "ahead_from", "behind_from"]
+KINDS: Final[tuple[Kind, ...]] = ("ahead", "behind", "ahead_from", "behind_from")
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,29 +90,33 @@ def find_crossing(loads: Sequence[float], advantages: Floats, seed: int = 0) -> 
     if num_loads < 2 or num_repetitions < 1:  # noqa: PLR2004 - a crossing lies between two
         return None
     positions = np.log2(np.asarray(loads, dtype=np.float64))
-    kind, at = _locate(positions, advantages.mean(axis=0))
     rng = np.random.default_rng(seed)
-    drawn = [
-        _locate(positions, advantages[rng.integers(num_repetitions, size=num_repetitions)].mean(0))
-        for _ in range(NUM_RESAMPLES)
-    ]
-    alike = [place for other, place in drawn if other == kind]
-    share = len(alike) / len(drawn) if num_repetitions > 1 else 0.0
-    found = [place for place in alike if place is not None]
-    if at is None or num_repetitions < 2:  # noqa: PLR2004
-        return Crossing(kind, at, None, None, share)
+    picks = rng.integers(num_repetitions, size=(NUM_RESAMPLES, num_repetitions))
+    (kind,), (place,) = _locate(positions, advantages.mean(axis=0, keepdims=True))
+    kinds, places = _locate(positions, advantages[picks].mean(axis=1))
+    alike = kinds == kind
+    share = float(alike.mean()) if num_repetitions > 1 else 0.0
+    at = None if np.isnan(place) else float(place)
+    if at is None or not share:
+        return Crossing(KINDS[kind], at, None, None, share)
     tail = (1 - CONFIDENCE) / 2
-    low, high = np.quantile(found, (tail, 1 - tail)) if found else (at, at)
-    return Crossing(kind, at, float(low), float(high), share)
+    low, high = np.quantile(places[alike], (tail, 1 - tail))
+    return Crossing(KINDS[kind], at, float(low), float(high), share)
 
 
-def _locate(positions: Floats, advantages: Floats) -> tuple[Kind, float | None]:
-    """The last change of sign, interpolated; a tie is not ahead."""
-    ahead = advantages > 0
-    changes = np.flatnonzero(ahead[1:] != ahead[:-1])
-    if not len(changes):
-        return ("ahead", None) if ahead[-1] else ("behind", None)
-    i = int(changes[-1])
-    step = advantages[i] / (advantages[i] - advantages[i + 1])
-    at = float(2 ** (positions[i] + step * (positions[i + 1] - positions[i])))
-    return ("ahead_from", at) if ahead[-1] else ("behind_from", at)
+def _locate(positions: Floats, curves: Floats) -> tuple[NDArray[np.int64], Floats]:
+    """Of each curve its kind, and its last change of sign, interpolated (NaN: it has none).
+
+    A tie is not ahead. Kinds are places in `KINDS`.
+    """
+    ahead = curves > 0
+    changes = ahead[:, 1:] != ahead[:, :-1]
+    num_steps = changes.shape[1]
+    last = num_steps - 1 - np.argmax(changes[:, ::-1], axis=1)
+    has_one = changes.any(axis=1)
+    rows = np.arange(len(curves))
+    before, after = curves[rows, last], curves[rows, last + 1]
+    gap = np.where(has_one, before - after, 1.0)
+    at = 2 ** (positions[last] + before / gap * (positions[last + 1] - positions[last]))
+    kinds = np.where(has_one, 2, 0) + np.where(ahead[:, -1], 0, 1)
+    return kinds, np.where(has_one, at, np.nan)

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from baton.bench.architectures.metrics import GOODPUT, THROUGHPUT, metric_of
+from baton.bench.load.plan import Closed
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Collection, Iterator, Sequence
 
     from baton.bench.architectures.metrics import Metric
     from baton.bench.architectures.plan import Plan
@@ -26,31 +27,41 @@ if TYPE_CHECKING:
 MOST_OTHERS_SHARE: Final = 0.05
 MOST_VARIATION: Final = 0.10
 MOST_RATIO: Final = 10.0
+LEAST_ANSWERS_EACH: Final = 3
 ENOUGH_REPETITIONS: Final = 5
 VERDICT_METRICS: Final = ("goodput", "throughput", "ttft_p50", "ttft_p99", "tpot_p50", "itl_p99")
 
 
-def headline(plan: Plan, analysis: Analysis) -> str:
-    """One sentence: what to do, by goodput and throughput."""
-    here = (
-        f"with {plan.num_workers} workers, for {plan.workload.name} ({plan.workload.description})"
+def headline(plan: Plan, analysis: Analysis, unproved: Collection[str]) -> str:
+    """One sentence: what to do, by goodput and throughput. `unproved`: arms without proof."""
+    what, why = _decide(analysis)
+    doubt = f"; WITHOUT PROOF that KV moved in {', '.join(sorted(unproved))}" if unproved else ""
+    return (
+        f"{what}, with {plan.num_workers} workers, for {plan.workload.name} "
+        f"({plan.workload.description}): {why}{doubt}"
     )
+
+
+def _decide(analysis: Analysis) -> tuple[str, str]:
     deciding = [c for c in analysis.contrasts if c.metric in {GOODPUT.key, THROUGHPUT.key}]
     if not any(c.ratio is not None for c in deciding):
-        return f"No verdict, {here}: replication and a split are needed, and both must have figures"
+        return "No verdict", "replication and a split are needed, and both must have figures"
+    if all(c.low is None and c.judgement == "undecided" for c in deciding):
+        return "Not decided", "one repetition of each arm tells no difference from noise"
     arms = dict.fromkeys(c.arm for c in deciding)
     marks = {arm: {c.judgement for c in deciding if c.arm == arm} for arm in arms}
     better = [arm for arm in arms if "wins" in marks[arm] and "loses" not in marks[arm]]
     mixed = [arm for arm in arms if {"wins", "loses"} <= marks[arm]]
+    what, why = "Not decided", "no difference beyond the noise of this machine was found"
     if better:
-        return (
-            f"Disaggregate ({', '.join(better)}), {here}: ahead where it differs from replication"
-        )
-    if mixed:
-        return f"It depends on the load, {here}: {', '.join(mixed)} wins and loses, see below"
-    if all("loses" in marks[arm] for arm in arms):
-        return f"Replicate, {here}: no split is ahead under any load, all fall behind under some"
-    return f"Not decided, {here}: no difference beyond the noise of this machine was found"
+        what = f"Disaggregate ({', '.join(better)})"
+        why = "ahead of replication wherever the two differ"
+    elif mixed:
+        what, why = "It depends on the load", f"{', '.join(mixed)} wins and loses, see below"
+    elif all("loses" in marks[arm] for arm in arms):
+        what = "Replicate"
+        why = "no split is ahead under any load, and all fall behind under some"
+    return what, why
 
 
 def verdict(plan: Plan, analysis: Analysis) -> tuple[str, ...]:
@@ -89,9 +100,10 @@ def describe_crossover(crossover: Crossover, judged: set[Judgement]) -> str:
     if crossover.at is None:
         return ""
     ahead = "ahead" if crossover.kind == "ahead_from" else "behind"
-    sure = f"{crossover.share:.0%} of resamplings agree"
+    sure = "one repetition, so nobody knows how sure"
     if crossover.low is not None and crossover.high is not None:
-        sure = f"95 % [{crossover.low:.1f}, {crossover.high:.1f}]; {sure}"
+        sure = f"95 % [{crossover.low:.1f}, {crossover.high:.1f}]"
+        sure = f"{sure}; {crossover.share:.0%} of resamplings agree"
     doubt = "" if {"wins", "loses"} <= judged else ", not certain"
     return f"Crossover{doubt}: {ahead} from about {crossover.at:.1f} at once ({sure})"
 
@@ -139,6 +151,7 @@ def find_cautions(plan: Plan, cells: Sequence[Cell], troubles: Sequence[Trouble]
             f"{plan.effort.num_repetitions} repetitions: intervals are wide or missing; five or "
             "more give an answer"
         )
+    yield from _short(plan, cells)
     yield from _noisy(plan, cells)
     yield from _client(cells)
 
@@ -173,6 +186,22 @@ def _broken(cells: Sequence[Cell]) -> Iterator[str]:
                     f"{arm}, {cell.level}, repetition {cell.repetition}: left out, no request was "
                     "complete; let it last longer (--duration)"
                 )
+
+
+def _short(plan: Plan, cells: Sequence[Cell]) -> Iterator[str]:
+    """A window in which hardly anybody was answered twice shows the beginning, not the rest."""
+    words: list[str] = []
+    for level in plan.levels:
+        if isinstance(level.load, Closed):
+            least = LEAST_ANSWERS_EACH * level.load.concurrency
+            some = [cell for cell in cells if cell.level == level.key and cell.is_usable]
+            if any(cell.figures.num_complete < least for cell in some):
+                words.append(level.words)
+    if words and plan.effort.num_requests is None:
+        yield (
+            f"too short with {', '.join(words)}: fewer than {LEAST_ANSWERS_EACH} answers for each "
+            "place, so the first rush weighs much; let loads last longer (--duration)"
+        )
 
 
 def _noisy(plan: Plan, cells: Sequence[Cell]) -> Iterator[str]:
