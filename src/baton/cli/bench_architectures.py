@@ -144,7 +144,11 @@ def architectures(
     from baton.bench.architectures.conducting import run_benchmark  # noqa: PLC0415 - heavy
     from baton.bench.architectures.delivering import deliver  # noqa: PLC0415
 
-    findings = run_benchmark(undertaking)
+    try:
+        findings = run_benchmark(undertaking)
+    except KeyboardInterrupt:
+        print(f"baton: killed; whole runs are in {undertaking.keep.folder}", file=sys.stderr)
+        raise
     problem = deliver(findings, undertaking.keep, is_json=results.json)
     if problem is not None:
         print(f"baton: {problem}", file=sys.stderr)

@@ -6,7 +6,7 @@ Owned by one event loop.
 from __future__ import annotations
 
 import asyncio
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -15,7 +15,7 @@ from baton.launch.supervisor import LaunchContext, Service, Supervisor
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Mapping, Sequence
-    from io import TextIOWrapper
+    from io import FileIO
     from pathlib import Path
 
     from baton.clock import Clock
@@ -40,25 +40,30 @@ class Surroundings:
 
 
 class LogDisplay:
-    """See `Display`: everything goes to a file."""
+    """See `Display`: everything goes to a file; what does not fit on its disk is lost."""
 
-    def __init__(self, file: TextIOWrapper) -> None:
+    def __init__(self, file: FileIO) -> None:
         self._file = file
 
     def say(self, line: str) -> None:
         """See `Display`."""
-        self._file.write(f"baton: {line}\n")
+        self._write(f"baton: {line}\n")
 
     def child_line(self, child: str, line: str) -> None:
         """See `Display`."""
-        self._file.write(f"[{child}] {line}\n")
+        self._write(f"[{child}] {line}\n")
 
     def waiting_for(self, names: Sequence[str]) -> None:
         """See `Display`: the benchmark has a live line of its own."""
 
     def announce(self, text: str) -> None:
         """See `Display`."""
-        self._file.write(text)
+        self._write(text)
+
+    def _write(self, text: str) -> None:
+        # Whoever reads a server's lines must go on reading, or the server stands still.
+        with suppress(OSError):
+            self._file.write(text.encode())
 
 
 class Fleet:
@@ -95,7 +100,7 @@ async def open_fleet(
         ChildFailedError: a server did not start, or died meanwhile (on leaving).
         InterruptedBenchError: somebody wanted the end before they were up.
     """
-    with log.open("w", encoding="utf-8", buffering=1) as file:
+    with log.open("wb", buffering=0) as file:
         context = LaunchContext(
             surroundings.environment, surroundings.clock, LogDisplay(file), NO_RESTARTS
         )

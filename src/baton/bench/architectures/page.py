@@ -26,6 +26,7 @@ p{margin:6px 0}
 .faint{color:var(--faint)}
 .verdict{background:var(--card);border-left:6px solid #1f6fb4;border-radius:8px;padding:18px 22px;
 box-shadow:0 1px 3px rgba(20,30,50,.09);margin:18px 0}
+.why{font-size:16.5px;font-weight:600}
 .verdict ul{margin:10px 0 0;padding-left:20px}
 .verdict li{margin:3px 0}
 .caution{background:#fff8e6;border-left:6px solid #e0a100;border-radius:8px;padding:12px 22px}
@@ -38,8 +39,8 @@ box-shadow:0 1px 3px rgba(20,30,50,.09)}
 .charts svg{width:100%;height:auto;display:block}
 .scroll{overflow-x:auto;background:var(--card);border-radius:8px;
 box-shadow:0 1px 3px rgba(20,30,50,.09)}
-table{border-collapse:collapse;width:100%;font-size:13.5px;font-variant-numeric:tabular-nums}
-th,td{padding:6px 12px;text-align:right;border-bottom:1px solid var(--line);white-space:nowrap;
+table{border-collapse:collapse;width:100%;font-size:13px;font-variant-numeric:tabular-nums}
+th,td{padding:5px 9px;text-align:right;border-bottom:1px solid var(--line);white-space:nowrap;
 vertical-align:top}
 th{color:var(--faint);font-weight:600;background:#fafbfd}
 td.name,th.name{text-align:left}
@@ -47,7 +48,7 @@ tr.first td{border-top:2px solid #c9d1dc}
 .wins{color:var(--good);font-weight:600}
 .loses{color:var(--bad);font-weight:600}
 .undecided{color:var(--faint)}
-.small{font-size:12px;display:block}
+.small{font-size:11px;display:block}
 .dot{display:inline-block;width:10px;height:10px;border-radius:5px;margin-right:7px}
 pre{background:#fff;border-radius:8px;padding:12px 16px;overflow-x:auto;font-size:12.5px;
 white-space:pre-wrap}
@@ -88,7 +89,8 @@ def _top(findings: Findings) -> Iterator[str]:
     )
     if findings.is_partial:
         yield f"<p class='partial'>PARTIAL: {escape(findings.ended or '')}</p>"
-    yield f"<div class='verdict'><h1>{escape(analysis.headline)}.</h1><ul>"
+    what, _, why = analysis.headline.partition(": ")
+    yield f"<div class='verdict'><h1>{escape(what)}</h1><p class='why'>{escape(why)}.</p><ul>"
     yield from (f"<li>{escape(line)}</li>" for line in analysis.verdict)
     yield (
         f"<li class='faint'>SLO ({escape(analysis.slo_words)}): {escape(describe_slo(findings))}."

@@ -33,8 +33,8 @@ VERDICT_METRICS: Final = ("goodput", "throughput", "ttft_p50", "ttft_p99", "tpot
 
 
 def headline(plan: Plan, analysis: Analysis, unproved: Collection[str]) -> str:
-    """One sentence: what to do, by goodput and throughput. `unproved`: arms without proof."""
-    what, why = _decide(analysis)
+    """What to do, by goodput and throughput, and why. `unproved`: arms without proof."""
+    what, why = _decide(plan, analysis)
     doubt = f"; WITHOUT PROOF that KV moved in {', '.join(sorted(unproved))}" if unproved else ""
     return (
         f"{what}, with {plan.num_workers} workers, for {plan.workload.name} "
@@ -42,7 +42,7 @@ def headline(plan: Plan, analysis: Analysis, unproved: Collection[str]) -> str:
     )
 
 
-def _decide(analysis: Analysis) -> tuple[str, str]:
+def _decide(plan: Plan, analysis: Analysis) -> tuple[str, str]:
     deciding = [c for c in analysis.contrasts if c.metric in {GOODPUT.key, THROUGHPUT.key}]
     if not any(c.ratio is not None for c in deciding):
         return "No verdict", "replication and a split are needed, and both must have figures"
@@ -52,16 +52,48 @@ def _decide(analysis: Analysis) -> tuple[str, str]:
     marks = {arm: {c.judgement for c in deciding if c.arm == arm} for arm in arms}
     better = [arm for arm in arms if "wins" in marks[arm] and "loses" not in marks[arm]]
     mixed = [arm for arm in arms if {"wins", "loses"} <= marks[arm]]
-    what, why = "Not decided", "no difference beyond the noise of this machine was found"
+    what = "Not decided"
     if better:
         what = f"Disaggregate ({', '.join(better)})"
-        why = "ahead of replication wherever the two differ"
     elif mixed:
-        what, why = "It depends on the load", f"{', '.join(mixed)} wins and loses, see below"
+        what = "It depends on the load"
     elif all("loses" in marks[arm] for arm in arms):
         what = "Replicate"
-        why = "no split is ahead under any load, and all fall behind under some"
-    return what, why
+    decided = [arm for arm in arms if marks[arm] != {"undecided"}]
+    why = "; ".join(_sum_up(plan, analysis, arm) for arm in decided)
+    return what, why or "no difference beyond the noise of this machine was found"
+
+
+def _sum_up(plan: Plan, analysis: Analysis, arm: str) -> str:
+    """`1P1D against replication: wins with …, loses with …`, of the metric that says more."""
+    by_metric = {
+        key: [
+            c
+            for c in analysis.contrasts
+            if (c.arm, c.metric) == (arm, key) and c.judgement != "undecided"
+        ]
+        for key in (THROUGHPUT.key, GOODPUT.key)
+    }
+    key, mine = max(by_metric.items(), key=lambda item: len(item[1]))
+    words = {level.key: level.words for level in plan.levels}
+    parts = []
+    for judgement in ("wins", "loses"):
+        some = [c for c in mine if c.judgement == judgement]
+        if some:
+            parts.append(f"{judgement} with {_list(some, words)} (most {_most(some, words)})")
+    crossing = _where(analysis, arm, key) if len(parts) > 1 else ""
+    return (
+        f"{arm} against replication, {metric_of(key).title.lower()}: {', '.join(parts)}{crossing}"
+    )
+
+
+def _where(analysis: Analysis, arm: str, key: str) -> str:
+    found = (x for x in analysis.crossovers if (x.arm, x.metric) == (arm, key))
+    crossover = next(found, None)
+    if crossover is None or crossover.at is None:
+        return ""
+    ahead = "ahead" if crossover.kind == "ahead_from" else "behind"
+    return f"; {ahead} from about {crossover.at:.1f} at once on"
 
 
 def verdict(plan: Plan, analysis: Analysis) -> tuple[str, ...]:
@@ -213,16 +245,18 @@ def _noisy(plan: Plan, cells: Sequence[Cell]) -> Iterator[str]:
             f"{MOST_OTHERS_SHARE:.0%} of it (up to {max(loud):.0%})"
         )
     for arm in plan.arms:
+        varying = {}
         for level in plan.levels:
             some = [c for c in cells if (c.arm, c.level) == (arm.name, level.key) and c.is_usable]
             rates = np.array([c.figures.output_tokens_per_s for c in some])
             if len(rates) > 1 and rates.mean() > 0:
-                variation = float(rates.std(ddof=1) / rates.mean())
-                if variation > MOST_VARIATION:
-                    yield (
-                        f"{arm.name}, {level.words}: noisy, throughput varies by {variation:.0%} "
-                        "between repetitions"
-                    )
+                varying[level.words] = float(rates.std(ddof=1) / rates.mean())
+        loud_levels = [words for words, share in varying.items() if share > MOST_VARIATION]
+        if loud_levels:
+            yield (
+                f"{arm.name}: noisy with {', '.join(loud_levels)}: throughput varies between "
+                f"repetitions by up to {max(varying.values()):.0%}"
+            )
 
 
 def _client(cells: Sequence[Cell]) -> Iterator[str]:

@@ -53,7 +53,11 @@ def test_a_split_that_gets_ahead():
     assert 2 < found.at < 4
     assert found.low <= found.at <= found.high
     assert found.share == 1.0
-    assert analysis.headline.startswith("It depends on the load")
+    assert analysis.headline.startswith("It depends on the load, with 2 workers, for balanced")
+    assert (
+        "1P1D against replication, throughput: wins with 4, 8 at once (most +" in analysis.headline
+    )
+    assert f"ahead from about {found.at:.1f} at once on" in analysis.headline
     line = next(line for line in analysis.verdict if "Throughput" in line)
     assert f"Crossover: ahead from about {found.at:.1f} at once (95 % [" in line
 
@@ -139,7 +143,7 @@ def test_noise_is_reported():
     plan = make_plan()
     samples = [make_samples("single", "c1", r, 20 * r) for r in range(1, 6)]
     cautions = analyse(plan, samples, ()).cautions
-    assert any(line.startswith("single, 1 at once: noisy") for line in cautions)
+    assert any(line.startswith("single: noisy with 1 at once: ") for line in cautions)
 
 
 def test_cost_is_kept_apart_for_input_and_output():
