@@ -129,7 +129,7 @@ def _sentence(plan: Plan, analysis: Analysis, arm: str, metric: Metric) -> Itera
 
 def describe_crossover(crossover: Crossover, judged: set[Judgement]) -> str:
     """Where it is, and how sure; nothing where the loads' own verdicts say it all."""
-    if crossover.at is None:
+    if crossover.at is None or judged == {"undecided"}:
         return ""
     ahead = "ahead" if crossover.kind == "ahead_from" else "behind"
     sure = "one repetition, so nobody knows how sure"
