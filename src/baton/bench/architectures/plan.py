@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 MOST_AT_ONCE: Final = 4096
 MOST_REPETITIONS: Final = 1000
+MOST_WARM_UP: Final = 8
+"""Before each load; the servers have answered the largest request by then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,16 +56,13 @@ class Effort:
     duration_s: float
     num_requests: int | None
     request_timeout_s: float
-    num_warm_up: int | None = None
 
     def plan_load(self, level: Level) -> LoadPlan:
         """One cell's run. What is under way at its end is let finish: none of it is lost."""
         at_once = level.load.concurrency if isinstance(level.load, Closed) else 1
         timeout_s = self.request_timeout_s
         limits = Limits(self.num_requests, self.duration_s, timeout_s, timeout_s)
-        return LoadPlan(
-            level.load, limits, at_once if self.num_warm_up is None else self.num_warm_up
-        )
+        return LoadPlan(level.load, limits, min(at_once, MOST_WARM_UP))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

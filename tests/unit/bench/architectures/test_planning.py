@@ -67,5 +67,6 @@ def test_what_is_under_way_at_the_end_of_a_load_may_finish():
     plan = make_plan()
     load = plan.effort.plan_load(plan.levels[2])
     assert load.num_warm_up == 4
+    assert plan.effort.plan_load(read_levels("64", None)[0]).num_warm_up == 8
     assert load.limits.duration_s == 10.0
     assert load.limits.drain_s == load.limits.request_timeout_s == 60.0

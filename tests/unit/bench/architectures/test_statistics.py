@@ -85,6 +85,10 @@ def test_the_kinds_of_crossing(advantages, kind):
     assert (found.at is None) == (kind in {"ahead", "behind"})
 
 
+def test_the_last_change_counts():
+    assert 4 < find_crossing(LOADS, np.array([[0.1, -0.1, -0.2, 0.3]])).at < 8
+
+
 def test_one_repetition_has_a_crossing_but_no_confidence():
     found = find_crossing(LOADS, np.array([[-1.0, -1.0, 1.0, 1.0]]))
     assert found.at == pytest.approx(2 * 2**0.5)
