@@ -8,6 +8,10 @@ ENGINE ?=
 # Extra arguments of the one `pip install torch==…`, e.g. where to find a CPU-only build.
 TORCH_ARGS ?=
 PYTEST_ARGS ?=
+# Of `make simulate`: other seeds each night find more than the same ones again.
+SCHEDULES ?= 100000
+FIRST_SEED ?= 0
+JOBS ?= $(shell nproc)
 
 APART := tests/unit tests/property tests/contract tests/integration
 VENV := .venv
@@ -18,7 +22,7 @@ RUNTIME := $(VENV)/.installed-runtime
 VLLM := $(VENV)/.installed-vllm
 DEV := $(VENV)/.installed-dev
 
-.PHONY: help up test chaos check install install-dev format clean
+.PHONY: help up test chaos simulate check install install-dev format clean
 .DEFAULT_GOAL := help
 
 ifneq ($(filter-out vllm transformers,$(ENGINE)),)
@@ -31,6 +35,7 @@ help:
 	@echo 'make up ENGINE=vllm          the same with vLLM as the engine'
 	@echo 'make test                    install what tests need, run every check and test'
 	@echo 'make chaos                   every fault, to everybody, at every stage: half an hour'
+	@echo 'make simulate                100,000 simulated clusters under faults: the nightly job'
 	@echo 'make check                   the checks without the tests'
 	@echo 'make install [ENGINE=vllm]   only install, into .venv'
 	@echo 'make install-dev             the same, and what checks need'
@@ -50,6 +55,9 @@ test: check $(VLLM)
 # CI runs what stands for the others. Network namespaces need root; without, those tests skip.
 chaos: $(DEV)
 	$(BIN)/python -m pytest -q tests/chaos --all-chaos -m 'not vllm' -o timeout=600 $(PYTEST_ARGS)
+
+simulate: $(RUNTIME)
+	$(BIN)/baton sim handoff --schedules $(SCHEDULES) --first-seed $(FIRST_SEED) --jobs $(JOBS)
 
 check: $(DEV)
 	$(BIN)/ruff check .

@@ -77,8 +77,8 @@ class Pair:
             self._meet(worker.wait_ready())
         self.start_gateway()
 
-    def start_gateway(self, port: int = 0) -> None:
-        settings = GATEWAY | {"gateway.port": port}
+    def start_gateway(self, port: int = 0, mode: str = "auto") -> None:
+        settings = GATEWAY | {"gateway.port": port, "gateway.mode": mode}
         self.gateway = self.fleet.start_gateway([self.prefill], [self.decode], settings=settings)
 
     def heal(self) -> None:

@@ -156,6 +156,33 @@ class Pause:
 
 
 @dataclass(frozen=True)
+class OutliveDecode:
+    """Prefill is stopped, decode dies and begins anew at its address; then prefill writes on.
+
+    What it writes is for a life that is over.
+    """
+
+    victim: Victim = "prefill"
+
+    async def strike(self, case: Case) -> str:
+        writer, old = case.pair.prefill, case.pair.decode.ready
+        await freeze(writer)
+        case.pair.decode.kill()
+        await _revive(case, "decode")
+        new = case.pair.decode.ready
+        assert old is not None
+        assert new is not None
+        assert new.handoff_address == old.handoff_address
+        assert new.epoch != old.epoch
+        assert is_stopped(writer)
+        return f"{writer.name} was stopped while decode went from {old.epoch} to {new.epoch}"
+
+    async def settle(self, case: Case) -> None:
+        case.pair.prefill.send(signal.SIGCONT)
+        await _end(case)
+
+
+@dataclass(frozen=True)
 class Leave:
     """The client closes its connection."""
 

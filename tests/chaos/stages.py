@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from tests.chaos.conftest import House, Pair
 
-NUM_ANSWER_TOKENS = 400
+NUM_ANSWER_TOKENS = 240
 """An answer long enough for a fault to find it under way."""
 
 
@@ -25,6 +25,7 @@ class Stage(StrEnum):
     """Where a request stands."""
 
     BEFORE_GRANT = "before the grant"
+    PREFILLING = "prefilling"
     MID_TRANSFER = "mid transfer"
     DECODING = "decoding"
 
@@ -34,6 +35,8 @@ async def reach(stage: Stage, house: House, session: aiohttp.ClientSession, pair
     match stage:
         case Stage.BEFORE_GRANT:
             return await _before_grant(house, session, pair)
+        case Stage.PREFILLING:
+            return await _prefilling(house, session, pair)
         case Stage.MID_TRANSFER:
             return await _mid_transfer(house, session, pair)
         case Stage.DECODING:
@@ -62,6 +65,23 @@ async def _before_grant(house: House, session: aiohttp.ClientSession, pair: Pair
     assert trace is not None
     assert trace.num_bytes == 0
     assert is_stopped(pair.decode)
+    assert not case.asking.done()
+    return case
+
+
+async def _prefilling(house: House, session: aiohttp.ClientSession, pair: Pair) -> Case:
+    """Prefill is computing it, by whatever mode it is to be handed over."""
+    case = Case(house, session, pair, Ask(house.prompts.make(LONG)))
+    _ask(case)
+
+    async def computing() -> bool:
+        trace = await find_trace(session, pair.prefill, case.request.id)
+        if trace is None or Stamp.FIRST_LAYER_READY not in trace.stamps:
+            return False
+        assert Stamp.PREFILL_DONE not in trace.stamps, "too late: prefill is done"
+        return True
+
+    await until("it is being prefilled", computing, PATIENCE_S)
     assert not case.asking.done()
     return case
 

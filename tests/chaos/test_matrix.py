@@ -5,6 +5,7 @@ By default a few that stand for the others; all of them by `make chaos` (`--all-
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -12,7 +13,7 @@ import pytest
 
 from tests.chaos.checks import Inventory, Moved, Outcome, check_outcome
 from tests.chaos.conftest import House, Pair, run_on_both
-from tests.chaos.injections import CutData, CutLink, Kill, Leave, Pause, Restart
+from tests.chaos.injections import CutData, CutLink, Kill, Leave, OutliveDecode, Pause, Restart
 from tests.chaos.stages import Stage, reach
 
 if TYPE_CHECKING:
@@ -25,8 +26,9 @@ DECODE_FELL_BACK = (
     Moved("decode", "baton_handoff_fallbacks_total"),
 )
 PREFILL_FAILED = Moved(
-    "prefill", "baton_handoffs_total", (("leg", "prefill"), ("result", "failed"))
+    "prefill", "baton_handoffs_total", (("leg", "prefill"),), without=(("result", "completed"),)
 )
+"""Or was aborted by the gateway: whoever heard first of the end."""
 GATEWAY_FELL_BACK = Moved("gateway", "baton_gateway_fallbacks_total")
 CLIENT_LEFT = Moved("gateway", "baton_gateway_client_disconnects_total")
 STREAM_BROKE = Moved("gateway", "baton_gateway_broken_streams_total")
@@ -90,6 +92,7 @@ SCENARIOS = (
     Scenario(BEFORE, Restart("gateway"), BROKEN, (DECODE_CANCELLED,)),
     Scenario(MID, Restart("gateway"), BROKEN, (DECODE_CANCELLED,)),
     Scenario(DECODING, Restart("gateway"), BROKEN, (DECODE_CANCELLED,)),
+    Scenario(MID, OutliveDecode(), EITHER, (PREFILL_FAILED,)),
     Scenario(BEFORE, Leave(), NOBODY, (CLIENT_LEFT,), stands_for_others=True),
     Scenario(MID, Leave(), NOBODY, (CLIENT_LEFT,)),
     Scenario(DECODING, Leave(), NOBODY, (CLIENT_LEFT, DECODE_CANCELLED)),
@@ -111,15 +114,53 @@ SCENARIOS = (
 )
 def test_matrix(house: House, scenario: Scenario) -> None:
     async def on_pair(session: aiohttp.ClientSession, pair: Pair) -> None:
-        await house.check_handoff(session, pair)
-        inventory = Inventory(session)
-        await inventory.take((pair.prefill, pair.decode), pair.gateway)
-        case = await reach(scenario.stage, house, session, pair)
-        proof = await scenario.injection.strike(case)
-        await scenario.injection.settle(case)
-        await check_outcome(case, scenario.outcome)
-        await inventory.check_moved(case, scenario.moved)
-        elapsed_s = await inventory.check_nothing_leaked(case)
-        print(f"{pair.transport}: {proof}; all idle {elapsed_s:.2f} s after the request")
+        await play(house, session, pair, scenario)
 
     run_on_both(house, on_pair)
+
+
+PREFILLING = Stage.PREFILLING
+MODES = ("pull", "reference")
+OF_EACH_MODE = (
+    Scenario(PREFILLING, Kill("prefill"), RIGHT, (GATEWAY_FELL_BACK,)),
+    Scenario(PREFILLING, Pause("prefill"), RIGHT),
+    Scenario(PREFILLING, Restart("prefill"), RIGHT),
+    Scenario(PREFILLING, Kill("decode"), ERROR, (REFUSED,)),
+    Scenario(PREFILLING, Pause("decode"), RIGHT),
+    Scenario(PREFILLING, Leave(), NOBODY, (CLIENT_LEFT,)),
+    Scenario(PREFILLING, CutLink(), RIGHT),
+)
+
+
+@pytest.mark.every
+@pytest.mark.parametrize("scenario", [pytest.param(one, id=one.name) for one in OF_EACH_MODE])
+@pytest.mark.parametrize("mode", MODES)
+def test_other_modes(house: House, mode: str, scenario: Scenario) -> None:
+    """The operator's mode, where both workers know it; a pair that does not takes another."""
+
+    async def on_pair(session: aiohttp.ClientSession, pair: Pair) -> None:
+        usual = pair.gateway
+        await asyncio.to_thread(pair.start_gateway, mode=mode)
+        try:
+            await play(house, session, pair, scenario)
+        finally:
+            await asyncio.to_thread(pair.gateway.stop)
+            pair.gateway = usual
+
+    run_on_both(house, on_pair)
+
+
+async def play(
+    house: House, session: aiohttp.ClientSession, pair: Pair, scenario: Scenario
+) -> None:
+    """One scenario on one pair."""
+    await house.check_handoff(session, pair)
+    inventory = Inventory(session)
+    await inventory.take((pair.prefill, pair.decode), pair.gateway)
+    case = await reach(scenario.stage, house, session, pair)
+    proof = await scenario.injection.strike(case)
+    await scenario.injection.settle(case)
+    await check_outcome(case, scenario.outcome)
+    await inventory.check_moved(case, scenario.moved)
+    elapsed_s = await inventory.check_nothing_leaked(case)
+    print(f"{pair.transport}: {proof}; all idle {elapsed_s:.2f} s after the request")

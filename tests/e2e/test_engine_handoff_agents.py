@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from baton.ids import TicketId
 
 CLOCK = MachineClock()
-PATIENCE_S = 20.0
+PATIENCE_S = 90.0
 NUM_PROMPTS = 12
 PROMPTS = {f"r{i}": make_prompt(10 + 9 * i, seed=i % 3) for i in range(NUM_PROMPTS)}
 

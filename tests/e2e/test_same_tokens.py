@@ -76,13 +76,21 @@ STREAMS: list[dict[str, object]] = [
 def test_a_stream_whose_first_token_came_early_is_the_same_byte_for_byte(
     house: House, body: dict[str, object]
 ) -> None:
-    (prompt,) = make_prompts(1, seed=40 + STREAMS.index(body), longest=1000)[-1:]
-    asked = {"prompt": prompt[:500], "max_tokens": 12, "ignore_eos": True, "stream": True, **body}
+    number = STREAMS.index(body)
+    prompt = make_prompts(3, seed=40 + number, longest=900)[2]
+    asked = {
+        "prompt": prompt,
+        "max_tokens": 12,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        **body,
+    }
     expected = stream(house.colocated.url, asked, "oracle")
-    got = stream(house.early_gateway.url, asked, f"early-{STREAMS.index(body)}")
+    got = stream(house.early_gateway.url, asked, f"early-{number}")
     assert round_logprobs(got) == round_logprobs(expected)
-    trace = read_trace(house.early_gateway.url, f"early-{STREAMS.index(body)}")
-    assert trace["num_received_tokens"] == len(asked["prompt"])  # type: ignore[arg-type]
+    trace = read_trace(house.early_gateway.url, f"early-{number}")
+    assert trace["num_received_tokens"] == len(prompt)
 
 
 def round_logprobs(events: str) -> str:

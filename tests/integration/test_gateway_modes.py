@@ -242,6 +242,7 @@ def test_the_client_has_the_first_token_before_decode_says_anything(mode):
         ]
         assert created[0] == created[1]
         assert await cluster.metric("baton_gateway_time_to_first_token_seconds_count") == 1
+        assert await cluster.metric("baton_gateway_early_first_tokens_total") == 1
 
     run(scenario, mode=mode, first_token_early=True, **pair(prefill_early, say_abc_late))
 
@@ -252,6 +253,7 @@ def test_nothing_is_sent_early_where_decode_has_begun_from_another_token():
         async with cluster.post(STREAM) as response:
             text = await response.text()
         assert text.count("data: ") == 4
+        assert await cluster.metric("baton_gateway_early_first_tokens_total") == 0
 
     run(scenario, mode="pull", first_token_early=True, **pair(prefill_early))
 

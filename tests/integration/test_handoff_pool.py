@@ -1,4 +1,4 @@
-"""Mode pool between real agents with real files, and pages of random bytes: what lands, and when."""
+"""Mode pool between real agents and real files, with pages of random bytes: what lands, when."""
 
 from __future__ import annotations
 
@@ -336,6 +336,18 @@ def test_a_prompt_larger_than_the_store_is_not_waited_for(tmp_path: Path) -> Non
         decode.expect(ticket, prompt)
         failed, _ = decode.hear(KVFailed, BlocksQuiescent)
         assert "no more" in str(failed.error)
+
+
+def test_an_order_that_does_not_name_its_tokens_fails(pair: tuple[Node, Node]) -> None:
+    prefill, decode = pair
+    ticket, prompt = make_ticket(), make_prompt()
+    for wrong in (None, prompt[:-1]):
+        blocks = decode.table
+        order = decode.order(ticket, prompt, PATIENCE_S) | {"prompt_ids": wrong}
+        decode.agent.expect(ReceiveOrder(**order, start=0, blocks=blocks))
+        decode.hear(KVFailed, BlocksQuiescent)
+        prefill.agent.offer(SendOrder(**order, num_ready_tokens=0, blocks=prefill.table))
+        prefill.hear(SendFailed)
 
 
 def test_stopping_ends_every_handoff(tmp_path: Path) -> None:

@@ -14,7 +14,15 @@ from baton.authority.ticket import seal
 from baton.errors import BatonError
 from baton.handoff.interface import KVSent
 from baton.handoff.link import Link, LinkPhase
-from baton.handoff.messages import Grant, Message, Missing, Refused, Reversed, Taken
+from baton.handoff.messages import (
+    PROTOCOL_VERSION,
+    Grant,
+    Message,
+    Missing,
+    Refused,
+    Reversed,
+    Taken,
+)
 from tests.integration.handoff_nodes import CLOCK, FIRST, Node, make_handoff, node
 from tests.integration.held_reads import HeldReadsFactory
 from tests.integration.test_handoff_failover import wait_until
@@ -126,5 +134,7 @@ def test_a_worker_of_another_version_is_told_so(
 
         wait_until(has_heard)
         link.close()
-    assert heard[0] == Refused((f"handoff protocol: version {version} on old, 4 on p",))
-    assert f"handoff protocol: version {version} on old, 4 on p" in caplog.text
+    assert heard[0] == Refused((
+        f"handoff protocol: version {version} on old, {PROTOCOL_VERSION} on p",
+    ))
+    assert f"handoff protocol: version {version} on old, {PROTOCOL_VERSION} on p" in caplog.text

@@ -7,7 +7,9 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 TABLE = ROOT / "docs" / "reliability-failures.md"
-NAMED = sorted(set(re.findall(r"`(tests/[\w/]+\.py)::(\w+)", TABLE.read_text("utf-8"))))
+NAMED = sorted(
+    set(re.findall(r"`((?:tests|src/baton/testing)/[\w/]+\.py)::(\w+)", TABLE.read_text("utf-8")))
+)
 
 
 @pytest.mark.parametrize(("path", "name"), NAMED, ids="::".join)

@@ -32,6 +32,7 @@ from baton.transfer.interface import (
     WriteFailed,
 )
 from baton.transfer.region import release_region
+from baton.transfer.waiting import LONGEST_AWAKE_S, Waiting
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -80,6 +81,7 @@ class OverTransport:
         )
         self._remote = RemoteId(-1)
         self._peer_window = self._window
+        self._waiting = Waiting(around.clock, LONGEST_AWAKE_S)
         self._borrowed: list[Borrowed] = []
 
     def introduce(self) -> bytes:
@@ -132,7 +134,7 @@ class OverTransport:
                 self._heed(event)
             ready_fd = self._transport.readiness_fd
             watched = [call.fd] if ready_fd is None else [call.fd, ready_fd]
-            select.select(watched, [], [], BLIND_POLL_S if ready_fd is None else POLL_S)
+            self._sleep(watched, BLIND_POLL_S if ready_fd is None else POLL_S)
 
     def digest_seen(self) -> str:
         """See `Borrower`."""
@@ -193,9 +195,11 @@ class OverTransport:
                 names = ", ".join(sorted(kind.__name__ for kind in missing))
                 raise TransferError(f"no {names} within {TRANSFER_TIMEOUT_S:g} s")
             fd = transport.readiness_fd
-            select.select(
-                [] if fd is None else [fd], [], [], BLIND_POLL_S if fd is None else POLL_S
-            )
+            self._sleep([] if fd is None else [fd], BLIND_POLL_S if fd is None else POLL_S)
+
+    def _sleep(self, fds: list[int], timeout_s: float) -> None:
+        """Until one of these is readable; as an agent's thread does."""
+        self._waiting.wait(lambda limit_s: select.select(fds, [], [], limit_s)[0], timeout_s)
 
 
 def _directions(capabilities: Capabilities) -> tuple[Direction, ...]:

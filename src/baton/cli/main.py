@@ -45,6 +45,7 @@ def build_app() -> App:
     app.command(
         "baton.cli.size:size", name="size", help="How large KV is, and how long it takes to move."
     )
+    app.command("baton.cli.sim:app", name="sim", help="Run Baton against simulated faults.")
     app.command("baton.cli.model:app", name="model", help="Make models for tests and benchmarks.")
     app.command("baton.cli.config:app", name="config", help="Look at the configuration.")
     return app

@@ -104,6 +104,7 @@ def _options(config: Config, announce_fd: int) -> ProcessOptions:
         probe_time_s=config.transfer.probe_time_s,
         probe_bytes=config.transfer.probe_bytes,
         store=config.store,
+        awake_s=config.transfer.awake_s,
         drain_timeout_s=section.drain_timeout_s,
         num_traces=config.trace.ring_size,
         cpu_affinity=section.cpu_affinity,

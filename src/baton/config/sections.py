@@ -85,7 +85,6 @@ class HandoffSection(Struct, frozen=True, kw_only=True):
     verify_same_process: Verification = "full"
     verify_same_host: Verification = "full"
     verify_network: Verification = "full"
-    verify_pool: Verification = "full"
     verify_share: Share = 0.125
 
 
@@ -99,6 +98,7 @@ class TransferSection(Struct, frozen=True, kw_only=True):
     choice: Literal["measured", "listed"] = "measured"
     probe_time_s: Seconds = 0.5
     probe_bytes: PositiveCount = 128 * 1024 * 1024
+    awake_s: Annotated[float, Meta(ge=0, le=0.01)] = 0.0002
     options: dict[str, Table] = {}
 
 

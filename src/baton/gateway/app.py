@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from baton.gateway.debug import RequestTraces
     from baton.gateway.debug_workers import Roster
     from baton.gateway.metrics import GatewayMetrics
+    from baton.gateway.readiness import Readiness
     from baton.gateway.workers import Workers
 
 COMPLETION_PATHS: Final = frozenset({"/v1/chat/completions", "/v1/completions"})
@@ -75,9 +76,11 @@ class GatewayApp:
         *,
         traces: RequestTraces,
         roster: Roster,
+        readiness: Readiness,
     ) -> None:
         self._completions, self._workers = completions, workers
         self._metrics, self._traces, self._roster = metrics, traces, roster
+        self._ready = readiness
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one ASGI connection."""
@@ -125,8 +128,9 @@ class GatewayApp:
         return answer
 
     def _readiness(self) -> Status:
-        if not self._workers.fleet.can_decode:
-            raise NoWorkerError(f"not ready: {self._workers.why_not_ready()}")
+        reason = self._ready.why_not()
+        if reason is not None:
+            raise NoWorkerError(f"not ready: {reason}")
         return Status("ready")
 
     def _models(self) -> ModelList:

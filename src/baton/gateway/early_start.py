@@ -65,6 +65,7 @@ class EarlyStart:
                 return
             self._sent = first.events.encode()
             self._call.tail = self._sent
+            self._services.metrics.early_first_tokens.inc()
             await self._call.start_stream(self._send)
             self._call.note_first_byte(self._services.clock.now())
             await self._send({

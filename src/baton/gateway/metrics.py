@@ -147,6 +147,11 @@ class GatewayMetrics:
             registry=self.registry,
         )
         self.broken_streams = {cause: broken.labels(cause) for cause in BrokenStreamCause}
+        self.early_first_tokens = Counter(
+            "baton_gateway_early_first_tokens",
+            "Streams that began with the prefill worker's token, before decode's.",
+            registry=self.registry,
+        )
         self.kv_events_not_followed = Counter(
             "baton_gateway_kv_events_not_followed",
             "Lives of workers whose KV events could not be followed from where they were told.",

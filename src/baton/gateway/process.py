@@ -30,6 +30,7 @@ from baton.gateway.fallbacks import Fallbacks
 from baton.gateway.kv_events import KVEvents
 from baton.gateway.metrics import GatewayMetrics
 from baton.gateway.probe import Watch
+from baton.gateway.readiness import Readiness
 from baton.gateway.records import Records
 from baton.gateway.services import Services
 from baton.gateway.upstream import Upstream
@@ -114,7 +115,12 @@ async def open_gateway(options: GatewayOptions, clock: Clock) -> AsyncGenerator[
         traces = RequestTraces(records, workers, upstream)
         roster = Roster(workers, events)
         yield GatewayApp(
-            Completions(services, records), workers, metrics, traces=traces, roster=roster
+            Completions(services, records),
+            workers,
+            metrics,
+            traces=traces,
+            roster=roster,
+            readiness=Readiness(workers, clock),
         )
     finally:
         await watch.stop()

@@ -4,8 +4,9 @@
                                       │  │
                        links to peers ┘  └ transports
 
-The thread sleeps in one `select` over all of them; it never spins. The engine's calls only queue
-a command and write one byte to a pipe.
+The thread sleeps in one `select` over all of them, and looks for a moment before that while answers
+come quickly (`baton.transfer.waiting`). The engine's calls only queue a command and write one byte
+to a pipe.
 """
 
 from __future__ import annotations
@@ -77,6 +78,7 @@ from baton.transfer.interface import (
 )
 from baton.transfer.links.outcome import SilentObserver
 from baton.transfer.links.scratch import Scratch
+from baton.transfer.waiting import LONGEST_AWAKE_S, Waiting
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -141,6 +143,7 @@ class AgentOptions:
     surroundings: Surroundings = MACHINE
     verification: VerificationPolicy = field(default_factory=VerificationPolicy)
     pool: Pool | None = None
+    awake_s: float = LONGEST_AWAKE_S
 
     @property
     def by_reference(self) -> bool:
@@ -170,6 +173,7 @@ class HandoffAgent:  # noqa: PLR0904 - the engine's contract, and the process's
         self._selector = options.surroundings.make_selector()
         self._one_piece = OnePiece(options.one_piece_tokens)
         self._pool = _make_pool(options)
+        self._waiting = Waiting(options.clock, options.awake_s)
         self._stopping = False
         self._thread: threading.Thread | None = None
         self._next_tick = 0.0
@@ -321,6 +325,10 @@ class HandoffAgent:  # noqa: PLR0904 - the engine's contract, and the process's
         self._pool.abort(ticket, reason)
         self._command(partial(self._abort, ticket, reason))
 
+    def withdraw_oldest(self, tickets: Sequence[TicketId], reason: str) -> None:
+        """See `HandoffPort`."""
+        self._command(partial(self._sending.withdraw_oldest, tuple(tickets), reason))
+
     def give_up(self, ticket: TicketId, reason: str) -> None:
         """The gateway says that this ticket's other half failed: recompute (or stop) now."""
         self._pool.give_up(ticket, reason)
@@ -363,7 +371,7 @@ class HandoffAgent:  # noqa: PLR0904 - the engine's contract, and the process's
 
     def step(self) -> None:
         """Sleep until something is to be done, `TICK_S` at most, and do it. The owner's thread."""
-        ready = self._selector.select(TICK_S)
+        ready = self._waiting.wait(self._selector.select, TICK_S)
         for key, mask in ready:
             if key.data is self._bell:
                 self._bell.quiet()

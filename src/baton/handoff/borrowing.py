@@ -37,7 +37,9 @@ logger = logging.getLogger(__name__)
 
 REDIAL_S: Final = 2.0
 TELLING_TIMEOUT_S: Final = 60.0
-"""How long a lender out of reach is tried; its pages then wait for this process' end."""
+"""How long a lender out of reach is dialed; it is told over the next link, if there is one."""
+MAX_SILENT_LENDERS: Final = 64
+"""Of those: beyond, the oldest are forgotten, which have died by all appearance."""
 
 
 @dataclass(slots=True, eq=False)
@@ -169,6 +171,7 @@ class BorrowingDesk:
             if served.face.annexes is not None:
                 served.face.annexes.prefault()
         now = self._desk.clock.now()
+        silent: list[Epoch] = []
         for epoch in self.book.lenders:
             lender = self._lenders.get(epoch)
             if lender is None or lender.peer is not None or not self.book.owes(epoch):
@@ -176,12 +179,14 @@ class BorrowingDesk:
             if lender.tell_before is None:
                 lender.tell_before = Instant(now + TELLING_TIMEOUT_S)
             if now >= lender.tell_before:
-                logger.info("handoff: %s was not told what it has back", lender.ref.worker)
-                self.book.write_off(epoch)
-                self._tidy(epoch)
+                silent.append(epoch)
             elif now >= lender.redial_at:
                 lender.redial_at = now + REDIAL_S
                 self._desk.peers.dial(lender.ref)
+        for epoch in silent[:-MAX_SILENT_LENDERS]:
+            logger.info("handoff: %s was not told what it has back", epoch)
+            self.book.write_off(epoch)
+            self._tidy(epoch)
 
     def _find(self, peer: Peer) -> _Lender | None:
         """The record of a peer, made now if its pages can be looked at here."""

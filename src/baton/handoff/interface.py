@@ -228,6 +228,10 @@ class HandoffPort(LoanPort, Protocol):
         """
         ...
 
+    def withdraw_oldest(self, tickets: Sequence[TicketId], reason: str) -> None:
+        """End the first of these offers that was not granted, if there is one: `SendFailed`."""
+        ...
+
     def poll(self) -> list[HandoffEvent]:
         """What happened since the last call, each thing once."""
         ...

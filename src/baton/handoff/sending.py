@@ -135,6 +135,13 @@ class SendingDesk:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         self._perform(outgoing, outgoing.session.fail(reason, stage="abort"))
         return True
 
+    def withdraw_oldest(self, tickets: Sequence[TicketId], reason: str) -> None:
+        """See `HandoffPort.withdraw_oldest`."""
+        for outgoing in filter(None, map(self._outgoing.get, tickets)):
+            if outgoing.granted is None:
+                self._perform(outgoing, outgoing.session.fail(reason, stage="offered"))
+                return
+
     def heard(
         self,
         peer: Peer,

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from baton.transfer.interface import Capabilities, Transport
 
 Level: TypeAlias = Literal["full", "sampled", "identity"]
-Path: TypeAlias = Literal["same_process", "same_host", "network", "pool"]
+Path: TypeAlias = Literal["same_process", "same_host", "network"]
 
 DEFAULT_SHARE: Final = 0.125
 
@@ -39,11 +39,6 @@ class VerificationSettings(Protocol):
         ...
 
     @property
-    def verify_pool(self) -> Level:
-        """Through the store."""
-        ...
-
-    @property
     def verify_share(self) -> float:
         """Of the pieces, where they are sampled."""
         ...
@@ -53,14 +48,13 @@ class VerificationSettings(Protocol):
 class VerificationPolicy:
     """A level for each kind of path. `share` is that of the pieces that `sampled` looks at.
 
-    Reads of a peer's pages are verified in full whatever is said here: there the digest is what
-    finds that the pages changed while they were read.
+    Whatever is said here, reads of a peer's pages are verified in full (there the digest is what
+    finds that the pages changed while they were read), and so is what comes out of a store.
     """
 
     same_process: Level = "full"
     same_host: Level = "full"
     network: Level = "full"
-    pool: Level = "full"
     share: float = DEFAULT_SHARE
 
     @classmethod
@@ -70,7 +64,6 @@ class VerificationPolicy:
             same_process=settings.verify_same_process,
             same_host=settings.verify_same_host,
             network=settings.verify_network,
-            pool=settings.verify_pool,
             share=settings.verify_share,
         )
 
@@ -80,7 +73,6 @@ class VerificationPolicy:
             "same_process": self.same_process,
             "same_host": self.same_host,
             "network": self.network,
-            "pool": self.pool,
         }
         return levels[path]
 

@@ -134,4 +134,4 @@ class TierFactory(Protocol):
         ...
 
 
-TIERS: Final[Registry[TierFactory]] = Registry("baton.tiers")
+TIERS: Final[Registry[TierFactory]] = Registry("baton.tiers", "store.options")

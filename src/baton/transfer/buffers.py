@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from baton.kv.copies import CopyGroup, PageCopies, apply_copies
-from baton.transfer.geometry import compute_runs
+from baton.transfer.geometry import compute_bounds
 from baton.transfer.region import view_pages
 
 if TYPE_CHECKING:
@@ -81,12 +81,10 @@ def _is_direct(geometry: Geometry) -> bool:
 def _cut_runs(
     geometry: Geometry, memory: memoryview, array: PageArray
 ) -> Iterator[list[memoryview]]:
-    offsets, lengths = compute_runs(geometry, array)
-    ends = offsets + lengths
-    for first in range(0, len(offsets), MAX_BUFFERS):
-        starts = offsets[first : first + MAX_BUFFERS].tolist()
-        some_ends = ends[first : first + MAX_BUFFERS].tolist()
-        yield [memory[start:end] for start, end in zip(starts, some_ends, strict=True)]
+    starts, ends = compute_bounds(geometry, array)
+    for first in range(0, len(starts), MAX_BUFFERS):
+        some = slice(first, first + MAX_BUFFERS)
+        yield [memory[start:end] for start, end in zip(starts[some], ends[some], strict=True)]
 
 
 def _stageable_parts(geometry: Geometry) -> Iterator[Geometry]:

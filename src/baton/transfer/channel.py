@@ -15,6 +15,8 @@ from baton.transfer.tls import TlsSocket, WaitsForPeerError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from baton.transfer.ahead import ReadAhead
+
 MAX_UNSENT_FRAMES_BYTES: Final = 4 << 20
 RECEIVE_BYTES: Final = 65_536
 WAKE_BYTES: Final = 512 << 10
@@ -42,6 +44,8 @@ class Channel:
         """What is unsent can leave only after something was read (a TLS handshake)."""
         self._received_fds: list[int] = []
         self._num_awaited_bytes = 1
+        self.ahead: ReadAhead | None = None
+        """Given where a call may take more than was asked for; never where descriptors come."""
 
     @property
     def has_unsent(self) -> bool:
@@ -51,6 +55,8 @@ class Channel:
     @property
     def has_buffered_input(self) -> bool:
         """Whether bytes were read from the kernel already that nobody has been given."""
+        if self.ahead is not None and self.ahead.has_bytes:
+            return True
         return isinstance(self.socket, TlsSocket) and self.socket.pending() > 0
 
     def allow_bodies(self, max_body_bytes: int) -> None:
@@ -69,6 +75,10 @@ class Channel:
         """Queue bytes that are frames already; like `send_body`."""
         if self._num_unsent_frame_bytes + len(frame) > MAX_UNSENT_FRAMES_BYTES:
             raise PeerLostError("the peer has stopped to read")
+        if not self._queue:
+            frame = self._send_at_once(frame)
+            if not frame:
+                return
         self._num_unsent_frame_bytes += len(frame)
         self._queue.append(self._frame_batches(frame))
         self.flush()
@@ -137,14 +147,17 @@ class Channel:
         return bodies
 
     def receive_body(self) -> bytes | None:
-        """Read up to the end of one frame, never beyond it; None while it is not whole.
+        """Give out one frame, and nothing of what is behind it; None while it is not whole.
 
         Raises:
             PeerLostError: the connection is broken or at its end.
             ProtocolError: the frame is too large.
         """
         while (num_missing := self._decoder.num_missing_bytes) > 0:
-            data = self._receive(num_missing)
+            if self.ahead is None:
+                data = self._receive(num_missing)
+            else:
+                data = self.ahead.take(num_missing, self._receive_into)
             if data is None:
                 return None
             self._decoder.feed(data)
@@ -179,6 +192,11 @@ class Channel:
         Raises:
             PeerLostError: the connection is broken or at its end.
         """
+        if self.ahead is None:
+            return self._receive_into(buffers)
+        return self.ahead.place(buffers, self._receive_into)
+
+    def _receive_into(self, buffers: list[memoryview]) -> int:
         try:
             num_bytes, _, _, _ = self.socket.recvmsg_into(buffers)
         except BlockingIOError:
@@ -220,6 +238,21 @@ class Channel:
             raise PeerLostError("the peer closed the connection")
         self.num_received_bytes += len(data)
         return data
+
+    def _send_at_once(self, frame: bytes) -> bytes:
+        """Send bytes that are frames already, while nothing else is unsent; what was not taken.
+
+        Raises:
+            PeerLostError: the connection is broken.
+        """
+        try:
+            num_sent = self.socket.sendmsg([frame])
+        except BlockingIOError:
+            return frame
+        except OSError as exc:
+            raise PeerLostError(f"the connection broke: {exc}") from exc
+        self.num_sent_bytes += num_sent
+        return frame[num_sent:]
 
     def _load_batch(self) -> bool:
         """Fetch the next batch that has bytes; whether there is one."""

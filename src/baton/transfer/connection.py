@@ -61,13 +61,18 @@ class Connection:
 
         Until `settle` is called, or another delay is set.
         """
-        measured = measure()
+        # Nothing is measured now: most transfers are over before anybody would look.
+        self._look_after(delay_s, what, measure, None)
 
+    def _look_after(
+        self, delay_s: float, what: str, measure: Callable[[], int], before: int | None
+    ) -> None:
         def look() -> None:
-            if measure() == measured:
+            measured = measure()
+            if measured == before:
                 self.fail(PeerLostError(f"{what}: nothing has moved for {delay_s} s"))
             else:
-                self.fail_unless_moving(delay_s, what, measure)
+                self._look_after(delay_s, what, measure, measured)
 
         self._reactor.call_after(self._fd, delay_s, look)
 
@@ -84,10 +89,9 @@ class Connection:
         self._guard(lambda: self.channel.send_raw(frame))
 
     def send_batches(self, batches: Iterator[list[memoryview]]) -> None:
-        """Queue a stream of page bytes (see `Channel`); sends nothing by itself."""
+        """Queue a stream of page bytes (see `Channel`); nothing leaves before `flush`."""
         if self._open:
             self.channel.send_batches(batches)
-            self._watch_sending()
 
     def flush(self) -> None:
         """Send what the kernel takes now. A broken connection is reported through `on_lost`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -21,7 +22,11 @@ MAX_PAYLOAD_BYTES: Final = 1 << 30
 _PACKED: Final = np.dtype("<u4")
 
 
-@dataclass(frozen=True, slots=True)
+_FEW_RUNS: Final = 16
+"""Up to here, a loop is faster than numpy."""
+
+
+@dataclass(frozen=True)
 class Geometry:
     """Each of `pages`, int64 `[n]`, in turn; in each page every span in turn.
 
@@ -32,10 +37,10 @@ class Geometry:
     starts: NDArray[np.int64]
     lengths: NDArray[np.int64]
 
-    @property
+    @cached_property
     def bytes_per_page(self) -> int:
         """Payload of one page."""
-        return int(self.lengths.sum())
+        return int(self.lengths[0]) if len(self.lengths) == 1 else int(self.lengths.sum())
 
     @property
     def num_bytes(self) -> int:
@@ -44,6 +49,8 @@ class Geometry:
 
     def joined(self) -> Geometry:
         """The same bytes in the same order, spans that touch made one."""
+        if len(self.starts) == 1:
+            return self
         starts, lengths = _join_neighbours(self.starts, self.lengths)
         return Geometry(self.pages, starts, lengths)
 
@@ -99,6 +106,25 @@ def compute_runs(
     offsets = (bases[:, None] + geometry.starts[None, :]).reshape(-1)
     lengths = np.broadcast_to(geometry.lengths, (len(bases), len(geometry.lengths))).reshape(-1)
     return _join_neighbours(offsets, lengths)
+
+
+def compute_bounds(geometry: Geometry, array: PageArray) -> tuple[list[int], list[int]]:
+    """Where in the region each run begins and ends."""
+    if len(geometry.pages) * len(geometry.starts) > _FEW_RUNS:
+        offsets, lengths = compute_runs(geometry, array)
+        return offsets.tolist(), (offsets + lengths).tolist()
+    spans = list(zip(geometry.starts.tolist(), geometry.lengths.tolist(), strict=True))
+    starts: list[int] = []
+    ends: list[int] = []
+    for page in geometry.pages.tolist():
+        base = array.offset_bytes + page * array.page_bytes
+        for start, length in spans:
+            if ends and ends[-1] == base + start:
+                ends[-1] += length
+            else:
+                starts.append(base + start)
+                ends.append(base + start + length)
+    return starts, ends
 
 
 def _join_neighbours(

@@ -345,4 +345,4 @@ class TransportFactory(Protocol):
         ...
 
 
-TRANSPORTS: Final[Registry[TransportFactory]] = Registry("baton.transports")
+TRANSPORTS: Final[Registry[TransportFactory]] = Registry("baton.transports", "transfer.options")

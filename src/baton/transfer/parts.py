@@ -20,8 +20,11 @@ def cut_parts(groups: tuple[CopyGroup, ...], max_bytes: int = MAX_PART_BYTES) ->
 
 
 def _cut_group(group: CopyGroup, max_bytes: int) -> Iterator[CopyGroup]:
-    bytes_per_page = max(1, int(group.spans[:, 2].sum()))
+    bytes_per_page = max(1, group.num_bytes // max(1, len(group.src_pages)))
     num_pages = max(1, min(MAX_PART_PAGES, max_bytes // bytes_per_page))
+    if 0 < len(group.src_pages) <= num_pages:
+        yield group  # itself, with all that was derived from it
+        return
     for first in range(0, len(group.src_pages), num_pages):
         pages = slice(first, first + num_pages)
         yield CopyGroup(group.src_pages[pages], group.dst_pages[pages], group.spans)

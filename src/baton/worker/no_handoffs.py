@@ -47,6 +47,9 @@ class NoHandoffs:
     def recall(self) -> None:
         """See `LoanPort`."""
 
+    def withdraw_oldest(self, tickets: Sequence[TicketId], reason: str) -> None:
+        """See `HandoffPort`."""
+
     def poll(self) -> list[HandoffEvent]:
         """See `HandoffPort`."""
         return []

@@ -227,6 +227,7 @@ def _agent(options: ProcessOptions, engine: Engine, epoch: Epoch, clock: Clock) 
                 options.transport_choice, ProbeBounds(options.probe_time_s, options.probe_bytes)
             ),
             pool=open_pool(options.store, face, key=options.key, clock=clock),
+            awake_s=options.awake_s,
         )
     )
 

@@ -78,6 +78,21 @@ def orders(shape: str) -> st.SearchStrategy[str]:
     return st.sampled_from(["canonical", "heads_first"] if shape == "gqa" else ["canonical"])
 
 
+def test_a_page_whose_tokens_come_in_two_batches_keeps_both() -> None:
+    layout = KVLayout(LAYERS["gqa"], 24, "float16")
+    form = EntryForm.of(layout, block_size=8, num_parts=1)
+    pieces = name_pieces(HashDomain("m", "", 8), np.arange(60, dtype=np.int32))
+    source, target = Engine(layout, 60, 1, staged=False), Engine(layout, 60, 2, staged=True)
+    takes, gives = Carrier(source.face, form), Carrier(target.face, form)
+    assert [batch[-1].stop for batch in batches(takes, pieces)] == [56, 60]
+    for batch in batches(takes, pieces):
+        gives.scatter(takes.gather(batch, source.table), batch, start=0, table=target.table)
+    for layer in range(2):
+        assert (target.read(layer, 0, 60) == source.read(layer, 0, 60)).all()
+    source.close()
+    target.close()
+
+
 @settings(deadline=None, max_examples=60)
 @given(data=st.data(), shape=st.sampled_from(list(LAYERS)), num_tokens=st.integers(1, 60))
 def test_what_one_engine_keeps_another_takes(

@@ -53,7 +53,7 @@ def test_what_was_wrongly_thought_quick_is_found_out_by_its_own_transfers():
     assert cell.surveyed[0].chosen == "start"
     assert cell.refined[0].chosen == "run"
     assert optimistic["start"].num_transfers == 0, "the survey itself is left as it was"
-    assert teach([timed(LARGE)], survey)["push"]["start"].num_transfers > 0
+    assert teach([timed(LARGE)], survey).models["push"]["start"].num_transfers > 0
 
 
 def test_a_link_that_was_not_measured_in_time_is_no_choice():

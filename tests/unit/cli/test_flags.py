@@ -3,7 +3,7 @@
 import dataclasses
 
 import pytest
-from cyclopts import App
+from cyclopts import App, CoercionError
 
 from baton.cli.gateway import GatewayFlags
 from baton.cli.gateway import _options as gateway_options
@@ -74,3 +74,10 @@ def test_the_workers_defaults_are_those_of_its_options():
 def test_the_key_is_in_no_repr():
     assert KEY not in repr(worker_options(Config(), announce_fd=1))
     assert str(bytes.fromhex(KEY)) not in repr(worker_options(Config(), announce_fd=1))
+
+
+@pytest.mark.parametrize("flags", [GatewayFlags, UpFlags])
+def test_a_mode_may_be_forced(flags):
+    assert parse(flags, "--mode", "pull").resolve().to_config().gateway.mode == "pull"
+    with pytest.raises(CoercionError):
+        parse(flags, "--mode", "carrier-pigeon")

@@ -24,6 +24,7 @@ COMMANDS = (
     ["bench", "serve"],
     ["bench", "compare"],
     ["size"],
+    ["sim", "handoff"],
 )
 
 

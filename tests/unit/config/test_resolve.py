@@ -112,4 +112,5 @@ def test_every_key_is_documented():
     sections = {name.partition(".")[0] for name in closed_keys()}
     missing = [name for name in (*closed_keys(), *open_tables()) if f"`{name}`" not in text]
     assert not missing
-    assert {"cluster", "gateway", "worker", "handoff", "transfer", "up", "trace", "log"} == sections
+    shown = {"cluster", "gateway", "worker", "handoff", "store", "transfer", "up", "trace", "log"}
+    assert shown == sections

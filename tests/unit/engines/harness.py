@@ -209,6 +209,9 @@ class RecordingHandoff:
     def abort(self, ticket: TicketId, reason: str) -> None:
         self.calls.append("abort")
 
+    def withdraw_oldest(self, tickets: Sequence[TicketId], reason: str) -> None:
+        self.calls.append("withdraw_oldest")
+
     def poll(self) -> list[HandoffEvent]:
         events, self.events = self.events, []
         return events

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from baton.clock import Instant
 from baton.engines.interface import PrefillLeg
-from baton.engines.transformers.stalls import PATIENCE_S, StallWatch
+from baton.engines.transformers.stalls import IMPATIENCE_S, PATIENCE_S, StallWatch
 from tests.unit.engines.test_scheduler import (
     carry_out,
     make_scheduler,
@@ -33,31 +33,28 @@ def stalled() -> Scheduler:
     return scheduler
 
 
-def test_who_waits_in_vain_gives_up_the_oldest_that_nobody_takes() -> None:
+def test_who_waits_in_vain_is_patient_for_a_while_and_then_less() -> None:
     scheduler, watch = stalled(), StallWatch()
-    assert watch.find_victim(scheduler, Instant(1.0), is_busy=False) is None
-    assert watch.ends_at() == LATE
-    assert watch.find_victim(scheduler, SOON, is_busy=False) is None
-    victim = watch.find_victim(scheduler, LATE, is_busy=False)
-    assert victim is not None
-    assert victim.arrival == 1
-    scheduler.end(victim)
-    scheduler.give_back(number_ticket(1).id)
-    (work,) = scheduler.schedule().work
-    assert work.sequence.arrival == 2
+    assert not watch.is_over(scheduler, Instant(1.0), is_busy=False)
+    assert watch.ends_at == LATE
+    assert not watch.is_over(scheduler, SOON, is_busy=False)
+    assert watch.is_over(scheduler, LATE, is_busy=False)
+    assert not watch.is_over(scheduler, LATE, is_busy=False)
+    assert watch.is_over(scheduler, Instant(LATE + IMPATIENCE_S), is_busy=False)
+    assert scheduler.custody.lent == (number_ticket(1).id,)
 
 
 def test_patience_begins_again_whenever_something_was_computed() -> None:
     scheduler, watch = stalled(), StallWatch()
-    watch.find_victim(scheduler, Instant(1.0), is_busy=False)
-    assert watch.find_victim(scheduler, LATE, is_busy=True) is None
-    assert watch.ends_at() is None
-    assert watch.find_victim(scheduler, LATE, is_busy=False) is None
+    watch.is_over(scheduler, Instant(1.0), is_busy=False)
+    assert not watch.is_over(scheduler, LATE, is_busy=True)
+    assert watch.ends_at is None
+    assert not watch.is_over(scheduler, LATE, is_busy=False)
 
 
-def test_nobody_gives_up_while_nobody_waits() -> None:
+def test_nothing_is_over_while_nobody_waits() -> None:
     scheduler, watch = make_scheduler(4), StallWatch()
     scheduler.add(make_sequence(12, 1, PrefillLeg(number_ticket(1)), number=1))
     carry_out(scheduler, scheduler.schedule().work[0])
     for now in (Instant(1.0), LATE, Instant(100.0)):
-        assert watch.find_victim(scheduler, now, is_busy=False) is None
+        assert not watch.is_over(scheduler, now, is_busy=False)

@@ -108,13 +108,16 @@ class ScriptedPort:
         elif ticket in self.receives:
             self.fail(ticket)
 
+    def withdraw_oldest(self, tickets: Sequence[TicketId], reason: str) -> None:
+        """No scheduler of vLLM's asks for it."""
+
     def poll(self) -> list[HandoffEvent]:
         events, self._events = self._events, []
         return events
 
-    def land(self, ticket: TicketId) -> None:
+    def land(self, ticket: TicketId, num_tokens: int | None = None) -> None:
         del self.receives[ticket]
-        self._emit(KVLanded(ticket, None))
+        self._emit(KVLanded(ticket, None, num_tokens))
 
     def fail(self, ticket: TicketId, stage: str = "transfer") -> None:
         receive = self.receives[ticket]

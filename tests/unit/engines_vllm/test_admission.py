@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from baton.authority.key import ClusterKey
-from baton.authority.ticket import HandoffMode, Ticket, WorkerRef, seal
+from baton.authority.ticket import HandoffMode, Ticket, WorkerRef, name_tenant, seal
 from baton.engines.vllm.admission import Admission
 from baton.engines.vllm.held import HeldPrompts
 from baton.engines.vllm.identity import Identity
@@ -45,9 +45,11 @@ def admission() -> Admission:
     return made
 
 
-def sealed(prefill: WorkerRef, decode: WorkerRef, mode: HandoffMode = "push") -> str:
+def sealed(
+    prefill: WorkerRef, decode: WorkerRef, mode: HandoffMode = "push", salt: str = "salt"
+) -> str:
     expires_at = ManualClock().unix_now() + 60
-    return seal(Ticket(new_ticket_id(), "req-1", prefill, decode, mode, expires_at, "salt"), KEY)
+    return seal(Ticket(new_ticket_id(), "req-1", prefill, decode, mode, expires_at, salt), KEY)
 
 
 def request(params: dict[str, object] | None, name: str = "r", **changes: object) -> Any:
@@ -222,3 +224,29 @@ def test_what_waits_in_vllms_queue_is_told_once(admission: Admission) -> None:
     (queued,) = admission.step(step()).queued
     assert queued.num_tokens == 9
     assert admission.step(step()).queued == ()
+
+
+def test_in_mode_pool_workers_are_told_the_tokens(admission: Admission) -> None:
+    for mode in ("push", "pool"):
+        name = f"r-{mode}"
+        params = {"baton_ticket": sealed(PEER, ME, mode), "do_remote_prefill": True}
+        asked = request(params, name)
+        assert admission.count_missing(asked, 0) == 9
+        admission.allocated(asked, ([1, 2, 3],), 9)
+        (expect,) = admission.step(step()).expected
+        token_ids = expect.prompt.token_ids
+        told = None if token_ids is None else token_ids.tolist()
+        assert told == (list(range(9)) if mode == "pool" else None)
+
+
+@pytest.mark.parametrize("ticket_salt", ["", name_tenant("another")])
+def test_in_mode_pool_a_request_of_another_tenant_than_its_ticket_is_refused(
+    admission: Admission, ticket_salt: str
+) -> None:
+    params = {"baton_ticket": sealed(PEER, ME, "pool", ticket_salt), "do_remote_prefill": True}
+    asked = request(params, cache_salt="a tenant")
+    assert admission.count_missing(asked, 0) == 0
+    assert admission.take_refused() == {"unsupported_request": 1}
+    mine = sealed(PEER, ME, "pool", name_tenant("a tenant"))
+    asked = request({"baton_ticket": mine, "do_remote_prefill": True}, "r2", cache_salt="a tenant")
+    assert admission.count_missing(asked, 0) == 9

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import hashlib
 
+import msgspec
 import pytest
 
 from baton.authority.ticket import Ticket, WorkerRef
@@ -54,6 +55,13 @@ def test_ranks_pair_up_where_they_share_heads_and_each_head_comes_once(
 ) -> None:
     found = compute_pairs(layout(num_heads), num_prefill, num_decode)
     assert found == tuple(RankPair(p, d) for p, d in pairs)
+
+
+def test_in_mode_pool_each_rank_works_under_the_ticket_itself() -> None:
+    pooled = msgspec.structs.replace(ticket(2, 4), mode="pool")
+    for rank in range(4):
+        assert compute_receiving_subtickets(pooled, layout(8), receiver=rank) == (pooled,)
+        assert compute_subtickets(pooled, layout(8), sender=rank % 2) == (pooled,)
 
 
 def test_latent_kv_comes_from_the_first_rank() -> None:

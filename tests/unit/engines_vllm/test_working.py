@@ -276,6 +276,19 @@ def test_a_decode_leg_is_traced_from_its_blocks_to_its_end(bench: Bench) -> None
     assert (record.side, record.wait_s, record.failed_stage) == ("received", 1.0, None)
 
 
+@pytest.mark.parametrize(("num_landed", "missing"), [(0, {5, 6}), (3, {5, 6}), (4, {6}), (6, {6})])
+def test_a_load_that_came_in_part_names_the_blocks_that_lack_tokens(
+    bench: Bench, num_landed: int, missing: set[int]
+) -> None:
+    run(bench, expect(bench))
+    bench.port.land(ID, num_landed)
+    assert bench.rank.poll(set(), 0.0) == (set(), {"r"})
+    assert bench.rank.take_invalid_blocks() == missing
+    trace = bench.traces.find("req-1")
+    assert trace is not None
+    assert (trace.num_received_tokens, trace.fallbacks) == (num_landed, [])
+
+
 def test_a_load_that_failed_is_not_traced_as_received(bench: Bench) -> None:
     run(bench, expect(bench))
     bench.port.fail(ID)

@@ -57,7 +57,7 @@ def get(roster: Roster, workers: Workers, client: str, method: str = "GET") -> t
     async def send(message: Any) -> None:
         sent.append(message)
 
-    app = GatewayApp(None, workers, GatewayMetrics(), traces=None, roster=roster)
+    app = GatewayApp(None, workers, GatewayMetrics(), traces=None, roster=roster, readiness=None)
     scope = {
         "type": "http", "path": "/debug/workers", "method": method, "client": (client, 1)
     }  # fmt: skip

@@ -162,3 +162,16 @@ def test_an_unfit_request_id_is_replaced(unfit):
 
 def test_without_a_request_id_each_request_gets_its_own():
     assert request_id_from([]) != request_id_from([])
+
+
+@pytest.mark.parametrize(
+    ("field", "salt"),
+    [
+        ("", ""),
+        (',"cache_salt":"mine"', "mine"),
+        (',"cache_salt":null', ""),
+        (',"cache_salt":7', ""),
+    ],
+)
+def test_what_keeps_a_clients_kv_apart(field, salt):
+    assert parse_body(f'{{"model":"m"{field}}}'.encode()).cache_salt == salt

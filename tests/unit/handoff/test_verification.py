@@ -101,5 +101,5 @@ def test_paths():
 
 def test_by_default_everything_is_verified():
     assert VerificationPolicy.of(HandoffSection()) == VerificationPolicy()
-    paths = ("same_process", "same_host", "network", "pool")
+    paths = ("same_process", "same_host", "network")
     assert {VerificationPolicy().level_on(path) for path in paths} == {"full"}

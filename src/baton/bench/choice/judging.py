@@ -44,6 +44,7 @@ def judge(
 ) -> tuple[Cell, ...]:
     """A cell for each that was timed, with a decision for each survey."""
     taught = [teach(timed, survey) for survey in surveys]
+    fresh = [{direction: Chooser("measured") for direction in survey} for survey in surveys]
     return tuple(
         Cell(
             workload=Measurement(
@@ -57,14 +58,22 @@ def judge(
             best=min(each.median_s, key=lambda kind: each.median_s[kind]),
             median_s=each.median_s,
             samples_s=dict(each.samples_s),
-            surveyed=_decide(each, surveys),
-            refined=_decide(each, taught),
+            surveyed=_decide(each, surveys, fresh),
+            refined=_decide(each, [t.models for t in taught], [t.choosers for t in taught]),
         )
         for each in timed
     )
 
 
-def teach(timed: Sequence[Timed], survey: Mapping[Direction, Models]) -> dict[Direction, Models]:
+@dataclass(frozen=True, slots=True)
+class Taught:
+    """What a worker knows after many transfers."""
+
+    models: dict[Direction, Models]
+    choosers: dict[Direction, Chooser]
+
+
+def teach(timed: Sequence[Timed], survey: Mapping[Direction, Models]) -> Taught:
     """The links after many transfers, each over the one that is chosen at the time.
 
     The samples are replayed in random order: a link learns from a time that it really took.
@@ -83,7 +92,7 @@ def teach(timed: Sequence[Timed], survey: Mapping[Direction, Models]) -> dict[Di
                 samples = each.samples_s[choice.used]
                 took_s = samples[int(rng.integers(len(samples)))]
                 links[choice.used] = links[choice.used].refine(shape, took_s)
-    return models
+    return Taught(models, choosers)
 
 
 def sum_up(decisions: Sequence[Decision]) -> Verdict | None:
@@ -100,12 +109,16 @@ def sum_up(decisions: Sequence[Decision]) -> Verdict | None:
     )
 
 
-def _decide(timed: Timed, surveys: Sequence[Mapping[Direction, Models]]) -> tuple[Decision, ...]:
+def _decide(
+    timed: Timed,
+    surveys: Sequence[Mapping[Direction, Models]],
+    choosers: Sequence[Mapping[Direction, Chooser]],
+) -> tuple[Decision, ...]:
     decisions: list[Decision] = []
-    for survey in surveys:
+    for survey, chooser in zip(surveys, choosers, strict=True):
         links, took_s = survey[timed.direction], timed.median_s
         usable = [kind for kind in links if kind in took_s]
-        choice = Chooser("measured").choose(shape_of(timed.workload), links, usable)
+        choice = chooser[timed.direction].choose(shape_of(timed.workload), links, usable)
         if choice is not None:
             of_used = took_s[choice.used]
             regret = of_used / min(took_s.values()) - 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from baton.engines.transformers.sequence import Status, is_pulled
+from baton.engines.transformers.sequence import is_pulled
 
 if TYPE_CHECKING:
     from baton.engines.transformers.sequence import Sequence
@@ -37,10 +37,9 @@ class Custody:
         return len(self._incoming)
 
     @property
-    def oldest_lent(self) -> Sequence | None:
-        """The sequence that was lent first, of those that still run for their handoff."""
-        lent = self._outgoing.values()
-        return next((each for each in lent if each.status is not Status.ENDED), None)
+    def lent(self) -> tuple[TicketId, ...]:
+        """Tickets whose sequences were lent and not given back, the oldest first."""
+        return tuple(self._outgoing)
 
     def knows(self, ticket: TicketId) -> bool:
         """Whether a handoff of this ticket holds blocks here."""

@@ -18,7 +18,7 @@ from baton.engines.interface import (
 from baton.engines.transformers.orders import make_receive_order, make_send_order
 from baton.engines.transformers.sequence import Sequence, Status, is_pulled
 from baton.engines.transformers.stalls import StallWatch
-from baton.errors import EngineError, HandoffError, OverloadedError, TicketError
+from baton.errors import EngineError, OverloadedError, TicketError
 from baton.handoff.interface import (
     BlocksQuiescent,
     KVFailed,
@@ -130,7 +130,7 @@ class EngineLoop:
         if plan.work:
             self._compute(plan)
         self._give_back()
-        self._give_up_stalled(is_busy=bool(plan.work))
+        self._withdraw_stalled(is_busy=bool(plan.work))
         self.deliver()
         return bool(plan.work)
 
@@ -191,7 +191,7 @@ class EngineLoop:
     def compute_patience_s(self) -> float | None:
         """How long to sleep, at most, before a deadline passes; None for ever."""
         deadlines = [s.request.deadline for s in self._sequences.values()]
-        stalled_until = self._stalls.ends_at()
+        stalled_until = self._stalls.ends_at
         if stalled_until is not None:
             deadlines.append(stalled_until)
         return max(0.0, min(deadlines) - self._clock.now()) if deadlines else None
@@ -222,11 +222,11 @@ class EngineLoop:
         """Raise AssertionError where the scheduler's views of one fact disagree."""
         self._scheduler.check_invariants()
 
-    def _give_up_stalled(self, *, is_busy: bool) -> None:
-        victim = self._stalls.find_victim(self._scheduler, self._clock.now(), is_busy=is_busy)
-        if victim is not None and victim.status is Status.OFFERED:
+    def _withdraw_stalled(self, *, is_busy: bool) -> None:
+        scheduler = self._scheduler
+        if self._stalls.is_over(scheduler, self._clock.now(), is_busy=is_busy):
             reason = "its KV was not taken while others waited for the room"
-            self._fail(victim, HandoffError(reason, stage="offered"))
+            self._handoff.withdraw_oldest(scheduler.custody.lent, reason)
 
     def _announce(self, plan: Plan) -> None:
         """Tell the handoff what the plan needs of it, before anything is computed."""

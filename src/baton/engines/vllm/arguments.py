@@ -103,7 +103,6 @@ def _transfer(config: Config) -> dict[str, object]:
         "verify_same_process": config.handoff.verify_same_process,
         "verify_same_host": config.handoff.verify_same_host,
         "verify_network": config.handoff.verify_network,
-        "verify_pool": config.handoff.verify_pool,
         "verify_share": config.handoff.verify_share,
         "transports": config.transfer.transports,
         "transport_options": config.transfer.options,
@@ -111,6 +110,7 @@ def _transfer(config: Config) -> dict[str, object]:
         "probe_time_s": config.transfer.probe_time_s,
         "probe_bytes": config.transfer.probe_bytes,
         "store": config.store,
+        "awake_s": config.transfer.awake_s,
     }
     if config.cluster.key_file is not None:
         extra["key_file"] = config.cluster.key_file

@@ -50,6 +50,7 @@ class ConnectorOptions(msgspec.Struct, frozen=True, kw_only=True):
     choice: Literal["measured", "listed"] = "measured"
     probe_time_s: Seconds = 0.5
     probe_bytes: Annotated[int, Meta(ge=1)] = 128 * 1024 * 1024
+    awake_s: Annotated[float, Meta(ge=0, le=0.01)] = 0.0002
     mover: Literal["prefill", "decode"] = "decode"
     handoff_timeout_s: Seconds = 60.0
     liveness_timeout_s: Seconds = 3.0
@@ -58,7 +59,6 @@ class ConnectorOptions(msgspec.Struct, frozen=True, kw_only=True):
     verify_same_process: Verification = "full"
     verify_same_host: Verification = "full"
     verify_network: Verification = "full"
-    verify_pool: Verification = "full"
     verify_share: Share = 0.125
     staging_bytes: Annotated[int, Meta(ge=0)] = 256 * 1024 * 1024
     max_held_share: Annotated[float, Meta(ge=0, le=1)] = 0.5

@@ -234,6 +234,7 @@ class Rank:
                 options.choice, ProbeBounds(options.probe_time_s, options.probe_bytes)
             ),
             pool=self._open_pool(),
+            awake_s=options.awake_s,
         )
 
     def _open_pool(self) -> Pool | None:

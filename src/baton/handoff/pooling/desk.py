@@ -51,6 +51,7 @@ TICK_S: Final = 0.05
 """Between two looks at deadlines of prefills, whose progress comes by commands."""
 STOP_TIMEOUT_S: Final = 5.0
 STOPPING: Final = "the worker is stopping"
+UNNAMED: Final = "the order does not name its prompt's tokens"
 
 
 class PoolDesk:
@@ -188,30 +189,34 @@ class PoolDesk:
         return None
 
     def _expect(self, order: ReceiveOrder) -> None:
-        collection = Collection(order, self._name(order), deadline=self._deadline(order))
-        collection.grave = self._given_up.take(order.ticket.id)
-        self._collections[order.ticket.id] = collection
+        ticket, pieces = order.ticket.id, self._name(order)
+        collection = Collection(order, pieces, deadline=self._deadline(order))
+        if not pieces:  # nothing to wait for is not the same as all there is
+            self._taker.end_early(collection, UNNAMED, "store")
+            return
+        collection.grave = self._given_up.take(ticket)
+        self._collections[ticket] = collection
 
     def _offer(self, order: SendOrder) -> None:
-        ticket = order.ticket.id
+        ticket, pieces = order.ticket.id, self._name(order)
         self._deposits[ticket] = Deposit(
             order,
-            self._name(order),
+            pieces,
             num_layers=self._pool.form.whole.num_layers,
             deadline=self._deadline(order),
         )
         grave = self._given_up.take(ticket)
+        if grave is None and not pieces:
+            grave = Grave(UNNAMED, "store")
         if grave is not None:
             self._fail_deposit(ticket, grave.reason, grave.stage)
 
     def _name(self, order: ReceiveOrder | SendOrder) -> tuple[Piece, ...]:
-        """The pieces of an order's prompt.
-
-        An order that does not name its tokens has none: nothing is kept, or taken, of it.
-        """
-        if order.prompt_ids is None:
+        """The pieces of an order's prompt; none where it does not name all of its tokens."""
+        if order.prompt_ids is None or len(order.prompt_ids) != order.num_tokens:
             return ()
-        domain = HashDomain(self._fingerprint, order.ticket.tenant_salt, self._pool.form.block_size)
+        salt = order.ticket.tenant_salt
+        domain = HashDomain(self._fingerprint, salt, self._pool.form.block_size)
         return name_pieces(domain, order.prompt_ids)
 
     def _layer_ready(self, tickets: Sequence[tuple[TicketId, int]], layer: int) -> None:

@@ -14,6 +14,7 @@ File map:
     model.py     the three numbers: predict, and refine from one more transfer
     fitting.py   the three numbers from a list of probes, outliers or not
     prior.py     the three numbers of what nobody has measured yet
+    comparing.py what several would take, some of which are known better than others
     choosing.py  the cheapest of several, without flip-flop
     cooling.py   how long one that failed is left alone
     scratch.py   the memory that probes use, and the bytes in it

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
+from baton.transfer.links.comparing import compare
+from baton.transfer.links.model import NUM_REMEMBERED
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
@@ -16,6 +19,15 @@ ChoiceRule: TypeAlias = Literal["measured", "listed"]
 
 MARGIN: Final = 0.05
 """A new one must be so much cheaper than the last one chosen for such a transfer."""
+FIRST_PATIENCE: Final = 16
+LONGEST_PATIENCE: Final = 1024
+"""Transfers of a class after which what a link taught there counts half, while others carry them.
+Doubled each time that it is left: a link that stays slow is tried ever more seldom."""
+
+NUM_TO_REPLACE: Final = NUM_REMEMBERED // 2 + 1
+"""Transfers that turn the median of what a link taught."""
+OLDEST: Final = 6.0
+"""Half-lives: what was learnt never counts for less than a 64th."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,15 +63,36 @@ class Choice:
 
 
 @dataclass(slots=True)
+class _Memory:
+    """One link, for one class of shapes: since when others have carried them."""
+
+    age: float = 0.0
+    patience: int = FIRST_PATIENCE
+
+    @property
+    def freshness(self) -> float:
+        return float(0.5**self.age)
+
+    def carried(self) -> None:
+        """What it teaches now replaces what is old by and by."""
+        self.age = max(0.0, self.age - 1 / NUM_TO_REPLACE)
+
+    def was_passed_over(self) -> None:
+        self.age = min(OLDEST, self.age + 1 / self.patience)
+
+
+@dataclass(slots=True)
 class Chooser:
     """Chooses among the links to one peer, in one direction. Owner: the agent's thread.
 
     Remembers its last choice for each class of shapes (powers of two of bytes and of bytes a
-    descriptor): noise of a few percent does not move transfers to and fro.
+    descriptor): noise of a few percent does not move transfers to and fro. How it compares links of
+    which one is known better than the other: `comparing.py`.
     """
 
     rule: ChoiceRule
     _last: dict[SizeClass, str] = field(default_factory=dict)
+    _memories: dict[tuple[SizeClass, str], _Memory] = field(default_factory=dict)
 
     def choose(
         self, shape: TransferShape, models: Mapping[str, LinkModel], usable: Sequence[str]
@@ -69,18 +102,36 @@ class Chooser:
         `models` has every link in common, in the order in which they are listed; `usable` are those
         that can be gone now.
         """
-        predictions = tuple(
-            Prediction(kind, model.predict(shape), model.is_measured)
-            for kind, model in models.items()
-        )
         if not usable:
             return None
         kind_of = shape.size_class
-        expected = self._pick(predictions, self._last.get(kind_of))
+        freshness = {kind: self._memory(kind_of, kind).freshness for kind in models}
+        seconds = compare(shape, models, freshness)
+        predictions = tuple(
+            Prediction(kind, seconds[kind], model.is_measured) for kind, model in models.items()
+        )
+        last = self._last.get(kind_of)
+        expected = self._pick(predictions, last)
         self._last[kind_of] = expected
         usable_ones = tuple(p for p in predictions if p.transport in usable)
         used = self._pick(usable_ones, expected)
+        self._remember(kind_of, models, used, left=last if last != expected else None)
         return Choice(shape, expected, used, predictions)
+
+    def _memory(self, kind_of: SizeClass, transport: str) -> _Memory:
+        return self._memories.setdefault((kind_of, transport), _Memory())
+
+    def _remember(
+        self, kind_of: SizeClass, models: Mapping[str, LinkModel], used: str, left: str | None
+    ) -> None:
+        for kind in models:
+            memory = self._memory(kind_of, kind)
+            if kind == used:
+                memory.carried()
+            else:
+                memory.was_passed_over()
+            if kind == left:
+                memory.patience = min(2 * memory.patience, LONGEST_PATIENCE)
 
     def _pick(self, predictions: Sequence[Prediction], last: str | None) -> str:
         if self.rule == "listed":

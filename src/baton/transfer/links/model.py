@@ -10,6 +10,7 @@ A *guess* (a prior) is moved as a whole.
 from __future__ import annotations
 
 import math
+import statistics
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
@@ -26,20 +27,37 @@ MIN_BYTE_S: Final = 1e-13
 LEARNING_RATE: Final = 0.1
 FIRST_LEARNING_RATE: Final = 0.6
 MAX_STEP: Final = math.log(2.0)
-"""One transfer, however late it was, at most doubles what is expected of the next."""
+"""One transfer, however late it was, at most doubles what is expected of the next of a guess."""
+NUM_REMEMBERED: Final = 11
+ENOUGH_TRANSFERS: Final = 5
+MAX_LOG_RATIO: Final = math.log(1000.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Correction:
-    """What transfers of one size class took, by the logarithm of how much it was mispredicted."""
+    """What the last transfers of one size class took, against what the probes predict of them.
 
-    log_ratio: float = 0.0
-    num_transfers: int = 0
+    `recent` are logarithms of the ratio. Their median is what counts: it is deaf to transfers that
+    waited for something else, and a mean is not, nor is what one learns from step by step.
+    """
+
+    recent: tuple[float, ...] = ()
+
+    @property
+    def log_ratio(self) -> float:
+        """By how much the probes are off for such shapes; little, as long as little is known."""
+        return self.trust * statistics.median(self.recent) if self.recent else 0.0
+
+    @property
+    def trust(self) -> float:
+        """0 where nothing is known, 1 from `ENOUGH_TRANSFERS` on."""
+        num = len(self.recent)
+        return min(1.0, 0.5 + 0.5 * (num - 1) / (ENOUGH_TRANSFERS - 1)) if num else 0.0
 
     def taught(self, error: float) -> Correction:
-        """After one more, which took `exp(error)` times what was predicted."""
-        step = _learning_rate(self.num_transfers) * error
-        return Correction(self.log_ratio + step, self.num_transfers + 1)
+        """After one more, which took `exp(error)` times what the probes predict."""
+        error = min(MAX_LOG_RATIO, max(-MAX_LOG_RATIO, error))
+        return Correction((*self.recent, error)[-NUM_REMEMBERED:])
 
 
 NOTHING_LEARNT: Final = Correction()
@@ -72,37 +90,39 @@ class LinkModel:
 
     def predict(self, shape: TransferShape) -> float:
         """Seconds from the submission to the completion of one transfer of this shape."""
-        return self._predict_like(shape, shape.size_class)
+        learnt = self.correction(shape.size_class)
+        return self.predict_uncorrected(shape) * math.exp(learnt.log_ratio)
 
     def refine(
         self, shape: TransferShape, seconds: float, alike: TransferShape | None = None
     ) -> LinkModel:
-        """The model after one more transfer: exponentially weighted, in the logarithm.
+        """The model after one more transfer.
 
         Where several went at once, `shape` is their sum, and `alike` what most of it was like.
 
         Of a measured link, the correction of its size class. Of a guess, each number moves by the
         share that it has in the prediction, so a small transfer teaches latency and a large one
-        bandwidth. An outlier moves no more than a doubling would.
+        bandwidth; there an outlier moves no more than a doubling would.
         """
         kind = (alike or shape).size_class
-        predicted = self._predict_like(shape, kind)
+        predicted = self.predict_uncorrected(shape)
         error = math.log(max(seconds, MIN_LATENCY_S) / predicted)
-        error = min(MAX_STEP, max(-MAX_STEP, error))
         if self.num_probes:
-            learnt = self.corrections.get(kind, NOTHING_LEARNT).taught(error)
-            corrections = {**self.corrections, kind: learnt}
+            corrections = {**self.corrections, kind: self.correction(kind).taught(error)}
             return replace(self, corrections=corrections, num_transfers=self.num_transfers + 1)
-        return self._move_all(shape, predicted, error)
+        return self._move_all(shape, predicted, min(MAX_STEP, max(-MAX_STEP, error)))
 
-    def _predict_like(self, shape: TransferShape, kind: SizeClass) -> float:
-        seconds = (
+    def correction(self, kind: SizeClass) -> Correction:
+        """What was learnt of shapes of this class."""
+        return self.corrections.get(kind, NOTHING_LEARNT)
+
+    def predict_uncorrected(self, shape: TransferShape) -> float:
+        """By the three numbers alone."""
+        return (
             self.latency_s
             + shape.num_descriptors * self.descriptor_s
             + shape.num_bytes * self.byte_s
         )
-        learnt = self.corrections.get(kind)
-        return seconds if learnt is None else seconds * math.exp(learnt.log_ratio)
 
     def _move_all(self, shape: TransferShape, predicted: float, error: float) -> LinkModel:
         shares = (

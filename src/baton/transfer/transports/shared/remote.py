@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final, assert_never
 from baton.errors import PeerLostError, PeerUnreachableError, ProtocolError, TransferError
 from baton.ids import TicketId
 from baton.transfer.bounds import check_array
+from baton.transfer.ear import Ear
 from baton.transfer.framing import encode_frame
 from baton.transfer.interface import Attached as AttachedEvent
 from baton.transfer.interface import (
@@ -19,7 +20,6 @@ from baton.transfer.interface import (
     WriteFailed,
 )
 from baton.transfer.messages import encode
-from baton.transfer.region import view_pages
 from baton.transfer.transports.shared.mapping import map_attached
 from baton.transfer.transports.shared.wire import (
     MAX_BODY_BYTES,
@@ -50,7 +50,6 @@ if TYPE_CHECKING:
     from baton.transfer.connection import Connection
     from baton.transfer.devices.options import DeviceOptions
     from baton.transfer.interface import (
-        PagedRegion,
         PageWrite,
         RegionDescriptor,
         RemoteId,
@@ -72,7 +71,7 @@ class _Held:
 
     transfer: TransferId
     write: PageWrite
-    region: PagedRegion
+    source: NDArray[np.uint8]
 
 
 class Remote:
@@ -95,6 +94,7 @@ class Remote:
         self._device = device
         self._reactor, self._introduce = reactor, introduce
         self._connection: Connection | None = None
+        self._ear: Ear | None = None
         self._pages: PeerPages | None = None
         self._windows: dict[TicketId, PageSet] = {}
         self._num_window_pages = 0
@@ -119,39 +119,40 @@ class Remote:
 
     def begin(self, connection: Connection) -> None:
         """Both ends have proved themselves: ask for the region."""
+        self._ear = Ear(connection)
         connection.become(self._read_first, self.lose)
         connection.channel.allow_bodies(MAX_BODY_BYTES)
         introduction = self._introduce(self.descriptor.handle)
         self._is_mapped = True  # as good as: another one that attaches now is not the only one
         connection.send_body(encode(introduction))
 
-    def submit(self, transfer: TransferId, write: PageWrite, region: PagedRegion) -> None:
-        """Copy a checked write into the peer's pages and tell the peer."""
-        if self._connection is not None and self._loss is None:
-            self._connection.step()  # the window may just have been opened, or closed
+    def heed(self) -> None:
+        """Before a transfer: a window may just have been opened, or closed, or the peer be gone."""
+        if self._ear is not None and self._loss is None:
+            self._ear.heed()
+
+    def submit(self, transfer: TransferId, write: PageWrite, source: NDArray[np.uint8]) -> None:
+        """Copy a checked write, of an array of local pages, into the peer's and tell the peer."""
         if self._loss is not None:
             self._reactor.report(WriteFailed(transfer, self._loss))
             return
         window = self._windows.get(write.window)
         if window is None:
-            self._hold(_Held(transfer, write, region))
+            self._hold(_Held(transfer, write, source))
         else:
-            self._carry_out(_Held(transfer, write, region), window)
+            self._carry_out(_Held(transfer, write, source), window)
 
-    def read(self, transfer: TransferId, copies: PageCopies, region: PagedRegion) -> None:
-        """Copy checked pages of the peer into `region`, now; the event says how it went.
+    def read(self, transfer: TransferId, copies: PageCopies, target: NDArray[np.uint8]) -> None:
+        """Copy checked pages of the peer into local ones, now; the event says how it went.
 
         The mapping outlives the peer's process, so a peer that was killed and not missed yet is
         read as it was when it died.
         """
-        if self._connection is not None and self._loss is None:
-            self._connection.step()  # the peer may just have gone
         if self._loss is not None:
             self._reactor.report(ReadFailed(transfer, self._loss))
             return
         if self._pages is None:
             raise TransferError("this remote is not attached yet")
-        target = view_pages(region.memory, region.arrays[copies.layer])
         try:
             self._pages.load(copies, target)
         except TransferError as exc:
@@ -238,19 +239,29 @@ class Remote:
             return
         if self._pages is None or self._connection is None:
             raise TransferError("this remote is not attached yet")
-        source = view_pages(held.region.memory, held.region.arrays[copies.layer])
         try:
-            self._pages.store(copies, source)
+            self._pages.store(copies, held.source)
         except TransferError as exc:
             self._reactor.report(WriteFailed(transfer, exc))
             return
         self._unsent[transfer] = copies.num_bytes
-        self._connection.send_batches(self._notice_batches(transfer, write))
-        self._connection.flush()
+        notice = Notice(write.window, write.notice, copies.layer)
+        frame, connection = encode_frame(encode(notice)), self._connection
+        if connection.channel.has_unsent:  # behind that; as many as there are writes may wait
+            connection.send_batches(self._notice_batches(transfer, frame))
+            return
+        connection.send_raw(frame)
+        if self._connection.channel.has_unsent:
+            connection.send_batches(self._notice_batches(transfer, b""))
+        else:
+            self._told(transfer)
 
-    def _notice_batches(self, transfer: TransferId, write: PageWrite) -> Iterator[list[memoryview]]:
-        notice = Notice(write.window, write.notice, write.copies.layer)
-        yield [memoryview(encode_frame(encode(notice)))]
+    def _notice_batches(self, transfer: TransferId, frame: bytes) -> Iterator[list[memoryview]]:
+        yield [memoryview(frame)] if frame else []
+        self._told(transfer)
+
+    def _told(self, transfer: TransferId) -> None:
+        """A write's notice has left; unless it was lost on the way, and that reported."""
         num_bytes = self._unsent.pop(transfer, None)
         if num_bytes is not None:
             self._reactor.report(WriteCompleted(transfer, num_bytes))

@@ -30,7 +30,7 @@ from baton.transfer.ledger import WindowLedger, WriterId
 from baton.transfer.listening import Listener
 from baton.transfer.messages import encode
 from baton.transfer.reactor import Reactor
-from baton.transfer.region import check_arrays
+from baton.transfer.region import check_arrays, view_pages
 from baton.transfer.transports.shared.inbound import Inbound
 from baton.transfer.transports.shared.remote import Remote
 from baton.transfer.transports.shared.wire import (
@@ -85,6 +85,7 @@ class SharedTransport:
             self._reactor, context.key, PURPOSE, timeout_s=options.connect_timeout_s
         )
         self._regions: dict[RegionHandle, PagedRegion] = {}
+        self._views: dict[RegionHandle, list[NDArray[np.uint8]]] = {}
         self._ledger = WindowLedger()
         self._writers: dict[WriterId, Inbound] = {}
         self._remotes: dict[RemoteId, Remote] = {}
@@ -103,6 +104,7 @@ class SharedTransport:
         if self._listener is None:
             self._listen()
         self._regions[region.handle] = region
+        self._views[region.handle] = [view_pages(region.memory, array) for array in region.arrays]
         return RegionDescriptor(
             self.kind, region.handle, self._context.epoch, region.arrays, self._endpoint
         )
@@ -162,7 +164,8 @@ class SharedTransport:
         check_copies(write.copies, region.arrays, remote.descriptor.arrays)
         check_notice(write.notice)
         transfer = self._new_transfer()
-        remote.submit(transfer, write, region)
+        remote.heed()
+        remote.submit(transfer, write, self._views[region.handle][write.copies.layer])
         return transfer
 
     def read(self, read: PageRead) -> TransferId:
@@ -172,7 +175,8 @@ class SharedTransport:
         remote, region = self._find_remote(read.remote), self._find_region(read.region)
         check_copies(read.copies, remote.descriptor.arrays, region.arrays)
         transfer = self._new_transfer()
-        remote.read(transfer, read.copies, region)
+        remote.heed()
+        remote.read(transfer, read.copies, self._views[region.handle][read.copies.layer])
         return transfer
 
     def view(self, remote: RemoteId, array: int) -> NDArray[np.uint8]:
@@ -203,6 +207,7 @@ class SharedTransport:
         for writer in self._writers.values():
             writer.close()
         self._writers.clear()
+        self._views.clear()
         self._reactor.close()
         self.readiness_fd = None
 

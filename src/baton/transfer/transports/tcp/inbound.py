@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final, Protocol, assert_never
 
 from baton.errors import ProtocolError
 from baton.ids import TicketId
+from baton.transfer.ahead import ReadAhead
 from baton.transfer.buffers import discard_batches, read_batches, write_batches
 from baton.transfer.channel import skip_bytes
 from baton.transfer.framing import encode_frame
@@ -81,6 +82,8 @@ class Inbound:
         self._unfinished: Data | None = None
         self._last_sequence = -1
         self._refusal: str | None = None
+        self._named: tuple[tuple[bytes, bytes, int, int], Geometry] | None = None
+        connection.channel.ahead = ReadAhead()
 
     def read(self, channel: Channel) -> None:
         """Take what has come, up to `MAX_STEP_BYTES`.
@@ -139,7 +142,7 @@ class Inbound:
     def _begin_part(self, part: Data) -> None:
         self._check_order(part)
         array = self._find_array(part.array)
-        geometry = unpack_target(part.dst_pages, part.spans, array)
+        geometry = self._unpack(part, array)
         self._part = part
         self._num_missing_bytes = geometry.num_bytes
         self.connection.channel.expect_bytes(geometry.num_bytes)
@@ -151,6 +154,13 @@ class Inbound:
             self._refuse(refusal)
         else:
             self._next_batch()
+
+    def _unpack(self, part: Data, array: PageArray) -> Geometry:
+        """What a part names: layer after layer has the same pages."""
+        named = (part.dst_pages, part.spans, array.num_pages, array.page_bytes)
+        if self._named is None or self._named[0] != named:
+            self._named = named, unpack_target(part.dst_pages, part.spans, array)
+        return self._named[1]
 
     def _find_array(self, number: int) -> PageArray:
         if number >= len(self.region.arrays):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, assert_never
 
 from baton.errors import PeerLostError, PeerUnreachableError, ProtocolError, TransferError
 from baton.ids import new_region_handle
+from baton.transfer.ahead import ReadAhead
 from baton.transfer.interface import Attached as AttachedEvent
 from baton.transfer.interface import (
     ReadCompleted,
@@ -108,6 +109,7 @@ class Remote:
         self._streams.append(stream)
         connection.become(lambda channel: self._read(stream, channel), self.lose)
         connection.channel.allow_bodies(MAX_BODY_BYTES)
+        connection.channel.ahead = ReadAhead()
         connection.send_body(encode(Attach(self._epoch, self.descriptor.handle, self._link)))
 
     def submit(self, transfer: TransferId, write: PageWrite, region: PagedRegion) -> None:

@@ -92,13 +92,7 @@ class Stream:
         self._advance()
 
     def bodies(self, channel: Channel) -> Iterator[bytes]:
-        """Frames that have come; page bytes between them go to their places. A bounded amount.
-
-        Only what was asked for brings page bytes: otherwise many frames are read at once.
-        """
-        if not self._asked:
-            yield from channel.receive_bodies()
-            return
+        """Frames that have come; page bytes between them go to their places. A bounded amount."""
         budget = MAX_STEP_BYTES
         while budget > 0:
             if self._batch:

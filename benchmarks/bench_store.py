@@ -1,0 +1,151 @@
+"""The shared-memory tier against a copy of the same bytes: `python benchmarks/bench_store.py`.
+
+Each round does each thing once, in an order that changes from round to round, on bytes that the
+processor's cache cannot hold; what is reported is the median over the rounds, with the quartiles.
+Time is the thread's own (CPU seconds, the kernel's for it included): what others do on a busy
+machine does not count, and on an idle one it is the clock's, for nothing here waits.
+
+- `memcpy`: the entries' bytes from one array to another
+- `put`: the same bytes into the tier, with digest, count and name
+- `read`: out of it, verified, into an array
+- `mapped`: the same, through a mapping of the entry's file instead of a read of it
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import mmap
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from baton.clock import MachineClock
+from baton.store.interface import EntryName, TierContext
+from baton.store.record import HEADER_BYTES, has_digest, read_digest
+from baton.store.tiers.shared import SharedTier, SharedTierOptions
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from numpy.typing import NDArray
+
+TOTAL_BYTES = 256 << 20
+BODY_BYTES = (64 << 10, 1 << 20, 8 << 20)
+
+
+class Bench:
+    """One size of bodies: `TOTAL_BYTES` of them."""
+
+    def __init__(self, tier: SharedTier, folder: Path, body_bytes: int) -> None:
+        self.tier, self.folder = tier, folder
+        num_bodies = TOTAL_BYTES // body_bytes
+        rng = np.random.default_rng(1)
+        self.source = rng.integers(0, 256, (num_bodies, body_bytes), dtype=np.uint8)
+        self.target = np.ones_like(self.source)
+        self.names = [
+            EntryName(hashlib.sha256(f"{body_bytes} {i}".encode()).digest())
+            for i in range(num_bodies)
+        ]
+
+    def memcpy(self) -> None:
+        """Array to array."""
+        for source, target in zip(self.source, self.target, strict=True):
+            np.copyto(target, source)
+
+    def put(self) -> None:
+        """Array to tier."""
+        for name, row in zip(self.names, self.source, strict=True):
+            self.tier.put(name, memoryview(row))
+
+    def read(self) -> None:
+        """Tier to array."""
+        for name, row in zip(self.names, self.target, strict=True):
+            lease = self.tier.try_lease(name)
+            assert lease is not None
+            with lease:
+                assert lease.try_read(memoryview(row))
+
+    def mapped(self) -> None:
+        """Tier to array, through mappings."""
+        for name, row in zip(self.names, self.target, strict=True):
+            read_mapped(self.folder / name.hex(), name, row)
+
+    def remove(self) -> None:
+        """Back to an empty tier."""
+        for name in self.names:
+            self.tier.discard(name)
+
+
+def read_mapped(path: Path, name: EntryName, into: NDArray[np.uint8]) -> None:
+    """One entry by a mapping, verified like a read one."""
+    fd = os.open(path, os.O_RDONLY)
+    with mmap.mmap(fd, 0, prot=mmap.PROT_READ) as mapping:
+        os.close(fd)
+        digest = read_digest(name, mapping[:HEADER_BYTES], len(mapping))
+        assert digest is not None
+        view = np.frombuffer(mapping, np.uint8, offset=HEADER_BYTES)
+        np.copyto(into, view)
+        del view
+    assert has_digest(memoryview(into), digest)
+
+
+def measure(bench: Bench, num_rounds: int) -> dict[str, dict[str, float]]:
+    """GB for each CPU second, of each thing: median and quartiles."""
+    rates: dict[str, list[float]] = {"memcpy": [], "put": [], "read": [], "mapped": []}
+    chance = random.Random(2)
+    for _ in range(num_rounds + 1):
+        bench.remove()
+        order: list[Callable[[], None]] = [bench.memcpy, bench.read, bench.mapped]
+        chance.shuffle(order)
+        order.insert(chance.choice([0, 0, 1]) if order[0] == bench.memcpy else 0, bench.put)
+        for work in order:
+            began = time.thread_time()
+            work()
+            rates[work.__name__].append(TOTAL_BYTES / (time.thread_time() - began) / 1e9)
+        assert (bench.source == bench.target).all()
+    return {
+        name: dict(
+            zip(("low", "median", "high"), statistics.quantiles(values[1:], n=4), strict=True)
+        )
+        for name, values in rates.items()
+    }
+
+
+def main() -> None:
+    """Measure, print, keep."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--output", type=Path)
+    given = parser.parse_args()
+    found: dict[str, object] = {}
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as place:
+        options = SharedTierOptions(directory=place, capacity_bytes=2 * TOTAL_BYTES)
+        tier = SharedTier(options, TierContext("bench", MachineClock()))
+        for body_bytes in BODY_BYTES:
+            bench = Bench(tier, Path(place) / "baton-bench-store", body_bytes)
+            found[str(body_bytes)] = rates = measure(bench, given.rounds)
+            for name, rate in rates.items():
+                print(
+                    f"{body_bytes >> 10:6} KiB  {name:7} {rate['median']:6.2f} GB/s "
+                    f"({rate['low']:.2f} to {rate['high']:.2f}), "
+                    f"{rate['median'] / rates['memcpy']['median']:.2f} of memcpy"
+                )
+            bench.remove()
+        tier.close()
+    if given.output is not None:
+        machine = {"cores": os.cpu_count(), "load": os.getloadavg(), "python": sys.version}
+        result = {"total_bytes": TOTAL_BYTES, "machine": machine, "rates_gb_per_s": found}
+        given.output.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

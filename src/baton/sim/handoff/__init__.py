@@ -1,0 +1,30 @@
+"""The handoff protocol, simulated: a whole cluster in one process, with a virtual clock and a seed.
+
+Enters: a seed. Leaves: an `Outcome`, and the invariant that broke, if one did. What runs is the
+production code: agent, desks, sessions, links and their bytes, routes, staging, tickets, engine
+loop, scheduler and block pool. Simulated are the network under the links, the transports, the
+model, and the gateway. docs/reliability.md says how to use it.
+
+File map:
+    plan.py       what a schedule is: workers, clients, faults
+    drawing.py    from a seed to a schedule
+    timeline.py   virtual time, its order, the log, and skewed clocks
+    network.py    connections between hosts, and what breaks them
+    transport.py  transports that keep their contract, and nothing more
+    fabric.py     what carries their bytes
+    mishaps.py    what befalls them on the way
+    memory.py     KV that says whose it is
+    computing.py  a model that computes such KV
+    agent.py      the production agent, watched
+    process.py    one life of a worker, around the production engine loop
+    calls.py      the gateway's requests to workers
+    gateway.py    who places, asks, aborts and tries again
+    world.py      one run's cluster
+    striking.py   carries out faults
+    inside.py     the books of the production code, for the checker alone
+    checker.py    the invariants at each step
+    excuses.py    how requests may end, and why
+    running.py    one run
+    shrinking.py  a shorter schedule that fails the same way
+    campaign.py   many seeds, in several processes
+"""

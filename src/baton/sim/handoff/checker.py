@@ -1,0 +1,256 @@
+"""The invariants, looked at while a run goes on (failure-modes' I1 to I7; docs/reliability.md)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias, assert_never
+
+from baton.handoff.grants import MAX_EARLY_GRANTS
+from baton.handoff.graves import MAX_GRAVES
+from baton.handoff.interface import (
+    BlocksQuiescent,
+    KVFailed,
+    KVLanded,
+    KVLent,
+    KVSent,
+    LoanEnded,
+    LoanRecalled,
+    SendFailed,
+)
+from baton.handoff.staging import Holder
+from baton.kv.blocks import BlockState
+from baton.sim.handoff import inside
+from baton.sim.handoff.agent import ticket_of
+from baton.sim.handoff.memory import NUM_LAYERS
+
+if TYPE_CHECKING:
+    from baton.authority.ticket import Ticket
+    from baton.engines.transformers.sequence import Sequence
+    from baton.handoff.interface import HandoffEvent, ReceiveOrder, SendOrder
+    from baton.handoff.peers import Heard
+    from baton.ids import Epoch, RegionHandle, TicketId
+    from baton.kv.copies import PageCopies
+    from baton.sim.handoff.fabric import Fabric
+    from baton.sim.handoff.process import SimProcess
+    from baton.sim.handoff.transport import Write
+
+Invariant: TypeAlias = Literal["I1", "I2", "I3", "I4", "I5", "I7", "stuck", "error"]
+MAX_LINKS_PER_PEER: Final = 8
+HANDOFF_TIMEOUT_S: Final = 3.0
+SLACK_S: Final = 0.7
+"""Deadlines are looked at now and then, by clocks that are 2 % wrong."""
+
+_WRITABLE = frozenset({BlockState.IN_FLIGHT, BlockState.QUARANTINED})
+
+
+class ViolationError(BaseException):
+    """An invariant does not hold."""
+
+    def __init__(self, invariant: Invariant, what: str) -> None:
+        super().__init__(f"{invariant}: {what}")
+        self.invariant, self.what = invariant, what
+
+
+@dataclass(slots=True)
+class Checker:
+    """Looks on; nothing that it does changes a run. `fabric` is set once it is there."""
+
+    tickets: dict[TicketId, Ticket] = field(default_factory=dict)
+    sealed: dict[str, TicketId] = field(default_factory=dict)
+    lives: dict[Epoch, int] = field(default_factory=dict)
+    said: list[Heard] = field(default_factory=list)
+    failures: list[tuple[str, KVFailed | SendFailed]] = field(default_factory=list)
+    fabric: Fabric | None = None
+    _fates: dict[tuple[Epoch, TicketId], str] = field(default_factory=dict)
+    _orders: dict[tuple[Epoch, TicketId], ReceiveOrder] = field(default_factory=dict)
+    _asked: dict[tuple[Epoch, TicketId], float] = field(default_factory=dict)
+    _num_steps: int = 0
+
+    def stored(
+        self, process: SimProcess, region: RegionHandle, copies: PageCopies, ticket: TicketId | None
+    ) -> None:
+        """I2: bytes are about to be stored in pages of a worker."""
+        pages = {page for group in copies.groups for page in group.dst_pages.tolist()}
+        if region == process.pages.region.handle:
+            self._stored_in_blocks(process, pages, ticket)
+        elif ticket is None:
+            if not inside.is_staged_for_some(process.face, pages):
+                self._break("I2", f"{process.name}: a read lands in free staging pages")
+        elif not pages <= set(inside.staged_pages(process.face, Holder("receive", ticket))):
+            self._break("I2", f"{process.name}: a write lands in staging pages of others")
+
+    def left(self, write: Write) -> None:
+        """I2: the source pages of a write are read: they must still be held for it."""
+        process, ticket = write.poster.process, write.order.window
+        pages = {page for g in write.order.copies.groups for page in g.src_pages.tolist()}
+        if write.order.region == process.pages.region.handle:
+            held = set(inside.outgoing_blocks(process.scheduler.custody, ticket))
+        else:
+            held = set(inside.staged_pages(process.face, Holder("send", ticket)))
+        if not pages <= held:
+            self._break("I2", f"{process.name}: a write reads source pages that were given back")
+
+    def consumed(
+        self, process: SimProcess, sequence: Sequence, chain: list[int], stop: int
+    ) -> None:
+        """I1: tokens `[0, stop)` of a sequence are attended to."""
+        for layer in range(NUM_LAYERS):
+            wrong = process.pages.find_wrong(layer, sequence.blocks, chain, stop)
+            if wrong is not None:
+                where = f"layer {layer}, token {wrong} of [0, {stop})"
+                self._break("I1", f"{process.name}: {sequence.request.id} reads wrong KV: {where}")
+
+    def expected(self, process: SimProcess, order: ReceiveOrder) -> None:
+        """An engine asked for KV."""
+        self._begin(process, order.ticket.id, "expected")
+        self._orders[process.epoch, order.ticket.id] = order
+
+    def offered(self, process: SimProcess, order: SendOrder) -> None:
+        """An engine announced KV."""
+        self._begin(process, order.ticket.id, "offered")
+
+    def aborted(self, process: SimProcess, ticket: TicketId) -> None:
+        """An engine lost interest."""
+        key = process.epoch, ticket
+        self._asked.pop(key, None)
+        if self._fates.get(key) == "expected":
+            self._fates[key] = "aborted"
+
+    def told(self, process: SimProcess, event: HandoffEvent) -> None:
+        """I2: an agent says that pages are ready, or free: nothing may land in them any more."""
+        if not isinstance(event, BlocksQuiescent):
+            self._asked.pop((process.epoch, event.ticket), None)
+        if isinstance(event, KVLanded):
+            self.check_books(process)
+        if isinstance(event, KVLanded | BlocksQuiescent) and not process.face.is_staged:
+            for write in () if self.fabric is None else self.fabric.landing:
+                if write.target.process is process and write.order.window == event.ticket:
+                    opened = write.target.windows.get(event.ticket)
+                    is_dropped = opened is None or opened.is_closing
+                    if not (write.target.habits.receiver_stores and is_dropped):
+                        name = type(event).__name__
+                        self._break("I2", f"{process.name}: {name}, and a write may still land")
+
+    def heard_by_engine(self, process: SimProcess, event: HandoffEvent) -> None:
+        """I4: a handoff ends once; I1: with what its ticket names."""
+        key = process.epoch, event.ticket
+        fate, name = self._fates.get(key, "unknown"), type(event).__name__
+        process.note(f"its engine hears {name} of {event.ticket.hex()[:6]}")
+        match event:
+            case KVLanded():
+                self._step_fate(key, {"expected", "aborted"}, "landed", name)
+                if fate == "expected":
+                    self._accepted(process, self._orders[key])
+            case KVFailed():
+                self._step_fate(key, {"expected", "aborted"}, "failed", name)
+                self.failures.append((process.name, event))
+            case BlocksQuiescent():
+                self._step_fate(key, {"failed", "aborted"}, "over", name)
+            case LoanEnded() | LoanRecalled():
+                pass
+            case KVSent() | KVLent() | SendFailed():
+                self._step_fate(key, {"offered"}, "sent", name)
+                if isinstance(event, SendFailed):
+                    self.failures.append((process.name, event))
+            case _:
+                assert_never(event)
+
+    def before_hearing(self, process: SimProcess, heard: Heard) -> tuple[object, ...] | None:
+        """I7: what is known of a ticket before somebody who has no part in it speaks of it."""
+        ticket_id = ticket_of(heard, self.sealed)
+        process.note(f"hears {type(heard.message).__name__} from {heard.peer.name}")
+        self.said.append(heard)
+        ticket = self.tickets.get(ticket_id) if ticket_id else None
+        if ticket is None or heard.peer.hello is None:
+            return None
+        if heard.peer.hello.epoch in {ticket.prefill.epoch, ticket.decode.epoch}:
+            return None
+        return inside.describe_ticket(process.agent, ticket)
+
+    def after_hearing(
+        self, process: SimProcess, heard: Heard, before: tuple[object, ...] | None
+    ) -> None:
+        """I7: it changed nothing."""
+        ticket = ticket_of(heard, self.sealed)
+        if before is None or ticket is None:
+            return
+        if inside.describe_ticket(process.agent, self.tickets[ticket]) != before:
+            what = type(heard.message).__name__
+            who = f"another life ({heard.peer.name}) than its ticket names"
+            self._break("I7", f"{process.name}: {what} from {who} changed a handoff")
+
+    def stepped(self, process: SimProcess) -> None:
+        """Now and then, have a worker's books checked; I5: they are bounded."""
+        self._num_steps += 1
+        if self._num_steps % 64 == 0:
+            self.check_books(process)
+        now_s = process.world.timeline.now_s
+        latest_s = now_s - HANDOFF_TIMEOUT_S - SLACK_S
+        if latest_s < process.awake_since_s:
+            return  # what was asked before it stood still may have begun after it
+        for (epoch, ticket), asked_s in self._asked.items():
+            if epoch == process.epoch and asked_s < latest_s:
+                self._break("I4", f"{process.name}: {ticket.hex()[:6]} outlives its deadline")
+
+    def check_books(self, process: SimProcess) -> None:
+        """Each pure structure agrees with itself, and has no more in it than it may."""
+        try:
+            process.loop.check_invariants()
+            inside.check_books(process.agent)
+        except AssertionError as exc:
+            self._break("error", f"{process.name}: {exc}")
+        agent = process.agent
+        bounds = {
+            "early grants": (inside.count_early_grants(agent), MAX_EARLY_GRANTS),
+            "graves": (inside.count_graves(agent), 2 * MAX_GRAVES),
+            "links": (inside.count_links(agent), MAX_LINKS_PER_PEER * len(self.lives)),
+        }
+        for what, (num, most) in bounds.items():
+            if num > min(most, 4 * len(self.tickets) + MAX_LINKS_PER_PEER * len(self.lives)):
+                self._break("I5", f"{process.name}: {num} {what}")
+
+    def _begin(self, process: SimProcess, ticket: TicketId, fate: str) -> None:
+        key = process.epoch, ticket
+        if key in self._fates:
+            self._break("I4", f"{process.name}: ticket {ticket.hex()[:6]} is used a second time")
+        self._fates[key] = fate
+        self._asked[key] = process.world.timeline.now_s
+
+    def _stored_in_blocks(
+        self, process: SimProcess, pages: set[int], ticket: TicketId | None
+    ) -> None:
+        states = {inside.state_of(process.scheduler, page) for page in pages}
+        if not states <= _WRITABLE:
+            names = ", ".join(sorted(state.value for state in states))
+            self._break("I2", f"{process.name}: bytes land in blocks that are {names}")
+        custody = process.scheduler.custody
+        if ticket is not None and not pages <= set(inside.incoming_blocks(custody, ticket)):
+            self._break("I2", f"{process.name}: bytes land in blocks of another handoff")
+
+    def _accepted(self, process: SimProcess, order: ReceiveOrder) -> None:
+        """I1: what landed was computed by the life that the ticket names."""
+        expected = {self.lives[order.ticket.prefill.epoch]}
+        size, table = process.plan.block_size, order.blocks
+        first = table.first * size
+        for layer in range(NUM_LAYERS):
+            lives = process.pages.lives(
+                layer, table.blocks.tolist(), order.start - first, order.num_tokens - first
+            )
+            if lives != expected:
+                self._break("I1", f"{process.name}: KV of lives {lives} where {expected} was asked")
+
+    def _step_fate(
+        self,
+        key: tuple[Epoch, TicketId],
+        due: set[str],
+        fate: str,
+        name: str,
+    ) -> None:
+        before = self._fates.get(key, "unknown")
+        if before not in due:
+            self._break("I4", f"{name} of a handoff that was {before} ({key[1].hex()[:6]})")
+        self._fates[key] = fate
+
+    @staticmethod
+    def _break(invariant: Invariant, what: str) -> None:
+        raise ViolationError(invariant, what)

@@ -1,0 +1,87 @@
+"""I4: every accepted request ends once and in time; and what may be said in excuse of a failure.
+
+Promise 1 of the design: a failure of a handoff costs time, never the request. So a request may
+fail only where its decode worker, or the gateway's way to it, was struck; and a handoff may wait
+for its deadline only where somebody stood still, or fell silent.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from baton.sim.handoff.checker import ViolationError
+from baton.sim.handoff.plan import (
+    GATEWAY,
+    Crash,
+    Cut,
+    LoseCall,
+    Part,
+    Pause,
+    RepeatCall,
+    Replay,
+    Slow,
+)
+
+if TYPE_CHECKING:
+    from baton.sim.handoff.gateway import SimRequest
+    from baton.sim.handoff.plan import Fault
+    from baton.sim.handoff.world import World
+
+SLACK_S: Final = 0.5
+_STALE_TWICE: Final = 2
+_HARMLESS: Final = frozenset({"declined"})
+
+
+def check_request(world: World, request: SimRequest) -> None:
+    """Raise `ViolationError` where a request ended wrongly, late, or without need."""
+    if request.outcome is None or request.ended_s > request.deadline_s + SLACK_S:
+        raise ViolationError("I4", f"{request.name} did not end by its deadline")
+    expected = request.expected_tokens[: len(request.tokens)]
+    if request.tokens != expected:
+        raise ViolationError("I1", f"{request.name} was answered {request.tokens}, not {expected}")
+    if request.outcome == "answered":
+        if len(request.tokens) != request.client.num_output:
+            raise ViolationError("I4", f"{request.name} was cut short: {request.tokens}")
+    elif request.outcome != "left" and not _may_fail(world.schedule.faults):
+        raise ViolationError("I4", f"{request.name} ended without need: {request.outcome}")
+
+
+def check_failures(world: World) -> None:
+    """Raise `ViolationError` where a handoff failed, or waited for its deadline, without need."""
+    faults, clients = world.schedule.faults, world.schedule.clients
+    is_quiet = not faults and all(client.leaves_after_s is None for client in clients)
+    # Two workers that are short of memory may wait for each other, for a while (`StallWatch`).
+    is_quiet &= not any("not taken" in str(event.error) for _, event in world.checker.failures)
+    for worker, event in world.checker.failures:
+        error = event.error
+        if is_quiet and error.stage not in _HARMLESS:
+            raise ViolationError("I4", f"{worker}: {error}, and nothing had befallen anybody")
+        if "deadline passed" in str(error) and not any(map(_stands_still, faults)):
+            raise ViolationError("I4", f"{worker} waited in vain: {error}")
+
+
+def _may_fail(faults: tuple[Fault, ...]) -> bool:
+    num_lives = sum(isinstance(fault, Crash | Pause) for fault in faults)
+    return num_lives >= _STALE_TWICE or any(map(_strikes_decode, faults))
+
+
+def _strikes_decode(fault: Fault) -> bool:
+    match fault:
+        case Crash(worker=worker) | Pause(worker=worker) | Slow(worker=worker):
+            return worker.startswith("d")
+        case Part(another=another):
+            return another == GATEWAY
+        case LoseCall() | RepeatCall():
+            return True
+        case _:
+            return False
+
+
+def _stands_still(fault: Fault) -> bool:
+    match fault:
+        case Crash(silently=True) | Cut(silently=True) | Pause() | Part() | Slow() | Replay():
+            return True
+        case RepeatCall():
+            return True  # no gateway knows of the second leg, and none will end it
+        case _:
+            return False

@@ -1,0 +1,152 @@
+"""What the checker sees of the production code: its books, which nobody else may open."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from baton.authority.ticket import Ticket
+    from baton.engines.transformers.custody import Custody
+    from baton.engines.transformers.loop import EngineLoop
+    from baton.engines.transformers.scheduler import Scheduler
+    from baton.handoff.agent import HandoffAgent
+    from baton.handoff.footprint import ServedFace
+    from baton.handoff.messages import Message
+    from baton.handoff.peers import Peer
+    from baton.handoff.staging import Holder
+    from baton.ids import TicketId
+    from baton.kv.blocks import BlockState
+
+
+@dataclass(frozen=True, slots=True)
+class Leftover:
+    """Something that is still held: its name, and how many of it."""
+
+    what: str
+    num: int
+
+
+def find_leftovers(agent: HandoffAgent, loop: EngineLoop, scheduler: Scheduler) -> list[Leftover]:
+    """What a worker still holds for handoffs, but for early grants; graves are only bounded."""
+    receiving, sending, custody = agent._receiving, agent._sending, scheduler.custody
+    pool, staging = scheduler.pool, [f.staging_pages for f in agent._faces if f.staging_pages]
+    counts = {
+        "sessions that receive": receiving.num_sessions,
+        "sessions that send": sending.num_sessions,
+        "writes of the sending desk": len(sending._writes),
+        "reads of the receiving desk": len(receiving._reader._pending),
+        "sequences": len(loop._sequences),
+        "sequences that wait for KV": len(custody._incoming),
+        "quarantined tickets": len(custody._quarantined),
+        "sequences lent to a peer": len(custody._outgoing),
+        "blocks": pool.num_blocks - pool.num_free,
+        "staging pages": sum(len(held) for pages in staging for held in pages._held.values()),
+        "handoffs that wait for staging pages": sum(pages.num_waiting for pages in staging),
+    }
+    return [Leftover(what, num) for what, num in counts.items() if num]
+
+
+def count_early_grants(agent: HandoffAgent) -> int:
+    """Grants for requests that have not come."""
+    return len(agent._sending._early._grants)
+
+
+def count_graves(agent: HandoffAgent) -> int:
+    """Tickets remembered as dead, on both desks."""
+    return len(agent._sending._dead._graves) + len(agent._receiving._given_up._graves)
+
+
+def count_links(agent: HandoffAgent) -> int:
+    """Links to peers."""
+    return len(agent._peers._peers)
+
+
+def state_of(scheduler: Scheduler, block: int) -> BlockState:
+    """The state of one block of the engine's."""
+    return scheduler.pool._ledger.state(block)
+
+
+def incoming_blocks(custody: Custody, ticket: TicketId) -> tuple[int, ...]:
+    """The blocks into which a ticket's KV may be stored."""
+    if ticket in custody._incoming:
+        return custody._incoming[ticket].blocks.blocks
+    if ticket in custody._quarantined:
+        return custody._quarantined[ticket].blocks
+    return ()
+
+
+def outgoing_blocks(custody: Custody, ticket: TicketId) -> list[int]:
+    """The blocks that are held for a ticket's reader."""
+    sequence = custody._outgoing.get(ticket)
+    return [] if sequence is None else sequence.blocks
+
+
+def staged_pages(face: ServedFace, holder: Holder) -> list[int]:
+    """The staging pages of one handoff."""
+    if face.staging_pages is None or holder not in face.staging_pages._held:
+        return []
+    pages: list[int] = face.staging_pages._held[holder].tolist()
+    return pages
+
+
+def is_staged_for_some(face: ServedFace, pages: set[int]) -> bool:
+    """Whether each of these staging pages belongs to some handoff that receives."""
+    if face.staging_pages is None:
+        return False
+    held = (
+        h.tolist() for holder, h in face.staging_pages._held.items() if holder.side == "receive"
+    )
+    return pages <= {page for some in held for page in some}
+
+
+def check_books(agent: HandoffAgent) -> None:
+    """Have every pure structure check itself.
+
+    Raises:
+        AssertionError: one of them contradicts itself.
+    """
+    for incoming in agent._receiving._incoming.values():
+        incoming.session.check_invariants()
+    for outgoing in agent._sending._outgoing.values():
+        outgoing.session.check_invariants()
+    for face in agent._faces:
+        if face.staging_pages is not None:
+            face.staging_pages.check_invariants()
+
+
+def peers_of(agent: HandoffAgent) -> list[Peer]:
+    """The peers that have introduced themselves."""
+    return [peer for peer in agent._peers if peer.hello is not None]
+
+
+def describe_ticket(agent: HandoffAgent, named: Ticket) -> tuple[object, ...]:
+    """All that an agent knows of a ticket, so that two moments can be compared."""
+    ticket = named.id
+    incoming = agent._receiving._incoming.get(ticket)
+    outgoing = agent._sending._outgoing.get(ticket)
+    receive = (
+        ()
+        if incoming is None
+        else (incoming.session.phase, incoming.session.coverage.num_missing, incoming.peer)
+    )
+    send = (
+        ()
+        if outgoing is None
+        else (outgoing.session.phase, outgoing.granted, int(outgoing.session._sent.sum()))
+    )
+    return (
+        receive,
+        send,
+        agent._sending._early._grants.get(ticket),
+        [
+            graves._graves.get((ticket, by))
+            for graves in (agent._sending._dead, agent._receiving._given_up)
+            for by in (None, named.prefill.epoch, named.decode.epoch)
+        ],
+    )
+
+
+def say(agent: HandoffAgent, peer: Peer, message: Message) -> None:
+    """Have an agent say something that it would not."""
+    agent._peers.say(peer, message)

@@ -1,0 +1,111 @@
+"""KV of the simulation: every token's bytes say what they are, and which life computed them.
+
+A token of a layer is 16 bytes: a hash of (layer, all tokens up to it), then the name of the life
+that computed it. So whoever reads a page can tell whose it is, and digests cover both.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from baton.ids import RegionHandle
+from baton.kv.layout import KVLayout
+from baton.transfer.interface import PageArray, PagedRegion
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from random import Random
+
+    from numpy.typing import NDArray
+
+TOKEN_BYTES: Final = 16
+NUM_LAYERS: Final = 2
+VOCABULARY: Final = 1000
+_PRIME: Final = 0x9E3779B97F4A7C15
+_MASK: Final = (1 << 64) - 1
+
+
+@lru_cache
+def make_layout(block_size: int) -> KVLayout:
+    """A model of `NUM_LAYERS` layers with one latent vector of `TOKEN_BYTES` bytes a token."""
+    return KVLayout.mla(NUM_LAYERS, TOKEN_BYTES, block_size=block_size, dtype="int8")
+
+
+def extend_chain(chain: list[int], tokens: Sequence[int]) -> None:
+    """Hashes of all prefixes of `tokens`: the missing ones are added to `chain`."""
+    last = chain[-1] if chain else 0
+    for token in tokens[len(chain) :]:
+        last = ((last ^ (token + 1)) * _PRIME) & _MASK
+        last ^= last >> 29
+        chain.append(last)
+
+
+def next_token(prefix: int) -> int:
+    """What the model says after a prefix, by its hash: never anything else."""
+    return (prefix >> 17) % VOCABULARY
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pages:
+    """The paged KV of one region: `words[layer]` is uint64 `[num_pages, block_size, 2]`."""
+
+    region: PagedRegion
+    block_size: int
+    words: tuple[NDArray[np.uint64], ...]
+
+    @classmethod
+    def allocate(cls, block_size: int, num_pages: int, noise: Random) -> Pages:
+        """Zeroed pages."""
+        words = np.zeros((NUM_LAYERS, num_pages, block_size, 2), np.uint64)
+        layer_bytes = num_pages * block_size * TOKEN_BYTES
+        arrays = tuple(
+            PageArray(layer * layer_bytes, block_size * TOKEN_BYTES, num_pages)
+            for layer in range(NUM_LAYERS)
+        )
+        memory = words.reshape(-1).view(np.uint8).data
+        region = PagedRegion(RegionHandle(noise.randbytes(16)), "host", memory, arrays)
+        return cls(region, block_size, tuple(words))
+
+    def write(
+        self, layer: int, blocks: Sequence[int], *, start: int, chain: Sequence[int], life: int
+    ) -> None:
+        """KV of tokens `[start, len(chain))` is computed; `blocks` are the sequence's."""
+        words, size = self.words[layer], self.block_size
+        salt = layer * _PRIME & _MASK
+        for at in range(start, len(chain)):
+            words[blocks[at // size], at % size] = chain[at] ^ salt, life
+
+    def find_wrong(
+        self, layer: int, blocks: Sequence[int], chain: Sequence[int], stop: int
+    ) -> int | None:
+        """The first of tokens `[0, stop)` whose KV is not its own; None if all are right."""
+        found = self.words[layer][list(blocks)].reshape(-1, 2)[:stop, 0]
+        expected = np.array(chain[:stop], np.uint64) ^ np.uint64(layer * _PRIME & _MASK)
+        if np.array_equal(found, expected):
+            return None
+        return int(np.flatnonzero(found != expected)[0])
+
+    def lives(self, layer: int, blocks: Sequence[int], start: int, stop: int) -> set[int]:
+        """Who computed tokens `[start, stop)`."""
+        found = self.words[layer][list(blocks)].reshape(-1, 2)[start:stop, 1]
+        return set(found.tolist())
+
+
+@dataclass(frozen=True, slots=True)
+class SimStaging:
+    """Implements `handoff.faces.Staging`: pages of another memory, with the same block size."""
+
+    engine: Pages
+    staged: Pages
+
+    def gather(self, layer: int, blocks: NDArray[np.int64], staged: NDArray[np.int64]) -> None:
+        """See `Staging`."""
+        self.staged.words[layer][staged] = self.engine.words[layer][blocks]
+
+    def scatter(self, layer: int, staged: NDArray[np.int64], blocks: NDArray[np.int64]) -> None:
+        """See `Staging`."""
+        self.engine.words[layer][blocks] = self.staged.words[layer][staged]

@@ -1,0 +1,174 @@
+"""What a seed says: the cluster, its clients, and what befalls them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias
+
+if TYPE_CHECKING:
+    from baton.handoff.messages import Mover
+    from baton.sim.handoff.mishaps import SpoilHow
+
+GATEWAY: Final = "gateway"
+Host: TypeAlias = str
+"""A worker's name, or `GATEWAY`."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerPlan:
+    """One worker. `staging_pages` is None where peers reach the engine's own pages."""
+
+    name: Host
+    block_size: int
+    num_blocks: int
+    staging_pages: int | None
+    offset_s: float
+    rate: float
+    unix_skew_s: float
+
+    @property
+    def is_prefill(self) -> bool:
+        """Which of the two halves it plays."""
+        return self.name.startswith("p")
+
+
+@dataclass(frozen=True, slots=True)
+class Client:
+    """One request; the client leaves before the end where `leaves_after_s` says so."""
+
+    arrives_s: float
+    prompt: tuple[int, ...]
+    num_output: int
+    leaves_after_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Crash:
+    """A worker dies. `silently`: its host does, so that nobody hears of it."""
+
+    at_s: float
+    worker: Host
+    silently: bool
+    back_after_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """A worker stands still, and goes on. `replaced`: meanwhile another life took its place."""
+
+    at_s: float
+    worker: Host
+    for_s: float
+    replaced: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Slow:
+    """A worker computes, or its host's network carries, more slowly."""
+
+    at_s: float
+    worker: Host
+    for_s: float
+    factor: float
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """All connections between two workers break, in the middle of a message perhaps."""
+
+    at_s: float
+    one: Host
+    another: Host
+    silently: bool
+    num_kept: int
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Nothing gets from one host to another; `both_ways` neither back."""
+
+    at_s: float
+    one: Host
+    another: Host
+    for_s: float
+    both_ways: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Spoil:
+    """Pages of the next transfers do not arrive as they left."""
+
+    at_s: float
+    hows: tuple[SpoilHow, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Break:
+    """A transport of one worker loses its connections, and makes no new ones for a while."""
+
+    at_s: float
+    worker: Host
+    kind: str
+    for_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class FailTransfers:
+    """The next transfers over a transport fail in the middle."""
+
+    at_s: float
+    kind: str
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class LoseCall:
+    """The gateway's next call to a worker breaks: before it is heard, or before its answer is."""
+
+    at_s: float
+    worker: Host
+    part: Literal["request", "answer"]
+
+
+@dataclass(frozen=True, slots=True)
+class RepeatCall:
+    """The gateway's next call to a worker arrives twice."""
+
+    at_s: float
+    worker: Host
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """A life of a worker says to its peers what some life said to somebody before."""
+
+    at_s: float
+    worker: Host
+    count: int
+
+
+Fault: TypeAlias = (
+    Crash
+    | Pause
+    | Slow
+    | Cut
+    | Part
+    | Spoil
+    | Break
+    | FailTransfers
+    | LoseCall
+    | RepeatCall
+    | Replay
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """All that a run depends on, with the code. `seed` is of what the plan leaves open."""
+
+    seed: int
+    workers: tuple[WorkerPlan, ...]
+    kinds: tuple[str, ...]
+    mover: Mover
+    clients: tuple[Client, ...]
+    faults: tuple[Fault, ...]

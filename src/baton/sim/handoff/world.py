@@ -1,0 +1,92 @@
+"""One run: a cluster put together from its schedule, turned until all is over and released."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias
+
+from baton.authority.key import ClusterKey
+from baton.sim.handoff.checker import Checker
+from baton.sim.handoff.fabric import Fabric
+from baton.sim.handoff.gateway import SimRequest
+from baton.sim.handoff.network import Network
+from baton.sim.handoff.process import SimProcess
+from baton.sim.handoff.striking import Striker
+from baton.sim.handoff.timeline import Timeline
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from baton.authority.ticket import WorkerRef
+    from baton.sim.handoff.plan import Client, Host, Schedule
+
+CallFate: TypeAlias = Literal["request", "answer", "twice"]
+KEY: Final = ClusterKey(b"the key of a simulated cluster, 32")
+
+
+class World:
+    """Everything of one run. `live` is who answers at a worker's address now."""
+
+    def __init__(self, schedule: Schedule, *, keeps_log: bool = False) -> None:
+        self.schedule = schedule
+        self.noise = Random(f"noise {schedule.seed}")  # noqa: S311 -- a seed's, not a secret
+        self.key = KEY
+        self.timeline = Timeline(self.noise, keeps_log=keeps_log)
+        self.network = Network(self.timeline)
+        self.checker = Checker()
+        self.fabric = Fabric(self.timeline, self.network, self.checker)
+        self.checker.fabric = self.fabric
+        self.live: dict[Host, SimProcess] = {}
+        self.processes: list[SimProcess] = []
+        self.requests: list[SimRequest] = []
+        self._call_fates: dict[Host, CallFate] = {}
+        self._seen: dict[Host, WorkerRef] = {}
+        self._num_lives = 0
+        for plan in schedule.workers:
+            self.start(plan.name)
+        self.look_again()
+        for number, client in enumerate(schedule.clients):
+            self.timeline.after(client.arrives_s, self._arrive(client, number))
+        self.striker = Striker(self)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether every client has its answer, and every fault is over."""
+        num_open = len(self.schedule.clients) - len(self.requests)
+        is_answered = not num_open and all(r.outcome is not None for r in self.requests)
+        return is_answered and self.striker.is_over
+
+    def count_life(self) -> int:
+        """The number of a new life, from 1 on."""
+        self._num_lives += 1
+        return self._num_lives
+
+    def start(self, name: Host) -> SimProcess:
+        """A new life of a worker, at its address."""
+        plan = next(each for each in self.schedule.workers if each.name == name)
+        process = SimProcess(self, plan)
+        process.note(f"starts as {process.epoch[:6]}")
+        self.live[name] = process
+        self.processes.append(process)
+        return process
+
+    def place(self, side: str, avoid: set[Host]) -> WorkerRef | None:
+        """A worker of one side, as the gateway knows it."""
+        known = [ref for name, ref in self._seen.items() if name.startswith(side)]
+        better = [ref for ref in known if ref.worker not in avoid]
+        return self.noise.choice(better) if better else None
+
+    def look_again(self) -> None:
+        """The gateway learns which lives there are."""
+        self._seen = {name: process.ref for name, process in self.live.items() if process.is_alive}
+
+    def doom_call(self, worker: Host, fate: CallFate) -> None:
+        """The gateway's next call to a worker does not go as it should."""
+        self._call_fates[worker] = fate
+
+    def take_call_fate(self, worker: Host) -> CallFate | None:
+        """What befalls a call that begins now."""
+        return self._call_fates.pop(worker, None)
+
+    def _arrive(self, client: Client, number: int) -> Callable[[], None]:
+        return lambda: self.requests.append(SimRequest(self, client, number))

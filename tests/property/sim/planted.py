@@ -1,0 +1,186 @@
+"""Bugs to plant: each is a small patch of production code, of a kind that has been shipped."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from baton.authority.seen import SeenTickets, TicketUse
+from baton.authority.ticket import unseal
+from baton.engines.transformers.custody import Custody
+from baton.engines.transformers.stalls import StallWatch
+from baton.handoff import grants
+from baton.handoff.coverage import Coverage
+from baton.handoff.footprint import ServedFace
+from baton.handoff.grants import EarlyGrants
+from baton.handoff.graves import Graves
+from baton.handoff.incoming import Incoming
+from baton.handoff.interface import KVLanded
+from baton.handoff.meeting import MetFaces, meet
+from baton.handoff.parcels import Inspector
+from baton.handoff.peers import PeerTable
+from baton.handoff.receiving import ReceivingDesk
+from baton.handoff.sending import SendingDesk
+from baton.handoff.session.actions import Emit
+from baton.handoff.session.receive import ReceiveSession
+from baton.handoff.session.send import SendSession
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import pytest
+
+
+def no_quarantine(patch: pytest.MonkeyPatch) -> None:
+    """Blocks of a failed handoff are free at once."""
+    quarantine = Custody.quarantine
+
+    def free_at_once(self, ticket):
+        sequence = quarantine(self, ticket)
+        self.release_quarantined(ticket)
+        return sequence
+
+    patch.setattr(Custody, "quarantine", free_at_once)
+
+
+def no_epoch_check(patch: pytest.MonkeyPatch) -> None:
+    """Whoever answers at the address, and whoever shows a ticket, is taken for the one meant."""
+
+    def find_faces(self, peer, hello):
+        if peer.dialed is None:
+            pair = meet(dialer=hello, listener=self._hello)
+            return MetFaces(pair.listener, hello.faces[pair.dialer])
+        pair = meet(dialer=self._hello, listener=hello)
+        return MetFaces(pair.dialer, hello.faces[pair.listener])
+
+    patch.setattr(PeerTable, "_find_faces", find_faces)
+    patch.setattr(
+        grants,
+        "check_ticket",
+        lambda desk, peer, text: unseal(text, desk.key, desk.clock.unix_now()),
+    )
+
+
+def early_free(patch: pytest.MonkeyPatch) -> None:
+    """A closed window is taken for a quiet one."""
+    close = Incoming.close_windows
+
+    def close_and_forget(self):
+        close(self)
+        return False
+
+    patch.setattr(Incoming, "close_windows", close_and_forget)
+
+
+def early_free_of_the_source(patch: pytest.MonkeyPatch) -> None:
+    """A handoff that fails gives its source pages back under its own writes."""
+
+    def settle(self):
+        ends = self.phase == "ending" or (not self.over and self._is_taken)
+        return self._over() if ends else []
+
+    patch.setattr(SendSession, "_settle", settle)
+
+
+def double_completion(patch: pytest.MonkeyPatch) -> None:
+    """The engine is told twice that KV has landed."""
+    complete = ReceiveSession._complete
+
+    def twice(self):
+        actions = complete(self)
+        landed = [a for a in actions if isinstance(a, Emit) and isinstance(a.event, KVLanded)]
+        return [*landed, *actions]
+
+    patch.setattr(ReceiveSession, "_complete", twice)
+
+
+def no_digest_check(patch: pytest.MonkeyPatch) -> None:
+    """What was stored is believed."""
+    patch.setattr(Inspector, "is_intact", lambda self, notice: True)
+
+
+def lost_wake(patch: pytest.MonkeyPatch) -> None:
+    """Nobody hears that a transport was attached."""
+    patch.setattr(SendingDesk, "route_found", lambda self, event: None)
+
+
+def forgotten_lease(patch: pytest.MonkeyPatch) -> None:
+    """Staging pages are not given back."""
+    patch.setattr(ServedFace, "give_back", lambda self, holder: None)
+
+
+def forgotten_grants(patch: pytest.MonkeyPatch) -> None:
+    """Grants for requests that never come are kept."""
+    patch.setattr(EarlyGrants, "forget_expired", lambda self, now: None)
+    patch.setattr(EarlyGrants, "forget_peer", lambda self, peer: None)
+
+
+def deadline_ignored(patch: pytest.MonkeyPatch) -> None:
+    """A handoff waits for ever."""
+    patch.setattr(ReceiveSession, "expire", lambda self, now: [])
+    patch.setattr(SendSession, "expire", lambda self, now: [])
+
+
+def no_fence(patch: pytest.MonkeyPatch) -> None:
+    """A transport that failed is left without waiting for what it posted."""
+
+    def fence(self, kind):
+        transport = self._opened.pop(kind, None)
+        if transport is not None:
+            transport.close_window(self.session.ticket)
+        return True
+
+    patch.setattr(Incoming, "fence", fence)
+
+
+def counted_twice(patch: pytest.MonkeyPatch) -> None:
+    """A range that landed before counts again."""
+    patch.setattr(Coverage, "check", lambda self, layer, start, stop: None)
+
+
+def any_peer_is_heard(patch: pytest.MonkeyPatch) -> None:
+    """A message about a handoff counts, whoever sends it."""
+    heard = ReceivingDesk.heard
+
+    def hear_anybody(self, peer, message):
+        incoming = self._incoming.get(message.ticket)
+        heard(self, peer if incoming is None else incoming.peer, message)
+
+    patch.setattr(ReceivingDesk, "heard", hear_anybody)
+
+
+def forgotten_graves(patch: pytest.MonkeyPatch) -> None:
+    """A ticket that ended before its request came is waited for."""
+    patch.setattr(Graves, "take", lambda self, ticket, peer=None: None)
+
+
+def replayed_tickets(patch: pytest.MonkeyPatch) -> None:
+    """A ticket may be used again."""
+    patch.setattr(SeenTickets, "use", lambda self, ticket, now: TicketUse.FIRST)
+
+
+def no_stall_watch(patch: pytest.MonkeyPatch) -> None:
+    """Two workers that are short of memory wait for each other."""
+    patch.setattr(StallWatch, "is_over", lambda self, scheduler, now, *, is_busy: False)
+
+
+PLANTED: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    plant.__name__: plant
+    for plant in (
+        no_quarantine,
+        no_epoch_check,
+        early_free,
+        early_free_of_the_source,
+        double_completion,
+        no_digest_check,
+        lost_wake,
+        forgotten_lease,
+        forgotten_grants,
+        deadline_ignored,
+        no_fence,
+        counted_twice,
+        any_peer_is_heard,
+        forgotten_graves,
+        replayed_tickets,
+        no_stall_watch,
+    )
+}

@@ -1,0 +1,115 @@
+"""The handoff's production code in simulated clusters: clean, repeatable, and able to find bugs."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from typing import TYPE_CHECKING
+
+import pytest
+
+from baton.sim.handoff.campaign import Tally, run_seeds
+from baton.sim.handoff.drawing import draw_schedule
+from baton.sim.handoff.running import run_schedule
+from baton.sim.handoff.shrinking import shrink
+from tests.property.sim.planted import PLANTED, double_completion, no_digest_check
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+NUM_CHUNKS, SEEDS_IN_CHUNK = 16, 125
+MAX_SEEDS = 800
+
+EVERY_FAULT = {
+    "crash",
+    "cut",
+    "failed transfer",
+    "late notice",
+    "late store",
+    "parted",
+    "pause",
+    "refused",
+    "replay",
+    "spoilt: flip",
+    "spoilt: repeat",
+    "spoilt: swap",
+    "spoilt: truncate",
+    "spoilt: zero",
+}
+BEGIN = {"any_peer_is_heard": 250, "forgotten_graves": 450, "no_stall_watch": 205_300}
+"""Where the search for a bug begins: at 0, but for those that few seeds find (to save time)."""
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    """Thousands of faults are logged by production code."""
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+@pytest.mark.parametrize("chunk", range(NUM_CHUNKS))
+def test_no_invariant_breaks(chunk: int) -> None:
+    tally = run_seeds(range(chunk * SEEDS_IN_CHUNK, (chunk + 1) * SEEDS_IN_CHUNK))
+    assert not tally.found, "replay with: baton sim handoff --log --seed " + str(min(tally.found))
+
+
+def test_every_kind_of_fault_takes_effect_and_most_requests_are_answered_nonetheless() -> None:
+    tally = Tally()
+    tally.add(run_seeds(range(10_000, 10_200)))
+    assert tally.met.keys() >= EVERY_FAULT
+    assert tally.ends["answered"] > 0.8 * tally.ends.total()
+
+
+def test_a_seed_gives_the_same_run_to_the_last_line() -> None:
+    for seed in range(300, 310):
+        first, second = (run_schedule(draw_schedule(seed), keeps_log=True) for _ in range(2))
+        assert first == second
+        assert len(first.log) > 10
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_bug_is_found(
+    name: str, monkeypatch: pytest.MonkeyPatch, record_property: pytest.RecordProperty
+) -> None:
+    """Within `MAX_SEEDS`; how many it took is printed."""
+    PLANTED[name](monkeypatch)
+    begin = BEGIN.get(name, 0)
+    for num_seeds, seed in enumerate(range(begin, begin + MAX_SEEDS), 1):
+        violation = run_schedule(draw_schedule(seed)).violation
+        if violation is not None:
+            print(f"{name}: found by seed {seed}, the {num_seeds}th: {violation}")
+            record_property("num_seeds", num_seeds)
+            return
+    pytest.fail(f"{name} was not found in {MAX_SEEDS} seeds")
+
+
+def test_a_failing_schedule_is_made_shorter(monkeypatch: pytest.MonkeyPatch) -> None:
+    no_digest_check(monkeypatch)
+    schedule = next(
+        schedule
+        for schedule in map(draw_schedule, range(1000))
+        if len(schedule.faults) > 2 and run_schedule(schedule).violation
+    )
+    shorter = shrink(schedule)
+    assert len(shorter.faults) < len(schedule.faults)
+    before, after = (run_schedule(each).violation for each in (schedule, shorter))
+    assert before is not None
+    assert after is not None
+    assert before.invariant == after.invariant
+
+
+def test_a_schedule_that_breaks_nothing_stays_as_it_is() -> None:
+    schedule = draw_schedule(0)
+    assert shrink(schedule) is schedule
+
+
+def test_chunks_are_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    double_completion(monkeypatch)
+    tally = Tally()
+    for seeds in (range(3), range(3, 5)):
+        tally.add(run_seeds(seeds))
+    assert tally.num_schedules == 5
+    assert tally.found
+    assert all(violation.invariant == "I4" for violation in tally.found.values())
+    assert isinstance(tally.ends, Counter)
