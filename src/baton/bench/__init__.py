@@ -26,5 +26,6 @@ File map:
 Beside it, for servers under load (each has a file map of its own):
     load/            `baton bench serve`: a load generator; workloads/: what it asks
     comparing/       `baton bench compare`: two of its reports
+    architectures/   `baton bench architectures`: the same workers, used in every way
     manifest.py      circumstances of a run; saving.py: results → files
 """

@@ -29,6 +29,11 @@ INTERRUPTED = 130
 app = App(name="bench", help="Measure links between workers, and servers under load.")
 app.command("baton.cli.bench_serve:serve", name="serve", help="Load a server, measure its answers.")
 app.command("baton.cli.bench_compare:compare", name="compare", help="Is one result really better?")
+app.command(
+    "baton.cli.bench_architectures:architectures",
+    name="architectures",
+    help="Is disaggregation worth it here? A fair answer on equal hardware.",
+)
 
 
 @Parameter(name="*")

@@ -16,6 +16,7 @@ from baton.config.cluster_key import KEY_VARIABLE, ephemeral_cluster_key
 from baton.config.environment import read_environment
 from baton.config.logs import configure_logging
 from baton.errors import ConfigError, UnknownPluginError
+from baton.launch.cores import share_cores
 from baton.launch.plan import LaunchPlan, Pinning, crews_of, plan_launch
 from baton.launch.progress import open_display
 from baton.launch.supervisor import LaunchContext, Service, Supervisor
@@ -51,15 +52,39 @@ def launch(resolved: Resolved, pinning: Pinning) -> int:
     return asyncio.run(_launch(plan))
 
 
+def plan_pinned(resolved: Resolved, num_shares: int) -> LaunchPlan:
+    """A launch whose workers have one share each of so many equal shares of the machine.
+
+    Raises:
+        ConfigError: the settings ask for something that cannot be started.
+    """
+    config = resolved.to_config()
+    _check(config)
+    shares = share_cores(sorted(os.sched_getaffinity(0)), num_shares)
+    num_workers = config.up.prefill + config.up.decode
+    return plan_launch(
+        resolved,
+        cores=[core for share in shares[:num_workers] for core in share],
+        engine_keys={
+            crew.engine: frozenset(engine_defaults(crew.engine)) for crew in crews_of(config)
+        },
+        pinning="own_cores",
+    )
+
+
+def server_environment(config: Config) -> dict[str, str]:
+    """What children inherit, with a cluster key of their own where none is set."""
+    environment = read_environment()
+    hosts = (config.gateway.host, config.worker.host, config.worker.handoff_host)
+    key = ephemeral_cluster_key(config.cluster, environment, hosts)
+    # By environment, never by command line: other users can read those.
+    return {**environment, KEY_VARIABLE: key.text, "PYTHONUNBUFFERED": "1"}
+
+
 async def _launch(plan: LaunchPlan) -> int:
     clock = MachineClock()
     display = open_display(clock)
-    environment = read_environment()
-    hosts = (plan.config.gateway.host, plan.config.worker.host, plan.config.worker.handoff_host)
-    key = ephemeral_cluster_key(plan.config.cluster, environment, hosts)
-    # By environment, never by command line: other users can read those.
-    children = {**environment, KEY_VARIABLE: key.text, "PYTHONUNBUFFERED": "1"}
-    supervisor = Supervisor(plan, LaunchContext(children, clock, display))
+    supervisor = Supervisor(plan, LaunchContext(server_environment(plan.config), clock, display))
     return await supervisor.run(lambda service: display.announce(how_to_use(service, plan)))
 
 

@@ -69,6 +69,11 @@ class Child:
         self._ended = asyncio.create_task(self._follow(announcements, on_line))
 
     @property
+    def pid(self) -> int:
+        """Its process id, which is its session's too."""
+        return self._process.pid
+
+    @property
     def is_ready(self) -> bool:
         """Whether it announced that it answers; stays true after its end."""
         return self._ready.done() and isinstance(self._ready.result(), Ready)

@@ -65,7 +65,7 @@ class Service:
 
 
 class Supervisor:
-    """One launch, from start to end. Owned by one event loop; `run` is called once."""
+    """One launch, from start to end. Owned by one event loop; `run` or `serve` is called once."""
 
     def __init__(self, plan: LaunchPlan, context: LaunchContext) -> None:
         self._plan = plan
@@ -76,7 +76,12 @@ class Supervisor:
         self._stop_requested = asyncio.Event()
 
     async def run(self, on_ready: Callable[[Service], None]) -> Ending:
-        """Start everything, call `on_ready`, run until asked to stop.
+        """The same as `serve`, and a signal asks to stop."""
+        with self._signals_handled():
+            return await self.serve(on_ready)
+
+    async def serve(self, on_ready: Callable[[Service], None]) -> Ending:
+        """Start everything, call `on_ready`, run until `request_stop`.
 
         Raises:
             ConfigError: the gateway's port is taken.
@@ -85,17 +90,21 @@ class Supervisor:
         """
         gateway = self._plan.config.gateway
         require_free_port(gateway.host, gateway.port)
-        with self._signals_handled():
-            life = asyncio.create_task(self._live(on_ready))
-            stop = asyncio.create_task(self._stop_requested.wait())
-            await asyncio.wait({life, stop}, return_when=asyncio.FIRST_COMPLETED)
-            life.cancel()
-            stop.cancel()
-            (outcome, _) = await asyncio.gather(life, stop, return_exceptions=True)
-            ending = await self._stop_all()
+        life = asyncio.create_task(self._live(on_ready))
+        stop = asyncio.create_task(self._stop_requested.wait())
+        await asyncio.wait({life, stop}, return_when=asyncio.FIRST_COMPLETED)
+        life.cancel()
+        stop.cancel()
+        (outcome, _) = await asyncio.gather(life, stop, return_exceptions=True)
+        ending = await self._stop_all()
         if isinstance(outcome, Exception):
             raise outcome
         return ending
+
+    @property
+    def processes(self) -> dict[str, int]:
+        """Each process's id by name, the gateway's too; it leads a session of its own."""
+        return {name: post.child.pid for name, post in self._posts.items()}
 
     def request_stop(self) -> None:
         """The first time: drain. The second time: kill."""

@@ -13,6 +13,7 @@ from baton.bench.load.stream import Answer, Failure, read_error
 from baton.errors import ProtocolError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from types import TracebackType
 
     from baton.bench.load.bodies import Prepared
@@ -42,9 +43,18 @@ class Exchange:
 
 
 class Client:
-    """Sends requests, as many at once as it is asked to."""
+    """Sends requests, as many at once as it is asked to.
 
-    def __init__(self, target: Target, clock: Clock, request_timeout_s: float) -> None:
+    `names` gives each a name, by which the server's traces are found later.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        clock: Clock,
+        request_timeout_s: float,
+        names: Iterator[str] | None = None,
+    ) -> None:
         self.target = target
         self.session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_IDLE_S),
@@ -52,7 +62,7 @@ class Client:
             read_bufsize=READ_BYTES,
             headers=target.headers,
         )
-        self._clock, self._timeout_s = clock, request_timeout_s
+        self._clock, self._timeout_s, self._names = clock, request_timeout_s, names
 
     async def __aenter__(self) -> Self:
         return self
@@ -94,6 +104,8 @@ class Client:
     async def _read(self, prepared: Prepared, found: Exchange) -> None:
         url = self.target.url(prepared.endpoint)
         headers = {"Content-Type": "application/json"}
+        if self._names is not None:
+            headers["X-Request-Id"] = next(self._names)
         async with self.session.post(url, data=prepared.body, headers=headers) as response:
             found.status = response.status
             if response.status != OK:

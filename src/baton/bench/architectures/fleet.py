@@ -1,0 +1,141 @@
+"""One arm's servers: started by the launcher of `baton up`, watched, stopped.
+
+Owned by one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from baton.launch.restarts import RestartPolicy
+from baton.launch.supervisor import LaunchContext, Service, Supervisor
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Mapping, Sequence
+    from io import FileIO
+    from pathlib import Path
+
+    from baton.clock import Clock
+    from baton.launch.plan import LaunchPlan
+    from baton.launch.supervisor import Ending
+
+NO_RESTARTS: Final = RestartPolicy(max_restarts=0)
+"""A worker that died and came back would be measured as one that is merely slow."""
+
+
+class InterruptedBenchError(Exception):
+    """Somebody wants the benchmark to end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What servers are started in. `environment` holds the cluster key."""
+
+    environment: Mapping[str, str]
+    clock: Clock
+    interrupt: asyncio.Event
+
+
+class LogDisplay:
+    """See `Display`: everything goes to a file; what does not fit on its disk is lost."""
+
+    def __init__(self, file: FileIO) -> None:
+        self._file = file
+
+    def say(self, line: str) -> None:
+        """See `Display`."""
+        self._write(f"baton: {line}\n")
+
+    def child_line(self, child: str, line: str) -> None:
+        """See `Display`."""
+        self._write(f"[{child}] {line}\n")
+
+    def waiting_for(self, names: Sequence[str]) -> None:
+        """See `Display`: the benchmark has a live line of its own."""
+
+    def announce(self, text: str) -> None:
+        """See `Display`."""
+        self._write(text)
+
+    def _write(self, text: str) -> None:
+        # Whoever reads a server's lines must go on reading, or the server stands still.
+        with suppress(OSError):
+            self._file.write(text.encode())
+
+
+class Fleet:
+    """Servers that answer. `until_ended` returns when one of them has died."""
+
+    def __init__(
+        self, service: Service, supervisor: Supervisor, life: asyncio.Task[Ending]
+    ) -> None:
+        self.url, self.model = service.url, service.model
+        self._supervisor, self._life = supervisor, life
+
+    @property
+    def processes(self) -> dict[str, int]:
+        """Each process's session by name; the gateway's is called `GATEWAY`."""
+        return self._supervisor.processes
+
+    @property
+    def is_over(self) -> bool:
+        """Whether a server has died."""
+        return self._life.done()
+
+    async def until_ended(self) -> None:
+        """Wait until a server has died."""
+        await asyncio.wait({self._life})
+
+
+@asynccontextmanager
+async def open_fleet(
+    plan: LaunchPlan, surroundings: Surroundings, log: Path
+) -> AsyncGenerator[Fleet]:
+    """Servers that are all up; leaving it stops them. What they say goes to `log`.
+
+    Raises:
+        ChildFailedError: a server did not start, or died meanwhile (on leaving).
+        InterruptedBenchError: somebody wanted the end before they were up.
+    """
+    with log.open("wb", buffering=0) as file:
+        context = LaunchContext(
+            surroundings.environment, surroundings.clock, LogDisplay(file), NO_RESTARTS
+        )
+        supervisor = Supervisor(plan, context)
+        service: asyncio.Future[Service] = asyncio.get_running_loop().create_future()
+        life = asyncio.create_task(supervisor.serve(service.set_result))
+        try:
+            await _until_up(service, life, surroundings.interrupt)
+            yield Fleet(service.result(), supervisor, life)
+        finally:
+            await _stop(supervisor, life)
+    life.result()  # says who died
+
+
+async def _until_up(
+    service: asyncio.Future[Service], life: asyncio.Task[Ending], interrupt: asyncio.Event
+) -> None:
+    wanted = asyncio.create_task(interrupt.wait())
+    try:
+        awaited: set[asyncio.Future[Any]] = {service, life, wanted}
+        await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        wanted.cancel()
+    if life.done():
+        life.result()
+    if not service.done():
+        raise InterruptedBenchError
+
+
+async def _stop(supervisor: Supervisor, life: asyncio.Task[Ending]) -> None:
+    """Drain; kill if that is interrupted. Returns when nothing runs any more."""
+    supervisor.request_stop()
+    try:
+        await asyncio.shield(asyncio.wait({life}))
+    except asyncio.CancelledError:
+        supervisor.request_stop()
+        await asyncio.wait({life})
+        raise

@@ -1,0 +1,94 @@
+"""Which figures are compared, and which way is better. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Literal
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from baton.bench.architectures.results import Cell
+    from baton.bench.load.figures import Figures, Spread
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """A number of each cell; None where it has none. `scale`: from the number to what is shown."""
+
+    key: str
+    title: str
+    short: str
+    unit: str
+    better: Literal["more", "less"]
+    read: Callable[[Cell, int], float | None]
+    scale: float = 1.0
+
+    @property
+    def sign(self) -> int:
+        """1 where more is better, -1 where less is."""
+        return 1 if self.better == "more" else -1
+
+
+def _latency(
+    short: str, title: str, read: Callable[[Figures], Spread | None]
+) -> tuple[Metric, ...]:
+    def p50(cell: Cell, num_workers: int) -> float | None:
+        del num_workers
+        spread = read(cell.figures)
+        return None if spread is None else spread.p50
+
+    def p99(cell: Cell, num_workers: int) -> float | None:
+        del num_workers
+        spread = read(cell.figures)
+        return None if spread is None else spread.p99
+
+    return (
+        Metric(f"{short.lower()}_p50", f"{title}, median", f"{short} p50", "ms", "less", p50, 1e3),
+        Metric(f"{short.lower()}_p99", f"{title}, p99", f"{short} p99", "ms", "less", p99, 1e3),
+    )
+
+
+def _goodput(cell: Cell, num_workers: int) -> float | None:
+    goodput = cell.figures.goodput
+    return None if goodput is None else goodput.requests_per_s / num_workers
+
+
+def cpu_per_1000_tokens(cell: Cell, num_workers: int) -> float | None:
+    """CPU seconds of all servers for 1,000 tokens, prompts and answers together.
+
+    Warm-up and what came after the window are in both the seconds and the tokens.
+    """
+    del num_workers
+    return cell.cpu.servers_s / cell.num_tokens * 1000 if cell.num_tokens else None
+
+
+THROUGHPUT: Final = Metric(
+    "throughput",
+    "Throughput",
+    "throughput",
+    "output tokens/s",
+    "more",
+    lambda cell, _: cell.figures.output_tokens_per_s,
+)
+GOODPUT: Final = Metric(
+    "goodput",
+    "Goodput per worker, within the SLO",
+    "goodput/worker",
+    "requests/s",
+    "more",
+    _goodput,
+)
+METRICS: Final = (
+    THROUGHPUT,
+    GOODPUT,
+    *_latency("TTFT", "Time to first token", lambda figures: figures.ttft_s),
+    *_latency("TPOT", "Time per output token", lambda figures: figures.tpot_s),
+    *_latency("ITL", "Gap between tokens (ITL)", lambda figures: figures.itl_s),
+    Metric("cpu", "CPU of all servers", "CPU", "s per 1,000 tokens", "less", cpu_per_1000_tokens),
+)
+
+
+def metric_of(key: str) -> Metric:
+    """By its key."""
+    return next(metric for metric in METRICS if metric.key == key)

@@ -1,0 +1,144 @@
+"""What is measured, and in which order. Pure."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from baton.bench.load.plan import Closed, Limits, LoadPlan, Open
+from baton.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from baton.bench.architectures.arms import Arm
+    from baton.bench.load.figures import Slo
+    from baton.bench.load.surveying import Approach
+    from baton.bench.workloads.asking import Workload
+
+MOST_AT_ONCE: Final = 4096
+MOST_REPETITIONS: Final = 1000
+MOST_WARM_UP: Final = 8
+"""Before each load; the servers have answered the largest request by then."""
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """One load: a closed loop, or an open one with Poisson arrivals."""
+
+    load: Closed | Open
+
+    @property
+    def key(self) -> str:
+        """A name for files: `c8`, `r2.5`."""
+        match self.load:
+            case Closed(concurrency):
+                return f"c{concurrency}"
+            case Open(rate):
+                return f"r{rate:g}"
+
+    @property
+    def words(self) -> str:
+        """For people."""
+        match self.load:
+            case Closed(concurrency):
+                return f"{concurrency} at once"
+            case Open(rate):
+                return f"{rate:g} requests/s"
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How long each load lasts, and how often all is repeated. `num_requests` None: no bound."""
+
+    num_repetitions: int
+    duration_s: float
+    num_requests: int | None
+    request_timeout_s: float
+
+    def plan_load(self, level: Level) -> LoadPlan:
+        """One cell's run. What is under way at its end is let finish: none of it is lost."""
+        at_once = level.load.concurrency if isinstance(level.load, Closed) else 1
+        timeout_s = self.request_timeout_s
+        limits = Limits(self.num_requests, self.duration_s, timeout_s, timeout_s)
+        return LoadPlan(level.load, limits, min(at_once, MOST_WARM_UP))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """The whole benchmark. `slo` None: derived from the least loaded arm (see analysing.py)."""
+
+    num_workers: int
+    engine: str
+    model: str
+    arms: tuple[Arm, ...]
+    levels: tuple[Level, ...]
+    workload: Workload
+    approach: Approach
+    effort: Effort
+    seed: str
+    slo: Slo | None
+    cost_per_worker_hour: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """An arm's servers are started, carry all loads in this order, and are stopped."""
+
+    repetition: int
+    arm: Arm
+    levels: tuple[Level, ...]
+
+
+def plan_turns(plan: Plan) -> tuple[Turn, ...]:
+    """All turns, repetition after repetition; within one, arms in an order drawn by the seed.
+
+    The loads' order is drawn too, the same for all arms of a repetition: what drifts on the machine
+    meanwhile meets them alike.
+    """
+    rng = random.Random(f"{plan.seed}/order")  # noqa: S311 - no secret
+    turns = []
+    for repetition in range(1, plan.effort.num_repetitions + 1):
+        levels = tuple(rng.sample(plan.levels, len(plan.levels)))
+        arms = rng.sample(plan.arms, len(plan.arms))
+        turns += [Turn(repetition, arm, levels) for arm in arms]
+    return tuple(turns)
+
+
+def prompt_seed(plan: Plan, repetition: int, level: Level) -> str:
+    """Every arm is asked the same; no cell is asked what an earlier one has cached."""
+    return f"{plan.seed}/{repetition}/{level.key}"
+
+
+def read_levels(concurrency: str | None, rate: str | None) -> tuple[Level, ...]:
+    """From `1,2,4` and `0.5,1`.
+
+    Raises:
+        ConfigError: no such numbers.
+    """
+    closed = [Level(Closed(number)) for number in _read_counts(concurrency)]
+    rates = [Level(Open(number)) for number in _read_rates(rate)]
+    if not closed and not rates:
+        raise ConfigError("no load at all: give --concurrency, or --rate")
+    return tuple(dict.fromkeys((*closed, *rates)))
+
+
+def _read_counts(text: str | None) -> Sequence[int]:
+    words = [] if not text else text.split(",")
+    for word in words:
+        if not word.strip().isdigit() or not 1 <= int(word) <= MOST_AT_ONCE:
+            raise ConfigError(
+                f"--concurrency {text}: whole numbers in [1, {MOST_AT_ONCE}], such as 1,2,4"
+            )
+    return sorted(int(word) for word in words)
+
+
+def _read_rates(text: str | None) -> Sequence[float]:
+    try:
+        rates = [float(word) for word in text.split(",")] if text else []
+    except ValueError:
+        rates = [-1.0]
+    if not all(0 < rate < float("inf") for rate in rates):
+        raise ConfigError(f"--rate {text}: requests a second above 0, such as 0.5,1,2")
+    return sorted(rates)

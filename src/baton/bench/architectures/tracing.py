@@ -1,0 +1,135 @@
+"""What Baton's own traces say of a cell: did KV move, how much, and where did the time go."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from dataclasses import dataclass, field
+from statistics import median
+from typing import TYPE_CHECKING, Final
+
+import aiohttp
+import msgspec
+
+from baton.bench.architectures.results import Proof, Stages
+from baton.telemetry.summary import TraceSummary
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+NUM_AT_ONCE: Final = 8
+TIMEOUT_S: Final = 10.0
+MOST_TRACES: Final = 8192
+OK: Final = 200
+RECOMPUTED_TOKENS: Final = 1
+"""vLLM computes a prompt's last token anew: KV for it may stay away."""
+
+
+class FetchedTrace(msgspec.Struct, frozen=True):
+    """The gateway's answer, as far as it matters here."""
+
+    id: str
+    status: int
+    summary: TraceSummary | None
+
+
+@dataclass(slots=True)
+class Names:
+    """Names requests: `prefix-0`, `prefix-1`, …, and remembers how many."""
+
+    prefix: str
+    num_given: int = field(default=0)
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        self.num_given += 1
+        return f"{self.prefix}-{self.num_given - 1}"
+
+    @property
+    def given(self) -> list[str]:
+        """All that were given, up to as many as are worth asking for."""
+        return [f"{self.prefix}-{i}" for i in range(min(self.num_given, MOST_TRACES))]
+
+
+async def fetch_traces(
+    session: aiohttp.ClientSession, url: str, names: Sequence[str]
+) -> list[FetchedTrace | None]:
+    """Each request's trace; None where there is none (forgotten, or the gateway is gone)."""
+    decoder = msgspec.json.Decoder(FetchedTrace)
+    room = asyncio.Semaphore(NUM_AT_ONCE)
+
+    async def fetch(name: str) -> FetchedTrace | None:
+        timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
+        try:
+            async with (
+                room,
+                session.get(f"{url}/debug/requests/{name}", timeout=timeout) as response,
+            ):
+                return decoder.decode(await response.read()) if response.status == OK else None
+        except (aiohttp.ClientError, TimeoutError, OSError, msgspec.MsgspecError):
+            return None
+
+    return await asyncio.gather(*(fetch(name) for name in names))
+
+
+def prove(traces: Sequence[FetchedTrace | None], num_answered: int) -> Proof:
+    """Compare what decode received with what it lacked. `num_answered`: as the client counted."""
+    answered = _answered(traces)
+    lacking = [summary for summary in answered if not _is_handed_over(summary)]
+    modes = Counter(summary.mode or "none" for summary in answered)
+    transports = Counter(s.transport for s in answered if s.transport is not None)
+    fallbacks = Counter(cause.partition(": ")[0] for s in answered for cause in s.fallbacks)
+    num_prompt = sum(summary.num_prompt_tokens for summary in answered)
+    num_cached = sum(summary.num_cached_tokens for summary in answered)
+    return Proof(
+        num_requests=num_answered,
+        num_untraced=max(0, num_answered - len(answered)),
+        num_not_handed_over=len(lacking),
+        num_prompt_tokens=num_prompt,
+        num_cached_tokens=num_cached,
+        num_needed_tokens=num_prompt - num_cached,
+        num_received_tokens=sum(summary.num_received_tokens for summary in answered),
+        num_bytes=sum(summary.num_bytes for summary in answered),
+        modes=dict(modes),
+        transports=dict(transports),
+        fallbacks=dict(fallbacks),
+    )
+
+
+def measure_stages(traces: Sequence[FetchedTrace | None]) -> Stages:
+    """Medians of what the traces of answered requests have."""
+    answered = _answered(traces)
+
+    def middle(read: Callable[[TraceSummary], float | None]) -> float | None:
+        found = [value for value in map(read, answered) if value is not None]
+        return median(found) if found else None
+
+    return Stages(
+        middle(lambda s: s.queue_s),
+        middle(lambda s: s.prefill_s),
+        middle(lambda s: s.visible_transfer_s),
+        middle(lambda s: s.decode_queue_s),
+    )
+
+
+def _answered(traces: Sequence[FetchedTrace | None]) -> list[TraceSummary]:
+    """Of complete answers alone: one that was cut or failed proves nothing either way."""
+    return [
+        trace.summary
+        for trace in traces
+        if trace is not None
+        and trace.status == OK
+        and trace.summary is not None
+        and trace.summary.outcome == "ok"
+    ]
+
+
+def _is_handed_over(summary: TraceSummary) -> bool:
+    needed = summary.num_prompt_tokens - summary.num_cached_tokens
+    # All but one token were in decode's cache: there is nothing to move.
+    if needed <= RECOMPUTED_TOKENS:
+        return True
+    has_bytes = summary.num_bytes > 0 or summary.mode == "reference"
+    return summary.num_received_tokens >= needed - RECOMPUTED_TOKENS and has_bytes

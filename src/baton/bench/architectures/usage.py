@@ -1,0 +1,97 @@
+"""CPU time, from /proc: of an arm's processes, of this client, and of the whole machine."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
+
+PROC: Final = Path("/proc")
+TICKS_PER_S: Final = os.sysconf("SC_CLK_TCK")
+
+
+class CpuUse(msgspec.Struct, frozen=True):
+    """CPU seconds between two readings.
+
+    `others_share`: of all the machine's cores, what others used (None: the kernel does not say).
+    A share of more than a few percent makes figures doubtful.
+    """
+
+    workers_s: dict[str, float]
+    gateway_s: float
+    client_s: float
+    wall_s: float
+    others_share: float | None
+
+    @property
+    def servers_s(self) -> float:
+        """Of all servers of the arm, the gateway among them."""
+        return sum(self.workers_s.values()) + self.gateway_s
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """CPU seconds since ever. `busy_s`: of the machine's cores, all together."""
+
+    at: float
+    by_session: Mapping[int, float]
+    client_s: float
+    busy_s: float | None
+
+
+def read_usage(sessions: Collection[int], now: float) -> Reading:
+    """Of every process in these sessions, those that have ended and were waited for too."""
+    found = dict.fromkeys(sessions, 0.0)
+    for folder in PROC.iterdir():
+        if folder.name.isdigit():
+            session, cpu_s = _read_process(folder)
+            if session in found:
+                found[session] += cpu_s
+    times = os.times()
+    return Reading(now, found, times.user + times.system, _read_busy_s())
+
+
+def compare_usage(
+    before: Reading, after: Reading, names: Mapping[str, int], gateway: str
+) -> CpuUse:
+    """What was used between two readings; `names` has each process's session."""
+    spent = {
+        name: max(0.0, after.by_session[pid] - before.by_session[pid])
+        for name, pid in names.items()
+        if pid in before.by_session and pid in after.by_session
+    }
+    client_s = after.client_s - before.client_s
+    wall_s = max(after.at - before.at, 1e-9)
+    others = None
+    if before.busy_s is not None and after.busy_s is not None:
+        ours = sum(spent.values()) + client_s
+        num_cores = os.cpu_count() or 1
+        others = max(0.0, (after.busy_s - before.busy_s - ours) / (wall_s * num_cores))
+    gateway_s = spent.pop(gateway, 0.0)
+    return CpuUse(spent, gateway_s, client_s, wall_s, others)
+
+
+def _read_process(folder: Path) -> tuple[int, float]:
+    """Session and CPU seconds; (0, 0.0) of a process that is gone."""
+    try:
+        # The name, in parentheses, may hold anything.
+        words = (folder / "stat").read_text(errors="replace").rpartition(")")[2].split()
+        return int(words[3]), sum(map(int, words[11:15])) / TICKS_PER_S
+    except (OSError, ValueError, IndexError):
+        return 0, 0.0
+
+
+def _read_busy_s() -> float | None:
+    """All but idle and waiting for disks; the time that a hypervisor took is somebody else's."""
+    try:
+        words = (PROC / "stat").read_text(encoding="ascii").split("\n", 1)[0].split()[1:9]
+        user, nice, system, _, _, irq, softirq, steal = map(int, words)
+    except (OSError, ValueError):
+        return None
+    return (user + nice + system + irq + softirq + steal) / TICKS_PER_S

@@ -1,0 +1,268 @@
+"""Analysis → words. Pure."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from baton.bench.architectures.metrics import GOODPUT, THROUGHPUT, metric_of
+from baton.bench.load.plan import Closed
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator, Sequence
+
+    from baton.bench.architectures.metrics import Metric
+    from baton.bench.architectures.plan import Plan
+    from baton.bench.architectures.results import (
+        Analysis,
+        Cell,
+        Contrast,
+        Crossover,
+        Judgement,
+        Trouble,
+    )
+
+MOST_OTHERS_SHARE: Final = 0.05
+MOST_VARIATION: Final = 0.10
+MOST_RATIO: Final = 10.0
+LEAST_ANSWERS_EACH: Final = 3
+ENOUGH_REPETITIONS: Final = 5
+VERDICT_METRICS: Final = ("goodput", "throughput", "ttft_p50", "ttft_p99", "tpot_p50", "itl_p99")
+
+
+def headline(plan: Plan, analysis: Analysis, unproved: Collection[str]) -> str:
+    """What to do, by goodput and throughput, and why. `unproved`: arms without proof."""
+    what, why = _decide(plan, analysis)
+    doubt = f"; WITHOUT PROOF that KV moved in {', '.join(sorted(unproved))}" if unproved else ""
+    return (
+        f"{what}, with {plan.num_workers} workers, for {plan.workload.name} "
+        f"({plan.workload.description}): {why}{doubt}"
+    )
+
+
+def _decide(plan: Plan, analysis: Analysis) -> tuple[str, str]:
+    deciding = [c for c in analysis.contrasts if c.metric in {GOODPUT.key, THROUGHPUT.key}]
+    if not any(c.ratio is not None for c in deciding):
+        return "No verdict", "replication and a split are needed, and both must have figures"
+    if all(c.low is None and c.judgement == "undecided" for c in deciding):
+        return "Not decided", "one repetition of each arm tells no difference from noise"
+    arms = dict.fromkeys(c.arm for c in deciding)
+    marks = {arm: {c.judgement for c in deciding if c.arm == arm} for arm in arms}
+    better = [arm for arm in arms if "wins" in marks[arm] and "loses" not in marks[arm]]
+    mixed = [arm for arm in arms if {"wins", "loses"} <= marks[arm]]
+    what = "Not decided"
+    if better:
+        what = f"Disaggregate ({', '.join(better)})"
+    elif mixed:
+        what = "It depends on the load"
+    elif all("loses" in marks[arm] for arm in arms):
+        what = "Replicate"
+    decided = [arm for arm in arms if marks[arm] != {"undecided"}]
+    why = "; ".join(_sum_up(plan, analysis, arm) for arm in decided)
+    return what, why or "no difference beyond the noise of this machine was found"
+
+
+def _sum_up(plan: Plan, analysis: Analysis, arm: str) -> str:
+    """`1P1D against replication: wins with …, loses with …`, of the metric that says more."""
+    by_metric = {
+        key: [
+            c
+            for c in analysis.contrasts
+            if (c.arm, c.metric) == (arm, key) and c.judgement != "undecided"
+        ]
+        for key in (THROUGHPUT.key, GOODPUT.key)
+    }
+    key, mine = max(by_metric.items(), key=lambda item: len(item[1]))
+    words = {level.key: level.words for level in plan.levels}
+    parts = []
+    for judgement in ("wins", "loses"):
+        some = [c for c in mine if c.judgement == judgement]
+        if some:
+            parts.append(f"{judgement} with {_list(some, words)} (most {_most(some, words)})")
+    crossing = _where(analysis, arm, key) if len(parts) > 1 else ""
+    return (
+        f"{arm} against replication, {metric_of(key).title.lower()}: {', '.join(parts)}{crossing}"
+    )
+
+
+def _where(analysis: Analysis, arm: str, key: str) -> str:
+    found = (x for x in analysis.crossovers if (x.arm, x.metric) == (arm, key))
+    crossover = next(found, None)
+    if crossover is None or crossover.at is None:
+        return ""
+    ahead = "ahead" if crossover.kind == "ahead_from" else "behind"
+    return f"; {ahead} from about {crossover.at:.1f} at once on"
+
+
+def verdict(plan: Plan, analysis: Analysis) -> tuple[str, ...]:
+    """A sentence for each split and metric that matters most."""
+    return tuple(
+        sentence
+        for arm in plan.arms
+        if arm.is_disaggregated
+        for key in VERDICT_METRICS
+        for sentence in _sentence(plan, analysis, arm.name, metric_of(key))
+    )
+
+
+def _sentence(plan: Plan, analysis: Analysis, arm: str, metric: Metric) -> Iterator[str]:
+    mine = [c for c in analysis.contrasts if (c.arm, c.metric) == (arm, metric.key)]
+    mine = [c for c in mine if c.ratio is not None or c.judgement != "undecided"]
+    if not mine:
+        return
+    words = {level.key: level.words for level in plan.levels}
+    parts = []
+    for judgement, verb in (("wins", "wins against"), ("loses", "loses against")):
+        some = [c for c in mine if c.judgement == judgement]
+        if some:
+            parts.append(f"{verb} replication with {_list(some, words)}; most {_most(some, words)}")
+    rest = [c for c in mine if c.judgement == "undecided"]
+    if rest:
+        parts.append(f"no difference found with {_list(rest, words)}; {_most(rest, words)}")
+    crossing = [x for x in analysis.crossovers if (x.arm, x.metric) == (arm, metric.key)]
+    judged = {c.judgement for c in mine}
+    parts += [describe_crossover(each, judged) for each in crossing]
+    yield f"{arm}, {metric.title}: {'. '.join(part for part in parts if part)}."
+
+
+def describe_crossover(crossover: Crossover, judged: set[Judgement]) -> str:
+    """Where it is, and how sure; nothing where the loads' own verdicts say it all."""
+    if crossover.at is None or judged == {"undecided"}:
+        return ""
+    ahead = "ahead" if crossover.kind == "ahead_from" else "behind"
+    sure = "one repetition, so nobody knows how sure"
+    if crossover.low is not None and crossover.high is not None:
+        sure = f"95 % [{crossover.low:.1f}, {crossover.high:.1f}]"
+        sure = f"{sure}; {crossover.share:.0%} of resamplings agree"
+    doubt = "" if {"wins", "loses"} <= judged else ", not certain"
+    return f"Crossover{doubt}: {ahead} from about {crossover.at:.1f} at once ({sure})"
+
+
+def describe_change(contrast: Contrast) -> str:
+    """`+12 % [8, 16]`, of the arm against replication."""
+    if contrast.ratio is None:
+        return "no ratio"
+    change = _percent(contrast.ratio)
+    if contrast.low is None or contrast.high is None:
+        return f"{change}, no interval"
+    return f"{change} [{_percent(contrast.low)}, {_percent(contrast.high)}]"
+
+
+def _percent(ratio: float) -> str:
+    """A change; a ratio of ten or more, which only noise gives, is not spelt out."""
+    return "over +900 %" if ratio > MOST_RATIO else f"{(ratio - 1) * 100:+.0f} %"
+
+
+def _most(contrasts: Sequence[Contrast], words: dict[str, str]) -> str:
+    known = [c for c in contrasts if c.ratio]
+    if not known:
+        return "where one side has none at all"
+    largest = max(known, key=lambda c: abs(np.log(c.ratio or 1.0)))
+    return f"{describe_change(largest)} with {words[largest.level]}"
+
+
+def _list(contrasts: Sequence[Contrast], words: dict[str, str]) -> str:
+    """`1, 2 and 4 at once`."""
+    by_unit: dict[str, list[str]] = defaultdict(list)
+    for each in contrasts:
+        number, _, unit = words[each.level].partition(" ")
+        by_unit[unit].append(number)
+    return " and ".join(f"{', '.join(numbers)} {unit}" for unit, numbers in by_unit.items())
+
+
+def find_cautions(plan: Plan, cells: Sequence[Cell], troubles: Sequence[Trouble]) -> Iterator[str]:
+    """What makes these figures doubtful, the worst first."""
+    for trouble in troubles:
+        yield f"{trouble.arm} FAILED in repetition {trouble.repetition}: {trouble.message}"
+    yield from _unproved(cells)
+    yield from _broken(cells)
+    if plan.effort.num_repetitions < ENOUGH_REPETITIONS:
+        yield (
+            f"{plan.effort.num_repetitions} repetitions: intervals are wide or missing; five or "
+            "more give an answer"
+        )
+    yield from _short(plan, cells)
+    yield from _noisy(plan, cells)
+    yield from _client(cells)
+
+
+def _unproved(cells: Sequence[Cell]) -> Iterator[str]:
+    by_arm: dict[str, list[str]] = defaultdict(list)
+    for cell in cells:
+        if cell.proof is not None and cell.proof.problem is not None:
+            where = f"{cell.level}, repetition {cell.repetition}"
+            by_arm[cell.arm].append(f"{where}: {cell.proof.problem}")
+    for arm, said in by_arm.items():
+        yield f"{arm}: NO PROOF that KV moved in {len(said)} cells, such as {said[0]}"
+
+
+def _broken(cells: Sequence[Cell]) -> Iterator[str]:
+    by_arm: dict[str, list[Cell]] = defaultdict(list)
+    for cell in cells:
+        by_arm[cell.arm].append(cell)
+    for arm, some in by_arm.items():
+        num_failed = sum(cell.figures.num_failed for cell in some)
+        if num_failed:
+            kinds = dict.fromkeys(f.kind for cell in some for f in cell.figures.failures)
+            yield f"{arm}: {num_failed} requests failed ({', '.join(kinds)})"
+        for cell in some:
+            if cell.ended_early is not None:
+                yield (
+                    f"{arm}, {cell.level}, repetition {cell.repetition}: left out, it ended early "
+                    f"({cell.ended_early})"
+                )
+            elif not cell.figures.num_complete:
+                yield (
+                    f"{arm}, {cell.level}, repetition {cell.repetition}: left out, no request was "
+                    "complete; let it last longer (--duration)"
+                )
+
+
+def _short(plan: Plan, cells: Sequence[Cell]) -> Iterator[str]:
+    """A window in which hardly anybody was answered twice shows the beginning, not the rest."""
+    words: list[str] = []
+    for level in plan.levels:
+        if isinstance(level.load, Closed):
+            least = LEAST_ANSWERS_EACH * level.load.concurrency
+            some = [cell for cell in cells if cell.level == level.key and cell.is_usable]
+            if any(cell.figures.num_complete < least for cell in some):
+                words.append(level.words)
+    if words and plan.effort.num_requests is None:
+        yield (
+            f"too short with {', '.join(words)}: fewer than {LEAST_ANSWERS_EACH} answers for each "
+            "place, so the first rush weighs much; let loads last longer (--duration)"
+        )
+
+
+def _noisy(plan: Plan, cells: Sequence[Cell]) -> Iterator[str]:
+    shares = [c.cpu.others_share for c in cells if c.cpu.others_share is not None]
+    loud = [share for share in shares if share > MOST_OTHERS_SHARE]
+    if loud:
+        yield (
+            f"a busy machine: in {len(loud)} of {len(cells)} cells others used more than "
+            f"{MOST_OTHERS_SHARE:.0%} of it (up to {max(loud):.0%})"
+        )
+    for arm in plan.arms:
+        varying = {}
+        for level in plan.levels:
+            some = [c for c in cells if (c.arm, c.level) == (arm.name, level.key) and c.is_usable]
+            rates = np.array([c.figures.output_tokens_per_s for c in some])
+            if len(rates) > 1 and rates.mean() > 0:
+                varying[level.words] = float(rates.std(ddof=1) / rates.mean())
+        loud_levels = [words for words, share in varying.items() if share > MOST_VARIATION]
+        if loud_levels:
+            yield (
+                f"{arm.name}: noisy with {', '.join(loud_levels)}: throughput varies between "
+                f"repetitions by up to {max(varying.values()):.0%}"
+            )
+
+
+def _client(cells: Sequence[Cell]) -> Iterator[str]:
+    limited = [cell for cell in cells if cell.client.problems]
+    if limited:
+        yield (
+            f"the client was at its limit in {len(limited)} of {len(cells)} cells, such as "
+            f"{limited[0].arm} {limited[0].level}: {limited[0].client.problems[0]}"
+        )

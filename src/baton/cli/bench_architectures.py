@@ -1,0 +1,231 @@
+"""`baton bench architectures`: its flags."""
+
+import secrets
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
+
+from baton.cli.flags import ConfigFlags, Sets, Transport
+from baton.clock import MachineClock
+from baton.config.environment import read_environment
+from baton.config.resolve import CommandLine, Resolved, resolve
+from baton.errors import ConfigError
+
+if TYPE_CHECKING:
+    from baton.bench.architectures.arms import Arm
+    from baton.bench.architectures.conducting import Undertaking
+    from baton.bench.architectures.plan import Effort, Plan
+    from baton.bench.workloads.asking import Workload
+    from baton.launch.plan import LaunchPlan
+
+FAILED = 1
+INTERRUPTED = 130
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class ServerFlags(ConfigFlags):
+    """The servers of every arm."""
+
+    model: Annotated[
+        str | None, Sets("worker.model"), Parameter(help="A model's folder [default: the demo].")
+    ] = None
+    engine: Annotated[
+        str | None,
+        Sets("worker.engine"),
+        Parameter(help="transformers (default), vllm, or another."),
+    ] = None
+    transport: Transport = None
+    workers: Annotated[int, Parameter(help="How many workers each arm may use.")] = 2
+    arm: Annotated[
+        tuple[str, ...],
+        Parameter(
+            help="Only this arm (single, replicated, 1P1D, …); may be repeated.",
+            negative="",
+            show_default=False,
+        ),
+    ] = ()
+
+    def plan_arm(self, arm: "Arm") -> "LaunchPlan":
+        """How an arm's servers start: each worker on its share of the machine's cores.
+
+        Raises:
+            ConfigError: the settings ask for something that cannot be started.
+        """
+        from baton.cli.launching import plan_pinned  # noqa: PLC0415 - too heavy for --help
+
+        return plan_pinned(self._resolve_arm(arm), self.workers)
+
+    def _resolve_arm(self, arm: "Arm") -> Resolved:
+        given: dict[str, tuple[str, object]] = {
+            "up.prefill": ("--arm", arm.num_prefill),
+            "up.decode": ("--arm", arm.num_decode or arm.num_both),
+            "gateway.port": ("--arm", 0),
+            "trace.ring_size": ("--arm", 8192),
+        }
+        if self.debug:
+            given["log.level"] = ("--debug", "debug")
+        command_line = CommandLine(self.config, dict(self._given()) | given, self.assignments)
+        return resolve(command_line, read_environment())
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class WorkFlags:
+    """What they are asked, how much at once, and how often."""
+
+    workload: Annotated[
+        str,
+        Parameter(help="prefill-heavy, balanced, decode-heavy, fixed, shared-prefix, multi-turn."),
+    ] = "balanced"
+    input_len: Annotated[int | None, Parameter(help="Prompt tokens, other than usual.")] = None
+    output_len: Annotated[int | None, Parameter(help="Answer tokens, other than usual.")] = None
+    trace: Annotated[
+        Path | None, Parameter(help="Recorded traffic instead: see docs/bench-serve.md.")
+    ] = None
+    concurrency: Annotated[
+        str | None,
+        Parameter(help="Closed loops [default: 1,2,4,8,16,32; with --rate none]."),
+    ] = None
+    rate: Annotated[
+        str | None, Parameter(help="Open loops with Poisson arrivals: requests a second, as 1,2.")
+    ] = None
+    duration: Annotated[float, Parameter(help="Seconds that each load lasts.")] = 30.0
+    requests: Annotated[
+        int | None, Parameter(help="End a load after so many requests, if that is sooner.")
+    ] = None
+    repetitions: Annotated[int, Parameter(help="How often every arm has its turn.")] = 5
+    timeout: Annotated[float, Parameter(help="Seconds that one request may take.")] = 600.0
+    seed: Annotated[
+        str | None, Parameter(help="Of prompts and order [default: a new one, in the result].")
+    ] = None
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class VerdictFlags:
+    """What counts, and where results go."""
+
+    goodput: Annotated[
+        tuple[str, ...],
+        Parameter(
+            help="SLO: ttft:500, tpot:50, e2e:9000 in ms; may be repeated [default: derived].",
+            negative="",
+            show_default=False,
+        ),
+    ] = ()
+    cost_per_worker_hour: Annotated[
+        float | None, Parameter(help="What one worker costs in an hour: shows cost per token.")
+    ] = None
+    output: Annotated[
+        Path | None, Parameter(help="A new folder for all results [default: baton-arch-DATE].")
+    ] = None
+    json: Annotated[bool, Parameter(help="Print JSON.", negative="", show_default=False)] = False
+
+
+def architectures(
+    servers: ServerFlags | None = None,
+    work: WorkFlags | None = None,
+    results: VerdictFlags | None = None,
+) -> int:
+    """Is disaggregation worth it here? Every way to use so many workers, on the same cores.
+
+    Writes report.html, results.json, charts and every request's record; prints a verdict.
+    """
+    servers, work, results = (
+        servers or ServerFlags(),
+        work or WorkFlags(),
+        results or VerdictFlags(),
+    )
+    undertaking = prepare(servers, work, results)
+    from baton.bench.architectures.conducting import run_benchmark  # noqa: PLC0415 - heavy
+    from baton.bench.architectures.delivering import deliver  # noqa: PLC0415
+
+    try:
+        findings = run_benchmark(undertaking)
+    except KeyboardInterrupt:
+        print(f"baton: killed; whole runs are in {undertaking.keep.folder}", file=sys.stderr)
+        raise
+    problem = deliver(findings, undertaking.keep, is_json=results.json)
+    if problem is not None:
+        print(f"baton: {problem}", file=sys.stderr)
+    if findings.ended == "interrupted":
+        return INTERRUPTED
+    return FAILED if findings.is_partial or findings.troubles or problem else 0
+
+
+def prepare(servers: ServerFlags, work: WorkFlags, results: VerdictFlags) -> "Undertaking":
+    """What the flags mean.
+
+    Raises:
+        ConfigError: they make no sense, or nothing can be written.
+    """
+    from baton.bench.architectures.conducting import Undertaking  # noqa: PLC0415 - heavy
+    from baton.bench.architectures.keeping import open_keep  # noqa: PLC0415
+    from baton.bench.architectures.plan import plan_turns  # noqa: PLC0415
+    from baton.bench.manifest import open_manifest  # noqa: PLC0415
+    from baton.cli.launching import server_environment  # noqa: PLC0415
+
+    clock = MachineClock()
+    manifest = open_manifest(sys.argv[1:], clock)
+    plan = _plan(servers, work, results)
+    launches = {arm.name: servers.plan_arm(arm) for arm in plan.arms}
+    config = next(iter(launches.values())).config
+    plan = replace(plan, engine=config.worker.engine, model=config.worker.model or "demo")
+    stamp = manifest.started_at.replace(":", "").replace("-", "")[:15]
+    keep = open_keep(results.output or Path(f"baton-arch-{stamp}"), plan_turns(plan))
+    return Undertaking(plan, launches, keep, server_environment(config), manifest, clock)
+
+
+def _plan(servers: ServerFlags, work: WorkFlags, results: VerdictFlags) -> "Plan":
+    from baton.bench.architectures.arms import choose_arms  # noqa: PLC0415 - heavy
+    from baton.bench.architectures.plan import Plan, read_levels  # noqa: PLC0415
+    from baton.bench.load.figures import parse_slo  # noqa: PLC0415
+    from baton.bench.load.surveying import Approach  # noqa: PLC0415
+
+    concurrency = work.concurrency
+    if concurrency is None and work.rate is None:
+        concurrency = "1,2,4,8,16,32"
+    if results.cost_per_worker_hour is not None and not results.cost_per_worker_hour > 0:
+        raise ConfigError("--cost-per-worker-hour: a price above 0")
+    return Plan(
+        num_workers=servers.workers,
+        engine=servers.engine or "transformers",
+        model=servers.model or "demo",
+        arms=choose_arms(servers.workers, servers.arm),
+        levels=read_levels(concurrency, work.rate),
+        workload=_workload(work),
+        approach=Approach(),
+        effort=_effort(work),
+        seed=work.seed or secrets.token_hex(4),
+        slo=parse_slo(results.goodput) if results.goodput else None,
+        cost_per_worker_hour=results.cost_per_worker_hour,
+    )
+
+
+def _workload(work: WorkFlags) -> "Workload":
+    from baton.bench.workloads.choosing import Wishes, choose_workload  # noqa: PLC0415 - heavy
+    from baton.bench.workloads.traces.reading import TraceFile, read_trace  # noqa: PLC0415
+
+    if work.trace is not None:
+        return read_trace(TraceFile(work.trace))
+    wishes = Wishes(num_input_tokens=work.input_len, num_output_tokens=work.output_len)
+    return choose_workload(work.workload, wishes)
+
+
+def _effort(work: WorkFlags) -> "Effort":
+    from baton.bench.architectures.plan import MOST_REPETITIONS, Effort  # noqa: PLC0415 - heavy
+
+    if not 1 <= work.repetitions <= MOST_REPETITIONS:
+        raise ConfigError(f"--repetitions {work.repetitions}: 1 to {MOST_REPETITIONS}")
+    for flag, number in (
+        ("--duration", work.duration),
+        ("--timeout", work.timeout),
+        ("--requests", work.requests),
+    ):
+        if number is not None and not 0 < number < float("inf"):
+            raise ConfigError(f"{flag}: a number above 0")
+    return Effort(work.repetitions, work.duration, work.requests, work.timeout)

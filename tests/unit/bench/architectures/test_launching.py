@@ -1,0 +1,49 @@
+import os
+
+import pytest
+
+from baton.bench.architectures.arms import choose_arms
+from baton.cli.bench_architectures import ServerFlags
+
+
+@pytest.fixture
+def four_cores(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
+
+
+def cores_of(flags):
+    return {
+        arm.name: [worker.settings["worker.cpu_affinity"] for worker in flags.plan_arm(arm).workers]
+        for arm in choose_arms(flags.workers)
+    }
+
+
+def test_every_worker_of_every_arm_has_an_equal_share_of_the_machine(four_cores):
+    assert cores_of(ServerFlags(workers=2)) == {
+        "single": [(0, 1)],  # not the whole machine
+        "replicated": [(0, 1), (2, 3)],
+        "1P1D": [(0, 1), (2, 3)],
+    }
+    shares = cores_of(ServerFlags(workers=4))
+    assert shares["single"] == [(0,)]
+    assert shares["2P2D"] == shares["replicated"] == [(0,), (1,), (2,), (3,)]
+
+
+def test_engines_get_as_many_threads_as_cores(four_cores):
+    for arm in choose_arms(2):
+        for worker in ServerFlags(workers=2).plan_arm(arm).workers:
+            assert worker.settings["engine.num_threads"] == 2
+
+
+def test_roles_and_a_port_that_nobody_holds(four_cores):
+    flags = ServerFlags(workers=3)
+    roles = {
+        arm.name: [worker.role for worker in flags.plan_arm(arm).workers] for arm in choose_arms(3)
+    }
+    assert roles == {
+        "single": ["both"],
+        "replicated": ["both"] * 3,
+        "1P2D": ["prefill", "decode", "decode"],
+        "2P1D": ["prefill", "prefill", "decode"],
+    }
+    assert flags.plan_arm(choose_arms(3)[0]).config.gateway.port == 0
