@@ -82,7 +82,10 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
         _, prefill, decode, tcp_prefill, tcp_decode = workers
         yield House(
             *workers,
-            shared_gateway=fleet.start_gateway([prefill], [decode]),
+            # Where decode has a queue, `auto` would lend instead of moving anything.
+            shared_gateway=fleet.start_gateway(
+                [prefill], [decode], settings={"gateway.mode": "push"}
+            ),
             tcp_gateway=fleet.start_gateway([tcp_prefill], [tcp_decode]),
             pulling_gateway=fleet.start_gateway(
                 [prefill], [decode], settings={"gateway.mode": "pull"}

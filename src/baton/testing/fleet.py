@@ -116,19 +116,20 @@ class FleetProcess:
             self.kill()
             raise FleetError(f"{self.name} did not drain\n{self.tail()}") from exc
         finally:
-            self._close_pipe()
+            self.close_pipe()
 
     def kill(self) -> None:
         """SIGKILL, and wait until it is gone."""
         self.send(signal.SIGKILL)
         self.popen.wait(STOP_TIMEOUT_S)
-        self._close_pipe()
+        self.close_pipe()
 
     def tail(self, num_lines: int = 30) -> str:
         """The end of its log."""
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-num_lines:])
 
-    def _close_pipe(self) -> None:
+    def close_pipe(self) -> None:
+        """It announces nothing any more."""
         if self.popen.stdout is not None:
             self.popen.stdout.close()
 
@@ -208,6 +209,8 @@ class Fleet:
         for process in self.processes:
             if process.is_alive:
                 process.kill()
+            else:
+                process.close_pipe()
 
     def _wait_serving(self, gateway: FleetProcess) -> None:
         """Until the gateway has found its workers."""
