@@ -16,7 +16,6 @@ from baton.handoff.graves import Graves
 from baton.handoff.incoming import Incoming
 from baton.handoff.interface import KVLanded
 from baton.handoff.meeting import MetFaces, meet
-from baton.handoff.parcels import Inspector
 from baton.handoff.peers import PeerTable
 from baton.handoff.receiving import ReceivingDesk
 from baton.handoff.sending import SendingDesk
@@ -96,7 +95,7 @@ def double_completion(patch: pytest.MonkeyPatch) -> None:
 
 def no_digest_check(patch: pytest.MonkeyPatch) -> None:
     """What was stored is believed."""
-    patch.setattr(Inspector, "is_intact", lambda self, notice: True)
+    patch.setattr(Incoming, "is_intact", lambda self, notice, transport, sampler: True)
 
 
 def lost_wake(patch: pytest.MonkeyPatch) -> None:
