@@ -30,7 +30,7 @@ class Found(msgspec.Struct, frozen=True):
 
 
 class SimulationReport(msgspec.Struct, frozen=True):
-    """What `--json` prints. `faults` counts those that took effect."""
+    """What `--json` prints. `faults` counts those that took effect, `seen` modes and leases."""
 
     first_seed: int
     num_schedules: int
@@ -41,6 +41,7 @@ class SimulationReport(msgspec.Struct, frozen=True):
     interrupted: bool
     requests: dict[str, int]
     faults: dict[str, int]
+    seen: dict[str, int]
     found: list[Found]
 
 
@@ -149,6 +150,7 @@ def _report(
         interrupted=is_interrupted,
         requests=dict(tally.ends.most_common()),
         faults=dict(tally.met.most_common()),
+        seen=dict(tally.seen.most_common()),
         found=[
             Found(seed, each.invariant, each.what, f"baton sim handoff --seed {seed} --log")
             for seed, each in sorted(tally.found.items())
@@ -166,6 +168,7 @@ def _print(report: SimulationReport) -> None:
     )
     print("requests: " + ", ".join(f"{num} {end}" for end, num in report.requests.items()))
     print(
-        "faults that took effect: " + ", ".join(f"{n} {what}" for what, n in report.faults.items())
+        "modes and leases: " + ", ".join(f"{n} {what}" for what, n in report.seen.items()),
+        "faults that took effect: " + ", ".join(f"{n} {what}" for what, n in report.faults.items()),
     )
     print(f"{len(report.found)} seeds broke an invariant")

@@ -20,6 +20,7 @@ from baton.handoff.peers import PeerTable
 from baton.handoff.receiving import ReceivingDesk
 from baton.handoff.sending import SendingDesk
 from baton.handoff.session.actions import Emit
+from baton.handoff.session.lease import Lease, Tenancy
 from baton.handoff.session.receive import ReceiveSession
 from baton.handoff.session.send import SendSession
 
@@ -162,6 +163,16 @@ def no_stall_watch(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(StallWatch, "is_over", lambda self, scheduler, now, *, is_busy: False)
 
 
+def lease_not_checked(patch: pytest.MonkeyPatch) -> None:
+    """Decode consumes what it read, whenever that was: prefill has reused its pages."""
+    patch.setattr(Tenancy, "holds", lambda self, now: True)
+
+
+def lease_for_ever(patch: pytest.MonkeyPatch) -> None:
+    """What nobody asks for is held."""
+    patch.setattr(Lease, "is_over", lambda self, now: False)
+
+
 PLANTED: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     plant.__name__: plant
     for plant in (
@@ -181,5 +192,7 @@ PLANTED: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
         forgotten_graves,
         replayed_tickets,
         no_stall_watch,
+        lease_not_checked,
+        lease_for_ever,
     )
 }

@@ -23,6 +23,7 @@ File map:
     striking.py   carries out faults
     inside.py     the books of the production code, for the checker alone
     checker.py    the invariants at each step
+    leases.py     what is held under a lease, and for how long
     excuses.py    how requests may end, and why
     running.py    one run
     shrinking.py  a shorter schedule that fails the same way

@@ -5,7 +5,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from baton.handoff.agent import HandoffAgent
-from baton.handoff.messages import Declined, Grant, Ping, Pong
+from baton.handoff.messages import (
+    Declined,
+    Grant,
+    Ping,
+    Pong,
+    Recalled,
+    Renew,
+    Renewed,
+    Returned,
+    Settled,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -61,6 +71,7 @@ class WatchedPort:
 
     def finish(self, ticket: TicketId, first_token: SampledToken | None) -> None:
         """See `HandoffPort`."""
+        self._checker.leases.begins(self._process, ticket)
         self._agent.finish(ticket, first_token)
 
     def decline(self, ticket: Ticket, reason: str) -> None:
@@ -96,13 +107,16 @@ class WatchedPort:
         return events
 
 
-def ticket_of(heard: Heard, tickets: dict[str, TicketId]) -> TicketId | None:
-    """Which ticket a message is about; `tickets` are known by their sealed text too."""
+def tickets_of(heard: Heard, sealed: dict[str, TicketId]) -> tuple[TicketId, ...]:
+    """Which tickets a message is about; `sealed` ones are known by their text too."""
     message = heard.message
     match message:
         case Grant():
-            return message.id
-        case Declined(sealed):
-            return tickets.get(sealed)
+            return (message.id,)
+        case Declined(text):
+            return (sealed[text],) if text in sealed else ()
+        case Renew() | Renewed() | Returned() | Recalled() | Settled():
+            return message.tickets
         case _:
-            return getattr(message, "ticket", None)
+            ticket = getattr(message, "ticket", None)
+            return () if ticket is None else (ticket,)

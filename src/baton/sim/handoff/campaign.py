@@ -34,6 +34,7 @@ class Tally:
     virtual_s: float = 0.0
     met: Counter[str] = field(default_factory=Counter)
     ends: Counter[str] = field(default_factory=Counter)
+    seen: Counter[str] = field(default_factory=Counter)
     found: dict[int, Violation] = field(default_factory=dict)
 
     def add(self, other: Tally) -> None:
@@ -43,6 +44,7 @@ class Tally:
         self.virtual_s += other.virtual_s
         self.met += other.met
         self.ends += other.ends
+        self.seen += other.seen
         self.found |= other.found
 
 
@@ -56,6 +58,7 @@ def run_seeds(seeds: Iterable[int]) -> Tally:
         tally.virtual_s += outcome.virtual_s
         tally.met += outcome.met
         tally.ends += outcome.ends
+        tally.seen += outcome.seen
         if outcome.violation is not None:
             tally.found[seed] = outcome.violation
     return tally

@@ -17,10 +17,12 @@ from baton.handoff.interface import (
     LoanRecalled,
     SendFailed,
 )
+from baton.handoff.messages import Grant, Renew
 from baton.handoff.staging import Holder
 from baton.kv.blocks import BlockState
 from baton.sim.handoff import inside
-from baton.sim.handoff.agent import ticket_of
+from baton.sim.handoff.agent import tickets_of
+from baton.sim.handoff.leases import LeaseWatch
 from baton.sim.handoff.memory import NUM_LAYERS
 
 if TYPE_CHECKING:
@@ -37,8 +39,12 @@ if TYPE_CHECKING:
 Invariant: TypeAlias = Literal["I1", "I2", "I3", "I4", "I5", "I7", "stuck", "error"]
 MAX_LINKS_PER_PEER: Final = 8
 HANDOFF_TIMEOUT_S: Final = 3.0
+REQUEST_TIMEOUT_S: Final = 10.0
 SLACK_S: Final = 0.7
 """Deadlines are looked at now and then, by clocks that are 2 % wrong."""
+
+Known: TypeAlias = dict["TicketId", tuple[object, ...]]
+"""All that an agent knows of some tickets."""
 
 _WRITABLE = frozenset({BlockState.IN_FLIGHT, BlockState.QUARANTINED})
 
@@ -61,10 +67,14 @@ class Checker:
     said: list[Heard] = field(default_factory=list)
     failures: list[tuple[str, KVFailed | SendFailed]] = field(default_factory=list)
     fabric: Fabric | None = None
+    leases: LeaseWatch = field(init=False)
     _fates: dict[tuple[Epoch, TicketId], str] = field(default_factory=dict)
     _orders: dict[tuple[Epoch, TicketId], ReceiveOrder] = field(default_factory=dict)
     _asked: dict[tuple[Epoch, TicketId], float] = field(default_factory=dict)
     _num_steps: int = 0
+
+    def __post_init__(self) -> None:
+        self.leases = LeaseWatch(self.tickets)
 
     def stored(
         self, process: SimProcess, region: RegionHandle, copies: PageCopies, ticket: TicketId | None
@@ -78,6 +88,11 @@ class Checker:
                 self._break("I2", f"{process.name}: a read lands in free staging pages")
         elif not pages <= set(inside.staged_pages(process.face, Holder("receive", ticket))):
             self._break("I2", f"{process.name}: a write lands in staging pages of others")
+
+    def read(self, process: SimProcess, region: RegionHandle, copies: PageCopies) -> None:
+        """Pages of a peer are copied: are they held there still? `accepted` asks."""
+        pages = {page for group in copies.groups for page in group.dst_pages.tolist()}
+        self.leases.read(process, inside.find_reader(process, region, pages))
 
     def left(self, write: Write) -> None:
         """I2: the source pages of a write are read: they must still be held for it."""
@@ -120,6 +135,10 @@ class Checker:
         """I2: an agent says that pages are ready, or free: nothing may land in them any more."""
         if not isinstance(event, BlocksQuiescent):
             self._asked.pop((process.epoch, event.ticket), None)
+        if isinstance(event, KVSent | KVLent | SendFailed):
+            self.leases.over(process, event.ticket)
+        if isinstance(event, SendFailed):
+            self.leases.failed(process, event)
         if isinstance(event, KVLanded):
             self.check_books(process)
         if isinstance(event, KVLanded | BlocksQuiescent) and not process.face.is_staged:
@@ -155,29 +174,29 @@ class Checker:
             case _:
                 assert_never(event)
 
-    def before_hearing(self, process: SimProcess, heard: Heard) -> tuple[object, ...] | None:
-        """I7: what is known of a ticket before somebody who has no part in it speaks of it."""
-        ticket_id = ticket_of(heard, self.sealed)
+    def before_hearing(self, process: SimProcess, heard: Heard) -> Known:
+        """I7: what is known of tickets before somebody who has no part in them speaks of them."""
         process.note(f"hears {type(heard.message).__name__} from {heard.peer.name}")
         self.said.append(heard)
-        ticket = self.tickets.get(ticket_id) if ticket_id else None
-        if ticket is None or heard.peer.hello is None:
-            return None
-        if heard.peer.hello.epoch in {ticket.prefill.epoch, ticket.decode.epoch}:
-            return None
-        return inside.describe_ticket(process.agent, ticket)
+        if heard.peer.hello is None:
+            return {}
+        epoch, named = heard.peer.hello.epoch, tickets_of(heard, self.sealed)
+        if isinstance(heard.message, Renew | Grant):
+            self.leases.renewed(process, epoch, named)
+        tickets = [self.tickets[each] for each in named if each in self.tickets]
+        return {
+            ticket.id: inside.describe_ticket(process.agent, ticket)
+            for ticket in tickets
+            if epoch not in {ticket.prefill.epoch, ticket.decode.epoch}
+        }
 
-    def after_hearing(
-        self, process: SimProcess, heard: Heard, before: tuple[object, ...] | None
-    ) -> None:
+    def after_hearing(self, process: SimProcess, heard: Heard, before: Known) -> None:
         """I7: it changed nothing."""
-        ticket = ticket_of(heard, self.sealed)
-        if before is None or ticket is None:
-            return
-        if inside.describe_ticket(process.agent, self.tickets[ticket]) != before:
-            what = type(heard.message).__name__
-            who = f"another life ({heard.peer.name}) than its ticket names"
-            self._break("I7", f"{process.name}: {what} from {who} changed a handoff")
+        for ticket, known in before.items():
+            if inside.describe_ticket(process.agent, self.tickets[ticket]) != known:
+                what = type(heard.message).__name__
+                who = f"another life ({heard.peer.name}) than its ticket names"
+                self._break("I7", f"{process.name}: {what} from {who} changed a handoff")
 
     def stepped(self, process: SimProcess) -> None:
         """Now and then, have a worker's books checked; I5: they are bounded."""
@@ -185,6 +204,9 @@ class Checker:
         if self._num_steps % 64 == 0:
             self.check_books(process)
         now_s = process.world.timeline.now_s
+        overdue = self.leases.find_overdue(process)
+        if overdue is not None:
+            self._break("I3", f"{process.name}: {overdue.hex()[:6]} outlives its lease")
         latest_s = now_s - HANDOFF_TIMEOUT_S - SLACK_S
         if latest_s < process.awake_since_s:
             return  # what was asked before it stood still may have begun after it
@@ -214,7 +236,10 @@ class Checker:
         if key in self._fates:
             self._break("I4", f"{process.name}: ticket {ticket.hex()[:6]} is used a second time")
         self._fates[key] = fate
-        self._asked[key] = process.world.timeline.now_s
+        is_held = fate == "offered" and self.tickets[ticket].mode == "pull"
+        # What is pulled waits for as long as its request may, and its lease lasts.
+        extra_s = REQUEST_TIMEOUT_S - HANDOFF_TIMEOUT_S if is_held else 0.0
+        self._asked[key] = process.world.timeline.now_s + extra_s
 
     def _stored_in_blocks(
         self, process: SimProcess, pages: set[int], ticket: TicketId | None
@@ -228,7 +253,10 @@ class Checker:
             self._break("I2", f"{process.name}: bytes land in blocks of another handoff")
 
     def _accepted(self, process: SimProcess, order: ReceiveOrder) -> None:
-        """I1: what landed was computed by the life that the ticket names."""
+        """I1: what landed was computed by the life that the ticket names, and held by it."""
+        if self.leases.is_read_late(order.ticket.id):
+            name = order.ticket.id.hex()[:6]
+            self._break("I1", f"{process.name}: {name}: what was read after its lease is consumed")
         expected = {self.lives[order.ticket.prefill.epoch]}
         size, table = process.plan.block_size, order.blocks
         first = table.first * size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 from typing import TYPE_CHECKING, Final
 
@@ -27,6 +28,7 @@ from baton.sim.handoff.transport import KINDS
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from baton.authority.ticket import HandoffMode
     from baton.sim.handoff.plan import Fault, Host
 
 MAX_PROMPT: Final = 24
@@ -34,6 +36,15 @@ _VOCABULARY: Final = 1000
 _FIRST_S: Final = 0.06
 _BUSY_S: Final = 0.02
 """Within these, most requests are answered, and handed over, if nothing befalls them."""
+_LEASES_S: Final = (0.7, 0.7, 1.0, 2.0, 10.0)
+"""Three renewals of the shortest still fit between what the simulation calls now and then."""
+_SLEEPERS: Final = 0.15
+_MIXTURES: Final[tuple[tuple[HandoffMode, ...], ...]] = (
+    ("push",),
+    ("pull",),
+    ("pull",),
+    ("push", "pull"),
+)
 
 
 def draw_schedule(seed: int) -> Schedule:
@@ -49,11 +60,12 @@ def draw_schedule(seed: int) -> Schedule:
         for name in side
     )
     kinds = chance.sample(sorted(KINDS), chance.choice((1, 2, 2, 3)))
-    clients = _draw_clients(chance)
+    clients = _draw_modes(Random(f"modes {seed}"), _draw_clients(chance))  # noqa: S311 -- as above
     hosts = [worker.name for worker in workers]
     num_faults = chance.choice((0, 1, 1, 2, 2, 3, 4, 6))
     moments = [_draw_moment(chance, clients) for _ in range(num_faults)]
     faults = [_draw_fault(chance, hosts, kinds, at_s) for at_s in moments]
+    faults += _draw_sleeper(Random(f"sleeper {seed}"), clients)  # noqa: S311 -- as above
     return Schedule(
         seed=seed,
         workers=workers,
@@ -61,7 +73,22 @@ def draw_schedule(seed: int) -> Schedule:
         mover=chance.choice(("prefill", "decode")),
         clients=clients,
         faults=tuple(sorted(faults, key=lambda fault: fault.at_s)),
+        lease_s=Random(f"lease {seed}").choice(_LEASES_S),  # noqa: S311 -- as above
     )
+
+
+def _draw_sleeper(chance: Random, clients: tuple[Client, ...]) -> list[Fault]:
+    """A decode worker that oversleeps a lease while it reads, and is not told of its end."""
+    if chance.random() > _SLEEPERS or not any(client.mode == "pull" for client in clients):
+        return []
+    at_s = chance.choice(clients).arrives_s + _BUSY_S * chance.random()
+    return [Part(at_s, "p0", "d0", 2.0, both_ways=False), Pause(at_s, "d0", 0.95, replaced=False)]
+
+
+def _draw_modes(chance: Random, clients: tuple[Client, ...]) -> tuple[Client, ...]:
+    """All requests of many schedules in one mode, which says more when it fails."""
+    modes = chance.choice(_MIXTURES)
+    return tuple(replace(client, mode=chance.choice(modes)) for client in clients)
 
 
 def _draw_worker(chance: Random, name: Host, block_size: int, *, is_staged: bool) -> WorkerPlan:

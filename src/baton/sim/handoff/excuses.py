@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from baton.handoff.session.lease import LEASE_STAGE
 from baton.sim.handoff.checker import ViolationError
 from baton.sim.handoff.plan import (
     GATEWAY,
@@ -49,7 +50,8 @@ def check_request(world: World, request: SimRequest) -> None:
 def check_failures(world: World) -> None:
     """Raise `ViolationError` where a handoff failed, or waited for its deadline, without need."""
     faults, clients = world.schedule.faults, world.schedule.clients
-    is_quiet = not faults and all(client.leaves_after_s is None for client in clients)
+    is_left = any(client.leaves_after_s is not None for client in clients)
+    is_quiet = not faults and not is_left
     # Two workers that are short of memory may wait for each other, for a while (`StallWatch`).
     is_quiet &= not any("not taken" in str(event.error) for _, event in world.checker.failures)
     for worker, event in world.checker.failures:
@@ -58,6 +60,17 @@ def check_failures(world: World) -> None:
             raise ViolationError("I4", f"{worker}: {error}, and nothing had befallen anybody")
         if "deadline passed" in str(error) and not any(map(_stands_still, faults)):
             raise ViolationError("I4", f"{worker} waited in vain: {error}")
+        if error.stage == LEASE_STAGE and not any(map(_keeps_silent, faults)) and not is_left:
+            raise ViolationError("I4", f"{worker}: {error}, and nobody was kept from renewing it")
+
+
+def _keeps_silent(fault: Fault) -> bool:
+    """Whether somebody may be kept from renewing for longer than a lease, or not be asked to."""
+    match fault:
+        case Crash() | Cut() | Pause() | Part() | LoseCall() | RepeatCall() | Replay():
+            return True
+        case _:
+            return False
 
 
 def _may_fail(faults: tuple[Fault, ...]) -> bool:

@@ -92,6 +92,10 @@ class Fabric:
         """Bytes are about to be stored: into pages that may change?"""
         self._checker.stored(target.process, region, copies, window)
 
+    def check_read(self, reader: SimTransport, region: RegionHandle, copies: PageCopies) -> None:
+        """Pages of a peer are being copied into pages of a region of the reader's."""
+        self._checker.read(reader.process, region, copies)
+
     def killed(self, process: SimProcess) -> None:
         """A process is gone, and with it what it was storing; what was posted may still land."""
         for write in tuple(self.landing):

@@ -1,5 +1,8 @@
 """A gateway: as `baton.gateway.exchange` and `prefill_leg` place, ask, abort and try again.
 
+    push, reference   both workers are asked at once
+    pull              prefill is asked, and holds; then decode is asked; if that fails: release
+
 Those are written for asyncio and HTTP, and belong to another layer; the decisions are the same.
 """
 
@@ -11,6 +14,7 @@ from baton.authority.ticket import Ticket, WorkerRef, seal
 from baton.clock import UnixTime
 from baton.ids import TicketId
 from baton.sim.handoff.calls import Call, Done, Lost, Refused, Token
+from baton.sim.handoff.checker import REQUEST_TIMEOUT_S
 from baton.sim.handoff.memory import extend_chain, next_token
 from baton.sim.handoff.plan import GATEWAY
 from baton.sim.handoff.timeline import EPOCH_S
@@ -22,8 +26,11 @@ if TYPE_CHECKING:
     from baton.sim.handoff.plan import Client
     from baton.sim.handoff.world import World
 
-REQUEST_TIMEOUT_S: Final = 10.0
 MAX_ATTEMPTS: Final = 2
+MAX_PREFILL_FAILURES: Final = 2
+PROBE_S: Final = 1.0
+"""A worker that is asked first is looked at that often: the second time it is not well, it is
+given up."""
 LINGER_S: Final = 0.5
 """For how long the prefill leg may still answer once the client has its own."""
 ABORT_AGAIN_AFTER_S: Final = (0.0, 0.05, 0.25, 1.25)
@@ -40,11 +47,14 @@ class SimRequest:
         self.deadline_s = world.timeline.now_s + REQUEST_TIMEOUT_S
         self.workers: set[str] = set()
         self._world = world
-        self._num_attempts = 0
+        self._turn = self._num_failures = 0
+        self._decode = ""
         self._avoid: set[str] = set()
+        self._mode = client.mode
+        self._num_prefill_failures = 0
         self._ticket: Ticket | None = None
         self._calls: list[Call] = []
-        self._is_prefilling = False
+        self._is_prefilling = self._is_holding = self._is_held = False
         world.timeline.after(REQUEST_TIMEOUT_S, lambda: self._end("timeout"))
         if client.leaves_after_s is not None:
             world.timeline.after(client.leaves_after_s, lambda: self._end("left"))
@@ -61,25 +71,89 @@ class SimRequest:
         return tokens[len(self.client.prompt) :]
 
     def _attempt(self) -> None:
-        """Place it, and ask both workers at once."""
+        """Place it, and ask both workers at once, or prefill alone."""
         world = self._world
-        self._num_attempts += 1
+        self._turn += 1
         decode = world.place("d", self._avoid)
-        prefill = world.place("p", set())
+        prefill = world.place("p", self._avoid) if self._may_hand_over else None
         if decode is None:
             self._end("no worker")
             return
         self.workers.add(decode.worker)
-        sealed = None if prefill is None else self._authorise(prefill, decode)
-        attempt = self._num_attempts
+        if prefill is None:
+            self._ask_decode(decode.worker, None)
+            return
+        self.workers.add(prefill.worker)
+        sealed = self._authorise(prefill, decode)
+        world.checker.leases.seen[f"mode {self._mode}"] += 1
+        if self._mode == "pull":
+            self._hold(prefill, decode.worker, sealed)
+            return
+        self._ask_decode(decode.worker, sealed)
+        self._is_prefilling = True
+        turn = self._turn
+        self._ask(prefill.worker, "prefill", sealed, lambda said: self._hear_prefill(turn, said))
+
+    @property
+    def _may_hand_over(self) -> bool:
+        return self._num_prefill_failures < MAX_PREFILL_FAILURES
+
+    def _ask_decode(self, worker: str, sealed: str | None) -> None:
+        turn, self._decode = self._turn, worker
         leg = "colocated" if sealed is None else "decode"
-        self._ask(decode.worker, leg, sealed, lambda said: self._hear_decode(attempt, said))
-        if prefill is not None and sealed is not None:
-            self._is_prefilling = True
-            self.workers.add(prefill.worker)
-            self._ask(
-                prefill.worker, "prefill", sealed, lambda said: self._hear_prefill(attempt, said)
-            )
+        self._ask(worker, leg, sealed, lambda said: self._hear_decode(turn, said))
+
+    def _hold(self, prefill: WorkerRef, decode: str, sealed: str) -> None:
+        """Ask the prefill worker, then the other."""
+        turn = self._turn
+        self._is_holding = self._is_held = True
+        world = self._world
+
+        def hear(said: Said) -> None:
+            if self.outcome is None and turn == self._turn and self._is_holding:
+                self._note(f"its prefill worker says {said}")
+                self._is_holding = False
+                self._hear_holder(prefill, decode, sealed, said)
+
+        def look(num_bad: int) -> None:
+            if self.outcome is None and turn == self._turn and self._is_holding:
+                num_bad = 0 if world.is_well(prefill) else num_bad + 1
+                if num_bad == MAX_PREFILL_FAILURES:
+                    hear(Lost())
+                else:
+                    world.timeline.after(PROBE_S, lambda: look(num_bad))
+
+        self._ask(prefill.worker, "prefill", sealed, hear)
+        world.timeline.after(PROBE_S, lambda: look(0))
+
+    def _hear_holder(self, prefill: WorkerRef, decode: str, sealed: str, said: Said) -> None:
+        match said:
+            case Token() | Done():
+                self._ask_decode(decode, sealed)
+            case Refused("stale_ticket"):
+                self._is_held = False
+                self._num_failures += 1
+                if self._num_failures == MAX_ATTEMPTS:
+                    self._end(f"failed: {said}")
+                    return
+                self._again()
+            case Refused() | Lost():
+                self._num_prefill_failures += 1
+                self._is_held = isinstance(said, Lost)
+                if isinstance(said, Lost):
+                    self._avoid.add(prefill.worker)
+                else:
+                    self._mode = "push"
+                self._again()
+
+    def _release(self) -> None:
+        """What is held is wanted no more; its lease would end it, later."""
+        ticket, world = self._ticket, self._world
+        process = None if ticket is None else world.live.get(ticket.prefill.worker)
+        if self._is_held and ticket is not None and process is not None:
+            self._is_held = False
+            tell = process.agent.give_up
+            world.fabric.later(process, GATEWAY, lambda: tell(ticket.id, "no answer came"))
 
     def _authorise(self, prefill: WorkerRef, decode: WorkerRef) -> str:
         world = self._world
@@ -88,7 +162,7 @@ class SimRequest:
             request_id=self.name,
             prefill=prefill,
             decode=decode,
-            mode="push",
+            mode=self._mode,
             expires_at=UnixTime(EPOCH_S + self.deadline_s),
         )
         sealed = seal(ticket, world.key)
@@ -113,8 +187,8 @@ class SimRequest:
         self._calls.append(call)
         call.start()
 
-    def _hear_decode(self, attempt: int, said: Said) -> None:
-        if self.outcome is not None or attempt != self._num_attempts:
+    def _hear_decode(self, turn: int, said: Said) -> None:
+        if self.outcome is not None or turn != self._turn:
             return
         self._note(f"its decode worker says {said}")
         match said:
@@ -130,36 +204,35 @@ class SimRequest:
 
     def _fail(self, said: Refused | Lost) -> None:
         """The decode worker failed: once more, if nothing was answered yet."""
-        if self.tokens or self._num_attempts == MAX_ATTEMPTS:
+        self._num_failures += 1
+        if self.tokens or self._num_failures == MAX_ATTEMPTS:
             self._end(f"failed: {said}")
             return
-        if said == Refused("stale_ticket"):
-            self._again()
-        else:
-            self._avoid.add(self._calls[-2 if len(self._calls) > 1 else -1].worker)
-            self._again()
+        if said != Refused("stale_ticket"):
+            self._avoid.add(self._decode)
+        self._again()
 
     def _again(self) -> None:
-        world = self._world
+        world, turn = self._world, self._turn
         self._hang_up()
-        attempt = self._num_attempts
         delay_s = world.network.latency_s(GATEWAY, GATEWAY)
 
         def go_on() -> None:
-            if self.outcome is None and attempt == self._num_attempts:
+            if self.outcome is None and turn == self._turn:
                 world.look_again()
                 self._attempt()
 
         world.timeline.after(delay_s, go_on)
 
-    def _hear_prefill(self, attempt: int, said: Said) -> None:
-        if self.outcome is not None or attempt != self._num_attempts:
+    def _hear_prefill(self, turn: int, said: Said) -> None:
+        if self.outcome is not None or turn != self._turn:
             return
         self._note(f"its prefill worker says {said}")
         match said:
             case Token() | Done() | Refused("handoff_declined"):
                 self._is_prefilling = False
-            case Refused("stale_ticket") if not self.tokens and attempt < MAX_ATTEMPTS:
+            case Refused("stale_ticket") if not self.tokens and not self._num_failures:
+                self._num_failures += 1
                 self._again()
             case Refused() | Lost():
                 self._abort(str(said))
@@ -191,6 +264,8 @@ class SimRequest:
                 self._hang_up()
 
     def _hang_up(self) -> None:
+        if self.outcome != "answered":
+            self._release()
         calls, self._calls = self._calls, []
         for call in calls:
             call.close()

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from baton.handoff.session.send import SendPhase
+from baton.handoff.staging import Holder
+
 if TYPE_CHECKING:
     from baton.authority.ticket import Ticket
     from baton.engines.transformers.custody import Custody
@@ -14,9 +17,9 @@ if TYPE_CHECKING:
     from baton.handoff.footprint import ServedFace
     from baton.handoff.messages import Message
     from baton.handoff.peers import Peer
-    from baton.handoff.staging import Holder
-    from baton.ids import TicketId
+    from baton.ids import RegionHandle, TicketId
     from baton.kv.blocks import BlockState
+    from baton.sim.handoff.process import SimProcess
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +40,7 @@ def find_leftovers(agent: HandoffAgent, loop: EngineLoop, scheduler: Scheduler) 
         "writes of the sending desk": len(sending._writes),
         "reads of the receiving desk": len(receiving._reader._pending),
         "sequences": len(loop._sequences),
+        "tickets that are renewed": len(receiving._renewals._queued),
         "sequences that wait for KV": len(custody._incoming),
         "quarantined tickets": len(custody._quarantined),
         "sequences lent to a peer": len(custody._outgoing),
@@ -80,6 +84,25 @@ def outgoing_blocks(custody: Custody, ticket: TicketId) -> list[int]:
     """The blocks that are held for a ticket's reader."""
     sequence = custody._outgoing.get(ticket)
     return [] if sequence is None else sequence.blocks
+
+
+def is_ending(agent: HandoffAgent, ticket: TicketId) -> bool:
+    """Whether a handoff out of a worker only waits for its own writes, or is over."""
+    outgoing = agent._sending._outgoing.get(ticket)
+    return outgoing is None or outgoing.session.phase in {SendPhase.ENDING, SendPhase.ENDED}
+
+
+def find_reader(process: SimProcess, region: RegionHandle, pages: set[int]) -> TicketId | None:
+    """For which ticket a worker reads into these pages of its own."""
+    custody, face = process.scheduler.custody, process.face
+    for ticket in (*custody._incoming, *custody._quarantined):
+        if region == process.pages.region.handle:
+            known = incoming_blocks(custody, ticket)
+        else:
+            known = tuple(staged_pages(face, Holder("receive", ticket)))
+        if pages <= set(known):
+            return ticket
+    return None
 
 
 def staged_pages(face: ServedFace, holder: Holder) -> list[int]:
@@ -128,17 +151,28 @@ def describe_ticket(agent: HandoffAgent, named: Ticket) -> tuple[object, ...]:
     receive = (
         ()
         if incoming is None
-        else (incoming.session.phase, incoming.session.coverage.num_missing, incoming.peer)
+        else (
+            incoming.session.phase,
+            incoming.session.coverage.num_missing,
+            incoming.peer,
+            incoming.session.tenancy._until,
+        )
     )
     send = (
         ()
         if outgoing is None
-        else (outgoing.session.phase, outgoing.granted, int(outgoing.session._sent.sum()))
+        else (
+            outgoing.session.phase,
+            outgoing.granted,
+            int(outgoing.session._sent.sum()),
+            outgoing.session.lease._until,
+        )
     )
     return (
         receive,
         send,
         agent._sending._early._grants.get(ticket),
+        ticket in agent._receiving._renewals._queued,
         [
             graves._graves.get((ticket, by))
             for graves in (agent._sending._dead, agent._receiving._given_up)

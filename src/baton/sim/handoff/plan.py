@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 if TYPE_CHECKING:
+    from baton.authority.ticket import HandoffMode
     from baton.handoff.messages import Mover
     from baton.sim.handoff.mishaps import SpoilHow
 
@@ -34,12 +35,16 @@ class WorkerPlan:
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """One request; the client leaves before the end where `leaves_after_s` says so."""
+    """One request; the client leaves before the end where `leaves_after_s` says so.
+
+    `mode` is what the policy names for it.
+    """
 
     arrives_s: float
     prompt: tuple[int, ...]
     num_output: int
     leaves_after_s: float | None
+    mode: HandoffMode = "push"
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +169,10 @@ Fault: TypeAlias = (
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """All that a run depends on, with the code. `seed` is of what the plan leaves open."""
+    """All that a run depends on, with the code. `seed` is of what the plan leaves open.
+
+    `lease_s` is every prefill worker's.
+    """
 
     seed: int
     workers: tuple[WorkerPlan, ...]
@@ -172,3 +180,4 @@ class Schedule:
     mover: Mover
     clients: tuple[Client, ...]
     faults: tuple[Fault, ...]
+    lease_s: float = 10.0

@@ -87,6 +87,11 @@ class SimProcess:
         return WorkerRef(WorkerId(self.name), self.epoch, self.agent.address)
 
     @property
+    def can_answer(self) -> bool:
+        """Whether it runs."""
+        return self.is_alive and not self.is_paused
+
+    @property
     def num_calls(self) -> int:
         """Requests that the gateway waits for."""
         return len(self._calls)
@@ -211,6 +216,7 @@ class SimProcess:
             timeout_s=HANDOFF_TIMEOUT_S,
             liveness_timeout_s=LIVENESS_TIMEOUT_S,
             mover=world.schedule.mover,
+            lease_s=world.schedule.lease_s,
             links=LinkOptions(rule="listed"),
             awake_s=0.0,  # the clock stands still while a thread looks
             surroundings=SimSurroundings(world.network, self),

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 RELEASE_S: Final = 8.0
 """After the last request and the last fault: everything but early grants is released by then."""
+RENEWED_S: Final = 1.0
+"""What is held for nobody is released a lease after it was renewed for the last time: by then."""
 FORGET_S: Final = 20.0
 """And by then, with the expiry of the last ticket, they are too."""
 _CHECK_EVERY: Final = 8
@@ -33,7 +35,11 @@ class Violation:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One run. `met` counts the faults that took effect, `ends` how requests ended."""
+    """One run.
+
+    `met` counts the faults that took effect, `ends` how requests ended, `seen` which modes were
+    asked for, and what became of leases and loans.
+    """
 
     schedule: Schedule
     violation: Violation | None
@@ -41,6 +47,7 @@ class Outcome:
     virtual_s: float
     met: Counter[str] = field(default_factory=Counter)
     ends: Counter[str] = field(default_factory=Counter)
+    seen: Counter[str] = field(default_factory=Counter)
     log: tuple[str, ...] = ()
 
 
@@ -66,6 +73,7 @@ def run_schedule(schedule: Schedule, *, keeps_log: bool = False) -> Outcome:
         virtual_s=world.timeline.now_s,
         met=world.fabric.mishaps.met,
         ends=Counter(str(request.outcome).split(":")[0] for request in world.requests),
+        seen=world.checker.leases.seen,
         log=tuple(world.timeline.log or ()),
     )
 
@@ -106,7 +114,7 @@ def _find_leftovers(world: World) -> list[str]:
 
 def _check_bound(world: World, since_s: float) -> None:
     """I3: within a bound, everything is released."""
-    if since_s < RELEASE_S:
+    if since_s < max(RELEASE_S, 1.1 * world.schedule.lease_s + RENEWED_S):
         return
     found = _find_leftovers(world)
     held = [each for each in found if "early grants" not in each]

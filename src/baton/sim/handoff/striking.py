@@ -13,6 +13,8 @@ from baton.handoff.messages import (
     Finished,
     Grant,
     Missing,
+    Renew,
+    Renewed,
     Rerouted,
     Reversed,
     Taken,
@@ -40,7 +42,18 @@ if TYPE_CHECKING:
     from baton.sim.handoff.world import World
 
 _REPLAYED = (
-    Available | Avoid | Declined | Failed | Finished | Grant | Missing | Rerouted | Reversed | Taken
+    Available
+    | Avoid
+    | Declined
+    | Failed
+    | Finished
+    | Grant
+    | Missing
+    | Renew
+    | Renewed
+    | Rerouted
+    | Reversed
+    | Taken
 )
 
 
@@ -180,6 +193,8 @@ class Striker:
                 Rerouted(ticket, kind),
                 Missing(ticket, kind, b""),
                 Avoid(ticket, kind, "forged"),
+                Renew(0.0, (ticket,)),
+                Renewed(0.0, (ticket,)),
             ]
         peers = inside.peers_of(process.agent)
         if said and peers:

@@ -196,7 +196,8 @@ class SimTransport:  # noqa: PLR0904 -- the contract, and what its peers need
             raise TransferError("it does not read, or is still attaching")
         transfer = TransferId(self._give_id())
         reading = self.reads[transfer] = Reading(transfer, remote, read)
-        self._fabric.later(self.process, self.process.name, lambda: self._read(reading))
+        host = remote.peer.process.name  # it waits where the way to the peer's pages is parted
+        self._fabric.later(self.process, host, lambda: self._read(reading))
         return transfer
 
     def view(self, remote: RemoteId, array: int) -> NDArray[np.uint8]:
@@ -293,6 +294,7 @@ class SimTransport:  # noqa: PLR0904 -- the contract, and what its peers need
             return
         source = peer.pages(remote.descriptor.handle, copies.layer).copy()
         self._fabric.mishaps.spoil(source, copies)
+        self._fabric.check_read(self, reading.order.region, copies)
         self._fabric.check_store(self, reading.order.region, copies, None)
         apply_copies(copies, source, self.pages(reading.order.region, copies.layer))
         self.say(ReadCompleted(reading.id, copies.num_bytes))

@@ -10,6 +10,7 @@ from baton.sim.handoff.checker import Checker
 from baton.sim.handoff.fabric import Fabric
 from baton.sim.handoff.gateway import SimRequest
 from baton.sim.handoff.network import Network
+from baton.sim.handoff.plan import GATEWAY
 from baton.sim.handoff.process import SimProcess
 from baton.sim.handoff.striking import Striker
 from baton.sim.handoff.timeline import Timeline
@@ -75,6 +76,14 @@ class World:
         known = [ref for name, ref in self._seen.items() if name.startswith(side)]
         better = [ref for ref in known if ref.worker not in avoid]
         return self.noise.choice(better) if better else None
+
+    def is_well(self, ref: WorkerRef) -> bool:
+        """Whether the gateway's probes of a life of a worker are answered."""
+        process = self.live[ref.worker]
+        is_parted = any(
+            self.network.parted_s(*way) for way in ((GATEWAY, ref.worker), (ref.worker, GATEWAY))
+        )
+        return process.epoch == ref.epoch and process.can_answer and not is_parted
 
     def look_again(self) -> None:
         """The gateway learns which lives there are."""
