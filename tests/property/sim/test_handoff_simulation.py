@@ -37,8 +37,9 @@ EVERY_FAULT = {
     "spoilt: zero",
 }
 BEGIN = {
-    "any_peer_is_heard": 250,
-    "forgotten_graves": 450,
+    "any_peer_is_heard": 2_100,
+    "forgotten_graves": 1_000,
+    "no_fence": 1_600,
     "no_stall_watch": 205_300,
     "lease_not_checked": 700,
 }
