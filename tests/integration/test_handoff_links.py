@@ -83,8 +83,8 @@ def test_a_handoff_that_waits_comes_before_the_probes(key: ClusterKey) -> None:
         node("d", kinds=BOTH, key=key, links=MEASURED) as decode,
     ):
         ticket = make_ticket(prefill.ref, decode.ref)
+        prefill.agent.offer(send_order(ticket, num_tokens=20))  # before the two meet
         decode.agent.expect(receive_order(ticket, start=0, num_tokens=20))
-        prefill.agent.offer(send_order(ticket, num_tokens=20))
         threading.Event().wait(0.5)
         assert not tally.surveyed
         prefill.agent.abort(ticket.id, "enough")

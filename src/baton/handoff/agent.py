@@ -84,7 +84,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from baton.authority.key import ClusterKey
-    from baton.authority.ticket import Ticket
+    from baton.authority.ticket import HandoffMode, Ticket
     from baton.clock import Clock, Instant
     from baton.handoff.faces import Face
     from baton.handoff.interface import (
@@ -146,10 +146,15 @@ class AgentOptions:
     awake_s: float = LONGEST_AWAKE_S
 
     @property
-    def by_reference(self) -> bool:
-        """Whether this worker lends and borrows, where a peer does too ("reference")."""
+    def modes(self) -> tuple[HandoffMode, ...]:
+        """The ways of handing over that this worker takes part in, on either side."""
+        modes: list[HandoffMode] = ["push", "pull"]
+        if self.pool is not None:
+            modes.append("pool")
         is_open = any(face.annexes is not None for face in self.faces)
-        return is_open and any(each.capabilities.lends for each in self.transports)
+        if is_open and any(each.capabilities.lends for each in self.transports):
+            modes.append("reference")
+        return tuple(modes)
 
     def __post_init__(self) -> None:
         """Refuse faces that no engine has.

@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     import socket
     from collections.abc import Generator
 
-    from baton.authority.ticket import HandoffMode
     from baton.clock import Clock
     from baton.engines.interface import Engine
     from baton.ids import Epoch
@@ -181,6 +180,7 @@ def _load(options: ProcessOptions, clock: Clock) -> tuple[Worker, Epoch]:
     model = options.model.resolve()
     factory = ENGINES.build(options.engine, options.engine_options)
     engine = factory(EngineContext(model, clock, choose_allocation(options.transport_options)))
+    agent = _agent(options, engine, epoch, clock)
     served_model_name = options.served_model_name or model.name
     worker_options = WorkerOptions(
         worker=options.worker,
@@ -191,18 +191,9 @@ def _load(options: ProcessOptions, clock: Clock) -> tuple[Worker, Epoch]:
         require_bearer=not is_loopback(options.host),
         num_traces=options.num_traces,
         transports=options.transports,
-        modes=_modes(options, engine),
+        modes=agent.options.modes,
     )
-    return build_worker(worker_options, engine, _agent(options, engine, epoch, clock), clock), epoch
-
-
-def _modes(options: ProcessOptions, engine: Engine) -> tuple[HandoffMode, ...]:
-    modes: list[HandoffMode] = ["push", "pull"]
-    if options.store.tiers:
-        modes.append("pool")
-    if engine.annexes is not None and "shared" in options.transports:
-        modes.append("reference")
-    return tuple(modes)
+    return build_worker(worker_options, engine, agent, clock), epoch
 
 
 def _agent(options: ProcessOptions, engine: Engine, epoch: Epoch, clock: Clock) -> HandoffAgent:

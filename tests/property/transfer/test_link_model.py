@@ -162,23 +162,28 @@ def test_what_one_shape_taught_a_measured_link_says_nothing_of_others(
 def test_whatever_the_survey_said_transfers_lead_to_the_best_link(
     surveyed: LinkModel, first: LinkModel, second: LinkModel, wanted: list[TransferShape], seed: int
 ) -> None:
-    """Both links begin with the same wrong model; only the one that is chosen learns."""
+    """Both links begin with the same wrong model; only the one that is chosen learns.
+
+    The other one is tried again now and then, for a few transfers, so they are counted.
+    """
     by_class = {shape.size_class: shape for shape in wanted}
     truth, chooser = {"first": first, "second": second}, Chooser("measured")
     known = {kind: replace(surveyed, num_probes=15) for kind in truth}
     rng = np.random.default_rng(seed)
-    for _ in range(200):
-        for shape in by_class.values():
+    num_good = dict.fromkeys(by_class, 0)
+    for turn in range(200):
+        for kind_of, shape in by_class.items():
             choice = chooser.choose(shape, known, [*truth])
             assert choice is not None
-            took_s = truth[choice.used].predict(shape) * rng.normal(1, 0.02)
-            known[choice.used] = known[choice.used].refine(shape, took_s)
-    for shape in by_class.values():
-        choice = chooser.choose(shape, known, [*truth])
-        assert choice is not None
+            took_s = truth[choice.used].predict(shape)
+            best_s = min(model.predict(shape) for model in truth.values())
+            num_good[kind_of] += turn >= 100 and took_s < 1.2 * best_s
+            taught_s = took_s * rng.normal(1, 0.02)
+            known[choice.used] = known[choice.used].refine(shape, taught_s)
+    for kind_of, shape in by_class.items():
         best_s = min(model.predict(shape) for model in truth.values())
         if best_s >= 1.2 * surveyed.predict(shape):  # else the other one may never be tried
-            assert truth[choice.used].predict(shape) < 1.2 * best_s
+            assert num_good[kind_of] >= 85
 
 
 def test_transfers_that_went_at_once_teach_what_they_were_like() -> None:

@@ -282,7 +282,7 @@ def _admit(
     clock = MachineClock()
     return Admission(
         identity,
-        read_model_facts(vllm_config, options),
+        read_model_facts(vllm_config, options.transports),
         block_size=int(vllm_config.cache_config.block_size),
         held=held,
         reader=TicketReader(identity, find_key(options), clock),

