@@ -1,6 +1,7 @@
 """Owners and writers that hold the key, speak the one-sided protocol, and break its rules."""
 
 import importlib.util
+import secrets
 import socket
 from contextlib import suppress
 
@@ -147,7 +148,7 @@ def lie_in_the_introduction(change):
         msgspec.msgpack.decode(engine.introduce(true.region), type=Introduction),
     )
     listener = socket.socket(socket.AF_UNIX)
-    name = "baton-" + "0123456789abcdef" * 2
+    name = "baton-" + secrets.token_hex(16)
     listener.bind(b"\0" + name.encode())
     listener.listen()
     descriptor = msgspec.structs.replace(true.descriptor, endpoint=name)

@@ -9,21 +9,9 @@ from baton.errors import TransferError
 from baton.ids import TicketId
 from baton.transfer.interface import Arrived
 from baton.transfer.messages import encode
-from baton.transfer.onesided.wire import (
-    Ask,
-    Attached,
-    Close,
-    Closed,
-    Moving,
-    Notice,
-    NotOpen,
-    Opened,
-    Released,
-    Resting,
-    decode_from_peer,
-    pack_pages,
-)
+from baton.transfer.onesided.wire import Attached, Moving, Notice, Resting, decode_from_peer
 from baton.transfer.processes import open_peer_process
+from baton.transfer.window_messages import Ask, Close, Closed, NotOpen, Opened, Released, pack_pages
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -19,21 +19,23 @@ from baton.transfer.interface import (
 )
 from baton.transfer.messages import encode
 from baton.transfer.onesided.wire import (
-    MAX_BODY_BYTES,
-    Ask,
     Attach,
     Attached,
-    Close,
-    Closed,
     Moving,
-    NotAttached,
     Notice,
-    NotOpen,
-    Opened,
-    Released,
     Resting,
     decode_first_from_owner,
     decode_from_owner,
+)
+from baton.transfer.window_messages import (
+    MAX_BODY_BYTES,
+    Ask,
+    Close,
+    Closed,
+    NotAttached,
+    NotOpen,
+    Opened,
+    Released,
     unpack_pages,
 )
 from baton.transfer.windows import PageSet

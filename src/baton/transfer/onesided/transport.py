@@ -29,14 +29,10 @@ from baton.transfer.onesided.endpoints import open_dialer, open_listener
 from baton.transfer.onesided.inbound import Inbound
 from baton.transfer.onesided.pacer import Pacer
 from baton.transfer.onesided.remote import Remote
-from baton.transfer.onesided.wire import (
-    MAX_BODY_BYTES,
-    MAX_WINDOW_PAGES,
-    NotAttached,
-    decode_attach,
-)
+from baton.transfer.onesided.wire import decode_attach
 from baton.transfer.reactor import Reactor
 from baton.transfer.region import check_arrays
+from baton.transfer.window_messages import MAX_BODY_BYTES, MAX_WINDOW_PAGES, NotAttached
 from baton.transfer.windows import check_window_pages
 
 if TYPE_CHECKING:

@@ -11,18 +11,8 @@ from baton.transfer.devices.extents import find_extent
 from baton.transfer.interface import Arrived
 from baton.transfer.messages import encode
 from baton.transfer.processes import open_peer_process
-from baton.transfer.transports.shared.wire import (
-    Ask,
-    Attached,
-    Close,
-    Closed,
-    Notice,
-    NotOpen,
-    Opened,
-    Released,
-    decode_from_writer,
-    pack_pages,
-)
+from baton.transfer.transports.shared.wire import Attached, Notice, decode_from_writer
+from baton.transfer.window_messages import Ask, Close, Closed, NotOpen, Opened, Released, pack_pages
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -22,18 +22,20 @@ from baton.transfer.interface import (
 from baton.transfer.messages import encode
 from baton.transfer.transports.shared.mapping import map_attached
 from baton.transfer.transports.shared.wire import (
+    Attached,
+    Notice,
+    decode_first_from_receiver,
+    decode_from_receiver,
+)
+from baton.transfer.window_messages import (
     MAX_BODY_BYTES,
     Ask,
-    Attached,
     Close,
     Closed,
     NotAttached,
-    Notice,
     NotOpen,
     Opened,
     Released,
-    decode_first_from_receiver,
-    decode_from_receiver,
     unpack_pages,
 )
 from baton.transfer.windows import PageSet

@@ -33,13 +33,8 @@ from baton.transfer.reactor import Reactor
 from baton.transfer.region import check_arrays, view_pages
 from baton.transfer.transports.shared.inbound import Inbound
 from baton.transfer.transports.shared.remote import Remote
-from baton.transfer.transports.shared.wire import (
-    MAX_BODY_BYTES,
-    MAX_WINDOW_PAGES,
-    Attach,
-    NotAttached,
-    decode_attach,
-)
+from baton.transfer.transports.shared.wire import Attach, decode_attach
+from baton.transfer.window_messages import MAX_BODY_BYTES, MAX_WINDOW_PAGES, NotAttached
 from baton.transfer.windows import check_window_pages
 
 if TYPE_CHECKING:

@@ -1,0 +1,79 @@
+"""What owner and peer say of windows, where the bytes do not cross the connection.
+
+Of `shared` and of every one-sided transport (docs/wire/transfer.md). A window is opened by the
+owner of the pages; the peer writes into it, and each `Notice` says that one write is in place.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+import numpy as np
+
+from baton.errors import ProtocolError
+from baton.transfer.messages import IdBytes, Reason
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+MAX_BODY_BYTES: Final = 1 << 20
+MAX_WINDOW_PAGES: Final = (MAX_BODY_BYTES - 64) // 4
+_PACKED: Final = np.dtype("<u4")
+
+
+class NotAttached(msgspec.Struct, frozen=True, tag="not_attached"):
+    """Owner → peer: there is no such region here, or it cannot be reached by another peer."""
+
+    reason: Reason
+
+
+class Opened(msgspec.Struct, frozen=True, tag="opened"):
+    """Owner → peer: it may write these pages, packed u32 `[n]`, until it hears `Close`."""
+
+    window: IdBytes
+    pages: bytes
+
+
+class Close(msgspec.Struct, frozen=True, tag="close"):
+    """Owner → peer: it must not begin another write into this window."""
+
+    window: IdBytes
+
+
+class NotOpen(msgspec.Struct, frozen=True, tag="not_open"):
+    """Owner → peer: the window it asked for is not open to it; else `Opened` was said."""
+
+    window: IdBytes
+
+
+class Ask(msgspec.Struct, frozen=True, tag="ask"):
+    """Peer → owner: it has a write for a window of which it has not heard."""
+
+    window: IdBytes
+
+
+class Closed(msgspec.Struct, frozen=True, tag="closed"):
+    """Peer → owner: no write into this window is under way, nor will one begin."""
+
+    window: IdBytes
+
+
+class Released(msgspec.Struct, frozen=True, tag="released"):
+    """Peer → owner, last: it can no longer write the region by any way that it had."""
+
+
+def pack_pages(pages: NDArray[np.int64]) -> bytes:
+    """Page indices as packed little-endian u32."""
+    return pages.astype(_PACKED).tobytes()
+
+
+def unpack_pages(packed: bytes) -> NDArray[np.int64]:
+    """Page indices, int64 `[n]`.
+
+    Raises:
+        ProtocolError: the bytes end in the middle of one.
+    """
+    if len(packed) % _PACKED.itemsize:
+        raise ProtocolError("packed pages end in the middle of a number")
+    return np.frombuffer(packed, _PACKED).astype(np.int64)
