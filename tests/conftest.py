@@ -8,6 +8,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import hypothesis
 import pytest
 
 if TYPE_CHECKING:
@@ -31,6 +32,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # A busy machine is slow, and how fast code is, is measured in benchmarks/.
+    hypothesis.settings.register_profile("untimed", deadline=None)
+    hypothesis.settings.load_profile("untimed")
     config.addinivalue_line("markers", "every: runs with --all-chaos only (make chaos)")
     config.addinivalue_line(
         "markers", "vllm: starts real vLLM servers, some 15 s each; deselect with -m 'not vllm'"

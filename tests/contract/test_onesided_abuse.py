@@ -14,6 +14,7 @@ from baton.kv.copies import PageCopies
 from baton.testing.transport_contract.kit import NUM_PAGES, PAGE_BYTES
 from baton.testing.transport_contract.strangers import StrangerContract
 from baton.testing.transport_pair import whole_pages
+from baton.transfer import window_messages
 from baton.transfer.framing import FrameDecoder, encode_frame
 from baton.transfer.handshake import ListenerHandshake
 from baton.transfer.interface import (
@@ -103,14 +104,18 @@ def test_notices_count_while_the_window_is_open():
         writer.say(wire.Notice(writer.window, b"late"))
         writer.hear(b"close")
         assert writer.events == [Arrived(writer.window, b"good")]
-        writer.say(wire.Closed(writer.window))
+        writer.say(window_messages.Closed(writer.window))
         writer.poll()
         assert writer.events[1:] == [WindowQuiescent(writer.window)]
 
 
 @pytest.mark.parametrize(
     "message",
-    [wire.Closed(bytes(16)), wire.Attach("0" * 32, bytes(16)), wire.Close(bytes(16))],
+    [
+        window_messages.Closed(bytes(16)),
+        wire.Attach("0" * 32, bytes(16)),
+        window_messages.Close(bytes(16)),
+    ],
     ids=lambda message: type(message).__name__,
 )
 def test_a_writer_that_breaks_the_rules_is_hung_up_on_and_proves_nothing(message):
@@ -124,7 +129,7 @@ def test_a_writer_that_breaks_the_rules_is_hung_up_on_and_proves_nothing(message
 def test_a_farewell_proves_that_nothing_lands():
     with RawWriter() as writer:
         writer.reader.transport.close_window(writer.window)
-        writer.say(wire.Released())
+        writer.say(window_messages.Released())
         writer.check_hung_up()
         assert writer.events == [WindowQuiescent(writer.window)]
 

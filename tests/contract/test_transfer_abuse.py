@@ -15,7 +15,7 @@ from baton.kv.copies import PageCopies
 from baton.testing.transport_contract.kit import NUM_PAGES, PAGE_BYTES
 from baton.testing.transport_contract.strangers import StrangerContract
 from baton.testing.transport_pair import TransportPair, whole_pages
-from baton.transfer import channel
+from baton.transfer import channel, window_messages
 from baton.transfer.framing import FrameDecoder, encode_frame
 from baton.transfer.handshake import ListenerHandshake
 from baton.transfer.interface import (
@@ -214,7 +214,7 @@ def test_a_large_write_travels_in_parts(monkeypatch):
     pair.close()
 
 
-@pytest.mark.parametrize("message", [shared.Closed(bytes(16)), tcp.Landed(3)])
+@pytest.mark.parametrize("message", [window_messages.Closed(bytes(16)), tcp.Landed(3)])
 def test_an_answer_to_nothing_ends_a_shared_connection(message):
     with RawWriter(SharedKit()) as writer:
         writer.hear(b"opened")
@@ -232,7 +232,7 @@ def test_notices_for_closed_or_unknown_windows_are_dropped():
         writer.reader.transport.close_window(writer.window)
         writer.hear(b"close")
         writer.say(shared.Notice(writer.window, b"late"))
-        writer.say(shared.Closed(writer.window))
+        writer.say(window_messages.Closed(writer.window))
         for _ in range(5):
             writer.poll()
         assert writer.events == [
@@ -244,12 +244,12 @@ def test_notices_for_closed_or_unknown_windows_are_dropped():
 def test_a_broken_connection_is_no_proof_but_a_farewell_is():
     with RawWriter(SharedKit()) as writer:
         writer.reader.transport.close_window(writer.window)
-        writer.say(shared.Closed(bytes(16)))  # against the rules: the connection is ended
+        writer.say(window_messages.Closed(bytes(16)))  # against the rules: the connection is ended
         writer.check_hung_up()
         assert writer.events == []  # this process lives: it might still write
     with RawWriter(SharedKit()) as writer:
         writer.reader.transport.close_window(writer.window)
-        writer.say(shared.Released())
+        writer.say(window_messages.Released())
         writer.check_hung_up()
         assert writer.events == [WindowQuiescent(writer.window)]
 

@@ -6,7 +6,7 @@ owner of the pages; the peer writes into it, and each `Notice` says that one wri
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 import msgspec
 import numpy as np
@@ -61,6 +61,9 @@ class Closed(msgspec.Struct, frozen=True, tag="closed"):
 
 class Released(msgspec.Struct, frozen=True, tag="released"):
     """Peer → owner, last: it can no longer write the region by any way that it had."""
+
+
+FromOwner: TypeAlias = Opened | Close | NotOpen
 
 
 def pack_pages(pages: NDArray[np.int64]) -> bytes:

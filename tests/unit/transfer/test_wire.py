@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from baton.errors import ProtocolError
+from baton.transfer import window_messages
 from baton.transfer.framing import FrameDecoder, encode_frame
 from baton.transfer.geometry import unpack_target
 from baton.transfer.interface import PageArray
@@ -69,30 +70,33 @@ SHARED = {
     "attached_extent": (shared.decode_first_from_receiver, shared.Attached(ARRAYS, HOLDER)),
     "not_attached": (
         shared.decode_first_from_receiver,
-        shared.NotAttached("no such region"),
+        window_messages.NotAttached("no such region"),
     ),
-    "opened": (shared.decode_from_receiver, shared.Opened(WINDOW, PAGES)),
-    "close": (shared.decode_from_receiver, shared.Close(WINDOW)),
-    "not_open": (shared.decode_from_receiver, shared.NotOpen(WINDOW)),
+    "opened": (shared.decode_from_receiver, window_messages.Opened(WINDOW, PAGES)),
+    "close": (shared.decode_from_receiver, window_messages.Close(WINDOW)),
+    "not_open": (shared.decode_from_receiver, window_messages.NotOpen(WINDOW)),
     "notice": (shared.decode_from_writer, shared.Notice(WINDOW, b"n")),
     "notice_of_a_layer": (shared.decode_from_writer, shared.Notice(WINDOW, b"n", 3)),
-    "ask": (shared.decode_from_writer, shared.Ask(WINDOW)),
-    "closed": (shared.decode_from_writer, shared.Closed(WINDOW)),
-    "released": (shared.decode_from_writer, shared.Released()),
+    "ask": (shared.decode_from_writer, window_messages.Ask(WINDOW)),
+    "closed": (shared.decode_from_writer, window_messages.Closed(WINDOW)),
+    "released": (shared.decode_from_writer, window_messages.Released()),
 }
 ONE_SIDED = {
     "attach": (onesided.decode_attach, onesided.Attach(EPOCH, REGION)),
     "attached": (onesided.decode_first_from_owner, onesided.Attached(ARRAYS, b"the library")),
-    "not_attached": (onesided.decode_first_from_owner, onesided.NotAttached("no such region")),
-    "opened": (onesided.decode_from_owner, onesided.Opened(WINDOW, PAGES)),
-    "close": (onesided.decode_from_owner, onesided.Close(WINDOW)),
-    "not_open": (onesided.decode_from_owner, onesided.NotOpen(WINDOW)),
+    "not_attached": (
+        onesided.decode_first_from_owner,
+        window_messages.NotAttached("no such region"),
+    ),
+    "opened": (onesided.decode_from_owner, window_messages.Opened(WINDOW, PAGES)),
+    "close": (onesided.decode_from_owner, window_messages.Close(WINDOW)),
+    "not_open": (onesided.decode_from_owner, window_messages.NotOpen(WINDOW)),
     "notice": (onesided.decode_from_peer, onesided.Notice(WINDOW, b"n")),
-    "ask": (onesided.decode_from_peer, onesided.Ask(WINDOW)),
-    "closed": (onesided.decode_from_peer, onesided.Closed(WINDOW)),
+    "ask": (onesided.decode_from_peer, window_messages.Ask(WINDOW)),
+    "closed": (onesided.decode_from_peer, window_messages.Closed(WINDOW)),
     "moving": (onesided.decode_from_peer, onesided.Moving()),
     "resting": (onesided.decode_from_peer, onesided.Resting()),
-    "released": (onesided.decode_from_peer, onesided.Released()),
+    "released": (onesided.decode_from_peer, window_messages.Released()),
 }
 CASES = [
     pytest.param(GOLDEN[kind][name], *case, id=f"{kind} {name}")

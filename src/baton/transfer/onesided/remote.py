@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar, assert_never
 
 from baton.errors import PeerLostError, PeerUnreachableError, ProtocolError, TransferError
-from baton.ids import TicketId
 from baton.transfer.framing import encode_frame
 from baton.transfer.interface import Attached as AttachedEvent
 from baton.transfer.interface import (
@@ -27,23 +26,17 @@ from baton.transfer.onesided.wire import (
     decode_first_from_owner,
     decode_from_owner,
 )
+from baton.transfer.peer_windows import PeerWindows, Submitted, say_farewell
 from baton.transfer.window_messages import (
     MAX_BODY_BYTES,
-    Ask,
-    Close,
     Closed,
     NotAttached,
-    NotOpen,
-    Opened,
-    Released,
-    unpack_pages,
 )
-from baton.transfer.windows import PageSet
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from baton.ids import Epoch
+    from baton.ids import Epoch, TicketId
     from baton.kv.copies import PageCopies
     from baton.transfer.channel import Channel
     from baton.transfer.connection import Connection
@@ -57,23 +50,9 @@ if TYPE_CHECKING:
     from baton.transfer.onesided.engine import Engine, Library
     from baton.transfer.reactor import Reactor
 
-MAX_WINDOWS: Final = 65_536
-MAX_WINDOW_PAGES: Final = 1 << 24
-"""Of all windows of one remote: what a peer can make this side remember."""
-FAREWELL_TIMEOUT_S: Final = 5.0
-
 logger: Final = logging.getLogger(__name__)
 
 M = TypeVar("M")
-
-
-@dataclass(frozen=True, slots=True)
-class _Held:
-    """A checked write whose window has not been heard of yet."""
-
-    transfer: TransferId
-    write: PageWrite
-    region: PagedRegion
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,10 +94,7 @@ class Remote(Generic[M]):
         self._epoch, self._library, self._reactor = epoch, library, reactor
         self._connection: Connection | None = None
         self._engine: Engine[M] | None = None
-        self._windows: dict[TicketId, PageSet] = {}
-        self._num_window_pages = 0
-        self._closing: set[TicketId] = set()
-        self._held: dict[TicketId, list[_Held]] = {}
+        self._windows: PeerWindows[PagedRegion] = PeerWindows(reactor, self._carry_out)
         self._posted: dict[TransferId, _Write[M] | _Read[M]] = {}
         self._unsent: dict[TransferId, int] = {}
         self._said_moving = False
@@ -150,12 +126,7 @@ class Remote(Generic[M]):
         if self._loss is not None:
             self._reactor.report(WriteFailed(transfer, self._loss))
             return
-        held = _Held(transfer, write, region)
-        window = self._windows.get(write.window)
-        if window is None:
-            self._hold(held)
-        else:
-            self._carry_out(held, window)
+        self._windows.submit(Submitted(transfer, write, region), self._connection)
 
     def read(self, transfer: TransferId, copies: PageCopies, region: PagedRegion) -> None:
         """Begin a checked read."""
@@ -208,15 +179,7 @@ class Remote(Generic[M]):
         if self._loss is not None:
             return
         has_let_go = self._end(PeerLostError("the remote was detached"))
-        connection = self._connection
-        if connection is None or not connection.is_open:
-            return
-        if not has_let_go:
-            connection.close()  # the owner waits for the end of this process
-            return
-        connection.become(_ignore_bodies, _ignore_loss)
-        connection.fail_after(FAREWELL_TIMEOUT_S, "the peer's farewell")
-        connection.send_body(encode(Released()))
+        say_farewell(self._connection, has_let_go=has_let_go)
 
     @property
     def is_gone(self) -> bool:
@@ -241,43 +204,29 @@ class Remote(Generic[M]):
             Whether it is certain that nothing moves.
         """
         self._loss = error
-        self._windows.clear()
-        self._closing.clear()
         posted, self._posted = list(self._posted.values()), {}
         engine, self._engine = self._engine, None
         has_let_go = engine is None or _has_closed(engine)
         for each in posted:
             failed = WriteFailed if isinstance(each, _Write) else ReadFailed
             self._reactor.report(failed(each.transfer, error))
-        held = [each.transfer for waiting in self._held.values() for each in waiting]
-        for transfer in (*self._unsent, *held):
+        for transfer in self._unsent:
             self._reactor.report(WriteFailed(transfer, error))
         self._unsent.clear()
-        self._held.clear()
+        self._windows.end(error)
         return has_let_go
 
-    def _hold(self, held: _Held) -> None:
-        """Keep a write until the peer has said whether its window is open."""
-        waiting = self._held.setdefault(held.write.window, [])
-        waiting.append(held)
-        if len(waiting) == 1 and self._connection is not None:
-            self._connection.send_body(encode(Ask(held.write.window)))
-
-    def _carry_out(self, held: _Held, window: PageSet) -> None:
-        copies = held.write.copies
-        if not all(window.covers(group.dst_pages) for group in copies.groups):
-            error = TransferError("a page is outside the window")
-            self._reactor.report(WriteFailed(held.transfer, error))
-            return
+    def _carry_out(self, submitted: Submitted[PagedRegion]) -> None:
+        transfer, write = submitted.transfer, submitted.write
         if self._engine is None:
             raise TransferError("this remote is not attached yet")
         try:
-            movement = self._engine.post("write", held.region, copies)
+            movement = self._engine.post("write", submitted.source, write.copies)
         except TransferError as exc:
-            self._reactor.report(WriteFailed(held.transfer, PeerLostError(str(exc))))
+            self._reactor.report(WriteFailed(transfer, PeerLostError(str(exc))))
             self._fail(exc)
             return
-        self._posted[held.transfer] = _Write(held.transfer, held.write, movement)
+        self._posted[transfer] = _Write(transfer, write, movement)
         self.advance()
 
     def _finish(self, done: _Write[M] | _Read[M]) -> None:
@@ -298,12 +247,12 @@ class Remote(Generic[M]):
 
     def _answer_close(self, window: TicketId) -> None:
         """Say `Closed` if the peer asked for it and nothing is under way there."""
-        if window not in self._closing or self._connection is None:
+        if not self._windows.is_closing(window) or self._connection is None:
             return
         for posted in self._posted.values():
             if isinstance(posted, _Write) and posted.write.window == window:
                 return
-        self._closing.discard(window)
+        self._windows.told_closed(window)
         self._connection.send_body(encode(Closed(window)))
 
     def _say_whether_moving(self) -> None:
@@ -336,38 +285,9 @@ class Remote(Generic[M]):
 
     def _read(self, channel: Channel) -> None:
         for body in channel.receive_bodies():
-            match decode_from_owner(body):
-                case Opened(window, packed):
-                    self._open_window(TicketId(window), PageSet(unpack_pages(packed)))
-                case Close(window):
-                    self._close_window(TicketId(window))
-                case NotOpen(window):
-                    self._refuse_held(TicketId(window))
-                case unknown:
-                    assert_never(unknown)
-
-    def _open_window(self, window: TicketId, pages: PageSet) -> None:
-        self._num_window_pages += len(pages)
-        if len(self._windows) >= MAX_WINDOWS or self._num_window_pages > MAX_WINDOW_PAGES:
-            raise ProtocolError("the peer opened more windows than can be remembered")
-        if window in self._windows or window in self._closing:
-            raise ProtocolError("the peer opened a window twice")
-        self._windows[window] = pages
-        for held in self._held.pop(window, []):
-            self._carry_out(held, pages)
-
-    def _refuse_held(self, window: TicketId) -> None:
-        error = TransferError("the window is not open")
-        for held in self._held.pop(window, []):
-            self._reactor.report(WriteFailed(held.transfer, error))
-
-    def _close_window(self, window: TicketId) -> None:
-        pages = self._windows.pop(window, None)
-        if pages is None:
-            raise ProtocolError("the peer closed a window that it had not opened")
-        self._num_window_pages -= len(pages)
-        self._closing.add(window)
-        self._answer_close(window)
+            closing = self._windows.heard(decode_from_owner(body))
+            if closing is not None:
+                self._answer_close(closing)
 
 
 def _has_closed(engine: Engine[Any]) -> bool:
@@ -377,11 +297,3 @@ def _has_closed(engine: Engine[Any]) -> bool:
         logger.exception("what was posted may still be moving: its peer waits for this process")
         return False
     return True
-
-
-def _ignore_bodies(channel: Channel) -> None:
-    channel.receive_bodies()
-
-
-def _ignore_loss(error: TransferError) -> None:
-    del error

@@ -12,15 +12,7 @@ import msgspec
 
 from baton.transfer.interface import PageArray
 from baton.transfer.messages import EpochText, IdBytes, NoticeBytes, decode
-from baton.transfer.window_messages import (
-    Ask,
-    Close,
-    Closed,
-    NotAttached,
-    NotOpen,
-    Opened,
-    Released,
-)
+from baton.transfer.window_messages import Ask, Closed, FromOwner, NotAttached, Released
 
 MAX_INTRODUCTION_BYTES: Final = 1 << 16
 
@@ -56,7 +48,6 @@ class Resting(msgspec.Struct, frozen=True, tag="resting"):
 
 FromPeer: TypeAlias = Notice | Ask | Closed | Moving | Resting | Released
 FirstFromOwner: TypeAlias = Attached | NotAttached
-FromOwner: TypeAlias = Opened | Close | NotOpen
 
 _attach = msgspec.msgpack.Decoder(Attach)
 _from_peer: msgspec.msgpack.Decoder[FromPeer] = msgspec.msgpack.Decoder(FromPeer)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, assert_never
+from typing import TYPE_CHECKING, assert_never
 
 from baton.errors import PeerLostError, PeerUnreachableError, ProtocolError, TransferError
-from baton.ids import TicketId
 from baton.transfer.bounds import check_array
 from baton.transfer.ear import Ear
 from baton.transfer.framing import encode_frame
@@ -20,6 +18,7 @@ from baton.transfer.interface import (
     WriteFailed,
 )
 from baton.transfer.messages import encode
+from baton.transfer.peer_windows import PeerWindows, Submitted, say_farewell
 from baton.transfer.transports.shared.mapping import map_attached
 from baton.transfer.transports.shared.wire import (
     Attached,
@@ -29,16 +28,9 @@ from baton.transfer.transports.shared.wire import (
 )
 from baton.transfer.window_messages import (
     MAX_BODY_BYTES,
-    Ask,
-    Close,
     Closed,
     NotAttached,
-    NotOpen,
-    Opened,
-    Released,
-    unpack_pages,
 )
-from baton.transfer.windows import PageSet
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -60,20 +52,6 @@ if TYPE_CHECKING:
     from baton.transfer.reactor import Reactor
     from baton.transfer.transports.shared.mapping import PeerPages
     from baton.transfer.transports.shared.wire import Attach
-
-MAX_WINDOWS: Final = 65_536
-MAX_WINDOW_PAGES: Final = 1 << 24
-"""Of all windows of one remote: what a peer can make this side remember."""
-FAREWELL_TIMEOUT_S: Final = 5.0
-
-
-@dataclass(frozen=True, slots=True)
-class _Held:
-    """A checked write that was posted and not carried out yet."""
-
-    transfer: TransferId
-    write: PageWrite
-    source: NDArray[np.uint8]
 
 
 class Remote:
@@ -98,10 +76,8 @@ class Remote:
         self._connection: Connection | None = None
         self._ear: Ear | None = None
         self._pages: PeerPages | None = None
-        self._windows: dict[TicketId, PageSet] = {}
-        self._num_window_pages = 0
+        self._windows: PeerWindows[NDArray[np.uint8]] = PeerWindows(reactor, self._carry_out)
         self._unsent: dict[TransferId, int] = {}
-        self._held: dict[TicketId, list[_Held]] = {}
         self._loss: TransferError | None = None
         self._is_mapped = False
 
@@ -138,11 +114,7 @@ class Remote:
         if self._loss is not None:
             self._reactor.report(WriteFailed(transfer, self._loss))
             return
-        window = self._windows.get(write.window)
-        if window is None:
-            self._hold(_Held(transfer, write, source))
-        else:
-            self._carry_out(_Held(transfer, write, source), window)
+        self._windows.submit(Submitted(transfer, write, source), self._connection)
 
     def read(self, transfer: TransferId, copies: PageCopies, target: NDArray[np.uint8]) -> None:
         """Copy checked pages of the peer into local ones, now; the event says how it went.
@@ -191,15 +163,7 @@ class Remote:
         if self._loss is not None:
             return
         was_unmapped = self._end(PeerLostError("the remote was detached"))
-        connection = self._connection
-        if connection is None or not connection.is_open:
-            return
-        if not was_unmapped:
-            connection.close()
-            return
-        connection.become(_ignore_bodies, _ignore_loss)
-        connection.fail_after(FAREWELL_TIMEOUT_S, "the peer's farewell")
-        connection.send_body(encode(Released()))
+        say_farewell(self._connection, has_let_go=was_unmapped)
 
     @property
     def is_gone(self) -> bool:
@@ -215,34 +179,22 @@ class Remote:
     def _end(self, error: TransferError) -> bool:
         """Forget the peer's memory; whether it is proved unmapped."""
         self._loss = error
-        self._windows.clear()
         pages, self._pages = self._pages, None
-        held = [each.transfer for waiting in self._held.values() for each in waiting]
-        for transfer in (*self._unsent, *held):
+        for transfer in self._unsent:
             self._reactor.report(WriteFailed(transfer, error))
         self._unsent.clear()
-        self._held.clear()
+        self._windows.end(error)
         self._is_mapped = pages is not None and not pages.unmap()
         return not self._is_mapped
 
-    def _hold(self, held: _Held) -> None:
-        """Keep a write until the peer has said whether its window is open."""
-        waiting = self._held.setdefault(held.write.window, [])
-        waiting.append(held)
-        if len(waiting) == 1 and self._connection is not None:
-            self._connection.send_body(encode(Ask(held.write.window)))
-
-    def _carry_out(self, held: _Held, window: PageSet) -> None:
+    def _carry_out(self, submitted: Submitted[NDArray[np.uint8]]) -> None:
         """Store the pages, then send the notice: the system call comes after the stores."""
-        transfer, write, copies = held.transfer, held.write, held.write.copies
-        if not all(window.covers(group.dst_pages) for group in copies.groups):
-            error = TransferError("a page is outside the window")
-            self._reactor.report(WriteFailed(transfer, error))
-            return
+        transfer, write = submitted.transfer, submitted.write
+        copies = write.copies
         if self._pages is None or self._connection is None:
             raise TransferError("this remote is not attached yet")
         try:
-            self._pages.store(copies, held.source)
+            self._pages.store(copies, submitted.source)
         except TransferError as exc:
             self._reactor.report(WriteFailed(transfer, exc))
             return
@@ -290,42 +242,7 @@ class Remote:
 
     def _read(self, channel: Channel) -> None:
         for body in channel.receive_bodies():
-            match decode_from_receiver(body):
-                case Opened(window, packed):
-                    self._open_window(TicketId(window), PageSet(unpack_pages(packed)))
-                case Close(window):
-                    self._close_window(TicketId(window))
-                case NotOpen(window):
-                    self._refuse_held(TicketId(window))
-                case unknown:
-                    assert_never(unknown)
-
-    def _open_window(self, window: TicketId, pages: PageSet) -> None:
-        self._num_window_pages += len(pages)
-        if len(self._windows) >= MAX_WINDOWS or self._num_window_pages > MAX_WINDOW_PAGES:
-            raise ProtocolError("the peer opened more windows than can be remembered")
-        if window in self._windows:
-            raise ProtocolError("the peer opened a window twice")
-        self._windows[window] = pages
-        for held in self._held.pop(window, []):
-            self._carry_out(held, pages)
-
-    def _refuse_held(self, window: TicketId) -> None:
-        error = TransferError("the window is not open")
-        for held in self._held.pop(window, []):
-            self._reactor.report(WriteFailed(held.transfer, error))
-
-    def _close_window(self, window: TicketId) -> None:
-        pages = self._windows.pop(window, None)
-        if pages is None or self._connection is None:
-            raise ProtocolError("the peer closed a window that it had not opened")
-        self._num_window_pages -= len(pages)
-        self._connection.send_body(encode(Closed(window)))
-
-
-def _ignore_bodies(channel: Channel) -> None:
-    channel.receive_bodies()
-
-
-def _ignore_loss(error: TransferError) -> None:
-    del error
+            closing = self._windows.heard(decode_from_receiver(body))
+            if closing is not None and self._connection is not None:
+                self._connection.send_body(encode(Closed(closing)))
+                self._windows.told_closed(closing)

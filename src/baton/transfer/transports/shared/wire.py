@@ -12,15 +12,7 @@ import msgspec
 from baton.transfer.interface import PageArray
 from baton.transfer.messages import EpochText, IdBytes, NoticeBytes, decode
 from baton.transfer.region import MAX_ARRAYS
-from baton.transfer.window_messages import (
-    Ask,
-    Close,
-    Closed,
-    NotAttached,
-    NotOpen,
-    Opened,
-    Released,
-)
+from baton.transfer.window_messages import Ask, Closed, FromOwner, NotAttached, Released
 
 ArrayIndex: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=MAX_ARRAYS)]
 
@@ -58,14 +50,13 @@ class Notice(msgspec.Struct, frozen=True, tag="notice", omit_defaults=True):
 
 FromWriter: TypeAlias = Notice | Ask | Closed | Released
 FirstFromReceiver: TypeAlias = Attached | NotAttached
-FromReceiver: TypeAlias = Opened | Close | NotOpen
 
 _attach = msgspec.msgpack.Decoder(Attach)
 _from_writer: msgspec.msgpack.Decoder[FromWriter] = msgspec.msgpack.Decoder(FromWriter)
 _first_from_receiver: msgspec.msgpack.Decoder[FirstFromReceiver] = msgspec.msgpack.Decoder(
     FirstFromReceiver
 )
-_from_receiver: msgspec.msgpack.Decoder[FromReceiver] = msgspec.msgpack.Decoder(FromReceiver)
+_from_receiver: msgspec.msgpack.Decoder[FromOwner] = msgspec.msgpack.Decoder(FromOwner)
 
 
 def decode_attach(body: bytes) -> Attach:
@@ -95,7 +86,7 @@ def decode_first_from_receiver(body: bytes) -> FirstFromReceiver:
     return decode(_first_from_receiver, body)
 
 
-def decode_from_receiver(body: bytes) -> FromReceiver:
+def decode_from_receiver(body: bytes) -> FromOwner:
     """Read a receiver's later messages.
 
     Raises:
