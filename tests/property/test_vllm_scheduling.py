@@ -83,7 +83,6 @@ class VllmMachine(RuleBasedStateMachine):
             rank=0,
             layout=layout,
             layers={f"layer{n}": n for n in range(NUM_LAYERS)},
-            timeout_s=60.0,
         )
         instruments = HandoffInstruments(CollectorRegistry(), ("shared",), ())
         self.worker = RankHandoffs(

@@ -62,7 +62,6 @@ def bench() -> Bench:
         rank=0,
         layout=KVLayout.gqa(NUM_LAYERS, 4, 8, block_size=BLOCK_SIZE, dtype="float32"),
         layers={"a": 0, "b": 1},
-        timeout_s=60.0,
     )
     observer = RankObserver(traces, HandoffInstruments(CollectorRegistry(), ("shared",), ()))
     rank = RankHandoffs(setting, port, bell=bell, clock=clock, observer=observer)
