@@ -181,7 +181,7 @@ class HandoffAgent:  # noqa: PLR0904 - the engine's contract, and the process's
         self._selector = options.surroundings.make_selector()
         self._one_piece = OnePiece(options.one_piece_tokens)
         self._pulse = EnginePulse(options.clock)
-        self._pool = _make_pool(options)
+        self._pool = _make_pool(options, self._pulse)
         self._waiting = Waiting(options.clock, options.awake_s)
         self._stopping = False
         self._thread: threading.Thread | None = None
@@ -313,6 +313,7 @@ class HandoffAgent:  # noqa: PLR0904 - the engine's contract, and the process's
     def computing(self, prompts: Sequence[Ticket]) -> None:
         """See `HandoffPort`."""
         self._pulse.computing(prompts)
+        self._pool.computing(prompts)
 
     def layer_ready(self, tickets: Sequence[tuple[TicketId, int]], layer: int) -> None:
         """See `HandoffPort`."""
@@ -567,7 +568,7 @@ def _offer(face: Face, transports: tuple[Transport, ...]) -> FaceOffer:
     return FaceOffer(face.layout, tuple(t.expose(face.region) for t in transports))
 
 
-def _make_pool(options: AgentOptions) -> PoolDesk | NoPool:
+def _make_pool(options: AgentOptions, pulse: EnginePulse) -> PoolDesk | NoPool:
     if options.pool is None:
         return NoPool()
     return PoolDesk(
@@ -575,6 +576,7 @@ def _make_pool(options: AgentOptions) -> PoolDesk | NoPool:
         fingerprint=options.fingerprint,
         clock=options.clock,
         timeout_s=options.timeout_s,
+        pulse=pulse,
     )
 
 

@@ -28,12 +28,17 @@ LONGEST_SILENCE_S: Final = 1.0
 """However long this worker's own timeout is: its peers may be less patient."""
 
 
+def compute_interval_s(timeout_s: float) -> float:
+    """Between two words of one engine."""
+    return min(LONGEST_SILENCE_S, timeout_s / WORDS_PER_TIMEOUT)
+
+
 class Vouching:
     """Says `Underway` now and then. Owner: the agent's thread."""
 
     def __init__(self, desk: Desk, pulse: EnginePulse) -> None:
         self._desk, self._pulse = desk, pulse
-        self._interval_s = min(LONGEST_SILENCE_S, desk.timeout_s / WORDS_PER_TIMEOUT)
+        self._interval_s = compute_interval_s(desk.timeout_s)
         self._next_at = Instant(0.0)
         self._said: Roll | None = None
 

@@ -275,7 +275,7 @@ class ReceiveSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
 
         Once the peer has said that it is finished, there is nothing to be computed any more.
         """
-        if self._finished is None:
+        if self._finished is None and self.phase not in _CLOSED:
             self.deadline = extend(self.deadline, instant, self.order.deadline)
 
     def expire(self, now: Instant) -> list[ReceiveAction]:
