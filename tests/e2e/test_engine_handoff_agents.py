@@ -142,6 +142,7 @@ def node(
     mover: Mover = "prefill",
     hands_over_first_token: bool = True,
     loaded: LoadedModel | None = None,
+    timeout_s: float = PATIENCE_S,
     **options: int,
 ) -> Iterator[Node]:
     engine = TransformersEngine(
@@ -161,7 +162,7 @@ def node(
             transports=(TRANSPORTS.build(kind, {})(context),),
             key=key,
             clock=CLOCK,
-            timeout_s=PATIENCE_S,
+            timeout_s=timeout_s,
             mover=mover,
         )
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -131,7 +132,9 @@ class Node:
 
 
 @contextmanager
-def node(store: StoreSection, block_size: int, fill: int) -> Iterator[Node]:
+def node(
+    store: StoreSection, block_size: int, fill: int, timeout_s: float = 60.0
+) -> Iterator[Node]:
     layout = KVLayout.gqa(3, 2, 8, block_size=block_size, dtype="float32")
     shapes = [(100 // block_size, layout.page_bytes(layer)) for layer in range(3)]
     region = allocate_shared_region(shapes)
@@ -149,6 +152,7 @@ def node(store: StoreSection, block_size: int, fill: int) -> Iterator[Node]:
             transports=(),
             key=KEY,
             clock=CLOCK,
+            timeout_s=timeout_s,
             pool=open_pool(store, face, key=KEY, clock=CLOCK),
         )
     )
@@ -296,6 +300,34 @@ def test_the_deadline_ends_the_wait(pair: tuple[Node, Node]) -> None:
     decode.expect(ticket, make_prompt(), patience_s=0.05)
     failed, _ = decode.hear(KVFailed, BlocksQuiescent)
     assert "deadline" in str(failed.error)
+
+
+@pytest.mark.parametrize("is_stuck", [False, True])
+def test_a_queue_is_waited_for_as_long_as_its_engine_lives(
+    tmp_path: Path, *, is_stuck: bool
+) -> None:
+    """The two never meet: signs of life go through the store."""
+    store, timeout_s = section(tmp_path), 1.5
+    with node(store, 4, 1, timeout_s) as prefill, node(store, 6, 2, timeout_s) as decode:
+        ticket, prompt = make_ticket(), make_prompt()
+        begun = CLOCK.now()
+        decode.expect(ticket, prompt)
+        prefill.offer(ticket, prompt)
+        while CLOCK.now() < begun + 2.5 * timeout_s:
+            assert prefill.agent.poll() == decode.agent.poll() == []
+            prefill.agent.computing([ticket])
+            threading.Event().wait(0.1)
+        if is_stuck:
+            failed, _ = decode.hear(KVFailed, BlocksQuiescent)
+            assert "deadline" in str(failed.error)
+            assert CLOCK.now() < begun + PATIENCE_S, "it waited for the request's own deadline"
+            prefill.hear(SendFailed)
+        else:
+            prefill.compute(ticket, len(prompt))
+            prefill.agent.finish(ticket.id, FIRST)
+            prefill.hear(KVSent)
+            decode.hear(KVLanded)
+            assert decode.read(0, NUM_TOKENS) == prefill.read(0, NUM_TOKENS)
 
 
 def test_an_aborted_wait_gives_the_blocks_back_once(pair: tuple[Node, Node]) -> None:

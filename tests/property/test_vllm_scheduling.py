@@ -83,7 +83,6 @@ class VllmMachine(RuleBasedStateMachine):
             rank=0,
             layout=layout,
             layers={f"layer{n}": n for n in range(NUM_LAYERS)},
-            timeout_s=60.0,
         )
         instruments = HandoffInstruments(CollectorRegistry(), ("shared",), ())
         self.worker = RankHandoffs(
@@ -238,6 +237,8 @@ class VllmMachine(RuleBasedStateMachine):
         assert len(self.schedule) == 0
         assert not self.port.sends
         assert not self.port.receives
+        self.worker.layer_done("layer0")
+        assert self.port.uncomputed[-1] == (), "a prompt is vouched for that nobody will compute"
         assert self.port.offered == self.sending
 
     # The model's inside.

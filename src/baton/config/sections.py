@@ -75,6 +75,8 @@ class WorkerSection(Struct, frozen=True, kw_only=True):
 class HandoffSection(Struct, frozen=True, kw_only=True):
     """How long a handoff may take, how a silent peer is noticed, and how much is verified.
 
+    `timeout_s` counts from the last sign of life of a prefill engine that has the prompt queued.
+
     `verify_*`: which bytes are compared with their digests, by the kind of path that they took.
     """
 

@@ -35,6 +35,8 @@ File map:
     grants.py     grants: checked, and kept until their request is here
     shipping.py   how a layer's range leaves: as writes, or as announcements
     desk.py       what both work with
+    pulse.py      what this worker's engine says of itself: that it computes, and what is to come
+    vouching.py   tells decode workers of it, so that they wait for a queue
     graves.py     tickets that ended before this side had heard of them
     agent.py      the thread that owns links, transports and sessions; implements `HandoffPort`
 """

@@ -53,12 +53,14 @@ from baton.handoff.messages import (
     Reversed,
     Settled,
     Taken,
+    Underway,
     Unlent,
 )
 from baton.handoff.one_piece import OnePiece
 from baton.handoff.peers import Heard, Peer, PeerGone, PeerTable, PeerUp
 from baton.handoff.pooling.absent import NoPool
 from baton.handoff.pooling.desk import PoolDesk
+from baton.handoff.pulse import EnginePulse
 from baton.handoff.receiving import ReceivingDesk
 from baton.handoff.routes import RouteFound, RouteLost, RouteTable
 from baton.handoff.sending import SendingDesk
@@ -66,6 +68,7 @@ from baton.handoff.session.borrow import BorrowBook
 from baton.handoff.surroundings import MACHINE
 from baton.handoff.survey import Surveyor
 from baton.handoff.verification import VerificationPolicy
+from baton.handoff.vouching import Vouching
 from baton.transfer.interface import (
     Arrived,
     Attached,
@@ -177,7 +180,8 @@ class HandoffAgent:  # noqa: PLR0904 - the engine's contract, and the process's
         self._observer: LinkObserver = SilentObserver()
         self._selector = options.surroundings.make_selector()
         self._one_piece = OnePiece(options.one_piece_tokens)
-        self._pool = _make_pool(options)
+        self._pulse = EnginePulse(options.clock)
+        self._pool = _make_pool(options, self._pulse)
         self._waiting = Waiting(options.clock, options.awake_s)
         self._stopping = False
         self._thread: threading.Thread | None = None
@@ -256,6 +260,7 @@ class HandoffAgent:  # noqa: PLR0904 - the engine's contract, and the process's
         self._borrowing, self._lending = BorrowingDesk(desk, BorrowBook()), LendingDesk(desk)
         self._receiving = ReceivingDesk(desk, self._borrowing)
         self._sending = SendingDesk(desk, self._lending)
+        self._vouching = Vouching(desk, self._pulse)
         self._selector.register(self._bell, selectors.EVENT_READ, self._bell)
         for transport in options.transports:
             if transport.readiness_fd is not None:
@@ -305,8 +310,14 @@ class HandoffAgent:  # noqa: PLR0904 - the engine's contract, and the process's
         self._one_piece.add(order)
         self._command(partial(self._sending.offer, order))
 
+    def computing(self, prompts: Sequence[Ticket]) -> None:
+        """See `HandoffPort`."""
+        self._pulse.computing(prompts)
+        self._pool.computing(prompts)
+
     def layer_ready(self, tickets: Sequence[tuple[TicketId, int]], layer: int) -> None:
         """See `HandoffPort`."""
+        self._pulse.beat()
         self._pool.layer_ready(tuple(tickets), layer)
         told = self._one_piece.leave_out(tickets)
         if told:
@@ -416,6 +427,9 @@ class HandoffAgent:  # noqa: PLR0904 - the engine's contract, and the process's
         for lost in self._routes.tick():
             self._route_lost(lost)
         self._landing.tick()
+        roll = self._vouching.tick()
+        if roll is not None:
+            self._sending.working(roll)
         self._receiving.tick()
         self._sending.tick()
         self._borrowing.tick()
@@ -459,8 +473,8 @@ class HandoffAgent:  # noqa: PLR0904 - the engine's contract, and the process's
         try:
             if isinstance(message, Failed):
                 self._receiving.lost(peer, message)
-            if isinstance(message, Renewed):
-                self._receiving.renewed(peer, message)
+            if isinstance(message, Renewed | Underway):
+                self._receiving.assured(peer, message)
             if isinstance(message, _TO_RECEIVERS):
                 self._receiving.heard(peer, message)
             if isinstance(message, _TO_SENDERS):
@@ -554,7 +568,7 @@ def _offer(face: Face, transports: tuple[Transport, ...]) -> FaceOffer:
     return FaceOffer(face.layout, tuple(t.expose(face.region) for t in transports))
 
 
-def _make_pool(options: AgentOptions) -> PoolDesk | NoPool:
+def _make_pool(options: AgentOptions, pulse: EnginePulse) -> PoolDesk | NoPool:
     if options.pool is None:
         return NoPool()
     return PoolDesk(
@@ -562,6 +576,7 @@ def _make_pool(options: AgentOptions) -> PoolDesk | NoPool:
         fingerprint=options.fingerprint,
         clock=options.clock,
         timeout_s=options.timeout_s,
+        pulse=pulse,
     )
 
 

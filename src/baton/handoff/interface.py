@@ -202,6 +202,15 @@ class HandoffPort(LoanPort, Protocol):
         """Announce KV that is about to be computed; `KVSent` or `SendFailed` follows once."""
         ...
 
+    def computing(self, prompts: Sequence[Ticket]) -> None:
+        """The engine computes a step; `prompts` are all prefill legs that are not computed yet.
+
+        Queued or begun, offered or not. Called at the beginning of each step in which anything is
+        computed, and by nobody but the thread that computes: it is the proof that the engine
+        lives, for which decode workers wait longer than a handoff may take. Only takes note.
+        """
+        ...
+
     def layer_ready(self, tickets: Sequence[tuple[TicketId, int]], layer: int) -> None:
         """For each `(ticket, stop)`: KV of tokens `[0, stop)` of `layer` is in place.
 

@@ -21,7 +21,7 @@ from baton.transfer.interface import RegionDescriptor
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-PROTOCOL_VERSION: Final = 4
+PROTOCOL_VERSION: Final = 5
 MAX_MESSAGE_BYTES: Final = 4 * 1024 * 1024
 MAX_TOKENS: Final = 16 * 1024 * 1024
 DIGEST_BYTES: Final = 16
@@ -40,6 +40,7 @@ TraitName = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
 TraitValue = Annotated[str, msgspec.Meta(max_length=256)]
 
 LeaseSeconds = Annotated[float, msgspec.Meta(gt=0, le=3600)]
+IdleSeconds = Annotated[float, msgspec.Meta(ge=0, le=86_400)]
 Tickets = Annotated[tuple[WireTicketId, ...], msgspec.Meta(max_length=MAX_BATCH)]
 
 Mover = Literal["prefill", "decode"]
@@ -273,6 +274,16 @@ class Renewed(_Message, frozen=True, tag="renewed"):
     tickets: Tickets
 
 
+class Underway(_Message, frozen=True, tag="underway"):
+    """Prefill → decode: these prompts are queued in my engine, or being computed.
+
+    `idle_s` is for how long the engine has given no sign of life: it, and not who says this.
+    """
+
+    idle_s: IdleSeconds
+    tickets: Tickets
+
+
 class ProbeAsked(_Message, frozen=True, tag="probe"):
     """The side that writes: let me write probes over `transport` into your scratch landing pages.
 
@@ -336,6 +347,7 @@ Message: TypeAlias = (
     | Failed
     | Renew
     | Renewed
+    | Underway
     | ProbeAsked
     | ProbeReady
     | Probed

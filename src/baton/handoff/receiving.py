@@ -23,6 +23,7 @@ from baton.handoff.messages import (
     Renewed,
     Rerouted,
     Taken,
+    Underway,
     Unlent,
     decode_notice,
 )
@@ -199,14 +200,21 @@ class ReceivingDesk:  # noqa: PLR0904 -- a method for each event (ADR 0005)
             case _:
                 assert_never(message)
 
-    def renewed(self, peer: Peer, message: Renewed) -> None:
-        """The prefill worker says what it holds."""
-        if not message.at <= self._desk.clock.now():
-            return  # it says what was never said to it
-        for ticket in message.tickets:
-            incoming = self._incoming.get(ticket)
-            if incoming is not None and incoming.peer is peer:
-                incoming.session.tenancy.confirmed(Instant(message.at))
+    def assured(self, peer: Peer, message: Renewed | Underway) -> None:
+        """The prefill worker says what it holds, or what its engine has yet to compute."""
+        now = self._desk.clock.now()
+        for incoming in filter(None, map(self._incoming.get, message.tickets)):
+            if incoming.peer is not peer:
+                continue
+            match message:
+                case Renewed(at) if at <= now:  # else it answers what was never said to it
+                    incoming.session.tenancy.confirmed(Instant(at))
+                case Underway(idle_s):
+                    incoming.session.wait_until(Instant(now - idle_s + self._desk.timeout_s))
+                case Renewed():
+                    pass
+                case _:
+                    assert_never(message)
 
     def lost(self, peer: Peer, message: Failed) -> None:
         """What a queued request waits for is gone: it will fail as soon as it is expected."""

@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from baton.handoff.lending import LendingDesk
     from baton.handoff.messages import Returned
     from baton.handoff.peers import Peer
+    from baton.handoff.pulse import Roll
     from baton.handoff.route import Route
     from baton.handoff.routes import RouteFound, RouteLost
     from baton.handoff.session.actions import Sayable
@@ -124,8 +125,18 @@ class SendingDesk:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         """See `HandoffPort.finish`."""
         outgoing = self._outgoing.get(ticket)
         if outgoing is not None:
-            outgoing.session.lease.hold(self._desk.clock.now())
+            now = self._desk.clock.now()
+            outgoing.session.lease.hold(now)
+            outgoing.session.wait_until(Instant(now + self._desk.timeout_s))
             self._perform(outgoing, outgoing.session.finish(first_token))
+
+    def working(self, roll: Roll) -> None:
+        """This worker's engine lives, and has yet to compute these: their deadlines can wait."""
+        until = Instant(roll.lived_at + self._desk.timeout_s)
+        for ticket in roll.prompts:
+            outgoing = self._outgoing.get(ticket.id)
+            if outgoing is not None:
+                outgoing.session.wait_until(until)
 
     def abort(self, ticket: TicketId, reason: str) -> bool:
         """See `HandoffPort.abort`; whether the ticket is known here."""

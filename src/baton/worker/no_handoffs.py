@@ -29,6 +29,9 @@ class NoHandoffs:
         """See `HandoffPort`."""
         _refuse(order.ticket)
 
+    def computing(self, prompts: Sequence[Ticket]) -> None:
+        """See `HandoffPort`."""
+
     def layer_ready(self, tickets: Sequence[tuple[TicketId, int]], layer: int) -> None:
         """See `HandoffPort`."""
 

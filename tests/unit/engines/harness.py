@@ -182,6 +182,7 @@ class RecordingHandoff:
     sends: list[SendOrder] = field(default_factory=list)
     receives: list[ReceiveOrder] = field(default_factory=list)
     ready: list[tuple[TicketId, int, int]] = field(default_factory=list)
+    uncomputed: list[tuple[TicketId, ...]] = field(default_factory=list)
     first_tokens: dict[TicketId, SampledToken] = field(default_factory=dict)
     events: list[HandoffEvent] = field(default_factory=list)
 
@@ -195,6 +196,9 @@ class RecordingHandoff:
     def offer(self, order: SendOrder) -> None:
         self.calls.append("offer")
         self.sends.append(order)
+
+    def computing(self, prompts: Sequence[Ticket]) -> None:
+        self.uncomputed.append(tuple(ticket.id for ticket in prompts))
 
     def layer_ready(self, tickets: Sequence[tuple[TicketId, int]], layer: int) -> None:
         self.ready += [(ticket, stop, layer) for ticket, stop in tickets]

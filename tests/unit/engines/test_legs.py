@@ -54,6 +54,21 @@ def test_a_prefill_leg_reports_each_layer_of_each_chunk() -> None:
     assert (order.num_tokens, order.num_ready_tokens, len(order.blocks.blocks)) == (40, 0, 5)
 
 
+def test_each_step_says_which_prompts_are_not_computed_yet() -> None:
+    driver, handoff = drive(max_batch_tokens=16)
+    first, second, third = (make_ticket(number) for number in (1, 2, 3))
+    driver.submit("p", PROMPT, PrefillLeg(first))
+    driver.submit("q", make_prompt(10, seed=1), PrefillLeg(second))
+    driver.submit("r", make_prompt(10, seed=2), PrefillLeg(third))
+    driver.turn()
+    driver.loop.cancel("r")
+    driver.turn(3)
+    queue = (first.id, second.id)
+    assert handoff.uncomputed == [(*queue, third.id), queue, queue, (second.id,)]
+    driver.turn()
+    assert len(handoff.uncomputed) == 4, "nothing was computed, and it said so"
+
+
 def test_a_prefill_leg_answers_once_when_its_kv_was_sent() -> None:
     driver, handoff = drive()
     driver.submit("p", PROMPT, PrefillLeg(TICKET))

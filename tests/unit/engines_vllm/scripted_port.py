@@ -59,6 +59,7 @@ class ScriptedPort:
         self.offered: set[str] = set()
         self.is_alive = True
         self.kept: list[Ticket] = []
+        self.uncomputed: list[tuple[TicketId, ...]] = []
         self._events: list[HandoffEvent] = []
 
     def keep(self, ticket: Ticket) -> None:
@@ -75,6 +76,9 @@ class ScriptedPort:
         ready = dict.fromkeys(range(self.num_layers), order.num_ready_tokens)
         if self.is_alive:
             self.sends[order.ticket.id] = Sending(order, ready)
+
+    def computing(self, prompts: Sequence[Ticket]) -> None:
+        self.uncomputed.append(tuple(ticket.id for ticket in prompts))
 
     def layer_ready(self, tickets: Sequence[tuple[TicketId, int]], layer: int) -> None:
         for ticket, stop in tickets:

@@ -41,6 +41,8 @@ def schedule() -> HandoffSchedule:
 
 def test_a_prompt_is_announced_chunk_by_chunk(schedule: HandoffSchedule) -> None:
     schedule.add("r", Queued(prompt(11)))
+    assert schedule.step([], []).arrived == (prompt(11),)
+    assert schedule.step([], []).arrived == ()
     first = schedule.step([Scheduled("r", [7, 8], 4, 6)], ())
     assert [offer.num_ready_tokens for offer in first.offers] == [4]
     assert first.progress == (Progress("r", 0, (7, 8), 6, is_last=False),)

@@ -17,6 +17,7 @@ from baton.engines.vllm.meta import (
     Progress,
     Prompt,
     StepOrders,
+    Withdraw,
 )
 from baton.engines.vllm.observing import RankObserver
 from baton.engines.vllm.working import RELEASE_TIMEOUT_S, RankHandoffs, RankSetting
@@ -62,7 +63,6 @@ def bench() -> Bench:
         rank=0,
         layout=KVLayout.gqa(NUM_LAYERS, 4, 8, block_size=BLOCK_SIZE, dtype="float32"),
         layers={"a": 0, "b": 1},
-        timeout_s=60.0,
     )
     observer = RankObserver(traces, HandoffInstruments(CollectorRegistry(), ("shared",), ()))
     rank = RankHandoffs(setting, port, bell=bell, clock=clock, observer=observer)
@@ -101,6 +101,32 @@ def test_blocks_of_later_chunks_join_the_order_that_the_agent_has(bench: Bench) 
     run(bench, StepOrders(progress=(Progress("r", 1, (9,), 7, is_last=True),)), "a", "b")
     assert send.order.blocks.blocks.tolist() == [5, 9]
     assert (send.ready, send.is_finished) == ({0: 7, 1: 7}, True)
+
+
+def test_steps_that_compute_say_what_is_not_computed_yet(bench: Bench) -> None:
+    run(bench, StepOrders(arrived=(prompt(bench, 7),)), "a")
+    assert bench.port.uncomputed == [(ID,)]
+    run(bench, StepOrders())  # nothing ran through the model
+    assert bench.port.uncomputed == [(ID,)]
+    run(bench, offer(bench, 7, 3, (5,)), "a", "b")
+    run(bench, StepOrders(progress=(Progress("r", 1, (9,), 7, is_last=True),)), "a", "b")
+    assert bench.port.uncomputed == [(ID,)] * 5
+    run(bench, StepOrders(), "a")
+    assert bench.port.uncomputed[5:] == [()]
+
+
+@pytest.mark.parametrize("how", ["withdrawn", "preempted", "failed"])
+def test_what_will_never_be_computed_is_not_vouched_for(bench: Bench, how: str) -> None:
+    run(bench, StepOrders(arrived=(prompt(bench, 7),)))
+    if how == "withdrawn":
+        run(bench, StepOrders(withdrawn=(Withdraw(prompt(bench, 7), "cancelled"),)))
+    else:
+        run(bench, offer(bench, 7, 3, (5,)))
+    if how == "failed":
+        bench.port.fail_send(ID)
+        bench.rank.poll(set(), 0.0)
+    run(bench, StepOrders(preempted=("r",) if how == "preempted" else ()), "a")
+    assert bench.port.uncomputed == [()]
 
 
 def test_decode_need_not_wait_for_what_comes_after_the_last_layers_kv(bench: Bench) -> None:

@@ -42,6 +42,7 @@ from baton.handoff.messages import (
     Reversed,
     Settled,
     Taken,
+    Underway,
     Unlent,
     decode,
     decode_notice,
@@ -115,6 +116,7 @@ MESSAGES: dict[str, Message] = {
     "failed": Failed(ID, "the client left"),
     "renew": Renew(1.25, (ID,)),
     "renewed": Renewed(1.25, (ID,)),
+    "underway": Underway(0.25, (ID,)),
     "ping": Ping(1.25),
     "pong": Pong(1.25, 2.5),
 }  # fmt: skip

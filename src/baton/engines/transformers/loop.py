@@ -128,6 +128,7 @@ class EngineLoop:
             self._pages.copy(borrowed, own)
         self._announce(plan)
         if plan.work:
+            self._handoff.computing(self._uncomputed_prompts())
             self._compute(plan)
         self._give_back()
         self._withdraw_stalled(is_busy=bool(plan.work))
@@ -221,6 +222,14 @@ class EngineLoop:
     def check_invariants(self) -> None:
         """Raise AssertionError where the scheduler's views of one fact disagree."""
         self._scheduler.check_invariants()
+
+    def _uncomputed_prompts(self) -> list[Ticket]:
+        """Of prefill legs that are queued here, or being computed."""
+        return [
+            sequence.leg.ticket
+            for sequence in self._sequences.values()
+            if isinstance(sequence.leg, PrefillLeg) and sequence.first_token is None
+        ]
 
     def _withdraw_stalled(self, *, is_busy: bool) -> None:
         scheduler = self._scheduler

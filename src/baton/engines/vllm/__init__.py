@@ -15,6 +15,7 @@ File map, in the order in which a request meets them:
     scheduling.py   the state machine behind it; meta.py what it tells the workers each step
     rank.py         worker side: builds one rank, its agent and its control server
     working.py      orders in, events out; sends.py, loads.py what blocks wait for
+    backlog.py      prompts that are not computed yet, for which the agent vouches
     subtickets.py   one ticket → one for each pair of ranks; fates.py what befalls all of them
     observing.py    legs.py traces, records.py and stats.py vLLM's log and Prometheus
     information.py  what a server says of itself; control.py where it is asked

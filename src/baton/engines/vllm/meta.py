@@ -108,12 +108,14 @@ class StepOrders:
     """One step.
 
     `preempted` lose their blocks before this step's forward; `started` are received prompts whose
-    decoding begins with it. `queued` wait in vLLM's queue for what `expected` will ask for.
+    decoding begins with it. `arrived` are prefills that wait in vLLM's queue, until `offers` or
+    `withdrawn` name them; `queued` wait there for what `expected` will ask for.
     """
 
     preempted: tuple[VllmRequestId, ...] = ()
     offers: tuple[Offer, ...] = ()
     progress: tuple[Progress, ...] = ()
+    arrived: tuple[Prompt, ...] = ()
     queued: tuple[Prompt, ...] = ()
     expected: tuple[Expect, ...] = ()
     declined: tuple[Decline, ...] = ()

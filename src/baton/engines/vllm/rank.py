@@ -203,7 +203,6 @@ class Rank:
             rank=plan.rank,
             layout=self._layers.main_layout,
             layers={name: index for index, name in enumerate(self._main_names)},
-            timeout_s=plan.options.handoff_timeout_s,
         )
         return RankHandoffs(
             setting,

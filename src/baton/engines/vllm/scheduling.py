@@ -129,6 +129,7 @@ Verdict: TypeAlias = Released | Held
 class _Pending:
     """What the next step's orders will say, besides what the step itself brings."""
 
+    arrived: list[Prompt] = field(default_factory=list)
     queued: list[Prompt] = field(default_factory=list)
     expected: list[Expect] = field(default_factory=list)
     declined: list[Decline] = field(default_factory=list)
@@ -154,8 +155,13 @@ class HandoffSchedule:
     def add(self, request: VllmRequestId, state: Queued | Wanted | Lost) -> None:
         """Take a new request in."""
         self._states[request] = state
-        if isinstance(state, Wanted):
-            self._pending.queued.append(state.prompt)
+        match state:
+            case Wanted(prompt):
+                self._pending.queued.append(prompt)
+            case Queued(prompt):
+                self._pending.arrived.append(prompt)
+            case Lost():
+                pass
 
     def count_missing(self, request: VllmRequestId, num_cached_tokens: int) -> int:
         """Tokens to receive beyond the cached ones: 0 where all but the last are cached.
@@ -219,6 +225,7 @@ class HandoffSchedule:
             preempted=lost,
             offers=tuple(offers),
             progress=tuple(progress),
+            arrived=tuple(pending.arrived),
             queued=tuple(pending.queued),
             expected=tuple(pending.expected),
             declined=tuple(pending.declined),

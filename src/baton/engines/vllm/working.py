@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Final, Protocol, assert_never
 
 import numpy as np
 
+from baton.authority.ticket import CLOCK_SKEW_S
 from baton.clock import Instant
+from baton.engines.vllm.backlog import Backlog
 from baton.engines.vllm.fates import Fates
 from baton.engines.vllm.legs import open_leg, open_part
 from baton.engines.vllm.loads import LoadBook, LoadInProgress
@@ -90,7 +92,6 @@ class RankSetting:
     rank: int
     layout: KVLayout
     layers: Mapping[str, int]
-    timeout_s: float
 
 
 class RankHandoffs:
@@ -108,6 +109,7 @@ class RankHandoffs:
         self._setting, self._port = setting, port
         self._bell, self._clock, self._observer = bell, clock, observer
         self._sends, self._loads = SendBook(), LoadBook()
+        self._backlog = Backlog()
         self._fates = Fates(port.give_up)
         self._orders = StepOrders()
         self._ready: tuple[tuple[TicketId, int], ...] = ()
@@ -129,13 +131,13 @@ class RankHandoffs:
         for send in preempted:
             if send.live:
                 logger.error("%s: its blocks are still being read", send.offer.request)
+            self._backlog.drop(send.offer.prompt.ticket.id)
             self._sends.drop(send.offer.request)
 
     def begin(self, orders: StepOrders) -> None:
         """Carry out a step's orders as early as vLLM tells them."""
         self._orders, self._hooked = orders, set()
-        for offer in orders.offers:
-            self._offer(offer)
+        self._begin_prefills(orders)
         for prompt in orders.queued:
             self._keep(prompt)
         for expect in orders.expected:
@@ -153,11 +155,12 @@ class RankHandoffs:
             self._observer.finished(finished, self._clock.now())
 
     def layer_done(self, layer_name: str) -> None:
-        """A layer's KV of this step's tokens is in its blocks. Only queues.
+        """A layer's KV of this step's tokens is in its blocks: vLLM computes. Only queues.
 
         With the last layer's, prompts that end here are complete: their decode workers need not
         wait for the rest of the step (that layer's MLP, the sampling).
         """
+        self._port.computing(self._backlog.tickets)
         if not self._ready:
             return
         layer = self._setting.layers.get(layer_name)
@@ -208,9 +211,16 @@ class RankHandoffs:
         """The gateway says that a ticket's other half failed. Thread-safe."""
         self._fates.give_up(ticket, reason)
 
+    def _begin_prefills(self, orders: StepOrders) -> None:
+        for prompt in orders.arrived:
+            self._backlog.add(prompt.ticket.id, self._sending_tickets(prompt))
+        for offer in orders.offers:
+            self._offer(offer)
+
     def _offer(self, offer: Offer) -> None:
         setting, prompt = self._setting, offer.prompt
-        tickets = compute_subtickets(prompt.ticket, setting.layout, sender=setting.rank)
+        tickets = self._sending_tickets(prompt)
+        self._backlog.add(prompt.ticket.id, tickets)
         leg = self._open(prompt, "prefill")
         leg.num_cached_tokens = offer.num_ready_tokens
         num_blocks = -(-prompt.num_tokens // setting.layout.block_size)
@@ -258,7 +268,7 @@ class RankHandoffs:
                     start=expect.start,
                     num_tokens=prompt.num_tokens,
                     blocks=table,
-                    deadline=self._deadline(),
+                    deadline=self._deadline_of(prompt.ticket),
                     trace=load.traces[ticket.id],
                     prompt_ids=prompt.token_ids,
                 )
@@ -273,7 +283,8 @@ class RankHandoffs:
     def _withdraw(self, withdraw: Withdraw) -> None:
         """An offer that ends at once tells the decode worker, even if its grant is yet to come."""
         setting, prompt = self._setting, withdraw.prompt
-        for ticket in compute_subtickets(prompt.ticket, setting.layout, sender=setting.rank):
+        self._backlog.drop(prompt.ticket.id)
+        for ticket in self._sending_tickets(prompt):
             leg = open_leg(prompt, "prefill", setting.worker, setting.epoch)
             self._port.offer(
                 SendOrder(
@@ -282,7 +293,7 @@ class RankHandoffs:
                     num_tokens=prompt.num_tokens,
                     num_ready_tokens=0,
                     blocks=BlockTable(0, empty_table(0)),
-                    deadline=self._deadline(),
+                    deadline=self._deadline_of(prompt.ticket),
                     trace=leg,
                 )
             )
@@ -316,6 +327,7 @@ class RankHandoffs:
         self._port.layer_ready(self._ready, layer)
         if is_first_time and len(self._hooked) == len(set(self._setting.layers.values())):
             for send in self._complete():
+                self._backlog.drop(send.offer.prompt.ticket.id)
                 for ticket in send.tickets:
                     send.traces[ticket.id].stamp(Stamp.PREFILL_DONE, self._clock.now())
                     self._port.finish(ticket.id, None)
@@ -395,6 +407,7 @@ class RankHandoffs:
             self._send_over(send)
 
     def _send_over(self, send: SendInProgress) -> None:
+        self._backlog.drop(send.offer.prompt.ticket.id)
         self._fates.forget(send.offer.prompt.ticket.id)
         self._observer.sent(send.offer.request, send.failure, self._clock.now())
         if send.failure is not None and send.failure.stage != DECLINED_STAGE:
@@ -421,6 +434,10 @@ class RankHandoffs:
             prompt_ids=prompt.token_ids,
         )
 
+    def _sending_tickets(self, prompt: Prompt) -> tuple[Ticket, ...]:
+        setting = self._setting
+        return compute_subtickets(prompt.ticket, setting.layout, sender=setting.rank)
+
     def _receiving_tickets(self, prompt: Prompt) -> tuple[Ticket, ...]:
         setting = self._setting
         return compute_receiving_subtickets(prompt.ticket, setting.layout, receiver=setting.rank)
@@ -434,11 +451,6 @@ class RankHandoffs:
         return {ticket.id: open_part(leg) for ticket in tickets}
 
     def _deadline_of(self, ticket: Ticket) -> Instant:
-        """A prompt that is pulled waits for as long as its request may, if its lease is renewed."""
-        if ticket.mode != "pull":
-            return self._deadline()
-        left_s = ticket.expires_at - self._clock.unix_now()
+        """The request's: vLLM has none of its own. The agent's patience ends sooner, as a rule."""
+        left_s = ticket.expires_at + CLOCK_SKEW_S - self._clock.unix_now()
         return Instant(self._clock.now() + max(0.0, left_s))
-
-    def _deadline(self) -> Instant:
-        return Instant(self._clock.now() + self._setting.timeout_s)

@@ -10,6 +10,7 @@ from baton.handoff.interface import BlocksQuiescent, KVFailed, SendFailed
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from baton.authority.ticket import Ticket
     from baton.handoff.interface import (
         HandoffEvent,
         ReceiveOrder,
@@ -43,6 +44,9 @@ class NoPool:
         ticket = order.ticket
         error = HandoffError(REASON, stage="store", peer=ticket.decode.worker)
         self._emit(SendFailed(ticket.id, error))
+
+    def computing(self, prompts: Sequence[Ticket]) -> None:
+        """See `PoolDesk`: nothing is under way."""
 
     def layer_ready(self, tickets: Sequence[tuple[TicketId, int]], layer: int) -> None:
         """See `PoolDesk`: nothing is under way."""

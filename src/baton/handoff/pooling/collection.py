@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from baton.errors import HandoffError
 from baton.handoff.interface import BlocksQuiescent, KVFailed, KVLanded
+from baton.handoff.session.deadline import extend
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -43,6 +44,10 @@ class Collection:
         if self._num_landed == 0:
             return self.order.start
         return self._pieces[self._num_landed - 1].stop
+
+    def wait_until(self, instant: Instant) -> None:
+        """Its engine works on it: wait for longer, but not beyond the request's deadline."""
+        self.deadline = extend(self.deadline, instant, self.order.deadline)
 
     def landed(self, num_pieces: int) -> None:
         """So many of the missing pieces are in place, and are what was put."""

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from baton.handoff.session.deadline import extend
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -48,6 +50,10 @@ class Deposit:
     def finish(self, first_token: SampledToken | None) -> None:
         """Nothing more will be computed."""
         self._is_finished, self.first_token = True, first_token
+
+    def wait_until(self, instant: Instant) -> None:
+        """The engine works on it: wait for longer, but not beyond the request's deadline."""
+        self.deadline = extend(self.deadline, instant, self.order.deadline)
 
     def next_pieces(self) -> Sequence[Piece]:
         """What is complete in all layers and not kept yet, in order."""

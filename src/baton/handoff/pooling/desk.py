@@ -26,12 +26,15 @@ from baton.handoff.pooling.collection import Collection
 from baton.handoff.pooling.deposit import Deposit
 from baton.handoff.pooling.keeping import Keeper
 from baton.handoff.pooling.pieces import name_pieces
+from baton.handoff.pooling.signs import SignsOfLife, SignsSeen
 from baton.handoff.pooling.taking import Taker
+from baton.handoff.vouching import compute_interval_s
 from baton.kv.identity import HashDomain
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from baton.authority.ticket import Ticket
     from baton.clock import Clock
     from baton.handoff.interface import (
         HandoffEvent,
@@ -41,6 +44,7 @@ if TYPE_CHECKING:
     )
     from baton.handoff.pooling.pieces import Piece
     from baton.handoff.pooling.pool import Pool
+    from baton.handoff.pulse import EnginePulse, Roll
     from baton.ids import TicketId
 
 logger = logging.getLogger(__name__)
@@ -57,14 +61,20 @@ UNNAMED: Final = "the order does not name its prompt's tokens"
 class PoolDesk:
     """Thread-safe: every call only queues. Closes the store at its end."""
 
-    def __init__(self, pool: Pool, *, fingerprint: str, clock: Clock, timeout_s: float) -> None:
+    def __init__(
+        self, pool: Pool, *, fingerprint: str, clock: Clock, timeout_s: float, pulse: EnginePulse
+    ) -> None:
         """Check that the worker's pages and the store fit; starts nothing.
 
         Raises:
             ConfigError: KV in such pages cannot be kept in the store.
         """
         self._pool, self._fingerprint = pool, fingerprint
-        self._clock, self._timeout_s = clock, timeout_s
+        self._clock, self._timeout_s, self._pulse = clock, timeout_s, pulse
+        self._heard: Roll | None = None
+        interval_s = compute_interval_s(timeout_s)
+        self._signs = SignsOfLife(pool.store, interval_s)
+        self._seen = SignsSeen(pool.store, interval_s)
         self._carrier = Carrier(pool.face, pool.form)
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._deposits: dict[TicketId, Deposit] = {}
@@ -99,6 +109,11 @@ class PoolDesk:
         """See `HandoffPort.offer`."""
         self._commands.put(partial(self._offer, order))
 
+    def computing(self, prompts: Sequence[Ticket]) -> None:
+        """See `HandoffPort.computing`: the pulse has it, and is looked at."""
+        if any(each.mode == "pool" for each in prompts):
+            self._commands.put(_nothing)
+
     def layer_ready(self, tickets: Sequence[tuple[TicketId, int]], layer: int) -> None:
         """See `HandoffPort.layer_ready`."""
         self._commands.put(partial(self._layer_ready, tickets, layer))
@@ -119,10 +134,29 @@ class PoolDesk:
         wait_s: float | None = None
         while not self._is_stopping:
             self._take_commands(wait_s)
+            self._hear_engines()
             worked = [self._advance_deposit(each) for each in tuple(self._deposits.values())]
             worked += [self._advance_collection(c) for c in tuple(self._collections.values())]
             wait_s = 0.0 if any(worked) else self._patience_s()
+        self._signs.end()
         self._pool.store.close()
+
+    def _hear_engines(self) -> None:
+        """Wait for longer where this worker's engine, or that of a prompt's prefill, computes."""
+        roll = self._pulse.roll
+        if roll is not self._heard:
+            self._heard = roll
+            pooled = [each for each in roll.prompts if each.mode == "pool"]
+            for deposit in filter(None, (self._deposits.get(each.id) for each in pooled)):
+                deposit.wait_until(Instant(roll.lived_at + self._timeout_s))
+            self._signs.lived(pooled, roll.lived_at)
+        if self._collections:
+            self._seen.look(self._collections.values(), self._clock.now(), self._lives)
+
+    def _lives(self, ticket: TicketId) -> None:
+        collection = self._collections.get(ticket)
+        if collection is not None:
+            collection.wait_until(Instant(self._clock.now() + self._timeout_s))
 
     def _patience_s(self) -> float | None:
         """How long nothing has to be looked at; None: until the next command."""
@@ -229,6 +263,7 @@ class PoolDesk:
         deposit = self._deposits.get(ticket)
         if deposit is not None:
             deposit.finish(first_token)
+            deposit.wait_until(Instant(self._clock.now() + self._timeout_s))
 
     def _abort(self, ticket: TicketId, reason: str) -> None:
         if self._collections.pop(ticket, None) is not None:
@@ -262,6 +297,10 @@ class PoolDesk:
             self._taker.end_early(collection, STOPPING, "stop")
         self._collections.clear()
         self._is_stopping = True
+
+
+def _nothing() -> None:
+    """Wakes the thread."""
 
 
 def _report(error: Exception) -> None:

@@ -74,6 +74,9 @@ request is queued there, before `begin`, and until it has taken everything. One 
 failure like any other at the sending side; what decode reads after it, by its own clock, is one
 there too.
 
+How long either waits for the other is a deadline (deadline.py), which `wait_until` moves while
+prefill's engine shows that it lives and has yet to compute the prompt.
+
 In mode pull `begin` is decode's turn to have room: nothing is reserved there before, prefill stands
 in OFFERED with all computed, and the first thing said of the ticket may be a renewal.
 
@@ -81,6 +84,7 @@ in OFFERED with all computed, and the first thing said of the ticket may be a re
 
 File map:
     actions.py  what a session asks its desk to do
+    deadline.py how long each side waits: for as long as prefill's engine lives
     lease.py    how long prefill holds what decode has not taken: each side's half
     posted.py   a transfer's name: its transport's, and its id there
     terms.py    who moves the bytes, and into which pages

@@ -32,6 +32,7 @@ from baton.handoff.session.actions import (
     Say,
     SayTaken,
 )
+from baton.handoff.session.deadline import extend
 from baton.handoff.session.lease import LEASE_STAGE, Tenancy
 from baton.handoff.stretches import pack_stretches
 
@@ -268,6 +269,14 @@ class ReceiveSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
     def abort(self, reason: str) -> list[ReceiveAction]:
         """End because the engine lost interest."""
         return self._end(reason, [])
+
+    def wait_until(self, instant: Instant) -> None:
+        """The peer's engine works on it: wait for longer, but not beyond the request's deadline.
+
+        Once the peer has said that it is finished, there is nothing to be computed any more.
+        """
+        if self._finished is None and self.phase not in _CLOSED:
+            self.deadline = extend(self.deadline, instant, self.order.deadline)
 
     def expire(self, now: Instant) -> list[ReceiveAction]:
         """Fail if the deadline has passed."""

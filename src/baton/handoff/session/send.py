@@ -21,6 +21,7 @@ from baton.handoff.session.actions import (
     SendAction,
     Submit,
 )
+from baton.handoff.session.deadline import extend
 from baton.handoff.session.lease import LAPSED_REASON, LEASE_STAGE, Lease
 from baton.handoff.stretches import Stretch, intersect, subtract, unpack_stretches
 
@@ -230,6 +231,10 @@ class SendSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         self.phase = SendPhase.ENDING
         self._error = HandoffError(reason, stage=stage, peer=self.order.ticket.decode.worker)
         return self._settle()
+
+    def wait_until(self, instant: Instant) -> None:
+        """There is a reason to wait for longer: for as long as the request may take, at most."""
+        self.deadline = extend(self.deadline, instant, self.order.deadline)
 
     def renew(self, now: Instant) -> bool:
         """The peer wants it still; whether it is there for it."""

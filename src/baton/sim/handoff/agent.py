@@ -15,6 +15,7 @@ from baton.handoff.messages import (
     Renewed,
     Returned,
     Settled,
+    Underway,
 )
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ class WatchedPort:
 
     def __init__(self, agent: HandoffAgent, process: SimProcess, checker: Checker) -> None:
         self._agent, self._process, self._checker = agent, process, checker
+        self._uncomputed: tuple[Ticket, ...] = ()
 
     def expect(self, order: ReceiveOrder) -> None:
         """See `HandoffPort`."""
@@ -65,8 +67,15 @@ class WatchedPort:
         self._checker.offered(self._process, order)
         self._agent.offer(order)
 
+    def computing(self, prompts: Sequence[Ticket]) -> None:
+        """See `HandoffPort`."""
+        self._uncomputed = tuple(prompts)
+        self._checker.engine_lives(self._process, self._uncomputed)
+        self._agent.computing(prompts)
+
     def layer_ready(self, tickets: Sequence[tuple[TicketId, int]], layer: int) -> None:
         """See `HandoffPort`."""
+        self._checker.engine_lives(self._process, self._uncomputed)
         self._agent.layer_ready(tickets, layer)
 
     def finish(self, ticket: TicketId, first_token: SampledToken | None) -> None:
@@ -115,7 +124,7 @@ def tickets_of(heard: Heard, sealed: dict[str, TicketId]) -> tuple[TicketId, ...
             return (message.id,)
         case Declined(text):
             return (sealed[text],) if text in sealed else ()
-        case Renew() | Renewed() | Returned() | Recalled() | Settled():
+        case Renew() | Renewed() | Returned() | Recalled() | Settled() | Underway():
             return message.tickets
         case _:
             ticket = getattr(message, "ticket", None)

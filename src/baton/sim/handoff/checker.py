@@ -26,6 +26,8 @@ from baton.sim.handoff.leases import LeaseWatch
 from baton.sim.handoff.memory import NUM_LAYERS
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from baton.authority.ticket import Ticket
     from baton.engines.transformers.sequence import Sequence
     from baton.handoff.interface import HandoffEvent, ReceiveOrder, SendOrder
@@ -123,6 +125,13 @@ class Checker:
     def offered(self, process: SimProcess, order: SendOrder) -> None:
         """An engine announced KV."""
         self._begin(process, order.ticket.id, "offered")
+
+    def engine_lives(self, process: SimProcess, prompts: Iterable[Ticket]) -> None:
+        """An engine computes: prompts that it has yet to compute may take longer, on both sides."""
+        for ticket in prompts:
+            for key in ((process.epoch, ticket.id), (ticket.decode.epoch, ticket.id)):
+                if key in self._asked:
+                    self._asked[key] = max(self._asked[key], process.world.timeline.now_s)
 
     def aborted(self, process: SimProcess, ticket: TicketId) -> None:
         """An engine lost interest."""

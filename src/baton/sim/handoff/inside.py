@@ -156,6 +156,7 @@ def describe_ticket(agent: HandoffAgent, named: Ticket) -> tuple[object, ...]:
             incoming.session.coverage.num_missing,
             incoming.peer,
             incoming.session.tenancy._until,
+            incoming.session.deadline,
         )
     )
     send = (
