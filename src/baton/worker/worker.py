@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry
 
 import baton
 from baton.clock import MachineClock
+from baton.telemetry.holding import HeldBlocksCollector
 from baton.telemetry.links import LinkInstruments
 from baton.telemetry.metrics import WorkerMetrics, set_worker_info
 from baton.telemetry.trace import TraceRing
@@ -96,6 +97,7 @@ def build_worker(
     registry = CollectorRegistry()
     metrics = WorkerMetrics(registry, options.transports, FALLBACK_CAUSES)
     registry.register(EngineCollector(engine.stats))
+    registry.register(HeldBlocksCollector(lambda: engine.stats().held_block_s))
     set_worker_info(registry, _facts(options, engine))
     if agent is not None:
         agent.observe_links(LinkInstruments(registry, options.transports))

@@ -13,7 +13,9 @@ from baton.handoff.interface import (
     BlocksQuiescent,
     KVFailed,
     KVLanded,
+    KVLent,
     KVSent,
+    LoanEnded,
     SampledToken,
     SendFailed,
 )
@@ -103,6 +105,49 @@ def test_a_cancelled_prefill_leg_keeps_its_blocks_until_its_handoff_ends(
     handoff.events = [event]
     driver.turn()
     assert driver.updates == []
+    driver.check_all_blocks_are_free()
+
+
+def held_block_s(driver: Driver, mode: str) -> tuple[float, float]:
+    """Block-seconds of computing and of waiting; nothing else was counted."""
+    sums = driver.loop.stats().held_block_s
+    found = sums[mode, "computing"], sums[mode, "waiting"]
+    assert sum(sums.values()) == sum(found)
+    return found
+
+
+@pytest.mark.parametrize("event", [KVSent(TICKET.id), SendFailed(TICKET.id, LOST)])
+def test_blocks_of_a_prefill_leg_are_counted_until_its_handoff_ends(
+    event: KVSent | SendFailed,
+) -> None:
+    driver, handoff = drive(max_batch_tokens=16)
+    driver.submit("p", PROMPT, PrefillLeg(TICKET))
+    for _ in range(3):
+        driver.turn()
+        driver.clock.advance(2.0)
+    driver.turn()
+    handoff.events = [event]
+    driver.clock.advance(3.0)
+    driver.turn()
+    driver.clock.advance(50.0)
+    driver.turn()
+    assert held_block_s(driver, "push") == (5 * 4.0, 5 * 5.0)
+    driver.check_all_blocks_are_free()
+
+
+def test_lent_blocks_are_counted_until_the_loan_ends() -> None:
+    driver, handoff = drive()
+    ticket = msgspec.structs.replace(TICKET, mode="reference")
+    driver.submit("p", PROMPT, PrefillLeg(ticket))
+    driver.run()
+    lent = tuple(int(block) for block in handoff.sends[0].blocks.blocks[:4])
+    driver.clock.advance(1.0)
+    handoff.events = [KVLent(ticket.id, lent)]
+    driver.turn()
+    driver.clock.advance(10.0)
+    handoff.events = [LoanEnded(ticket.id)]
+    driver.turn()
+    assert held_block_s(driver, "reference") == (0.0, 5 * 1.0 + 4 * 10.0)
     driver.check_all_blocks_are_free()
 
 

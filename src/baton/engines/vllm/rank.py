@@ -33,6 +33,7 @@ from baton.handoff.link_options import LinkOptions
 from baton.handoff.pooling.opening import open_pool
 from baton.handoff.verification import VerificationPolicy
 from baton.kv.layout import TensorParallelShard
+from baton.telemetry.holding import HeldBlocksCollector
 from baton.telemetry.links import LinkInstruments
 from baton.telemetry.metrics import HandoffInstruments, set_worker_info
 from baton.telemetry.trace import TraceRing
@@ -197,6 +198,8 @@ class Rank:
         plan = self._plan
         worker, epoch = plan.identity.of_rank(plan.rank)
         instruments = HandoffInstruments(registry, plan.options.transports, (FALLBACK_CAUSE,))
+        observer = RankObserver(traces, instruments)
+        registry.register(HeldBlocksCollector(lambda: observer.held_block_s))
         setting = RankSetting(
             worker=worker,
             epoch=epoch,
@@ -210,7 +213,7 @@ class Rank:
             agent,
             bell=self._bell,
             clock=self._clock,
-            observer=RankObserver(traces, instruments),
+            observer=observer,
         )
 
     def _agent_options(self, fingerprint: str) -> AgentOptions:
