@@ -227,6 +227,19 @@ def leg_without_first_token(num_prompt_tokens: int = 40, **sampling: object) -> 
     return decode
 
 
+def test_a_landed_first_token_does_not_wait_for_the_step_that_follows_it() -> None:
+    driver, handoff = drive()
+    deliveries: list[list[str]] = []
+    driver.loop = driver.engine.build_loop(
+        lambda updates: deliveries.append([type(update).__name__ for update in updates]), handoff
+    )
+    driver.submit("d", PROMPT, DecodeLeg(TICKET))
+    driver.turn()
+    handoff.events = [KVLanded(TICKET.id, SampledToken(5))]
+    driver.turn()
+    assert deliveries == [["NewToken"], ["NewToken"]]
+
+
 @pytest.mark.parametrize("num_prompt_tokens", [33, 39, 40])
 @pytest.mark.parametrize(
     "sampling", [{}, {"temperature": 0.9, "seed": 7}, {"temperature": 1.0, "seed": 11}]

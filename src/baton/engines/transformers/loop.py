@@ -91,7 +91,8 @@ class _Tally:
 class EngineLoop:
     """All that the engine's thread owns; `turn` never waits.
 
-    Updates of a turn leave in one call of `sink`. `on_end` is told each request that is over.
+    Updates leave in one call of `sink` before the step, and one after it, where there are any.
+    `on_end` is told each request that is over.
     """
 
     def __init__(  # noqa: PLR0913 - the parts of an engine
@@ -125,6 +126,7 @@ class EngineLoop:
         for event in self._handoff.poll():
             self._hear(event)
         self._expire()
+        self.deliver()  # a first token that landed does not wait for the step that follows it
         plan = self._scheduler.schedule()
         for borrowed, own in plan.copies:
             self._pages.copy(borrowed, own)

@@ -30,6 +30,7 @@ from baton.engines.vllm.pool import SharedPool
 from baton.engines.vllm.working import RankHandoffs, RankSetting
 from baton.handoff.agent import AgentOptions, HandoffAgent
 from baton.handoff.link_options import LinkOptions
+from baton.handoff.pooling.metrics import PoolCollector
 from baton.handoff.pooling.opening import open_pool
 from baton.handoff.verification import VerificationPolicy
 from baton.kv.layout import TensorParallelShard
@@ -135,6 +136,8 @@ class Rank:
         agent = HandoffAgent(self._agent_options(fingerprint))
         registry = CollectorRegistry()
         agent.observe_links(LinkInstruments(registry, options.transports))
+        if agent.options.pool is not None:
+            registry.register(PoolCollector(agent.options.pool))
         agent.start(self._bell.set)
         self._agent = agent
         traces = TraceRing(NUM_TRACES)
