@@ -1,7 +1,7 @@
 """Push, pull, pool and by reference side by side: TTFT, and the memory that they hold on prefill.
 
     python benchmarks/bench_modes.py [--quick] [--engine vllm] [--store file] [--repetitions 5]
-        [--json benchmarks/results/modes.json] [--plot modes.svg]
+        [--json benchmarks/results/modes.json]
 
 One prefill and one decode worker, a core each, behind a gateway for each arm; arms take turns.
 Random prompts, so that no cache helps, and 16 tokens of answer, so that what is lent is held for a
@@ -59,6 +59,14 @@ ARMS: Final = ("colocated", "push", EARLY, "pull", "pool", "reference")
 ENGINE_ARMS: Final = {"transformers": ARMS, "vllm": ("colocated", "push", "pull", "pool")}
 """vLLM's blocks cannot be attended over from outside, and its first token cannot be agreed on."""
 HELD: Final = "baton_handoff_held_block_seconds_total"
+UNTRACED: Final = {
+    "mode": "colocated",
+    "num_received_tokens": 0,
+    "num_bytes": 0,
+    "transport": None,
+    "fallbacks": [],
+}
+"""What a request that is vLLM's own leaves."""
 console = Console(stderr=True, width=160)
 
 
@@ -97,8 +105,6 @@ def main() -> None:
             "samples": [asdict(sample) for sample in samples],
         }
         options.json.write_text(json.dumps(record, indent=1) + "\n")
-    if options.plot:
-        plot(summarize(samples), options.plot)
 
 
 def parse() -> argparse.Namespace:
@@ -112,7 +118,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--store", choices=["shared", "file"], default="shared")
     parser.add_argument("--quick", action="store_true", help="512 and 1,024 tokens, once")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--plot", type=Path)
     options = parser.parse_args()
     if options.quick:
         options.repetitions, options.lengths = 1, (512, 1024)
@@ -220,7 +225,7 @@ class House:
         ttft_s, second_s, request = stream(connection, prompt)
         self._wait_released(before)
         held = self._held(before)
-        trace = read_trace(connection, request)
+        trace = read_trace(connection, request) or UNTRACED
         connection.close()
         mode = None if arm == "colocated" else arm.partition(",")[0]
         check(trace, held, mode, len(prompt))
@@ -368,23 +373,6 @@ def render(samples: list[Sample]) -> Table:
             f"{row['num_bytes'] / 2**20:.1f}",
         )
     return table
-
-
-def plot(rows: list[dict[str, object]], path: Path) -> None:
-    """Two panels over the length of the prompt: TTFT over colocated, and memory held in waiting."""
-    from matplotlib.figure import Figure  # noqa: PLC0415 - optional
-
-    figure = Figure(figsize=(9, 4), layout="constrained")
-    times, memory = figure.subplots(1, 2)
-    for arm in dict.fromkeys(row["arm"] for row in rows if row["arm"] != "colocated"):
-        mine = [row for row in rows if row["arm"] == arm]
-        lengths = [row["num_tokens"] for row in mine]
-        times.plot(lengths, [row["over_colocated"] for row in mine], marker="o", label=arm)
-        memory.plot(lengths, [row["waiting_byte_s"] / 2**20 for row in mine], marker="o")
-    times.set(xscale="log", xlabel="prompt tokens", ylabel="TTFT over colocated")
-    memory.set(xscale="log", yscale="log", xlabel="prompt tokens", ylabel="MiB s held in waiting")
-    times.legend()
-    figure.savefig(path)
 
 
 if __name__ == "__main__":
