@@ -131,11 +131,16 @@ def ask_a_pair(
 
 def read_layout(worker: FleetProcess) -> KVLayout:
     """How a worker's KV lies."""
+    return msgspec.convert(read_info(worker)["layout"], KVLayout)
+
+
+def read_info(worker: FleetProcess) -> dict:
+    """What a worker, or the connector in a vLLM server, says about itself."""
     connection = http.client.HTTPConnection(urlsplit(worker.url).netloc, timeout=30)
     connection.request("GET", "/baton/v1/info")
     response = connection.getresponse()
     if response.status == http.HTTPStatus.OK:
-        return msgspec.convert(json.load(response)["layout"], KVLayout)
+        return json.load(response)
     response.read()
     body = {
         "model": "model",
@@ -146,8 +151,7 @@ def read_layout(worker: FleetProcess) -> KVLayout:
     }
     headers = {"content-type": "application/json"}
     connection.request("POST", "/v1/completions", json.dumps(body), headers)
-    answer = json.load(connection.getresponse())
-    return msgspec.convert(answer["kv_transfer_params"]["baton_info"]["layout"], KVLayout)
+    return json.load(connection.getresponse())["kv_transfer_params"]["baton_info"]
 
 
 def ask(gateway: FleetProcess, prompt: list[int]) -> float:

@@ -11,9 +11,10 @@ from baton.clock import MachineClock
 from baton.errors import ConfigError, StoreFullError
 from baton.store.folder.opening import Folder, remove_if_abandoned
 from baton.store.interface import TIERS, Put, Tier, TierContext
-from baton.store.tiered import open_store
+from baton.store.metrics import make_families
+from baton.store.tiered import TieredStore, open_store
 from baton.store.tiers.shared import SharedTier, SharedTierOptions
-from baton.testing.store_contract import StoreContract, body_of, name_of, put, read
+from baton.testing.store_contract import BODY_BYTES, StoreContract, body_of, name_of, put, read
 from baton.testing.store_faults import FolderFaultContract
 
 CLOCK = MachineClock()
@@ -109,6 +110,68 @@ class TestTiers(StoreContract):
         put(store, "a")
         assert read(store, "a") == body_of("a")
         store.close()
+
+
+def counted(store: TieredStore) -> dict[tuple[str, ...], float]:
+    """All samples that are not 0, by name and label values."""
+    return {
+        (sample.name.removeprefix("baton_store_"), *sample.labels.values()): sample.value
+        for family in make_families(store.reports())
+        for sample in family.samples
+        if sample.value
+    }
+
+
+def test_what_is_asked_of_each_tier_is_counted(tmp_path: Path) -> None:
+    options = {
+        "shared": {"directory": str(tmp_path), "capacity_bytes": 30_000},  # two entries
+        "file": {"directory": str(tmp_path / "files"), "capacity_bytes": 1_000_000},
+    }
+    store = open_store(("shared", "file"), options, cluster="contract", clock=CLOCK)
+    capacities = {("capacity_bytes", "shared"): 30_000, ("capacity_bytes", "file"): 1_000_000}
+    assert counted(store) == capacities
+    for content in "aab":
+        put(store, content)
+    assert read(store, "missing") is None
+    assert counted(store) == capacities | {
+        ("puts_total", "shared", "stored"): 2,
+        ("puts_total", "shared", "already"): 1,
+        ("bytes_total", "shared", "written"): 2 * BODY_BYTES,
+        ("leases_total", "shared", "miss"): 1,
+        ("leases_total", "file", "miss"): 1,
+        ("used_bytes", "shared"): store.usage().used_bytes,
+    }
+    put(store, "c")  # one goes down
+    assert read(store, "a") == body_of("a")  # and comes up, for which another goes down
+    store.put(name_of("large"), body_of("large", 40_000))
+    with pytest.raises(StoreFullError):
+        store.put(name_of("too large"), body_of("too large", 2_000_000))
+    found = counted(store)
+    store.close()
+    assert counted(store) == found, "after the end, as it was then"
+    num_down = found["evictions_total", "shared", "handed_down"]
+    assert num_down == 2
+    assert found["puts_total", "shared", "full"] == 2
+    assert found["puts_total", "file", "full"] == 1
+    assert found["puts_total", "file", "stored"] == 1 + num_down
+    assert ("evictions_total", "shared", "dropped") not in found
+    assert found["leases_total", "shared", "miss"] == 2
+    assert ("leases_total", "shared", "hit") not in found
+    assert found["leases_total", "file", "hit"] == 1
+    assert found["bytes_total", "file", "read"] == BODY_BYTES
+
+
+def test_a_damaged_entry_is_counted(tmp_path: Path) -> None:
+    files = TestFileTier()
+    options = {"file": files.options(tmp_path, 1_000_000)}
+    with closing(open_store(("file",), options, cluster="contract", clock=CLOCK)) as store:
+        put(store, "a")
+        path = files.entry(tmp_path, "a")
+        path.write_bytes(path.read_bytes()[:-1] + b"?")
+        assert read(store, "a") is None
+        found = counted(store)
+        assert found["damaged_total", "file"] == 1
+        assert ("used_bytes", "file") not in found
 
 
 @pytest.fixture(name="tiny_disk")

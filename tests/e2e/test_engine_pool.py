@@ -130,3 +130,16 @@ def test_many_requests_through_the_store_give_the_tokens_of_one_engine_alone(
         }
         assert {name: received[name] + cached[name] for name in whole} == whole
         assert len(whole) > NUM_PROMPTS // 2
+        check_counts(prefill, decode)
+
+
+def check_counts(prefill: Node, decode: Node) -> None:
+    """What came was counted; what was waited for is no miss."""
+    kept, taken = (node.agent.options.pool for node in (prefill, decode))
+    assert kept is not None
+    assert taken is not None
+    assert kept.tally.num_kept > 0
+    assert (taken.tally.num_missing, kept.tally.num_taken) == (0, 0)
+    assert taken.tally.num_taken > 0
+    _, last = taken.store.reports()
+    assert last.counts.num_misses == 0

@@ -9,7 +9,7 @@ import pytest
 
 from baton.authority.key import ClusterKey
 from baton.authority.ticket import seal
-from tests.e2e_vllm.asking import ask_all, ask_one, make_prompts
+from tests.e2e_vllm.asking import ask_all, ask_one, make_prompts, read_metric
 from tests.e2e_vllm.house import KEY
 from tests.e2e_vllm.tickets import Handoff, Server, make_ticket, read_tokens, read_verdict
 
@@ -20,6 +20,20 @@ pytestmark = pytest.mark.vllm
 
 STORE_BLOCK = 64
 NOWHERE = "127.0.0.1:1"
+
+
+def assert_counted(prefill: Server, decode: Server) -> None:
+    """Both have counted what went through the store, and what was held for it."""
+    (put, *_), (taken, *_) = prefill.info["control_urls"], decode.info["control_urls"]
+    shared = {"tier": "shared"}
+    assert read_metric(put, "baton_pool_entries_total", leg="prefill", result="kept") > 0
+    assert read_metric(put, "baton_store_puts_total", result="stored", **shared) > 0
+    assert read_metric(put, "baton_handoff_held_block_seconds_total", mode="pool") > 0
+    assert read_metric(taken, "baton_pool_entries_total", leg="decode", result="taken") > 0
+    assert read_metric(taken, "baton_store_leases_total", result="hit", **shared) > 0
+    used = {read_metric(url, "baton_store_used_bytes", **shared) for url in (put, taken)}
+    assert len(used) == 1
+    assert used != {0.0}
 
 
 def pooled(prefill: Server, decode: Server, prompt: list[int]) -> Handoff:
@@ -51,6 +65,7 @@ def test_the_same_tokens_through_the_store(house: House, first: str) -> None:
         trace = handoff.read_decode_trace()
         assert (trace.mode, trace.fallbacks) == ("pool", [])
         assert trace.num_received_tokens == len(prompt)
+    assert_counted(prefill, decode)
 
 
 def test_what_another_prompt_left_lands_in_part(house: House) -> None:

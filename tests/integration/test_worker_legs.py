@@ -16,6 +16,7 @@ import pytest
 
 from baton.authority.key import ClusterKey
 from baton.authority.ticket import Ticket, WorkerRef, seal
+from baton.config.sections import StoreSection
 from baton.ids import Epoch
 from baton.telemetry.summary import summarize
 from baton.telemetry.trace import LegTrace
@@ -40,11 +41,13 @@ class Pair:
 
 
 @pytest.fixture(scope="module")
-def pair() -> Generator[Pair]:
-    lease = {"lease_s": LEASE_S}
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Generator[Pair]:
+    place = str(tmp_path_factory.mktemp("place") / "store")
+    store = {"tiers": ["file"], "options": {"file": {"directory": place}}}
+    options: Json = {"lease_s": LEASE_S, "store": store}
     with (
-        starting("p0", role="prefill", **lease) as prefill,
-        starting("d0", role="decode", **lease) as decode,
+        starting("p0", role="prefill", **options) as prefill,
+        starting("d0", role="decode", **options) as decode,
     ):
         prefill.wait_until_ready()
         decode.wait_until_ready()
@@ -179,6 +182,53 @@ def test_metrics_prove_the_handoff(pair: Pair) -> None:
         assert 'baton_worker_prompt_tokens_total{source="computed"}' not in grown
         assert f'baton_handoff_received_bytes_total{{transport="{transport}"}}' in grown
         assert f'baton_handoff_transfer_seconds_count{{transport="{transport}"}}' in grown
+
+    asyncio.run(scenario())
+
+
+def grown(before: dict[str, float], after: dict[str, float], prefix: str) -> dict[str, float]:
+    """Samples whose names begin so, where they differ, without the prefix: by how much."""
+    differences = {
+        name.removeprefix(prefix): after[name] - before[name]
+        for name in after
+        if name.startswith(prefix)
+    }
+    return {name: difference for name, difference in differences.items() if difference}
+
+
+def test_what_goes_through_the_store_is_in_both_workers_metrics(pair: Pair) -> None:
+    async def scenario() -> None:
+        workers = (pair.prefill, pair.decode)
+        before = [await read_metrics(worker) for worker in workers]
+        body = {"prompt": prompt()}
+        async with asking() as ask:
+            _, text = pair.ticket(mode="pool")
+            num_tokens = (await ask(pair.prefill, body, text)).json()["prompt_tokens"]
+            got = await ask(pair.decode, body, text)
+            _, again = pair.ticket(mode="pool")  # what is in the store is not put again
+            assert (await ask(pair.prefill, body, again)).status == 200
+            alone = await ask(pair.prefill, body)
+        assert got.json()["choices"] == alone.json()["choices"]
+        after = [await read_metrics(worker) for worker in workers]
+        num_entries = -(-num_tokens // StoreSection().block_size)
+        entries, store = "baton_pool_entries_total", "baton_store_"
+        assert grown(before[0], after[0], entries) == {
+            '{leg="prefill",result="kept"}': num_entries,
+            '{leg="prefill",result="known"}': num_entries,
+        }
+        assert grown(before[1], after[1], entries) == {'{leg="decode",result="taken"}': num_entries}
+        put, read = (grown(*each, store) for each in zip(before, after, strict=True))
+        # Each handoff leaves a note, too.
+        assert put['puts_total{result="stored",tier="file"}'] == num_entries + 2
+        assert read['leases_total{result="hit",tier="file"}'] == num_entries + 1
+        assert 'leases_total{result="miss",tier="file"}' not in read
+        written, taken = (
+            f'bytes_total{{direction="{d}",tier="file"}}' for d in ("written", "read")
+        )
+        assert put[written] > read[taken] > 0
+        assert put['used_bytes{tier="file"}'] == read['used_bytes{tier="file"}'] > 0
+        held = grown(before[0], after[0], "baton_handoff_held_block_seconds_total")
+        assert held.keys() == {f'{{mode="pool",phase="{p}"}}' for p in ("computing", "waiting")}
 
     asyncio.run(scenario())
 

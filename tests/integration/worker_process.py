@@ -13,9 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+import msgspec
+
 from baton.authority.key import ClusterKey
 from baton.authority.ticket import HandoffMode, Ticket, WorkerRef, seal
 from baton.clock import MachineClock
+from baton.config.sections import StoreSection
 from baton.ids import Epoch, WorkerId, new_ticket_id
 from baton.models import DEMO_MODEL_PATH
 from baton.worker.options import ProcessOptions
@@ -106,6 +109,8 @@ def main() -> None:
     for name in ("cpu_affinity", "transports"):
         if name in given:
             given[name] = tuple(given[name])
+    if "store" in given:
+        given["store"] = msgspec.convert(given["store"], StoreSection)
     run_worker(ProcessOptions(model=DEMO_MODEL_PATH, key=KEY, **given))
 
 

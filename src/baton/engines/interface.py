@@ -18,6 +18,7 @@ import msgspec
 
 from baton.kv.layout import KVLayout
 from baton.registry import Registry
+from baton.telemetry.holding import HeldBlockSeconds
 from baton.transfer.region import allocate_shared_region
 
 if TYPE_CHECKING:
@@ -139,7 +140,8 @@ UpdateSink: TypeAlias = Callable[[Sequence[EngineUpdate]], None]
 class EngineStats(msgspec.Struct, frozen=True):
     """A snapshot for metrics and admission.
 
-    `num_held_blocks` are those of prompts whose decode workers have yet to pull them.
+    `num_held_blocks` are those of prompts whose decode workers have yet to pull them;
+    `held_block_s` is of all modes, up to now but for what is held still.
     """
 
     num_waiting: int
@@ -158,6 +160,7 @@ class EngineStats(msgspec.Struct, frozen=True):
     num_held_blocks: int = 0
     num_lent_blocks: int = 0
     num_borrowed_blocks: int = 0
+    held_block_s: HeldBlockSeconds = {}
 
 
 class EngineInfo(msgspec.Struct, frozen=True):

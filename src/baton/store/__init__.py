@@ -11,4 +11,6 @@ File map:
     folder/       a folder of entries, crash-safe, shared by processes
     tiers/        the kinds: `shared` (this host's memory), `file`
     tiered.py     several tiers as one: handing down, copying up
+    counting.py   what was asked of a tier, counted around it
+    metrics.py    those counts for Prometheus
 """

@@ -45,6 +45,21 @@ class Usage:
     num_damaged: int
 
 
+@dataclass(frozen=True, slots=True)
+class Level:
+    """How full a tier is, as its users count it, and what this process made go since it opened it.
+
+    `used_bytes` is of all processes; too high for a while after one was killed. Entries that had to
+    make room went to the tier below, or were dropped; damaged ones were removed.
+    """
+
+    used_bytes: int
+    capacity_bytes: int
+    num_handed_down: int
+    num_dropped: int
+    num_damaged: int
+
+
 class Lease(Protocol):
     """An entry that stays readable until `release`, whatever becomes of its name."""
 
@@ -98,6 +113,14 @@ class Tier(Protocol):
 
     def usage(self) -> Usage:
         """What it holds. Looks at every entry.
+
+        Raises:
+            StoreError: it cannot be looked at.
+        """
+        ...
+
+    def level(self) -> Level:
+        """How full it is. Cheap, waits for nobody; from any thread, while it is open.
 
         Raises:
             StoreError: it cannot be looked at.

@@ -7,13 +7,15 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from baton.errors import StoreError
-from baton.store.interface import TIERS, Put, TierContext, Usage
+from baton.store.counting import CountedTier
+from baton.store.interface import TIERS, Level, Put, TierContext, Usage
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from baton.clock import Clock
-    from baton.store.interface import Body, EntryName, Lease, Tier
+    from baton.store.counting import TierReport
+    from baton.store.interface import Body, EntryName, Lease
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +27,7 @@ class TieredStore:
     put while it is full, goes to the next.
     """
 
-    def __init__(self, tiers: Sequence[Tier]) -> None:
+    def __init__(self, tiers: Sequence[CountedTier]) -> None:
         """Take over open tiers, at least one; each hands down to the next already."""
         self._tiers = tuple(tiers)
 
@@ -78,6 +80,25 @@ class TieredStore:
             num_damaged=sum(usage.num_damaged for usage in usages),
         )
 
+    def level(self) -> Level:
+        """See `Tier`: of all tiers together."""
+        levels = [tier.level() for tier in self._tiers]
+        return Level(
+            used_bytes=sum(level.used_bytes for level in levels),
+            capacity_bytes=sum(level.capacity_bytes for level in levels),
+            num_handed_down=sum(level.num_handed_down for level in levels),
+            num_dropped=sum(level.num_dropped for level in levels),
+            num_damaged=sum(level.num_damaged for level in levels),
+        )
+
+    def reports(self) -> list[TierReport]:
+        """What was counted of each tier. From any thread.
+
+        Raises:
+            StoreError: a tier cannot be looked at.
+        """
+        return [tier.report() for tier in self._tiers]
+
     def close(self) -> None:
         """See `Tier`."""
         for tier in self._tiers:
@@ -94,7 +115,7 @@ class TieredStore:
         except StoreError as exc:
             logger.debug("store: an entry stays where it is: %s", exc)
             return lease
-        promoted = self._tiers[0].try_lease(name)
+        promoted = self._tiers[0].uncounted.try_lease(name)  # it was a miss, and stays one
         if promoted is None:
             return lease
         lease.release()
@@ -109,12 +130,12 @@ def open_store(
     Raises:
         ConfigError: one of them cannot be opened, or its options make no sense; none stays open.
     """
-    tiers: list[Tier] = []
+    tiers: list[CountedTier] = []
     with ExitStack() as opened:
         for kind in reversed(kinds):
             below = tiers[0] if tiers else None
             factory = TIERS.build(kind, options.get(kind, {}))
-            tiers.insert(0, factory(TierContext(cluster, clock, below)))
+            tiers.insert(0, CountedTier(kind, factory(TierContext(cluster, clock, below))))
             opened.callback(tiers[0].close)
         opened.pop_all()
     return TieredStore(tiers)

@@ -130,6 +130,26 @@ class StoreContract:
                 assert usage.used_bytes <= usage.capacity_bytes
             assert read(tier, "entry 39") == body_of("entry 39")
 
+    def test_its_level_is_what_its_entries_take_up(self, tmp_path: Path) -> None:
+        capacity = 10 * BODY_BYTES
+        with self.opened(tmp_path, capacity) as tier, self.opened(tmp_path, capacity) as other:
+            put(tier, "a")
+            put(tier, "b")
+            tier.discard(name_of("a"))
+            usage = tier.usage()
+            for each in (tier, other):
+                level = each.level()
+                assert level.used_bytes == usage.used_bytes > 0
+                assert level.capacity_bytes == usage.capacity_bytes
+                assert level.num_dropped == level.num_handed_down == level.num_damaged == 0
+            for i in range(40):
+                put(tier, f"entry {i}")
+            kept = tier.usage()
+            level = tier.level()
+            assert level.used_bytes == kept.used_bytes
+            assert level.num_dropped == 41 - kept.num_entries
+            assert other.level().num_dropped == 0
+
     def test_the_least_recently_used_goes_first(self, tmp_path: Path) -> None:
         with self.opened(tmp_path, 8 * BODY_BYTES) as tier:
             put(tier, "kept")

@@ -12,6 +12,8 @@ from prometheus_client import CollectorRegistry
 
 import baton
 from baton.clock import MachineClock
+from baton.handoff.pooling.metrics import PoolCollector
+from baton.telemetry.holding import HeldBlocksCollector
 from baton.telemetry.links import LinkInstruments
 from baton.telemetry.metrics import WorkerMetrics, set_worker_info
 from baton.telemetry.trace import TraceRing
@@ -96,10 +98,13 @@ def build_worker(
     registry = CollectorRegistry()
     metrics = WorkerMetrics(registry, options.transports, FALLBACK_CAUSES)
     registry.register(EngineCollector(engine.stats))
+    registry.register(HeldBlocksCollector(lambda: engine.stats().held_block_s))
     set_worker_info(registry, _facts(options, engine))
     if agent is not None:
         agent.observe_links(LinkInstruments(registry, options.transports))
         registry.register(LeaseCollector(lambda: agent.num_lapsed_leases))
+        if agent.options.pool is not None:
+            registry.register(PoolCollector(agent.options.pool))
     bridge, traces = EngineBridge(engine, clock), TraceRing(options.num_traces)
     reader = PromptReader(
         served_model_name=options.served_model_name,

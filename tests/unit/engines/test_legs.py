@@ -13,7 +13,9 @@ from baton.handoff.interface import (
     BlocksQuiescent,
     KVFailed,
     KVLanded,
+    KVLent,
     KVSent,
+    LoanEnded,
     SampledToken,
     SendFailed,
 )
@@ -121,6 +123,49 @@ def test_a_cancelled_prefill_leg_keeps_its_blocks_until_its_handoff_ends(
     driver.check_all_blocks_are_free()
 
 
+def held_block_s(driver: Driver, mode: str) -> tuple[float, float]:
+    """Block-seconds of computing and of waiting; nothing else was counted."""
+    sums = driver.loop.stats().held_block_s
+    found = sums[mode, "computing"], sums[mode, "waiting"]
+    assert sum(sums.values()) == sum(found)
+    return found
+
+
+@pytest.mark.parametrize("event", [KVSent(TICKET.id), SendFailed(TICKET.id, LOST)])
+def test_blocks_of_a_prefill_leg_are_counted_until_its_handoff_ends(
+    event: KVSent | SendFailed,
+) -> None:
+    driver, handoff = drive(max_batch_tokens=16)
+    driver.submit("p", PROMPT, PrefillLeg(TICKET))
+    for _ in range(3):
+        driver.turn()
+        driver.clock.advance(2.0)
+    driver.turn()
+    handoff.events = [event]
+    driver.clock.advance(3.0)
+    driver.turn()
+    driver.clock.advance(50.0)
+    driver.turn()
+    assert held_block_s(driver, "push") == (5 * 4.0, 5 * 5.0)
+    driver.check_all_blocks_are_free()
+
+
+def test_lent_blocks_are_counted_until_the_loan_ends() -> None:
+    driver, handoff = drive()
+    ticket = msgspec.structs.replace(TICKET, mode="reference")
+    driver.submit("p", PROMPT, PrefillLeg(ticket))
+    driver.run()
+    lent = tuple(int(block) for block in handoff.sends[0].blocks.blocks[:4])
+    driver.clock.advance(1.0)
+    handoff.events = [KVLent(ticket.id, lent)]
+    driver.turn()
+    driver.clock.advance(10.0)
+    handoff.events = [LoanEnded(ticket.id)]
+    driver.turn()
+    assert held_block_s(driver, "reference") == (0.0, 5 * 1.0 + 4 * 10.0)
+    driver.check_all_blocks_are_free()
+
+
 def test_kv_sent_before_prefill_is_done_is_an_error_not_an_answer() -> None:
     driver, handoff = drive(max_batch_tokens=16)
     driver.submit("p", PROMPT, PrefillLeg(TICKET))
@@ -195,6 +240,19 @@ def leg_without_first_token(num_prompt_tokens: int = 40, **sampling: object) -> 
     decode.turn()
     assert len(decode.tokens("d")) == 1, "one turn computes the last prompt token, and samples"
     return decode
+
+
+def test_a_landed_first_token_does_not_wait_for_the_step_that_follows_it() -> None:
+    driver, handoff = drive()
+    deliveries: list[list[str]] = []
+    driver.loop = driver.engine.build_loop(
+        lambda updates: deliveries.append([type(update).__name__ for update in updates]), handoff
+    )
+    driver.submit("d", PROMPT, DecodeLeg(TICKET))
+    driver.turn()
+    handoff.events = [KVLanded(TICKET.id, SampledToken(5))]
+    driver.turn()
+    assert deliveries == [["NewToken"], ["NewToken"]]
 
 
 @pytest.mark.parametrize("num_prompt_tokens", [33, 39, 40])

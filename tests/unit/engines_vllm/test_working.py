@@ -50,6 +50,7 @@ class Bench:
     traces: TraceRing
     rank: RankHandoffs
     bell: SettlingBell
+    observer: RankObserver
 
 
 @pytest.fixture
@@ -66,7 +67,7 @@ def bench() -> Bench:
     )
     observer = RankObserver(traces, HandoffInstruments(CollectorRegistry(), ("shared",), ()))
     rank = RankHandoffs(setting, port, bell=bell, clock=clock, observer=observer)
-    return Bench(clock, port, traces, rank, bell)
+    return Bench(clock, port, traces, rank, bell, observer)
 
 
 def prompt(bench: Bench, num_tokens: int, ends: tuple[WorkerRef, WorkerRef] = ONE_RANK) -> Prompt:
@@ -127,6 +128,20 @@ def test_what_will_never_be_computed_is_not_vouched_for(bench: Bench, how: str) 
         bench.rank.poll(set(), 0.0)
     run(bench, StepOrders(preempted=("r",) if how == "preempted" else ()), "a")
     assert bench.port.uncomputed == [()]
+
+
+def test_blocks_of_an_offer_are_counted_as_they_come_until_its_handoff_ends(bench: Bench) -> None:
+    run(bench, offer(bench, 7, 3, (5,)), "a", "b")
+    bench.clock.advance(1.0)
+    run(bench, StepOrders(progress=(Progress("r", 1, (9,), 7, is_last=True),)), "a", "b")
+    bench.clock.advance(10.0)
+    bench.port.sent(ID)
+    assert bench.rank.poll({"r"}, 0.0) == ({"r"}, set())
+    bench.clock.advance(100.0)
+    run(bench, StepOrders())
+    sums = bench.observer.held_block_s
+    assert (sums["push", "computing"], sums["push", "waiting"]) == (1.0, 20.0)
+    assert sum(sums.values()) == 21.0
 
 
 def test_decode_need_not_wait_for_what_comes_after_the_last_layers_kv(bench: Bench) -> None:

@@ -30,6 +30,7 @@ from baton.handoff.interface import (
     SendFailed,
 )
 from baton.kv.identity import HashDomain
+from baton.telemetry.holding import HeldBlocks
 from baton.telemetry.trace import Stamp
 
 if TYPE_CHECKING:
@@ -90,7 +91,8 @@ class _Tally:
 class EngineLoop:
     """All that the engine's thread owns; `turn` never waits.
 
-    Updates of a turn leave in one call of `sink`. `on_end` is told each request that is over.
+    Updates leave in one call of `sink` before the step, and one after it, where there are any.
+    `on_end` is told each request that is over.
     """
 
     def __init__(  # noqa: PLR0913 - the parts of an engine
@@ -117,12 +119,14 @@ class EngineLoop:
         self._tally = _Tally()
         self._degraded: set[str] = set()
         self._stalls = StallWatch()
+        self._held = HeldBlocks()
 
     def turn(self) -> bool:
         """Hear the handoff, compute one step, deliver. Whether there was anything to compute."""
         for event in self._handoff.poll():
             self._hear(event)
         self._expire()
+        self.deliver()  # a first token that landed does not wait for the step that follows it
         plan = self._scheduler.schedule()
         for borrowed, own in plan.copies:
             self._pages.copy(borrowed, own)
@@ -217,6 +221,7 @@ class EngineLoop:
             received_prompt_tokens=self._tally.received,
             output_tokens=self._tally.output,
             num_held_blocks=custody.num_held_blocks,
+            held_block_s=self._held.block_seconds,
         )
 
     def check_invariants(self) -> None:
@@ -253,6 +258,8 @@ class EngineLoop:
         for work in plan.work:
             self._count_admission(work.sequence)
         for sequence, ticket in plan.offered:
+            self._held.hold(ticket.id, ticket.mode, self._clock.now())
+            self._held.resize(ticket.id, len(sequence.blocks), self._clock.now())
             self._handoff.offer(make_send_order(sequence, ticket, fingerprint))
 
     def _compute(self, plan: Plan) -> None:
@@ -277,6 +284,7 @@ class EngineLoop:
         if isinstance(sequence.leg, PrefillLeg):
             sequence.first_token = token
             self._scheduler.hold(sequence)
+            self._held.computed(sequence.leg.ticket.id, self._clock.now())
             self._handoff.finish(sequence.leg.ticket.id, token)
             self._answer_early(sequence, sequence.leg.ticket, token)
             return
@@ -325,10 +333,12 @@ class EngineLoop:
             case BlocksQuiescent(ticket):
                 self._scheduler.custody.release_quarantined(ticket)
             case KVSent(ticket):
+                self._held.release(ticket, self._clock.now())
                 self._finish_send(self._scheduler.give_back(ticket))
             case KVLent() | LoanEnded() | LoanRecalled():
                 self._hear_of_loan(event)
             case SendFailed(ticket, error):
+                self._held.release(ticket, self._clock.now())
                 sequence = self._scheduler.give_back(ticket)
                 if sequence is not None and sequence.status is not Status.ENDED:
                     self._fail(sequence, error)
@@ -338,8 +348,10 @@ class EngineLoop:
     def _hear_of_loan(self, event: KVLent | LoanEnded | LoanRecalled) -> None:
         match event:
             case KVLent(ticket, blocks):
+                self._held.resize(ticket, len(blocks), self._clock.now())
                 self._finish_send(self._scheduler.lend(ticket, blocks))
             case LoanEnded(ticket):
+                self._held.release(ticket, self._clock.now())
                 self._scheduler.loans.end(ticket)
             case LoanRecalled(ticket):
                 self._scheduler.loans.recall(ticket)

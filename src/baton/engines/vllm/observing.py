@@ -8,16 +8,19 @@ from typing import TYPE_CHECKING, Final
 from baton.engines.vllm.legs import merge_parts
 from baton.engines.vllm.records import HandoffRecord, record_received, record_sent
 from baton.handoff.interface import DECLINED_STAGE
+from baton.telemetry.holding import HeldBlocks
 from baton.telemetry.trace import LegTrace, Stamp
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from baton.authority.ticket import HandoffMode
     from baton.clock import Instant
     from baton.engines.vllm.loads import LoadInProgress
     from baton.engines.vllm.meta import Finished, VllmRequestId
     from baton.errors import HandoffError
     from baton.ids import TicketId
+    from baton.telemetry.holding import HeldBlockSeconds
     from baton.telemetry.metrics import HandoffInstruments
     from baton.telemetry.trace import TraceRing
 
@@ -38,6 +41,12 @@ class RankObserver:
         self._open: dict[VllmRequestId, _Open] = {}
         self._starting: list[LegTrace] = []
         self._records: list[HandoffRecord] = []
+        self._held = HeldBlocks()
+
+    @property
+    def held_block_s(self) -> HeldBlockSeconds:
+        """Blocks times seconds for which offered prompts held them, until their handoffs ended."""
+        return self._held.block_seconds
 
     def opened(
         self, request: VllmRequestId, leg: LegTrace, parts: Mapping[TicketId, LegTrace]
@@ -51,6 +60,16 @@ class RankObserver:
         found = self._open.get(request)
         if found is not None:
             found.leg.stamp(stamp, at)
+        if stamp is Stamp.PREFILL_DONE:
+            self._held.computed(request, at)
+
+    def offered(self, request: VllmRequestId, mode: HandoffMode, at: Instant) -> None:
+        """A prompt is held for its decode worker from now on."""
+        self._held.hold(request, mode, at)
+
+    def grew(self, request: VllmRequestId, num_blocks: int, at: Instant) -> None:
+        """An offered prompt has so many blocks from now on."""
+        self._held.resize(request, num_blocks, at)
 
     def received(self, load: LoadInProgress, at: Instant) -> None:
         """A load is over."""
@@ -70,6 +89,7 @@ class RankObserver:
 
     def sent(self, request: VllmRequestId, error: HandoffError | None, at: Instant) -> None:
         """An offer is over: with it this server's part in the request's trace."""
+        self._held.release(request, at)
         found = self._open.pop(request, None)
         if found is None:
             return

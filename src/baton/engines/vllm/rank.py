@@ -30,9 +30,11 @@ from baton.engines.vllm.pool import SharedPool
 from baton.engines.vllm.working import RankHandoffs, RankSetting
 from baton.handoff.agent import AgentOptions, HandoffAgent
 from baton.handoff.link_options import LinkOptions
+from baton.handoff.pooling.metrics import PoolCollector
 from baton.handoff.pooling.opening import open_pool
 from baton.handoff.verification import VerificationPolicy
 from baton.kv.layout import TensorParallelShard
+from baton.telemetry.holding import HeldBlocksCollector
 from baton.telemetry.links import LinkInstruments
 from baton.telemetry.metrics import HandoffInstruments, set_worker_info
 from baton.telemetry.trace import TraceRing
@@ -134,6 +136,8 @@ class Rank:
         agent = HandoffAgent(self._agent_options(fingerprint))
         registry = CollectorRegistry()
         agent.observe_links(LinkInstruments(registry, options.transports))
+        if agent.options.pool is not None:
+            registry.register(PoolCollector(agent.options.pool))
         agent.start(self._bell.set)
         self._agent = agent
         traces = TraceRing(NUM_TRACES)
@@ -197,6 +201,8 @@ class Rank:
         plan = self._plan
         worker, epoch = plan.identity.of_rank(plan.rank)
         instruments = HandoffInstruments(registry, plan.options.transports, (FALLBACK_CAUSE,))
+        observer = RankObserver(traces, instruments)
+        registry.register(HeldBlocksCollector(lambda: observer.held_block_s))
         setting = RankSetting(
             worker=worker,
             epoch=epoch,
@@ -209,7 +215,7 @@ class Rank:
             agent,
             bell=self._bell,
             clock=self._clock,
-            observer=RankObserver(traces, instruments),
+            observer=observer,
         )
 
     def _agent_options(self, fingerprint: str) -> AgentOptions:

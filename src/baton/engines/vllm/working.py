@@ -242,6 +242,7 @@ class RankHandoffs:
             )
         self._fates.known(prompt.ticket.id, [ticket.id for ticket in tickets])
         self._observer.opened(offer.request, leg, send.traces)
+        self._observer.offered(offer.request, prompt.ticket.mode, self._clock.now())
         leg.stamp(Stamp.ADMITTED, self._clock.now())
         leg.stamp(Stamp.PREFILL_STARTED, self._clock.now())
 
@@ -319,6 +320,8 @@ class RankHandoffs:
             if send is None:
                 continue
             send.extend(progress)
+            num_blocks = progress.first_block + len(progress.blocks)
+            self._observer.grew(progress.request, num_blocks, self._clock.now())
             yield from ((ticket.id, progress.stop) for ticket in send.tickets)
 
     def _ready_in(self, layer: int) -> None:

@@ -12,4 +12,5 @@ File map:
     carrying.py    between a worker's pages and bodies of entries
     keeping.py     carries out deposits; taking.py carries out collections
     desk.py        the thread that does both; absent.py a worker without a store
+    tally.py       what became of the entries; metrics.py shows it, and the store's tiers
 """

@@ -25,7 +25,7 @@ class Keeper:
     """Works on one deposit at a time. Owner: the pool's thread."""
 
     def __init__(self, pool: Pool, carrier: Carrier, emit: Callable[[HandoffEvent], None]) -> None:
-        self._store, self._form = pool.store, pool.form
+        self._store, self._form, self._tally = pool.store, pool.form, pool.tally
         self._carrier, self._emit = carrier, emit
 
     def step(self, deposit: Deposit) -> bool:
@@ -37,6 +37,7 @@ class Keeper:
         known = self._count_known(batch)
         if known:  # delta: what the store has is not written again
             deposit.kept(known)
+            self._tally.num_known += known
             return True
         for bodies, part in zip(
             self._carrier.gather(batch, deposit.order.blocks), self._carrier.parts, strict=True
@@ -45,6 +46,7 @@ class Keeper:
                 self._store.put(self._form.name(piece.block_hash, part), memoryview(row))
             deposit.order.trace.num_bytes += bodies.rows.nbytes
         deposit.kept(len(batch))
+        self._tally.num_kept += len(batch)
         return True
 
     def finish(self, deposit: Deposit) -> None:

@@ -49,17 +49,9 @@ def leave_note(store: Tier, ticket: TicketId, part: int, note: Note) -> None:
 
 def find_note(store: Tier, ticket: TicketId, part: int) -> Note | None:
     """The note of a ticket, if it is there and makes sense."""
-    lease = store.try_lease(_name(ticket, part))
-    if lease is None:
-        return None
-    with lease:
-        if lease.num_bytes > MAX_NOTE_BYTES:
-            return None
-        body = bytearray(lease.num_bytes)
-        if not lease.try_read(memoryview(body)):
-            return None
+    body = _try_read(store, _name(ticket, part))
     try:
-        return _decoder.decode(body)
+        return None if body is None else _decoder.decode(body)
     except msgspec.MsgspecError:
         return None
 
@@ -71,3 +63,15 @@ def remove_note(store: Tier, ticket: TicketId, part: int) -> None:
 
 def _name(ticket: TicketId, part: int) -> EntryName:
     return EntryName(hashlib.sha256(_TAG + ticket + part.to_bytes(4, "little")).digest())
+
+
+def _try_read(store: Tier, name: EntryName) -> bytearray | None:
+    # It is looked for often: what has not come yet is no miss.
+    lease = store.try_lease(name) if store.find((name,)) else None
+    if lease is None:
+        return None
+    with lease:
+        if lease.num_bytes > MAX_NOTE_BYTES:
+            return None
+        body = bytearray(lease.num_bytes)
+        return body if lease.try_read(memoryview(body)) else None

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+
+from baton.handoff.pooling.tally import EntryTally
 
 if TYPE_CHECKING:
     from baton.handoff.faces import Face
     from baton.store.form import EntryForm
-    from baton.store.interface import Tier
+    from baton.store.tiered import TieredStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +20,7 @@ class Pool:
     The face shows the engine's blocks in an order that can be divided into tokens and heads.
     """
 
-    store: Tier
+    store: TieredStore
     form: EntryForm
     face: Face
+    tally: EntryTally = field(default_factory=EntryTally)

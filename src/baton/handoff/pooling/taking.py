@@ -31,7 +31,7 @@ class Taker:
         clock: Clock,
         emit: Callable[[HandoffEvent], None],
     ) -> None:
-        self._store, self._form = pool.store, pool.form
+        self._store, self._form, self._tally = pool.store, pool.form, pool.tally
         self._carrier, self._clock, self._emit = carrier, clock, emit
 
     def step(self, collection: Collection) -> bool:
@@ -52,6 +52,7 @@ class Taker:
             table=order.blocks,
         )
         collection.landed(num_read)
+        self._tally.num_taken += num_read
         order.trace.num_bytes += sum(each.rows[:num_read].nbytes for each in bodies)
         order.trace.stamp(Stamp.FIRST_LAYER_LANDED, self._clock.now())
         return True
@@ -75,6 +76,7 @@ class Taker:
 
     def end_early(self, collection: Collection, reason: str, stage: str) -> None:
         """Nothing more will come."""
+        self._tally.num_missing += len(collection.next_pieces)
         self._end(collection, collection.end_early(reason, stage))
 
     def forget(self, ticket: TicketId) -> None:
@@ -88,14 +90,20 @@ class Taker:
             self._emit(event)
 
     def _read(self, batch: Sequence[Piece], bodies: Sequence[Bodies]) -> int:
-        """How many leading pieces were read, in all parts, and are what was put."""
-        for index, piece in enumerate(batch):
-            for part, each in zip(self._carrier.parts, bodies, strict=True):
+        """How many leading pieces were read, in all parts, and are what was put.
+
+        Looks before it asks: what has not come yet is no miss.
+        """
+        parts = self._carrier.parts
+        names = [self._form.name(piece.block_hash, part) for piece in batch for part in parts]
+        num_there = self._store.find(names) // len(parts)
+        for index in range(num_there):
+            for at, each in enumerate(bodies, index * len(parts)):
                 row = memoryview(each.rows[index])
-                lease = self._store.try_lease(self._form.name(piece.block_hash, part))
+                lease = self._store.try_lease(names[at])
                 if lease is None:
                     return index
                 with lease:
                     if lease.num_bytes != len(row) or not lease.try_read(row):
                         return index
-        return len(batch)
+        return num_there

@@ -80,6 +80,11 @@ class SharedRoom:
         with self._locked():
             self._write(Room(self._capacity_bytes, count()))
 
+    def look(self) -> Room:
+        """The counts, without the lock: a change of another's may be half way."""
+        with mapped({OSError: StoreError}):
+            return self._read()
+
     def close(self) -> None:
         """Close the file."""
         os.close(self._fd)

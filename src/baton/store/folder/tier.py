@@ -14,7 +14,7 @@ from baton.errors import ConfigError, StoreError, StoreFullError, mapped
 from baton.store.folder.lease import FileLease
 from baton.store.folder.publishing import remove_unfinished, written
 from baton.store.folder.shared_room import SharedRoom
-from baton.store.interface import EntryName, Put, Usage
+from baton.store.interface import EntryName, Level, Put, Usage
 from baton.store.record import HEADER_BYTES, make_header, read_digest
 from baton.store.room import Held, choose_victims
 
@@ -46,7 +46,7 @@ class FolderTier:
         self._folder, self._fd = folder, folder.fd
         self._capacity_bytes = capacity_bytes
         self._clock, self._below = context.clock, context.below
-        self._num_damaged = 0
+        self._num_damaged = self._num_handed_down = self._num_dropped = 0
         self._is_reported = False
         with mapped({OSError: ConfigError, StoreError: ConfigError}):
             self._room = SharedRoom(folder.fd, capacity_bytes)
@@ -115,6 +115,17 @@ class FolderTier:
             num_damaged=self._num_damaged,
         )
 
+    def level(self) -> Level:
+        """See `Tier`."""
+        room = self._room.look()
+        return Level(
+            used_bytes=room.kept_bytes + room.pending_bytes,
+            capacity_bytes=self._capacity_bytes,
+            num_handed_down=self._num_handed_down,
+            num_dropped=self._num_dropped,
+            num_damaged=self._num_damaged,
+        )
+
     def close(self) -> None:
         """See `Tier`. The folder stays open: it is the caller's."""
         self._room.close()
@@ -140,24 +151,29 @@ class FolderTier:
         with mapped({OSError: StoreError}):
             victims = choose_victims(self._scan(), num_bytes)
         for victim in victims:
-            self._demote(victim.name)
+            if self._try_demote(victim.name):
+                self._num_handed_down += 1
+            else:
+                self._num_dropped += 1
             self._remove(victim.name)
         if sum(victim.num_bytes for victim in victims) < num_bytes:
             self._room.recount(self._count)
 
-    def _demote(self, name: EntryName) -> None:
+    def _try_demote(self, name: EntryName) -> bool:
         """Hand an entry down, if there is a tier below; what it does not take is lost."""
         below = self._below
         lease = None if below is None else self.try_lease(name)
         if lease is None or below is None:
-            return
+            return False
         with lease:
             body = memoryview(bytearray(lease.num_bytes))
             try:
                 if lease.try_read(body):
                     below.put(name, body)
+                    return True
             except StoreError as exc:
                 self._report(exc)
+        return False
 
     def _remove(self, name: EntryName) -> None:
         with suppress(StoreError):

@@ -1,0 +1,379 @@
+"""Push, pull, pool and by reference side by side: TTFT, and the memory that they hold on prefill.
+
+    python benchmarks/bench_modes.py [--quick] [--engine vllm] [--store file] [--repetitions 5]
+        [--json benchmarks/results/modes.json]
+
+One prefill and one decode worker, a core each, behind a gateway for each arm; arms take turns.
+Random prompts, so that no cache helps, and 16 tokens of answer, so that what is lent is held for a
+while. The model has much KV for little computing: a random Llama of 8 KiB a token.
+
+`colocated` is the prefill worker alone. `second token` is the gap between the first two tokens:
+what an early first token leaves to wait for. Memory is read from the prefill worker's
+`baton_handoff_held_block_seconds_total`, times the bytes of a block: while the prompt is computed,
+and from then on until the handoff ends. Each request's own mode is checked in its trace and in
+that counter. A request that was handed over otherwise ends the run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+from urllib.parse import urlsplit
+
+import msgspec
+import numpy as np
+from bench_recovery import find, is_free, read, wait_until
+from bench_ttft import read_trace
+from bench_verification import read_info
+from rich.console import Console
+from rich.table import Table
+
+from baton.bench.manifest import close_manifest, open_manifest
+from baton.clock import MachineClock
+from baton.kv.layout import KVLayout
+from baton.testing.fleet import Fleet
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from baton.testing.fleet import FleetProcess
+
+LENGTHS = (512, 1024, 2048, 4096, 8192)
+MODEL = {"layers": 4, "hidden": 256, "heads": 8, "kv-heads": 8}
+CONTEXT_TOKENS = 8448
+NUM_OUTPUT_TOKENS = 16
+KV_BYTES = 512 << 20
+STORE_BYTES = 1 << 30
+EARLY: Final = "push, early"
+ARMS: Final = ("colocated", "push", EARLY, "pull", "pool", "reference")
+ENGINE_ARMS: Final = {"transformers": ARMS, "vllm": ("colocated", "push", "pull", "pool")}
+"""vLLM's blocks cannot be attended over from outside, and its first token cannot be agreed on."""
+HELD: Final = "baton_handoff_held_block_seconds_total"
+UNTRACED: Final = {
+    "mode": "colocated",
+    "num_received_tokens": 0,
+    "num_bytes": 0,
+    "transport": None,
+    "fallbacks": [],
+}
+"""What a request that is vLLM's own leaves."""
+console = Console(stderr=True, width=160)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One request. Seconds; bytes times seconds for memory, which colocated requests do not hold.
+
+    `was_early`: the first token was the prefill worker's own word.
+    """
+
+    arm: str
+    num_tokens: int
+    ttft_s: float
+    second_token_s: float
+    computing_byte_s: float
+    waiting_byte_s: float
+    num_bytes: int
+    transport: str | None
+    was_early: bool
+
+
+def main() -> None:
+    """Run the benchmark, print a table, keep the samples."""
+    options = parse()
+    manifest = open_manifest(sys.argv, MachineClock())
+    with tempfile.TemporaryDirectory() as folder:
+        samples = measure(Path(folder), options)
+    console.print(render(samples))
+    if options.json:
+        record = {
+            "manifest": msgspec.to_builtins(close_manifest(manifest)),
+            "engine": options.engine,
+            "model": MODEL | {"dtype": options.dtype},
+            "store": options.store,
+            "summary": summarize(samples),
+            "samples": [asdict(sample) for sample in samples],
+        }
+        options.json.write_text(json.dumps(record, indent=1) + "\n")
+
+
+def parse() -> argparse.Namespace:
+    """The command line; `--quick` only proves that everything runs."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
+    parser.add_argument("--arms", nargs="+", choices=ARMS)
+    parser.add_argument("--engine", choices=sorted(ENGINE_ARMS), default="transformers")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--store", choices=["shared", "file"], default="shared")
+    parser.add_argument("--quick", action="store_true", help="512 and 1,024 tokens, once")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    if options.quick:
+        options.repetitions, options.lengths = 1, (512, 1024)
+    options.arms = options.arms or ENGINE_ARMS[options.engine]
+    return options
+
+
+def make_model(folder: Path, dtype: str) -> Path:
+    """A random Llama of about 6 million parameters."""
+    path = folder / "model"
+    shape = [word for key, value in MODEL.items() for word in (f"--{key}", str(value))]
+    command = [sys.executable, "-m", "baton.cli", "model", "make", "--random", *shape]
+    command += ["--context", str(CONTEXT_TOKENS), "--dtype", dtype, "--out", str(path)]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    return path
+
+
+def worker_settings(folder: Path, options: argparse.Namespace) -> dict[str, object]:
+    """The same for both workers."""
+    store = f"store.options.{options.store}"
+    settings: dict[str, object] = {
+        "worker.model": str(make_model(folder, options.dtype)),
+        "worker.served_model_name": "model",
+        "worker.engine": options.engine,
+        "engine.num_threads": 1,
+        "engine.dtype": options.dtype,
+        "engine.kv_cache_bytes": KV_BYTES,
+        "transfer.transports": ["shared"],
+        "store.tiers": [options.store],
+        f"{store}.capacity_bytes": STORE_BYTES,
+    }
+    if options.store == "file":
+        settings[f"{store}.directory"] = str(folder / "store")
+    if options.engine == "vllm":
+        settings["engine.max_context_tokens"] = CONTEXT_TOKENS
+    return settings
+
+
+def measure(folder: Path, options: argparse.Namespace) -> list[Sample]:
+    """Start the workers and the gateways, and ask them in turn."""
+    settings = worker_settings(folder, options)
+    environment = dict(os.environ, BATON_CLUSTER_KEY=os.urandom(32).hex())
+    rng = np.random.default_rng(0)
+    samples: list[Sample] = []
+    with Fleet(folder, environment) as fleet:
+        cores = sorted(os.sched_getaffinity(0))
+        prefill = fleet.start_worker("prefill-0", "both", settings, cores=cores[:1])
+        decode = fleet.start_worker("decode-0", "both", settings, cores=cores[-1:])
+        for worker in (prefill, decode):
+            worker.wait_ready()
+            if len(os.sched_getaffinity(worker.pid)) != 1:
+                raise RuntimeError(f"{worker.name} is not pinned to one core")
+        house = House(options.engine, prefill, read_info(prefill))
+        arms = {arm: start_gateway(fleet, arm, prefill, decode) for arm in options.arms}
+        for arm, gateway in arms.items():
+            house.ask(arm, gateway, rng.integers(300, 4000, 300).tolist())  # warm-up
+        for repetition in range(options.repetitions):
+            for num_tokens in options.lengths:
+                for arm in turned(options.arms, repetition):
+                    prompt = rng.integers(300, 4000, num_tokens).tolist()
+                    sample = house.ask(arm, arms[arm], prompt)
+                    samples.append(sample)
+                    console.print(
+                        f"{arm:12} {num_tokens:5} tokens {sample.ttft_s:7.3f} s, held "
+                        f"{sample.computing_byte_s / 2**20:8.2f} + "
+                        f"{sample.waiting_byte_s / 2**20:8.2f} MiB s"
+                    )
+    return samples
+
+
+def turned(arms: Sequence[str], repetition: int) -> list[str]:
+    """Another one is first in each repetition, and every second one goes backwards."""
+    at = repetition % len(arms)
+    order = [*arms[at:], *arms[:at]]
+    return order if repetition % 2 else order[::-1]
+
+
+def start_gateway(
+    fleet: Fleet, arm: str, prefill: FleetProcess, decode: FleetProcess
+) -> FleetProcess:
+    """A gateway that hands over in one way only."""
+    if arm == "colocated":
+        return fleet.start_gateway([], [], both=[prefill], settings={"gateway.mode": arm})
+    mode = "push" if arm == EARLY else arm
+    settings = {"gateway.mode": mode, "gateway.first_token_early": arm == EARLY}
+    return fleet.start_gateway([prefill], [decode], settings=settings)
+
+
+@dataclass
+class House:
+    """The prefill worker, where it counts, and what it says about itself."""
+
+    engine: str
+    prefill: FleetProcess
+    info: dict
+
+    def ask(self, arm: str, gateway: FleetProcess, prompt: list[int]) -> Sample:
+        """One request; returns when the prefill worker holds nothing of it any more.
+
+        Raises:
+            RuntimeError: it was not answered, or not in the way that the arm is about.
+        """
+        before, early_before = self._count(), count_early(gateway)
+        connection = http.client.HTTPConnection(urlsplit(gateway.url).netloc, timeout=300)
+        ttft_s, second_s, request = stream(connection, prompt)
+        self._wait_released(before)
+        held = self._held(before)
+        trace = read_trace(connection, request) or UNTRACED
+        connection.close()
+        mode = None if arm == "colocated" else arm.partition(",")[0]
+        check(trace, held, mode, len(prompt))
+        block_bytes = msgspec.convert(self.info["layout"], KVLayout).block_bytes
+        return Sample(
+            arm=arm,
+            num_tokens=len(prompt),
+            ttft_s=ttft_s,
+            second_token_s=second_s,
+            computing_byte_s=held.get((mode, "computing"), 0.0) * block_bytes,
+            waiting_byte_s=held.get((mode, "waiting"), 0.0) * block_bytes,
+            num_bytes=trace["num_bytes"],
+            transport=trace["transport"],
+            was_early=count_early(gateway) > early_before,
+        )
+
+    def _count(self) -> str:
+        """The prefill worker's metrics; those of vLLM's connector have a port of their own."""
+        if self.engine != "vllm":
+            return read(self.prefill, "/metrics")
+        parts = urlsplit(self.info["control_urls"][0])
+        connection = http.client.HTTPConnection(parts.netloc, timeout=30)
+        try:
+            connection.request("GET", "/metrics")
+            return connection.getresponse().read().decode()
+        finally:
+            connection.close()
+
+    def _wait_released(self, before: str) -> None:
+        """Until its blocks are free. vLLM's count is not ours to read: until the handoff is over.
+
+        A colocated request of vLLM's leaves no trace there.
+        """
+        if self.engine != "vllm":
+            wait_until(lambda: is_free(self.prefill))
+            return
+        deadline = time.monotonic() + 1.0
+        while count_sent(self._count()) == count_sent(before) and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+    def _held(self, before: str) -> dict[tuple[str | None, str], float]:
+        """Block-seconds since then, by mode and phase, but those that are 0."""
+        after = self._count()
+        modes, phases = ("push", "pull", "pool", "reference"), ("computing", "waiting")
+        names = {(m, p): f'{HELD}{{mode="{m}",phase="{p}"}}' for m in modes for p in phases}
+        grown = {key: find(after, name) - find(before, name) for key, name in names.items()}
+        return {key: block_s for key, block_s in grown.items() if block_s}
+
+
+def stream(connection: http.client.HTTPConnection, prompt: list[int]) -> tuple[float, float, str]:
+    """Stream an answer: TTFT, the gap to the second token, and the request's id.
+
+    With logprobs every token is an event, whether it makes a character or not.
+    """
+    body = {"model": "model", "prompt": prompt, "max_tokens": NUM_OUTPUT_TOKENS, "stream": True}
+    body |= {"temperature": 0, "ignore_eos": True, "logprobs": 0}
+    headers = {"content-type": "application/json"}
+    arrivals: list[float] = []
+    started = time.perf_counter()
+    connection.request("POST", "/v1/completions", json.dumps(body), headers)
+    response = connection.getresponse()
+    while line := response.readline():
+        if response.status != http.HTTPStatus.OK or b'"error"' in line:
+            raise RuntimeError(f"HTTP {response.status}: {line[:500]!r}")
+        if line.startswith(b"data: {"):
+            arrivals.append(time.perf_counter() - started)
+    return arrivals[0], arrivals[1] - arrivals[0], response.headers["x-request-id"]
+
+
+def check(
+    trace: dict, held: dict[tuple[str | None, str], float], mode: str | None, num_tokens: int
+) -> None:
+    """Whether a request was handed over in this mode, all of it, and nothing else was held."""
+    lacks = mode is not None and trace["num_received_tokens"] != num_tokens
+    other_hold = {found for found, _ in held} != ({mode} if mode else set())
+    other_way = mode == "reference" and trace["transport"] != "reference"
+    other_mode = trace["mode"] != (mode or "colocated")
+    if lacks or other_hold or other_way or other_mode or trace["fallbacks"]:
+        raise RuntimeError(f"wanted {mode}: held {held}, {trace}")
+
+
+def count_early(gateway: FleetProcess) -> float:
+    """Streams that began with the prefill worker's token."""
+    return find(read(gateway, "/metrics"), "baton_gateway_early_first_tokens_total")
+
+
+def count_sent(text: str) -> float:
+    """Handoffs that have ended on the prefill side."""
+    lines = (line for line in text.splitlines() if line.startswith("baton_handoffs_total"))
+    return sum(float(line.rpartition(" ")[2]) for line in lines if 'leg="prefill"' in line)
+
+
+def summarize(samples: list[Sample]) -> list[dict[str, object]]:
+    """For each length and arm: medians, and the range of TTFT and of memory."""
+    rows: list[dict[str, object]] = []
+    for num_tokens in sorted({sample.num_tokens for sample in samples}):
+        here = [sample for sample in samples if sample.num_tokens == num_tokens]
+        alone = [sample.ttft_s for sample in here if sample.arm == "colocated"]
+        for arm in ARMS:
+            found = [sample for sample in here if sample.arm == arm]
+            if not found:
+                continue
+            ttfts = sorted(sample.ttft_s for sample in found)
+            waits = sorted(sample.waiting_byte_s for sample in found)
+            rows.append({
+                "num_tokens": num_tokens,
+                "arm": arm,
+                "ttft_s": statistics.median(ttfts),
+                "ttft_min_s": ttfts[0],
+                "ttft_max_s": ttfts[-1],
+                "over_colocated": statistics.median(ttfts) / statistics.median(alone)
+                if alone
+                else None,
+                "second_token_s": statistics.median(s.second_token_s for s in found),
+                "computing_byte_s": statistics.median(s.computing_byte_s for s in found),
+                "waiting_byte_s": statistics.median(waits),
+                "waiting_min_byte_s": waits[0],
+                "waiting_max_byte_s": waits[-1],
+                "num_bytes": max(sample.num_bytes for sample in found),
+                "num_early": sum(sample.was_early for sample in found),
+                "num_samples": len(found),
+            })
+    return rows
+
+
+def render(samples: list[Sample]) -> Table:
+    """The summary for people."""
+    table = Table(title="One request at a time, a core for each worker")
+    for name in (
+        "tokens", "how", "TTFT s (range)", "over colocated", "second token ms",
+        "held while computed MiB s", "and until released (range)", "MiB moved",
+    ):  # fmt: skip
+        table.add_column(name, justify="right")
+    for row in summarize(samples):
+        is_alone, ratio = row["arm"] == "colocated", row["over_colocated"]
+        waits = [row[f"waiting{which}_byte_s"] / 2**20 for which in ("", "_min", "_max")]
+        table.add_row(
+            f"{row['num_tokens']}",
+            f"{row['arm']}",
+            f"{row['ttft_s']:.3f} ({row['ttft_min_s']:.3f} to {row['ttft_max_s']:.3f})",
+            "" if ratio is None else f"{ratio:.3f}",
+            f"{1e3 * row['second_token_s']:.1f}",
+            "" if is_alone else f"{row['computing_byte_s'] / 2**20:.2f}",
+            "" if is_alone else f"{waits[0]:.3f} ({waits[1]:.3f} to {waits[2]:.3f})",
+            f"{row['num_bytes'] / 2**20:.1f}",
+        )
+    return table
+
+
+if __name__ == "__main__":
+    main()
