@@ -66,6 +66,7 @@ class Checker:
     lives: dict[Epoch, int] = field(default_factory=dict)
     said: list[Heard] = field(default_factory=list)
     failures: list[tuple[str, KVFailed | SendFailed]] = field(default_factory=list)
+    waits_for_landing: set[TicketId] = field(default_factory=set)
     fabric: Fabric | None = None
     leases: LeaseWatch = field(init=False)
     _fates: dict[tuple[Epoch, TicketId], str] = field(default_factory=dict)
@@ -135,6 +136,7 @@ class Checker:
         """I2: an agent says that pages are ready, or free: nothing may land in them any more."""
         if not isinstance(event, BlocksQuiescent):
             self._asked.pop((process.epoch, event.ticket), None)
+            self._note_landing(event.ticket)
         if isinstance(event, KVSent | KVLent | SendFailed):
             self.leases.over(process, event.ticket)
         if isinstance(event, SendFailed):
@@ -230,6 +232,11 @@ class Checker:
         for what, (num, most) in bounds.items():
             if num > min(most, 4 * len(self.tickets) + MAX_LINKS_PER_PEER * len(self.lives)):
                 self._break("I5", f"{process.name}: {num} {what}")
+
+    def _note_landing(self, ticket: TicketId) -> None:
+        """Whether a handoff that ends just now has a write that hardware does not let go of."""
+        if self.fabric is not None and self.fabric.is_late(ticket):
+            self.waits_for_landing.add(ticket)
 
     def _begin(self, process: SimProcess, ticket: TicketId, fate: str) -> None:
         key = process.epoch, ticket

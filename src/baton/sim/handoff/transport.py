@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 COPY_S: Final = (0.0001, 0.001)
 LATE_S: Final = 2.5
-"""How long after its failure a posted write may still land."""
+"""How long after its failure a posted write may still land; its second part, after the first."""
 
 
 @dataclass(frozen=True, slots=True)
