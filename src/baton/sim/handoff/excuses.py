@@ -11,7 +11,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from baton.handoff.session.lease import LEASE_STAGE
-from baton.sim.handoff.checker import ViolationError
 from baton.sim.handoff.plan import (
     GATEWAY,
     Crash,
@@ -23,6 +22,7 @@ from baton.sim.handoff.plan import (
     Replay,
     Slow,
 )
+from baton.sim.handoff.violation import ViolationError
 
 if TYPE_CHECKING:
     from baton.ids import TicketId

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from baton.sim.handoff import inside
-from baton.sim.handoff.checker import Invariant, ViolationError
 from baton.sim.handoff.excuses import check_failures, check_request
 from baton.sim.handoff.timeline import StuckError
+from baton.sim.handoff.violation import Invariant, ViolationError
 from baton.sim.handoff.world import World
 
 if TYPE_CHECKING:
@@ -64,6 +64,8 @@ def run_schedule(schedule: Schedule, *, keeps_log: bool = False) -> Outcome:
     except Exception as exc:  # noqa: BLE001 -- whatever the code under test raises is a finding
         where = traceback.format_exc(limit=-4) if keeps_log else ""
         violation = Violation("error", f"{type(exc).__name__}: {exc}\n{where}".rstrip())
+    finally:
+        world.close()
     if violation is not None:
         world.timeline.note("CHECKER", f"{violation.invariant}: {violation.what}")
     return Outcome(
@@ -73,7 +75,7 @@ def run_schedule(schedule: Schedule, *, keeps_log: bool = False) -> Outcome:
         virtual_s=world.timeline.now_s,
         met=world.fabric.mishaps.met,
         ends=Counter(str(request.outcome).split(":")[0] for request in world.requests),
-        seen=world.checker.leases.seen,
+        seen=world.checker.leases.seen + world.checker.loans.seen,
         log=tuple(world.timeline.log or ()),
     )
 
