@@ -24,6 +24,7 @@ from baton.handoff.session.actions import Emit
 from baton.handoff.session.lease import Lease, Tenancy
 from baton.handoff.session.receive import ReceiveSession
 from baton.handoff.session.send import SendSession
+from tests.property.sim.planted_in_loans import PLANTED_IN_LOANS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -202,4 +203,4 @@ PLANTED: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
         lease_for_ever,
         no_renewals,
     )
-}
+} | PLANTED_IN_LOANS

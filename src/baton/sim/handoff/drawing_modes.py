@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
+from baton.sim.handoff.memory import VOCABULARY
+from baton.sim.handoff.plan import Slow
+
 if TYPE_CHECKING:
     from random import Random
 
@@ -13,6 +16,8 @@ if TYPE_CHECKING:
 
 LENT: Final = 0.2
 """Of all schedules."""
+PRESSED: Final = 0.2
+"""Of those."""
 LENDING_KIND: Final = "sim-shared"
 _MIXTURES: Final[tuple[tuple[HandoffMode, ...], ...]] = (
     ("reference",),
@@ -30,12 +35,29 @@ def draw_lending(chance: Random, schedule: Schedule) -> Schedule:
     if LENDING_KIND not in kinds:
         kinds = (LENDING_KIND, *kinds[1:])
     size = chance.choice((2, 4, 4, 8))
+    schedule = _press(chance, schedule) if chance.random() < PRESSED else schedule
     return replace(
         schedule,
         workers=tuple(_suit(chance, worker, size) for worker in schedule.workers),
         kinds=kinds,
         clients=tuple(_ask(chance, client, modes) for client in schedule.clients),
     )
+
+
+def _press(chance: Random, schedule: Schedule) -> Schedule:
+    """Prefill is short of what it has lent: more clients, and slower answers."""
+    last = schedule.clients[-1]
+    more = tuple(
+        replace(
+            last,
+            arrives_s=last.arrives_s + 0.05 * chance.random(),
+            prompt=tuple(chance.randrange(VOCABULARY) for _ in range(chance.randint(16, 24))),
+        )
+        for _ in range(chance.choice((2, 3)))
+    )
+    slow = Slow(last.arrives_s, schedule.workers[-1].name, 2.0, chance.choice((10.0, 20.0)))
+    faults = sorted((*schedule.faults, slow), key=lambda fault: fault.at_s)
+    return replace(schedule, clients=(*schedule.clients, *more), faults=tuple(faults))
 
 
 def _suit(chance: Random, worker: WorkerPlan, block_size: int) -> WorkerPlan:

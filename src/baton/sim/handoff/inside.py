@@ -33,7 +33,10 @@ class Leftover:
 
 
 def find_leftovers(agent: HandoffAgent, loop: EngineLoop, scheduler: Scheduler) -> list[Leftover]:
-    """What a worker still holds for handoffs, but for early grants; graves are only bounded."""
+    """What a worker still holds for handoffs; graves are only bounded.
+
+    But for early grants, and for what it has lent.
+    """
     receiving, sending, custody = agent._receiving, agent._sending, scheduler.custody
     pool, staging = scheduler.pool, [f.staging_pages for f in agent._faces if f.staging_pages]
     counts = {
@@ -46,15 +49,26 @@ def find_leftovers(agent: HandoffAgent, loop: EngineLoop, scheduler: Scheduler) 
         "sequences that wait for KV": len(custody._incoming),
         "quarantined tickets": len(custody._quarantined),
         "sequences lent to a peer": len(custody._outgoing),
-        "blocks": pool.num_blocks - pool.num_free,
-        "loans of the lending desk": len(agent._lending.book._loans),
+        "blocks": pool.num_blocks - pool.num_free - _count_lent(scheduler),
         "loans in use": len(agent._borrowing.book._lender_of),
         "sequences that borrow": len(scheduler.loans._borrowers),
-        "sequences lent by reference": len(scheduler.loans._lent),
         "staging pages": sum(len(held) for pages in staging for held in pages._held.values()),
         "handoffs that wait for staging pages": sum(pages.num_waiting for pages in staging),
     }
     return [Leftover(what, num) for what, num in counts.items() if num]
+
+
+def find_lent(agent: HandoffAgent, scheduler: Scheduler) -> list[Leftover]:
+    """What a worker has lent and not been given back."""
+    num_loans, num_blocks = len(agent._lending.book._loans), _count_lent(scheduler)
+    found = Leftover("loans", num_loans), Leftover("blocks that are lent", num_blocks)
+    return [each for each in found if each.num]
+
+
+def _count_lent(scheduler: Scheduler) -> int:
+    """Blocks that are somebody's only because they are lent."""
+    lent = [set(blocks) for blocks in scheduler.loans._lent.values()]
+    return len(set().union(*lent))
 
 
 def count_early_grants(agent: HandoffAgent) -> int:
