@@ -54,6 +54,10 @@ class LendingDesk:
         num_blocks = -(-grant.num_tokens // size) - grant.start // size
         return self.book.promise(granted.ticket.id, borrower, num_blocks)
 
+    def has_promised(self, ticket: TicketId) -> bool:
+        """Whether something is set aside for it, or lent."""
+        return self.book.knows(ticket)
+
     def forget(self, ticket: TicketId) -> None:
         """A handoff is over; if it did not lend, nothing is set aside for it any more."""
         self.book.forget(ticket)

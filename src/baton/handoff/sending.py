@@ -301,6 +301,8 @@ class SendingDesk:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         session, granted = outgoing.session, outgoing.granted
         if session.phase is not SendPhase.OFFERED or granted is None:
             return
+        if session.is_lent and not self._lending.has_promised(session.ticket):
+            return  # a loan was refused: the peer has yet to say into what to write
         face = self._desk.face_to(granted.peer)
         stage = "attach"
         try:

@@ -18,11 +18,13 @@ from baton.handoff.interface import KVLanded
 from baton.handoff.meeting import MetFaces, meet
 from baton.handoff.peers import PeerTable
 from baton.handoff.receiving import ReceivingDesk
+from baton.handoff.renewing import Renewals
 from baton.handoff.sending import SendingDesk
 from baton.handoff.session.actions import Emit
 from baton.handoff.session.lease import Lease, Tenancy
 from baton.handoff.session.receive import ReceiveSession
 from baton.handoff.session.send import SendSession
+from tests.property.sim.planted_in_loans import PLANTED_IN_LOANS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -173,6 +175,11 @@ def lease_for_ever(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Lease, "is_over", lambda self, now: False)
 
 
+def no_renewals(patch: pytest.MonkeyPatch) -> None:
+    """Decode says to nobody what waits in its queue."""
+    patch.setattr(Renewals, "tick", lambda self, reading: None)
+
+
 PLANTED: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     plant.__name__: plant
     for plant in (
@@ -194,5 +201,6 @@ PLANTED: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
         no_stall_watch,
         lease_not_checked,
         lease_for_ever,
+        no_renewals,
     )
-}
+} | PLANTED_IN_LOANS

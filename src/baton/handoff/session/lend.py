@@ -72,6 +72,10 @@ class LoanBook:
         """Whether this life of a worker has, or was promised, anything."""
         return self._held[borrower] > 0
 
+    def knows(self, ticket: TicketId) -> bool:
+        """Whether something is promised or lent for a ticket."""
+        return ticket in self._loans
+
     def promise(self, ticket: TicketId, borrower: Epoch, num_blocks: int) -> str | None:
         """Set aside a loan of that size; or why not."""
         if ticket in self._loans:

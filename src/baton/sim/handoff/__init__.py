@@ -7,6 +7,7 @@ model, and the gateway. docs/reliability.md says how to use it.
 
 File map:
     plan.py       what a schedule is: workers, clients, faults
+    drawing_modes.py  schedules in which blocks are lent
     drawing.py    from a seed to a schedule
     timeline.py   virtual time, its order, the log, and skewed clocks
     network.py    connections between hosts, and what breaks them
@@ -16,14 +17,17 @@ File map:
     memory.py     KV that says whose it is
     computing.py  a model that computes such KV
     agent.py      the production agent, watched
+    mortality.py  the end of a life, as its kernel tells it
     process.py    one life of a worker, around the production engine loop
     calls.py      the gateway's requests to workers
     gateway.py    who places, asks, aborts and tries again
     world.py      one run's cluster
     striking.py   carries out faults
     inside.py     the books of the production code, for the checker alone
+    violation.py  an invariant that does not hold
     checker.py    the invariants at each step
     leases.py     what is held under a lease, and for how long
+    loans.py      what peers attend over, and until when
     excuses.py    how requests may end, and why
     running.py    one run
     shrinking.py  a shorter schedule that fails the same way

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, Literal, TypeAlias, assert_never
+from typing import TYPE_CHECKING, Final, NoReturn, TypeAlias, assert_never
 
 from baton.handoff.grants import MAX_EARLY_GRANTS
 from baton.handoff.graves import MAX_GRAVES
@@ -23,12 +23,15 @@ from baton.kv.blocks import BlockState
 from baton.sim.handoff import inside
 from baton.sim.handoff.agent import tickets_of
 from baton.sim.handoff.leases import LeaseWatch
+from baton.sim.handoff.loans import LoanWatch
 from baton.sim.handoff.memory import NUM_LAYERS
+from baton.sim.handoff.violation import ViolationError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from baton.authority.ticket import Ticket
+    from baton.engines.transformers.scheduler import Work
     from baton.engines.transformers.sequence import Sequence
     from baton.handoff.interface import HandoffEvent, ReceiveOrder, SendOrder
     from baton.handoff.peers import Heard
@@ -37,8 +40,8 @@ if TYPE_CHECKING:
     from baton.sim.handoff.fabric import Fabric
     from baton.sim.handoff.process import SimProcess
     from baton.sim.handoff.transport import Write
+    from baton.sim.handoff.violation import Invariant
 
-Invariant: TypeAlias = Literal["I1", "I2", "I3", "I4", "I5", "I7", "stuck", "error"]
 MAX_LINKS_PER_PEER: Final = 8
 HANDOFF_TIMEOUT_S: Final = 3.0
 REQUEST_TIMEOUT_S: Final = 10.0
@@ -51,14 +54,6 @@ Known: TypeAlias = dict["TicketId", tuple[object, ...]]
 _WRITABLE = frozenset({BlockState.IN_FLIGHT, BlockState.QUARANTINED})
 
 
-class ViolationError(BaseException):
-    """An invariant does not hold."""
-
-    def __init__(self, invariant: Invariant, what: str) -> None:
-        super().__init__(f"{invariant}: {what}")
-        self.invariant, self.what = invariant, what
-
-
 @dataclass(slots=True)
 class Checker:
     """Looks on; nothing that it does changes a run. `fabric` is set once it is there."""
@@ -68,8 +63,10 @@ class Checker:
     lives: dict[Epoch, int] = field(default_factory=dict)
     said: list[Heard] = field(default_factory=list)
     failures: list[tuple[str, KVFailed | SendFailed]] = field(default_factory=list)
+    waits_for_landing: set[TicketId] = field(default_factory=set)
     fabric: Fabric | None = None
     leases: LeaseWatch = field(init=False)
+    loans: LoanWatch = field(init=False)
     _fates: dict[tuple[Epoch, TicketId], str] = field(default_factory=dict)
     _orders: dict[tuple[Epoch, TicketId], ReceiveOrder] = field(default_factory=dict)
     _asked: dict[tuple[Epoch, TicketId], float] = field(default_factory=dict)
@@ -77,6 +74,7 @@ class Checker:
 
     def __post_init__(self) -> None:
         self.leases = LeaseWatch(self.tickets)
+        self.loans = LoanWatch()
 
     def stored(
         self, process: SimProcess, region: RegionHandle, copies: PageCopies, ticket: TicketId | None
@@ -111,11 +109,18 @@ class Checker:
         self, process: SimProcess, sequence: Sequence, chain: list[int], stop: int
     ) -> None:
         """I1: tokens `[0, stop)` of a sequence are attended to."""
+        self.loans.read(process, sequence.blocks)
         for layer in range(NUM_LAYERS):
             wrong = process.pages.find_wrong(layer, sequence.blocks, chain, stop)
             if wrong is not None:
                 where = f"layer {layer}, token {wrong} of [0, {stop})"
                 self._break("I1", f"{process.name}: {sequence.request.id} reads wrong KV: {where}")
+
+    def computed(self, process: SimProcess, work: Work) -> None:
+        """I2: KV of the tokens of a step is written into blocks of the engine's."""
+        size = work.sequence.block_size
+        first, stop = work.sequence.num_computed // size, -(-work.stop // size)
+        self.loans.written(process, work.sequence.blocks[first:stop])
 
     def expected(self, process: SimProcess, order: ReceiveOrder) -> None:
         """An engine asked for KV."""
@@ -144,10 +149,9 @@ class Checker:
         """I2: an agent says that pages are ready, or free: nothing may land in them any more."""
         if not isinstance(event, BlocksQuiescent):
             self._asked.pop((process.epoch, event.ticket), None)
-        if isinstance(event, KVSent | KVLent | SendFailed):
-            self.leases.over(process, event.ticket)
-        if isinstance(event, SendFailed):
-            self.leases.failed(process, event)
+            self._note_landing(event.ticket)
+        self.leases.told(process, event)
+        self.loans.told(process, event)
         if isinstance(event, KVLanded):
             self.check_books(process)
         if isinstance(event, KVLanded | BlocksQuiescent) and not process.face.is_staged:
@@ -168,18 +172,31 @@ class Checker:
             case KVLanded():
                 self._step_fate(key, {"expected", "aborted"}, "landed", name)
                 if fate == "expected":
-                    self._accepted(process, self._orders[key])
+                    self._accepted(process, self._orders[key], event.borrowed)
             case KVFailed():
                 self._step_fate(key, {"expected", "aborted"}, "failed", name)
                 self.failures.append((process.name, event))
             case BlocksQuiescent():
                 self._step_fate(key, {"failed", "aborted"}, "over", name)
-            case LoanEnded() | LoanRecalled():
-                pass
-            case KVSent() | KVLent() | SendFailed():
+            case KVLent() | LoanEnded() | LoanRecalled():
+                self._hear_of_loan(key, event)
+            case KVSent() | SendFailed():
                 self._step_fate(key, {"offered"}, "sent", name)
                 if isinstance(event, SendFailed):
                     self.failures.append((process.name, event))
+            case _:
+                assert_never(event)
+
+    def _hear_of_loan(
+        self, key: tuple[Epoch, TicketId], event: KVLent | LoanEnded | LoanRecalled
+    ) -> None:
+        match event:
+            case KVLent():
+                self._step_fate(key, {"offered"}, "lent", "KVLent")
+            case LoanEnded():
+                self._step_fate(key, {"lent"}, "sent", "LoanEnded")
+            case LoanRecalled():
+                self._step_fate(key, {"landed"}, "landed", "LoanRecalled")
             case _:
                 assert_never(event)
 
@@ -235,10 +252,16 @@ class Checker:
             "early grants": (inside.count_early_grants(agent), MAX_EARLY_GRANTS),
             "graves": (inside.count_graves(agent), 2 * MAX_GRAVES),
             "links": (inside.count_links(agent), MAX_LINKS_PER_PEER * len(self.lives)),
+            "annexes": (inside.count_annexes(process), len(self.lives)),
         }
         for what, (num, most) in bounds.items():
             if num > min(most, 4 * len(self.tickets) + MAX_LINKS_PER_PEER * len(self.lives)):
                 self._break("I5", f"{process.name}: {num} {what}")
+
+    def _note_landing(self, ticket: TicketId) -> None:
+        """Whether a handoff that ends just now has a write that hardware does not let go of."""
+        if self.fabric is not None and self.fabric.is_late(ticket):
+            self.waits_for_landing.add(ticket)
 
     def _begin(self, process: SimProcess, ticket: TicketId, fate: str) -> None:
         key = process.epoch, ticket
@@ -253,6 +276,7 @@ class Checker:
     def _stored_in_blocks(
         self, process: SimProcess, pages: set[int], ticket: TicketId | None
     ) -> None:
+        self.loans.written(process, pages)
         states = {inside.state_of(process.scheduler, page) for page in pages}
         if not states <= _WRITABLE:
             names = ", ".join(sorted(state.value for state in states))
@@ -261,7 +285,9 @@ class Checker:
         if ticket is not None and not pages <= set(inside.incoming_blocks(custody, ticket)):
             self._break("I2", f"{process.name}: bytes land in blocks of another handoff")
 
-    def _accepted(self, process: SimProcess, order: ReceiveOrder) -> None:
+    def _accepted(
+        self, process: SimProcess, order: ReceiveOrder, borrowed: tuple[int, ...]
+    ) -> None:
         """I1: what landed was computed by the life that the ticket names, and held by it."""
         if self.leases.is_read_late(order.ticket.id):
             name = order.ticket.id.hex()[:6]
@@ -269,9 +295,11 @@ class Checker:
         expected = {self.lives[order.ticket.prefill.epoch]}
         size, table = process.plan.block_size, order.blocks
         first = table.first * size
+        blocks = [*borrowed, *table.blocks.tolist()[len(borrowed) :]]
+        self.loans.read(process, blocks)
         for layer in range(NUM_LAYERS):
             lives = process.pages.lives(
-                layer, table.blocks.tolist(), order.start - first, order.num_tokens - first
+                layer, blocks, order.start - first, order.num_tokens - first
             )
             if lives != expected:
                 self._break("I1", f"{process.name}: KV of lives {lives} where {expected} was asked")
@@ -289,5 +317,5 @@ class Checker:
         self._fates[key] = fate
 
     @staticmethod
-    def _break(invariant: Invariant, what: str) -> None:
+    def _break(invariant: Invariant, what: str) -> NoReturn:
         raise ViolationError(invariant, what)

@@ -46,6 +46,7 @@ class SimComputer:
             for work in step:
                 sequence = work.sequence
                 chain = self._chain(work)[: work.stop]
+                process.checker.computed(process, work)
                 process.pages.write(
                     layer,
                     sequence.blocks,
@@ -74,11 +75,17 @@ class SimComputer:
 class SamePages:
     """The engine's pages are the region's: nothing is to be taken over."""
 
+    def __init__(self, process: SimProcess) -> None:
+        self._process = process
+
     def from_region(self, blocks: list[int]) -> None:
         """See `loop.ReceivingPages`."""
 
     def open_annexes(self) -> None:
-        """See `loop.ReceivingPages`."""
+        """See `loop.ReceivingPages`: `Pages` looks at them as soon as there are some."""
 
     def copy(self, source: Sequence[int], target: Sequence[int]) -> None:
         """See `loop.ReceivingPages`."""
+        process = self._process
+        process.checker.loans.copied(process, source, target)
+        process.pages.copy(source, target)

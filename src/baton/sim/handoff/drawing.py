@@ -6,6 +6,7 @@ from dataclasses import replace
 from random import Random
 from typing import TYPE_CHECKING, Final
 
+from baton.sim.handoff.drawing_modes import draw_lending
 from baton.sim.handoff.plan import (
     GATEWAY,
     Break,
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from baton.sim.handoff.plan import Fault, Host
 
 MAX_PROMPT: Final = 24
+MAX_OUTPUT: Final = 8
 _VOCABULARY: Final = 1000
 _FIRST_S: Final = 0.06
 _BUSY_S: Final = 0.02
@@ -39,6 +41,7 @@ _BUSY_S: Final = 0.02
 _LEASES_S: Final = (0.7, 0.7, 1.0, 2.0, 10.0)
 """Three renewals of the shortest still fit between what the simulation calls now and then."""
 _SLEEPERS: Final = 0.15
+_CROWDS: Final = 0.03
 _MIXTURES: Final[tuple[tuple[HandoffMode, ...], ...]] = (
     ("push",),
     ("pull",),
@@ -66,7 +69,7 @@ def draw_schedule(seed: int) -> Schedule:
     moments = [_draw_moment(chance, clients) for _ in range(num_faults)]
     faults = [_draw_fault(chance, hosts, kinds, at_s) for at_s in moments]
     faults += _draw_sleeper(Random(f"sleeper {seed}"), clients)  # noqa: S311 -- as above
-    return Schedule(
+    schedule = Schedule(
         seed=seed,
         workers=workers,
         kinds=tuple(kinds),
@@ -74,6 +77,32 @@ def draw_schedule(seed: int) -> Schedule:
         clients=clients,
         faults=tuple(sorted(faults, key=lambda fault: fault.at_s)),
         lease_s=Random(f"lease {seed}").choice(_LEASES_S),  # noqa: S311 -- as above
+    )
+    schedule = draw_lending(Random(f"lending {seed}"), schedule)  # noqa: S311 -- as above
+    crowding = Random(f"crowd {seed}")  # noqa: S311 -- as above
+    return _crowd(crowding, schedule) if crowding.random() < _CROWDS else schedule
+
+
+def _crowd(chance: Random, schedule: Schedule) -> Schedule:
+    """Many are to be pulled by one slow worker with little room: they wait for several leases.
+
+    Nobody is struck, and nobody leaves.
+    """
+    first, *_, last = schedule.workers
+    prompts = [[chance.randrange(_VOCABULARY) for _ in range(MAX_PROMPT)] for _ in range(6)]
+    size = last.block_size
+    return replace(
+        schedule,
+        workers=(
+            replace(first, num_blocks=2 * len(prompts) * first.num_blocks),
+            replace(last, num_blocks=-(-(MAX_PROMPT + MAX_OUTPUT) // size)),
+        ),
+        clients=tuple(
+            Client(0.03 * chance.random(), tuple(prompt), MAX_OUTPUT, None, "pull")
+            for prompt in prompts
+        ),
+        faults=(Slow(0.0, last.name, 6.0, chance.uniform(10.0, 20.0)),),
+        lease_s=min(_LEASES_S),
     )
 
 
@@ -92,7 +121,7 @@ def _draw_modes(chance: Random, clients: tuple[Client, ...]) -> tuple[Client, ..
 
 
 def _draw_worker(chance: Random, name: Host, block_size: int, *, is_staged: bool) -> WorkerPlan:
-    most = -(-(MAX_PROMPT + 8) // block_size)  # blocks of the largest request
+    most = -(-(MAX_PROMPT + MAX_OUTPUT) // block_size)  # blocks of the largest request
     return WorkerPlan(
         name=name,
         block_size=block_size,

@@ -2,7 +2,8 @@
 
 Promise 1 of the design: a failure of a handoff costs time, never the request. So a request may
 fail only where its decode worker, or the gateway's way to it, was struck; and a handoff may wait
-for its deadline only where somebody stood still, or fell silent.
+for its deadline only where somebody stood still, or fell silent: as hardware does, which has not
+let go of a write that it reported as failed.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from baton.handoff.session.lease import LEASE_STAGE
-from baton.sim.handoff.checker import ViolationError
 from baton.sim.handoff.plan import (
     GATEWAY,
     Crash,
@@ -22,6 +22,7 @@ from baton.sim.handoff.plan import (
     Replay,
     Slow,
 )
+from baton.sim.handoff.violation import ViolationError
 
 if TYPE_CHECKING:
     from baton.ids import TicketId
@@ -63,7 +64,9 @@ def check_failures(world: World) -> None:
             raise ViolationError("I4", f"{worker}: {error}, and nothing had befallen anybody")
         if _is_held_by_lease(world, event.ticket, str(error)):
             continue
-        if "deadline passed" in str(error) and not any(map(_stands_still, faults)):
+        is_excused = event.ticket in world.checker.waits_for_landing
+        is_excused |= any(map(_stands_still, faults))
+        if "deadline passed" in str(error) and not is_excused:
             raise ViolationError("I4", f"{worker} waited in vain: {error}")
         if error.stage == LEASE_STAGE and not any(map(_keeps_silent, faults)) and not is_left:
             raise ViolationError("I4", f"{worker}: {error}, and nobody was kept from renewing it")

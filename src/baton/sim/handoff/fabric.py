@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from baton.kv.copies import apply_copies
 from baton.sim.handoff.mishaps import Mishaps
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from baton.sim.handoff.process import SimProcess
     from baton.sim.handoff.timeline import Timeline
     from baton.sim.handoff.transport import SimTransport, Write
+
+CATCH_UP_S: Final = 0.2
+"""After a late store, what another transport is to bring takes that long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +44,7 @@ class Fabric:
         self.mishaps = Mishaps(timeline)
         self._links: dict[tuple[SimTransport, SimTransport], None] = {}
         self._stops: dict[Stop, None] = {}
+        self._late_s: dict[TicketId, float] = {}
         self._timeline, self._network, self._checker = timeline, network, checker
 
     def later(self, process: SimProcess, host: str, action: Callable[[], None]) -> None:
@@ -65,6 +69,12 @@ class Fabric:
     def may_land(self, target: SimTransport, window: TicketId) -> bool:
         """Whether something may still be stored through a window."""
         return any(w.target is target and w.order.window == window for w in self.landing)
+
+    def is_late(self, window: TicketId) -> bool:
+        """Whether what was reported as failed may be stored through a window, or just was."""
+        since_s = self._timeline.now_s - self._late_s.get(window, -CATCH_UP_S)
+        is_landing = any(w.has_failed and w.order.window == window for w in self.landing)
+        return is_landing or since_s < CATCH_UP_S
 
     def split(self, copies: PageCopies) -> list[PageCopies]:
         """A write as it will be stored: at once, or in two parts."""
@@ -163,7 +173,7 @@ class Fabric:
             return
         part = write.parts.pop(0)
         handle = write.remote.descriptor.handle
-        self.mishaps.met["late store"] += write.has_failed
+        self._note_late(write)
         self.check_store(target, handle, part, write.order.window)
         apply_copies(part, write.source, target.pages(handle, part.layer))
         if write.parts:
@@ -174,6 +184,11 @@ class Fabric:
             self._notify(write)
             for _ in range(self.mishaps.take_repeats()):
                 self._notify(write)
+
+    def _note_late(self, write: Write) -> None:
+        if write.has_failed:
+            self.mishaps.met["late store"] += 1
+            self._late_s[write.order.window] = self._timeline.now_s
 
     def _notify(self, write: Write) -> None:
         self._soon(lambda: write.target.process.when_awake(lambda: self._arrive(write)))

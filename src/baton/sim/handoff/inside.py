@@ -9,6 +9,8 @@ from baton.handoff.session.send import SendPhase
 from baton.handoff.staging import Holder
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from baton.authority.ticket import Ticket
     from baton.engines.transformers.custody import Custody
     from baton.engines.transformers.loop import EngineLoop
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
     from baton.handoff.footprint import ServedFace
     from baton.handoff.messages import Message
     from baton.handoff.peers import Peer
-    from baton.ids import RegionHandle, TicketId
+    from baton.ids import Epoch, RegionHandle, TicketId
     from baton.kv.blocks import BlockState
     from baton.sim.handoff.process import SimProcess
 
@@ -31,7 +33,10 @@ class Leftover:
 
 
 def find_leftovers(agent: HandoffAgent, loop: EngineLoop, scheduler: Scheduler) -> list[Leftover]:
-    """What a worker still holds for handoffs, but for early grants; graves are only bounded."""
+    """What a worker still holds for handoffs; graves are only bounded.
+
+    But for early grants, and for what it has lent.
+    """
     receiving, sending, custody = agent._receiving, agent._sending, scheduler.custody
     pool, staging = scheduler.pool, [f.staging_pages for f in agent._faces if f.staging_pages]
     counts = {
@@ -44,11 +49,26 @@ def find_leftovers(agent: HandoffAgent, loop: EngineLoop, scheduler: Scheduler) 
         "sequences that wait for KV": len(custody._incoming),
         "quarantined tickets": len(custody._quarantined),
         "sequences lent to a peer": len(custody._outgoing),
-        "blocks": pool.num_blocks - pool.num_free,
+        "blocks": pool.num_blocks - pool.num_free - _count_lent(scheduler),
+        "loans in use": len(agent._borrowing.book._lender_of),
+        "sequences that borrow": len(scheduler.loans._borrowers),
         "staging pages": sum(len(held) for pages in staging for held in pages._held.values()),
         "handoffs that wait for staging pages": sum(pages.num_waiting for pages in staging),
     }
     return [Leftover(what, num) for what, num in counts.items() if num]
+
+
+def find_lent(agent: HandoffAgent, scheduler: Scheduler) -> list[Leftover]:
+    """What a worker has lent and not been given back."""
+    num_loans, num_blocks = len(agent._lending.book._loans), _count_lent(scheduler)
+    found = Leftover("loans", num_loans), Leftover("blocks that are lent", num_blocks)
+    return [each for each in found if each.num]
+
+
+def _count_lent(scheduler: Scheduler) -> int:
+    """Blocks that are somebody's only because they are lent."""
+    lent = [set(blocks) for blocks in scheduler.loans._lent.values()]
+    return len(set().union(*lent))
 
 
 def count_early_grants(agent: HandoffAgent) -> int:
@@ -123,6 +143,47 @@ def is_staged_for_some(face: ServedFace, pages: set[int]) -> bool:
     return pages <= {page for some in held for page in some}
 
 
+def is_borrowing(process: SimProcess, ticket: TicketId) -> bool:
+    """Whether a worker may read what was lent for a ticket, as its agent or its engine sees it."""
+    book, loans = process.agent._borrowing.book, process.scheduler.loans
+    return ticket in book._lender_of or ticket in loans._borrowers
+
+
+def find_owed(process: SimProcess, lender: Epoch) -> int:
+    """Returns that a lender has not heard of, or not said that it has."""
+    account = process.agent._borrowing.book._account(lender)
+    return len(account.owed) + len(account.said)
+
+
+def find_read_pages(process: SimProcess, lender: Epoch) -> set[int]:
+    """The pages of a lender's that sequences of this worker attend over."""
+    known = process.agent._borrowing._lenders.get(lender)
+    if known is None or known.annex is None:
+        return set()
+    annex = known.annex
+    blocks = {
+        block
+        for sequence in process.scheduler.loans._borrowers.values()
+        for block in sequence.blocks
+    }
+    return {block - annex.first for block in blocks if annex.first <= block < annex.stop}
+
+
+def find_unmapped(process: SimProcess, blocks: Iterable[int]) -> int | None:
+    """One of these blocks that is neither an own one nor in an annex; None if there is none."""
+    annexes, num_own = process.pages.annexes, process.plan.num_blocks
+    mapped = [] if annexes is None else annexes._attached
+    for block in blocks:
+        if block >= num_own and not any(each.first <= block < each.stop for each in mapped):
+            return block
+    return None
+
+
+def count_annexes(process: SimProcess) -> int:
+    """Peers whose pages are mapped."""
+    return 0 if process.pages.annexes is None else len(process.pages.annexes._attached)
+
+
 def check_books(agent: HandoffAgent) -> None:
     """Have every pure structure check itself.
 
@@ -133,6 +194,8 @@ def check_books(agent: HandoffAgent) -> None:
         incoming.session.check_invariants()
     for outgoing in agent._sending._outgoing.values():
         outgoing.session.check_invariants()
+    agent._lending.book.check_invariants()
+    agent._borrowing.book.check_invariants()
     for face in agent._faces:
         if face.staging_pages is not None:
             face.staging_pages.check_invariants()
@@ -174,6 +237,8 @@ def describe_ticket(agent: HandoffAgent, named: Ticket) -> tuple[object, ...]:
         send,
         agent._sending._early._grants.get(ticket),
         ticket in agent._receiving._renewals._queued,
+        agent._lending.book._loans.get(ticket) is None,
+        agent._borrowing.book._lender_of.get(ticket),
         [
             graves._graves.get((ticket, by))
             for graves in (agent._sending._dead, agent._receiving._given_up)

@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
+from baton.handoff.interface import KVLent, KVSent, SendFailed
 from baton.handoff.session.lease import LEASE_STAGE
 from baton.sim.handoff import inside
 
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from baton.authority.ticket import Ticket
-    from baton.handoff.interface import SendFailed
+    from baton.handoff.interface import HandoffEvent
     from baton.ids import Epoch, TicketId
     from baton.sim.handoff.process import SimProcess
 
@@ -48,15 +49,13 @@ class LeaseWatch:
                     self.seen["lease renewed"] += 1
                     self._renewed_s[key] = now_s
 
-    def failed(self, process: SimProcess, event: SendFailed) -> None:
-        """A prefill worker gives up; its blocks may hold another prompt from here on."""
-        if event.error.stage == LEASE_STAGE:
+    def told(self, process: SimProcess, event: HandoffEvent) -> None:
+        """A prefill worker holds it no more; its blocks may hold another prompt from here on."""
+        if isinstance(event, KVSent | KVLent | SendFailed):
+            self._renewed_s.pop((process.epoch, event.ticket), None)
+        if isinstance(event, SendFailed) and event.error.stage == LEASE_STAGE:
             self.seen["lease lapsed"] += 1
             self._lapsed_s[event.ticket] = process.world.timeline.now_s
-
-    def over(self, process: SimProcess, ticket: TicketId) -> None:
-        """A prefill worker holds it no more."""
-        self._renewed_s.pop((process.epoch, ticket), None)
 
     def read(self, process: SimProcess, ticket: TicketId | None) -> None:
         """A decode worker copies source pages of this ticket."""

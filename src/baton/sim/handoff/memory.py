@@ -6,7 +6,7 @@ that computed it. So whoever reads a page can tell whose it is, and digests cove
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Final
 
@@ -14,7 +14,9 @@ import numpy as np
 
 from baton.ids import RegionHandle
 from baton.kv.layout import KVLayout
+from baton.transfer.annexes import Annexes
 from baton.transfer.interface import PageArray, PagedRegion
+from baton.transfer.region import allocate_shared_region, release_region, view_pages
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -49,13 +51,28 @@ def next_token(prefix: int) -> int:
     return (prefix >> 17) % VOCABULARY
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Pages:
-    """The paged KV of one region: `words[layer]` is uint64 `[num_pages, block_size, 2]`."""
+    """The paged KV of one region: `words[layer]` is uint64 `[num_pages, block_size, 2]`.
+
+    With `annexes` pages of peers can be read as further ones.
+    """
 
     region: PagedRegion
     block_size: int
     words: tuple[NDArray[np.uint64], ...]
+    annexes: Annexes | None = None
+
+    @classmethod
+    def share(cls, block_size: int, num_pages: int, noise: Random) -> Pages:
+        """Zeroed pages in memory that peers map: the kernel's, as in production."""
+        region = allocate_shared_region([(num_pages, block_size * TOKEN_BYTES)] * NUM_LAYERS)
+        region = replace(region, handle=RegionHandle(noise.randbytes(16)))
+        words = tuple(
+            view_pages(region.memory, array).view(np.uint64).reshape(num_pages, block_size, 2)
+            for array in region.arrays
+        )
+        return cls(region, block_size, words, Annexes(region))
 
     @classmethod
     def allocate(cls, block_size: int, num_pages: int, noise: Random) -> Pages:
@@ -83,7 +100,7 @@ class Pages:
         self, layer: int, blocks: Sequence[int], chain: Sequence[int], stop: int
     ) -> int | None:
         """The first of tokens `[0, stop)` whose KV is not its own; None if all are right."""
-        found = self.words[layer][list(blocks)].reshape(-1, 2)[:stop, 0]
+        found = self._read(layer, blocks)[:stop, 0]
         expected = np.array(chain[:stop], np.uint64) ^ np.uint64(layer * _PRIME & _MASK)
         if np.array_equal(found, expected):
             return None
@@ -91,8 +108,29 @@ class Pages:
 
     def lives(self, layer: int, blocks: Sequence[int], start: int, stop: int) -> set[int]:
         """Who computed tokens `[start, stop)`."""
-        found = self.words[layer][list(blocks)].reshape(-1, 2)[start:stop, 1]
+        found = self._read(layer, blocks)[start:stop, 1]
         return set(found.tolist())
+
+    def copy(self, source: Sequence[int], target: Sequence[int]) -> None:
+        """Whole pages, the first ones peers' perhaps, into others of one's own, all layers."""
+        for layer, words in enumerate(self.words):
+            found = self._read(layer, source)
+            words[list(target)] = found.reshape(len(source), self.block_size, 2)
+
+    def close(self) -> None:
+        """Give shared memory back to the kernel: nobody looks at it any more."""
+        self.words = ()
+        if self.annexes is not None:
+            self.annexes.close()
+            release_region(self.region)
+
+    def _read(self, layer: int, blocks: Sequence[int]) -> NDArray[np.uint64]:
+        """The words of some pages, `[num_tokens, 2]`: a copy."""
+        if self.annexes is None or not self.annexes.is_open:
+            return self.words[layer][list(blocks)].reshape(-1, 2)
+        found = self.annexes.view(layer)[list(blocks)]
+        words: NDArray[np.uint64] = found.reshape(-1).view(np.uint64).reshape(-1, 2)
+        return words
 
 
 @dataclass(frozen=True, slots=True)

@@ -181,3 +181,8 @@ class Schedule:
     clients: tuple[Client, ...]
     faults: tuple[Fault, ...]
     lease_s: float = 10.0
+
+    @property
+    def lends(self) -> bool:
+        """Whether workers share memory, so that blocks can be lent."""
+        return any(client.mode == "reference" for client in self.clients)

@@ -34,6 +34,7 @@ from baton.sim.handoff.calls import Done, Refused, Said, Token
 from baton.sim.handoff.checker import HANDOFF_TIMEOUT_S
 from baton.sim.handoff.computing import KilledError, SamePages, SimComputer
 from baton.sim.handoff.memory import VOCABULARY, Pages, SimStaging, make_layout
+from baton.sim.handoff.mortality import Mortality
 from baton.sim.handoff.network import SimSurroundings
 from baton.sim.handoff.timeline import SkewedClock
 from baton.sim.handoff.transport import KINDS, SimTransport
@@ -70,6 +71,7 @@ class SimProcess:
         self.checker.lives[self.epoch] = self.life
         self.is_alive, self.is_paused, self.awake_since_s = True, False, 0.0
         self.slow_factor, self.slow_until_s = 1.0, 0.0
+        self.mortality = Mortality()
         self.clock = SkewedClock(world.timeline, plan.offset_s, plan.rate, plan.unix_skew_s)
         self._calls: dict[RequestId, Call] = {}
         self._owed: list[Callable[[], None]] = []
@@ -90,11 +92,6 @@ class SimProcess:
     def can_answer(self) -> bool:
         """Whether it runs."""
         return self.is_alive and not self.is_paused
-
-    @property
-    def num_calls(self) -> int:
-        """Requests that the gateway waits for."""
-        return len(self._calls)
 
     def note(self, what: str) -> None:
         """Write a line of the log."""
@@ -159,10 +156,17 @@ class SimProcess:
         self.note("is killed")
         self.world.network.kill(self, silently=silently)
         self.world.fabric.killed(self)
+        self.mortality.end()
         for call in tuple(self._calls.values()):
             if not silently:
                 call.break_off()
         self._calls.clear()
+
+    def close(self) -> None:
+        """The run is over: give back what is the kernel's."""
+        self.agent._lending.close()  # noqa: SLF001 -- `stop` is for agents with a thread
+        self.pages.close()
+        self.mortality.close()
 
     def receive(self, call: Call) -> None:
         """The gateway asks for something."""
@@ -195,8 +199,10 @@ class SimProcess:
     def _build_agent(self) -> None:
         world, plan = self.world, self.plan
         layout = make_layout(plan.block_size)
-        self.pages = Pages.allocate(plan.block_size, plan.num_blocks, world.noise)
-        face = Face(layout, self.pages.region)
+        is_lent = world.schedule.lends and plan.staging_pages is None
+        allocate = Pages.share if is_lent else Pages.allocate
+        self.pages = allocate(plan.block_size, plan.num_blocks, world.noise)
+        face = Face(layout, self.pages.region, annexes=self.pages.annexes)
         if plan.staging_pages is not None:
             staged = Pages.allocate(plan.block_size, plan.staging_pages, world.noise)
             face = Face(layout, staged.region, SimStaging(self.pages, staged))
@@ -253,7 +259,7 @@ class SimProcess:
                 eos_token_ids=(),
             ),
             computer=self._computer,
-            pages=SamePages(),
+            pages=SamePages(self),
             scheduler=self.scheduler,
             handoff=port,
             sink=self._deliver,

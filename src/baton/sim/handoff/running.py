@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from baton.sim.handoff import inside
-from baton.sim.handoff.checker import Invariant, ViolationError
 from baton.sim.handoff.excuses import check_failures, check_request
 from baton.sim.handoff.timeline import StuckError
+from baton.sim.handoff.violation import Invariant, ViolationError
 from baton.sim.handoff.world import World
 
 if TYPE_CHECKING:
@@ -64,6 +64,8 @@ def run_schedule(schedule: Schedule, *, keeps_log: bool = False) -> Outcome:
     except Exception as exc:  # noqa: BLE001 -- whatever the code under test raises is a finding
         where = traceback.format_exc(limit=-4) if keeps_log else ""
         violation = Violation("error", f"{type(exc).__name__}: {exc}\n{where}".rstrip())
+    finally:
+        world.close()
     if violation is not None:
         world.timeline.note("CHECKER", f"{violation.invariant}: {violation.what}")
     return Outcome(
@@ -73,7 +75,7 @@ def run_schedule(schedule: Schedule, *, keeps_log: bool = False) -> Outcome:
         virtual_s=world.timeline.now_s,
         met=world.fabric.mishaps.met,
         ends=Counter(str(request.outcome).split(":")[0] for request in world.requests),
-        seen=world.checker.leases.seen,
+        seen=world.checker.leases.seen + world.checker.loans.seen,
         log=tuple(world.timeline.log or ()),
     )
 
@@ -104,6 +106,8 @@ def _find_leftovers(world: World) -> list[str]:
         if not process.is_alive:
             continue
         left = inside.find_leftovers(process.agent, process.loop, process.scheduler)
+        if world.live[process.name] is process:  # nobody finds a life whose address is another's
+            left += inside.find_lent(process.agent, process.scheduler)
         num = sum(transport.num_under_way for transport in process.transports)
         found += [f"{process.name}: {each.num} {each.what}" for each in left]
         found += [f"{process.name}: {num} windows or transfers"] if num else []

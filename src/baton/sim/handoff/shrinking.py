@@ -10,8 +10,8 @@ from baton.sim.handoff.running import run_schedule
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from baton.sim.handoff.checker import Invariant
     from baton.sim.handoff.plan import Schedule
+    from baton.sim.handoff.violation import Invariant
 
 Thing = TypeVar("Thing")
 MAX_TRIES: Final = 200

@@ -12,12 +12,17 @@ from baton.handoff.messages import (
     Failed,
     Finished,
     Grant,
+    Lent,
     Missing,
+    Recalled,
     Renew,
     Renewed,
     Rerouted,
+    Returned,
     Reversed,
+    Settled,
     Taken,
+    Unlent,
 )
 from baton.sim.handoff import inside
 from baton.sim.handoff.plan import (
@@ -48,12 +53,17 @@ _REPLAYED = (
     | Failed
     | Finished
     | Grant
+    | Lent
     | Missing
+    | Recalled
     | Renew
     | Renewed
     | Rerouted
+    | Returned
     | Reversed
+    | Settled
     | Taken
+    | Unlent
 )
 
 
@@ -195,6 +205,11 @@ class Striker:
                 Avoid(ticket, kind, "forged"),
                 Renew(0.0, (ticket,)),
                 Renewed(0.0, (ticket,)),
+                Returned((ticket,)),
+                Recalled((ticket,)),
+                Settled((ticket,)),
+                Unlent(ticket, "forged"),
+                Lent(ticket, 0, b"\0\0\0\0"),
             ]
         peers = inside.peers_of(process.agent)
         if said and peers:

@@ -4,13 +4,14 @@ What the contract leaves open is drawn: when source pages are read, whether a pa
 two parts, in which order writes arrive, whether the notice of a write that was reported as failed
 comes after all. Each `Kind` has the habits of a family of real ones:
 
-    sim-shared  the writer stores; it is asked to stop, and answers when it runs again; reads
+    sim-shared  the writer stores; it is asked to stop, and answers when it runs again; reads; lends
     sim-rdma    the same by hardware: what was posted lands whatever becomes of its process
     sim-tcp     the receiver stores, and drops what comes for a closed window; does not read
 """
 
 from __future__ import annotations
 
+import mmap
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
@@ -29,36 +30,40 @@ from baton.transfer.interface import (
     WriteCompleted,
     WriteFailed,
 )
-from baton.transfer.region import view_pages
+from baton.transfer.region import map_peer_memory, view_pages
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from baton.ids import RegionHandle, TicketId
+    from baton.ids import Epoch, RegionHandle, TicketId
     from baton.sim.handoff.fabric import Fabric
     from baton.sim.handoff.process import SimProcess
     from baton.transfer.interface import PagedRegion, PageRead, PageWrite, TransferEvent, Window
 
 COPY_S: Final = (0.0001, 0.001)
 LATE_S: Final = 2.5
-"""How long after its failure a posted write may still land."""
+"""How long after its failure a posted write may still land; its second part, after the first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A family of transports. `receiver_stores`: else the writer does."""
+    """A family of transports. `receiver_stores`: else the writer does.
+
+    `lends`: peers on the same host can look at pages where they lie.
+    """
 
     name: str
     reads: bool
     posts: bool
     receiver_stores: bool
+    lends: bool = False
 
 
 KINDS: Final = {
     kind.name: kind
     for kind in (
-        Kind("sim-shared", reads=True, posts=False, receiver_stores=False),
+        Kind("sim-shared", reads=True, posts=False, receiver_stores=False, lends=True),
         Kind("sim-rdma", reads=True, posts=True, receiver_stores=False),
         Kind("sim-tcp", reads=False, posts=False, receiver_stores=True),
     )
@@ -74,6 +79,7 @@ class Remote:
     peer: SimTransport | None = None
     is_up: bool = False
     is_lost: bool = False
+    mapping: mmap.mmap | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -117,7 +123,11 @@ class SimTransport:  # noqa: PLR0904 -- the contract, and what its peers need
     def __init__(self, kind: Kind, process: SimProcess, fabric: Fabric) -> None:
         self.kind, self.habits = kind.name, kind
         self.capabilities = Capabilities(
-            memory=("host",), same_host_only=False, reads=kind.reads, posts=kind.posts
+            memory=("host", "shared"),
+            same_host_only=False,
+            reads=kind.reads,
+            posts=kind.posts,
+            lends=kind.lends,
         )
         self.process, self._fabric = process, fabric
         self.regions: dict[RegionHandle, PagedRegion] = {}
@@ -201,8 +211,26 @@ class SimTransport:  # noqa: PLR0904 -- the contract, and what its peers need
         return transfer
 
     def view(self, remote: RemoteId, array: int) -> NDArray[np.uint8]:
-        """See `Transport`: it does not lend."""
-        raise TransferError(f"remote {remote}, array {array}: this transport does not lend")
+        """See `Transport`: a mapping of the memory itself, which cannot be written."""
+        known = self._find(remote)
+        peer, handle = known.peer, known.descriptor.handle
+        region = None if peer is None else peer.regions[handle]
+        if not self.habits.lends or region is None or region.fd is None or known.is_lost:
+            raise TransferError("it does not lend, is still attaching, or was lost")
+        if known.mapping is None:
+            known.mapping = map_peer_memory(region.fd, region.arrays, mmap.PROT_READ)
+        return view_pages(known.mapping, region.arrays[array])
+
+    def open_reader(self, reader: Epoch) -> int | None:
+        """See `WatchesReaders`: readable once the kernel has ended that process."""
+        for peer in self._fabric.writers_of(self):
+            if peer.process.epoch == reader and peer.has_attached(self):
+                return peer.process.mortality.open()
+        return None
+
+    def has_attached(self, peer: SimTransport) -> bool:
+        """Whether a region of a peer's is attached just now."""
+        return any(each.peer is peer and not each.is_lost for each in self._remotes.values())
 
     def poll(self) -> list[TransferEvent]:
         """See `Transport`."""

@@ -97,5 +97,10 @@ class World:
         """What befalls a call that begins now."""
         return self._call_fates.pop(worker, None)
 
+    def close(self) -> None:
+        """The run is over."""
+        for process in self.processes:
+            process.close()
+
     def _arrive(self, client: Client, number: int) -> Callable[[], None]:
         return lambda: self.requests.append(SimRequest(self, client, number))
