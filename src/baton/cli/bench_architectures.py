@@ -4,10 +4,11 @@ import secrets
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
+from baton.cli.bench_compare import read_share
 from baton.cli.flags import ConfigFlags, Sets, Transport
 from baton.clock import MachineClock
 from baton.config.environment import read_environment
@@ -131,12 +132,21 @@ class WorkFlags:
     trace: Annotated[
         Path | None, Parameter(help="Recorded traffic instead: see docs/bench-serve.md.")
     ] = None
+    trace_format: Annotated[
+        Literal["mooncake", "azure", "openai"] | None,
+        Parameter(help="The trace's format, where its first line does not tell."),
+    ] = None
+    speed: Annotated[float, Parameter(help="Plays a recorded trace faster: 2 in half.")] = 1.0
+    max_broken: Annotated[str, Parameter(help="Share of a trace's lines that may be broken.")] = (
+        "1%"
+    )
     concurrency: Annotated[
         str | None,
         Parameter(help="Closed loops [default: 1,2,4,8,16,32; with --rate none]."),
     ] = None
     rate: Annotated[
-        str | None, Parameter(help="Open loops with Poisson arrivals: requests a second, as 1,2.")
+        str | None,
+        Parameter(help="Open loops, Poisson: requests a second, as 1,2; of a trace: recorded."),
     ] = None
     duration: Annotated[float, Parameter(help="Seconds that each load lasts.")] = 30.0
     requests: Annotated[
@@ -235,7 +245,7 @@ def prepare(servers: ServerFlags, work: WorkFlags, results: VerdictFlags) -> "Un
 
 def _plan(servers: ServerFlags, work: WorkFlags, results: VerdictFlags) -> "Plan":
     from baton.bench.architectures.arms import choose_arms  # noqa: PLC0415 - heavy
-    from baton.bench.architectures.plan import Plan, read_levels  # noqa: PLC0415
+    from baton.bench.architectures.plan import RECORDED, Plan, read_levels  # noqa: PLC0415
     from baton.bench.load.figures import parse_slo  # noqa: PLC0415
     from baton.bench.load.surveying import Approach  # noqa: PLC0415
 
@@ -244,13 +254,16 @@ def _plan(servers: ServerFlags, work: WorkFlags, results: VerdictFlags) -> "Plan
         concurrency = "1,2,4,8,16,32"
     if results.cost_per_worker_hour is not None and not results.cost_per_worker_hour > 0:
         raise ConfigError("--cost-per-worker-hour: a price above 0")
+    levels, workload = read_levels(concurrency, work.rate), _workload(work)
+    if RECORDED in {level.key for level in levels} and not workload.has_arrivals:
+        raise ConfigError("--rate recorded: only traces of Mooncake and Azure say when (--trace)")
     return Plan(
         num_workers=servers.workers,
         engine=servers.engine or "transformers",
         model=servers.model or "demo",
         arms=choose_arms(servers.workers, servers.arm, servers.find_peers()[0]),
-        levels=read_levels(concurrency, work.rate),
-        workload=_workload(work),
+        levels=levels,
+        workload=workload,
         approach=Approach(),
         effort=_effort(work),
         seed=work.seed or secrets.token_hex(4),
@@ -264,7 +277,10 @@ def _workload(work: WorkFlags) -> "Workload":
     from baton.bench.workloads.traces.reading import TraceFile, read_trace  # noqa: PLC0415
 
     if work.trace is not None:
-        return read_trace(TraceFile(work.trace))
+        if not 0 < work.speed < float("inf"):
+            raise ConfigError("--speed: above 0")
+        share = read_share(work.max_broken, "--max-broken")
+        return read_trace(TraceFile(work.trace, work.trace_format, work.speed, share))
     wishes = Wishes(num_input_tokens=work.input_len, num_output_tokens=work.output_len)
     return choose_workload(work.workload, wishes)
 

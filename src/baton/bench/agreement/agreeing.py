@@ -14,6 +14,7 @@ import msgspec
 
 from baton.bench.architectures.metrics import GOODPUT, METRICS
 from baton.bench.architectures.results import Judgement
+from baton.bench.architectures.verdict import MOST_OTHERS_SHARE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -78,11 +79,15 @@ class Unlike(msgspec.Struct, frozen=True):
 
 
 class Agreement(msgspec.Struct, frozen=True, kw_only=True):
-    """All. `points`: means; `ratios`: against replication. `left_out`: why some are not there."""
+    """All. `points`: means; `ratios`: against replication. `left_out`: why some are not there.
+
+    `cautions`: what may set the two apart although nothing else has changed.
+    """
 
     schema: str = SCHEMA
     unlike: tuple[Unlike, ...]
     left_out: tuple[str, ...]
+    cautions: tuple[str, ...]
     points: tuple[Pair, ...]
     ratios: tuple[Pair, ...]
     opposed: tuple[Opposed, ...]
@@ -115,6 +120,7 @@ def compare_findings(a: Findings, b: Findings) -> Agreement:
     return Agreement(
         unlike=tuple(_unlike(a, b)),
         left_out=tuple(_left_out(a, b)),
+        cautions=tuple(_cautions(a, b)),
         points=tuple(pair for pair in _points(a, b) if pair.metric not in skipped),
         ratios=tuple(pair for pair in _ratios(a, b) if pair.metric not in skipped),
         opposed=tuple(each for each in _opposed(a, b) if each.metric not in skipped),
@@ -194,6 +200,17 @@ def _left_out(a: Findings, b: Findings) -> Iterator[str]:
     for arm, level in sorted(cells[0] ^ cells[1]):
         side = "A" if (arm, level) in cells[0] else "B"
         yield f"{arm}, {level}: measured in {side} alone"
+
+
+def _cautions(a: Findings, b: Findings) -> Iterator[str]:
+    for side, findings in (("A", a), ("B", b)):
+        shares = [c.cpu.others_share for c in findings.cells if c.cpu.others_share is not None]
+        loud = [share for share in shares if share > MOST_OTHERS_SHARE]
+        if loud:
+            yield (
+                f"{side} had a busy machine: others used up to {max(loud):.0%} of it, and over "
+                f"{MOST_OTHERS_SHARE:.0%} in {len(loud)} of {len(shares)} cells"
+            )
 
 
 def titles() -> dict[str, str]:

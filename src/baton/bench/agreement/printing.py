@@ -50,6 +50,8 @@ def _print_circumstances(console: Console, agreement: Agreement) -> None:
         console.print(f"{note}{each.field}: A {each.a} · B {each.b}", style=style)
     for line in agreement.left_out:
         console.print(f"left out or incomplete: {line}", style="yellow")
+    for line in agreement.cautions:
+        console.print(f"caution: {line}", style="yellow")
 
 
 def _print_apart(console: Console, agreement: Agreement, words: dict[str, str]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, assert_never
 
 import uvloop
 
@@ -18,10 +18,11 @@ from baton.bench.architectures.plan import plan_turns
 from baton.bench.architectures.progress import BenchProgress
 from baton.bench.architectures.results import ArmSaid, Findings, LevelSaid, Trouble
 from baton.bench.architectures.turning import take_turn
-from baton.bench.load.plan import Closed
+from baton.bench.load.plan import Closed, Open, Replay
 from baton.bench.load.running import interrupted_by_signals
 from baton.bench.manifest import close_manifest
 from baton.bench.saving import NotSavedError
+from baton.bench.workloads.asking import GivenBody
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -181,6 +182,12 @@ def _crowding(undertaking: Undertaking) -> Iterator[str]:
             f"{undertaking.plan.num_workers} workers share {machine.num_cpus} cores: none has one "
             "of its own"
         )
+    plan = undertaking.plan
+    if isinstance(plan.workload.largest.prompt, GivenBody):
+        yield (
+            "the trace has texts of its own, the same in every cell: what a load asks, the loads "
+            "before it in that turn (and its warm-up) have left in the caches"
+        )
     yield (
         "gateway and load generator run on the workers' cores, in every arm alike: their CPU time "
         "is in the tables"
@@ -193,7 +200,12 @@ def _say_arm(arm: Arm, launch: ArmPlan) -> ArmSaid:
 
 
 def _say_level(level: Level) -> LevelSaid:
-    load = level.load
-    if isinstance(load, Closed):
-        return LevelSaid(level.key, level.words, load.concurrency, None)
-    return LevelSaid(level.key, level.words, None, load.requests_per_s)
+    match level.load:
+        case Closed(concurrency):
+            return LevelSaid(level.key, level.words, concurrency, None)
+        case Open(rate):
+            return LevelSaid(level.key, level.words, None, rate)
+        case Replay():
+            return LevelSaid(level.key, level.words, None, None)
+        case other:
+            assert_never(other)

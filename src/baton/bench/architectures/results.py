@@ -122,7 +122,7 @@ class ArmSaid(msgspec.Struct, frozen=True):
 
 
 class LevelSaid(msgspec.Struct, frozen=True):
-    """A load: one of the two is set."""
+    """A load: one of the two is set, or neither where requests come as a trace recorded them."""
 
     key: str
     words: str

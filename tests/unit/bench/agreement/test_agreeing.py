@@ -1,7 +1,11 @@
+import io
+import re
+
 import msgspec
 import pytest
 
 from baton.bench.agreement.agreeing import Span, compare_findings, count
+from baton.bench.agreement.printing import print_agreement
 from baton.bench.agreement.reading import is_architectures, read_findings
 from baton.bench.load.figures import Slo
 from baton.errors import ConfigError
@@ -22,6 +26,7 @@ def test_a_result_agrees_with_itself_everywhere():
     assert count(found.ratios).num_known == count(found.ratios).num_agreeing > 0
     assert not found.opposed
     assert not found.unlike
+    assert not found.cautions
     assert tally.half_share is not None
 
 
@@ -85,3 +90,22 @@ def test_a_folder_or_its_file_is_read_and_something_else_is_refused(tmp_path):
     assert not is_architectures(tmp_path / "absent")
     with pytest.raises(ConfigError, match="no result of `baton bench architectures`"):
         read_findings(other)
+
+
+def test_a_machine_that_others_used_is_said():
+    a = find()
+    cpu = msgspec.structs.replace(a.cells[0].cpu, others_share=0.4)
+    loud = msgspec.structs.replace(a.cells[0], cpu=cpu)
+    b = msgspec.structs.replace(a, cells=(loud, *a.cells[1:]))
+    (caution,) = compare_findings(a, b).cautions
+    assert caution.startswith("B had a busy machine: others used up to 40%")
+
+
+def test_the_table_says_how_many_agree_and_names_those_apart():
+    other = {"replicated": {"c1": 100, "c8": 200}, "1P1D": {"c1": 120, "c8": 260}}
+    a, out = find(), io.StringIO()
+    print_agreement(compare_findings(a, find(other)), a, out)
+    said = out.getvalue()
+    assert "apart: 1P1D, 1 at once, throughput, mean: A " in said
+    assert "OPPOSED: 1P1D, 1 at once, throughput: loses against replication in A, wins in B" in said
+    assert re.search(r"Means: \d+ of 36 agree within their 95 % intervals", said)

@@ -34,6 +34,13 @@ def test_peers_are_arms_only_where_they_are_asked_for():
     assert ":" not in nixl.folder
 
 
+def test_a_traces_own_arrivals_are_a_load_beside_others():
+    levels = read_levels("2", "recorded, 0.5")
+    assert [level.key for level in levels] == ["c2", "r0.5", "recorded"]
+    assert [level.words for level in levels] == ["2 at once", "0.5 requests/s", "recorded arrivals"]
+    assert [level.key for level in read_levels(None, "recorded")] == ["recorded"]
+
+
 @pytest.mark.parametrize("number", [0, 1, 65])
 def test_one_worker_cannot_be_compared(number):
     with pytest.raises(ConfigError, match="2 to 64"):
