@@ -27,5 +27,7 @@ Beside it, for servers under load (each has a file map of its own):
     load/            `baton bench serve`: a load generator; workloads/: what it asks
     comparing/       `baton bench compare`: two of its reports
     architectures/   `baton bench architectures`: the same workers, used in every way
+    agreement/       `baton bench compare`: two architecture results
+    live.py          the live line of runs under load
     manifest.py      circumstances of a run; saving.py: results → files
 """

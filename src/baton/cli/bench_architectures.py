@@ -4,10 +4,11 @@ import secrets
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
+from baton.cli.bench_compare import read_share
 from baton.cli.flags import ConfigFlags, Sets, Transport
 from baton.clock import MachineClock
 from baton.config.environment import read_environment
@@ -15,8 +16,9 @@ from baton.config.resolve import CommandLine, Resolved, resolve
 from baton.errors import ConfigError
 
 if TYPE_CHECKING:
-    from baton.bench.architectures.arms import Arm
+    from baton.bench.architectures.arms import Arm, Peer
     from baton.bench.architectures.conducting import Undertaking
+    from baton.bench.architectures.opening import ArmPlan
     from baton.bench.architectures.plan import Effort, Plan
     from baton.bench.workloads.asking import Workload
     from baton.launch.plan import LaunchPlan
@@ -48,9 +50,17 @@ class ServerFlags(ConfigFlags):
             show_default=False,
         ),
     ] = ()
+    peers: Annotated[
+        bool,
+        Parameter(
+            help="With --engine vllm: NixlConnector and vllm-router too, if installed.",
+            negative="",
+            show_default=False,
+        ),
+    ] = False
 
     def plan_arm(self, arm: "Arm") -> "LaunchPlan":
-        """How an arm's servers start: each worker on its share of the machine's cores.
+        """How Baton's servers of an arm start: each worker on its share of the machine's cores.
 
         Raises:
             ConfigError: the settings ask for something that cannot be started.
@@ -58,6 +68,42 @@ class ServerFlags(ConfigFlags):
         from baton.cli.launching import plan_pinned  # noqa: PLC0415 - too heavy for --help
 
         return plan_pinned(self._resolve_arm(arm), self.workers)
+
+    def find_peers(self) -> tuple[tuple["Peer", ...], tuple[str, ...]]:
+        """The peers that `--peers` asks for and that are here, and what is said of the others.
+
+        Raises:
+            ConfigError: they would have no engine in common.
+        """
+        from baton.bench.architectures.arms import PEERS  # noqa: PLC0415 - too heavy for --help
+        from baton.bench.architectures.peers.installed import find_missing  # noqa: PLC0415
+
+        if not self.peers:
+            return (), ()
+        if self.engine != "vllm":
+            raise ConfigError("--peers: they are vLLM's; compare them with --engine vllm")
+        missing = {peer: find_missing(peer) for peer in PEERS}
+        notes = (f"peer {peer} left out: {said}" for peer, said in missing.items() if said)
+        return tuple(peer for peer in PEERS if missing[peer] is None), tuple(notes)
+
+    def plan_servers(self, arm: "Arm") -> "ArmPlan":
+        """How an arm's servers start, Baton's or a peer's.
+
+        Raises:
+            ConfigError: the settings ask for something that cannot be started.
+        """
+        launch = self.plan_arm(arm)
+        if arm.peer is None:
+            return launch
+        from baton.bench.architectures.peers.installed import find_missing  # noqa: PLC0415
+        from baton.bench.architectures.peers.plan import plan_peer  # noqa: PLC0415
+        from baton.cli.engine_options import engine_options  # noqa: PLC0415
+        from baton.engines.vllm.checks import find_platform  # noqa: PLC0415
+
+        missing = find_missing(arm.peer)
+        if missing is not None:
+            raise ConfigError(f"--arm {arm.name}: {missing}")
+        return plan_peer(arm, launch, engine_options("vllm", launch.config.engine), find_platform())
 
     def _resolve_arm(self, arm: "Arm") -> Resolved:
         given: dict[str, tuple[str, object]] = {
@@ -86,12 +132,21 @@ class WorkFlags:
     trace: Annotated[
         Path | None, Parameter(help="Recorded traffic instead: see docs/bench-serve.md.")
     ] = None
+    trace_format: Annotated[
+        Literal["mooncake", "azure", "openai"] | None,
+        Parameter(help="The trace's format, where its first line does not tell."),
+    ] = None
+    speed: Annotated[float, Parameter(help="Plays a recorded trace faster: 2 in half.")] = 1.0
+    max_broken: Annotated[str, Parameter(help="Share of a trace's lines that may be broken.")] = (
+        "1%"
+    )
     concurrency: Annotated[
         str | None,
         Parameter(help="Closed loops [default: 1,2,4,8,16,32; with --rate none]."),
     ] = None
     rate: Annotated[
-        str | None, Parameter(help="Open loops with Poisson arrivals: requests a second, as 1,2.")
+        str | None,
+        Parameter(help="Open loops, Poisson: requests a second, as 1,2; of a trace: recorded."),
     ] = None
     duration: Annotated[float, Parameter(help="Seconds that each load lasts.")] = 30.0
     requests: Annotated[
@@ -172,17 +227,25 @@ def prepare(servers: ServerFlags, work: WorkFlags, results: VerdictFlags) -> "Un
     clock = MachineClock()
     manifest = open_manifest(sys.argv[1:], clock)
     plan = _plan(servers, work, results)
-    launches = {arm.name: servers.plan_arm(arm) for arm in plan.arms}
-    config = next(iter(launches.values())).config
+    launches = {arm.name: servers.plan_servers(arm) for arm in plan.arms}
+    config = servers.plan_arm(plan.arms[0]).config
     plan = replace(plan, engine=config.worker.engine, model=config.worker.model or "demo")
     stamp = manifest.started_at.replace(":", "").replace("-", "")[:15]
     keep = open_keep(results.output or Path(f"baton-arch-{stamp}"), plan_turns(plan))
-    return Undertaking(plan, launches, keep, server_environment(config), manifest, clock)
+    return Undertaking(
+        plan,
+        launches,
+        keep,
+        server_environment(config),
+        manifest,
+        clock,
+        notes=servers.find_peers()[1],
+    )
 
 
 def _plan(servers: ServerFlags, work: WorkFlags, results: VerdictFlags) -> "Plan":
     from baton.bench.architectures.arms import choose_arms  # noqa: PLC0415 - heavy
-    from baton.bench.architectures.plan import Plan, read_levels  # noqa: PLC0415
+    from baton.bench.architectures.plan import RECORDED, Plan, read_levels  # noqa: PLC0415
     from baton.bench.load.figures import parse_slo  # noqa: PLC0415
     from baton.bench.load.surveying import Approach  # noqa: PLC0415
 
@@ -191,13 +254,16 @@ def _plan(servers: ServerFlags, work: WorkFlags, results: VerdictFlags) -> "Plan
         concurrency = "1,2,4,8,16,32"
     if results.cost_per_worker_hour is not None and not results.cost_per_worker_hour > 0:
         raise ConfigError("--cost-per-worker-hour: a price above 0")
+    levels, workload = read_levels(concurrency, work.rate), _workload(work)
+    if RECORDED in {level.key for level in levels} and not workload.has_arrivals:
+        raise ConfigError("--rate recorded: only traces of Mooncake and Azure say when (--trace)")
     return Plan(
         num_workers=servers.workers,
         engine=servers.engine or "transformers",
         model=servers.model or "demo",
-        arms=choose_arms(servers.workers, servers.arm),
-        levels=read_levels(concurrency, work.rate),
-        workload=_workload(work),
+        arms=choose_arms(servers.workers, servers.arm, servers.find_peers()[0]),
+        levels=levels,
+        workload=workload,
         approach=Approach(),
         effort=_effort(work),
         seed=work.seed or secrets.token_hex(4),
@@ -211,7 +277,10 @@ def _workload(work: WorkFlags) -> "Workload":
     from baton.bench.workloads.traces.reading import TraceFile, read_trace  # noqa: PLC0415
 
     if work.trace is not None:
-        return read_trace(TraceFile(work.trace))
+        if not 0 < work.speed < float("inf"):
+            raise ConfigError("--speed: above 0")
+        share = read_share(work.max_broken, "--max-broken")
+        return read_trace(TraceFile(work.trace, work.trace_format, work.speed, share))
     wishes = Wishes(num_input_tokens=work.input_len, num_output_tokens=work.output_len)
     return choose_workload(work.workload, wishes)
 

@@ -125,7 +125,7 @@ class Child:
         return ended
 
     async def _read_announcements(self, stream: asyncio.StreamReader) -> None:
-        while line := await _read_line(stream):
+        while line := await read_line(stream):
             try:
                 self._apply(read_announcement(line))
             except ProtocolError as exc:
@@ -152,7 +152,7 @@ class Child:
     async def _read_lines(
         self, stream: asyncio.StreamReader, on_line: Callable[[str], None]
     ) -> None:
-        while raw := await _read_line(stream):
+        while raw := await read_line(stream):
             line = raw.decode(errors="replace").rstrip("\n")
             self.last_lines.append(line)
             on_line(line)
@@ -195,14 +195,15 @@ async def _start(
             start_new_session=True,
             limit=MAX_LINE_BYTES,
             # Runs in the child before exec: it takes no lock that another thread could hold.
-            preexec_fn=partial(_die_with, os.getpid()),
+            preexec_fn=partial(die_with, os.getpid()),
         )
     except BaseException:
         announcements.close()
         raise
 
 
-def _die_with(parent_pid: int) -> None:
+def die_with(parent_pid: int) -> None:
+    """In a child before exec: be killed when the parent is, however that ends."""
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:  # it died before prctl could tie us to it
         os._exit(1)
@@ -227,7 +228,7 @@ async def _open_pipe(fd: int) -> _Pipe:
     return _Pipe(stream, transport)
 
 
-async def _read_line(stream: asyncio.StreamReader) -> bytes:
+async def read_line(stream: asyncio.StreamReader) -> bytes:
     """The next line, or the part of an endless one that fits; empty at the end."""
     try:
         return await stream.readuntil(b"\n")

@@ -11,15 +11,17 @@ a table, JSON, figures and one HTML page; every run of the load generator as a f
 File map:
     arms.py         single, replicated, each split into prefill and decode (pure)
     plan.py         what is measured, in which order (pure)
-    fleet.py        one arm's servers, from start to stop
-    usage.py        CPU time of processes and machine, from /proc
-    tracing.py      what Baton's traces say of a cell: did KV move, where did time go
+    fleet.py        one arm's servers, from start to stop; peers/: those that are not Baton's
+    opening.py      an arm's plan → its servers, whoever's
+    usage.py        CPU time of processes and machine, from /proc; energy.py: RAPL and NVML
+    witness.py      who tells what happened; tracing.py: Baton's traces: did KV move, where did
+                    time go
     cells.py        one arm under one load, once
     turning.py      one arm's turn: servers, every load, end
     conducting.py   all turns; results are kept as they come
     results.py      what the JSON has
     keeping.py      the folder of results
-    progress.py     the live line
+    progress.py     where the benchmark is
     statistics.py   paired ratios, crossover (pure, seeded)
     metrics.py      which figures are compared (pure)
     analysing.py    cells → analysis (pure)

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 from baton.bench.architectures.arms import REPLICATED
-from baton.bench.architectures.metrics import METRICS
+from baton.bench.architectures.metrics import measured_metrics
 from baton.bench.architectures.results import (
     Analysis,
     Cell,
@@ -117,7 +117,7 @@ def with_slo(samples: Samples, slo: Slo) -> Cell:
 
 
 def _points(table: Table) -> Iterator[Point]:
-    for metric in METRICS:
+    for metric in measured_metrics(table.cells.values()):
         for arm in table.plan.arms:
             for level in table.plan.levels:
                 values = tuple(table.values(metric, arm, level).values())
@@ -132,7 +132,7 @@ def _contrasts(table: Table) -> Iterator[Contrast]:
     base = _replicated(table.plan)
     if base is None:
         return
-    for metric in METRICS:
+    for metric in measured_metrics(table.cells.values()):
         for arm in _others(table.plan):
             for level in table.plan.levels:
                 ours, theirs = (table.values(metric, each, level) for each in (arm, base))
@@ -172,7 +172,7 @@ def _crossovers(table: Table) -> Iterator[Crossover]:
     closed = [level for level in table.plan.levels if isinstance(level.load, Closed)]
     if base is None:
         return
-    for metric in METRICS:
+    for metric in measured_metrics(table.cells.values()):
         for arm in _others(table.plan):
             found = _find_crossover(table, metric, (base, arm), closed)
             if found is not None:
@@ -236,5 +236,5 @@ def _replicated(plan: Plan) -> Arm | None:
 
 
 def _others(plan: Plan) -> list[Arm]:
-    """What is held against replication: every split."""
-    return [arm for arm in plan.arms if arm.is_disaggregated]
+    """What is held against replication: every split, and whatever a peer does."""
+    return [arm for arm in plan.arms if arm.is_compared]

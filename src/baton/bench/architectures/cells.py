@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from baton.bench.architectures.energy import joules_between
 from baton.bench.architectures.plan import prompt_seed
 from baton.bench.architectures.results import Cell
-from baton.bench.architectures.tracing import Names, fetch_traces, measure_stages, prove
+from baton.bench.architectures.tracing import Names
 from baton.bench.architectures.usage import compare_usage, read_usage
 from baton.bench.load.bodies import BodyWriter
 from baton.bench.load.client import Client
@@ -26,12 +27,11 @@ from baton.launch.supervisor import GATEWAY
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
 
-    from baton.bench.architectures.fleet import Fleet
+    from baton.bench.architectures.energy import EnergyMeter
+    from baton.bench.architectures.fleet import Servers
     from baton.bench.architectures.keeping import Keep
     from baton.bench.architectures.plan import Level, Plan, Turn
     from baton.bench.architectures.progress import BenchProgress
-    from baton.bench.architectures.results import Proof
-    from baton.bench.architectures.tracing import FetchedTrace
     from baton.bench.architectures.usage import CpuUse
     from baton.bench.load.conducting import Outcome
     from baton.bench.load.report import Report
@@ -49,6 +49,7 @@ class Bench:
     keep: Keep
     clock: Clock
     manifest: RunManifest
+    meter: EnergyMeter
     progress: BenchProgress
     interrupt: asyncio.Event
 
@@ -58,7 +59,7 @@ class Place:
     """A turn whose servers are up, and how they are asked."""
 
     turn: Turn
-    fleet: Fleet
+    fleet: Servers
     target: Target
     surveyed: Surveyed
 
@@ -93,9 +94,13 @@ async def measure_cell(bench: Bench, place: Place, level: Level) -> Measured:
     async with Client(
         place.target, bench.clock, bench.plan.effort.request_timeout_s, names
     ) as client:
+        await place.fleet.witness.begin(client.session)
+        energy_before = bench.meter.read()
         outcome, cpu = await _load(bench, place, client, job, tally=tally)
-        traces = await fetch_traces(client.session, place.fleet.url, names.given)
-    report = make_report(job, bench.manifest, place.surveyed, outcome)
+        energy_j = joules_between(energy_before, bench.meter.read())
+        report = make_report(job, bench.manifest, place.surveyed, outcome)
+        num_answered = sum(record.is_complete for record in report.records)
+        said = await place.fleet.witness.testify(client.session, names.given, num_answered)
     cell = Cell(
         arm=turn.arm.name,
         level=level.key,
@@ -106,9 +111,10 @@ async def measure_cell(bench: Bench, place: Place, level: Level) -> Measured:
         cpu=cpu,
         num_tokens=_count_tokens(report),
         load=load_before,
-        stages=measure_stages(traces),
-        proof=_prove(place, traces, report),
+        stages=said.stages,
+        proof=said.proof if turn.arm.is_disaggregated else None,
         ended_early=_why_early(bench, place, outcome),
+        energy_j=energy_j,
     )
     return Measured(cell, report)
 
@@ -134,7 +140,7 @@ async def _load(
 
 
 @asynccontextmanager
-async def _stopped_by(interrupt: asyncio.Event, fleet: Fleet) -> AsyncGenerator[asyncio.Event]:
+async def _stopped_by(interrupt: asyncio.Event, fleet: Servers) -> AsyncGenerator[asyncio.Event]:
     """An event that is set when somebody wants the end, or a server has died."""
     stop = asyncio.Event()
 
@@ -164,12 +170,6 @@ def _why_early(bench: Bench, place: Place, outcome: Outcome) -> str | None:
     if place.fleet.is_over:
         return "a server died"
     return outcome.stopped
-
-
-def _prove(place: Place, traces: list[FetchedTrace | None], report: Report) -> Proof | None:
-    if not place.turn.arm.is_disaggregated:
-        return None
-    return prove(traces, sum(record.is_complete for record in report.records))
 
 
 def _count_tokens(report: Report) -> int:

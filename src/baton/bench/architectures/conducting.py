@@ -5,32 +5,35 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, assert_never
 
 import uvloop
 
 from baton.bench.architectures.analysing import Samples, analyse
 from baton.bench.architectures.cells import Bench
+from baton.bench.architectures.energy import EnergyMeter
 from baton.bench.architectures.fleet import Surroundings
+from baton.bench.architectures.opening import cores_of
 from baton.bench.architectures.plan import plan_turns
 from baton.bench.architectures.progress import BenchProgress
 from baton.bench.architectures.results import ArmSaid, Findings, LevelSaid, Trouble
 from baton.bench.architectures.turning import take_turn
-from baton.bench.load.plan import Closed
+from baton.bench.load.plan import Closed, Open, Replay
 from baton.bench.load.running import interrupted_by_signals
 from baton.bench.manifest import close_manifest
 from baton.bench.saving import NotSavedError
+from baton.bench.workloads.asking import GivenBody
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from baton.bench.architectures.arms import Arm
     from baton.bench.architectures.keeping import Keep
+    from baton.bench.architectures.opening import ArmPlan
     from baton.bench.architectures.plan import Level, Plan, Turn
     from baton.bench.architectures.turning import TurnOutcome
     from baton.bench.manifest import RunManifest
     from baton.clock import Clock
-    from baton.launch.plan import LaunchPlan
 
 MOST_FAILURES: Final = 2
 """An arm that failed so often is not started again."""
@@ -59,14 +62,15 @@ class State:
 
 @dataclass(frozen=True, slots=True)
 class Undertaking:
-    """A benchmark, ready to begin. `environment` is the servers'."""
+    """A benchmark, ready to begin. `environment` is the servers'; `notes` go to the warnings."""
 
     plan: Plan
-    launches: Mapping[str, LaunchPlan]
+    launches: Mapping[str, ArmPlan]
     keep: Keep
     environment: Mapping[str, str]
     manifest: RunManifest
     clock: Clock
+    notes: tuple[str, ...] = ()
 
 
 def run_benchmark(undertaking: Undertaking) -> Findings:
@@ -89,8 +93,18 @@ async def _conduct(undertaking: Undertaking) -> Findings:
     num_cells = sum(len(turn.levels) for turn in turns)
     with interrupted_by_signals() as interrupt:
         async with BenchProgress(num_cells, clock) as progress:
-            bench = Bench(plan, undertaking.keep, clock, undertaking.manifest, progress, interrupt)
+            bench = Bench(
+                plan=plan,
+                keep=undertaking.keep,
+                clock=clock,
+                manifest=undertaking.manifest,
+                meter=EnergyMeter(),
+                progress=progress,
+                interrupt=interrupt,
+            )
             progress.say(_foresee(plan, turns))
+            for note in undertaking.notes:
+                progress.say(note)
             surroundings = Surroundings(undertaking.environment, clock, interrupt)
             await _take_turns(bench, undertaking, surroundings, state)
     if interrupt.is_set():
@@ -155,7 +169,7 @@ def describe(undertaking: Undertaking, state: State, *, is_whole: bool = True) -
         levels=tuple(_say_level(level) for level in plan.levels),
         cells=tuple(each.cell for each in state.measured),
         troubles=tuple(state.troubles),
-        warnings=(*state.warnings, *_crowding(undertaking)),
+        warnings=(*undertaking.notes, *state.warnings, *_crowding(undertaking)),
         analysis=analyse(plan, state.measured, state.troubles),
     )
 
@@ -168,22 +182,30 @@ def _crowding(undertaking: Undertaking) -> Iterator[str]:
             f"{undertaking.plan.num_workers} workers share {machine.num_cpus} cores: none has one "
             "of its own"
         )
+    plan = undertaking.plan
+    if isinstance(plan.workload.largest.prompt, GivenBody):
+        yield (
+            "the trace has texts of its own, the same in every cell: what a load asks, the loads "
+            "before it in that turn (and its warm-up) have left in the caches"
+        )
     yield (
         "gateway and load generator run on the workers' cores, in every arm alike: their CPU time "
         "is in the tables"
     )
 
 
-def _say_arm(arm: Arm, launch: LaunchPlan) -> ArmSaid:
-    cores = {}
-    for worker in launch.workers:
-        share = worker.settings.get("worker.cpu_affinity", ())
-        cores[worker.name] = share if isinstance(share, tuple) else ()
-    return ArmSaid(arm.name, arm.num_both, arm.num_prefill, arm.num_decode, cores)
+def _say_arm(arm: Arm, launch: ArmPlan) -> ArmSaid:
+    counts = arm.num_both, arm.num_prefill, arm.num_decode
+    return ArmSaid(arm.name, *counts, cores_of(launch), arm.peer)
 
 
 def _say_level(level: Level) -> LevelSaid:
-    load = level.load
-    if isinstance(load, Closed):
-        return LevelSaid(level.key, level.words, load.concurrency, None)
-    return LevelSaid(level.key, level.words, None, load.requests_per_s)
+    match level.load:
+        case Closed(concurrency):
+            return LevelSaid(level.key, level.words, concurrency, None)
+        case Open(rate):
+            return LevelSaid(level.key, level.words, None, rate)
+        case Replay():
+            return LevelSaid(level.key, level.words, None, None)
+        case other:
+            assert_never(other)

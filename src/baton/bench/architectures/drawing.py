@@ -6,7 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from baton.bench.architectures.charts import Chart, Mark, Series, draw
-from baton.bench.architectures.metrics import METRICS
+from baton.bench.architectures.metrics import measured_metrics
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,7 +20,7 @@ def draw_all(findings: Findings) -> dict[str, str]:
     closed = [level for level in findings.levels if level.concurrency is not None]
     rates = [level for level in findings.levels if level.requests_per_s is not None]
     charts = {}
-    for metric in METRICS:
+    for metric in measured_metrics(findings.cells):
         if closed:
             charts[metric.key] = draw(make_chart(findings, metric, closed))
         if rates:

@@ -8,8 +8,9 @@ from __future__ import annotations
 import asyncio
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
+from baton.bench.architectures.witness import TraceWitness
 from baton.launch.restarts import RestartPolicy
 from baton.launch.supervisor import LaunchContext, Service, Supervisor
 
@@ -18,12 +19,46 @@ if TYPE_CHECKING:
     from io import FileIO
     from pathlib import Path
 
+    from baton.bench.architectures.witness import Witness
     from baton.clock import Clock
     from baton.launch.plan import LaunchPlan
     from baton.launch.supervisor import Ending
 
 NO_RESTARTS: Final = RestartPolicy(max_restarts=0)
 """A worker that died and came back would be measured as one that is merely slow."""
+
+
+class Servers(Protocol):
+    """An arm's servers that answer, whoever's they are."""
+
+    @property
+    def url(self) -> str:
+        """Where all requests go."""
+        ...
+
+    @property
+    def witness(self) -> Witness:
+        """Who tells whether KV moved, and where the time went."""
+        ...
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What is odd about how they run."""
+        ...
+
+    @property
+    def processes(self) -> dict[str, int]:
+        """Each process's session by name; that of what stands before the workers is `GATEWAY`."""
+        ...
+
+    @property
+    def is_over(self) -> bool:
+        """Whether a server has died."""
+        ...
+
+    async def until_ended(self) -> None:
+        """Wait until a server has died."""
+        ...
 
 
 class InterruptedBenchError(Exception):
@@ -67,26 +102,29 @@ class LogDisplay:
 
 
 class Fleet:
-    """Servers that answer. `until_ended` returns when one of them has died."""
+    """See `Servers`: Baton's own."""
+
+    notes = ()
 
     def __init__(
         self, service: Service, supervisor: Supervisor, life: asyncio.Task[Ending]
     ) -> None:
-        self.url, self.model = service.url, service.model
+        self.url = service.url
+        self.witness = TraceWitness(service.url)
         self._supervisor, self._life = supervisor, life
 
     @property
     def processes(self) -> dict[str, int]:
-        """Each process's session by name; the gateway's is called `GATEWAY`."""
+        """See `Servers`."""
         return self._supervisor.processes
 
     @property
     def is_over(self) -> bool:
-        """Whether a server has died."""
+        """See `Servers`."""
         return self._life.done()
 
     async def until_ended(self) -> None:
-        """Wait until a server has died."""
+        """See `Servers`."""
         await asyncio.wait({self._life})
 
 

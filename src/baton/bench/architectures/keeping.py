@@ -33,7 +33,7 @@ class Keep:
 
     def log(self, turn: Turn) -> Path:
         """Where the servers of a turn say what they say."""
-        return self.folder / "logs" / f"rep-{turn.repetition}-{turn.arm.name}.log"
+        return self.folder / "logs" / f"rep-{turn.repetition}-{turn.arm.folder}.log"
 
     def save_run(self, turn: Turn, level: Level, report: Report) -> str:
         """Keep one run; its name, relative to the folder.
@@ -41,7 +41,7 @@ class Keep:
         Raises:
             NotSavedError: it could not be written; the message says where it is.
         """
-        path = self.folder / "runs" / turn.arm.name / level.key / f"rep-{turn.repetition}.json"
+        path = self.folder / "runs" / turn.arm.folder / level.key / f"rep-{turn.repetition}.json"
         save_result(path, report)
         return str(path.relative_to(self.folder))
 
@@ -67,7 +67,7 @@ def open_keep(folder: Path, turns: tuple[Turn, ...]) -> Keep:
         (folder / "charts").mkdir(exist_ok=True)
         for turn in turns:
             for level in turn.levels:
-                (folder / "runs" / turn.arm.name / level.key).mkdir(parents=True, exist_ok=True)
+                (folder / "runs" / turn.arm.folder / level.key).mkdir(parents=True, exist_ok=True)
     except OSError as exc:
         raise ConfigError(f"--output {folder}: cannot write there: {exc.strerror}") from exc
     if not os.access(folder, os.W_OK):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from baton.bench.architectures.results import Cell
     from baton.bench.load.figures import Figures, Spread
@@ -63,6 +63,14 @@ def cpu_per_1000_tokens(cell: Cell, num_workers: int) -> float | None:
     return cell.cpu.servers_s / cell.num_tokens * 1000 if cell.num_tokens else None
 
 
+def joules_per_1000_tokens(cell: Cell, num_workers: int) -> float | None:
+    """Energy of the whole machine for 1,000 tokens; None where it cannot be read."""
+    del num_workers
+    if cell.energy_j is None or not cell.num_tokens:
+        return None
+    return cell.energy_j / cell.num_tokens * 1000
+
+
 THROUGHPUT: Final = Metric(
     "throughput",
     "Throughput",
@@ -79,6 +87,10 @@ GOODPUT: Final = Metric(
     "more",
     _goodput,
 )
+ENERGY: Final = Metric(
+    "energy", "Energy of the machine", "energy", "J per 1,000 tokens", "less",
+    joules_per_1000_tokens,
+)  # fmt: skip
 METRICS: Final = (
     THROUGHPUT,
     GOODPUT,
@@ -86,7 +98,14 @@ METRICS: Final = (
     *_latency("TPOT", "Time per output token", lambda figures: figures.tpot_s),
     *_latency("ITL", "Gap between tokens (ITL)", lambda figures: figures.itl_s),
     Metric("cpu", "CPU of all servers", "CPU", "s per 1,000 tokens", "less", cpu_per_1000_tokens),
+    ENERGY,
 )
+
+
+def measured_metrics(cells: Iterable[Cell]) -> tuple[Metric, ...]:
+    """All of them, less energy where no cell has it."""
+    has_energy = any(cell.energy_j is not None for cell in cells)
+    return tuple(metric for metric in METRICS if has_energy or metric is not ENERGY)
 
 
 def metric_of(key: str) -> Metric:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from html import escape
 from typing import TYPE_CHECKING, Final
 
+from baton.bench.architectures.energy import UNMEASURED
 from baton.bench.architectures.printing import describe_slo
 from baton.bench.architectures.tables import show_costs, show_proofs, show_results, show_stages
 
@@ -66,9 +67,7 @@ def write_page(findings: Findings, charts: Mapping[str, str]) -> str:
         f"<style>{STYLE}</style></head><body><main>",
         *_top(findings),
         *_cautions(findings),
-        "<h2>Figures</h2><div class='charts'>",
-        *(f"<figure>{svg}</figure>" for svg in charts.values()),
-        "</div>",
+        *_figures(charts),
         *show_results(findings),
         *show_proofs(findings),
         *show_stages(findings),
@@ -77,6 +76,14 @@ def write_page(findings: Findings, charts: Mapping[str, str]) -> str:
         "</main></body></html>\n",
     ]
     return "\n".join(parts)
+
+
+def _figures(charts: Mapping[str, str]) -> Iterator[str]:
+    """None where all loads are a trace's own arrivals: there is no axis to draw them along."""
+    if charts:
+        yield "<h2>Figures</h2><div class='charts'>"
+        yield from (f"<figure>{svg}</figure>" for svg in charts.values())
+        yield "</div>"
 
 
 def _top(findings: Findings) -> Iterator[str]:
@@ -109,6 +116,7 @@ def _cautions(findings: Findings) -> Iterator[str]:
 def _circumstances(findings: Findings) -> Iterator[str]:
     machine = findings.manifest.machine
     versions = ", ".join(f"{name} {number}" for name, number in machine.versions.items())
+    has_energy = any(cell.energy_j is not None for cell in findings.cells)
     lines = [
         f"command     baton {' '.join(findings.manifest.command)}",
         f"baton       {findings.manifest.baton}",
@@ -116,6 +124,7 @@ def _circumstances(findings: Findings) -> Iterator[str]:
         f"memory      {machine.memory_bytes / 2**30:.1f} GiB, Linux {machine.kernel}",
         f"versions    Python {machine.python}, {versions}",
         f"load        before {machine.load}, after {findings.manifest.load_after}",
+        f"energy      {'of the whole machine, by RAPL or NVML' if has_energy else UNMEASURED}",
         f"seed        {findings.seed}",
         f"each load   {findings.duration_s:g} s",
         f"order       {', '.join(findings.order)}",

@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from baton.bench.load.plan import Closed, Limits, LoadPlan, Open
+from baton.bench.load.plan import Closed, Limits, LoadPlan, Open, Replay
 from baton.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -14,8 +14,12 @@ if TYPE_CHECKING:
 
     from baton.bench.architectures.arms import Arm
     from baton.bench.load.figures import Slo
+    from baton.bench.load.plan import Load
     from baton.bench.load.surveying import Approach
     from baton.bench.workloads.asking import Workload
+
+RECORDED: Final = "recorded"
+"""A rate: the trace's own."""
 
 MOST_AT_ONCE: Final = 4096
 MOST_REPETITIONS: Final = 1000
@@ -25,9 +29,9 @@ MOST_WARM_UP: Final = 8
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """One load: a closed loop, or an open one with Poisson arrivals."""
+    """One load: a closed loop, an open one with Poisson arrivals, or a trace's own arrivals."""
 
-    load: Closed | Open
+    load: Load
 
     @property
     def key(self) -> str:
@@ -37,6 +41,8 @@ class Level:
                 return f"c{concurrency}"
             case Open(rate):
                 return f"r{rate:g}"
+            case Replay():
+                return RECORDED
 
     @property
     def words(self) -> str:
@@ -46,6 +52,8 @@ class Level:
                 return f"{concurrency} at once"
             case Open(rate):
                 return f"{rate:g} requests/s"
+            case Replay():
+                return f"{RECORDED} arrivals"
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,16 +120,19 @@ def prompt_seed(plan: Plan, repetition: int, level: Level) -> str:
 
 
 def read_levels(concurrency: str | None, rate: str | None) -> tuple[Level, ...]:
-    """From `1,2,4` and `0.5,1`.
+    """From `1,2,4`, and `0.5,1` or `recorded`.
 
     Raises:
         ConfigError: no such numbers.
     """
     closed = [Level(Closed(number)) for number in _read_counts(concurrency)]
-    rates = [Level(Open(number)) for number in _read_rates(rate)]
-    if not closed and not rates:
+    words = [word.strip() for word in rate.split(",")] if rate else []
+    replays = [Level(Replay()) for word in words if word == RECORDED]
+    numbers = ",".join(word for word in words if word != RECORDED)
+    rates = [Level(Open(number)) for number in _read_rates(numbers)]
+    if not (closed or rates or replays):
         raise ConfigError("no load at all: give --concurrency, or --rate")
-    return tuple(dict.fromkeys((*closed, *rates)))
+    return tuple(dict.fromkeys((*closed, *rates, *replays)))
 
 
 def _read_counts(text: str | None) -> Sequence[int]:
@@ -140,5 +151,5 @@ def _read_rates(text: str | None) -> Sequence[float]:
     except ValueError:
         rates = [-1.0]
     if not all(0 < rate < float("inf") for rate in rates):
-        raise ConfigError(f"--rate {text}: requests a second above 0, such as 0.5,1,2")
+        raise ConfigError(f"--rate {text}: requests a second above 0, such as 0.5,1,2, or recorded")
     return sorted(rates)

@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from baton.bench.architectures.charts import show
+from baton.bench.architectures.energy import UNMEASURED
 from baton.bench.architectures.metrics import METRICS
 from baton.bench.architectures.verdict import describe_change
 
@@ -37,6 +38,8 @@ def print_findings(findings: Findings, out: TextIO) -> None:
     for line in findings.analysis.verdict:
         console.print(f"- {line}")
     console.print(f"- SLO ({findings.analysis.slo_words}): {describe_slo(findings)}")
+    if all(cell.energy_j is None for cell in findings.cells):
+        console.print(f"- {UNMEASURED}; CPU seconds are in the report")
     for line in (*findings.analysis.cautions, *findings.warnings):
         console.print(f"! {line}", style="yellow")
 

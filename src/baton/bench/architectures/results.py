@@ -28,8 +28,14 @@ class Stages(msgspec.Struct, frozen=True):
     decode_queue_s: float | None
 
 
+NO_STAGES: Final = Stages(None, None, None, None)
+
+
 class Proof(msgspec.Struct, frozen=True, kw_only=True):
     """That KV moved, by the traces of the requests that were answered.
+
+    `num_tails`: prompts of which decode had all but a part of a block, which it computed itself.
+    `told_by`: of a peer there are no traces; its servers' metrics tell sums, or nobody tells.
 
     needed = prompt - cached on decode. `num_not_handed_over`: answered without enough KV from
     prefill. `num_untraced`: no trace was found. `fallbacks`: causes, and how often.
@@ -46,6 +52,8 @@ class Proof(msgspec.Struct, frozen=True, kw_only=True):
     modes: dict[str, int]
     transports: dict[str, int]
     fallbacks: dict[str, int]
+    told_by: Literal["traces", "metrics", "nobody"] = "traces"
+    num_tails: int = 0
 
     @property
     def is_proved(self) -> bool:
@@ -59,6 +67,8 @@ class Proof(msgspec.Struct, frozen=True, kw_only=True):
             return None
         if not self.num_requests:
             return "no request was answered"
+        if self.told_by == "nobody":
+            return "not shown by the peer"
         parts = []
         if self.num_not_handed_over:
             causes = ", ".join(f"{num} x {cause}" for cause, num in self.fallbacks.items())
@@ -76,7 +86,8 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
 
     `run`: its file, of schema baton-bench-serve/1, with every request. `ended_early`: why it is not
     whole. `proof` is of disaggregated arms only. `num_tokens`: prompts and answers of all requests
-    that `cpu` was spent on, warm-up too.
+    that `cpu` was spent on, warm-up too. `energy_j`: of the whole machine meanwhile, None where it
+    cannot be read.
     """
 
     arm: str
@@ -91,6 +102,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     stages: Stages
     proof: Proof | None
     ended_early: str | None
+    energy_j: float | None = None
 
     @property
     def is_usable(self) -> bool:
@@ -99,17 +111,18 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ArmSaid(msgspec.Struct, frozen=True):
-    """An arm, as it was."""
+    """An arm, as it was. `peer`: whose servers; None: Baton's."""
 
     name: str
     num_both: int
     num_prefill: int
     num_decode: int
     cores: dict[str, tuple[int, ...]]
+    peer: str | None = None
 
 
 class LevelSaid(msgspec.Struct, frozen=True):
-    """A load: one of the two is set."""
+    """A load: one of the two is set, or neither where requests come as a trace recorded them."""
 
     key: str
     words: str

@@ -6,7 +6,7 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from baton.bench.architectures.charts import colour_of, show
-from baton.bench.architectures.metrics import METRICS
+from baton.bench.architectures.metrics import measured_metrics
 from baton.bench.architectures.verdict import describe_change
 
 if TYPE_CHECKING:
@@ -35,11 +35,11 @@ def show_results(findings: Findings) -> Iterator[str]:
     """Every metric of every arm and load, against replication."""
     points = {(p.metric, p.arm, p.level): p.estimate for p in findings.analysis.points}
     against = {(c.metric, c.arm, c.level): c for c in findings.analysis.contrasts}
-    rows = []
+    metrics, rows = measured_metrics(findings.cells), []
     for level in findings.levels:
         for place, arm in enumerate(findings.arms):
             row = [escape(level.words), _arm(place, arm.name)]
-            for metric in METRICS:
+            for metric in metrics:
                 key = (metric.key, arm.name, level.key)
                 row.append(_value(points.get(key), against.get(key)))
             rows.append(row)
@@ -49,7 +49,7 @@ def show_results(findings: Findings) -> Iterator[str]:
         "change against replication with its 95 % interval, <span class='wins'>better</span>, "
         "<span class='loses'>worse</span> or <span class='undecided'>not decided</span>.</p>"
     )
-    yield from _table(("load", "arm", *(f"{m.short}, {m.unit}" for m in METRICS)), rows)
+    yield from _table(("load", "arm", *(f"{m.short}, {m.unit}" for m in metrics)), rows)
 
 
 def _value(estimate: Estimate | None, contrast: Contrast | None) -> str:
@@ -79,7 +79,9 @@ def show_proofs(findings: Findings) -> Iterator[str]:
     if rows:
         yield "<h2>Did KV really move?</h2><p class='faint'>From the traces of every answered "
         yield "request, warm-up included: tokens whose KV decode lacked (prompt less cached), and "
-        yield "tokens whose KV it received.</p>"
+        yield "tokens whose KV it received. (Where less than a block is lacking after cached ones, "
+        yield "decode computes it itself, by design.) Of a peer: what its own metrics say, in "
+        yield "sum.</p>"
         head = ("arm", "load", "proved", "requests", "tokens needed", "tokens received", "MB",
                 "not handed over", "fallbacks", "mode / transport")  # fmt: skip
         yield from _table(head, rows)
@@ -96,7 +98,8 @@ def _proof_words(proofs: Sequence[Proof]) -> Iterator[str]:
     yield f"{sum(sum(proof.fallbacks.values()) for proof in proofs):,}"
     modes = ", ".join(sorted({mode for proof in proofs for mode in proof.modes}))
     transports = ", ".join(sorted({name for proof in proofs for name in proof.transports}))
-    yield escape(f"{modes} / {transports}")
+    unknown = any(proof.told_by == "nobody" for proof in proofs)
+    yield "not shown by the peer" if unknown else escape(f"{modes} / {transports}")
 
 
 def _cells(findings: Findings, arm: str, level: str) -> list[Cell]:

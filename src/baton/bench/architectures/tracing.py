@@ -24,6 +24,9 @@ OK: Final = 200
 RECOMPUTED_TOKENS: Final = 1
 """vLLM computes a prompt's last token anew: KV for it may stay away."""
 
+MOST_BLOCK_TOKENS: Final = 128
+"""The largest of any engine here: vLLM's on CPUs."""
+
 
 class FetchedTrace(msgspec.Struct, frozen=True):
     """The gateway's answer, as far as it matters here."""
@@ -95,6 +98,7 @@ def prove(traces: Sequence[FetchedTrace | None], num_answered: int) -> Proof:
         modes=dict(modes),
         transports=dict(transports),
         fallbacks=dict(fallbacks),
+        num_tails=sum(map(_is_tail, answered)),
     )
 
 
@@ -131,5 +135,20 @@ def _is_handed_over(summary: TraceSummary) -> bool:
     # All but one token were in decode's cache: there is nothing to move.
     if needed <= RECOMPUTED_TOKENS:
         return True
+    if _is_tail(summary):
+        return True
     has_bytes = summary.num_bytes > 0 or summary.mode == "reference"
     return summary.num_received_tokens >= needed - RECOMPUTED_TOKENS and has_bytes
+
+
+def _is_tail(summary: TraceSummary) -> bool:
+    """Whether less than a block was lacking after cached ones: decode computes that by itself.
+
+    Nothing went wrong and nothing was sent: a handoff would take longer. How large blocks are no
+    trace says: their size is a power of two, and what is cached is whole blocks.
+    """
+    needed = summary.num_prompt_tokens - summary.num_cached_tokens
+    most_block_tokens = summary.num_cached_tokens & -summary.num_cached_tokens
+    is_short = needed < min(most_block_tokens, MOST_BLOCK_TOKENS)
+    was_sent = summary.num_received_tokens > 0 or summary.num_bytes > 0
+    return is_short and not was_sent and not summary.fallbacks

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from baton.bench.architectures.cells import Place, measure_cell
-from baton.bench.architectures.fleet import InterruptedBenchError, open_fleet
+from baton.bench.architectures.fleet import InterruptedBenchError
+from baton.bench.architectures.opening import open_servers
 from baton.bench.load.client import Client
 from baton.bench.load.surveying import survey
 from baton.bench.load.target import open_target
@@ -16,9 +17,9 @@ from baton.errors import BatonError, ConfigError
 
 if TYPE_CHECKING:
     from baton.bench.architectures.cells import Bench, Measured
-    from baton.bench.architectures.fleet import Fleet, Surroundings
+    from baton.bench.architectures.fleet import Servers, Surroundings
+    from baton.bench.architectures.opening import ArmPlan
     from baton.bench.architectures.plan import Turn
-    from baton.launch.plan import LaunchPlan
 
 
 @dataclass(slots=True)
@@ -35,7 +36,7 @@ class TurnOutcome:
 
 
 async def take_turn(
-    bench: Bench, turn: Turn, launch: LaunchPlan, surroundings: Surroundings
+    bench: Bench, turn: Turn, launch: ArmPlan, surroundings: Surroundings
 ) -> TurnOutcome:
     """Take it. An arm that fails is an outcome; what would fail for every arm is raised.
 
@@ -46,7 +47,7 @@ async def take_turn(
     where = f"{turn.arm.name}, repetition {turn.repetition}"
     bench.progress.begin(f"{where}: servers start")
     try:
-        async with open_fleet(launch, surroundings, bench.keep.log(turn)) as fleet:
+        async with open_servers(launch, surroundings, bench.keep.log(turn)) as fleet:
             await _measure(bench, turn, fleet, outcome)
             bench.progress.begin(f"{where}: servers stop")
     except InterruptedBenchError:
@@ -60,13 +61,13 @@ async def take_turn(
     return outcome
 
 
-async def _measure(bench: Bench, turn: Turn, fleet: Fleet, outcome: TurnOutcome) -> None:
+async def _measure(bench: Bench, turn: Turn, fleet: Servers, outcome: TurnOutcome) -> None:
     bench.progress.begin(f"{turn.arm.name}, repetition {turn.repetition}: first requests")
     target = open_target(fleet.url, None)
     prompts = PromptWriter(f"{bench.plan.seed}/{turn.repetition}/survey")
     async with Client(target, bench.clock, bench.plan.effort.request_timeout_s) as client:
         surveyed = await survey(client, bench.plan.workload, bench.plan.approach, prompts)
-    outcome.warnings = surveyed.warnings
+    outcome.warnings = (*surveyed.warnings, *fleet.notes)
     place = Place(turn, fleet, target, surveyed)
     for level in turn.levels:
         if bench.interrupt.is_set() or fleet.is_over:

@@ -77,6 +77,11 @@ def compare_usage(
     return CpuUse(spent, gateway_s, client_s, wall_s, others)
 
 
+def read_session(folder: Path) -> int:
+    """Of a process, by its folder in /proc; 0 if it is gone."""
+    return _read_process(folder)[0]
+
+
 def _read_process(folder: Path) -> tuple[int, float]:
     """Session and CPU seconds; (0, 0.0) of a process that is gone."""
     try:

@@ -43,7 +43,9 @@ def headline(plan: Plan, analysis: Analysis, unproved: Collection[str]) -> str:
 
 
 def _decide(plan: Plan, analysis: Analysis) -> tuple[str, str]:
-    deciding = [c for c in analysis.contrasts if c.metric in {GOODPUT.key, THROUGHPUT.key}]
+    own = {arm.name for arm in plan.arms if arm.peer is None}
+    keys = {GOODPUT.key, THROUGHPUT.key}
+    deciding = [c for c in analysis.contrasts if c.metric in keys and c.arm in own]
     if not any(c.ratio is not None for c in deciding):
         return "No verdict", "replication and a split are needed, and both must have figures"
     if all(c.low is None and c.judgement == "undecided" for c in deciding):
@@ -101,7 +103,7 @@ def verdict(plan: Plan, analysis: Analysis) -> tuple[str, ...]:
     return tuple(
         sentence
         for arm in plan.arms
-        if arm.is_disaggregated
+        if arm.is_compared
         for key in VERDICT_METRICS
         for sentence in _sentence(plan, analysis, arm.name, metric_of(key))
     )
@@ -124,7 +126,8 @@ def _sentence(plan: Plan, analysis: Analysis, arm: str, metric: Metric) -> Itera
     crossing = [x for x in analysis.crossovers if (x.arm, x.metric) == (arm, metric.key)]
     judged = {c.judgement for c in mine}
     parts += [describe_crossover(each, judged) for each in crossing]
-    yield f"{arm}, {metric.title}: {'. '.join(part for part in parts if part)}."
+    sentences = [part[0].upper() + part[1:] if i else part for i, part in enumerate(parts) if part]
+    yield f"{arm}, {metric.title}: {'. '.join(sentences)}."
 
 
 def describe_crossover(crossover: Crossover, judged: set[Judgement]) -> str:
@@ -152,7 +155,10 @@ def describe_change(contrast: Contrast) -> str:
 
 def _percent(ratio: float) -> str:
     """A change; a ratio of ten or more, which only noise gives, is not spelt out."""
-    return "over +900 %" if ratio > MOST_RATIO else f"{(ratio - 1) * 100:+.0f} %"
+    if ratio > MOST_RATIO:
+        return "over +900 %"
+    change = round((ratio - 1) * 100)  # a whole number: no "-0 %"
+    return f"{change:+d} %" if change else "0 %"
 
 
 def _most(contrasts: Sequence[Contrast], words: dict[str, str]) -> str:

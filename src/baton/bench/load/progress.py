@@ -1,21 +1,18 @@
-"""What the person sees meanwhile, on standard error: a live line, or a plain one now and then."""
+"""What the person sees of one run meanwhile: its requests, counted."""
 
 from __future__ import annotations
 
-import asyncio
 from collections import deque
-from typing import TYPE_CHECKING, Final, Self
+from typing import TYPE_CHECKING, Final
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
+
+from baton.bench.live import LiveLine, Look, Shown
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from baton.bench.load.plan import LoadPlan
     from baton.bench.load.record import Phase, Record
 
-LIVE_S: Final = 0.5
 PLAIN_S: Final = 10.0
 NUM_LATEST: Final = 50
 
@@ -56,53 +53,8 @@ class Tally:
         )
 
 
-class LiveProgress:
-    """Shows a tally until it is left; the terminal is then as before, however that happens.
-
-    Drawn by the client's own event loop, twice a second: its cost is in the client's lag.
-    """
-
-    def __init__(self, tally: Tally, plan: LoadPlan) -> None:
-        self._tally = tally
-        self._console = Console(stderr=True, highlight=False, markup=False)
-        self._total = plan.limits.num_requests
-        self._bar: Progress | None = None
-        self._task: asyncio.Task[None] | None = None
-
-    async def __aenter__(self) -> Self:
-        if self._console.is_terminal:
-            columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-            self._bar = Progress(
-                *columns, console=self._console, auto_refresh=False, transient=True
-            )
-            self._bar.add_task("starting", total=self._total)
-            self._bar.start()
-        self._task = asyncio.create_task(self._draw())
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        where: TracebackType | None,
-    ) -> None:
-        try:
-            if self._task is not None:
-                self._task.cancel()
-                await asyncio.gather(self._task, return_exceptions=True)
-        finally:
-            if self._bar is not None:
-                self._bar.stop()
-
-    async def _draw(self) -> None:
-        while True:
-            await asyncio.sleep(PLAIN_S if self._bar is None else LIVE_S)
-            if self._bar is None:
-                self._console.print(f"baton: {self._tally.say()}")
-                continue
-            self._bar.update(
-                self._bar.task_ids[0],
-                description=self._tally.say(),
-                completed=self._tally.num_ended,
-                refresh=True,
-            )
+def follow(tally: Tally, plan: LoadPlan) -> LiveLine:
+    """A live line of one run."""
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    look = Look(columns, plan.limits.num_requests, PLAIN_S)
+    return LiveLine(lambda: Shown(tally.say(), tally.num_ended), look)

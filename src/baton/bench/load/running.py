@@ -16,7 +16,7 @@ from baton.bench.load.client import Client
 from baton.bench.load.conducting import Conductor
 from baton.bench.load.figures import compute_figures
 from baton.bench.load.plan import Closed, Open, Replay, describe_load
-from baton.bench.load.progress import LiveProgress, Tally
+from baton.bench.load.progress import Tally, follow
 from baton.bench.load.report import LoadSaid, Report, WorkloadSaid
 from baton.bench.load.surveying import survey
 from baton.bench.manifest import close_manifest
@@ -94,7 +94,7 @@ async def run_load(job: Job, manifest: RunManifest, clock: Clock) -> Report:
         )
         surveyed = await survey(client, job.workload, job.approach, prompts)
         interrupt = stack.enter_context(interrupted_by_signals())
-        await stack.enter_async_context(LiveProgress(tally, job.plan))
+        await stack.enter_async_context(follow(tally, job.plan))
         conductor = Conductor(
             client,
             BodyWriter(surveyed.manner, prompts),

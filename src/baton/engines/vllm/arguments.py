@@ -55,7 +55,7 @@ def server_arguments(options: VllmOptions, config: Config, place: Place) -> list
         *("--shutdown-timeout", str(ENGINE_END_TIMEOUT_S)),
         *("--middleware", GATE, "--disable-uvicorn-access-log", "--uvicorn-log-level", "warning"),
         *("--kv-transfer-config", _json(_transfer(config))),
-        *_engine_flags(options, place.platform),
+        *engine_flags(options, place.platform),
         *_event_flags(options, place, worker.name),
         *options.arguments,
     ]
@@ -123,7 +123,8 @@ def _transfer(config: Config) -> dict[str, object]:
     }
 
 
-def _engine_flags(options: VllmOptions, platform: Platform) -> Iterator[str]:
+def engine_flags(options: VllmOptions, platform: Platform) -> Iterator[str]:
+    """Flags of the engine: the same with any connector."""
     on_cpu = platform == "cpu"
     values = {
         "--dtype": options.dtype,

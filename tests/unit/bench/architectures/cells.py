@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from baton.bench.architectures.analysing import Samples
+from baton.bench.architectures.analysing import Samples, analyse
 from baton.bench.architectures.arms import choose_arms
 from baton.bench.architectures.plan import Effort, Plan, read_levels
-from baton.bench.architectures.results import Cell, Proof, Stages
+from baton.bench.architectures.results import ArmSaid, Cell, Findings, LevelSaid, Proof, Stages
 from baton.bench.architectures.usage import CpuUse
 from baton.bench.load.figures import Slo, compute_figures
 from baton.bench.load.record import Record
 from baton.bench.load.stream import Tokens
 from baton.bench.load.surveying import Approach
 from baton.bench.load.watching import ClientLoad
+from baton.bench.machine import Machine
+from baton.bench.manifest import RunManifest
 from baton.bench.workloads.lengths import Lengths, fixed_lengths
 
 QUIET = ClientLoad(0.1, 0.0, 0.0, 0.0, 0.0, None, ())
 WINDOW_S = 10.0
+MACHINE = Machine("host", "6.1", "a CPU", 2, 2**33, "3.11", {}, (0.0, 0.0, 0.0))
 
 
 def make_plan(concurrency="1,2,4,8", repetitions=5, workers=2, **changes):
@@ -79,3 +82,22 @@ def measure(plan, rates):
         for level, num in levels.items()
         for repetition in range(1, plan.effort.num_repetitions + 1)
     ]
+
+
+def make_findings(plan, measured, troubles=()):
+    return Findings(
+        is_partial=False, ended=None,
+        manifest=RunManifest(
+            baton="0", started_at="now", command=("bench",), machine=MACHINE,
+            load_after=(0.0, 0.0, 0.0),
+        ),
+        engine="transformers", model="<demo>", num_workers=2, workload="balanced",
+        workload_words="100 in", seed="s",
+        num_repetitions=plan.effort.num_repetitions, duration_s=10.0, order=(),
+        arms=tuple(ArmSaid(a.name, a.num_both, a.num_prefill, a.num_decode, {}) for a in plan.arms),
+        levels=tuple(
+            LevelSaid(v.key, v.words, v.load.concurrency, None) for v in plan.levels
+        ),
+        cells=tuple(each.cell for each in measured), troubles=tuple(troubles), warnings=(),
+        analysis=analyse(plan, measured, troubles),
+    )  # fmt: skip

@@ -1,7 +1,7 @@
 import pytest
 
 from baton.bench.architectures.analysing import analyse, compute_cost, contrast
-from baton.bench.architectures.arms import Arm
+from baton.bench.architectures.arms import Arm, choose_arms
 from baton.bench.architectures.metrics import metric_of
 from baton.bench.architectures.results import Trouble
 from baton.bench.load.figures import Slo
@@ -44,6 +44,22 @@ def test_a_split_that_is_behind_everywhere():
     line = next(line for line in analysis.verdict if "Throughput" in line)
     assert "loses against replication with 1, 2, 4, 8 at once" in line
     assert "-48 % [" in line  # 21 of 41, …: a little less than half
+
+
+def test_peers_are_held_against_replication_and_do_not_decide():
+    """A peer's split that wins is no reason to disaggregate with Baton, whose own loses."""
+    plan = make_plan(arms=choose_arms(2, peers=("nixl", "vllm-router")))
+    rates = {
+        "single": SINGLE, "replicated": REPLICATED, "1P1D": WORSE, "peer:nixl-1P1D": BETTER,
+        "peer:vllm-router": BETTER,
+    }  # fmt: skip
+    analysis = analyse(plan, measure(plan, rates), ())
+    assert analysis.headline.startswith("Replicate, with 2 workers")
+    assert "peer" not in analysis.headline
+    for name in ("peer:nixl-1P1D", "peer:vllm-router"):
+        some = [c for c in analysis.contrasts if (c.metric, c.arm) == ("throughput", name)]
+        assert [c.judgement for c in some] == ["wins"] * 4
+        assert any(line.startswith(f"{name}, Throughput: wins") for line in analysis.verdict)
 
 
 def test_a_split_that_gets_ahead():

@@ -4,46 +4,28 @@ from xml.etree import ElementTree as ET
 import msgspec
 import pytest
 
-from baton.bench.architectures.analysing import analyse
 from baton.bench.architectures.charts import Chart, Mark, Series, draw, nice_step, show
 from baton.bench.architectures.drawing import draw_all
-from baton.bench.architectures.metrics import METRICS
+from baton.bench.architectures.metrics import measured_metrics
 from baton.bench.architectures.page import write_page
-from baton.bench.architectures.results import ArmSaid, Findings, LevelSaid, Trouble
-from baton.bench.machine import Machine
-from baton.bench.manifest import RunManifest
+from baton.bench.architectures.results import Findings, Trouble
+from tests.unit.bench.architectures import cells
 from tests.unit.bench.architectures.cells import make_plan, measure
 
 SVG = "{http://www.w3.org/2000/svg}"
-MACHINE = Machine("host", "6.1", "a CPU", 2, 2**33, "3.11", {}, (0.0, 0.0, 0.0))
 
 
 def make_findings(concurrency="1,2,4", troubles=()):
     plan = make_plan(concurrency, cost_per_worker_hour=1.0)
     rates = {arm.name: {level.key: 50 for level in plan.levels} for arm in plan.arms}
-    measured = measure(plan, rates)
-    return Findings(
-        is_partial=False, ended=None,
-        manifest=RunManifest(
-            baton="0", started_at="now", command=("bench",), machine=MACHINE,
-            load_after=(0.0, 0.0, 0.0),
-        ),
-        engine="transformers", model="<demo>", num_workers=2, workload="balanced",
-        workload_words="100 in", seed="s", num_repetitions=5, duration_s=10.0, order=(),
-        arms=tuple(ArmSaid(a.name, a.num_both, a.num_prefill, a.num_decode, {}) for a in plan.arms),
-        levels=tuple(
-            LevelSaid(v.key, v.words, v.load.concurrency, None) for v in plan.levels
-        ),
-        cells=tuple(each.cell for each in measured), troubles=tuple(troubles), warnings=(),
-        analysis=analyse(plan, measured, troubles),
-    )  # fmt: skip
+    return cells.make_findings(plan, measure(plan, rates), troubles)
 
 
 def test_the_page_needs_nothing_from_outside():
     findings = make_findings()
     page = write_page(findings, draw_all(findings))
     assert re.search(r"src=|href=|url\(|@import|<script|<link", page) is None
-    assert page.count("<svg") == len(METRICS)
+    assert page.count("<svg") == len(measured_metrics(findings.cells))
     assert "Did KV really move?" in page
     assert "Cost of 1,000 tokens" in page
 

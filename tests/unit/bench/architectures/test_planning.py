@@ -19,6 +19,28 @@ def test_arms_are_chosen_by_name_in_any_case_and_a_wrong_name_says_which_there_a
         choose_arms(2, ["2P1D"])
 
 
+def test_peers_are_arms_only_where_they_are_asked_for():
+    assert not any(arm.peer for arm in choose_arms(2))
+    names = [arm.name for arm in choose_arms(3, peers=("nixl", "vllm-router"))]
+    assert names[:4] == ["single", "replicated", "1P2D", "2P1D"]
+    assert names[4:] == ["peer:nixl-1P2D", "peer:nixl-2P1D", "peer:vllm-router"]
+    (nixl,) = choose_arms(2, ["Peer:NIXL-1P1D"])
+    assert (nixl.peer, nixl.num_prefill, nixl.num_decode) == ("nixl", 1, 1)
+    (router,) = choose_arms(2, ["peer:vllm-router"])
+    assert (router.peer, router.num_both, router.is_disaggregated) == ("vllm-router", 2, False)
+    assert [arm.name for arm in choose_arms(2, ["1P1D"], ("vllm-router",))] == [
+        "1P1D", "peer:vllm-router",
+    ]  # fmt: skip
+    assert ":" not in nixl.folder
+
+
+def test_a_traces_own_arrivals_are_a_load_beside_others():
+    levels = read_levels("2", "recorded, 0.5")
+    assert [level.key for level in levels] == ["c2", "r0.5", "recorded"]
+    assert [level.words for level in levels] == ["2 at once", "0.5 requests/s", "recorded arrivals"]
+    assert [level.key for level in read_levels(None, "recorded")] == ["recorded"]
+
+
 @pytest.mark.parametrize("number", [0, 1, 65])
 def test_one_worker_cannot_be_compared(number):
     with pytest.raises(ConfigError, match="2 to 64"):

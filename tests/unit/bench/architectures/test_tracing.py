@@ -59,6 +59,18 @@ def test_a_prompt_that_was_cached_needs_nothing():
     assert prove([trace], 1).is_proved
 
 
+def test_less_than_a_block_after_cached_ones_is_computed_by_decode():
+    """As the embedded engine does with blocks of 16 tokens: nothing is sent for 15."""
+    tail = {"num_received_tokens": 0, "num_bytes": 0, "transport": None, "num_prompt_tokens": 95}
+    proof = prove([make_trace(num_cached_tokens=80, **tail)], 1)
+    assert proof.is_proved
+    assert proof.num_tails == 1
+    assert not prove([make_trace(num_cached_tokens=0, **tail)], 1).is_proved
+    assert not prove([make_trace(num_cached_tokens=80, fallbacks=("x: y",), **tail)], 1).is_proved
+    whole = tail | {"num_prompt_tokens": 96}
+    assert not prove([make_trace(num_cached_tokens=80, **whole)], 1).is_proved
+
+
 def test_answers_without_a_trace_are_no_proof():
     proof = prove([make_trace(), None], 2)
     assert proof.problem == "1 of 2 left no trace"

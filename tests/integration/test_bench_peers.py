@@ -1,0 +1,132 @@
+"""A peer's arm from start to stop: real processes, the real proxy, servers without an engine."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from baton.bench.architectures.fleet import InterruptedBenchError, Surroundings
+from baton.bench.architectures.peers.fleet import open_peer_fleet
+from baton.bench.architectures.peers.plan import PeerPlan, PeerServer
+from baton.bench.load.sse import EventParser
+from baton.clock import MachineClock
+from baton.engines.vllm.server_options import VllmOptions
+from baton.launch.supervisor import GATEWAY, ChildFailedError
+
+STUB = Path(__file__).with_name("stub_vllm_peer.py")
+FIRST_CORE = min(os.sched_getaffinity(0))
+TIMEOUT_S = 60
+
+
+class StubbedPlan(PeerPlan):
+    """A peer's plan, with stubs in the place of vLLM."""
+
+    def server_command(self, port):
+        return (sys.executable, str(STUB), str(port))
+
+
+class BrokenPlan(PeerPlan):
+    """Its servers end at once."""
+
+    def server_command(self, port):
+        return (sys.executable, "-c", "raise SystemExit('no such model')")
+
+
+def make_plan(kind=StubbedPlan):
+    servers = tuple(PeerServer(f"{role}-0", role, (FIRST_CORE,)) for role in ("prefill", "decode"))
+    return kind("nixl", Path("/model"), "m", VllmOptions(), "cpu", servers)
+
+
+@asynccontextmanager
+async def running(tmp_path, plan, interrupt=None):
+    surroundings = Surroundings(dict(os.environ), MachineClock(), interrupt or asyncio.Event())
+    async with (
+        asyncio.timeout(TIMEOUT_S),
+        open_peer_fleet(plan, surroundings, tmp_path / "log") as fleet,
+        aiohttp.ClientSession() as session,
+    ):
+        yield fleet, session
+
+
+async def ask(session, fleet, prompt):
+    body = {"model": "m", "prompt": prompt, "max_tokens": 3, "stream": True}
+    async with session.post(f"{fleet.url}/v1/completions", json=body) as response:
+        return response.status, await response.read()
+
+
+def is_alive(pid):
+    return Path(f"/proc/{pid}").exists()
+
+
+def test_prefill_then_decode_and_the_servers_tell_that_kv_moved(tmp_path):
+    async def scenario():
+        async with running(tmp_path, make_plan()) as (fleet, session):
+            pids = fleet.processes
+            assert set(pids) == {"prefill-0", "decode-0", GATEWAY}
+            # They had moved themselves to the last core, as NIXL does.
+            for name in ("prefill-0", "decode-0"):
+                assert os.sched_getaffinity(pids[name]) == {FIRST_CORE}
+            await fleet.witness.begin(session)
+            for _ in range(2):
+                status, raw = await ask(session, fleet, [1, 2, 3, 4])
+                assert status == 200
+                assert len(list(EventParser().feed(raw))) == 4  # three tokens and [DONE]
+            said = await fleet.witness.testify(session, (), 2)
+            assert said.proof.is_proved
+            assert (said.proof.num_received_tokens, said.proof.num_bytes) == (8, 512)
+            status, raw = await ask(session, fleet, [13])
+            assert (status, b"thirteen" in raw) == (400, True)  # prefill's own words
+            assert not fleet.is_over
+        return fleet, pids
+
+    fleet, pids = asyncio.run(scenario())
+    assert not any(is_alive(pid) for pid in pids.values())
+    log = (tmp_path / "log").read_text("utf-8")
+    assert "[prefill-0] stub is here" in log
+    assert "[decode-0] stub is here" in log
+    if (os.cpu_count() or 1) > FIRST_CORE + 1:  # there is another core that they could go to
+        assert len([note for note in fleet.notes if "pinned to its share again" in note]) == 2
+
+
+def test_a_server_that_dies_ends_the_turn_and_leaves_nothing(tmp_path):
+    pids = {}
+
+    async def scenario():
+        async with running(tmp_path, make_plan()) as (fleet, session):
+            pids.update(fleet.processes)
+            os.kill(pids["decode-0"], signal.SIGKILL)
+            await fleet.until_ended()
+            assert fleet.is_over
+            status, _ = await ask(session, fleet, [1, 2])
+            assert status == 502
+
+    with pytest.raises(ChildFailedError, match=r"decode-0 ended \(killed by SIGKILL\)"):
+        asyncio.run(scenario())
+    assert not any(is_alive(pid) for pid in pids.values())
+
+
+def test_a_server_that_does_not_start_is_reported_in_its_own_words(tmp_path):
+    async def scenario():
+        async with running(tmp_path, make_plan(BrokenPlan)):
+            pass
+
+    with pytest.raises(ChildFailedError, match=r"(?s)ended while starting.*no such model"):
+        asyncio.run(scenario())
+
+
+def test_somebody_who_wants_the_end_need_not_wait_for_the_start(tmp_path):
+    async def scenario():
+        wanted = asyncio.Event()
+        wanted.set()
+        async with running(tmp_path, make_plan(), wanted):
+            pass
+
+    with pytest.raises(InterruptedBenchError):
+        asyncio.run(scenario())
