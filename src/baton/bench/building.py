@@ -84,6 +84,18 @@ def _torch_save(around: Surroundings) -> Contender:
     return Serialised(TorchSave(), around)
 
 
+def _iperf(around: Surroundings) -> Contender:
+    from baton.bench.peers.iperf import Iperf  # noqa: PLC0415
+
+    return Iperf(around, num_streams=1)
+
+
+def _iperf_of_two(around: Surroundings) -> Contender:
+    from baton.bench.peers.iperf import Iperf  # noqa: PLC0415
+
+    return Iperf(around, num_streams=2)
+
+
 _BUILDERS: Final[Mapping[str, Callable[[Surroundings], Contender]]] = {
     "memcpy": _memcpy,
     "tuned socket": _tuned_socket,
@@ -94,4 +106,6 @@ _BUILDERS: Final[Mapping[str, Callable[[Surroundings], Contender]]] = {
     "socket": _socket,
     "pickle": _pickle,
     "torch.save": _torch_save,
+    "iperf3": _iperf,
+    "iperf3 -P 2": _iperf_of_two,
 }

@@ -17,13 +17,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from baton.authority.key import ClusterKey
-    from baton.bench.workload import Move
+    from baton.bench.workload import Move, Workload
     from baton.clock import Clock
     from baton.transfer.interface import PagedRegion
 
 Role: TypeAlias = Literal["driver", "owner"]
 Kind: TypeAlias = Literal["transport", "limit", "peer"]
 LimitName: TypeAlias = Literal["memcpy", "tuned socket"]
+BytesOf: TypeAlias = Literal["the pools", "its own"]
 
 
 class Traits(msgspec.Struct, frozen=True):
@@ -31,11 +32,21 @@ class Traits(msgspec.Struct, frozen=True):
 
     `used` is what carries the bytes. `limit` is the bound that it is held against: one core's
     memcpy where memory is shared or mapped, one tuned socket where a network is between.
+    `bytes_of`: what it moves; only the pools' bytes can be compared.
     """
 
     used: str
     directions: tuple[Direction, ...]
     limit: LimitName
+    bytes_of: BytesOf = "the pools"
+
+
+@dataclass(frozen=True, slots=True)
+class Lap:
+    """Several moves in one go: how many, and the mean time of one in seconds."""
+
+    num_moves: int
+    move_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +112,19 @@ class Borrower(Protocol):
 
     def digest_seen(self) -> str:
         """XXH3-128 of the pages that were lent last, read where they lie."""
+        ...
+
+
+@runtime_checkable
+class SelfTimed(Protocol):
+    """A contender, as the driver, that starts programs which take the time themselves."""
+
+    def time_moves(self, workload: Workload) -> Lap:
+        """Make some moves of the workload's size.
+
+        Raises:
+            TransferError: it did not work.
+        """
         ...
 
 

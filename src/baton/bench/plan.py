@@ -6,7 +6,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 from baton.bench.orders import MAX_POOL_PAGES
-from baton.bench.workload import PAGE_BYTES, TINY_PAGE_BYTES, Workload, plan_pool, write_size
+from baton.bench.workload import (
+    PAGE_BYTES,
+    TINY_PAGE_BYTES,
+    Shape,
+    Workload,
+    plan_pool,
+    write_size,
+)
 from baton.errors import ConfigError, UnknownPluginError
 
 if TYPE_CHECKING:
@@ -23,17 +30,24 @@ QUICK_SIZES: Final = (32 << 10, 1 << 20)
 
 @dataclass(frozen=True, slots=True)
 class Entrant:
-    """One row's contender: how it is built, and which processes it needs."""
+    """One row's contender: how it is built, which processes it needs, what it is measured with."""
 
     kind: Kind
     name: str
     options: Mapping[str, object] = field(hash=False)
     processes: Processes = "two"
+    shapes: tuple[Shape, ...] = ("message", "scattered", "descriptors")
+    least_bytes: int = 0
 
+
+BULK: Final[tuple[Shape, ...]] = ("message", "scattered")
+"""What a Python loop of copies costs for each descriptor says nothing about the machine."""
+STREAM_BYTES: Final = 1_000_000
+"""iperf3 knows no messages: the rate of its stream is held against large ones only."""
 
 LIMITS: Final = (
-    Entrant("limit", "memcpy", {}, "one"),
-    Entrant("limit", "tuned socket", {}),
+    Entrant("limit", "memcpy", {}, "one", BULK),
+    Entrant("limit", "tuned socket", {}, shapes=BULK),
 )
 PEERS: Final = (
     Entrant("peer", "NIXL", {}),
@@ -43,6 +57,8 @@ PEERS: Final = (
     Entrant("peer", "socket", {}),
     Entrant("peer", "pickle", {}, "two on one host"),
     Entrant("peer", "torch.save", {}, "two on one host"),
+    Entrant("peer", "iperf3", {}, "two on one host", ("message",), STREAM_BYTES),
+    Entrant("peer", "iperf3 -P 2", {}, "two on one host", ("message",), STREAM_BYTES),
 )
 
 

@@ -36,6 +36,9 @@ def print_report(report: Report, file: TextIO) -> None:
         rows = list(block)
         is_bulk = rows[0].workload.shape != "descriptors"
         console.print(_bulk_table(rows) if is_bulk else _descriptor_table(rows))
+    unverified = dict.fromkeys(row.name for row in report.rows if not row.is_verified)
+    if unverified:
+        console.print(f"bytes of its own, not compared: {', '.join(unverified)}", style="dim")
     if report.lent:
         console.print(_lent_table(report.lent))
     for skipped in report.skipped:

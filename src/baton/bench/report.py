@@ -39,6 +39,7 @@ class Row(msgspec.Struct, frozen=True):
 
     `used` carried the bytes. `percent_of_limit`: its median rate in percent of the limit's in this
     same run; None where the limit was not measured. `samples_s[round][i]`, in seconds.
+    `is_verified`: the bytes that arrived were compared; not those of a program that sends its own.
     """
 
     kind: Kind
@@ -110,7 +111,7 @@ class Ledger:
     def add(
         self, entrant: Entrant, traits: Traits, workload: Workload, way: Direction, *, taken: Taken
     ) -> None:
-        """One row's round, after its bytes were verified."""
+        """One row's round, after its bytes were verified, if they are the pools'."""
         self._traits[entrant] = traits
         self._rounds.setdefault((entrant, workload, way), []).append(taken)
 
@@ -145,7 +146,7 @@ class Ledger:
                     found,
                     traits.limit,
                     None if limit is None else found.gb_per_s.median / limit * 100,
-                    is_verified=True,
+                    is_verified=traits.bytes_of == "the pools",
                     samples_s=tuple(each.samples_s for each in taken),
                 )
             )
