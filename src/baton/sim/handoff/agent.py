@@ -70,12 +70,12 @@ class WatchedPort:
     def computing(self, prompts: Sequence[Ticket]) -> None:
         """See `HandoffPort`."""
         self._uncomputed = tuple(prompts)
-        self._checker.engine_lives(self._process, self._uncomputed)
+        self._checker.deadlines.engine_lives(self._process, self._uncomputed)
         self._agent.computing(prompts)
 
     def layer_ready(self, tickets: Sequence[tuple[TicketId, int]], layer: int) -> None:
         """See `HandoffPort`."""
-        self._checker.engine_lives(self._process, self._uncomputed)
+        self._checker.deadlines.engine_lives(self._process, self._uncomputed)
         self._agent.layer_ready(tickets, layer)
 
     def finish(self, ticket: TicketId, first_token: SampledToken | None) -> None:

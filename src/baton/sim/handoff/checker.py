@@ -22,14 +22,13 @@ from baton.handoff.staging import Holder
 from baton.kv.blocks import BlockState
 from baton.sim.handoff import inside
 from baton.sim.handoff.agent import tickets_of
+from baton.sim.handoff.deadlines import DeadlineWatch
 from baton.sim.handoff.leases import LeaseWatch
 from baton.sim.handoff.loans import LoanWatch
 from baton.sim.handoff.memory import NUM_LAYERS
 from baton.sim.handoff.violation import ViolationError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from baton.authority.ticket import Ticket
     from baton.engines.transformers.scheduler import Work
     from baton.engines.transformers.sequence import Sequence
@@ -43,10 +42,6 @@ if TYPE_CHECKING:
     from baton.sim.handoff.violation import Invariant
 
 MAX_LINKS_PER_PEER: Final = 8
-HANDOFF_TIMEOUT_S: Final = 3.0
-REQUEST_TIMEOUT_S: Final = 10.0
-SLACK_S: Final = 0.7
-"""Deadlines are looked at now and then, by clocks that are 2 % wrong."""
 
 Known: TypeAlias = dict["TicketId", tuple[object, ...]]
 """All that an agent knows of some tickets."""
@@ -65,11 +60,11 @@ class Checker:
     failures: list[tuple[str, KVFailed | SendFailed]] = field(default_factory=list)
     waits_for_landing: set[TicketId] = field(default_factory=set)
     fabric: Fabric | None = None
+    deadlines: DeadlineWatch = field(default_factory=DeadlineWatch)
     leases: LeaseWatch = field(init=False)
     loans: LoanWatch = field(init=False)
     _fates: dict[tuple[Epoch, TicketId], str] = field(default_factory=dict)
     _orders: dict[tuple[Epoch, TicketId], ReceiveOrder] = field(default_factory=dict)
-    _asked: dict[tuple[Epoch, TicketId], float] = field(default_factory=dict)
     _num_steps: int = 0
 
     def __post_init__(self) -> None:
@@ -131,24 +126,17 @@ class Checker:
         """An engine announced KV."""
         self._begin(process, order.ticket.id, "offered")
 
-    def engine_lives(self, process: SimProcess, prompts: Iterable[Ticket]) -> None:
-        """An engine computes: prompts that it has yet to compute may take longer, on both sides."""
-        for ticket in prompts:
-            for key in ((process.epoch, ticket.id), (ticket.decode.epoch, ticket.id)):
-                if key in self._asked:
-                    self._asked[key] = max(self._asked[key], process.world.timeline.now_s)
-
     def aborted(self, process: SimProcess, ticket: TicketId) -> None:
         """An engine lost interest."""
         key = process.epoch, ticket
-        self._asked.pop(key, None)
+        self.deadlines.ended(process, ticket)
         if self._fates.get(key) == "expected":
             self._fates[key] = "aborted"
 
     def told(self, process: SimProcess, event: HandoffEvent) -> None:
         """I2: an agent says that pages are ready, or free: nothing may land in them any more."""
         if not isinstance(event, BlocksQuiescent):
-            self._asked.pop((process.epoch, event.ticket), None)
+            self.deadlines.ended(process, event.ticket)
             self._note_landing(event.ticket)
         self.leases.told(process, event)
         self.loans.told(process, event)
@@ -229,16 +217,12 @@ class Checker:
         self._num_steps += 1
         if self._num_steps % 64 == 0:
             self.check_books(process)
-        now_s = process.world.timeline.now_s
         overdue = self.leases.find_overdue(process)
         if overdue is not None:
             self._break("I3", f"{process.name}: {overdue.hex()[:6]} outlives its lease")
-        latest_s = now_s - HANDOFF_TIMEOUT_S - SLACK_S
-        if latest_s < process.awake_since_s:
-            return  # what was asked before it stood still may have begun after it
-        for (epoch, ticket), asked_s in self._asked.items():
-            if epoch == process.epoch and asked_s < latest_s:
-                self._break("I4", f"{process.name}: {ticket.hex()[:6]} outlives its deadline")
+        overdue = self.deadlines.find_overdue(process)
+        if overdue is not None:
+            self._break("I4", f"{process.name}: {overdue.hex()[:6]} outlives its deadline")
 
     def check_books(self, process: SimProcess) -> None:
         """Each pure structure agrees with itself, and has no more in it than it may."""
@@ -269,9 +253,7 @@ class Checker:
             self._break("I4", f"{process.name}: ticket {ticket.hex()[:6]} is used a second time")
         self._fates[key] = fate
         is_held = fate == "offered" and self.tickets[ticket].mode == "pull"
-        # What is pulled waits for as long as its request may, and its lease lasts.
-        extra_s = REQUEST_TIMEOUT_S - HANDOFF_TIMEOUT_S if is_held else 0.0
-        self._asked[key] = process.world.timeline.now_s + extra_s
+        self.deadlines.began(process, ticket, is_held=is_held)
 
     def _stored_in_blocks(
         self, process: SimProcess, pages: set[int], ticket: TicketId | None

@@ -14,7 +14,7 @@ from baton.authority.ticket import Ticket, WorkerRef, seal
 from baton.clock import UnixTime
 from baton.ids import TicketId
 from baton.sim.handoff.calls import Call, Done, Lost, Refused, Token
-from baton.sim.handoff.checker import REQUEST_TIMEOUT_S
+from baton.sim.handoff.deadlines import REQUEST_TIMEOUT_S
 from baton.sim.handoff.memory import extend_chain, next_token
 from baton.sim.handoff.plan import GATEWAY
 from baton.sim.handoff.timeline import EPOCH_S

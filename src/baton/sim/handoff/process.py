@@ -31,8 +31,8 @@ from baton.ids import Epoch, RequestId, WorkerId
 from baton.kv.pool import BlockPool
 from baton.sim.handoff.agent import SimAgent, WatchedPort
 from baton.sim.handoff.calls import Done, Refused, Said, Token
-from baton.sim.handoff.checker import HANDOFF_TIMEOUT_S
 from baton.sim.handoff.computing import KilledError, SamePages, SimComputer
+from baton.sim.handoff.deadlines import HANDOFF_TIMEOUT_S
 from baton.sim.handoff.memory import VOCABULARY, Pages, SimStaging, make_layout
 from baton.sim.handoff.mortality import Mortality
 from baton.sim.handoff.network import SimSurroundings
