@@ -31,6 +31,16 @@ class ReadAhead:
         """Whether there is something that the kernel will not tell of again."""
         return bool(self._held)
 
+    def look(self, receive: Receive) -> memoryview:
+        """What is there, and stays: valid until something is taken or skipped."""
+        if not self._held:
+            self._fill(receive)
+        return self._held
+
+    def skip(self, num_bytes: int) -> None:
+        """Take what was looked at."""
+        self._held = self._held[num_bytes:]
+
     def take(self, num_bytes: int, receive: Receive) -> bytes | None:
         """The next bytes, so many at most; None if none are there."""
         if not self._held and not self._fill(receive):

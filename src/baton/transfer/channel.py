@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
 from baton.errors import PeerLostError
-from baton.transfer.framing import FrameDecoder, encode_frame
+from baton.transfer.framing import PREFIX_BYTES, FrameDecoder, encode_frame
 from baton.transfer.tls import TlsSocket, WaitsForPeerError
 
 if TYPE_CHECKING:
@@ -153,6 +153,14 @@ class Channel:
             PeerLostError: the connection is broken or at its end.
             ProtocolError: the frame is too large.
         """
+        if self.ahead is not None:
+            there = self.ahead.look(self._receive_into)
+            if not there:
+                return None
+            body = self._decoder.cut(there)
+            if body is not None:
+                self.ahead.skip(PREFIX_BYTES + len(body))
+                return body
         while (num_missing := self._decoder.num_missing_bytes) > 0:
             if self.ahead is None:
                 data = self._receive(num_missing)

@@ -47,6 +47,17 @@ class FrameDecoder:
         """Append bytes from the stream."""
         self._buffer += data
 
+    def cut(self, data: memoryview) -> bytes | None:
+        """The body of a whole frame at the beginning of `data`, which is not fed then; else None.
+
+        Raises:
+            ProtocolError: the announced body is larger than the bound.
+        """
+        if self._buffer or len(data) < PREFIX_BYTES:
+            return None
+        end = PREFIX_BYTES + self._check(int.from_bytes(data[:PREFIX_BYTES], "little"))
+        return bytes(data[PREFIX_BYTES:end]) if end <= len(data) else None
+
     def take(self) -> bytes | None:
         """The next whole body, or None until more is fed.
 
@@ -63,7 +74,9 @@ class FrameDecoder:
         return body
 
     def _body_bytes(self) -> int:
-        announced = int.from_bytes(self._buffer[:PREFIX_BYTES], "little")
+        return self._check(int.from_bytes(self._buffer[:PREFIX_BYTES], "little"))
+
+    def _check(self, announced: int) -> int:
         if announced > self.max_body_bytes:
             raise ProtocolError(
                 f"a frame of {announced} bytes was announced, at most {self.max_body_bytes} "

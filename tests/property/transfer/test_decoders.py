@@ -80,6 +80,30 @@ def test_reading_what_is_missing_stops_at_each_frames_end(bodies):
     assert (found, stream) == (bodies, b"")
 
 
+@given(st.lists(st.binary(max_size=MAX_BODY_BYTES)), st.data())
+def test_whole_frames_may_be_cut_from_what_is_there_between_others(bodies, data):
+    stream = memoryview(b"".join(encode_frame(body) for body in bodies))
+    decoder, found = FrameDecoder(MAX_BODY_BYTES), []
+    while stream:
+        there = stream[: data.draw(st.integers(1, len(stream)))]
+        body = decoder.cut(there)
+        if body is not None:
+            num_bytes = PREFIX_BYTES + len(body)
+        else:
+            num_bytes = min(len(there), decoder.num_missing_bytes)
+            decoder.feed(there[:num_bytes])
+            body = decoder.take()
+        stream = stream[num_bytes:]
+        if body is not None:
+            found.append(body)
+    assert found == bodies
+
+
+def test_a_frame_that_is_too_large_is_not_cut():
+    with pytest.raises(ProtocolError, match="65 bytes"):
+        FrameDecoder(MAX_BODY_BYTES).cut(memoryview(encode_frame(bytes(65))))
+
+
 @given(st.binary(max_size=400))
 def test_any_bytes_make_frames_or_wishes_or_an_error(stream):
     decoder, num_taken = FrameDecoder(MAX_BODY_BYTES), 0

@@ -35,6 +35,16 @@ def test_a_header_its_payload_and_the_end_of_it_are_one_call():
     assert ahead.take(4, kernel.receive) == b"more"
 
 
+def test_what_is_looked_at_stays_until_it_is_skipped():
+    kernel, ahead = Kernel(b"head" + b"x" * 10), ReadAhead()
+    assert ahead.look(kernel.receive)[:4] == b"head"
+    assert ahead.look(kernel.receive)[:4] == b"head"
+    ahead.skip(4)
+    assert ahead.take(99, kernel.receive) == b"x" * 10
+    assert not ahead.look(kernel.receive)
+    assert kernel.num_calls == 1  # the one that brought less than there was room for
+
+
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 3 * AHEAD_BYTES)), max_size=12))
 def test_every_byte_is_given_once_and_in_order(asked):
     data = bytes(i * 7 % 251 for i in range(4 * AHEAD_BYTES))
