@@ -112,7 +112,7 @@ def test_both_traces_of_a_read_handoff_say_what_carried_it(key: ClusterKey) -> N
         assert (trace.expected_transport, trace.transport) == ("shared", "shared")
 
 
-@pytest.mark.parametrize("version", [1, 3, 5])
+@pytest.mark.parametrize("version", [1, 3, PROTOCOL_VERSION + 1])
 def test_a_worker_of_another_version_is_told_so(
     version: int, key: ClusterKey, caplog: pytest.LogCaptureFixture
 ) -> None:
