@@ -57,8 +57,8 @@ def _table(findings: Findings) -> Table:
         title=f"{findings.workload}: {findings.workload_words}; mean over repetitions, and change "
         "against replication"
     )
-    table.add_column("load")
-    table.add_column("arm")
+    table.add_column("load", no_wrap=True)
+    table.add_column("arm", no_wrap=True)
     shown = [metric for metric in METRICS if metric.key in SHOWN]
     for metric in shown:
         table.add_column(f"{metric.short}\n{metric.unit}", justify="right")
