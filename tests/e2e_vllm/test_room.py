@@ -55,7 +55,7 @@ def test_computed_kv_that_nobody_takes_gives_way_to_who_has_no_room(house: House
     wait_idle(house.prefill, house.decode)
     (late,) = make_prompts(1, seed=42, shortest=4000, longest=4000)
     prompts = make_prompts(8, seed=41, shortest=3640, longest=3640)
-    handoffs = [Handoff.make(prefill, decode, prompt) for prompt in prompts]
+    handoffs = [Handoff.make(prefill, decode, prompt, valid_s=240) for prompt in prompts]
 
     async def run() -> Answer:
         async with filled(prefill, decode):
