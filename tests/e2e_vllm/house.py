@@ -48,6 +48,7 @@ CHUNK_TOKENS: Final = 256
 ENGINE: Final[Mapping[str, object]] = {
     "worker.engine": "vllm",
     "handoff.liveness_timeout_s": 6.0,  # busy machines are no fault
+    "handoff.timeout_s": 120.0,
     "engine.dtype": "float32",
     "engine.num_threads": 1,
     "engine.max_context_tokens": 4096,

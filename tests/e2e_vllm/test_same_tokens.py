@@ -83,6 +83,19 @@ def test_pulled_prompts(house: House, street: Street) -> None:
     street.end(gateway)
 
 
+def test_pooled_prompts(house: House, street: Street) -> None:
+    gateway = street.start_gateway([house.prefill], [house.decode], **{"gateway.mode": "pool"})
+    prompts = make_prompts(8, seed=13, shortest=50, longest=2000)
+    expected = ask_all(house.oracle, prompts)
+    answers = ask_all(gateway, prompts, at_once=4)
+    check_same(answers, expected)
+    for prompt, answer in zip(prompts, answers, strict=True):
+        summary = read_summary(gateway, answer.request_id)
+        assert (summary["mode"], summary["fallbacks"]) == ("pool", [])
+        assert summary["num_received_tokens"] == len(prompt)
+    street.end(gateway)
+
+
 def test_sampled_answers_are_those_of_the_oracle(house: House) -> None:
     (prompt,) = make_prompts(1, seed=2, shortest=150, longest=150)
     sampling = {"temperature": 0.9, "top_p": 0.95}

@@ -73,8 +73,10 @@ class Handoff:
     pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(4))
 
     @classmethod
-    def make(cls, prefill: Server, decode: Server, prompt: list[int]) -> Handoff:
-        ticket = make_ticket(prefill.ref, decode.ref)
+    def make(
+        cls, prefill: Server, decode: Server, prompt: list[int], *, valid_s: float = 60
+    ) -> Handoff:
+        ticket = make_ticket(prefill.ref, decode.ref, valid_s=valid_s)
         return cls(prefill, decode, prompt, ticket, seal(ticket, ClusterKey.from_hex(KEY)))
 
     def ask_prefill(self, num_tokens: int = 1) -> Future[tuple[int, Json]]:

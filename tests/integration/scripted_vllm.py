@@ -164,6 +164,8 @@ class Control:
         visit = Visit(self.owner, path, headers, {}, None, send)
         if not self.key_is_right or headers.get("authorization") != "Bearer " + token():
             await visit.fail(401, "unauthorized")
+        elif path == "/health" and self.owner.load is not None:
+            await visit.answer(200, {"status": "ok", "load": self.owner.load})
         elif path == "/baton/v1/info":
             self.num_info_reads += 1
             await visit.answer(200, self.owner.info())

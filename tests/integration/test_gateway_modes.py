@@ -7,7 +7,8 @@ import json
 
 import pytest
 
-from tests.integration.gateway_cluster import PROMPT, STREAM, Cluster, run, until
+from tests.integration.gateway_cluster import PROMPT, STREAM, Cluster, run, until, until_true
+from tests.integration.scripted_vllm import ScriptedVllm, offer, say_abc_as_vllm
 from tests.integration.scripted_worker import (
     ScriptedWorker,
     Visit,
@@ -319,3 +320,68 @@ def test_by_default_the_first_token_comes_from_decode():
         assert not cluster.decodes[0].agreed
 
     run(scenario, **pair(prefill_early))
+
+
+# How full vLLM servers are -----------------------------------------------------------------------
+
+FULL = {"waiting": 0, "blocks": 64, "free_blocks": 3, "block_size": 16}
+LONG = {**STREAM, "prompt": "word " * 1000}
+
+
+def vllm_pair():
+    return {
+        "prefills": [ScriptedVllm("vllm-p", "prefill", offer, **PULL)],
+        "decodes": [ScriptedVllm("vllm-d", "decode", say_abc_as_vllm, **PULL)],
+    }
+
+
+async def load_of(cluster: Cluster, worker: str) -> dict | None:
+    _, body = await cluster.get_json("/debug/workers")
+    (load,) = (each["load"] for each in body["workers"] if each["worker"] == worker)
+    return load
+
+
+async def ask_long(cluster: Cluster, request_id: str) -> None:
+    async with cluster.post(LONG, **{"x-request-id": request_id}) as response:
+        assert response.status == 200
+        await response.text()
+
+
+def test_a_full_vllm_server_turns_push_into_pull():
+    async def scenario(cluster: Cluster):
+        await ask_long(cluster, "before")
+        cluster.decodes[0].load = FULL
+
+        async def is_known() -> bool:
+            load = await load_of(cluster, "vllm-d")
+            return load is not None and load["num_free_blocks"] == 3
+
+        await until_true(is_known)
+        await ask_long(cluster, "after")
+        modes = [visit.ticket.mode for visit in cluster.decodes[0].visits]
+        assert modes == ["push", "pull"]
+        (reason,) = (await placement_of(cluster, "after"))["placement"]
+        assert reason.startswith("vllm-d has 3 of 64 blocks free, too few for about ")
+
+    run(scenario, **vllm_pair())
+
+
+def test_a_vllm_server_whose_control_server_is_silent_is_up_and_says_nothing_of_its_load():
+    async def scenario(cluster: Cluster):
+        server = cluster.decodes[0]
+        server.load = FULL
+
+        async def is_known() -> bool:
+            return await load_of(cluster, "vllm-d") is not None
+
+        async def is_forgotten() -> bool:
+            return not await is_known()
+
+        await until_true(is_known)
+        server.controls[0].kill()
+        await until_true(is_forgotten)
+        await ask_long(cluster, "then")
+        assert server.visits[-1].ticket.mode == "push"
+        assert await cluster.metric("baton_gateway_worker_up{") == 2
+
+    run(scenario, **vllm_pair(), probe_interval_s=0.02)

@@ -20,6 +20,7 @@ from tests.integration.scripted_vllm import (
 from tests.integration.scripted_worker import Visit, never_answer, recompute_when_aborted
 
 CHAT = "/v1/chat/completions"
+ERROR = {"message": "Internal server error", "type": "InternalServerError", "code": 500}
 MESSAGES = {"model": "demo", "messages": [{"role": "user", "content": "hello"}]}
 
 
@@ -332,19 +333,47 @@ def test_a_5xx_of_one_server_is_another_ones_chance():
 
 
 def test_an_error_within_a_stream_is_forwarded_and_counted():
+    has_begun = asyncio.Event()
+
     async def broken(visit: Visit):
         await visit.start_stream()
-        error = {"message": "Internal server error", "type": "InternalServerError", "code": 500}
-        await visit.write(b"data: " + json.dumps({"error": error}).encode() + b"\n\n")
+        await visit.token("a")
+        await has_begun.wait()
+        await visit.write(b"data: " + json.dumps({"error": ERROR}).encode() + b"\n\n")
         await visit.done()
 
     async def scenario(cluster: Cluster):
         cluster.decodes[0].script = broken
-        assert "Internal server error" in await text_of(cluster, STREAM)
+        async with cluster.post(STREAM) as response:
+            assert response.status == 200
+            await response.content.readany()
+            has_begun.set()
+            assert b"Internal server error" in await response.content.read()
         broken_streams = 'baton_gateway_broken_streams_total{cause="worker_reported"}'
         assert await cluster.metric(broken_streams) == 1
 
     run_vllm(scenario)
+
+
+def test_a_stream_that_begins_with_an_error_is_another_servers_chance():
+    async def broken(visit: Visit):
+        await visit.start_stream()
+        await visit.write(b"data: " + json.dumps({"error": ERROR}).encode() + b"\n\n")
+        await visit.done()
+
+    first, second = decode(), ScriptedVllm("vllm-e", "decode", say_abc_as_vllm)
+
+    async def scenario(cluster: Cluster):
+        first.script = broken
+        text = await text_of(cluster, STREAM)
+        assert "error" not in text
+        assert all(letter in text for letter in "abc")
+        second.script = broken
+        text = await text_of(cluster, STREAM)
+        assert text.count("Internal server error") == 1
+        assert text.endswith("data: [DONE]\n\n")
+
+    run_vllm(scenario, decodes=[first, second])
 
 
 def test_a_client_that_leaves_ends_both_legs():
@@ -394,3 +423,90 @@ def test_of_several_ranks_the_first_that_answers_stands_for_all():
         assert shown["missing"] == ["prefill (vllm-p)"]
 
     run_vllm(scenario, decodes=[decode(num_ranks=2)])
+
+
+# Servers whose kv_load_failure_policy is "fail" ---------------------------------------------------
+
+
+def pulling(first: ScriptedVllm | None = None) -> dict[str, list[ScriptedVllm]]:
+    modes = {"modes": ["push", "pull"]}
+    return {"prefills": [first or prefill(**modes)], "decodes": [decode(**modes)]}
+
+
+async def fail_without_kv(visit: Visit) -> None:
+    """What vLLM does, and what the trace of its rank says then."""
+    if visit.ticket is None:
+        await say_abc_as_vllm(visit)
+        return
+    lost = {"ticket": visit.ticket.id.hex(), "fallbacks": ["computed locally: prefill is gone"]}
+    visit.worker.trace = trace("decode") | lost
+    if visit.body.get("stream"):
+        await visit.start_stream()
+        await visit.write(b"data: " + json.dumps({"error": ERROR}).encode() + b"\n\n")
+        await visit.done()
+    else:
+        await visit.answer(500, {"error": ERROR})
+
+
+@pytest.mark.parametrize("body", [PROMPT, STREAM])
+@pytest.mark.parametrize("mode", ["push", "pull"])
+def test_a_request_that_vllm_failed_for_want_of_its_kv_is_computed_there(body, mode):
+    async def scenario(cluster: Cluster):
+        cluster.decodes[0].script = fail_without_kv
+        text = await text_of(cluster, body)
+        assert "error" not in text
+        assert all(letter in text for letter in "abc")
+        assert [visit.ticket is None for visit in cluster.decodes[0].visits] == [False, True]
+        assert await fallbacks(cluster, "handoff_failed") == 1
+
+    run_vllm(scenario, mode=mode, **pulling())
+
+
+def test_a_500_that_has_another_cause_stays_vllms_own():
+    async def broken(visit: Visit):
+        visit.worker.trace = trace("decode") | {"ticket": visit.ticket.id.hex()}
+        await visit.answer(500, {"error": ERROR})
+
+    async def scenario(cluster: Cluster):
+        cluster.decodes[0].script = broken
+        async with cluster.post(PROMPT) as response:
+            assert (response.status, (await response.json())["error"]) == (500, ERROR)
+        assert len(cluster.decodes[0].visits) == 1
+
+    run_vllm(scenario)
+
+
+def test_kv_that_another_ticket_lost_says_nothing_of_this_one():
+    async def stale_trace(visit: Visit):
+        lost = {"ticket": "ab" * 16, "fallbacks": ["computed locally: prefill is gone"]}
+        visit.worker.trace = trace("decode") | lost
+        await visit.answer(500, {"error": ERROR})
+
+    async def scenario(cluster: Cluster):
+        cluster.decodes[0].script = stale_trace
+        async with cluster.post(PROMPT) as response:
+            assert response.status == 500
+        assert len(cluster.decodes[0].visits) == 1
+
+    run_vllm(scenario)
+
+
+def test_where_nothing_is_left_to_try_the_error_says_that_the_handoff_failed():
+    async def stale_once(visit: Visit):
+        is_first = len(server.visits) == 1
+        await (refuse("stale_ticket") if is_first else offer)(visit)
+
+    server = ScriptedVllm("vllm-p", "prefill", stale_once, modes=["push", "pull"])
+
+    async def scenario(cluster: Cluster):
+        cluster.decodes[0].script = fail_without_kv
+        async with cluster.post(PROMPT) as response:
+            error = (await response.json())["error"]
+            assert (response.status, error["code"], error["type"]) == (
+                502,
+                "handoff_failed",
+                "server_error",
+            )
+            assert "prefill is gone" in error["message"]
+
+    run_vllm(scenario, mode="pull", **pulling(server))

@@ -76,6 +76,22 @@ def test_workers_that_meet_measure_all_that_they_share(mover: Mover, key: Cluste
         assert {*used} <= {outcome.transport for outcome in tally.outcomes}
 
 
+@pytest.mark.parametrize("mover", ["prefill", "decode"])
+def test_a_worker_that_measures_nothing_meets_one_that_does(
+    mover: Mover, key: ClusterKey, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The measuring one shows its memory for probes; the other has none, and lands none."""
+    with (
+        node("p", kinds=BOTH, key=key, links=MEASURED) as prefill,
+        node("d", kinds=BOTH, key=key, mover=mover) as decode,
+    ):
+        for seed in range(3):
+            hand_over(prefill, decode, seed)
+        for seed in range(3):
+            hand_over(decode, prefill, seed)
+    assert "unexpected error" not in caplog.text
+
+
 def test_a_handoff_that_waits_comes_before_the_probes(key: ClusterKey) -> None:
     tally = Tally()
     with (

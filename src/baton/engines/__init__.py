@@ -9,6 +9,7 @@ expects, and which blocks may be touched. Frameworks (torch, transformers) stay 
 File map:
     interface.py     the contract `Engine`, its requests, updates and stats; `EngineServer`, an
                      engine that brings a server of its own; `ENGINES` and `ENGINE_SERVERS`
+    stalls.py        when computed KV that nobody takes keeps everybody else waiting
     gpu/             pages on a GPU: gathered, scattered, carried to the host beside the model
     transformers/    the embedded engine: any decoder-only Hugging Face model, on CPU or CUDA
     vllm/            a KV connector inside vLLM's own server, and the process that starts it

@@ -13,6 +13,7 @@ File map:
     completions.py  one completion request: admission, deadlines, errors, accounting
     exchange.py     its two legs: placement, ticket, retry
     leg_bodies.py   what both are sent, each in its dialect; vllm_dialect.py is vLLM's
+    lost_kv.py      whether vLLM's 500 was for want of a request's KV
     undivided.py    requests that a vLLM worker serves whole
     prefill_leg.py  the prefill worker's part, and telling decode when it fails
     verdict.py      what its answer says about its KV
@@ -23,7 +24,7 @@ File map:
     workers.py      the registry of workers: who is up, and since which epoch
     probe.py        asks one worker how it is, for ever
     introduction.py asks it who it is
-    worker_info.py  what a worker says about itself, checked
+    worker_info.py  what a worker says about itself, checked; loads.py how full it is
     kv_events.py    which blocks vLLM workers hold; event_endpoints.py is where that is heard
     errors.py       OpenAI's error JSON and the status codes
     call.py         what the parts of one request note about it; services.py what they all share

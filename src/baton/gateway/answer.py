@@ -15,7 +15,7 @@ from baton.gateway.errors import (
 )
 from baton.gateway.metrics import BrokenStreamCause
 from baton.gateway.upstream import mapped_errors, read_answer, read_error
-from baton.gateway.vllm_dialect import client_answer
+from baton.gateway.vllm_dialect import client_answer, first_error
 
 if TYPE_CHECKING:
     import aiohttp
@@ -54,7 +54,8 @@ class Answer:
 
         Raises:
             StaleTicketError: it refuses the ticket. Nothing was sent.
-            WorkerFailedError: it is a 5xx. Nothing of it was sent.
+            WorkerFailedError: it is a 5xx, or a stream of vLLM's that begins with one. Of a stream
+                its headers may have been sent.
             WorkerLostError: it was cut off. A stream may have been sent in part.
             UpstreamError: it is too long. Nothing was sent.
         """
@@ -87,6 +88,8 @@ class Answer:
         else:
             chunk = await read()
             last = now()
+            if chunk.startswith(ERROR_EVENT):
+                self._refuse(chunk)
             if chunk:
                 call.note_first_byte(last)
         while chunk:
@@ -98,6 +101,11 @@ class Answer:
                 at = now()
                 observe_gap(at - last)
                 last = at
+
+    def _refuse(self, event: bytes) -> None:
+        """An error instead of a first token: vLLM sends its 200 before it knows."""
+        if self._decode.dialect == "vllm" and (error := first_error(event)) is not None:
+            raise WorkerFailedError(f"{self._decode.id} answered {error.status}", answer=error)
 
     async def _forward_whole(self, response: aiohttp.ClientResponse) -> None:
         """An answer in one piece is read to its end first, so that a cut can still be a 502."""

@@ -9,7 +9,7 @@ import msgspec
 from baton.events.blocks import FeedHealth
 from baton.gateway.kv_events import Followed, NotFollowed
 from baton.gateway.workers import Down, Draining, Rejected, Unseen, Up
-from baton.router.fleet import Role
+from baton.router.fleet import Role, WorkerLoad
 
 if TYPE_CHECKING:
     from baton.gateway.kv_events import Following, KVEvents
@@ -34,7 +34,10 @@ class FollowedEvents(msgspec.Struct, frozen=True):
 
 
 class ListedWorker(msgspec.Struct, frozen=True):
-    """One worker of the operator's list. `kv_events` is null where it publishes none."""
+    """One worker of the operator's list.
+
+    `kv_events` is null where it publishes none, `load` where it does not say how full it is.
+    """
 
     worker: str | None
     epoch: str | None
@@ -43,6 +46,7 @@ class ListedWorker(msgspec.Struct, frozen=True):
     state: str
     reason: str | None
     kv_events: FollowedEvents | None
+    load: WorkerLoad | None = None
 
 
 class WorkerList(msgspec.Struct, frozen=True):
@@ -71,6 +75,7 @@ class Roster:
             state=type(worker.state).__name__.lower(),
             reason=_reason(worker),
             kv_events=None if following is None else _show_events(following),
+            load=worker.load,
         )
 
 

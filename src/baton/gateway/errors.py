@@ -87,6 +87,10 @@ class WorkerFailedError(UpstreamError):
         self.answer = answer
 
 
+class KVLostError(UpstreamError):
+    """The worker was to go on from KV that did not arrive, and does not compute it itself."""
+
+
 class PrefillFailedError(UpstreamError):
     """No KV is held for the decode worker, which was not asked yet: `cause` says what to avoid."""
 
@@ -165,6 +169,7 @@ _KINDS: tuple[tuple[type[BatonError], _Kind], ...] = (
     (MethodNotAllowedError, _Kind(405, "invalid_request_error", "method_not_allowed")),
     (OverloadedError, _Kind(503, "server_error", "overloaded")),
     (NoWorkerError, _Kind(503, "server_error", "no_worker")),
+    (KVLostError, _Kind(502, "server_error", "handoff_failed")),
     (UpstreamError, _Kind(502, "server_error", "worker_failed")),
     (ShuttingDownError, _Kind(503, "server_error", "shutting_down")),
     (DeadlineError, _Kind(504, "server_error", "deadline_exceeded")),

@@ -14,15 +14,18 @@ from baton.authority.ticket import HandoffMode, Ticket, name_tenant, seal
 from baton.gateway.answer import Answer
 from baton.gateway.early_start import CREATED_HEADER, EarlyStart
 from baton.gateway.errors import (
+    KVLostError,
     NoWorkerError,
     PrefillFailedError,
     StaleTicketError,
     UpstreamError,
+    WorkerFailedError,
     WorkerLostError,
     WorkerUnreachableError,
 )
 from baton.gateway.interrupt import Interruptible
 from baton.gateway.leg_bodies import leg_bodies
+from baton.gateway.lost_kv import find_lost_kv
 from baton.gateway.metrics import NO_MODE, FallbackCause
 from baton.gateway.prefill_leg import Handoff, PrefillLeg
 from baton.gateway.prompt_size import estimate_prompt_tokens
@@ -70,6 +73,9 @@ class _History:
                 self._note_prefill(placement, cause)
             case StaleTicketError():
                 self.num_left -= 1
+            case KVLostError():  # the same worker may compute it all
+                self.num_left -= 1
+                self.failed_modes = EVERY_MODE
             case _:
                 self.num_left -= 1
                 self.avoid |= {placement.decode.id}
@@ -153,9 +159,9 @@ class Exchange:
         bodies = leg_bodies(self._body, sealed, prefill=prefill.dialect, decode=decode.dialect)
         early = EarlyStart(self._services, self._call, self._send)
         wanted = early if handoff.ticket.first_token_early else None
+        answering = partial(self._decode_with_kv, handoff, decode, bodies.decode, wanted)
         with Interruptible() as attempt:
             leg = PrefillLeg(self._services, self._call, handoff, attempt, early=wanted)
-            answering = partial(self._decode_leg, decode, bodies.decode, wanted)
             if placement.handoff in _PREFILL_FIRST:
                 await self._pull(leg, bodies.prefill, answering)
             else:
@@ -180,6 +186,18 @@ class Exchange:
             await answering()
         except BaseException:
             prefill_leg.release("the decode worker's answer did not come")
+            raise
+
+    async def _decode_with_kv(
+        self, handoff: Handoff, decode: WorkerView, body: bytes, early: EarlyStart | None
+    ) -> None:
+        try:
+            await self._decode_leg(decode, body, early)
+        except WorkerFailedError as exc:
+            if decode.dialect == "vllm":
+                lost = await find_lost_kv(self._services.upstream, handoff.decode, handoff.ticket)
+                if lost is not None:
+                    raise lost from exc
             raise
 
     async def _decode_leg(
@@ -233,6 +251,7 @@ class Exchange:
 
 _CAUSES: Final[dict[type[UpstreamError], FallbackCause]] = {
     StaleTicketError: FallbackCause.STALE_TICKET,
+    KVLostError: FallbackCause.HANDOFF_FAILED,
     WorkerUnreachableError: FallbackCause.DECODE_UNREACHABLE,
     WorkerLostError: FallbackCause.DECODE_LOST,
 }

@@ -15,7 +15,7 @@ from baton.gateway.errors import (
     WorkerUnreachableError,
 )
 from baton.gateway.introduction import Introduction, Life
-from baton.gateway.worker_info import read_load
+from baton.gateway.loads import LoadReader
 from baton.gateway.workers import Up
 
 if TYPE_CHECKING:
@@ -45,6 +45,7 @@ class Prober:
         self._interval_s, self._timeout_s = options.probe_interval_s, options.probe_timeout_s
         self._abandon_after_s = options.abandon_after_s
         self._introduction = Introduction(worker, upstream, options.probe_timeout_s)
+        self._loads = LoadReader(worker, upstream, options.probe_timeout_s)
         self._in_doubt = False
         self._num_failures = 0
         self._num_probes = 0
@@ -141,7 +142,7 @@ class Prober:
         status, body = await self._upstream.get(self._worker.url / "health", self._timeout_s)
         match status:
             case HTTPStatus.OK:
-                self._workers.note_load(self._worker, read_load(body))
+                self._workers.note_load(self._worker, await self._loads.read(body))
                 return True
             case HTTPStatus.SERVICE_UNAVAILABLE:
                 info = self._worker.info

@@ -6,10 +6,11 @@ hands to its connector, and what comes back from there, travels in `kv_transfer_
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Annotated, Final
 
 import msgspec
 
+from baton.gateway.errors import ErrorAnswer
 from baton.gateway.request import TRANSFER_FIELDS
 
 if TYPE_CHECKING:
@@ -70,6 +71,29 @@ def client_answer(answer: bytes) -> bytes:
     for name in TRANSFER_FIELDS:
         fields.pop(name, None)
     return _encoder.encode(fields)
+
+
+def first_error(event: bytes) -> ErrorAnswer | None:
+    """A stream's first event as the whole answer that it stands for; None if it is no 5xx."""
+    text = event.partition(b"\n")[0].removeprefix(b"data: ")
+    try:
+        status = _error_decoder.decode(text).error.code
+    except msgspec.MsgspecError:
+        return None
+    return ErrorAnswer(status, text, ((b"content-type", b"application/json"),))
+
+
+class _Error(msgspec.Struct, frozen=True):
+    """`code` is the status that it would have answered with."""
+
+    code: Annotated[int, msgspec.Meta(ge=500, le=599)]
+
+
+class _ErrorBody(msgspec.Struct, frozen=True):
+    error: _Error
+
+
+_error_decoder = msgspec.json.Decoder(_ErrorBody)
 
 
 def _transfer(ticket: str, part: str) -> msgspec.Raw:

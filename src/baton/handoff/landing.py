@@ -67,6 +67,11 @@ class Landing:
         self._held: _Held | None = None
 
     @property
+    def has_memory(self) -> bool:
+        """Whether links are measured from here: not where the operator listed their order."""
+        return self._scratch is not None
+
+    @property
     def region(self) -> PagedRegion:
         """The scratch memory."""
         if self._scratch is None:

@@ -180,7 +180,8 @@ class Surveyor:
     def _begin(self, peer: Peer, route: Route, *, on_trial: bool) -> _Survey | None:
         offered = () if peer.hello is None else peer.hello.scratch
         descriptor = next((each for each in offered if each.transport == route.kind), None)
-        if descriptor is None or route.state not in {RouteState.UP, RouteState.ON_TRIAL}:
+        is_usable = route.state in {RouteState.UP, RouteState.ON_TRIAL}
+        if descriptor is None or not is_usable or not self._landing.has_memory:
             return None
         bounds = self._bounds.share(max(1, len(list(self._routes.of(peer)))))
         series = ProbeSeries(bounds, route.model, RECOVERY if on_trial else PLAN)

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from baton.authority.seen import SeenTickets, TicketUse
 from baton.authority.ticket import unseal
+from baton.engines.stalls import StallWatch
 from baton.engines.transformers.custody import Custody
-from baton.engines.transformers.stalls import StallWatch
 from baton.handoff import grants
 from baton.handoff.coverage import Coverage
 from baton.handoff.footprint import ServedFace
@@ -162,7 +162,7 @@ def replayed_tickets(patch: pytest.MonkeyPatch) -> None:
 
 def no_stall_watch(patch: pytest.MonkeyPatch) -> None:
     """Two workers that are short of memory wait for each other."""
-    patch.setattr(StallWatch, "is_over", lambda self, scheduler, now, *, is_busy: False)
+    patch.setattr(StallWatch, "is_over", lambda self, now, *, in_vain: False)
 
 
 def lease_not_checked(patch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from baton.clock import Instant
 from baton.engines.interface import PrefillLeg
-from baton.engines.transformers.stalls import IMPATIENCE_S, PATIENCE_S, StallWatch
+from baton.engines.stalls import IMPATIENCE_S, PATIENCE_S, StallWatch
 from tests.unit.engines.test_scheduler import (
     carry_out,
     make_scheduler,
@@ -33,28 +33,32 @@ def stalled() -> Scheduler:
     return scheduler
 
 
+def is_over(watch: StallWatch, scheduler: Scheduler, now: float, *, is_busy: bool = False) -> bool:
+    return watch.is_over(Instant(now), in_vain=scheduler.waits_for_offered and not is_busy)
+
+
 def test_who_waits_in_vain_is_patient_for_a_while_and_then_less() -> None:
     scheduler, watch = stalled(), StallWatch()
-    assert not watch.is_over(scheduler, Instant(1.0), is_busy=False)
+    assert not is_over(watch, scheduler, 1.0)
     assert watch.ends_at == LATE
-    assert not watch.is_over(scheduler, SOON, is_busy=False)
-    assert watch.is_over(scheduler, LATE, is_busy=False)
-    assert not watch.is_over(scheduler, LATE, is_busy=False)
-    assert watch.is_over(scheduler, Instant(LATE + IMPATIENCE_S), is_busy=False)
+    assert not is_over(watch, scheduler, SOON)
+    assert is_over(watch, scheduler, LATE)
+    assert not is_over(watch, scheduler, LATE)
+    assert is_over(watch, scheduler, LATE + IMPATIENCE_S)
     assert scheduler.custody.lent == (number_ticket(1).id,)
 
 
 def test_patience_begins_again_whenever_something_was_computed() -> None:
     scheduler, watch = stalled(), StallWatch()
-    watch.is_over(scheduler, Instant(1.0), is_busy=False)
-    assert not watch.is_over(scheduler, LATE, is_busy=True)
+    is_over(watch, scheduler, 1.0)
+    assert not is_over(watch, scheduler, LATE, is_busy=True)
     assert watch.ends_at is None
-    assert not watch.is_over(scheduler, LATE, is_busy=False)
+    assert not is_over(watch, scheduler, LATE)
 
 
 def test_nothing_is_over_while_nobody_waits() -> None:
     scheduler, watch = make_scheduler(4), StallWatch()
     scheduler.add(make_sequence(12, 1, PrefillLeg(number_ticket(1)), number=1))
     carry_out(scheduler, scheduler.schedule().work[0])
-    for now in (Instant(1.0), LATE, Instant(100.0)):
-        assert not watch.is_over(scheduler, now, is_busy=False)
+    for now in (1.0, LATE, 100.0):
+        assert not is_over(watch, scheduler, now)

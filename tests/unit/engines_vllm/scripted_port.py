@@ -113,7 +113,12 @@ class ScriptedPort:
             self.fail(ticket)
 
     def withdraw_oldest(self, tickets: Sequence[TicketId], reason: str) -> None:
-        """No scheduler of vLLM's asks for it."""
+        """None is granted in this port: the first of them it is."""
+        assert reason
+        for ticket in tickets:
+            if ticket in self.sends:
+                self.fail_send(ticket, "offered")
+                return
 
     def poll(self) -> list[HandoffEvent]:
         events, self._events = self._events, []

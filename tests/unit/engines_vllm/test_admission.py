@@ -10,7 +10,9 @@ import pytest
 
 from baton.authority.key import ClusterKey
 from baton.authority.ticket import HandoffMode, Ticket, WorkerRef, name_tenant, seal
+from baton.engines.stalls import PATIENCE_S
 from baton.engines.vllm.admission import Admission
+from baton.engines.vllm.congestion import Occupancy
 from baton.engines.vllm.held import HeldPrompts
 from baton.engines.vllm.identity import Identity
 from baton.engines.vllm.information import KVEventsInfo, ModelFacts, RankFacts
@@ -36,8 +38,12 @@ FACTS = RankFacts(
 
 
 @pytest.fixture
-def admission() -> Admission:
-    clock = ManualClock()
+def clock() -> ManualClock:
+    return ManualClock()
+
+
+@pytest.fixture
+def admission(clock: ManualClock) -> Admission:
     reader = TicketReader(IDENTITY, KEY, clock)
     held = HeldPrompts(max_blocks=5)
     made = Admission(IDENTITY, MODEL, block_size=4, held=held, reader=reader, clock=clock)
@@ -250,3 +256,61 @@ def test_in_mode_pool_a_request_of_another_tenant_than_its_ticket_is_refused(
     mine = sealed(PEER, ME, "pool", name_tenant("a tenant"))
     asked = request({"baton_ticket": mine, "do_remote_prefill": True}, "r2", cache_salt="a tenant")
     assert admission.count_missing(asked, 0) == 9
+
+
+class Blocks:
+    """As vLLM's pool: one block is its own."""
+
+    num_gpu_blocks = 11
+    num_free = 10
+
+    def get_num_free_blocks(self) -> int:
+        return self.num_free
+
+
+def test_workers_are_told_of_the_queue_and_of_free_blocks_at_every_step(
+    admission: Admission,
+) -> None:
+    assert admission.step(step()).occupancy is None
+    blocks = Blocks()
+    admission.bind(blocks)
+    plain = request(None)
+    admission.arrived(plain)
+    assert admission.step(step()).occupancy == Occupancy(1, 10, 10, 4)
+    admission.count_missing(plain, 0)
+    admission.allocated(plain, ([1, 2, 3],), 0)
+    blocks.num_free = 7
+    assert admission.has_news
+    orders = admission.step(step(new=(("r", [1, 2, 3], 0, 9),)))
+    assert orders.occupancy == Occupancy(0, 10, 7, 4)
+    assert not admission.has_news
+    admission.finish(plain)
+    blocks.num_free = 10
+    assert admission.has_news
+    assert admission.step(step()).occupancy == Occupancy(0, 10, 10, 4)
+    assert not admission.has_news
+
+
+@pytest.mark.parametrize("mode", ["push", "pull"])
+def test_kv_that_nobody_takes_gives_way_to_who_waits_for_its_room(
+    admission: Admission, clock: ManualClock, mode: HandoffMode
+) -> None:
+    compute(admission, "held", mode)
+    late = request(None, "late")
+    admission.arrived(late)
+
+    def plan(after_s: float, **planned: Any) -> bool:
+        clock.advance(after_s)
+        admission.count_missing(late, 0)
+        return admission.step(step(**planned)).is_stalled
+
+    assert not plan(0)
+    assert not plan(PATIENCE_S / 2)
+    assert plan(PATIENCE_S / 2)
+    busy = {"cached": (("another", None, 9, 1),)}
+    assert not plan(PATIENCE_S, **busy)
+    assert not plan(0)
+    assert plan(PATIENCE_S)
+    admission.hear(None, {"held"}, None)  # its blocks are vLLM's again
+    assert not plan(PATIENCE_S)
+    assert not plan(PATIENCE_S)

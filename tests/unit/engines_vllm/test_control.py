@@ -9,6 +9,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter
 
 from baton.authority.key import ClusterKey
+from baton.engines.vllm.congestion import Occupancy
 from baton.engines.vllm.control import MAX_ABORT_BYTES, ControlApp, RankView
 from baton.engines.vllm.identity import Identity
 from baton.engines.vllm.information import ModelFacts, RankFacts, describe_worker
@@ -42,6 +43,7 @@ class Reply:
 class Client:
     def __init__(self, key: ClusterKey | None = None) -> None:
         self.is_alive = True
+        self.occupancy: Occupancy | None = None
         self.given_up: list[tuple[TicketId, str]] = []
         self.traces = TraceRing(4)
         registry = CollectorRegistry()
@@ -49,6 +51,7 @@ class Client:
         view = RankView(
             info=lambda: describe_worker(IDENTITY, MODEL, {0: FACTS}),
             is_alive=lambda: self.is_alive,
+            occupancy=lambda: self.occupancy,
             give_up=lambda ticket, reason: self.given_up.append((ticket, reason)),
             traces=self.traces,
             registry=registry,
@@ -79,6 +82,14 @@ def test_health_is_the_agents() -> None:
     client.is_alive = False
     reply = client.ask("GET", "/health")
     assert (reply.status, reply.json["status"]) == (503, "failed")
+
+
+def test_the_health_says_how_full_vllm_is_once_that_is_known() -> None:
+    client = Client()
+    assert client.ask("GET", "/health").json["load"] is None
+    client.occupancy = Occupancy(num_waiting=3, num_blocks=8, num_free_blocks=2, block_size=32)
+    load = client.ask("GET", "/health").json["load"]
+    assert load == {"waiting": 3, "blocks": 8, "free_blocks": 2, "block_size": 32}
 
 
 def test_the_info_says_who_it_is() -> None:

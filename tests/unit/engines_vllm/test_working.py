@@ -9,6 +9,8 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from baton.authority.ticket import Ticket, WorkerRef
+from baton.clock import Instant
+from baton.engines.vllm.congestion import Occupancy
 from baton.engines.vllm.meta import (
     Abort,
     Expect,
@@ -347,3 +349,28 @@ def test_a_request_in_vllms_queue_is_kept_at_every_rank_that_will_send(bench: Be
     run(bench, expect(bench, FROM_TWO))
     assert kept == list(bench.port.receives)
     assert len(kept) == 2
+
+
+def test_in_a_stall_the_oldest_held_prompt_is_withdrawn_and_no_other(bench: Bench) -> None:
+    tickets = [TicketId(bytes([n]) * 16) for n in range(3)]
+    for n, ticket in enumerate(tickets):
+        asked = Prompt(Ticket(ticket, f"req-{n}", *ONE_RANK, "pull", 1.0), b"h" * 32, 4, Instant(0))
+        progress = Progress(f"r{n}", 0, (n,), 4, is_last=True)
+        run(bench, StepOrders(offers=(Offer(f"r{n}", asked, 0),), progress=(progress,)))
+    stalled = StepOrders(is_stalled=True)
+    bench.rank.poll({"r1", "r2"}, 0.0)
+    run(bench, stalled)  # r0 is still vLLM's: withdrawing it would make no room
+    assert bench.rank.poll(set(), 0.0) == ({"r1"}, set())
+    assert set(bench.port.sends) == {tickets[0], tickets[2]}
+    run(bench, StepOrders())
+    assert bench.rank.poll(set(), 0.0) == (set(), set())
+    run(bench, stalled)
+    assert bench.rank.poll(set(), 0.0) == ({"r2"}, set())
+
+
+def test_how_full_vllm_was_at_its_last_step_can_be_asked(bench: Bench) -> None:
+    assert bench.rank.occupancy is None
+    for num_free in (5, 8):
+        full = Occupancy(num_waiting=1, num_blocks=8, num_free_blocks=num_free, block_size=4)
+        run(bench, StepOrders(occupancy=full))
+        assert bench.rank.occupancy == full

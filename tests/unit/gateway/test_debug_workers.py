@@ -4,6 +4,7 @@ import asyncio
 import json
 from typing import Any
 
+import msgspec
 import pytest
 
 from baton.gateway.app import GatewayApp
@@ -12,7 +13,7 @@ from baton.gateway.kv_events import KVEvents
 from baton.gateway.metrics import GatewayMetrics
 from baton.gateway.options import WorkerAddress
 from baton.gateway.workers import Workers
-from baton.router.fleet import Role
+from baton.router.fleet import Role, WorkerLoad
 from baton.testing.clocks import ManualClock
 from tests.unit.gateway.test_workers import info
 
@@ -49,6 +50,17 @@ def test_each_state_is_shown_with_its_reason(workers, roster):
     assert only(roster).worker == "decode-0"
     workers.reject(worker, "too old")
     assert (only(roster).state, only(roster).reason) == ("rejected", "too old")
+
+
+def test_the_load_is_what_the_worker_said_last(workers, roster):
+    worker = workers.all[0]
+    workers.introduce(worker, info())
+    assert only(roster).load is None
+    load = WorkerLoad(num_waiting=1, num_blocks=8, num_free_blocks=3, block_size=16)
+    workers.note_load(worker, load)
+    assert only(roster).load == load
+    shown = json.loads(msgspec.json.encode(roster.show()))["workers"][0]["load"]
+    assert shown == {"num_waiting": 1, "num_blocks": 8, "num_free_blocks": 3, "block_size": 16}
 
 
 def get(roster: Roster, workers: Workers, client: str, method: str = "GET") -> tuple[int, Any]:

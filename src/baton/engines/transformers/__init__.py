@@ -13,7 +13,6 @@ File map, in the order in which a request meets them:
     sequence.py     one request's tokens and blocks
     scheduler.py    what to compute next (pure); custody.py blocks that a handoff holds;
                     loans.py blocks that are lent and borrowed
-                    stalls.py when nobody takes computed KV and others wait
     orders.py       what the handoff is told
     computing.py    a step: step.py its arrays, forward.py the model, sampling.py the same
                     token on every worker

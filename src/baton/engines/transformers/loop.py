@@ -15,9 +15,9 @@ from baton.engines.interface import (
     PrefillLeg,
     RequestFailed,
 )
+from baton.engines.stalls import STALLED, StallWatch
 from baton.engines.transformers.orders import make_receive_order, make_send_order
 from baton.engines.transformers.sequence import Sequence, Status, is_pulled
-from baton.engines.transformers.stalls import StallWatch
 from baton.errors import EngineError, OverloadedError, TicketError
 from baton.handoff.interface import (
     BlocksQuiescent,
@@ -237,10 +237,9 @@ class EngineLoop:
         ]
 
     def _withdraw_stalled(self, *, is_busy: bool) -> None:
-        scheduler = self._scheduler
-        if self._stalls.is_over(scheduler, self._clock.now(), is_busy=is_busy):
-            reason = "its KV was not taken while others waited for the room"
-            self._handoff.withdraw_oldest(scheduler.custody.lent, reason)
+        in_vain = self._scheduler.waits_for_offered and not is_busy
+        if self._stalls.is_over(self._clock.now(), in_vain=in_vain):
+            self._handoff.withdraw_oldest(self._scheduler.custody.lent, STALLED)
 
     def _announce(self, plan: Plan) -> None:
         """Tell the handoff what the plan needs of it, before anything is computed."""

@@ -116,6 +116,11 @@ class Scheduler:
         return len(self._waiting)
 
     @property
+    def waits_for_offered(self) -> bool:
+        """Whether somebody waits for blocks while handoffs hold some."""
+        return bool(self._waiting) and bool(self.custody.lent)
+
+    @property
     def num_running(self) -> int:
         """Sequences that each step may work on."""
         return len(self._running)

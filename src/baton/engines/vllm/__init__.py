@@ -13,6 +13,7 @@ File map, in the order in which a request meets them:
     admission.py    scheduler side: vLLM's objects → plain values, and verdicts back
     tickets.py      kv_transfer_params → which part of a handoff; refusals.py why none
     scheduling.py   the state machine behind it; meta.py what it tells the workers each step
+    congestion.py   who waits for room, what is held meanwhile, how many blocks are free
     rank.py         worker side: builds one rank, its agent and its control server
     working.py      orders in, events out; sends.py, loads.py what blocks wait for
     backlog.py      prompts that are not computed yet, for which the agent vouches

@@ -5,6 +5,7 @@ Duck-typed over vLLM's objects: nothing of vLLM is imported here.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final, assert_never
 
 import msgspec
@@ -12,6 +13,7 @@ import numpy as np
 
 from baton.authority.ticket import name_tenant
 from baton.engines.vllm.compatibility import read_preempted
+from baton.engines.vllm.congestion import Congestion
 from baton.engines.vllm.information import describe_worker
 from baton.engines.vllm.meta import Prompt
 from baton.engines.vllm.refusals import Refusal, RefusalCount
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
 
     from baton.authority.ticket import Ticket
     from baton.clock import Clock
+    from baton.engines.vllm.congestion import VllmBlockPool
     from baton.engines.vllm.held import HeldPrompts
     from baton.engines.vllm.identity import Identity
     from baton.engines.vllm.information import ModelFacts, RankFacts
@@ -70,16 +73,26 @@ class Admission:
         self._reader = reader
         self._schedule = HandoffSchedule(block_size)
         self._block_size, self._held = block_size, held
+        self._congestion = Congestion(block_size)
         self._refused = RefusalCount()
         self._probes: set[VllmRequestId] = set()
         self._ranks: dict[int, RankFacts] = {}
+
+    def bind(self, pool: VllmBlockPool) -> None:
+        """The blocks of vLLM are known from now on."""
+        self._congestion.bind(pool)
 
     def meet_ranks(self, ranks: Mapping[int, RankFacts]) -> None:
         """The workers can be reached from now on."""
         self._ranks = dict(ranks)
 
+    def arrived(self, request: Request) -> None:
+        """A request has joined vLLM's queue."""
+        self._congestion.arrived(request.request_id)
+        self.add(request)
+
     def add(self, request: Request) -> None:
-        """A request has arrived; nothing happens if it is known."""
+        """Read what a request wants of us; nothing happens if it is known."""
         params = request.kv_transfer_params
         if not params or self._knows(request.request_id):
             return
@@ -100,6 +113,7 @@ class Admission:
 
     def count_missing(self, request: Request, num_cached_tokens: int) -> int:
         """How many of a request's prompt tokens are to be received."""
+        self._congestion.asked(request.request_id)
         self.add(request)
         return self._schedule.count_missing(request.request_id, num_cached_tokens)
 
@@ -107,20 +121,32 @@ class Admission:
         self, request: Request, blocks: tuple[list[int], ...], num_external_tokens: int
     ) -> None:
         """Blocks were found for a request: vLLM admits it."""
+        self._congestion.admitted(request.request_id)
         if request.request_id in self._schedule:
             self._schedule.allocated(request.request_id, blocks[0], num_external_tokens)
 
     def step(self, scheduler_output: SchedulerOutput) -> StepOrders:
         """The orders of a step that vLLM has planned."""
-        return self._schedule.step(
-            self._followed(scheduler_output), read_preempted(scheduler_output)
+        preempted = read_preempted(scheduler_output)
+        is_stalled = self._congestion.step(
+            self._clock.now(),
+            preempted=preempted,
+            is_busy=bool(scheduler_output.num_scheduled_tokens),
         )
+        orders = self._schedule.step(self._followed(scheduler_output), preempted)
+        return replace(orders, is_stalled=is_stalled, occupancy=self._congestion.tell())
+
+    @property
+    def has_news(self) -> bool:
+        """Whether the workers should hear, by one more step, how full vLLM is."""
+        return self._congestion.has_changed
 
     def hear(
         self, received: set[str] | None, sent: set[str] | None, report: StepReport | None
     ) -> None:
         """What the workers said of the last step."""
         self._held.drop(sent or ())
+        self._congestion.released(sent or ())
         for request, reason in () if report is None else report.failed_sends:
             self._schedule.send_failed(request, reason)
         for request in received or ():
@@ -130,6 +156,7 @@ class Admission:
         """A request is over: whether its blocks are held, and what its answer says of it."""
         self.add(request)
         request_id = request.request_id
+        self._congestion.ended(request_id)
         if request_id in self._probes:
             self._probes.discard(request_id)
             return False, self._describe()
@@ -137,7 +164,9 @@ class Admission:
             return False, None
         outcome = OUTCOMES.get(request.status.name, "failed")
         verdict = self._schedule.finish(request_id, Ending(outcome, request.num_output_tokens))
-        if not isinstance(verdict, Held):
+        if isinstance(verdict, Held):
+            self._congestion.held(request_id)
+        else:
             self._held.drop((request_id,))
         asked = (request.kv_transfer_params or {}).get("do_remote_decode")
         return isinstance(verdict, Held), _report(verdict) if asked else None

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
     import torch
     from vllm.config import VllmConfig
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -116,13 +117,21 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # n
         """False: a preempted prefill's handoff is ended, and its decode worker recomputes."""
         return False
 
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        """See `KVConnectorBase_V1`."""
+        self._scheduler.bind(gpu_block_pool)
+
+    def has_pending_push_work(self) -> bool:
+        """True: one more step, without tokens, tells the workers what has become free."""
+        return self._scheduler.has_news
+
     def set_xfer_handshake_metadata(self, metadata: dict[int, RankHandshake]) -> None:
         """See `KVConnectorBase_V1`."""
         self._scheduler.meet_ranks({rank: shake.facts for rank, shake in metadata.items()})
 
     def on_new_request(self, request: Request) -> None:
         """See `KVConnectorBase_V1`."""
-        self._scheduler.add(request)
+        self._scheduler.arrived(request)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int

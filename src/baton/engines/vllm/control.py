@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
     from baton.authority.key import ClusterKey
+    from baton.engines.vllm.congestion import Occupancy
     from baton.engines.vllm.information import WorkerInfo
     from baton.telemetry.trace import TraceRing
 
@@ -66,6 +67,16 @@ class Health(msgspec.Struct, frozen=True):
 
     status: str
     reason: str | None = None
+    load: Load | None = None
+
+
+class Load(msgspec.Struct, frozen=True):
+    """vLLM's queue and KV blocks, where they are known."""
+
+    waiting: int
+    blocks: int
+    free_blocks: int
+    block_size: int
 
 
 class AbortOrder(msgspec.Struct, frozen=True):
@@ -89,6 +100,7 @@ class RankView:
 
     info: Callable[[], WorkerInfo]
     is_alive: Callable[[], bool]
+    occupancy: Callable[[], Occupancy | None]
     give_up: Callable[[TicketId, str], None]
     traces: TraceRing
     registry: CollectorRegistry
@@ -149,7 +161,7 @@ class ControlApp:
 
     def _health(self) -> Answer:
         if self._view.is_alive():
-            return _json(200, Health("ok"))
+            return _json(200, Health("ok", load=_load(self._view.occupancy())))
         return _json(503, Health("failed", "the handoff agent's thread has ended"))
 
     def _trace(self, request_id: str) -> Answer:
@@ -268,6 +280,17 @@ async def _read_body(receive: Receive) -> bytes | None:
             return None
         if not message.get("more_body", False):
             return bytes(body)
+
+
+def _load(occupancy: Occupancy | None) -> Load | None:
+    if occupancy is None:
+        return None
+    return Load(
+        waiting=occupancy.num_waiting,
+        blocks=occupancy.num_blocks,
+        free_blocks=occupancy.num_free_blocks,
+        block_size=occupancy.block_size,
+    )
 
 
 def _json(status: int, value: object) -> Answer:

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
     from baton.authority.ticket import Ticket
     from baton.clock import Instant
+    from baton.engines.vllm.congestion import Occupancy
 
 VllmRequestId: TypeAlias = str
 """vLLM's internal id of a request: unlike the ticket's, it is another one on each server."""
@@ -110,6 +111,8 @@ class StepOrders:
     `preempted` lose their blocks before this step's forward; `started` are received prompts whose
     decoding begins with it. `arrived` are prefills that wait in vLLM's queue, until `offers` or
     `withdrawn` name them; `queued` wait there for what `expected` will ask for.
+    `is_stalled`: somebody has waited in vain for the room of computed KV that nobody takes.
+    `occupancy` is vLLM's as it planned the step.
     """
 
     preempted: tuple[VllmRequestId, ...] = ()
@@ -123,6 +126,8 @@ class StepOrders:
     aborted: tuple[Abort, ...] = ()
     started: tuple[VllmRequestId, ...] = ()
     finished: tuple[Finished, ...] = ()
+    is_stalled: bool = False
+    occupancy: Occupancy | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from baton.authority.ticket import HandoffMode
     from baton.clock import Instant
     from baton.engines.vllm.loads import LoadInProgress
-    from baton.engines.vllm.meta import Finished, VllmRequestId
+    from baton.engines.vllm.meta import Finished, StepOrders, VllmRequestId
     from baton.errors import HandoffError
     from baton.ids import TicketId
     from baton.telemetry.holding import HeldBlockSeconds
@@ -99,6 +99,13 @@ class RankObserver:
         leg.stamp(Stamp.FINISHED, at)
         self._instruments.finished(leg)
         self._records.append(record_sent(leg, error, at))
+
+    def step_begins(self, orders: StepOrders, at: Instant) -> None:
+        """What a step's orders say of requests whose handoffs are over."""
+        for request in orders.started:
+            self.started(request, at)
+        for finished in orders.finished:
+            self.finished(finished, at)
 
     def started(self, request: VllmRequestId, at: Instant) -> None:
         """A received prompt is decoded for the first time in the step that begins."""

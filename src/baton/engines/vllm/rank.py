@@ -169,6 +169,7 @@ class Rank:
             RankView(
                 info=lambda: info,
                 is_alive=lambda: agent.is_alive,
+                occupancy=lambda: handoffs.occupancy,
                 give_up=handoffs.give_up,
                 traces=traces,
                 registry=registry,

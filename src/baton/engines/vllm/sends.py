@@ -56,6 +56,12 @@ class SendBook:
         """Finished requests whose blocks are held for a handoff."""
         return len(self._is_generated)
 
+    @property
+    def held(self) -> tuple[TicketId, ...]:
+        """Tickets for which finished requests' blocks are held, the oldest first."""
+        generated = (s for r, s in self._sends.items() if r in self._is_generated)
+        return tuple(t.id for send in generated for t in send.tickets if t.id in send.live)
+
     def add(self, send: SendInProgress) -> None:
         """Follow an offer."""
         request = send.offer.request

@@ -2,7 +2,7 @@
 
 Each step, in the order in which vLLM calls: `prepare` (before blocks may be overwritten), `begin`
 (before the forward), `layer_done` in the middle of it, `end` after it, then `poll`. All on the
-worker's main thread; `give_up` alone comes from the control server's.
+worker's main thread; `give_up` and `occupancy` alone come from the control server's.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import numpy as np
 
 from baton.authority.ticket import CLOCK_SKEW_S
 from baton.clock import Instant
+from baton.engines.stalls import STALLED
 from baton.engines.vllm.backlog import Backlog
 from baton.engines.vllm.fates import Fates
 from baton.engines.vllm.legs import open_leg, open_part
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
 
     from baton.authority.ticket import Ticket
     from baton.clock import Clock
+    from baton.engines.vllm.congestion import Occupancy
     from baton.engines.vllm.meta import (
         Abort,
         Expect,
@@ -115,6 +117,7 @@ class RankHandoffs:
         self._ready: tuple[tuple[TicketId, int], ...] = ()
         self._hooked: set[int] = set()
         self._failed_sends: list[tuple[VllmRequestId, str]] = []
+        self._occupancy: Occupancy | None = None
 
     def prepare(self, orders: StepOrders) -> None:
         """End the handoffs of preempted requests: their blocks are about to be overwritten.
@@ -137,6 +140,7 @@ class RankHandoffs:
     def begin(self, orders: StepOrders) -> None:
         """Carry out a step's orders as early as vLLM tells them."""
         self._orders, self._hooked = orders, set()
+        self._occupancy = orders.occupancy
         self._begin_prefills(orders)
         for prompt in orders.queued:
             self._keep(prompt)
@@ -148,11 +152,10 @@ class RankHandoffs:
             self._withdraw(withdraw)
         for abort in orders.aborted:
             self._abort(abort)
+        if orders.is_stalled:
+            self._port.withdraw_oldest(self._sends.held, STALLED)
         self._ready = tuple(self._announce(orders.progress))
-        for request in orders.started:
-            self._observer.started(request, self._clock.now())
-        for finished in orders.finished:
-            self._observer.finished(finished, self._clock.now())
+        self._observer.step_begins(orders, self._clock.now())
 
     def layer_done(self, layer_name: str) -> None:
         """A layer's KV of this step's tokens is in its blocks: vLLM computes. Only queues.
@@ -206,6 +209,11 @@ class RankHandoffs:
     def take_records(self) -> list[HandoffRecord]:
         """Handoffs that ended since the last call."""
         return self._observer.take_records()
+
+    @property
+    def occupancy(self) -> Occupancy | None:
+        """How full vLLM was at the last step; None before the first. Thread-safe."""
+        return self._occupancy
 
     def give_up(self, ticket: TicketId, reason: str) -> None:
         """The gateway says that a ticket's other half failed. Thread-safe."""

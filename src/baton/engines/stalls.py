@@ -8,20 +8,18 @@ decode worker computes that prompt, and all others go on. KV that is on its way 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from baton.clock import Instant
-
-if TYPE_CHECKING:
-    from baton.engines.transformers.scheduler import Scheduler
 
 PATIENCE_S: Final = 1.0
 IMPATIENCE_S: Final = 0.1
 """If one offer was not enough: until the next."""
+STALLED: Final = "its KV was not taken while others waited for the room"
 
 
 class StallWatch:
-    """Looks at the scheduler once a turn. Owned by the engine's thread.
+    """Told of the engine once a turn. Owned by the engine's thread.
 
     `ends_at` is when patience ends, None where nobody waits in vain.
     """
@@ -29,9 +27,12 @@ class StallWatch:
     def __init__(self) -> None:
         self.ends_at: Instant | None = None
 
-    def is_over(self, scheduler: Scheduler, now: Instant, *, is_busy: bool) -> bool:
-        """Whether an offer is to be withdrawn now."""
-        if is_busy or not scheduler.num_waiting or not scheduler.custody.lent:
+    def is_over(self, now: Instant, *, in_vain: bool) -> bool:
+        """Whether an offer is to be withdrawn now.
+
+        `in_vain`: nothing is computed, though somebody waits for room and KV is held.
+        """
+        if not in_vain:
             self.ends_at = None
             return False
         if self.ends_at is None:

@@ -1,0 +1,77 @@
+"""One rank of a vLLM server, without the server: what it announces once its memory is there."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING
+
+import pytest
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    pytest.importorskip("vllm._custom_ops")
+    from vllm.v1.kv_cache_interface import SlidingWindowSpec
+
+import torch
+
+from baton.config.sections import StoreSection
+from baton.engines.vllm.identity import Identity
+from baton.engines.vllm.options import ConnectorOptions
+from baton.engines.vllm.rank import Rank, RankPlan
+from baton.ids import Epoch, WorkerId
+from tests.unit.engines_vllm.caches import (
+    BLOCK_SIZE,
+    allocate,
+    announce,
+    configure,
+    main_layers,
+    plan,
+    write_model,
+)
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+IDENTITY = Identity(WorkerId("v0"), Epoch("0" * 32), "both", 1)
+WINDOW = SlidingWindowSpec(
+    block_size=BLOCK_SIZE, num_kv_heads=2, head_size=32, dtype=torch.float32, sliding_window=64
+)
+
+
+@pytest.mark.parametrize(
+    ("has_tiers", "has_window", "modes"),
+    [
+        (True, False, ("push", "pull", "pool")),
+        (True, True, ("push", "pull")),  # its blocks behind the window cannot be kept
+        (False, False, ("push", "pull")),
+    ],
+)
+def test_the_mode_pool_is_announced_where_there_is_a_store_that_takes_the_pages(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    has_tiers: bool,
+    has_window: bool,
+    modes: tuple[str, ...],
+) -> None:
+    monkeypatch.setenv("BATON_CLUSTER_KEY", "ab" * 32)
+    tiers = ("file",) if has_tiers else ()
+    options = ConnectorOptions(
+        transports=("tcp",),
+        fingerprint="f" * 64,
+        store=StoreSection(tiers=tiers, options={"file": {"directory": str(tmp_path / "store")}}),
+    )
+    config = configure(write_model(tmp_path / "model"))
+    specs = dict.fromkeys(main_layers(), WINDOW) if has_window else main_layers()
+    cache = plan(config, specs)
+    announce(config, tuple(specs))
+    rank = Rank(RankPlan(config, cache, options, IDENTITY, rank=0))
+    try:
+        context = rank.pool_context()
+        assert context is not None
+        with context:
+            tensors = allocate(cache)
+        _, facts = rank.open(tensors)
+        assert facts.modes == modes
+    finally:
+        rank.close()
