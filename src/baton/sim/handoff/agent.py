@@ -16,6 +16,7 @@ from baton.handoff.messages import (
     Returned,
     Settled,
 )
+from baton.handoff.pooling.desk import PoolDesk
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -36,6 +37,21 @@ class SimAgent(HandoffAgent):
         super().__init__(options)
         self._process, self._checker = process, checker
 
+    @property
+    def pool_desk(self) -> PoolDesk | None:
+        """The desk of mode pool, where there is a store."""
+        return self._pool if isinstance(self._pool, PoolDesk) else None
+
+    def give_up(self, ticket: TicketId, reason: str) -> None:
+        """See `HandoffAgent`."""
+        super().give_up(ticket, reason)
+        self.wake_pool()
+
+    def wake_pool(self) -> None:
+        """Something was asked of the pool's desk."""
+        if self.pool_desk is not None:
+            self._process.pool_driver.wake()
+
     def _heard(self, heard: Heard) -> None:
         message = heard.message
         if isinstance(message, Ping | Pong):
@@ -52,27 +68,31 @@ class SimAgent(HandoffAgent):
 class WatchedPort:
     """Between an engine and its agent; implements `HandoffPort`."""
 
-    def __init__(self, agent: HandoffAgent, process: SimProcess, checker: Checker) -> None:
+    def __init__(self, agent: SimAgent, process: SimProcess, checker: Checker) -> None:
         self._agent, self._process, self._checker = agent, process, checker
 
     def expect(self, order: ReceiveOrder) -> None:
         """See `HandoffPort`."""
         self._checker.expected(self._process, order)
         self._agent.expect(order)
+        self._agent.wake_pool()
 
     def offer(self, order: SendOrder) -> None:
         """See `HandoffPort`."""
         self._checker.offered(self._process, order)
         self._agent.offer(order)
+        self._agent.wake_pool()
 
     def layer_ready(self, tickets: Sequence[tuple[TicketId, int]], layer: int) -> None:
         """See `HandoffPort`."""
         self._agent.layer_ready(tickets, layer)
+        self._agent.wake_pool()
 
     def finish(self, ticket: TicketId, first_token: SampledToken | None) -> None:
         """See `HandoffPort`."""
         self._checker.leases.begins(self._process, ticket)
         self._agent.finish(ticket, first_token)
+        self._agent.wake_pool()
 
     def decline(self, ticket: Ticket, reason: str) -> None:
         """See `HandoffPort`."""
@@ -82,6 +102,7 @@ class WatchedPort:
         """See `HandoffPort`."""
         self._checker.aborted(self._process, ticket)
         self._agent.abort(ticket, reason)
+        self._agent.wake_pool()
 
     def keep(self, ticket: Ticket) -> None:
         """See `HandoffPort`."""
