@@ -201,6 +201,7 @@ class HandoffAgent:  # noqa: PLR0904 - the engine's contract, and the process's
             TransferError: a transport cannot expose the region of a face.
         """
         self.open(wake_engine)
+        self._pool.start()
         self._thread = threading.Thread(target=self._run, name="handoff-agent", daemon=True)
         self._thread.start()
 
@@ -209,7 +210,7 @@ class HandoffAgent:  # noqa: PLR0904 - the engine's contract, and the process's
         self._wake_engine = wake_engine
         options = self.options
         self._bell = options.surroundings.make_bell()
-        self._pool.start(self._emit)
+        self._pool.open(self._emit)
         scratch = _allocate_scratch(options.links)
         self._landing = Landing(scratch, options.transports, options.clock)
         hello = Hello(
@@ -293,7 +294,8 @@ class HandoffAgent:  # noqa: PLR0904 - the engine's contract, and the process's
 
     def keep(self, ticket: Ticket) -> None:
         """See `HandoffPort`."""
-        self._command(partial(self._receiving.keep, ticket))
+        if ticket.mode != "pool":  # nobody holds anything: it is in the store
+            self._command(partial(self._receiving.keep, ticket))
 
     def expect(self, order: ReceiveOrder) -> None:
         """See `HandoffPort`."""

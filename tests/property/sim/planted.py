@@ -25,6 +25,7 @@ from baton.handoff.session.lease import Lease, Tenancy
 from baton.handoff.session.receive import ReceiveSession
 from baton.handoff.session.send import SendSession
 from tests.property.sim.planted_in_loans import PLANTED_IN_LOANS
+from tests.property.sim.planted_in_pool import PLANTED_IN_POOL
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -203,4 +204,5 @@ PLANTED: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
         lease_for_ever,
         no_renewals,
     )
-} | PLANTED_IN_LOANS
+}
+PLANTED |= PLANTED_IN_LOANS | PLANTED_IN_POOL

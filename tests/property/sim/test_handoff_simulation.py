@@ -36,6 +36,7 @@ EVERY_FAULT = {
     "spoilt: truncate",
     "spoilt: zero",
 }
+ROTS = {"rot: refuse", "rot: lose", "rot: flip", "rot: cut", "rot: swap", "evicted", "damaged"}
 EVERY_EVENT = {
     "lease lapsed",
     "lease renewed",
@@ -43,6 +44,7 @@ EVERY_EVENT = {
     "loan copied",
     "loan ended",
     "loan recalled",
+    "mode pool",
     "mode pull",
     "mode push",
     "mode reference",
@@ -59,6 +61,7 @@ BEGIN = {
     "unmapped_in_use": 250,
     "refused_and_lent": 1_080,
     "any_borrower_returns": 490,
+    "silent_abort": 2_130,
 }
 """Where the search for a bug begins: at 0, but for those that few seeds find (to save time)."""
 
@@ -79,8 +82,8 @@ def test_no_invariant_breaks(chunk: int) -> None:
 
 def test_every_kind_of_fault_takes_effect_and_most_requests_are_answered_nonetheless() -> None:
     tally = Tally()
-    tally.add(run_seeds(range(10_000, 10_200)))
-    assert tally.met.keys() >= EVERY_FAULT
+    tally.add(run_seeds(range(10_000, 10_400)))
+    assert tally.met.keys() >= EVERY_FAULT | ROTS
     assert tally.seen.keys() >= EVERY_EVENT
     assert tally.ends["answered"] > 0.8 * tally.ends.total()
 

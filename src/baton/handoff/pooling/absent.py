@@ -25,9 +25,12 @@ REASON: Final = "this worker has no store ([store] tiers)"
 class NoPool:
     """In place of a `PoolDesk`: every handoff has failed at once."""
 
-    def start(self, emit: Callable[[HandoffEvent], None]) -> None:
+    def open(self, emit: Callable[[HandoffEvent], None]) -> None:
         """See `PoolDesk`."""
         self._emit = emit
+
+    def start(self) -> None:
+        """See `PoolDesk`."""
 
     def stop(self) -> None:
         """See `PoolDesk`."""

@@ -83,11 +83,14 @@ class PoolDesk:
         self._is_stopping = False
         self._thread: threading.Thread | None = None
 
-    def start(self, emit: Callable[[HandoffEvent], None]) -> None:
-        """Start the thread, from which `emit` is called. Once."""
+    def open(self, emit: Callable[[HandoffEvent], None]) -> None:
+        """Whom to tell; from the thread that calls `step`. Once."""
         self._emit = emit
         self._keeper = Keeper(self._pool, self._carrier, emit)
         self._taker = Taker(self._pool, self._carrier, clock=self._clock, emit=emit)
+
+    def start(self) -> None:
+        """Start the thread: the simulator calls `step` instead. Once, after `open`."""
         self._thread = threading.Thread(target=self._run, name="handoff-pool", daemon=True)
         self._thread.start()
 
@@ -133,13 +136,20 @@ class PoolDesk:
     def _run(self) -> None:
         wait_s: float | None = None
         while not self._is_stopping:
-            self._take_commands(wait_s)
-            self._hear_engines()
-            worked = [self._advance_deposit(each) for each in tuple(self._deposits.values())]
-            worked += [self._advance_collection(c) for c in tuple(self._collections.values())]
-            wait_s = 0.0 if any(worked) else self._patience_s()
+            wait_s = self.step(wait_s)
         self._signs.end()
         self._pool.store.close()
+
+    def step(self, wait_s: float | None) -> float | None:
+        """Wait for commands that long (None: for ever), carry them out, and one batch of each.
+
+        Returns how long there is nothing to do then.
+        """
+        self._take_commands(wait_s)
+        self._hear_engines()
+        worked = [self._advance_deposit(each) for each in tuple(self._deposits.values())]
+        worked += [self._advance_collection(c) for c in tuple(self._collections.values())]
+        return 0.0 if any(worked) else self._patience_s()
 
     def _hear_engines(self) -> None:
         """Wait for longer where this worker's engine, or that of a prompt's prefill, computes."""

@@ -7,12 +7,14 @@ model, and the gateway. docs/reliability.md says how to use it.
 
 File map:
     plan.py       what a schedule is: workers, clients, faults
-    drawing_modes.py  schedules in which blocks are lent
+    drawing_modes.py  schedules in which blocks are lent, or kept in the store
     drawing.py    from a seed to a schedule
     timeline.py   virtual time, its order, the log, and skewed clocks
     network.py    connections between hosts, and what breaks them
     transport.py  transports that keep their contract, and nothing more
     fabric.py     what carries their bytes
+    shelf.py      the store
+    pooling.py    the pool's desk, without its thread
     mishaps.py    what befalls them on the way
     memory.py     KV that says whose it is
     computing.py  a model that computes such KV
@@ -27,6 +29,7 @@ File map:
     violation.py  an invariant that does not hold
     checker.py    the invariants at each step
     leases.py     what is held under a lease, and for how long
+    pool_watch.py what goes through the store
     loans.py      what peers attend over, and until when
     excuses.py    how requests may end, and why
     running.py    one run

@@ -17,6 +17,7 @@ from baton.handoff.messages import (
     Settled,
     Underway,
 )
+from baton.handoff.pooling.desk import PoolDesk
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -37,6 +38,21 @@ class SimAgent(HandoffAgent):
         super().__init__(options)
         self._process, self._checker = process, checker
 
+    @property
+    def pool_desk(self) -> PoolDesk | None:
+        """The desk of mode pool, where there is a store."""
+        return self._pool if isinstance(self._pool, PoolDesk) else None
+
+    def give_up(self, ticket: TicketId, reason: str) -> None:
+        """See `HandoffAgent`."""
+        super().give_up(ticket, reason)
+        self.wake_pool()
+
+    def wake_pool(self) -> None:
+        """Something was asked of the pool's desk."""
+        if self.pool_desk is not None:
+            self._process.pool_driver.wake()
+
     def _heard(self, heard: Heard) -> None:
         message = heard.message
         if isinstance(message, Ping | Pong):
@@ -53,7 +69,7 @@ class SimAgent(HandoffAgent):
 class WatchedPort:
     """Between an engine and its agent; implements `HandoffPort`."""
 
-    def __init__(self, agent: HandoffAgent, process: SimProcess, checker: Checker) -> None:
+    def __init__(self, agent: SimAgent, process: SimProcess, checker: Checker) -> None:
         self._agent, self._process, self._checker = agent, process, checker
         self._uncomputed: tuple[Ticket, ...] = ()
 
@@ -61,11 +77,13 @@ class WatchedPort:
         """See `HandoffPort`."""
         self._checker.expected(self._process, order)
         self._agent.expect(order)
+        self._agent.wake_pool()
 
     def offer(self, order: SendOrder) -> None:
         """See `HandoffPort`."""
         self._checker.offered(self._process, order)
         self._agent.offer(order)
+        self._agent.wake_pool()
 
     def computing(self, prompts: Sequence[Ticket]) -> None:
         """See `HandoffPort`."""
@@ -77,11 +95,13 @@ class WatchedPort:
         """See `HandoffPort`."""
         self._checker.deadlines.engine_lives(self._process, self._uncomputed)
         self._agent.layer_ready(tickets, layer)
+        self._agent.wake_pool()
 
     def finish(self, ticket: TicketId, first_token: SampledToken | None) -> None:
         """See `HandoffPort`."""
         self._checker.leases.begins(self._process, ticket)
         self._agent.finish(ticket, first_token)
+        self._agent.wake_pool()
 
     def decline(self, ticket: Ticket, reason: str) -> None:
         """See `HandoffPort`."""
@@ -91,6 +111,7 @@ class WatchedPort:
         """See `HandoffPort`."""
         self._checker.aborted(self._process, ticket)
         self._agent.abort(ticket, reason)
+        self._agent.wake_pool()
 
     def keep(self, ticket: Ticket) -> None:
         """See `HandoffPort`."""

@@ -26,6 +26,7 @@ from baton.sim.handoff.deadlines import DeadlineWatch
 from baton.sim.handoff.leases import LeaseWatch
 from baton.sim.handoff.loans import LoanWatch
 from baton.sim.handoff.memory import NUM_LAYERS
+from baton.sim.handoff.pool_watch import PoolWatch
 from baton.sim.handoff.violation import ViolationError
 
 if TYPE_CHECKING:
@@ -63,6 +64,7 @@ class Checker:
     deadlines: DeadlineWatch = field(default_factory=DeadlineWatch)
     leases: LeaseWatch = field(init=False)
     loans: LoanWatch = field(init=False)
+    pooling: PoolWatch = field(default_factory=PoolWatch)
     _fates: dict[tuple[Epoch, TicketId], str] = field(default_factory=dict)
     _orders: dict[tuple[Epoch, TicketId], ReceiveOrder] = field(default_factory=dict)
     _num_steps: int = 0
@@ -160,7 +162,7 @@ class Checker:
             case KVLanded():
                 self._step_fate(key, {"expected", "aborted"}, "landed", name)
                 if fate == "expected":
-                    self._accepted(process, self._orders[key], event.borrowed)
+                    self._accepted(process, self._orders[key], event)
             case KVFailed():
                 self._step_fate(key, {"expected", "aborted"}, "failed", name)
                 self.failures.append((process.name, event))
@@ -267,13 +269,15 @@ class Checker:
         if ticket is not None and not pages <= set(inside.incoming_blocks(custody, ticket)):
             self._break("I2", f"{process.name}: bytes land in blocks of another handoff")
 
-    def _accepted(
-        self, process: SimProcess, order: ReceiveOrder, borrowed: tuple[int, ...]
-    ) -> None:
+    def _accepted(self, process: SimProcess, order: ReceiveOrder, landed: KVLanded) -> None:
         """I1: what landed was computed by the life that the ticket names, and held by it."""
         if self.leases.is_read_late(order.ticket.id):
             name = order.ticket.id.hex()[:6]
             self._break("I1", f"{process.name}: {name}: what was read after its lease is consumed")
+        if order.ticket.mode == "pool":
+            self.pooling.accepted(process, order, landed)
+            return
+        borrowed = landed.borrowed
         expected = {self.lives[order.ticket.prefill.epoch]}
         size, table = process.plan.block_size, order.blocks
         first = table.first * size

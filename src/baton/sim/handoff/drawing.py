@@ -6,7 +6,7 @@ from dataclasses import replace
 from random import Random
 from typing import TYPE_CHECKING, Final
 
-from baton.sim.handoff.drawing_modes import draw_lending
+from baton.sim.handoff.drawing_modes import draw_lending, draw_pooling
 from baton.sim.handoff.plan import (
     GATEWAY,
     Break,
@@ -79,6 +79,7 @@ def draw_schedule(seed: int) -> Schedule:
         lease_s=Random(f"lease {seed}").choice(_LEASES_S),  # noqa: S311 -- as above
     )
     schedule = draw_lending(Random(f"lending {seed}"), schedule)  # noqa: S311 -- as above
+    schedule = draw_pooling(Random(f"pooling {seed}"), schedule)  # noqa: S311 -- as above
     crowding = Random(f"crowd {seed}")  # noqa: S311 -- as above
     return _crowd(crowding, schedule) if crowding.random() < _CROWDS else schedule
 

@@ -1,4 +1,4 @@
-"""Schedules in which blocks are lent: they need more of a cluster than chance would give them."""
+"""Schedules in which blocks are lent, or kept in a store: they need more than chance would give."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from baton.sim.handoff.memory import VOCABULARY
-from baton.sim.handoff.plan import Slow
+from baton.sim.handoff.plan import Rot, Slow, StorePlan
 
 if TYPE_CHECKING:
     from random import Random
@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 
 LENT: Final = 0.2
 """Of all schedules."""
+_LEAVING_S: Final = 0.04
+POOLED: Final = 0.15
+"""Of the others."""
 PRESSED: Final = 0.2
 """Of those."""
 LENDING_KIND: Final = "sim-shared"
@@ -24,6 +27,12 @@ _MIXTURES: Final[tuple[tuple[HandoffMode, ...], ...]] = (
     ("reference",),
     ("reference", "push"),
     ("reference", "pull", "push"),
+)
+_POOL_MIXTURES: Final[tuple[tuple[HandoffMode, ...], ...]] = (
+    ("pool",),
+    ("pool",),
+    ("pool", "push"),
+    ("pool", "pull"),
 )
 
 
@@ -41,6 +50,44 @@ def draw_lending(chance: Random, schedule: Schedule) -> Schedule:
         workers=tuple(_suit(chance, worker, size) for worker in schedule.workers),
         kinds=kinds,
         clients=tuple(_ask(chance, client, modes) for client in schedule.clients),
+    )
+
+
+def draw_pooling(chance: Random, schedule: Schedule) -> Schedule:
+    """The same schedule; of some, with a store, and requests that are to go through it."""
+    if chance.random() >= POOLED or schedule.lends:
+        return schedule
+    modes = chance.choice(_POOL_MIXTURES)
+    rots = [
+        Rot(chance.choice(schedule.clients).arrives_s + 0.02 * chance.random(), (how,) * count)
+        for how in ("refuse", "lose", "flip", "cut", "swap")
+        for count in (chance.choice((1, 1, 3)),)
+        if chance.random() < 0.2  # noqa: PLR2004
+    ]
+    return replace(
+        schedule,
+        clients=_pool(chance, schedule.clients, modes),
+        faults=tuple(sorted((*schedule.faults, *rots), key=lambda fault: fault.at_s)),
+        store=StorePlan(chance.choice((2, 4, 4, 8, 16)), chance.choice((1500, 4000, 100_000))),
+    )
+
+
+def _pool(
+    chance: Random, clients: tuple[Client, ...], modes: tuple[HandoffMode, ...]
+) -> tuple[Client, ...]:
+    """Many prompts differ in their last token alone; many clients leave soon."""
+    first = clients[0].prompt
+    are_alike = chance.random() < 0.3  # noqa: PLR2004
+    return tuple(
+        replace(
+            each,
+            mode=chance.choice(modes),
+            prompt=(*first[:-1], chance.randrange(VOCABULARY)) if are_alike else each.prompt,
+            leaves_after_s=_LEAVING_S * chance.random()
+            if chance.random() < 0.15  # noqa: PLR2004
+            else each.leaves_after_s,
+        )
+        for each in clients
     )
 
 

@@ -3,7 +3,7 @@
 Promise 1 of the design: a failure of a handoff costs time, never the request. So a request may
 fail only where its decode worker, or the gateway's way to it, was struck; and a handoff may wait
 for its deadline only where somebody stood still, or fell silent: as hardware does, which has not
-let go of a write that it reported as failed.
+let go of a write that it reported as failed, or a store that has lost the prefill worker's word.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from baton.handoff.session.lease import LEASE_STAGE
+from baton.sim.handoff import inside
 from baton.sim.handoff.plan import (
     GATEWAY,
     Crash,
@@ -66,6 +67,7 @@ def check_failures(world: World) -> None:
             continue
         is_excused = event.ticket in world.checker.waits_for_landing
         is_excused |= any(map(_stands_still, faults))
+        is_excused |= world.shelf is not None and inside.name_note(event.ticket) in world.shelf.lost
         if "deadline passed" in str(error) and not is_excused:
             raise ViolationError("I4", f"{worker} waited in vain: {error}")
         if error.stage == LEASE_STAGE and not any(map(_keeps_silent, faults)) and not is_left:

@@ -1,7 +1,7 @@
 """A gateway: as `baton.gateway.exchange` and `prefill_leg` place, ask, abort and try again.
 
     push, reference   both workers are asked at once
-    pull              prefill is asked, and holds; then decode is asked; if that fails: release
+    pull, pool        prefill is asked, and holds or keeps; then decode; if that fails: release
 
 Those are written for asyncio and HTTP, and belong to another layer; the decisions are the same.
 """
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 MAX_ATTEMPTS: Final = 2
 MAX_PREFILL_FAILURES: Final = 2
+_PREFILL_FIRST: Final = frozenset({"pull", "pool"})
 PROBE_S: Final = 1.0
 """A worker that is asked first is looked at that often: the second time it is not well, it is
 given up."""
@@ -86,7 +87,7 @@ class SimRequest:
         self.workers.add(prefill.worker)
         sealed = self._authorise(prefill, decode)
         world.checker.leases.seen[f"mode {self._mode}"] += 1
-        if self._mode == "pull":
+        if self._mode in _PREFILL_FIRST:
             self._hold(prefill, decode.worker, sealed)
             return
         self._ask_decode(decode.worker, sealed)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from baton.handoff.pooling import note
+from baton.handoff.pooling.desk import PoolDesk
 from baton.handoff.session.send import SendPhase
 from baton.handoff.staging import Holder
 
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from baton.ids import Epoch, RegionHandle, TicketId
     from baton.kv.blocks import BlockState
     from baton.sim.handoff.process import SimProcess
+    from baton.store.interface import EntryName
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +53,18 @@ def find_leftovers(agent: HandoffAgent, loop: EngineLoop, scheduler: Scheduler) 
         "quarantined tickets": len(custody._quarantined),
         "sequences lent to a peer": len(custody._outgoing),
         "blocks": pool.num_blocks - pool.num_free - _count_lent(scheduler),
+        "deposits and collections": _count_pooled(agent),
         "loans in use": len(agent._borrowing.book._lender_of),
         "sequences that borrow": len(scheduler.loans._borrowers),
         "staging pages": sum(len(held) for pages in staging for held in pages._held.values()),
         "handoffs that wait for staging pages": sum(pages.num_waiting for pages in staging),
     }
     return [Leftover(what, num) for what, num in counts.items() if num]
+
+
+def _count_pooled(agent: HandoffAgent) -> int:
+    desk = agent._pool
+    return len(desk._deposits) + len(desk._collections) if isinstance(desk, PoolDesk) else 0
 
 
 def find_lent(agent: HandoffAgent, scheduler: Scheduler) -> list[Leftover]:
@@ -110,6 +119,11 @@ def is_ending(agent: HandoffAgent, ticket: TicketId) -> bool:
     """Whether a handoff out of a worker only waits for its own writes, or is over."""
     outgoing = agent._sending._outgoing.get(ticket)
     return outgoing is None or outgoing.session.phase in {SendPhase.ENDING, SendPhase.ENDED}
+
+
+def name_note(ticket: TicketId) -> EntryName:
+    """The entry in which a prefill worker says that it is done with a ticket."""
+    return note._name(ticket, 0)
 
 
 def find_reader(process: SimProcess, region: RegionHandle, pages: set[int]) -> TicketId | None:

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from baton.authority.ticket import HandoffMode
     from baton.handoff.messages import Mover
     from baton.sim.handoff.mishaps import SpoilHow
+    from baton.sim.handoff.shelf import RotHow
 
 GATEWAY: Final = "gateway"
 Host: TypeAlias = str
@@ -108,6 +109,14 @@ class Spoil:
 
 
 @dataclass(frozen=True, slots=True)
+class Rot:
+    """The next entries of the store are refused, or do not stay what they were."""
+
+    at_s: float
+    hows: tuple[RotHow, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Break:
     """A transport of one worker loses its connections, and makes no new ones for a while."""
 
@@ -159,12 +168,21 @@ Fault: TypeAlias = (
     | Cut
     | Part
     | Spoil
+    | Rot
     | Break
     | FailTransfers
     | LoseCall
     | RepeatCall
     | Replay
 )
+
+
+@dataclass(frozen=True, slots=True)
+class StorePlan:
+    """The store of a cluster: tokens of a full entry, and bytes in all."""
+
+    block_size: int
+    capacity_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +199,7 @@ class Schedule:
     clients: tuple[Client, ...]
     faults: tuple[Fault, ...]
     lease_s: float = 10.0
+    store: StorePlan | None = None
 
     @property
     def lends(self) -> bool:

@@ -36,6 +36,7 @@ from baton.sim.handoff.deadlines import HANDOFF_TIMEOUT_S
 from baton.sim.handoff.memory import VOCABULARY, Pages, SimStaging, make_layout
 from baton.sim.handoff.mortality import Mortality
 from baton.sim.handoff.network import SimSurroundings
+from baton.sim.handoff.pooling import PoolDriver, make_pool, watch
 from baton.sim.handoff.timeline import SkewedClock
 from baton.sim.handoff.transport import KINDS, SimTransport
 from baton.telemetry.trace import LegTrace
@@ -79,6 +80,7 @@ class SimProcess:
         self._seen = SeenTickets()
         self._num_calls = 0
         self._steps_soon = self._turns_soon = self._is_turning = False
+        self.pool_driver = PoolDriver(self)
         self._build_agent()
         self._build_engine()
         world.timeline.after(TICK_S * world.noise.random(), self._tick)
@@ -206,6 +208,8 @@ class SimProcess:
         if plan.staging_pages is not None:
             staged = Pages.allocate(plan.block_size, plan.staging_pages, world.noise)
             face = Face(layout, staged.region, SimStaging(self.pages, staged))
+        # It has pages of its own to stage through, where it stages at all.
+        pool = make_pool(self, Face(layout, self.pages.region))
         self.transports = tuple(
             SimTransport(KINDS[kind], self, world.fabric) for kind in world.schedule.kinds
         )
@@ -224,10 +228,13 @@ class SimProcess:
             mover=world.schedule.mover,
             lease_s=world.schedule.lease_s,
             links=LinkOptions(rule="listed"),
+            pool=pool,
             awake_s=0.0,  # the clock stands still while a thread looks
             surroundings=SimSurroundings(world.network, self),
         )
         self.agent = SimAgent(options, self, self.checker)
+        if pool is not None and self.agent.pool_desk is not None:
+            watch(self.agent.pool_desk, self, pool)
         self.agent.open(self.wake_engine)
 
     @property

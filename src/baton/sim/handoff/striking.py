@@ -35,6 +35,7 @@ from baton.sim.handoff.plan import (
     Pause,
     RepeatCall,
     Replay,
+    Rot,
     Slow,
     Spoil,
 )
@@ -97,7 +98,7 @@ class Striker:
                 self._strike_worker(fault)
             case Cut() | Part():
                 self._strike_network(fault)
-            case Spoil() | Break() | FailTransfers():
+            case Spoil() | Rot() | Break() | FailTransfers():
                 self._strike_transfers(fault)
             case LoseCall(worker=worker, part=part):
                 self._world.doom_call(worker, part)
@@ -134,11 +135,14 @@ class Striker:
             case _:
                 assert_never(fault)
 
-    def _strike_transfers(self, fault: Spoil | Break | FailTransfers) -> None:
+    def _strike_transfers(self, fault: Spoil | Rot | Break | FailTransfers) -> None:
         world, mishaps = self._world, self._world.fabric.mishaps
         match fault:
             case Spoil(hows=hows):
                 mishaps.spoils += hows
+            case Rot(hows=hows):
+                if world.shelf is not None:
+                    world.shelf.rots += hows
             case Break(worker=worker, kind=kind, for_s=for_s):
                 mishaps.refuse(worker, kind, for_s)
                 self._later(for_s, _nothing)

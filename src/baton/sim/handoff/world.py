@@ -12,6 +12,7 @@ from baton.sim.handoff.gateway import SimRequest
 from baton.sim.handoff.network import Network
 from baton.sim.handoff.plan import GATEWAY
 from baton.sim.handoff.process import SimProcess
+from baton.sim.handoff.shelf import SimShelf
 from baton.sim.handoff.striking import Striker
 from baton.sim.handoff.timeline import Timeline
 
@@ -37,6 +38,8 @@ class World:
         self.checker = Checker()
         self.fabric = Fabric(self.timeline, self.network, self.checker)
         self.checker.fabric = self.fabric
+        store = schedule.store
+        self.shelf = None if store is None else SimShelf(store, self.timeline)
         self.live: dict[Host, SimProcess] = {}
         self.processes: list[SimProcess] = []
         self.requests: list[SimRequest] = []

@@ -1,0 +1,92 @@
+"""Bugs to plant where KV goes through the store: see `planted.py`."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from typing import TYPE_CHECKING
+
+from baton.clock import Instant
+from baton.handoff.agent import HandoffAgent
+from baton.handoff.interface import KVLanded
+from baton.handoff.pooling import pieces
+from baton.handoff.pooling.collection import Collection
+from baton.handoff.pooling.deposit import Deposit
+from baton.handoff.pooling.desk import PoolDesk
+from baton.kv.identity import BlockHash
+from baton.store import record
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import pytest
+
+
+def rot_is_believed(patch: pytest.MonkeyPatch) -> None:
+    """What is in the store is taken for what was put."""
+    patch.setattr(record, "has_digest", lambda body, digest: True)
+
+
+def tails_without_tokens(patch: pytest.MonkeyPatch) -> None:
+    """The end of a prompt is named by what precedes it, and its length."""
+
+    def name_tail(domain, token_ids, parent):
+        return BlockHash(hashlib.sha256((parent or b"") + bytes([len(token_ids)])).digest()[:16])
+
+    patch.setattr(pieces, "compute_tail_hash", name_tail)
+
+
+def kept_before_it_is_computed(patch: pytest.MonkeyPatch) -> None:
+    """One layer is taken for all."""
+
+    def layer_ready(self, layer, stop):
+        self._ready[:] = stop
+
+    patch.setattr(Deposit, "layer_ready", layer_ready)
+
+
+def part_is_taken_for_all(patch: pytest.MonkeyPatch) -> None:
+    """What did not come is not computed."""
+    patch.setattr(
+        Collection,
+        "end_early",
+        lambda self, reason, stage: [KVLanded(self.order.ticket.id, None)],
+    )
+
+
+def collections_for_ever(patch: pytest.MonkeyPatch) -> None:
+    """Entries that do not come are waited for."""
+    patch.setattr(PoolDesk, "_deadline", lambda self, order: Instant(math.inf))
+
+
+def silent_abort(patch: pytest.MonkeyPatch) -> None:
+    """The engine does not hear that its blocks are let go of."""
+
+    def abort(self, ticket, reason):
+        self._collections.pop(ticket, None)
+        self._fail_deposit(ticket, reason, "abort")
+
+    patch.setattr(PoolDesk, "_abort", abort)
+
+
+def pooled_tickets_are_renewed(patch: pytest.MonkeyPatch) -> None:
+    """Decode renews what nobody holds, for ever."""
+
+    def keep(self, ticket):
+        self._command(lambda: self._receiving.keep(ticket))
+
+    patch.setattr(HandoffAgent, "keep", keep)
+
+
+PLANTED_IN_POOL: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    plant.__name__: plant
+    for plant in (
+        rot_is_believed,
+        tails_without_tokens,
+        kept_before_it_is_computed,
+        part_is_taken_for_all,
+        collections_for_ever,
+        silent_abort,
+        pooled_tickets_are_renewed,
+    )
+}
