@@ -15,8 +15,9 @@ if TYPE_CHECKING:
 
 Prompt: TypeAlias = list[int]
 
-CLIENT_TIMEOUT = aiohttp.ClientTimeout(total=90)
-"""No test waits this long: it turns a hang into a failure."""
+CLIENT_TIMEOUT = aiohttp.ClientTimeout(total=240)
+"""No test waits this long, but for a worker that starts on a busy machine: it turns a hang into a
+failure."""
 SERVER_FAULTS = frozenset({502, 503, 504})
 
 _numbers = itertools.count()

@@ -7,7 +7,7 @@ import os
 import signal
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import aiohttp
 import pytest
@@ -31,7 +31,7 @@ from tests.chaos.watching import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+    from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 
     from baton.config.sections import Role
 
@@ -54,14 +54,20 @@ ROLES: dict[Role, dict[str, object]] = {
     "prefill": ENGINE | {"engine.max_batch_tokens": 16},
     "decode": ENGINE | {"engine.max_batch_tokens": 512},
 }
-GATEWAY: dict[str, object] = {"gateway.probe_interval_s": 0.2, "gateway.probe_timeout_s": 1.0}
+GATEWAY: dict[str, object] = {
+    "gateway.probe_interval_s": 0.2,
+    "gateway.probe_timeout_s": 1.0,
+    # A worker may be kept stopped for as long as another one starts, on however busy a machine.
+    "gateway.abandon_after_s": 150.0,
+}
 
 
 @dataclass
 class Pair:
     """A prefill and a decode worker that hand over by one transport, and their gateway.
 
-    `unlinked` is what each worker holds while it knows no peer.
+    `unlinked` is what each worker holds while it knows no peer; `mode` is the operator's, of each
+    gateway that is started; `changes` are settings of one role's workers, in each life.
     """
 
     transport: str
@@ -70,6 +76,21 @@ class Pair:
     decode: FleetProcess
     gateway: FleetProcess = field(init=False)
     unlinked: dict[int, Footprint] = field(default_factory=dict)
+    mode: str = "auto"
+    changes: dict[Role, dict[str, object]] = field(default_factory=dict)
+
+    @property
+    def way(self) -> tuple[str, str | None]:
+        """The mode and the transport by which a short prompt is handed over here."""
+        match self.mode:
+            case "auto":
+                return "push", self.transport
+            case "reference":
+                return "reference", "reference"
+            case "pool":
+                return "pool", None
+            case _:
+                return self.mode, self.transport
 
     def settle(self) -> None:
         """Wait for the workers, note what they hold, and start a gateway."""
@@ -77,8 +98,8 @@ class Pair:
             self._meet(worker.wait_ready())
         self.start_gateway()
 
-    def start_gateway(self, port: int = 0, mode: str = "auto") -> None:
-        settings = GATEWAY | {"gateway.port": port, "gateway.mode": mode}
+    def start_gateway(self, port: int = 0) -> None:
+        settings = GATEWAY | {"gateway.port": port, "gateway.mode": self.mode}
         self.gateway = self.fleet.start_gateway([self.prefill], [self.decode], settings=settings)
 
     def heal(self) -> None:
@@ -101,7 +122,8 @@ class Pair:
             "worker.port": port_of(dead.ready.url),
             "worker.handoff_port": port_of(dead.ready.handoff_address),
         }
-        fresh = start(self.fleet, self.transport, role, doors).wait_ready()
+        changes = self.changes.get(role, {}) | doors
+        fresh = start(self.fleet, self.transport, role, changes).wait_ready()
         self._meet(fresh)
         if role == "prefill":
             self.prefill = fresh
@@ -139,7 +161,7 @@ class House:
         return said
 
     async def check_handoff(self, session: aiohttp.ClientSession, pair: Pair) -> None:
-        """The pair works as it should: soon, a fresh prompt is handed over and answered rightly."""
+        """Soon, a fresh prompt is handed over as it should be here, and answered rightly."""
 
         async def handed_over() -> bool:
             request = Ask(self.prompts.make(50))
@@ -150,12 +172,15 @@ class House:
             assert said == await self.expect(session, request.prompt)
             trace = await find_trace(session, pair.decode, request.id)
             assert trace is not None
-            if trace.num_received_tokens == 0:
-                return False
-            assert trace.transport == pair.transport
-            return True
+            ways.append((trace.mode, trace.transport))
+            return trace.num_received_tokens > 0 and ways[-1] == pair.way
 
-        await until("a request is handed over", handed_over, PATIENCE_S)
+        ways: list[tuple[str | None, str | None]] = []
+        try:
+            await until(f"a request is handed over by {pair.way}", handed_over, PATIENCE_S)
+        except AssertionError as exc:
+            exc.add_note(f"the ways that were taken: {ways}")
+            raise
 
 
 @asynccontextmanager
@@ -165,6 +190,9 @@ async def opened_session() -> AsyncIterator[aiohttp.ClientSession]:
         timeout=CLIENT_TIMEOUT, connector=connector, headers=BEARER
     ) as session:
         yield session
+
+
+AnyPair = TypeVar("AnyPair", bound=Pair)
 
 
 def run(scenario: Callable[[aiohttp.ClientSession], Awaitable[None]]) -> None:
@@ -181,17 +209,24 @@ def run_on_both(
     house: House, scenario: Callable[[aiohttp.ClientSession, Pair], Awaitable[None]]
 ) -> None:
     """Run one scenario on both pairs at once: they share nothing but the machine."""
+    run_on(house.pairs, scenario)
 
-    async def one(session: aiohttp.ClientSession, pair: Pair) -> None:
+
+def run_on(
+    pairs: Sequence[AnyPair], scenario: Callable[[aiohttp.ClientSession, AnyPair], Awaitable[None]]
+) -> None:
+    """Run one scenario on several pairs at once."""
+
+    async def one(session: aiohttp.ClientSession, pair: AnyPair) -> None:
         try:
             await scenario(session, pair)
         except Exception as exc:
-            exc.add_note(f"transport: {pair.transport}")
+            exc.add_note(f"pair: {pair.prefill.name}")
             raise
 
     async def main(session: aiohttp.ClientSession) -> None:
         outcomes = await asyncio.gather(
-            *(one(session, pair) for pair in house.pairs), return_exceptions=True
+            *(one(session, pair) for pair in pairs), return_exceptions=True
         )
         for outcome in outcomes:
             if outcome is not None:

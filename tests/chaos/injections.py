@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from baton.testing.fleet import FleetProcess
     from tests.chaos.clients import Ask, Said
     from tests.chaos.conftest import House, Pair
+    from tests.chaos.store_failpoints import StorePoint
 
 Victim: TypeAlias = Literal["prefill", "decode", "gateway"]
 
@@ -35,7 +36,10 @@ STOPPED_S = LIVENESS_TIMEOUT_S + 0.7
 
 @dataclass
 class Case:
-    """One request under way, and everything around it."""
+    """One request under way, and everything around it.
+
+    What keeps it at its stage: decode is stopped, or a worker is held where it uses the store.
+    """
 
     house: House
     session: aiohttp.ClientSession
@@ -44,6 +48,7 @@ class Case:
     streaming: Streaming = field(default_factory=Streaming)
     asking: asyncio.Task[Said] = field(init=False)
     keeps_decode_stopped: bool = False
+    held_at: StorePoint | None = None
 
     def process(self, victim: Victim) -> FleetProcess:
         processes = {
@@ -53,11 +58,22 @@ class Case:
         }
         return processes[victim]
 
+    def let_go(self) -> None:
+        """What kept the request where it is ends."""
+        self.let_store_go()
+        self.let_decode_go()
+
     def let_decode_go(self) -> None:
-        """What kept the request from decode ends."""
+        """Decode goes on, if it was stopped to keep the request from it."""
         if self.keeps_decode_stopped:
             self.pair.decode.send(signal.SIGCONT)
             self.keeps_decode_stopped = False
+
+    def let_store_go(self) -> None:
+        """Whoever is held at the store goes on (if it is not stopped)."""
+        if self.held_at is not None:
+            self.held_at.let_go()
+            self.held_at = None
 
 
 class Injection(Protocol):
@@ -104,7 +120,7 @@ class Kill:
         return f"{process.name} ended by SIGKILL"
 
     async def settle(self, case: Case) -> None:
-        case.let_decode_go()
+        case.let_go()
         await _end(case)
         await _revive(case, self.victim)
 
@@ -119,6 +135,8 @@ class Restart:
         process = case.process(self.victim)
         before = process.ready
         process.kill()
+        if self.victim == "gateway":
+            case.let_decode_go()  # a gateway is not ready before it has seen a decode worker
         await _revive(case, self.victim)
         after = case.process(self.victim).ready
         assert before is not None
@@ -130,7 +148,7 @@ class Restart:
         return f"{process.name} lives again at {after.url}, {before.epoch} -> {after.epoch}"
 
     async def settle(self, case: Case) -> None:
-        case.let_decode_go()
+        case.let_go()
         await _end(case)
 
 
@@ -147,8 +165,9 @@ class Pause:
 
     async def settle(self, case: Case) -> None:
         process = case.process(self.victim)
+        case.let_store_go()
         if self.victim != "decode":
-            case.let_decode_go()
+            case.let_go()
         await asyncio.sleep(STOPPED_S)
         assert is_stopped(process), "it was stopped all the time"
         process.send(signal.SIGCONT)
@@ -203,7 +222,7 @@ class Leave:
         return "the gateway recorded that its client left"
 
     async def settle(self, case: Case) -> None:
-        case.let_decode_go()
+        case.let_go()
 
 
 @dataclass(frozen=True)
@@ -222,7 +241,7 @@ class CutLink:
         return f"{len(links)} established connections to port {port} are no more"
 
     async def settle(self, case: Case) -> None:
-        case.let_decode_go()
+        case.let_go()
         await _end(case)
 
 
@@ -249,5 +268,5 @@ class CutData:
         return f"{len(inodes)} established connections to {listening} are no more"
 
     async def settle(self, case: Case) -> None:
-        case.let_decode_go()
+        case.let_go()
         await _end(case)

@@ -10,6 +10,7 @@ from baton.telemetry.trace import Stamp
 from tests.chaos.clients import Ask, ask
 from tests.chaos.conftest import LONG, freeze
 from tests.chaos.injections import Case
+from tests.chaos.pool_house import NUM_ENTRIES, NUM_PROMPT_TOKENS, PoolPair
 from tests.chaos.watching import PATIENCE_S, find_trace, is_stopped, until, until_mid_handoff
 
 if TYPE_CHECKING:
@@ -28,6 +29,10 @@ class Stage(StrEnum):
     PREFILLING = "prefilling"
     MID_TRANSFER = "mid transfer"
     DECODING = "decoding"
+    # Of mode pool:
+    PUTTING = "putting"
+    KEPT = "kept"
+    TAKING = "taking"
 
 
 async def reach(stage: Stage, house: House, session: aiohttp.ClientSession, pair: Pair) -> Case:
@@ -41,6 +46,8 @@ async def reach(stage: Stage, house: House, session: aiohttp.ClientSession, pair
             return await _mid_transfer(house, session, pair)
         case Stage.DECODING:
             return await _decoding(house, session, pair)
+        case Stage.PUTTING | Stage.KEPT | Stage.TAKING:
+            return await _at_the_store(stage, house, session, pair)
         case _:
             assert_never(stage)
 
@@ -79,6 +86,7 @@ async def _prefilling(house: House, session: aiohttp.ClientSession, pair: Pair) 
         if trace is None or Stamp.FIRST_LAYER_READY not in trace.stamps:
             return False
         assert Stamp.PREFILL_DONE not in trace.stamps, "too late: prefill is done"
+        assert trace.mode == pair.way[0]
         return True
 
     await until("it is being prefilled", computing, PATIENCE_S)
@@ -107,5 +115,45 @@ async def _decoding(house: House, session: aiohttp.ClientSession, pair: Pair) ->
     trace = await find_trace(session, pair.decode, request.id)
     assert trace is not None
     assert Stamp.KV_READY in trace.stamps, "it was handed over"
+    assert (trace.mode, trace.transport) == pair.way
+    assert not case.asking.done()
+    return case
+
+
+async def _at_the_store(
+    stage: Stage, house: House, session: aiohttp.ClientSession, pair: Pair
+) -> Case:
+    """In mode pool: a worker is held where it writes an entry, or reads one.
+
+    Putting: two entries are kept, of the third one half is written. Kept: all are, and decode, that
+    was asked, has looked at the first. Taking: it has read two and looks at the third.
+    """
+    assert isinstance(pair, PoolPair)
+    case = Case(house, session, pair, Ask(house.prompts.make(NUM_PROMPT_TOKENS)))
+    role, touch, num_before = {
+        Stage.PUTTING: ("prefill", "put", 2),
+        Stage.KEPT: ("decode", "read", 0),
+        Stage.TAKING: ("decode", "read", 2),
+    }[stage]
+    case.held_at = point = pair.points[role]
+    known = pair.neighbour.names()
+    point.arm(touch, num_before)
+    _ask(case)
+
+    async def is_held() -> bool:
+        return point.is_held
+
+    await until(f"{role} is held", is_held, PATIENCE_S)
+    if stage is Stage.PUTTING:
+        assert len(pair.neighbour.names() - known) == num_before
+        pair.check_writing()
+    else:
+        assert len(pair.neighbour.names() - known) == NUM_ENTRIES + 1, "all of it, and a note"
+        assert len(pair.find_open_entries()) == 1
+    on_prefill = await find_trace(session, pair.prefill, case.request.id)
+    assert on_prefill is not None
+    assert on_prefill.mode == "pool"
+    on_decode = await find_trace(session, pair.decode, case.request.id)
+    assert (on_decode is None) == (stage is Stage.PUTTING), "they never meet"
     assert not case.asking.done()
     return case

@@ -6,63 +6,37 @@ By default a few that stand for the others; all of them by `make chaos` (`--all-
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.chaos.checks import Inventory, Moved, Outcome, check_outcome
-from tests.chaos.conftest import House, Pair, run_on_both
+from tests.chaos.conftest import House, Pair, run_on, run_on_both
 from tests.chaos.injections import CutData, CutLink, Kill, Leave, OutliveDecode, Pause, Restart
-from tests.chaos.stages import Stage, reach
+from tests.chaos.scenarios import (
+    BROKEN,
+    CLIENT_LEFT,
+    DECODE_CANCELLED,
+    DECODE_FELL_BACK,
+    EITHER,
+    ERROR,
+    GATEWAY_FELL_BACK,
+    NOBODY,
+    PREFILL_FAILED,
+    REFUSED,
+    RIGHT,
+    SERVED,
+    STREAM_BROKE,
+    Scenario,
+    play,
+    to_params,
+)
+from tests.chaos.stages import Stage
 
 if TYPE_CHECKING:
     import aiohttp
 
-    from tests.chaos.injections import Injection
-
-DECODE_FELL_BACK = (
-    Moved("decode", "baton_handoffs_total", (("leg", "decode"), ("result", "failed"))),
-    Moved("decode", "baton_handoff_fallbacks_total"),
-)
-PREFILL_FAILED = Moved(
-    "prefill", "baton_handoffs_total", (("leg", "prefill"),), without=(("result", "completed"),)
-)
-"""Or was aborted by the gateway: whoever heard first of the end."""
-GATEWAY_FELL_BACK = Moved("gateway", "baton_gateway_fallbacks_total")
-CLIENT_LEFT = Moved("gateway", "baton_gateway_client_disconnects_total")
-STREAM_BROKE = Moved("gateway", "baton_gateway_broken_streams_total")
-DECODE_CANCELLED = Moved("decode", "baton_worker_requests_total", (("outcome", "cancelled"),))
-
-
-SERVED = Moved("gateway", "baton_gateway_requests_total", (("code", "200"),))
-REFUSED = Moved("gateway", "baton_gateway_requests_total", without=(("code", "200"),))
-
 BEFORE, MID, DECODING = Stage.BEFORE_GRANT, Stage.MID_TRANSFER, Stage.DECODING
-
-
-@dataclass(frozen=True)
-class Scenario:
-    """`injection` strikes at `stage`; then the client may see `outcome`, and counters moved.
-
-    `stands_for_others`: it runs by default.
-    """
-
-    stage: Stage
-    injection: Injection
-    outcome: Outcome
-    moved: tuple[Moved, ...] = ()
-    stands_for_others: bool = False
-
-    @property
-    def name(self) -> str:
-        what = type(self.injection).__name__.lower()
-        whom = getattr(self.injection, "victim", "")
-        return f"{what} {whom} {self.stage}".replace("  ", " ").replace(" ", "-")
-
-
-RIGHT, ERROR, BROKEN, NOBODY = Outcome.RIGHT, Outcome.ERROR, Outcome.BROKEN, Outcome.NOBODY
-EITHER = Outcome.RIGHT_OR_ERROR
+PREFILLING = Stage.PREFILLING
 
 SCENARIOS = (
     Scenario(BEFORE, Kill("prefill"), RIGHT, (*DECODE_FELL_BACK, GATEWAY_FELL_BACK)),
@@ -105,13 +79,7 @@ SCENARIOS = (
 )
 
 
-@pytest.mark.parametrize(
-    "scenario",
-    [
-        pytest.param(one, id=one.name, marks=() if one.stands_for_others else pytest.mark.every)
-        for one in SCENARIOS
-    ],
-)
+@pytest.mark.parametrize("scenario", to_params(SCENARIOS))
 def test_matrix(house: House, scenario: Scenario) -> None:
     async def on_pair(session: aiohttp.ClientSession, pair: Pair) -> None:
         await play(house, session, pair, scenario)
@@ -119,48 +87,58 @@ def test_matrix(house: House, scenario: Scenario) -> None:
     run_on_both(house, on_pair)
 
 
-PREFILLING = Stage.PREFILLING
-MODES = ("pull", "reference")
 OF_EACH_MODE = (
     Scenario(PREFILLING, Kill("prefill"), RIGHT, (GATEWAY_FELL_BACK,)),
     Scenario(PREFILLING, Pause("prefill"), RIGHT),
     Scenario(PREFILLING, Restart("prefill"), RIGHT),
     Scenario(PREFILLING, Kill("decode"), ERROR, (REFUSED,)),
     Scenario(PREFILLING, Pause("decode"), RIGHT),
+    Scenario(PREFILLING, Restart("decode"), EITHER),
+    Scenario(PREFILLING, Kill("gateway"), BROKEN, (PREFILL_FAILED,)),
+    Scenario(PREFILLING, Pause("gateway"), RIGHT),
     Scenario(PREFILLING, Leave(), NOBODY, (CLIENT_LEFT,)),
     Scenario(PREFILLING, CutLink(), RIGHT),
 )
+WHILE_BORROWED = (
+    Scenario(DECODING, Kill("prefill"), RIGHT, (SERVED,)),
+    Scenario(DECODING, Pause("prefill"), RIGHT, (SERVED,)),
+    Scenario(DECODING, Restart("prefill"), RIGHT, (SERVED,)),
+    Scenario(DECODING, Kill("decode"), ERROR, (STREAM_BROKE,)),
+    Scenario(DECODING, Pause("decode"), RIGHT, (SERVED,)),
+    Scenario(DECODING, Restart("decode"), ERROR, (STREAM_BROKE,)),
+    Scenario(DECODING, Kill("gateway"), BROKEN, (DECODE_CANCELLED,)),
+    Scenario(DECODING, Pause("gateway"), RIGHT),
+    Scenario(DECODING, Leave(), NOBODY, (CLIENT_LEFT, DECODE_CANCELLED)),
+    Scenario(DECODING, CutLink(), RIGHT, (SERVED,)),
+    Scenario(DECODING, CutData(), RIGHT, (SERVED,)),
+)
+"""By reference, decode attends over prefill's memory until the answer's end."""
 
 
 @pytest.mark.every
 @pytest.mark.parametrize("scenario", [pytest.param(one, id=one.name) for one in OF_EACH_MODE])
-@pytest.mark.parametrize("mode", MODES)
-def test_other_modes(house: House, mode: str, scenario: Scenario) -> None:
-    """The operator's mode, where both workers know it; a pair that does not takes another."""
+def test_pull(house: House, scenario: Scenario) -> None:
+    play_in_mode("pull", house, house.pairs, scenario)
+
+
+@pytest.mark.every
+@pytest.mark.parametrize(
+    "scenario", [pytest.param(one, id=one.name) for one in (*OF_EACH_MODE, *WHILE_BORROWED)]
+)
+def test_reference(house: House, scenario: Scenario) -> None:
+    play_in_mode("reference", house, (house.pair("shared"),), scenario)
+
+
+def play_in_mode(mode: str, house: House, pairs: tuple[Pair, ...], scenario: Scenario) -> None:
+    """The operator's mode, behind a gateway of its own; both workers know it."""
 
     async def on_pair(session: aiohttp.ClientSession, pair: Pair) -> None:
-        usual = pair.gateway
-        await asyncio.to_thread(pair.start_gateway, mode=mode)
+        usual, pair.mode = pair.gateway, mode
+        await asyncio.to_thread(pair.start_gateway)
         try:
             await play(house, session, pair, scenario)
         finally:
             await asyncio.to_thread(pair.gateway.stop)
-            pair.gateway = usual
+            pair.gateway, pair.mode = usual, "auto"
 
-    run_on_both(house, on_pair)
-
-
-async def play(
-    house: House, session: aiohttp.ClientSession, pair: Pair, scenario: Scenario
-) -> None:
-    """One scenario on one pair."""
-    await house.check_handoff(session, pair)
-    inventory = Inventory(session)
-    await inventory.take((pair.prefill, pair.decode), pair.gateway)
-    case = await reach(scenario.stage, house, session, pair)
-    proof = await scenario.injection.strike(case)
-    await scenario.injection.settle(case)
-    await check_outcome(case, scenario.outcome)
-    await inventory.check_moved(case, scenario.moved)
-    elapsed_s = await inventory.check_nothing_leaked(case)
-    print(f"{pair.transport}: {proof}; all idle {elapsed_s:.2f} s after the request")
+    run_on(pairs, on_pair)

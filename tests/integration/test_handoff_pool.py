@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -41,12 +41,13 @@ from baton.transfer.region import allocate_shared_region, release_region, view_p
 from tests.e2e_vllm.asking import wait_until
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from numpy.typing import NDArray
 
     from baton.handoff.interface import HandoffEvent
+    from baton.store.interface import EntryName, Lease, Tier
 
 CLOCK = MachineClock()
 KEY = ClusterKey(b"k" * 32)
@@ -133,8 +134,14 @@ class Node:
 
 @contextmanager
 def node(
-    store: StoreSection, block_size: int, fill: int, timeout_s: float = 60.0
+    store: StoreSection,
+    block_size: int,
+    fill: int,
+    *,
+    timeout_s: float = 60.0,
+    wrap: Callable[[Tier], Tier] = lambda tier: tier,
 ) -> Iterator[Node]:
+    """`wrap` is around the node's store."""
     layout = KVLayout.gqa(3, 2, 8, block_size=block_size, dtype="float32")
     shapes = [(100 // block_size, layout.page_bytes(layer)) for layer in range(3)]
     region = allocate_shared_region(shapes)
@@ -143,6 +150,7 @@ def node(
     for each in pages:
         each[:] = rng.integers(0, 256, each.shape, dtype=np.uint8)
     face = Face(layout, region)
+    pool = open_pool(store, face, key=KEY, clock=CLOCK)
     agent = HandoffAgent(
         AgentOptions(
             worker=WorkerId("w"),
@@ -153,7 +161,7 @@ def node(
             key=KEY,
             clock=CLOCK,
             timeout_s=timeout_s,
-            pool=open_pool(store, face, key=KEY, clock=CLOCK),
+            pool=pool and replace(pool, store=wrap(pool.store)),
         )
     )
     agent.start(lambda: None)
@@ -338,6 +346,35 @@ def test_an_aborted_wait_gives_the_blocks_back_once(pair: tuple[Node, Node]) -> 
     decode.agent.abort(ticket.id, "again")
     decode.hear(BlocksQuiescent)
     assert decode.agent.poll() == []
+
+
+class Emptied:
+    """A store from which all goes, notes too, as soon as one entry was opened."""
+
+    def __init__(self, inner: Tier, place: Path) -> None:
+        self._inner, self._place = inner, place
+        self.find, self.put, self.discard = inner.find, inner.put, inner.discard
+        self.usage, self.close = inner.usage, inner.close
+
+    def try_lease(self, name: EntryName) -> Lease | None:
+        lease = self._inner.try_lease(name)
+        if lease is not None and lease.num_bytes > 1000:
+            for path in entries(self._place):
+                path.unlink()
+        return lease
+
+
+def test_what_goes_together_with_its_note_is_not_waited_for(tmp_path: Path) -> None:
+    store = section(tmp_path)
+    with (
+        node(store, 4, 1) as prefill,
+        node(store, 6, 2, lambda tier: Emptied(tier, tmp_path)) as decode,
+    ):
+        ticket, prompt = make_ticket(), make_prompt()
+        prefill_all(prefill, ticket, prompt)
+        decode.expect(ticket, prompt, patience_s=10 * PATIENCE_S)
+        assert decode.hear(KVLanded) == [KVLanded(ticket.id, None, IN_STORE)]
+        assert decode.read(0, IN_STORE) == prefill.read(0, IN_STORE)
 
 
 def test_another_tenant_or_prompt_finds_nothing(pair: tuple[Node, Node]) -> None:

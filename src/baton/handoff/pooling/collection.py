@@ -18,18 +18,21 @@ if TYPE_CHECKING:
     from baton.clock import Instant
     from baton.handoff.graves import Grave
     from baton.handoff.interface import HandoffEvent, ReceiveOrder, SampledToken
+    from baton.handoff.pooling.note import Note
     from baton.handoff.pooling.pieces import Piece
 
 
 class Collection:
     """What of one prompt has come. `pieces` cover the prompt; those before `start` are not read.
 
-    `grave` says why nothing more will come, once somebody has said so.
+    `grave` says why nothing more will come, once somebody has said so; `word` is the prefill
+    worker's last one, once it was seen: it may be evicted before what it speaks of is read.
     """
 
     def __init__(self, order: ReceiveOrder, pieces: Sequence[Piece], *, deadline: Instant) -> None:
         self.order, self.deadline = order, deadline
         self.grave: Grave | None = None
+        self.word: Note | None = None
         self._pieces = tuple(piece for piece in pieces if piece.stop > order.start)
         self._num_landed = 0
 

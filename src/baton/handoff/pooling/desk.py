@@ -202,6 +202,8 @@ class PoolDesk:
         """One batch of what has appeared for a decode; whether there was one."""
         ticket = collection.order.ticket.id
         try:
+            # Before what it speaks of is read: if both are evicted meanwhile, nobody waits for it.
+            self._taker.find_word(collection)
             if self._taker.step(collection):
                 return True
             if not collection.next_pieces:
@@ -224,7 +226,7 @@ class PoolDesk:
         """Why nothing more will come, if so."""
         if collection.grave is not None:
             return collection.grave
-        word = self._taker.find_word(collection)
+        word = collection.word
         if word is not None:
             reason = word.reason or "what the prefill worker kept is in the store no more"
             return Grave(reason, "prefill" if word.reason else "store")

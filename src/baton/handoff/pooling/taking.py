@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from baton.clock import Clock
-    from baton.handoff.interface import HandoffEvent
+    from baton.handoff.interface import HandoffEvent, ReceiveOrder
     from baton.handoff.pooling.carrying import Bodies, Carrier
     from baton.handoff.pooling.collection import Collection
     from baton.handoff.pooling.note import Note
@@ -58,8 +58,12 @@ class Taker:
         return True
 
     def find_word(self, collection: Collection) -> Note | None:
-        """The prefill worker's last word, once each of its ranks has left it."""
-        order = collection.order
+        """The prefill worker's last word, once each of its ranks has left it; it is remembered."""
+        if collection.word is None:
+            collection.word = self._look_for_word(collection.order)
+        return collection.word
+
+    def _look_for_word(self, order: ReceiveOrder) -> Note | None:
         notes = [find_note(self._store, order.ticket.id, part) for part in self._carrier.parts]
         found = [note for note in notes if note is not None]
         if len(found) < len(notes):
