@@ -316,7 +316,10 @@ def test_a_queue_is_waited_for_as_long_as_its_engine_lives(
 ) -> None:
     """The two never meet: signs of life go through the store."""
     store, timeout_s = section(tmp_path), 1.5
-    with node(store, 4, 1, timeout_s) as prefill, node(store, 6, 2, timeout_s) as decode:
+    with (
+        node(store, 4, 1, timeout_s=timeout_s) as prefill,
+        node(store, 6, 2, timeout_s=timeout_s) as decode,
+    ):
         ticket, prompt = make_ticket(), make_prompt()
         begun = CLOCK.now()
         decode.expect(ticket, prompt)
@@ -368,7 +371,7 @@ def test_what_goes_together_with_its_note_is_not_waited_for(tmp_path: Path) -> N
     store = section(tmp_path)
     with (
         node(store, 4, 1) as prefill,
-        node(store, 6, 2, lambda tier: Emptied(tier, tmp_path)) as decode,
+        node(store, 6, 2, wrap=lambda tier: Emptied(tier, tmp_path)) as decode,
     ):
         ticket, prompt = make_ticket(), make_prompt()
         prefill_all(prefill, ticket, prompt)
