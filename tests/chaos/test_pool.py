@@ -266,7 +266,7 @@ def test_a_full_store(
         inventory, case = await begin(house, session, pair)
         pair.neighbour.take_the_room()
         await answer(session, pair, case)
-        assert not pair.neighbour.names(), "there was room"
+        assert len(pair.neighbour.names()) <= 1, "there was room for more than a note"
         await check_next_mode(session, pair, case, "no room")
         await inventory.check_moved(case, (STORE_FAILED, GATEWAY_FELL_BACK))
         pair.neighbour.give_the_room_back()
