@@ -181,8 +181,8 @@ SCENARIOS = (
     AtTheStore(PUTTING, Leave(), NOBODY, (CLIENT_LEFT, PREFILL_CANCELLED)),
     AtTheStore(PUTTING, Crowd(), RIGHT, DECODE_FELL_BACK, received=NOTHING),
     # What was kept stays: its prefill worker is of no importance any more.
-    AtTheStore(KEPT, Kill("prefill"), RIGHT, (SERVED,), stands_for_others=True, received=ALL),
-    AtTheStore(KEPT, Pause("prefill"), RIGHT, (SERVED,), received=ALL),
+    AtTheStore(KEPT, Kill("prefill"), RIGHT, (SERVED,), received=ALL),
+    AtTheStore(KEPT, Pause("prefill"), RIGHT, (SERVED,), stands_for_others=True, received=ALL),
     AtTheStore(KEPT, Restart("prefill"), RIGHT, (SERVED,), received=ALL),
     AtTheStore(KEPT, Kill("decode"), ERROR, (REFUSED,)),
     AtTheStore(KEPT, Pause("decode"), RIGHT),
