@@ -34,7 +34,7 @@ help:
 	@echo 'make up [ARGS="--decode 2"]  install what is needed, start gateway and workers'
 	@echo 'make up ENGINE=vllm          the same with vLLM as the engine'
 	@echo 'make test                    install what tests need, run every check and test'
-	@echo 'make chaos                   every fault, to everybody, at every stage: it takes long'
+	@echo 'make chaos                   every fault, to everybody, at every stage: an hour on 2 busy cores'
 	@echo 'make simulate                100,000 simulated clusters under faults: the nightly job'
 	@echo 'make check                   the checks without the tests'
 	@echo 'make install [ENGINE=vllm]   only install, into .venv'

@@ -181,8 +181,8 @@ SCENARIOS = (
     AtTheStore(PUTTING, Leave(), NOBODY, (CLIENT_LEFT, PREFILL_CANCELLED)),
     AtTheStore(PUTTING, Crowd(), RIGHT, DECODE_FELL_BACK, received=NOTHING),
     # What was kept stays: its prefill worker is of no importance any more.
-    AtTheStore(KEPT, Kill("prefill"), RIGHT, (SERVED,), stands_for_others=True, received=ALL),
-    AtTheStore(KEPT, Pause("prefill"), RIGHT, (SERVED,), received=ALL),
+    AtTheStore(KEPT, Kill("prefill"), RIGHT, (SERVED,), received=ALL),
+    AtTheStore(KEPT, Pause("prefill"), RIGHT, (SERVED,), stands_for_others=True, received=ALL),
     AtTheStore(KEPT, Restart("prefill"), RIGHT, (SERVED,), received=ALL),
     AtTheStore(KEPT, Kill("decode"), ERROR, (REFUSED,)),
     AtTheStore(KEPT, Pause("decode"), RIGHT),
@@ -266,7 +266,7 @@ def test_a_full_store(
         inventory, case = await begin(house, session, pair)
         pair.neighbour.take_the_room()
         await answer(session, pair, case)
-        assert not pair.neighbour.names(), "there was room"
+        assert len(pair.neighbour.names()) <= 1, "there was room for more than a note"
         await check_next_mode(session, pair, case, "no room")
         await inventory.check_moved(case, (STORE_FAILED, GATEWAY_FELL_BACK))
         pair.neighbour.give_the_room_back()
