@@ -17,7 +17,7 @@ from tests.property.sim.planted import PLANTED, double_completion, no_digest_che
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-NUM_CHUNKS, SEEDS_IN_CHUNK = 16, 100
+NUM_CHUNKS, SEEDS_IN_CHUNK = 30, 100
 MAX_SEEDS = 800
 
 EVERY_FAULT = {
@@ -65,7 +65,7 @@ BEGIN = {
     "returns_are_said_once": 750,
     "unmapped_in_use": 250,
     "refused_and_lent": 1_080,
-    "any_borrower_returns": 490,
+    "any_borrower_returns": 16_100,
     "silent_abort": 2_130,
 }
 """Where the search for a bug begins: at 0, but for those that few seeds find (to save time)."""
@@ -87,9 +87,12 @@ def test_no_invariant_breaks(chunk: int) -> None:
 
 def test_every_kind_of_fault_takes_effect_and_most_requests_are_answered_nonetheless() -> None:
     tally = Tally()
-    tally.add(run_seeds(range(10_000, 10_400)))
-    assert tally.met.keys() >= EVERY_FAULT | ROTS
-    assert tally.seen.keys() >= EVERY_EVENT
+    for first in range(10_000, 14_000, 200):  # recalls are seldom drawn
+        tally.add(run_seeds(range(first, first + 200)))
+        missing = (EVERY_FAULT | ROTS) - tally.met.keys() | EVERY_EVENT - tally.seen.keys()
+        if not missing:
+            break
+    assert not missing
     assert tally.ends["answered"] > 0.8 * tally.ends.total()
 
 
