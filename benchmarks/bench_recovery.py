@@ -173,6 +173,7 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--transport", default="shared", choices=["shared", "tcp"])
+    parser.add_argument("--dtype", default="float32", help="bfloat16 where cores have units for it")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     load_before = os.getloadavg()[0]
@@ -198,10 +199,12 @@ def measure(folder: Path, options: argparse.Namespace) -> dict[str, list[float]]
     model = folder / "model"
     shape = [word for key, value in MODEL.items() for word in (f"--{key}", str(value))]
     command = [sys.executable, "-m", "baton.cli", "model", "make", "--random", *shape]
-    subprocess.run([*command, "--context", "8192", "--out", str(model)], check=True)
+    command += ["--context", "8192", "--dtype", options.dtype, "--out", str(model)]
+    subprocess.run(command, check=True)
     settings: dict[str, object] = {
         "worker.model": str(model),
         "worker.served_model_name": "model",
+        "engine.dtype": options.dtype,
         "engine.num_threads": 1,
         "engine.num_blocks": 512,
         "engine.max_batch_tokens": 256,

@@ -58,6 +58,7 @@ def main() -> None:
     parser.add_argument("--engine", default="transformers", choices=["transformers", "vllm"])
     parser.add_argument("--transports", nargs="+", default=["shared", "tcp"])
     parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--dtype", default="float32", help="bfloat16 where cores have units for it")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     record: dict[str, object] = {
@@ -105,11 +106,13 @@ def ask_a_pair(
     model = folder / "model"
     shape = [word for key, value in MODEL.items() for word in (f"--{key}", str(value))]
     command = [sys.executable, "-m", "baton.cli", "model", "make", "--random", *shape]
-    subprocess.run([*command, "--context", "8192", "--out", str(model)], check=True)
+    command += ["--context", "8192", "--dtype", options.dtype, "--out", str(model)]
+    subprocess.run(command, check=True)
     settings: dict[str, object] = {
         "worker.model": str(model),
         "worker.served_model_name": "model",
         "worker.engine": options.engine,
+        "engine.dtype": options.dtype,
         "engine.num_threads": 1,
         "engine.kv_cache_bytes": 1 << 29,
         "transfer.transports": [options.transports[0]],

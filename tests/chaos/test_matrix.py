@@ -113,9 +113,6 @@ WHILE_BORROWED = (
     Scenario(DECODING, CutData(), RIGHT, (SERVED,)),
 )
 """By reference, decode attends over prefill's memory until the answer's end."""
-NOT_LENT_AGAIN = pytest.mark.xfail(
-    reason="what was attached and is lost is not attached again while the link lasts: push instead"
-)
 
 
 @pytest.mark.every
@@ -127,12 +124,7 @@ def test_pull(house: House, scenario: Scenario) -> None:
 @pytest.mark.every
 @pytest.mark.parametrize(
     "scenario",
-    [
-        pytest.param(
-            one, id=one.name, marks=NOT_LENT_AGAIN if isinstance(one.injection, CutData) else ()
-        )
-        for one in (*OF_EACH_MODE, *WHILE_BORROWED)
-    ],
+    [pytest.param(one, id=one.name) for one in (*OF_EACH_MODE, *WHILE_BORROWED)],
 )
 def test_reference(house: House, scenario: Scenario) -> None:
     play_in_mode("reference", house, (house.pair("shared"),), scenario)

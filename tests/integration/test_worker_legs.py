@@ -218,8 +218,8 @@ def test_what_goes_through_the_store_is_in_both_workers_metrics(pair: Pair) -> N
         }
         assert grown(before[1], after[1], entries) == {'{leg="decode",result="taken"}': num_entries}
         put, read = (grown(*each, store) for each in zip(before, after, strict=True))
-        # Each handoff leaves a note, too.
-        assert put['puts_total{result="stored",tier="file"}'] == num_entries + 2
+        # Each handoff leaves a note, too; a prefill worker that computes, signs of life.
+        assert put['puts_total{result="stored",tier="file"}'] >= num_entries + 2
         assert read['leases_total{result="hit",tier="file"}'] == num_entries + 1
         assert 'leases_total{result="miss",tier="file"}' not in read
         written, taken = (

@@ -36,6 +36,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 REDIAL_S: Final = 2.0
+REATTACH_S: Final = 1.0
+LONGEST_PAUSE_S: Final = 60.0
+"""Pages that were lost while the link lasts are attached again after a pause, doubled each time."""
 TELLING_TIMEOUT_S: Final = 60.0
 """How long a lender out of reach is dialed; it is told over the next link, if there is one."""
 MAX_SILENT_LENDERS: Final = 64
@@ -44,7 +47,10 @@ MAX_SILENT_LENDERS: Final = 64
 
 @dataclass(slots=True, eq=False)
 class _Lender:
-    """One life of a worker: its pages, attached by `remote`, mapped as `annex`; or why not."""
+    """One life of a worker: its pages, attached by `remote`, mapped as `annex`; or why not.
+
+    `reason` holds until `retry_at`.
+    """
 
     ref: WorkerRef
     face: Face
@@ -54,6 +60,8 @@ class _Lender:
     remote: RemoteId | None = None
     annex: Annex | None = None
     reason: str = ""
+    retry_at: float = 0.0
+    num_failures: int = 0
     tell_before: Instant | None = None
     redial_at: float = 0.0
 
@@ -90,6 +98,8 @@ class BorrowingDesk:
                 ])
         except BatonError as exc:
             self._fail(lender, str(exc))
+        else:
+            lender.num_failures = 0
         return lender.peer
 
     def lost(self, transport: Transport, remote: RemoteId, error: BatonError) -> Peer | None:
@@ -203,6 +213,8 @@ class BorrowingDesk:
             known = _Lender(peer.dialed, face, face.annexes, transport, peer)
             self._lenders[peer.hello.epoch] = known
         known.peer = peer
+        if self._desk.clock.now() >= known.retry_at:
+            known.reason = ""
         if known.remote is None and not known.reason:
             try:
                 known.remote = known.transport.attach(self._lending(peer)[0][1])
@@ -246,8 +258,10 @@ class BorrowingDesk:
             self._desk.peers.say(lender.peer, Returned(tuple(tickets)))
 
     def _fail(self, lender: _Lender, reason: str) -> None:
-        """Nothing can be borrowed from it, for as long as this link lasts."""
-        lender.reason = reason
+        """Nothing can be borrowed from it for a while. What is mapped and held stays in use."""
+        pause_s = min(LONGEST_PAUSE_S, REATTACH_S * 2**lender.num_failures)
+        lender.reason, lender.retry_at = reason, self._desk.clock.now() + pause_s
+        lender.num_failures = min(lender.num_failures + 1, 16)
         if lender.remote is not None:
             lender.transport.detach(lender.remote)
             lender.remote = None
