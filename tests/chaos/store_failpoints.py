@@ -21,7 +21,7 @@ from baton.store.interface import TIERS
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from baton.store.interface import Body, EntryName, Lease, Put, Tier, TierContext, Usage
+    from baton.store.interface import Body, EntryName, Lease, Level, Put, Tier, TierContext, Usage
 
 Touch: TypeAlias = Literal["put", "read"]
 
@@ -140,6 +140,9 @@ class FailpointTier:
 
     def usage(self) -> Usage:
         return self._inner.usage()
+
+    def level(self) -> Level:
+        return self._inner.level()
 
     def close(self) -> None:
         self._inner.close()

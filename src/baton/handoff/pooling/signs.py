@@ -104,7 +104,8 @@ class SignsSeen:
 
 
 def _find(store: Tier, epoch: Epoch) -> Sign | None:
-    lease = store.try_lease(_name(epoch))
+    name = _name(epoch)
+    lease = store.try_lease(name) if store.find((name,)) else None  # what is not there is no miss
     if lease is None:
         return None
     with lease:
