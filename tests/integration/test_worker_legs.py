@@ -220,7 +220,7 @@ def test_what_goes_through_the_store_is_in_both_workers_metrics(pair: Pair) -> N
         put, read = (grown(*each, store) for each in zip(before, after, strict=True))
         # Each handoff leaves a note, too; a prefill worker that computes, signs of life.
         assert put['puts_total{result="stored",tier="file"}'] >= num_entries + 2
-        assert read['leases_total{result="hit",tier="file"}'] == num_entries + 1
+        assert read['leases_total{result="hit",tier="file"}'] >= num_entries + 1
         assert 'leases_total{result="miss",tier="file"}' not in read
         written, taken = (
             f'bytes_total{{direction="{d}",tier="file"}}' for d in ("written", "read")
