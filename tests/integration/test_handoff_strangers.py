@@ -46,7 +46,7 @@ def peers_of(worker: Node, name: str) -> list[Peer]:
 def meet(dialer: Node, listener: Node) -> Peer:
     """Link the two; the listener's end."""
     dialer.agent.decline(make_ticket(listener.ref, dialer.ref), "only to meet")
-    wait_until(lambda: bool(peers_of(listener, dialer.name)))
+    wait_until(lambda: bool(peers_of(listener, dialer.name) and peers_of(dialer, listener.name)))
     (peer,) = peers_of(listener, dialer.name)
     return peer
 

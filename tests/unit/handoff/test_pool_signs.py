@@ -21,6 +21,9 @@ INTERVAL_S = 1.0
 class Entries(dict[bytes, bytes]):
     """A tier, as far as signs need one."""
 
+    def find(self, names: tuple[bytes, ...]) -> int:
+        return sum(name in self for name in names)
+
     def put(self, name: bytes, body: memoryview) -> None:
         assert name not in self, "an entry is not replaced by another of its name"
         self[name] = bytes(body)
