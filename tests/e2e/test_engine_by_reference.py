@@ -13,6 +13,7 @@ pytest.importorskip("transformers")
 
 from baton.authority.key import ClusterKey
 from baton.engines.interface import Colocated, DecodeLeg, PrefillLeg, SamplingParams
+from baton.errors import PeerLostError
 from tests.e2e.test_engine_handoff_agents import PATIENCE_S, Node, make_ticket, node
 from tests.unit.engines.harness import make_model, make_prompt, prepare
 
@@ -180,6 +181,31 @@ def test_a_worker_that_has_lent_enough_writes_instead(expected: dict[str, list[i
         trace = both.decode.traces[largest]
         assert trace.transport == "shared"
         assert "over the limit of 6" in trace.reroutes[0]
+        both.check_nothing_is_held()
+
+
+def test_pages_that_are_lost_while_the_link_lasts_are_attached_again(
+    expected: dict[str, list[int]],
+) -> None:
+    names = iter(PROMPTS)
+    with pair(PROMPTS, {"block_size": 16}, {"block_size": 16}) as both:
+
+        def hand_one_over() -> str:
+            name = next(names)
+            both.hand_over(name)
+            both.wait_for_ends()
+            assert both.decode.answers()[name] == expected[name]
+            return both.decode.traces[name].transport
+
+        assert hand_one_over() == "reference"
+        agent = both.decode.agent
+        (lender,) = agent._borrowing._lenders.values()
+        remote = lender.transport._remotes[lender.remote]
+        cut = PeerLostError("cut by the test")
+        agent._command(lambda: remote._connection.fail(cut))
+        until(lambda: lender.remote is None)
+        assert hand_one_over() == "shared"  # the link is up, and its pages are not
+        until(lambda: hand_one_over() == "reference")
         both.check_nothing_is_held()
 
 

@@ -116,6 +116,7 @@ class RankHandoffs:
         self._orders = StepOrders()
         self._ready: tuple[tuple[TicketId, int], ...] = ()
         self._hooked: set[int] = set()
+        self._is_computing = False
         self._failed_sends: list[tuple[VllmRequestId, str]] = []
         self._occupancy: Occupancy | None = None
 
@@ -139,7 +140,7 @@ class RankHandoffs:
 
     def begin(self, orders: StepOrders) -> None:
         """Carry out a step's orders as early as vLLM tells them."""
-        self._orders, self._hooked = orders, set()
+        self._orders, self._hooked, self._is_computing = orders, set(), False
         self._occupancy = orders.occupancy
         self._begin_prefills(orders)
         for prompt in orders.queued:
@@ -163,7 +164,9 @@ class RankHandoffs:
         With the last layer's, prompts that end here are complete: their decode workers need not
         wait for the rest of the step (that layer's MLP, the sampling).
         """
-        self._port.computing(self._backlog.tickets)
+        if not self._is_computing:  # once a step: the layers that are ready say so by themselves
+            self._is_computing = True
+            self._port.computing(self._backlog.tickets)
         if not self._ready:
             return
         layer = self._setting.layers.get(layer_name)

@@ -8,7 +8,7 @@ File map:
     deposit.py     prefill's half of one handoff (pure)
     collection.py  decode's half (pure)
     note.py        the prefill worker's last word, kept in the store, too
-    signs.py       that its engine computes, kept there as well
+    signs.py       that its engine computes, kept there as well; words.py reads both
     carrying.py    between a worker's pages and bodies of entries
     keeping.py     carries out deposits; taking.py carries out collections
     desk.py        the thread that does both; absent.py a worker without a store

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from baton.handoff.interface import SampledToken
+from baton.handoff.pooling.words import find_word
 from baton.store.interface import EntryName
 
 if TYPE_CHECKING:
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from baton.store.interface import Tier
 
 _TAG: Final = b"baton/pool-note/1"
-MAX_NOTE_BYTES: Final = 65_536
 
 
 class Note(msgspec.Struct, frozen=True):
@@ -49,11 +49,7 @@ def leave_note(store: Tier, ticket: TicketId, part: int, note: Note) -> None:
 
 def find_note(store: Tier, ticket: TicketId, part: int) -> Note | None:
     """The note of a ticket, if it is there and makes sense."""
-    body = _try_read(store, _name(ticket, part))
-    try:
-        return None if body is None else _decoder.decode(body)
-    except msgspec.MsgspecError:
-        return None
+    return find_word(store, _name(ticket, part), _decoder)
 
 
 def remove_note(store: Tier, ticket: TicketId, part: int) -> None:
@@ -63,15 +59,3 @@ def remove_note(store: Tier, ticket: TicketId, part: int) -> None:
 
 def _name(ticket: TicketId, part: int) -> EntryName:
     return EntryName(hashlib.sha256(_TAG + ticket + part.to_bytes(4, "little")).digest())
-
-
-def _try_read(store: Tier, name: EntryName) -> bytearray | None:
-    # It is looked for often: what has not come yet is no miss.
-    lease = store.try_lease(name) if store.find((name,)) else None
-    if lease is None:
-        return None
-    with lease:
-        if lease.num_bytes > MAX_NOTE_BYTES:
-            return None
-        body = bytearray(lease.num_bytes)
-        return body if lease.try_read(memoryview(body)) else None

@@ -16,6 +16,7 @@ import msgspec
 from baton.clock import Instant
 from baton.errors import StoreError
 from baton.handoff.messages import Tickets
+from baton.handoff.pooling.words import find_word
 from baton.store.interface import EntryName
 
 if TYPE_CHECKING:
@@ -30,7 +31,6 @@ logger = logging.getLogger(__name__)
 
 MAX_TICKETS: Final = 1024
 """In one entry: those that come first are computed first."""
-MAX_SIGN_BYTES: Final = 65_536
 LOOKS_PER_SIGN: Final = 2
 _TAG: Final = b"baton/pool-sign/1"
 
@@ -94,30 +94,13 @@ class SignsSeen:
         epochs = {each.order.ticket.prefill.epoch for each in collections}
         before, self._seen = self._seen, {}
         for epoch in epochs:
-            sign = _find(self._store, epoch)
+            sign = find_word(self._store, _name(epoch), _decoder)
             number = None if sign is None else sign.number
             self._seen[epoch] = before.get(epoch) if number is None else number
             # What stood there at the first look may be old.
             if sign is not None and epoch in before and before[epoch] != number:
                 for ticket in sign.tickets:
                     alive(ticket)
-
-
-def _find(store: Tier, epoch: Epoch) -> Sign | None:
-    name = _name(epoch)
-    lease = store.try_lease(name) if store.find((name,)) else None  # what is not there is no miss
-    if lease is None:
-        return None
-    with lease:
-        if lease.num_bytes > MAX_SIGN_BYTES:
-            return None
-        body = bytearray(lease.num_bytes)
-        if not lease.try_read(memoryview(body)):
-            return None
-    try:
-        return _decoder.decode(body)
-    except msgspec.MsgspecError:
-        return None
 
 
 def _name(epoch: Epoch) -> EntryName:
