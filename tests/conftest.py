@@ -1,4 +1,4 @@
-"""Fixtures that several folders share: the house of vLLM servers."""
+"""Fixtures that several folders share: another host, and the house of vLLM servers."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 import hypothesis
 import pytest
+
+from baton.testing.far_network import FarHost, NoNamespaceError, far_host
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -39,6 +41,31 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "vllm: starts real vLLM servers, some 15 s each; deselect with -m 'not vllm'"
     )
+
+
+@pytest.fixture(scope="session", autouse=True)
+def laid_cable(request: pytest.FixtureRequest) -> Iterator[FarHost | NoNamespaceError | None]:
+    """Another host at the end of a cable, there before any test runs, or why there is none.
+
+    UCX reads the routes when a process first uses it: in a process whose earlier tests did, it
+    would know no route to a cable that is laid later.
+    """
+    if not any("far_cable" in getattr(item, "fixturenames", ()) for item in request.session.items):
+        yield None
+        return
+    try:
+        with far_host() as far:
+            yield far
+    except NoNamespaceError as exc:
+        yield exc
+
+
+@pytest.fixture(scope="session")
+def far_cable(laid_cable: FarHost | NoNamespaceError | None) -> FarHost:
+    """Another host at the end of a cable."""
+    if isinstance(laid_cable, FarHost):
+        return laid_cable
+    pytest.skip(str(laid_cable))
 
 
 @pytest.fixture(scope="session")

@@ -58,7 +58,7 @@ class Visit:
         await self.send({"type": "http.response.body", "body": b""})
 
     async def answer(self, status: int, body: object, *headers: tuple[bytes, bytes]) -> None:
-        data = json.dumps(body).encode()
+        data = b"" if status == 204 else json.dumps(body).encode()
         start = [(b"content-type", b"application/json"), *headers]
         await self.send({"type": "http.response.start", "status": status, "headers": start})
         await self.send({"type": "http.response.body", "body": data})

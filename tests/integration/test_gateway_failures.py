@@ -109,8 +109,8 @@ def test_prefill_dies_while_it_computes():
 
 def test_an_abort_that_overtakes_its_request_is_repeated():
     async def late_admission(visit: Visit):
-        visit.worker.visits.remove(visit)  # the abort finds nobody
-        await asyncio.sleep(0.02)
+        visit.worker.visits.remove(visit)
+        await until(lambda: visit.worker.aborts)  # the first one finds nobody
         visit.worker.visits.append(visit)
         await recompute_when_aborted(visit)
 
@@ -338,12 +338,18 @@ def test_an_answer_that_is_too_long_is_502():
     run(scenario, max_answer_bytes=10)
 
 
-def test_an_error_that_the_worker_reports_is_forwarded_and_counted():
+@pytest.mark.parametrize("pieces", [1, 2, 3])
+def test_an_error_that_the_worker_reports_is_forwarded_and_counted(pieces):
+    """Whether it comes with the token before it, by itself, or in two pieces."""
+    token = b'data: {"choices": [{"index": 0, "text": "a", "finish_reason": null}]}\n\n'
+    error = b'data: {"error":{"message":"x","type":"y","code":"z"}}\n\n'
+    written = {1: [token + error], 2: [token, error], 3: [token, error[:9], error[9:]]}
+
     async def report(visit: Visit):
         await visit.start_stream()
-        await visit.token("a")
-        await asyncio.sleep(0.02)
-        await visit.write(b'data: {"error":{"message":"x","type":"y","code":"z"}}\n\n')
+        for piece in written[pieces]:
+            await visit.write(piece)
+            await asyncio.sleep(0.02)
         await visit.done()
 
     async def scenario(cluster: Cluster):

@@ -93,7 +93,7 @@ class Answer:
             if chunk:
                 call.note_first_byte(last)
         while chunk:
-            if chunk.startswith(ERROR_EVENT):
+            if has_error(call.tail, chunk):
                 self._services.metrics.broken_streams[BrokenStreamCause.WORKER_REPORTED].inc()
             call.tail = chunk if len(chunk) >= TAIL_BYTES else (call.tail + chunk)[-TAIL_BYTES:]
             await send({"type": "http.response.body", "body": chunk, "more_body": True})
@@ -127,6 +127,20 @@ class Answer:
         call.note_first_byte(self._services.clock.now())
         own = (b"x-request-id", call.id.encode())
         await send_whole(self._send, response.status, body, (*headers, own))
+
+
+def has_error(tail: bytes, chunk: bytes) -> bool:
+    """Whether an error event is in a stream's next chunk, of which `tail` was the end so far.
+
+    Events share a chunk when they come fast, and a chunk may end within one. No token's text looks
+    like an error: its quotes are escaped.
+    """
+    if ERROR_EVENT in chunk:
+        return True
+    if not tail or chunk.startswith(b"data:"):
+        return False
+    reach = len(ERROR_EVENT) - 1
+    return ERROR_EVENT in tail[-reach:] + chunk[:reach]
 
 
 def _forwarded_headers(response: aiohttp.ClientResponse) -> tuple[Header, ...]:

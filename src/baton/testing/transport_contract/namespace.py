@@ -27,7 +27,7 @@ CUT_TIMEOUT_S = 8.0
 class NamespaceContract(TransportKit):
     """For transports between hosts. The cable is a fixture of the session, `far_cable`.
 
-    One for all tests of a process: UCX looks at the routes once, when it is first used.
+    Laid before the first test of a process: UCX reads the routes once, when it is first used.
     `notices_cuts`: whether the transport itself finds out that a cable was cut. Where it does not,
     the handoff's own link does (`AgentOptions.liveness_timeout_s`), and detaches.
     """
