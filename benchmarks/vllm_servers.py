@@ -157,7 +157,7 @@ def stream(url: str, body: dict[str, object], started: float) -> tuple[float, fl
     while line := response.readline():
         if first_s is None and line.startswith(b"data:"):
             first_s = time.perf_counter() - started
-        if b'"error"' in line or response.status != 200:
+        if line.startswith(b'data: {"error"') or response.status != 200:
             raise ServerError(f"{url}: HTTP {response.status}: {line[:300]!r}")
         if line.startswith(b"data: {"):
             text += json.loads(line[6:])["choices"][0]["text"]

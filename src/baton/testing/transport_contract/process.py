@@ -49,6 +49,7 @@ SHAPES = ((256, 65_536),)
 NUM_WRITES_BEFORE = 5
 NUM_READS = 3
 PATIENCE_S = 0.3
+START_TIMEOUT_S = 30.0  # a process that imports its transport's library, on a busy machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,7 +325,7 @@ class WriterProcess:
 
     def __enter__(self) -> Self:
         with closed_on_error(self):
-            self.pump(lambda: self.num_arrived >= NUM_WRITES_BEFORE)
+            self.pump(lambda: self.num_arrived >= NUM_WRITES_BEFORE, START_TIMEOUT_S)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -378,9 +379,9 @@ class WriterProcess:
         assert self.num_arrived == num_arrived
         assert self.events.count(WindowQuiescent(self.window)) == 1
 
-    def pump(self, until: Callable[[], bool]) -> None:
+    def pump(self, until: Callable[[], bool], timeout_s: float = TIMEOUT_S) -> None:
         """Poll until something is the case."""
-        deadline = time.monotonic() + TIMEOUT_S  # noqa: TID251 -- real processes, real time
+        deadline = time.monotonic() + timeout_s  # noqa: TID251 -- real processes, real time
         while not until():
             assert time.monotonic() < deadline, self.events[-3:]  # noqa: TID251 -- see above
             assert self._process.poll() in {None, 0, -signal.SIGKILL}, "it has ended"
