@@ -145,7 +145,7 @@ def streamed_text(events):
 
 
 def list_shared():
-    """What is in shared memory, but for temporary folders: those are other tests', run meanwhile."""
+    """Shared memory's files, without temporary folders: those are of tests that run meanwhile."""
     return {path for path in SHARED_MEMORY.iterdir() if not path.name.startswith("tmp")}
 
 

@@ -10,8 +10,8 @@ import numpy as np
 import xxhash
 
 from baton.errors import ProtocolError
+from baton.kv.copies import pack_indices
 from baton.transfer.bounds import are_pages_inside
-from baton.transfer.geometry import pack_indices
 from baton.transfer.messages import decode, encode
 
 if TYPE_CHECKING:

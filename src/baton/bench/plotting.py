@@ -1,4 +1,4 @@
-"""A report as a figure: one panel for each workload, a bar for each row."""
+"""A report as a figure: one panel for each workload, a bar for each row; one for what was lent."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any, Final
 from baton.errors import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
-    from baton.bench.report import Report, Row
+    from baton.bench.report import Lent, Report, Row
 
 COLOURS: Final = {"transport": "#2c6fbb", "limit": "#999999", "peer": "#d08a2c"}
 BAR_INCHES: Final = 0.28
@@ -38,13 +39,16 @@ def plot_report(report: Report, path: Path) -> None:
     """
     figures = _load()
     panels = [list(rows) for _, rows in groupby(report.rows, key=lambda row: row.workload)]
-    if not panels:
+    numbers = [len(rows) for rows in panels] + ([len(report.lent)] if report.lent else [])
+    if not numbers:
         raise ConfigError("--plot: nothing was measured")
-    heights = [PANEL_INCHES + BAR_INCHES * len(rows) for rows in panels]
+    heights = [PANEL_INCHES + BAR_INCHES * number for number in numbers]
     figure = figures.Figure(figsize=(WIDTH_INCHES, sum(heights)), layout="constrained")
-    axes = figure.subplots(len(panels), 1, squeeze=False, height_ratios=heights)
-    for axis, rows in zip(axes[:, 0], panels, strict=True):
+    axes = figure.subplots(len(numbers), 1, squeeze=False, height_ratios=heights)[:, 0]
+    for axis, rows in zip(axes, panels, strict=False):
         _draw(axis, rows)
+    if report.lent:
+        _draw_lent(axes[-1], report.lent)
     if report.is_partial:
         figure.suptitle("partial: interrupted")
     try:
@@ -74,6 +78,18 @@ def _draw(axis: Any, rows: list[Row]) -> None:  # noqa: ANN401 - matplotlib is o
     axis.invert_yaxis()
     axis.set_title(rows[0].workload.name, loc="left")
     axis.set_xlabel("GB/s (median and range of rounds)" if is_bulk else "us per descriptor")
+
+
+def _draw_lent(axis: Any, rows: Sequence[Lent]) -> None:  # noqa: ANN401
+    medians = [row.latency.p50_us for row in rows]
+    rounds = [row.latency.p50_us_of_rounds for row in rows]
+    below = [max(0.0, p50 - each.min) for p50, each in zip(medians, rounds, strict=True)]
+    above = [max(0.0, each.max - p50) for p50, each in zip(medians, rounds, strict=True)]
+    axis.barh(range(len(rows)), medians, xerr=[below, above], color=COLOURS["transport"])
+    axis.set_yticks(range(len(rows)), [f"{row.name}, {row.workload.name}" for row in rows])
+    axis.invert_yaxis()
+    axis.set_title("by reference: no byte is copied", loc="left")
+    axis.set_xlabel("us until both sides know (p50 and range of rounds)")
 
 
 def _load() -> Any:  # noqa: ANN401

@@ -100,7 +100,7 @@ class TransferSection(Struct, frozen=True, kw_only=True):
     choice: Literal["measured", "listed"] = "measured"
     probe_time_s: Seconds = 0.5
     probe_bytes: PositiveCount = 128 * 1024 * 1024
-    awake_s: Annotated[float, Meta(ge=0, le=0.01)] = 0.0002
+    awake_s: Annotated[float, Meta(ge=0, le=0.01)] = 0.0005
     options: dict[str, Table] = {}
 
 

@@ -24,8 +24,9 @@ if TYPE_CHECKING:
     from baton.ids import TicketId
 
 READ_BUFFER_BYTES: Final = 1 << 20
-KEEP_ALIVE_S: Final = 60.0
-"""Below the workers' 75 s, so that it is we who close an idle connection, never in a race."""
+KEEP_ALIVE_S: Final = 3.0
+"""Below what workers keep (75 s; vLLM's server and any other uvicorn: 5 s), so that it is we who
+close an idle connection: one that they close as it is used costs the request."""
 
 MAX_PLAIN_BODY_BYTES: Final = 1 << 20
 """aiohttp wants a larger body as a file, so that it can yield while writing it."""

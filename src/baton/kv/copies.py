@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from baton.kv.layout import KVLayout
 
 _GATHER_BYTES: Final = 1 << 20
+_PACKED: Final = np.dtype("<u4")
 _FEW_PAGES: Final = 16
 """Up to here, a loop finds runs faster than numpy does."""
 _SHORT_RUN_BYTES: Final = 4096
@@ -88,6 +89,16 @@ class CopyGroup:
         if len(self.spans) == 1:  # a reduction costs 2 us whatever the length
             return len(self.src_pages) * int(self.spans[0, 2])
         return len(self.src_pages) * int(self.spans[:, 2].sum())
+
+    @cached_property
+    def packed_sources(self) -> tuple[bytes, bytes]:
+        """Packed: `src_pages`, and `(src_byte, num_bytes)` of each span."""
+        return pack_indices(self.src_pages), pack_indices(self.spans[:, ::2])
+
+    @cached_property
+    def packed_targets(self) -> tuple[bytes, bytes]:
+        """Packed: `dst_pages`, and `(dst_byte, num_bytes)` of each span."""
+        return pack_indices(self.dst_pages), pack_indices(self.spans[:, 1:])
 
     @cached_property
     def num_runs(self) -> int:
@@ -195,6 +206,11 @@ def compute_page_copies(
         if len(spans):
             groups.append(CopyGroup(src_pages[pieces], dst_pages[pieces], spans))
     return PageCopies(layer, tuple(groups))
+
+
+def pack_indices(indices: NDArray[np.int64]) -> bytes:
+    """Non-negative indices below 2**32, any shape, as packed little-endian u32."""
+    return indices.astype(_PACKED).tobytes()
 
 
 def apply_copies(

@@ -146,7 +146,7 @@ class Connection:
 
     def _watch_sending(self) -> None:
         """Be called when the peer takes more, but only while there is more."""
-        if not self._open:
+        if not self._open or (self._mask == select.EPOLLIN and not self.channel.has_unsent):
             return
         can_send = self.channel.has_unsent and not self.channel.waits_for_peer
         mask = select.EPOLLIN | (select.EPOLLOUT if can_send else 0)

@@ -59,11 +59,6 @@ class Geometry:
         return Geometry(self.pages[first : first + num_pages], self.starts, self.lengths)
 
 
-def pack_indices(indices: NDArray[np.int64]) -> bytes:
-    """Non-negative indices below 2**32, any shape, as packed little-endian u32."""
-    return indices.astype(_PACKED).tobytes()
-
-
 def unpack_geometry(packed_pages: bytes, packed_spans: bytes, array: PageArray) -> Geometry:
     """What a peer's part names, known to lie inside `array`: pages u32 `[n]`, spans u32 `[s, 2]`.
 
@@ -110,7 +105,12 @@ def compute_runs(
 
 def compute_bounds(geometry: Geometry, array: PageArray) -> tuple[list[int], list[int]]:
     """Where in the region each run begins and ends."""
-    if len(geometry.pages) * len(geometry.starts) > _FEW_RUNS:
+    num_pieces = len(geometry.pages) * len(geometry.starts)
+    if num_pieces == 1:
+        page, start = int(geometry.pages[0]), int(geometry.starts[0])
+        begin = array.offset_bytes + page * array.page_bytes + start
+        return [begin], [begin + geometry.bytes_per_page]
+    if num_pieces > _FEW_RUNS:
         offsets, lengths = compute_runs(geometry, array)
         return offsets.tolist(), (offsets + lengths).tolist()
     spans = list(zip(geometry.starts.tolist(), geometry.lengths.tolist(), strict=True))

@@ -14,10 +14,12 @@ if TYPE_CHECKING:
 
     from baton.clock import Clock
 
-LONGEST_AWAKE_S: Final = 0.0002
+LONGEST_AWAKE_S: Final = 0.0005
 """Several times what a peer on this host takes to answer that is awake itself."""
 MIN_STREAK: Final = 4
 MAX_STREAK: Final = 64
+ASLEEP: Final = 4
+"""How much longer the same answer takes to come to a sleeper: both sides' cores are idle then."""
 
 R = TypeVar("R")
 
@@ -25,10 +27,10 @@ R = TypeVar("R")
 class Patience:
     """Whether the next wait is begun awake, from how the last ones went. Pure.
 
-    A *short* wait is one of up to `longest_s` seconds, or twice that asleep: then both sides had to
-    be woken. After so many short ones in a row as `MIN_STREAK` says, waits are begun awake, for
-    `longest_s` at most. One that was in vain ends that, and doubles the streak that it takes to
-    begin again; one that was not halves it.
+    A *short* wait is one of up to `longest_s` seconds, or `ASLEEP` times that asleep. After so many
+    short ones in a row as `MIN_STREAK` says, waits are begun awake, for `longest_s` at most. One
+    that was in vain ends that, and doubles the streak that it takes to begin again; one that was
+    not halves it.
     """
 
     def __init__(self, longest_s: float) -> None:
@@ -44,7 +46,7 @@ class Patience:
     def note(self, waited_s: float) -> None:
         """A wait is over; it took so long, awake and asleep."""
         was_awake = self._num_short >= self._needed
-        if waited_s <= self._longest_s * (1 if was_awake else 2):
+        if waited_s <= self._longest_s * (1 if was_awake else ASLEEP):
             self._num_short += 1
             if was_awake:
                 self._needed = max(MIN_STREAK, self._needed // 2)

@@ -72,7 +72,7 @@ class ProcessOptions:
     probe_time_s: float = 0.5
     probe_bytes: int = 128 * 1024 * 1024
     store: StoreSection = field(default_factory=StoreSection)
-    awake_s: float = 0.0002
+    awake_s: float = 0.0005
     drain_timeout_s: float = 30.0
     num_traces: int = 1024
     cpu_affinity: tuple[int, ...] = ()

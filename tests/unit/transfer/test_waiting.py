@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.testing.clocks import ManualClock
-from baton.transfer.waiting import MAX_STREAK, MIN_STREAK, Patience, Waiting
+from baton.transfer.waiting import ASLEEP, MAX_STREAK, MIN_STREAK, Patience, Waiting
 
 LONGEST_S = 0.001
 SHORT_S, LONG_S = 0.0005, 0.02
@@ -21,6 +21,12 @@ def test_a_thread_that_hears_quick_answers_awaits_the_next_one_awake():
     assert note(patience, [SHORT_S] * (MIN_STREAK - 1)) == 0
     assert note(patience, [SHORT_S]) == LONGEST_S
     assert note(patience, [SHORT_S] * 100) == LONGEST_S
+
+
+def test_an_answer_that_two_sleepers_were_late_for_is_a_quick_one():
+    patience = Patience(LONGEST_S)
+    assert note(patience, [ASLEEP * LONGEST_S] * MIN_STREAK) == LONGEST_S
+    assert note(patience, [1.01 * LONGEST_S]) == 0  # awake, the same would have come sooner
 
 
 def test_one_wait_in_vain_ends_it_and_makes_the_next_beginning_harder():

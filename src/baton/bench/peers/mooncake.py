@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
 from baton.bench.contender import Traits
 from baton.bench.pool import allocate_pool, view_bytes
+from baton.config.environment import change_environment
 from baton.errors import ConfigError, TransferError
 
 if TYPE_CHECKING:
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
 
     from baton.bench.contender import CallWaiting, Surroundings
     from baton.bench.workload import Direction, Move
+
+SETTINGS: Final = {"MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "16384"}
+"""By default it refuses a batch of more than some thousand descriptors (-1)."""
 
 
 class Introduction(msgspec.Struct, frozen=True):
@@ -81,6 +85,7 @@ def _check(code: int, what: str) -> None:
 
 
 def _load() -> Any:  # noqa: ANN401 - Mooncake is untyped
+    change_environment(SETTINGS)  # it is read when the engine is made
     try:
         return importlib.import_module("mooncake.engine")
     except ModuleNotFoundError as exc:

@@ -50,7 +50,7 @@ class ConnectorOptions(msgspec.Struct, frozen=True, kw_only=True):
     choice: Literal["measured", "listed"] = "measured"
     probe_time_s: Seconds = 0.5
     probe_bytes: Annotated[int, Meta(ge=1)] = 128 * 1024 * 1024
-    awake_s: Annotated[float, Meta(ge=0, le=0.01)] = 0.0002
+    awake_s: Annotated[float, Meta(ge=0, le=0.01)] = 0.0005
     mover: Literal["prefill", "decode"] = "decode"
     handoff_timeout_s: Seconds = 60.0
     liveness_timeout_s: Seconds = 3.0

@@ -26,6 +26,8 @@ OK: Final = 200
 BAD_GATEWAY: Final = 502
 MAX_BODY_BYTES: Final = 256 << 20
 CHUNK_BYTES: Final = 1 << 20
+KEEP_IDLE_S: Final = 2.0
+"""Shorter than vLLM keeps idle connections (5 s), so that none ends as one is used."""
 PREFILL_PARAMS: Final[dict[str, object]] = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
@@ -121,7 +123,7 @@ def _refuse(status: int, message: str) -> web.Response:
 
 
 async def _serve(port: int, prefills: Sequence[str], decodes: Sequence[str]) -> None:
-    connector = aiohttp.TCPConnector(limit=0)
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_IDLE_S)
     timeout = aiohttp.ClientTimeout(total=None)
     async with aiohttp.ClientSession(
         connector=connector,

@@ -12,7 +12,7 @@ from baton.errors import PeerLostError, PeerUnreachableError, ProtocolError, Tra
 from baton.ids import new_region_handle
 from baton.kv.copies import CopyGroup
 from baton.transfer.buffers import read_batches
-from baton.transfer.geometry import Geometry, pack_indices
+from baton.transfer.geometry import Geometry
 from baton.transfer.interface import Attached as AttachedEvent
 from baton.transfer.interface import RemoteLost, WriteCompleted, WriteFailed
 from baton.transfer.messages import encode
@@ -229,8 +229,7 @@ class Remote:
             outgoing.number,
             writing.write.window,
             writing.write.copies.layer,
-            pack_indices(part.dst_pages),
-            pack_indices(part.spans[:, 1:]),
+            *part.packed_targets,
             None if writing.unwritten else writing.write.notice,
         )
         self._say(parcel)

@@ -60,6 +60,18 @@ def open_stream(endpoint: tuple[str, int], options: TcpOptions) -> socket.socket
     return sock
 
 
+def fit_buffers(sock: socket.socket, options: TcpOptions) -> None:
+    """Make a connected socket's buffers smaller if its peer is on this host."""
+    try:
+        is_local = sock.getsockname()[0] == sock.getpeername()[0]
+    except OSError:  # it is gone already, which is found out when it is read
+        return
+    sizes = (options.socket_buffer_bytes, options.local_buffer_bytes)
+    wanted = [size for size in sizes if size is not None]
+    if is_local and options.local_buffer_bytes is not None:
+        _set_buffers(sock, min(wanted))
+
+
 def format_endpoint(host: str, port: int) -> str:
     """`host:port`, an IPv6 address in brackets."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
@@ -97,7 +109,7 @@ def explain_small_buffers(options: TcpOptions) -> str | None:
 
 def _tune(sock: socket.socket, options: TcpOptions) -> None:
     """Set what connections inherit from their listener, too."""
-    _set_buffers(sock, options)
+    _set_buffers(sock, options.socket_buffer_bytes)
     patience_s = options.stall_timeout_s
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (
@@ -115,8 +127,7 @@ def _whole_seconds(duration_s: float) -> int:
     return min(max(1, math.ceil(duration_s)), _MAX_KEEPALIVE_S)
 
 
-def _set_buffers(sock: socket.socket, options: TcpOptions) -> None:
-    asked = options.socket_buffer_bytes
+def _set_buffers(sock: socket.socket, asked: int | None) -> None:
     for option, ceiling in (
         (socket.SO_SNDBUF, _SEND_CEILING),
         (socket.SO_RCVBUF, _RECEIVE_CEILING),

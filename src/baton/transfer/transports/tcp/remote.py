@@ -20,6 +20,7 @@ from baton.transfer.interface import (
 from baton.transfer.messages import encode
 from baton.transfer.parts import MAX_PART_BYTES, cut_parts
 from baton.transfer.progress import count_moved_bytes
+from baton.transfer.transports.tcp.addresses import fit_buffers
 from baton.transfer.transports.tcp.departure import cut_stripes, departing_batches
 from baton.transfer.transports.tcp.stream import (
     MAX_FETCHES_UNDER_WAY,
@@ -105,6 +106,7 @@ class Remote:
 
     def add_stream(self, connection: Connection) -> None:
         """Both ends of this connection have proved themselves: ask for the region."""
+        fit_buffers(connection.channel.socket, self._options)
         stream = Stream(connection, self._part_landed)
         self._streams.append(stream)
         connection.become(lambda channel: self._read(stream, channel), self.lose)

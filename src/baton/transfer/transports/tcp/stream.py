@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 from baton.errors import ProtocolError
 from baton.transfer.buffers import write_batches
 from baton.transfer.channel import skip_bytes
-from baton.transfer.geometry import Geometry, pack_indices
+from baton.transfer.geometry import Geometry
 from baton.transfer.messages import encode
 from baton.transfer.transports.tcp.wire import Fetch
 
@@ -48,7 +48,7 @@ class Wanted:
 
     def encode(self) -> bytes:
         """The body that asks for it."""
-        pages, spans = pack_indices(self.part.src_pages), pack_indices(self.part.spans[:, ::2])
+        pages, spans = self.part.packed_sources
         return encode(Fetch(self.sequence, self.array, pages, spans))
 
     def landing_batches(self) -> Iterator[list[memoryview]]:

@@ -31,6 +31,7 @@ from baton.transfer.region import check_arrays
 from baton.transfer.tls import make_contexts
 from baton.transfer.transports.tcp.addresses import (
     explain_small_buffers,
+    fit_buffers,
     open_listener,
     open_stream,
     parse_endpoint,
@@ -255,6 +256,7 @@ class TcpTransport:
 
     def _welcome(self, connection: Connection) -> None:
         """A writer proved itself: its first message says which region it wants."""
+        fit_buffers(connection.channel.socket, self._options)
         connection.channel.allow_bodies(MAX_BODY_BYTES)
         connection.become(partial(self._admit, connection), partial(self._forget, connection))
 
