@@ -110,6 +110,18 @@ def test_a_preempted_prefill_is_not_offered_again(schedule: HandoffSchedule) -> 
     assert verdict.report.code == "handoff_failed"
 
 
+def test_a_held_prefill_that_was_preempted_before_it_finished_has_no_blocks_to_be_read(
+    schedule: HandoffSchedule,
+) -> None:
+    """As when vLLM resets its prefix cache, running requests included, and a client leaves then."""
+    schedule.add("r", Queued(prompt(4)))
+    schedule.step([Scheduled("r", [1], 0, 4)], ())
+    assert schedule.finish("r", DONE) == Held(Offered())
+    orders = schedule.step([], ["r"])
+    assert (orders.preempted, orders.stripped) == ((), ("r",))
+    assert schedule.step([], ["r"]).stripped == ()
+
+
 def test_a_finished_prefill_holds_its_blocks(schedule: HandoffSchedule) -> None:
     schedule.add("r", Queued(prompt(4)))
     schedule.step([Scheduled("r", [1], 0, 4)], ())

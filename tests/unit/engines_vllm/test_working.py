@@ -200,6 +200,13 @@ def test_preempted_blocks_are_waited_for(bench: Bench) -> None:
     assert bench.rank.poll({"r"}, 0.0) == (set(), set())
 
 
+def test_a_held_request_that_lost_its_blocks_is_waited_for_and_reported(bench: Bench) -> None:
+    run(bench, offer(bench, 7, 3, (5,)))
+    bench.rank.prepare(StepOrders(stripped=("r",)))
+    assert bench.port.sends == {}
+    assert bench.rank.poll({"r"}, 0.0) == ({"r"}, set())
+
+
 def test_a_peer_that_goes_on_reading_stops_the_engine_for_a_while_only(
     bench: Bench, caplog: pytest.LogCaptureFixture
 ) -> None:

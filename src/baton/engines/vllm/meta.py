@@ -108,7 +108,8 @@ class Finished:
 class StepOrders:
     """One step.
 
-    `preempted` lose their blocks before this step's forward; `started` are received prompts whose
+    `preempted` lose their blocks before this step's forward, and so have `stripped`, which finished
+    since and are held until their handoffs have ended; `started` are received prompts whose
     decoding begins with it. `arrived` are prefills that wait in vLLM's queue, until `offers` or
     `withdrawn` name them; `queued` wait there for what `expected` will ask for.
     `is_stalled`: somebody has waited in vain for the room of computed KV that nobody takes.
@@ -116,6 +117,7 @@ class StepOrders:
     """
 
     preempted: tuple[VllmRequestId, ...] = ()
+    stripped: tuple[VllmRequestId, ...] = ()
     offers: tuple[Offer, ...] = ()
     progress: tuple[Progress, ...] = ()
     arrived: tuple[Prompt, ...] = ()

@@ -145,6 +145,7 @@ class HandoffSchedule:
         self._block_size = block_size
         self._states: dict[VllmRequestId, State] = {}
         self._pending = _Pending()
+        self._just_held: set[VllmRequestId] = set()
 
     def __len__(self) -> int:
         return len(self._states)
@@ -202,7 +203,9 @@ class HandoffSchedule:
         self, scheduled: Iterable[Scheduled], preempted: Iterable[VllmRequestId]
     ) -> StepOrders:
         """One step's orders. Preempted requests lost their blocks before anything was scheduled."""
+        preempted, just_held = tuple(preempted), self._just_held
         lost = tuple(request for request in preempted if self._preempt(request))
+        self._just_held = set()
         offers: list[Offer] = []
         progress: list[Progress] = []
         started: list[VllmRequestId] = []
@@ -223,6 +226,7 @@ class HandoffSchedule:
         pending, self._pending = self._pending, _Pending()
         return StepOrders(
             preempted=lost,
+            stripped=tuple(request for request in preempted if request in just_held),
             offers=tuple(offers),
             progress=tuple(progress),
             arrived=tuple(pending.arrived),
@@ -290,6 +294,7 @@ class HandoffSchedule:
             state.failure = f"{ending.outcome} before prefill was done"
             self._pending.aborted.append(Abort(request, state.failure))
         self._note(request, ending)
+        self._just_held.add(request)
         if state.failure is not None:
             return Held(Refusal("handoff_failed", state.failure))
         return Held(Offered())

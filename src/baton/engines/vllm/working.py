@@ -126,17 +126,19 @@ class RankHandoffs:
         Waits until nothing reads them, or `RELEASE_TIMEOUT_S`: what is read later than that has
         another digest than it should, and the decode worker computes the prompt itself.
         """
-        preempted = [send for send in map(self._sends.find, orders.preempted) if send is not None]
-        for send in preempted:
+        named = (*orders.preempted, *orders.stripped)
+        robbed = [send for send in map(self._sends.find, named) if send is not None]
+        for send in robbed:
             self._abort_all(send.live, "the prefill was preempted for want of KV blocks")
         deadline = self._clock.now() + RELEASE_TIMEOUT_S
-        while any(send.live for send in preempted) and self._clock.now() < deadline:
+        while any(send.live for send in robbed) and self._clock.now() < deadline:
             self._collect(deadline - self._clock.now())
-        for send in preempted:
+        for send in robbed:
             if send.live:
                 logger.error("%s: its blocks are still being read", send.offer.request)
             self._backlog.drop(send.offer.prompt.ticket.id)
-            self._sends.drop(send.offer.request)
+        for request in orders.preempted:  # vLLM still waits to hear of those that are stripped
+            self._sends.drop(request)
 
     def begin(self, orders: StepOrders) -> None:
         """Carry out a step's orders as early as vLLM tells them."""
