@@ -22,7 +22,7 @@ RUNTIME := $(VENV)/.installed-runtime
 VLLM := $(VENV)/.installed-vllm
 DEV := $(VENV)/.installed-dev
 
-.PHONY: help up test chaos simulate check install install-dev format clean
+.PHONY: help up test chaos simulate explore check install install-dev format clean
 .DEFAULT_GOAL := help
 
 ifneq ($(filter-out vllm transformers,$(ENGINE)),)
@@ -36,6 +36,7 @@ help:
 	@echo 'make test                    install what tests need, run every check and test'
 	@echo 'make chaos                   every fault, to everybody, at every stage: an hour on 2 busy cores'
 	@echo 'make simulate                100,000 simulated clusters under faults: the nightly job'
+	@echo 'make explore                 property tests on examples that nobody has tried yet'
 	@echo 'make check                   the checks without the tests'
 	@echo 'make install [ENGINE=vllm]   only install, into .venv'
 	@echo 'make install-dev             the same, and what checks need'
@@ -58,6 +59,9 @@ chaos: $(DEV)
 
 simulate: $(RUNTIME)
 	$(BIN)/baton sim handoff --schedules $(SCHEDULES) --first-seed $(FIRST_SEED) --jobs $(JOBS)
+
+explore: $(VLLM) $(DEV)
+	$(BIN)/python -m pytest -q -n 2 --dist loadscope tests/unit tests/property --explore $(PYTEST_ARGS)
 
 check: $(DEV)
 	$(BIN)/ruff check .

@@ -23,6 +23,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--all-chaos", action="store_true", help="all of tests/chaos, not only what stands for it"
     )
+    parser.addoption(
+        "--explore", action="store_true", help="property tests draw other examples in each run"
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -34,9 +37,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # A busy machine is slow, and how fast code is, is measured in benchmarks/.
-    hypothesis.settings.register_profile("untimed", deadline=None)
-    hypothesis.settings.load_profile("untimed")
+    # A busy machine is slow, and how fast code is, is measured in benchmarks/. A change is judged by
+    # the same examples as the one before it; who looks for new ones asks for that.
+    explores = config.getoption("--explore")
+    hypothesis.settings.register_profile("baton", deadline=None, derandomize=not explores)
+    hypothesis.settings.load_profile("baton")
     config.addinivalue_line("markers", "every: runs with --all-chaos only (make chaos)")
     config.addinivalue_line(
         "markers", "vllm: starts real vLLM servers, some 15 s each; deselect with -m 'not vllm'"
