@@ -37,8 +37,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # A busy machine is slow, and how fast code is, is measured in benchmarks/. A change is judged by
-    # the same examples as the one before it; who looks for new ones asks for that.
+    # A busy machine is slow, and how fast code is, is measured in benchmarks/.
+    # Each change is judged by the same examples; who looks for new ones asks for that.
     explores = config.getoption("--explore")
     hypothesis.settings.register_profile("baton", deadline=None, derandomize=not explores)
     hypothesis.settings.load_profile("baton")
