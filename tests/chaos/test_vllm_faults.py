@@ -13,6 +13,7 @@ import pytest
 
 from baton.authority.key import ClusterKey
 from baton.authority.ticket import seal
+from baton.engines.vllm.options import ConnectorOptions
 from baton.ids import new_epoch
 from tests.chaos.clients import check_error
 from tests.chaos.vllm_pair import LONG, NUM_SEQS, Pair, fill
@@ -249,13 +250,16 @@ def test_a_prefill_that_is_preempted_hands_nothing_over(pair: Pair) -> None:
             lambda: read_metric(pair.prefill.url, "vllm:num_requests_running") == NUM_SEQS - 1, 10.0
         )
         # The gateway asks for one token: then nothing is preempted that has not been computed.
+        begun = time.monotonic()
         sent = handoff.ask_prefill(num_tokens=700)
         wait_until(lambda: read_metric(pair.prefill.url, preemptions) > before, 60.0)
+        waited_s = time.monotonic() - begun
         answer = read_tokens(handoff.ask_decode().result())
         check_same([answer], [pair.expect(handoff.prompt)])
         (fallback,) = handoff.read_decode_trace().fallbacks
-        # On a machine so busy that this takes longer than the lease, it was given up before.
-        assert "preempted" in fallback or "the lease ran out" in fallback
+        # Where that took longer than the lease, on a busy machine, it was given up before.
+        is_late = waited_s > ConnectorOptions().lease_s
+        assert "preempted" in fallback or (is_late and "the lease ran out" in fallback)
         assert read_verdict(sent.result())["code"] == "handoff_failed"
         assert [one.result()[0] for one in filling] == [200] * (NUM_SEQS - 1)
     pair.wait_settled()

@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 
 from baton.errors import ProtocolError
+from baton.kv.copies import pack_indices
 from baton.transfer.messages import IdBytes, Reason
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ FromOwner: TypeAlias = Opened | Close | NotOpen
 
 def pack_pages(pages: NDArray[np.int64]) -> bytes:
     """Page indices as packed little-endian u32."""
-    return pages.astype(_PACKED).tobytes()
+    return pack_indices(pages)
 
 
 def unpack_pages(packed: bytes) -> NDArray[np.int64]:

@@ -56,7 +56,6 @@ def sizes_of(sock):
     [
         ("127.0.0.1", {}, 1 << 17),
         ("127.0.0.2", {}, 1 << 18),  # another address: for all that is known, another host
-        ("127.0.0.1", {"local_buffer_bytes": None}, 1 << 18),
         ("127.0.0.1", {"local_buffer_bytes": 1 << 19}, 1 << 18),  # never larger than elsewhere
     ],
 )
@@ -64,6 +63,14 @@ def test_buffers_are_smaller_where_both_ends_are_on_one_host(source, options, ex
     wanted = {"socket_buffer_bytes": 1 << 18, "local_buffer_bytes": 1 << 17, **options}
     with connection(TcpOptions(**wanted), source) as ends:
         assert [sizes_of(end) for end in ends] == [[expected] * 2] * 2
+
+
+def test_the_kernels_own_tuning_stays_on_where_it_is_wanted():
+    options = TcpOptions(socket_buffer_bytes=None, local_buffer_bytes=1 << 17)
+    with connection(options, "127.0.0.1") as (dialed, _):
+        before = sizes_of(dialed)
+        fit_buffers(dialed, options)
+        assert sizes_of(dialed) == before != [1 << 17] * 2
 
 
 def test_a_connection_that_is_gone_is_left_to_whoever_reads_it():

@@ -66,10 +66,8 @@ def fit_buffers(sock: socket.socket, options: TcpOptions) -> None:
         is_local = sock.getsockname()[0] == sock.getpeername()[0]
     except OSError:  # it is gone already, which is found out when it is read
         return
-    sizes = (options.socket_buffer_bytes, options.local_buffer_bytes)
-    wanted = [size for size in sizes if size is not None]
-    if is_local and options.local_buffer_bytes is not None:
-        _set_buffers(sock, min(wanted))
+    if is_local and options.socket_buffer_bytes is not None:
+        _set_buffers(sock, min(options.socket_buffer_bytes, options.local_buffer_bytes))
 
 
 def format_endpoint(host: str, port: int) -> str:

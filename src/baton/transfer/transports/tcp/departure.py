@@ -9,7 +9,7 @@ from baton.transfer.buffers import read_batches
 from baton.transfer.framing import encode_frame
 from baton.transfer.geometry import Geometry
 from baton.transfer.messages import encode
-from baton.transfer.parts import MAX_PART_BYTES, MAX_PART_PAGES, cut_parts
+from baton.transfer.parts import MAX_PART_BYTES, cut_parts
 from baton.transfer.transports.tcp.wire import Data
 
 if TYPE_CHECKING:
@@ -39,11 +39,10 @@ def cut_stripes(
 ) -> list[Stripe]:
     """A write as 1 to `max_stripes` stripes of `stripe_bytes` or more (about), alike in size."""
     copies = write.copies
-    num_bytes = copies.num_bytes
-    if num_bytes < 2 * stripe_bytes and num_bytes <= MAX_PART_BYTES:
-        return [Stripe(sequence, 1, write.notice, _cut_small(copies))]
-    num_stripes = max(1, min(max_stripes, num_bytes // stripe_bytes))
+    num_stripes = max(1, min(max_stripes, copies.num_bytes // stripe_bytes))
     parts = _cut_evenly(copies, num_stripes)
+    if num_stripes == 1:
+        return [Stripe(sequence, 1, write.notice, tuple(parts))]
     shares: list[list[CopyGroup]] = [[] for _ in range(min(num_stripes, max(1, len(parts))))]
     loads = [0] * len(shares)
     for part in parts:
@@ -76,14 +75,6 @@ def departing_batches(
         )
         yield [header, *next(payload, [])]
         yield from payload
-
-
-def _cut_small(copies: PageCopies) -> tuple[CopyGroup, ...]:
-    """The parts of a write that is small as a whole: its groups themselves, as a rule."""
-    groups = copies.groups
-    if any(len(group.src_pages) > MAX_PART_PAGES for group in groups):
-        groups = tuple(cut_parts(groups))
-    return tuple(group for group in groups if group.num_bytes > 0)
 
 
 def _cut_evenly(copies: PageCopies, num_stripes: int) -> list[CopyGroup]:

@@ -30,7 +30,7 @@ class TcpOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     `socket_buffer_bytes`: asked of the kernel for each socket: a larger one means fewer wake-ups.
     None leaves the kernel's own tuning on, and so does a kernel that allows less.
     `local_buffer_bytes`: at most so much where both ends have one address. What is under way then
-    stays in the processor's caches, and a core that reads soon after is woken sooner.
+    stays in the processor's caches. Not looked at where the kernel's own tuning is wanted.
     `advertise_host`: the address that peers are told, where the bound one is none (`0.0.0.0`).
     `connect_timeout_s`: from the start of connecting until the peer's region may be written.
     `stall_timeout_s`: a peer that owes an answer and neither takes nor sends a byte for so long is
@@ -41,7 +41,7 @@ class TcpOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     streams: Annotated[int, msgspec.Meta(ge=1, le=MAX_STREAMS)] = 2
     stripe_bytes: Annotated[int, msgspec.Meta(ge=65_536, le=1 << 30)] = 8 << 20
     socket_buffer_bytes: Annotated[int, msgspec.Meta(ge=65_536, le=1 << 30)] | None = 4 << 20
-    local_buffer_bytes: Annotated[int, msgspec.Meta(ge=65_536, le=1 << 30)] | None = 1 << 20
+    local_buffer_bytes: Annotated[int, msgspec.Meta(ge=65_536, le=1 << 30)] = 1 << 20
     advertise_host: str | None = None
     connect_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 5.0
     stall_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 10.0
