@@ -15,6 +15,7 @@ from baton.worker.problems import (
     UnknownPathError,
     WrongMethodError,
     describe,
+    was_declined,
 )
 
 if TYPE_CHECKING:
@@ -119,7 +120,9 @@ class WorkerApp:
     async def _answer_error(self, exchange: Exchange, error: Exception) -> None:
         problem = describe(error)
         self._metrics.error_response(problem.status)
-        if problem.status >= 500:  # noqa: PLR2004 (HTTP's own line between the two faults)
+        if was_declined(error):
+            logger.info("%s: %s", exchange.request_id, error)
+        elif problem.status >= 500:  # noqa: PLR2004 (HTTP's own line between the two faults)
             logger.warning("%s: %d, %s", exchange.request_id, problem.status, error)
         if not exchange.started:
             await exchange.send_json(problem.status, problem.body, problem.headers)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -126,6 +127,21 @@ def test_a_stop_string_ends_the_engines_work_too(stream: bool) -> None:
         assert choices[-1]["finish_reason"] == "stop"
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("stage", "level"), [("declined", logging.INFO), ("transfer", logging.WARNING)]
+)
+def test_only_a_fault_is_warned_of(
+    stage: str, level: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario() -> None:
+        async with running(failing(HandoffError("no KV went over", stage=stage))) as (worker, *_):
+            await complete(worker)
+
+    with caplog.at_level(logging.INFO, "baton.worker.app"):
+        asyncio.run(scenario())
+    assert [each.levelno for each in caplog.records if "no KV" in each.message] == [level]
 
 
 @pytest.mark.parametrize("send", [complete, chat])
