@@ -86,7 +86,7 @@ def analyse(plan: Plan, measured: Sequence[Samples], troubles: Sequence[Trouble]
         cautions=tuple(find_cautions(plan, cells, troubles)),
     )
     said = verdict(plan, bare)
-    unproved = {cell.arm for cell in cells if cell.proof is not None and cell.proof.problem}
+    unproved = {cell.arm for cell in cells if cell.unproved}
     return msgspec.structs.replace(bare, headline=headline(plan, bare, unproved), verdict=said)
 
 

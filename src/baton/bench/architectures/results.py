@@ -109,6 +109,11 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
         """Whether its figures enter the comparison."""
         return self.ended_early is None and self.figures.num_complete > 0
 
+    @property
+    def unproved(self) -> str | None:
+        """Why it is doubtful that KV moved, of figures that are compared; else None."""
+        return None if self.proof is None or not self.is_usable else self.proof.problem
+
 
 class ArmSaid(msgspec.Struct, frozen=True):
     """An arm, as it was. `peer`: whose servers; None: Baton's."""

@@ -73,7 +73,7 @@ def show_proofs(findings: Findings) -> Iterator[str]:
     for place, arm in enumerate(findings.arms):
         for level in findings.levels:
             cells = _cells(findings, arm.name, level.key)
-            proofs = [cell.proof for cell in cells if cell.proof is not None]
+            proofs = [cell.proof for cell in cells if cell.proof is not None and cell.is_usable]
             if proofs:
                 rows.append([_arm(place, arm.name), escape(level.words), *_proof_words(proofs)])
     if rows:

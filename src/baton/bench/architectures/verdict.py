@@ -197,9 +197,9 @@ def find_cautions(plan: Plan, cells: Sequence[Cell], troubles: Sequence[Trouble]
 def _unproved(cells: Sequence[Cell]) -> Iterator[str]:
     by_arm: dict[str, list[str]] = defaultdict(list)
     for cell in cells:
-        if cell.proof is not None and cell.proof.problem is not None:
+        if cell.unproved:
             where = f"{cell.level}, repetition {cell.repetition}"
-            by_arm[cell.arm].append(f"{where}: {cell.proof.problem}")
+            by_arm[cell.arm].append(f"{where}: {cell.unproved}")
     for arm, said in by_arm.items():
         yield f"{arm}: NO PROOF that KV moved in {len(said)} cells, such as {said[0]}"
 

@@ -155,6 +155,17 @@ def test_an_arm_without_proof_is_called_so():
     assert line.endswith("3 of 10 requests were not handed over (3 x timeout)")
 
 
+def test_what_was_cut_short_needs_no_proof():
+    plan = make_plan()
+    samples = measure(plan, {"replicated": REPLICATED, "1P1D": BETTER})
+    bad = make_proof(num_not_handed_over=3, fallbacks={"timeout": 3})
+    samples.append(make_samples("1P1D", "c1", 6, 81, proof=bad, ended_early="interrupted"))
+    analysis = analyse(plan, samples, ())
+    assert "PROOF" not in analysis.headline
+    assert not any("PROOF" in line for line in analysis.cautions)
+    assert "1P1D, c1, repetition 6: left out, it ended early (interrupted)" in analysis.cautions
+
+
 def test_noise_is_reported():
     plan = make_plan()
     samples = [make_samples("single", "c1", r, 20 * r) for r in range(1, 6)]
