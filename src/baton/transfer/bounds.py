@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from baton.kv.copies import CopyGroup, PageCopies
     from baton.transfer.interface import PageArray
 
+PAGE_OUTSIDE: Final = "a {} page is out of range: there are {}"
+SPAN_OUTSIDE: Final = "a {} span is empty or leaves its {}-byte page"
 MAX_SPANS: Final = 65_536
 """Spans of one page pair."""
 
@@ -89,6 +91,9 @@ def are_spans_inside(
 def _check_group(group: CopyGroup, source: PageArray, target: PageArray) -> None:
     if group.spans.shape[1:] != (3,) or len(group.spans) > MAX_SPANS:
         raise TransferError(f"spans of shape {group.spans.shape}; [s, 3] with s to {MAX_SPANS}")
+    if len(group.src_pages) == len(group.dst_pages) == len(group.spans) == 1:
+        _check_pair(group, source, target)
+        return
     if len(group.spans) > 1 and int(group.spans[:, 2].sum()) > target.page_bytes:
         raise TransferError("destination spans overlap: they are larger than their page")
     if len(group.src_pages) != len(group.dst_pages):
@@ -100,8 +105,20 @@ def _check_group(group: CopyGroup, source: PageArray, target: PageArray) -> None
         ("destination", group.dst_pages, target, 1),
     ):
         if not are_pages_inside(pages, array.num_pages):
-            raise TransferError(f"a {side} page is out of range: there are {array.num_pages}")
+            raise TransferError(PAGE_OUTSIDE.format(side, array.num_pages))
         if not are_spans_inside(group.spans[:, column], group.spans[:, 2], array.page_bytes):
-            raise TransferError(
-                f"a {side} span is empty or leaves its {array.page_bytes}-byte page"
-            )
+            raise TransferError(SPAN_OUTSIDE.format(side, array.page_bytes))
+
+
+def _check_pair(group: CopyGroup, source: PageArray, target: PageArray) -> None:
+    """Of one page pair and span, with as few calls as can be: small transfers are of these."""
+    src_page, dst_page = int(group.src_pages[0]), int(group.dst_pages[0])
+    src_byte, dst_byte, length = group.spans[0].tolist()
+    for side, page, byte, array in (
+        ("source", src_page, src_byte, source),
+        ("destination", dst_page, dst_byte, target),
+    ):
+        if not 0 <= page < array.num_pages:
+            raise TransferError(PAGE_OUTSIDE.format(side, array.num_pages))
+        if not (0 <= byte and 0 < length <= array.page_bytes - byte):
+            raise TransferError(SPAN_OUTSIDE.format(side, array.page_bytes))

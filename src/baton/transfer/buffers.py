@@ -29,6 +29,17 @@ MAX_BUFFERS: Final = 64
 STAGING_BYTES: Final = 1 << 20
 
 
+def sole_batch(geometry: Geometry, memory: memoryview, array: PageArray) -> list[memoryview] | None:
+    """All bytes that `geometry` names, if one system call takes them where they lie; else None."""
+    if len(geometry.pages) * len(geometry.starts) > MAX_BUFFERS:
+        return None
+    geometry = geometry.joined()
+    if not _is_direct(geometry):
+        return None
+    starts, ends = compute_bounds(geometry, array)
+    return [memory[start:end] for start, end in zip(starts, ends, strict=True)]
+
+
 def read_batches(
     geometry: Geometry, memory: memoryview, array: PageArray
 ) -> Iterator[list[memoryview]]:

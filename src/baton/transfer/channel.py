@@ -75,13 +75,22 @@ class Channel:
         """Queue bytes that are frames already; like `send_body`."""
         if self._num_unsent_frame_bytes + len(frame) > MAX_UNSENT_FRAMES_BYTES:
             raise PeerLostError("the peer has stopped to read")
-        if not self._queue:
-            frame = self._send_at_once(frame)
-            if not frame:
-                return
-        self._num_unsent_frame_bytes += len(frame)
-        self._queue.append(self._frame_batches(frame))
-        self.flush()
+        batch = self._send_at_once([memoryview(frame)])
+        if batch:
+            self._num_unsent_frame_bytes += len(batch[0])
+            self._queue.append(self._frame_batches(batch))
+            self.flush()
+
+    def send_batch(self, batch: list[memoryview]) -> None:
+        """Queue page bytes, all at hand, and send what the kernel takes.
+
+        Raises:
+            PeerLostError: the connection is broken.
+        """
+        batch = self._send_at_once(batch)
+        if batch:
+            self._queue.append(iter((batch,)))
+            self.flush()
 
     def send_body_with_fd(self, body: bytes, fd: int) -> None:
         """Send one frame and a descriptor with it. Only while nothing else is unsent.
@@ -247,20 +256,22 @@ class Channel:
         self.num_received_bytes += len(data)
         return data
 
-    def _send_at_once(self, frame: bytes) -> bytes:
-        """Send bytes that are frames already, while nothing else is unsent; what was not taken.
+    def _send_at_once(self, batch: list[memoryview]) -> list[memoryview]:
+        """Send a batch that has bytes, unless something else is unsent; what is left of it.
 
         Raises:
             PeerLostError: the connection is broken.
         """
+        if self._queue:
+            return batch
         try:
-            num_sent = self.socket.sendmsg([frame])
+            num_sent = self.socket.sendmsg(batch)
         except BlockingIOError:
-            return frame
+            return batch
         except OSError as exc:
             raise PeerLostError(f"the connection broke: {exc}") from exc
         self.num_sent_bytes += num_sent
-        return frame[num_sent:]
+        return skip_bytes(batch, num_sent)
 
     def _load_batch(self) -> bool:
         """Fetch the next batch that has bytes; whether there is one."""
@@ -273,9 +284,10 @@ class Channel:
                 return True
         return False
 
-    def _frame_batches(self, frame: bytes) -> Iterator[list[memoryview]]:
-        yield [memoryview(frame)]
-        self._num_unsent_frame_bytes -= len(frame)
+    def _frame_batches(self, batch: list[memoryview]) -> Iterator[list[memoryview]]:
+        num_bytes = len(batch[0])
+        yield batch
+        self._num_unsent_frame_bytes -= num_bytes
 
 
 def skip_bytes(buffers: list[memoryview], num_bytes: int) -> list[memoryview]:

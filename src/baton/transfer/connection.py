@@ -93,6 +93,10 @@ class Connection:
         if self._open:
             self.channel.send_batches(batches)
 
+    def send_batch(self, batch: list[memoryview]) -> None:
+        """Queue page bytes, all at hand; like `send_body`."""
+        self._guard(lambda: self.channel.send_batch(batch))
+
     def flush(self) -> None:
         """Send what the kernel takes now. A broken connection is reported through `on_lost`."""
         self._guard(self.channel.flush)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -26,7 +25,7 @@ _FEW_RUNS: Final = 16
 """Up to here, a loop is faster than numpy."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Geometry:
     """Each of `pages`, int64 `[n]`, in turn; in each page every span in turn.
 
@@ -36,11 +35,14 @@ class Geometry:
     pages: NDArray[np.int64]
     starts: NDArray[np.int64]
     lengths: NDArray[np.int64]
+    bytes_per_page: int = field(init=False)
+    """Payload of one page."""
 
-    @cached_property
-    def bytes_per_page(self) -> int:
-        """Payload of one page."""
-        return int(self.lengths[0]) if len(self.lengths) == 1 else int(self.lengths.sum())
+    def __post_init__(self) -> None:
+        """Know the payload: a reduction costs 2 us whatever the length."""
+        lengths = self.lengths
+        num_bytes = int(lengths[0]) if len(lengths) == 1 else int(lengths.sum())
+        object.__setattr__(self, "bytes_per_page", num_bytes)
 
     @property
     def num_bytes(self) -> int:

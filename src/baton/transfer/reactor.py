@@ -95,10 +95,11 @@ class Reactor:
             return events
         self._num_quick_polls = 0
         self._is_polling = True
-        ready = dict.fromkeys(fd for fd, _ in self._epoll.poll(0))
-        ready |= self._soon
-        self._soon = {}
-        for fd in ready:
+        ready, soon = self._epoll.poll(0), self._soon
+        if soon:
+            self._soon = {}
+            ready += [(fd, 0) for fd in soon.keys() - {fd for fd, _ in ready}]
+        for fd, _ in ready:
             handler = self._handlers.get(fd)  # an earlier handler may have forgotten this one
             if handler is not None:
                 handler()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from baton.transfer.buffers import read_batches
+from baton.transfer.buffers import read_batches, sole_batch
 from baton.transfer.framing import encode_frame
 from baton.transfer.geometry import Geometry
 from baton.transfer.messages import encode
@@ -27,22 +27,18 @@ class Stripe:
     num_stripes: int
     notice: bytes
     parts: tuple[CopyGroup, ...]
-
-    @property
-    def num_bytes(self) -> int:
-        """Page bytes."""
-        return sum(part.num_bytes for part in self.parts)
+    num_bytes: int
 
 
 def cut_stripes(
     write: PageWrite, sequence: int, *, max_stripes: int, stripe_bytes: int
 ) -> list[Stripe]:
     """A write as 1 to `max_stripes` stripes of `stripe_bytes` or more (about), alike in size."""
-    copies = write.copies
-    num_stripes = max(1, min(max_stripes, copies.num_bytes // stripe_bytes))
-    parts = _cut_evenly(copies, num_stripes)
+    copies, num_bytes = write.copies, write.copies.num_bytes
+    num_stripes = max(1, min(max_stripes, num_bytes // stripe_bytes))
+    parts = _cut_evenly(copies, -(-num_bytes // num_stripes))
     if num_stripes == 1:
-        return [Stripe(sequence, 1, write.notice, tuple(parts))]
+        return [Stripe(sequence, 1, write.notice, tuple(parts), num_bytes)]
     shares: list[list[CopyGroup]] = [[] for _ in range(min(num_stripes, max(1, len(parts))))]
     loads = [0] * len(shares)
     for part in parts:
@@ -51,9 +47,23 @@ def cut_stripes(
         loads[lightest] += part.num_bytes
     notices = [write.notice, *(b"" for _ in shares[1:])]
     return [
-        Stripe(sequence, len(shares), notice, tuple(share))
-        for share, notice in zip(shares, notices, strict=True)
+        Stripe(sequence, len(shares), notice, tuple(share), load)
+        for share, notice, load in zip(shares, notices, loads, strict=True)
     ]
+
+
+def departing_batch(
+    write: PageWrite, region: PagedRegion, stripe: Stripe
+) -> list[memoryview] | None:
+    """Like `departing_batches`, of a stripe that one system call takes; else None."""
+    if len(stripe.parts) != 1:
+        return None
+    part = stripe.parts[0]
+    payload = sole_batch(_source_of(part), region.memory, region.arrays[write.copies.layer])
+    if payload is None:
+        return None
+    pages, spans = part.packed_targets
+    return [_header(write, stripe, pages=pages, spans=spans, notice=stripe.notice), *payload]
 
 
 def departing_batches(
@@ -70,15 +80,16 @@ def departing_batches(
         pages, spans = part.packed_targets
         notice = stripe.notice if number == len(stripe.parts) else None
         header = _header(write, stripe, pages=pages, spans=spans, notice=notice)
-        payload = read_batches(
-            Geometry(part.src_pages, part.spans[:, 0], part.spans[:, 2]), region.memory, array
-        )
+        payload = read_batches(_source_of(part), region.memory, array)
         yield [header, *next(payload, [])]
         yield from payload
 
 
-def _cut_evenly(copies: PageCopies, num_stripes: int) -> list[CopyGroup]:
-    share_bytes = -(-copies.num_bytes // num_stripes)
+def _source_of(part: CopyGroup) -> Geometry:
+    return Geometry(part.src_pages, part.spans[:, 0], part.spans[:, 2])
+
+
+def _cut_evenly(copies: PageCopies, share_bytes: int) -> list[CopyGroup]:
     parts = cut_parts(copies.groups, max(1, min(MAX_PART_BYTES, share_bytes)))
     return [part for part in parts if part.num_bytes > 0]
 

@@ -10,7 +10,12 @@ from typing import TYPE_CHECKING, Final, Protocol, assert_never
 from baton.errors import ProtocolError
 from baton.ids import TicketId
 from baton.transfer.ahead import ReadAhead
-from baton.transfer.buffers import discard_batches, read_batches, write_batches
+from baton.transfer.buffers import (
+    discard_batches,
+    read_batches,
+    sole_batch,
+    write_batches,
+)
 from baton.transfer.channel import skip_bytes
 from baton.transfer.framing import encode_frame
 from baton.transfer.geometry import Geometry, unpack_geometry, unpack_target
@@ -146,13 +151,17 @@ class Inbound:
         self._part = part
         self._num_missing_bytes = geometry.num_bytes
         self.connection.channel.expect_bytes(geometry.num_bytes)
-        self._batches = write_batches(geometry, self.region.memory, array)
         refusal = self._refusal or self._admission.find_refusal(
             TicketId(part.window), self._writer, self.region, geometry.pages
         )
         if refusal is not None:
             self._refuse(refusal)
+            return
+        batch = sole_batch(geometry, self.region.memory, array)
+        if batch:
+            self._batch = batch
         else:
+            self._batches = write_batches(geometry, self.region.memory, array)
             self._next_batch()
 
     def _unpack(self, part: Data, array: PageArray) -> Geometry:

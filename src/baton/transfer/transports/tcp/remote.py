@@ -21,7 +21,11 @@ from baton.transfer.messages import encode
 from baton.transfer.parts import MAX_PART_BYTES, cut_parts
 from baton.transfer.progress import count_moved_bytes
 from baton.transfer.transports.tcp.addresses import fit_buffers
-from baton.transfer.transports.tcp.departure import cut_stripes, departing_batches
+from baton.transfer.transports.tcp.departure import (
+    cut_stripes,
+    departing_batch,
+    departing_batches,
+)
 from baton.transfer.transports.tcp.stream import (
     MAX_FETCHES_UNDER_WAY,
     Reading,
@@ -127,15 +131,19 @@ class Remote:
             max_stripes=len(self._streams),
             stripe_bytes=self._options.stripe_bytes,
         )
-        streams = sorted(self._streams, key=lambda stream: stream.num_unanswered_bytes)
-        loads = [
-            (stream, stripe.num_bytes) for stream, stripe in zip(streams, stripes, strict=False)
-        ]
-        self._posted[sequence] = _Posted(transfer, write.copies.num_bytes, tuple(loads))
-        for stream, stripe in zip(streams, stripes, strict=False):
-            stream.num_unanswered_bytes += stripe.num_bytes
+        streams = self._find_idlest(len(stripes))
+        loads = tuple(
+            (stream, stripe.num_bytes) for stream, stripe in zip(streams, stripes, strict=True)
+        )
+        self._posted[sequence] = _Posted(transfer, sum(load for _, load in loads), loads)
+        for stream, num_bytes in loads:
+            stream.num_unanswered_bytes += num_bytes
+        if len(stripes) == 1 and (batch := departing_batch(write, region, stripes[0])) is not None:
+            streams[0].connection.send_batch(batch)
+            return
+        for stream, stripe in zip(streams, stripes, strict=True):
             stream.connection.send_batches(departing_batches(write, region, stripe))
-        for stream, _ in loads:
+        for stream in streams:
             stream.connection.flush()
 
     def read(self, transfer: TransferId, copies: PageCopies, region: PagedRegion) -> None:
@@ -177,6 +185,12 @@ class Remote:
         self._readings.clear()
         self._wanted.clear()
         self._streams.clear()
+
+    def _find_idlest(self, num_streams: int) -> list[Stream]:
+        """The streams that have the least to do."""
+        if num_streams == 1:
+            return [min(self._streams, key=_load_of)]
+        return sorted(self._streams, key=_load_of)[:num_streams]
 
     def _new_sequence(self) -> int:
         self._next_sequence += 1
@@ -261,3 +275,7 @@ class Remote:
             stream.num_unanswered_bytes -= num_bytes
         self._rest()
         return posted
+
+
+def _load_of(stream: Stream) -> int:
+    return stream.num_unanswered_bytes
