@@ -83,12 +83,16 @@ class CopyGroup:
     )
     """Between which arrays it was found to be in bounds: `(num_pages, page_bytes)` of both."""
 
-    @cached_property
+    @property
     def num_bytes(self) -> int:
         """Bytes that this group moves."""
-        if len(self.spans) == 1:  # a reduction costs 2 us whatever the length
+        if len(self.spans) == 1:  # to remember it would cost more
             return len(self.src_pages) * int(self.spans[0, 2])
-        return len(self.src_pages) * int(self.spans[:, 2].sum())
+        return len(self.src_pages) * self._bytes_per_page
+
+    @cached_property
+    def _bytes_per_page(self) -> int:
+        return int(self.spans[:, 2].sum())
 
     @cached_property
     def packed_sources(self) -> tuple[bytes, bytes]:
@@ -146,7 +150,8 @@ class PageCopies:
     @property
     def num_bytes(self) -> int:
         """Bytes that all groups move."""
-        return sum(group.num_bytes for group in self.groups)
+        groups = self.groups
+        return groups[0].num_bytes if len(groups) == 1 else sum(each.num_bytes for each in groups)
 
     @property
     def num_pages(self) -> int:

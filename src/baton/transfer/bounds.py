@@ -120,5 +120,5 @@ def _check_pair(group: CopyGroup, source: PageArray, target: PageArray) -> None:
     ):
         if not 0 <= page < array.num_pages:
             raise TransferError(PAGE_OUTSIDE.format(side, array.num_pages))
-        if not (0 <= byte and 0 < length <= array.page_bytes - byte):
+        if not (byte >= 0 and 0 < length <= array.page_bytes - byte):
             raise TransferError(SPAN_OUTSIDE.format(side, array.page_bytes))

@@ -26,7 +26,7 @@ MAX_SEND_ROUNDS: Final = 16
 """Socket calls in one `flush`: then others get their turn."""
 
 
-class Channel:
+class Channel:  # noqa: PLR0904 -- both directions, frames and pages
     """Owns a connected (or connecting) socket. Every method returns at once.
 
     What is sent is a queue of *batches*: lists of buffers that leave with one system call. Buffers

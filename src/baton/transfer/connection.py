@@ -20,7 +20,7 @@ OnReadable: TypeAlias = "Callable[[Channel], None]"
 OnLost: TypeAlias = "Callable[[TransferError], None]"
 
 
-class Connection:
+class Connection:  # noqa: PLR0904 -- what a channel does, and what happens to it
     """One peer's socket inside a reactor. Owner thread: the transport's.
 
     `on_readable` reads a bounded amount and may raise any `BatonError`: that ends this connection,

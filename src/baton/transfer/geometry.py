@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
+import msgspec
 import numpy as np
 
 from baton.errors import ProtocolError
@@ -25,8 +25,7 @@ _FEW_RUNS: Final = 16
 """Up to here, a loop is faster than numpy."""
 
 
-@dataclass(frozen=True, slots=True)
-class Geometry:
+class Geometry(msgspec.Struct, frozen=True, gc=False):
     """Each of `pages`, int64 `[n]`, in turn; in each page every span in turn.
 
     `starts` and `lengths`, int64 `[s]`, are bytes inside a page. The order is that of the payload.
@@ -35,14 +34,12 @@ class Geometry:
     pages: NDArray[np.int64]
     starts: NDArray[np.int64]
     lengths: NDArray[np.int64]
-    bytes_per_page: int = field(init=False)
-    """Payload of one page."""
 
-    def __post_init__(self) -> None:
-        """Know the payload: a reduction costs 2 us whatever the length."""
-        lengths = self.lengths
-        num_bytes = int(lengths[0]) if len(lengths) == 1 else int(lengths.sum())
-        object.__setattr__(self, "bytes_per_page", num_bytes)
+    @property
+    def bytes_per_page(self) -> int:
+        """Payload of one page."""
+        # A reduction costs 2 us whatever the length.
+        return int(self.lengths[0]) if len(self.lengths) == 1 else int(self.lengths.sum())
 
     @property
     def num_bytes(self) -> int:

@@ -34,9 +34,9 @@ def cut_stripes(
     write: PageWrite, sequence: int, *, max_stripes: int, stripe_bytes: int
 ) -> list[Stripe]:
     """A write as 1 to `max_stripes` stripes of `stripe_bytes` or more (about), alike in size."""
-    copies, num_bytes = write.copies, write.copies.num_bytes
+    num_bytes = write.copies.num_bytes
     num_stripes = max(1, min(max_stripes, num_bytes // stripe_bytes))
-    parts = _cut_evenly(copies, -(-num_bytes // num_stripes))
+    parts = _cut_evenly(write.copies, -(-num_bytes // num_stripes))
     if num_stripes == 1:
         return [Stripe(sequence, 1, write.notice, tuple(parts), num_bytes)]
     shares: list[list[CopyGroup]] = [[] for _ in range(min(num_stripes, max(1, len(parts))))]

@@ -93,14 +93,13 @@ class Remote:
         self._posted: dict[int, _Posted] = {}
         self._readings: dict[TransferId, Reading] = {}
         self._wanted: deque[Wanted] = deque()
-        self._next_sequence = 0
+        self._next_sequence = self._num_attached = 0
         self._loss: TransferError | None = None
 
     @property
     def is_attaching(self) -> bool:
         """Neither attached, by every stream, nor lost yet."""
-        num_attached = sum(stream.is_attached for stream in self._streams)
-        return num_attached < self._options.streams and self._loss is None
+        return self._num_attached < self._options.streams and self._loss is None
 
     def own(self, connection: Connection) -> None:
         """Close this connection with the rest, whatever becomes of it."""
@@ -254,6 +253,7 @@ class Remote:
         if arrays != self.descriptor.arrays:
             raise ProtocolError("the peer's region is not what its description says")
         stream.is_attached = True
+        self._num_attached += 1
         stream.connection.settle()
         if not self.is_attaching:
             self._reactor.report(AttachedEvent(self.id))
