@@ -6,13 +6,12 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from baton.errors import ProtocolError
 from baton.transfer.bounds import are_pages_inside, are_spans_inside
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
     from baton.transfer.interface import PageArray
 
 MAX_PAYLOAD_BYTES: Final = 1 << 30
