@@ -14,7 +14,7 @@ import numpy as np
 from xxhash import xxh3_128, xxh3_128_digest
 
 from baton.errors import ProtocolError
-from baton.kv.geometry import page_geometry, view_planes
+from baton.kv.geometry import check_page_size, page_geometry, view_planes
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -60,7 +60,8 @@ def compute_digests(
     if only is not None:
         tokens, lengths, in_page = tokens[only], lengths[only], in_page[only]
     geometry = page_geometry(sequence.layout, layer)
-    planes = view_planes(layer_pages, geometry, heads)
+    check_page_size(layer_pages, geometry)
+    planes: list[NDArray[np.uint8]] = []
     is_digested_as_it_lies = _rests_as_digested(sequence.layout, geometry, heads)
     digests: list[bytes] = []
     for block, first, length in zip(
@@ -69,6 +70,7 @@ def compute_digests(
         if is_digested_as_it_lies and (length == block_size or not geometry.divisible):
             digests.append(xxh3_128_digest(layer_pages[block]))
         else:
+            planes = planes or view_planes(layer_pages, geometry, heads)
             tokens_in_page = geometry.locate(range(first, first + length))
             digests.append(_digest_gathered(planes, block, tokens_in_page))
     return b"".join(digests)

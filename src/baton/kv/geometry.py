@@ -131,12 +131,20 @@ def view_planes(
     Raises:
         InvalidLayoutError: the pages have another size than this geometry's.
     """
+    check_page_size(layer_pages, geometry)  # else the strides below would reach beyond the pages
+    return [_view_plane(layer_pages, plane, heads) for plane in geometry.planes]
+
+
+def check_page_size(layer_pages: NDArray[np.uint8], geometry: PageGeometry) -> None:
+    """Refuse pages `[num_blocks, page_bytes]` of another size than this geometry's.
+
+    Raises:
+        InvalidLayoutError: they are.
+    """
     if layer_pages.shape[1] != geometry.page_bytes:
-        # The strides below would reach beyond the pages.
         raise InvalidLayoutError(
             f"pages of {layer_pages.shape[1]} bytes where the layout has {geometry.page_bytes}"
         )
-    return [_view_plane(layer_pages, plane, heads) for plane in geometry.planes]
 
 
 def intersect(one: range, other: range) -> range:

@@ -12,6 +12,7 @@ Layouts come from peers: an impossible one cannot be constructed, by decoding or
 from __future__ import annotations
 
 import hashlib
+from functools import lru_cache
 from typing import Final, Literal, Self
 
 import msgspec
@@ -174,7 +175,7 @@ class KVLayout(msgspec.Struct, frozen=True, cache_hash=True):
     @property
     def bytes_per_token(self) -> int:
         """Bytes that this worker keeps for one token in all layers, windows disregarded."""
-        return sum(map(self._token_bytes, self.layers))
+        return _sum_token_bytes(self)
 
     @property
     def block_bytes(self) -> int:
@@ -203,6 +204,12 @@ class KVLayout(msgspec.Struct, frozen=True, cache_hash=True):
     def _token_bytes(self, layer: LayerLayout) -> int:
         held = sum(len(self.held_heads(plane)) * plane.head_dim for plane in layer.planes)
         return held * self.element_bytes
+
+
+@lru_cache(maxsize=256)
+def _sum_token_bytes(layout: KVLayout) -> int:
+    """Of all layers; asked for each layer of each handoff."""
+    return sum(map(layout.page_bytes, range(layout.num_layers))) // layout.block_size
 
 
 def needed_tokens(layer: LayerLayout, num_tokens: int) -> tuple[int, int]:
