@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -18,6 +19,9 @@ MAX_PAYLOAD_BYTES: Final = 1 << 30
 """Of one part: what a peer may announce."""
 
 _PACKED: Final = np.dtype("<u4")
+_SPAN: Final = struct.Struct("<II")
+_PAGE_OUTSIDE: Final = "a part names a page outside the region"
+_SPAN_OUTSIDE: Final = "a part names a span that is empty or leaves its page"
 
 
 _FEW_RUNS: Final = 16
@@ -67,16 +71,30 @@ def unpack_geometry(packed_pages: bytes, packed_spans: bytes, array: PageArray) 
     """
     if len(packed_pages) % 4 or len(packed_spans) % 8:
         raise ProtocolError("packed indices end in the middle of a number")
+    if len(packed_pages) == _PACKED.itemsize and len(packed_spans) == _SPAN.size:
+        return _unpack_one(packed_pages, packed_spans, array)
     pages = np.frombuffer(packed_pages, _PACKED).astype(np.int64)
     spans = np.frombuffer(packed_spans, _PACKED).astype(np.int64).reshape(-1, 2)
     geometry = Geometry(pages, spans[:, 0], spans[:, 1])
     if not are_pages_inside(pages, array.num_pages):
-        raise ProtocolError("a part names a page outside the region")
+        raise ProtocolError(_PAGE_OUTSIDE)
     if not are_spans_inside(geometry.starts, geometry.lengths, array.page_bytes):
-        raise ProtocolError("a part names a span that is empty or leaves its page")
+        raise ProtocolError(_SPAN_OUTSIDE)
     if geometry.num_bytes > MAX_PAYLOAD_BYTES:
         raise ProtocolError(f"a part of {geometry.num_bytes} bytes; at most {MAX_PAYLOAD_BYTES}")
     return geometry
+
+
+def _unpack_one(packed_page: bytes, packed_span: bytes, array: PageArray) -> Geometry:
+    """Of one span of one page: numbers are dealt with faster than arrays of one."""
+    page, (start, length) = int.from_bytes(packed_page, "little"), _SPAN.unpack(packed_span)
+    if page >= array.num_pages:
+        raise ProtocolError(_PAGE_OUTSIDE)
+    if not 0 < length <= array.page_bytes - start:
+        raise ProtocolError(_SPAN_OUTSIDE)
+    if length > MAX_PAYLOAD_BYTES:
+        raise ProtocolError(f"a part of {length} bytes; at most {MAX_PAYLOAD_BYTES}")
+    return Geometry(np.array([page]), np.array([start]), np.array([length]))
 
 
 def unpack_target(packed_pages: bytes, packed_spans: bytes, array: PageArray) -> Geometry:

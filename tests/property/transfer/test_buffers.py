@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.transfer.buffers import discard_batches, read_batches, write_batches
+from baton.transfer.buffers import discard_batches, read_batches, sole_batch, write_batches
 from baton.transfer.geometry import Geometry, compute_runs
 from baton.transfer.interface import PageArray
 from baton.transfer.windows import PageSet
@@ -54,6 +54,17 @@ def test_what_is_read_is_the_payload(pages, spans):
     batches = read_batches(geometry_of(pages, spans), memory, ARRAY)
     payload = b"".join(bytes(buffer) for batch in batches for buffer in batch)
     assert payload == SOURCE[offsets_of(pages, spans)].tobytes()
+
+
+@given(pages, spans)
+def test_one_batch_of_all_is_all_of_it(pages, spans):
+    memory, geometry = memoryview(SOURCE.tobytes()), geometry_of(pages, spans)
+    batch = sole_batch(geometry, memory, ARRAY)
+    batches = list(read_batches(geometry, memory, ARRAY))
+    is_direct = geometry.joined().bytes_per_page >= 4096 * len(geometry.joined().starts)
+    assert (batch is not None) == is_direct  # these are far fewer than one system call takes
+    if batch is not None:
+        assert b"".join(batch) == b"".join(buffer for each in batches for buffer in each)
 
 
 @given(pages, spans)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from baton.authority.key import ClusterKey
 from baton.errors import AuthenticationError, ProtocolError
 from baton.transfer.framing import PREFIX_BYTES, FrameDecoder, encode_frame
-from baton.transfer.geometry import unpack_target
+from baton.transfer.geometry import unpack_geometry, unpack_target
 from baton.transfer.handshake import DialerHandshake, ListenerHandshake
 from baton.transfer.interface import PageArray
 from baton.transfer.messages import encode
@@ -168,3 +168,19 @@ def test_deep_nesting_is_an_error(decoder):
         decoder(b"\x81\xa1x" * 100_000 + b"\xc0")
     with pytest.raises(ProtocolError):
         decoder(msgspec.msgpack.encode([]))
+
+
+@given(st.integers(0, 5), st.integers(0, 600), st.integers(0, 600))
+def test_one_page_is_read_as_many_are(page, start, length):
+    """One span of one page is unpacked in a way of its own."""
+    array, span = PageArray(0, 512, 4), np.array([start, length], "<u4").tobytes()
+
+    def read(num_pages):
+        try:
+            found = unpack_geometry(np.array([page] * num_pages, "<u4").tobytes(), span, array)
+        except ProtocolError as exc:
+            return str(exc)
+        fields = (found.pages[:1], found.starts, found.lengths)
+        return [(each.dtype, each.tolist()) for each in fields]
+
+    assert read(1) == read(2)

@@ -44,3 +44,22 @@ def test_the_number_of_an_array_is_checked():
     for number in (-1, 1):
         with pytest.raises(TransferError, match="no array"):
             check_array(number, arrays(4, 64))
+
+
+@pytest.mark.parametrize("pages", [(0, 0), (3, 3), (4, 0), (0, 4), (-1, 0), (0, -1)])
+@pytest.mark.parametrize(
+    "span", [(0, 0, 64), (63, 0, 1), (64, 0, 1), (0, 60, 5), (0, 0, 0), (-1, 0, 4)]
+)
+def test_one_page_is_checked_as_many_are(pages, span):
+    """One pair and one span are checked in a way of their own."""
+
+    def check(num_pairs):
+        src, dst = (np.full(num_pairs, page) for page in pages)
+        copies = PageCopies(0, (CopyGroup(src, dst, np.array([span])),))
+        try:
+            check_copies(copies, arrays(4, 64), arrays(4, 64))
+        except TransferError as exc:
+            return str(exc)
+        return None
+
+    assert check(1) == check(2)

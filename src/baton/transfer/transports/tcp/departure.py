@@ -52,18 +52,17 @@ def cut_stripes(
     ]
 
 
-def departing_batch(
-    write: PageWrite, region: PagedRegion, stripe: Stripe
-) -> list[memoryview] | None:
-    """Like `departing_batches`, of a stripe that one system call takes; else None."""
-    if len(stripe.parts) != 1:
+def whole_batch(write: PageWrite, region: PagedRegion, sequence: int) -> list[memoryview] | None:
+    """A checked write as the only stripe of it, if one system call takes all of it; else None."""
+    groups, layer = write.copies.groups, write.copies.layer
+    if len(groups) != 1:
         return None
-    part = stripe.parts[0]
-    payload = sole_batch(_source_of(part), region.memory, region.arrays[write.copies.layer])
-    if payload is None:
+    payload = sole_batch(_source_of(groups[0]), region.memory, region.arrays[layer])
+    if not payload:
         return None
-    pages, spans = part.packed_targets
-    return [_header(write, stripe, pages=pages, spans=spans, notice=stripe.notice), *payload]
+    pages, spans = groups[0].packed_targets
+    header = Data(sequence, write.window, layer, pages, spans, write.notice)
+    return [memoryview(encode_frame(encode(header))), *payload]
 
 
 def departing_batches(

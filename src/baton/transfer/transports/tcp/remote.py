@@ -23,8 +23,8 @@ from baton.transfer.progress import count_moved_bytes
 from baton.transfer.transports.tcp.addresses import fit_buffers
 from baton.transfer.transports.tcp.departure import (
     cut_stripes,
-    departing_batch,
     departing_batches,
+    whole_batch,
 )
 from baton.transfer.transports.tcp.stream import (
     MAX_FETCHES_UNDER_WAY,
@@ -88,6 +88,7 @@ class Remote:
         self.id, self.descriptor = id_, descriptor
         self._epoch, self._options, self._reactor = epoch, options, reactor
         self._link = bytes(new_region_handle())
+        self._whole_bytes = min(options.stripe_bytes, MAX_PART_BYTES)
         self._streams: list[Stream] = []
         self._connections: list[Connection] = []
         self._posted: dict[int, _Posted] = {}
@@ -123,24 +124,34 @@ class Remote:
             self._reactor.report(WriteFailed(transfer, self._loss))
             return
         self._watch_for_stalls()
-        sequence = self._new_sequence()
+        sequence, num_bytes = self._new_sequence(), write.copies.num_bytes
+        batch = None
+        if num_bytes <= self._whole_bytes:
+            batch = whole_batch(write, region, sequence)
+        if batch is None:
+            self._send_stripes(transfer, write, region, sequence)
+            return
+        stream = min(self._streams, key=_load_of)
+        self._posted[sequence] = _Posted(transfer, num_bytes, ((stream, num_bytes),))
+        stream.num_unanswered_bytes += num_bytes
+        stream.connection.send_batch(batch)
+
+    def _send_stripes(
+        self, transfer: TransferId, write: PageWrite, region: PagedRegion, sequence: int
+    ) -> None:
         stripes = cut_stripes(
             write,
             sequence,
             max_stripes=len(self._streams),
             stripe_bytes=self._options.stripe_bytes,
         )
-        streams = self._find_idlest(len(stripes))
+        streams = sorted(self._streams, key=_load_of)[: len(stripes)]
         loads = tuple(
             (stream, stripe.num_bytes) for stream, stripe in zip(streams, stripes, strict=True)
         )
         self._posted[sequence] = _Posted(transfer, sum(load for _, load in loads), loads)
-        for stream, num_bytes in loads:
-            stream.num_unanswered_bytes += num_bytes
-        if len(stripes) == 1 and (batch := departing_batch(write, region, stripes[0])) is not None:
-            streams[0].connection.send_batch(batch)
-            return
         for stream, stripe in zip(streams, stripes, strict=True):
+            stream.num_unanswered_bytes += stripe.num_bytes
             stream.connection.send_batches(departing_batches(write, region, stripe))
         for stream in streams:
             stream.connection.flush()
@@ -184,12 +195,6 @@ class Remote:
         self._readings.clear()
         self._wanted.clear()
         self._streams.clear()
-
-    def _find_idlest(self, num_streams: int) -> list[Stream]:
-        """The streams that have the least to do."""
-        if num_streams == 1:
-            return [min(self._streams, key=_load_of)]
-        return sorted(self._streams, key=_load_of)[:num_streams]
 
     def _new_sequence(self) -> int:
         self._next_sequence += 1
