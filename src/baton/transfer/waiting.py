@@ -3,10 +3,17 @@
 To be woken takes several times as long as most answers of a peer on the same host take to come. So
 where answers have come quickly of late, the next one is awaited awake. What that may cost is
 bounded: a thread that has nothing to hear, or hears now and then, sleeps at once.
+
+Two that wait for each other can hold each other asleep: where to be woken takes longer than a wait
+is awake (a virtual machine's core that its host has given away: 0.8 ms), whoever is awake waits
+in vain for one who sleeps. So a wait in vain that only just was is tried again, awake for longer,
+a few times: enough for the other one to find answers quick. Neither may do so in step with the
+other for ever, so streaks are drawn.
 """
 
 from __future__ import annotations
 
+from random import Random
 from typing import TYPE_CHECKING, Final, TypeVar
 
 if TYPE_CHECKING:
@@ -20,6 +27,9 @@ MIN_STREAK: Final = 4
 MAX_STREAK: Final = 64
 ASLEEP: Final = 4
 """How much longer the same answer takes to come to a sleeper: both sides' cores are idle then."""
+NUM_TRIALS: Final = 3
+"""Waits awake for `ASLEEP` times as long, in a row. Where all answers just take that long, 5 % of
+the time is spent awake."""
 
 R = TypeVar("R")
 
@@ -27,33 +37,57 @@ R = TypeVar("R")
 class Patience:
     """Whether the next wait is begun awake, from how the last ones went. Pure.
 
-    A *short* wait is one of up to `longest_s` seconds, or `ASLEEP` times that asleep. After so many
-    short ones in a row as `MIN_STREAK` says, waits are begun awake, for `longest_s` at most. One
-    that was in vain ends that, and doubles the streak that it takes to begin again; one that was
-    not halves it.
+    A *short* wait is one of up to `longest_s` seconds, or `ASLEEP` times that asleep. After a
+    streak of short ones waits are begun awake, for `longest_s` at most. One that was in vain ends
+    that, and doubles the streak that it takes to begin again; one that was not halves it. One that
+    was in vain, but would have been short asleep, is followed by `NUM_TRIALS` at most that are
+    awake for as long as that; the first of those that is short without it ends them.
+
+    Streaks are `MIN_STREAK` at first, and then drawn: half as long to half as long again.
     """
 
-    def __init__(self, longest_s: float) -> None:
-        self._longest_s = longest_s
-        self._num_short = 0
-        self._needed = MIN_STREAK
+    def __init__(self, longest_s: float, rng: Random | None = None) -> None:
+        self._longest_s, self._rng = longest_s, rng or Random()  # noqa: S311 (no secret)
+        self._num_short = self._num_trials = 0
+        self._needed = self._streak = MIN_STREAK
 
     @property
     def awake_s(self) -> float:
-        """For how long the next wait is spent awake: 0 or `longest_s`."""
-        return self._longest_s if self._num_short >= self._needed else 0.0
+        """For how long the next wait is spent awake: 0, `longest_s` or `ASLEEP` times that."""
+        if self._num_trials:
+            return self._longest_s * ASLEEP
+        return self._longest_s if self._num_short >= self._streak else 0.0
 
     def note(self, waited_s: float) -> None:
         """A wait is over; it took so long, awake and asleep."""
-        was_awake = self._num_short >= self._needed
-        if waited_s <= self._longest_s * (1 if was_awake else ASLEEP):
+        awake_s = self.awake_s
+        if waited_s <= self._longest_s:
             self._num_short += 1
-            if was_awake:
-                self._needed = max(MIN_STREAK, self._needed // 2)
+            self._num_trials = 0
+            if awake_s > 0:
+                self._draw(self._needed // 2)
+        elif waited_s > self._longest_s * ASLEEP:
+            self._begin_anew(awake_s)
+        elif awake_s == 0:
+            self._num_short += 1
+        elif self._num_trials == 0:
+            self._num_trials = NUM_TRIALS
         else:
-            self._num_short = 0
-            if was_awake:
-                self._needed = min(MAX_STREAK, self._needed * 2)
+            self._num_trials -= 1
+            if self._num_trials == 0:
+                self._begin_anew(awake_s)
+
+    def _begin_anew(self, awake_s: float) -> None:
+        self._num_short = self._num_trials = 0
+        if awake_s > 0:
+            self._draw(self._needed * 2)
+
+    def _draw(self, needed: int) -> None:
+        if needed <= MIN_STREAK:
+            self._needed = self._streak = MIN_STREAK
+        else:
+            self._needed = min(MAX_STREAK, needed)
+            self._streak = self._rng.randint(self._needed // 2, self._needed * 3 // 2)
 
 
 class Waiting:
