@@ -24,12 +24,13 @@ if TYPE_CHECKING:
 LONGEST_AWAKE_S: Final = 0.0005
 """Several times what a peer on this host takes to answer that is awake itself."""
 MIN_STREAK: Final = 4
-MAX_STREAK: Final = 64
+MAX_STREAK: Final = 16
 ASLEEP: Final = 4
 """How much longer the same answer takes to come to a sleeper: both sides' cores are idle then."""
-NUM_TRIALS: Final = 3
-"""Waits awake for `ASLEEP` times as long, in a row. Where all answers just take that long, 5 % of
-the time is spent awake."""
+NUM_TRIALS: Final = 2
+"""Waits awake for `ASLEEP` times as long, in a row."""
+MAX_PAUSE: Final = 16
+"""Waits in vain that are not followed by trials, after trials that helped nothing."""
 
 R = TypeVar("R")
 
@@ -41,7 +42,8 @@ class Patience:
     streak of short ones waits are begun awake, for `longest_s` at most. One that was in vain ends
     that, and doubles the streak that it takes to begin again; one that was not halves it. One that
     was in vain, but would have been short asleep, is followed by `NUM_TRIALS` at most that are
-    awake for as long as that; the first of those that is short without it ends them.
+    awake for as long as that; the first of those that is short without it ends them. Trials that
+    helped nothing are the rarer the more there were: some peers just take so long.
 
     Streaks are `MIN_STREAK` at first, and then drawn: half as long to half as long again.
     """
@@ -50,6 +52,7 @@ class Patience:
         self._longest_s, self._rng = longest_s, rng or Random()  # noqa: S311 (no secret)
         self._num_short = self._num_trials = 0
         self._needed = self._streak = MIN_STREAK
+        self._pause = self._num_paused = 0
 
     @property
     def awake_s(self) -> float:
@@ -63,19 +66,29 @@ class Patience:
         awake_s = self.awake_s
         if waited_s <= self._longest_s:
             self._num_short += 1
-            self._num_trials = 0
+            if self._num_trials:
+                self._num_trials = self._pause = 0
             if awake_s > 0:
                 self._draw(self._needed // 2)
         elif waited_s > self._longest_s * ASLEEP:
             self._begin_anew(awake_s)
         elif awake_s == 0:
             self._num_short += 1
-        elif self._num_trials == 0:
-            self._num_trials = NUM_TRIALS
         else:
+            self._try_longer(awake_s)
+
+    def _try_longer(self, awake_s: float) -> None:
+        """A wait awake was in vain, and only just: begin a row of trials, or go on in one."""
+        if self._num_trials > 1:
             self._num_trials -= 1
-            if self._num_trials == 0:
-                self._begin_anew(awake_s)
+        elif self._num_trials == 1:
+            self._pause, self._num_paused = min(MAX_PAUSE, max(1, 2 * self._pause)), 0
+            self._begin_anew(awake_s)
+        elif self._num_paused < self._pause:
+            self._num_paused += 1
+            self._begin_anew(awake_s)
+        else:
+            self._num_trials = NUM_TRIALS
 
     def _begin_anew(self, awake_s: float) -> None:
         self._num_short = self._num_trials = 0

@@ -53,6 +53,9 @@ def test_what_comes_just_too_late_is_awaited_awake_a_few_times():
     assert note(patience, [late_s]) == 0
     assert note(patience, [late_s] * (2 * MIN_STREAK - 1)) == 0
     assert note(patience, [late_s]) == LONGEST_S
+    assert note(patience, [late_s]) == 0  # the next time it is not tried
+    while note(patience, [late_s]) != LONGEST_S:
+        pass
     assert note(patience, [late_s]) == ASLEEP * LONGEST_S
     assert note(patience, [SHORT_S]) == LONGEST_S  # it helped
 
@@ -93,7 +96,7 @@ def test_a_rhythm_that_deceives_is_found_out():
         for waited_s in [SHORT_S] * MIN_STREAK + [LONG_S]:
             num_in_vain += patience.awake_s > 0 and waited_s > LONGEST_S
             patience.note(waited_s)
-    assert num_in_vain <= 2
+    assert num_in_vain <= 3
 
 
 def answer_each_other(one, other, num_rounds, *, waking_s, working_s=60e-6):
@@ -136,7 +139,7 @@ def test_answers_that_take_longer_by_themselves_are_seldom_awaited_awake(times, 
     for _ in range(2000):
         awake_s += min(patience.awake_s, answer_s)
         patience.note(answer_s)
-    assert awake_s < 0.1 * 2000 * answer_s
+    assert awake_s < 0.07 * 2000 * answer_s
 
 
 class Peer:
