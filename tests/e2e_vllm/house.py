@@ -71,7 +71,7 @@ PLAIN_ARGUMENTS: Final = (
     "--enable-prompt-tokens-details",
 )
 PLAIN_START_TIMEOUT_S: Final = 240.0
-LEAVE_WITHIN_S: Final = 5.0
+LEAVE_WITHIN_S: Final = 2.0
 GATEWAY: Final[Mapping[str, object]] = {"gateway.probe_timeout_s": 4.0}
 """Two cores are busy at times with three servers."""
 

@@ -98,7 +98,8 @@ class Reactor:
         ready, soon = self._epoll.poll(0), self._soon
         if soon:
             self._soon = {}
-            ready += [(fd, 0) for fd in soon.keys() - {fd for fd, _ in ready}]
+            is_ready = {fd for fd, _ in ready}
+            ready += [(fd, 0) for fd in soon if fd not in is_ready]
         for fd, _ in ready:
             handler = self._handlers.get(fd)  # an earlier handler may have forgotten this one
             if handler is not None:

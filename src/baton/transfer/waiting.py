@@ -36,7 +36,7 @@ R = TypeVar("R")
 
 
 class Patience:
-    """Whether the next wait is begun awake, from how the last ones went. Pure.
+    """Whether the next wait is begun awake, from how the last ones went. Pure, but for draws.
 
     A *short* wait is one of up to `longest_s` seconds, or `ASLEEP` times that asleep. After a
     streak of short ones waits are begun awake, for `longest_s` at most. One that was in vain ends
