@@ -12,13 +12,21 @@ from pathlib import Path
 import aiohttp
 import pytest
 
+from baton.bench.architectures.arms import Arm
+from baton.bench.architectures.cells import Bench
+from baton.bench.architectures.energy import EnergyMeter
 from baton.bench.architectures.fleet import InterruptedBenchError, Surroundings
+from baton.bench.architectures.keeping import Keep
 from baton.bench.architectures.peers.fleet import open_peer_fleet
 from baton.bench.architectures.peers.plan import PeerPlan, PeerServer
+from baton.bench.architectures.plan import Turn
+from baton.bench.architectures.turning import take_turn
 from baton.bench.load.sse import EventParser
+from baton.bench.manifest import open_manifest
 from baton.clock import MachineClock
 from baton.engines.vllm.server_options import VllmOptions
 from baton.launch.supervisor import GATEWAY, ChildFailedError
+from tests.unit.bench.architectures import cells as plans
 
 STUB = Path(__file__).with_name("stub_vllm_peer.py")
 FIRST_CORE = min(os.sched_getaffinity(0))
@@ -110,6 +118,35 @@ def test_a_server_that_dies_ends_the_turn_and_leaves_nothing(tmp_path):
     with pytest.raises(ChildFailedError, match=r"decode-0 ended \(killed by SIGKILL\)"):
         asyncio.run(scenario())
     assert not any(is_alive(pid) for pid in pids.values())
+
+
+class Killer:
+    """A benchmark's progress that kills the servers as the first requests go out."""
+
+    def begin(self, doing, tally=None):
+        if "first requests" in doing:
+            children = Path(f"/proc/self/task/{os.getpid()}/children").read_text("utf-8").split()
+            for pid in children:
+                if STUB.name.encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
+                    os.kill(int(pid), signal.SIGKILL)
+
+
+def test_first_requests_that_fail_since_a_server_died_say_so(tmp_path):
+    """Not that the server fails at these requests, which is all that its client met."""
+
+    async def scenario():
+        interrupt, clock = asyncio.Event(), MachineClock()
+        plan = plans.make_plan("1")
+        manifest = open_manifest(("bench",), clock)
+        bench = Bench(plan, Keep(tmp_path), clock, manifest, EnergyMeter(), Killer(), interrupt)
+        turn = Turn(1, Arm("peer:nixl-1P1D", 0, 1, 1), plan.levels)
+        surroundings = Surroundings(dict(os.environ), clock, interrupt)
+        (tmp_path / "logs").mkdir()
+        async with asyncio.timeout(TIMEOUT_S):
+            return await take_turn(bench, turn, make_plan(), surroundings)
+
+    outcome = asyncio.run(scenario())
+    assert "ended (killed by SIGKILL)" in outcome.failure
 
 
 def test_a_server_that_does_not_start_is_reported_in_its_own_words(tmp_path):

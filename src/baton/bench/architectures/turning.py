@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from baton.bench.architectures.cells import Place, measure_cell
 from baton.bench.architectures.fleet import InterruptedBenchError
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
     from baton.bench.architectures.fleet import Servers, Surroundings
     from baton.bench.architectures.opening import ArmPlan
     from baton.bench.architectures.plan import Turn
+
+DEATH_NOTICE_S: Final = 2.0
+"""So long a server that no longer answers may take to be seen dead."""
 
 
 @dataclass(slots=True)
@@ -48,8 +52,10 @@ async def take_turn(
     bench.progress.begin(f"{where}: servers start")
     try:
         async with open_servers(launch, surroundings, bench.keep.log(turn)) as fleet:
-            await _measure(bench, turn, fleet, outcome)
+            trouble = await _measure_or_tell(bench, turn, fleet, outcome)
             bench.progress.begin(f"{where}: servers stop")
+        if trouble is not None:
+            raise trouble
     except InterruptedBenchError:
         pass
     except ConfigError:
@@ -59,6 +65,26 @@ async def take_turn(
     except BatonError as exc:
         outcome.failure = f"{exc} (more: {bench.keep.log(turn)})"
     return outcome
+
+
+async def _measure_or_tell(
+    bench: Bench, turn: Turn, fleet: Servers, outcome: TurnOutcome
+) -> BatonError | None:
+    """What went wrong, if anything. It counts where no server died: leaving `fleet` says who did.
+
+    Raises:
+        NotSavedError: a run could not be kept.
+    """
+    try:
+        await _measure(bench, turn, fleet, outcome)
+    except NotSavedError:
+        raise
+    except BatonError as exc:
+        ended = asyncio.create_task(fleet.until_ended())
+        await asyncio.wait({ended}, timeout=DEATH_NOTICE_S)
+        ended.cancel()
+        return exc
+    return None
 
 
 async def _measure(bench: Bench, turn: Turn, fleet: Servers, outcome: TurnOutcome) -> None:
