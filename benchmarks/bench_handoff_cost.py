@@ -1,6 +1,7 @@
 """What a handoff costs by reference and by push, agents alone: no engine, KV in place already.
 
     python benchmarks/bench_handoff_cost.py [--repetitions 9] [--json FILE]
+        [--layers 16] [--kv-heads 16] [--lengths 512,1024,2048,4096,8192]
 
 CPU time of both agents' threads from `expect` to `KVLanded`, and the time on the wall. In a real
 handoff most of a push hides behind prefill; what is counted here is the work, hidden or not.
@@ -56,11 +57,9 @@ if TYPE_CHECKING:
 
     from baton.authority.ticket import HandoffMode
 
-LENGTHS = (512, 1024, 2048, 4096, 8192)
 BLOCK_SIZE = 16
-NUM_BLOCKS = 2 * max(LENGTHS) // BLOCK_SIZE
-LAYOUT = KVLayout.gqa(16, 16, 16, block_size=BLOCK_SIZE, dtype="float32")
-"""32 KiB a token, in pages of 32 KiB."""
+HEAD_DIM = 16
+"""With the 16 layers and heads of the defaults 32 KiB a token, in pages of 32 KiB."""
 TIMEOUT_S = 60.0
 CLOCK = MachineClock()
 console = Console(stderr=True)
@@ -84,6 +83,7 @@ class Node:
 
     agent: HandoffAgent
     annexes: Annexes
+    layout: KVLayout
     ref: WorkerRef
     woken: threading.Event
 
@@ -107,9 +107,11 @@ class Node:
 
 
 @contextmanager
-def node(name: str, key: ClusterKey) -> Iterator[Node]:
+def node(name: str, key: ClusterKey, layout: KVLayout, num_blocks: int) -> Iterator[Node]:
     """An agent over `shared`, with pages that hold no KV of anybody."""
-    region = allocate_shared_region([(NUM_BLOCKS, LAYOUT.page_bytes(n)) for n in range(16)])
+    region = allocate_shared_region([
+        (num_blocks, layout.page_bytes(layer)) for layer in range(layout.num_layers)
+    ])
     annexes, epoch, woken = Annexes(region), new_epoch(), threading.Event()
     context = TransportContext(key=key, epoch=epoch, bind_host="127.0.0.1", clock=CLOCK)
     agent = HandoffAgent(
@@ -117,7 +119,7 @@ def node(name: str, key: ClusterKey) -> Iterator[Node]:
             worker=WorkerId(name),
             epoch=epoch,
             fingerprint="f" * 64,
-            faces=(Face(LAYOUT, region, annexes=annexes),),
+            faces=(Face(layout, region, annexes=annexes),),
             transports=(TRANSPORTS.build("shared", {})(context),),
             key=key,
             clock=CLOCK,
@@ -126,7 +128,8 @@ def node(name: str, key: ClusterKey) -> Iterator[Node]:
     )
     agent.start(woken.set)
     try:
-        yield Node(agent, annexes, WorkerRef(WorkerId(name), epoch, agent.address), woken)
+        ref = WorkerRef(WorkerId(name), epoch, agent.address)
+        yield Node(agent, annexes, layout, ref, woken)
     finally:
         agent.stop()
         annexes.close()
@@ -166,7 +169,7 @@ def hand_over(prefill: Node, decode: Node, mode: HandoffMode, num_tokens: int) -
 def look_at(decode: Node, blocks: tuple[int, ...]) -> float:
     """CPU seconds of gathering these pages of all layers."""
     began = time.thread_time()
-    for layer in range(LAYOUT.num_layers):
+    for layer in range(decode.layout.num_layers):
         decode.annexes.view(layer)[list(blocks)]
     return time.thread_time() - began
 
@@ -176,12 +179,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repetitions", type=int, default=9)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--kv-heads", type=int, default=16)
+    parser.add_argument("--lengths", default="512,1024,2048,4096,8192")
     options = parser.parse_args()
+    lengths = [int(word) for word in options.lengths.split(",")]
+    layout = KVLayout.gqa(
+        options.layers, options.kv_heads, HEAD_DIM, block_size=BLOCK_SIZE, dtype="float32"
+    )
+    num_blocks = 2 * -(-max(lengths) // BLOCK_SIZE)
     key, samples, load_before = ClusterKey.generate(), [], os.getloadavg()[0]
-    with node("prefill", key) as prefill, node("decode", key) as decode:
+    with (
+        node("prefill", key, layout, num_blocks) as prefill,
+        node("decode", key, layout, num_blocks) as decode,
+    ):
         for mode in ("push", "reference"):
-            hand_over(prefill, decode, mode, LENGTHS[0])  # warm-up
-        for num_tokens in LENGTHS:
+            hand_over(prefill, decode, mode, lengths[0])  # warm-up
+        for num_tokens in lengths:
             for mode in ("push", "reference"):
                 here = [
                     hand_over(prefill, decode, mode, num_tokens) for _ in range(options.repetitions)

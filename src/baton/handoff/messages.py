@@ -21,7 +21,7 @@ from baton.transfer.interface import RegionDescriptor
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-PROTOCOL_VERSION: Final = 5
+PROTOCOL_VERSION: Final = 6
 MAX_MESSAGE_BYTES: Final = 4 * 1024 * 1024
 MAX_TOKENS: Final = 16 * 1024 * 1024
 DIGEST_BYTES: Final = 16
@@ -35,6 +35,7 @@ TokenCount = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS)]
 WireTicketId = Annotated[TicketId, msgspec.Meta(min_length=16, max_length=16)]
 PackedBlocks = Annotated[bytes, msgspec.Meta(max_length=MAX_MESSAGE_BYTES // 2)]
 LayerNumber = Annotated[int, msgspec.Meta(ge=0, le=4096)]
+LayerCount = Annotated[int, msgspec.Meta(ge=1, le=4096)]
 TransportName = Annotated[str, msgspec.Meta(max_length=64)]
 TraitName = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
 TraitValue = Annotated[str, msgspec.Meta(max_length=256)]
@@ -365,16 +366,33 @@ class ProbeNotice(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Notice(msgspec.Struct, frozen=True, array_like=True):
-    """Rides on a write: KV of tokens `[start, stop)` of `layer` is in place.
+    """Rides on a write: KV of tokens `[start, stop)` of `num_layers` from `layer` on is in place.
 
-    `digests` has 16 bytes for each piece, in the order of `kv.copies.compute_pieces`; or none at
-    all, where the grant says so.
+    `digests` has 16 bytes for each piece, in the order of `kv.copies.compute_pieces`, layer after
+    layer; or none at all, where the grant says so.
     """
 
     layer: LayerNumber
     start: TokenCount
     stop: TokenCount
     digests: bytes
+    num_layers: LayerCount = 1
+
+    def split(self) -> tuple[Notice, ...]:
+        """The same, layer by layer.
+
+        Raises:
+            ProtocolError: not as many digests for one layer as for another.
+        """
+        if self.num_layers == 1:
+            return (self,)
+        size, rest = divmod(len(self.digests), self.num_layers)
+        if rest:
+            raise ProtocolError(f"{len(self.digests)} bytes of digests, {self.num_layers} layers")
+        return tuple(
+            Notice(self.layer + i, self.start, self.stop, self.digests[i * size : (i + 1) * size])
+            for i in range(self.num_layers)
+        )
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from baton.handoff.messages import DIGEST_BYTES, Notice
+from baton.handoff.stretches import Stretch
 from baton.kv.copies import PageCopies, PagedSequence, compute_pieces
 from baton.kv.digest import compute_digests
 from baton.kv.geometry import shared_heads
@@ -25,14 +26,15 @@ if TYPE_CHECKING:
 
 MAX_PIECES: Final = 2048
 """Pieces of one write: keeps its notice far below `transfer.interface.MAX_NOTICE_BYTES`."""
+MAX_JOINED_BYTES: Final = 1 << 20
+"""Of layers that are written together: the receiver verifies them while the next are written."""
 
 
 @dataclass(frozen=True, slots=True)
 class Parcel:
-    """One write: the copies, and what is in them: the pieces `bounds` of `layer`."""
+    """One write: the copies, and what is in them: the pieces `bounds` of each of its layers."""
 
     copies: PageCopies
-    layer: int
     bounds: NDArray[np.int64]
 
     @property
@@ -44,6 +46,27 @@ class Parcel:
     def stop(self) -> int:
         """One past the last token."""
         return int(self.bounds[-1])
+
+    @property
+    def stretches(self) -> tuple[Stretch, ...]:
+        """What it carries, layer by layer."""
+        start, stop = self.start, self.stop
+        return tuple(Stretch(layer, start, stop) for layer in self.copies.layers)
+
+    def split(self) -> Iterator[Parcel]:
+        """The same, layer by layer."""
+        return (Parcel(copies, self.bounds) for copies in self.copies.split())
+
+    def join(self, copies: PageCopies) -> Parcel | None:
+        """With the next layer's copies of the same tokens; None if they go apart."""
+        mine = self.copies
+        num_layers = mine.num_layers + 1
+        if copies.groups is not mine.groups or copies.layer != mine.layers.stop:
+            return None
+        is_large = num_layers * mine.layer_bytes > MAX_JOINED_BYTES
+        if is_large or num_layers * (len(self.bounds) - 1) > MAX_PIECES:
+            return None
+        return Parcel(PageCopies(mine.layer, mine.groups, num_layers), self.bounds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,33 +81,51 @@ class Packer:
     target: PagedSequence
     planner: CopyPlanner
 
-    def pack(self, layer: int, start: int, stop: int) -> Iterator[Parcel]:
-        """Split tokens `[start, stop)` of `layer` into parcels of bounded size, in order."""
-        source, target = self.source, self.target
-        bounds = compute_pieces(source.layout.block_size, target.layout.block_size, start, stop)
-        for first in range(0, len(bounds) - 1, MAX_PIECES):
-            part = bounds[first : first + MAX_PIECES + 1]
-            low, high = int(part[0]), int(part[-1])
-            yield Parcel(
-                self.planner.plan(source, target, layer, start=low, stop=high), layer, part
-            )
+    def pack(self, layers: range, start: int, stop: int) -> Iterator[Parcel]:
+        """Split tokens `[start, stop)` of `layers` into parcels of bounded size, in order.
+
+        Layers whose pages are alike and small are together in one.
+        """
+        sizes = self.source.layout.block_size, self.target.layout.block_size
+        bounds = compute_pieces(*sizes, start, stop)
+        parcel: Parcel | None = None
+        for layer in layers:
+            for first in range(0, len(bounds) - 1, MAX_PIECES):
+                some = bounds[first : first + MAX_PIECES + 1]
+                copies = self._plan(layer, some)
+                joined = None
+                if parcel is not None:
+                    joined = parcel.join(copies) if len(some) == len(bounds) else None
+                    if joined is None:
+                        yield parcel
+                parcel = joined or Parcel(copies, some)
+        if parcel is not None:
+            yield parcel
 
     def digest(self, parcel: Parcel) -> Notice:
         """What announces a parcel, with a digest for each of its pieces."""
-        source, layer = self.source, parcel.layer
-        digests = compute_digests(
-            source,
-            layer,
-            _layer_pages(self.region, layer),
-            parcel.bounds,
-            heads=shared_heads(source.layout, self.target.layout, layer),
-        )
-        return Notice(layer, parcel.start, parcel.stop, digests)
+        digests = b"".join(self._digest(layer, parcel.bounds) for layer in parcel.copies.layers)
+        return _announce(parcel, digests)
+
+    def _plan(self, layer: int, bounds: NDArray[np.int64]) -> PageCopies:
+        low, high = int(bounds[0]), int(bounds[-1])
+        return self.planner.plan(self.source, self.target, layer, start=low, stop=high)
+
+    def _digest(self, layer: int, bounds: NDArray[np.int64]) -> bytes:
+        source = self.source
+        heads = shared_heads(source.layout, self.target.layout, layer)
+        pages = _layer_pages(self.region, layer)
+        return compute_digests(source, layer, pages, bounds, heads=heads)
 
 
 def announce_undigested(parcel: Parcel) -> Notice:
     """What announces a parcel to a receiver that verifies identities only."""
-    return Notice(parcel.layer, parcel.start, parcel.stop, b"")
+    return _announce(parcel, b"")
+
+
+def _announce(parcel: Parcel, digests: bytes) -> Notice:
+    copies = parcel.copies
+    return Notice(copies.layer, parcel.start, parcel.stop, digests, copies.num_layers)
 
 
 @dataclass(frozen=True, slots=True)

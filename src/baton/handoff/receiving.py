@@ -257,12 +257,20 @@ class ReceivingDesk:  # noqa: PLR0904 -- a method for each event (ADR 0005)
             return
         session = incoming.session
         try:
-            notice = decode_notice(raw_notice)
-            if not session.expects(notice):
+            notices = decode_notice(raw_notice).split()
+            if not all(session.expects(notice) for notice in notices):
                 return
         except ProtocolError as exc:
             self._perform(incoming, session.fail(str(exc), stage="landing"))
             return
+        for notice in notices:
+            if session.phase is not ReceivePhase.GRANTED:
+                return  # the pages are not this handoff's any more
+            self._layer_arrived(transport, incoming, notice)
+
+    def _layer_arrived(self, transport: Transport, incoming: Incoming, notice: Notice) -> None:
+        """What is expected was written: see whether it is what its sender had."""
+        session = incoming.session
         if is_as_written(self._desk.verification, incoming, notice, transport):
             incoming.note_arrival(transport, notice)
             self._take_in(incoming, notice)

@@ -47,7 +47,7 @@ from baton.handoff.session.actions import (
 from baton.handoff.session.lease import LEASE_STAGE
 from baton.handoff.session.posted import Posted
 from baton.handoff.session.send import SendPhase, SendSession
-from baton.handoff.shipping import announce, lay_footprint, write
+from baton.handoff.shipping import announce, join_submits, lay_footprint, write
 from baton.handoff.staging import STAGING_STAGE, Holder
 
 if TYPE_CHECKING:
@@ -118,8 +118,9 @@ class SendingDesk:  # noqa: PLR0904 -- a method for each event (ADR 0005)
 
     def all_ready(self, ticket: TicketId, stop: int) -> None:
         """All layers of tokens `[0, stop)` are in place: see `one_piece.py`."""
-        for layer in range(self._desk.num_layers):
-            self.layer_ready(((ticket, stop),), layer)
+        outgoing = self._outgoing.get(ticket)
+        if outgoing is not None:
+            self._perform(outgoing, outgoing.session.all_ready(stop))
 
     def finish(self, ticket: TicketId, first_token: SampledToken | None) -> None:
         """See `HandoffPort.finish`."""
@@ -385,7 +386,7 @@ class SendingDesk:  # noqa: PLR0904 -- a method for each event (ADR 0005)
             self._perform(outgoing, outgoing.session.peer_failed(reason, stage=stage))
 
     def _perform(self, outgoing: Outgoing, actions: list[SendAction]) -> None:
-        for action in actions:
+        for action in join_submits(actions) if len(actions) > 1 else actions:
             self._carry_out(outgoing, action)
         session = outgoing.session
         if session.over and self._outgoing.pop(session.ticket, None) is not None:
@@ -415,7 +416,7 @@ class SendingDesk:  # noqa: PLR0904 -- a method for each event (ADR 0005)
                 assert_never(action)
 
     def _submit(self, outgoing: Outgoing, submit: Submit) -> None:
-        """Write one layer's range, in parcels; a failure ends the session."""
+        """Write a range of one layer or more, in parcels; a failure ends the session."""
         session, granted, footprint = outgoing.session, outgoing.granted, outgoing.footprint
         if session.phase not in _WRITING or granted is None or footprint is None:
             return  # an earlier write of the same batch failed
@@ -429,7 +430,10 @@ class SendingDesk:  # noqa: PLR0904 -- a method for each event (ADR 0005)
                 submit, routes, outgoing=outgoing, granted=granted, footprint=footprint
             ):
                 self._writes[shipment.posted] = shipment.way.route, session.ticket
-                self._perform(outgoing, session.submitted(shipment.posted, shipment.stretch))
+                for stretch in shipment.stretches:
+                    self._perform(outgoing, session.submitted(shipment.posted, stretch))
+                if session.phase not in _WRITING:
+                    return
         except BatonError as exc:
             self._perform(outgoing, session.fail(str(exc), stage="submit"))
 

@@ -10,23 +10,25 @@ import numpy as np
 
 from baton.handoff.messages import Available, encode, pack_blocks
 from baton.handoff.parcels import Packer, announce_undigested
+from baton.handoff.session.actions import Submit
 from baton.handoff.session.posted import Posted
 from baton.handoff.staging import Holder
-from baton.handoff.stretches import Stretch
 from baton.kv.copies import BlockTable, PagedSequence
 from baton.transfer.interface import PageWrite
 from baton.transfer.links.shape import measure_shape
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from baton.handoff.footprint import Footprint, ServedFace
     from baton.handoff.grants import Granted
     from baton.handoff.interface import SendOrder
     from baton.handoff.messages import Grant
     from baton.handoff.outgoing import Outgoing
+    from baton.handoff.parcels import Parcel
     from baton.handoff.routes import RouteTable, Way
-    from baton.handoff.session.actions import Announce, Submit
+    from baton.handoff.session.actions import Announce, SendAction
+    from baton.handoff.stretches import Stretch
     from baton.kv.copies import PageCopies
     from baton.kv.layout import KVLayout
     from baton.telemetry.trace import LegTrace
@@ -52,7 +54,7 @@ class Shipment:
 
     way: Way
     posted: Posted
-    stretch: Stretch
+    stretches: tuple[Stretch, ...]
 
 
 def write(
@@ -65,20 +67,29 @@ def write(
 ) -> Iterator[Shipment]:
     """Write a range into the peer's pages, parcel by parcel, each over the best route for it.
 
+    Layers whose pages are alike go together, where that route takes them so: a short prompt's
+    layers cost more to be announced than to be copied.
+
     Raises:
         TransferError: no route is left, or a transport refuses a write.
         ProtocolError: the range is not in the pages of either side.
     """
-    session, trace = outgoing.session, outgoing.session.order.trace
-    theirs, region = granted.peer.met.theirs, footprint.face.region
-    target = PagedSequence(theirs.layout, granted.target)
-    footprint.gather(submit.layer, submit.start, submit.stop)
+    trace, region = outgoing.session.order.trace, footprint.face.region
+    target = PagedSequence(granted.peer.met.theirs.layout, granted.target)
     packer = Packer(region, footprint.sequence, target, outgoing.planner)
-    for parcel in packer.pack(submit.layer, submit.start, submit.stop):
-        shape = measure_shape(parcel.copies, region.arrays, theirs.regions[0].arrays)
-        way = routes.choose(granted.peer, shape, session.avoids)
+    layers = range(submit.layer, submit.layer + submit.num_layers)
+    for layer in layers:
+        footprint.gather(layer, submit.start, submit.stop)
+    theirs = granted.peer.met.theirs.regions[0].arrays
+
+    def choose(copies: PageCopies) -> Way:
+        shape = measure_shape(copies, region.arrays, theirs)
+        way = routes.choose(granted.peer, shape, outgoing.session.avoids)
         if way is None:
             raise routes.explain(granted.peer)
+        return way
+
+    for parcel, way in _choose_ways(packer.pack(layers, submit.start, submit.stop), choose):
         is_undigested = way.route.kind in granted.grant.undigested
         notice = announce_undigested(parcel) if is_undigested else packer.digest(parcel)
         page_write = PageWrite(
@@ -93,8 +104,44 @@ def write(
         began_at = routes.now()
         transfer = way.route.transport.submit(page_write)
         routes.posted(way, began_at)
-        stretch = Stretch(notice.layer, notice.start, notice.stop)
-        yield Shipment(way, Posted(way.route.kind, transfer), stretch)
+        yield Shipment(way, Posted(way.route.kind, transfer), parcel.stretches)
+
+
+def _choose_ways(
+    parcels: Iterator[Parcel], choose: Callable[[PageCopies], Way]
+) -> Iterator[tuple[Parcel, Way]]:
+    """Each parcel with its best route; layer by layer where that takes no layers together."""
+    for parcel in parcels:
+        way = choose(parcel.copies)
+        if parcel.copies.num_layers == 1 or way.route.transport.capabilities.joins:
+            yield parcel, way
+        else:
+            yield from ((each, choose(each.copies)) for each in parcel.split())
+
+
+def join_submits(actions: Sequence[SendAction]) -> Iterator[SendAction]:
+    """The same actions; writes of the same tokens of layers that follow each other are one."""
+    last: Submit | None = None
+    for action in actions:
+        if not isinstance(action, Submit):
+            if last is not None:
+                yield last
+            last = None
+            yield action
+            continue
+        if last is not None and _follows(action, last):
+            last = Submit(last.layer, last.start, last.stop, last.num_layers + action.num_layers)
+            continue
+        if last is not None:
+            yield last
+        last = action
+    if last is not None:
+        yield last
+
+
+def _follows(submit: Submit, last: Submit) -> bool:
+    tokens = (submit.start, submit.stop)
+    return submit.layer == last.layer + last.num_layers and tokens == (last.start, last.stop)
 
 
 def announce(
@@ -109,7 +156,7 @@ def announce(
     trace, num_tokens = outgoing.session.order.trace, granted.grant.num_tokens
     target = _some_target(granted.peer.met.theirs.layout, num_tokens)
     packer = Packer(footprint.face.region, footprint.sequence, target, outgoing.planner)
-    for parcel in packer.pack(action.layer, action.start, action.stop):
+    for parcel in packer.pack(range(action.layer, action.layer + 1), action.start, action.stop):
         notice = packer.digest(parcel)
         source = footprint.pages_of(notice.start, notice.stop)
         _count(trace, parcel.copies)

@@ -142,21 +142,39 @@ class CopyGroup:
 
 @dataclass(frozen=True, slots=True)
 class PageCopies:
-    """What one write moves: pages of array number `layer` on both sides."""
+    """What one write moves: on both sides, the same pages of `num_layers` arrays from `layer` on.
+
+    Above 1 only for transports that take such writes (`transfer.interface.Capabilities.joins`).
+    """
 
     layer: int
     groups: tuple[CopyGroup, ...]
+    num_layers: int = 1
+
+    @property
+    def layers(self) -> range:
+        """The arrays' numbers."""
+        return range(self.layer, self.layer + self.num_layers)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that all groups move."""
+        """Bytes that all groups move, in all layers."""
+        return self.layer_bytes * self.num_layers
+
+    @property
+    def layer_bytes(self) -> int:
+        """Bytes that all groups move, in one layer."""
         groups = self.groups
         return groups[0].num_bytes if len(groups) == 1 else sum(each.num_bytes for each in groups)
 
     @property
     def num_pages(self) -> int:
-        """Page pairs that are touched."""
-        return sum(len(group.src_pages) for group in self.groups)
+        """Page pairs that are touched, in all layers."""
+        return sum(len(group.src_pages) for group in self.groups) * self.num_layers
+
+    def split(self) -> tuple[PageCopies, ...]:
+        """The same, layer by layer."""
+        return tuple(PageCopies(layer, self.groups) for layer in self.layers)
 
 
 def compute_pieces(
@@ -223,7 +241,7 @@ def apply_copies(
 ) -> None:
     """Carry out copies between two arrays of pages in this process's memory.
 
-    Both are uint8 `[num_blocks, page_bytes]` of layer `copies.layer`, bytes of a page adjacent.
+    Both are uint8 `[num_blocks, page_bytes]` of one of `copies.layers`, bytes of a page adjacent.
     They do not overlap.
 
     Raises:

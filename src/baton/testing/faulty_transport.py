@@ -323,8 +323,9 @@ class FaultyTransport:
         piece = choose_piece(write.copies, self._random, side=0)
         if piece is None:
             return write
-        region, pages = self._clone(write)
-        self._spoil(pages, piece, fault)
+        region = self._clone(write)
+        layer = self._random.choice(write.copies.layers)
+        self._spoil(view_pages(region.memory, region.arrays[layer]), piece, fault)
         return replace(write, region=region.handle)
 
     def _spoil_read(self, transfer: TransferId) -> None:
@@ -345,7 +346,7 @@ class FaultyTransport:
             flip_bit(pages, piece, self._random)
         self.injected[Fault.ZERO_PAGE if to_zeros else Fault.FLIP_BIT] += 1
 
-    def _clone(self, write: PageWrite) -> tuple[PagedRegion, NDArray[np.uint8]]:
+    def _clone(self, write: PageWrite) -> PagedRegion:
         """A region like the write's source, exposed, that holds the pages the write reads."""
         source = self._regions[write.region]
         shapes = [(array.num_pages, array.page_bytes) for array in source.arrays]
@@ -353,9 +354,9 @@ class FaultyTransport:
         clone = allocate(shapes)
         self._clones.append(clone)
         self._inner.expose(clone)
-        layer = write.copies.layer
-        pages = view_pages(clone.memory, clone.arrays[layer])
-        original = view_pages(source.memory, source.arrays[layer])
-        for group in write.copies.groups:
-            pages[group.src_pages] = original[group.src_pages]
-        return clone, pages
+        for layer in write.copies.layers:
+            pages = view_pages(clone.memory, clone.arrays[layer])
+            original = view_pages(source.memory, source.arrays[layer])
+            for group in write.copies.groups:
+                pages[group.src_pages] = original[group.src_pages]
+        return clone

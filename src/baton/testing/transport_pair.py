@@ -139,10 +139,11 @@ class TransportPair:
         groups: Sequence[CopyGroup],
         *,
         array: int = 0,
+        num_arrays: int = 1,
         notice: bytes = b"",
     ) -> PageWrite:
         """A write from the writer's region; not submitted."""
-        copies = PageCopies(array, tuple(groups))
+        copies = PageCopies(array, tuple(groups), num_arrays)
         return PageWrite(remote, window, self.writer.region.handle, copies, notice)
 
     def read(self, remote: RemoteId, groups: Sequence[CopyGroup], *, array: int = 0) -> PageRead:

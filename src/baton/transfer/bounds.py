@@ -23,7 +23,11 @@ MAX_SPANS: Final = 65_536
 
 
 def check_copies(
-    copies: PageCopies, source: Sequence[PageArray], target: Sequence[PageArray]
+    copies: PageCopies,
+    source: Sequence[PageArray],
+    target: Sequence[PageArray],
+    *,
+    joins: bool = False,
 ) -> None:
     """Refuse copies that reach outside an array of either region.
 
@@ -31,18 +35,23 @@ def check_copies(
     change, and the next layer has the same ones.
 
     Raises:
-        TransferError: an array, a page or a span is out of range, or index arrays do not match.
+        TransferError: an array, a page or a span is out of range, or index arrays do not match; or
+            there are several arrays, and not `joins`.
     """
-    if not 0 <= copies.layer < min(len(source), len(target)):
+    layers = copies.layers
+    if copies.num_layers != 1 and not (joins and layers):
+        raise TransferError(f"a write of {copies.num_layers} arrays, which is not taken here")
+    if not 0 <= layers.start < layers.stop <= min(len(source), len(target)):
         raise TransferError(
-            f"there is no array {copies.layer}: the regions have {len(source)} and {len(target)}"
+            f"there is no array {layers[-1]}: the regions have {len(source)} and {len(target)}"
         )
-    src, dst = source[copies.layer], target[copies.layer]
-    sizes = (src.num_pages, src.page_bytes, dst.num_pages, dst.page_bytes)
-    for group in copies.groups:
-        if sizes not in group.fits:
-            _check_group(group, src, dst)
-            group.fits.add(sizes)
+    for layer in layers:
+        src, dst = source[layer], target[layer]
+        sizes = (src.num_pages, src.page_bytes, dst.num_pages, dst.page_bytes)
+        for group in copies.groups:
+            if sizes not in group.fits:
+                _check_group(group, src, dst)
+                group.fits.add(sizes)
 
 
 def check_array(array: int, arrays: Sequence[PageArray]) -> None:

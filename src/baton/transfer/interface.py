@@ -101,6 +101,7 @@ class Capabilities(msgspec.Struct, frozen=True):
     `posts`: a write may land after it was reported as failed (hardware, or another library's
     thread, has it); only `WindowQuiescent` tells that it can not any more.
     `lends`: pages of an attached remote can be looked at in place (`Transport.view`).
+    `joins`: one write may be of several arrays (`PageCopies.num_layers`).
     """
 
     memory: tuple[MemoryKind, ...]
@@ -110,6 +111,7 @@ class Capabilities(msgspec.Struct, frozen=True):
     reads: bool = False
     posts: bool = False
     lends: bool = False
+    joins: bool = False
 
 
 @dataclass(frozen=True, slots=True)

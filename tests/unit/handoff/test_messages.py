@@ -159,9 +159,21 @@ def test_every_truncation_is_refused(name: str) -> None:
 
 
 def test_absurd_counts_are_refused() -> None:
-    for notice in (Notice(-1, 0, 1, b""), Notice(0, -5, 1, b""), Notice(0, 0, 1 << 60, b"")):
+    wrong = (Notice(-1, 0, 1, b""), Notice(0, -5, 1, b""), Notice(0, 0, 1 << 60, b""))
+    for notice in (*wrong, Notice(0, 0, 1, b"", 0), Notice(0, 0, 1, b"", 1 << 60)):
         with pytest.raises(ProtocolError):
             decode_notice(encode(notice))
+
+
+def test_a_notice_of_several_layers_is_one_for_each() -> None:
+    assert Notice(3, 5, 9, b"aabbcc", 3).split() == (
+        Notice(3, 5, 9, b"aa"),
+        Notice(4, 5, 9, b"bb"),
+        Notice(5, 5, 9, b"cc"),
+    )
+    assert Notice(3, 5, 9, b"", 2).split() == (Notice(3, 5, 9, b""), Notice(4, 5, 9, b""))
+    with pytest.raises(ProtocolError, match="5 bytes of digests, 3 layers"):
+        Notice(3, 5, 9, b"aabbc", 3).split()
 
 
 def test_block_ids_are_checked() -> None:
@@ -172,7 +184,7 @@ def test_block_ids_are_checked() -> None:
         unpack_blocks(pack_blocks(np.array([-1])))
 
 
-@pytest.mark.parametrize("version", [1, 2, 3, PROTOCOL_VERSION + 1])
+@pytest.mark.parametrize("version", [1, 2, 3, 5, PROTOCOL_VERSION + 1])
 def test_a_hello_of_another_version_is_known_as_one(version: int) -> None:
     """Whatever fields it has: version 1 had `layout` and `regions`, 2 no `mover`, 3 no lease."""
     raw = msgspec.msgpack.encode({

@@ -28,7 +28,7 @@ def received():
     pages[:] = np.random.default_rng(7).integers(0, 256, pages.shape, np.uint8)
     sequence = PagedSequence(layout, BlockTable(0, np.arange(NUM_BLOCKS, dtype=np.int64)))
     packer = Packer(region, sequence, sequence, CopyPlanner())
-    (parcel,) = packer.pack(0, 0, NUM_BLOCKS * layout.block_size)
+    (parcel,) = packer.pack(range(1), 0, NUM_BLOCKS * layout.block_size)
     return pages, Inspector(region, sequence, layout), packer.digest(parcel), parcel
 
 

@@ -64,12 +64,14 @@ class Read:
 class Submit:
     """Write tokens `[start, stop)` of `layer`: then `submitted` for each part, or `fail`.
 
-    By any transport that has not failed this session (`SendSession.avoids`).
+    By any transport that has not failed this session (`SendSession.avoids`). Of several layers at
+    once where `join_submits` says so.
     """
 
     layer: int
     start: int
     stop: int
+    num_layers: int = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -129,6 +129,13 @@ class SendSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
             return []
         return self._submit_ready((layer,))
 
+    def all_ready(self, stop: int) -> list[SendAction]:
+        """KV of tokens `[0, stop)` of all layers is in place."""
+        np.maximum(self._ready, stop, out=self._ready)
+        if self.phase is not SendPhase.SENDING:
+            return []
+        return self._submit_ready(range(len(self._ready)))
+
     def resume(self) -> list[SendAction]:
         """There is a route again: submit what could not be."""
         if self.phase not in _MOVING:

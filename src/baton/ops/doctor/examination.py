@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from baton.clock import Clock
     from baton.ops.doctor.host import Host
 
-TRANSPORT_TIMEOUT_S: Final = 10.0
+TRANSPORT_TIMEOUT_S: Final = 15.0
 GPU_TIMEOUT_S: Final = 9.0
 FLEET_TIMEOUT_S: Final = 8.0
 TRANSPORT_KINDS: Final[Registry[object]] = Registry("baton.transports")

@@ -77,10 +77,10 @@ class Fabric:
         return is_landing or since_s < CATCH_UP_S
 
     def split(self, copies: PageCopies) -> list[PageCopies]:
-        """A write as it will be stored: at once, or in two parts."""
+        """A write as it will be stored: each layer at once, or in two parts."""
         if self._timeline.noise.random() < 0.3:  # noqa: PLR2004 -- some are torn
-            return split_copies(copies)
-        return [copies]
+            return [part for each in copies.split() for part in split_copies(each)]
+        return list(copies.split())
 
     def carry(self, write: Write) -> None:
         """Have a write leave."""
@@ -149,8 +149,9 @@ class Fabric:
             poster.fail(write, "the window is closed")
             return
         self._checker.left(write)
-        write.source = poster.pages(order.region, order.copies.layer).copy()
-        self.mishaps.spoil(write.source, order.copies)
+        layers = order.copies.layers
+        write.source = {layer: poster.pages(order.region, layer).copy() for layer in layers}
+        self.mishaps.spoil(write.source[layers[-1]], order.copies)
         self.landing[write] = None
         if self.mishaps.fails_next(poster.kind):
             poster.fail(write, "the transfer failed")
@@ -175,7 +176,7 @@ class Fabric:
         handle = write.remote.descriptor.handle
         self._note_late(write)
         self.check_store(target, handle, part, write.order.window)
-        apply_copies(part, write.source, target.pages(handle, part.layer))
+        apply_copies(part, write.source[part.layer], target.pages(handle, part.layer))
         if write.parts:
             self._go_on(write)
             return

@@ -50,7 +50,8 @@ LATE_S: Final = 2.5
 class Kind:
     """A family of transports. `receiver_stores`: else the writer does.
 
-    `lends`: peers on the same host can look at pages where they lie.
+    `lends`: peers on the same host can look at pages where they lie. `joins`: one write may be of
+    several layers.
     """
 
     name: str
@@ -58,14 +59,15 @@ class Kind:
     posts: bool
     receiver_stores: bool
     lends: bool = False
+    joins: bool = False
 
 
 KINDS: Final = {
     kind.name: kind
     for kind in (
-        Kind("sim-shared", reads=True, posts=False, receiver_stores=False, lends=True),
+        Kind("sim-shared", reads=True, posts=False, receiver_stores=False, lends=True, joins=True),
         Kind("sim-rdma", reads=True, posts=True, receiver_stores=False),
-        Kind("sim-tcp", reads=False, posts=False, receiver_stores=True),
+        Kind("sim-tcp", reads=False, posts=False, receiver_stores=True, joins=True),
     )
 }
 
@@ -94,7 +96,10 @@ class Opened:
 
 @dataclass(slots=True, eq=False)
 class Write:
-    """One write. `parts` are to be stored still; `source` is what was read, once it was."""
+    """One write. `parts` are to be stored still; `source` is what was read, once it was.
+
+    By layer.
+    """
 
     id: TransferId
     poster: SimTransport
@@ -102,7 +107,7 @@ class Write:
     order: PageWrite
     parts: list[PageCopies]
     target: SimTransport
-    source: NDArray[np.uint8] | None = None
+    source: dict[int, NDArray[np.uint8]] | None = None
     has_failed: bool = False
 
 
@@ -128,6 +133,7 @@ class SimTransport:  # noqa: PLR0904 -- the contract, and what its peers need
             reads=kind.reads,
             posts=kind.posts,
             lends=kind.lends,
+            joins=kind.joins,
         )
         self.process, self._fabric = process, fabric
         self.regions: dict[RegionHandle, PagedRegion] = {}

@@ -6,6 +6,7 @@ one process and are polled when their descriptors say so; `process` adds a secon
 File map:
     kit.py        how transports are built, what is checked after each write
     moving.py     what is moved lands where it should, and is reported once
+    joining.py    writes of several arrays, where a transport takes them (`Capabilities.joins`)
     reading.py    what is read, where a transport reads (`Capabilities.reads`)
     lending.py    what is seen in place, where a transport lends (`Capabilities.lends`)
     windows.py    permission, and its end
@@ -15,6 +16,7 @@ File map:
     namespace.py  the same on another host, over a cable that is cut
 """
 
+from baton.testing.transport_contract.joining import JoiningContract
 from baton.testing.transport_contract.lending import LendingContract
 from baton.testing.transport_contract.moving import MovingContract
 from baton.testing.transport_contract.namespace import NamespaceContract
@@ -27,6 +29,7 @@ from baton.testing.transport_contract.windows import WindowContract
 
 class TransportContract(
     MovingContract,
+    JoiningContract,
     ReadingContract,
     ReadRefusalContract,
     LendingContract,

@@ -105,14 +105,16 @@ def check_write(
     groups: Sequence[CopyGroup],
     *,
     array: int = 0,
+    num_arrays: int = 1,
 ) -> None:
     """Submit a write, wait for both ends of it, and compare *all* bytes of the reader's region."""
     expected = bytearray(pair.reader.snapshot())
-    target = view_pages(memoryview(expected), pair.reader.region.arrays[array])
-    apply_slowly(groups, pair.writer.pages(array), target)
+    for each in range(array, array + num_arrays):
+        target = view_pages(memoryview(expected), pair.reader.region.arrays[each])
+        apply_slowly(groups, pair.writer.pages(each), target)
     num_before = len(pair.seen(Arrived))
     notice = f"write {num_before}".encode()
-    write = pair.write(remote, window, groups, array=array, notice=notice)
+    write = pair.write(remote, window, groups, array=array, num_arrays=num_arrays, notice=notice)
     transfer = pair.writer.transport.submit(write)
     done = WriteCompleted(transfer, write.copies.num_bytes)
     pair.pump(lambda: done in pair.writer_events and len(pair.seen(Arrived)) > num_before)

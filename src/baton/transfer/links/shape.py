@@ -37,7 +37,7 @@ def measure_shape(
         return TransferShape(copies.num_bytes, copies.num_pages)  # the transport will refuse it
     page_bytes = source[copies.layer].page_bytes, target[copies.layer].page_bytes
     num = sum(_count_descriptors(group, page_bytes) for group in copies.groups)
-    return TransferShape(copies.num_bytes, num)
+    return TransferShape(copies.num_bytes, num * copies.num_layers)
 
 
 def _count_descriptors(group: CopyGroup, page_bytes: tuple[int, int]) -> int:

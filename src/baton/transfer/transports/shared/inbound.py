@@ -105,9 +105,9 @@ class Inbound:
     def _read(self, channel: Channel) -> None:
         for body in channel.receive_bodies():
             match decode_from_writer(body):
-                case Notice(window, notice, layer):
+                case Notice(window, notice, layer, num_layers):
                     if self._ledger.admits(self._writer, TicketId(window)):
-                        self._settle(TicketId(window), layer)
+                        self._settle(TicketId(window), range(layer, layer + num_layers))
                         self._reactor.report(Arrived(TicketId(window), notice))
                 case Ask(window):
                     # If it was opened, `Opened` is on its way already, in front of any answer.
@@ -121,10 +121,10 @@ class Inbound:
                 case unknown:
                     assert_never(unknown)
 
-    def _settle(self, window: TicketId, layer: int) -> None:
+    def _settle(self, window: TicketId, layers: range) -> None:
         """Nothing old of what was written is read; a writer that lies of it fails by digest."""
-        if self._region is not None and layer < len(self._region.arrays):
-            settle_pages(self._region, self._ledger.pages_of(window), [layer])
+        if self._region is not None and layers.stop <= len(self._region.arrays):
+            settle_pages(self._region, self._ledger.pages_of(window), layers)
 
     def _disconnected(self, error: TransferError) -> None:
         del error  # that the writer is out of reach does not tell whether it still writes

@@ -63,18 +63,19 @@ class PeerPages:
         self._is_lent = True
         return self._lent.views[array]
 
-    def store(self, copies: PageCopies, source: NDArray[np.uint8]) -> None:
-        """Copy checked pages of `source` in, so far that the peer can see them.
+    def store(self, copies: PageCopies, sources: Sequence[NDArray[np.uint8]]) -> None:
+        """Copy checked pages of `sources`, one for each layer, in, so far that the peer sees them.
 
         Raises:
             TransferError: the memory behind the mapping is not what it was.
         """
-        if not isinstance(self._mapping, ExtentMapping):
-            apply_copies(copies, source, self.view(copies.layer))
-            return
-        self._mapping.check_size()
-        apply_copies(copies, source, self.view(copies.layer))
-        self._mapping.flush_ranges(*compute_written(copies, self._arrays[copies.layer]))
+        device = self._mapping if isinstance(self._mapping, ExtentMapping) else None
+        if device is not None:
+            device.check_size()
+        for layer, source in zip(copies.layers, sources, strict=True):
+            apply_copies(copies, source, self.view(layer))
+            if device is not None:
+                device.flush_ranges(*compute_written(copies, self._arrays[layer]))
 
     def load(self, copies: PageCopies, target: NDArray[np.uint8]) -> None:
         """Copy checked pages of the peer out into `target`.

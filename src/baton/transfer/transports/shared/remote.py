@@ -33,7 +33,7 @@ from baton.transfer.window_messages import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     import numpy as np
     from numpy.typing import NDArray
@@ -76,7 +76,9 @@ class Remote:
         self._connection: Connection | None = None
         self._ear: Ear | None = None
         self._pages: PeerPages | None = None
-        self._windows: PeerWindows[NDArray[np.uint8]] = PeerWindows(reactor, self._carry_out)
+        self._windows: PeerWindows[Sequence[NDArray[np.uint8]]] = PeerWindows(
+            reactor, self._carry_out
+        )
         self._unsent: dict[TransferId, int] = {}
         self._loss: TransferError | None = None
         self._is_mapped = False
@@ -109,8 +111,10 @@ class Remote:
         if self._ear is not None and self._loss is None:
             self._ear.heed()
 
-    def submit(self, transfer: TransferId, write: PageWrite, source: NDArray[np.uint8]) -> None:
-        """Copy a checked write, of an array of local pages, into the peer's and tell the peer."""
+    def submit(
+        self, transfer: TransferId, write: PageWrite, source: Sequence[NDArray[np.uint8]]
+    ) -> None:
+        """Copy a checked write, of these arrays of local pages, into the peer's; tell the peer."""
         if self._loss is not None:
             self._reactor.report(WriteFailed(transfer, self._loss))
             return
@@ -187,7 +191,7 @@ class Remote:
         self._is_mapped = pages is not None and not pages.unmap()
         return not self._is_mapped
 
-    def _carry_out(self, submitted: Submitted[NDArray[np.uint8]]) -> None:
+    def _carry_out(self, submitted: Submitted[Sequence[NDArray[np.uint8]]]) -> None:
         """Store the pages, then send the notice: the system call comes after the stores."""
         transfer, write = submitted.transfer, submitted.write
         copies = write.copies
@@ -199,7 +203,7 @@ class Remote:
             self._reactor.report(WriteFailed(transfer, exc))
             return
         self._unsent[transfer] = copies.num_bytes
-        notice = Notice(write.window, write.notice, copies.layer)
+        notice = Notice(write.window, write.notice, copies.layer, copies.num_layers)
         frame, connection = encode_frame(encode(notice)), self._connection
         if connection.channel.has_unsent:  # behind that; as many as there are writes may wait
             connection.send_batches(self._notice_batches(transfer, frame))

@@ -72,7 +72,11 @@ class SharedTransport:
         # Where caches need care, nobody tells the owner when to write back what is to be read.
         can_read = self._device is None or self._device.flush != "libpmem"
         self.capabilities = Capabilities(
-            ("shared",), same_host_only=True, reads=can_read, lends=self._device is None
+            ("shared",),
+            same_host_only=True,
+            reads=can_read,
+            lends=self._device is None,
+            joins=True,
         )
         self._reactor = Reactor(context.clock)
         self.readiness_fd: int | None = self._reactor.fd
@@ -156,11 +160,12 @@ class SharedTransport:
     def submit(self, write: PageWrite) -> TransferId:
         """See `Transport`."""
         remote, region = self._find_remote(write.remote), self._find_region(write.region)
-        check_copies(write.copies, region.arrays, remote.descriptor.arrays)
+        check_copies(write.copies, region.arrays, remote.descriptor.arrays, joins=True)
         check_notice(write.notice)
         transfer = self._new_transfer()
         remote.heed()
-        remote.submit(transfer, write, self._views[region.handle][write.copies.layer])
+        layers = write.copies.layers
+        remote.submit(transfer, write, self._views[region.handle][layers.start : layers.stop])
         return transfer
 
     def read(self, read: PageRead) -> TransferId:

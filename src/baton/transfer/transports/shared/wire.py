@@ -15,6 +15,7 @@ from baton.transfer.region import MAX_ARRAYS
 from baton.transfer.window_messages import Ask, Closed, FromOwner, NotAttached, Released
 
 ArrayIndex: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=MAX_ARRAYS)]
+ArrayCount: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=MAX_ARRAYS)]
 
 
 class Attach(msgspec.Struct, frozen=True, tag="attach"):
@@ -41,11 +42,15 @@ class Attached(msgspec.Struct, frozen=True, tag="attached", omit_defaults=True):
 
 
 class Notice(msgspec.Struct, frozen=True, tag="notice", omit_defaults=True):
-    """Writer → receiver: a write into this window, of pages of array `layer`, is in place."""
+    """Writer → receiver: a write into this window is in place.
+
+    Of pages of `num_layers` arrays from `layer` on.
+    """
 
     window: IdBytes
     notice: NoticeBytes
     layer: ArrayIndex = 0
+    num_layers: ArrayCount = 1
 
 
 FromWriter: TypeAlias = Notice | Ask | Closed | Released

@@ -21,12 +21,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Stripe:
-    """What one stream carries of a write: perhaps nothing but its notice."""
+    """What one stream carries of a write: perhaps nothing but its notice.
+
+    `parts`: of which array, and which of its pages.
+    """
 
     sequence: int
     num_stripes: int
     notice: bytes
-    parts: tuple[CopyGroup, ...]
+    parts: tuple[tuple[int, CopyGroup], ...]
     num_bytes: int
 
 
@@ -39,12 +42,13 @@ def cut_stripes(
     parts = _cut_evenly(write.copies, -(-num_bytes // num_stripes))
     if num_stripes == 1:
         return [Stripe(sequence, 1, write.notice, tuple(parts), num_bytes)]
-    shares: list[list[CopyGroup]] = [[] for _ in range(min(num_stripes, max(1, len(parts))))]
+    num_shares = min(num_stripes, max(1, len(parts)))
+    shares: list[list[tuple[int, CopyGroup]]] = [[] for _ in range(num_shares)]
     loads = [0] * len(shares)
     for part in parts:
         lightest = loads.index(min(loads))
         shares[lightest].append(part)
-        loads[lightest] += part.num_bytes
+        loads[lightest] += part[1].num_bytes
     notices = [write.notice, *(b"" for _ in shares[1:])]
     return [
         Stripe(sequence, len(shares), notice, tuple(share), load)
@@ -55,7 +59,7 @@ def cut_stripes(
 def whole_batch(write: PageWrite, region: PagedRegion, sequence: int) -> list[memoryview] | None:
     """A checked write as the only stripe of it, if one system call takes all of it; else None."""
     groups, layer = write.copies.groups, write.copies.layer
-    if len(groups) != 1:
+    if len(groups) != 1 or write.copies.num_layers != 1:
         return None
     payload = sole_batch(_source_of(groups[0]), region.memory, region.arrays[layer])
     if not payload:
@@ -72,15 +76,20 @@ def departing_batches(
 
     The region's memory is read in place: it must not change until the receiver has answered.
     """
-    array = region.arrays[write.copies.layer]
     if not stripe.parts:
-        yield [_header(write, stripe, pages=b"", spans=b"", notice=stripe.notice)]
-    for number, part in enumerate(stripe.parts, start=1):
+        header = Data(
+            stripe.sequence, write.window, write.copies.layer, b"", b"", stripe.notice,
+            stripe.num_stripes,
+        )  # fmt: skip
+        yield [memoryview(encode_frame(encode(header)))]
+    for number, (array, part) in enumerate(stripe.parts, start=1):
         pages, spans = part.packed_targets
         notice = stripe.notice if number == len(stripe.parts) else None
-        header = _header(write, stripe, pages=pages, spans=spans, notice=notice)
-        payload = read_batches(_source_of(part), region.memory, array)
-        yield [header, *next(payload, [])]
+        header = Data(
+            stripe.sequence, write.window, array, pages, spans, notice, stripe.num_stripes
+        )
+        payload = read_batches(_source_of(part), region.memory, region.arrays[array])
+        yield [memoryview(encode_frame(encode(header))), *next(payload, [])]
         yield from payload
 
 
@@ -88,21 +97,6 @@ def _source_of(part: CopyGroup) -> Geometry:
     return Geometry(part.src_pages, part.spans[:, 0], part.spans[:, 2])
 
 
-def _cut_evenly(copies: PageCopies, share_bytes: int) -> list[CopyGroup]:
-    parts = cut_parts(copies.groups, max(1, min(MAX_PART_BYTES, share_bytes)))
-    return [part for part in parts if part.num_bytes > 0]
-
-
-def _header(
-    write: PageWrite, stripe: Stripe, *, pages: bytes, spans: bytes, notice: bytes | None
-) -> memoryview:
-    header = Data(
-        sequence=stripe.sequence,
-        window=write.window,
-        array=write.copies.layer,
-        dst_pages=pages,
-        spans=spans,
-        notice=notice,
-        stripes=stripe.num_stripes,
-    )
-    return memoryview(encode_frame(encode(header)))
+def _cut_evenly(copies: PageCopies, share_bytes: int) -> list[tuple[int, CopyGroup]]:
+    parts = list(cut_parts(copies.groups, max(1, min(MAX_PART_BYTES, share_bytes))))
+    return [(layer, part) for layer in copies.layers for part in parts if part.num_bytes > 0]

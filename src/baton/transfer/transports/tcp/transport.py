@@ -78,7 +78,9 @@ class TcpTransport:
     """See `Transport`. Its owner is the thread that calls `poll`."""
 
     kind = "tcp"
-    capabilities = Capabilities(memory=("host", "shared"), same_host_only=False, reads=True)
+    capabilities = Capabilities(
+        memory=("host", "shared"), same_host_only=False, reads=True, joins=True
+    )
 
     def __init__(self, options: TcpOptions, context: TransportContext) -> None:
         self._options, self._context = options, context
@@ -166,7 +168,7 @@ class TcpTransport:
     def submit(self, write: PageWrite) -> TransferId:
         """See `Transport`."""
         remote, region = self._find_remote(write.remote), self._find_region(write.region)
-        check_copies(write.copies, region.arrays, remote.descriptor.arrays)
+        check_copies(write.copies, region.arrays, remote.descriptor.arrays, joins=True)
         check_notice(write.notice)
         transfer = self._new_transfer()
         remote.submit(transfer, write, region)

@@ -1,0 +1,122 @@
+"""Layers that are written together carry what they would carry one by one."""
+
+import itertools
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.handoff.messages import decode_notice, encode
+from baton.handoff.parcels import MAX_JOINED_BYTES, MAX_PIECES, Inspector, Packer
+from baton.handoff.session.actions import Announce, Submit
+from baton.handoff.shipping import join_submits
+from baton.kv.copies import BlockTable, PagedSequence, apply_copies
+from baton.kv.layout import KVLayout, LayerLayout
+from baton.kv.planning import CopyPlanner
+from baton.transfer.region import allocate_host_region, view_pages
+
+NUM_BLOCKS = 12
+
+
+def make_layout(kv_heads, block_size):
+    """Layers one after another; those with as many heads have pages alike."""
+    return KVLayout(tuple(LayerLayout.gqa(n, 8) for n in kv_heads), block_size, "float32")
+
+
+@st.composite
+def handoffs(draw):
+    kv_heads = draw(st.lists(st.sampled_from([1, 1, 1, 2]), min_size=1, max_size=8))
+    sizes = draw(st.tuples(st.sampled_from([4, 8]), st.sampled_from([4, 8])))
+    layouts = [make_layout(kv_heads, size) for size in sizes]
+    blocks = [np.array(draw(st.permutations(range(NUM_BLOCKS))), np.int64) for _ in sizes]
+    start = draw(st.integers(0, 20))
+    stop = draw(st.integers(start, 4 * NUM_BLOCKS))
+    sides = [
+        PagedSequence(layout, BlockTable(0, each))
+        for layout, each in zip(layouts, blocks, strict=True)
+    ]
+    return sides[0], sides[1], start, stop
+
+
+def make_region(layout, seed):
+    region = allocate_host_region([
+        (NUM_BLOCKS, layout.page_bytes(layer)) for layer in range(layout.num_layers)
+    ])
+    for array in region.arrays:
+        pages = view_pages(region.memory, array)
+        pages[:] = np.random.default_rng(seed).integers(0, 256, pages.shape, np.uint8)
+    return region
+
+
+@given(handoffs())
+def test_together_is_the_same_as_one_by_one(handoff):
+    source, target, start, stop = handoff
+    num_layers = source.layout.num_layers
+    region, theirs = make_region(source.layout, 1), make_region(target.layout, 2)
+    packer = Packer(region, source, target, CopyPlanner())
+    parcels = list(packer.pack(range(num_layers), start, stop))
+    singles = [range(layer, layer + 1) for layer in range(num_layers)]
+    alone = [parcel for single in singles for parcel in packer.pack(single, start, stop)]
+    split = [each for parcel in parcels for each in parcel.split()]
+    assert [p.stretches for p in split] == [p.stretches for p in alone]
+    assert [s for p in parcels for s in p.stretches] == [s for p in alone for s in p.stretches]
+    notices = [decode_notice(encode(packer.digest(p))) for p in parcels]
+    assert [each for n in notices for each in n.split()] == [packer.digest(p) for p in alone]
+    inspector = Inspector(theirs, target, source.layout)
+    for parcel, notice in zip(parcels, notices, strict=True):
+        for layer in parcel.copies.layers:
+            ours = view_pages(region.memory, region.arrays[layer])
+            apply_copies(parcel.copies, ours, view_pages(theirs.memory, theirs.arrays[layer]))
+        assert all(inspector.inspect(each).is_intact for each in notice.split())
+
+
+@given(handoffs())
+def test_layers_whose_pages_differ_go_apart_and_others_do_not(handoff):
+    source, target, start, stop = handoff
+    if start == stop:
+        return
+    packer = Packer(make_region(source.layout, 1), source, target, CopyPlanner())
+    heads = [layer.planes[0].num_heads for layer in source.layout.layers]
+    runs = 1 + sum(one != other for one, other in itertools.pairwise(heads))
+    parcels = list(packer.pack(range(len(heads)), start, stop))
+    assert len(parcels) == runs
+    for parcel in parcels:
+        assert len({heads[layer] for layer in parcel.copies.layers}) == 1
+
+
+def test_what_is_together_is_bounded():
+    """In bytes, so that the receiver has something to do meanwhile; in pieces, for the notice."""
+    for block_size, num_tokens in ((16, 1600), (1, 300)):
+        layout = KVLayout.gqa(40, 4, 32, block_size=block_size, dtype="float32")
+        num_blocks = -(-num_tokens // block_size)
+        table = BlockTable(0, np.arange(num_blocks, dtype=np.int64))
+        region = allocate_host_region([(num_blocks, layout.page_bytes(n)) for n in range(40)])
+        sequence = PagedSequence(layout, table)
+        packer = Packer(region, sequence, sequence, CopyPlanner())
+        parcels = list(packer.pack(range(40), 0, num_tokens))
+        assert 1 < len(parcels) < 40 or parcels[0].copies.layer_bytes > MAX_JOINED_BYTES / 2
+        assert [n for p in parcels for n in p.copies.layers] == list(range(40))
+        for parcel in parcels:
+            assert parcel.copies.num_layers == 1 or parcel.copies.num_bytes <= MAX_JOINED_BYTES
+            assert parcel.copies.num_layers * (len(parcel.bounds) - 1) <= MAX_PIECES
+
+
+submits = st.builds(Submit, st.integers(0, 5), st.integers(0, 1), st.integers(2, 3))
+others = st.builds(Announce, st.integers(0, 5), st.just(0), st.just(2))
+
+
+@given(st.lists(st.one_of(submits, submits, others), max_size=12))
+def test_joined_submits_ask_for_the_same_in_the_same_order(actions):
+    joined = list(join_submits(actions))
+    apart = []
+    for action in joined:
+        if isinstance(action, Submit):
+            layers = range(action.layer, action.layer + action.num_layers)
+            apart += [Submit(layer, action.start, action.stop) for layer in layers]
+        else:
+            apart.append(action)
+    assert apart == actions
+    for one, other in itertools.pairwise(joined):
+        if isinstance(one, Submit) and isinstance(other, Submit):
+            tokens = (one.start, one.stop) == (other.start, other.stop)
+            assert not (tokens and other.layer == one.layer + one.num_layers)
