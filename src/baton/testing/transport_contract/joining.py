@@ -37,7 +37,7 @@ class JoiningContract(TransportKit):
         yield from self.make_pair(ALIKE)
 
     @pytest.fixture
-    def large(self) -> Generator[TransportPair]:
+    def large_alike(self) -> Generator[TransportPair]:
         """Two sides with four large arrays."""
         yield from self.make_pair(LARGE)
 
@@ -59,17 +59,23 @@ class JoiningContract(TransportKit):
         check_write(alike, remote, window, groups, array=1, num_arrays=3)
         check_write(alike, remote, window, groups, num_arrays=5)
 
-    def test_a_large_write_of_several_arrays(self, large: TransportPair) -> None:
-        self.skip_unless_it_joins(large)
-        remote, window = large.attach(), large.open_window(range(512))
+    def test_a_large_write_of_several_arrays(self, large_alike: TransportPair) -> None:
+        self.skip_unless_it_joins(large_alike)
+        remote, window = large_alike.attach(), large_alike.open_window(range(512))
         sources = np.random.default_rng(3).permutation(512)
         groups = [whole_pages(sources, range(512), LARGE_PAGE_BYTES)]
-        transfer = large.writer.transport.submit(large.write(remote, window, groups, num_arrays=4))
-        large.pump(lambda: len(large.seen(WriteCompleted)) == 1 == len(large.seen(Arrived)))
+        transfer = large_alike.writer.transport.submit(
+            large_alike.write(remote, window, groups, num_arrays=4)
+        )
+        large_alike.pump(
+            lambda: len(large_alike.seen(WriteCompleted)) == 1 == len(large_alike.seen(Arrived))
+        )
         num_bytes = 4 * 512 * LARGE_PAGE_BYTES
-        assert large.seen(WriteCompleted) == [WriteCompleted(transfer, num_bytes)]
+        assert large_alike.seen(WriteCompleted) == [WriteCompleted(transfer, num_bytes)]
         for array in range(4):
-            assert (large.reader.pages(array) == large.writer.pages(array)[sources]).all()
+            assert (
+                large_alike.reader.pages(array) == large_alike.writer.pages(array)[sources]
+            ).all()
 
     @pytest.mark.parametrize(("array", "num_arrays"), [(0, 6), (4, 2), (0, 0), (1, -1)])
     def test_arrays_that_are_not_there(
