@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from baton.clock import MachineClock
@@ -72,6 +72,8 @@ PLAIN_ARGUMENTS: Final = (
 )
 PLAIN_START_TIMEOUT_S: Final = 240.0
 LEAVE_WITHIN_S: Final = 2.0
+PLAIN_LEAVE_WITHIN_S: Final = 20.0
+"""vLLM's own worker outlives its server by seconds: it searches its modules for garbage."""
 GATEWAY: Final[Mapping[str, object]] = {"gateway.probe_timeout_s": 4.0}
 """Two cores are busy at times with three servers."""
 
@@ -89,11 +91,15 @@ class House:
 
 @dataclass(frozen=True)
 class Street:
-    """Where servers are started. `run_directory` is this user's runtime directory for all."""
+    """Where servers are started. `run_directory` is this user's runtime directory for all.
+
+    `plain`: the sessions of servers that nothing of Baton is in.
+    """
 
     fleet: Fleet
     model: Path
     run_directory: Path
+    plain: set[int] = field(default_factory=set)
 
     @classmethod
     @contextmanager
@@ -149,6 +155,8 @@ class Street:
         ready = Ready(f"http://127.0.0.1:{port}")
         process = FleetProcess(name, popen, log, MachineClock(), ready=ready)
         self.fleet.processes.append(process)
+        if transfer is None:
+            self.plain.add(process.pid)
         return process
 
     def start_gateway(
@@ -181,12 +189,13 @@ class Street:
         """Whatever happened before, SIGTERM ends every process well, and nothing of it is left."""
         statuses = self.fleet.stop()
         assert set(statuses.values()) == {0}, statuses
-        sessions = {process.pid for process in self.fleet.processes}
-        wait_until(
-            lambda: not find_processes_of_sessions(sessions),
-            LEAVE_WITHIN_S,
-            lambda: find_processes_of_sessions(sessions),
-        )
+        ours = {process.pid for process in self.fleet.processes} - self.plain
+        for sessions, within_s in ((ours, LEAVE_WITHIN_S), (self.plain, PLAIN_LEAVE_WITHIN_S)):
+            wait_until(
+                lambda sessions=sessions: not find_processes_of_sessions(sessions),
+                within_s,
+                lambda sessions=sessions: find_processes_of_sessions(sessions),
+            )
         assert not list(self.run_directory.rglob("worker-*"))
 
     def _served(self) -> dict[str, object]:
