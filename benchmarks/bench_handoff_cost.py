@@ -1,7 +1,7 @@
 """What a handoff costs by reference and by push, agents alone: no engine, KV in place already.
 
     python benchmarks/bench_handoff_cost.py [--repetitions 9] [--json FILE]
-        [--layers 16] [--kv-heads 16] [--lengths 512,1024,2048,4096,8192]
+        [--layers 16] [--kv-heads 16] [--lengths 512,1024,2048,4096,8192] [--transport shared]
 
 CPU time of both agents' threads from `expect` to `KVLanded`, and the time on the wall. In a real
 handoff most of a push hides behind prefill; what is counted here is the work, hidden or not.
@@ -107,8 +107,10 @@ class Node:
 
 
 @contextmanager
-def node(name: str, key: ClusterKey, layout: KVLayout, num_blocks: int) -> Iterator[Node]:
-    """An agent over `shared`, with pages that hold no KV of anybody."""
+def node(
+    name: str, key: ClusterKey, transport: str, layout: KVLayout, num_blocks: int
+) -> Iterator[Node]:
+    """An agent over one transport, with pages that hold no KV of anybody."""
     region = allocate_shared_region([
         (num_blocks, layout.page_bytes(layer)) for layer in range(layout.num_layers)
     ])
@@ -120,7 +122,7 @@ def node(name: str, key: ClusterKey, layout: KVLayout, num_blocks: int) -> Itera
             epoch=epoch,
             fingerprint="f" * 64,
             faces=(Face(layout, region, annexes=annexes),),
-            transports=(TRANSPORTS.build("shared", {})(context),),
+            transports=(TRANSPORTS.build(transport, {})(context),),
             key=key,
             clock=CLOCK,
             links=LinkOptions("listed"),
@@ -182,21 +184,27 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--kv-heads", type=int, default=16)
     parser.add_argument("--lengths", default="512,1024,2048,4096,8192")
+    parser.add_argument("--transport", choices=["shared", "tcp"], default="shared")
     options = parser.parse_args()
     lengths = [int(word) for word in options.lengths.split(",")]
+    if min(lengths) <= BLOCK_SIZE:
+        parser.error(f"--lengths: above {BLOCK_SIZE}, as a prompt's last block is never lent")
+    modes: tuple[HandoffMode, ...] = ("push", "reference")
+    if options.transport != "shared":
+        modes = ("push",)  # the others do not lend
     layout = KVLayout.gqa(
         options.layers, options.kv_heads, HEAD_DIM, block_size=BLOCK_SIZE, dtype="float32"
     )
     num_blocks = 2 * -(-max(lengths) // BLOCK_SIZE)
     key, samples, load_before = ClusterKey.generate(), [], os.getloadavg()[0]
     with (
-        node("prefill", key, layout, num_blocks) as prefill,
-        node("decode", key, layout, num_blocks) as decode,
+        node("prefill", key, options.transport, layout, num_blocks) as prefill,
+        node("decode", key, options.transport, layout, num_blocks) as decode,
     ):
-        for mode in ("push", "reference"):
+        for mode in modes:
             hand_over(prefill, decode, mode, lengths[0])  # warm-up
         for num_tokens in lengths:
-            for mode in ("push", "reference"):
+            for mode in modes:
                 here = [
                     hand_over(prefill, decode, mode, num_tokens) for _ in range(options.repetitions)
                 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import product
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -57,11 +58,11 @@ class Parcel:
         """The same, layer by layer."""
         return (Parcel(copies, self.bounds) for copies in self.copies.split())
 
-    def join(self, copies: PageCopies) -> Parcel | None:
-        """With the next layer's copies of the same tokens; None if they go apart."""
-        mine = self.copies
+    def join(self, following: Parcel) -> Parcel | None:
+        """With the next layer's of the same tokens; None if they go apart."""
+        mine, theirs = self.copies, following.copies
         num_layers = mine.num_layers + 1
-        if copies.groups is not mine.groups or copies.layer != mine.layers.stop:
+        if following.bounds is not self.bounds or theirs.groups is not mine.groups:
             return None
         is_large = num_layers * mine.layer_bytes > MAX_JOINED_BYTES
         if is_large or num_layers * (len(self.bounds) - 1) > MAX_PIECES:
@@ -88,19 +89,19 @@ class Packer:
         """
         sizes = self.source.layout.block_size, self.target.layout.block_size
         bounds = compute_pieces(*sizes, start, stop)
-        parcel: Parcel | None = None
-        for layer in layers:
-            for first in range(0, len(bounds) - 1, MAX_PIECES):
-                some = bounds[first : first + MAX_PIECES + 1]
-                copies = self._plan(layer, some)
-                joined = None
-                if parcel is not None:
-                    joined = parcel.join(copies) if len(some) == len(bounds) else None
-                    if joined is None:
-                        yield parcel
-                parcel = joined or Parcel(copies, some)
-        if parcel is not None:
-            yield parcel
+        cuts = [
+            bounds[first : first + MAX_PIECES + 1]
+            for first in range(0, len(bounds) - 1, MAX_PIECES)
+        ]
+        last: Parcel | None = None
+        for layer, some in product(layers, cuts):
+            parcel = Parcel(self._plan(layer, some), some)
+            joined = None if last is None else last.join(parcel)
+            if last is not None and joined is None:
+                yield last
+            last = joined or parcel
+        if last is not None:
+            yield last
 
     def digest(self, parcel: Parcel) -> Notice:
         """What announces a parcel, with a digest for each of its pieces."""

@@ -1,4 +1,4 @@
-"""How a range of one layer leaves the prefill worker: as writes, or as announcements."""
+"""How ranges of layers leave the prefill worker: as writes, or as announcements."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 import itertools
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -38,9 +39,9 @@ def handoffs(draw):
     return sides[0], sides[1], start, stop
 
 
-def make_region(layout, seed):
+def make_region(layout, seed, num_blocks=NUM_BLOCKS):
     region = allocate_host_region([
-        (NUM_BLOCKS, layout.page_bytes(layer)) for layer in range(layout.num_layers)
+        (num_blocks, layout.page_bytes(layer)) for layer in range(layout.num_layers)
     ])
     for array in region.arrays:
         pages = view_pages(region.memory, array)
@@ -84,21 +85,32 @@ def test_layers_whose_pages_differ_go_apart_and_others_do_not(handoff):
         assert len({heads[layer] for layer in parcel.copies.layers}) == 1
 
 
-def test_what_is_together_is_bounded():
+@pytest.mark.parametrize(
+    ("block_size", "num_tokens", "token_bytes", "num_together"),
+    [
+        (16, 160, 1024, MAX_JOINED_BYTES // (160 * 1024)),
+        (16, 1600, 1024, 1),
+        (1, 500, 32, MAX_PIECES // 500),
+        (1, 5000, 32, 1),  # of one layer there are three
+    ],
+)
+def test_what_is_together_is_bounded(block_size, num_tokens, token_bytes, num_together):
     """In bytes, so that the receiver has something to do meanwhile; in pieces, for the notice."""
-    for block_size, num_tokens in ((16, 1600), (1, 300)):
-        layout = KVLayout.gqa(40, 4, 32, block_size=block_size, dtype="float32")
-        num_blocks = -(-num_tokens // block_size)
-        table = BlockTable(0, np.arange(num_blocks, dtype=np.int64))
-        region = allocate_host_region([(num_blocks, layout.page_bytes(n)) for n in range(40)])
-        sequence = PagedSequence(layout, table)
-        packer = Packer(region, sequence, sequence, CopyPlanner())
-        parcels = list(packer.pack(range(40), 0, num_tokens))
-        assert 1 < len(parcels) < 40 or parcels[0].copies.layer_bytes > MAX_JOINED_BYTES / 2
-        assert [n for p in parcels for n in p.copies.layers] == list(range(40))
-        for parcel in parcels:
-            assert parcel.copies.num_layers == 1 or parcel.copies.num_bytes <= MAX_JOINED_BYTES
-            assert parcel.copies.num_layers * (len(parcel.bounds) - 1) <= MAX_PIECES
+    num_layers = 12
+    layout = KVLayout.gqa(num_layers, 1, token_bytes // 8, block_size=block_size, dtype="float32")
+    num_blocks = -(-num_tokens // block_size)
+    sequence = PagedSequence(layout, BlockTable(0, np.arange(num_blocks, dtype=np.int64)))
+    packer = Packer(make_region(layout, 1, num_blocks), sequence, sequence, CopyPlanner())
+    parcels = list(packer.pack(range(num_layers), 0, num_tokens))
+    assert max(parcel.copies.num_layers for parcel in parcels) == num_together
+    assert (
+        sum(parcel.copies.num_bytes for parcel in parcels) == num_layers * num_tokens * token_bytes
+    )
+    stretches = [stretch for parcel in parcels for stretch in parcel.stretches]
+    assert stretches == sorted(stretches)
+    assert {stretch.layer for stretch in stretches} == set(range(num_layers))
+    for parcel in parcels:
+        assert parcel.copies.num_layers * (len(parcel.bounds) - 1) <= MAX_PIECES
 
 
 submits = st.builds(Submit, st.integers(0, 5), st.integers(0, 1), st.integers(2, 3))

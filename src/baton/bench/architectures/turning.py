@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
@@ -80,9 +81,8 @@ async def _measure_or_tell(
     except NotSavedError:
         raise
     except BatonError as exc:
-        ended = asyncio.create_task(fleet.until_ended())
-        await asyncio.wait({ended}, timeout=DEATH_NOTICE_S)
-        ended.cancel()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(fleet.until_ended(), DEATH_NOTICE_S)
         return exc
     return None
 

@@ -168,7 +168,8 @@ class TcpTransport:
     def submit(self, write: PageWrite) -> TransferId:
         """See `Transport`."""
         remote, region = self._find_remote(write.remote), self._find_region(write.region)
-        check_copies(write.copies, region.arrays, remote.descriptor.arrays, joins=True)
+        joins = self.capabilities.joins
+        check_copies(write.copies, region.arrays, remote.descriptor.arrays, joins=joins)
         check_notice(write.notice)
         transfer = self._new_transfer()
         remote.submit(transfer, write, region)
