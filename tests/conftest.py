@@ -1,4 +1,4 @@
-"""Fixtures that several folders share: another host, and the house of vLLM servers."""
+"""Fixtures that several folders share: another host, and the cluster of vLLM servers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from baton.testing.far_network import FarHost, NoNamespaceError, far_host
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tests.e2e_vllm.house import House, Street
+    from tests.e2e_vllm.cluster import ClusterFactory, VllmCluster
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -74,22 +74,22 @@ def far_cable(laid_cable: FarHost | NoNamespaceError | None) -> FarHost:
 
 
 @pytest.fixture(scope="session")
-def vllm_street(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Street]:
+def vllm_cluster_factory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ClusterFactory]:
     """A place to start vLLM servers: model, environment, logs. Nothing runs yet."""
     if importlib.util.find_spec("vllm") is None:
         pytest.skip("vLLM is not installed: make install ENGINE=vllm")
-    from tests.e2e_vllm.house import Street  # noqa: PLC0415 - loads torch
+    from tests.e2e_vllm.cluster import ClusterFactory  # noqa: PLC0415 - loads torch
 
     run_directory = Path(tempfile.mkdtemp(prefix="b-", dir="/tmp"))  # short: sockets lie in it
     try:
-        with Street.open(tmp_path_factory.mktemp("vllm"), run_directory) as street:
-            yield street
-            street.check_farewell()
+        with ClusterFactory.open(tmp_path_factory.mktemp("vllm"), run_directory) as cluster_factory:
+            yield cluster_factory
+            cluster_factory.check_shutdown()
     finally:
         shutil.rmtree(run_directory)
 
 
 @pytest.fixture(scope="session")
-def vllm_house(vllm_street: Street) -> House:
+def vllm_cluster(vllm_cluster_factory: ClusterFactory) -> VllmCluster:
     """The oracle and one prefill and decode server behind a gateway."""
-    return vllm_street.build_house()
+    return vllm_cluster_factory.build_cluster()

@@ -1,4 +1,4 @@
-"""A vLLM prefill server that is slow and short of memory, before the house's decode server."""
+"""A vLLM prefill server that is slow and short of memory, before the cluster's decode server."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from baton.telemetry.trace import Stamp
 from tests.chaos.clients import Prompts
-from tests.e2e_vllm.asking import (
+from tests.e2e_vllm.client import (
     ask_one,
     check_same,
     is_idle,
@@ -22,15 +22,15 @@ from tests.e2e_vllm.asking import (
     read_request,
     wait_until,
 )
-from tests.e2e_vllm.house import KV_BYTES_PER_TOKEN, wait_ready
+from tests.e2e_vllm.cluster import KV_BYTES_PER_TOKEN, wait_ready
 from tests.e2e_vllm.tickets import Server
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from baton.testing.fleet import FleetProcess
-    from tests.e2e_vllm.asking import Answer
-    from tests.e2e_vllm.house import House, Street
+    from tests.e2e_vllm.client import Answer
+    from tests.e2e_vllm.cluster import ClusterFactory, VllmCluster
 
 SEED = 20261121
 NUM_SEQS = 4
@@ -47,13 +47,13 @@ _numbers = itertools.count()
 
 @dataclass
 class Pair:
-    """`prefill` is this pair's own, and is killed at times; decode and oracle are the house's.
+    """`prefill` is this pair's own, and is killed at times; decode and oracle are the cluster's.
 
     `server` is the same prefill server, in its present life.
     """
 
-    street: Street
-    house: House
+    cluster_factory: ClusterFactory
+    cluster: VllmCluster
     prefill: FleetProcess = field(init=False)
     server: Server = field(init=False)
     gateway: FleetProcess = field(init=False)
@@ -62,10 +62,10 @@ class Pair:
 
     @property
     def decode(self) -> FleetProcess:
-        return self.house.decode
+        return self.cluster.decode
 
     def start_prefill(self, port: int = 0) -> FleetProcess:
-        return self.street.start(
+        return self.cluster_factory.start(
             "slow-prefill",
             "prefill",
             worker__port=port,
@@ -78,7 +78,7 @@ class Pair:
     def open(self) -> None:
         self._meet(self.start_prefill())
         changes = {"gateway.probe_interval_s": 0.2}
-        self.gateway = self.street.start_gateway([self.prefill], [self.decode], **changes)
+        self.gateway = self.cluster_factory.start_gateway([self.prefill], [self.decode], **changes)
 
     def connect(self, prompt: list[int], **changes: object) -> Client:
         """A client that asks the gateway."""
@@ -103,7 +103,7 @@ class Pair:
         self.prefill, self.server = prefill, Server.of(prefill)
 
     def expect(self, prompt: list[int], **changes: object) -> Answer:
-        return ask_one(self.house.oracle, prompt, **changes)
+        return ask_one(self.cluster.oracle, prompt, **changes)
 
     def check_handoff(self, gateway: FleetProcess | None = None) -> None:
         """The pair works: soon, a fresh prompt is handed over and answered rightly."""

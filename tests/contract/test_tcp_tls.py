@@ -55,7 +55,7 @@ class TestTcpOverTls(TransportContract, ProcessContract, OwnerContract):
                 pair.reader.region.arrays,
                 endpoint,
             )
-            check_write(pair, pair.attach(), pair.open_window(range(NUM_PAGES)), ALL_PAGES)
+            check_write(pair, pair.attach(), pair.open_grant(range(NUM_PAGES)), ALL_PAGES)
             pair.writer.transport.close()
         assert len(relay.seen) > NUM_PAGES * 8192
         assert b"\x5a" * 32 not in relay.seen
@@ -130,7 +130,7 @@ def attach_one_to_another(dialer_tls, listener_tls):
 
 
 @pytest.mark.parametrize(
-    ("dialer", "listener", "heard"),
+    ("dialer", "listener", "logged"),
     [
         ("good", "stranger", "the peer's certificate: self-signed certificate"),
         ("good", "expired", "the peer's certificate: certificate has expired"),
@@ -138,20 +138,20 @@ def attach_one_to_another(dialer_tls, listener_tls):
     ],
 )
 def test_a_certificate_that_is_not_to_be_trusted_is_refused(
-    certificates, caplog, dialer, listener, heard
+    certificates, caplog, dialer, listener, logged
 ):
     with caplog.at_level(logging.WARNING):
         error = attach_one_to_another(certificates[dialer], certificates[listener])
-    assert heard in error
+    assert logged in error
     assert "certificate" in caplog.text
 
 
 def test_plain_does_not_begin_to_talk_to_tls(certificates):
-    for dialer, listener, heard in (
+    for dialer, listener, logged in (
         (None, certificates["good"], "the peer speaks TLS; this worker has no certificate"),
         (certificates["good"], None, "the peer does not speak TLS"),
     ):
-        with pytest.raises(TransferError, match=heard):
+        with pytest.raises(TransferError, match=logged):
             attach_one_to_another(dialer, listener)
 
 

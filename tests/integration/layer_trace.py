@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import baton
-from baton.authority.key import ClusterKey
+from baton.auth.key import ClusterKey
 from tests.integration.handoff_nodes import Handoff, Node, make_handoff, node
 
 if TYPE_CHECKING:

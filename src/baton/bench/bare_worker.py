@@ -5,21 +5,21 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, Final
 
-from baton.authority.ticket import Ticket, WorkerRef
+from baton.auth.ticket import Ticket, WorkerRef
 from baton.bench.orders import MeasuredLink
 from baton.errors import BatonError
 from baton.handoff.agent import AgentOptions, HandoffAgent
-from baton.handoff.faces import Face
+from baton.handoff.kv_views import KVView
 from baton.ids import WorkerId, new_epoch, new_ticket_id
 from baton.kv.layout import KVLayout
 from baton.transfer.interface import TRANSPORTS, TransportContext
-from baton.transfer.links.outcome import SilentObserver
+from baton.transfer.links.outcome import NullObserver
 from baton.transfer.region import allocate_shared_region, release_region
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from baton.authority.key import ClusterKey
+    from baton.auth.key import ClusterKey
     from baton.bench.orders import Join
     from baton.bench.workload import Direction
     from baton.clock import Clock
@@ -50,12 +50,12 @@ class BareWorker:
                 worker=WorkerId(join.role),
                 epoch=epoch,
                 fingerprint="baton bench link",
-                faces=(Face(LAYOUT, self._region),),
+                views=(KVView(LAYOUT, self._region),),
                 transports=transports,
                 key=key,
                 clock=clock,
                 host=host,
-                mover="decode" if join.role == "driver" else "prefill",
+                preferred_op="READ" if join.role == "driver" else "WRITE",
             )
         )
         self._agent.observe_links(self._links)
@@ -80,7 +80,7 @@ class BareWorker:
         release_region(self._region)
 
 
-class _LinksFound(SilentObserver):
+class _LinksFound(NullObserver):
     """See `LinkObserver`. Told by the agent's thread, read by the other one."""
 
     def __init__(self) -> None:

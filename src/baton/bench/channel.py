@@ -16,7 +16,7 @@ from baton.transfer.messages import decode, encode
 if TYPE_CHECKING:
     import socket
 
-    from baton.authority.key import ClusterKey
+    from baton.auth.key import ClusterKey
     from baton.clock import Clock
 
 PURPOSE = "bench"

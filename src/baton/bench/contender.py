@@ -16,7 +16,7 @@ from baton.bench.workload import PAGE_BYTES, Direction
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from baton.authority.key import ClusterKey
+    from baton.auth.key import ClusterKey
     from baton.bench.workload import Move, Workload
     from baton.clock import Clock
     from baton.transfer.interface import PagedRegion

@@ -20,7 +20,7 @@ from baton.bench.part import Terms
 from baton.errors import AuthenticationError, ConfigError, PeerLostError, PeerUnreachableError
 
 if TYPE_CHECKING:
-    from baton.authority.key import ClusterKey
+    from baton.auth.key import ClusterKey
     from baton.bench.channel import Channel
     from baton.bench.contender import Role
     from baton.bench.orders import Answer, Order

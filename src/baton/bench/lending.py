@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from baton.bench.workload import Move
 
 MAX_ANNOUNCED_PAGES: Final = 8192
-"""Of one notice, which may have 64 KiB: larger transfers take several."""
+"""Of one notification, which may have 64 KiB: larger transfers take several."""
 
 
 class Announcement(msgspec.Struct, frozen=True):
@@ -60,7 +60,7 @@ class Borrowed:
 
 
 def announce(move: Move) -> Iterator[bytes]:
-    """The notices that lend a move's source pages."""
+    """The notifications that lend a move's source pages."""
     step, num_pages = MAX_ANNOUNCED_PAGES, len(move.src_pages)
     num_parts = -(-num_pages // step)
     for part in range(num_parts):
@@ -69,13 +69,13 @@ def announce(move: Move) -> Iterator[bytes]:
         yield encode(Announcement(move.layer, pages, part, num_parts, last))
 
 
-def read_announcement(notice: bytes) -> Announcement:
-    """A notice of `announce`.
+def read_announcement(notification: bytes) -> Announcement:
+    """A notification of `announce`.
 
     Raises:
         ProtocolError: it is none.
     """
-    return decode(_announcements, notice)
+    return decode(_announcements, notification)
 
 
 def borrow(said: Announcement, view: NDArray[np.uint8]) -> Borrowed:

@@ -16,7 +16,7 @@ from baton.launch.ports import find_listener
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from baton.authority.key import ClusterKey
+    from baton.auth.key import ClusterKey
     from baton.bench.ends import PartProcess
     from baton.clock import Clock
 

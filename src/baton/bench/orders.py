@@ -6,7 +6,7 @@ from typing import Annotated, Final, TypeAlias
 
 import msgspec
 
-from baton.authority.ticket import WorkerRef
+from baton.auth.ticket import WorkerRef
 from baton.bench.contender import Kind, Role, Traits
 from baton.bench.machine import Machine
 from baton.bench.pool import Side

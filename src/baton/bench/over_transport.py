@@ -14,25 +14,25 @@ from baton.bench.pool import allocate_pool
 from baton.errors import TransferError
 from baton.ids import Epoch, TicketId, new_epoch, new_ticket_id
 from baton.kv.copies import PageCopies
+from baton.transfer.adaptive_wait import MAX_SPIN_S, AdaptiveWaiter
 from baton.transfer.devices.options import choose_allocation
 from baton.transfer.interface import (
     TRANSPORTS,
     Arrived,
-    Attached,
     PageRead,
     PageWrite,
     ReadCompleted,
     ReadFailed,
     RegionDescriptor,
+    RemoteAttached,
     RemoteId,
     RemoteLost,
     TransportContext,
-    Window,
     WriteCompleted,
     WriteFailed,
+    WriteGrant,
 )
 from baton.transfer.region import release_region
-from baton.transfer.waiting import LONGEST_AWAKE_S, Waiting
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -47,24 +47,24 @@ BLIND_POLL_S: Final = 0.0005
 POLL_S: Final = 0.2
 NUM_IDLE_POLLS: Final = 256
 """As many as an agent makes in some seconds: transports get ready for a peer in idle polls."""
-NOTICE: Final = b"baton bench"
+NOTIFICATION: Final = b"baton bench"
 
 NO_COPIES: Final = PageCopies(0, ())
 
 
 class Introduction(msgspec.Struct, frozen=True):
-    """A side's region, the life that will write, and the window that the owner opens for it."""
+    """A side's region, the life that will write, and the grant that the owner opens for it."""
 
     descriptor: RegionDescriptor
     epoch: Epoch
-    window: TicketId
+    grant: TicketId
 
 
 class OverTransport:
-    """See `Contender`. Every page of the pool is in one window, open all the time."""
+    """See `Contender`. Every page of the pool is in one grant, open all the time."""
 
     def __init__(self, kind: str, options: Mapping[str, object], around: Surroundings) -> None:
-        self._around, self._epoch, self._window = around, new_epoch(), new_ticket_id()
+        self._around, self._epoch, self._grant = around, new_epoch(), new_ticket_id()
         context = TransportContext(around.key, self._epoch, around.host, around.clock)
         self._transport = TRANSPORTS.build(kind, options)(context)
         capabilities = self._transport.capabilities
@@ -80,27 +80,29 @@ class OverTransport:
             allocate_shared=choose_allocation({kind: options}),
         )
         self._remote = RemoteId(-1)
-        self._peer_window = self._window
-        self._waiting = Waiting(around.clock, LONGEST_AWAKE_S)
+        self._peer_grant = self._grant
+        self._waiting = AdaptiveWaiter(around.clock, MAX_SPIN_S)
         self._borrowed: list[Borrowed] = []
 
     def introduce(self) -> bytes:
         """See `Contender`."""
         descriptor = self._transport.expose(self.region)
-        return msgspec.msgpack.encode(Introduction(descriptor, self._epoch, self._window))
+        return msgspec.msgpack.encode(Introduction(descriptor, self._epoch, self._grant))
 
     def meet(self, introduction: bytes) -> None:
-        """See `Contender`. The window's name is the owner's, its writer the driver."""
+        """See `Contender`. The grant's name is the owner's, its writer the driver."""
         told = msgspec.msgpack.decode(introduction, type=Introduction)
-        lends, pages = self._transport.capabilities.lends, np.arange(self._around.num_pages)
-        self._peer_window = told.window
+        lends, pages = self._transport.capabilities.views, np.arange(self._around.num_pages)
+        self._peer_grant = told.grant
         if self._around.role == "owner" or lends:
-            self._transport.open_window(Window(self._window, self.region.handle, told.epoch, pages))
+            self._transport.open_grant(
+                WriteGrant(self._grant, self.region.handle, told.epoch, pages)
+            )
         if self._around.role == "driver" or lends:
             self._remote = self._transport.attach(told.descriptor)
         if self._around.role == "owner":
             return
-        self._wait_for(Attached, *([Arrived] if lends else []))
+        self._wait_for(RemoteAttached, *([Arrived] if lends else []))
         self._idle()
 
     def prepare(self, move: Move, direction: Direction) -> Callable[[], None]:
@@ -109,7 +111,9 @@ class OverTransport:
             return lambda: self._lend(move)
         transport, copies = self._transport, move.copies
         if direction == "push":
-            write = PageWrite(self._remote, self._peer_window, self.region.handle, copies, NOTICE)
+            write = PageWrite(
+                self._remote, self._peer_grant, self.region.handle, copies, NOTIFICATION
+            )
 
             def push() -> None:
                 transport.submit(write)
@@ -148,36 +152,36 @@ class OverTransport:
 
     def _lend(self, move: Move) -> None:
         """Driver: the owner has these pages in view, and has said so."""
-        *notices, last = announce(move)
-        for notice in notices:
-            self._notify(notice)
+        *notifications, last = announce(move)
+        for notification in notifications:
+            self._notify(notification)
             self._wait_for(WriteCompleted)
         self._notify(last)
         self._wait_for(WriteCompleted, Arrived)
 
     def _heed(self, event: TransferEvent) -> None:
         """Owner: the driver's region can be looked at, or there is something to look at."""
-        if isinstance(event, Attached):
+        if isinstance(event, RemoteAttached):
             self._transport.view(self._remote, 0)
             self._idle()
-            self._notify(NOTICE)
-        elif isinstance(event, Arrived) and event.notice != NOTICE:
-            said = read_announcement(event.notice)
+            self._notify(NOTIFICATION)
+        elif isinstance(event, Arrived) and event.notification != NOTIFICATION:
+            said = read_announcement(event.notification)
             if said.part == 0:
                 self._borrowed.clear()
             self._borrowed.append(borrow(said, self._transport.view(self._remote, said.array)))
             if said.is_last:
-                self._notify(NOTICE)
+                self._notify(NOTIFICATION)
 
     def _idle(self) -> None:
         """Nothing is under way: let the transport get ready."""
         for _ in range(NUM_IDLE_POLLS):
             self._transport.poll()
 
-    def _notify(self, notice: bytes) -> None:
+    def _notify(self, notification: bytes) -> None:
         """Say something to the other side, and copy nothing."""
         self._transport.submit(
-            PageWrite(self._remote, self._peer_window, self.region.handle, NO_COPIES, notice)
+            PageWrite(self._remote, self._peer_grant, self.region.handle, NO_COPIES, notification)
         )
 
     def _wait_for(self, *kinds: type[TransferEvent]) -> None:
@@ -205,5 +209,5 @@ class OverTransport:
 def _directions(capabilities: Capabilities) -> tuple[Direction, ...]:
     ways: list[Direction] = ["push"]
     ways += ["pull"] if capabilities.reads else []
-    ways += ["lend"] if capabilities.lends else []
+    ways += ["lend"] if capabilities.views else []
     return tuple(ways)

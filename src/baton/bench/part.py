@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Final, assert_never
 
 import msgspec
 
-from baton.authority.key import ClusterKey
+from baton.auth.key import ClusterKey
 from baton.bench.bare_worker import BareWorker
 from baton.bench.building import build_contender
 from baton.bench.channel import Channel, Frames, parts_end
@@ -52,8 +52,8 @@ from baton.bench.workload import Move, Workload, place_moves
 from baton.clock import MachineClock
 from baton.errors import BatonError, PeerLostError, ProtocolError
 from baton.launch.cores import share_cores
-from baton.ops.doctor.isolation import die_with_parent
-from baton.worker.pinning import pin_to
+from baton.ops.doctor.isolation import exit_with_parent
+from baton.worker.cpu_affinity import pin_to
 
 if TYPE_CHECKING:
     from baton.bench.contender import Contender, Role
@@ -247,7 +247,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--fd", type=int, required=True)
     fd: int = parser.parse_args().fd
-    die_with_parent()
+    exit_with_parent()
     terms = msgspec.json.decode(sys.stdin.buffer.read(), type=Terms)
     frames = Frames(socket.socket(fileno=fd), MachineClock())
     channel = parts_end(frames)

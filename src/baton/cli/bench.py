@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 from cyclopts import App, Parameter
 
-from baton.authority.key import ClusterKey
+from baton.auth.key import ClusterKey
 from baton.cli.flags import ConfigFlags
 from baton.clock import Clock, MachineClock
 from baton.config.cluster_key import find_cluster_key

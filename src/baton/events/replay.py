@@ -33,7 +33,7 @@ class ReplayEnd:
 Reply: TypeAlias = ReplayedFrames | ReplayEnd
 
 
-class ReplayQuestion:
+class ReplayRequest:
     """A DEALER socket of its own for each question: an answer cannot be taken for another's.
 
     Owner thread: the subscriber's.

@@ -1,6 +1,6 @@
 """Follows one publisher of KV events, on a thread of its own.
 
-    publisher ── live ──►  thread: Follower (sockets, Sequencer) ──► Outbox ──► poll()
+    publisher ── live ──►  thread: SubscriberLoop (sockets, Sequencer) ──► EventQueue ──► poll()
               ◄─ replay ─►
 
 A publisher with several data-parallel ranks has an endpoint, and so a subscriber, for each.
@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Final
 import zmq
 
 from baton.events.blocks import FeedHealth
-from baton.events.follower import Follower
-from baton.events.outbox import Outbox
+from baton.events.event_queue import EventQueue
+from baton.events.subscriber_loop import SubscriberLoop
 from baton.events.subscription import Subscription
 
 if TYPE_CHECKING:
@@ -56,8 +56,8 @@ class KVEventSubscriber:
     def __init__(self, options: SubscriberOptions, clock: Clock) -> None:
         self.options = options
         self._clock = clock
-        self._outbox = Outbox(options.max_queued_batches)
-        self._follower: Follower | None = None
+        self._queue = EventQueue(options.max_queued_batches)
+        self._loop: SubscriberLoop | None = None
         self._thread: threading.Thread | None = None
         self._stopping = False
         self._wake_fd = -1
@@ -65,7 +65,7 @@ class KVEventSubscriber:
     @property
     def health(self) -> FeedHealth:
         """See `KVEventFeed`."""
-        return FeedHealth() if self._follower is None else self._follower.health
+        return FeedHealth() if self._loop is None else self._loop.health
 
     def start(self) -> None:
         """Open the live socket and start the thread. Once.
@@ -75,13 +75,13 @@ class KVEventSubscriber:
         """
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         subscription = Subscription(context, self.options.live)
-        self._follower = Follower(
-            context, subscription, self.options, outbox=self._outbox, clock=self._clock
+        self._loop = SubscriberLoop(
+            context, subscription, self.options, queue=self._queue, clock=self._clock
         )
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread = threading.Thread(
             target=self._run,
-            args=(self._follower,),
+            args=(self._loop,),
             name=f"kv-events-{self.options.worker}",
             daemon=True,
         )
@@ -98,23 +98,23 @@ class KVEventSubscriber:
 
     def poll(self) -> list[FeedEvent]:
         """See `KVEventFeed`."""
-        return self._outbox.take()
+        return self._queue.take()
 
-    def _run(self, follower: Follower) -> None:
+    def _run(self, follower: SubscriberLoop) -> None:
         try:
             while not self._stopping:
                 self._wait(follower)
-                if self._outbox.has_room:
+                if self._queue.has_room:
                     follower.step()
         except Exception:
             logger.exception("KV events of %s are no longer followed", self.options.worker)
         finally:
             follower.close()
 
-    def _wait(self, follower: Follower) -> None:
+    def _wait(self, follower: SubscriberLoop) -> None:
         poller = zmq.Poller()
         poller.register(self._wake_fd, zmq.POLLIN)
-        if self._outbox.has_room:
+        if self._queue.has_room:
             for socket in follower.sockets:
                 poller.register(socket, zmq.POLLIN)
         poller.poll(TICK_MS)

@@ -1,6 +1,6 @@
 """One authenticated control connection between two handoff agents: bytes to messages.
 
-The dialer is the decode worker. After the challenge (`baton.authority.challenge`, purpose
+The dialer is the decode worker. After the challenge (`baton.auth.challenge`, purpose
 `handoff`) each side sends frames: a big-endian u32 length, then one message
 (docs/wire/handoff.md). Owned by the agent's thread; sockets never block.
 """
@@ -13,7 +13,7 @@ import struct
 from enum import StrEnum
 from typing import TYPE_CHECKING, Final
 
-from baton.authority.challenge import (
+from baton.auth.challenge import (
     ANSWER_BYTES,
     HELLO_BYTES,
     PROOF_BYTES,
@@ -21,13 +21,13 @@ from baton.authority.challenge import (
     ListenerChallenge,
 )
 from baton.errors import PeerLostError, PeerUnreachableError, ProtocolError
+from baton.handoff.io_backend import OS_BACKEND
 from baton.handoff.messages import MAX_MESSAGE_BYTES, Message, decode, encode
-from baton.handoff.surroundings import MACHINE
 
 if TYPE_CHECKING:
-    from baton.authority.key import ClusterKey
+    from baton.auth.key import ClusterKey
     from baton.clock import Instant
-    from baton.handoff.surroundings import Stream, Surroundings
+    from baton.handoff.io_backend import IoBackend, NonBlockingSocket
 
 PURPOSE: Final = "handoff"
 MAX_UNSENT_BYTES: Final = 64 * 1024 * 1024
@@ -39,7 +39,7 @@ class LinkPhase(StrEnum):
     """How far a link has come."""
 
     CONNECTING = "connecting"
-    PROVING = "proving"
+    AUTHENTICATING = "authenticating"
     UP = "up"
     CLOSED = "closed"
 
@@ -48,13 +48,13 @@ class Link:
     """A connection to one peer. `heard_at` is when bytes last came from it."""
 
     def __init__(
-        self, sock: Stream, now: Instant, challenge: DialerChallenge | ListenerChallenge
+        self, sock: NonBlockingSocket, now: Instant, challenge: DialerChallenge | ListenerChallenge
     ) -> None:
         sock.settimeout(0)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.sock = sock
-        self.heard_at = self.opened_at = now
-        self.phase = LinkPhase.PROVING
+        self.received_at = self.opened_at = now
+        self.phase = LinkPhase.AUTHENTICATING
         self._challenge = challenge
         self._received = bytearray()
         self._unsent = bytearray()
@@ -65,7 +65,7 @@ class Link:
 
     @classmethod
     def dial(
-        cls, address: str, key: ClusterKey, now: Instant, surroundings: Surroundings = MACHINE
+        cls, address: str, key: ClusterKey, now: Instant, io_backend: IoBackend = OS_BACKEND
     ) -> Link:
         """Start to connect to `host:port`.
 
@@ -74,13 +74,13 @@ class Link:
         """
         host, _, port = address.rpartition(":")
         try:
-            sock = surroundings.connect(host.strip("[]"), int(port))
+            sock = io_backend.connect(host.strip("[]"), int(port))
         except (OSError, ValueError) as exc:
             raise PeerUnreachableError(f"cannot reach {address!r}: {exc}") from exc
         return cls(sock, now, DialerChallenge(key, PURPOSE))
 
     @classmethod
-    def accept(cls, sock: Stream, key: ClusterKey, now: Instant) -> Link:
+    def accept(cls, sock: NonBlockingSocket, key: ClusterKey, now: Instant) -> Link:
         """Take over a connection that was just accepted."""
         return cls(sock, now, ListenerChallenge(key, PURPOSE))
 
@@ -89,7 +89,7 @@ class Link:
         """Whether the socket's readiness to write is waited for."""
         return bool(self._unsent)
 
-    def say(self, message: Message) -> None:
+    def send(self, message: Message) -> None:
         """Queue a message; what is said before the link is up follows the challenge.
 
         Raises:
@@ -138,10 +138,10 @@ class Link:
             raise PeerLostError(f"the connection broke: {exc}") from exc
         if not data:
             raise PeerLostError("the peer closed the connection")
-        self.heard_at = now
+        self.received_at = now
         self._received += data
         if self.phase is not LinkPhase.UP:
-            self._prove()
+            self._authenticate()
         return self._take_messages() if self.phase is LinkPhase.UP else []
 
     def close(self) -> None:
@@ -153,9 +153,9 @@ class Link:
         error = self.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if error:
             raise PeerUnreachableError(f"cannot connect: {os.strerror(error)}")
-        self.phase = LinkPhase.PROVING
+        self.phase = LinkPhase.AUTHENTICATING
 
-    def _prove(self) -> None:
+    def _authenticate(self) -> None:
         """Take the challenge as far as the bytes received allow."""
         match self._challenge:
             case DialerChallenge() as dialer:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from baton.errors import ProtocolError
-from baton.kv.exchange import check_exchangeable
+from baton.kv.compatibility import check_compatible
 from baton.kv.geometry import compute_spans, page_geometry
 
 if TYPE_CHECKING:
@@ -144,7 +144,8 @@ class CopyGroup:
 class PageCopies:
     """What one write moves: on both sides, the same pages of `num_layers` arrays from `layer` on.
 
-    Above 1 only for transports that take such writes (`transfer.interface.Capabilities.joins`).
+    Above 1 only for transports that take such writes
+    (`transfer.interface.Capabilities.multi_array`).
     """
 
     layer: int
@@ -213,7 +214,7 @@ def compute_page_copies(
         ProtocolError: not a range, or a table does not cover it.
         LayoutMismatchError: KV of the one layout cannot become KV of the other.
     """
-    check_exchangeable(src.layout, dst.layout)
+    check_compatible(src.layout, dst.layout)
     src.check_covers(start, stop)
     dst.check_covers(start, stop)
     sizes = src.layout.block_size, dst.layout.block_size

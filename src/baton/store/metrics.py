@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from prometheus_client import Metric
 
-    from baton.store.counting import TierReport
+    from baton.store.counted_tier import TierReport
 
 
 def make_families(reports: Sequence[TierReport]) -> Iterator[Metric]:
@@ -23,8 +23,8 @@ def make_families(reports: Sequence[TierReport]) -> Iterator[Metric]:
         "baton_store_capacity_bytes", "That entries may take up.", labels=["tier"]
     )
     for report in reports:
-        used.add_metric([report.kind], report.level.used_bytes)
-        capacity.add_metric([report.kind], report.level.capacity_bytes)
+        used.add_metric([report.kind], report.usage.used_bytes)
+        capacity.add_metric([report.kind], report.usage.capacity_bytes)
     yield from (used, capacity)
 
 
@@ -41,7 +41,7 @@ def _counted(reports: Sequence[TierReport]) -> Iterator[Metric]:
     for report in reports:
         kind, counts = report.kind, report.counts
         puts.add_metric([kind, "stored"], counts.num_stored)
-        puts.add_metric([kind, "already"], counts.num_already)
+        puts.add_metric([kind, "exists"], counts.num_existing)
         puts.add_metric([kind, "full"], counts.num_full)
         puts.add_metric([kind, "failed"], counts.num_failed)
         leases.add_metric([kind, "hit"], counts.num_hits)
@@ -53,14 +53,14 @@ def _counted(reports: Sequence[TierReport]) -> Iterator[Metric]:
 
 def _lost(reports: Sequence[TierReport]) -> Iterator[Metric]:
     evictions = CounterMetricFamily(
-        "baton_store_evictions", "Entries that made room for others.", labels=["tier", "fate"]
+        "baton_store_evictions", "Entries that made room for others.", labels=["tier", "outcome"]
     )
     damaged = CounterMetricFamily(
         "baton_store_damaged", "Entries that were not what was put; removed.", labels=["tier"]
     )
     for report in reports:
-        kind, level = report.kind, report.level
-        evictions.add_metric([kind, "handed_down"], level.num_handed_down)
-        evictions.add_metric([kind, "dropped"], level.num_dropped)
-        damaged.add_metric([kind], level.num_damaged)
+        kind, usage = report.kind, report.usage
+        evictions.add_metric([kind, "demoted"], usage.num_demoted)
+        evictions.add_metric([kind, "dropped"], usage.num_dropped)
+        damaged.add_metric([kind], usage.num_damaged)
     yield from (evictions, damaged)

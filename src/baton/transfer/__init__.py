@@ -1,15 +1,15 @@
 """How bytes move: pages of a local region into a peer's region, over the transport at hand.
 
-Enters: whole page index lists (`PageWrite`), windows that admit a peer's writes. Leaves: from
-`poll`, what completed, what arrived, and which closed windows are quiescent.
+Enters: whole page index lists (`PageWrite`), grants that admit a peer's writes. Leaves: from
+`poll`, what completed, what arrived, and which closed grants are quiescent.
 
 File map:
     interface.py    `Transport`, its requests and events, and the registry of kinds
     region.py       registered memory: allocate, view, check what a peer claims
-    annexes.py      peers' pages as further pages of one's own, by reference
+    peer_mappings.py  peers' pages as further pages of one's own, by reference
     readers.py      who reads this worker's pages in place, and what proves that it stopped
     bounds.py       one write's bounds, checked before a byte is touched
-    windows.py      what a receiver admits
+    page_set.py     what a receiver admits
     geometry.py     which bytes of an array a part of a transfer names, also on the wire
     parts.py        transfers cut into parts
     runs.py         copies as runs of bytes, for libraries that take those
@@ -27,7 +27,7 @@ File map:
     connection.py   a channel under watch, which fails once
     dialing.py      connect and prove
     listening.py    accept, bounded, and prove
-    ledger.py       who may still store into which window, where writers store themselves (pure)
+    grant_ledger.py  who may still store into which grant, where writers store themselves (pure)
     processes.py    proof of a writer's death
     onesided/       what libraries that move bytes by themselves have in common
     tls.py          TLS beneath the frames

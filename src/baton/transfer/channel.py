@@ -15,7 +15,7 @@ from baton.transfer.tls import TlsSocket, WaitsForPeerError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from baton.transfer.ahead import ReadAhead
+    from baton.transfer.read_ahead import ReadAhead
 
 MAX_UNSENT_FRAMES_BYTES: Final = 4 << 20
 RECEIVE_BYTES: Final = 65_536
@@ -163,7 +163,7 @@ class Channel:  # noqa: PLR0904 -- both directions, frames and pages
             ProtocolError: the frame is too large.
         """
         if self.ahead is not None:
-            there = self.ahead.look(self._receive_into)
+            there = self.ahead.peek(self._receive_into)
             if not there:
                 return None
             body = self._decoder.cut(there)

@@ -44,7 +44,7 @@ class Connection:  # noqa: PLR0904 -- what a channel does, and what happens to i
         """Whether the socket is still there."""
         return self._open
 
-    def become(self, on_readable: OnReadable, on_lost: OnLost) -> None:
+    def set_handlers(self, on_readable: OnReadable, on_lost: OnLost) -> None:
         """Change what happens next: the connection entered another phase of its protocol."""
         self._on_readable, self._on_lost = on_readable, on_lost
 
@@ -56,15 +56,15 @@ class Connection:  # noqa: PLR0904 -- what a channel does, and what happens to i
             lambda: self.fail(PeerLostError(f"{what} took longer than {delay_s} s")),
         )
 
-    def fail_unless_moving(self, delay_s: float, what: str, measure: Callable[[], int]) -> None:
+    def fail_unless_progress(self, delay_s: float, what: str, measure: Callable[[], int]) -> None:
         """Lose the connection once `measure` has not changed for `delay_s` (to twice that).
 
         Until `settle` is called, or another delay is set.
         """
         # Nothing is measured now: most transfers are over before anybody would look.
-        self._look_after(delay_s, what, measure, None)
+        self._check_progress(delay_s, what, measure, None)
 
-    def _look_after(
+    def _check_progress(
         self, delay_s: float, what: str, measure: Callable[[], int], before: int | None
     ) -> None:
         def look() -> None:
@@ -72,12 +72,12 @@ class Connection:  # noqa: PLR0904 -- what a channel does, and what happens to i
             if measured == before:
                 self.fail(PeerLostError(f"{what}: nothing has moved for {delay_s} s"))
             else:
-                self._look_after(delay_s, what, measure, measured)
+                self._check_progress(delay_s, what, measure, measured)
 
         self._reactor.call_after(self._fd, delay_s, look)
 
-    def settle(self) -> None:
-        """What `fail_after`, or `fail_unless_moving`, waited for has happened."""
+    def cancel_deadline(self) -> None:
+        """What `fail_after`, or `fail_unless_progress`, waited for has happened."""
         self._reactor.cancel_call(self._fd)
 
     def send_body(self, body: bytes) -> None:

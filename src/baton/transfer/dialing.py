@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import socket
     from collections.abc import Callable
 
-    from baton.authority.key import ClusterKey
+    from baton.auth.key import ClusterKey
     from baton.transfer.reactor import Reactor
 
 _STARTED: Final = (0, errno.EINPROGRESS)

@@ -5,21 +5,21 @@
       | <-------------------- MAGIC + proof ----- |
       | -- answer ------------------------------> |
 
-Sans-I/O: bodies of frames in, frames out (`baton.authority.challenge` says what the bytes mean).
+Sans-I/O: bodies of frames in, frames out (`baton.auth.challenge` says what the bytes mean).
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from baton.authority.challenge import PROOF_BYTES, DialerChallenge, ListenerChallenge
+from baton.auth.challenge import PROOF_BYTES, DialerChallenge, ListenerChallenge
 from baton.errors import ProtocolError
 from baton.transfer.framing import encode_frame
 
 if TYPE_CHECKING:
-    from baton.authority.key import ClusterKey
+    from baton.auth.key import ClusterKey
 
-MAGIC: Final = b"BATON\x01"
+MAGIC: Final = b"BATON\x02"
 """Names the protocol and its version, so that a stranger is told from an old peer."""
 MAX_BODY_BYTES: Final = len(MAGIC) + PROOF_BYTES
 """All that an unauthenticated peer can make the other side hold."""

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import socket
     from collections.abc import Callable
 
-    from baton.authority.key import ClusterKey
+    from baton.auth.key import ClusterKey
     from baton.errors import TransferError
     from baton.transfer.reactor import Reactor
 

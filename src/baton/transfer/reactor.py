@@ -31,12 +31,12 @@ class Reactor:
         self._clock = clock
         self._deadlines: dict[int, tuple[Instant, Handler]] = {}
         self._epoll = select.epoll()
-        self._alarm = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._epoll.register(self._alarm, select.EPOLLIN)
+        self._event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._epoll.register(self._event_fd, select.EPOLLIN)
         self._handlers: dict[int, Handler] = {}
         self._events: list[TransferEvent] = []
         self._soon: dict[int, None] = {}
-        self._is_polling = self._is_alarmed = False
+        self._is_polling = self._is_signaled = False
         self._num_quick_polls = 0
         self._closed = False
 
@@ -63,7 +63,7 @@ class Reactor:
     def call_soon(self, fd: int) -> None:
         """Call a watched descriptor's handler from the next `poll`, also if it is not ready."""
         self._soon[fd] = None
-        self._raise_alarm()
+        self._signal()
 
     def call_after(self, key: int, delay_s: float, handler: Handler) -> None:
         """Call `handler` once, from the first `poll` after so long; replaces the key's last one.
@@ -79,7 +79,7 @@ class Reactor:
     def report(self, event: TransferEvent) -> None:
         """Owe an event to the owner: the next `poll` returns it."""
         self._events.append(event)
-        self._raise_alarm()
+        self._signal()
 
     def poll(self) -> list[TransferEvent]:
         """Call the handlers of what is ready, once each; the events owed so far.
@@ -107,7 +107,7 @@ class Reactor:
         self._call_overdue()
         self._is_polling = False
         events, self._events = self._events, []
-        self._settle_alarm()
+        self._update_signal()
         return events
 
     def close(self) -> None:
@@ -117,7 +117,7 @@ class Reactor:
             self._handlers.clear()
             self._deadlines.clear()
             self._events.clear()
-            os.close(self._alarm)
+            os.close(self._event_fd)
             self._epoll.close()
 
     def _call_overdue(self) -> None:
@@ -128,15 +128,15 @@ class Reactor:
             if deadline <= now and self._deadlines.pop(key, None) is not None:
                 handler()
 
-    def _raise_alarm(self) -> None:
+    def _signal(self) -> None:
         """There is something for the next `poll`; one that is under way looks by itself."""
-        if not self._is_alarmed and not self._is_polling:
-            self._is_alarmed = True
-            os.eventfd_write(self._alarm, 1)
+        if not self._is_signaled and not self._is_polling:
+            self._is_signaled = True
+            os.eventfd_write(self._event_fd, 1)
 
-    def _settle_alarm(self) -> None:
+    def _update_signal(self) -> None:
         if self._soon:
-            self._raise_alarm()
-        elif self._is_alarmed:
-            self._is_alarmed = False
-            os.eventfd_read(self._alarm)
+            self._signal()
+        elif self._is_signaled:
+            self._is_signaled = False
+            os.eventfd_read(self._event_fd)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from baton.transfer.buffers import discard_batches, read_batches, sole_batch, write_batches
 from baton.transfer.geometry import Geometry, compute_runs
 from baton.transfer.interface import PageArray
-from baton.transfer.windows import PageSet
+from baton.transfer.page_set import PageSet
 
 ARRAY = PageArray(128, 16_384, 6)
 REGION_BYTES = ARRAY.offset_bytes + ARRAY.num_pages * ARRAY.page_bytes + 64

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.authority.key import ClusterKey
+from baton.auth.key import ClusterKey
 from baton.errors import AuthenticationError, ProtocolError
 from baton.transfer.framing import PREFIX_BYTES, FrameDecoder, encode_frame
 from baton.transfer.geometry import unpack_geometry, unpack_target
@@ -40,7 +40,7 @@ ids = st.binary(min_size=16, max_size=16)
 data_parts = st.builds(
     tcp_wire.Data,
     sequence=st.integers(0, 1 << 40),
-    window=ids,
+    grant=ids,
     array=st.integers(0, 3),
     dst_pages=st.lists(st.integers(0, 12)).map(lambda pages: np.array(pages, "<u4").tobytes())
     | st.binary(max_size=32),
@@ -48,7 +48,7 @@ data_parts = st.builds(
         lambda spans: np.array(spans, "<u4").tobytes()
     )
     | st.binary(max_size=32),
-    notice=st.none() | st.binary(max_size=40),
+    notification=st.none() | st.binary(max_size=40),
 )
 
 

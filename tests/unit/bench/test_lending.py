@@ -16,7 +16,7 @@ from baton.bench.lending import (
 from baton.bench.pool import allocate_pool, digest
 from baton.bench.workload import PAGE_BYTES, Workload, place_moves, plan_pool
 from baton.errors import ProtocolError
-from baton.transfer.interface import MAX_NOTICE_BYTES, PageArray
+from baton.transfer.interface import MAX_NOTIFICATION_BYTES, PageArray
 from baton.transfer.region import release_region, view_pages
 
 NUM_PAGES = 32
@@ -29,8 +29,8 @@ def pool():
     release_region(region)
 
 
-def see(pool, notices):
-    said = [read_announcement(notice) for notice in notices]
+def see(pool, notifications):
+    said = [read_announcement(notification) for notification in notifications]
     return [borrow(each, view_pages(pool.memory, pool.arrays[each.array])) for each in said]
 
 
@@ -51,9 +51,9 @@ def test_what_is_seen_is_what_the_move_names(pool, shape, num_bytes, data):
 def test_many_pages_take_several_notices_of_bounded_size():
     workload = Workload("scattered", (2 * MAX_ANNOUNCED_PAGES + 1) * PAGE_BYTES)
     move = place_moves(workload, plan_pool([workload], 8))[0]
-    notices = list(announce(move))
-    said = [read_announcement(notice) for notice in notices]
-    assert max(map(len, notices)) <= MAX_NOTICE_BYTES
+    notifications = list(announce(move))
+    said = [read_announcement(notification) for notification in notifications]
+    assert max(map(len, notifications)) <= MAX_NOTIFICATION_BYTES
     assert [each.part for each in said] == [0, 1, 2]
     assert [each.is_last for each in said] == [False, False, True]
     pages = np.concatenate([np.frombuffer(each.pages, "<u4") for each in said])
@@ -63,14 +63,14 @@ def test_many_pages_take_several_notices_of_bounded_size():
 def test_a_page_that_is_not_there_is_not_borrowed(pool):
     move = place_moves(Workload("scattered", 4 * PAGE_BYTES), NUM_PAGES)[0]
     few = PageArray(0, PAGE_BYTES, int(move.src_pages.max()))
-    (notice,) = announce(move)
+    (notification,) = announce(move)
     with pytest.raises(ProtocolError, match="not there"):
-        borrow(read_announcement(notice), view_pages(pool.memory, few))
+        borrow(read_announcement(notification), view_pages(pool.memory, few))
 
 
 @pytest.mark.parametrize("lie", [{"pages": b""}, {"pages": b"12345"}, {"num_last_bytes": 1 << 20}])
 def test_an_announcement_that_makes_no_sense_is_refused(pool, lie):
-    (notice,) = announce(place_moves(Workload("message", 5), NUM_PAGES)[0])
-    said = msgspec.structs.replace(read_announcement(notice), **lie)
+    (notification,) = announce(place_moves(Workload("message", 5), NUM_PAGES)[0])
+    said = msgspec.structs.replace(read_announcement(notification), **lie)
     with pytest.raises(ProtocolError, match="no sense"):
         borrow(said, view_pages(pool.memory, pool.arrays[0]))

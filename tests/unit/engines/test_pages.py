@@ -66,7 +66,7 @@ def test_mirrored_pages_take_what_peers_wrote() -> None:
     region = allocate_pages(shape, layout, 4, CPU).region
     mirrored = MirroredPages(shape, layout, region, CPU)
     region.memory[:] = source.region.memory
-    mirrored.from_region([3, 0])
+    mirrored.load_blocks([3, 0])
     for ours, theirs in zip(mirrored.planes, source.planes, strict=True):
         for plane, written in zip(ours, theirs, strict=True):
             assert torch.equal(plane[[3, 0]], written[[3, 0]])

@@ -5,7 +5,7 @@ import hashlib
 import msgspec
 import pytest
 
-from baton.authority.ticket import Ticket, WorkerRef
+from baton.auth.ticket import Ticket, WorkerRef
 from baton.engines.vllm.identity import rank_epoch
 from baton.engines.vllm.subtickets import (
     RankPair,

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.authority.challenge import DialerChallenge
-from baton.authority.key import ClusterKey
+from baton.auth.challenge import DialerChallenge
+from baton.auth.key import ClusterKey
 from baton.clock import Instant
 from baton.errors import AuthenticationError, BatonError, PeerLostError, ProtocolError
 from baton.handoff.link import PURPOSE, Link, LinkPhase
@@ -63,11 +63,11 @@ def test_messages_wait_for_the_challenge_and_keep_their_order() -> None:
     dialer, listener = pair()
     said = [Ping(1.0), Failed(TicketId(b"t" * 16), "x"), Ping(2.0)]
     for message in said:
-        dialer.say(message)
+        dialer.send(message)
     assert dialer.phase is LinkPhase.CONNECTING
     assert pump(dialer, listener) == said
     assert dialer.phase is listener.phase is LinkPhase.UP
-    listener.say(Ping(3.0))
+    listener.send(Ping(3.0))
     assert pump(dialer, listener) == [Ping(3.0)]
     close(dialer, listener)
 
@@ -118,7 +118,7 @@ def test_an_answer_that_comes_in_two_parts_is_not_taken_for_a_hello() -> None:
     answer = challenge.answer(left.recv(48, socket.MSG_WAITALL))
     left.sendall(answer[:16])
     receive(listener)
-    assert listener.phase is LinkPhase.PROVING
+    assert listener.phase is LinkPhase.AUTHENTICATING
     left.sendall(answer[16:])
     receive(listener)
     assert listener.phase is LinkPhase.UP

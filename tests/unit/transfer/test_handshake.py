@@ -1,6 +1,6 @@
 import pytest
 
-from baton.authority.key import ClusterKey
+from baton.auth.key import ClusterKey
 from baton.errors import AuthenticationError, ProtocolError
 from baton.transfer.framing import PREFIX_BYTES
 from baton.transfer.handshake import MAGIC, MAX_BODY_BYTES, DialerHandshake, ListenerHandshake
@@ -42,7 +42,7 @@ def test_a_proof_for_one_purpose_does_not_open_another():
         dialer.reply(body(listener.reply(body(dialer.opening()))))
 
 
-@pytest.mark.parametrize("start", [b"", b"BATON", b"BATON\x02", b"GET / "])
+@pytest.mark.parametrize("start", [b"", b"BATON", b"BATON\x01", b"GET / "])
 def test_another_protocol_or_version_is_told_apart(start):
     rest = body(DialerHandshake(KEY, "tcp").opening())[len(MAGIC) :]
     with pytest.raises(ProtocolError, match="version"):

@@ -80,7 +80,7 @@ class LogDisplay:
     def __init__(self, file: FileIO) -> None:
         self._file = file
 
-    def say(self, line: str) -> None:
+    def print_line(self, line: str) -> None:
         """See `Display`."""
         self._write(f"baton: {line}\n")
 

@@ -19,12 +19,12 @@ Judgement: TypeAlias = Literal["wins", "loses", "undecided"]
 class Stages(msgspec.Struct, frozen=True):
     """Medians over a cell's requests, in seconds; None where no trace has it.
 
-    `visible_transfer_s`: what the handoff added to prefill; below 0: it was hidden altogether.
+    `exposed_transfer_s`: what the handoff added to prefill; below 0: it was hidden altogether.
     """
 
     queue_s: float | None
     prefill_s: float | None
-    visible_transfer_s: float | None
+    exposed_transfer_s: float | None
     decode_queue_s: float | None
 
 

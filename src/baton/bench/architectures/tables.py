@@ -126,7 +126,7 @@ def _stage_words(cells: Sequence[Cell]) -> Iterator[str]:
     for values in (
         [c.stages.queue_s for c in cells],
         [c.stages.prefill_s for c in cells],
-        [c.stages.visible_transfer_s for c in cells],
+        [c.stages.exposed_transfer_s for c in cells],
         [c.stages.decode_queue_s for c in cells],
     ):
         known = [value for value in values if value is not None]

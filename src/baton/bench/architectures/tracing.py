@@ -113,7 +113,7 @@ def measure_stages(traces: Sequence[FetchedTrace | None]) -> Stages:
     return Stages(
         middle(lambda s: s.queue_s),
         middle(lambda s: s.prefill_s),
-        middle(lambda s: s.visible_transfer_s),
+        middle(lambda s: s.exposed_transfer_s),
         middle(lambda s: s.decode_queue_s),
     )
 

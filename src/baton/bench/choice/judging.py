@@ -11,7 +11,7 @@ import numpy as np
 from baton.bench.choice.plan import shape_of
 from baton.bench.choice.report import ALLOWED_REGRET, Cell, Decision, Verdict
 from baton.bench.report import Measurement
-from baton.transfer.links.choosing import Chooser
+from baton.transfer.links.choice import Chooser
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -31,7 +31,7 @@ class PagedModel:
             Logits `[spans that need them, vocabulary]`, in the spans' order.
         """
         step = Step(spans, self._block_size, self._model.device)
-        self._cache.begin(step, on_layer)
+        self._cache.begin_step(step, on_layer)
         with torch.inference_mode():
             output = self._model(
                 input_ids=step.input_ids,
@@ -42,6 +42,6 @@ class PagedModel:
                 paged_step=step,
                 layer_windows=self._windows,
             )
-        self._cache.finish()
+        self._cache.finish_step()
         logits: torch.Tensor = output.logits[0]
         return logits

@@ -12,7 +12,7 @@ from transformers.utils.logging import disable_progress_bar
 from baton.engines.checkpoint import compute_fingerprint, find_weights
 from baton.engines.transformers.attention import register
 from baton.engines.transformers.pages import TORCH_DTYPES
-from baton.engines.transformers.selfcheck import check_pages_change_nothing
+from baton.engines.transformers.selfcheck import verify_paged_attention
 from baton.engines.transformers.shape import check_layer_kinds, discover_shape
 from baton.errors import ConfigError
 
@@ -48,10 +48,10 @@ def load_model(folder: Path, options: TransformersOptions) -> LoadedModel:
     check_layer_kinds(config)
     max_context_tokens = _choose_context(config, options)
     model = _read_weights(folder, config, options)
-    dtype = _name_dtype(model.dtype)
+    dtype = _dtype_name(model.dtype)
     register()
     shape = discover_shape(model)
-    check_pages_change_nothing(model, shape, dtype)
+    verify_paged_attention(model, shape, dtype)
     return LoadedModel(
         model=model,
         shape=shape,
@@ -108,7 +108,7 @@ def _choose_device(options: TransformersOptions) -> torch.device:
     return torch.device(options.device)
 
 
-def _name_dtype(dtype: torch.dtype) -> DType:
+def _dtype_name(dtype: torch.dtype) -> DType:
     for name, known in TORCH_DTYPES.items():
         if known == dtype:
             return name

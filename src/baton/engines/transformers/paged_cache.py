@@ -19,7 +19,7 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is untyped for us
 
     `on_layer(layer)` is called as soon as the keys and values of all the step's tokens are in the
     pages of that layer, where peers see them: in the middle of the forward pass, or, where an
-    accelerator is behind, in `finish`. Owned by the engine's thread.
+    accelerator is behind, in `finish_step`. Owned by the engine's thread.
     """
 
     def __init__(self, pages: KVPages) -> None:
@@ -29,15 +29,15 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is untyped for us
         self._on_layer: Callable[[int], None] = lambda _: None
         self._gathered = tuple(_Workspace() for _ in range(2))
 
-    def begin(self, step: Step, on_layer: Callable[[int], None]) -> None:
+    def begin_step(self, step: Step, on_layer: Callable[[int], None]) -> None:
         """Take `step`'s arrays for the forward pass that follows."""
-        for _ in self._pages.await_shown():
+        for _ in self._pages.wait_published():
             continue  # of a pass that failed
         self._step, self._on_layer = step, on_layer
 
-    def finish(self) -> None:
+    def finish_step(self) -> None:
         """The pass has been given out: tell of the layers that were not in their pages yet."""
-        for layer in self._pages.await_shown():
+        for layer in self._pages.wait_published():
             self._on_layer(layer)
 
     def update(
@@ -59,7 +59,7 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is untyped for us
         """
         step = self._step
         if step is None:
-            raise RuntimeError("update() before begin()")
+            raise RuntimeError("update() before begin_step()")
         gathered = []
         planes = self._pages.planes[layer_idx]
         for plane, new, workspace in zip(
@@ -67,8 +67,8 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is untyped for us
         ):
             plane[step.write_blocks, step.write_offsets] = new[0].transpose(0, 1)
             gathered.append(workspace.gather(plane, step.read_blocks))
-        self._pages.to_region(layer_idx, step.written_pages)
-        for layer in self._pages.take_shown():
+        self._pages.publish_layer(layer_idx, step.written_pages)
+        for layer in self._pages.poll_published():
             self._on_layer(layer)
         return gathered[0], gathered[1]
 

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 import torch
 
-from baton.engines.gpu.ferry import Ferry, pin
+from baton.engines.gpu.copy_stream import CopyStream, pin_memory
 from baton.engines.gpu.rows import view_rows
 from baton.kv.geometry import page_geometry
-from baton.transfer.annexes import Annexes
+from baton.transfer.peer_mappings import PeerMappings
 from baton.transfer.region import allocate_shared_region
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from baton.engines.gpu.ferry import Crossing
+    from baton.engines.gpu.copy_stream import CopyEvent
     from baton.engines.transformers.shape import ModelShape
     from baton.kv.geometry import PlaneGeometry
     from baton.kv.layout import DType, KVLayout
@@ -36,7 +36,7 @@ TORCH_DTYPES: Final[dict[DType, torch.dtype]] = {
 class KVPages:
     """Pages that live in the region itself: what the engine writes is at once what peers read.
 
-    With `annexes` blocks of peers can be read as further blocks (`open_annexes`).
+    With `peer_mappings` blocks of peers can be read as further blocks (`open_peer_mappings`).
     `planes[layer]` holds the layer's keys and values, `[num_blocks, block_size, heads, dim]`
     each; of a latent plane, its two parts. Owned by the engine's thread.
     """
@@ -46,9 +46,9 @@ class KVPages:
         shape: ModelShape,
         layout: KVLayout,
         region: PagedRegion,
-        annexes: Annexes | None = None,
+        peer_mappings: PeerMappings | None = None,
     ) -> None:
-        self.region, self.annexes = region, annexes
+        self.region, self.peer_mappings = region, peer_mappings
         self._shape, self._layout = shape, layout
         self._in_region = tuple(
             torch.frombuffer(
@@ -60,37 +60,37 @@ class KVPages:
             for array in region.arrays
         )
         self.planes = _split(shape, layout, self._in_region)
-        self._reaches_annexes = False
-        self._shown: deque[int] = deque()
+        self._maps_peers = False
+        self._published: deque[int] = deque()
 
-    def to_region(self, layer: int, blocks: NDArray[np.int64]) -> None:
-        """Begin to make pages `blocks` of `layer` visible to peers: see `take_shown`."""
+    def publish_layer(self, layer: int, blocks: NDArray[np.int64]) -> None:
+        """Begin to make pages `blocks` of `layer` visible to peers: see `poll_published`."""
         del blocks
-        self._shown.append(layer)
+        self._published.append(layer)
 
-    def take_shown(self) -> Iterator[int]:
+    def poll_published(self) -> Iterator[int]:
         """Layers of which all pages are visible by now, in the order of the calls, each once."""
-        while self._shown:
-            yield self._shown.popleft()
+        while self._published:
+            yield self._published.popleft()
 
-    def await_shown(self) -> Iterator[int]:
+    def wait_published(self) -> Iterator[int]:
         """The other ones, each as soon as it is visible."""
-        return self.take_shown()
+        return self.poll_published()
 
-    def from_region(self, blocks: Sequence[int]) -> None:
+    def load_blocks(self, blocks: Sequence[int]) -> None:
         """Take what peers have written into `blocks`, all layers."""
 
-    def open_annexes(self) -> None:
+    def open_peer_mappings(self) -> None:
         """From now on blocks of peers that were attached can be read. Cheap when it is so already.
 
         The same pages at other addresses: `planes` look at them there, once there is a peer.
         """
-        if self._reaches_annexes or self.annexes is None:
+        if self._maps_peers or self.peer_mappings is None:
             return
-        self._reaches_annexes = True
+        self._maps_peers = True
         dtype = TORCH_DTYPES[self._layout.dtype]
         self._in_region = tuple(
-            torch.from_numpy(self.annexes.view(array)).view(dtype)
+            torch.from_numpy(self.peer_mappings.view(array)).view(dtype)
             for array in range(len(self.region.arrays))
         )
         self.planes = _split(self._shape, self._layout, self._in_region)
@@ -102,10 +102,10 @@ class KVPages:
             pages[dst] = pages[src]
 
     def release(self) -> None:
-        """Give annexes back: `planes` are of no use any more."""
+        """Give peer_mappings back: `planes` are of no use any more."""
         self.planes = self._in_region = ()
-        if self.annexes is not None:
-            self.annexes.close()
+        if self.peer_mappings is not None:
+            self.peer_mappings.close()
 
 
 class MirroredPages(KVPages):
@@ -122,38 +122,38 @@ class MirroredPages(KVPages):
         self.planes = _split(shape, layout, self._on_device)
         self._host_rows = tuple(view_rows(each) for each in self._in_region)
         self._device_rows = tuple(view_rows(each) for each in self._on_device)
-        pin(region.memory, device)
-        self._ferry = Ferry(device)
-        self._crossing: deque[tuple[int, Crossing]] = deque()
+        pin_memory(region.memory, device)
+        self._copy_stream = CopyStream(device)
+        self._copies: deque[tuple[int, CopyEvent]] = deque()
 
-    def to_region(self, layer: int, blocks: NDArray[np.int64]) -> None:
+    def publish_layer(self, layer: int, blocks: NDArray[np.int64]) -> None:
         """Begin to copy pages from the accelerator, once what it was given to do has been done."""
-        crossing = self._ferry.to_host(
+        event = self._copy_stream.to_host(
             self._device_rows[layer], blocks, self._host_rows[layer], blocks
         )
-        self._crossing.append((layer, crossing))
+        self._copies.append((layer, event))
 
-    def take_shown(self) -> Iterator[int]:
+    def poll_published(self) -> Iterator[int]:
         """See `KVPages`. Does not wait."""
-        while self._crossing and self._crossing[0][1].is_done():
-            yield self._crossing.popleft()[0]
+        while self._copies and self._copies[0][1].is_done():
+            yield self._copies.popleft()[0]
 
-    def await_shown(self) -> Iterator[int]:
+    def wait_published(self) -> Iterator[int]:
         """See `KVPages`. Waits for the accelerator."""
-        while self._crossing:
-            layer, crossing = self._crossing.popleft()
-            crossing.wait()
+        while self._copies:
+            layer, event = self._copies.popleft()
+            event.wait()
             yield layer
 
-    def from_region(self, blocks: Sequence[int]) -> None:
+    def load_blocks(self, blocks: Sequence[int]) -> None:
         """Copy pages to the accelerator; returns when peers may overwrite those of the region."""
         index = np.array(blocks, np.int64)
-        crossings = [
-            self._ferry.to_device(host, index, device, index)
+        events = [
+            self._copy_stream.to_device(host, index, device, index)
             for host, device in zip(self._host_rows, self._device_rows, strict=True)
         ]
-        for crossing in crossings:
-            crossing.wait()
+        for event in events:
+            event.wait()
 
 
 def allocate_pages(
@@ -174,8 +174,8 @@ def allocate_pages(
     ])
     if device.type == "cpu":
         # Memory that is mapped a second time is a memfd's; a device's caches want care.
-        annexes = Annexes(region) if region.fd is not None else None
-        return KVPages(shape, layout, region, annexes)
+        peer_mappings = PeerMappings(region) if region.fd is not None else None
+        return KVPages(shape, layout, region, peer_mappings)
     return MirroredPages(shape, layout, region, device)
 
 

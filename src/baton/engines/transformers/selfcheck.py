@@ -29,7 +29,7 @@ _TOLERANCE: Final[dict[torch.dtype, float]] = {torch.float32: 1e-3}
 _HALF_PRECISION_TOLERANCE: Final = 0.15
 
 
-def check_pages_change_nothing(model: Any, shape: ModelShape, dtype: DType) -> None:  # noqa: ANN401
+def verify_paged_attention(model: Any, shape: ModelShape, dtype: DType) -> None:  # noqa: ANN401
     """Compare two prompts, packed and in two steps, with each of them alone in plain transformers.
 
     Leaves the model with the paged attention switched on.

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 Platform: TypeAlias = Literal["cpu", "accelerator"]
 
 CPU_KV_CACHE_BYTES: Final = 512 * 1024 * 1024
-GATE: Final = "baton.engines.vllm.gate.Gate"
+ACCESS_MIDDLEWARE: Final = "baton.engines.vllm.access_middleware.AccessMiddleware"
 
 ENGINE_END_TIMEOUT_S: Final = 3
 """Requests were drained before: this is for the engine's own tidying up."""
@@ -36,7 +36,7 @@ LOG_LEVELS: Final[Mapping[LogLevel, str]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class LaunchParameters:
     """Where a server runs and what it serves. `run_directory` holds its sockets."""
 
     model: Path
@@ -46,17 +46,23 @@ class Place:
     platform: Platform
 
 
-def server_arguments(options: VllmOptions, config: Config, place: Place) -> list[str]:
+def server_arguments(options: VllmOptions, config: Config, launch: LaunchParameters) -> list[str]:
     """The command line of vLLM, without the program's name."""
     worker = config.worker
     return [
-        *("--model", str(place.model), "--served-model-name", place.served_model_name),
-        *("--host", worker.host, "--port", str(place.port)),
+        *("--model", str(launch.model), "--served-model-name", launch.served_model_name),
+        *("--host", worker.host, "--port", str(launch.port)),
         *("--shutdown-timeout", str(ENGINE_END_TIMEOUT_S)),
-        *("--middleware", GATE, "--disable-uvicorn-access-log", "--uvicorn-log-level", "warning"),
+        *(
+            "--middleware",
+            ACCESS_MIDDLEWARE,
+            "--disable-uvicorn-access-log",
+            "--uvicorn-log-level",
+            "warning",
+        ),
         *("--kv-transfer-config", _json(_transfer(config))),
-        *engine_flags(options, place.platform),
-        *_event_flags(options, place, worker.name),
+        *engine_flags(options, launch.platform),
+        *_event_flags(options, launch, worker.name),
         *options.arguments,
     ]
 
@@ -99,7 +105,7 @@ def _transfer(config: Config) -> dict[str, object]:
         "handoff_timeout_s": config.handoff.timeout_s,
         "liveness_timeout_s": config.handoff.liveness_timeout_s,
         "lease_s": config.handoff.lease_s,
-        "one_piece_tokens": config.handoff.one_piece_tokens,
+        "single_send_max_tokens": config.handoff.single_send_max_tokens,
         "verify_same_process": config.handoff.verify_same_process,
         "verify_same_host": config.handoff.verify_same_host,
         "verify_network": config.handoff.verify_network,
@@ -110,7 +116,7 @@ def _transfer(config: Config) -> dict[str, object]:
         "probe_time_s": config.transfer.probe_time_s,
         "probe_bytes": config.transfer.probe_bytes,
         "store": config.store,
-        "awake_s": config.transfer.awake_s,
+        "spin_s": config.transfer.spin_s,
     }
     if config.cluster.key_file is not None:
         extra["key_file"] = config.cluster.key_file
@@ -151,10 +157,10 @@ def kv_cache_bytes(options: VllmOptions, platform: Platform) -> int | None:
     return options.kv_cache_bytes or default
 
 
-def _event_flags(options: VllmOptions, place: Place, worker: str) -> Iterator[str]:
+def _event_flags(options: VllmOptions, launch: LaunchParameters, worker: str) -> Iterator[str]:
     if not options.kv_events:
         return
-    endpoint, replay_endpoint = event_endpoints(place.run_directory)
+    endpoint, replay_endpoint = event_endpoints(launch.run_directory)
     yield "--kv-events-config"
     yield _json({
         "enable_kv_cache_events": True,

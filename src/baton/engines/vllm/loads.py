@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from baton.authority.ticket import Ticket
-    from baton.engines.vllm.meta import Expect, VllmRequestId
+    from baton.auth.ticket import Ticket
+    from baton.engines.vllm.step_orders import StartReceive, VllmRequestId
     from baton.errors import HandoffError
     from baton.ids import TicketId
-    from baton.telemetry.trace import LegTrace
+    from baton.telemetry.trace import RequestSpan
 
 
 @dataclass(slots=True)
@@ -20,9 +20,9 @@ class LoadInProgress:
     Where only tokens `[0, num_landed)` came, `missing` are the blocks that lack some of theirs.
     """
 
-    expect: Expect
+    expect: StartReceive
     tickets: tuple[Ticket, ...]
-    traces: dict[TicketId, LegTrace]
+    traces: dict[TicketId, RequestSpan]
     live: set[TicketId]
     failure: HandoffError | None = None
     is_aborted: bool = False
@@ -31,7 +31,7 @@ class LoadInProgress:
 
 
 @dataclass(slots=True)
-class LoadBook:
+class LoadTable:
     """All of them, found by request and by ticket. Owned by vLLM's worker thread.
 
     vLLM keeps a request's blocks until it is told, once, that its load is over; what failed must be
@@ -40,7 +40,7 @@ class LoadBook:
 
     _loads: dict[VllmRequestId, LoadInProgress] = field(default_factory=dict)
     _request_of: dict[TicketId, VllmRequestId] = field(default_factory=dict)
-    _over: set[VllmRequestId] = field(default_factory=set)
+    _finished: set[VllmRequestId] = field(default_factory=set)
     _invalid_blocks: set[int] = field(default_factory=set)
 
     @property
@@ -49,9 +49,9 @@ class LoadBook:
         return len(self._loads)
 
     @property
-    def has_news(self) -> bool:
-        """Whether `take_over` has something."""
-        return bool(self._over)
+    def has_finished(self) -> bool:
+        """Whether `take_finished` has something."""
+        return bool(self._finished)
 
     def add(self, load: LoadInProgress) -> None:
         """Follow a load."""
@@ -79,7 +79,7 @@ class LoadBook:
         if load.live:
             return None
         del self._loads[request]
-        self._over.add(request)
+        self._finished.add(request)
         if not load.is_aborted:
             invalid = load.missing if load.failure is None else load.expect.blocks
             self._invalid_blocks.update(invalid)
@@ -92,10 +92,10 @@ class LoadBook:
         settled = (self.settle(ticket) for ticket in tuple(self._request_of))
         return [load for load in settled if load is not None]
 
-    def take_over(self) -> set[VllmRequestId]:
+    def take_finished(self) -> set[VllmRequestId]:
         """Loads that are over, each returned once, however it went."""
-        over, self._over = self._over, set()
-        return over
+        finished, self._finished = self._finished, set()
+        return finished
 
     def take_invalid_blocks(self) -> set[int]:
         """Blocks of loads that failed: vLLM computes their tokens itself, or fails the request."""

@@ -50,12 +50,12 @@ class ConnectorOptions(msgspec.Struct, frozen=True, kw_only=True):
     choice: Literal["measured", "listed"] = "measured"
     probe_time_s: Seconds = 0.5
     probe_bytes: Annotated[int, Meta(ge=1)] = 128 * 1024 * 1024
-    awake_s: Annotated[float, Meta(ge=0, le=0.01)] = 0.0005
-    mover: Literal["prefill", "decode"] = "decode"
+    spin_s: Annotated[float, Meta(ge=0, le=0.01)] = 0.0005
+    preferred_op: Literal["WRITE", "READ"] = "READ"
     handoff_timeout_s: Seconds = 60.0
     liveness_timeout_s: Seconds = 3.0
     lease_s: LeaseSeconds = 10.0
-    one_piece_tokens: Annotated[int, Meta(ge=0)] = 256
+    single_send_max_tokens: Annotated[int, Meta(ge=0)] = 256
     verify_same_process: Verification = "full"
     verify_same_host: Verification = "full"
     verify_network: Verification = "full"

@@ -29,7 +29,7 @@ class Refusal:
     reason: str
 
 
-class RefusalCount:
+class RefusalCounter:
     """Refusals since they were last taken. Owned by the scheduler's thread."""
 
     def __init__(self) -> None:

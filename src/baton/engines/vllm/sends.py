@@ -12,13 +12,13 @@ from baton.telemetry.trace import Stamp
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from baton.authority.ticket import Ticket
-    from baton.engines.vllm.meta import Offer, Progress, VllmRequestId
+    from baton.auth.ticket import Ticket
+    from baton.engines.vllm.step_orders import Progress, StartSend, VllmRequestId
     from baton.errors import HandoffError
     from baton.ids import TicketId
-    from baton.telemetry.trace import LegTrace
+    from baton.telemetry.trace import RequestSpan
 
-NOT_YET = -1
+UNALLOCATED = -1
 """Stands for a block that vLLM has not allocated yet: no transport accepts it as a page."""
 
 
@@ -30,10 +30,10 @@ class SendInProgress:
     once a layer of its block was announced as ready.
     """
 
-    offer: Offer
+    offer: StartSend
     tickets: tuple[Ticket, ...]
     table: NDArray[np.int64]
-    traces: dict[TicketId, LegTrace]
+    traces: dict[TicketId, RequestSpan]
     live: set[TicketId]
     failure: HandoffError | None = None
 
@@ -44,7 +44,7 @@ class SendInProgress:
 
 
 @dataclass(slots=True)
-class SendBook:
+class SendTable:
     """All of them, found by request and by ticket. Owned by vLLM's worker thread."""
 
     _sends: dict[VllmRequestId, SendInProgress] = field(default_factory=dict)
@@ -109,10 +109,10 @@ class SendBook:
 
 def empty_table(num_blocks: int) -> NDArray[np.int64]:
     """A table of blocks that are not allocated yet."""
-    return np.full(num_blocks, NOT_YET, dtype=np.int64)
+    return np.full(num_blocks, UNALLOCATED, dtype=np.int64)
 
 
-def stamp_sent(trace: LegTrace, outcome: str) -> None:
-    """Note how a prefill leg's handoff ended."""
+def stamp_sent(trace: RequestSpan, outcome: str) -> None:
+    """Note how a prefill request's handoff ended."""
     if trace.outcome is None:
         trace.outcome = outcome if Stamp.PREFILL_DONE in trace.stamps else "failed"

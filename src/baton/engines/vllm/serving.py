@@ -23,20 +23,20 @@ import uvloop
 
 from baton.config.cluster_key import is_loopback
 from baton.config.environment import change_environment
+from baton.engines.vllm.access_middleware import DRAIN_STATE
 from baton.engines.vllm.arguments import (
     REMOVED_VARIABLES,
-    Place,
+    LaunchParameters,
     server_arguments,
     server_environment,
 )
 from baton.engines.vllm.checks import check_model, check_room, find_platform
 from baton.engines.vllm.engine_process import server_variables
-from baton.engines.vllm.gate import DOOR
-from baton.engines.vllm.probing import ask_identity, until_healthy
 from baton.engines.vllm.server_options import VllmOptions, require_cpu_block_size
+from baton.engines.vllm.server_probe import fetch_identity, wait_healthy
 from baton.errors import BatonError, ConfigError, EngineError
 from baton.registry import Plugin
-from baton.telemetry.announcement import Draining, Loading, Ready
+from baton.telemetry.process_status import Draining, Loading, Ready
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -53,12 +53,12 @@ INSTALL_HINT: Final = (
 CHILD_END_TIMEOUT_S: Final = 5.0
 
 
-class ServerLife:
+class ServerLifecycle:
     """From start to end of one vLLM server. Owned by the main thread and its event loop."""
 
     def __init__(self, context: ServerContext) -> None:
         self._context = context
-        self._announcer = context.announcer
+        self._status_reporter = context.status_reporter
         self._ending: asyncio.Task[None] | None = None
         self._is_ready = False
 
@@ -71,9 +71,9 @@ class ServerLife:
         """
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal_while_loading)
-        self._say_loading("importing vLLM")
+        self._announce_loading("importing vLLM")
         args = _parse(arguments)
-        self._say_loading("starting vLLM's engine")
+        self._announce_loading("starting vLLM's engine")
         with asyncio.Runner(loop_factory=partial(_ServerLoop, self._on_signal)) as runner:
             try:
                 runner.run(self._serve(args))
@@ -99,22 +99,28 @@ class ServerLife:
 
     async def _announce_ready(self) -> None:
         context, url = self._context, self._context.url
-        await until_healthy(url)
-        self._say_loading("first request")
-        bearer = {} if DOOR.bearer is None else {"authorization": f"Bearer {DOOR.bearer.decode()}"}
-        identity = await ask_identity(url, context.served_model_name, bearer)
+        await wait_healthy(url)
+        self._announce_loading("first request")
+        bearer = (
+            {}
+            if DRAIN_STATE.bearer is None
+            else {"authorization": f"Bearer {DRAIN_STATE.bearer.decode()}"}
+        )
+        identity = await fetch_identity(url, context.served_model_name, bearer)
         self._is_ready = True
         worker = context.config.worker
-        self._announcer.say(
+        self._status_reporter.report(
             Ready(url, identity.worker, identity.epoch, worker.role, identity.handoff_address)
         )
         logger.info(
             "%s answers at %s, hands over at %s", worker.name, url, identity.handoff_address
         )
 
-    def _say_loading(self, phase: str) -> None:
+    def _announce_loading(self, phase: str) -> None:
         context = self._context
-        self._announcer.say(Loading(context.url, f"model {context.model} with engine vllm", phase))
+        self._status_reporter.report(
+            Loading(context.url, f"model {context.model} with engine vllm", phase)
+        )
         logger.info("%s: %s", context.config.worker.name, phase)
 
     def _explained(self, exc: Exception) -> BatonError:
@@ -126,31 +132,31 @@ class ServerLife:
 
     def _on_signal_while_loading(self, number: int, _: object) -> NoReturn:
         logger.info("%s while loading: leaving", signal.Signals(number).name)
-        self._announcer.say(Draining(0.0))
-        self._leave(0)
+        self._status_reporter.report(Draining(0.0))
+        self._exit(0)
 
     def _on_signal(self, number: int, stop: Callable[[], object]) -> None:
         """`stop` is vLLM's own handler."""
         if self._ending is not None:
             logger.warning("a second signal: leaving at once")
-            self._leave(128 + number)
+            self._exit(128 + number)
         timeout_s = self._context.config.worker.drain_timeout_s
         name = signal.Signals(number).name
-        logger.info("%s: no more requests, %d are being answered", name, DOOR.num_open)
-        self._announcer.say(Draining(timeout_s))
+        logger.info("%s: no more requests, %d are being answered", name, DRAIN_STATE.num_open)
+        self._status_reporter.report(Draining(timeout_s))
         self._ending = asyncio.create_task(self._drain(timeout_s, stop))
 
     async def _drain(self, timeout_s: float, stop: Callable[[], object]) -> None:
-        DOOR.close()
+        DRAIN_STATE.start_drain()
         try:
             async with asyncio.timeout(timeout_s):
-                await DOOR.until_empty()
+                await DRAIN_STATE.wait_drained()
         except TimeoutError:
-            logger.warning("%d requests were not answered in time", DOOR.num_open)
-            self._leave(0)
+            logger.warning("%d requests were not answered in time", DRAIN_STATE.num_open)
+            self._exit(0)
         stop()
 
-    def _leave(self, status: int) -> NoReturn:
+    def _exit(self, status: int) -> NoReturn:
         """End the engine and this process, without waiting for anything."""
         for child in multiprocessing.active_children():
             child.kill()
@@ -201,8 +207,8 @@ def serve(options: VllmOptions, context: ServerContext) -> None:
     environment = server_environment(options, config.log.level, cores, platform)
     change_environment({**environment, **server_variables(config.log)}, REMOVED_VARIABLES)
     if not is_loopback(config.worker.host):
-        DOOR.bearer = context.key.sign("http", b"worker").hex().encode()
-    place = Place(
+        DRAIN_STATE.bearer = context.key.sign("http", b"worker").hex().encode()
+    launch = LaunchParameters(
         model=context.model,
         served_model_name=context.served_model_name,
         port=context.listener.getsockname()[1],
@@ -211,7 +217,7 @@ def serve(options: VllmOptions, context: ServerContext) -> None:
     )
     _make_private(context)
     try:
-        ServerLife(context).run(server_arguments(options, config, place))
+        ServerLifecycle(context).run(server_arguments(options, config, launch))
     finally:
         shutil.rmtree(context.run_directory, ignore_errors=True)
 

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from baton.authority.ticket import WorkerRef
+from baton.auth.ticket import WorkerRef
 from baton.engines.vllm.identity import rank_epoch, rank_name
 from baton.ids import TicketId
 from baton.kv.layout import TensorParallelShard
 
 if TYPE_CHECKING:
-    from baton.authority.ticket import Ticket
+    from baton.auth.ticket import Ticket
     from baton.kv.layout import KVLayout
 
 TICKET_ID_BYTES = 16

@@ -7,23 +7,23 @@ from typing import TYPE_CHECKING, Annotated, Final, TypeAlias
 
 import msgspec
 
-from baton.authority.seen import SeenTickets, TicketUse
-from baton.authority.ticket import MAX_TICKET_CHARS, unseal
+from baton.auth.ticket import MAX_TICKET_CHARS, unseal
+from baton.auth.used_tickets import TicketUse, UsedTickets
 from baton.engines.vllm.refusals import Refusal
 from baton.errors import TicketError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from baton.authority.key import ClusterKey
-    from baton.authority.ticket import Ticket, WorkerRef
+    from baton.auth.key import ClusterKey
+    from baton.auth.ticket import Ticket, WorkerRef
     from baton.clock import Clock
     from baton.engines.vllm.identity import Identity
     from baton.engines.vllm.refusals import RefusalCode
 
 
 @dataclass(frozen=True, slots=True)
-class Alone:
+class NoHandoff:
     """No part in a handoff."""
 
 
@@ -46,7 +46,7 @@ class Receive:
     ticket: Ticket
 
 
-Part: TypeAlias = Alone | Probe | Send | Receive | Refusal
+HandoffRole: TypeAlias = NoHandoff | Probe | Send | Receive | Refusal
 
 
 class TransferParams(msgspec.Struct, frozen=True):
@@ -58,7 +58,7 @@ class TransferParams(msgspec.Struct, frozen=True):
     do_remote_prefill: bool = False
 
 
-ALONE: Final = Alone()
+NO_HANDOFF: Final = NoHandoff()
 
 
 class TicketReader:
@@ -66,24 +66,24 @@ class TicketReader:
 
     def __init__(self, identity: Identity, key: ClusterKey, clock: Clock) -> None:
         self._identity, self._key, self._clock = identity, key, clock
-        self._seen = SeenTickets()
+        self._seen = UsedTickets()
 
-    def read(self, params: Mapping[str, object] | None) -> Part:
+    def read(self, params: Mapping[str, object] | None) -> HandoffRole:
         """The part that a request's parameters authorise; a ticket is used up by reading it."""
         if not params:
-            return ALONE
+            return NO_HANDOFF
         try:
             asked = msgspec.convert(dict(params), TransferParams)
             if asked.baton_info:
                 return Probe()
             if asked.baton_ticket is None:
-                return ALONE
+                return NO_HANDOFF
             ticket = unseal(asked.baton_ticket, self._key, self._clock.unix_now())
         except (msgspec.ValidationError, TicketError) as exc:
             return Refusal("invalid_ticket", str(exc))
-        return self._mine(ticket, asked)
+        return self._check_addressee(ticket, asked)
 
-    def _mine(self, ticket: Ticket, asked: TransferParams) -> Part:
+    def _check_addressee(self, ticket: Ticket, asked: TransferParams) -> HandoffRole:
         me = self._identity
         if asked.do_remote_decode == asked.do_remote_prefill:
             return Refusal(
@@ -106,9 +106,9 @@ class TicketReader:
         match self._seen.use(ticket, self._clock.unix_now()):
             case TicketUse.FIRST:
                 return None
-            case TicketUse.AGAIN:
+            case TicketUse.REPEATED:
                 return Refusal("replayed_ticket", "this ticket was used before")
-            case TicketUse.NO_ROOM:
+            case TicketUse.FULL:
                 return Refusal("replayed_ticket", "too many unexpired tickets are remembered")
 
 

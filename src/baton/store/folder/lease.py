@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-class FileLease:
-    """See `Lease`. `on_damage` is called once, if the body turns out not to be what was put.
+class FileEntryLease:
+    """See `EntryLease`. `on_damage` is called once, if the body turns out not to be what was put.
 
     The body is read, not mapped: what is verified is this process's own copy, which nobody can
     change any more, and a file that is cut short is a short read, not a SIGBUS.
@@ -26,11 +26,11 @@ class FileLease:
 
     @property
     def num_bytes(self) -> int:
-        """See `Lease`."""
+        """See `EntryLease`."""
         return self._num_bytes
 
     def try_read(self, into: memoryview) -> bool:
-        """See `Lease`."""
+        """See `EntryLease`."""
         if self._fd < 0 or len(into) != self._num_bytes:
             raise ValueError(f"{len(into)} bytes for a body of {self._num_bytes}, or released")
         if self._read(into) and has_digest(into, self._digest):
@@ -39,7 +39,7 @@ class FileLease:
         return False
 
     def release(self) -> None:
-        """See `Lease`."""
+        """See `EntryLease`."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)

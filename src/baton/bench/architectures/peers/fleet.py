@@ -114,7 +114,7 @@ async def _start(
 
 
 async def _spawn(start: Start, display: LogDisplay, fleet: PeerFleet) -> PeerProcess:
-    display.say(f"{start.name}: {' '.join(start.command)}")
+    display.print_line(f"{start.name}: {' '.join(start.command)}")
     process = await spawn(start, lambda line: display.child_line(start.name, line))
     fleet.running.append(process)
     return process

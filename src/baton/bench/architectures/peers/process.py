@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from baton.launch.child import die_with, read_line
-from baton.launch.diagnosis import describe_exit, likely_cause
+from baton.launch.child import exit_with_parent, read_line
+from baton.launch.exit_causes import describe_exit, likely_cause
 from baton.launch.supervisor import ChildFailedError
 
 if TYPE_CHECKING:
@@ -117,6 +117,6 @@ async def spawn(start: Start, on_line: Callable[[str], None]) -> PeerProcess:
 
 def _prepare(parent_pid: int, cores: tuple[int, ...] | None) -> None:
     """In the child before exec: it takes no lock that another thread could hold."""
-    die_with(parent_pid)
+    exit_with_parent(parent_pid)
     if cores is not None:
         os.sched_setaffinity(0, cores)

@@ -1,18 +1,19 @@
 """`tcp`: pages over ordinary sockets, between any two hosts, encrypted if that is wanted.
 
-Enters: whole page index lists and, of a write, its notice. Leaves: frames and page bytes on several
+Enters: whole page index lists and, of a write, its notification. Leaves: frames and page bytes on
+several
 streams; on the other side, bytes in place and `Arrived`. Of a read: page bytes on their way back.
 
 File map:
     options.py     what an operator may say
-    transport.py   `TcpTransport`: the contract, windows, admission
+    transport.py   `TcpTransport`: the contract, grants, admission
     addresses.py   sockets and endpoints
     wire.py        the messages, and their bounds
-    departure.py   a write cut into stripes, each of which one stream carries
+    send_path.py   a write cut into stripes, each of which one stream carries
     remote.py      the dialing end: one peer's region over several streams
     stream.py      one of those: what was asked for over it, and the bytes that come back
     inbound.py     the listening end of one connection
-    assembly.py    writes of which some stripes are missing (pure)
+    reassembly.py  writes of which some stripes are missing (pure)
 """
 
 from functools import partial

@@ -38,18 +38,18 @@ def open_listener(host: str, options: TcpOptions) -> tuple[socket.socket, str]:
         sock.close()
         raise TransferError(f"cannot listen on {host}: {exc}") from exc
     bound, port = sock.getsockname()[:2]
-    told = options.advertise_host or bound
+    advertised = options.advertise_host or bound
     try:
-        is_useful = not ipaddress.ip_address(told).is_unspecified
+        is_useful = not ipaddress.ip_address(advertised).is_unspecified
     except ValueError:
         is_useful = False
     if not is_useful:
         sock.close()
         raise TransferError(
-            f"peers cannot connect to {told}; bind to an address of this host, or set "
+            f"peers cannot connect to {advertised}; bind to an address of this host, or set "
             "advertise_host to a numeric one"
         )
-    return sock, format_endpoint(told, port)
+    return sock, format_endpoint(advertised, port)
 
 
 def open_stream(endpoint: tuple[str, int], options: TcpOptions) -> socket.socket:

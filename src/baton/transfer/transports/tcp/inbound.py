@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Final, Protocol, assert_never
 
 from baton.errors import ProtocolError
 from baton.ids import TicketId
-from baton.transfer.ahead import ReadAhead
 from baton.transfer.buffers import (
     discard_batches,
     read_batches,
@@ -20,12 +19,13 @@ from baton.transfer.channel import skip_bytes
 from baton.transfer.framing import encode_frame
 from baton.transfer.geometry import Geometry, unpack_geometry, unpack_target
 from baton.transfer.messages import encode
+from baton.transfer.read_ahead import ReadAhead
 from baton.transfer.transports.tcp.wire import (
     Data,
     Fetch,
-    Landed,
-    Refused,
-    Served,
+    FetchServed,
+    WriteLanded,
+    WriteRefused,
     decode_from_dialer,
 )
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from baton.transfer.channel import Channel
     from baton.transfer.connection import Connection
     from baton.transfer.interface import PageArray, PagedRegion
-    from baton.transfer.transports.tcp.assembly import Assembly
+    from baton.transfer.transports.tcp.reassembly import WriteReassembly
 
 MAX_STEP_BYTES: Final = 8 << 20
 """Page bytes read before other connections get their turn."""
@@ -51,17 +51,17 @@ class Admission(Protocol):
     """What a connection asks its transport."""
 
     def find_refusal(
-        self, window: TicketId, writer: Epoch, region: PagedRegion, pages: NDArray[np.int64]
+        self, grant: TicketId, writer: Epoch, region: PagedRegion, pages: NDArray[np.int64]
     ) -> str | None:
         """Why this writer may not write there, or None: it may."""
         ...
 
-    def arrived(self, window: TicketId, notice: bytes) -> None:
+    def arrived(self, grant: TicketId, notification: bytes) -> None:
         """A whole write is in place."""
         ...
 
 
-class Inbound:
+class TcpInbound:
     """Serves one stream of one peer that attached one region. Owner thread: the transport's.
 
     A stripe's parts follow each other on the connection. Once a part is refused, so is the rest of
@@ -74,11 +74,11 @@ class Inbound:
         writer: Epoch,
         region: PagedRegion,
         *,
-        assembly: Assembly,
+        assembly: WriteReassembly,
         admission: Admission,
     ) -> None:
         self.connection, self.region = connection, region
-        self._writer, self._assembly, self._admission = writer, assembly, admission
+        self._writer, self._reassembly, self._admission = writer, assembly, admission
         self._part: Data | None = None
         self._batches: Iterator[list[memoryview]] = iter(())
         self._batch: list[memoryview] = []
@@ -112,10 +112,10 @@ class Inbound:
                 budget -= num_bytes
                 self._take_payload(num_bytes)
 
-    def refuse_window(self, window: TicketId) -> None:
-        """The window was closed: what is in mid-flight for it lands nowhere."""
-        if self._part is not None and self._part.window == window:
-            self._refuse("the window was closed")
+    def refuse_grant(self, grant: TicketId) -> None:
+        """The grant was closed: what is in mid-flight for it lands nowhere."""
+        if self._part is not None and self._part.grant == grant:
+            self._refuse("the grant was closed")
 
     def _take(self, body: bytes) -> None:
         match decode_from_dialer(body):
@@ -139,7 +139,7 @@ class Inbound:
         self, sequence: int, geometry: Geometry, array: PageArray
     ) -> Iterator[list[memoryview]]:
         payload = read_batches(geometry, self.region.memory, array)
-        header = encode_frame(encode(Served(sequence)))
+        header = encode_frame(encode(FetchServed(sequence)))
         yield [memoryview(header), *next(payload, [])]
         yield from payload
         self._num_fetches -= 1
@@ -152,7 +152,7 @@ class Inbound:
         self._num_missing_bytes = geometry.num_bytes
         self.connection.channel.expect_bytes(geometry.num_bytes)
         refusal = self._refusal or self._admission.find_refusal(
-            TicketId(part.window), self._writer, self.region, geometry.pages
+            TicketId(part.grant), self._writer, self.region, geometry.pages
         )
         if refusal is not None:
             self._refuse(refusal)
@@ -185,7 +185,7 @@ class Inbound:
             self._refusal = None
         elif (part.sequence, part.stripes) != (begun.sequence, begun.stripes):
             raise ProtocolError("a write began before the one in front of it was whole")
-        self._unfinished = part if part.notice is None else None
+        self._unfinished = part if part.notification is None else None
 
     def _refuse(self, reason: str) -> None:
         self._refusal = reason
@@ -207,13 +207,13 @@ class Inbound:
     def _finish_part(self) -> None:
         part, self._part = self._part, None
         self._batches = iter(())
-        if part is None or part.notice is None:
+        if part is None or part.notification is None:
             return
-        write = self._assembly.stripe_over(part, part.notice, self._refusal)
+        write = self._reassembly.stripe_over(part, part.notification, self._refusal)
         if write is None:
             return
         if write.refusal is not None:
-            self.connection.send_body(encode(Refused(part.sequence, write.refusal)))
+            self.connection.send_body(encode(WriteRefused(part.sequence, write.refusal)))
             return
-        self._admission.arrived(TicketId(part.window), write.notice)
-        self.connection.send_body(encode(Landed(part.sequence)))
+        self._admission.arrived(TicketId(part.grant), write.notification)
+        self.connection.send_body(encode(WriteLanded(part.sequence)))

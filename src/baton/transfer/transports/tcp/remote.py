@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, assert_never
 
 from baton.errors import PeerLostError, PeerUnreachableError, ProtocolError, TransferError
 from baton.ids import new_region_handle
-from baton.transfer.ahead import ReadAhead
-from baton.transfer.interface import Attached as AttachedEvent
 from baton.transfer.interface import (
     ReadCompleted,
     ReadFailed,
+    RemoteAttached,
     RemoteLost,
     WriteCompleted,
     WriteFailed,
@@ -20,26 +19,27 @@ from baton.transfer.interface import (
 from baton.transfer.messages import encode
 from baton.transfer.parts import MAX_PART_BYTES, cut_parts
 from baton.transfer.progress import count_moved_bytes
+from baton.transfer.read_ahead import ReadAhead
 from baton.transfer.transports.tcp.addresses import fit_buffers
-from baton.transfer.transports.tcp.departure import (
+from baton.transfer.transports.tcp.send_path import (
     cut_stripes,
-    departing_batches,
+    outgoing_batches,
     whole_batch,
 )
 from baton.transfer.transports.tcp.stream import (
-    MAX_FETCHES_UNDER_WAY,
-    Reading,
-    Stream,
-    Wanted,
+    MAX_FETCHES_IN_FLIGHT,
+    FetchPart,
+    PendingRead,
+    TcpStream,
 )
 from baton.transfer.transports.tcp.wire import (
     MAX_BODY_BYTES,
     Attach,
     Attached,
-    Landed,
+    FetchServed,
     NotAttached,
-    Refused,
-    Served,
+    WriteLanded,
+    WriteRefused,
     decode_from_listener,
 )
 
@@ -61,15 +61,15 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class _Posted:
+class _PostedWrite:
     """A write that the peer has not answered: what of it each of its streams carries."""
 
     transfer: TransferId
     num_bytes: int
-    loads: tuple[tuple[Stream, int], ...]
+    loads: tuple[tuple[TcpStream, int], ...]
 
 
-class Remote:
+class TcpRemote:
     """A peer's region as this side sees it: attaching, attached or lost.
 
     It is lost as a whole when one of its streams is: a peer that is half there is not trusted to
@@ -89,11 +89,11 @@ class Remote:
         self._epoch, self._options, self._reactor = epoch, options, reactor
         self._link = bytes(new_region_handle())
         self._whole_bytes = min(options.stripe_bytes, MAX_PART_BYTES)
-        self._streams: list[Stream] = []
+        self._streams: list[TcpStream] = []
         self._connections: list[Connection] = []
-        self._posted: dict[int, _Posted] = {}
-        self._readings: dict[TransferId, Reading] = {}
-        self._wanted: deque[Wanted] = deque()
+        self._posted: dict[int, _PostedWrite] = {}
+        self._pending_reads: dict[TransferId, PendingRead] = {}
+        self._fetch_parts: deque[FetchPart] = deque()
         self._next_sequence = self._num_attached = 0
         self._loss: TransferError | None = None
 
@@ -102,7 +102,7 @@ class Remote:
         """Neither attached, by every stream, nor lost yet."""
         return self._num_attached < self._options.streams and self._loss is None
 
-    def own(self, connection: Connection) -> None:
+    def set_connection(self, connection: Connection) -> None:
         """Close this connection with the rest, whatever becomes of it."""
         self._connections.append(connection)
         if self._loss is not None:
@@ -111,9 +111,9 @@ class Remote:
     def add_stream(self, connection: Connection) -> None:
         """Both ends of this connection have proved themselves: ask for the region."""
         fit_buffers(connection.channel.socket, self._options)
-        stream = Stream(connection, self._part_landed)
+        stream = TcpStream(connection, self._part_landed)
         self._streams.append(stream)
-        connection.become(lambda channel: self._read(stream, channel), self.lose)
+        connection.set_handlers(lambda channel: self._read(stream, channel), self.lose)
         connection.channel.allow_bodies(MAX_BODY_BYTES)
         connection.channel.ahead = ReadAhead()
         connection.send_body(encode(Attach(self._epoch, self.descriptor.handle, self._link)))
@@ -132,7 +132,7 @@ class Remote:
             self._send_stripes(transfer, write, region, sequence)
             return
         stream = min(self._streams, key=_load_of)
-        self._posted[sequence] = _Posted(transfer, num_bytes, ((stream, num_bytes),))
+        self._posted[sequence] = _PostedWrite(transfer, num_bytes, ((stream, num_bytes),))
         stream.num_unanswered_bytes += num_bytes
         stream.connection.send_batch(batch)
 
@@ -149,10 +149,10 @@ class Remote:
         loads = tuple(
             (stream, stripe.num_bytes) for stream, stripe in zip(streams, stripes, strict=True)
         )
-        self._posted[sequence] = _Posted(transfer, sum(load for _, load in loads), loads)
+        self._posted[sequence] = _PostedWrite(transfer, sum(load for _, load in loads), loads)
         for stream, stripe in zip(streams, stripes, strict=True):
             stream.num_unanswered_bytes += stripe.num_bytes
-            stream.connection.send_batches(departing_batches(write, region, stripe))
+            stream.connection.send_batches(outgoing_batches(write, region, stripe))
         for stream in streams:
             stream.connection.flush()
 
@@ -166,10 +166,12 @@ class Remote:
             self._reactor.report(ReadCompleted(transfer, 0))
             return
         self._watch_for_stalls()
-        reading = self._readings[transfer] = Reading(transfer, copies.num_bytes, len(parts))
+        pending = self._pending_reads[transfer] = PendingRead(
+            transfer, copies.num_bytes, len(parts)
+        )
         for part in parts:
-            wanted = Wanted(self._new_sequence(), reading, part, copies.layer, region)
-            self._wanted.append(wanted)
+            fetch_part = FetchPart(self._new_sequence(), pending, part, copies.layer, region)
+            self._fetch_parts.append(fetch_part)
         self._ask()
 
     def lose(self, error: TransferError) -> None:
@@ -189,11 +191,11 @@ class Remote:
             connection.close()
         for posted in self._posted.values():
             self._reactor.report(WriteFailed(posted.transfer, error))
-        for transfer in self._readings:
+        for transfer in self._pending_reads:
             self._reactor.report(ReadFailed(transfer, error))
         self._posted.clear()
-        self._readings.clear()
-        self._wanted.clear()
+        self._pending_reads.clear()
+        self._fetch_parts.clear()
         self._streams.clear()
 
     def _new_sequence(self) -> int:
@@ -205,82 +207,82 @@ class Remote:
 
     def _ask(self) -> None:
         """Ask for the next parts, as many as may be under way."""
-        while self._wanted and self._loss is None:
+        while self._fetch_parts and self._loss is None:
             stream = min(self._streams, key=lambda stream: stream.num_asked)
-            if stream.num_asked >= MAX_FETCHES_UNDER_WAY:
+            if stream.num_asked >= MAX_FETCHES_IN_FLIGHT:
                 return
-            stream.ask(self._wanted.popleft())
+            stream.ask(self._fetch_parts.popleft())
 
     def _watch_for_stalls(self) -> None:
         """Before something is asked of the peer: from now on it must go on answering."""
-        if not self._posted and not self._readings:
-            self._streams[0].connection.fail_unless_moving(
+        if not self._posted and not self._pending_reads:
+            self._streams[0].connection.fail_unless_progress(
                 self._options.stall_timeout_s, "an answer of the peer", self._count_moved_bytes
             )
 
-    def _rest(self) -> None:
+    def _clear_stall_timer(self) -> None:
         """After something was answered: a peer that owes nothing may be silent."""
-        if not self._posted and not self._readings and self._streams:
-            self._streams[0].connection.settle()
+        if not self._posted and not self._pending_reads and self._streams:
+            self._streams[0].connection.cancel_deadline()
 
     def _count_moved_bytes(self) -> int:
         return sum(count_moved_bytes(stream.connection.channel) for stream in self._streams)
 
-    def _part_landed(self, wanted: Wanted) -> None:
-        reading = wanted.reading
-        reading.num_missing_parts -= 1
-        if reading.num_missing_parts == 0:
-            del self._readings[reading.transfer]
-            self._reactor.report(ReadCompleted(reading.transfer, reading.num_bytes))
-            self._rest()
+    def _part_landed(self, fetch_part: FetchPart) -> None:
+        pending = fetch_part.pending
+        pending.num_missing_parts -= 1
+        if pending.num_missing_parts == 0:
+            del self._pending_reads[pending.transfer]
+            self._reactor.report(ReadCompleted(pending.transfer, pending.num_bytes))
+            self._clear_stall_timer()
         self._ask()
 
-    def _read(self, stream: Stream, channel: Channel) -> None:
+    def _read(self, stream: TcpStream, channel: Channel) -> None:
         for body in stream.bodies(channel):
             self._take(stream, body)
 
-    def _take(self, stream: Stream, body: bytes) -> None:
+    def _take(self, stream: TcpStream, body: bytes) -> None:
         match decode_from_listener(body):
             case Attached(arrays) if not stream.is_attached:
                 self._attached(stream, arrays)
             case NotAttached(reason) if not stream.is_attached:
                 raise PeerUnreachableError(f"the peer refused to attach: {reason}")
-            case Landed() | Refused() as answer if answer.sequence in self._posted:
+            case WriteLanded() | WriteRefused() as answer if answer.sequence in self._posted:
                 self._answered(answer)
-            case Served(sequence):
+            case FetchServed(sequence):
                 stream.take_served(sequence)
-            case Attached() | NotAttached() | Landed() | Refused():
+            case Attached() | NotAttached() | WriteLanded() | WriteRefused():
                 raise ProtocolError("the peer answered what was not asked")
             case unknown:
                 assert_never(unknown)
 
-    def _attached(self, stream: Stream, arrays: tuple[PageArray, ...]) -> None:
+    def _attached(self, stream: TcpStream, arrays: tuple[PageArray, ...]) -> None:
         if arrays != self.descriptor.arrays:
             raise ProtocolError("the peer's region is not what its description says")
         stream.is_attached = True
         self._num_attached += 1
-        stream.connection.settle()
+        stream.connection.cancel_deadline()
         if not self.is_attaching:
-            self._reactor.report(AttachedEvent(self.id))
+            self._reactor.report(RemoteAttached(self.id))
 
-    def _answered(self, answer: Landed | Refused) -> None:
+    def _answered(self, answer: WriteLanded | WriteRefused) -> None:
         posted = self._take_posted(answer.sequence)
         match answer:
-            case Landed():
+            case WriteLanded():
                 self._reactor.report(WriteCompleted(posted.transfer, posted.num_bytes))
-            case Refused(_, reason):
+            case WriteRefused(_, reason):
                 error = TransferError(f"the peer refused the write: {reason}")
                 self._reactor.report(WriteFailed(posted.transfer, error))
             case unknown:
                 assert_never(unknown)
 
-    def _take_posted(self, sequence: int) -> _Posted:
+    def _take_posted(self, sequence: int) -> _PostedWrite:
         posted = self._posted.pop(sequence)
         for stream, num_bytes in posted.loads:
             stream.num_unanswered_bytes -= num_bytes
-        self._rest()
+        self._clear_stall_timer()
         return posted
 
 
-def _load_of(stream: Stream) -> int:
+def _load_of(stream: TcpStream) -> int:
     return stream.num_unanswered_bytes

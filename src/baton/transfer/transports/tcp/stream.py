@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from baton.transfer.connection import Connection
     from baton.transfer.interface import PagedRegion, TransferId
 
-MAX_FETCHES_UNDER_WAY: Final = 4
+MAX_FETCHES_IN_FLIGHT: Final = 4
 """On one stream: enough that the peer always has the next one at hand."""
 MAX_STEP_BYTES: Final = 8 << 20
 """Page bytes read before other connections get their turn."""
 
 
 @dataclass(slots=True)
-class Reading:
+class PendingRead:
     """A read under way."""
 
     transfer: TransferId
@@ -37,11 +37,11 @@ class Reading:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class FetchPart:
     """One part of a read: what is asked of the peer at once, and where it goes."""
 
     sequence: int
-    reading: Reading
+    pending: PendingRead
     part: CopyGroup
     array: int
     region: PagedRegion
@@ -57,14 +57,14 @@ class Wanted:
         return write_batches(geometry, self.region.memory, self.region.arrays[self.array])
 
 
-class Stream:
+class TcpStream:
     """A connection that has proved itself. `on_landed` is told of each part that is in place."""
 
-    def __init__(self, connection: Connection, on_landed: Callable[[Wanted], None]) -> None:
+    def __init__(self, connection: Connection, on_landed: Callable[[FetchPart], None]) -> None:
         self.connection, self._on_landed = connection, on_landed
         self.is_attached = False
         self.num_unanswered_bytes = 0
-        self._asked: deque[Wanted] = deque()
+        self._asked: deque[FetchPart] = deque()
         self._batches: Iterator[list[memoryview]] = iter(())
         self._batch: list[memoryview] = []
         self._num_missing_bytes = 0
@@ -74,10 +74,10 @@ class Stream:
         """Parts that the peer has been asked for and that are not in place."""
         return len(self._asked)
 
-    def ask(self, wanted: Wanted) -> None:
+    def ask(self, fetch_part: FetchPart) -> None:
         """Ask for one more; the answers come in this order."""
-        self._asked.append(wanted)
-        self.connection.send_body(wanted.encode())
+        self._asked.append(fetch_part)
+        self.connection.send_body(fetch_part.encode())
 
     def take_served(self, sequence: int) -> None:
         """The bytes of the oldest part come next.

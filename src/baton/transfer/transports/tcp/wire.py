@@ -2,7 +2,8 @@
 
 A `Data` frame is followed by its payload, raw: for each page in order, for each span in order, its
 bytes; so is a `Served` frame, with what its `Fetch` named. A write travels on one or more streams;
-its *stripe* on each is one or more `Data` frames of one sequence number; the last has the notice.
+its *stripe* on each is one or more `Data` frames of one sequence number; the last has the
+notification.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Annotated, Final, TypeAlias
 import msgspec
 
 from baton.transfer.interface import PageArray
-from baton.transfer.messages import EpochText, IdBytes, NoticeBytes, Reason, decode
+from baton.transfer.messages import EpochText, IdBytes, NotificationBytes, Reason, decode
 
 MAX_BODY_BYTES: Final = 1 << 20
 MAX_STREAMS: Final = 16
@@ -48,16 +49,17 @@ class Data(msgspec.Struct, frozen=True, tag="data"):
     """Dialer → listener: one part of one stripe of a write, with its payload behind it.
 
     `dst_pages` is packed u32 `[n]`; `spans` is packed u32 `[s, 2]` of `(dst_byte, num_bytes)`.
-    `stripes` is the number of streams that this write travels on. `notice` is None in every part
+    `stripes` is the number of streams that this write travels on. `notification` is None in every
+    part
     but the last one of a stripe, and empty there in all stripes but one.
     """
 
     sequence: Natural
-    window: IdBytes
+    grant: IdBytes
     array: Natural
     dst_pages: bytes
     spans: bytes
-    notice: NoticeBytes | None
+    notification: NotificationBytes | None
     stripes: Stripes = 1
 
 
@@ -73,27 +75,27 @@ class Fetch(msgspec.Struct, frozen=True, tag="fetch"):
     spans: bytes
 
 
-class Landed(msgspec.Struct, frozen=True, tag="landed"):
-    """Listener → dialer: all of this write is in place and its notice was taken."""
+class WriteLanded(msgspec.Struct, frozen=True, tag="write_landed"):
+    """Listener → dialer: all of this write is in place and its notification was taken."""
 
     sequence: Natural
 
 
-class Refused(msgspec.Struct, frozen=True, tag="refused"):
+class WriteRefused(msgspec.Struct, frozen=True, tag="write_refused"):
     """Listener → dialer: some of this write was dropped."""
 
     sequence: Natural
     reason: Reason
 
 
-class Served(msgspec.Struct, frozen=True, tag="served"):
+class FetchServed(msgspec.Struct, frozen=True, tag="fetch_served"):
     """Listener → dialer: the oldest fetch's bytes come right behind this."""
 
     sequence: Natural
 
 
 FromDialer: TypeAlias = Data | Fetch
-FromListener: TypeAlias = Attached | NotAttached | Landed | Refused | Served
+FromListener: TypeAlias = Attached | NotAttached | WriteLanded | WriteRefused | FetchServed
 
 _attach = msgspec.msgpack.Decoder(Attach)
 _from_dialer: msgspec.msgpack.Decoder[FromDialer] = msgspec.msgpack.Decoder(FromDialer)
