@@ -4,11 +4,11 @@ import shutil
 
 import pytest
 
-from baton.bench.conducting import Conductor
-from baton.bench.ends import LocalEnds
-from baton.bench.plan import PEERS, Effort, Plan
-from baton.bench.workload import PAGE_BYTES, Workload
+from baton.bench.link.plan import PEERS, Effort, Plan
+from baton.bench.link.runner import LinkRunner
 from baton.clock import MachineClock
+from baton.rig.nodes import LocalNodes
+from baton.rig.pages import PAGE_BYTES, Workload
 from baton.transfer.transports.tcp.options import TcpOptions
 
 EFFORT = Effort(1, 0.01, 1, 3, 16, 64)
@@ -39,7 +39,7 @@ class Silent:
 def measure():
     plan = Plan(IPERFS, WORKLOADS, EFFORT)
     clock = MachineClock()
-    return Conductor(plan, LocalEnds(clock), Silent(), clock, ()).conduct()
+    return LinkRunner(plan, LocalNodes(clock), Silent(), clock, ()).conduct()
 
 
 @pytest.mark.skipif(shutil.which("iperf3") is None, reason="iperf3 is not installed")

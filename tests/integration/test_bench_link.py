@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 import pytest
-
 from baton.bench.choice.report import ChoiceReport
-from baton.bench.report import Report
+
+from baton.bench.link.report import Report
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -62,9 +62,9 @@ def listening(environment) -> Generator[str]:
     )
     try:
         assert process.stderr is not None
-        said = process.stderr.readline()
-        assert "listening on" in said
-        yield said.split("listening on ")[1].split(";")[0]
+        reported = process.stderr.readline()
+        assert "listening on" in reported
+        yield reported.split("listening on ")[1].split(";")[0]
     finally:
         process.send_signal(signal.SIGINT)
         try:
@@ -140,9 +140,9 @@ def test_two_listening_ends(environment):
         assert refused.returncode == 1
         assert "BATON_CLUSTER_KEY" in refused.stderr
 
-        taken = run(["--listen", driver], environment)
-        assert taken.returncode == 2
-        assert "is taken by pid" in taken.stderr
+        timings = run(["--listen", driver], environment)
+        assert timings.returncode == 2
+        assert "is taken by pid" in timings.stderr
     gone = run([driver, owner, *QUICK], environment)
     assert gone.returncode == 2
     assert f"baton bench link --listen {driver}" in gone.stderr
@@ -185,7 +185,7 @@ def wait_for_children(pid):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "reported"),
     [
         (["--transport", "warp"], "unknown baton.transports 'warp'; installed: "),
         (["--sizes", "3 potatoes"], "no message size"),
@@ -198,10 +198,10 @@ def wait_for_children(pid):
         (["--plot", "/nowhere/x.png"], "there is no directory /nowhere"),
     ],
 )
-def test_wrong_flags_are_refused_before_anything_is_measured(arguments, said, environment):
+def test_wrong_flags_are_refused_before_anything_is_measured(arguments, reported, environment):
     ended = run(arguments, environment)
     assert ended.returncode == 2
-    assert said in ended.stderr
+    assert reported in ended.stderr
     assert not ended.stdout
 
 
@@ -227,10 +227,10 @@ def test_the_choice_is_measured_between_two_agents_and_all_transports(environmen
     assert all(each.link.num_probes >= 5 for each in report.links)
     for cell in report.cells:
         assert set(cell.median_s) == {"shared", "tcp"}
-        assert len(cell.surveyed) == len(cell.refined) == 1
+        assert len(cell.checked) == len(cell.refined) == 1
     shapes = {(cell.workload.shape, cell.page_bytes, cell.direction) for cell in report.cells}
     assert len(shapes) == 2 * 4
-    assert report.surveyed.num_decisions == len(report.cells)
+    assert report.checked.num_decisions == len(report.cells)
 
 
 def test_a_choice_is_no_comparison_with_peers(environment):

@@ -2,52 +2,54 @@
 
 import pytest
 
-from baton.bench.ends import LocalEnds
-from baton.bench.orders import Fingerprint
-from baton.bench.pair import Pair, WrongBytesError
-from baton.bench.plan import Entrant
-from baton.bench.workload import PAGE_BYTES, Workload
+from baton.bench.link.plan import LinkEntry
 from baton.clock import MachineClock
 from baton.errors import TransferError
+from baton.rig.messages import ComputeDigest
+from baton.rig.nodes import LocalNodes
+from baton.rig.pages import PAGE_BYTES, Workload
+from baton.rig.pair import NodePair, WrongBytesError
 
 NUM_PAGES = 64
 WORKLOAD = Workload("scattered", 8 * PAGE_BYTES)
 
 
-class LookingElsewhere(Pair):
+class LookingElsewhere(NodePair):
     """Compares what was sent with other bytes of the target."""
 
     def _ask(self, end, order, kind):
-        if isinstance(order, Fingerprint) and order.side == "dst":
-            order = Fingerprint(Workload("message", WORKLOAD.num_bytes), "dst")
+        if isinstance(order, ComputeDigest) and order.side == "dst":
+            order = ComputeDigest(Workload("message", WORKLOAD.num_bytes), "dst")
         return super()._ask(end, order, kind)
 
 
-@pytest.mark.parametrize("kind", [Pair, LookingElsewhere])
+@pytest.mark.parametrize("kind", [NodePair, LookingElsewhere])
 def test_bytes_are_compared(kind):
-    with kind(Entrant("limit", "memcpy", {}, "one"), NUM_PAGES, LocalEnds(MachineClock())) as pair:
-        if kind is Pair:
+    with kind(
+        LinkEntry("limit", "memcpy", {}, "one"), NUM_PAGES, LocalNodes(MachineClock())
+    ) as pair:
+        if kind is NodePair:
             pair.verify(WORKLOAD, "push")
         else:
             with pytest.raises(WrongBytesError, match="other bytes arrived"):
                 pair.verify(WORKLOAD, "push")
 
 
-class LyingDown(Pair):
+class LyingDown(NodePair):
     """Compares what was lent with other bytes of the lender."""
 
     def _ask(self, end, order, kind):
-        if isinstance(order, Fingerprint):
-            order = Fingerprint(Workload("message", WORKLOAD.num_bytes), order.side)
+        if isinstance(order, ComputeDigest):
+            order = ComputeDigest(Workload("message", WORKLOAD.num_bytes), order.side)
         return super()._ask(end, order, kind)
 
 
-@pytest.mark.parametrize("kind", [Pair, LyingDown])
+@pytest.mark.parametrize("kind", [NodePair, LyingDown])
 def test_what_is_seen_of_lent_pages_is_compared(kind):
-    entrant = Entrant("transport", "shared", {})
-    with kind(entrant, NUM_PAGES, LocalEnds(MachineClock())) as pair:
+    entry = LinkEntry("transport", "shared", {})
+    with kind(entry, NUM_PAGES, LocalNodes(MachineClock())) as pair:
         assert "lend" in pair.traits.directions
-        if kind is Pair:
+        if kind is NodePair:
             pair.verify(WORKLOAD, "lend")
         else:
             with pytest.raises(WrongBytesError, match="other bytes are seen"):
@@ -55,6 +57,6 @@ def test_what_is_seen_of_lent_pages_is_compared(kind):
 
 
 def test_what_a_process_cannot_do_is_said_in_its_words():
-    entrant = Entrant("peer", "carrier pigeon", {})
+    entry = LinkEntry("peer", "carrier pigeon", {})
     with pytest.raises(TransferError, match="nothing called 'carrier pigeon'"):
-        Pair(entrant, NUM_PAGES, LocalEnds(MachineClock())).__enter__()
+        NodePair(entry, NUM_PAGES, LocalNodes(MachineClock())).__enter__()

@@ -4,15 +4,26 @@ import io
 
 import pytest
 
-from baton.bench.choice.judging import Timed, judge, sum_up, teach
-from baton.bench.choice.plan import PAGE_SIZES, THOROUGH, ChoicePlan, shape_of
-from baton.bench.choice.printing import print_choices
-from baton.bench.choice.report import ChoiceManifest, ChoiceReport, Decision, SurveyedLink
-from baton.bench.orders import MeasuredLink
+from baton.bench.link.report import Skipped
 from baton.bench.printing import MAX_COLUMNS
-from baton.bench.report import Skipped
-from baton.bench.workload import Workload
+from baton.rig.pages import Workload
 from baton.transfer.links.model import LinkModel
+from benchmarks.transport_choice_model import (
+    PAGE_SIZES,
+    THOROUGH,
+    ChoiceManifest,
+    ChoicePlan,
+    ChoiceReport,
+    Decision,
+    MeasuredLink,
+    SurveyedLink,
+    Timed,
+    judge,
+    print_choices,
+    shape_of,
+    sum_up,
+    teach,
+)
 
 QUICK_START, QUICK_RUN = LinkModel(10e-6, 1e-6, 1e-9), LinkModel(500e-6, 1e-6, 1e-10)
 TRUTH = {"start": QUICK_START, "run": QUICK_RUN}
@@ -30,7 +41,7 @@ def test_a_true_survey_regrets_nothing():
     cells = judge([timed(SMALL), timed(LARGE)], [{"push": TRUTH, "pull": {}}])
     assert [cell.best for cell in cells] == ["start", "run"]
     for cell in cells:
-        (decision,) = cell.surveyed
+        (decision,) = cell.checked
         assert decision.chosen == cell.best
         assert (decision.regret, decision.error) == pytest.approx((0.0, 0.0))
 
@@ -38,7 +49,7 @@ def test_a_true_survey_regrets_nothing():
 def test_a_wrong_survey_regrets_by_what_was_measured_and_each_survey_counts():
     wrong = {"start": QUICK_RUN, "run": QUICK_START}
     (cell,) = judge([timed(LARGE)], [{"push": wrong, "pull": {}}, {"push": TRUTH, "pull": {}}])
-    first, second = cell.surveyed
+    first, second = cell.checked
     shape = shape_of(LARGE)
     slow_s, quick_s = (TRUTH[kind].predict(shape) for kind in ("start", "run"))
     assert (first.chosen, second.chosen) == ("start", "run")
@@ -48,19 +59,19 @@ def test_a_wrong_survey_regrets_by_what_was_measured_and_each_survey_counts():
 
 def test_what_was_wrongly_thought_quick_is_found_out_by_its_own_transfers():
     optimistic = {"start": LinkModel(1e-6, 1e-9, 5e-11, num_probes=15), "run": QUICK_RUN}
-    survey = {"push": optimistic, "pull": {}}
-    (cell,) = judge([timed(LARGE)], [survey])
-    assert cell.surveyed[0].chosen == "start"
+    check_server = {"push": optimistic, "pull": {}}
+    (cell,) = judge([timed(LARGE)], [check_server])
+    assert cell.checked[0].chosen == "start"
     assert cell.refined[0].chosen == "run"
     assert optimistic["start"].num_transfers == 0, "the survey itself is left as it was"
-    assert teach([timed(LARGE)], survey).models["push"]["start"].num_transfers > 0
+    assert teach([timed(LARGE)], check_server).models["push"]["start"].num_transfers > 0
 
 
 def test_a_link_that_was_not_measured_in_time_is_no_choice():
     cells = judge([timed(SMALL), timed(SMALL, "pull")], [{"push": {"run": QUICK_RUN}, "pull": {}}])
-    assert cells[0].surveyed[0].chosen == "run"
-    assert cells[0].surveyed[0].regret > 1
-    assert cells[1].surveyed == cells[1].refined == ()
+    assert cells[0].checked[0].chosen == "run"
+    assert cells[0].checked[0].regret > 1
+    assert cells[1].checked == cells[1].refined == ()
 
 
 def test_the_verdict_counts_what_is_within_the_allowed_regret():
@@ -83,9 +94,9 @@ def test_every_size_and_shape_fits_into_its_pool():
 
 
 def test_the_table_fits_and_says_who_is_chosen():
-    survey = {"push": TRUTH, "pull": {}}
+    check_server = {"push": TRUTH, "pull": {}}
     wrong = {"push": {"run": QUICK_RUN}, "pull": {}}
-    cells = judge([timed(SMALL), timed(LARGE)], [survey, survey, wrong])
+    cells = judge([timed(SMALL), timed(LARGE)], [check_server, check_server, wrong])
     manifest = ChoiceManifest(
         baton="0", started_at="", command=(), num_surveys=3, num_rounds=1, budget_s=1.0,
         driver=None, owner=None, load_before=(0, 0, 0), load_after=(0, 0, 0),
@@ -95,7 +106,7 @@ def test_the_table_fits_and_says_who_is_chosen():
         manifest=manifest,
         links=(SurveyedLink(0, "push", MeasuredLink("start", 1e-5, 1e-6, 1e-9, 15)),),
         cells=cells,
-        surveyed=sum_up([each for cell in cells for each in cell.surveyed]),
+        checked=sum_up([each for cell in cells for each in cell.checked]),
         refined=None,
         skipped=(Skipped("transport", "file", "no directory"),),
     )

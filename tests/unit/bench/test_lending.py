@@ -6,16 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.bench.lending import (
-    MAX_ANNOUNCED_PAGES,
-    announce,
-    borrow,
-    digest_borrowed,
-    read_announcement,
-)
-from baton.bench.pool import allocate_pool, digest
-from baton.bench.workload import PAGE_BYTES, Workload, place_moves, plan_pool
 from baton.errors import ProtocolError
+from baton.rig.pages import PAGE_BYTES, Workload, allocate_pool, digest, layout_moves, plan_pool
+from baton.rig.transport import (
+    MAX_ANNOUNCED_PAGES,
+    announce_pages,
+    decode_announcement,
+    digest_referenced,
+    map_announced,
+)
 from baton.transfer.interface import MAX_NOTICE_BYTES, PageArray
 from baton.transfer.region import release_region, view_pages
 
@@ -30,8 +29,8 @@ def pool():
 
 
 def see(pool, notices):
-    said = [read_announcement(notice) for notice in notices]
-    return [borrow(each, view_pages(pool.memory, pool.arrays[each.array])) for each in said]
+    reported = [decode_announcement(notice) for notice in notices]
+    return [map_announced(each, view_pages(pool.memory, pool.arrays[each.array])) for each in reported]
 
 
 @given(
@@ -43,34 +42,34 @@ def test_what_is_seen_is_what_the_move_names(pool, shape, num_bytes, data):
     workload = Workload(shape, num_bytes)
     if shape != "descriptors":
         workload = Workload(shape, num_bytes * (PAGE_BYTES // 64))
-    move = data.draw(st.sampled_from(place_moves(workload, NUM_PAGES)))
-    seen = see(pool, announce(move))
-    assert digest_borrowed(seen) == digest(pool.memory, move, "src")
+    move = data.draw(st.sampled_from(layout_moves(workload, NUM_PAGES)))
+    seen = see(pool, announce_pages(move))
+    assert digest_referenced(seen) == digest(pool.memory, move, "src")
 
 
 def test_many_pages_take_several_notices_of_bounded_size():
     workload = Workload("scattered", (2 * MAX_ANNOUNCED_PAGES + 1) * PAGE_BYTES)
-    move = place_moves(workload, plan_pool([workload], 8))[0]
-    notices = list(announce(move))
-    said = [read_announcement(notice) for notice in notices]
+    move = layout_moves(workload, plan_pool([workload], 8))[0]
+    notices = list(announce_pages(move))
+    reported = [decode_announcement(notice) for notice in notices]
     assert max(map(len, notices)) <= MAX_NOTICE_BYTES
-    assert [each.part for each in said] == [0, 1, 2]
-    assert [each.is_last for each in said] == [False, False, True]
-    pages = np.concatenate([np.frombuffer(each.pages, "<u4") for each in said])
+    assert [each.part for each in reported] == [0, 1, 2]
+    assert [each.is_last for each in reported] == [False, False, True]
+    pages = np.concatenate([np.frombuffer(each.pages, "<u4") for each in reported])
     assert (pages == move.src_pages).all()
 
 
 def test_a_page_that_is_not_there_is_not_borrowed(pool):
-    move = place_moves(Workload("scattered", 4 * PAGE_BYTES), NUM_PAGES)[0]
+    move = layout_moves(Workload("scattered", 4 * PAGE_BYTES), NUM_PAGES)[0]
     few = PageArray(0, PAGE_BYTES, int(move.src_pages.max()))
-    (notice,) = announce(move)
+    (notice,) = announce_pages(move)
     with pytest.raises(ProtocolError, match="not there"):
-        borrow(read_announcement(notice), view_pages(pool.memory, few))
+        map_announced(decode_announcement(notice), view_pages(pool.memory, few))
 
 
 @pytest.mark.parametrize("lie", [{"pages": b""}, {"pages": b"12345"}, {"num_last_bytes": 1 << 20}])
 def test_an_announcement_that_makes_no_sense_is_refused(pool, lie):
-    (notice,) = announce(place_moves(Workload("message", 5), NUM_PAGES)[0])
-    said = msgspec.structs.replace(read_announcement(notice), **lie)
+    (notice,) = announce_pages(layout_moves(Workload("message", 5), NUM_PAGES)[0])
+    reported = msgspec.structs.replace(decode_announcement(notice), **lie)
     with pytest.raises(ProtocolError, match="no sense"):
-        borrow(said, view_pages(pool.memory, pool.arrays[0]))
+        map_announced(reported, view_pages(pool.memory, pool.arrays[0]))

@@ -5,35 +5,35 @@ import io
 import msgspec
 import pytest
 
-from baton.bench.contender import Traits
-from baton.bench.machine import describe_machine
-from baton.bench.pair import Taken
-from baton.bench.plan import LIMITS, PEERS, QUICK, Entrant, choose_transports, make_workloads
-from baton.bench.printing import MAX_COLUMNS, print_report
-from baton.bench.report import Ledger, Manifest, Report
+from baton.bench.link.plan import LIMITS, PEERS, QUICK, LinkEntry, choose_transports, make_workloads
+from baton.bench.link.report import Manifest, Report, ReportBuilder
+from baton.bench.printing import MAX_COLUMNS, print_link_report
 from baton.errors import ConfigError, UnknownPluginError
+from baton.rig.backend import Traits
+from baton.rig.machine import describe_machine
+from baton.rig.pair import Timings
 
-SHARED = Entrant("transport", "shared", {"a": 1})
+SHARED = LinkEntry("transport", "shared", {"a": 1})
 WORKLOADS = make_workloads([32_768, 100_000_000], QUICK)
 
 
-def taken(rate_gb_per_s, workload):
-    return Taken((workload.num_bytes / 1e9 / rate_gb_per_s,), 2, 0.5, 123.25)
+def timings(rate_gb_per_s, workload):
+    return Timings((workload.num_bytes / 1e9 / rate_gb_per_s,), 2, 0.5, 123.25)
 
 
 def make_report(*, is_partial=False):
-    ledger = Ledger()
+    ledger = ReportBuilder()
     for workload in WORKLOADS:
         limit_rate = 10.0 if workload is WORKLOADS[0] else 20.0
-        for entrant, rate in ((SHARED, 5.0), (LIMITS[0], limit_rate)):
+        for entry, rate in ((SHARED, 5.0), (LIMITS[0], limit_rate)):
             traits = Traits("memcpy", ("push",), "memcpy")
-            ledger.add(entrant, traits, workload, "push", taken=taken(rate, workload))
+            ledger.add(entry, traits, workload, "push", timings=timings(rate, workload))
         for peer in PEERS:
             traits = Traits("UCX TCP", ("push",), "tuned socket")
-            ledger.add(peer, traits, workload, "push", taken=taken(0.0001, workload))
+            ledger.add(peer, traits, workload, "push", timings=timings(0.0001, workload))
         traits = Traits("shared", ("push", "lend"), "memcpy")
-        lent = Taken((123_456.7e-6, 0.9), 3, 0.03, 0.03)
-        ledger.add(SHARED, traits, workload, "lend", taken=lent)
+        lent = Timings((123_456.7e-6, 0.9), 3, 0.03, 0.03)
+        ledger.add(SHARED, traits, workload, "lend", timings=lent)
     ledger.skip(SHARED, "it broke in the second round", is_wrong=True)
     machine = describe_machine()
     manifest = Manifest(
@@ -52,7 +52,7 @@ def make_report(*, is_partial=False):
         is_partial=is_partial,
         manifest=manifest,
         rows=ledger.make_rows(WORKLOADS),
-        lent=ledger.make_lent(WORKLOADS),
+        lent=ledger.make_reference_rows(WORKLOADS),
         skipped=tuple(ledger.skipped.values()),
     )
 
@@ -81,7 +81,7 @@ def test_the_report_survives_json():
 @pytest.mark.parametrize("is_partial", [False, True])
 def test_the_table_is_at_most_100_columns_wide_and_says_what_went_wrong(is_partial):
     text = io.StringIO()
-    print_report(make_report(is_partial=is_partial), text)
+    print_link_report(make_report(is_partial=is_partial), text)
     tables = [line for line in text.getvalue().splitlines() if not line.startswith(("A:", "B:"))]
     assert max(map(len, tables)) <= MAX_COLUMNS
     assert "WRONG: shared: it broke" in text.getvalue()

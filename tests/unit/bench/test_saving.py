@@ -5,8 +5,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from baton.bench import saving
-from baton.bench.saving import LineFile, NotSavedError, check_writable, save_result
+from baton.bench import files
+from baton.bench.files import LineFile, NotSavedError, check_writable, save_result
 from baton.errors import ConfigError
 
 
@@ -26,7 +26,7 @@ def test_a_result_replaces_an_older_one(tmp_path):
 def test_a_full_disk_leaves_the_old_result_and_saves_the_new_one_elsewhere(tmp_path, monkeypatch):
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
-    monkeypatch.setattr(saving.tempfile, "tempdir", str(elsewhere))
+    monkeypatch.setattr(files.tempfile, "tempdir", str(elsewhere))
     with pytest.raises(NotSavedError, match=r"No space left.*instead"):
         save_result(Path("/dev/full"), Thing(2))
     (saved,) = elsewhere.iterdir()
@@ -34,7 +34,7 @@ def test_a_full_disk_leaves_the_old_result_and_saves_the_new_one_elsewhere(tmp_p
 
 
 def test_no_space_anywhere_is_said(monkeypatch, tmp_path):
-    monkeypatch.setattr(saving.tempfile, "tempdir", str(tmp_path / "nothing"))
+    monkeypatch.setattr(files.tempfile, "tempdir", str(tmp_path / "nothing"))
     with pytest.raises(NotSavedError, match="free some space"):
         save_result(Path("/dev/full"), Thing(3))
 

@@ -6,17 +6,20 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.bench.pool import allocate_pool, digest, view_bytes, wipe
-from baton.bench.workload import (
-    PAGE_BYTES,
-    Workload,
-    parse_size,
-    place_moves,
-    plan_pool,
-    write_size,
-)
 from baton.errors import ConfigError
 from baton.kv.copies import apply_copies
+from baton.rig.pages import (
+    PAGE_BYTES,
+    Workload,
+    allocate_pool,
+    clear_target,
+    digest,
+    format_size,
+    layout_moves,
+    parse_size,
+    plan_pool,
+    view_bytes,
+)
 from baton.transfer.bounds import check_copies
 from baton.transfer.region import release_region, view_pages
 
@@ -37,14 +40,14 @@ def test_what_is_no_size_is_refused(text):
 
 @given(st.integers(1, 4 << 30))
 def test_a_written_size_reads_back(num_bytes):
-    assert parse_size(write_size(num_bytes)) == num_bytes
+    assert parse_size(format_size(num_bytes)) == num_bytes
 
 
 @given(st.sampled_from(["message", "scattered", "descriptors"]), st.integers(1, 40 * PAGE_BYTES))
 def test_every_move_is_inside_its_pool_and_moves_the_bytes(shape, num_bytes):
     workload = Workload(shape, num_bytes)
     num_pages = plan_pool([workload], 8)
-    for move in place_moves(workload, num_pages)[:3]:
+    for move in layout_moves(workload, num_pages)[:3]:
         arrays = (move.array,) * (move.layer + 1)
         check_copies(move.copies, arrays, arrays)
         assert move.copies.num_bytes == move.num_bytes == num_bytes
@@ -53,10 +56,10 @@ def test_every_move_is_inside_its_pool_and_moves_the_bytes(shape, num_bytes):
 
 def test_moves_walk_through_the_pool_and_are_the_same_in_both_processes():
     workload = Workload("message", 2 * PAGE_BYTES)
-    moves = place_moves(workload, 64)
+    moves = layout_moves(workload, 64)
     assert len(moves) == 32
     assert len(np.unique([move.src_pages[0] for move in moves])) == 32
-    again = place_moves(workload, 64)
+    again = layout_moves(workload, 64)
     assert all((a.ranges == b.ranges).all() for a, b in zip(moves, again, strict=True))
 
 
@@ -71,8 +74,8 @@ def test_moves_walk_through_the_pool_and_are_the_same_in_both_processes():
 )
 def test_ranges_and_copies_say_the_same(workload):
     source, target = (allocate_pool(("host",), 16) for _ in range(2))
-    move = place_moves(workload, 16)[0]
-    wipe(view_bytes(target), move)
+    move = layout_moves(workload, 16)[0]
+    clear_target(view_bytes(target), move)
     assert digest(target.memory, move, "dst") == xxhash.xxh3_128(bytes(move.num_bytes)).hexdigest()
     assert digest(source.memory, move, "src") != digest(target.memory, move, "dst")
     pages = [view_pages(region.memory, region.arrays[move.layer]) for region in (source, target)]

@@ -1,22 +1,115 @@
-"""What is measured, and in which order. Pure."""
+"""The arms: ways to use the same workers. Pure."""
 
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias, assert_never
 
 from baton.bench.load.plan import Closed, Limits, LoadPlan, Open, Replay
 from baton.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
-    from baton.bench.architectures.arms import Arm
     from baton.bench.load.figures import Slo
     from baton.bench.load.plan import Load
-    from baton.bench.load.surveying import Approach
-    from baton.bench.workloads.asking import Workload
+    from baton.bench.load.server_check import RequestOptions
+    from baton.bench.workloads.requests import Workload
+
+Peer: TypeAlias = Literal["nixl", "vllm-router"]
+"""nixl: vLLM's NixlConnector behind a simple proxy; vllm-router: replicated vLLM behind it."""
+
+PEERS: Final[tuple[Peer, ...]] = ("nixl", "vllm-router")
+SINGLE: Final = "single"
+REPLICATED: Final = "replicated"
+MOST_WORKERS: Final = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Configuration:
+    """One way. Workers that do `both` parts, or some that prefill and others that decode.
+
+    `peer`: whose servers they are; None: Baton's.
+    """
+
+    name: str
+    num_both: int
+    num_prefill: int = 0
+    num_decode: int = 0
+    peer: Peer | None = None
+
+    @property
+    def num_workers(self) -> int:
+        """Workers that it uses."""
+        return self.num_both + self.num_prefill + self.num_decode
+
+    @property
+    def is_disaggregated(self) -> bool:
+        """Whether KV has to move."""
+        return self.num_prefill > 0
+
+    @property
+    def is_compared(self) -> bool:
+        """Whether it is held against Baton's replication."""
+        return self.is_disaggregated or self.peer is not None
+
+    @property
+    def folder(self) -> str:
+        """Its name, as that of a file."""
+        return self.name.replace(":", "-")
+
+
+def choose_configurations(
+    num_workers: int, wanted: Sequence[str] = (), peers: Sequence[Peer] = ()
+) -> tuple[Configuration, ...]:
+    """All arms of so many workers and these peers' too, or those that are wanted by name.
+
+    Raises:
+        ConfigError: no such arm, or too few workers to compare anything.
+    """
+    if not 2 <= num_workers <= MOST_WORKERS:  # noqa: PLR2004 - one prefill, one decode
+        raise ConfigError(f"--workers {num_workers}: 2 to {MOST_WORKERS} can be compared")
+    configurations = (
+        Configuration(SINGLE, 1),
+        Configuration(REPLICATED, num_workers),
+        *_splits(num_workers),
+    )
+    others = tuple(
+        configuration for peer in PEERS for configuration in _peer_arms(num_workers, peer)
+    )
+    known = {
+        configuration.name.lower(): configuration for configuration in (*configurations, *others)
+    }
+    for name in wanted:
+        if name.lower() not in known:
+            names = ", ".join(configuration.name for configuration in known.values())
+            raise ConfigError(f"--arm {name}: with {num_workers} workers there are {names}")
+    chosen = {name.lower() for name in wanted} or {
+        configuration.name.lower() for configuration in configurations
+    }
+    return tuple(
+        configuration
+        for name, configuration in known.items()
+        if name in chosen or (configuration.peer and configuration.peer in peers)
+    )
+
+
+def _splits(num_workers: int) -> Iterator[Configuration]:
+    for num in range(1, num_workers):
+        yield Configuration(f"{num}P{num_workers - num}D", 0, num, num_workers - num)
+
+
+def _peer_arms(num_workers: int, peer: Peer) -> Iterator[Configuration]:
+    match peer:
+        case "nixl":
+            for split in _splits(num_workers):
+                yield replace(split, name=f"peer:nixl-{split.name}", peer=peer)
+        case "vllm-router":
+            yield Configuration("peer:vllm-router", num_workers, peer=peer)
+        case other:
+            assert_never(other)
+
 
 RECORDED: Final = "recorded"
 """A rate: the trace's own."""
@@ -80,10 +173,10 @@ class Plan:
     num_workers: int
     engine: str
     model: str
-    arms: tuple[Arm, ...]
+    configurations: tuple[Configuration, ...]
     levels: tuple[Level, ...]
     workload: Workload
-    approach: Approach
+    request_options: RequestOptions
     effort: Effort
     seed: str
     slo: Slo | None
@@ -91,27 +184,27 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class Trial:
     """An arm's servers are started, carry all loads in this order, and are stopped."""
 
     repetition: int
-    arm: Arm
+    configuration: Configuration
     levels: tuple[Level, ...]
 
 
-def plan_turns(plan: Plan) -> tuple[Turn, ...]:
+def plan_trials(plan: Plan) -> tuple[Trial, ...]:
     """All turns, repetition after repetition; within one, arms in an order drawn by the seed.
 
     The loads' order is drawn too, the same for all arms of a repetition: what drifts on the machine
     meanwhile meets them alike.
     """
     rng = random.Random(f"{plan.seed}/order")  # noqa: S311 - no secret
-    turns = []
+    trials = []
     for repetition in range(1, plan.effort.num_repetitions + 1):
         levels = tuple(rng.sample(plan.levels, len(plan.levels)))
-        arms = rng.sample(plan.arms, len(plan.arms))
-        turns += [Turn(repetition, arm, levels) for arm in arms]
-    return tuple(turns)
+        configurations = rng.sample(plan.configurations, len(plan.configurations))
+        trials += [Trial(repetition, configuration, levels) for configuration in configurations]
+    return tuple(trials)
 
 
 def prompt_seed(plan: Plan, repetition: int, level: Level) -> str:

@@ -7,35 +7,38 @@ from typing import Final, Literal, TypeAlias
 import msgspec
 
 from baton.bench.architectures.usage import CpuUse
+from baton.bench.files import RunManifest
+from baton.bench.load.client_load import ClientLoad
 from baton.bench.load.figures import Figures, Slo
-from baton.bench.load.watching import ClientLoad
-from baton.bench.manifest import RunManifest
+
+ARM: Final = {"configuration": "arm"}
+"""The JSON keeps the name that `--arm` has."""
 
 SCHEMA: Final = "baton-bench-architectures/1"
 
 Judgement: TypeAlias = Literal["wins", "loses", "undecided"]
 
 
-class Stages(msgspec.Struct, frozen=True):
+class Stages(msgspec.Struct, frozen=True, rename={"exposed_transfer_s": "visible_transfer_s"}):
     """Medians over a cell's requests, in seconds; None where no trace has it.
 
-    `visible_transfer_s`: what the handoff added to prefill; below 0: it was hidden altogether.
+    `exposed_transfer_s`: what the handoff added to prefill; below 0: it was hidden altogether.
     """
 
     queue_s: float | None
     prefill_s: float | None
-    visible_transfer_s: float | None
+    exposed_transfer_s: float | None
     decode_queue_s: float | None
 
 
 NO_STAGES: Final = Stages(None, None, None, None)
 
 
-class Proof(msgspec.Struct, frozen=True, kw_only=True):
+class Proof(msgspec.Struct, frozen=True, kw_only=True, rename={"source": "told_by"}):
     """That KV moved, by the traces of the requests that were answered.
 
     `num_tails`: prompts of which decode had all but a part of a block, which it computed itself.
-    `told_by`: of a peer there are no traces; its servers' metrics tell sums, or nobody tells.
+    `source`: of a peer there are no traces; its servers' metrics tell sums, or nobody tells.
 
     needed = prompt - cached on decode. `num_not_handed_over`: answered without enough KV from
     prefill. `num_untraced`: no trace was found. `fallbacks`: causes, and how often.
@@ -52,7 +55,7 @@ class Proof(msgspec.Struct, frozen=True, kw_only=True):
     modes: dict[str, int]
     transports: dict[str, int]
     fallbacks: dict[str, int]
-    told_by: Literal["traces", "metrics", "nobody"] = "traces"
+    source: Literal["traces", "metrics", "none"] = "traces"
     num_tails: int = 0
 
     @property
@@ -67,7 +70,7 @@ class Proof(msgspec.Struct, frozen=True, kw_only=True):
             return None
         if not self.num_requests:
             return "no request was answered"
-        if self.told_by == "nobody":
+        if self.source == "none":
             return "not shown by the peer"
         parts = []
         if self.num_not_handed_over:
@@ -81,7 +84,7 @@ class Proof(msgspec.Struct, frozen=True, kw_only=True):
         return "; ".join(parts)
 
 
-class Cell(msgspec.Struct, frozen=True, kw_only=True):
+class Cell(msgspec.Struct, frozen=True, kw_only=True, rename=ARM):
     """One arm under one load, once.
 
     `run`: its file, of schema baton-bench-serve/1, with every request. `ended_early`: why it is not
@@ -90,7 +93,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     cannot be read.
     """
 
-    arm: str
+    configuration: str
     level: str
     repetition: int
     run: str
@@ -115,7 +118,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
         return None if self.proof is None or not self.is_usable else self.proof.problem
 
 
-class ArmSaid(msgspec.Struct, frozen=True):
+class ConfigurationInfo(msgspec.Struct, frozen=True):
     """An arm, as it was. `peer`: whose servers; None: Baton's."""
 
     name: str
@@ -126,7 +129,7 @@ class ArmSaid(msgspec.Struct, frozen=True):
     peer: str | None = None
 
 
-class LevelSaid(msgspec.Struct, frozen=True):
+class LevelInfo(msgspec.Struct, frozen=True):
     """A load: one of the two is set, or neither where requests come as a trace recorded them."""
 
     key: str
@@ -135,10 +138,10 @@ class LevelSaid(msgspec.Struct, frozen=True):
     requests_per_s: float | None
 
 
-class Trouble(msgspec.Struct, frozen=True):
+class Trouble(msgspec.Struct, frozen=True, rename=ARM):
     """Something that went wrong: an arm that failed, and when."""
 
-    arm: str
+    configuration: str
     repetition: int
     message: str
 
@@ -152,20 +155,20 @@ class Estimate(msgspec.Struct, frozen=True):
     high: float | None
 
 
-class Point(msgspec.Struct, frozen=True):
+class Point(msgspec.Struct, frozen=True, rename=ARM):
     """One metric of one arm under one load. None: nothing was measured."""
 
     metric: str
-    arm: str
+    configuration: str
     level: str
     estimate: Estimate | None
 
 
-class Contrast(msgspec.Struct, frozen=True):
+class Contrast(msgspec.Struct, frozen=True, rename=ARM):
     """An arm against replication under one load: ratio, its 95 % interval, and what it means."""
 
     metric: str
-    arm: str
+    configuration: str
     level: str
     ratio: float | None
     low: float | None
@@ -173,7 +176,7 @@ class Contrast(msgspec.Struct, frozen=True):
     judgement: Judgement
 
 
-class Crossover(msgspec.Struct, frozen=True):
+class Crossover(msgspec.Struct, frozen=True, rename=ARM):
     """Where, along concurrency, an arm comes to be ahead of replication, or falls behind it.
 
     `at` is interpolated between loads; `low` and `high` bound it in 95 % of the resamplings that
@@ -181,7 +184,7 @@ class Crossover(msgspec.Struct, frozen=True):
     """
 
     metric: str
-    arm: str
+    configuration: str
     kind: Literal["ahead", "behind", "ahead_from", "behind_from"]
     at: float | None
     low: float | None
@@ -189,14 +192,14 @@ class Crossover(msgspec.Struct, frozen=True):
     share: float
 
 
-class Cost(msgspec.Struct, frozen=True):
+class Cost(msgspec.Struct, frozen=True, rename=ARM):
     """Of 1,000 tokens, in the currency of the given price: the arm's *whole* cost each time.
 
     The two are not to be added. `*_own`: of disaggregated arms, the cost of prefill workers for
     input, of decode workers for output: those two add up to the whole.
     """
 
-    arm: str
+    configuration: str
     level: str
     per_1000_input: float | None
     per_1000_output: float | None
@@ -218,7 +221,7 @@ class Analysis(msgspec.Struct, frozen=True, kw_only=True):
     cautions: tuple[str, ...]
 
 
-class Findings(msgspec.Struct, frozen=True, kw_only=True):
+class Findings(msgspec.Struct, frozen=True, kw_only=True, rename={"configurations": "arms"}):
     """The whole benchmark. `is_partial`: it ended before its time, and `ended` says why."""
 
     schema: str = SCHEMA
@@ -234,8 +237,8 @@ class Findings(msgspec.Struct, frozen=True, kw_only=True):
     num_repetitions: int
     duration_s: float
     order: tuple[str, ...]
-    arms: tuple[ArmSaid, ...]
-    levels: tuple[LevelSaid, ...]
+    configurations: tuple[ConfigurationInfo, ...]
+    levels: tuple[LevelInfo, ...]
     cells: tuple[Cell, ...]
     troubles: tuple[Trouble, ...]
     warnings: tuple[str, ...]

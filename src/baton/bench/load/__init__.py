@@ -7,7 +7,7 @@ Leaves: a record of every request, figures, and whether this client was itself t
     conductor ─► closed or open loop, warm-up, deadline, drain                      conducting.py
        └─ client ─► one request: bytes ─► SSE events ─► a stream's state ─► `Record`
 
-As a library: `open_target`, then `survey`, then `Conductor(...).conduct()`, then `compute_figures`.
+As a library: `open_target`, then `check_server`, then `Conductor(...).conduct()`, then `compute_figures`.
 
 File map:
     target.py       where the server is, and its key

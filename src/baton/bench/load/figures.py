@@ -175,7 +175,7 @@ def count_failures(failed: Sequence[Record]) -> tuple[FailureCount, ...]:
         if record.failure is not None:
             found.setdefault(record.failure.kind, []).append(record.failure.message)
     ordered = sorted(found.items(), key=lambda item: -len(item[1]))
-    return tuple(FailureCount(kind, len(said), said[0]) for kind, said in ordered)
+    return tuple(FailureCount(kind, len(reported), reported[0]) for kind, reported in ordered)
 
 
 def parse_slo(bounds: Sequence[str]) -> Slo:

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from itertools import count
+from typing import TYPE_CHECKING, Literal, TypeAlias, assert_never
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 Arrival = Literal["poisson", "constant", "burst"]
 
@@ -75,3 +81,25 @@ def describe_load(load: Load) -> str:
 
 def _bound(load: Open | Replay) -> str:
     return "" if load.max_in_flight is None else f", at most {load.max_in_flight} at once"
+
+
+def arrival_times(load: Open, seed: int) -> Iterator[float]:
+    """Ascending times, without end; the first is at 0, except for Poisson arrivals."""
+    match load.arrival:
+        case "poisson":
+            yield from _poisson(load.requests_per_s, seed)
+        case "constant":
+            yield from (i / load.requests_per_s for i in count())
+        case "burst":
+            size = load.burst_size
+            yield from (i // size * size / load.requests_per_s for i in count())
+        case other:
+            assert_never(other)
+
+
+def _poisson(requests_per_s: float, seed: int) -> Iterator[float]:
+    rng = np.random.default_rng(seed)
+    now = 0.0
+    while True:
+        now += rng.exponential(1 / requests_per_s)
+        yield now

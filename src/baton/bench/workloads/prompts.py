@@ -11,7 +11,7 @@ import numpy as np
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from baton.bench.workloads.asking import Segment, Segments
+    from baton.bench.workloads.requests import Segment, Segments
 
 FIRST_TOKEN_ID: Final = 256
 END_TOKEN_ID: Final = 2048

@@ -4,11 +4,15 @@ import re
 import msgspec
 import pytest
 
-from baton.bench.agreement.agreeing import Span, compare_findings, count
-from baton.bench.agreement.printing import print_agreement
-from baton.bench.agreement.reading import is_architectures, read_findings
 from baton.bench.load.figures import Slo
 from baton.errors import ConfigError
+from benchmarks.architectures_agreement import (
+    Span,
+    compare_findings,
+    count,
+    print_agreement,
+    read_findings,
+)
 from tests.unit.bench.architectures.cells import make_findings, make_plan, measure
 
 SAME = {"replicated": {"c1": 100, "c8": 200}, "1P1D": {"c1": 80, "c8": 260}}
@@ -81,13 +85,9 @@ def test_a_folder_or_its_file_is_read_and_something_else_is_refused(tmp_path):
     folder = tmp_path / "a"
     folder.mkdir()
     (folder / "results.json").write_bytes(msgspec.json.encode(find()))
-    assert is_architectures(folder)
-    assert is_architectures(folder / "results.json")
     assert read_findings(folder) == read_findings(folder / "results.json")
     other = tmp_path / "serve.json"
     other.write_text('{"schema": "baton-bench-serve/1"}')
-    assert not is_architectures(other)
-    assert not is_architectures(tmp_path / "absent")
     with pytest.raises(ConfigError, match="no result of `baton bench architectures`"):
         read_findings(other)
 
@@ -105,7 +105,10 @@ def test_the_table_says_how_many_agree_and_names_those_apart():
     other = {"replicated": {"c1": 100, "c8": 200}, "1P1D": {"c1": 120, "c8": 260}}
     a, out = find(), io.StringIO()
     print_agreement(compare_findings(a, find(other)), a, out)
-    said = out.getvalue()
-    assert "apart: 1P1D, 1 at once, throughput, mean: A " in said
-    assert "OPPOSED: 1P1D, 1 at once, throughput: loses against replication in A, wins in B" in said
-    assert re.search(r"Means: \d+ of 36 agree within their 95 % intervals", said)
+    reported = out.getvalue()
+    assert "apart: 1P1D, 1 at once, throughput, mean: A " in reported
+    assert (
+        "OPPOSED: 1P1D, 1 at once, throughput: loses against replication in A, wins in B"
+        in reported
+    )
+    assert re.search(r"Means: \d+ of 36 agree within their 95 % intervals", reported)

@@ -1,8 +1,8 @@
 import pytest
 
-from baton.bench.architectures.analysing import analyse, compute_cost, contrast
-from baton.bench.architectures.arms import Arm, choose_arms
+from baton.bench.architectures.analysis import analyse, compute_cost, contrast
 from baton.bench.architectures.metrics import metric_of
+from baton.bench.architectures.plan import Configuration, choose_configurations
 from baton.bench.architectures.results import Trouble
 from baton.bench.load.figures import Slo
 from baton.bench.load.plan import Closed
@@ -48,7 +48,7 @@ def test_a_split_that_is_behind_everywhere():
 
 def test_peers_are_held_against_replication_and_do_not_decide():
     """A peer's split that wins is no reason to disaggregate with Baton, whose own loses."""
-    plan = make_plan(arms=choose_arms(2, peers=("nixl", "vllm-router")))
+    plan = make_plan(arms=choose_configurations(2, peers=("nixl", "vllm-router")))
     rates = {
         "single": SINGLE, "replicated": REPLICATED, "1P1D": WORSE, "peer:nixl-1P1D": BETTER,
         "peer:vllm-router": BETTER,
@@ -149,8 +149,8 @@ def test_an_arm_without_proof_is_called_so():
     samples.append(make_samples("1P1D", "c1", 1, 81, proof=bad))
     analysis = analyse(plan, samples, ())
     assert "WITHOUT PROOF that KV moved in 1P1D" in analysis.headline
-    said = [line for line in analysis.cautions if "NO PROOF" in line]
-    (line,) = said
+    reported = [line for line in analysis.cautions if "NO PROOF" in line]
+    (line,) = reported
     assert line.startswith("1P1D: NO PROOF that KV moved in 1 cells, such as c1, repetition 1: ")
     assert line.endswith("3 of 10 requests were not handed over (3 x timeout)")
 
@@ -176,14 +176,14 @@ def test_noise_is_reported():
 def test_cost_is_kept_apart_for_input_and_output():
     samples = make_samples("1P1D", "c1", 1, 100)
     figures = samples.cell.figures
-    cost = compute_cost(Arm("1P1D", 0, 1, 1), "c1", [samples.cell], 0.001)
+    cost = compute_cost(Configuration("1P1D", 0, 1, 1), "c1", [samples.cell], 0.001)
     assert cost.per_1000_input == pytest.approx(2 / figures.prompt_tokens_per_s)
     assert cost.per_1000_output == pytest.approx(2 / figures.output_tokens_per_s)
     assert cost.per_1000_input_own == pytest.approx(1 / figures.prompt_tokens_per_s)
     own = cost.per_1000_input_own * figures.prompt_tokens_per_s
     own += cost.per_1000_output_own * figures.output_tokens_per_s
     assert own == pytest.approx(2.0)  # shares add up to what two workers cost
-    both = compute_cost(Arm("replicated", 2), "c1", [samples.cell], 0.001)
+    both = compute_cost(Configuration("replicated", 2), "c1", [samples.cell], 0.001)
     assert both.per_1000_input_own is None
 
 

@@ -1,34 +1,41 @@
 import pytest
 
-from baton.bench.architectures.arms import choose_arms
-from baton.bench.architectures.plan import plan_turns, prompt_seed, read_levels
+from baton.bench.architectures.plan import (
+    choose_configurations,
+    plan_trials,
+    prompt_seed,
+    read_levels,
+)
 from baton.errors import ConfigError
 from tests.unit.bench.architectures.cells import make_plan
 
 
 def test_every_split_of_the_workers_is_an_arm_and_uses_them_all():
-    arms = choose_arms(4)
+    arms = choose_configurations(4)
     assert [arm.name for arm in arms] == ["single", "replicated", "1P3D", "2P2D", "3P1D"]
     assert [arm.num_workers for arm in arms] == [1, 4, 4, 4, 4]
     assert [arm.is_disaggregated for arm in arms] == [False, False, True, True, True]
 
 
 def test_arms_are_chosen_by_name_in_any_case_and_a_wrong_name_says_which_there_are():
-    assert [arm.name for arm in choose_arms(2, ["1p1d", "replicated"])] == ["replicated", "1P1D"]
+    assert [arm.name for arm in choose_configurations(2, ["1p1d", "replicated"])] == [
+        "replicated",
+        "1P1D",
+    ]
     with pytest.raises(ConfigError, match="single, replicated, 1P1D"):
-        choose_arms(2, ["2P1D"])
+        choose_configurations(2, ["2P1D"])
 
 
 def test_peers_are_arms_only_where_they_are_asked_for():
-    assert not any(arm.peer for arm in choose_arms(2))
-    names = [arm.name for arm in choose_arms(3, peers=("nixl", "vllm-router"))]
+    assert not any(arm.peer for arm in choose_configurations(2))
+    names = [arm.name for arm in choose_configurations(3, peers=("nixl", "vllm-router"))]
     assert names[:4] == ["single", "replicated", "1P2D", "2P1D"]
     assert names[4:] == ["peer:nixl-1P2D", "peer:nixl-2P1D", "peer:vllm-router"]
-    (nixl,) = choose_arms(2, ["Peer:NIXL-1P1D"])
+    (nixl,) = choose_configurations(2, ["Peer:NIXL-1P1D"])
     assert (nixl.peer, nixl.num_prefill, nixl.num_decode) == ("nixl", 1, 1)
-    (router,) = choose_arms(2, ["peer:vllm-router"])
+    (router,) = choose_configurations(2, ["peer:vllm-router"])
     assert (router.peer, router.num_both, router.is_disaggregated) == ("vllm-router", 2, False)
-    assert [arm.name for arm in choose_arms(2, ["1P1D"], ("vllm-router",))] == [
+    assert [arm.name for arm in choose_configurations(2, ["1P1D"], ("vllm-router",))] == [
         "1P1D", "peer:vllm-router",
     ]  # fmt: skip
     assert ":" not in nixl.folder
@@ -44,12 +51,12 @@ def test_a_traces_own_arrivals_are_a_load_beside_others():
 @pytest.mark.parametrize("number", [0, 1, 65])
 def test_one_worker_cannot_be_compared(number):
     with pytest.raises(ConfigError, match="2 to 64"):
-        choose_arms(number)
+        choose_configurations(number)
 
 
 def test_every_repetition_has_every_arm_and_load_once_and_the_order_changes():
     plan = make_plan(repetitions=20)
-    turns = plan_turns(plan)
+    turns = plan_trials(plan)
     orders = set()
     for repetition in range(1, 21):
         some = [turn for turn in turns if turn.repetition == repetition]
@@ -60,8 +67,8 @@ def test_every_repetition_has_every_arm_and_load_once_and_the_order_changes():
         orders.add(tuple(turn.arm.name for turn in some))
     assert len(orders) > 3
     assert [turn.repetition for turn in turns] == sorted(turn.repetition for turn in turns)
-    assert plan_turns(plan) == turns
-    assert plan_turns(make_plan(repetitions=20, seed="other")) != turns
+    assert plan_trials(plan) == turns
+    assert plan_trials(make_plan(repetitions=20, seed="other")) != turns
 
 
 def test_prompts_are_the_same_in_every_arm_and_new_in_every_cell():

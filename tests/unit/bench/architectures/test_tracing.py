@@ -1,7 +1,7 @@
 import msgspec
 import pytest
 
-from baton.bench.architectures.tracing import FetchedTrace, Names, measure_stages, prove
+from baton.bench.architectures.transfer_check import FetchedTrace, RequestIds, measure_stages, prove
 from baton.telemetry.summary import TraceSummary
 
 
@@ -89,6 +89,6 @@ def test_stages_are_medians_of_what_is_known():
 
 
 def test_names_are_counted():
-    names = Names("1P1D-1-c1")
+    names = RequestIds("1P1D-1-c1")
     assert [next(names), next(names)] == ["1P1D-1-c1-0", "1P1D-1-c1-1"]
     assert names.given == ["1P1D-1-c1-0", "1P1D-1-c1-1"]

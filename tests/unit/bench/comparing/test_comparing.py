@@ -7,18 +7,16 @@ import msgspec
 import numpy as np
 import pytest
 
-from baton.bench.comparing import statistics
-from baton.bench.comparing.comparing import Tolerance, compare
-from baton.bench.comparing.printing import print_comparison
-from baton.bench.comparing.reading import read_side
+from baton.bench import statistics
+from baton.bench.compare import Tolerance, compare, read_side
+from baton.bench.files import RunManifest
+from baton.bench.load.client_load import ClientLoad
 from baton.bench.load.figures import Slo, compute_figures
-from baton.bench.load.printing import notes, print_report
-from baton.bench.load.report import LoadSaid, Report, WorkloadSaid
-from baton.bench.load.surveying import Server
-from baton.bench.load.watching import ClientLoad
-from baton.bench.machine import Machine
-from baton.bench.manifest import RunManifest
+from baton.bench.load.job import LoadInfo, Report, WorkloadInfo
+from baton.bench.load.server_check import Server
+from baton.bench.printing import find_notes, print_comparison, print_load_report
 from baton.errors import ConfigError
+from baton.rig.machine import Machine
 from tests.unit.bench.load.records import failed, whole
 
 
@@ -40,8 +38,8 @@ def report_of(records, **changes):
             machine=MACHINE, load_after=(0.1, 0.1, 0.1),
         ),
         server=Server("http://h:1", "m", "completions", "token ids", has_exact_lengths=True),
-        workload=WorkloadSaid("balanced", "512 in", "7"),
-        load=LoadSaid("closed loop, 1 at once", 1, None, None, 1, 40, None),
+        workload=WorkloadInfo("balanced", "512 in", "7"),
+        load=LoadInfo("closed loop, 1 at once", 1, None, None, 1, 40, None),
         figures=compute_figures(records, window_s, Slo()),
         client=ClientLoad(0.1, 0.0, 0.0, 0.0, 0.0, None, ()),
         warnings=(),
@@ -97,7 +95,7 @@ def test_what_was_not_the_same_comes_first_and_what_was_asked_before_all():
     other = msgspec.structs.replace(MACHINE, versions={"vllm": "0.33"}, load=(1.9, 1.0, 1.0))
     manifest = msgspec.structs.replace(report_of(records_of(1)).manifest, machine=other)
     b = report_of(
-        records_of(2), manifest=manifest, workload=WorkloadSaid("decode-heavy", "128 in", "7"),
+        records_of(2), manifest=manifest, workload=WorkloadInfo("decode-heavy", "128 in", "7"),
         is_partial=True, stopped="the server is gone",
     )  # fmt: skip
     found = compare([report_of(records_of(1))], [b])
@@ -138,7 +136,7 @@ def test_reports_survive_a_file_and_folders_are_several_runs(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "reported"),
     [
         ("{", "no report"),
         ('{"schema":"baton-bench-link/1"}', "baton-bench-link/1"),
@@ -146,10 +144,10 @@ def test_reports_survive_a_file_and_folders_are_several_runs(tmp_path):
         ("[]", "no report"),
     ],
 )
-def test_what_is_no_report(tmp_path, text, said):
+def test_what_is_no_report(tmp_path, text, reported):
     path = tmp_path / "x.json"
     path.write_text(text)
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=reported):
         read_side(path)
     with pytest.raises(ConfigError):
         read_side(tmp_path / "nothing.json")
@@ -166,11 +164,11 @@ def test_a_report_is_printed_with_what_a_reader_should_know():
         for record in records_of(1)
     ]
     report = report_of([*cached, failed(message="boom")], is_partial=True)
-    said = "\n".join(notes(report))
-    assert "another --seed" in said
-    assert "p99 of 40 requests" in said
+    reported = "\n".join(find_notes(report))
+    assert "another --seed" in reported
+    assert "p99 of 40 requests" in reported
     shown = io.StringIO()
-    print_report(report, shown)
+    print_load_report(report, shown)
     text = shown.getvalue()
     for part in ("PARTIAL", "40 complete, 1 failed", "boom", "TTFT", "ITL", "seed 7"):
         assert part in text

@@ -3,17 +3,9 @@
 import numpy as np
 import pytest
 
-from baton.bench.comparing import statistics
-from baton.bench.comparing.statistics import (
-    Contrast,
-    Interval,
-    Pool,
-    Run,
-    contrast,
-    permute,
-    rank_sum,
-)
-from baton.bench.comparing.verdict import is_worse_by, judge, put_in_words
+from baton.bench import statistics
+from baton.bench.compare import is_worse_by, judge, put_in_words
+from baton.bench.statistics import Contrast, Interval, Pool, Run, contrast, permute, rank_sum
 
 
 def run_of(values):
@@ -55,7 +47,7 @@ def test_resampling_draws_as_many_as_there_are_within_each_run():
 
 
 def test_the_interval_holds_the_truth_about_as_often_as_it_says(monkeypatch):
-    monkeypatch.setattr(statistics, "NUM_RESAMPLES", 120)
+    monkeypatch.setattr(statistics, "NUM_RATIO_RESAMPLES", 120)
     rng = np.random.default_rng(3)
     held = 0
     for trial in range(40):
@@ -66,7 +58,7 @@ def test_the_interval_holds_the_truth_about_as_often_as_it_says(monkeypatch):
 
 
 def test_the_same_twice_is_seldom_called_different(monkeypatch):
-    monkeypatch.setattr(statistics, "NUM_RESAMPLES", 120)
+    monkeypatch.setattr(statistics, "NUM_RATIO_RESAMPLES", 120)
     rng = np.random.default_rng(4)
     called = 0
     for trial in range(40):

@@ -12,8 +12,7 @@ import aiohttp
 import msgspec
 
 from baton.bench.architectures.results import NO_STAGES, Proof
-from baton.bench.architectures.tracing import RECOMPUTED_TOKENS
-from baton.bench.architectures.witness import Testimony
+from baton.bench.architectures.transfer_check import RECOMPUTED_TOKENS, TransferEvidence
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -91,7 +90,7 @@ def prove_by_counts(spent: Counts | None, num_answered: int) -> Proof:
         modes={"nixl": num_answered},
         transports={"UCX": num_answered},
         fallbacks={"failed transfer": int(spent.num_failed)} if spent.num_failed else {},
-        told_by="metrics",
+        source="metrics",
     )
 
 
@@ -108,30 +107,30 @@ def _unknown(num_answered: int) -> Proof:
         modes={},
         transports={},
         fallbacks={},
-        told_by="nobody",
+        source="none",
     )
 
 
 @dataclass(slots=True)
-class MetricsWitness:
-    """See `Witness`. Asks the decode servers themselves, not what stands before them."""
+class MetricsCheck:
+    """See `TransferCheck`. Asks the decode servers themselves, not what stands before them."""
 
     urls: tuple[str, ...]
     _before: Counts | None = field(default=None)
 
     async def begin(self, session: aiohttp.ClientSession) -> None:
-        """See `Witness`."""
+        """See `TransferCheck`."""
         self._before = await self._count(session)
 
-    async def testify(
+    async def verify(
         self, session: aiohttp.ClientSession, names: Sequence[str], num_answered: int
-    ) -> Testimony:
-        """See `Witness`."""
+    ) -> TransferEvidence:
+        """See `TransferCheck`."""
         del names
         after = await self._count(session)
         known = self._before is not None and after is not None
         spent = after - self._before if known and after and self._before else None
-        return Testimony(NO_STAGES, prove_by_counts(spent, num_answered))
+        return TransferEvidence(NO_STAGES, prove_by_counts(spent, num_answered))
 
     async def _count(self, session: aiohttp.ClientSession) -> Counts | None:
         found = await asyncio.gather(*(_fetch(session, url) for url in self.urls))
@@ -143,18 +142,18 @@ class MetricsWitness:
         return total
 
 
-class NoWitness:
-    """See `Witness`: of a peer whose requests need no KV to move."""
+class NoCheck:
+    """See `TransferCheck`: of a peer whose requests need no KV to move."""
 
     async def begin(self, session: aiohttp.ClientSession) -> None:
-        """See `Witness`."""
+        """See `TransferCheck`."""
 
-    async def testify(
+    async def verify(
         self, session: aiohttp.ClientSession, names: Sequence[str], num_answered: int
-    ) -> Testimony:
-        """See `Witness`."""
+    ) -> TransferEvidence:
+        """See `TransferCheck`."""
         del session, names, num_answered
-        return Testimony(NO_STAGES, None)
+        return TransferEvidence(NO_STAGES, None)
 
 
 async def _fetch(session: aiohttp.ClientSession, url: str) -> Counts | None:

@@ -1,12 +1,10 @@
-"""Which processes a peer's arm has, with which arguments. Pure.
-
-Workers have the cores, and vLLM the settings, that Baton's own workers have in the same place.
-"""
+"""Whether a peer's packages are there, and how to get them."""
 
 from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias, assert_never
 
@@ -19,9 +17,28 @@ from baton.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from baton.bench.architectures.arms import Arm, Peer
+    from baton.bench.architectures.plan import Configuration, Peer
     from baton.engines.vllm.arguments import Platform
     from baton.launch.plan import LaunchPlan
+
+MODULES: Final[Mapping[Peer, tuple[str, ...]]] = {
+    "nixl": ("vllm", "nixl"),
+    "vllm-router": ("vllm", "vllm_router"),
+}
+HINTS: Final[Mapping[str, str]] = {
+    "vllm": "make install ENGINE=vllm",
+    "nixl": "pip install --no-deps nixl==1.5.1 nixl_cu12==1.5.1",
+    "vllm_router": "pip install --no-deps vllm-router==0.1.17 orjson setproctitle",
+}
+
+
+def find_missing(peer: Peer) -> str | None:
+    """What is not installed, and how to install it; None: nothing."""
+    missing = [name for name in MODULES[peer] if find_spec(name) is None]
+    if not missing:
+        return None
+    return "; ".join(f"{name} is not installed: {HINTS[name]}" for name in missing)
+
 
 Role: TypeAlias = Literal["prefill", "decode", "both"]
 
@@ -112,7 +129,10 @@ class PeerPlan:
 
 
 def plan_peer(
-    arm: Arm, launch: LaunchPlan, engine: Mapping[str, object], platform: Platform
+    configuration: Configuration,
+    launch: LaunchPlan,
+    engine: Mapping[str, object],
+    platform: Platform,
 ) -> PeerPlan:
     """A peer's arm in the place of Baton's; `engine` holds the options of vLLM.
 
@@ -120,15 +140,17 @@ def plan_peer(
         ConfigError: no model, or settings that a peer could not have alike.
     """
     config = launch.config
-    if arm.peer is None:
-        raise ConfigError(f"{arm.name} is no peer's arm")
+    if configuration.peer is None:
+        raise ConfigError(f"{configuration.name} is no peer's arm")
     if config.worker.engine != "vllm":
-        raise ConfigError(f"--arm {arm.name}: peers are compared with --engine vllm alone")
+        raise ConfigError(
+            f"--arm {configuration.name}: peers are compared with --engine vllm alone"
+        )
     if config.worker.model is None:
-        raise ConfigError(f"--arm {arm.name}: peers need a model's folder (--model)")
+        raise ConfigError(f"--arm {configuration.name}: peers need a model's folder (--model)")
     if config.up.prefill_engine or config.up.decode_engine:
         raise ConfigError(
-            f"--arm {arm.name}: prefill and decode with settings of their own are Baton's alone"
+            f"--arm {configuration.name}: prefill and decode with settings of their own are Baton's alone"
         )
     options = msgspec.convert(dict(engine), VllmOptions)
     servers = tuple(
@@ -139,7 +161,7 @@ def plan_peer(
         options = msgspec.structs.replace(options, num_threads=len(servers[0].cores))
     model = Path(config.worker.model).absolute()
     name = config.worker.served_model_name or model.name
-    return PeerPlan(arm.peer, model, name, options, platform, servers)
+    return PeerPlan(configuration.peer, model, name, options, platform, servers)
 
 
 def _cores(share: object) -> tuple[int, ...]:

@@ -1,0 +1,229 @@
+"""A run: warm-up, then requests by a closed or open loop, then what is under way is drained.
+
+Owned by one event loop. Every wait has an end: a request by its timeout, the rest by the drain.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import islice
+from typing import TYPE_CHECKING, Final, assert_never
+
+from baton.bench.load.client_load import ClientMonitor
+from baton.bench.load.plan import Closed, Open, Replay, arrival_times
+from baton.bench.load.sender import Due, Sender
+from baton.bench.workloads.requests import Conversation, Segment, Segments
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine, Iterable, Iterator
+
+    from baton.bench.load.client import BodyWriter, Client
+    from baton.bench.load.client_load import ClientLoad
+    from baton.bench.load.plan import LoadPlan
+    from baton.bench.load.record import Phase, Record
+    from baton.bench.load.sender import Observer
+    from baton.bench.workloads.requests import Request, Workload
+    from baton.clock import Clock
+
+MOST_WARM_UP_AT_ONCE: Final = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A run's end. `window_s`: how long was measured, from the beginning on.
+
+    `stopped`: why it ended before its time, in words; `is_interrupted`: somebody wanted that.
+    """
+
+    records: tuple[Record, ...]
+    client: ClientLoad
+    window_s: float
+    stopped: str | None
+    is_interrupted: bool
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether less was measured than was asked for."""
+        return self.is_interrupted or self.stopped is not None
+
+
+class LoadRunner:
+    """Conducts one run, once. `interrupt`, set by others, ends it at once."""
+
+    def __init__(
+        self,
+        client: Client,
+        writer: BodyWriter,
+        plan: LoadPlan,
+        *,
+        clock: Clock,
+        interrupt: asyncio.Event,
+        observers: Iterable[Observer] = (),
+    ) -> None:
+        self._client, self._writer, self._plan = client, writer, plan
+        self._clock, self._interrupt = clock, interrupt
+        self._observers = tuple(observers)
+
+    async def run(self, workload: Workload, seed: int = 0) -> Outcome:
+        """Run the workload to its end; then nothing is under way any more."""
+        warm_up = await self._warm_up(workload)
+        measured = self._open_sender("measured")
+        watch = ClientMonitor(self._clock)
+        watch.start()
+        window_s = 0.0
+        try:
+            if not (warm_up.broken.is_set() or self._interrupt.is_set()):
+                sending = self._start(measured, workload, seed)
+                window_s = await self._go(measured, sending, self._plan.limits.duration_s)
+        finally:
+            await watch.stop()
+        return Outcome(
+            (*warm_up.records, *measured.records),
+            watch.judge(measured.records),
+            window_s or max((record.ended_s for record in measured.records), default=0.0),
+            warm_up.why or measured.why,
+            self._interrupt.is_set(),
+        )
+
+    async def _warm_up(self, workload: Workload) -> Sender:
+        sender = self._open_sender("warm-up")
+        requests = warm_up_requests(workload, self._plan.num_warm_up)
+        conversations = iter([Conversation((ask,)) for ask in requests])
+        at_once = min(MOST_WARM_UP_AT_ONCE, max(1, len(requests)))
+        await self._go(sender, closed_loop(sender, conversations, at_once), None)
+        return sender
+
+    def _open_sender(self, phase: Phase) -> Sender:
+        return Sender(
+            self._client, self._writer, self._clock, phase=phase, observers=self._observers
+        )
+
+    def _start(self, sender: Sender, workload: Workload, seed: int) -> Coroutine[None, None, None]:
+        conversations = limit_requests(workload.generate(), self._plan.limits.num_requests)
+        match self._plan.load:
+            case Closed(concurrency):
+                return closed_loop(sender, conversations, concurrency)
+            case Open() as load:
+                timed = zip(arrival_times(load, seed), conversations, strict=False)
+                return open_loop(sender, timed, load.max_in_flight)
+            case Replay(max_in_flight):
+                recorded = (
+                    (conversation.arrival_s or 0.0, conversation) for conversation in conversations
+                )
+                return open_loop(sender, recorded, max_in_flight)
+            case other:
+                assert_never(other)
+
+    async def _go(
+        self, sender: Sender, sending: Coroutine[None, None, None], duration_s: float | None
+    ) -> float:
+        """Send until there is no more, the time is over, or it must stop; then drain.
+
+        Returns:
+            When it was told to stop, in seconds since its beginning; 0 where all was sent.
+        """
+        loop = asyncio.ensure_future(sending)
+        stops: list[asyncio.Future[bool]] = [
+            asyncio.ensure_future(each.wait()) for each in (self._interrupt, sender.broken)
+        ]
+        try:
+            await _wait_first(loop, stops, duration_s)
+            stopped_s = 0.0 if loop.done() else sender.now_s()
+            sender.close()
+            if not any(stop.done() for stop in stops):
+                await _wait_first(loop, stops, self._plan.limits.drain_s)
+        finally:
+            sender.close()
+            loop.cancel()
+            for stop in stops:
+                stop.cancel()
+            await asyncio.gather(loop, *stops, return_exceptions=True)
+        if not loop.cancelled():
+            loop.result()  # raises what is a bug of this client
+        return stopped_s
+
+
+async def closed_loop(
+    sender: Sender, conversations: Iterator[Conversation], concurrency: int
+) -> None:
+    """So many conversations at once, until there are no more, or the sender is closed."""
+    numbered = enumerate(conversations)
+
+    async def lane() -> None:
+        for number, conversation in numbered:
+            if not sender.is_open:
+                return
+            await sender.run_conversation(
+                number, conversation, sender.prepare(conversation.turns[0]), Due()
+            )
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(concurrency):
+            group.create_task(lane())
+
+
+async def open_loop(
+    sender: Sender, timed: Iterable[tuple[float, Conversation]], max_in_flight: int | None
+) -> None:
+    """Each conversation at its time, or as soon after it as there is room."""
+    room = None if max_in_flight is None else asyncio.Semaphore(max_in_flight)
+    async with asyncio.TaskGroup() as group:
+        for number, (due_s, conversation) in enumerate(timed):
+            first = sender.prepare(conversation.turns[0])
+            if not await sender.wait_until(due_s):
+                return
+            held_s = 0.0
+            if room is not None:
+                ready_s = sender.now_s()
+                await room.acquire()
+                held_s = sender.now_s() - ready_s
+            if not sender.is_open:
+                return
+            due = Due(round(due_s, 6), held_s)
+            spoken = group.create_task(sender.run_conversation(number, conversation, first, due))
+            if room is not None:
+                spoken.add_done_callback(partial(_release, room))
+
+
+def _release(room: asyncio.Semaphore, _: asyncio.Task[None]) -> None:
+    room.release()
+
+
+def limit_requests(
+    conversations: Iterable[Conversation], num_requests: int | None
+) -> Iterator[Conversation]:
+    """Conversations of so many requests together: the last one may be cut short."""
+    if num_requests is None:
+        yield from conversations
+        return
+    rest = num_requests
+    for conversation in conversations:
+        turns = conversation.turns[:rest]
+        rest -= len(turns)
+        yield replace(conversation, turns=turns)
+        if rest <= 0:
+            return
+
+
+def warm_up_requests(workload: Workload, num_asks: int) -> list[Request]:
+    """As large as the workload's first ones, with prompts that do not come again."""
+    conversations = islice(workload.generate(), num_asks)
+    return [
+        _private(conversation.turns[0], f"warm-up/{i}")
+        for i, conversation in enumerate(conversations)
+    ]
+
+
+def _private(ask: Request, key: str) -> Request:
+    if not isinstance(ask.prompt, Segments):
+        return ask
+    return replace(ask, prompt=Segments((Segment(key, ask.prompt.num_tokens),)))
+
+
+async def _wait_first(
+    loop: asyncio.Future[None], stops: Iterable[asyncio.Future[bool]], timeout_s: float | None
+) -> None:
+    awaited: set[asyncio.Future[None] | asyncio.Future[bool]] = {loop, *stops}
+    await asyncio.wait(awaited, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
