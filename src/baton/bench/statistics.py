@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass
-from math import exp
+from math import exp, sqrt
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, assert_never
 
 import numpy as np
@@ -173,13 +173,13 @@ def contrast(a: Sequence[Run], b: Sequence[Run], statistic: Statistic, seed: int
 
 def rank_sum(a: Floats, b: Floats) -> float:
     """Mann and Whitney's test, two-sided: p by the normal approximation, with ties corrected."""
-    p_value = float(_scipy_stats().mannwhitneyu(a, b, method="asymptotic").pvalue)
+    p_value = float(_load("scipy.stats").mannwhitneyu(a, b, method="asymptotic").pvalue)
     return 1.0 if np.isnan(p_value) else p_value  # all values are equal
 
 
 def permute(a: Floats, b: Floats, seed: int = 0) -> float:
     """Permutation test of a difference of means, two-sided: exact where that is feasible."""
-    found = _scipy_stats().permutation_test(
+    found = _load("scipy.stats").permutation_test(
         (a, b),
         lambda x, y, axis: abs(x.mean(axis=axis) - y.mean(axis=axis)),
         vectorized=True,
@@ -195,8 +195,8 @@ def mean_of(values: Sequence[float]) -> Mean:
     mean = float(np.mean(values))
     if len(values) < 2:  # noqa: PLR2004 - one value has no spread
         return Mean(mean, None, None)
-    stats = _scipy_stats()
-    half = float(stats.t.ppf(1 - TAIL, len(values) - 1) * stats.sem(values))
+    student = float(_load("scipy.special").stdtrit(len(values) - 1, 1 - TAIL))
+    half = student * float(np.std(values, ddof=1)) / sqrt(len(values))
     return Mean(mean, mean - half, mean + half)
 
 
@@ -276,12 +276,12 @@ def require_statistics() -> None:
     Raises:
         ConfigError: SciPy is not installed.
     """
-    _scipy_stats()
+    _load("scipy.special")
 
 
-def _scipy_stats() -> Any:  # noqa: ANN401 - an optional library
+def _load(name: str) -> Any:  # noqa: ANN401 - an optional library
     try:
-        return importlib.import_module("scipy.stats")
+        return importlib.import_module(name)
     except ImportError as exc:
         raise ConfigError(
             "comparisons need SciPy: pip install 'baton-kv[bench]', or pip install scipy"

@@ -41,7 +41,7 @@ def test_a_true_survey_regrets_nothing():
     cells = judge([timed(SMALL), timed(LARGE)], [{"push": TRUTH, "pull": {}}])
     assert [cell.best for cell in cells] == ["start", "run"]
     for cell in cells:
-        (decision,) = cell.checked
+        (decision,) = cell.surveyed
         assert decision.chosen == cell.best
         assert (decision.regret, decision.error) == pytest.approx((0.0, 0.0))
 
@@ -49,7 +49,7 @@ def test_a_true_survey_regrets_nothing():
 def test_a_wrong_survey_regrets_by_what_was_measured_and_each_survey_counts():
     wrong = {"start": QUICK_RUN, "run": QUICK_START}
     (cell,) = judge([timed(LARGE)], [{"push": wrong, "pull": {}}, {"push": TRUTH, "pull": {}}])
-    first, second = cell.checked
+    first, second = cell.surveyed
     shape = shape_of(LARGE)
     slow_s, quick_s = (TRUTH[kind].predict(shape) for kind in ("start", "run"))
     assert (first.chosen, second.chosen) == ("start", "run")
@@ -61,7 +61,7 @@ def test_what_was_wrongly_thought_quick_is_found_out_by_its_own_transfers():
     optimistic = {"start": LinkModel(1e-6, 1e-9, 5e-11, num_probes=15), "run": QUICK_RUN}
     check_server = {"push": optimistic, "pull": {}}
     (cell,) = judge([timed(LARGE)], [check_server])
-    assert cell.checked[0].chosen == "start"
+    assert cell.surveyed[0].chosen == "start"
     assert cell.refined[0].chosen == "run"
     assert optimistic["start"].num_transfers == 0, "the survey itself is left as it was"
     assert teach([timed(LARGE)], check_server).models["push"]["start"].num_transfers > 0
@@ -69,9 +69,9 @@ def test_what_was_wrongly_thought_quick_is_found_out_by_its_own_transfers():
 
 def test_a_link_that_was_not_measured_in_time_is_no_choice():
     cells = judge([timed(SMALL), timed(SMALL, "pull")], [{"push": {"run": QUICK_RUN}, "pull": {}}])
-    assert cells[0].checked[0].chosen == "run"
-    assert cells[0].checked[0].regret > 1
-    assert cells[1].checked == cells[1].refined == ()
+    assert cells[0].surveyed[0].chosen == "run"
+    assert cells[0].surveyed[0].regret > 1
+    assert cells[1].surveyed == cells[1].refined == ()
 
 
 def test_the_verdict_counts_what_is_within_the_allowed_regret():
@@ -106,7 +106,7 @@ def test_the_table_fits_and_says_who_is_chosen():
         manifest=manifest,
         links=(SurveyedLink(0, "push", MeasuredLink("start", 1e-5, 1e-6, 1e-9, 15)),),
         cells=cells,
-        checked=sum_up([each for cell in cells for each in cell.checked]),
+        surveyed=sum_up([each for cell in cells for each in cell.surveyed]),
         refined=None,
         skipped=(Skipped("transport", "file", "no directory"),),
     )

@@ -22,19 +22,19 @@ def timings(rate_gb_per_s, workload):
 
 
 def make_report(*, is_partial=False):
-    ledger = ReportBuilder()
+    builder = ReportBuilder()
     for workload in WORKLOADS:
         limit_rate = 10.0 if workload is WORKLOADS[0] else 20.0
         for entry, rate in ((SHARED, 5.0), (LIMITS[0], limit_rate)):
             traits = Traits("memcpy", ("push",), "memcpy")
-            ledger.add(entry, traits, workload, "push", timings=timings(rate, workload))
+            builder.add(entry, traits, workload, "push", timings=timings(rate, workload))
         for peer in PEERS:
             traits = Traits("UCX TCP", ("push",), "tuned socket")
-            ledger.add(peer, traits, workload, "push", timings=timings(0.0001, workload))
-        traits = Traits("shared", ("push", "lend"), "memcpy")
+            builder.add(peer, traits, workload, "push", timings=timings(0.0001, workload))
+        traits = Traits("shared", ("push", "reference"), "memcpy")
         lent = Timings((123_456.7e-6, 0.9), 3, 0.03, 0.03)
-        ledger.add(SHARED, traits, workload, "lend", timings=lent)
-    ledger.skip(SHARED, "it broke in the second round", is_wrong=True)
+        builder.add(SHARED, traits, workload, "reference", timings=lent)
+    builder.skip(SHARED, "it broke in the second round", is_wrong=True)
     machine = describe_machine()
     manifest = Manifest(
         baton="0",
@@ -51,9 +51,9 @@ def make_report(*, is_partial=False):
     return Report(
         is_partial=is_partial,
         manifest=manifest,
-        rows=ledger.make_rows(WORKLOADS),
-        lent=ledger.make_reference_rows(WORKLOADS),
-        skipped=tuple(ledger.skipped.values()),
+        rows=builder.make_rows(WORKLOADS),
+        by_reference=builder.make_reference_rows(WORKLOADS),
+        skipped=tuple(builder.skipped.values()),
     )
 
 
@@ -69,7 +69,7 @@ def test_rows_are_ordered_by_workload_then_speed_and_held_against_their_own_limi
 
 def test_what_was_lent_has_rows_of_its_own_and_no_rate():
     report = make_report()
-    assert [row.workload.name for row in report.lent] == [each.name for each in WORKLOADS]
+    assert [row.workload.name for row in report.by_reference] == [each.name for each in WORKLOADS]
     assert {row.direction for row in report.rows} == {"push"}
 
 

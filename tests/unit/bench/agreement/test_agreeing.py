@@ -37,7 +37,7 @@ def test_a_result_agrees_with_itself_everywhere():
 def test_another_throughput_is_apart_and_an_opposite_verdict_is_named():
     other = {"replicated": {"c1": 100, "c8": 200}, "1P1D": {"c1": 120, "c8": 260}}
     found = compare_findings(find(), find(other))
-    apart = {(p.metric, p.arm, p.level) for p in found.points if p.verdict == "apart"}
+    apart = {(p.metric, p.configuration, p.level) for p in found.points if p.verdict == "apart"}
     assert ("throughput", "1P1D", "c1") in apart
     assert not any(arm == "replicated" or level == "c8" for _, arm, level in apart)
     opposed = {(o.metric, o.level, o.a, o.b) for o in found.opposed}

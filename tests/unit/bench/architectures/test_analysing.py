@@ -48,7 +48,7 @@ def test_a_split_that_is_behind_everywhere():
 
 def test_peers_are_held_against_replication_and_do_not_decide():
     """A peer's split that wins is no reason to disaggregate with Baton, whose own loses."""
-    plan = make_plan(arms=choose_configurations(2, peers=("nixl", "vllm-router")))
+    plan = make_plan(configurations=choose_configurations(2, peers=("nixl", "vllm-router")))
     rates = {
         "single": SINGLE, "replicated": REPLICATED, "1P1D": WORSE, "peer:nixl-1P1D": BETTER,
         "peer:vllm-router": BETTER,
@@ -57,7 +57,7 @@ def test_peers_are_held_against_replication_and_do_not_decide():
     assert analysis.headline.startswith("Replicate, with 2 workers")
     assert "peer" not in analysis.headline
     for name in ("peer:nixl-1P1D", "peer:vllm-router"):
-        some = [c for c in analysis.contrasts if (c.metric, c.arm) == ("throughput", name)]
+        some = [c for c in analysis.contrasts if (c.metric, c.configuration) == ("throughput", name)]
         assert [c.judgement for c in some] == ["wins"] * 4
         assert any(line.startswith(f"{name}, Throughput: wins") for line in analysis.verdict)
 
@@ -122,7 +122,7 @@ def test_an_slo_is_derived_from_one_request_alone_on_one_worker():
 def test_goodput_is_counted_for_each_worker():
     plan = make_plan()
     analysis = analyse(plan, measure(plan, {"single": SINGLE, "replicated": SINGLE}), ())
-    points = {(p.arm, p.level): p for p in analysis.points if p.metric == "goodput"}
+    points = {(p.configuration, p.level): p for p in analysis.points if p.metric == "goodput"}
     ratio = points["single", "c8"].estimate.mean / points["replicated", "c8"].estimate.mean
     assert ratio == pytest.approx(2.0)
 
@@ -132,10 +132,10 @@ def test_cells_that_ended_early_are_left_out_and_said():
     samples = measure(plan, {"replicated": REPLICATED, "1P1D": BETTER})
     died = make_samples("1P1D", "c1", 1, 1, ended_early="a server died")
     samples = [died if s.cell.run == "x" else s for s in samples]
-    samples[[(s.cell.arm, s.cell.level) for s in samples].index(("1P1D", "c1"))] = died
+    samples[[(s.cell.configuration, s.cell.level) for s in samples].index(("1P1D", "c1"))] = died
     analysis = analyse(plan, samples, (Trouble("1P1D", 1, "prefill-0 ended"),))
     point = next(
-        p for p in analysis.points if (p.metric, p.arm, p.level) == ("throughput", "1P1D", "c1")
+        p for p in analysis.points if (p.metric, p.configuration, p.level) == ("throughput", "1P1D", "c1")
     )
     assert len(point.estimate.values) == 4
     assert analysis.cautions[0] == "1P1D FAILED in repetition 1: prefill-0 ended"

@@ -21,9 +21,14 @@ def make_findings(concurrency="1,2,4", troubles=()):
     return cells.make_findings(plan, measure(plan, rates), troubles)
 
 
-def test_the_page_needs_nothing_from_outside():
+@pytest.fixture(scope="module")
+def charts():
+    return draw_findings(make_findings())
+
+
+def test_the_page_needs_nothing_from_outside(charts):
     findings = make_findings()
-    page = write_page(findings, draw_findings(findings))
+    page = write_page(findings, charts)
     # `href="#…"` and `url(#…)` are places of the same page.
     assert re.search(r"src=|href=\"(?!#)|url\((?!#)|@import|<script|<link", page) is None
     assert page.count("<svg") == len(measured_metrics(findings.cells))
@@ -31,10 +36,10 @@ def test_the_page_needs_nothing_from_outside():
     assert "Cost of 1,000 tokens" in page
 
 
-def test_what_servers_say_is_text_and_no_markup():
+def test_what_servers_say_is_text_and_no_markup(charts):
     evil = "<img src=x onerror=alert(1)>"
     findings = make_findings(troubles=[Trouble("1P1D", 1, evil)])
-    page = write_page(findings, draw_findings(findings))
+    page = write_page(findings, charts)
     assert evil not in page
     assert "&lt;img" in page
     assert "&lt;demo&gt;" in page

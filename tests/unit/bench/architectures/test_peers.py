@@ -30,7 +30,7 @@ def four_cores(monkeypatch):
 
 def launch(tmp_path, arm, engine="vllm"):
     flags = ServerFlags(workers=2, model=str(tmp_path), engine=engine)
-    return flags.plan_arm(arm)
+    return flags.plan_launch(arm)
 
 
 def arm_of(name):

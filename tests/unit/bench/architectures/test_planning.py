@@ -60,11 +60,11 @@ def test_every_repetition_has_every_arm_and_load_once_and_the_order_changes():
     orders = set()
     for repetition in range(1, 21):
         some = [turn for turn in turns if turn.repetition == repetition]
-        assert {turn.arm for turn in some} == set(plan.arms)
-        assert len(some) == len(plan.arms)
+        assert {turn.configuration for turn in some} == set(plan.configurations)
+        assert len(some) == len(plan.configurations)
         assert len({turn.levels for turn in some}) == 1  # alike for all arms of a repetition
         assert set(some[0].levels) == set(plan.levels)
-        orders.add(tuple(turn.arm.name for turn in some))
+        orders.add(tuple(turn.configuration.name for turn in some))
     assert len(orders) > 3
     assert [turn.repetition for turn in turns] == sorted(turn.repetition for turn in turns)
     assert plan_trials(plan) == turns

@@ -9,7 +9,7 @@ LOADS = (1.0, 2.0, 4.0, 8.0)
 def test_the_interval_is_students():
     found = mean_of([9.0, 10.0, 11.0, 10.0, 10.0])
     assert found.value == 10.0
-    half = 2.776 * np.sqrt(0.5) / np.sqrt(5)
+    half = 2.776445 * np.sqrt(0.5) / np.sqrt(5)
     assert (found.low, found.high) == pytest.approx((10 - half, 10 + half))
 
 

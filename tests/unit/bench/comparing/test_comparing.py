@@ -22,7 +22,7 @@ from tests.unit.bench.load.records import failed, whole
 
 @pytest.fixture(autouse=True)
 def few_resamples(monkeypatch):
-    monkeypatch.setattr(statistics, "NUM_RESAMPLES", 120)
+    monkeypatch.setattr(statistics, "NUM_RATIO_RESAMPLES", 120)
 
 
 MACHINE = Machine("host", "6.1", "a CPU", 2, 1 << 30, "3.11", {"vllm": "0.32"}, (0.1, 0.1, 0.1))
