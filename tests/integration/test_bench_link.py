@@ -15,14 +15,16 @@ from typing import TYPE_CHECKING
 
 import msgspec
 import pytest
-from baton.bench.choice.report import ChoiceReport
 
 from baton.bench.link.report import Report
+from benchmarks import transport_choice_model
+from benchmarks.transport_choice_model import ChoiceReport
 
 if TYPE_CHECKING:
     from collections.abc import Generator
 
 LINK = [sys.executable, "-m", "baton.cli", "bench", "link"]
+CHOICE = [sys.executable, str(Path(transport_choice_model.__file__).with_name("transport_choice.py"))]
 QUICK = ["--quick", "--sizes", "5000,100KB"]
 SMALL = ["--quick", "--sizes", "5000"]
 TIMEOUT_S = 90
@@ -34,9 +36,9 @@ def environment(tmp_path):
     return kept | {"XDG_STATE_HOME": str(tmp_path)}
 
 
-def run(arguments, environment):
+def run(arguments, environment, program=LINK):
     return subprocess.run(
-        [*LINK, *arguments],
+        [*program, *arguments],
         env=environment,
         capture_output=True,
         text=True,
@@ -98,14 +100,14 @@ def test_two_processes_of_this_host_are_measured_and_their_bytes_verified(enviro
         assert row.limit == limit
         if row.workload.shape != "descriptors":
             assert row.percent_of_limit is not None
-    assert [(row.name, row.workload.shape, row.workload.num_bytes) for row in report.lent] == [
+    assert [(row.name, row.workload.shape, row.workload.num_bytes) for row in report.by_reference] == [
         ("shared", "message", 5000),
         ("shared", "message", 100_000),
         ("shared", "scattered", 32 << 20),
     ]
-    for lent in report.lent:
-        assert lent.is_verified
-        assert 0 < lent.latency.p50_us <= lent.latency.p99_us
+    for row in report.by_reference:
+        assert row.is_verified
+        assert 0 < row.latency.p50_us <= row.latency.p99_us
     assert report.manifest.driver is not None
     assert report.manifest.driver == report.manifest.owner or report.manifest.owner is not None
 
@@ -216,8 +218,8 @@ def test_a_transport_that_cannot_be_built_is_skipped_with_the_reason(environment
 
 
 def test_the_choice_is_measured_between_two_agents_and_all_transports(environment):
-    asked = ["--choice", "--quick", "--sizes", "4096,256KiB", "--rounds", "1", "--json"]
-    ended = run([*asked, "--transport", "shared", "--transport", "tcp"], environment)
+    asked = ["--quick", "--sizes", "4096,256KiB", "--rounds", "1", "--json"]
+    ended = run([*asked, "--transport", "shared", "--transport", "tcp"], environment, CHOICE)
     assert ended.returncode == 0, ended.stderr
     report = msgspec.json.decode(ended.stdout, type=ChoiceReport)
     assert not report.skipped
@@ -227,13 +229,7 @@ def test_the_choice_is_measured_between_two_agents_and_all_transports(environmen
     assert all(each.link.num_probes >= 5 for each in report.links)
     for cell in report.cells:
         assert set(cell.median_s) == {"shared", "tcp"}
-        assert len(cell.checked) == len(cell.refined) == 1
+        assert len(cell.surveyed) == len(cell.refined) == 1
     shapes = {(cell.workload.shape, cell.page_bytes, cell.direction) for cell in report.cells}
     assert len(shapes) == 2 * 4
-    assert report.checked.num_decisions == len(report.cells)
-
-
-def test_a_choice_is_no_comparison_with_peers(environment):
-    ended = run(["--choice", "--peers"], environment)
-    assert ended.returncode == 2
-    assert "no --peers" in ended.stderr
+    assert report.surveyed.num_decisions == len(report.cells)

@@ -2,6 +2,7 @@
 
 import pytest
 
+from baton.bench.link.node import COMMAND
 from baton.bench.link.plan import LinkEntry
 from baton.clock import MachineClock
 from baton.errors import TransferError
@@ -26,7 +27,7 @@ class LookingElsewhere(NodePair):
 @pytest.mark.parametrize("kind", [NodePair, LookingElsewhere])
 def test_bytes_are_compared(kind):
     with kind(
-        LinkEntry("limit", "memcpy", {}, "one"), NUM_PAGES, LocalNodes(MachineClock())
+        LinkEntry("limit", "memcpy", {}, "one"), NUM_PAGES, LocalNodes(MachineClock(), COMMAND)
     ) as pair:
         if kind is NodePair:
             pair.verify(WORKLOAD, "push")
@@ -47,16 +48,16 @@ class LyingDown(NodePair):
 @pytest.mark.parametrize("kind", [NodePair, LyingDown])
 def test_what_is_seen_of_lent_pages_is_compared(kind):
     entry = LinkEntry("transport", "shared", {})
-    with kind(entry, NUM_PAGES, LocalNodes(MachineClock())) as pair:
-        assert "lend" in pair.traits.directions
+    with kind(entry, NUM_PAGES, LocalNodes(MachineClock(), COMMAND)) as pair:
+        assert "reference" in pair.traits.directions
         if kind is NodePair:
-            pair.verify(WORKLOAD, "lend")
+            pair.verify(WORKLOAD, "reference")
         else:
             with pytest.raises(WrongBytesError, match="other bytes are seen"):
-                pair.verify(WORKLOAD, "lend")
+                pair.verify(WORKLOAD, "reference")
 
 
 def test_what_a_process_cannot_do_is_said_in_its_words():
     entry = LinkEntry("peer", "carrier pigeon", {})
     with pytest.raises(TransferError, match="nothing called 'carrier pigeon'"):
-        NodePair(entry, NUM_PAGES, LocalNodes(MachineClock())).__enter__()
+        NodePair(entry, NUM_PAGES, LocalNodes(MachineClock(), COMMAND)).__enter__()

@@ -18,7 +18,7 @@ from baton.errors import ConfigError
 if TYPE_CHECKING:
     from baton.bench.architectures.plan import Configuration, Effort, Peer, Plan
     from baton.bench.architectures.runner import BenchmarkJob
-    from baton.bench.architectures.servers import ServerPlan
+    from baton.bench.architectures.trial import ServerPlan
     from baton.bench.workloads.requests import Workload
     from baton.launch.plan import LaunchPlan
 

@@ -12,8 +12,8 @@ import uvloop
 from baton.bench.architectures.analysis import Samples, analyse
 from baton.bench.architectures.plan import plan_trials
 from baton.bench.architectures.results import ConfigurationInfo, Findings, LevelInfo, Trouble
-from baton.bench.architectures.servers import ServerContext, cores_of
-from baton.bench.architectures.trial import Bench, run_trial
+from baton.bench.architectures.servers import ServerContext
+from baton.bench.architectures.trial import Bench, cores_of, run_trial
 from baton.bench.architectures.usage import EnergyMeter
 from baton.bench.files import NotSavedError, close_manifest
 from baton.bench.load.job import interrupt_on_signals
@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 
     from baton.bench.architectures.folder import ResultFolder
     from baton.bench.architectures.plan import Configuration, Level, Plan, Trial
-    from baton.bench.architectures.servers import ServerPlan
-    from baton.bench.architectures.trial import TrialOutcome
+    from baton.bench.architectures.trial import ServerPlan, TrialOutcome
     from baton.bench.files import RunManifest
     from baton.clock import Clock
 

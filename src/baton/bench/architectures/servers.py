@@ -8,23 +8,20 @@ from __future__ import annotations
 import asyncio
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from baton.bench.architectures.peers.plan import PeerPlan
-from baton.bench.architectures.peers.servers import open_peer_fleet
 from baton.bench.architectures.transfer_check import TraceCheck
-from baton.launch.plan import LaunchPlan
 from baton.launch.restarts import RestartPolicy
 from baton.launch.supervisor import LaunchContext, Service, Supervisor
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Mapping, Sequence
-    from contextlib import AbstractAsyncContextManager
     from io import FileIO
     from pathlib import Path
 
     from baton.bench.architectures.transfer_check import TransferCheck
     from baton.clock import Clock
+    from baton.launch.plan import LaunchPlan
     from baton.launch.supervisor import Ending
 
 NO_RESTARTS: Final = RestartPolicy(max_restarts=0)
@@ -140,7 +137,9 @@ async def open_fleet(plan: LaunchPlan, context: ServerContext, log: Path) -> Asy
         InterruptedBenchError: somebody wanted the end before they were up.
     """
     with log.open("wb", buffering=0) as file:
-        launch_context = LaunchContext(context.environment, context.clock, LogDisplay(file), NO_RESTARTS)
+        launch_context = LaunchContext(
+            context.environment, context.clock, LogDisplay(file), NO_RESTARTS
+        )
         supervisor = Supervisor(plan, launch_context)
         service: asyncio.Future[Service] = asyncio.get_running_loop().create_future()
         life = asyncio.create_task(supervisor.serve(service.set_result))
@@ -176,27 +175,3 @@ async def _stop(supervisor: Supervisor, life: asyncio.Task[Ending]) -> None:
         supervisor.request_stop()
         await asyncio.wait({life})
         raise
-
-
-ServerPlan: TypeAlias = LaunchPlan | PeerPlan
-
-
-def open_servers(
-    plan: ServerPlan, context: ServerContext, log: Path
-) -> AbstractAsyncContextManager[Servers]:
-    """See `open_fleet` and `open_peer_fleet`."""
-    match plan:
-        case LaunchPlan():
-            return open_fleet(plan, context, log)
-        case PeerPlan():
-            return open_peer_fleet(plan, context, log)
-
-
-def cores_of(plan: ServerPlan) -> dict[str, tuple[int, ...]]:
-    """Each worker's share of the machine's cores, by name."""
-    match plan:
-        case LaunchPlan():
-            shares = {w.name: w.settings.get("worker.cpu_affinity", ()) for w in plan.workers}
-            return {name: x if isinstance(x, tuple) else () for name, x in shares.items()}
-        case PeerPlan():
-            return {server.name: server.cores for server in plan.servers}

@@ -6,13 +6,15 @@ import asyncio
 import os
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 import msgspec
 
+from baton.bench.architectures.peers.plan import PeerPlan
+from baton.bench.architectures.peers.servers import open_peer_fleet
 from baton.bench.architectures.plan import prompt_seed
 from baton.bench.architectures.results import Cell
-from baton.bench.architectures.servers import InterruptedBenchError, open_servers
+from baton.bench.architectures.servers import InterruptedBenchError, open_fleet
 from baton.bench.architectures.transfer_check import RequestIds
 from baton.bench.architectures.usage import compare_usage, joules_between, read_usage
 from baton.bench.files import NotSavedError
@@ -24,14 +26,17 @@ from baton.bench.load.server_check import check_server
 from baton.bench.progress import RequestCounter
 from baton.bench.workloads.prompts import PromptWriter
 from baton.errors import BatonError, ConfigError
+from baton.launch.plan import LaunchPlan
 from baton.launch.supervisor import GATEWAY
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
+    from contextlib import AbstractAsyncContextManager
+    from pathlib import Path
 
     from baton.bench.architectures.folder import ResultFolder
     from baton.bench.architectures.plan import Level, Plan, Trial
-    from baton.bench.architectures.servers import ServerContext, ServerPlan, Servers
+    from baton.bench.architectures.servers import ServerContext, Servers
     from baton.bench.architectures.usage import CpuUse, EnergyMeter
     from baton.bench.files import RunManifest
     from baton.bench.load.client import Target
@@ -184,6 +189,30 @@ def _count_tokens(report: Report) -> int:
 def _number(seed: str) -> int:
     """A seed for arrivals, the same in every arm."""
     return int.from_bytes(msgspec.json.encode(seed)[:64], "big")
+
+
+ServerPlan: TypeAlias = LaunchPlan | PeerPlan
+
+
+def open_servers(
+    plan: ServerPlan, context: ServerContext, log: Path
+) -> AbstractAsyncContextManager[Servers]:
+    """See `open_fleet` and `open_peer_fleet`."""
+    match plan:
+        case LaunchPlan():
+            return open_fleet(plan, context, log)
+        case PeerPlan():
+            return open_peer_fleet(plan, context, log)
+
+
+def cores_of(plan: ServerPlan) -> dict[str, tuple[int, ...]]:
+    """Each worker's share of the machine's cores, by name."""
+    match plan:
+        case LaunchPlan():
+            shares = {w.name: w.settings.get("worker.cpu_affinity", ()) for w in plan.workers}
+            return {name: x if isinstance(x, tuple) else () for name, x in shares.items()}
+        case PeerPlan():
+            return {server.name: server.cores for server in plan.servers}
 
 
 DEATH_NOTICE_S: Final = 2.0
