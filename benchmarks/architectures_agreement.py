@@ -20,8 +20,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from baton.bench.architectures.metrics import (GOODPUT, METRICS)
 from baton.bench.architectures.folder import RESULTS
+from baton.bench.architectures.metrics import GOODPUT, METRICS
 from baton.bench.architectures.results import Contrast, Estimate, Findings, Judgement
 from baton.bench.architectures.verdict import MOST_OTHERS_SHARE
 from baton.bench.printing import format_number
@@ -299,8 +299,8 @@ def _print_apart(console: Console, agreement: Agreement, words: dict[str, str]) 
                 console.print(f"apart: {_describe(pair, kind, words)}", style="red")
     for each in agreement.opposed:
         console.print(
-            f"OPPOSED: {each.configuration}, {words[each.level]}, {titles()[each.metric]}: {each.a} against "
-            f"replication in A, {each.b} in B",
+            f"OPPOSED: {each.configuration}, {words[each.level]}, {titles()[each.metric]}: {each.a} "
+            f"against replication in A, {each.b} in B",
             style="bold red",
         )
 
@@ -348,8 +348,8 @@ def _cell(pair: Pair | None) -> Text:
 
 def _describe(pair: Pair, kind: str, words: dict[str, str]) -> str:
     return (
-        f"{pair.configuration}, {words[pair.level]}, {titles()[pair.metric]}, {kind}: A {_whole(pair.a)} · "
-        f"B {_whole(pair.b)}"
+        f"{pair.configuration}, {words[pair.level]}, {titles()[pair.metric]}, {kind}: "
+        f"A {_whole(pair.a)} · B {_whole(pair.b)}"
     )
 
 

@@ -5,7 +5,6 @@ import shutil
 import pytest
 
 from baton.bench.link.node import COMMAND
-from baton.bench.link.node import COMMAND
 from baton.bench.link.plan import PEERS, Effort, Plan
 from baton.bench.link.runner import LinkRunner
 from baton.clock import MachineClock

@@ -24,7 +24,10 @@ if TYPE_CHECKING:
     from collections.abc import Generator
 
 LINK = [sys.executable, "-m", "baton.cli", "bench", "link"]
-CHOICE = [sys.executable, str(Path(transport_choice_model.__file__).with_name("transport_choice.py"))]
+CHOICE = [
+    sys.executable,
+    str(Path(transport_choice_model.__file__).with_name("transport_choice.py")),
+]
 QUICK = ["--quick", "--sizes", "5000,100KB"]
 SMALL = ["--quick", "--sizes", "5000"]
 TIMEOUT_S = 90
@@ -100,7 +103,9 @@ def test_two_processes_of_this_host_are_measured_and_their_bytes_verified(enviro
         assert row.limit == limit
         if row.workload.shape != "descriptors":
             assert row.percent_of_limit is not None
-    assert [(row.name, row.workload.shape, row.workload.num_bytes) for row in report.by_reference] == [
+    assert [
+        (row.name, row.workload.shape, row.workload.num_bytes) for row in report.by_reference
+    ] == [
         ("shared", "message", 5000),
         ("shared", "message", 100_000),
         ("shared", "scattered", 32 << 20),

@@ -200,7 +200,7 @@ def make_chart(findings: Findings, metric: Metric, levels: Sequence[LevelInfo]) 
 
 
 def draw_chart(chart: Chart) -> ChartFiles:
-    """Draw it; a chart without marks says so."""
+    """Draw it; a chart without marks is marked as empty."""
     figure = _load("matplotlib.figure").Figure(figsize=CHART_INCHES)
     axis = figure.add_axes((0.12, 0.15, 0.85, 0.62))
     figure.text(0.026, 0.925, chart.title, size=11.5, weight="semibold", color=INK)

@@ -1,4 +1,7 @@
-"""Reports → samples of each metric."""
+"""`baton bench compare`: two sets of reports → for each metric a ratio, its interval, a verdict.
+
+First comes what was not the same. Pure, but for the reading of files.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ if TYPE_CHECKING:
     from baton.bench.statistics import Contrast
 
 NUM_SLICES: Final = 20
-"""Of a single run's time, for its rate: the rate's spread within the run."""
+"""Slices of a single run, for the spread of its rate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +55,7 @@ def _of_requests(read: Callable[[Record], Iterable[float | None]]) -> Callable[.
 
 
 def collect_rates(reports: Sequence[Report]) -> list[Run]:
-    """Output tokens a second: of each run, or of slices of the only one."""
+    """Output tokens per second: of each run, or of slices of a single one."""
     if len(reports) > 1:
         return [
             Run((np.array([report.figures.output_tokens_per_s]),))
@@ -97,13 +100,13 @@ METRICS: Final = (
 
 
 ASKED: Final = ("workload.name", "workload.description", "load.description", "server.endpoint")
-"""Where these differ, the two sides were asked different things."""
+"""Where these differ, the two sides answered different requests."""
 IGNORED: Final = ("manifest.started_at", "manifest.load_after", "manifest.machine.load")
 MOST_LOAD: Final = 0.5
 
 
 class Difference(msgspec.Struct, frozen=True):
-    """One field that is not the same; `is_asked`: so the two were asked different things."""
+    """A field that differs; `is_asked`: the two sides answered different requests."""
 
     field: str
     a: str
@@ -112,7 +115,7 @@ class Difference(msgspec.Struct, frozen=True):
 
 
 def find_differences(a: Sequence[Report], b: Sequence[Report]) -> tuple[Difference, ...]:
-    """By field; several runs' values are joined. What was asked comes first."""
+    """All differences; values of several runs are joined. Those of the requests come first."""
     one, other = _gather(a), _gather(b)
     found = [
         Difference(name, one.get(name, "-"), other.get(name, "-"), name in ASKED)
@@ -170,7 +173,7 @@ Judgement = Literal["better", "worse", "same", "undecided"]
 
 
 def judge(contrast: Contrast, better: Literal["lower", "higher"]) -> Judgement:
-    """Better or worse where interval and test say so; the same where the interval is narrow."""
+    """Better or worse where interval and test agree; the same where the interval is narrow."""
     low, high = contrast.interval.low, contrast.interval.high
     if contrast.p_value <= MOST_CHANCE and not contrast.interval.holds(1.0):
         is_lower = contrast.ratio < 1
@@ -223,7 +226,7 @@ class Line(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):
-    """All. `differences` and `cautions` are to be read before `lines`."""
+    """The whole comparison; read `differences` and `cautions` before `lines`."""
 
     schema: str = SCHEMA
     num_runs: tuple[int, int]
@@ -237,7 +240,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """By how much B may be worse; None: by anything."""
+    """By how much B may be worse; None: no limit."""
 
     worse_share: float | None = None
 
@@ -298,16 +301,16 @@ MAX_FILE_BYTES: Final = 2 << 30
 
 
 class Head(msgspec.Struct, frozen=True):
-    """What every result of this project begins with."""
+    """The first field of every result."""
 
     schema: str = ""
 
 
 def read_side(path: Path) -> list[Report]:
-    """A report, or all of a folder, which are several runs of the same.
+    """Read one report, or all reports of a folder, which are runs of the same.
 
     Raises:
-        ConfigError: unreadable, or something else.
+        ConfigError: it cannot be read, or is no such report.
     """
     paths = sorted(path.glob("*.json")) if path.is_dir() else [path]
     if not paths:

@@ -1,4 +1,4 @@
-"""Results → files. A result is not lost because a disk is full."""
+"""Results → files, also when a disk is full; and the circumstances of a run."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 
 class NotSavedError(BatonError):
-    """A result is not where it should be; the message says where it is instead."""
+    """A result could not be saved; the message names the temporary file that has it, if any."""
 
 
 def check_writable(path: Path) -> None:
-    """Pass, or refuse before an hour of measuring rather than after it.
+    """Fail before an hour of measuring rather than after it.
 
     Raises:
         ConfigError: nothing can be written there.
@@ -42,10 +42,10 @@ def check_writable(path: Path) -> None:
 
 
 def save_result(path: Path, result: msgspec.Struct) -> None:
-    """Write a result as JSON, whole or not at all.
+    """Write a result as JSON, completely or not at all.
 
     Raises:
-        NotSavedError: it could not be; it may lie in the folder for temporary files.
+        NotSavedError: it failed; the result may be in the folder for temporary files.
     """
     data = msgspec.json.encode(result)
     try:
@@ -57,9 +57,9 @@ def save_result(path: Path, result: msgspec.Struct) -> None:
 
 
 class LineFile:
-    """Writes a JSON line for each thing, as it comes; stops at the first error, which is kept.
+    """Writes JSON lines; stops at the first error, which is in `problem`.
 
-    Open at once: what cannot be written is refused before a run.
+    The file is opened at once, so that it fails before a run.
     """
 
     def __init__(self, path: Path) -> None:
@@ -72,24 +72,24 @@ class LineFile:
         self.problem: str | None = None
 
     def append(self, line: msgspec.Struct) -> None:
-        """One more."""
+        """Write one line."""
         if self._file is None:
             return
         data = self._encode(line) + b"\n"
         try:
             num_written = self._file.write(data)
         except OSError as exc:
-            self._give_up(exc.strerror)
+            self._fail(exc.strerror)
             return
         if num_written != len(data):
-            self._give_up(os.strerror(errno.ENOSPC))
+            self._fail(os.strerror(errno.ENOSPC))
 
-    def _give_up(self, reason: str | None) -> None:
+    def _fail(self, reason: str | None) -> None:
         self.problem = f"could not write {self._path}: {reason}; later lines are missing"
         self.close()
 
     def close(self) -> None:
-        """No more. May be called again."""
+        """Close the file; may be called again."""
         file, self._file = self._file, None
         if file is not None:
             file.close()
@@ -118,9 +118,9 @@ def _save_elsewhere(path: Path, data: bytes) -> str:
 
 
 class RunManifest(msgspec.Struct, frozen=True, kw_only=True):
-    """One run's circumstances. `machine` is the client's; its load is that before the run.
+    """Circumstances of one run. `machine` is the client's, with its load before the run.
 
-    `command` has the command line's arguments: no secret may ever be one.
+    `command` holds the command line's arguments, which must never be secret.
     """
 
     baton: str
@@ -131,7 +131,7 @@ class RunManifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def open_manifest(command: Sequence[str], clock: Clock) -> RunManifest:
-    """As it is now, before anything runs."""
+    """The circumstances before a run."""
     machine = describe_machine()
     started_at = datetime.fromtimestamp(clock.unix_now(), UTC).isoformat(timespec="seconds")
     return RunManifest(
@@ -144,5 +144,5 @@ def open_manifest(command: Sequence[str], clock: Clock) -> RunManifest:
 
 
 def close_manifest(manifest: RunManifest) -> RunManifest:
-    """The same, after the run."""
+    """The circumstances after the run."""
     return msgspec.structs.replace(manifest, load_after=os.getloadavg())

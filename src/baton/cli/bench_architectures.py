@@ -133,7 +133,7 @@ class WorkFlags:
     ] = None
     trace_format: Annotated[
         Literal["mooncake", "azure", "openai"] | None,
-        Parameter(help="The trace's format, where its first line does not tell."),
+        Parameter(help="The trace's format, where its first line does not show it."),
     ] = None
     speed: Annotated[float, Parameter(help="Plays a recorded trace faster: 2 in half.")] = 1.0
     max_broken: Annotated[str, Parameter(help="Share of a trace's lines that may be broken.")] = (
@@ -258,7 +258,9 @@ def _plan(servers: ServerFlags, work: WorkFlags, results: VerdictFlags) -> "Plan
         raise ConfigError("--cost-per-worker-hour: a price above 0")
     levels, workload = planning.read_levels(concurrency, work.rate), _workload(work)
     if planning.RECORDED in {level.key for level in levels} and not workload.has_arrivals:
-        raise ConfigError("--rate recorded: only traces of Mooncake and Azure say when (--trace)")
+        raise ConfigError(
+            "--rate recorded: only traces of Mooncake and Azure have arrival times (--trace)"
+        )
     return planning.Plan(
         num_workers=servers.workers,
         engine=servers.engine or "transformers",

@@ -26,7 +26,7 @@ def compare(
         bool, Parameter(help="Show where an error arose.", negative="", show_default=False)
     ] = False,
 ) -> int:
-    """Say whether B differs from A, and how sure that is.
+    """Report whether B differs from A, and how certain that is.
 
     Folders hold several runs of the same; only they show how much runs differ by themselves.
     """

@@ -95,7 +95,7 @@ class WorkloadFlags:
     ] = None
     trace_format: Annotated[
         Literal["mooncake", "azure", "openai"] | None,
-        Parameter(help="The file's format, where its first line does not tell.", group=WORKLOAD),
+        Parameter(help="The file's format, where its first line does not show it.", group=WORKLOAD),
     ] = None
     speed: Annotated[
         float, Parameter(help="Plays a trace faster: 2 in half the time.", group=WORKLOAD)
@@ -190,7 +190,7 @@ def serve(
 ) -> int:
     """Load any server that speaks OpenAI's API, and measure its answers.
 
-    docs/bench-serve.md says what each figure means.
+    docs/bench-serve.md defines each figure.
     """
     del debug  # the caller looks at the command line itself
     results = results or ResultFlags()

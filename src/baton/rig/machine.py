@@ -1,4 +1,4 @@
-"""What a figure depends on: the machine, its load, and the versions of what was measured."""
+"""The machine, its load, and the versions of what is measured."""
 
 from __future__ import annotations
 

@@ -193,7 +193,7 @@ class TransportBackend(Backend):
         self._poll_idle()
 
     def prepare(self, move: Move, direction: Direction) -> Callable[[], None]:
-        """See `Backend`. Index arrays are ready beforehand: the handoff keeps them for all layers."""
+        """See `Backend`. Index arrays exist beforehand: the handoff shares them by all layers."""
         if direction == "reference":
             return lambda: self._refer(move)
         transport, copies = self._transport, move.copies
@@ -233,7 +233,7 @@ class TransportBackend(Backend):
         super().close()
 
     def _refer(self, move: Move) -> None:
-        """Driver: announce pages; return when the owner has mapped all of them and said so."""
+        """Driver: announce pages; return when the owner has mapped all and notified."""
         *notices, last = announce_pages(move)
         for notice in notices:
             self._notify(notice)

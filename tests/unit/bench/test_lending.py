@@ -30,7 +30,9 @@ def pool():
 
 def see(pool, notices):
     reported = [decode_announcement(notice) for notice in notices]
-    return [map_announced(each, view_pages(pool.memory, pool.arrays[each.array])) for each in reported]
+    return [
+        map_announced(each, view_pages(pool.memory, pool.arrays[each.array])) for each in reported
+    ]
 
 
 @given(

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 TTFT_SCALE: Final = 5.0
 TPOT_SCALE: Final = 2.0
 SURE_SIGNS: Final = 5
-"""So many pairs with one sign by chance alone: p = 0.06 both ways together."""
+"""This many pairs with one sign by chance alone: p = 0.06, two-sided."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Samples:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Values by arm, load and repetition, of cells that may be compared."""
+    """Values by configuration, load and repetition, of usable cells."""
 
     plan: Plan
     cells: Mapping[tuple[str, str, int], Cell]
@@ -58,7 +58,7 @@ class Table:
     def values(
         self, metric: Metric, configuration: Configuration, level: Level
     ) -> dict[int, float]:
-        """By repetition, scaled to what is shown."""
+        """By repetition, in the metric's unit."""
         found = {}
         for repetition in range(1, self.plan.effort.num_repetitions + 1):
             cell = self.cells.get((configuration.name, level.key, repetition))
@@ -69,7 +69,7 @@ class Table:
 
 
 def analyse(plan: Plan, measured: Sequence[Samples], troubles: Sequence[Trouble]) -> Analysis:
-    """All that can be said. `slo` of the plan is used, else one is derived."""
+    """Analyse all cells. Without an SLO in the plan one is derived."""
     slo, slo_words = choose_slo(plan, measured)
     cells = [with_slo(each, slo) for each in measured]
     usable = {(c.configuration, c.level, c.repetition): c for c in cells if c.is_usable}
@@ -87,13 +87,13 @@ def analyse(plan: Plan, measured: Sequence[Samples], troubles: Sequence[Trouble]
         verdict=(),
         cautions=tuple(find_cautions(plan, cells, troubles)),
     )
-    reported = verdict(plan, bare)
+    sentences = verdict(plan, bare)
     unproved = {cell.configuration for cell in cells if cell.unproved}
-    return msgspec.structs.replace(bare, headline=headline(plan, bare, unproved), verdict=reported)
+    return msgspec.structs.replace(bare, headline=headline(plan, bare, unproved), verdict=sentences)
 
 
 def choose_slo(plan: Plan, measured: Sequence[Samples]) -> tuple[Slo, str]:
-    """The SLO that was given; else so many times what one request alone takes on one worker."""
+    """The plan's SLO; else a multiple of the latency of the least loaded configuration."""
     if plan.slo is not None:
         return plan.slo, "as given"
     lowest, first = plan.levels[0].key, plan.configurations[0].name
@@ -147,7 +147,7 @@ def _contrasts(table: Table) -> Iterator[Contrast]:
 def contrast(
     metric: Metric, configuration: str, level: str, pairs: Sequence[tuple[float, float]]
 ) -> Contrast:
-    """Pairs of (replicated, this arm), one for each repetition that has both."""
+    """From pairs of (replicated, this configuration), one for each repetition that has both."""
     ratio = ratio_of(pairs)
     if ratio is not None:
         judged = _judge(metric, ratio.low, ratio.high)
@@ -191,7 +191,7 @@ def _find_crossover(
     configurations: tuple[Configuration, Configuration],
     levels: Sequence[Level],
 ) -> Crossover | None:
-    """Of repetitions that have both arms under every load."""
+    """Of repetitions that have both configurations under every load."""
     rows = []
     for repetition in range(1, table.plan.effort.num_repetitions + 1):
         values = [
@@ -261,5 +261,5 @@ def _replicated(plan: Plan) -> Configuration | None:
 
 
 def _others(plan: Plan) -> list[Configuration]:
-    """What is held against replication: every split, and whatever a peer does."""
+    """All that is compared with replication: every split, and every peer."""
     return [configuration for configuration in plan.configurations if configuration.is_compared]

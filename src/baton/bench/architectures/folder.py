@@ -1,4 +1,4 @@
-"""The folder of results: a file for each run, servers' logs, and at the end JSON, page, figures."""
+"""The folder of results: a file for each run, servers' logs, then JSON, page and figures."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ PAGE: Final = "report.html"
 
 @dataclass(frozen=True, slots=True)
 class ResultFolder:
-    """In it: `results.json`, `report.html`, `charts/`, `runs/ARM/LOAD/rep-N.json`, `logs/`.
+    """`results.json`, `report.html`, `charts/`, `runs/ARM/LOAD/rep-N.json`, `logs/`.
 
-    The runs of one arm and load are a folder that `baton bench compare` takes.
+    The runs of one configuration and load are a folder for `baton bench compare`.
     """
 
     folder: Path
 
     def log(self, trial: Trial) -> Path:
-        """Where the servers of a turn say what they say."""
+        """The servers' log of a trial."""
         return self.folder / "logs" / f"rep-{trial.repetition}-{trial.configuration.folder}.log"
 
     def save_run(self, trial: Trial, level: Level, report: Report) -> str:
-        """Keep one run; its name, relative to the folder.
+        """Save one run; its path relative to the folder.
 
         Raises:
-            NotSavedError: it could not be written; the message says where it is.
+            NotSavedError: it could not be written; the message names a temporary file.
         """
         path = (
             self.folder
@@ -58,19 +58,19 @@ class ResultFolder:
         return str(path.relative_to(self.folder))
 
     def save_findings(self, findings: Findings) -> None:
-        """Keep all that is known so far.
+        """Save all results so far.
 
         Raises:
-            NotSavedError: it could not be written; the message says where it is.
+            NotSavedError: it could not be written; the message names a temporary file.
         """
         save_result(self.folder / RESULTS, findings)
 
 
 def create_result_folder(folder: Path, trials: tuple[Trial, ...]) -> ResultFolder:
-    """Make the folders, before an hour of measuring rather than after it.
+    """Create the folders before an hour of measuring rather than after it.
 
     Raises:
-        ConfigError: it holds something already, cannot be written, or there is hardly any space.
+        ConfigError: the folder is not empty, cannot be written, or has too little space.
     """
     try:
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -96,7 +96,7 @@ def create_result_folder(folder: Path, trials: tuple[Trial, ...]) -> ResultFolde
 
 
 def deliver(findings: Findings, results: ResultFolder, *, is_json: bool) -> str | None:
-    """Print, then write all files. What went wrong with them, in words; None: nothing."""
+    """Print, then write all files; the error of writing them, if any."""
     if is_json:
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(findings)).decode() + "\n")
     else:

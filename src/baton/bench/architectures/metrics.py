@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A number of each cell; None where it has none. `scale`: from the number to what is shown."""
+    """A number of each cell; None where it has none. `scale`: from the number to `unit`."""
 
     key: str
     title: str
@@ -57,7 +57,7 @@ def _goodput(cell: Cell, num_workers: int) -> float | None:
 def cpu_per_1000_tokens(cell: Cell, num_workers: int) -> float | None:
     """CPU seconds of all servers for 1,000 tokens, prompts and answers together.
 
-    Warm-up and what came after the window are in both the seconds and the tokens.
+    Seconds and tokens both include the warm-up and the drain.
     """
     del num_workers
     return cell.cpu.servers_s / cell.num_tokens * 1000 if cell.num_tokens else None
@@ -103,7 +103,7 @@ METRICS: Final = (
 
 
 def measured_metrics(cells: Iterable[Cell]) -> tuple[Metric, ...]:
-    """All of them, less energy where no cell has it."""
+    """All metrics; energy only where a cell has it."""
     has_energy = any(cell.energy_j is not None for cell in cells)
     return tuple(metric for metric in METRICS if has_energy or metric is not ENERGY)
 

@@ -1,4 +1,4 @@
-"""The tables of the HTML page. Pure."""
+"""Findings → one HTML page that needs nothing else: no network, no script. Pure."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]], num_names: int = 2) -> Iterator[str]:
-    """`rows` are HTML already; a new first word begins a new group."""
+    """`rows` are HTML already; a new first cell begins a new group."""
     yield "<div class='scroll'><table><tr>"
     for i, word in enumerate(head):
         yield f"<th class='{'name' if i < num_names else ''}'>{escape(word)}</th>"
@@ -35,7 +35,7 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]], num_names: int = 
 
 
 def show_results(findings: Findings) -> Iterator[str]:
-    """Every metric of every arm and load, against replication."""
+    """Every metric of every configuration and load, against replication."""
     points = {(p.metric, p.configuration, p.level): p.estimate for p in findings.analysis.points}
     against = {(c.metric, c.configuration, c.level): c for c in findings.analysis.contrasts}
     metrics, rows = measured_metrics(findings.cells), []
@@ -71,7 +71,7 @@ def _arm(place: int, name: str) -> str:
 
 
 def show_proofs(findings: Findings) -> Iterator[str]:
-    """What KV was needed, and what was received."""
+    """KV that decode needed and received."""
     rows = []
     for place, configuration in enumerate(findings.configurations):
         for level in findings.levels:
@@ -87,7 +87,7 @@ def show_proofs(findings: Findings) -> Iterator[str]:
         yield "<h2>Did KV really move?</h2><p class='faint'>From the traces of every answered "
         yield "request, warm-up included: tokens whose KV decode lacked (prompt less cached), and "
         yield "tokens whose KV it received. (Where less than a block is lacking after cached ones, "
-        yield "decode computes it itself, by design.) Of a peer: what its own metrics say, in "
+        yield "decode computes it itself, by design.) Of a peer: its own metrics, in "
         yield "sum.</p>"
         head = ("arm", "load", "proved", "requests", "tokens needed", "tokens received", "MB",
                 "not handed over", "fallbacks", "mode / transport")  # fmt: skip
@@ -118,7 +118,7 @@ def _cells(findings: Findings, configuration: str, level: str) -> list[Cell]:
 
 
 def show_stages(findings: Findings) -> Iterator[str]:
-    """Stages of a request, and who used the cores."""
+    """Stages of a request, and CPU time by process."""
     rows = []
     for level in findings.levels:
         for place, configuration in enumerate(findings.configurations):
@@ -159,7 +159,7 @@ def _stage_words(cells: Sequence[Cell]) -> Iterator[str]:
 
 
 def show_costs(findings: Findings) -> Iterator[str]:
-    """Input and output apart; nothing where no price was given."""
+    """Cost of input and output; nothing without a price."""
     if not findings.analysis.costs:
         return
     places = {
@@ -182,9 +182,9 @@ def show_costs(findings: Findings) -> Iterator[str]:
         ]
         for cost in findings.analysis.costs
     ]
-    yield "<h2>Cost of 1,000 tokens</h2><p class='faint'>The first two each hold an arm's whole "
-    yield "cost: compare them between arms, do not add them. The last two are shares: prefill "
-    yield "workers by input, decode workers by output.</p>"
+    yield "<h2>Cost of 1,000 tokens</h2><p class='faint'>The first two are the whole "
+    yield "cost: compare them between configurations, do not add them. The last two are shares: "
+    yield "prefill workers by input, decode workers by output.</p>"
     head = ("load", "arm", "whole / 1,000 input", "whole / 1,000 output",
             "prefill workers / 1,000 input", "decode workers / 1,000 output")  # fmt: skip
     yield from _table(head, rows)
@@ -255,7 +255,7 @@ def write_page(findings: Findings, charts: Mapping[str, ChartFiles]) -> str:
 
 
 def _figures(charts: Mapping[str, ChartFiles]) -> Iterator[str]:
-    """None where all loads are a trace's own arrivals: there is no axis to draw them along."""
+    """A trace's own arrivals have no axis, hence no chart."""
     if charts:
         yield "<h2>Figures</h2><div class='charts'>"
         yield from (f"<figure>{chart.svg}</figure>" for chart in charts.values())

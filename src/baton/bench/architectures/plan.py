@@ -1,4 +1,4 @@
-"""The arms: ways to use the same workers. Pure."""
+"""Configurations, loads and the order of trials. Pure."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ MOST_WORKERS: Final = 64
 
 @dataclass(frozen=True, slots=True)
 class Configuration:
-    """One way. Workers that do `both` parts, or some that prefill and others that decode.
+    """One use of the workers: all do `both`, or some prefill and others decode.
 
-    `peer`: whose servers they are; None: Baton's.
+    `peer`: the project of the servers; None: Baton's.
     """
 
     name: str
@@ -51,22 +51,22 @@ class Configuration:
 
     @property
     def is_compared(self) -> bool:
-        """Whether it is held against Baton's replication."""
+        """Whether it is compared with Baton's replication."""
         return self.is_disaggregated or self.peer is not None
 
     @property
     def folder(self) -> str:
-        """Its name, as that of a file."""
+        """Its name in the folder of results."""
         return self.name.replace(":", "-")
 
 
 def choose_configurations(
     num_workers: int, wanted: Sequence[str] = (), peers: Sequence[Peer] = ()
 ) -> tuple[Configuration, ...]:
-    """All arms of so many workers and these peers' too, or those that are wanted by name.
+    """All configurations of this many workers, and those of the peers; or the `wanted` ones.
 
     Raises:
-        ConfigError: no such arm, or too few workers to compare anything.
+        ConfigError: an unknown name, or too few workers to compare anything.
     """
     if not 2 <= num_workers <= MOST_WORKERS:  # noqa: PLR2004 - one prefill, one decode
         raise ConfigError(f"--workers {num_workers}: 2 to {MOST_WORKERS} can be compared")
@@ -76,7 +76,7 @@ def choose_configurations(
         *_splits(num_workers),
     )
     others = tuple(
-        configuration for peer in PEERS for configuration in _peer_arms(num_workers, peer)
+        configuration for peer in PEERS for configuration in _peer_configurations(num_workers, peer)
     )
     known = {
         configuration.name.lower(): configuration for configuration in (*configurations, *others)
@@ -100,7 +100,7 @@ def _splits(num_workers: int) -> Iterator[Configuration]:
         yield Configuration(f"{num}P{num_workers - num}D", 0, num, num_workers - num)
 
 
-def _peer_arms(num_workers: int, peer: Peer) -> Iterator[Configuration]:
+def _peer_configurations(num_workers: int, peer: Peer) -> Iterator[Configuration]:
     match peer:
         case "nixl":
             for split in _splits(num_workers):
@@ -112,7 +112,7 @@ def _peer_arms(num_workers: int, peer: Peer) -> Iterator[Configuration]:
 
 
 RECORDED: Final = "recorded"
-"""A rate: the trace's own."""
+"""The `--rate` of a trace's own arrival times."""
 
 MOST_AT_ONCE: Final = 4096
 MOST_REPETITIONS: Final = 1000
@@ -139,7 +139,7 @@ class Level:
 
     @property
     def words(self) -> str:
-        """For people."""
+        """In sentences and tables."""
         match self.load:
             case Closed(concurrency):
                 return f"{concurrency} at once"
@@ -151,7 +151,7 @@ class Level:
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How long each load lasts, and how often all is repeated. `num_requests` None: no bound."""
+    """How long each load lasts, and the repetitions. `num_requests` None: no limit."""
 
     num_repetitions: int
     duration_s: float
@@ -159,7 +159,7 @@ class Effort:
     request_timeout_s: float
 
     def plan_load(self, level: Level) -> LoadPlan:
-        """One cell's run. What is under way at its end is let finish: none of it is lost."""
+        """One cell's run. Requests in flight at its end may finish."""
         at_once = level.load.concurrency if isinstance(level.load, Closed) else 1
         timeout_s = self.request_timeout_s
         limits = Limits(self.num_requests, self.duration_s, timeout_s, timeout_s)
@@ -168,7 +168,7 @@ class Effort:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """The whole benchmark. `slo` None: derived from the least loaded arm (see analysing.py)."""
+    """The whole benchmark. `slo` None: derived from the lowest load (see analysis.py)."""
 
     num_workers: int
     engine: str
@@ -185,7 +185,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """An arm's servers are started, carry all loads in this order, and are stopped."""
+    """Start a configuration's servers, run all loads in this order, stop the servers."""
 
     repetition: int
     configuration: Configuration
@@ -193,10 +193,10 @@ class Trial:
 
 
 def plan_trials(plan: Plan) -> tuple[Trial, ...]:
-    """All turns, repetition after repetition; within one, arms in an order drawn by the seed.
+    """All trials, repetition by repetition; within one, configurations in random order by the seed.
 
-    The loads' order is drawn too, the same for all arms of a repetition: what drifts on the machine
-    meanwhile meets them alike.
+    The order of the loads is random too, the same for all configurations of a repetition: drift of
+    the machine affects them alike.
     """
     rng = random.Random(f"{plan.seed}/order")  # noqa: S311 - no secret
     trials = []
@@ -208,7 +208,7 @@ def plan_trials(plan: Plan) -> tuple[Trial, ...]:
 
 
 def prompt_seed(plan: Plan, repetition: int, level: Level) -> str:
-    """Every arm is asked the same; no cell is asked what an earlier one has cached."""
+    """All configurations get the same prompts; no cell has prompts that an earlier one cached."""
     return f"{plan.seed}/{repetition}/{level.key}"
 
 

@@ -12,7 +12,7 @@ from baton.bench.load.client_load import ClientLoad
 from baton.bench.load.figures import Figures, Slo
 
 ARM: Final = {"configuration": "arm"}
-"""The JSON keeps the name that `--arm` has."""
+"""The JSON has the name of the flag, `--arm`."""
 
 SCHEMA: Final = "baton-bench-architectures/1"
 
@@ -20,9 +20,9 @@ Judgement: TypeAlias = Literal["wins", "loses", "undecided"]
 
 
 class Stages(msgspec.Struct, frozen=True, rename={"exposed_transfer_s": "visible_transfer_s"}):
-    """Medians over a cell's requests, in seconds; None where no trace has it.
+    """Medians over a cell's requests in seconds; None where no trace has it.
 
-    `exposed_transfer_s`: what the handoff added to prefill; below 0: it was hidden altogether.
+    `exposed_transfer_s`: the part of the transfer that prefill does not hide; below 0: all hidden.
     """
 
     queue_s: float | None
@@ -35,13 +35,12 @@ NO_STAGES: Final = Stages(None, None, None, None)
 
 
 class Proof(msgspec.Struct, frozen=True, kw_only=True, rename={"source": "told_by"}):
-    """That KV moved, by the traces of the requests that were answered.
-
-    `num_tails`: prompts of which decode had all but a part of a block, which it computed itself.
-    `source`: of a peer there are no traces; its servers' metrics tell sums, or nobody tells.
+    """The proof that KV moved, by the traces of the answered requests.
 
     needed = prompt - cached on decode. `num_not_handed_over`: answered without enough KV from
-    prefill. `num_untraced`: no trace was found. `fallbacks`: causes, and how often.
+    prefill. `num_untraced`: no trace was found. `fallbacks`: causes, counted. `num_tails`: prompts
+    of which decode had all but a part of a block, which it computed itself. `source`: a peer has no
+    traces; its servers' metrics give sums, or nothing.
     """
 
     num_requests: int
@@ -65,7 +64,7 @@ class Proof(msgspec.Struct, frozen=True, kw_only=True, rename={"source": "told_b
 
     @property
     def problem(self) -> str | None:
-        """In words; None where it is proved."""
+        """Why it is not proved; None where it is."""
         if self.is_proved:
             return None
         if not self.num_requests:
@@ -85,12 +84,11 @@ class Proof(msgspec.Struct, frozen=True, kw_only=True, rename={"source": "told_b
 
 
 class Cell(msgspec.Struct, frozen=True, kw_only=True, rename=ARM):
-    """One arm under one load, once.
+    """One configuration under one load, once.
 
-    `run`: its file, of schema baton-bench-serve/1, with every request. `ended_early`: why it is not
-    whole. `proof` is of disaggregated arms only. `num_tokens`: prompts and answers of all requests
-    that `cpu` was spent on, warm-up too. `energy_j`: of the whole machine meanwhile, None where it
-    cannot be read.
+    `run`: its file, of schema baton-bench-serve/1, with every request. `ended_early`: why it is
+    incomplete. `proof`: of disaggregated configurations only. `num_tokens`: prompts and answers of
+    all requests in `cpu`, warm-up included. `energy_j`: of the whole machine, None where unknown.
     """
 
     configuration: str
@@ -109,7 +107,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True, rename=ARM):
 
     @property
     def is_usable(self) -> bool:
-        """Whether its figures enter the comparison."""
+        """Whether its figures are compared."""
         return self.ended_early is None and self.figures.num_complete > 0
 
     @property
@@ -119,7 +117,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True, rename=ARM):
 
 
 class ConfigurationInfo(msgspec.Struct, frozen=True):
-    """An arm, as it was. `peer`: whose servers; None: Baton's."""
+    """A configuration as it ran. `peer`: the project of the servers; None: Baton's."""
 
     name: str
     num_both: int
@@ -130,7 +128,7 @@ class ConfigurationInfo(msgspec.Struct, frozen=True):
 
 
 class LevelInfo(msgspec.Struct, frozen=True):
-    """A load: one of the two is set, or neither where requests come as a trace recorded them."""
+    """A load: one of the two is set, or neither for a trace's own arrivals."""
 
     key: str
     words: str
@@ -139,7 +137,7 @@ class LevelInfo(msgspec.Struct, frozen=True):
 
 
 class Trouble(msgspec.Struct, frozen=True, rename=ARM):
-    """Something that went wrong: an arm that failed, and when."""
+    """A trial that failed."""
 
     configuration: str
     repetition: int
@@ -147,7 +145,7 @@ class Trouble(msgspec.Struct, frozen=True, rename=ARM):
 
 
 class Estimate(msgspec.Struct, frozen=True):
-    """A mean over repetitions with its 95 % interval (None: one repetition tells none)."""
+    """A mean over repetitions with its 95 % interval (None: of one repetition)."""
 
     values: tuple[float, ...]
     mean: float
@@ -156,7 +154,7 @@ class Estimate(msgspec.Struct, frozen=True):
 
 
 class Point(msgspec.Struct, frozen=True, rename=ARM):
-    """One metric of one arm under one load. None: nothing was measured."""
+    """One metric of one configuration under one load. None: nothing was measured."""
 
     metric: str
     configuration: str
@@ -165,7 +163,7 @@ class Point(msgspec.Struct, frozen=True, rename=ARM):
 
 
 class Contrast(msgspec.Struct, frozen=True, rename=ARM):
-    """An arm against replication under one load: ratio, its 95 % interval, and what it means."""
+    """A configuration against replication under one load: ratio, 95 % interval, judgement."""
 
     metric: str
     configuration: str
@@ -177,7 +175,7 @@ class Contrast(msgspec.Struct, frozen=True, rename=ARM):
 
 
 class Crossover(msgspec.Struct, frozen=True, rename=ARM):
-    """Where, along concurrency, an arm comes to be ahead of replication, or falls behind it.
+    """Where, along concurrency, a configuration gets ahead of replication, or falls behind it.
 
     `at` is interpolated between loads; `low` and `high` bound it in 95 % of the resamplings that
     end like it; `share` of all resamplings do.
@@ -193,10 +191,10 @@ class Crossover(msgspec.Struct, frozen=True, rename=ARM):
 
 
 class Cost(msgspec.Struct, frozen=True, rename=ARM):
-    """Of 1,000 tokens, in the currency of the given price: the arm's *whole* cost each time.
+    """Cost of 1,000 tokens, in the currency of the price: the *whole* cost each time.
 
-    The two are not to be added. `*_own`: of disaggregated arms, the cost of prefill workers for
-    input, of decode workers for output: those two add up to the whole.
+    Do not add the two. `*_own`: of disaggregated configurations, the cost of prefill workers for
+    input and of decode workers for output: these add up to the whole.
     """
 
     configuration: str
@@ -208,7 +206,7 @@ class Cost(msgspec.Struct, frozen=True, rename=ARM):
 
 
 class Analysis(msgspec.Struct, frozen=True, kw_only=True):
-    """What the cells say together."""
+    """Conclusions from all cells."""
 
     slo: Slo
     slo_words: str
@@ -222,7 +220,7 @@ class Analysis(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Findings(msgspec.Struct, frozen=True, kw_only=True, rename={"configurations": "arms"}):
-    """The whole benchmark. `is_partial`: it ended before its time, and `ended` says why."""
+    """The whole benchmark. `is_partial`: it ended early, for the reason `ended`."""
 
     schema: str = SCHEMA
     is_partial: bool

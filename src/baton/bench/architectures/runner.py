@@ -1,4 +1,4 @@
-"""All turns, one after another; what is known is kept after each."""
+"""All trials, one after another; results are saved after each."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
     from baton.clock import Clock
 
 MOST_FAILURES: Final = 2
-"""An arm that failed so often is not started again."""
+"""A configuration with this many failures is not started again."""
 
 
 @dataclass(slots=True)
 class State:
-    """What is known so far."""
+    """Results so far."""
 
     measured: list[Samples] = field(default_factory=list)
     troubles: list[Trouble] = field(default_factory=list)
@@ -44,14 +44,14 @@ class State:
     ended: str | None = None
 
     def has_failed_too_often(self, configuration: Configuration) -> bool:
-        """Whether an arm has failed too often."""
+        """Whether a configuration is not started again."""
         return (
             Counter(each.configuration for each in self.troubles)[configuration.name]
             >= MOST_FAILURES
         )
 
     def add(self, trial: Trial, outcome: TrialOutcome) -> None:
-        """What a turn brought."""
+        """Add the result of a trial."""
         self.measured += [Samples(each.cell, each.report.records) for each in outcome.measured]
         self.warnings |= dict.fromkeys(outcome.warnings)
         if outcome.failure is not None:
@@ -62,7 +62,7 @@ class State:
 
 @dataclass(frozen=True, slots=True)
 class BenchmarkJob:
-    """A benchmark, ready to begin. `environment` is the servers'; `notes` go to the warnings."""
+    """A benchmark, ready to start. `environment`: of the servers; `notes` become warnings."""
 
     plan: Plan
     launches: Mapping[str, ServerPlan]
@@ -77,17 +77,17 @@ def run_benchmark(job: BenchmarkJob) -> Findings:
     """Run it, in an event loop of its own.
 
     Raises:
-        ConfigError: no arm could do what is asked for.
-        KeyboardInterrupt: a second signal came; what was kept until then lies in the folder.
+        ConfigError: no configuration can satisfy the flags.
+        KeyboardInterrupt: a second signal; the folder has the results until then.
     """
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         try:
-            return runner.run(_conduct(job))
+            return runner.run(_run(job))
         except asyncio.CancelledError as exc:
             raise KeyboardInterrupt from exc
 
 
-async def _conduct(job: BenchmarkJob) -> Findings:
+async def _run(job: BenchmarkJob) -> Findings:
     plan, clock, state = job.plan, job.clock, State()
     trials = plan_trials(plan)
     num_cells = sum(len(trial.levels) for trial in trials)
@@ -102,27 +102,28 @@ async def _conduct(job: BenchmarkJob) -> Findings:
                 progress=progress,
                 interrupt=interrupt,
             )
-            progress.print_line(_foresee(plan, trials))
+            progress.print_line(_describe_effort(plan, trials))
             for note in job.notes:
                 progress.print_line(note)
             context = ServerContext(job.environment, clock, interrupt)
-            await _take_turns(bench, job, context, state)
+            await _run_trials(bench, job, context, state)
     if interrupt.is_set():
         state.ended = "interrupted"
     return describe(job, state)
 
 
-def _foresee(plan: Plan, trials: tuple[Trial, ...]) -> str:
+def _describe_effort(plan: Plan, trials: tuple[Trial, ...]) -> str:
     num_cells = sum(len(trial.levels) for trial in trials)
     least_s = num_cells * plan.effort.duration_s
     return (
-        f"{len(trials)} turns ({len(plan.configurations)} arms, {plan.effort.num_repetitions} repetitions) of "
+        f"{len(trials)} trials ({len(plan.configurations)} configurations, "
+        f"{plan.effort.num_repetitions} repetitions) of "
         f"{len(plan.levels)} loads: {least_s / 60:.0f} min of measuring, and starts and ends; seed "
         f"{plan.seed}"
     )
 
 
-async def _take_turns(
+async def _run_trials(
     bench: Bench, job: BenchmarkJob, context: ServerContext, state: State
 ) -> None:
     for trial in plan_trials(job.plan):
@@ -143,7 +144,7 @@ async def _take_turns(
             state.ended = outcome.unsaved
             return
         try:
-            # A machine that loses power in an hour's benchmark leaves all but one turn.
+            # A crash of the machine loses one trial at most.
             job.results.save_findings(describe(job, state, is_whole=False))
         except NotSavedError as exc:
             state.ended = str(exc)
@@ -151,7 +152,7 @@ async def _take_turns(
 
 
 def describe(job: BenchmarkJob, state: State, *, is_whole: bool = True) -> Findings:
-    """All that is known so far. `is_whole` False: more is to come."""
+    """All results so far. `is_whole` False: more trials follow."""
     plan = job.plan
     ended = state.ended if is_whole else "still running when this was written"
     return Findings(
@@ -182,7 +183,7 @@ def describe(job: BenchmarkJob, state: State, *, is_whole: bool = True) -> Findi
 
 
 def _crowding(job: BenchmarkJob) -> Iterator[str]:
-    """Where cores are fewer than they should be."""
+    """Warnings about shared cores and cached texts."""
     machine = job.manifest.machine
     if job.plan.num_workers > machine.num_cpus:
         yield (
@@ -192,12 +193,12 @@ def _crowding(job: BenchmarkJob) -> Iterator[str]:
     plan = job.plan
     if isinstance(plan.workload.largest.prompt, GivenBody):
         yield (
-            "the trace has texts of its own, the same in every cell: what a load asks, the loads "
-            "before it in that turn (and its warm-up) have left in the caches"
+            "the trace has texts of its own, the same in every cell: earlier loads of the trial "
+            "(and the warm-up) have left them in the caches"
         )
     yield (
-        "gateway and load generator run on the workers' cores, in every arm alike: their CPU time "
-        "is in the tables"
+        "gateway and load generator run on the workers' cores, in every configuration alike: their "
+        "CPU time is in the tables"
     )
 
 

@@ -1,4 +1,4 @@
-"""One arm's servers: started by the launcher of `baton up`, watched, stopped.
+"""One configuration's servers: started by the launcher of `baton up`, supervised, stopped.
 
 Owned by one event loop.
 """
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from baton.launch.supervisor import Ending
 
 NO_RESTARTS: Final = RestartPolicy(max_restarts=0)
-"""A worker that died and came back would be measured as one that is merely slow."""
+"""A worker that restarts would be measured as a slow one."""
 
 
 class Servers(Protocol):
-    """An arm's servers that answer, whoever's they are."""
+    """Servers that are up, Baton's or a peer's."""
 
     @property
     def url(self) -> str:
@@ -38,17 +38,17 @@ class Servers(Protocol):
 
     @property
     def transfer_check(self) -> TransferCheck:
-        """Who tells whether KV moved, and where the time went."""
+        """The evidence that KV moved, and where the time went."""
         ...
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What is odd about how they run."""
+        """Warnings about how they run."""
         ...
 
     @property
     def processes(self) -> dict[str, int]:
-        """Each process's session by name; that of what stands before the workers is `GATEWAY`."""
+        """Each process's session by name; that of the gateway is `GATEWAY`."""
         ...
 
     @property
@@ -62,12 +62,12 @@ class Servers(Protocol):
 
 
 class InterruptedBenchError(Exception):
-    """Somebody wants the benchmark to end."""
+    """The benchmark was interrupted."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServerContext:
-    """What servers are started in. `environment` holds the cluster key."""
+    """The servers' environment, which holds the cluster key; the clock; the interrupt."""
 
     environment: Mapping[str, str]
     clock: Clock
@@ -75,7 +75,7 @@ class ServerContext:
 
 
 class LogDisplay:
-    """See `Display`: everything goes to a file; what does not fit on its disk is lost."""
+    """See `Display`: all lines go to a file, as far as its disk has space."""
 
     def __init__(self, file: FileIO) -> None:
         self._file = file
@@ -89,14 +89,14 @@ class LogDisplay:
         self._write(f"[{child}] {line}\n")
 
     def waiting_for(self, names: Sequence[str]) -> None:
-        """See `Display`: the benchmark has a live line of its own."""
+        """See `Display`: the benchmark shows progress itself."""
 
     def announce(self, text: str) -> None:
         """See `Display`."""
         self._write(text)
 
     def _write(self, text: str) -> None:
-        # Whoever reads a server's lines must go on reading, or the server stands still.
+        # A full disk must not stop the reading of a server's lines: the server would block.
         with suppress(OSError):
             self._file.write(text.encode())
 
@@ -130,11 +130,11 @@ class Fleet:
 
 @asynccontextmanager
 async def open_fleet(plan: LaunchPlan, context: ServerContext, log: Path) -> AsyncGenerator[Fleet]:
-    """Servers that are all up; leaving it stops them. What they say goes to `log`.
+    """Servers that are all up; leaving it stops them. Their output goes to `log`.
 
     Raises:
-        ChildFailedError: a server did not start, or died meanwhile (on leaving).
-        InterruptedBenchError: somebody wanted the end before they were up.
+        ChildFailedError: a server did not start, or died (raised on leaving).
+        InterruptedBenchError: an interrupt before they were up.
     """
     with log.open("wb", buffering=0) as file:
         launch_context = LaunchContext(
@@ -148,7 +148,7 @@ async def open_fleet(plan: LaunchPlan, context: ServerContext, log: Path) -> Asy
             yield Fleet(service.result(), supervisor, life)
         finally:
             await _stop(supervisor, life)
-    life.result()  # says who died
+    life.result()  # raises if a server died
 
 
 async def _until_up(
@@ -167,7 +167,7 @@ async def _until_up(
 
 
 async def _stop(supervisor: Supervisor, life: asyncio.Task[Ending]) -> None:
-    """Drain; kill if that is interrupted. Returns when nothing runs any more."""
+    """Drain; kill if that is interrupted. Returns when all processes have ended."""
     supervisor.request_stop()
     try:
         await asyncio.shield(asyncio.wait({life}))

@@ -1,4 +1,4 @@
-"""Who tells what happened on the servers under a load: did KV move, and where did the time go."""
+"""Did KV move, how much, and where did the time go: by the traces of Baton's gateway."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TransferEvidence:
-    """What is known of one cell. `proof` None: nobody was asked."""
+    """Evidence of one cell. `proof` None: none was requested."""
 
     stages: Stages
     proof: Proof | None
 
 
 class TransferCheck(Protocol):
-    """Asked before each load and after it. Raises nothing: what is not known is said so."""
+    """Reads the servers before and after each load. Raises nothing; missing data is reported."""
 
     async def begin(self, session: aiohttp.ClientSession) -> None:
-        """A load is about to begin."""
+        """Before a load."""
         ...
 
     async def verify(
         self, session: aiohttp.ClientSession, names: Sequence[str], num_answered: int
     ) -> TransferEvidence:
-        """The load is over. `names`: all its requests'; `num_answered`: as the client counted."""
+        """After the load. `names`: its requests' ids; `num_answered`: by the client's count."""
         ...
 
 
@@ -47,7 +47,7 @@ class TraceCheck:
     url: str
 
     async def begin(self, session: aiohttp.ClientSession) -> None:
-        """See `TransferCheck`: traces bear the requests' names, nothing is to be remembered."""
+        """See `TransferCheck`: traces have the requests' ids, so that nothing is read here."""
 
     async def verify(
         self, session: aiohttp.ClientSession, names: Sequence[str], num_answered: int
@@ -62,14 +62,14 @@ TIMEOUT_S: Final = 10.0
 MOST_TRACES: Final = 8192
 OK: Final = 200
 RECOMPUTED_TOKENS: Final = 1
-"""vLLM computes a prompt's last token anew: KV for it may stay away."""
+"""vLLM recomputes a prompt's last token: its KV may be missing."""
 
 MOST_BLOCK_TOKENS: Final = 128
 """The largest of any engine here: vLLM's on CPUs."""
 
 
 class FetchedTrace(msgspec.Struct, frozen=True):
-    """The gateway's answer, as far as it matters here."""
+    """The fields of the gateway's answer that are used here."""
 
     id: str
     status: int
@@ -78,7 +78,7 @@ class FetchedTrace(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class RequestIds:
-    """Names requests: `prefix-0`, `prefix-1`, …, and remembers how many."""
+    """Ids of requests: `prefix-0`, `prefix-1`, …; counts them."""
 
     prefix: str
     num_given: int = field(default=0)
@@ -92,14 +92,14 @@ class RequestIds:
 
     @property
     def given(self) -> list[str]:
-        """All that were given, up to as many as are worth asking for."""
+        """All ids that were given, at most `MOST_TRACES`."""
         return [f"{self.prefix}-{i}" for i in range(min(self.num_given, MOST_TRACES))]
 
 
 async def fetch_traces(
     session: aiohttp.ClientSession, url: str, names: Sequence[str]
 ) -> list[FetchedTrace | None]:
-    """Each request's trace; None where there is none (forgotten, or the gateway is gone)."""
+    """Each request's trace; None where there is none (evicted, or the gateway has ended)."""
     decoder = msgspec.json.Decoder(FetchedTrace)
     room = asyncio.Semaphore(NUM_AT_ONCE)
 
@@ -118,7 +118,7 @@ async def fetch_traces(
 
 
 def prove(traces: Sequence[FetchedTrace | None], num_answered: int) -> Proof:
-    """Compare what decode received with what it lacked. `num_answered`: as the client counted."""
+    """Compare the tokens that decode received and needed. `num_answered`: by the client's count."""
     answered = _answered(traces)
     lacking = [summary for summary in answered if not _is_handed_over(summary)]
     modes = Counter(summary.mode or "none" for summary in answered)
@@ -143,7 +143,7 @@ def prove(traces: Sequence[FetchedTrace | None], num_answered: int) -> Proof:
 
 
 def measure_stages(traces: Sequence[FetchedTrace | None]) -> Stages:
-    """Medians of what the traces of answered requests have."""
+    """Medians of the traces of answered requests."""
     answered = _answered(traces)
 
     def middle(read: Callable[[TraceSummary], float | None]) -> float | None:
@@ -159,7 +159,7 @@ def measure_stages(traces: Sequence[FetchedTrace | None]) -> Stages:
 
 
 def _answered(traces: Sequence[FetchedTrace | None]) -> list[TraceSummary]:
-    """Of complete answers alone: one that was cut or failed proves nothing either way."""
+    """Summaries of complete answers: one that was cut or failed proves nothing."""
     return [
         trace.summary
         for trace in traces
@@ -182,10 +182,10 @@ def _is_handed_over(summary: TraceSummary) -> bool:
 
 
 def _is_tail(summary: TraceSummary) -> bool:
-    """Whether less than a block was lacking after cached ones: decode computes that by itself.
+    """Whether less than a block was missing after the cached ones: decode computes that itself.
 
-    Nothing went wrong and nothing was sent: a handoff would take longer. How large blocks are no
-    trace says: their size is a power of two, and what is cached is whole blocks.
+    That is no failure: a handoff would take longer. The block size is not in the trace: it is a
+    power of two, and what is cached is whole blocks.
     """
     needed = summary.num_prompt_tokens - summary.num_cached_tokens
     most_block_tokens = summary.num_cached_tokens & -summary.num_cached_tokens

@@ -1,4 +1,7 @@
-"""One arm under one load, once: from servers that are up to figures, CPU time and proof."""
+"""One trial: a configuration's servers start, run every load, and stop.
+
+A cell is one load of a trial: figures, CPU time, and the proof that KV moved.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,6 @@ import os
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, TypeAlias
-
-import msgspec
 
 from baton.bench.architectures.peers.plan import PeerPlan
 from baton.bench.architectures.peers.servers import open_peer_fleet
@@ -20,7 +21,7 @@ from baton.bench.architectures.usage import compare_usage, joules_between, read_
 from baton.bench.files import NotSavedError
 from baton.bench.load.client import BodyWriter, Client, open_target
 from baton.bench.load.figures import Slo
-from baton.bench.load.job import Job, make_report
+from baton.bench.load.job import Job, arrival_seed, make_report
 from baton.bench.load.runner import LoadRunner
 from baton.bench.load.server_check import check_server
 from baton.bench.progress import RequestCounter
@@ -62,7 +63,7 @@ class Bench:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A turn whose servers are up, and how they are asked."""
+    """A trial whose servers are up, and how their requests look."""
 
     trial: Trial
     fleet: Servers
@@ -79,10 +80,10 @@ class Measured:
 
 
 async def measure_cell(bench: Bench, place: Place, level: Level) -> Measured:
-    """Load the servers, then ask them what they saw.
+    """Load the servers, then read their traces.
 
     Raises:
-        NotSavedError: the run could not be kept.
+        NotSavedError: the run could not be saved.
     """
     counter = RequestCounter()
     trial, seed = place.trial, prompt_seed(bench.plan, place.trial.repetition, level)
@@ -106,7 +107,7 @@ async def measure_cell(bench: Bench, place: Place, level: Level) -> Measured:
         energy_j = joules_between(energy_before, bench.meter.read())
         report = make_report(job, bench.manifest, place.checked, outcome)
         num_answered = sum(record.is_complete for record in report.records)
-        reported = await place.fleet.transfer_check.verify(
+        evidence = await place.fleet.transfer_check.verify(
             client.session, names.given, num_answered
         )
     cell = Cell(
@@ -119,9 +120,9 @@ async def measure_cell(bench: Bench, place: Place, level: Level) -> Measured:
         cpu=cpu,
         num_tokens=_count_tokens(report),
         load=load_before,
-        stages=reported.stages,
-        proof=reported.proof if trial.configuration.is_disaggregated else None,
-        ended_early=_why_early(bench, place, outcome),
+        stages=evidence.stages,
+        proof=evidence.proof if trial.configuration.is_disaggregated else None,
+        ended_early=_reason_of_end(bench, place, outcome),
         energy_j=energy_j,
     )
     return Measured(cell, report)
@@ -142,14 +143,14 @@ async def _load(
             observers=(counter,),
         )
         before = read_usage(processes.values(), bench.clock.now())
-        outcome = await runner.run(job.workload, _number(job.seed))
+        outcome = await runner.run(job.workload, arrival_seed(job.seed))
         after = read_usage(processes.values(), bench.clock.now())
     return outcome, compare_usage(before, after, processes, GATEWAY)
 
 
 @asynccontextmanager
 async def _stopped_by(interrupt: asyncio.Event, fleet: Servers) -> AsyncGenerator[asyncio.Event]:
-    """An event that is set when somebody wants the end, or a server has died."""
+    """An event that is set on an interrupt, or when a server has died."""
     stop = asyncio.Event()
 
     async def watch() -> None:
@@ -172,7 +173,7 @@ async def _stopped_by(interrupt: asyncio.Event, fleet: Servers) -> AsyncGenerato
         await asyncio.gather(watching, return_exceptions=True)
 
 
-def _why_early(bench: Bench, place: Place, outcome: Outcome) -> str | None:
+def _reason_of_end(bench: Bench, place: Place, outcome: Outcome) -> str | None:
     if bench.interrupt.is_set():
         return "interrupted"
     if place.fleet.is_over:
@@ -181,14 +182,9 @@ def _why_early(bench: Bench, place: Place, outcome: Outcome) -> str | None:
 
 
 def _count_tokens(report: Report) -> int:
-    """Of every request that began to answer; what was cut counts as far as it came."""
+    """Of every request that began to answer; a cut one counts what it received."""
     begun = [record for record in report.records if record.token_s]
     return sum(record.num_prompt_tokens + record.num_output_tokens for record in begun)
-
-
-def _number(seed: str) -> int:
-    """A seed for arrivals, the same in every arm."""
-    return int.from_bytes(msgspec.json.encode(seed)[:64], "big")
 
 
 ServerPlan: TypeAlias = LaunchPlan | PeerPlan
@@ -216,14 +212,14 @@ def cores_of(plan: ServerPlan) -> dict[str, tuple[int, ...]]:
 
 
 DEATH_NOTICE_S: Final = 2.0
-"""So long a server that no longer answers may take to be seen dead."""
+"""How long the death of a server that no longer answers may take to be observed."""
 
 
 @dataclass(slots=True)
 class TrialOutcome:
-    """What a turn brought. `failure`: why it is not whole, of the arm's own fault.
+    """The result of a trial. `failure`: why it is incomplete, by the configuration's own fault.
 
-    `unsaved`: a run could not be kept, so going on makes no sense.
+    `unsaved`: a run could not be saved, so the benchmark ends.
     """
 
     measured: list[Measured] = field(default_factory=list)
@@ -235,17 +231,17 @@ class TrialOutcome:
 async def run_trial(
     bench: Bench, trial: Trial, launch: ServerPlan, context: ServerContext
 ) -> TrialOutcome:
-    """Take it. An arm that fails is an outcome; what would fail for every arm is raised.
+    """Run one trial. A failing configuration is an outcome; what fails for all is raised.
 
     Raises:
-        ConfigError: the workload does not fit, or another wish that no arm could fulfil.
+        ConfigError: the workload does not fit, or another flag that no configuration can satisfy.
     """
     outcome = TrialOutcome()
     where = f"{trial.configuration.name}, repetition {trial.repetition}"
     bench.progress.begin(f"{where}: servers start")
     try:
         async with open_servers(launch, context, bench.results.log(trial)) as fleet:
-            trouble = await _measure_or_tell(bench, trial, fleet, outcome)
+            trouble = await _measure_or_explain(bench, trial, fleet, outcome)
             bench.progress.begin(f"{where}: servers stop")
         if trouble is not None:
             raise trouble
@@ -260,13 +256,13 @@ async def run_trial(
     return outcome
 
 
-async def _measure_or_tell(
+async def _measure_or_explain(
     bench: Bench, trial: Trial, fleet: Servers, outcome: TrialOutcome
 ) -> BatonError | None:
-    """What went wrong, if anything. It counts where no server died: leaving `fleet` says who did.
+    """The error, if any. Where a server died, leaving `fleet` raises the better one.
 
     Raises:
-        NotSavedError: a run could not be kept.
+        NotSavedError: a run could not be saved.
     """
     try:
         await _measure(bench, trial, fleet, outcome)

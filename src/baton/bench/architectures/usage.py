@@ -1,4 +1,8 @@
-"""CPU time, from /proc: of an arm's processes, of this client, and of the whole machine."""
+"""CPU time of the servers, this client and the machine (/proc); energy of the machine.
+
+RAPL and NVML count for the whole machine: energy is compared only between configurations that had
+the machine to themselves.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +25,8 @@ TICKS_PER_S: Final = os.sysconf("SC_CLK_TCK")
 class CpuUse(msgspec.Struct, frozen=True):
     """CPU seconds between two readings.
 
-    `others_share`: of all the machine's cores, what others used (None: the kernel does not say).
-    A share of more than a few percent makes figures doubtful.
+    `others_share`: the share of all cores that other processes used (None: unknown). More than a
+    few percent makes figures doubtful.
     """
 
     workers_s: dict[str, float]
@@ -33,13 +37,13 @@ class CpuUse(msgspec.Struct, frozen=True):
 
     @property
     def servers_s(self) -> float:
-        """Of all servers of the arm, the gateway among them."""
+        """Of all servers, the gateway included."""
         return sum(self.workers_s.values()) + self.gateway_s
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """CPU seconds since ever. `busy_s`: of the machine's cores, all together."""
+    """CPU seconds since the boot. `busy_s`: of all cores together."""
 
     at: float
     by_session: Mapping[int, float]
@@ -48,7 +52,7 @@ class Reading:
 
 
 def read_usage(sessions: Collection[int], now: float) -> Reading:
-    """Of every process in these sessions, those that have ended and were waited for too."""
+    """CPU time of every process in these sessions, reaped children included."""
     found = dict.fromkeys(sessions, 0.0)
     for folder in PROC.iterdir():
         if folder.name.isdigit():
@@ -62,7 +66,7 @@ def read_usage(sessions: Collection[int], now: float) -> Reading:
 def compare_usage(
     before: Reading, after: Reading, names: Mapping[str, int], gateway: str
 ) -> CpuUse:
-    """What was used between two readings; `names` has each process's session."""
+    """CPU time between two readings; `names` has each process's session."""
     spent = {
         name: max(0.0, after.by_session[pid] - before.by_session[pid])
         for name, pid in names.items()
@@ -80,12 +84,12 @@ def compare_usage(
 
 
 def read_session(folder: Path) -> int:
-    """Of a process, by its folder in /proc; 0 if it is gone."""
+    """The session of a process, by its folder in /proc; 0 if it has ended."""
     return _read_process(folder)[0]
 
 
 def _read_process(folder: Path) -> tuple[int, float]:
-    """Session and CPU seconds; (0, 0.0) of a process that is gone."""
+    """Session and CPU seconds; (0, 0.0) if the process has ended."""
     try:
         # The name, in parentheses, may hold anything.
         words = (folder / "stat").read_text(errors="replace").rpartition(")")[2].split()
@@ -95,7 +99,7 @@ def _read_process(folder: Path) -> tuple[int, float]:
 
 
 def _read_busy_s() -> float | None:
-    """All but idle and waiting for disks; the time that a hypervisor took is somebody else's."""
+    """All but idle and I/O wait; time of a hypervisor counts as others'."""
     try:
         words = (PROC / "stat").read_text(encoding="ascii").split("\n", 1)[0].split()[1:9]
         user, nice, system, _, _, irq, softirq, steal = map(int, words)
@@ -111,21 +115,21 @@ UNMEASURED: Final = "energy is not measurable here: neither RAPL nor NVML can be
 
 @dataclass(frozen=True, slots=True)
 class Counter:
-    """A counter that only rises, and begins anew at `wraps_at` (None: never). Microjoules."""
+    """A rising counter in microjoules that wraps around at `wraps_at` (None: never)."""
 
     value: int
     wraps_at: int | None
 
 
 class EnergyMeter:
-    """Reads every counter that there is. Build it once: the GPU's library is loaded then."""
+    """Reads all counters. Building it loads NVML."""
 
     def __init__(self, powercap: Path = POWERCAP) -> None:
         self._powercap = powercap
         self._nvml = _load_nvml()
 
     def read(self) -> Mapping[str, Counter]:
-        """Now, by source; empty where nothing can be read."""
+        """All counters by source; empty where none can be read."""
         return {**dict(_read_rapl(self._powercap)), **dict(self._read_gpus())}
 
     def _read_gpus(self) -> Iterator[tuple[str, Counter]]:
@@ -145,7 +149,7 @@ class EnergyMeter:
 
 
 def joules_between(before: Mapping[str, Counter], after: Mapping[str, Counter]) -> float | None:
-    """What was used, of all counters that both readings have; None: there is none."""
+    """Energy of all counters that both readings have; None without one."""
     known = before.keys() & after.keys()
     if not known:
         return None
@@ -153,7 +157,7 @@ def joules_between(before: Mapping[str, Counter], after: Mapping[str, Counter]) 
 
 
 def _rise(before: Counter, after: Counter) -> int:
-    """A counter may have begun anew, once."""
+    """A counter may have wrapped around once."""
     if after.value >= before.value or after.wraps_at is None:
         return max(0, after.value - before.value)
     return after.value - before.value + after.wraps_at

@@ -1,4 +1,4 @@
-"""Analysis → words. Pure."""
+"""Analysis → sentences. Pure."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ VERDICT_METRICS: Final = ("goodput", "throughput", "ttft_p50", "ttft_p99", "tpot
 
 
 def headline(plan: Plan, analysis: Analysis, unproved: Collection[str]) -> str:
-    """What to do, by goodput and throughput, and why. `unproved`: arms without proof."""
+    """The decision by goodput and throughput. `unproved`: configurations without proof."""
     what, why = _decide(plan, analysis)
     doubt = f"; WITHOUT PROOF that KV moved in {', '.join(sorted(unproved))}" if unproved else ""
     return (
@@ -51,7 +51,7 @@ def _decide(plan: Plan, analysis: Analysis) -> tuple[str, str]:
     if not any(c.ratio is not None for c in deciding):
         return "No verdict", "replication and a split are needed, and both must have figures"
     if all(c.low is None and c.judgement == "undecided" for c in deciding):
-        return "Not decided", "one repetition of each arm tells no difference from noise"
+        return "Not decided", "one repetition of each configuration cannot be told from noise"
     configurations = dict.fromkeys(c.configuration for c in deciding)
     marks = {
         configuration: {c.judgement for c in deciding if c.configuration == configuration}
@@ -81,13 +81,13 @@ def _decide(plan: Plan, analysis: Analysis) -> tuple[str, str]:
     return what, why or "no difference beyond the noise of this machine was found"
 
 
-def _sum_up(plan: Plan, analysis: Analysis, configuration: str) -> str:
-    """`1P1D against replication: wins with …, loses with …`, of the metric that says more."""
+def _sum_up(plan: Plan, analysis: Analysis, name: str) -> str:
+    """`1P1D against replication: wins with …, loses with …`, by the metric that decides more."""
     by_metric = {
         key: [
             c
             for c in analysis.contrasts
-            if (c.configuration, c.metric) == (configuration, key) and c.judgement != "undecided"
+            if (c.configuration, c.metric) == (name, key) and c.judgement != "undecided"
         ]
         for key in (THROUGHPUT.key, GOODPUT.key)
     }
@@ -98,12 +98,14 @@ def _sum_up(plan: Plan, analysis: Analysis, configuration: str) -> str:
         some = [c for c in mine if c.judgement == judgement]
         if some:
             parts.append(f"{judgement} with {_list(some, words)} (most {_most(some, words)})")
-    crossing = _where(analysis, configuration, key) if len(parts) > 1 else ""
-    return f"{configuration} against replication, {metric_of(key).title.lower()}: {', '.join(parts)}{crossing}"
+    crossing = _where(analysis, name, key) if len(parts) > 1 else ""
+    return (
+        f"{name} against replication, {metric_of(key).title.lower()}: {', '.join(parts)}{crossing}"
+    )
 
 
-def _where(analysis: Analysis, configuration: str, key: str) -> str:
-    found = (x for x in analysis.crossovers if (x.configuration, x.metric) == (configuration, key))
+def _where(analysis: Analysis, name: str, key: str) -> str:
+    found = (x for x in analysis.crossovers if (x.configuration, x.metric) == (name, key))
     crossover = next(found, None)
     if crossover is None or crossover.at is None:
         return ""
@@ -112,7 +114,7 @@ def _where(analysis: Analysis, configuration: str, key: str) -> str:
 
 
 def verdict(plan: Plan, analysis: Analysis) -> tuple[str, ...]:
-    """A sentence for each split and metric that matters most."""
+    """A sentence for each compared configuration and main metric."""
     return tuple(
         sentence
         for configuration in plan.configurations
@@ -148,11 +150,11 @@ def _sentence(plan: Plan, analysis: Analysis, configuration: str, metric: Metric
 
 
 def describe_crossover(crossover: Crossover, judged: set[Judgement]) -> str:
-    """Where it is, and how sure; nothing where the loads' own verdicts say it all."""
+    """Where it is, and how certain; nothing where the loads decide alone."""
     if crossover.at is None or judged == {"undecided"}:
         return ""
     ahead = "ahead" if crossover.kind == "ahead_from" else "behind"
-    sure = "one repetition, so nobody knows how sure"
+    sure = "one repetition: no interval"
     if crossover.low is not None and crossover.high is not None:
         sure = f"95 % [{crossover.low:.1f}, {crossover.high:.1f}]"
         sure = f"{sure}; {crossover.share:.0%} of resamplings agree"
@@ -161,7 +163,7 @@ def describe_crossover(crossover: Crossover, judged: set[Judgement]) -> str:
 
 
 def format_change(contrast: Contrast) -> str:
-    """`+12 % [8, 16]`, of the arm against replication."""
+    """`+12 % [8, 16]`, against replication."""
     if contrast.ratio is None:
         return "no ratio"
     change = _percent(contrast.ratio)
@@ -171,7 +173,7 @@ def format_change(contrast: Contrast) -> str:
 
 
 def _percent(ratio: float) -> str:
-    """A change; a ratio of ten or more, which only noise gives, is not spelt out."""
+    """A change; a ratio above ten is noise and not written out."""
     if ratio > MOST_RATIO:
         return "over +900 %"
     change = round((ratio - 1) * 100)  # a whole number: no "-0 %"
@@ -196,9 +198,10 @@ def _list(contrasts: Sequence[Contrast], words: dict[str, str]) -> str:
 
 
 def find_cautions(plan: Plan, cells: Sequence[Cell], troubles: Sequence[Trouble]) -> Iterator[str]:
-    """What makes these figures doubtful, the worst first."""
+    """Reasons to doubt these figures, the worst first."""
     for trouble in troubles:
-        yield f"{trouble.configuration} FAILED in repetition {trouble.repetition}: {trouble.message}"
+        where = f"{trouble.configuration} FAILED in repetition {trouble.repetition}"
+        yield f"{where}: {trouble.message}"
     yield from _unproved(cells)
     yield from _broken(cells)
     if plan.effort.num_repetitions < ENOUGH_REPETITIONS:
@@ -212,39 +215,39 @@ def find_cautions(plan: Plan, cells: Sequence[Cell], troubles: Sequence[Trouble]
 
 
 def _unproved(cells: Sequence[Cell]) -> Iterator[str]:
-    by_arm: dict[str, list[str]] = defaultdict(list)
+    by_name: dict[str, list[str]] = defaultdict(list)
     for cell in cells:
         if cell.unproved:
             where = f"{cell.level}, repetition {cell.repetition}"
-            by_arm[cell.configuration].append(f"{where}: {cell.unproved}")
-    for configuration, reported in by_arm.items():
-        yield f"{configuration}: NO PROOF that KV moved in {len(reported)} cells, such as {reported[0]}"
+            by_name[cell.configuration].append(f"{where}: {cell.unproved}")
+    for name, problems in by_name.items():
+        yield f"{name}: NO PROOF that KV moved in {len(problems)} cells, such as {problems[0]}"
 
 
 def _broken(cells: Sequence[Cell]) -> Iterator[str]:
-    by_arm: dict[str, list[Cell]] = defaultdict(list)
+    by_name: dict[str, list[Cell]] = defaultdict(list)
     for cell in cells:
-        by_arm[cell.configuration].append(cell)
-    for configuration, some in by_arm.items():
+        by_name[cell.configuration].append(cell)
+    for name, some in by_name.items():
         num_failed = sum(cell.figures.num_failed for cell in some)
         if num_failed:
             kinds = dict.fromkeys(f.kind for cell in some for f in cell.figures.failures)
-            yield f"{configuration}: {num_failed} requests failed ({', '.join(kinds)})"
+            yield f"{name}: {num_failed} requests failed ({', '.join(kinds)})"
         for cell in some:
             if cell.ended_early is not None:
                 yield (
-                    f"{configuration}, {cell.level}, repetition {cell.repetition}: left out, it ended early "
+                    f"{name}, {cell.level}, repetition {cell.repetition}: left out, it ended early "
                     f"({cell.ended_early})"
                 )
             elif not cell.figures.num_complete:
                 yield (
-                    f"{configuration}, {cell.level}, repetition {cell.repetition}: left out, no request was "
+                    f"{name}, {cell.level}, repetition {cell.repetition}: left out, no request was "
                     "complete; let it last longer (--duration)"
                 )
 
 
 def _short(plan: Plan, cells: Sequence[Cell]) -> Iterator[str]:
-    """A window in which hardly anybody was answered twice shows the beginning, not the rest."""
+    """A window with few answers per client shows the start of a load only."""
     words: list[str] = []
     for level in plan.levels:
         if isinstance(level.load, Closed):
@@ -267,13 +270,13 @@ def _noisy(plan: Plan, cells: Sequence[Cell]) -> Iterator[str]:
             f"a busy machine: in {len(loud)} of {len(cells)} cells others used more than "
             f"{MOST_OTHERS_SHARE:.0%} of it (up to {max(loud):.0%})"
         )
-    for configuration in plan.configurations:
+    for each in plan.configurations:
         varying = {}
         for level in plan.levels:
             some = [
                 c
                 for c in cells
-                if (c.configuration, c.level) == (configuration.name, level.key) and c.is_usable
+                if (c.configuration, c.level) == (each.name, level.key) and c.is_usable
             ]
             rates = np.array([c.figures.output_tokens_per_s for c in some])
             if len(rates) > 1 and rates.mean() > 0:
@@ -281,7 +284,7 @@ def _noisy(plan: Plan, cells: Sequence[Cell]) -> Iterator[str]:
         loud_levels = [words for words, share in varying.items() if share > MOST_VARIATION]
         if loud_levels:
             yield (
-                f"{configuration.name}: noisy with {', '.join(loud_levels)}: throughput varies between "
+                f"{each.name}: noisy with {', '.join(loud_levels)}: throughput varies between "
                 f"repetitions by up to {max(varying.values()):.0%}"
             )
 

@@ -27,7 +27,7 @@ class LinkEntry(BackendSpec):
 
 
 BULK: Final[tuple[Shape, ...]] = ("message", "scattered")
-"""Of a Python loop, the cost of a descriptor tells nothing about the machine."""
+"""A Python loop's cost of a descriptor is no property of the machine."""
 STREAM_BYTES: Final = 1_000_000
 """iperf3 has no messages: the rate of its stream is compared with large ones only."""
 

@@ -1,4 +1,4 @@
-"""Where the server is, what it is asked for, and who asks."""
+"""The server's address, request bodies, and one request over HTTP."""
 
 from __future__ import annotations
 
@@ -30,31 +30,31 @@ PATHS: Final[dict[Endpoint, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A server. `base_url` has no slash at its end and no `/v1`; the key is never shown."""
+    """A server. `base_url` ends without a slash and without `/v1`; the key is never printed."""
 
     base_url: str
     api_key: str | None = field(default=None, repr=False)
 
     def url(self, endpoint: Endpoint) -> str:
-        """Where requests of this kind go."""
+        """The URL of this endpoint."""
         return self.base_url + PATHS[endpoint]
 
     @property
     def models_url(self) -> str:
-        """Where the server lists its models."""
+        """The URL of the list of models."""
         return f"{self.base_url}/v1/models"
 
     @property
     def headers(self) -> dict[str, str]:
-        """What every request carries."""
+        """Headers of every request."""
         return {} if self.api_key is None else {"Authorization": f"Bearer {self.api_key}"}
 
 
 def open_target(url: str, api_key: str | None) -> Target:
-    """A target, from what a person writes.
+    """Parse `--url`.
 
     Raises:
-        ConfigError: no URL of a server, or one with a password in it.
+        ConfigError: it is no URL of a server, or it has a password.
     """
     try:
         parts = urlsplit(url)
@@ -75,10 +75,10 @@ def open_target(url: str, api_key: str | None) -> Target:
 
 @dataclass(frozen=True, slots=True)
 class RequestStyle:
-    """How this server is asked.
+    """What this server's requests look like.
 
-    `endpoint` is for prompts that are made up. `form`: token ids, or words by a calibration.
-    `has_exact_lengths`: the server takes `ignore_eos`, so answers are as long as they should be.
+    `endpoint` is for generated prompts. `form`: token ids, or words by a calibration.
+    `has_exact_lengths`: the server accepts `ignore_eos`, so answers have the requested length.
     """
 
     model: str
@@ -89,7 +89,7 @@ class RequestStyle:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A request, ready to be sent."""
+    """An encoded request."""
 
     endpoint: Endpoint
     body: bytes
@@ -98,13 +98,13 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True)
 class BodyWriter:
-    """Writes requests of one run. Immutable."""
+    """Encodes requests of one run. Immutable."""
 
     style: RequestStyle
     prompts: PromptWriter
 
     def prepare(self, ask: Request) -> Prepared:
-        """The request for an ask."""
+        """Encode a request."""
         match ask.prompt:
             case Segments() as segments:
                 endpoint = self.style.endpoint
@@ -145,14 +145,14 @@ READ_BYTES: Final = 1 << 20
 """aiohttp's own 64 KiB made a client ten times slower than its server (vllm#39963)."""
 CONNECT_TIMEOUT_S: Final = 10.0
 KEEP_IDLE_S: Final = 2.0
-"""Shorter than servers keep idle connections (uvicorn: 5 s), so that none ends as one is used."""
+"""Shorter than a server's own timeout (uvicorn: 5 s): it closes no connection that is in use."""
 MAX_ERROR_BYTES: Final = 4096
 OK: Final = 200
 
 
 @dataclass(slots=True)
 class Exchange:
-    """What one request left, in the clock's own time. `is_cut`: it was cancelled."""
+    """One request's result, by the clock's time. `is_cut`: it was cancelled."""
 
     sent_at: float
     answer: Answer = field(default_factory=lambda: Answer([]))
@@ -164,9 +164,9 @@ class Exchange:
 
 
 class Client:
-    """Sends requests, as many at once as it is asked to.
+    """Sends requests concurrently. Runs on the event loop that created it.
 
-    `names` gives each a name, by which the server's traces are found later.
+    `names` gives each an id, by which the server's traces are found later.
     """
 
     def __init__(
@@ -197,9 +197,9 @@ class Client:
         await self.session.close()
 
     async def exchange(self, prepared: Prepared) -> Exchange:
-        """Send it and read its answer to the end. A failure is in what returns.
+        """Send it and read its whole answer. A failure is part of the result.
 
-        Cancelled, it returns too, cut: what came until then is kept.
+        Cancelled, it returns what was received until then, with `is_cut`.
         """
         found = Exchange(self._clock.now())
         try:
@@ -208,13 +208,13 @@ class Client:
         except asyncio.CancelledError:
             found.is_cut = True
         except TimeoutError as exc:
-            reported = str(exc) or f"no complete answer in {self._timeout_s:g} s"
-            found.failure = Failure("timeout", reported)
+            message = str(exc) or f"no complete answer in {self._timeout_s:g} s"
+            found.failure = Failure("timeout", message)
         except aiohttp.ClientConnectorError as exc:
             found.failure = Failure("connect", str(exc.os_error))
         except (aiohttp.ClientError, OSError) as exc:
-            reported = str(exc) or type(exc).__name__
-            found.failure = Failure("lost", f"the connection ended: {reported}")
+            message = str(exc) or type(exc).__name__
+            found.failure = Failure("lost", f"the connection ended: {message}")
         except ProtocolError as exc:
             found.failure = Failure("protocol", str(exc))
         is_complete = found.failure is None and not found.is_cut

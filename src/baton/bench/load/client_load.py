@@ -1,4 +1,4 @@
-"""The client's own part in what it measures: was it the bottleneck?"""
+"""The client's own load: was it the bottleneck?"""
 
 from __future__ import annotations
 
@@ -26,13 +26,12 @@ MOST_LATE_S: Final = 0.05
 
 
 class ClientLoad(msgspec.Struct, frozen=True):
-    """What the client itself did while it measured.
+    """The client's own load during a run.
 
-    `cpu_share`: of one core, of which it can use no more. `waited_for_cpu_share`: for this share of
-    the time it was ready to run, and others ran (None: the kernel does not say). `lag_*`: how much
-    later than it should the event loop woke, hence how late an arrival may have been noticed.
-    `late_p99_s`: sent after the schedule, while there was room. `problems`: in words; none means
-    that the figures are the server's.
+    `cpu_share`: of one core, which is its maximum. `waited_for_cpu_share`: of the time it was ready
+    to run and another process ran (None: unknown). `lag_*`: how late the event loop woke, hence how
+    late an arrival may have been observed. `late_p99_s`: sent after the scheduled time.
+    `problems`: none means that the figures are the server's.
     """
 
     cpu_share: float
@@ -61,18 +60,18 @@ class ClientMonitor:
         self._before = _Usage(0.0, 0.0, None)
 
     def start(self) -> None:
-        """Begin; on the event loop that is watched."""
+        """Start, on the event loop that is measured."""
         self._before = self._read()
         self._task = asyncio.create_task(self._tick())
 
     async def stop(self) -> None:
-        """End. May be called again, or without a start."""
+        """Stop; may be called again, or without a start."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
     def judge(self, records: Sequence[Record]) -> ClientLoad:
-        """What was seen until now."""
+        """The load until now."""
         after = self._read()
         wall_s = max(after.at - self._before.at, 1e-9)
         waited = None
@@ -105,7 +104,7 @@ class ClientMonitor:
 
 
 def judge_client(seen: ClientLoad) -> ClientLoad:
-    """The same, with its problems in words. Pure."""
+    """The same, with its problems. Pure."""
     problems = []
     if seen.cpu_share > MOST_CPU_SHARE:
         problems.append(
@@ -131,7 +130,7 @@ def judge_client(seen: ClientLoad) -> ClientLoad:
 
 
 def _read_waited_s() -> float | None:
-    """Time on a run queue, of the main thread, which is the event loop's."""
+    """Time that the main thread, which is the event loop's, spent on a run queue."""
     try:
         return int(SCHEDSTAT.read_text(encoding="ascii").split()[1]) / 1e9
     except (OSError, ValueError, IndexError):

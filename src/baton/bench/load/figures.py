@@ -39,7 +39,7 @@ class Spread(msgspec.Struct, frozen=True):
 
 
 class Slo(msgspec.Struct, frozen=True):
-    """What a request must keep to be counted as good; None: no bound."""
+    """Bounds within which a request counts as good; None: no bound."""
 
     ttft_s: float | None = None
     tpot_s: float | None = None
@@ -47,11 +47,11 @@ class Slo(msgspec.Struct, frozen=True):
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is bound."""
+        """Whether it has no bound."""
         return self.ttft_s is None and self.tpot_s is None and self.e2e_s is None
 
     def is_met(self, record: Record) -> bool:
-        """Whether a request is good; a TPOT that does not exist is."""
+        """Whether a request is within all bounds; a TPOT that does not exist is."""
         if not record.is_complete:
             return False
         pairs = (
@@ -63,7 +63,7 @@ class Slo(msgspec.Struct, frozen=True):
 
 
 class Goodput(msgspec.Struct, frozen=True):
-    """Requests that kept the SLO: of those that ended (complete or failed), and for each second."""
+    """Requests within the SLO: their share of those that ended, and their rate."""
 
     slo: Slo
     share: float
@@ -71,7 +71,7 @@ class Goodput(msgspec.Struct, frozen=True):
 
 
 class FailureCount(msgspec.Struct, frozen=True):
-    """Failures of one kind, and what one of them said."""
+    """Failures of one kind, and the message of one."""
 
     kind: str
     num: int
@@ -79,12 +79,12 @@ class FailureCount(msgspec.Struct, frozen=True):
 
 
 class Figures(msgspec.Struct, frozen=True, kw_only=True):
-    """One run's.
+    """Figures of one run.
 
     Rates are over `window_s`: until the last answer, or until sending was stopped (`--duration`,
-    Ctrl-C); then tokens of cut requests that came before count too. `mean_in_flight`: requests
-    under way, on average. `held_s`: how long requests waited because as many were under way as may
-    be. `tokens_per_chunk`: above 1, ITL is not the time between tokens.
+    Ctrl-C); then tokens of cut requests that arrived before count too. `mean_in_flight`: mean
+    number of requests in flight. `held_s`: how long `max_in_flight` delayed requests.
+    `tokens_per_chunk`: above 1, ITL is not the time between tokens.
     """
 
     window_s: float
@@ -150,7 +150,7 @@ def compute_figures(records: Sequence[Record], window_s: float, slo: Slo) -> Fig
 
 
 def spread(samples: Sequence[float]) -> Spread | None:
-    """Of at least one sample; None of none."""
+    """The spread of samples; None without a sample."""
     if not samples:
         return None
     array = np.asarray(samples, dtype=np.float64)
@@ -169,7 +169,7 @@ def spread(samples: Sequence[float]) -> Spread | None:
 
 
 def count_failures(failed: Sequence[Record]) -> tuple[FailureCount, ...]:
-    """By kind, the most frequent first."""
+    """Failures by kind, the most frequent first."""
     found: dict[str, list[str]] = {}
     for record in failed:
         if record.failure is not None:
@@ -182,7 +182,7 @@ def parse_slo(bounds: Sequence[str]) -> Slo:
     """From `ttft:500` and the like, in milliseconds, as `vllm bench serve --goodput` takes them.
 
     Raises:
-        ConfigError: something else is written there.
+        ConfigError: it is written otherwise.
     """
     found: dict[str, float] = {}
     for text in bounds:
@@ -208,14 +208,14 @@ def _overlap(record: Record, window_s: float) -> float:
 
 
 def _prompt_tokens_within(record: Record, window_s: float) -> int:
-    """A prompt counts when it is computed: when the first token comes."""
+    """A prompt counts when it is computed: when the first token arrives."""
     if record.failure is not None or not record.token_s or record.token_s[0] > window_s:
         return 0
     return record.num_prompt_tokens
 
 
 def _output_tokens_within(record: Record, window_s: float) -> float:
-    """An answer's tokens by the share of its chunks that came in time; none of a failed one."""
+    """Tokens of an answer, by the share of its chunks that arrived in time; a failure has none."""
     if record.failure is not None or not record.token_s:
         return 0.0
     num_within = sum(at <= window_s for at in record.token_s)

@@ -1,4 +1,4 @@
-"""What a run leaves: what `--json` prints. `docs/bench-serve.md` describes the fields."""
+"""`baton bench serve`: from a job to its report; docs/bench-serve.md describes the fields."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ SCHEMA: Final = "baton-bench-serve/1"
 
 
 class WorkloadInfo(msgspec.Struct, frozen=True):
-    """What was asked. The same name, lengths and seed are the same prompts."""
+    """The workload. The same name, lengths and seed are the same prompts."""
 
     name: str
     description: str
@@ -47,7 +47,7 @@ class WorkloadInfo(msgspec.Struct, frozen=True):
 
 
 class LoadInfo(msgspec.Struct, frozen=True):
-    """How it was asked: a description, and the numbers; None: not of this kind of load."""
+    """The load: a description, and the numbers that this kind of load has."""
 
     description: str
     concurrency: int | None
@@ -59,7 +59,7 @@ class LoadInfo(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """One run. `is_partial`: it was interrupted, or stopped itself (`stopped` says why).
+    """One run. `is_partial`: it was interrupted, or stopped early for the reason `stopped`.
 
     `records`: every request, the warm-up's too.
     """
@@ -79,7 +79,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Everything that one run is. `lines` gets records as they come, and is closed at the end."""
+    """One run. `lines` receives records as they end, and is closed at the end."""
 
     target: Target
     request_options: RequestOptions
@@ -92,12 +92,12 @@ class Job:
 
 @dataclass(slots=True)
 class RecordLines:
-    """See `Observer`: keeps each record in a file."""
+    """See `Observer`: writes each record to a file."""
 
     file: LineFile
 
     def sent(self, phase: Phase) -> None:
-        """See `Observer`: only ends are kept."""
+        """See `Observer`: only ended requests are written."""
 
     def ended(self, record: Record) -> None:
         """See `Observer`."""
@@ -105,10 +105,10 @@ class RecordLines:
 
 
 def run_job(job: Job, manifest: RunManifest, clock: Clock) -> Report:
-    """Run it, in an event loop of its own.
+    """Run it in an event loop of its own.
 
     Raises:
-        BatonError: it could not begin; the message says why.
+        BatonError: it could not start; the message is the reason.
         KeyboardInterrupt: a second signal came, and there is no report.
     """
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -119,10 +119,10 @@ def run_job(job: Job, manifest: RunManifest, clock: Clock) -> Report:
 
 
 async def run_load(job: Job, manifest: RunManifest, clock: Clock) -> Report:
-    """Run it. A first SIGINT or SIGTERM ends it early, with what there is; a second one kills.
+    """Run it. A first SIGINT or SIGTERM ends it early, with a report; a second one kills.
 
     Raises:
-        BatonError: it could not begin; the message says why.
+        BatonError: it could not start; the message is the reason.
     """
     prompts = PromptWriter(job.seed)
     counter = RequestCounter()
@@ -143,14 +143,14 @@ async def run_load(job: Job, manifest: RunManifest, clock: Clock) -> Report:
             interrupt=interrupt,
             observers=(counter,) if job.lines is None else (counter, RecordLines(job.lines)),
         )
-        outcome = await runner.run(job.workload, _number(job.seed))
+        outcome = await runner.run(job.workload, arrival_seed(job.seed))
     return make_report(job, manifest, checked, outcome)
 
 
 def make_report(
     job: Job, manifest: RunManifest, checked: CheckedServer, outcome: Outcome
 ) -> Report:
-    """What a run leaves."""
+    """The report of a run."""
     load, limits = job.plan.load, job.plan.limits
     reported = LoadInfo(
         describe_load(load),
@@ -195,6 +195,6 @@ def interrupt_on_signals() -> Generator[asyncio.Event]:
             loop.remove_signal_handler(number)
 
 
-def _number(seed: str) -> int:
-    """A seed for arrivals, from the seed's text."""
+def arrival_seed(seed: str) -> int:
+    """A number for arrival times, the same for equal seeds."""
     return int.from_bytes(msgspec.json.encode(seed)[:64], "big")

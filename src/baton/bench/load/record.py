@@ -1,4 +1,4 @@
-"""One request, as it is kept."""
+"""One request, as it is saved."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ Phase = Literal["warm-up", "measured"]
 class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One request. All times in seconds since the run's beginning.
 
-    `scheduled_s`: when the schedule wanted it sent (None: as soon as there was room). `held_s`: how
-    long it waited since then because as many were in flight as may be. `token_s`: when each chunk
-    with tokens came: the first is the first token's. `ended_s`: when the answer's last
-    chunk came, or the failure. `is_cut`: it was still running when the run ended; neither complete
-    nor failed. `tokens`: the server's own counts; `asked_*`: what was asked for.
+    `scheduled_s`: its scheduled time (None: no schedule). `held_s`: how long it then waited because
+    `max_in_flight` was reached. `token_s`: when each chunk with tokens arrived. `ended_s`: when the
+    last chunk arrived, or the failure. `is_cut`: it was still running when the run ended; neither
+    complete nor failed. `tokens`: the server's counts; `asked_*`: what was requested.
     """
 
     index: int
@@ -41,7 +40,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def is_complete(self) -> bool:
-        """Whether there is a whole answer."""
+        """Whether it has a complete answer."""
         return self.failure is None and not self.is_cut
 
     @property
@@ -52,7 +51,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Tokens of the prompt: the server's count, else what was meant to be sent."""
+        """Tokens of the prompt: the server's count, else the requested number."""
         return self.tokens.num_prompt or self.asked_prompt_tokens or 0
 
     @property
@@ -67,17 +66,17 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def tpot_s(self) -> float | None:
-        """Seconds for each token after the first; None where there is none."""
+        """Seconds per token after the first; None without a second token."""
         if not self.token_s or self.num_output_tokens < 2:  # noqa: PLR2004 - the first and one more
             return None
         return (self.ended_s - self.token_s[0]) / (self.num_output_tokens - 1)
 
     @property
     def itl_s(self) -> tuple[float, ...]:
-        """The gaps between chunks, one for each chunk after the first, however much it carries."""
+        """The gaps between chunks, whatever number of tokens a chunk carries."""
         return tuple(b - a for a, b in zip(self.token_s, self.token_s[1:], strict=False))
 
     @property
     def late_s(self) -> float | None:
-        """How late this client sent it, from when it was due and there was room."""
+        """How late this client sent it, after its scheduled time and `held_s`."""
         return None if self.scheduled_s is None else self.sent_s - self.scheduled_s - self.held_s

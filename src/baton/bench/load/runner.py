@@ -1,6 +1,6 @@
-"""A run: warm-up, then requests by a closed or open loop, then what is under way is drained.
+"""A run: warm-up, requests by a closed or open loop, drain.
 
-Owned by one event loop. Every wait has an end: a request by its timeout, the rest by the drain.
+Owned by one event loop. Every wait is bounded: by the request's timeout or the drain.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ MOST_WARM_UP_AT_ONCE: Final = 32
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A run's end. `window_s`: how long was measured, from the beginning on.
+    """A run's result. `window_s`: how long was measured, from the beginning on.
 
-    `stopped`: why it ended before its time, in words; `is_interrupted`: somebody wanted that.
+    `stopped`: why it ended early; `is_interrupted`: by a signal.
     """
 
     records: tuple[Record, ...]
@@ -45,12 +45,12 @@ class Outcome:
 
     @property
     def is_partial(self) -> bool:
-        """Whether less was measured than was asked for."""
+        """Whether less was measured than requested."""
         return self.is_interrupted or self.stopped is not None
 
 
 class LoadRunner:
-    """Conducts one run, once. `interrupt`, set by others, ends it at once."""
+    """Runs one load, once. `interrupt`, set by others, ends it at once."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class LoadRunner:
         self._observers = tuple(observers)
 
     async def run(self, workload: Workload, seed: int = 0) -> Outcome:
-        """Run the workload to its end; then nothing is under way any more."""
+        """Run the workload to its end; no request is in flight afterwards."""
         warm_up = await self._warm_up(workload)
         measured = self._open_sender("measured")
         watch = ClientMonitor(self._clock)
@@ -119,21 +119,21 @@ class LoadRunner:
     async def _go(
         self, sender: Sender, sending: Coroutine[None, None, None], duration_s: float | None
     ) -> float:
-        """Send until there is no more, the time is over, or it must stop; then drain.
+        """Send until all is sent, the time is over, or it must stop; then drain.
 
         Returns:
-            When it was told to stop, in seconds since its beginning; 0 where all was sent.
+            When sending was stopped, in seconds since the beginning; 0 where all was sent.
         """
         loop = asyncio.ensure_future(sending)
         stops: list[asyncio.Future[bool]] = [
             asyncio.ensure_future(each.wait()) for each in (self._interrupt, sender.broken)
         ]
         try:
-            await _wait_first(loop, stops, duration_s)
+            await _wait_for_first(loop, stops, duration_s)
             stopped_s = 0.0 if loop.done() else sender.now_s()
             sender.close()
             if not any(stop.done() for stop in stops):
-                await _wait_first(loop, stops, self._plan.limits.drain_s)
+                await _wait_for_first(loop, stops, self._plan.limits.drain_s)
         finally:
             sender.close()
             loop.cancel()
@@ -148,7 +148,7 @@ class LoadRunner:
 async def closed_loop(
     sender: Sender, conversations: Iterator[Conversation], concurrency: int
 ) -> None:
-    """So many conversations at once, until there are no more, or the sender is closed."""
+    """This many conversations at once, until there are no more, or the sender is closed."""
     numbered = enumerate(conversations)
 
     async def lane() -> None:
@@ -167,7 +167,7 @@ async def closed_loop(
 async def open_loop(
     sender: Sender, timed: Iterable[tuple[float, Conversation]], max_in_flight: int | None
 ) -> None:
-    """Each conversation at its time, or as soon after it as there is room."""
+    """Each conversation at its time, or when `max_in_flight` permits it."""
     room = None if max_in_flight is None else asyncio.Semaphore(max_in_flight)
     async with asyncio.TaskGroup() as group:
         for number, (due_s, conversation) in enumerate(timed):
@@ -182,9 +182,9 @@ async def open_loop(
             if not sender.is_open:
                 return
             due = Due(round(due_s, 6), held_s)
-            spoken = group.create_task(sender.run_conversation(number, conversation, first, due))
+            task = group.create_task(sender.run_conversation(number, conversation, first, due))
             if room is not None:
-                spoken.add_done_callback(partial(_release, room))
+                task.add_done_callback(partial(_release, room))
 
 
 def _release(room: asyncio.Semaphore, _: asyncio.Task[None]) -> None:
@@ -194,7 +194,7 @@ def _release(room: asyncio.Semaphore, _: asyncio.Task[None]) -> None:
 def limit_requests(
     conversations: Iterable[Conversation], num_requests: int | None
 ) -> Iterator[Conversation]:
-    """Conversations of so many requests together: the last one may be cut short."""
+    """Conversations of this many requests in total: the last one may be cut short."""
     if num_requests is None:
         yield from conversations
         return
@@ -208,7 +208,7 @@ def limit_requests(
 
 
 def warm_up_requests(workload: Workload, num_asks: int) -> list[Request]:
-    """As large as the workload's first ones, with prompts that do not come again."""
+    """As large as the workload's first ones, with prompts that are not used again."""
     conversations = islice(workload.generate(), num_asks)
     return [
         _private(conversation.turns[0], f"warm-up/{i}")
@@ -222,7 +222,7 @@ def _private(ask: Request, key: str) -> Request:
     return replace(ask, prompt=Segments((Segment(key, ask.prompt.num_tokens),)))
 
 
-async def _wait_first(
+async def _wait_for_first(
     loop: asyncio.Future[None], stops: Iterable[asyncio.Future[bool]], timeout_s: float | None
 ) -> None:
     awaited: set[asyncio.Future[None] | asyncio.Future[bool]] = {loop, *stops}

@@ -1,4 +1,4 @@
-"""When going on makes no sense: the server is gone, or answers nothing any more. Pure."""
+"""Sends one phase's requests and records them. Owned by one event loop."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ if TYPE_CHECKING:
 
 NUM_UNREACHABLE: Final = 5
 NUM_FAILED: Final = 20
-PATIENCE_S: Final = 1.0
-"""A burst of failures is no reason to stop, however many they are."""
+LEAST_FAILING_S: Final = 1.0
+"""A shorter burst of failures does not stop a run."""
 
 
 class Breaker:
-    """Looks at every ended request. One complete answer makes it forget."""
+    """Circuit breaker: stops a run whose server is gone. A complete answer resets it."""
 
     def __init__(self) -> None:
         self._first_s: float | None = None
         self._num_failed = self._num_unreachable = 0
 
-    def see(self, record: Record) -> str | None:
-        """One more; why to stop, or None."""
+    def count(self, record: Record) -> str | None:
+        """Count an ended request; why to stop, or None."""
         if record.failure is not None:
-            return self._see_failure(record, record.failure)
+            return self._count_failure(record, record.failure)
         if record.is_complete:
             self._first_s, self._num_failed, self._num_unreachable = None, 0, 0
         return None
 
-    def _see_failure(self, record: Record, failure: Failure) -> str | None:
+    def _count_failure(self, record: Record, failure: Failure) -> str | None:
         if self._first_s is None:
             self._first_s = record.sent_s
         is_unreachable = failure.kind == "connect"
         self._num_failed += 1
         self._num_unreachable += is_unreachable
         lasts_s = record.ended_s - self._first_s
-        if lasts_s < PATIENCE_S:
+        if lasts_s < LEAST_FAILING_S:
             return None
         if is_unreachable and self._num_unreachable >= NUM_UNREACHABLE:
             return f"the server is gone: no connection for {lasts_s:.1f} s ({failure.message})"
@@ -55,12 +55,12 @@ class Breaker:
 
 
 AFTER_FAILURE_S: Final = 0.2
-"""A conversation's place stays empty so long after a failure: who refuses is not hammered."""
+"""A failed conversation is replaced after this pause: a failing server is not flooded."""
 
 
 @dataclass(frozen=True, slots=True)
 class Due:
-    """When a request was due, and since then how long it was held for want of room."""
+    """A request's scheduled time, and how long `max_in_flight` delayed it."""
 
     at_s: float | None = None
     held_s: float = 0.0
@@ -68,7 +68,7 @@ class Due:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A request's place in a run."""
+    """A request's position in a run."""
 
     index: int
     conversation: int
@@ -77,21 +77,21 @@ class Place:
 
 
 class Observer(Protocol):
-    """Sees a run while it goes on."""
+    """Observes a run."""
 
     def sent(self, phase: Phase) -> None:
-        """One more request is under way."""
+        """A request was sent."""
         ...
 
     def ended(self, record: Record) -> None:
-        """One request has ended."""
+        """A request has ended."""
         ...
 
 
 class Sender:
-    """One phase. Closed, it sends no more; what is under way goes on until it is cancelled.
+    """One phase. Once closed it sends nothing; requests in flight continue until cancelled.
 
-    `broken` is set when going on makes no sense, and `why` then says so.
+    `broken` is set when the server is gone; `why` is then the reason.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class Sender:
         return not self._closing.is_set()
 
     def close(self) -> None:
-        """Send no more."""
+        """Stop sending."""
         self._closing.set()
 
     def now_s(self) -> float:
@@ -128,11 +128,11 @@ class Sender:
         return self._clock.now() - self._origin
 
     def prepare(self, ask: Request) -> Prepared:
-        """Write a request, which takes its time, before it is due."""
+        """Encode a request before its scheduled time."""
         return self._writer.prepare(ask)
 
     async def wait_until(self, due_s: float) -> bool:
-        """Wait for a time; whether this is still open then."""
+        """Wait until a time; whether this is still open then."""
         delay_s = due_s - self.now_s()
         try:
             async with asyncio.timeout(max(0.0, delay_s)):
@@ -144,7 +144,7 @@ class Sender:
     async def run_conversation(
         self, number: int, conversation: Conversation, first: Prepared, due: Due
     ) -> None:
-        """Send a conversation's requests, one after the other's answer; a failure ends it."""
+        """Send a conversation's requests, each after the answer before; a failure ends it."""
         prepared = first
         for turn in range(len(conversation.turns)):
             place = Place(self._num_sent, number, turn, due if turn == 0 else Due())
@@ -169,7 +169,7 @@ class Sender:
         self.records.append(record)
         for observer in self._observers:
             observer.ended(record)
-        why = self._breaker.see(record)
+        why = self._breaker.count(record)
         if why is not None and self.why is None:
             self.why = why
             self.broken.set()
@@ -179,7 +179,7 @@ class Sender:
 def make_record(
     found: Exchange, ask: Request, place: Place, origin: Instant, *, phase: Phase
 ) -> Record:
-    """What is kept of a request; times to the microsecond, since `origin`."""
+    """The record of a request; times in microseconds since `origin`."""
     answer = found.answer
 
     def since(at: float) -> float:

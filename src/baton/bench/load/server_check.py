@@ -1,6 +1,6 @@
-"""What must be known of a server before a run; what cannot work is refused here, with the reason.
+"""Checks of a server before a run: its model, how requests look, whether the largest one fits.
 
-A run that fails at its thousandth request for a reason that the first one knew is a wasted hour.
+What cannot work fails here with the reason, not after an hour.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ UNAUTHORISED: Final = frozenset({401, 403})
 
 
 class UnusableServerError(BatonError):
-    """The server is there, and cannot answer what this run would ask."""
+    """The server answers, but not the requests of this run."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestOptions:
-    """How a person wants the server to be asked. `model` None: the one that it serves."""
+    """The flags that shape requests. `model` None: the one that the server has."""
 
     model: str | None = None
     endpoint: Endpoint = "completions"
@@ -55,7 +55,7 @@ class RequestOptions:
 
 
 class Server(msgspec.Struct, frozen=True):
-    """What a server says of itself; None: it does not say."""
+    """Facts about a server; None: unknown."""
 
     url: str
     model: str
@@ -69,7 +69,7 @@ class Server(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class CheckedServer:
-    """A server that can be asked: in this manner, and what is odd about it."""
+    """A usable server: the style of its requests, and warnings."""
 
     server: Server
     style: RequestStyle
@@ -105,17 +105,17 @@ class _Listing:
 async def check_server(
     client: Client, workload: Workload, request_options: RequestOptions, prompts: PromptWriter
 ) -> CheckedServer:
-    """Find out how this server can be asked for this workload.
+    """Find out how requests of this workload must look for this server.
 
     Raises:
-        PeerUnreachableError: nobody answers there.
+        PeerUnreachableError: nothing answers there.
         ConfigError: no such model, a key is missing, or the workload does not fit.
         UnfitServerError: it cannot answer.
     """
     listing = await _list(client)
     model = _choose_model(listing.models, request_options.model)
     _check_context(model, workload)
-    style, warnings = await _find_manner(client, model, workload, request_options, prompts=prompts)
+    style, warnings = await _find_style(client, model, workload, request_options, prompts=prompts)
     probe = await _probe_largest(client, workload, BodyWriter(style, prompts), model)
     server = Server(
         client.target.base_url,
@@ -127,8 +127,8 @@ async def check_server(
         listing.version,
         listing.software,
     )
-    odd = tuple(_oddities(probe, workload.largest, style))
-    return CheckedServer(server, style, (*workload.warnings, *warnings, *odd))
+    lengths = tuple(_length_warnings(probe, workload.largest, style))
+    return CheckedServer(server, style, (*workload.warnings, *warnings, *lengths))
 
 
 async def _list(client: Client) -> _Listing:
@@ -196,7 +196,7 @@ def _check_context(model: ListedModel, workload: Workload) -> None:
     )
 
 
-async def _find_manner(
+async def _find_style(
     client: Client,
     model: ListedModel,
     workload: Workload,
@@ -204,27 +204,27 @@ async def _find_manner(
     *,
     prompts: PromptWriter,
 ) -> tuple[RequestStyle, list[str]]:
-    """The first manner that the server takes, and what is wrong with it."""
+    """The first style that the server accepts, and its warnings."""
     first = RequestStyle(model.id, request_options.endpoint, request_options.ids)
     if isinstance(workload.largest.prompt, GivenBody):
         return first, []
     refusals: list[str] = []
-    for style in _manners(first, request_options):
+    for style in _styles(first, request_options):
         ready = style
         if isinstance(style.form, Calibration):
             ready = replace(style, form=await _calibrate(client, style, prompts))
         ask = Request(Segments((Segment("survey", 16),)), 2)
         found = await client.exchange(BodyWriter(ready, prompts).prepare(ask))
         if found.failure is None:
-            return ready, _manner_warnings(ready, request_options, refusals)
+            return ready, _style_warnings(ready, request_options, refusals)
         if not _is_refusal(found):
             raise UnusableServerError(f"a first small request failed: {found.failure.message}")
         refusals.append(found.failure.message)
     raise ConfigError(f"the server refuses a first small request: {refusals[0]}")
 
 
-def _manners(first: RequestStyle, request_options: RequestOptions) -> Iterator[RequestStyle]:
-    """From the most exact one on."""
+def _styles(first: RequestStyle, request_options: RequestOptions) -> Iterator[RequestStyle]:
+    """All styles, the most exact one first."""
     forms: list[TokenIds | Calibration] = []
     if request_options.endpoint == "completions" and request_options.form != "words":
         forms.append(request_options.ids)
@@ -237,7 +237,7 @@ def _manners(first: RequestStyle, request_options: RequestOptions) -> Iterator[R
             yield replace(first, form=form, has_exact_lengths=has_exact_lengths)
 
 
-def _manner_warnings(
+def _style_warnings(
     style: RequestStyle, request_options: RequestOptions, refusals: list[str]
 ) -> list[str]:
     warnings = []
@@ -255,7 +255,7 @@ def _manner_warnings(
 
 
 async def _calibrate(client: Client, style: RequestStyle, prompts: PromptWriter) -> Calibration:
-    """How this server counts words, by two prompts; a guess where it does not count."""
+    """Tokens per word of this server, by two prompts; a guess where it counts none."""
     per_word = BodyWriter(replace(style, form=Calibration(1.0, 0.0)), prompts)
     counted = []
     for num_words in CALIBRATION_WORDS:
@@ -283,7 +283,7 @@ def _is_refusal(found: Exchange) -> bool:
     return found.status is not None and 400 <= found.status < 500  # noqa: PLR2004 - HTTP's range
 
 
-def _oddities(probe: Exchange, ask: Request, style: RequestStyle) -> Iterator[str]:
+def _length_warnings(probe: Exchange, ask: Request, style: RequestStyle) -> Iterator[str]:
     tokens = probe.answer.tokens
     if tokens.num_output is None:
         yield "the server counts no tokens (usage): each chunk is taken for one token"

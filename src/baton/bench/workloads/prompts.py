@@ -1,4 +1,4 @@
-"""Segments → what a request carries: token ids, or words. The same seed gives the same."""
+"""Segments → prompts of token ids or words; equal seeds give equal prompts."""
 
 from __future__ import annotations
 
@@ -15,107 +15,23 @@ if TYPE_CHECKING:
 
 FIRST_TOKEN_ID: Final = 256
 END_TOKEN_ID: Final = 2048
-"""Ids `[256, 2048)` are ordinary pieces of text in nearly every model's vocabulary: special tokens
-stand before or far behind them."""
+"""Ids `[256, 2048)` are ordinary text in nearly every vocabulary: special tokens are before or far
+after them."""
 
-WORDS: Final = (
-    "time",
-    "year",
-    "people",
-    "way",
-    "day",
-    "man",
-    "thing",
-    "woman",
-    "life",
-    "child",
-    "world",
-    "school",
-    "state",
-    "family",
-    "student",
-    "group",
-    "country",
-    "problem",
-    "hand",
-    "part",
-    "place",
-    "case",
-    "week",
-    "company",
-    "system",
-    "program",
-    "question",
-    "work",
-    "government",
-    "number",
-    "night",
-    "point",
-    "home",
-    "water",
-    "room",
-    "mother",
-    "area",
-    "money",
-    "story",
-    "fact",
-    "month",
-    "lot",
-    "right",
-    "study",
-    "book",
-    "eye",
-    "job",
-    "word",
-    "business",
-    "issue",
-    "side",
-    "kind",
-    "head",
-    "house",
-    "service",
-    "friend",
-    "father",
-    "power",
-    "hour",
-    "game",
-    "line",
-    "end",
-    "member",
-    "law",
-    "car",
-    "city",
-    "name",
-    "team",
-    "minute",
-    "idea",
-    "body",
-    "back",
-    "parent",
-    "face",
-    "level",
-    "office",
-    "door",
-    "health",
-    "person",
-    "art",
-    "war",
-    "history",
-    "party",
-    "result",
-    "change",
-    "morning",
-    "reason",
-    "research",
-    "moment",
-    "air",
-    "teacher",
+_TEXT: Final = (
+    "time year people way day man thing woman life child world school state family student group "
+    "country problem hand part place case week company system program question work government "
+    "number night point home water room mother area money story fact month lot right study book "
+    "eye job word business issue side kind head house service friend father power hour game line "
+    "end member law car city name team minute idea body back parent face level office door health "
+    "person art war history party result change morning reason research moment air teacher"
 )
+WORDS: Final = tuple(_TEXT.split())
 
 
 @dataclass(frozen=True, slots=True)
 class TokenIds:
-    """Which ids prompts are made of: `[first, end)`."""
+    """The range of token ids in prompts: `[first, end)`."""
 
     first: int = FIRST_TOKEN_ID
     end: int = END_TOKEN_ID
@@ -131,7 +47,7 @@ class Calibration:
 
 @dataclass(frozen=True, slots=True)
 class PromptWriter:
-    """Makes prompts up. Immutable; the seed is any text."""
+    """Generates prompts. Immutable; the seed is any text."""
 
     seed: str
 
@@ -142,7 +58,7 @@ class PromptWriter:
         return tokens
 
     def write_words(self, prompt: Segments, calibration: Calibration) -> str:
-        """Words that make about as many tokens, the server's own additions included."""
+        """Words that make about this many tokens, the server's own tokens included."""
         missing = calibration.overhead_tokens
         words: list[str] = []
         for part in prompt.parts:
@@ -159,7 +75,7 @@ class PromptWriter:
 
 
 def calibrate(num_words: tuple[int, int], num_tokens: tuple[int, int]) -> Calibration | None:
-    """The line through two measured prompts; None where it makes no sense."""
+    """The line through two measured prompts; None where it does not rise."""
     slope = (num_tokens[1] - num_tokens[0]) / (num_words[1] - num_words[0])
     if slope <= 0:
         return None

@@ -1,4 +1,4 @@
-"""The words of a workload: what one request asks for, and which requests belong together."""
+"""The types of a workload: one request, a conversation, the workload."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """A prompt that is known by its lengths: its tokens are made up."""
+    """A prompt that is given by lengths: its tokens are generated."""
 
     parts: tuple[Segment, ...]
 
@@ -33,7 +33,7 @@ class Segments:
 
 @dataclass(frozen=True, slots=True)
 class GivenBody:
-    """A prompt that somebody wrote: the fields of a whole request, of an endpoint of its own."""
+    """A recorded request: all its fields, and its endpoint."""
 
     endpoint: Endpoint
     fields: Mapping[str, object] = field(hash=False)
@@ -44,7 +44,7 @@ Prompt: TypeAlias = Segments | GivenBody
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One request. `num_output_tokens` None: as many as the server likes."""
+    """One request. `num_output_tokens` None: the server decides."""
 
     prompt: Prompt
     num_output_tokens: int | None
@@ -61,10 +61,10 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Requests that follow each other: each is sent after the answer to the one before.
+    """Requests in sequence: each is sent after the answer to the one before.
 
-    `arrival_s`: when the first is sent, in seconds since the workload's beginning, where the
-    workload says that itself. `pause_s` lies between an answer and the next request.
+    `arrival_s`: when the first is sent, in seconds since the workload's beginning (None: not
+    recorded). `pause_s` lies between an answer and the next request.
     """
 
     turns: tuple[Request, ...]
@@ -74,11 +74,11 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Something to ask of a server.
+    """A source of requests.
 
-    `generate` begins anew at each call and yields the same; it may have no end. `largest` is a
-    request that needs as many tokens as any, or nearly: a server that takes it takes all.
-    `num_requests` None: without end. `has_arrivals`: conversations say when they are sent.
+    `generate` yields the same at each call; it may have no end. `largest` needs as many tokens as
+    any request, or nearly: a server that accepts it accepts all. `num_requests` None: without end.
+    `has_arrivals`: conversations have arrival times.
     """
 
     name: str
@@ -91,7 +91,7 @@ class Workload:
 
 
 def count_context(ask: Request) -> int | None:
-    """Tokens that prompt and answer need together, where both are known."""
+    """Tokens of prompt and answer together, where both are known."""
     if ask.num_prompt_tokens is None or ask.num_output_tokens is None:
         return None
     return ask.num_prompt_tokens + ask.num_output_tokens

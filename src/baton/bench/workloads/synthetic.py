@@ -1,4 +1,4 @@
-"""Workloads of fixed lengths: every prompt is new, all are equally long."""
+"""Generated workloads: fixed lengths, shared prefixes, conversations of several turns."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ def fixed_lengths(lengths: Lengths, name: str = "fixed") -> Workload:
 
 
 def new_request(key: str, lengths: Lengths) -> Request:
-    """A request whose prompt nobody else has."""
+    """A request with a prompt of its own."""
     return Request(Segments((Segment(key, lengths.num_input_tokens),)), lengths.num_output_tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class SharedPrefix:
-    """`num_prefixes` system prompts of `num_prefix_tokens`, in turns; the rest is each one's own.
+    """`num_prefixes` system prompts of `num_prefix_tokens`, round robin, and a part of its own.
 
-    `lengths` are those of the part of its own, and of the answer.
+    `lengths`: of that part, and of the answer.
     """
 
     num_prefixes: int
@@ -59,8 +59,8 @@ class SharedPrefix:
 class MultiTurn:
     """`num_turns` requests; each repeats all before it, answers included, and adds `lengths`.
 
-    The answers that are repeated are made up, like the questions: so every server is asked the
-    same, whatever it answers; a cache finds the earlier prompts, not the earlier answers.
+    Repeated answers are generated like the questions, so that every server receives the same
+    requests: a cache finds the earlier prompts, not the earlier answers.
     """
 
     num_turns: int
@@ -107,7 +107,7 @@ def multi_turn(shape: MultiTurn) -> Workload:
 
 
 def _probe(num_tokens: int, lengths: Lengths) -> Request:
-    """As large as the largest, and without a prefix that a cache could keep from it."""
+    """As large as the largest, without a prefix that a cache could have."""
     return Request(Segments((Segment("probe", num_tokens),)), lengths.num_output_tokens)
 
 
@@ -129,7 +129,7 @@ MAX_TOKENS: Final = 10_000_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkloadOptions:
-    """What was asked for; None is the workload's own default."""
+    """The flags; None is the workload's own default."""
 
     num_input_tokens: int | None = None
     num_output_tokens: int | None = None
@@ -140,10 +140,10 @@ class WorkloadOptions:
 
 
 def choose_workload(name: str, options: WorkloadOptions) -> Workload:
-    """The workload of this name.
+    """The workload with this name.
 
     Raises:
-        ConfigError: there is none, or a number is out of bounds.
+        ConfigError: the name is unknown, or a number is out of bounds.
     """
     _check(options)
     if name in PRESETS or name == "fixed":

@@ -1,11 +1,11 @@
-"""Recorded traffic as a workload. Broken lines are counted and named, not hidden.
+"""Recorded traffic as a workload. Broken lines are counted and reported.
 
-File map:
-    lines.py      lines → requests, and what was wrong with the others
-    mooncake.py   JSONL: timestamp, input_length, output_length, hash_ids
-    azure.py      CSV: TIMESTAMP, ContextTokens, GeneratedTokens
-    batches.py    JSONL of whole requests, as OpenAI's batch API takes them
-    reading.py    a file → a workload
+Mooncake: {"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47, …]}
+    Milliseconds. `hash_ids[i]` names tokens `[512 i, 512 (i + 1))` of the prompt and all before
+    them: equal ids are equal tokens.
+Azure: a CSV of TIMESTAMP, ContextTokens, GeneratedTokens; nothing about shared prompts.
+OpenAI batches: {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": { … }}
+    Real text, no times.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ MAX_OUTPUT_TOKENS: Final = 1_000_000
 
 
 class BrokenLineError(BatonError):
-    """This line is no request of this format."""
+    """A line that is no request of this format."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """One line: a request, and when it arrived (seconds; None: not said)."""
+    """One line: a request, and when it arrived (seconds; None: not recorded)."""
 
     ask: Request
     arrival_s: float | None
@@ -59,32 +59,32 @@ class Broken:
 
 
 class LineReader(Protocol):
-    """Reads one format's lines."""
+    """Parses the lines of one format."""
 
     def read(self, number: int, line: str) -> Recorded | None:
-        """One line; None where it is only a heading.
+        """Parse one line; None for a header.
 
         Raises:
-            BrokenLineError: what is wrong.
+            BrokenLineError: it is no request.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class TraceLines:
-    """A whole file's."""
+    """All lines of a file."""
 
     recorded: tuple[Recorded, ...]
     broken: tuple[Broken, ...]
 
     @property
     def broken_share(self) -> float:
-        """Broken lines of all."""
+        """The share of broken lines."""
         return len(self.broken) / max(1, len(self.broken) + len(self.recorded))
 
 
 def read_lines(reader: LineReader, lines: Iterable[str]) -> TraceLines:
-    """All lines but empty ones."""
+    """Parse all lines but empty ones."""
     recorded: list[Recorded] = []
     broken: list[Broken] = []
     for number, line in enumerate(lines, start=1):
@@ -107,10 +107,10 @@ def describe_broken(broken: tuple[Broken, ...]) -> str:
 
 
 def check_lines(trace: TraceLines, name: str, max_broken_share: float) -> None:
-    """Pass, or refuse a file that is mostly something else.
+    """Check the share of broken lines.
 
     Raises:
-        ConfigError: too many lines are broken, or nothing is left.
+        ConfigError: too many are broken, or none is left.
     """
     if trace.broken and (trace.broken_share > max_broken_share or not trace.recorded):
         raise ConfigError(
@@ -165,7 +165,7 @@ class MooncakeReader:
 
 
 def _segments(number: int, line: MooncakeLine) -> Segments:
-    """Blocks by their ids; what ids do not cover is this request's own."""
+    """Blocks by their ids; the tokens after them belong to this request alone."""
     parts = []
     rest = line.input_length
     for hash_id in line.hash_ids:
@@ -183,7 +183,7 @@ _FINER_THAN_US: Final = re.compile(r"(\.\d{6})\d+")
 
 
 class AzureReader:
-    """See `LineReader`. The heading says where the columns are; other columns are ignored."""
+    """See `LineReader`. The header names the columns; other columns are ignored."""
 
     def __init__(self) -> None:
         self._places: tuple[int, ...] | None = None
@@ -236,7 +236,7 @@ class BatchLine(msgspec.Struct, frozen=True):
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """What of a body says how long its answer may be."""
+    """The fields of a body that limit its answer."""
 
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
@@ -273,9 +273,9 @@ MAX_FILE_BYTES: Final = 4 << 30
 
 @dataclass(frozen=True, slots=True)
 class TraceFile:
-    """Where a trace is, and how it is played.
+    """A trace file, and how it is replayed.
 
-    `format` None: found out by its first line. `speed` 2 plays it in half the time. More than
+    `format` None: detected from the first line. `speed` 2 replays it in half the time. More than
     `max_broken_share` of broken lines is an error.
     """
 
@@ -286,10 +286,10 @@ class TraceFile:
 
 
 def read_trace(file: TraceFile) -> Workload:
-    """Its requests, in the order of their arrival, the first at 0.
+    """Its requests in the order of arrival, the first at 0.
 
     Raises:
-        ConfigError: unreadable, too many broken lines, or nothing in it.
+        ConfigError: it cannot be read, is empty, or has too many broken lines.
     """
     try:
         if file.path.stat().st_size > MAX_FILE_BYTES:
@@ -350,13 +350,13 @@ def _arrival(recorded: Recorded) -> float:
 
 
 def _size(ask: Request) -> int:
-    if isinstance(ask.prompt, GivenBody):  # words are not tokens, but the longest is the longest
+    if isinstance(ask.prompt, GivenBody):  # characters are no tokens, but the order is the same
         return len(str(ask.prompt.fields.get("messages", ask.prompt.fields.get("prompt"))))
     return ask.prompt.num_tokens + (ask.num_output_tokens or 0)
 
 
 def _as_probe(ask: Request) -> Request:
-    """The same size; of made-up prompts other tokens, that no cache keeps them for later."""
+    """The same size; generated prompts get other tokens, so that no cache has them later."""
     if isinstance(ask.prompt, GivenBody):
         return ask
     return replace(ask, prompt=Segments((Segment("probe", ask.prompt.num_tokens),)))

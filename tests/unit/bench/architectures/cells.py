@@ -100,7 +100,10 @@ def make_findings(plan, measured, troubles=()):
         engine="transformers", model="<demo>", num_workers=2, workload="balanced",
         workload_words="100 in", seed="s",
         num_repetitions=plan.effort.num_repetitions, duration_s=10.0, order=(),
-        configurations=tuple(ConfigurationInfo(a.name, a.num_both, a.num_prefill, a.num_decode, {}) for a in plan.configurations),
+        configurations=tuple(
+            ConfigurationInfo(a.name, a.num_both, a.num_prefill, a.num_decode, {})
+            for a in plan.configurations
+        ),
         levels=tuple(
             LevelInfo(v.key, v.words, v.load.concurrency, None) for v in plan.levels
         ),

@@ -57,7 +57,9 @@ def test_peers_are_held_against_replication_and_do_not_decide():
     assert analysis.headline.startswith("Replicate, with 2 workers")
     assert "peer" not in analysis.headline
     for name in ("peer:nixl-1P1D", "peer:vllm-router"):
-        some = [c for c in analysis.contrasts if (c.metric, c.configuration) == ("throughput", name)]
+        some = [
+            c for c in analysis.contrasts if (c.metric, c.configuration) == ("throughput", name)
+        ]
         assert [c.judgement for c in some] == ["wins"] * 4
         assert any(line.startswith(f"{name}, Throughput: wins") for line in analysis.verdict)
 
@@ -135,7 +137,9 @@ def test_cells_that_ended_early_are_left_out_and_said():
     samples[[(s.cell.configuration, s.cell.level) for s in samples].index(("1P1D", "c1"))] = died
     analysis = analyse(plan, samples, (Trouble("1P1D", 1, "prefill-0 ended"),))
     point = next(
-        p for p in analysis.points if (p.metric, p.configuration, p.level) == ("throughput", "1P1D", "c1")
+        p
+        for p in analysis.points
+        if (p.metric, p.configuration, p.level) == ("throughput", "1P1D", "c1")
     )
     assert len(point.estimate.values) == 4
     assert analysis.cautions[0] == "1P1D FAILED in repetition 1: prefill-0 ended"

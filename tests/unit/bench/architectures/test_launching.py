@@ -13,7 +13,9 @@ def four_cores(monkeypatch):
 
 def cores_of(flags):
     return {
-        arm.name: [worker.settings["worker.cpu_affinity"] for worker in flags.plan_launch(arm).workers]
+        arm.name: [
+            worker.settings["worker.cpu_affinity"] for worker in flags.plan_launch(arm).workers
+        ]
         for arm in choose_configurations(flags.workers)
     }
 

@@ -30,7 +30,9 @@ def test_intervals_of_five_hold_the_truth_about_as_often_as_they_say():
 def test_students_t(num, true):
     values = [float(i) for i in range(num + 1)]
     found = mean_of(values)
-    assert found.high - found.value == pytest.approx(true * np.std(values, ddof=1) / (num + 1) ** 0.5, rel=0.001)
+    assert found.high - found.value == pytest.approx(
+        true * np.std(values, ddof=1) / (num + 1) ** 0.5, rel=0.001
+    )
 
 
 def test_a_ratio_is_of_pairs_so_what_both_share_cancels():

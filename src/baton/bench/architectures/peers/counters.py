@@ -1,4 +1,4 @@
-"""vLLM's metrics, before a load and after it → proof that KV moved."""
+"""vLLM's metrics before and after a load → proof that KV moved."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SOURCE: Final = re.compile(r'\bsource="(\w+)"')
 
 
 class Counts(msgspec.Struct, frozen=True):
-    """What decode servers have counted since their start: prompts' tokens by where KV came from."""
+    """Counters of the decode servers since their start: prompt tokens by the source of their KV."""
 
     num_computed_tokens: float = 0.0
     num_cached_tokens: float = 0.0
@@ -46,7 +46,7 @@ class Counts(msgspec.Struct, frozen=True):
 
 
 def read_counts(text: str) -> Counts | None:
-    """From Prometheus' text; None where vLLM does not say what it received."""
+    """Parse Prometheus' text; None where vLLM does not count what it received."""
     by_source: dict[str, float] = {}
     sums = {NIXL_BYTES: 0.0, NIXL_FAILURES: 0.0}
     for name, labels, value in SAMPLE.findall(text):
@@ -66,9 +66,9 @@ def read_counts(text: str) -> Counts | None:
 
 
 def prove_by_counts(spent: Counts | None, num_answered: int) -> Proof:
-    """Sums over all requests: who lacked what is not known, only how many tokens were lacking.
+    """Proof from sums over all requests: only the total of missing tokens is known.
 
-    `num_not_handed_over` is at least so many, were each as long as the mean prompt.
+    `num_not_handed_over` is the least number, if each prompt had the mean length.
     """
     if spent is None:
         return _unknown(num_answered)
@@ -113,7 +113,7 @@ def _unknown(num_answered: int) -> Proof:
 
 @dataclass(slots=True)
 class MetricsCheck:
-    """See `TransferCheck`. Asks the decode servers themselves, not what stands before them."""
+    """See `TransferCheck`. Reads the decode servers themselves, not the proxy."""
 
     urls: tuple[str, ...]
     _before: Counts | None = field(default=None)
@@ -143,7 +143,7 @@ class MetricsCheck:
 
 
 class NoCheck:
-    """See `TransferCheck`: of a peer whose requests need no KV to move."""
+    """See `TransferCheck`: of a peer that moves no KV."""
 
     async def begin(self, session: aiohttp.ClientSession) -> None:
         """See `TransferCheck`."""

@@ -1,4 +1,7 @@
-"""Whether a peer's packages are there, and how to get them."""
+"""Processes and arguments of a peer's configuration, and whether the peer is installed. Pure.
+
+Workers have the same cores and vLLM settings as Baton's own workers.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ HINTS: Final[Mapping[str, str]] = {
 
 
 def find_missing(peer: Peer) -> str | None:
-    """What is not installed, and how to install it; None: nothing."""
+    """Missing packages and how to install them; None: all are installed."""
     missing = [name for name in MODULES[peer] if find_spec(name) is None]
     if not missing:
         return None
@@ -46,12 +49,12 @@ HOST: Final = "127.0.0.1"
 PROXY: Final = "baton.bench.architectures.peers.proxy"
 NIXL: Final = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}
 LOOPBACK_DEVICE: Final = "lo"
-"""UCX would otherwise listen on every network device of the machine."""
+"""Otherwise UCX listens on every network device."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ports:
-    """A server's own: for requests, and NIXL's for the handshake."""
+    """A server's ports: for requests, and for NIXL's handshake."""
 
     http: int
     handshake: int
@@ -68,7 +71,7 @@ class PeerServer:
 
 @dataclass(frozen=True, slots=True)
 class PeerPlan:
-    """Everything that a peer's arm starts."""
+    """All processes of a peer's configuration."""
 
     peer: Peer
     model: Path
@@ -78,7 +81,7 @@ class PeerPlan:
     servers: tuple[PeerServer, ...]
 
     def server_command(self, port: int) -> tuple[str, ...]:
-        """One vLLM server."""
+        """The command of one vLLM server."""
         words = [
             *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
             *("--model", str(self.model), "--served-model-name", self.served_name),
@@ -99,7 +102,7 @@ class PeerPlan:
     def server_environment(
         self, inherited: Mapping[str, str], server: PeerServer, ports: Ports
     ) -> dict[str, str]:
-        """Its variables: those of Baton's own vLLM workers, and where NIXL listens."""
+        """Its environment: that of Baton's vLLM workers, and where NIXL listens."""
         kept = {k: v for k, v in inherited.items() if k not in REMOVED_VARIABLES}
         own = server_environment(self.options, "info", server.cores, self.platform)
         nixl = {
@@ -110,7 +113,7 @@ class PeerPlan:
         return {**kept, **own, **(nixl if self.peer == "nixl" else {})}
 
     def front_command(self, urls: Mapping[str, str], ports: Ports) -> tuple[str, ...]:
-        """What stands before the servers; `urls` has each server's by name."""
+        """The command of the proxy or router; `urls`: of each server by name."""
         match self.peer:
             case "nixl":
                 words = [sys.executable, "-m", PROXY, "--port", str(ports.http)]
@@ -134,23 +137,21 @@ def plan_peer(
     engine: Mapping[str, object],
     platform: Platform,
 ) -> PeerPlan:
-    """A peer's arm in the place of Baton's; `engine` holds the options of vLLM.
+    """A peer's configuration in place of Baton's; `engine`: the options of vLLM.
 
     Raises:
-        ConfigError: no model, or settings that a peer could not have alike.
+        ConfigError: no model, or settings that a peer does not have.
     """
     config = launch.config
     if configuration.peer is None:
-        raise ConfigError(f"{configuration.name} is no peer's arm")
+        raise ConfigError(f"{configuration.name} is no peer's configuration")
     if config.worker.engine != "vllm":
-        raise ConfigError(
-            f"--arm {configuration.name}: peers are compared with --engine vllm alone"
-        )
+        raise ConfigError(f"--arm {configuration.name}: peers need --engine vllm")
     if config.worker.model is None:
         raise ConfigError(f"--arm {configuration.name}: peers need a model's folder (--model)")
     if config.up.prefill_engine or config.up.decode_engine:
         raise ConfigError(
-            f"--arm {configuration.name}: prefill and decode with settings of their own are Baton's alone"
+            f"--arm {configuration.name}: peers have no settings for prefill and decode apart"
         )
     options = msgspec.convert(dict(engine), VllmOptions)
     servers = tuple(

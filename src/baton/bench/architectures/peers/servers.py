@@ -1,4 +1,7 @@
-"""One process of a peer: spawn, lines, end. It knows nothing of Baton's announcements."""
+"""All servers of a peer's configuration: started, pinned, supervised, stopped.
+
+Owned by one event loop.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,7 @@ READ_REST_TIMEOUT_S: Final = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """What is started, and where: all of its threads on `cores` (None: anywhere)."""
+    """A command; all of its threads run on `cores` (None: anywhere)."""
 
     name: str
     command: Sequence[str]
@@ -64,15 +67,15 @@ class PeerProcess:
 
     @property
     def is_ended(self) -> bool:
-        """Whether it has ended and its last lines are known."""
+        """Whether it has ended and its output is read."""
         return self._ended.done()
 
     async def until_ended(self) -> None:
-        """Until it has ended and its last lines are known. May be cancelled."""
+        """Wait until it has ended and its output is read. May be cancelled."""
         await asyncio.shield(self._ended)
 
     async def stop(self) -> None:
-        """Ask it to end; kill it, and all of its group, if it does not."""
+        """Terminate it; kill its process group if it does not end."""
         self._signal(signal.SIGTERM)
         try:
             await asyncio.wait({self._ended}, timeout=END_TIMEOUT_S)
@@ -81,7 +84,7 @@ class PeerProcess:
         await self.until_ended()
 
     def failure(self, what: str) -> ChildFailedError:
-        """It has ended: how, with its last lines."""
+        """An error with its exit status and last lines."""
         lines, status = list(self._last_lines), self._process.returncode or 0
         quoted = "\n".join(f"    {line}" for line in lines) or "    (it wrote nothing)"
         return ChildFailedError(
@@ -90,7 +93,7 @@ class PeerProcess:
         )
 
     def _signal(self, number: signal.Signals) -> None:
-        # A group outlives its leader: what is left of it ends too.
+        # A group outlives its leader: its other processes end too.
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, number)
 
@@ -128,19 +131,23 @@ async def spawn(start: Start, on_line: Callable[[str], None]) -> PeerProcess:
 
 
 def _prepare(parent_pid: int, cores: tuple[int, ...] | None) -> None:
-    """In the child before exec: it takes no lock that another thread could hold."""
+    """In the child before exec: takes no lock that another thread could hold."""
     die_with(parent_pid)
     if cores is not None:
         os.sched_setaffinity(0, cores)
 
 
 def pin_session(session: int, cores: Collection[int]) -> frozenset[int]:
-    """Put back every thread that may run elsewhere: the cores that they had gone to."""
+    """Pin every thread of a session to `cores`; the other cores that they were allowed.
+
+    vLLM's NixlConnector moves the computing thread of *every* server to the machine's last core (to
+    reserve a core for transfers); two servers would then share that one.
+    """
     share, strays = set(cores), set[int]()
     for folder in PROC.iterdir():
         if not folder.name.isdigit() or read_session(folder) != session:
             continue
-        # A thread that ends meanwhile needs no core.
+        # A thread may end meanwhile.
         with suppress(OSError):
             for task in (folder / "task").iterdir():
                 strays |= _pin(int(task.name), share)
@@ -164,7 +171,7 @@ OK: Final = 200
 
 @dataclass(slots=True)
 class PeerFleet:
-    """See `Servers`. What stands before the servers is called `GATEWAY`."""
+    """See `Servers`. The proxy or router is called `GATEWAY`."""
 
     ports: dict[str, Ports]
     front: Ports
@@ -201,11 +208,11 @@ class PeerFleet:
 async def open_peer_fleet(
     plan: PeerPlan, context: ServerContext, log: Path
 ) -> AsyncGenerator[PeerFleet]:
-    """Servers that are all up; leaving it stops them. What they say goes to `log`.
+    """Servers that are all up; leaving it stops them. Their output goes to `log`.
 
     Raises:
-        ChildFailedError: a server did not start, or died meanwhile (on leaving).
-        InterruptedBenchError: somebody wanted the end before they were up.
+        ChildFailedError: a server did not start, or died (raised on leaving).
+        InterruptedBenchError: an interrupt before they were up.
     """
     with log.open("wb", buffering=0) as file:
         display = LogDisplay(file)
@@ -252,10 +259,10 @@ async def _spawn(start: Start, display: LogDisplay, fleet: PeerFleet) -> PeerPro
 
 
 async def _until_up(session: aiohttp.ClientSession, process: PeerProcess, url: str) -> None:
-    """Until it answers.
+    """Wait until it answers.
 
     Raises:
-        ChildFailedError: it ended, or takes too long.
+        ChildFailedError: it ended, or did not answer in time.
     """
     timeout = aiohttp.ClientTimeout(total=ASK_TIMEOUT_S)
     try:
@@ -287,7 +294,7 @@ async def _until_done(starting: asyncio.Task[None], interrupt: asyncio.Event) ->
 
 
 async def _stop(fleet: PeerFleet) -> None:
-    """What stands before the servers first: they then finish what it asked for."""
+    """Stop the proxy first: the servers then finish its requests."""
     front = [process for process in fleet.running if process.name == GATEWAY]
     servers = [process for process in fleet.running if process.name != GATEWAY]
     for some in (front, servers):
@@ -308,7 +315,7 @@ def _pin_again(plan: PeerPlan, fleet: PeerFleet) -> list[str]:
 
 
 def url_of(ports: Ports) -> str:
-    """Where a process answers."""
+    """The URL of a process."""
     return f"http://{HOST}:{ports.http}"
 
 
@@ -318,7 +325,7 @@ def _choose_check(plan: PeerPlan, ports: dict[str, Ports]) -> TransferCheck:
 
 
 def _free_ports(num: int) -> list[Ports]:
-    """Ports that are free now, all different."""
+    """Free ports, all different."""
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(2 * num)]
         for each in sockets:

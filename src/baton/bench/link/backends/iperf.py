@@ -1,8 +1,8 @@
 """iperf3: the TCP rate of a C program between the same two cores.
 
 It sends bytes of its own: one buffer of 128 KiB for each stream, again and again (seen with
-strace), which stays in a core's cache. So it is an upper limit rather than a peer, and its bytes are
-not verified. It reports the time itself: its start and its handshake are not counted.
+strace), which stays in a core's cache. So it is an upper limit rather than a peer, and its
+bytes are not verified. It reports the time itself: its start and its handshake are not counted.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Mooncake's transfer engine over TCP. It listens on all interfaces, so it runs in a network namespace."""
+"""Mooncake's transfer engine over TCP, in a network namespace: it listens on all interfaces."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ class Nixl(Backend):
                 ))
 
     def prepare(self, move: Move, direction: Direction) -> Callable[[], None]:
-        """See `Backend`. NIXL's planning is inside the call, since each request has pages of its own."""
+        """See `Backend`. NIXL plans inside the call: each request has pages of its own."""
         operation = OPERATIONS[direction]
         if move.is_run:
             src, dst, num_bytes = move.ranges[0].tolist()
