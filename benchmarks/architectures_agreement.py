@@ -299,8 +299,8 @@ def _print_apart(console: Console, agreement: Agreement, words: dict[str, str]) 
                 console.print(f"apart: {_describe(pair, kind, words)}", style="red")
     for each in agreement.opposed:
         console.print(
-            f"OPPOSED: {each.configuration}, {words[each.level]}, {titles()[each.metric]}: {each.a} "
-            f"against replication in A, {each.b} in B",
+            f"OPPOSED: {each.configuration}, {words[each.level]}, {titles()[each.metric]}: "
+            f"{each.a} against replication in A, {each.b} in B",
             style="bold red",
         )
 

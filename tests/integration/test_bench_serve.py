@@ -72,21 +72,21 @@ def test_a_closed_loop_keeps_so_many_under_way_and_counts_all():
     figures = report.figures
     assert (figures.num_complete, figures.num_failed, figures.num_cut) == (12, 0, 0)
     assert (figures.num_prompt_tokens, figures.num_output_tokens) == (240, 48)
-    assert len(server.requests) == NUM_SURVEYED + 3 + 12
+    assert len(server.asks) == NUM_SURVEYED + 3 + 12
     assert server.most_at_once == 3
     assert figures.itl_s.num == 12 * 3
     assert figures.goodput.share == 1.0
     assert report.server.model == "scripted"
     assert report.warnings == ()
-    assert {len(ask.body["prompt"]) for ask in server.requests[NUM_SURVEYED:]} == {20}
-    prompts = {json.dumps(ask.body["prompt"]) for ask in server.requests}
-    assert len(prompts) == len(server.requests)
+    assert {len(ask.body["prompt"]) for ask in server.asks[NUM_SURVEYED:]} == {20}
+    prompts = {json.dumps(ask.body["prompt"]) for ask in server.asks}
+    assert len(prompts) == len(server.asks)
 
 
 def test_the_key_is_sent_and_kept_nowhere():
     server = ScriptedServer()
     report = measure(server)
-    assert server.requests[-1].headers["authorization"] == "Bearer the-key"
+    assert server.asks[-1].headers["authorization"] == "Bearer the-key"
     assert b"the-key" not in msgspec.json.encode(report)
 
 
@@ -127,7 +127,7 @@ def test_a_trace_is_played_when_it_was_recorded_faster_if_wanted(tmp_path):
     records = sorted(report.records, key=lambda each: each.index)
     assert [record.scheduled_s for record in records] == [0.0, 0.2, 0.2, 0.45]
     assert all(record.sent_s >= record.scheduled_s for record in records)
-    prompts = [ask.body["prompt"] for ask in server.requests[NUM_SURVEYED:]]
+    prompts = [ask.body["prompt"] for ask in server.asks[NUM_SURVEYED:]]
     assert len({tuple(prompt[:512]) for prompt in prompts}) == 1
     assert len({tuple(prompt[512:]) for prompt in prompts}) == 3  # two have the same ids
 
@@ -227,7 +227,7 @@ def test_a_server_that_dies_stops_the_run_and_what_was_measured_is_kept():
         async with server.running() as at:
             job = job_of(at.url, plan_of(Closed(4), None, duration_s=60))
             running = asyncio.create_task(run(job))
-            while len(server.requests) < 30:
+            while len(server.asks) < 30:
                 await asyncio.sleep(0.01)
             at.kill()
             return await running
@@ -321,7 +321,7 @@ def test_a_server_that_says_only_by_refusing_that_a_request_is_too_large():
     server = ScriptedServer(small, context=None)
     with pytest.raises(ConfigError, match=r"largest request.*context holds 20"):
         measure(server)
-    assert len(server.requests) == NUM_SURVEYED
+    assert len(server.asks) == NUM_SURVEYED
 
 
 def test_a_server_that_cannot_answer_at_all():

@@ -203,7 +203,7 @@ def draw_chart(chart: Chart) -> ChartFiles:
     """Draw it; a chart without marks is marked as empty."""
     figure = _load("matplotlib.figure").Figure(figsize=CHART_INCHES)
     axis = figure.add_axes((0.12, 0.15, 0.85, 0.62))
-    figure.text(0.026, 0.925, chart.title, size=11.5, weight="semibold", color=INK)
+    figure.text(0.026, 0.925, chart.title, size=11.5, weight="bold", color=INK)
     figure.text(0.026, 0.868, chart.subtitle, size=8.3, color=FAINT)
     axis.set_xlabel(chart.x_label, size=8.3, color=FAINT)
     tooltips: dict[str, str] = {}
@@ -214,8 +214,8 @@ def draw_chart(chart: Chart) -> ChartFiles:
             tooltips |= _draw_series(axis, series, num_series=len(chart.series))
         figure.legend(
             *axis.get_legend_handles_labels(), loc="upper left", bbox_to_anchor=(0.015, 0.865),
-            ncols=len(chart.series), frameon=False, fontsize=8.6, handletextpad=0.2,
-            columnspacing=1.2,
+            ncols=len(chart.series), frameon=False, fontsize=8.6, handletextpad=0.1,
+            columnspacing=1.2, handlelength=1.2, borderpad=0.2, labelcolor=INK,
         )  # fmt: skip
     else:
         axis.set_axis_off()
@@ -236,8 +236,10 @@ def _style_axes(axis: Any, marks: Sequence[Mark]) -> None:  # noqa: ANN401
     axis.grid(axis="y", color=GRID)
     axis.set_axisbelow(True)
     axis.set_xscale("log", base=2)
-    axis.set_xticks(sorted({mark.x for mark in marks}))
-    axis.margins(x=0.08)
+    xs = sorted({mark.x for mark in marks})
+    axis.set_xticks(xs)
+    margin = (xs[-1] / xs[0]) ** 0.08 if len(xs) > 1 else 2.0
+    axis.set_xlim(xs[0] / margin, xs[-1] * margin)
     values = [value for mark in marks for value in (*mark.values, mark.mean)]
     # Intervals that are much wider than their mean are cut, or the rest could not be seen.
     highs = [m.high for m in marks if m.high is not None and m.high < 3 * m.mean]
@@ -250,7 +252,7 @@ def _style_axes(axis: Any, marks: Sequence[Mark]) -> None:  # noqa: ANN401
         axis.yaxis.set_major_locator(ticker.LogLocator(subs=subs))
     else:
         axis.set_ylim(0, largest * 1.06 or 1.0)
-        axis.yaxis.set_major_locator(ticker.MaxNLocator(5))
+        axis.yaxis.set_major_locator(ticker.MaxNLocator(5, steps=(1, 2, 5, 10)))
     axis.minorticks_off()
     axis.tick_params(length=0, labelsize=8.3, labelcolor=FAINT)
     for each in (axis.xaxis, axis.yaxis):
