@@ -21,8 +21,14 @@ from rich.table import Table
 from rich.text import Text
 
 from baton.bench.architectures.folder import RESULTS
-from baton.bench.architectures.metrics import GOODPUT, METRICS
-from baton.bench.architectures.results import Contrast, Estimate, Findings, Judgement
+from baton.bench.architectures.results import (
+    GOODPUT,
+    METRICS,
+    Contrast,
+    Estimate,
+    Findings,
+    Judgement,
+)
 from baton.bench.architectures.verdict import MOST_OTHERS_SHARE
 from baton.bench.printing import format_number
 from baton.errors import BatonError, ConfigError

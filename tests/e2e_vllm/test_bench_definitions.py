@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from baton.bench.load.figures import Slo, compute_figures
-from baton.bench.load.record import Record
+from baton.bench.load.records import Record, Slo, compute_figures
 from baton.bench.load.stream import Tokens
 from baton.kv.sizing.parts import State
 from baton.kv.sizing.sizes import NodeTerms, compute_sizes

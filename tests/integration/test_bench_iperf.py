@@ -5,8 +5,7 @@ import shutil
 import pytest
 
 from baton.bench.link.node import COMMAND
-from baton.bench.link.plan import PEERS, Effort, Plan
-from baton.bench.link.runner import LinkRunner
+from baton.bench.link.runner import PEERS, Effort, LinkRunner, Plan
 from baton.clock import MachineClock
 from baton.rig.nodes import LocalNodes
 from baton.rig.pages import PAGE_BYTES, Workload

@@ -12,10 +12,9 @@ import pytest
 
 from baton.bench.files import LineFile, open_manifest
 from baton.bench.load.client import open_target
-from baton.bench.load.figures import Slo
 from baton.bench.load.job import Job, run_load
 from baton.bench.load.plan import Closed, Limits, LoadPlan, Open, Replay
-from baton.bench.load.record import Record
+from baton.bench.load.records import Record, Slo
 from baton.bench.load.server_check import RequestOptions, UnusableServerError
 from baton.bench.workloads.requests import Conversation
 from baton.bench.workloads.synthetic import Lengths, MultiTurn, fixed_lengths, multi_turn

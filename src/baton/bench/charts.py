@@ -9,7 +9,7 @@ from html import escape
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Final
 
-from baton.bench.architectures.metrics import measured_metrics
+from baton.bench.architectures.results import measured_metrics
 from baton.bench.printing import format_number
 from baton.errors import ConfigError
 
@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from baton.bench.architectures.metrics import Metric
-    from baton.bench.architectures.results import Findings, LevelInfo
+    from baton.bench.architectures.results import Findings, LevelInfo, Metric
     from baton.bench.link.report import ReferenceRow, Report, Row
 
 KIND_COLOURS: Final = {"transport": "#2c6fbb", "limit": "#999999", "peer": "#d08a2c"}

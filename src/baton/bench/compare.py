@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from baton.bench.load.record import Record
+    from baton.bench.load.records import Record
     from baton.bench.statistics import Contrast
 
 NUM_SLICES: Final = 20

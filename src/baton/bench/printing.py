@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from baton.bench.architectures.metrics import METRICS
+from baton.bench.architectures.results import METRICS
 from baton.bench.architectures.usage import UNMEASURED
 from baton.bench.architectures.verdict import format_change
 
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from baton.bench.compare import Comparison
     from baton.bench.link.report import ReferenceRow, Row
     from baton.bench.link.report import Report as LinkReport
-    from baton.bench.load.figures import Figures, Spread
     from baton.bench.load.job import Report as LoadReport
+    from baton.bench.load.records import Figures, Spread
     from baton.rig.machine import Machine
 
 MAX_COLUMNS: Final = 100

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rich.progress import ProgressColumn
 
     from baton.bench.load.plan import LoadPlan
-    from baton.bench.load.record import Phase, Record
+    from baton.bench.load.records import Phase, Record
     from baton.clock import Clock
 
 REDRAW_S: Final = 0.5

@@ -18,8 +18,8 @@ from baton.config.sections import Config
 from baton.errors import ConfigError
 
 if TYPE_CHECKING:
-    from baton.bench.link.plan import Plan
     from baton.bench.link.report import Report
+    from baton.bench.link.runner import Plan
     from baton.rig.nodes import Address, Nodes
 
 FAILED = 1
@@ -140,7 +140,7 @@ def _exit_code(report: "Report", flags: LinkFlags) -> int:
 def _plan(flags: LinkFlags, config: Config) -> "Plan":
     from dataclasses import replace  # noqa: PLC0415
 
-    from baton.bench.link import plan as planning  # noqa: PLC0415 - too heavy for --help
+    from baton.bench.link import runner as planning  # noqa: PLC0415 - too heavy for --help
     from baton.rig.pages import parse_size  # noqa: PLC0415
     from baton.transfer.interface import TRANSPORTS  # noqa: PLC0415
 

@@ -248,7 +248,7 @@ def prepare(servers: ServerFlags, work: WorkFlags, results: VerdictFlags) -> "Be
 
 def _plan(servers: ServerFlags, work: WorkFlags, results: VerdictFlags) -> "Plan":
     from baton.bench.architectures import plan as planning  # noqa: PLC0415 - heavy
-    from baton.bench.load.figures import parse_slo  # noqa: PLC0415
+    from baton.bench.load.records import parse_slo  # noqa: PLC0415
     from baton.bench.load.server_check import RequestOptions  # noqa: PLC0415
 
     concurrency = work.concurrency

@@ -220,8 +220,8 @@ def make_job(
     """
     from baton.bench.files import LineFile, check_writable  # noqa: PLC0415
     from baton.bench.load.client import open_target  # noqa: PLC0415
-    from baton.bench.load.figures import parse_slo  # noqa: PLC0415 - too heavy for --help
     from baton.bench.load.job import Job  # noqa: PLC0415
+    from baton.bench.load.records import parse_slo  # noqa: PLC0415 - too heavy for --help
 
     if results.output is not None:
         check_writable(results.output)
@@ -254,7 +254,7 @@ def _deliver(report: "Report", results: ResultFlags) -> None:
 
 def _request_options(flags: TargetFlags) -> "RequestOptions":
     from baton.bench.load.server_check import RequestOptions  # noqa: PLC0415 - too heavy for --help
-    from baton.bench.workloads.prompts import TokenIds  # noqa: PLC0415
+    from baton.bench.workloads.synthetic import TokenIds  # noqa: PLC0415
 
     ids = TokenIds()
     if flags.token_ids is not None:

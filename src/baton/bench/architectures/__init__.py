@@ -12,11 +12,10 @@ File map:
     plan.py            configurations (single, replicated, 1P1D, …), loads, trials (pure)
     servers.py         one configuration's servers; peers/: other projects'
     usage.py           CPU time of processes and machine, from /proc; energy, by RAPL and NVML
-    transfer_check.py  did KV move, and where did the time go: by Baton's traces
+    transfer_check.py  did KV move, and where did the time go: by traces, of peers by metrics
     trial.py           one configuration with every load, cell by cell
     runner.py          all trials; results are saved after each
-    results.py         the JSON; folder.py: the folder of results
-    metrics.py         which figures are compared (pure)
+    results.py         the JSON, and which metrics are compared; folder.py: the folder of results
     analysis.py        cells → analysis (pure); verdict.py: analysis → sentences (pure)
     page.py            the HTML page and its tables (pure)
 """

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 import numpy as np
 
-from baton.bench.architectures.metrics import measured_metrics
 from baton.bench.architectures.plan import REPLICATED
 from baton.bench.architectures.results import (
     Analysis,
@@ -20,18 +19,19 @@ from baton.bench.architectures.results import (
     Judgement,
     Point,
     Trouble,
+    measured_metrics,
 )
 from baton.bench.architectures.verdict import find_cautions, headline, verdict
-from baton.bench.load.figures import Slo, compute_figures
 from baton.bench.load.plan import Closed
+from baton.bench.load.records import Slo, compute_figures
 from baton.bench.statistics import find_crossing, mean_of, ratio_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from baton.bench.architectures.metrics import Metric
     from baton.bench.architectures.plan import Configuration, Level, Plan
-    from baton.bench.load.record import Record
+    from baton.bench.architectures.results import Metric
+    from baton.bench.load.records import Record
 
 
 TTFT_SCALE: Final = 5.0

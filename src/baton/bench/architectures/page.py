@@ -5,7 +5,7 @@ from __future__ import annotations
 from html import escape
 from typing import TYPE_CHECKING, Final
 
-from baton.bench.architectures.metrics import measured_metrics
+from baton.bench.architectures.results import measured_metrics
 from baton.bench.architectures.usage import UNMEASURED
 from baton.bench.architectures.verdict import format_change
 from baton.bench.charts import colour_of

@@ -12,8 +12,8 @@ from baton.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from baton.bench.load.figures import Slo
     from baton.bench.load.plan import Load
+    from baton.bench.load.records import Slo
     from baton.bench.load.server_check import RequestOptions
     from baton.bench.workloads.requests import Workload
 

@@ -20,12 +20,12 @@ from baton.bench.architectures.transfer_check import RequestIds
 from baton.bench.architectures.usage import compare_usage, joules_between, read_usage
 from baton.bench.files import NotSavedError
 from baton.bench.load.client import BodyWriter, Client, open_target
-from baton.bench.load.figures import Slo
 from baton.bench.load.job import Job, arrival_seed, make_report
+from baton.bench.load.records import Slo
 from baton.bench.load.runner import LoadRunner
 from baton.bench.load.server_check import check_server
 from baton.bench.progress import RequestCounter
-from baton.bench.workloads.prompts import PromptWriter
+from baton.bench.workloads.synthetic import PromptWriter
 from baton.errors import BatonError, ConfigError
 from baton.launch.plan import LaunchPlan
 from baton.launch.supervisor import GATEWAY

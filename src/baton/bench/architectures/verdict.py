@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from baton.bench.architectures.metrics import GOODPUT, THROUGHPUT, metric_of
+from baton.bench.architectures.results import GOODPUT, THROUGHPUT, metric_of
 from baton.bench.load.plan import Closed
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
 
-    from baton.bench.architectures.metrics import Metric
     from baton.bench.architectures.plan import Plan
     from baton.bench.architectures.results import (
         Analysis,
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
         Contrast,
         Crossover,
         Judgement,
+        Metric,
         Trouble,
     )
 

@@ -6,8 +6,8 @@ Each round starts a new pair of processes (baton.rig) for each backend, so that 
 time and all see the same noise; bytes are verified before they are timed.
 
 File map:
-    plan.py      which backends and workloads (pure)
-    runner.py    rounds; report.py: samples → rows, and what `--json` prints
+    runner.py    which backends and workloads; rounds
+    report.py    samples → rows, and what `--json` prints (pure)
     listen.py    `--listen`: processes for a runner on another host
     node.py      the measured process; backends/: upper limits and other projects' engines
 """

@@ -15,7 +15,7 @@ from baton.rig.pages import Direction, Shape
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from baton.bench.link.plan import LinkEntry
+    from baton.bench.link.runner import LinkEntry
     from baton.rig.backend import Traits
     from baton.rig.pages import Workload
     from baton.rig.pair import Timings

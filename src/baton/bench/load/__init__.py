@@ -13,11 +13,9 @@ File map:
     plan.py          closed or open loop, arrival times, limits (pure)
     client.py        the server's address, request bodies, one request over HTTP
     stream.py        bytes → SSE events → the result of an answer (pure)
-    record.py        one request, as it is saved
     server_check.py  checks before a run: what cannot work fails here
     sender.py        sends one phase's requests; stops when the server is gone
-    runner.py        the run
-    client_load.py   the client's own CPU, event loop and lateness
-    figures.py       records → figures (pure)
+    runner.py        the run, and the client's own CPU, event loop and lateness
+    records.py       requests as they are saved → figures (pure)
     job.py           from flags to the report that `--json` prints
 """

@@ -11,8 +11,8 @@ import aiohttp
 import msgspec
 
 from baton.bench.load.stream import Answer, EventParser, Failure, read_error
-from baton.bench.workloads.prompts import Calibration, PromptWriter, TokenIds
 from baton.bench.workloads.requests import Endpoint, GivenBody, Segments
+from baton.bench.workloads.synthetic import Calibration, PromptWriter, TokenIds
 from baton.errors import ConfigError, ProtocolError
 
 if TYPE_CHECKING:

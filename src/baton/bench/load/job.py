@@ -13,23 +13,20 @@ import uvloop
 
 from baton.bench.files import RunManifest, close_manifest
 from baton.bench.load.client import BodyWriter, Client
-from baton.bench.load.client_load import ClientLoad
-from baton.bench.load.figures import Figures, compute_figures
 from baton.bench.load.plan import Closed, Open, Replay, describe_load
-from baton.bench.load.record import Record
-from baton.bench.load.runner import LoadRunner
+from baton.bench.load.records import Figures, Record, compute_figures
+from baton.bench.load.runner import ClientLoad, LoadRunner
 from baton.bench.load.server_check import Server, check_server
 from baton.bench.progress import RequestCounter, follow
-from baton.bench.workloads.prompts import PromptWriter
+from baton.bench.workloads.synthetic import PromptWriter
 
 if TYPE_CHECKING:
     from collections.abc import Generator
 
     from baton.bench.files import LineFile
     from baton.bench.load.client import Target
-    from baton.bench.load.figures import Slo
     from baton.bench.load.plan import LoadPlan
-    from baton.bench.load.record import Phase
+    from baton.bench.load.records import Phase, Slo
     from baton.bench.load.runner import Outcome
     from baton.bench.load.server_check import CheckedServer, RequestOptions
     from baton.bench.workloads.requests import Workload

@@ -12,7 +12,6 @@ import aiohttp
 import msgspec
 
 from baton.bench.load.client import BodyWriter, RequestStyle
-from baton.bench.workloads.prompts import Calibration, PromptWriter, TokenIds, calibrate
 from baton.bench.workloads.requests import (
     Endpoint,
     GivenBody,
@@ -21,6 +20,7 @@ from baton.bench.workloads.requests import (
     Segments,
     count_context,
 )
+from baton.bench.workloads.synthetic import Calibration, PromptWriter, TokenIds, calibrate
 from baton.errors import BatonError, ConfigError, PeerUnreachableError
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ import re
 import msgspec
 import pytest
 
-from baton.bench.load.figures import Slo
+from baton.bench.load.records import Slo
 from baton.errors import ConfigError
 from benchmarks.architectures_agreement import (
     Span,

@@ -14,9 +14,8 @@ from baton.bench.architectures.results import (
 )
 from baton.bench.architectures.usage import CpuUse
 from baton.bench.files import RunManifest
-from baton.bench.load.client_load import ClientLoad
-from baton.bench.load.figures import Slo, compute_figures
-from baton.bench.load.record import Record
+from baton.bench.load.records import Record, Slo, compute_figures
+from baton.bench.load.runner import ClientLoad
 from baton.bench.load.server_check import RequestOptions
 from baton.bench.load.stream import Tokens
 from baton.bench.workloads.synthetic import Lengths, fixed_lengths

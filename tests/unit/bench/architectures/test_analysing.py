@@ -1,11 +1,10 @@
 import pytest
 
 from baton.bench.architectures.analysis import analyse, compute_cost, contrast
-from baton.bench.architectures.metrics import metric_of
 from baton.bench.architectures.plan import Configuration, choose_configurations
-from baton.bench.architectures.results import Trouble
-from baton.bench.load.figures import Slo
+from baton.bench.architectures.results import Trouble, metric_of
 from baton.bench.load.plan import Closed
+from baton.bench.load.records import Slo
 from tests.unit.bench.architectures.cells import make_plan, make_proof, make_samples, measure
 
 SINGLE = {"c1": 20, "c2": 30, "c4": 40, "c8": 40}

@@ -4,9 +4,8 @@ from xml.etree import ElementTree as ET
 import msgspec
 import pytest
 
-from baton.bench.architectures.metrics import measured_metrics
 from baton.bench.architectures.page import write_page
-from baton.bench.architectures.results import Findings, Trouble
+from baton.bench.architectures.results import Findings, Trouble, measured_metrics
 from baton.bench.charts import Chart, Mark, Series, draw_chart, draw_findings
 from baton.bench.printing import format_number
 from tests.unit.bench.architectures import cells

@@ -4,10 +4,10 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from baton.bench.architectures.peers.counters import prove_by_counts, read_counts
 from baton.bench.architectures.peers.plan import Ports, plan_peer
 from baton.bench.architectures.peers.proxy import PREFILL_PARAMS, prefill_body
 from baton.bench.architectures.plan import choose_configurations
+from baton.bench.architectures.transfer_check import prove_by_counts, read_counts
 from baton.cli.bench_architectures import ServerFlags
 from baton.errors import ConfigError
 

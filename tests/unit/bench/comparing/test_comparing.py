@@ -10,9 +10,9 @@ import pytest
 from baton.bench import statistics
 from baton.bench.compare import Tolerance, compare, read_side
 from baton.bench.files import RunManifest
-from baton.bench.load.client_load import ClientLoad
-from baton.bench.load.figures import Slo, compute_figures
 from baton.bench.load.job import LoadInfo, Report, WorkloadInfo
+from baton.bench.load.records import Slo, compute_figures
+from baton.bench.load.runner import ClientLoad
 from baton.bench.load.server_check import Server
 from baton.bench.printing import find_notes, print_comparison, print_load_report
 from baton.errors import ConfigError

@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 
 from baton.bench.load.client import open_target
-from baton.bench.load.client_load import ClientLoad, judge_client
 from baton.bench.load.plan import Open, arrival_times
-from baton.bench.load.runner import limit_requests, warm_up_requests
+from baton.bench.load.runner import ClientLoad, judge_client, limit_requests, warm_up_requests
 from baton.bench.load.sender import NUM_FAILED, Breaker
 from baton.bench.workloads.synthetic import PRESETS, Lengths, MultiTurn, fixed_lengths, multi_turn
 from baton.errors import ConfigError
@@ -38,27 +37,27 @@ def test_poisson_arrivals_have_their_rate_and_their_spread():
 
 def test_a_server_that_is_gone_stops_a_run():
     breaker = Breaker()
-    whys = [breaker.see(failed("connect", at, at + 0.01, "refused")) for at in (0, 0.3, 0.6, 0.9)]
+    whys = [breaker.count(failed("connect", at, at + 0.01, "refused")) for at in (0, 0.3, 0.6, 0.9)]
     assert whys == [None] * 4
-    assert "gone" in breaker.see(failed("connect", 1.2, 1.21, "refused"))
+    assert "gone" in breaker.count(failed("connect", 1.2, 1.21, "refused"))
 
 
 def test_a_burst_of_failures_alone_does_not():
     breaker = Breaker()
-    assert all(breaker.see(failed("connect", 0.0, 0.01)) is None for _ in range(500))
-    assert all(breaker.see(failed("refused", 0.0, 0.9)) is None for _ in range(500))
-    assert "in a row" in breaker.see(failed("refused", 0.9, 1.1))
+    assert all(breaker.count(failed("connect", 0.0, 0.01)) is None for _ in range(500))
+    assert all(breaker.count(failed("refused", 0.0, 0.9)) is None for _ in range(500))
+    assert "in a row" in breaker.count(failed("refused", 0.9, 1.1))
 
 
 def test_failures_in_a_row_stop_it_and_one_answer_is_enough_to_go_on():
     breaker = Breaker()
     for at in range(NUM_FAILED - 1):
-        assert breaker.see(failed(sent_s=at, ended_s=at + 0.5)) is None
-    breaker.see(whole())
+        assert breaker.count(failed(sent_s=at, ended_s=at + 0.5)) is None
+    breaker.count(whole())
     for at in range(NUM_FAILED - 1):
-        assert breaker.see(failed(sent_s=at, ended_s=at + 0.5)) is None
-    assert breaker.see(cut()) is None
-    assert "in a row" in breaker.see(failed(sent_s=30, ended_s=31))
+        assert breaker.count(failed(sent_s=at, ended_s=at + 0.5)) is None
+    assert breaker.count(cut()) is None
+    assert "in a row" in breaker.count(failed(sent_s=30, ended_s=31))
 
 
 @pytest.mark.parametrize(

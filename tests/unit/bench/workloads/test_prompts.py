@@ -8,9 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.bench.load.client import BodyWriter, RequestStyle
-from baton.bench.workloads.prompts import Calibration, PromptWriter, TokenIds, calibrate
 from baton.bench.workloads.requests import Segment, Segments, count_context
-from baton.bench.workloads.synthetic import NAMES, WorkloadOptions, choose_workload
+from baton.bench.workloads.synthetic import (
+    NAMES,
+    Calibration,
+    PromptWriter,
+    TokenIds,
+    WorkloadOptions,
+    calibrate,
+    choose_workload,
+)
 from baton.errors import ConfigError
 
 IDS = TokenIds()

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from baton.bench.load.client import BodyWriter, RequestStyle
-from baton.bench.workloads.prompts import PromptWriter, TokenIds
+from baton.bench.workloads.synthetic import PromptWriter, TokenIds
 from baton.bench.workloads.traces import TraceFile, read_trace
 from baton.errors import ConfigError
 

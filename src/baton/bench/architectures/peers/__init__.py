@@ -7,5 +7,4 @@ File map:
     plan.py        which processes, with which arguments (pure); whether a peer is installed
     servers.py     all servers of a configuration: start, pin, stop
     proxy.py       a process: prefill first, then decode, as vLLM's connectors need it
-    counters.py    vLLM's metrics before and after a load → proof that KV moved
 """

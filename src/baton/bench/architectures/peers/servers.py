@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Final
 
 import aiohttp
 
-from baton.bench.architectures.peers.counters import MetricsCheck, NoCheck
 from baton.bench.architectures.peers.plan import HOST, Ports
 from baton.bench.architectures.servers import InterruptedBenchError, LogDisplay
+from baton.bench.architectures.transfer_check import MetricsCheck, NoCheck
 from baton.bench.architectures.usage import PROC, read_session
 from baton.launch.child import die_with, read_line
 from baton.launch.diagnosis import describe_exit, likely_cause

@@ -2,7 +2,8 @@
 
 File map:
     limits.py      memcpy, and one TCP connection, tuned and plain
-    nixl.py, mooncake.py, gloo.py, serialised.py (pickle, torch.save)
+    engines.py     NIXL and Mooncake
+    gloo.py, serialised.py (pickle, torch.save)
     iperf.py       iperf3, which sends bytes of its own
 """
 
@@ -24,9 +25,9 @@ _FACTORIES: Final[Mapping[str, tuple[str, str]]] = {
     "memcpy": ("limits", "Memcpy"),
     "tuned socket": ("limits", "tuned_socket"),
     "socket": ("limits", "plain_socket"),
-    "NIXL": ("nixl", "nixl"),
-    "NIXL (TCP)": ("nixl", "nixl_over_tcp"),
-    "Mooncake": ("mooncake", "Mooncake"),
+    "NIXL": ("engines", "nixl"),
+    "NIXL (TCP)": ("engines", "nixl_over_tcp"),
+    "Mooncake": ("engines", "Mooncake"),
     "gloo": ("gloo", "Gloo"),
     "pickle": ("serialised", "pickled"),
     "torch.save": ("serialised", "torch_saved"),
