@@ -149,7 +149,7 @@ class WorkFlags:
     ] = None
     duration: Annotated[float, Parameter(help="Seconds that each load lasts.")] = 30.0
     requests: Annotated[
-        int | None, Parameter(help="End a load after so many requests, if that is sooner.")
+        int | None, Parameter(help="End a load after this many requests, if that is sooner.")
     ] = None
     repetitions: Annotated[int, Parameter(help="How often every configuration is measured.")] = 5
     timeout: Annotated[float, Parameter(help="Seconds that one request may take.")] = 600.0
@@ -185,7 +185,7 @@ def architectures(
     work: WorkFlags | None = None,
     results: VerdictFlags | None = None,
 ) -> int:
-    """Is disaggregation worth it here? Every way to use so many workers, on the same cores.
+    """Is disaggregation worth it here? Every way to use the workers, on the same cores.
 
     Writes report.html, results.json, charts and every request's record; prints a verdict.
     """

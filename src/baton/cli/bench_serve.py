@@ -115,25 +115,25 @@ class LoadFlags:
     """How much, and until when."""
 
     concurrency: Annotated[
-        int | None, Parameter(help="Closed loop: so many at once [default: 1].", group=LOAD)
+        int | None, Parameter(help="Closed loop: this many at once [default: 1].", group=LOAD)
     ] = None
     rate: Annotated[
-        float | None, Parameter(help="Open loop: so many requests a second.", group=LOAD)
+        float | None, Parameter(help="Open loop: this many requests a second.", group=LOAD)
     ] = None
     arrival: Annotated[
         Literal["poisson", "constant", "burst"], Parameter(help="Open loop: how.", group=LOAD)
     ] = "poisson"
     burst: Annotated[
-        int | None, Parameter(help="--arrival burst: so many together [default: 8].", group=LOAD)
+        int | None, Parameter(help="--arrival burst: this many together [default: 8].", group=LOAD)
     ] = None
     max_in_flight: Annotated[
         int | None, Parameter(help="Open loop and traces: no more at once.", group=LOAD)
     ] = None
     requests: Annotated[
         int | None,
-        Parameter(help="Send so many [default: 100, all of a trace].", group=LOAD),
+        Parameter(help="Send this many [default: 100, all of a trace].", group=LOAD),
     ] = None
-    duration: Annotated[float | None, Parameter(help="Send for so many seconds.", group=LOAD)] = (
+    duration: Annotated[float | None, Parameter(help="Send for this many seconds.", group=LOAD)] = (
         None
     )
     warm_up: Annotated[

@@ -282,10 +282,10 @@ def _top(findings: Findings) -> Iterator[str]:
 
 
 def _cautions(findings: Findings) -> Iterator[str]:
-    reported = (*findings.analysis.cautions, *findings.warnings)
-    if reported:
+    doubts = (*findings.analysis.cautions, *findings.warnings)
+    if doubts:
         yield "<div class='caution'><strong>What makes these figures doubtful</strong><ul>"
-        yield from (f"<li>{escape(line)}</li>" for line in reported)
+        yield from (f"<li>{escape(line)}</li>" for line in doubts)
         yield "</ul></div>"
 
 

@@ -51,7 +51,7 @@ def _decide(plan: Plan, analysis: Analysis) -> tuple[str, str]:
     if not any(c.ratio is not None for c in deciding):
         return "No verdict", "replication and a split are needed, and both must have figures"
     if all(c.low is None and c.judgement == "undecided" for c in deciding):
-        return "Not decided", "one repetition of each configuration cannot be told from noise"
+        return "Not decided", "one repetition of each configuration may be noise alone"
     configurations = dict.fromkeys(c.configuration for c in deciding)
     marks = {
         configuration: {c.judgement for c in deciding if c.configuration == configuration}

@@ -149,7 +149,7 @@ def make_report(
 ) -> Report:
     """The report of a run."""
     load, limits = job.plan.load, job.plan.limits
-    reported = LoadInfo(
+    info = LoadInfo(
         describe_load(load),
         load.concurrency if isinstance(load, Closed) else None,
         load.requests_per_s if isinstance(load, Open) else None,
@@ -164,7 +164,7 @@ def make_report(
         manifest=close_manifest(manifest),
         server=checked.server,
         workload=WorkloadInfo(job.workload.name, job.workload.description, job.seed),
-        load=reported,
+        load=info,
         figures=compute_figures(outcome.records, outcome.window_s, job.slo),
         client=outcome.client,
         warnings=checked.warnings,

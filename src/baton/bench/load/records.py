@@ -250,7 +250,7 @@ def count_failures(failed: Sequence[Record]) -> tuple[FailureCount, ...]:
         if record.failure is not None:
             found.setdefault(record.failure.kind, []).append(record.failure.message)
     ordered = sorted(found.items(), key=lambda item: -len(item[1]))
-    return tuple(FailureCount(kind, len(reported), reported[0]) for kind, reported in ordered)
+    return tuple(FailureCount(kind, len(messages), messages[0]) for kind, messages in ordered)
 
 
 def parse_slo(bounds: Sequence[str]) -> Slo:

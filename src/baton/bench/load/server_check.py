@@ -144,9 +144,9 @@ async def _list(client: Client) -> _Listing:
             body = await response.content.read(MAX_ANSWER_BYTES)
             software = response.headers.get("Server")
     except (aiohttp.ClientError, TimeoutError, OSError) as exc:
-        reported = str(exc) or "no answer in time"
+        message = str(exc) or "no answer in time"
         raise PeerUnreachableError(
-            f"no server answers at {client.target.base_url}: {reported}. Is it up, and is this its "
+            f"no server answers at {client.target.base_url}: {message}. Is it up, and is this its "
             "address? (`baton up` prints its own)"
         ) from exc
     try:
@@ -241,14 +241,14 @@ def _style_warnings(
     style: RequestStyle, request_options: RequestOptions, refusals: list[str]
 ) -> list[str]:
     warnings = []
-    reported = f" (it says: {refusals[0]})" if refusals else ""
+    message = f" (it says: {refusals[0]})" if refusals else ""
     if not style.has_exact_lengths:
         warnings.append(
-            f"the server refuses ignore_eos: answers may be shorter than asked{reported}"
+            f"the server refuses ignore_eos: answers may be shorter than asked{message}"
         )
     is_auto = request_options.endpoint == "completions" and request_options.form == "auto"
     if is_auto and isinstance(style.form, Calibration):
-        warnings.append(f"the server refuses token ids: prompts are words{reported}")
+        warnings.append(f"the server refuses token ids: prompts are words{message}")
     if style.form == GUESS:
         warnings.append("the server counts no tokens (usage): prompts' lengths are guesses")
     return warnings
@@ -272,10 +272,10 @@ async def _probe_largest(
 ) -> Exchange:
     found = await client.exchange(writer.prepare(workload.largest))
     if found.failure is not None:
-        reported = found.failure.message
+        message = found.failure.message
         if _is_refusal(found):
-            raise ConfigError(f"the server refuses the workload's largest request: {reported}")
-        raise UnusableServerError(f"{model.id} fails at the workload's largest request: {reported}")
+            raise ConfigError(f"the server refuses the workload's largest request: {message}")
+        raise UnusableServerError(f"{model.id} fails at the workload's largest request: {message}")
     return found
 
 

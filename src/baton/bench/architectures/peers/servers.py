@@ -303,15 +303,15 @@ async def _stop(fleet: PeerFleet) -> None:
 
 def _pin_again(plan: PeerPlan, fleet: PeerFleet) -> list[str]:
     pids = fleet.processes
-    reported = []
+    notes = []
     for server in plan.servers:
         strays = pin_session(pids[server.name], server.cores)
         if strays:
-            reported.append(
+            notes.append(
                 f"peer {plan.peer}: {server.name} had moved threads to cores {sorted(strays)}; "
                 f"they were pinned to its share again, {list(server.cores)}"
             )
-    return reported
+    return notes
 
 
 def url_of(ports: Ports) -> str:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 PROGRAM: Final = "iperf3"
 BATCH_BYTES: Final = 1_000_000_000
-"""So many that the CPU time of its start is below one percent."""
+"""Enough for the CPU time of its start to be below one percent."""
 RUN_TIMEOUT_S: Final = 30.0
 READY_TIMEOUT_S: Final = 3.0
 RETRY_S: Final = 0.05
