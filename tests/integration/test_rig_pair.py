@@ -6,10 +6,11 @@ from baton.bench.link.node import COMMAND
 from baton.bench.link.runner import LinkEntry
 from baton.clock import MachineClock
 from baton.errors import TransferError
+from baton.rig.backend import BackendSpec
 from baton.rig.messages import ComputeDigest
 from baton.rig.nodes import LocalNodes
 from baton.rig.pages import PAGE_BYTES, Workload
-from baton.rig.pair import NodePair, WrongBytesError
+from baton.rig.pair import NodePair, SampleBudget, WrongBytesError
 
 NUM_PAGES = 64
 WORKLOAD = Workload("scattered", 8 * PAGE_BYTES)
@@ -61,3 +62,15 @@ def test_what_a_process_cannot_do_is_said_in_its_words():
     entry = LinkEntry("peer", "carrier pigeon", {})
     with pytest.raises(TransferError, match="nothing called 'carrier pigeon'"):
         NodePair(entry, NUM_PAGES, LocalNodes(MachineClock(), COMMAND)).__enter__()
+
+
+def test_a_node_of_the_rig_alone_knows_the_registered_transports():
+    nodes = LocalNodes(MachineClock())
+    with NodePair(BackendSpec("transport", "tcp", {}), NUM_PAGES, nodes) as pair:
+        pair.verify(WORKLOAD, "push")
+        pair.verify(WORKLOAD, "pull")
+        assert len(pair.measure(WORKLOAD, "push", SampleBudget(0.01, 2, 5)).samples_s) >= 2
+        with pytest.raises(TransferError, match="no operation 'dial'"):
+            pair.call("owner", "dial")
+    with pytest.raises(TransferError, match="transports only, no 'memcpy'"):
+        NodePair(BackendSpec("limit", "memcpy", {}, "one"), NUM_PAGES, nodes).__enter__()
