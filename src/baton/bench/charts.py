@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import io
+import re
 from dataclasses import dataclass
 from html import escape
 from itertools import groupby
@@ -289,6 +290,7 @@ def _to_svg(figure: Any, title: str, tooltips: dict[str, str]) -> str:  # noqa: 
         empty = dict.fromkeys(("Date", "Creator", "Format", "Type"))
         figure.savefig(file, format="svg", metadata=empty)
     text = file.getvalue()
+    text = re.sub(r'(width|height)="([\d.]+)pt"', r'\1="\2"', text, count=2)
     text = text[text.index("<svg") :].replace(
         "<svg ", f'<svg role="img" aria-label="{escape(title)}" ', 1
     )
