@@ -198,7 +198,9 @@ def node(
     links: LinkOptions = LISTED,
     observer: LinkObserver | None = None,
     verification: VerificationPolicy | None = None,
+    is_stepped: bool = False,
 ) -> Iterator[Node]:
+    """A worker whose agent has a thread, unless the test steps it itself."""
     if pages is None:
         with (
             plain_pages(make_layout(block_size)) as plain,
@@ -206,7 +208,7 @@ def node(
                 name, kinds=kinds, key=key, pages=plain, fingerprint=fingerprint, traits=traits,
                 mover=mover, clock=clock, timeout_s=timeout_s, lease_s=lease_s,
                 one_piece_tokens=one_piece_tokens, wrap=wrap,
-                links=links, observer=observer, verification=verification,
+                links=links, observer=observer, verification=verification, is_stepped=is_stepped,
             ) as running,
         ):  # fmt: skip
             yield running
@@ -235,9 +237,17 @@ def node(
     if observer is not None:
         agent.observe_links(observer)
     woken = threading.Event()
+    running = Node(name, agent, pages, epoch, woken)
+    if is_stepped:
+        agent.open(woken.set)
+        try:
+            yield running
+        finally:
+            agent._close()
+        return
     agent.start(woken.set)
     try:
-        yield Node(name, agent, pages, epoch, woken)
+        yield running
     finally:
         agent.stop()
         assert not agent.is_alive
