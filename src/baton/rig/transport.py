@@ -25,18 +25,18 @@ from baton.transfer.devices.options import choose_allocation
 from baton.transfer.interface import (
     TRANSPORTS,
     Arrived,
-    RemoteAttached,
     PageRead,
     PageWrite,
     ReadCompleted,
     ReadFailed,
     RegionDescriptor,
+    RemoteAttached,
     RemoteId,
     RemoteLost,
     TransportContext,
-    WriteGrant,
     WriteCompleted,
     WriteFailed,
+    WriteGrant,
 )
 from baton.transfer.messages import decode, encode
 
