@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.cpu import needs_fp8
 from tests.e2e_vllm.client import (
     ask_all,
     check_same,
@@ -139,6 +140,7 @@ def fp8_pair(cluster_factory: ClusterFactory) -> Iterator[tuple[FleetProcess, Fl
     cluster_factory.end(*pair)
 
 
+@needs_fp8
 def test_fp8_kv_of_servers_that_vllm_started(
     cluster_factory: ClusterFactory, fp8_pair: tuple[FleetProcess, FleetProcess]
 ) -> None:
