@@ -9,8 +9,7 @@ import msgspec
 
 from baton.bench.orders import MAX_BODY_BYTES, Answer, Order
 from baton.errors import PeerLostError, ProtocolError
-from baton.transfer.framing import FrameDecoder, encode_frame
-from baton.transfer.handshake import DialerHandshake, ListenerHandshake
+from baton.net.framing import DialerHandshake, FrameDecoder, ListenerHandshake, encode_frame
 from baton.transfer.messages import decode, encode
 
 if TYPE_CHECKING:

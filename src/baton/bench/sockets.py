@@ -24,7 +24,7 @@ import numpy as np
 from baton.bench.contender import Traits
 from baton.bench.pool import allocate_pool
 from baton.errors import PeerLostError, PeerUnreachableError, TransferError
-from baton.transfer.channel import skip_bytes
+from baton.net.channel import skip_bytes
 from baton.transfer.region import release_region
 
 if TYPE_CHECKING:

@@ -19,18 +19,9 @@ File map:
     transports/     the kinds: `shared` (one host's memory), `local` (one process), `tcp`, `file`,
                     `nixl`, `mooncake`, `cuda_ipc` (one host's GPUs)
 
-    What the kinds' connections are made of:
-    framing.py      bodies on a byte stream (sans-I/O)
-    handshake.py    mutual proof of the cluster key (sans-I/O)
+    What the kinds' connections are made of (besides `baton.net`):
     messages.py     msgpack bodies, checked where they are decoded
-    channel.py      a non-blocking socket that carries frames and page bytes
-    connection.py   a channel under watch, which fails once
-    dialing.py      connect and prove
-    listening.py    accept, bounded, and prove
+    reactor.py      `baton.net`'s reactor with a transport's events
     grant_ledger.py  who may still store into which grant, where writers store themselves (pure)
-    processes.py    proof of a writer's death
     onesided/       what libraries that move bytes by themselves have in common
-    tls.py          TLS beneath the frames
-    progress.py     whether the other end still takes part
-    reactor.py      readiness, timers, and the events that are owed
 """

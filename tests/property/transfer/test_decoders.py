@@ -8,9 +8,14 @@ from hypothesis import strategies as st
 
 from baton.auth.key import ClusterKey
 from baton.errors import AuthenticationError, ProtocolError
-from baton.transfer.framing import PREFIX_BYTES, FrameDecoder, encode_frame
+from baton.net.framing import (
+    PREFIX_BYTES,
+    DialerHandshake,
+    FrameDecoder,
+    ListenerHandshake,
+    encode_frame,
+)
 from baton.transfer.geometry import unpack_geometry, unpack_target
-from baton.transfer.handshake import DialerHandshake, ListenerHandshake
 from baton.transfer.interface import PageArray
 from baton.transfer.messages import encode
 from baton.transfer.onesided import wire as onesided_wire

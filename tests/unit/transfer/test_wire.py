@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from baton.errors import ProtocolError
+from baton.net.framing import FrameDecoder, encode_frame
 from baton.transfer import grant_messages
-from baton.transfer.framing import FrameDecoder, encode_frame
 from baton.transfer.geometry import unpack_target
 from baton.transfer.interface import PageArray
 from baton.transfer.messages import encode

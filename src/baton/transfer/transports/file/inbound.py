@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from baton.ids import Epoch
-    from baton.transfer.channel import Channel
-    from baton.transfer.connection import Connection
+    from baton.net.channel import Channel
+    from baton.net.connection import Connection
     from baton.transfer.geometry import Geometry
     from baton.transfer.interface import PagedRegion
     from baton.transfer.transports.file.spool import Spool

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from baton.errors import PeerLostError, ProtocolError, TransferError
-from baton.transfer.channel import skip_bytes
+from baton.net.channel import skip_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

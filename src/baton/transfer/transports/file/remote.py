@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from baton.ids import Epoch
-    from baton.transfer.channel import Channel
-    from baton.transfer.connection import Connection
+    from baton.net.channel import Channel
+    from baton.net.connection import Connection
     from baton.transfer.interface import (
         PagedRegion,
         PageWrite,
