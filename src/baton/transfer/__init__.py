@@ -10,11 +10,8 @@ File map:
     readers.py      who reads this worker's pages in place, and what proves that it stopped
     bounds.py       one write's bounds, checked before a byte is touched
     page_set.py     what a receiver admits
-    geometry.py     which bytes of an array a part of a transfer names, also on the wire
-    parts.py        transfers cut into parts
-    runs.py         copies as runs of bytes, for libraries that take those
+    scatter_gather.py  which bytes a part of a transfer moves, and those bytes as lists of buffers
     device_memory.py  an engine's tensors on a GPU as a region
-    buffers.py      a part's bytes as lists of buffers, in place or staged
     links/          what a link costs, and which one is the cheapest for a transfer
     transports/     the kinds: `shared` (one host's memory), `local` (one process), `tcp`, `file`,
                     `nixl`, `mooncake`, `cuda_ipc` (one host's GPUs)

@@ -15,10 +15,10 @@ from baton.net.framing import (
     ListenerHandshake,
     encode_frame,
 )
-from baton.transfer.geometry import unpack_geometry, unpack_target
 from baton.transfer.interface import PageArray
 from baton.transfer.messages import encode
 from baton.transfer.onesided import wire as onesided_wire
+from baton.transfer.scatter_gather import unpack_geometry, unpack_target
 from baton.transfer.transports.file import wire as file_wire
 from baton.transfer.transports.shared import wire as shared_wire
 from baton.transfer.transports.tcp import wire as tcp_wire

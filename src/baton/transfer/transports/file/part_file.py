@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from baton.transfer.geometry import Geometry
     from baton.transfer.interface import PageArray
+    from baton.transfer.scatter_gather import Geometry
 
 SLICE_BYTES: Final = 4 << 20
 ALIGNMENT_BYTES: Final = 4096

@@ -11,14 +11,16 @@ from baton.errors import ProtocolError
 from baton.ids import TicketId
 from baton.net.channel import ReadAhead, skip_bytes
 from baton.net.framing import encode_frame
-from baton.transfer.buffers import (
+from baton.transfer.messages import encode
+from baton.transfer.scatter_gather import (
+    Geometry,
     discard_batches,
     read_batches,
     sole_batch,
+    unpack_geometry,
+    unpack_target,
     write_batches,
 )
-from baton.transfer.geometry import Geometry, unpack_geometry, unpack_target
-from baton.transfer.messages import encode
 from baton.transfer.transports.tcp.wire import (
     Data,
     Fetch,

@@ -19,7 +19,7 @@ from baton.transfer.interface import (
     WriteFailed,
 )
 from baton.transfer.messages import encode
-from baton.transfer.parts import MAX_PART_BYTES, cut_parts
+from baton.transfer.scatter_gather import MAX_PART_BYTES, cut_parts
 from baton.transfer.transports.tcp.addresses import fit_buffers
 from baton.transfer.transports.tcp.send_path import (
     cut_stripes,

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Final
 
 from baton.errors import ProtocolError
 from baton.net.channel import skip_bytes
-from baton.transfer.buffers import write_batches
-from baton.transfer.geometry import Geometry
 from baton.transfer.messages import encode
+from baton.transfer.scatter_gather import Geometry, write_batches
 from baton.transfer.transports.tcp.wire import Fetch
 
 if TYPE_CHECKING:
