@@ -9,17 +9,18 @@ from typing import TYPE_CHECKING, Final, Protocol, assert_never
 
 from baton.errors import ProtocolError
 from baton.ids import TicketId
-from baton.transfer.buffers import (
+from baton.net.channel import ReadAhead, skip_bytes
+from baton.net.framing import encode_frame
+from baton.transfer.messages import encode
+from baton.transfer.scatter_gather import (
+    Geometry,
     discard_batches,
     read_batches,
     sole_batch,
+    unpack_geometry,
+    unpack_target,
     write_batches,
 )
-from baton.transfer.channel import skip_bytes
-from baton.transfer.framing import encode_frame
-from baton.transfer.geometry import Geometry, unpack_geometry, unpack_target
-from baton.transfer.messages import encode
-from baton.transfer.read_ahead import ReadAhead
 from baton.transfer.transports.tcp.wire import (
     Data,
     Fetch,
@@ -36,8 +37,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from baton.ids import Epoch
-    from baton.transfer.channel import Channel
-    from baton.transfer.connection import Connection
+    from baton.net.channel import Channel
+    from baton.net.connection import Connection
     from baton.transfer.interface import PageArray, PagedRegion
     from baton.transfer.transports.tcp.reassembly import WriteReassembly
 

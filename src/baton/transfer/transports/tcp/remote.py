@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, assert_never
 
 from baton.errors import PeerLostError, PeerUnreachableError, ProtocolError, TransferError
 from baton.ids import new_region_handle
+from baton.net.channel import ReadAhead
+from baton.net.connection import count_moved_bytes
 from baton.transfer.interface import (
     ReadCompleted,
     ReadFailed,
@@ -17,9 +19,7 @@ from baton.transfer.interface import (
     WriteFailed,
 )
 from baton.transfer.messages import encode
-from baton.transfer.parts import MAX_PART_BYTES, cut_parts
-from baton.transfer.progress import count_moved_bytes
-from baton.transfer.read_ahead import ReadAhead
+from baton.transfer.scatter_gather import MAX_PART_BYTES, cut_parts
 from baton.transfer.transports.tcp.addresses import fit_buffers
 from baton.transfer.transports.tcp.send_path import (
     cut_stripes,
@@ -46,8 +46,8 @@ from baton.transfer.transports.tcp.wire import (
 if TYPE_CHECKING:
     from baton.ids import Epoch
     from baton.kv.copies import CopyGroup, PageCopies
-    from baton.transfer.channel import Channel
-    from baton.transfer.connection import Connection
+    from baton.net.channel import Channel
+    from baton.net.connection import Connection
     from baton.transfer.interface import (
         PageArray,
         PagedRegion,

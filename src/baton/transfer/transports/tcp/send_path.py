@@ -5,11 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from baton.transfer.buffers import read_batches, sole_batch
-from baton.transfer.framing import encode_frame
-from baton.transfer.geometry import Geometry
+from baton.net.framing import encode_frame
 from baton.transfer.messages import encode
-from baton.transfer.parts import MAX_PART_BYTES, cut_parts
+from baton.transfer.scatter_gather import (
+    MAX_PART_BYTES,
+    Geometry,
+    cut_parts,
+    read_batches,
+    sole_batch,
+)
 from baton.transfer.transports.tcp.wire import Data
 
 if TYPE_CHECKING:

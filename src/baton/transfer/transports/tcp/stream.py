@@ -7,18 +7,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from baton.errors import ProtocolError
-from baton.transfer.buffers import write_batches
-from baton.transfer.channel import skip_bytes
-from baton.transfer.geometry import Geometry
+from baton.net.channel import skip_bytes
 from baton.transfer.messages import encode
+from baton.transfer.scatter_gather import Geometry, write_batches
 from baton.transfer.transports.tcp.wire import Fetch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from baton.kv.copies import CopyGroup
-    from baton.transfer.channel import Channel
-    from baton.transfer.connection import Connection
+    from baton.net.channel import Channel
+    from baton.net.connection import Connection
     from baton.transfer.interface import PagedRegion, TransferId
 
 MAX_FETCHES_IN_FLIGHT: Final = 4

@@ -14,8 +14,9 @@ import msgspec
 
 from baton.errors import TransferError
 from baton.ids import Epoch, RegionHandle
+from baton.net.endpoints import Dialer, Listener
+from baton.net.tls import make_contexts
 from baton.transfer.bounds import check_copies, check_notification
-from baton.transfer.dialing import Dialer
 from baton.transfer.interface import (
     Arrived,
     Capabilities,
@@ -24,12 +25,10 @@ from baton.transfer.interface import (
     RemoteId,
     TransferId,
 )
-from baton.transfer.listening import Listener
 from baton.transfer.messages import encode
 from baton.transfer.page_set import PageSet, check_grant_pages
 from baton.transfer.reactor import Reactor
 from baton.transfer.region import check_arrays
-from baton.transfer.tls import make_contexts
 from baton.transfer.transports.tcp.addresses import (
     explain_small_buffers,
     fit_buffers,
@@ -54,8 +53,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from baton.ids import TicketId
-    from baton.transfer.channel import Channel
-    from baton.transfer.connection import Connection
+    from baton.net.channel import Channel
+    from baton.net.connection import Connection
+    from baton.net.tls import TlsContexts
     from baton.transfer.interface import (
         PagedRegion,
         PageRead,
@@ -64,7 +64,6 @@ if TYPE_CHECKING:
         TransportContext,
         WriteGrant,
     )
-    from baton.transfer.tls import TlsContexts
     from baton.transfer.transports.tcp.options import TcpOptions
 
 _log = logging.getLogger(__name__)

@@ -1,18 +1,24 @@
-"""A channel under watch: what happens to it becomes calls, and it fails exactly once."""
+"""A channel inside a reactor: readiness becomes calls, and it fails exactly once."""
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import select
-from typing import TYPE_CHECKING, TypeAlias
+import sys
+import termios
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeAlias
 
 from baton.errors import BatonError, PeerLostError, TransferError
+from baton.net.framing import encode_frame
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from baton.transfer.channel import Channel
-    from baton.transfer.reactor import Reactor
+    from baton.net.channel import Channel
+    from baton.net.reactor import EventReactor
+
+P = ParamSpec("P")
 
 _log = logging.getLogger(__name__)
 
@@ -20,8 +26,8 @@ OnReadable: TypeAlias = "Callable[[Channel], None]"
 OnLost: TypeAlias = "Callable[[TransferError], None]"
 
 
-class Connection:  # noqa: PLR0904 -- what a channel does, and what happens to it
-    """One peer's socket inside a reactor. Owner thread: the transport's.
+class Connection:
+    """One peer's socket inside a reactor. Owner thread: the reactor's.
 
     `on_readable` reads a bounded amount and may raise any `BatonError`: that ends this connection,
     and nothing else. `on_lost` is called once, after the socket was closed, unless `close` was
@@ -29,27 +35,22 @@ class Connection:  # noqa: PLR0904 -- what a channel does, and what happens to i
     """
 
     def __init__(
-        self, reactor: Reactor, channel: Channel, on_readable: OnReadable, on_lost: OnLost
+        self, reactor: EventReactor[Any], channel: Channel, on_readable: OnReadable, on_lost: OnLost
     ) -> None:
         self.channel = channel
         self._reactor = reactor
         self._on_readable, self._on_lost = on_readable, on_lost
-        self._open = True
+        self.is_open = True
         self._fd = channel.socket.fileno()
         self._mask = select.EPOLLIN
         reactor.watch(self._fd, self.step, mask=self._mask)
-
-    @property
-    def is_open(self) -> bool:
-        """Whether the socket is still there."""
-        return self._open
 
     def set_handlers(self, on_readable: OnReadable, on_lost: OnLost) -> None:
         """Change what happens next: the connection entered another phase of its protocol."""
         self._on_readable, self._on_lost = on_readable, on_lost
 
     def fail_after(self, delay_s: float, what: str) -> None:
-        """Lose the connection unless `settle` is called in time."""
+        """Fail the connection unless `cancel_deadline` is called in time."""
         self._reactor.call_after(
             self._fd,
             delay_s,
@@ -57,11 +58,11 @@ class Connection:  # noqa: PLR0904 -- what a channel does, and what happens to i
         )
 
     def fail_unless_progress(self, delay_s: float, what: str, measure: Callable[[], int]) -> None:
-        """Lose the connection once `measure` has not changed for `delay_s` (to twice that).
+        """Fail the connection once `measure` has not changed for `delay_s` (to twice that).
 
-        Until `settle` is called, or another delay is set.
+        Until `cancel_deadline` is called, or another delay is set.
         """
-        # Nothing is measured now: most transfers are over before anybody would look.
+        # Measured at the first timer, not now: most transfers are over before it.
         self._check_progress(delay_s, what, measure, None)
 
     def _check_progress(
@@ -77,25 +78,25 @@ class Connection:  # noqa: PLR0904 -- what a channel does, and what happens to i
         self._reactor.call_after(self._fd, delay_s, look)
 
     def cancel_deadline(self) -> None:
-        """What `fail_after`, or `fail_unless_progress`, waited for has happened."""
+        """Stop the timer of `fail_after` or `fail_unless_progress`."""
         self._reactor.cancel_call(self._fd)
 
     def send_body(self, body: bytes) -> None:
         """Queue one frame. A broken connection is reported through `on_lost`, not raised."""
-        self._guard(lambda: self.channel.send_body(body))
+        self._guard(self.channel.send_raw, encode_frame(body))
 
     def send_raw(self, frame: bytes) -> None:
-        """Queue bytes that are frames already; like `send_body`."""
-        self._guard(lambda: self.channel.send_raw(frame))
+        """Queue encoded frames; like `send_body`."""
+        self._guard(self.channel.send_raw, frame)
 
     def send_batches(self, batches: Iterator[list[memoryview]]) -> None:
         """Queue a stream of page bytes (see `Channel`); nothing leaves before `flush`."""
-        if self._open:
+        if self.is_open:
             self.channel.send_batches(batches)
 
     def send_batch(self, batch: list[memoryview]) -> None:
-        """Queue page bytes, all at hand; like `send_body`."""
-        self._guard(lambda: self.channel.send_batch(batch))
+        """Queue page bytes in memory; like `send_body`."""
+        self._guard(self.channel.send_batch, batch)
 
     def flush(self) -> None:
         """Send what the kernel takes now. A broken connection is reported through `on_lost`."""
@@ -103,24 +104,24 @@ class Connection:  # noqa: PLR0904 -- what a channel does, and what happens to i
 
     def send_body_with_fd(self, body: bytes, fd: int) -> None:
         """Send one frame and a descriptor (see `Channel`); like `send_body`."""
-        self._guard(lambda: self.channel.send_body_with_fd(body, fd))
+        self._guard(self.channel.send_body_with_fd, body, fd)
 
     def step(self) -> None:
-        """Read, then send: what the peer said before it went is heard even if sending fails."""
-        self._guard(lambda: self._on_readable(self.channel))
-        if self._open and self.channel.has_unsent:
+        """Read, then send: a peer's last messages are handled even if sending fails."""
+        self._guard(self._on_readable, self.channel)
+        if self.is_open and self.channel.has_unsent:
             self._guard(self.channel.flush)
-        if self._open and self.channel.has_buffered_input:
+        if self.is_open and self.channel.has_buffered_input:
             self.step_soon()
 
     def step_soon(self) -> None:
-        """Be stepped by the next `poll`, whether or not the peer says something."""
-        if self._open:
+        """Have the next `poll` call `step`, whether or not there is input."""
+        if self.is_open:
             self._reactor.call_soon(self._fd)
 
     def fail(self, error: BatonError) -> None:
-        """End the connection because of `error`; `on_lost` is told, once."""
-        if not self._open:
+        """End the connection because of `error` and call `on_lost`, once."""
+        if not self.is_open:
             return
         if not isinstance(error, TransferError):
             _log.warning("a transfer connection was ended: %s", error)
@@ -129,28 +130,28 @@ class Connection:  # noqa: PLR0904 -- what a channel does, and what happens to i
         on_lost(_as_lost(error))
 
     def close(self) -> None:
-        """End the connection and tell nobody; idempotent."""
-        if self._open:
-            self._open = False
+        """End the connection without calling `on_lost`; idempotent."""
+        if self.is_open:
+            self.is_open = False
             self._reactor.cancel_call(self._fd)
             self._reactor.unwatch(self._fd)
             self.channel.close()
-            # They refer back to here: let go, so that the memory they view is free at once.
+            # They refer back to here: dropped, so that the memory they view is freed at once.
             self._on_readable, self._on_lost = _ignore, _ignore
 
-    def _guard(self, action: Callable[[], None]) -> None:
-        if not self._open:
+    def _guard(self, action: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
+        if not self.is_open:
             return
         try:
-            action()
+            action(*args, **kwargs)
         except BatonError as exc:
             self.fail(exc)
         else:
             self._watch_sending()
 
     def _watch_sending(self) -> None:
-        """Be called when the peer takes more, but only while there is more."""
-        if not self._open or (self._mask == select.EPOLLIN and not self.channel.has_unsent):
+        """Wait for writability, but only while something is unsent."""
+        if not self.is_open or (self._mask == select.EPOLLIN and not self.channel.has_unsent):
             return
         can_send = self.channel.has_unsent and not self.channel.waits_for_peer
         mask = select.EPOLLIN | (select.EPOLLOUT if can_send else 0)
@@ -160,7 +161,7 @@ class Connection:  # noqa: PLR0904 -- what a channel does, and what happens to i
 
 
 def _ignore(_: Channel | TransferError) -> None:
-    """A closed connection tells nobody anything."""
+    """The handlers of a closed connection."""
 
 
 def _as_lost(error: BatonError) -> TransferError:
@@ -169,3 +170,33 @@ def _as_lost(error: BatonError) -> TransferError:
     lost = TransferError(str(error))
     lost.__cause__ = error
     return lost
+
+
+class InboundPoller:
+    """Reads one connection within another call: poll() is cheaper than a failed recv()."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._poll = select.poll()
+        self._poll.register(connection.channel.socket, select.POLLIN)
+
+    def poll_inbound(self) -> None:
+        """Step the connection if there is input or the peer is gone."""
+        if self._connection.is_open and self._poll.poll(0):
+            self._connection.step()
+
+
+def count_moved_bytes(channel: Channel) -> int:
+    """A number that changes while the peer's kernel acknowledges bytes, or the peer sends some.
+
+    Bytes in this side's send buffer do not count: it takes megabytes for a stopped peer. Unread
+    bytes in its receive buffer do.
+    """
+    num_unsent, num_unread = (
+        _query(channel.socket.fileno(), request) for request in (termios.TIOCOUTQ, termios.FIONREAD)
+    )
+    return channel.num_sent_bytes - num_unsent + channel.num_received_bytes + num_unread
+
+
+def _query(fd: int, request: int) -> int:
+    return int.from_bytes(fcntl.ioctl(fd, request, bytes(4)), sys.byteorder)
