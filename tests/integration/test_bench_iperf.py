@@ -9,7 +9,7 @@ from baton.bench.ends import LocalEnds
 from baton.bench.plan import PEERS, Effort, Plan
 from baton.bench.workload import PAGE_BYTES, Workload
 from baton.clock import MachineClock
-from baton.transfer.transports.tcp.options import TcpOptions
+from baton.transfer.transports.tcp.sockets import TcpOptions
 
 EFFORT = Effort(1, 0.01, 1, 3, 16, 64)
 WORKLOADS = (
