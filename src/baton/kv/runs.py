@@ -40,8 +40,11 @@ def merge_runs(
 
 def merge_spans(spans: NDArray[np.int64]) -> NDArray[np.int64]:
     """`merge_runs` of rows `(source start, destination start, length)`, int64 `[n, 3]`."""
-    lengths, sources, targets = merge_runs(spans[:, 2], spans[:, 0], spans[:, 1])
-    return np.stack((sources, targets, lengths), axis=1)
+    firsts = find_runs(spans[:, 2], spans[:, 0], spans[:, 1])
+    merged = spans[firsts]
+    if len(spans):
+        merged[:, 2] = np.add.reduceat(spans[:, 2], firsts)
+    return merged
 
 
 def merge_few(pieces: Iterable[tuple[int, int, int]]) -> list[list[int]]:

@@ -336,7 +336,10 @@ class ReadAhead:
     def place(self, buffers: list[memoryview], receive: Receive) -> int:
         """Fill buffers with the next bytes: how many, 0 if there are none."""
         if not self._held:
-            return 0 if self._is_known_empty() else receive(buffers)
+            if self._was_emptied:
+                self._was_emptied = False
+                return 0
+            return receive(buffers)
         num_placed = 0
         for buffer in buffers:
             length = min(len(buffer), len(self._held))
@@ -345,13 +348,10 @@ class ReadAhead:
         return num_placed
 
     def _fill(self, receive: Receive) -> bool:
-        if self._is_known_empty():
+        if self._was_emptied:
+            self._was_emptied = False
             return False
         num_received = receive([self._space])
         self._held = self._space[:num_received]
         self._was_emptied = 0 < num_received < len(self._space)
         return num_received > 0
-
-    def _is_known_empty(self) -> bool:
-        was_emptied, self._was_emptied = self._was_emptied, False
-        return was_emptied

@@ -62,20 +62,18 @@ class Connection:
 
         Until `cancel_deadline` is called, or another delay is set.
         """
-        # Measured at the first timer, not now: most transfers are over before it.
-        self._check_progress(delay_s, what, measure, None)
+        before: int | None = None  # measured by the first timer: most transfers are over by then
 
-    def _check_progress(
-        self, delay_s: float, what: str, measure: Callable[[], int], before: int | None
-    ) -> None:
-        def look() -> None:
+        def check() -> None:
+            nonlocal before
             measured = measure()
             if measured == before:
                 self.fail(PeerLostError(f"{what}: nothing has moved for {delay_s} s"))
             else:
-                self._check_progress(delay_s, what, measure, measured)
+                before = measured
+                self._reactor.call_after(self._fd, delay_s, check)
 
-        self._reactor.call_after(self._fd, delay_s, look)
+        self._reactor.call_after(self._fd, delay_s, check)
 
     def cancel_deadline(self) -> None:
         """Stop the timer of `fail_after` or `fail_unless_progress`."""
@@ -108,9 +106,7 @@ class Connection:
 
     def step(self) -> None:
         """Read, then send: a peer's last messages are handled even if sending fails."""
-        self._guard(self._on_readable, self.channel)
-        if self.is_open and self.channel.has_unsent:
-            self._guard(self.channel.flush)
+        self._guard(self._read_and_flush)
         if self.is_open and self.channel.has_buffered_input:
             self.step_soon()
 
@@ -138,6 +134,11 @@ class Connection:
             self.channel.close()
             # They refer back to here: dropped, so that the memory they view is freed at once.
             self._on_readable, self._on_lost = _ignore, _ignore
+
+    def _read_and_flush(self) -> None:
+        self._on_readable(self.channel)
+        if self.channel.has_unsent:
+            self.channel.flush()
 
     def _guard(self, action: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
         if not self.is_open:

@@ -196,7 +196,8 @@ def read_sole_batch(
     """Like `sole_batch`, of bytes to be sent: a few short runs are copied; else None."""
     geometry = geometry.joined()
     if is_direct(geometry):
-        return sole_batch(geometry, memory, array)
+        is_few = len(geometry.pages) * len(geometry.starts) <= MAX_BUFFERS
+        return _view_runs(geometry, memory, array) if is_few else None
     if not 0 < geometry.num_bytes <= MAX_COPIED_BYTES:
         return None
     return [_gather(geometry, view_pages(memory, array)).reshape(-1).data]
@@ -253,9 +254,10 @@ def _view_runs(geometry: Geometry, memory: memoryview, array: PageArray) -> list
 def _cut_runs(
     geometry: Geometry, memory: memoryview, array: PageArray
 ) -> Iterator[list[memoryview]]:
-    views = _view_runs(geometry, memory, array)
-    for first in range(0, len(views), MAX_BUFFERS):
-        yield views[first : first + MAX_BUFFERS]
+    starts, ends = _compute_bounds(geometry, array)
+    for first in range(0, len(starts), MAX_BUFFERS):
+        some = slice(first, first + MAX_BUFFERS)
+        yield [memory[start:end] for start, end in zip(starts[some], ends[some], strict=True)]
 
 
 def _compute_bounds(geometry: Geometry, array: PageArray) -> tuple[list[int], list[int]]:
@@ -273,10 +275,12 @@ def _compute_bounds(geometry: Geometry, array: PageArray) -> tuple[list[int], li
     return [run[0] for run in runs], [run[0] + run[2] for run in runs]
 
 
-def _stageable_parts(geometry: Geometry) -> Iterator[Geometry]:
+def _stageable_parts(geometry: Geometry) -> list[Geometry]:
+    if 0 < geometry.num_bytes <= STAGING_BYTES:
+        return [geometry]
     num_pages = max(1, STAGING_BYTES // geometry.bytes_per_page)
-    for first in range(0, len(geometry.pages), num_pages):
-        yield geometry.take_pages(first, num_pages)
+    firsts = range(0, len(geometry.pages), num_pages)
+    return [geometry.take_pages(first, num_pages) for first in firsts]
 
 
 def _gather(part: Geometry, pages: NDArray[np.uint8]) -> NDArray[np.uint8]:
