@@ -24,7 +24,7 @@ from baton.bench.architectures.turning import take_turn
 from baton.bench.load.sse import EventParser
 from baton.bench.manifest import open_manifest
 from baton.clock import MachineClock
-from baton.engines.vllm.server_options import VllmOptions
+from baton.engines.vllm.options import VllmOptions
 from baton.launch.supervisor import GATEWAY, ChildFailedError
 from tests.unit.bench.architectures import cells as plans
 

@@ -98,7 +98,7 @@ class ServerFlags(ConfigFlags):
         from baton.bench.architectures.peers.installed import find_missing  # noqa: PLC0415
         from baton.bench.architectures.peers.plan import plan_peer  # noqa: PLC0415
         from baton.cli.engine_options import engine_options  # noqa: PLC0415
-        from baton.engines.vllm.checks import find_platform  # noqa: PLC0415
+        from baton.engines.vllm.arguments import find_platform  # noqa: PLC0415
 
         missing = find_missing(arm.peer)
         if missing is not None:
