@@ -154,7 +154,7 @@ def open_pool_cluster(
     logs = folder / "logs"
     logs.mkdir()
     with ExitStack() as stack:
-        memory = Path(tempfile.mkdtemp(prefix="chaos-", dir="/dev/shm"))
+        memory = Path(tempfile.mkdtemp(prefix="tmp-chaos-", dir="/dev/shm"))
         stack.callback(shutil.rmtree, memory, ignore_errors=True)
         places = {"shared": memory, "file": folder / "entries"}
         fleet = stack.enter_context(Fleet(logs, environment))

@@ -121,7 +121,7 @@ def test_a_body_that_is_too_large_is_answered_before_it_is_read() -> None:
                 assert (await reply.json())["error"]["code"] == "body_too_large"
             async with session.get(f"{url}/health") as health:
                 assert health.status == 200
-            assert worker.bridge.num_open == 0
+            assert worker.engine_client.num_open == 0
 
     asyncio.run(scenario())
 

@@ -21,6 +21,7 @@ from baton.kv.canonical import read_canonical
 from baton.kv.copies import BlockTable, PagedSequence
 from baton.kv.layout import DTYPE_BYTES, DType, KVLayout, LayerLayout, TensorParallelShard
 from baton.transfer.region import allocate_host_region, view_pages
+from tests.cpu import needs_fp8
 
 TORCH: dict[DType, torch.dtype] = {
     "float32": torch.float32,
@@ -105,6 +106,7 @@ def test_what_the_kernel_writes_becomes_canonical_and_back(
     assert bool((other[untouched] == 7.0).all())
 
 
+@needs_fp8
 @pytest.mark.parametrize("cache_dtype", ["fp8", "fp8_e5m2"])
 def test_fp8_lies_the_same_way(cache_dtype: str) -> None:
     """Each token has K and V of its own that fp8 holds exactly: found where they belong."""
