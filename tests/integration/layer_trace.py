@@ -107,7 +107,7 @@ def _is_ready(handoff: Handoff) -> bool:
 
 def _has_landed(handoff: Handoff) -> bool:
     incoming = handoff.decode.agent._receiving._incoming[handoff.sending.ticket.id]
-    return incoming.session.coverage.num_complete_layers > 0
+    return incoming.session.coverage.has_complete_layer
 
 
 def main() -> None:

@@ -19,6 +19,7 @@ class Coverage:
         self._landed = np.zeros((num_layers, stop - start), dtype=np.bool_)
         self._missing_in_layer = np.full(num_layers, stop - start, dtype=np.int64)
         self.num_missing = num_layers * (stop - start)
+        self._has_complete_layer = False
 
     @property
     def complete(self) -> bool:
@@ -26,9 +27,9 @@ class Coverage:
         return self.num_missing == 0
 
     @property
-    def num_complete_layers(self) -> int:
-        """Layers of which every token has landed."""
-        return int((self._missing_in_layer == 0).sum())
+    def has_complete_layer(self) -> bool:
+        """Whether every token of some layer has landed."""
+        return self._has_complete_layer
 
     def check(self, layer: int, start: int, stop: int) -> None:
         """Refuse a range that is not expected, or that landed already.
@@ -54,6 +55,7 @@ class Coverage:
         self.check(layer, start, stop)
         self._row(layer, start, stop)[:] = True
         self._missing_in_layer[layer] -= stop - start
+        self._has_complete_layer |= not self._missing_in_layer[layer]
         self.num_missing -= stop - start
 
     def gaps(self) -> list[LayerTokenRange]:

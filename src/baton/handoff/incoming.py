@@ -47,6 +47,7 @@ class IncomingHandoff:
     _fencing: set[str] = field(default_factory=set)
     _closing: set[str] = field(default_factory=set)
     _fenced: list[str] = field(default_factory=list)
+    _token_layer_bytes: int | None = None
 
     def open_write_grants(self, transports: tuple[Transport, ...]) -> None:
         """Admit the peer's writes into the pages, over each transport.
@@ -126,7 +127,10 @@ class IncomingHandoff:
             raise AssertionError("nothing is noticed before a peer was dialed")
         pages = self._mapped_pages
         verifier = DigestVerifier(
-            pages.view.region, pages.sequence, self.peer.negotiated.theirs.layout
+            pages.view.region,
+            pages.sequence,
+            self.peer.negotiated.theirs.layout,
+            self.planner.pieces,
         )
         seen = verifier.verify(notification, sampler)
         trace, num_bytes = self.session.order.trace, seen.num_tokens * self._layer_bytes
@@ -140,7 +144,7 @@ class IncomingHandoff:
     def stamp_progress(self, now: Instant) -> None:
         """Note in the trace how far it came."""
         trace, coverage = self.session.order.trace, self.session.coverage
-        if coverage.num_complete_layers:
+        if coverage.has_complete_layer:
             trace.stamp(Stamp.FIRST_LAYER_LANDED, now)
         if coverage.complete:
             trace.stamp(Stamp.LAST_LAYER_LANDED, now)
@@ -186,8 +190,10 @@ class IncomingHandoff:
     @property
     def _layer_bytes(self) -> int:
         """Of one token, on the average of all layers."""
-        layout = self._mapped_pages.view.layout
-        return layout.bytes_per_token // layout.num_layers
+        if self._token_layer_bytes is None:
+            layout = self._mapped_pages.view.layout
+            self._token_layer_bytes = layout.bytes_per_token // layout.num_layers
+        return self._token_layer_bytes
 
     @property
     def _mapped_pages(self) -> MappedPages:

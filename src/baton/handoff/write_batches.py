@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import product
 from typing import TYPE_CHECKING, Final
 
@@ -11,7 +11,7 @@ import numpy as np
 from baton.handoff.messages import DIGEST_BYTES, Notification
 from baton.handoff.token_ranges import LayerTokenRange
 from baton.kv.copies import PageCopies, PagedSequence, compute_pieces
-from baton.kv.digest import compute_digests
+from baton.kv.digest import PieceLocator, compute_digests, locate_pieces
 from baton.kv.geometry import shared_heads
 from baton.transfer.region import view_pages
 
@@ -89,10 +89,7 @@ class WriteBatchBuilder:
         """
         sizes = self.source.layout.block_size, self.target.layout.block_size
         bounds = compute_pieces(*sizes, start, stop)
-        cuts = [
-            bounds[first : first + MAX_SEGMENTS + 1]
-            for first in range(0, len(bounds) - 1, MAX_SEGMENTS)
-        ]
+        cuts = _cut(bounds)
         last: WriteBatch | None = None
         for layer, some in product(layers, cuts):
             batch = WriteBatch(self._plan(layer, some), some)
@@ -116,7 +113,18 @@ class WriteBatchBuilder:
         source = self.source
         heads = shared_heads(source.layout, self.target.layout, layer)
         pages = _layer_pages(self.region, layer)
-        return compute_digests(source, layer, pages, bounds, heads=heads)
+        pieces = self.planner.pieces.locate(source, bounds)
+        return compute_digests(source.layout, layer, pages, pieces, heads=heads)
+
+
+def _cut(bounds: NDArray[np.int64]) -> list[NDArray[np.int64]]:
+    """Pieces in runs of at most `MAX_SEGMENTS`; the same object where one run holds them all."""
+    if 1 < len(bounds) <= MAX_SEGMENTS + 1:
+        return [bounds]
+    return [
+        bounds[first : first + MAX_SEGMENTS + 1]
+        for first in range(0, len(bounds) - 1, MAX_SEGMENTS)
+    ]
 
 
 def notify_without_digests(batch: WriteBatch) -> Notification:
@@ -144,6 +152,7 @@ class DigestVerifier:
     region: PagedRegion
     target: PagedSequence
     peer: KVLayout
+    locator: PieceLocator = field(default_factory=PieceLocator)
 
     def verify(self, notification: Notification, sampler: Sampler | None = None) -> DigestResult:
         """Whether the bytes at the tokens that the notification names have the digests it claims.
@@ -157,15 +166,17 @@ class DigestVerifier:
         num_segments = len(bounds) - 1
         if len(notification.digests) != DIGEST_BYTES * num_segments:
             return DigestResult(is_intact=False, num_tokens=0)
-        only = None if sampler is None else sampler.choose(layer, num_segments)
         pages = _layer_pages(self.region, layer)
         heads = shared_heads(self.peer, layout, layer)
-        found = compute_digests(self.target, layer, pages, bounds, heads=heads, only=only)
-        lengths = np.diff(bounds)
-        if only is None:
-            return DigestResult(found == notification.digests, int(lengths.sum()))
+        if sampler is None:
+            pieces = self.locator.locate(self.target, bounds)
+            found = compute_digests(layout, layer, pages, pieces, heads=heads)
+            return DigestResult(found == notification.digests, pieces.num_tokens)
+        only = sampler.choose(layer, num_segments)
+        pieces = locate_pieces(self.target, bounds, only)
+        found = compute_digests(layout, layer, pages, pieces, heads=heads)
         claimed = np.frombuffer(notification.digests, np.uint8).reshape(num_segments, DIGEST_BYTES)
-        return DigestResult(found == claimed[only].tobytes(), int(lengths[only].sum()))
+        return DigestResult(found == claimed[only].tobytes(), pieces.num_tokens)
 
 
 def _layer_pages(region: PagedRegion, layer: int) -> NDArray[np.uint8]:

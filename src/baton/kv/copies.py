@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -173,6 +173,7 @@ class PageCopies:
         return tuple(PageCopies(layer, self.groups) for layer in self.layers)
 
 
+@lru_cache(maxsize=256)
 def compute_pieces(
     src_block_size: int, dst_block_size: int, start: int, stop: int
 ) -> NDArray[np.int64]:
@@ -180,19 +181,23 @@ def compute_pieces(
 
     Returns:
         int64 `[k + 1]`, ascending: piece i is tokens `[bounds[i], bounds[i + 1])`, the longest run
-        that lies in one page of each side. An empty range has no pieces: `[start]`.
+        that lies in one page of each side. An empty range has no pieces: `[start]`. Read-only,
+        and the same object for the same question.
 
     Raises:
         ProtocolError: not a range.
     """
     check_range(start, stop)
     if start == stop:
-        return np.array([start], dtype=np.int64)
+        cuts = np.array([start], dtype=np.int64)
+        cuts.flags.writeable = False
+        return cuts
     cuts = _page_starts(src_block_size, start, stop)
     if dst_block_size != src_block_size:
         cuts = np.union1d(cuts, _page_starts(dst_block_size, start, stop))
     bounds = np.empty(len(cuts) + 2, dtype=np.int64)
     bounds[0], bounds[1:-1], bounds[-1] = start, cuts, stop
+    bounds.flags.writeable = False
     return bounds
 
 

@@ -8,6 +8,7 @@ link's authentication.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -19,39 +20,58 @@ from baton.kv.geometry import check_page_size, page_geometry, view_planes
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from baton.kv.copies import PagedSequence
+    from baton.kv.copies import BlockTable, PagedSequence
     from baton.kv.geometry import PageGeometry
     from baton.kv.layout import KVLayout
 
 DIGEST_BYTES: Final = 16
 
 
-def compute_digests(
-    sequence: PagedSequence,
-    layer: int,
-    layer_pages: NDArray[np.uint8],
-    bounds: NDArray[np.int64],
-    *,
-    heads: range | None = None,
-    only: NDArray[np.int64] | None = None,
-) -> bytes:
-    """`DIGEST_BYTES` for each piece, or each of those chosen, concatenated.
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """Where pieces are on one side: piece i is `lengths[i]` tokens from `firsts[i]` of `blocks[i]`."""
+
+    blocks: list[int]
+    firsts: list[int]
+    lengths: list[int]
+    num_tokens: int
+
+
+class PieceLocator:
+    """Locates a handoff's pieces once for all layers: only the last answer is kept.
+
+    Owner thread: the handoff's. Tables and bounds are compared as objects, and do not change.
+    """
+
+    def __init__(self) -> None:
+        self._last: tuple[BlockTable, NDArray[np.int64], Pieces] | None = None
+
+    def locate(self, sequence: PagedSequence, bounds: NDArray[np.int64]) -> Pieces:
+        """See `locate_pieces`."""
+        last = self._last
+        if last is not None and last[0] is sequence.table and last[1] is bounds:
+            return last[2]
+        pieces = locate_pieces(sequence, bounds)
+        self._last = sequence.table, bounds, pieces
+        return pieces
+
+
+def locate_pieces(
+    sequence: PagedSequence, bounds: NDArray[np.int64], only: NDArray[np.int64] | None = None
+) -> Pieces:
+    """Where each piece is, or each of those chosen.
 
     Args:
         sequence: This side's layout and block table.
-        layer: Which layer the pages are of.
-        layer_pages: uint8 `[num_blocks, page_bytes]`.
         bounds: int64 `[k + 1]` from `compute_pieces`: no piece crosses a page of this side.
-        heads: The kv heads that both sides hold (`shared_heads`); None for all that this one does.
         only: int64 `[m]`, indices of the pieces that are wanted; None for all.
 
     Raises:
         ProtocolError: the table does not cover the pieces, or one of them crosses a page.
-        InvalidLayoutError: the pages have another size than the layout's.
     """
-    tokens, lengths = bounds[:-1], np.diff(bounds)
+    tokens, lengths = bounds[:-1], bounds[1:] - bounds[:-1]
     if not len(tokens):
-        return b""
+        return Pieces([], [], [], 0)
     sequence.check_covers(int(bounds[0]), int(bounds[-1]))
     block_size = sequence.layout.block_size
     in_page = tokens % block_size
@@ -59,14 +79,36 @@ def compute_digests(
         raise ProtocolError("a piece is empty or crosses a page")
     if only is not None:
         tokens, lengths, in_page = tokens[only], lengths[only], in_page[only]
-    geometry = page_geometry(sequence.layout, layer)
+    blocks = sequence.blocks_of(tokens).tolist()
+    return Pieces(blocks, in_page.tolist(), lengths.tolist(), int(lengths.sum()))
+
+
+def compute_digests(
+    layout: KVLayout,
+    layer: int,
+    layer_pages: NDArray[np.uint8],
+    pieces: Pieces,
+    *,
+    heads: range | None = None,
+) -> bytes:
+    """`DIGEST_BYTES` for each piece, concatenated.
+
+    Args:
+        layout: This side's.
+        layer: Which layer the pages are of.
+        layer_pages: uint8 `[num_blocks, page_bytes]`.
+        pieces: From `locate_pieces`, of this side's block table.
+        heads: The kv heads that both sides hold (`shared_heads`); None for all that this one does.
+
+    Raises:
+        InvalidLayoutError: the pages have another size than the layout's.
+    """
+    geometry, block_size = page_geometry(layout, layer), layout.block_size
     check_page_size(layer_pages, geometry)
     planes: list[NDArray[np.uint8]] = []
-    is_stored_as_digested = _is_stored_as_digested(sequence.layout, geometry, heads)
+    is_stored_as_digested = _is_stored_as_digested(layout, geometry, heads)
     digests: list[bytes] = []
-    for block, first, length in zip(
-        sequence.blocks_of(tokens).tolist(), in_page.tolist(), lengths.tolist(), strict=True
-    ):
+    for block, first, length in zip(pieces.blocks, pieces.firsts, pieces.lengths, strict=True):
         if is_stored_as_digested and (length == block_size or not geometry.divisible):
             digests.append(xxh3_128_digest(layer_pages[block]))
         else:

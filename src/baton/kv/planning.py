@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from baton.kv.copies import PageCopies, compute_page_copies
+from baton.kv.digest import PieceLocator
 from baton.kv.geometry import page_geometry
 
 if TYPE_CHECKING:
@@ -36,11 +37,13 @@ class CopyPlanner:
     """`compute_page_copies` for a handoff, which asks for the same tokens layer by layer.
 
     Layers with pages alike get the very same groups, so that what is derived from these is derived
-    once, too (`CopyGroup`). Only the last answer is kept. Owner thread: the handoff's.
+    once, too (`CopyGroup`). Only the last answer is kept. `pieces` does the same for digests.
+    Owner thread: the handoff's.
     """
 
     def __init__(self) -> None:
         self._last: tuple[_PlanKey, PageCopies] | None = None
+        self.pieces = PieceLocator()
 
     def plan(
         self, src: PagedSequence, dst: PagedSequence, layer: int, *, start: int, stop: int

@@ -21,7 +21,7 @@ from baton.kv.copies import (
     compute_page_copies,
     compute_pieces,
 )
-from baton.kv.digest import DIGEST_BYTES, compute_digests
+from baton.kv.digest import DIGEST_BYTES, compute_digests, locate_pieces
 from baton.kv.geometry import shared_heads
 from baton.kv.layout import KVLayout, LayerLayout, TensorParallelShard
 
@@ -150,7 +150,13 @@ def test_spans_are_maximal_and_disjoint(case: Case) -> None:
 def test_digests_are_equal_on_both_sides_after_the_copy(case: Case) -> None:
     apply_copies(case.copies, case.src.pages, case.dst.pages)
     sent, found = (
-        compute_digests(side.sequence, 0, side.pages, case.bounds, heads=case.heads)
+        compute_digests(
+            side.sequence.layout,
+            0,
+            side.pages,
+            locate_pieces(side.sequence, case.bounds),
+            heads=case.heads,
+        )
         for side in (case.src, case.dst)
     )
     assert sent == found
@@ -181,7 +187,13 @@ def test_one_changed_byte_changes_exactly_the_digest_of_its_piece(
 
 
 def digest_list(side: Side, case: Case) -> list[bytes]:
-    raw = compute_digests(side.sequence, 0, side.pages, case.bounds, heads=case.heads)
+    raw = compute_digests(
+        side.sequence.layout,
+        0,
+        side.pages,
+        locate_pieces(side.sequence, case.bounds),
+        heads=case.heads,
+    )
     return [raw[i : i + DIGEST_BYTES] for i in range(0, len(raw), DIGEST_BYTES)]
 
 

@@ -17,7 +17,7 @@ from baton.kv.copies import (
     compute_page_copies,
     compute_pieces,
 )
-from baton.kv.digest import DIGEST_BYTES, compute_digests
+from baton.kv.digest import DIGEST_BYTES, compute_digests, locate_pieces
 from baton.kv.geometry import shared_heads
 from baton.kv.layout import KVLayout, LayerLayout, TensorParallelShard
 
@@ -70,7 +70,13 @@ class Case:
 
     def digests(self, side: Side) -> list[bytes]:
         heads = shared_heads(self.src.sequence.layout, self.dst.sequence.layout, 0)
-        raw = compute_digests(side.sequence, 0, side.pages, self.bounds, heads=heads)
+        raw = compute_digests(
+            side.sequence.layout,
+            0,
+            side.pages,
+            locate_pieces(side.sequence, self.bounds),
+            heads=heads,
+        )
         return [raw[at : at + DIGEST_BYTES] for at in range(0, len(raw), DIGEST_BYTES)]
 
     def units_of(self, side: Side) -> list[bytes]:

@@ -12,7 +12,7 @@ from xxhash import xxh3_128_digest
 from baton.errors import ProtocolError
 from baton.kv.canonical import read_canonical
 from baton.kv.copies import BlockTable, PagedSequence, compute_pieces
-from baton.kv.digest import compute_digests
+from baton.kv.digest import compute_digests, locate_pieces
 from baton.kv.layout import KVLayout
 
 LAYOUT = KVLayout.gqa(1, 4, 8, block_size=4, dtype="int8")
@@ -36,13 +36,18 @@ def test_a_digest_is_xxh3_of_the_canonical_bytes(order: str, heads: range | None
         )
         for start, stop in pairwise(bounds)
     )
-    assert compute_digests(sequence, 0, PAGES, bounds, heads=heads) == expected
+    assert (
+        compute_digests(sequence.layout, 0, PAGES, locate_pieces(sequence, bounds), heads=heads)
+        == expected
+    )
 
 
 def test_a_whole_canonical_page_is_digested_as_it_lies() -> None:
     bounds = np.array([0, 4, 8], dtype=np.int64)
     expected = xxh3_128_digest(PAGES[2].tobytes()) + xxh3_128_digest(PAGES[1].tobytes())
-    assert compute_digests(paged(LAYOUT, [2, 1]), 0, PAGES, bounds) == expected
+    assert (
+        compute_digests(LAYOUT, 0, PAGES, locate_pieces(paged(LAYOUT, [2, 1]), bounds)) == expected
+    )
 
 
 OPAQUE = msgspec.structs.replace(LAYOUT, order="opaque", arrangement="a")
@@ -61,14 +66,26 @@ def test_a_digest_of_an_opaque_page_covers_the_units_as_they_lie(
         xxh3_128_digest(PAGES[page, first * UNIT_BYTES : stop * UNIT_BYTES].tobytes())
         for page in (5, 0, 3)
     )
-    assert compute_digests(paged(OPAQUE, [5, 0, 3]), 0, PAGES, bounds, heads=heads) == expected
+    assert (
+        compute_digests(
+            OPAQUE, 0, PAGES, locate_pieces(paged(OPAQUE, [5, 0, 3]), bounds), heads=heads
+        )
+        == expected
+    )
 
 
 def test_no_piece_no_digest() -> None:
-    assert compute_digests(paged(LAYOUT, []), 0, PAGES, np.array([3], dtype=np.int64)) == b""
+    assert (
+        compute_digests(
+            LAYOUT, 0, PAGES, locate_pieces(paged(LAYOUT, []), np.array([3], dtype=np.int64))
+        )
+        == b""
+    )
 
 
 @pytest.mark.parametrize("bounds", [[0, 5], [0, 2, 6], [2, 2], [4, 2], [0, 4, 8, 12]])
 def test_pieces_that_are_none_are_refused(bounds: list[int]) -> None:
     with pytest.raises(ProtocolError):
-        compute_digests(paged(LAYOUT, [0, 1]), 0, PAGES, np.array(bounds, dtype=np.int64))
+        compute_digests(
+            LAYOUT, 0, PAGES, locate_pieces(paged(LAYOUT, [0, 1]), np.array(bounds, dtype=np.int64))
+        )
