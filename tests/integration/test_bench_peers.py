@@ -22,7 +22,7 @@ from baton.bench.architectures.usage import EnergyMeter
 from baton.bench.files import open_manifest
 from baton.bench.load.stream import EventParser
 from baton.clock import MachineClock
-from baton.engines.vllm.server_options import VllmOptions
+from baton.engines.vllm.options import VllmOptions
 from baton.launch.supervisor import GATEWAY, ChildFailedError
 from tests.unit.bench.architectures import cells as plans
 

@@ -96,7 +96,7 @@ class ServerFlags(ConfigFlags):
             return launch
         from baton.bench.architectures.peers.plan import find_missing, plan_peer  # noqa: PLC0415
         from baton.cli.engine_options import engine_options  # noqa: PLC0415
-        from baton.engines.vllm.checks import find_platform  # noqa: PLC0415
+        from baton.engines.vllm.arguments import find_platform  # noqa: PLC0415
 
         missing = find_missing(configuration.peer)
         if missing is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from baton.engines.transformers.shared_blocks import SharedBlocks
+from baton.engines.transformers.pinned_blocks import SharedBlocks
 from baton.handoff.block_exporter import SharedBlockExporter
 from baton.handoff.grants import epoch_of
 from baton.handoff.session.export_table import ExportTable

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final, Literal, TypeAlias, assert_never
 import msgspec
 
 from baton.engines.vllm.arguments import REMOVED_VARIABLES, engine_flags, server_environment
-from baton.engines.vllm.server_options import VllmOptions
+from baton.engines.vllm.options import VllmOptions
 from baton.errors import ConfigError
 
 if TYPE_CHECKING:
