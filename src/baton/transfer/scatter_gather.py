@@ -313,10 +313,8 @@ def _scatter(part: Geometry, staging: NDArray[np.uint8], pages: NDArray[np.uint8
 
 
 def _copy(group: CopyGroup, source: NDArray[np.uint8], target: NDArray[np.uint8]) -> None:
-    group.fits.add((
-        *source.shape,
-        *target.shape,
-    ))  # checked when the part was submitted or received
+    # Checked when the part was submitted, or received.
+    group.fits.add((*source.shape, *target.shape))
     apply_copies(PageCopies(0, (group,)), source, target)
 
 
