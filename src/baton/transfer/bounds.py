@@ -31,16 +31,16 @@ def check_copies(
 ) -> None:
     """Refuse copies that reach outside an array of either region.
 
-    A group that passed is not looked at again between arrays of the same sizes: its indices never
-    change, and the next layer has the same ones.
+    A group that passed is not checked again between arrays of the same sizes: its indices never
+    change, and every layer has the same.
 
     Raises:
         TransferError: an array, a page or a span is out of range, or index arrays do not match; or
-            there are several arrays, and not `joins`.
+            there are several arrays without `multi_array`.
     """
     layers = copies.layers
     if copies.num_layers != 1 and not (multi_array and layers):
-        raise TransferError(f"a write of {copies.num_layers} arrays, which is not taken here")
+        raise TransferError(f"a write of {copies.num_layers} arrays, which is not supported here")
     if not 0 <= layers.start < layers.stop <= min(len(source), len(target)):
         raise TransferError(
             f"there is no array {layers[-1]}: the regions have {len(source)} and {len(target)}"
@@ -65,7 +65,7 @@ def check_array(array: int, arrays: Sequence[PageArray]) -> None:
 
 
 def check_notification(notification: bytes) -> None:
-    """Refuse a notification that no receiver would take.
+    """Refuse a notification that is too long for a receiver.
 
     Raises:
         TransferError: longer than `MAX_NOTIFICATION_BYTES`.
@@ -122,7 +122,7 @@ def _check_group(group: CopyGroup, source: PageArray, target: PageArray) -> None
 
 
 def _check_pair(group: CopyGroup, source: PageArray, target: PageArray) -> None:
-    """Of one page pair and span, with as few calls as can be: small transfers are of these."""
+    """One page pair and span, with few calls: the case of small transfers."""
     src_page, dst_page = int(group.src_pages[0]), int(group.dst_pages[0])
     src_byte, dst_byte, length = group.spans[0].tolist()
     for side, page, byte, array in (

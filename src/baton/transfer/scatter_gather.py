@@ -247,32 +247,38 @@ def discard_batches(num_bytes: int) -> Iterator[list[memoryview]]:
 
 
 def _view_runs(geometry: Geometry, memory: memoryview, array: PageArray) -> list[memoryview]:
-    starts, ends = _compute_bounds(geometry, array)
-    return [memory[start:end] for start, end in zip(starts, ends, strict=True)]
+    return [memory[start:end] for start, end in _find_ranges(geometry, array)]
 
 
 def _cut_runs(
     geometry: Geometry, memory: memoryview, array: PageArray
 ) -> Iterator[list[memoryview]]:
-    starts, ends = _compute_bounds(geometry, array)
-    for first in range(0, len(starts), MAX_BUFFERS):
-        some = slice(first, first + MAX_BUFFERS)
-        yield [memory[start:end] for start, end in zip(starts[some], ends[some], strict=True)]
+    ranges = _find_ranges(geometry, array)
+    for first in range(0, len(ranges), MAX_BUFFERS):
+        yield [memory[start:end] for start, end in ranges[first : first + MAX_BUFFERS]]
 
 
-def _compute_bounds(geometry: Geometry, array: PageArray) -> tuple[list[int], list[int]]:
+def _find_ranges(geometry: Geometry, array: PageArray) -> list[tuple[int, int]]:
     """Where in the region each run begins and ends."""
-    if len(geometry.pages) * len(geometry.starts) > MAX_FEW:
-        offsets, lengths = compute_runs(geometry, array)
-        return offsets.tolist(), (offsets + lengths).tolist()
-    spans = list(zip(geometry.starts.tolist(), geometry.lengths.tolist(), strict=True))
-    starts = [
-        (array.offset_bytes + page * array.page_bytes + start, length)
-        for page in geometry.pages.tolist()
-        for start, length in spans
-    ]
-    runs = merge_few([(start, start, length) for start, length in starts])
-    return [run[0] for run in runs], [run[0] + run[2] for run in runs]
+    num_pieces = len(geometry.pages) * len(geometry.starts)
+    if num_pieces > MAX_FEW:
+        offsets, sizes = compute_runs(geometry, array)
+        return list(zip(offsets.tolist(), (offsets + sizes).tolist(), strict=True))
+    base, page_bytes = array.offset_bytes, array.page_bytes
+    if len(geometry.starts) == 1:
+        base += int(geometry.starts[0])
+        if num_pieces == 1:
+            start = base + int(geometry.pages[0]) * page_bytes
+            return [(start, start + geometry.num_bytes)]
+        starts = [base + page * page_bytes for page in geometry.pages.tolist()]
+        lengths = [geometry.bytes_per_page] * num_pieces
+    else:
+        pages = geometry.pages.tolist()
+        spans = geometry.starts.tolist()
+        starts = [base + page * page_bytes + at for page in pages for at in spans]
+        lengths = geometry.lengths.tolist() * len(pages)
+    runs = merge_few(zip(starts, starts, lengths, strict=True))
+    return [(start, start + length) for start, _, length in runs]
 
 
 def _stageable_parts(geometry: Geometry) -> list[Geometry]:
@@ -292,8 +298,7 @@ def _gather(part: Geometry, pages: NDArray[np.uint8]) -> NDArray[np.uint8]:
         return pages[part.pages, start : start + part.bytes_per_page]
     staging = np.empty((len(part.pages), part.bytes_per_page), np.uint8)
     spans = np.stack((part.starts, _packed_starts(part), part.lengths), axis=1)
-    rows = np.arange(len(part.pages))
-    apply_copies(PageCopies(0, (CopyGroup(part.pages, rows, spans),)), pages, staging)
+    _copy(CopyGroup(part.pages, np.arange(len(part.pages)), spans), pages, staging)
     return staging
 
 
@@ -304,8 +309,13 @@ def _scatter(part: Geometry, staging: NDArray[np.uint8], pages: NDArray[np.uint8
         pages[part.pages, start : start + part.bytes_per_page] = staging
         return
     spans = np.stack((_packed_starts(part), part.starts, part.lengths), axis=1)
-    rows = np.arange(len(part.pages))
-    apply_copies(PageCopies(0, (CopyGroup(rows, part.pages, spans),)), staging, pages)
+    _copy(CopyGroup(np.arange(len(part.pages)), part.pages, spans), staging, pages)
+
+
+def _copy(group: CopyGroup, source: NDArray[np.uint8], target: NDArray[np.uint8]) -> None:
+    # Checked when the part was submitted, or received.
+    group.fits.add((*source.shape, *target.shape))
+    apply_copies(PageCopies(0, (group,)), source, target)
 
 
 def _packed_starts(geometry: Geometry) -> NDArray[np.int64]:
