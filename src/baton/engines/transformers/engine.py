@@ -174,7 +174,6 @@ class TransformersEngine:
         )
 
     def start(self, sink: UpdateSink, handoff: HandoffPort) -> None:
-        """See `Engine`."""
         self._thread = threading.Thread(
             target=self._main,
             args=(self.build_loop(sink, handoff),),
@@ -184,15 +183,12 @@ class TransformersEngine:
         self._thread.start()
 
     def is_alive(self) -> bool:
-        """See `Engine`."""
         return self._failure is None and self._thread is not None and self._thread.is_alive()
 
     def wake(self) -> None:
-        """See `Engine`."""
         self._command_queue.wake()
 
     def submit(self, request: GenerationRequest) -> None:
-        """See `Engine`."""
         self._check(request)
         with self._lock:
             if self._failure is not None:
@@ -208,19 +204,15 @@ class TransformersEngine:
             self._command_queue.put(Submit(request))
 
     def cancel(self, request: RequestId) -> None:
-        """See `Engine`."""
         self._command_queue.put(Cancel(request))
 
     def commit_first_token(self, ticket: TicketId, token: SampledToken) -> SampledToken:
-        """See `Engine`."""
         return self._first_tokens.commit(ticket, token)
 
     def stats(self) -> EngineStats:
-        """See `Engine`."""
         return self._stats
 
     def stop(self, timeout_s: float) -> None:
-        """See `Engine`."""
         self._set_failure(EngineError("the engine was stopped"))
         thread, self._thread = self._thread, None
         if thread is not None:

@@ -262,7 +262,6 @@ class _ServerLoop(uvloop.Loop):  # type: ignore[misc]
         self._on_signal = on_signal
 
     def add_signal_handler(self, sig: int, callback: Callable[..., object], *args: object) -> None:
-        """See `asyncio.AbstractEventLoop`."""
         super().add_signal_handler(sig, self._on_signal, sig, partial(callback, *args))
 
 
@@ -285,7 +284,7 @@ def _parse(arguments: Sequence[str]) -> Namespace:
 
 
 def serve(options: VllmOptions, context: ServerContext) -> None:
-    """See `EngineServer`."""
+    """Run the server until it is stopped; blocks."""
     platform = find_platform()
     check_model(context.model)
     if platform == "cpu":

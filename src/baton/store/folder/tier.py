@@ -39,11 +39,9 @@ class FileEntryLease:
 
     @property
     def num_bytes(self) -> int:
-        """See `EntryLease`."""
         return self._num_bytes
 
     def try_read(self, into: memoryview) -> bool:
-        """See `EntryLease`."""
         if self._fd < 0 or len(into) != self._num_bytes:
             raise ValueError(f"{len(into)} bytes for a body of {self._num_bytes}, or released")
         if self._read(into) and has_digest(into, self._digest):
@@ -52,7 +50,6 @@ class FileEntryLease:
         return False
 
     def release(self) -> None:
-        """See `EntryLease`."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
@@ -107,14 +104,12 @@ class FolderTier:
                 self._capacity.reset(self._count)
 
     def find(self, names: Sequence[EntryName]) -> int:
-        """See `Tier`."""
         for index, name in enumerate(names):
             if not self._has(name):
                 return index
         return len(names)
 
     def put(self, name: EntryName, body: Body) -> PutResult:
-        """See `Tier`."""
         if self._has(name):
             self._touch(name)
             return PutResult.EXISTS
@@ -131,7 +126,6 @@ class FolderTier:
         return PutResult.STORED if is_new else PutResult.EXISTS
 
     def try_lease(self, name: EntryName) -> FileEntryLease | None:
-        """See `Tier`."""
         try:
             fd = os.open(name.hex(), _OPEN, dir_fd=self._fd)
         except OSError:
@@ -153,11 +147,9 @@ class FolderTier:
         return FileEntryLease(fd, num_bytes, digest, partial(self._remove_damaged, name))
 
     def discard(self, name: EntryName) -> None:
-        """See `Tier`."""
         self._remove(name)
 
     def scan(self) -> TierScan:
-        """See `Tier`."""
         with mapped({OSError: StoreError}):
             entries = list(self._iter_entries())
         return TierScan(
@@ -168,7 +160,6 @@ class FolderTier:
         )
 
     def usage(self) -> Usage:
-        """See `Tier`."""
         capacity = self._capacity.peek()
         return Usage(
             used_bytes=capacity.committed_bytes + capacity.reserved_bytes,
