@@ -208,7 +208,7 @@ class SubscriberLoop:
         except ProtocolError as exc:
             self._num_unreadable += 1
             if self._num_unreadable == 1:
-                logger.warning("%s: %s (said once)", self._options.worker, exc)
+                logger.warning("%s: %s (logged once)", self._options.worker, exc)
             return None
 
     def _report(self) -> None:

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class TieredStore:
-    """See `Tier`. Entries are put into the first tier, which hands down what it has no room for.
+    """See `Tier`. Entries are put into the first tier, which demotes what it has no room for.
 
     What is read from a lower tier is copied into the first one. An entry too large for a tier, or
     put while it is full, goes to the next.

@@ -95,7 +95,7 @@ class CommandQueue:
             return commands
 
     def wait(self, timeout_s: float | None) -> None:
-        """Sleep until there is a command, somebody wakes the reader, or the time is over."""
+        """Sleep until there is a command, `wake` is called, or the timeout passes."""
         limit_s = threading.TIMEOUT_MAX if timeout_s is None else timeout_s
         with self._condition:
             self._condition.wait_for(
@@ -153,7 +153,7 @@ class TransformersEngine:
         self._stats = _zero_stats(num_blocks)
 
     def build_loop(self, sink: UpdateSink, handoff: HandoffPort) -> EngineLoop:
-        """The loop that `start` gives a thread; tests and simulations turn it by hand."""
+        """The loop that `start` gives a thread; tests and simulations call its `step`."""
         options, layout = self._options, self.info.layout
         limits = Limits(
             max_batch_tokens=options.max_batch_tokens,
@@ -276,7 +276,7 @@ class TransformersEngine:
                 if not was_busy:
                     self._command_queue.wait(loop.compute_wait_timeout_s())
             loop.fail_all(EngineError("the worker is stopping"))
-        except Exception:  # noqa: BLE001 - reported to all; nobody is above this frame
+        except Exception:  # noqa: BLE001 - reported to all requests; the thread has no caller
             _log.exception("the engine's thread died")
             error = EngineError("the engine's thread died; restart the worker")
             self._set_failure(error)

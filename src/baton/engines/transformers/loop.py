@@ -59,7 +59,7 @@ class StepRunner(Protocol):
     """What the loop asks of the model: see `model_runner.ModelRunner`."""
 
     def compute(self, step: list[Work]) -> list[SampledToken | None]:
-        """For each work, the token that follows it; the handoff is told of each layer."""
+        """The token that follows each work; reports each layer to the handoff."""
         ...
 
 
@@ -83,7 +83,7 @@ class EngineLoop:
     """All that the engine's thread owns; `step` never waits.
 
     Updates leave in one call of `sink` before the step, and one after it, where there are any.
-    `on_end` is told each request that is over.
+    `on_end` is called with each request that has ended.
     """
 
     def __init__(  # noqa: PLR0913 - the parts of an engine
@@ -110,7 +110,7 @@ class EngineLoop:
         self._held = HeldBlockTime()
 
     def step(self) -> bool:
-        """Hear the handoff, compute one step, deliver. Whether there was anything to compute."""
+        """Handle handoff events, compute one step, deliver. Returns whether it computed."""
         for event in self._handoff.poll():
             self._handle_event(event)
         self._expire()
@@ -167,7 +167,7 @@ class EngineLoop:
         self._updates.deliver()
 
     def compute_wait_timeout_s(self) -> float | None:
-        """How long to sleep, at most, before a deadline passes; None for ever."""
+        """Seconds until the next deadline; None without one."""
         deadlines = [self._sequences.next_deadline, self._stall_detector.timeout_at]
         known = [at for at in deadlines if at is not None]
         return max(0.0, min(known) - self._clock.now()) if known else None
@@ -188,7 +188,7 @@ class EngineLoop:
             )
 
     def _start_handoffs(self, plan: Plan) -> None:
-        """Tell the handoff what the plan needs of it, before anything is computed."""
+        """Give the plan's orders to the handoff, before anything is computed."""
         fingerprint = self._info.fingerprint
         for sequence in plan.refused:
             self._fail(sequence, OverloadedError("too many prompts wait here to be pulled"))
@@ -211,7 +211,7 @@ class EngineLoop:
         """Run the step; a failure fails the step's requests and nothing else."""
         try:
             tokens = self._runner.compute(plan.work)
-        except Exception:  # noqa: BLE001 - whatever a model raises, the engine lives on
+        except Exception:  # noqa: BLE001 - the engine survives whatever a model raises
             _log.exception("a step of %d tokens failed", plan.num_tokens)
             for work in plan.work:
                 self._fail(work.sequence, EngineError("the engine failed while computing"))
@@ -224,7 +224,7 @@ class EngineLoop:
                 self._accept(work.sequence, token)
 
     def _accept(self, sequence: Sequence, token: SampledToken) -> None:
-        """A new token: an answer's next one, or the one that a prefill request hands over."""
+        """A new token: an answer's next one, or a prefill request's only one."""
         self._stamp(sequence, Stamp.FIRST_TOKEN)
         if isinstance(sequence.kind, PrefillRequest):
             sequence.first_token = token
@@ -241,7 +241,7 @@ class EngineLoop:
             self._end(sequence, "finished")
 
     def _answer_early(self, sequence: Sequence, ticket: Ticket, token: SampledToken) -> None:
-        """Where nobody waits for the end of the handoff: its blocks stay lent until then."""
+        """Answer before the handoff ends, where the client may; its blocks stay pinned."""
         if ticket.first_token_early:
             self._emit(sequence, token, sequence.append(token.token_id, self._info.eos_token_ids))
         elif is_pulled(sequence):
@@ -310,7 +310,7 @@ class EngineLoop:
             self._accept(sequence, first_token)
 
     def _release_imports(self) -> None:
-        """Nothing computes now: what is not needed any more is not read either."""
+        """Release imported blocks that no request needs; no step is reading them."""
         for ticket in self._scheduler.shared_blocks.take_pending_releases():
             self._handoff.release_imported(ticket)
 

@@ -73,7 +73,7 @@ class RankHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]
 
 @dataclass(frozen=True, slots=True)
 class RankReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """Worker → scheduler, after a step in which there is something to say."""
+    """Worker → scheduler, after a step with something to report."""
 
     report: StepReport
 
@@ -124,7 +124,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # n
         self._scheduler.bind(gpu_block_pool)
 
     def has_pending_push_work(self) -> bool:
-        """True: one more step, without tokens, tells the workers what has become free."""
+        """True: one more step, without tokens, reports freed blocks to the workers."""
         return self._scheduler.occupancy_changed
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, RankHandshake]) -> None:
@@ -149,8 +149,8 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # n
         return StepMetadata(self._scheduler.step(scheduler_output))
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        said = connector_output.kv_connector_worker_meta
-        report = said.report if isinstance(said, RankReport) else None
+        metadata = connector_output.kv_connector_worker_meta
+        report = metadata.report if isinstance(metadata, RankReport) else None
         received, sent = connector_output.finished_recving, connector_output.finished_sending
         self._scheduler.update_from_workers(received, sent, report)
 

@@ -97,7 +97,7 @@ class Rank:
 
     @property
     def _main_names(self) -> tuple[str, ...]:
-        """The main model's layers, in the order of the faces."""
+        """The main model's layers, in the order of the KV views."""
         return self._layers.names[: self._layers.num_main]
 
     def pool_context(self) -> AbstractContextManager[object] | None:

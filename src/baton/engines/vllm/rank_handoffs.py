@@ -95,7 +95,7 @@ class RankHandoffs:
             self._sends.table.drop(request)
 
     def begin_step(self, orders: StepOrders) -> None:
-        """Carry out a step's orders as early as vLLM tells them."""
+        """Carry out a step's orders, as early as vLLM reports them."""
         self._orders, self._done_layers, self._is_computing = orders, set(), False
         self._occupancy = orders.occupancy
         self._sends.begin(orders)
@@ -120,7 +120,7 @@ class RankHandoffs:
         With the last layer's, prompts that end here are complete: their decode workers need not
         wait for the rest of the step (that layer's MLP, the sampling).
         """
-        if not self._is_computing:  # once a step: the layers that are ready say so by themselves
+        if not self._is_computing:  # once per step: ready layers are reported separately
             self._is_computing = True
             self._port.report_progress(self._sends.uncomputed)
         if not self._ready:
@@ -163,7 +163,7 @@ class RankHandoffs:
         return self._loads.table.take_invalid_blocks()
 
     def take_report(self) -> StepReport | None:
-        """What the scheduler should know besides."""
+        """Failed sends, for the scheduler."""
         failed = self._sends.take_failed()
         return StepReport(failed) if failed else None
 
@@ -177,7 +177,7 @@ class RankHandoffs:
         return self._occupancy
 
     def abort_from_peer(self, ticket: TicketId, reason: str) -> None:
-        """The gateway says that a ticket's other half failed. Thread-safe."""
+        """The gateway reports that a ticket's other request failed. Thread-safe."""
         self._abort_fanout.abort_from_peer(ticket, reason)
 
     def _abort(self, abort: Abort) -> None:

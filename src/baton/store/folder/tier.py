@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 class FileEntryLease:
     """See `EntryLease`. `on_damage` is called once, if the body turns out not to be what was put.
 
-    The body is read, not mapped: what is verified is this process's own copy, which nobody can
+    The body is read, not mapped: what is verified is this process's own copy, which no process can
     change any more, and a file that is cut short is a short read, not a SIGBUS.
     """
 
@@ -242,7 +242,7 @@ class FolderTier:
     def _report(self, error: StoreError) -> None:
         if not self._is_reported:
             self._is_reported = True
-            logger.warning("store: %s lost an entry (said once): %s", self._folder.path, error)
+            logger.warning("store: %s lost an entry (logged once): %s", self._folder.path, error)
 
     def _has(self, name: EntryName) -> bool:
         try:
