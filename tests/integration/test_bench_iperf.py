@@ -10,7 +10,7 @@ from baton.clock import MachineClock
 from baton.rig.nodes import LocalNodes
 from baton.rig.pages import PAGE_BYTES, Workload
 from baton.rig.pair import SampleBudget
-from baton.transfer.transports.tcp.options import TcpOptions
+from baton.transfer.transports.tcp.sockets import TcpOptions
 
 EFFORT = Effort(1, SampleBudget(0.01, 1, 3), 16, 64)
 WORKLOADS = (

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 import msgspec
 
 from baton.errors import PeerLostError, ProtocolError
+from baton.net.framing import DialerHandshake, FrameDecoder, ListenerHandshake, encode_frame
 from baton.rig.messages import MAX_BODY_BYTES, Command, Reply
-from baton.transfer.framing import FrameDecoder, encode_frame
-from baton.transfer.handshake import DialerHandshake, ListenerHandshake
 from baton.transfer.messages import decode, encode
 
 if TYPE_CHECKING:

@@ -22,9 +22,9 @@ import msgspec
 import numpy as np
 
 from baton.errors import PeerLostError, PeerUnreachableError, TransferError
+from baton.net.channel import skip_bytes
 from baton.rig.backend import Backend, Traits
 from baton.rig.pages import allocate_pool, view_bytes
-from baton.transfer.channel import skip_bytes
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

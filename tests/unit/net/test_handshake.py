@@ -2,15 +2,20 @@ import pytest
 
 from baton.auth.key import ClusterKey
 from baton.errors import AuthenticationError, ProtocolError
-from baton.transfer.framing import PREFIX_BYTES
-from baton.transfer.handshake import MAGIC, MAX_BODY_BYTES, DialerHandshake, ListenerHandshake
+from baton.net.framing import (
+    MAGIC,
+    MAX_HANDSHAKE_BYTES,
+    PREFIX_BYTES,
+    DialerHandshake,
+    ListenerHandshake,
+)
 
 KEY, OTHER_KEY = ClusterKey(b"k" * 32), ClusterKey(b"o" * 32)
 
 
 def body(frame):
     assert int.from_bytes(frame[:PREFIX_BYTES], "little") == len(frame) - PREFIX_BYTES
-    assert len(frame) <= PREFIX_BYTES + MAX_BODY_BYTES
+    assert len(frame) <= PREFIX_BYTES + MAX_HANDSHAKE_BYTES
     return frame[PREFIX_BYTES:]
 
 

@@ -6,16 +6,14 @@ import os
 import socket
 from collections import deque
 from contextlib import suppress
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 from baton.errors import PeerLostError
-from baton.transfer.framing import PREFIX_BYTES, FrameDecoder, encode_frame
-from baton.transfer.tls import TlsSocket, WaitsForPeerError
+from baton.net.framing import PREFIX_BYTES, FrameDecoder, encode_frame
+from baton.net.tls import TlsSocket, WaitsForPeerError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from baton.transfer.read_ahead import ReadAhead
+    from collections.abc import Callable, Iterator
 
 MAX_UNSENT_FRAMES_BYTES: Final = 4 << 20
 RECEIVE_BYTES: Final = 65_536
@@ -24,9 +22,14 @@ WAKE_BYTES: Final = 512 << 10
 MAX_RECEIVE_ROUNDS: Final = 16
 MAX_SEND_ROUNDS: Final = 16
 """Socket calls in one `flush`: then others get their turn."""
+AHEAD_BYTES: Final = 40 << 10
+"""Page bytes among these are copied once more, which is cheaper than a second system call."""
+
+Receive: TypeAlias = "Callable[[list[memoryview]], int]"
+"""Fills buffers from the socket: how many bytes, 0 if there are none."""
 
 
-class Channel:  # noqa: PLR0904 -- both directions, frames and pages
+class Channel:
     """Owns a connected (or connecting) socket. Every method returns at once.
 
     What is sent is a queue of *batches*: lists of buffers that leave with one system call. Buffers
@@ -41,11 +44,11 @@ class Channel:  # noqa: PLR0904 -- both directions, frames and pages
         self._num_unsent_frame_bytes = 0
         self.num_sent_bytes = self.num_received_bytes = 0
         self.waits_for_peer = False
-        """What is unsent can leave only after something was read (a TLS handshake)."""
+        """Unsent bytes can leave only after something was read (a TLS handshake)."""
         self._received_fds: list[int] = []
         self._num_awaited_bytes = 1
         self.ahead: ReadAhead | None = None
-        """Given where a call may take more than was asked for; never where descriptors come."""
+        """Set where a read may take more than was asked for; never where descriptors arrive."""
 
     @property
     def has_unsent(self) -> bool:
@@ -54,25 +57,21 @@ class Channel:  # noqa: PLR0904 -- both directions, frames and pages
 
     @property
     def has_buffered_input(self) -> bool:
-        """Whether bytes were read from the kernel already that nobody has been given."""
+        """Whether bytes were read from the kernel that no caller has received."""
         if self.ahead is not None and self.ahead.has_bytes:
             return True
         return isinstance(self.socket, TlsSocket) and self.socket.pending() > 0
 
     def allow_bodies(self, max_body_bytes: int) -> None:
-        """Change the bound on frames: a peer that has proved itself may send larger ones."""
+        """Change the bound on frames: an authenticated peer may send larger ones."""
         self._decoder.max_body_bytes = max_body_bytes
 
-    def send_body(self, body: bytes) -> None:
-        """Queue one frame and send what the kernel takes.
+    def send_raw(self, frame: bytes) -> None:
+        """Queue encoded frames and send what the kernel takes.
 
         Raises:
-            PeerLostError: the connection is broken, or the peer has long stopped to read.
+            PeerLostError: the connection is broken, or the peer does not read.
         """
-        self.send_raw(encode_frame(body))
-
-    def send_raw(self, frame: bytes) -> None:
-        """Queue bytes that are frames already; like `send_body`."""
         if self._num_unsent_frame_bytes + len(frame) > MAX_UNSENT_FRAMES_BYTES:
             raise PeerLostError("the peer has stopped to read")
         batch = self._send_at_once([memoryview(frame)])
@@ -82,7 +81,7 @@ class Channel:  # noqa: PLR0904 -- both directions, frames and pages
             self.flush()
 
     def send_batch(self, batch: list[memoryview]) -> None:
-        """Queue page bytes, all at hand, and send what the kernel takes.
+        """Queue page bytes in memory and send what the kernel takes.
 
         Raises:
             PeerLostError: the connection is broken.
@@ -109,8 +108,8 @@ class Channel:  # noqa: PLR0904 -- both directions, frames and pages
     def send_batches(self, batches: Iterator[list[memoryview]]) -> None:
         """Queue a stream of batches.
 
-        The next batch is asked for when the one before was wholly handed to the kernel, and the end
-        likewise: what the iterator does after its last `yield` happens when all has left.
+        The iterator advances when the kernel has taken the whole previous batch: its code after the
+        last `yield` runs when all bytes were sent.
         """
         self._queue.append(batches)
 
@@ -156,7 +155,7 @@ class Channel:  # noqa: PLR0904 -- both directions, frames and pages
         return bodies
 
     def receive_body(self) -> bytes | None:
-        """Give out one frame, and nothing of what is behind it; None while it is not whole.
+        """Read one frame and nothing behind it; None while it is incomplete.
 
         Raises:
             PeerLostError: the connection is broken or at its end.
@@ -226,14 +225,14 @@ class Channel:  # noqa: PLR0904 -- both directions, frames and pages
         return num_bytes
 
     def expect_bytes(self, num_bytes: int) -> None:
-        """So many page bytes will come: of many, be ready once for a good deal of them.
+        """So many page bytes follow: of many, become readable only once `WAKE_BYTES` are there.
 
-        Each wake-up costs tens of microseconds, and would find what one segment brought.
+        Each wake-up costs tens of microseconds and would otherwise find one segment.
         """
         num_awaited_bytes = WAKE_BYTES if num_bytes >= 2 * WAKE_BYTES else 1
         if num_awaited_bytes != self._num_awaited_bytes:
             self._num_awaited_bytes = num_awaited_bytes
-            with suppress(OSError):  # a socket that is gone says so when it is read
+            with suppress(OSError):  # a broken socket fails at the next read
                 self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, num_awaited_bytes)
 
     def close(self) -> None:
@@ -299,3 +298,60 @@ def skip_bytes(buffers: list[memoryview], num_bytes: int) -> list[memoryview]:
             return rest
         num_bytes -= len(buffer)
     return []
+
+
+class ReadAhead:
+    """Bytes read from one socket beyond what was asked for: one call for a small transfer.
+
+    A read that did not fill the space took all there was, so the next read is skipped once.
+    """
+
+    def __init__(self) -> None:
+        self._space = memoryview(bytearray(AHEAD_BYTES))
+        self._held = memoryview(b"")
+        self._was_emptied = False
+
+    @property
+    def has_bytes(self) -> bool:
+        """Whether there are bytes that the kernel does not signal again."""
+        return bool(self._held)
+
+    def peek(self, receive: Receive) -> memoryview:
+        """The bytes at hand, not removed: valid until something is taken or skipped."""
+        if not self._held:
+            self._fill(receive)
+        return self._held
+
+    def skip(self, num_bytes: int) -> None:
+        """Remove bytes that `peek` showed."""
+        self._held = self._held[num_bytes:]
+
+    def take(self, num_bytes: int, receive: Receive) -> bytes | None:
+        """Up to `num_bytes` bytes; None if there are none."""
+        if not self._held and not self._fill(receive):
+            return None
+        taken, self._held = self._held[:num_bytes], self._held[num_bytes:]
+        return bytes(taken)
+
+    def place(self, buffers: list[memoryview], receive: Receive) -> int:
+        """Fill buffers with the next bytes: how many, 0 if there are none."""
+        if not self._held:
+            if self._was_emptied:
+                self._was_emptied = False
+                return 0
+            return receive(buffers)
+        num_placed = 0
+        for buffer in buffers:
+            length = min(len(buffer), len(self._held))
+            buffer[:length], self._held = self._held[:length], self._held[length:]
+            num_placed += length
+        return num_placed
+
+    def _fill(self, receive: Receive) -> bool:
+        if self._was_emptied:
+            self._was_emptied = False
+            return False
+        num_received = receive([self._space])
+        self._held = self._space[:num_received]
+        self._was_emptied = 0 < num_received < len(self._space)
+        return num_received > 0

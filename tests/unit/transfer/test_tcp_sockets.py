@@ -4,14 +4,14 @@ from contextlib import contextmanager
 import pytest
 
 from baton.errors import TransferError
-from baton.transfer.transports.tcp.addresses import (
+from baton.transfer.transports.tcp.sockets import (
+    TcpOptions,
     fit_buffers,
     format_endpoint,
     open_listener,
     open_stream,
     parse_endpoint,
 )
-from baton.transfer.transports.tcp.options import TcpOptions
 
 BUFFERS = (socket.SO_SNDBUF, socket.SO_RCVBUF)
 

@@ -4,10 +4,16 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.transfer.buffers import discard_batches, read_batches, sole_batch, write_batches
-from baton.transfer.geometry import Geometry, compute_runs
 from baton.transfer.interface import PageArray
 from baton.transfer.page_set import PageSet
+from baton.transfer.scatter_gather import (
+    Geometry,
+    compute_runs,
+    discard_batches,
+    read_batches,
+    sole_batch,
+    write_batches,
+)
 
 ARRAY = PageArray(128, 16_384, 6)
 REGION_BYTES = ARRAY.offset_bytes + ARRAY.num_pages * ARRAY.page_bytes + 64

@@ -8,7 +8,7 @@ from baton.ids import new_region_handle, new_ticket_id
 from baton.kv.copies import CopyGroup, PageCopies
 from baton.transfer.interface import PageWrite, RemoteId
 from baton.transfer.region import allocate_host_region
-from baton.transfer.transports.tcp.send_path import cut_stripes, outgoing_batches, whole_batch
+from baton.transfer.transports.tcp.wire import cut_stripes, outgoing_batches, whole_batch
 
 NUM_PAGES, PAGE_BYTES, STRIPE_BYTES = 80, 8192, 1 << 20
 REGION = allocate_host_region([(NUM_PAGES, PAGE_BYTES)])

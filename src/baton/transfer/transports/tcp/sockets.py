@@ -1,4 +1,4 @@
-"""Sockets and endpoints of `tcp`: numeric addresses only, so that nothing waits for a resolver."""
+"""Options, sockets and endpoints of `tcp`: numeric addresses only, so no name is resolved."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import ipaddress
 import math
 import socket
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Annotated, Final
+
+import msgspec
 
 from baton.errors import TransferError
-
-if TYPE_CHECKING:
-    from baton.transfer.transports.tcp.options import TcpOptions
+from baton.transfer.transports.tcp.wire import MAX_STREAMS
 
 _MAX_PORT: Final = 65_535
 _MAX_KEEPALIVE_S: Final = 32_767
@@ -20,11 +20,50 @@ _SEND_CEILING: Final = Path("/proc/sys/net/core/wmem_max")
 _RECEIVE_CEILING: Final = Path("/proc/sys/net/core/rmem_max")
 
 
+class TlsOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Files in PEM format. Both ends present a certificate, and check the other's against `ca`.
+
+    Names in certificates are ignored: `ca` should sign for this cluster's workers alone. The
+    cluster key is proved inside, as without TLS.
+    """
+
+    certificate: str
+    key: str
+    ca: str
+
+
+class TcpOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Options of the `tcp` transport.
+
+    `streams`: connections to each peer's region.
+    `stripe_bytes`: a write of twice as much or more is spread over streams, so much or more on
+    each; a read is requested in pieces of this size.
+    `socket_buffer_bytes`: asked of the kernel for each socket: a larger one means fewer wake-ups.
+    None leaves the kernel's own tuning on, and so does a kernel that allows less.
+    `local_buffer_bytes`: at most so much where both ends have one address: bytes in flight then
+    stay in the processor's caches. Ignored with the kernel's own tuning.
+    `advertise_host`: the address for peers, where the bound one is unspecified (`0.0.0.0`).
+    `connect_timeout_s`: from the start of connecting until the peer's region may be written.
+    `stall_timeout_s`: a peer with an outstanding answer that neither takes nor sends a byte for so
+    long is lost.
+    `tls`: encrypt; all workers must, or none.
+    """
+
+    streams: Annotated[int, msgspec.Meta(ge=1, le=MAX_STREAMS)] = 2
+    stripe_bytes: Annotated[int, msgspec.Meta(ge=65_536, le=1 << 30)] = 8 << 20
+    socket_buffer_bytes: Annotated[int, msgspec.Meta(ge=65_536, le=1 << 30)] | None = 4 << 20
+    local_buffer_bytes: Annotated[int, msgspec.Meta(ge=65_536, le=1 << 30)] = 1 << 20
+    advertise_host: str | None = None
+    connect_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 5.0
+    stall_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 10.0
+    tls: TlsOptions | None = None
+
+
 def open_listener(host: str, options: TcpOptions) -> tuple[socket.socket, str]:
-    """Bind to a free port of `host`; the socket and the endpoint to tell peers.
+    """Bind to a free port of `host`; the socket and the endpoint for peers.
 
     Raises:
-        TransferError: the address cannot be bound, or says nothing to a peer.
+        TransferError: the address cannot be bound, or peers cannot use it.
     """
     try:
         family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
@@ -64,7 +103,7 @@ def fit_buffers(sock: socket.socket, options: TcpOptions) -> None:
     """Make a connected socket's buffers smaller if its peer is on this host."""
     try:
         is_local = sock.getsockname()[0] == sock.getpeername()[0]
-    except OSError:  # it is gone already, which is found out when it is read
+    except OSError:  # closed already: the next read fails
         return
     if is_local and options.socket_buffer_bytes is not None:
         _set_buffers(sock, min(options.socket_buffer_bytes, options.local_buffer_bytes))
@@ -93,7 +132,7 @@ def parse_endpoint(endpoint: str) -> tuple[str, int]:
 
 
 def explain_small_buffers(options: TcpOptions) -> str | None:
-    """What to tell the operator if the kernel does not allow the buffers that were asked for."""
+    """A warning for the operator if the kernel does not allow the configured buffers."""
     asked = options.socket_buffer_bytes
     ceilings = [_read_ceiling(path) for path in (_SEND_CEILING, _RECEIVE_CEILING)]
     if asked is None or asked <= min(ceilings):
@@ -106,13 +145,13 @@ def explain_small_buffers(options: TcpOptions) -> str | None:
 
 
 def _tune(sock: socket.socket, options: TcpOptions) -> None:
-    """Set what connections inherit from their listener, too."""
+    """Set options, which accepted connections inherit from their listener."""
     _set_buffers(sock, options.socket_buffer_bytes)
     patience_s = options.stall_timeout_s
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (
         (socket.TCP_NODELAY, 1),
-        # A peer that is cut off while nothing is under way is found out by the kernel.
+        # The kernel detects a peer that is cut off while no transfer is in flight.
         (socket.TCP_KEEPIDLE, _whole_seconds(patience_s / 2)),
         (socket.TCP_KEEPINTVL, _whole_seconds(patience_s / 4)),
         (socket.TCP_KEEPCNT, 2),
@@ -130,7 +169,7 @@ def _set_buffers(sock: socket.socket, asked: int | None) -> None:
         (socket.SO_SNDBUF, _SEND_CEILING),
         (socket.SO_RCVBUF, _RECEIVE_CEILING),
     ):
-        # Asking for more than is allowed gives the ceiling, and switches the kernel's tuning off.
+        # Asking for more gives the ceiling, and switches the kernel's own tuning off.
         if asked is not None and asked <= _read_ceiling(ceiling):
             sock.setsockopt(socket.SOL_SOCKET, option, asked)
 

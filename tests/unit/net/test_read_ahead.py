@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.transfer.read_ahead import AHEAD_BYTES, ReadAhead
+from baton.net.channel import AHEAD_BYTES, ReadAhead
 
 
 class Kernel:

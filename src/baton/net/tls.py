@@ -1,7 +1,6 @@
-"""TLS beneath a transport's frames: both ends show a certificate of the cluster's own authority.
+"""TLS beneath the frames: both ends present a certificate of the cluster's own authority.
 
-The cluster key is proved inside, as without TLS: a certificate keeps listeners-in out, the key says
-who is a worker.
+The cluster key is proved inside, as without TLS: TLS encrypts, the key authenticates a worker.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 MAX_BUFFER_BYTES: Final = 64 << 10
-"""Handed to OpenSSL at once; it makes records of 16 KiB of it."""
+"""Of one OpenSSL call, which makes records of 16 KiB."""
 
 
 class WaitsForPeerError(BlockingIOError):
@@ -25,7 +24,7 @@ class WaitsForPeerError(BlockingIOError):
 
 
 class TlsSocket(ssl.SSLSocket):
-    """A non-blocking TLS socket that is used like a plain one; reading and sending shake hands.
+    """A non-blocking TLS socket, used like a plain one; reading and sending do the TLS handshake.
 
     It raises BlockingIOError where nothing can be done now (`WaitsForPeerError` where being ready
     to send changes nothing), AuthenticationError where the peer cannot be trusted, and OSError
