@@ -26,8 +26,9 @@ from baton.engines.vllm.handoff_schedule import (
     Queued,
     Scheduled,
 )
-from baton.engines.vllm.rank_handoffs import RankHandoffs, RankSetting
+from baton.engines.vllm.rank_handoffs import RankHandoffs
 from baton.engines.vllm.rank_observer import RankObserver
+from baton.engines.vllm.rank_prompts import RankSetting
 from baton.engines.vllm.step_orders import Prompt
 from baton.engines.vllm.tickets import Refusal
 from baton.ids import Epoch, WorkerId, new_ticket_id

@@ -1,8 +1,8 @@
-"""First tokens that were said: by this engine to its worker, or to the client by prefill's.
+"""Committed first tokens: sampled by this engine, or already sent to the client by prefill's.
 
 Where the client gets the first token from the prefill worker while KV is still on its way, the
 decode worker must go on from that token, even if it computes the prompt itself and would have
-sampled another one. Whoever says a token of a ticket first is right.
+sampled another one. The first token committed for a ticket is the one used.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class FirstTokens:
         self._tokens: OrderedDict[TicketId, SampledToken] = OrderedDict()
 
     def commit(self, ticket: TicketId, token: SampledToken) -> SampledToken:
-        """The token that counts: the first that was said of this ticket."""
+        """The committed token: the first one given for this ticket."""
         with self._lock:
             committed = self._tokens.setdefault(ticket, token)
             while len(self._tokens) > MAX_REMEMBERED:

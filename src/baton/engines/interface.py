@@ -208,7 +208,7 @@ class Engine(Protocol):
         ...
 
     def commit_first_token(self, ticket: TicketId, token: SampledToken) -> SampledToken:
-        """The first token of a decode request: this one, unless another was said before.
+        """The first token of a decode request: this one, unless another was committed before.
 
         For tickets that want it early: the request goes on from what is returned.
         """
@@ -246,7 +246,7 @@ class EngineFactory(Protocol):
         """Load the model.
 
         Raises:
-            ConfigError: the model cannot be served by this engine; says why and what to do.
+            ConfigError: the model cannot be served by this engine, with the reason and a remedy.
         """
         ...
 
@@ -285,7 +285,7 @@ class EngineServer(Protocol):
         Announces loading, ready and draining. May leave the process by itself, with its exit code.
 
         Raises:
-            ConfigError: the model cannot be served so; says why and what to do.
+            ConfigError: the model cannot be served so, with the reason and a remedy.
             EngineError: the engine ended by itself.
         """
         ...

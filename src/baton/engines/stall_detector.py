@@ -1,8 +1,8 @@
-"""When computed KV that nobody takes keeps everybody else waiting.
+"""Detects that computed KV, not granted by its decode worker, blocks all other requests.
 
 A prefill worker holds blocks for a decode worker that has no room yet, and that one holds blocks
 for prompts which this worker has no room to compute: each waits for the other. Whoever has nothing
-to compute for a while, though somebody waits, withdraws the oldest offer that was not granted: its
+to compute for a while, though requests wait, withdraws the oldest offer that was not granted: its
 decode worker computes that prompt, and all others go on. KV that is on its way is not touched.
 """
 
@@ -19,9 +19,9 @@ STALL_REASON: Final = "its KV was not taken while others waited for the room"
 
 
 class StallDetector:
-    """Told of the engine once a turn. Owned by the engine's thread.
+    """Called once per step. Owned by the engine's thread.
 
-    `timeout_at` is when patience ends, None where nobody waits in vain.
+    `timeout_at` is when the stall times out, None without a stall.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class StallDetector:
     def should_cancel(self, now: Instant, *, no_progress: bool) -> bool:
         """Whether an offer is to be withdrawn now.
 
-        `no_progress`: nothing is computed, though somebody waits for room and KV is held.
+        `no_progress`: nothing is computed, though requests wait for room and KV is held.
         """
         if not no_progress:
             self.timeout_at = None

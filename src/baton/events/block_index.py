@@ -1,4 +1,4 @@
-"""Which blocks one worker holds now, as far as its events tell."""
+"""Which blocks one worker holds now, according to its events."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class WorkerBlockIndex:
     """Sets of hashes, one for each medium and group. One owner thread.
 
-    A set, not a count of copies: vLLM tells of each copy of a block, and on request of blocks that
+    A set, not a count of copies: vLLM reports each copy of a block, and on request of blocks that
     it merely used again, so that counts would not return to zero. When one of two copies goes,
     the block counts as gone: a hit may be missed, none is made up.
     """
@@ -38,7 +38,7 @@ class WorkerBlockIndex:
 
     @property
     def num_blocks(self) -> dict[tuple[str, int], int]:
-        """Blocks held by (medium, group), of all that were ever heard of. Any thread may ask."""
+        """Blocks held by (medium, group), of all that were ever reported. Any thread may ask."""
         return {key: len(held) for key, held in list(self._held.items())}
 
     def apply(self, event: FeedEvent) -> None:

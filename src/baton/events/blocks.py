@@ -18,7 +18,7 @@ It covers all tokens up to the block's end and what else the engine's KV depends
 cache salt, images): token ids alone do not name a block."""
 
 DEFAULT_MEDIUM: Final = "GPU"
-"""The medium of the engine's own pool. vLLM says so on a CPU, too."""
+"""The medium of the engine's own pool. vLLM reports it on CPUs, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +69,9 @@ class EventBatch:
 
 @dataclass(frozen=True, slots=True)
 class NumberedBatch:
-    """A batch and its place in one life of its publisher.
+    """A batch and its number in one epoch of its publisher.
 
-    `digest` is of the message's bytes: two lives use the same numbers for different messages.
+    `digest` is of the message's bytes: two epochs use the same numbers for different messages.
     """
 
     seq: int
@@ -81,7 +81,7 @@ class NumberedBatch:
 
 @dataclass(frozen=True, slots=True)
 class Restarted:
-    """The publisher began another life: what was known of it is void."""
+    """The publisher restarted: whatever was known of it is void."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ FeedEvent: TypeAlias = BlockEvent | Restarted | Lost
 class FeedHealth:
     """How well a feed follows its publisher; counts are since the feed was made.
 
-    `last_seq` is None before the first event of this life. `lag_s` is how long after its
+    `last_seq` is None before the first event of this epoch. `lag_s` is how long after its
     publication the last live batch was taken up, by the two hosts' wall clocks.
     """
 

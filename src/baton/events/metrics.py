@@ -37,14 +37,12 @@ class MeasuredFeed:
         self.num_events: Counter[str] = Counter(dict.fromkeys(_TYPES, 0))
 
     def poll(self) -> list[FeedEvent]:
-        """See `KVEventFeed`."""
         events = self._inner.poll()
         self.num_events.update(type(event).__name__ for event in events)
         return events
 
     @property
     def health(self) -> FeedHealth:
-        """See `KVEventFeed`."""
         return self._inner.health
 
 

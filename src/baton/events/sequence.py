@@ -1,6 +1,6 @@
-"""One publisher's messages in order: each is delivered once, or the consumer is told to forget.
+"""One publisher's messages in order: each is delivered once, or the consumer gets `Lost`.
 
-Messages carry a number, and nothing that says in which life of the publisher it was given. So a
+Messages carry a number, and nothing that identifies the publisher's epoch. So a
 number alone proves nothing: after each new connection, and whenever one is missing, the publisher
 is asked to repeat everything from the last delivered message *on, that one included*. Its digest
 proves that the publisher is still the one that was followed.
@@ -28,7 +28,7 @@ MAX_HELD: Final = 10_000
 """Live messages that wait for an answer. Those beyond are dropped, and asked for again."""
 
 NUM_REMEMBERED: Final = 16_384
-"""Digests of delivered messages, to tell a late copy from another life's message. A copy older
+"""Digests of delivered messages, to distinguish late copies from another epoch's. A copy older
 than these counts as a restart, which costs a replay, never a wrong state."""
 
 MAX_ATTEMPTS: Final = 3
@@ -46,7 +46,7 @@ class ReplayCause(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Deliver:
-    """The next batch of this life."""
+    """The next batch of this epoch."""
 
     batch: NumberedBatch
 
@@ -78,7 +78,7 @@ class _PendingReplay:
     """A replay that was asked for and is not finished.
 
     `for_gap`: something was known to be missing when it was asked for. An answer may have been
-    given before what shows a gap only now was published, so that it says nothing about that.
+    given before what shows a gap only now was published, so that it proves nothing about that.
     """
 
     start: int
@@ -93,7 +93,7 @@ class Sequencer:
     """The order of one publisher's messages. One owner thread.
 
     Every verb returns the steps that it causes, in order. `Deliver` runs without a hole within
-    one life, from number 0 or from the last `Lost` on.
+    one epoch, from number 0 or from the last `Lost` on.
     """
 
     def __init__(self, max_held: int = MAX_HELD, num_remembered: int = NUM_REMEMBERED) -> None:
@@ -110,7 +110,7 @@ class Sequencer:
 
     @property
     def last_seq(self) -> int | None:
-        """The number of the last batch delivered in this life."""
+        """The number of the last batch delivered in this epoch."""
         return None if self._last is None else self._last.seq
 
     @property
@@ -154,7 +154,7 @@ class Sequencer:
         return self._collect(self._abandon_replay)
 
     def replay_impossible(self) -> list[SequencerAction]:
-        """There is nobody to ask: the publisher keeps no messages."""
+        """The publisher keeps no messages to replay."""
         return self._collect(self._abandon_replay)
 
     def audit(self) -> list[SequencerAction]:
@@ -174,7 +174,7 @@ class Sequencer:
         if self._pending is None and (self._held or self._unproven or self._dropped is not None):
             raise AssertionError("something is missing and nothing was asked")
         if len(self._held) > self._max_held or len(self._remembered) > self._num_remembered:
-            raise AssertionError("more is kept than there is room for")
+            raise AssertionError("more messages are held than the limit")
         if self._steps:
             raise AssertionError("steps were not returned")
 
@@ -229,7 +229,9 @@ class Sequencer:
         if message.seq > pending.start:
             self._lose(before=message.seq)
         self._unproven = False
-        self._place(message)  # where it is the last one, its digest tells whose answer this is
+        self._place(
+            message
+        )  # where it is the last one, its digest identifies the epoch of this replay
 
     def _settle(self, pending: _PendingReplay) -> None:
         """The answer is over: go on with what came in the meantime."""
@@ -238,7 +240,7 @@ class Sequencer:
             return
         self._place_held()
         if self._pending is not pending:
-            return  # what was held told of another life
+            return  # held messages were of another epoch
         if not self._is_missing():
             self._pending = None
         elif pending.progressed or not pending.for_gap:
@@ -263,7 +265,7 @@ class Sequencer:
         for seq in sorted(self._held):
             message = self._held.pop(seq, None)
             if message is None:
-                return  # the one before told of another life
+                return  # the previous one was of another epoch
             self._place(message)
         if self._dropped is not None and self._expected is not None:
             self._dropped = self._dropped if self._dropped >= self._expected else None
@@ -283,7 +285,7 @@ class Sequencer:
         self._steps.append(RequestReplay(start, cause))
 
     def _restart(self) -> None:
-        """Another life: its messages are asked for from the first on, held ones are of no use."""
+        """A new epoch: request its messages from the first on, drop held ones."""
         self.counts.restarts += 1
         self._steps.append(Restarted())
         self._held, self._dropped = {}, None

@@ -208,7 +208,7 @@ class SubscriberLoop:
         except ProtocolError as exc:
             self._num_unreadable += 1
             if self._num_unreadable == 1:
-                logger.warning("%s: %s (said once)", self._options.worker, exc)
+                logger.warning("%s: %s (logged once)", self._options.worker, exc)
             return None
 
     def _report(self) -> None:
@@ -263,7 +263,6 @@ class KVEventSubscriber:
 
     @property
     def health(self) -> FeedHealth:
-        """See `KVEventFeed`."""
         return FeedHealth() if self._loop is None else self._loop.health
 
     def start(self) -> None:
@@ -296,7 +295,6 @@ class KVEventSubscriber:
             os.close(self._wake_fd)
 
     def poll(self) -> list[FeedEvent]:
-        """See `KVEventFeed`."""
         return self._queue.take()
 
     def _run(self, follower: SubscriberLoop) -> None:

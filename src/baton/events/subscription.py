@@ -40,7 +40,7 @@ class LiveEndpoint:
 
 @dataclass(frozen=True, slots=True)
 class ReplayEndpoint:
-    """Where what was missed can be asked for: `ipc://PATH` or `tcp://HOST:PORT`.
+    """Where missed messages can be requested: `ipc://PATH` or `tcp://HOST:PORT`.
 
     Raises:
         ConfigError: an endpoint that cannot work.
@@ -54,7 +54,7 @@ class ReplayEndpoint:
 
 def _check(endpoint: str) -> None:
     if not endpoint.startswith(_SCHEMES):
-        raise ConfigError(f"KV events from {endpoint!r}: say ipc://PATH or tcp://HOST:PORT")
+        raise ConfigError(f"KV events from {endpoint!r}: use ipc://PATH or tcp://HOST:PORT")
     if "*" in endpoint:
         raise ConfigError(f"KV events from {endpoint}: name the publisher's host instead of *")
 
@@ -120,7 +120,7 @@ class ReplayRequest:
         return replies
 
     def close(self) -> None:
-        """Give up on the answer; idempotent."""
+        """Cancel the request; idempotent."""
         self.socket.close(linger=0)
 
 
@@ -133,7 +133,7 @@ _WATCHED: Final = zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED
 
 @dataclass(frozen=True, slots=True)
 class Connected:
-    """A publisher is there. It may be another one than before."""
+    """Connected to a publisher, perhaps another one than before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +152,7 @@ Observation: TypeAlias = Connected | Disconnected | LiveFrames
 
 
 class Subscription:
-    """A SUB socket under watch. Made on one thread, then owned by another for good.
+    """A monitored SUB socket. Made on one thread, then owned by another.
 
     Raises:
         ConfigError: the endpoint cannot be bound, or is none.

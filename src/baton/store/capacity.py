@@ -53,11 +53,11 @@ class Capacity:
         return replace(self, reserved_bytes=max(0, self.reserved_bytes - num_bytes))
 
     def commit(self, num_bytes: int) -> Self:
-        """So much of what was pending is kept."""
+        """Pending bytes have become stored bytes."""
         return replace(self.release(num_bytes), committed_bytes=self.committed_bytes + num_bytes)
 
     def remove(self, num_bytes: int) -> Self:
-        """So much is kept no longer."""
+        """Bytes were removed."""
         return replace(self, committed_bytes=max(0, self.committed_bytes - num_bytes))
 
     def shortage(self, num_bytes: int) -> int:

@@ -56,11 +56,9 @@ class CountedTier:
         self._last: Usage | None = None
 
     def find(self, names: Sequence[EntryName]) -> int:
-        """See `Tier`."""
         return self.inner.find(names)
 
     def put(self, name: EntryName, body: Body) -> PutResult:
-        """See `Tier`."""
         counts = self._counts
         try:
             done = self.inner.put(name, body)
@@ -78,7 +76,6 @@ class CountedTier:
         return done
 
     def try_lease(self, name: EntryName) -> EntryLease | None:
-        """See `Tier`."""
         lease = self.inner.try_lease(name)
         if lease is None:
             self._counts.num_misses += 1
@@ -88,11 +85,9 @@ class CountedTier:
         return lease
 
     def discard(self, name: EntryName) -> None:
-        """See `Tier`."""
         self.inner.discard(name)
 
     def scan(self) -> TierScan:
-        """See `Tier`."""
         return self.inner.scan()
 
     def usage(self) -> Usage:
@@ -109,7 +104,6 @@ class CountedTier:
         return TierReport(self._kind, replace(self._counts), self.usage())
 
     def close(self) -> None:
-        """See `Tier`."""
         with self._open:
             if self._last is None:
                 self._last = self._try_usage()

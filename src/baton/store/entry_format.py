@@ -46,7 +46,7 @@ class EntryFormat:
             )
         full_layout = KVLayout(layout.layers, block_size, layout.dtype)
         entry_format = cls(full_layout, num_parts)
-        entry_format.part_layout(0)  # says why, if it cannot be
+        entry_format.part_layout(0)  # raises with the reason
         return entry_format
 
     @property

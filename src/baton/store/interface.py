@@ -99,7 +99,7 @@ class Tier(Protocol):
 
         Raises:
             StoreFullError: there is no room, and none can be made.
-            StoreError: it cannot be written. Nothing is kept then.
+            StoreError: it cannot be written. Nothing is stored then.
         """
         ...
 
@@ -120,7 +120,7 @@ class Tier(Protocol):
         ...
 
     def usage(self) -> Usage:
-        """How full it is. Cheap, waits for nobody; from any thread, while it is open.
+        """How full it is. Cheap, does not wait; from any thread, while it is open.
 
         Raises:
             StoreError: it cannot be looked at.
@@ -128,7 +128,7 @@ class Tier(Protocol):
         ...
 
     def close(self) -> None:
-        """Let go of the place; what is kept stays as long as the kind of tier says. Idempotent."""
+        """Close the tier; whether entries stay depends on its kind. Idempotent."""
         ...
 
 
@@ -152,7 +152,7 @@ class TierFactory(Protocol):
         """Open it, and clean up after writers that died.
 
         Raises:
-            ConfigError: there can be no such tier here; says why.
+            ConfigError: such a tier cannot be opened here, with the reason.
         """
         ...
 

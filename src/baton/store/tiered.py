@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class TieredStore:
-    """See `Tier`. Entries are put into the first tier, which hands down what it has no room for.
+    """See `Tier`. Entries are put into the first tier, which demotes what it has no room for.
 
     What is read from a lower tier is copied into the first one. An entry too large for a tier, or
     put while it is full, goes to the next.
@@ -32,7 +32,6 @@ class TieredStore:
         self._tiers = tuple(tiers)
 
     def find(self, names: Sequence[EntryName]) -> int:
-        """See `Tier`."""
         at = 0
         while at < len(names):
             found = max(tier.find(names[at:]) for tier in self._tiers)
@@ -42,7 +41,6 @@ class TieredStore:
         return at
 
     def put(self, name: EntryName, body: Body) -> PutResult:
-        """See `Tier`."""
         if any(tier.find((name,)) for tier in self._tiers[1:]):
             return PutResult.EXISTS
         *others, last = self._tiers
@@ -54,7 +52,6 @@ class TieredStore:
         return last.put(name, body)
 
     def try_lease(self, name: EntryName) -> EntryLease | None:
-        """See `Tier`."""
         first, *others = self._tiers
         lease = first.try_lease(name)
         if lease is not None:
@@ -66,7 +63,6 @@ class TieredStore:
         return None
 
     def discard(self, name: EntryName) -> None:
-        """See `Tier`."""
         for tier in self._tiers:
             tier.discard(name)
 
@@ -100,7 +96,6 @@ class TieredStore:
         return [tier.report() for tier in self._tiers]
 
     def close(self) -> None:
-        """See `Tier`."""
         for tier in self._tiers:
             tier.close()
 

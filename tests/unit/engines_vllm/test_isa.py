@@ -39,8 +39,8 @@ def test_layers_of_two_head_sizes() -> None:
 @pytest.mark.parametrize(
     "module", [object(), None, type("Unbuilt", (), {"attn_backend": AttentionModule.attn_backend})]
 )
-def test_a_layer_that_does_not_say(module: object) -> None:
-    with pytest.raises(ConfigError, match="layer a uses"):
+def test_a_layer_that_does_not_report_it(module: object) -> None:
+    with pytest.raises(ConfigError, match="of layer a$"):
         read_arrangement({"a": module}, ["a"], device="cpu", layout="LBHNC")
 
 

@@ -10,8 +10,9 @@ from prometheus_client import CollectorRegistry
 
 from baton.auth.ticket import Ticket, WorkerRef
 from baton.clock import Instant
-from baton.engines.vllm.rank_handoffs import RELEASE_TIMEOUT_S, RankHandoffs, RankSetting
+from baton.engines.vllm.rank_handoffs import RELEASE_TIMEOUT_S, RankHandoffs
 from baton.engines.vllm.rank_observer import RankObserver
+from baton.engines.vllm.rank_prompts import RankSetting
 from baton.engines.vllm.step_orders import (
     Abort,
     Finished,

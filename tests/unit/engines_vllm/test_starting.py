@@ -32,7 +32,7 @@ def test_an_identity_is_read_from_a_probes_answer():
     ],
 )
 def test_a_server_without_the_connector_is_recognised(body):
-    with pytest.raises(EngineError, match="not with what Baton's connector says"):
+    with pytest.raises(EngineError, match="not with what Baton's connector answers"):
         read_identity(body)
 
 

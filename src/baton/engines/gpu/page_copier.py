@@ -113,13 +113,11 @@ class IndexedCopier:
     """See `PageCopier`: torch's own indexed copies, on any device."""
 
     def gather(self, pages: torch.Tensor, index: NDArray[np.int64], staging: torch.Tensor) -> None:
-        """See `PageCopier`."""
         _check_staging(pages, index, staging)
         source, target = _widen(pages, staging[: len(index)])
         torch.index_select(source, 0, _upload(index, source.device), out=target)
 
     def scatter(self, staging: torch.Tensor, index: NDArray[np.int64], pages: torch.Tensor) -> None:
-        """See `PageCopier`."""
         _check_staging(pages, index, staging)
         source, target = _widen(staging[: len(index)], pages)
         target.index_copy_(0, _upload(index, target.device), source)
@@ -147,12 +145,10 @@ class KernelCopier:
         self._launch: Callable[..., None] = kernels.launch_copy
 
     def gather(self, pages: torch.Tensor, index: NDArray[np.int64], staging: torch.Tensor) -> None:
-        """See `PageCopier`."""
         _check_staging(pages, index, staging)
         self._launch(pages, _upload(index, pages.device), staging, None)
 
     def scatter(self, staging: torch.Tensor, index: NDArray[np.int64], pages: torch.Tensor) -> None:
-        """See `PageCopier`."""
         _check_staging(pages, index, staging)
         self._launch(staging, None, pages, _upload(index, pages.device))
 
@@ -163,7 +159,6 @@ class KernelCopier:
         target: torch.Tensor,
         target_index: NDArray[np.int64],
     ) -> None:
-        """See `PageCopier`."""
         check_pairs(source, source_index, target, target_index)
         self._launch(
             source,

@@ -5,19 +5,17 @@ can read and write layer by layer. Small and correct first: float32 greedy answe
 the batch, on chunks, on prefix hits, on the block size or on which worker computed the KV.
 
 File map, in the order in which a request meets them:
-    options.py      what an operator may set
-    loading.py      folder → model; shape.py what it caches; selfcheck.py whether paging it is right
-    pages.py        the pages as tensors over the registered region
-    engine.py       the thread and its contract; command_queue.py how others talk to it
-    loop.py         one step: events and commands in, updates out
-    sequence.py     one request's tokens and blocks
-    scheduler.py    what to compute next (pure); pinned_blocks.py blocks that a handoff holds;
-                    shared_blocks.py blocks that are exported and imported
-    orders.py       what the handoff is told
-    model_runner.py a step: step.py its arrays, forward.py the model, sampling.py the same
-                    token on every worker
-    paged_cache.py  transformers' Cache over pages; attention.py attention over them
-    random_model.py models with random weights, for tests and benchmarks
+    options.py        configuration
+    loading.py        folder → model, and a check of paged attention; shape.py what it caches
+    pages.py          the pages as tensors over the registered region; transformers' Cache over them
+    engine.py         the engine's thread, and the commands of other threads
+    loop.py           one step: events and commands in, updates out; updates.py
+    sequence.py       one request's tokens and blocks; the table of requests
+    scheduler.py      what to compute next (pure), and the orders for the handoff
+    pinned_blocks.py  blocks that handoffs use: pinned, exported, imported
+    model_runner.py   one step through the model, and sampling
+    attention.py      a step's arrays, and attention over pages
+    random_model.py   models with random weights, for tests and benchmarks
 
 Importing this package loads neither torch nor transformers.
 """

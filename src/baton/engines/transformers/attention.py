@@ -55,7 +55,7 @@ class Extent:
 
 
 class Step:
-    """One packed forward pass. Owned by the engine's thread, lives for one step.
+    """One packed forward pass. Owned by the engine's thread, valid for one step.
 
     `input_ids`, `position_ids`: `[1, T]`. `write_blocks`, `write_offsets`: `[T]`, where each
     token's keys and values go. `written_pages`: int64, on the host, each of these blocks once.
@@ -167,7 +167,7 @@ def paged_attention(  # noqa: PLR0913, PLR0917 - the signature is transformers'
 def _visible_keys(extent: Extent, window: int | None) -> slice:
     """Keys that `extent` attends to: of a single query's, only those that its window lets it see.
 
-    More than one query see different keys: there the mask says which.
+    More than one query see different keys: then a mask is needed.
     """
     stop = extent.k_start + extent.k_tokens
     if extent.q_tokens == 1 and window is not None:

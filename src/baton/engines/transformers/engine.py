@@ -95,7 +95,7 @@ class CommandQueue:
             return commands
 
     def wait(self, timeout_s: float | None) -> None:
-        """Sleep until there is a command, somebody wakes the reader, or the time is over."""
+        """Sleep until there is a command, `wake` is called, or the timeout passes."""
         limit_s = threading.TIMEOUT_MAX if timeout_s is None else timeout_s
         with self._condition:
             self._condition.wait_for(
@@ -153,7 +153,7 @@ class TransformersEngine:
         self._stats = _zero_stats(num_blocks)
 
     def build_loop(self, sink: UpdateSink, handoff: HandoffPort) -> EngineLoop:
-        """The loop that `start` gives a thread; tests and simulations turn it by hand."""
+        """The loop that `start` gives a thread; tests and simulations call its `step`."""
         options, layout = self._options, self.info.layout
         limits = Limits(
             max_batch_tokens=options.max_batch_tokens,
@@ -174,7 +174,6 @@ class TransformersEngine:
         )
 
     def start(self, sink: UpdateSink, handoff: HandoffPort) -> None:
-        """See `Engine`."""
         self._thread = threading.Thread(
             target=self._main,
             args=(self.build_loop(sink, handoff),),
@@ -184,15 +183,12 @@ class TransformersEngine:
         self._thread.start()
 
     def is_alive(self) -> bool:
-        """See `Engine`."""
         return self._failure is None and self._thread is not None and self._thread.is_alive()
 
     def wake(self) -> None:
-        """See `Engine`."""
         self._command_queue.wake()
 
     def submit(self, request: GenerationRequest) -> None:
-        """See `Engine`."""
         self._check(request)
         with self._lock:
             if self._failure is not None:
@@ -208,19 +204,15 @@ class TransformersEngine:
             self._command_queue.put(Submit(request))
 
     def cancel(self, request: RequestId) -> None:
-        """See `Engine`."""
         self._command_queue.put(Cancel(request))
 
     def commit_first_token(self, ticket: TicketId, token: SampledToken) -> SampledToken:
-        """See `Engine`."""
         return self._first_tokens.commit(ticket, token)
 
     def stats(self) -> EngineStats:
-        """See `Engine`."""
         return self._stats
 
     def stop(self, timeout_s: float) -> None:
-        """See `Engine`."""
         self._set_failure(EngineError("the engine was stopped"))
         thread, self._thread = self._thread, None
         if thread is not None:
@@ -284,7 +276,7 @@ class TransformersEngine:
                 if not was_busy:
                     self._command_queue.wait(loop.compute_wait_timeout_s())
             loop.fail_all(EngineError("the worker is stopping"))
-        except Exception:  # noqa: BLE001 - reported to all; nobody is above this frame
+        except Exception:  # noqa: BLE001 - reported to all requests; the thread has no caller
             _log.exception("the engine's thread died")
             error = EngineError("the engine's thread died; restart the worker")
             self._set_failure(error)

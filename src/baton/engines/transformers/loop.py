@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import logging
-import secrets
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, assert_never
 
 from baton.engines.interface import (
     DecodeRequest,
     EngineStats,
     FinishReason,
-    NewToken,
     PrefillRequest,
-    RequestFailed,
 )
 from baton.engines.stall_detector import STALL_REASON, StallDetector
 from baton.engines.transformers.scheduler import make_receive_order, make_send_order
-from baton.engines.transformers.sequence import Sequence, Status, is_pulled
+from baton.engines.transformers.sequence import (
+    Sequence,
+    SequenceTable,
+    Status,
+    find_ticket,
+    is_pulled,
+)
+from baton.engines.transformers.updates import TokenCounts, UpdateQueue, make_stats
 from baton.errors import EngineError, OverloadedError, TicketError
 from baton.handoff.interface import (
     BlocksQuiescent,
@@ -29,7 +32,6 @@ from baton.handoff.interface import (
     KVSent,
     SendFailed,
 )
-from baton.kv.identity import HashDomain
 from baton.telemetry.held_block_time import HeldBlockTime
 from baton.telemetry.trace import Stamp
 
@@ -42,7 +44,6 @@ if TYPE_CHECKING:
     from baton.engines.first_tokens import FirstTokens
     from baton.engines.interface import (
         EngineInfo,
-        EngineUpdate,
         GenerationRequest,
         UpdateSink,
     )
@@ -58,7 +59,7 @@ class StepRunner(Protocol):
     """What the loop asks of the model: see `model_runner.ModelRunner`."""
 
     def compute(self, step: list[Work]) -> list[SampledToken | None]:
-        """For each work, the token that follows it; the handoff is told of each layer."""
+        """The token that follows each work; reports each layer to the handoff."""
         ...
 
 
@@ -78,21 +79,11 @@ class EnginePages(Protocol):
         ...
 
 
-@dataclass(slots=True)
-class _TokenCounts:
-    """Tokens counted since the start."""
-
-    prompt: int = 0
-    cached: int = 0
-    received: int = 0
-    output: int = 0
-
-
 class EngineLoop:
     """All that the engine's thread owns; `step` never waits.
 
     Updates leave in one call of `sink` before the step, and one after it, where there are any.
-    `on_end` is told each request that is over.
+    `on_end` is called with each request that has ended.
     """
 
     def __init__(  # noqa: PLR0913 - the parts of an engine
@@ -110,19 +101,16 @@ class EngineLoop:
     ) -> None:
         self._info, self._pages, self._scheduler = info, pages, scheduler
         self._first_tokens = first_tokens
-        self._handoff, self._sink, self._on_end, self._clock = handoff, sink, on_end, clock
+        self._handoff, self._on_end, self._clock = handoff, on_end, clock
         self._runner = runner
-        self._sequences: dict[RequestId, Sequence] = {}
-        self._tickets: set[TicketId] = set()
-        self._updates: list[EngineUpdate] = []
-        self._num_arrived = 0
-        self._counts = _TokenCounts()
-        self._degraded: set[str] = set()
+        self._sequences = SequenceTable(info)
+        self._updates = UpdateQueue(sink)
+        self._counts = TokenCounts()
         self._stall_detector = StallDetector()
         self._held = HeldBlockTime()
 
     def step(self) -> bool:
-        """Hear the handoff, compute one step, deliver. Whether there was anything to compute."""
+        """Handle handoff events, compute one step, deliver. Returns whether it computed."""
         for event in self._handoff.poll():
             self._handle_event(event)
         self._expire()
@@ -132,7 +120,7 @@ class EngineLoop:
             self._pages.copy(imported, own)
         self._start_handoffs(plan)
         if plan.work:
-            self._handoff.report_progress(self._uncomputed_prompts())
+            self._handoff.report_progress(self._sequences.uncomputed_prefills())
             self._compute(plan)
         self._release_imports()
         self._cancel_stalled(is_busy=bool(plan.work))
@@ -141,38 +129,26 @@ class EngineLoop:
 
     def submit(self, request: GenerationRequest) -> None:
         """Queue a request."""
-        seed = request.sampling.seed
-        domain = HashDomain(
-            self._info.fingerprint, request.tenant_salt, self._info.layout.block_size
-        )
-        sequence = Sequence(
-            request, domain, secrets.randbits(63) if seed is None else seed, self._num_arrived
-        )
-        self._num_arrived += 1
-        ticket = sequence.ticket
+        ticket = find_ticket(request)
         if ticket is not None and self._is_in_use(ticket.id):
             error = TicketError(f"ticket {ticket.id.hex()} is in use: it was replayed")
-            self._updates.append(RequestFailed(request.id, error))
+            self._updates.add_failure(request.id, error)
             self._on_end(request.id)
             return
-        if ticket is not None:
-            self._tickets.add(ticket.id)
-        if isinstance(sequence.kind, DecodeRequest):
-            self._handoff.renew_lease(sequence.kind.ticket)
-        request.trace.num_prompt_tokens = sequence.num_prompt_tokens
-        self._sequences[request.id] = sequence
-        self._scheduler.add(sequence)
+        if isinstance(request.kind, DecodeRequest):
+            self._handoff.renew_lease(request.kind.ticket)
+        self._scheduler.add(self._sequences.add(request))
 
     def cancel(self, request: RequestId) -> None:
         """Forget a request; no update follows."""
-        sequence = self._sequences.get(request)
+        sequence = self._sequences.find(request)
         if sequence is not None:
             self._end(sequence, "cancelled")
             self._release_imports()
 
     def fail_all(self, error: BatonError) -> None:
         """Fail whatever is unfinished."""
-        for sequence in list(self._sequences.values()):
+        for sequence in self._sequences.all():
             self._fail(sequence, error)
         self._release_imports()
         self.deliver()
@@ -182,59 +158,27 @@ class EngineLoop:
 
         `unseen` were submitted, but not to this loop.
         """
-        self._updates += [RequestFailed(request, error) for request in self._sequences]
-        self._updates += [RequestFailed(request, error) for request in unseen]
-        self._sequences.clear()
+        for request in (*self._sequences.clear(), *unseen):
+            self._updates.add_failure(request, error)
         self.deliver()
 
     def deliver(self) -> None:
-        """Hand this turn's updates to the sink."""
-        if self._updates:
-            updates, self._updates = self._updates, []
-            self._sink(updates)
+        """Pass the updates since the last call to the sink."""
+        self._updates.deliver()
 
     def compute_wait_timeout_s(self) -> float | None:
-        """How long to sleep, at most, before a deadline passes; None for ever."""
-        deadlines = [s.request.deadline for s in self._sequences.values()]
-        stalled_until = self._stall_detector.timeout_at
-        if stalled_until is not None:
-            deadlines.append(stalled_until)
-        return max(0.0, min(deadlines) - self._clock.now()) if deadlines else None
+        """Seconds until the next deadline; None without one."""
+        deadlines = [self._sequences.next_deadline, self._stall_detector.timeout_at]
+        known = [at for at in deadlines if at is not None]
+        return max(0.0, min(known) - self._clock.now()) if known else None
 
     def stats(self) -> EngineStats:
         """Counts of this moment."""
-        pool, pinned_blocks = self._scheduler.pool, self._scheduler.pinned_blocks
-        return EngineStats(
-            num_waiting=self._scheduler.num_waiting,
-            num_running=self._scheduler.num_running,
-            num_awaiting_kv=pinned_blocks.num_incoming,
-            num_exported_blocks=self._scheduler.shared_blocks.num_exported_blocks,
-            num_imported_blocks=self._scheduler.shared_blocks.num_imported_blocks,
-            num_blocks=pool.num_blocks,
-            num_free_blocks=pool.num_free,
-            num_reserved_blocks=pool.num_reserved + pool.num_in_flight,
-            num_quarantined_blocks=pool.num_quarantined,
-            num_cached_blocks=pool.num_cached,
-            num_preemptions=self._scheduler.num_preemptions,
-            prompt_tokens=self._counts.prompt,
-            cached_prompt_tokens=self._counts.cached,
-            received_prompt_tokens=self._counts.received,
-            output_tokens=self._counts.output,
-            num_held_blocks=pinned_blocks.num_held_blocks,
-            held_block_s=self._held.block_seconds,
-        )
+        return make_stats(self._scheduler, self._counts, self._held.block_seconds)
 
     def check_invariants(self) -> None:
         """Raise AssertionError where the scheduler's views of one fact disagree."""
         self._scheduler.check_invariants()
-
-    def _uncomputed_prompts(self) -> list[Ticket]:
-        """Of prefill requests that are queued here, or being computed."""
-        return [
-            sequence.kind.ticket
-            for sequence in self._sequences.values()
-            if isinstance(sequence.kind, PrefillRequest) and sequence.first_token is None
-        ]
 
     def _cancel_stalled(self, *, is_busy: bool) -> None:
         no_progress = self._scheduler.waits_for_offered and not is_busy
@@ -244,7 +188,7 @@ class EngineLoop:
             )
 
     def _start_handoffs(self, plan: Plan) -> None:
-        """Tell the handoff what the plan needs of it, before anything is computed."""
+        """Give the plan's orders to the handoff, before anything is computed."""
         fingerprint = self._info.fingerprint
         for sequence in plan.refused:
             self._fail(sequence, OverloadedError("too many prompts wait here to be pulled"))
@@ -267,7 +211,7 @@ class EngineLoop:
         """Run the step; a failure fails the step's requests and nothing else."""
         try:
             tokens = self._runner.compute(plan.work)
-        except Exception:  # noqa: BLE001 - whatever a model raises, the engine lives on
+        except Exception:  # noqa: BLE001 - the engine survives whatever a model raises
             _log.exception("a step of %d tokens failed", plan.num_tokens)
             for work in plan.work:
                 self._fail(work.sequence, EngineError("the engine failed while computing"))
@@ -280,7 +224,7 @@ class EngineLoop:
                 self._accept(work.sequence, token)
 
     def _accept(self, sequence: Sequence, token: SampledToken) -> None:
-        """A new token: an answer's next one, or the one that a prefill request hands over."""
+        """A new token: an answer's next one, or a prefill request's only one."""
         self._stamp(sequence, Stamp.FIRST_TOKEN)
         if isinstance(sequence.kind, PrefillRequest):
             sequence.first_token = token
@@ -297,7 +241,7 @@ class EngineLoop:
             self._end(sequence, "finished")
 
     def _answer_early(self, sequence: Sequence, ticket: Ticket, token: SampledToken) -> None:
-        """Where nobody waits for the end of the handoff: its blocks stay lent until then."""
+        """Answer before the handoff ends, where the client may; its blocks stay pinned."""
         if ticket.first_token_early:
             self._emit(sequence, token, sequence.append(token.token_id, self._info.eos_token_ids))
         elif is_pulled(sequence):
@@ -316,18 +260,9 @@ class EngineLoop:
 
     def _emit(self, sequence: Sequence, token: SampledToken, finish: FinishReason | None) -> None:
         self._counts.output += 1
-        sequence.request.trace.num_output_tokens += 1
-        self._updates.append(
-            NewToken(
-                sequence.request.id,
-                token,
-                sequence.num_cached_tokens,
-                finish,
-                hidden=finish is FinishReason.STOP,
-            )
-        )
+        self._updates.add_token(sequence, token, finish)
 
-    def _handle_event(self, event: HandoffEvent) -> None:
+    def _handle_event(self, event: HandoffEvent) -> None:  # noqa: PLR0912 - one match over a union
         match event:
             case KVLanded():
                 self._handle_landed(event)
@@ -338,18 +273,6 @@ class EngineLoop:
             case KVSent(ticket):
                 self._held.release(ticket, self._clock.now())
                 self._finish_send(self._scheduler.finish_send(ticket))
-            case KVExported() | ExportReleased() | ImportRevoked():
-                self._handle_shared_blocks(event)
-            case SendFailed(ticket, error):
-                self._held.release(ticket, self._clock.now())
-                sequence = self._scheduler.finish_send(ticket)
-                if sequence is not None and sequence.status is not Status.ENDED:
-                    self._fail(sequence, error)
-            case _:
-                assert_never(event)
-
-    def _handle_shared_blocks(self, event: KVExported | ExportReleased | ImportRevoked) -> None:
-        match event:
             case KVExported(ticket, blocks):
                 self._held.resize(ticket, len(blocks), self._clock.now())
                 self._finish_send(self._scheduler.export(ticket, blocks))
@@ -358,6 +281,11 @@ class EngineLoop:
                 self._scheduler.shared_blocks.end_export(ticket)
             case ImportRevoked(ticket):
                 self._scheduler.shared_blocks.revoke(ticket)
+            case SendFailed(ticket, error):
+                self._held.release(ticket, self._clock.now())
+                sequence = self._scheduler.finish_send(ticket)
+                if sequence is not None and sequence.status is not Status.ENDED:
+                    self._fail(sequence, error)
             case _:
                 assert_never(event)
 
@@ -382,7 +310,7 @@ class EngineLoop:
             self._accept(sequence, first_token)
 
     def _release_imports(self) -> None:
-        """Nothing computes now: what is not needed any more is not read either."""
+        """Release imported blocks that no request needs; no step is reading them."""
         for ticket in self._scheduler.shared_blocks.take_pending_releases():
             self._handoff.release_imported(ticket)
 
@@ -391,10 +319,7 @@ class EngineLoop:
         if sequence is None:
             return
         sequence.request.trace.fallbacks.append(f"computed locally: {error}")
-        cause = f"{type(error).__name__} {getattr(error, 'stage', '')}"
-        if cause not in self._degraded:
-            self._degraded.add(cause)
-            _log.warning("KV was not received and is computed here (logged once): %s", error)
+        self._updates.log_degraded(error)
 
     def _finish_send(self, sequence: Sequence | None) -> None:
         if sequence is None or sequence.status is Status.ENDED:
@@ -406,12 +331,11 @@ class EngineLoop:
         self._end(sequence, "finished")
 
     def _expire(self) -> None:
-        now = self._clock.now()
-        for sequence in [s for s in self._sequences.values() if s.request.deadline <= now]:
+        for sequence in self._sequences.find_expired(self._clock.now()):
             self._fail(sequence, EngineError("the request's deadline passed"))
 
     def _fail(self, sequence: Sequence, error: BatonError) -> None:
-        self._updates.append(RequestFailed(sequence.request.id, error))
+        self._updates.add_failure(sequence.request.id, error)
         self._end(sequence, str(error))
 
     def _end(self, sequence: Sequence, reason: str) -> None:
@@ -425,17 +349,15 @@ class EngineLoop:
         self._forget(sequence)
 
     def _forget(self, sequence: Sequence) -> None:
-        if sequence.ticket is not None:
-            self._tickets.discard(sequence.ticket.id)
         self._scheduler.end(sequence)
         self._stamp(sequence, Stamp.FINISHED)
-        del self._sequences[sequence.request.id]
+        self._sequences.remove(sequence)
         self._on_end(sequence.request.id)
 
     def _is_in_use(self, ticket: TicketId) -> bool:
         scheduler = self._scheduler
         is_held = scheduler.pinned_blocks.holds(ticket) or scheduler.shared_blocks.holds(ticket)
-        return ticket in self._tickets or is_held
+        return is_held or self._sequences.has_ticket(ticket)
 
     def _count_admission(self, sequence: Sequence) -> None:
         trace = sequence.request.trace

@@ -129,7 +129,7 @@ class PagedModel:
 
 
 class ModelRunner:
-    """Runs steps, and tells the handoff of each layer that is ready. Engine's thread only."""
+    """Runs steps, and reports each ready layer to the handoff. Engine's thread only."""
 
     def __init__(
         self,

@@ -229,7 +229,7 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is untyped for us
         self._step, self._on_layer = step, on_layer
 
     def finish_step(self) -> None:
-        """The pass has been given out: tell of the layers that were not in their pages yet."""
+        """End the pass: report layers whose KV was not in the pages yet."""
         for layer in self._pages.wait_published():
             self._on_layer(layer)
 

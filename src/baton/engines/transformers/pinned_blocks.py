@@ -41,7 +41,7 @@ class PinnedBlocks:
 
     @property
     def sending_tickets(self) -> tuple[TicketId, ...]:
-        """Tickets whose sequences were lent and not given back, the oldest first."""
+        """Tickets whose blocks are pinned for sending, the oldest first."""
         return tuple(self._sending)
 
     def holds(self, ticket: TicketId) -> bool:
@@ -55,7 +55,7 @@ class PinnedBlocks:
     def land(self, ticket: TicketId) -> tuple[Sequence, list[int]] | None:
         """All KV landed: the sequence, and its blocks, ready.
 
-        None where nobody waits any more: then the blocks are freed, for nothing more can land.
+        None if the request has ended: then the blocks are freed, as no write is in flight.
         """
         incoming = self._incoming.pop(ticket, None)
         if incoming is None:
@@ -141,7 +141,7 @@ class SharedBlocks:
         self._importers[ticket] = sequence
 
     def reject_import(self, ticket: TicketId) -> None:
-        """What was imported came too late: nobody reads it."""
+        """Reject imported blocks that arrived after the request ended."""
         self._pending_releases.append(ticket)
 
     def release(self, sequence: Sequence) -> None:
@@ -191,7 +191,7 @@ class SharedBlocks:
                 n for n, b in enumerate(sequence.blocks) if b >= self._pool.num_blocks
             ]
             if not range_in_table or range_in_table != list(sequence.imported):
-                raise AssertionError(f"{ticket.hex()}: a loan without its blocks")
+                raise AssertionError(f"{ticket.hex()}: an export without its blocks")
 
     def _release_import(self, ticket: TicketId) -> None:
         del self._importers[ticket]

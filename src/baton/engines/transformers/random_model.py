@@ -152,7 +152,7 @@ def _build_model(spec: RandomModelSpec) -> LlamaForCausalLM:
         head_dim=spec.head_dim,
         max_position_embeddings=spec.max_context_tokens,
         rope_parameters={"rope_type": "default", "rope_theta": _ROPE_THETA},
-        tie_word_embeddings=False,  # tied, a random model repeats its last token for ever
+        tie_word_embeddings=False,  # tied, a random model repeats its last token endlessly
         dtype=spec.dtype,
         **special,
     )

@@ -78,7 +78,7 @@ class PendingReceive:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One step, and what is to be told to the handoff before it.
+    """One step, and the orders for the handoff before it.
 
     `copies` of whole blocks, `(from, to)`, come first of all. `lacks_exported_blocks`: somebody
     waits for room, and some blocks are exported.
@@ -121,7 +121,7 @@ class Scheduler:
 
     @property
     def waits_for_offered(self) -> bool:
-        """Whether somebody waits for blocks while handoffs hold some."""
+        """Whether a request waits for blocks while handoffs hold some."""
         return bool(self._waiting) and bool(self.pinned_blocks.sending_tickets)
 
     @property
@@ -157,7 +157,7 @@ class Scheduler:
         self._publish(sequence)
 
     def end(self, sequence: Sequence) -> None:
-        """This sequence's answer is over; its blocks are freed as soon as nobody needs them."""
+        """This sequence's answer is over; its blocks are freed once no handoff uses them."""
         match sequence.status:
             case Status.WAITING:
                 self._waiting.remove(sequence)
@@ -223,7 +223,7 @@ class Scheduler:
         return sequence
 
     def export(self, ticket: TicketId, blocks: tuple[int, ...]) -> Sequence | None:
-        """As `finish_send`, but a peer attends over `blocks` until the loan ends."""
+        """As `finish_send`, but a peer attends over `blocks` until it releases them."""
         sequence = self.pinned_blocks.find_sending(ticket)
         if sequence is not None:
             self.shared_blocks.export_blocks(ticket, sequence, blocks)

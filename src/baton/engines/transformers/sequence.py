@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from enum import Enum
 from typing import TYPE_CHECKING
 
@@ -14,15 +15,17 @@ from baton.engines.interface import (
     PrefillRequest,
     RequestKind,
 )
-from baton.kv.identity import compute_block_hashes
+from baton.kv.identity import HashDomain, compute_block_hashes
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from baton.auth.ticket import Ticket
-    from baton.engines.interface import GenerationRequest
+    from baton.clock import Instant
+    from baton.engines.interface import EngineInfo, GenerationRequest
     from baton.handoff.interface import SampledToken
-    from baton.kv.identity import BlockHash, HashDomain
+    from baton.ids import RequestId, TicketId
+    from baton.kv.identity import BlockHash
 
 
 class Status(Enum):
@@ -77,12 +80,8 @@ class Sequence:
 
     @property
     def ticket(self) -> Ticket | None:
-        """The ticket that it came with."""
-        match self.request.kind:
-            case PrefillRequest(ticket) | DecodeRequest(ticket):
-                return ticket
-            case Colocated():
-                return None
+        """The ticket of its request."""
+        return find_ticket(self.request)
 
     @property
     def block_size(self) -> int:
@@ -206,3 +205,80 @@ def is_pulled(sequence: Sequence) -> bool:
     """Whether it is a prefill request whose KV is held until its decode worker has room."""
     kind = sequence.kind
     return isinstance(kind, PrefillRequest) and kind.ticket.mode == "pull"
+
+
+def find_ticket(request: GenerationRequest) -> Ticket | None:
+    """The ticket that a request came with."""
+    match request.kind:
+        case PrefillRequest(ticket) | DecodeRequest(ticket):
+            return ticket
+        case Colocated():
+            return None
+
+
+class SequenceTable:
+    """Unfinished requests, by id and by ticket. Owned by the engine's thread."""
+
+    def __init__(self, info: EngineInfo) -> None:
+        self._info = info
+        self._sequences: dict[RequestId, Sequence] = {}
+        self._tickets: set[TicketId] = set()
+        self._num_arrived = 0
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    def all(self) -> list[Sequence]:
+        """All of them, the oldest first."""
+        return list(self._sequences.values())
+
+    @property
+    def next_deadline(self) -> Instant | None:
+        """The earliest deadline; None if there are no requests."""
+        return min((s.request.deadline for s in self._sequences.values()), default=None)
+
+    def add(self, request: GenerationRequest) -> Sequence:
+        """Make a request's sequence. Its seed is random unless the request sets one."""
+        block_size, seed = self._info.layout.block_size, request.sampling.seed
+        domain = HashDomain(self._info.fingerprint, request.tenant_salt, block_size)
+        sequence = Sequence(
+            request, domain, secrets.randbits(63) if seed is None else seed, self._num_arrived
+        )
+        self._num_arrived += 1
+        if sequence.ticket is not None:
+            self._tickets.add(sequence.ticket.id)
+        request.trace.num_prompt_tokens = sequence.num_prompt_tokens
+        self._sequences[request.id] = sequence
+        return sequence
+
+    def find(self, request: RequestId) -> Sequence | None:
+        """A request's sequence, unless it has ended."""
+        return self._sequences.get(request)
+
+    def has_ticket(self, ticket: TicketId) -> bool:
+        """Whether an unfinished request has this ticket."""
+        return ticket in self._tickets
+
+    def find_expired(self, now: Instant) -> list[Sequence]:
+        """Requests whose deadline has passed."""
+        return [s for s in self._sequences.values() if s.request.deadline <= now]
+
+    def uncomputed_prefills(self) -> list[Ticket]:
+        """Tickets of prefill requests that are queued here, or being computed."""
+        return [
+            sequence.kind.ticket
+            for sequence in self._sequences.values()
+            if isinstance(sequence.kind, PrefillRequest) and sequence.first_token is None
+        ]
+
+    def remove(self, sequence: Sequence) -> None:
+        """Forget a request."""
+        if sequence.ticket is not None:
+            self._tickets.discard(sequence.ticket.id)
+        del self._sequences[sequence.request.id]
+
+    def clear(self) -> list[RequestId]:
+        """Forget all requests; their ids."""
+        requests = list(self._sequences)
+        self._sequences.clear()
+        return requests

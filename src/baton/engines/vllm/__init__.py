@@ -4,32 +4,28 @@
         "kv_connector_module_path": "baton.engines.vllm", "kv_role": "kv_producer"}'
 
 Enters: vLLM's scheduling steps and its KV tensors. Leaves: orders to a handoff agent, one for each
-tensor-parallel rank, and to vLLM which requests' KV is in place. The gateway speaks to vLLM's own
-server.
+tensor-parallel rank, and to vLLM which requests' KV is in place. The gateway sends requests to
+vLLM's own server.
 
 File map, in the order in which a request meets them:
-    connector.py            vLLM's hooks, a line or two each; compatibility.py what vLLM must have
-    options.py              what an operator may set
-    cluster_key.py          the key; identity.py, fingerprint.py who this is
+    connector.py            vLLM's hooks, a line or two each; compatibility.py checks vLLM
+    options.py              configuration of the connector and of a server
+    identity.py             worker name, epoch, cluster key, model fingerprint
     admission.py            scheduler side: vLLM's objects → plain values, and results back
-    tickets.py              kv_transfer_params → which part of a handoff; refusals.py why none
-    handoff_schedule.py     the state machine behind it
-    step_orders.py          what it tells the workers each step
-    held_prompts.py         how many blocks wait to be pulled
-    scheduler_pressure.py   who waits for room, what is held meanwhile, how many blocks are free
+    tickets.py              kv_transfer_params → a role, or a refusal; one ticket per pair of ranks
+    handoff_schedule.py     the scheduler side's state machine (pure)
+    step_orders.py          its orders to the workers, each step
+    scheduler_pressure.py   waiting requests, held prompts, free blocks
     rank.py                 worker side: builds one rank, its agent and its control server
-    rank_handoffs.py        orders in, events out; sends.py, loads.py what blocks wait for
-    uncomputed_prefills.py  prompts that are not computed yet
-    subtickets.py           one ticket → one for each pair of ranks; abort_fanout.py aborts all
-    rank_observer.py        handoff_traces.py traces, handoff_records.py and stats.py vLLM's log
-                            and Prometheus
-    worker_info.py          what a server says of itself; control.py where it is asked
-    shared_kv_memory.py     the KV memory: isa.py and layouts.py what is in it, conversion.py and
-                            kv_views.py how peers see it
-    serving.py              vLLM's server in `baton worker`: server_options.py → arguments.py
-    checks.py               before it starts; server_probe.py whether it answers
+    rank_handoffs.py        orders in, events out; rank_prompts.py sends and loads
+    in_flight.py            tables of prompts in flight
+    rank_observer.py        traces and records; stats.py vLLM's log and Prometheus
+    worker_info.py          a server's description; control.py its HTTP server
+    layouts.py              what is in the KV memory; shared_kv_memory.py allocates it
+    kv_views.py             how peers read and write it
+    serving.py              vLLM's server in `baton worker`; arguments.py its command line
     access_middleware.py    its bearer, and its drain
-    engine_process.py       what is needed inside vLLM's engine process
+    engine_process.py       set-up inside vLLM's engine process
 
 Importing this package loads neither vLLM nor torch.
 """

@@ -25,7 +25,7 @@ OPEN_PATHS: Final = frozenset({"/health"})
 class DrainState:
     """One process's door. Owned by the event loop's thread.
 
-    `bearer` is what `authorization` must say on every path but `/health`; None: nobody is asked.
+    `bearer` is required in `authorization` on every path but `/health`; None: not checked.
     """
 
     bearer: bytes | None = None

@@ -1,4 +1,4 @@
-"""The scheduler's hooks: vLLM's requests and steps as plain values, and verdicts back as its own.
+"""The scheduler's hooks: converts vLLM's requests and steps to plain values, and results back.
 
 Duck-typed over vLLM's objects: nothing of vLLM is imported here.
 """
@@ -136,13 +136,13 @@ class Admission:
 
     @property
     def occupancy_changed(self) -> bool:
-        """Whether the workers should hear, by one more step, how full vLLM is."""
+        """Whether vLLM's usage changed, so that one more step should report it to the workers."""
         return self._pressure.has_changed
 
     def update_from_workers(
         self, received: set[str] | None, sent: set[str] | None, report: StepReport | None
     ) -> None:
-        """What the workers said of the last step."""
+        """Apply the workers' reports of the last step."""
         self._held.drop(sent or ())
         self._pressure.released(sent or ())
         for request, reason in () if report is None else report.failed_sends:
@@ -151,7 +151,7 @@ class Admission:
             self._schedule.received(request)
 
     def finish(self, request: Request) -> tuple[bool, dict[str, object] | None]:
-        """A request is over: whether its blocks are held, and what its answer says of it."""
+        """A request is over: whether its blocks are held, and its answer's parameters."""
         self.add(request)
         request_id = request.request_id
         self._pressure.ended(request_id)
@@ -249,7 +249,7 @@ def _tenant_mismatch(request: Request, ticket: Ticket) -> str | None:
 
 
 def _answer_params(result: FinishResult) -> dict[str, object] | None:
-    """What the answer of a prefill request says."""
+    """The `kv_transfer_params` in a prefill request's answer."""
     match result:
         case Held(Offered()) | Released(Offered()):
             return {"baton": {"status": "offered"}}

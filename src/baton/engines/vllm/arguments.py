@@ -98,7 +98,7 @@ def event_endpoints(run_directory: Path) -> tuple[str, str]:
 
 
 def _transfer(config: Config) -> dict[str, object]:
-    """What `--kv-transfer-config` says: Baton's connector, and a failed load costs time only."""
+    """The value of `--kv-transfer-config`: Baton's connector, and a failed load costs time only."""
     kv_roles = {role: kv_role for kv_role, role in ROLES.items()}
     extra: dict[str, object] = {
         "name": config.worker.name,
@@ -190,7 +190,7 @@ MIB: Final = 1024 * 1024
 
 
 def find_platform() -> Platform:
-    """What the installed vLLM was built for: its distribution says so, without importing it."""
+    """What the installed vLLM was built for: read from its distribution, without importing it."""
     try:
         version = importlib.metadata.version("vllm")
     except importlib.metadata.PackageNotFoundError:
@@ -216,7 +216,7 @@ def check_room(options: VllmOptions, model: Path, memory_file: Path = MEMORY_FIL
     """Refuse weights and KV cache that do not fit the machine's free memory.
 
     Raises:
-        ConfigError: they do not; says how much is needed and free.
+        ConfigError: they do not, with the bytes needed and free.
     """
     kv_bytes = kv_cache_bytes(options, "cpu") or 0
     weight_bytes = sum(file.stat().st_size for file in model.glob("*.safetensors"))
@@ -229,7 +229,7 @@ def check_room(options: VllmOptions, model: Path, memory_file: Path = MEMORY_FIL
 
 
 def _available_bytes(memory_file: Path) -> int | None:
-    """Memory that programs can still get; None where the kernel does not say."""
+    """Memory that programs can still get; None where the kernel does not report it."""
     try:
         lines = memory_file.read_text(encoding="ascii").splitlines()
     except OSError:

@@ -30,7 +30,7 @@ def check_hooks(interface: type) -> None:
     """Refuse a vLLM whose connector interface lacks what this one relies on.
 
     Raises:
-        ConfigError: says what is missing, and which version has it.
+        ConfigError: lists what is missing, and the version that has it.
     """
     missing = [name for name in NEEDED_HOOKS if not hasattr(interface, name)]
     if missing:
@@ -41,7 +41,7 @@ def check_hooks(interface: type) -> None:
 
 
 def join_logging() -> None:
-    """Let Baton's log appear where vLLM's does, unless somebody set it up already."""
+    """Let Baton's log appear where vLLM's does, unless it is configured already."""
     ours, theirs = logging.getLogger("baton"), logging.getLogger("vllm")
     if ours.handlers or not theirs.handlers:
         return
@@ -55,7 +55,7 @@ def read_preempted(scheduler_output: object) -> frozenset[str]:
     """Requests that lost their blocks just before this step.
 
     Raises:
-        ConfigError: this vLLM does not say.
+        ConfigError: this vLLM does not report them.
     """
     preempted: object = getattr(scheduler_output, "preempted_req_ids", None)
     if preempted is None:

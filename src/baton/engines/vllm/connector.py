@@ -73,12 +73,11 @@ class RankHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]
 
 @dataclass(frozen=True, slots=True)
 class RankReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """Worker → scheduler, after a step in which there is something to say."""
+    """Worker → scheduler, after a step with something to report."""
 
     report: StepReport
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> RankReport:
-        """See `KVConnectorWorkerMetadata`."""
         if not isinstance(other, RankReport):
             raise TypeError(f"{type(other).__name__} is not Baton's")
         return RankReport(StepReport(self.report.failed_sends + other.report.failed_sends))
@@ -122,19 +121,16 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # n
         return False
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
-        """See `KVConnectorBase_V1`."""
         self._scheduler.bind(gpu_block_pool)
 
     def has_pending_push_work(self) -> bool:
-        """True: one more step, without tokens, tells the workers what has become free."""
+        """True: one more step, without tokens, reports freed blocks to the workers."""
         return self._scheduler.occupancy_changed
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, RankHandshake]) -> None:
-        """See `KVConnectorBase_V1`."""
         self._scheduler.set_ranks({rank: shake.facts for rank, shake in metadata.items()})
 
     def on_new_request(self, request: Request) -> None:
-        """See `KVConnectorBase_V1`."""
         self._scheduler.arrived(request)
 
     def get_num_new_matched_tokens(
@@ -147,24 +143,20 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # n
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        """See `KVConnectorBase_V1`."""
         self._scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepMetadata:
-        """See `KVConnectorBase_V1`."""
         return StepMetadata(self._scheduler.step(scheduler_output))
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """See `KVConnectorBase_V1`."""
-        said = connector_output.kv_connector_worker_meta
-        report = said.report if isinstance(said, RankReport) else None
+        metadata = connector_output.kv_connector_worker_meta
+        report = metadata.report if isinstance(metadata, RankReport) else None
         received, sent = connector_output.finished_recving, connector_output.finished_sending
         self._scheduler.update_from_workers(received, sent, report)
 
     def request_finished(
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, object] | None]:
-        """See `KVConnectorBase_V1`."""
         return self.request_finished_all_groups(request, (block_ids,))
 
     def request_finished_all_groups(
@@ -172,22 +164,18 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # n
         request: Request,
         block_ids: tuple[list[int], ...],  # noqa: ARG002 - vLLM's signature
     ) -> tuple[bool, dict[str, object] | None]:
-        """See `SupportsHMA`."""
         return self._scheduler.finish(request)
 
     # Worker's side ------------------------------------------------------------------------------
 
     def get_mem_pool_context(self) -> AbstractContextManager[object] | None:
-        """See `KVConnectorBase_V1`."""
         return None if self._rank is None else self._rank.pool_context()
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """See `KVConnectorBase_V1`."""
         if self._rank is not None:
             self._handoffs, self._facts = self._rank.open(kv_caches)
 
     def get_handshake_metadata(self) -> RankHandshake | None:
-        """See `KVConnectorBase_V1`."""
         return None if self._facts is None else RankHandshake(self._facts)
 
     def handle_preemptions(self, kv_connector_metadata: StepMetadata) -> None:
@@ -227,35 +215,29 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # n
         return self._worker.get_finished(finished_req_ids, wait_s)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """See `KVConnectorBase_V1`."""
         return self._worker.take_invalid_blocks()
 
     def build_connector_worker_meta(self) -> RankReport | None:
-        """See `KVConnectorBase_V1`."""
         report = self._worker.take_report()
         return None if report is None else RankReport(report)
 
     # Both ---------------------------------------------------------------------------------------
 
     def get_kv_connector_stats(self) -> BatonStats | None:
-        """See `KVConnectorBase_V1`."""
         if self._admission is not None:
             return BatonStats.of((), self._admission.take_refused())
         return BatonStats.of(self._worker.take_records(), {})
 
     def shutdown(self) -> None:
-        """See `KVConnectorBase_V1`."""
         if self._rank is not None:
             self._rank.close()
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> BatonStats:
-        """See `KVConnectorBase_V1`."""
         return BatonStats(data=data or {})
 
     @classmethod
     def build_prom_metrics(cls, *args: Any) -> BatonPromMetrics:  # noqa: ANN401 - vLLM's
-        """See `KVConnectorBase_V1`."""
         return BatonPromMetrics(*args)
 
     @classmethod

@@ -250,7 +250,6 @@ class _Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Generator[None]:
-        """See `uvicorn.Server`."""
         yield
 
 

@@ -34,7 +34,7 @@ def server_variables(section: LogSection) -> Mapping[str, str]:
 
 
 def exit_with_parent() -> None:
-    """In a child of a server of ours: end with it, hear no signal meant for it, log as it does."""
+    """In a child of Baton's server: exit with it, ignore its group's signals, log as it does."""
     parent = multiprocessing.parent_process()
     section = read_environment().get(SERVER_VARIABLE)
     if parent is None or section is None:

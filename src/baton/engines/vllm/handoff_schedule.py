@@ -1,6 +1,6 @@
-"""The scheduler's side: which requests' KV is handed over, and what each step tells the workers.
+"""The scheduler's side: which requests' KV is transferred, and each step's orders to the workers.
 
-    prefill:  Queued ─ scheduled ─► Computing ─ finished ─► (blocks held until the worker says)
+    prefill:  Queued ─ scheduled ─► Computing ─ finished ─► (blocks held until reported sent)
                  └ finished: Withdraw   ├ preempted ─► LocalCompute
                                         └ the send failed ─► LocalCompute, blocks still held
 
@@ -40,14 +40,14 @@ ALL_CACHED: Final = "all but the last token is in the decode worker's own cache"
 
 @dataclass(frozen=True, slots=True)
 class Queued:
-    """A prefill that nothing was told of yet."""
+    """A prefill of which nothing was reported yet."""
 
     prompt: Prompt
 
 
 @dataclass(slots=True)
 class Computing:
-    """A prefill that was offered: its first `num_blocks` blocks and `stop` tokens were told."""
+    """A prefill that was offered: its first `num_blocks` blocks and `stop` tokens were reported."""
 
     prompt: Prompt
     num_blocks: int = 0
@@ -128,7 +128,7 @@ FinishResult: TypeAlias = Released | Held
 
 @dataclass(slots=True)
 class _Pending:
-    """What the next step's orders will say, besides what the step itself brings."""
+    """Orders for the next step that do not come from the step itself."""
 
     arrived: list[Prompt] = field(default_factory=list)
     queued: list[Prompt] = field(default_factory=list)
@@ -241,19 +241,19 @@ class HandoffSchedule:
         )
 
     def send_failed(self, request: VllmRequestId, reason: str) -> None:
-        """A worker says that an offered prompt's handoff failed; it may still be computing."""
+        """A worker reports that an offered prompt's handoff failed; it may still be computing."""
         state = self._states.get(request)
         if isinstance(state, Computing) and state.failure is None:
             state.failure = reason
 
     def received(self, request: VllmRequestId) -> None:
-        """All workers say that a load is over, well or not: its blocks are vLLM's again."""
+        """All workers report that a load has ended: its blocks are vLLM's again."""
         state = self._states.get(request)
         if isinstance(state, Loading):
             self._states[request] = Landed(state.prompt)
 
     def finish(self, request: VllmRequestId, ending: Ending) -> FinishResult:
-        """A request is over, in whatever state; the last that is heard of it."""
+        """A request is over, in whatever state; no call for it follows."""
         state = self._states.pop(request, None)
         match state:
             case None:
@@ -278,13 +278,13 @@ class HandoffSchedule:
         return Released(None)
 
     def check_invariants(self) -> None:
-        """Raise AssertionError where what was told of a prefill cannot be."""
+        """Raise AssertionError where the orders of a prefill are inconsistent."""
         for request, state in self._states.items():
             if not isinstance(state, Computing):
                 continue
             most = self._num_blocks_for(state.prompt.num_tokens)
             if not 0 <= state.stop <= state.prompt.num_tokens or state.num_blocks > most:
-                raise AssertionError(f"{request} was told more than its prompt: {state}")
+                raise AssertionError(f"{request} has progress beyond its prompt: {state}")
             if state.num_blocks < self._num_blocks_for(state.stop):
                 raise AssertionError(f"{request} computes tokens without blocks: {state}")
 

@@ -25,7 +25,7 @@ EPOCH_CHARS = 32
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """One life of one vLLM server, of `num_ranks` tensor-parallel ranks."""
+    """One start (epoch) of one vLLM server, of `num_ranks` tensor-parallel ranks."""
 
     worker: WorkerId
     epoch: Epoch
@@ -43,7 +43,7 @@ class Identity:
         return self.role != "prefill"
 
     def of_rank(self, rank: int) -> tuple[WorkerId, Epoch]:
-        """How one rank introduces itself."""
+        """One rank's worker name and epoch."""
         return rank_name(self.worker, rank, self.num_ranks), rank_epoch(
             self.epoch, rank, self.num_ranks
         )

@@ -137,7 +137,7 @@ class LoadInProgress:
 class LoadTable:
     """All of them, found by request and by ticket. Owned by vLLM's worker thread.
 
-    vLLM keeps a request's blocks until it is told, once, that its load is over; what failed must be
+    vLLM keeps a request's blocks until its load is reported, once, as over; what failed must be
     named in the same step.
     """
 
@@ -232,7 +232,7 @@ class UncomputedPrefills:
 
 
 class AbortFanout:
-    """Tickets whose other half failed, before or after this rank heard of them. Thread-safe."""
+    """Tickets whose other request failed, before or after this rank started them. Thread-safe."""
 
     def __init__(self, abort_from_peer: Callable[[TicketId, str], None]) -> None:
         self._abort_from_peer = abort_from_peer
@@ -254,7 +254,7 @@ class AbortFanout:
             self._derived.pop(ticket, None)
 
     def abort_from_peer(self, ticket: TicketId, reason: str) -> None:
-        """The other half of a ticket has failed."""
+        """The other worker's request of a ticket has failed."""
         with self._lock:
             derived = self._derived.get(ticket)
             if derived is None:

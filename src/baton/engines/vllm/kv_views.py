@@ -172,11 +172,11 @@ def build_kv_views(
     *,
     staging_bytes: int,
 ) -> tuple[KVView, ...]:
-    """One worker's faces, best first: what `register_kv_caches` was given, shown to peers.
+    """One worker's KV views, best first: vLLM's KV caches as peers reach them.
 
     The native pages of all layers; of the main model's alone, where there is a drafter; then
-    canonical ones, unless the native ones are, or their arrangement is unknown to Baton. A face's
-    layer i is `layers.names[i]`. Each face has a region of its own, which the caller releases.
+    canonical ones, unless the native ones are, or their arrangement is unknown to Baton. Layer i
+    of a view is `layers.names[i]`. Each view has a region of its own, which the caller releases.
 
     Args:
         vllm_config: This worker's.
@@ -186,7 +186,7 @@ def build_kv_views(
         staging_bytes: At most so many for each region of staged pages; they are committed here.
 
     Raises:
-        ConfigError: the tensors are not what `layers` say, or one staged block does not fit.
+        ConfigError: the tensors do not match `layers`, or one staged block does not fit.
         TransferError: there is no memory for staging.
     """
     pages = pages_of(kv_caches, layers)
@@ -196,9 +196,9 @@ def build_kv_views(
     }
     max_tokens = vllm_config.model_config.max_model_len
     builder = KVViewBuilder(layers, pages, pool, staging=StagingBudget(staging_bytes, max_tokens))
-    faces = [builder.native(arrangement, n) for n, arrangement in arrangements.items()]
+    views = [builder.native(arrangement, n) for n, arrangement in arrangements.items()]
     canonical = builder.try_canonical(arrangements[layers.num_main])
-    return (*faces,) if canonical is None else (*faces, canonical)
+    return (*views,) if canonical is None else (*views, canonical)
 
 
 def try_build_store_view(
@@ -213,7 +213,7 @@ def try_build_store_view(
     None, with a warning, where that cannot be.
 
     Raises:
-        ConfigError: the tensors are not what `layers` say.
+        ConfigError: the tensors do not match `layers`.
         TransferError: there is no memory for staging.
     """
     layout = layers.main_layout
@@ -270,7 +270,7 @@ class StagingBudget:
 
 
 class KVViewBuilder:
-    """Makes the faces of one worker; `pages` are those of `pages_of`."""
+    """Makes the views of one worker; `pages` are those of `pages_of`."""
 
     def __init__(
         self,

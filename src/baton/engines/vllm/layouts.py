@@ -66,7 +66,7 @@ def read_arrangement(
         layout: Name of the resolved `KVCacheLayout`.
 
     Raises:
-        ConfigError: a layer does not say what it uses.
+        ConfigError: a layer does not report its backend.
     """
     kernels = {_kernel_of(modules.get(name), name) for name in names}
     return Arrangement(device, tuple(sorted(kernels)), layout)
@@ -75,12 +75,12 @@ def read_arrangement(
 def _kernel_of(module: object, name: str) -> str:
     backend = getattr(module, "attn_backend", None)
     if backend is None:
-        raise ConfigError(f"vLLM does not say which attention backend layer {name} uses")
+        raise ConfigError(f"vLLM does not report the attention backend of layer {name}")
     kernel: object = backend.get_name()
     if kernel == CPU_BACKEND:
         kernel = getattr(module, "isa", None)
     if not isinstance(kernel, str):
-        raise ConfigError(f"vLLM does not say which attention ISA layer {name} uses")
+        raise ConfigError(f"vLLM does not report the attention ISA of layer {name}")
     return kernel.lower()
 
 
@@ -144,7 +144,7 @@ def read_layers(
     another's KV.
 
     Raises:
-        ConfigError: a kind of KV cache that Baton cannot hand over; says which, and what helps.
+        ConfigError: a kind of KV cache that Baton cannot transfer, with a remedy.
     """
     _check_parallelism(vllm_config)
     specs = _layer_specs(kv_cache_config)
@@ -152,7 +152,7 @@ def read_layers(
     main = sorted(specs.keys() - drafts, key=_natural)
     names = (*main, *sorted(drafts, key=_natural))
     if not main:
-        raise ConfigError("vLLM keeps no KV for the main model: there is nothing to hand over")
+        raise ConfigError("vLLM keeps no KV for the main model: there is nothing to transfer")
     configs = {True: _draft_config(vllm_config), False: vllm_config.model_config}
     layout = KVLayout(
         layers=tuple(
@@ -191,7 +191,7 @@ def pages_of(
     Where a backend's kernels use smaller blocks than the block tables, theirs are behind the head.
 
     Raises:
-        ConfigError: a layer is missing, or its tensor is not what the layout says.
+        ConfigError: a layer is missing, or its tensor does not match the layout.
     """
     views: list[torch.Tensor] = []
     for index, name in enumerate(layers.names):

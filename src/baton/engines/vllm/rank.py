@@ -18,8 +18,9 @@ from baton.engines.vllm.control import ControlServer, RankView
 from baton.engines.vllm.identity import find_fingerprint, load_cluster_key
 from baton.engines.vllm.kv_views import build_kv_views, try_build_store_view
 from baton.engines.vllm.layouts import read_layers
-from baton.engines.vllm.rank_handoffs import RankHandoffs, RankSetting
+from baton.engines.vllm.rank_handoffs import RankHandoffs
 from baton.engines.vllm.rank_observer import FALLBACK_CAUSE, RankObserver
+from baton.engines.vllm.rank_prompts import RankSetting
 from baton.engines.vllm.shared_kv_memory import SharedKVMemory
 from baton.engines.vllm.worker_info import (
     RankFacts,
@@ -96,7 +97,7 @@ class Rank:
 
     @property
     def _main_names(self) -> tuple[str, ...]:
-        """The main model's layers, in the order of the faces."""
+        """The main model's layers, in the order of the KV views."""
         return self._layers.names[: self._layers.num_main]
 
     def pool_context(self) -> AbstractContextManager[object] | None:

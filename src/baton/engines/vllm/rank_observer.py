@@ -195,7 +195,7 @@ class RankObserver:
         self._records.append(record_sent(leg, error, at))
 
     def step_begins(self, orders: StepOrders, at: Instant) -> None:
-        """What a step's orders say of requests whose handoffs are over."""
+        """Apply a step's orders to requests whose handoffs have ended."""
         for request in orders.started:
             self.started(request, at)
         for finished in orders.finished:

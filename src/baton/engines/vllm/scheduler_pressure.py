@@ -107,7 +107,7 @@ class SchedulerPressure:
 
     @property
     def has_changed(self) -> bool:
-        """Whether what was told last is not true any more."""
+        """Whether the last report is out of date."""
         return self._last_reported is not None and self._last_reported != self._measure()
 
     def _measure(self) -> Occupancy | None:

@@ -66,7 +66,7 @@ class _Completion(msgspec.Struct, frozen=True):
 
 async def wait_healthy(url: str) -> None:
     """Until the server answers that its engine is well. Never, if it never does."""
-    # There is nothing to wait for but this: vLLM tells nobody.
+    # Polled, as vLLM gives no notification.
     while await asyncio.to_thread(_status, url, "/health") != HTTPStatus.OK:  # noqa: ASYNC110
         await asyncio.sleep(RETRY_INTERVAL_S)
 
@@ -84,13 +84,13 @@ def read_identity(body: bytes) -> ProbedIdentity:
     """Read the answer to a discovery probe.
 
     Raises:
-        EngineError: it does not hold what Baton's connector says.
+        EngineError: its answer is not that of Baton's connector.
     """
     try:
         return msgspec.json.decode(body, type=_Completion).kv_transfer_params.baton_info
     except msgspec.MsgspecError as exc:
         raise EngineError(
-            f"vLLM answers, but not with what Baton's connector says: {body[:300]!r}"
+            f"vLLM answers, but not with what Baton's connector answers: {body[:300]!r}"
         ) from exc
 
 
@@ -116,7 +116,7 @@ def _complete(url: str, model: str, headers: Mapping[str, str]) -> bytes:
 
 
 def _status(url: str, path: str) -> int:
-    """The HTTP status of a GET; 0 if nobody answers."""
+    """The HTTP status of a GET; 0 without an answer."""
     connection = _connect(url, REQUEST_TIMEOUT_S)
     try:
         connection.request("GET", path)
@@ -216,7 +216,7 @@ class ServerLifecycle:
     def _explained(self, exc: Exception) -> BatonError:
         if self._is_ready:
             return EngineError(f"vLLM's server ended: {exc}")
-        return ConfigError(f"vLLM could not start: {exc}\n(the lines above, if any, say more)")
+        return ConfigError(f"vLLM could not start: {exc}\n(see the lines above, if any)")
 
     # Signals
 
@@ -256,13 +256,12 @@ class ServerLifecycle:
 
 
 class _ServerLoop(uvloop.Loop):  # type: ignore[misc]
-    """An event loop whose signals Baton hears before vLLM, which handles them through the loop."""
+    """An event loop that passes signals to Baton before vLLM, which registers them on the loop."""
 
     def __init__(self, on_signal: Callable[[int, Callable[[], object]], None]) -> None:
         self._on_signal = on_signal
 
     def add_signal_handler(self, sig: int, callback: Callable[..., object], *args: object) -> None:
-        """See `asyncio.AbstractEventLoop`."""
         super().add_signal_handler(sig, self._on_signal, sig, partial(callback, *args))
 
 
@@ -285,7 +284,7 @@ def _parse(arguments: Sequence[str]) -> Namespace:
 
 
 def serve(options: VllmOptions, context: ServerContext) -> None:
-    """See `EngineServer`."""
+    """Run the server until it is stopped; blocks."""
     platform = find_platform()
     check_model(context.model)
     if platform == "cpu":

@@ -84,7 +84,7 @@ class SharedKVMemory:
         except TransferError as exc:
             logger.warning("%s; vLLM allocates its KV cache itself", exc)
             return None
-        # A view that nobody releases: the mapping stays while any tensor looks into it.
+        # This view is never released: the mapping stays while any tensor looks into it.
         view = memoryview(self._memory.memory.obj)
         pool = torch.frombuffer(view, dtype=torch.int8, count=num_bytes)
         self._base = pool.data_ptr()

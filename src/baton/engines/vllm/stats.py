@@ -38,15 +38,12 @@ class BatonStats(KVConnectorStats):  # type: ignore[misc] # vLLM is untyped for 
         return cls(data={HANDOFFS: msgspec.to_builtins(list(records)), REFUSED: dict(refused)})
 
     def reset(self) -> None:
-        """See `KVConnectorStats`."""
         self.data = {}
 
     def is_empty(self) -> bool:
-        """See `KVConnectorStats`."""
         return not self.data.get(HANDOFFS) and not self.data.get(REFUSED)
 
     def aggregate(self, other: BatonStats) -> BatonStats:
-        """See `KVConnectorStats`."""
         self.data = {
             HANDOFFS: [*self.data.get(HANDOFFS, ()), *other.data.get(HANDOFFS, ())],
             REFUSED: dict(Tally(self.data.get(REFUSED, {})) + Tally(other.data.get(REFUSED, {}))),
@@ -89,7 +86,6 @@ class BatonPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc] # vLLM is 
         }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """See `KVConnectorPromMetrics`."""
         for record in read_records(transfer_stats_data):
             self._observe(record, engine_idx)
         for code, count in transfer_stats_data.get(REFUSED, {}).items():

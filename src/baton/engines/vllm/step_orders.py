@@ -1,4 +1,4 @@
-"""What the scheduler's side tells each worker in a step. Plain values, pickled by vLLM itself."""
+"""The scheduler's orders to each worker in a step. Plain values, pickled by vLLM itself."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class Withdraw:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """Nobody needs this handoff any more; its blocks are held until it has ended."""
+    """This handoff is not needed any more; its blocks are held until it has ended."""
 
     request: VllmRequestId
     reason: str
@@ -122,7 +122,7 @@ class StepOrders:
     `started` are received prompts whose
     decoding begins with it. `arrived` are prefills that wait in vLLM's queue, until `offers` or
     `withdrawn` name them; `queued` wait there for what `expected` will ask for.
-    `is_stalled`: somebody has waited in vain for the room of computed KV that nobody takes.
+    `is_stalled`: requests timed out waiting for blocks of computed KV that has no grant.
     `occupancy` is vLLM's as it planned the step.
     """
 
@@ -144,6 +144,6 @@ class StepOrders:
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """What one rank tells the scheduler: sends that failed while they were still computed."""
+    """One rank's report to the scheduler: sends that failed while they were still computed."""
 
     failed_sends: tuple[tuple[VllmRequestId, str], ...]

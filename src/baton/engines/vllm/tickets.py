@@ -113,7 +113,7 @@ NO_HANDOFF: Final = NoHandoff()
 
 
 class TicketReader:
-    """Reads tickets that name this life of this server. Owned by the scheduler's thread."""
+    """Reads tickets for this server and epoch. Owned by the scheduler's thread."""
 
     def __init__(self, identity: Identity, key: ClusterKey, clock: Clock) -> None:
         self._identity, self._key, self._clock = identity, key, clock
@@ -186,7 +186,7 @@ def count_ranks(worker: WorkerRef) -> int:
 def compute_pairs(
     layout: KVLayout, num_prefill_ranks: int, num_decode_ranks: int
 ) -> tuple[RankPair, ...]:
-    """Which ranks hand over to which, in order of the decode ranks.
+    """Which ranks send to which, in order of the decode ranks.
 
     Where several prefill ranks hold the same head (there are more ranks than heads), the first of
     them sends it. `layout` is that of any rank of either side.

@@ -1,4 +1,4 @@
-"""What a vLLM server says about itself, to the gateway and to peers (docs/wire/vllm.md)."""
+"""A vLLM server's description of itself, for the gateway and for peers (docs/wire/vllm.md)."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class RankFacts:
-    """What one rank tells the scheduler once it can be reached. Pickled by vLLM itself."""
+    """One rank's facts, sent to the scheduler once it listens. Pickled by vLLM itself."""
 
     handoff_address: str
     control_url: str
@@ -64,7 +64,7 @@ class RankFacts:
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What vLLM's configuration says of the model that is served."""
+    """The served model, as vLLM's configuration describes it."""
 
     model: str
     served_model_name: str

@@ -28,7 +28,7 @@ _ATTEMPTS: Final = 100
 class Folder:
     """An open folder, shared with its other users until `close`.
 
-    `was_unused`: nobody else worked in it when it was opened.
+    `was_unused`: no other process had it open.
     """
 
     def __init__(self, path: Path) -> None:
@@ -54,7 +54,7 @@ class Folder:
 
 
 def remove_if_abandoned(path: Path) -> bool:
-    """Remove a folder of this user's that nobody works in; whether it is gone."""
+    """Remove a folder of this user that no process has open; whether it was removed."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
@@ -97,7 +97,7 @@ def _open(path: Path) -> tuple[int, int, bool]:
 
 
 def _try_join(path: Path, fd: int) -> tuple[int, bool] | None:
-    """The shared lock of a folder that is still there, and whether nobody else had it.
+    """The shared lock of a folder that is still there, and whether no other process had it.
 
     Raises:
         ConfigError: others can get at the folder, or it cannot be written.
@@ -129,7 +129,7 @@ def _try_lock_alone(users: int) -> bool:
 
 
 def _is_still_there(path: Path, fd: int, users: int) -> bool:
-    """Whether nobody has taken the folder away while its lock was waited for."""
+    """Whether the folder was not removed while this process waited for its lock."""
     try:
         is_same = os.path.samestat(path.stat(), os.fstat(fd))
     except FileNotFoundError:

@@ -57,7 +57,7 @@ class SharedCapacity:
             self._write(self._read().release(num_bytes))
 
     def commit(self, num_bytes: int, try_link: Callable[[], bool]) -> bool:
-        """What was taken gets its name, if nobody else has it; whether it did."""
+        """Link a reserved entry under its name unless it exists; whether it was linked."""
         with self._locked():
             is_new = try_link()
             capacity = self._read()
@@ -65,7 +65,7 @@ class SharedCapacity:
             return is_new
 
     def remove(self, try_remove: Callable[[], int]) -> None:
-        """An entry goes: `try_remove` says how many bytes it took up, 0 if it was gone already."""
+        """Remove an entry: `try_remove` returns the bytes it used, 0 if it was gone already."""
         with self._locked():
             num_bytes = try_remove()
             self._write(self._read().remove(num_bytes))
@@ -76,7 +76,7 @@ class SharedCapacity:
             self._write(replace(self._read(), committed_bytes=count()))
 
     def reset(self, count: Callable[[], int]) -> None:
-        """The same, where nobody else works here: so nothing is pending."""
+        """The same with no other process here, so that nothing is pending."""
         with self._locked():
             self._write(Capacity(self._capacity_bytes, count()))
 

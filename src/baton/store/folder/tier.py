@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 class FileEntryLease:
     """See `EntryLease`. `on_damage` is called once, if the body turns out not to be what was put.
 
-    The body is read, not mapped: what is verified is this process's own copy, which nobody can
+    The body is read, not mapped: what is verified is this process's own copy, which no process can
     change any more, and a file that is cut short is a short read, not a SIGBUS.
     """
 
@@ -39,11 +39,9 @@ class FileEntryLease:
 
     @property
     def num_bytes(self) -> int:
-        """See `EntryLease`."""
         return self._num_bytes
 
     def try_read(self, into: memoryview) -> bool:
-        """See `EntryLease`."""
         if self._fd < 0 or len(into) != self._num_bytes:
             raise ValueError(f"{len(into)} bytes for a body of {self._num_bytes}, or released")
         if self._read(into) and has_digest(into, self._digest):
@@ -52,7 +50,6 @@ class FileEntryLease:
         return False
 
     def release(self) -> None:
-        """See `EntryLease`."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
@@ -107,14 +104,12 @@ class FolderTier:
                 self._capacity.reset(self._count)
 
     def find(self, names: Sequence[EntryName]) -> int:
-        """See `Tier`."""
         for index, name in enumerate(names):
             if not self._has(name):
                 return index
         return len(names)
 
     def put(self, name: EntryName, body: Body) -> PutResult:
-        """See `Tier`."""
         if self._has(name):
             self._touch(name)
             return PutResult.EXISTS
@@ -131,7 +126,6 @@ class FolderTier:
         return PutResult.STORED if is_new else PutResult.EXISTS
 
     def try_lease(self, name: EntryName) -> FileEntryLease | None:
-        """See `Tier`."""
         try:
             fd = os.open(name.hex(), _OPEN, dir_fd=self._fd)
         except OSError:
@@ -153,11 +147,9 @@ class FolderTier:
         return FileEntryLease(fd, num_bytes, digest, partial(self._remove_damaged, name))
 
     def discard(self, name: EntryName) -> None:
-        """See `Tier`."""
         self._remove(name)
 
     def scan(self) -> TierScan:
-        """See `Tier`."""
         with mapped({OSError: StoreError}):
             entries = list(self._iter_entries())
         return TierScan(
@@ -168,7 +160,6 @@ class FolderTier:
         )
 
     def usage(self) -> Usage:
-        """See `Tier`."""
         capacity = self._capacity.peek()
         return Usage(
             used_bytes=capacity.committed_bytes + capacity.reserved_bytes,
@@ -251,7 +242,7 @@ class FolderTier:
     def _report(self, error: StoreError) -> None:
         if not self._is_reported:
             self._is_reported = True
-            logger.warning("store: %s lost an entry (said once): %s", self._folder.path, error)
+            logger.warning("store: %s lost an entry (logged once): %s", self._folder.path, error)
 
     def _has(self, name: EntryName) -> bool:
         try:

@@ -1,4 +1,4 @@
-"""`file`: a folder on a disk, which stays. Several workers, also of one cluster's several lives."""
+"""`file`: a folder on a disk that outlives its workers; shared by several, across restarts."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class FileTier(FolderTier):
         self._is_closed = False
 
     def close(self) -> None:
-        """See `Tier`: what is kept stays."""
+        """Close; the entries stay."""
         if not self._is_closed:
             self._is_closed = True
             super().close()

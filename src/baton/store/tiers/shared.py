@@ -41,7 +41,7 @@ class SharedTier(FolderTier):
     """See `Tier`."""
 
     def __init__(self, options: SharedTierOptions, context: TierContext) -> None:
-        """Open the cluster's folder; remove those of clusters of which nobody lives.
+        """Open the cluster's folder; remove those of clusters without live processes.
 
         Raises:
             ConfigError: the folder cannot be used.
