@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from baton.gateway.debug_requests import ListedRequest, RequestList, RequestTrace
+from baton.gateway.debug import ListedRequest, RequestList, RequestTrace
 from baton.gateway.metrics import BrokenStreamCause, FallbackCause, GatewayMetrics
 from baton.ops.doctor.finding import Area, Level, Report
 from baton.router.fleet import Role

@@ -20,9 +20,8 @@ from baton.errors import ConfigError, EngineError
 from baton.handoff.interface import SampledToken
 from baton.ids import WorkerId
 from baton.telemetry.process_status import StatusReporter
-from baton.worker.listener import bind, is_loopback, start_listening
 from baton.worker.options import ProcessOptions, WorkerOptions
-from baton.worker.process import ProcessLife
+from baton.worker.process import ProcessLife, bind, is_loopback, start_listening
 from baton.worker.worker import Worker, build_worker
 from tests.unit.worker.scripted_engine import EPOCH, ScriptedEngine, until
 

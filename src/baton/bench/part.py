@@ -53,7 +53,7 @@ from baton.clock import MachineClock
 from baton.errors import BatonError, PeerLostError, ProtocolError
 from baton.launch.cores import share_cores
 from baton.ops.doctor.isolation import exit_with_parent
-from baton.worker.cpu_affinity import pin_to
+from baton.worker.process import pin_to
 
 if TYPE_CHECKING:
     from baton.bench.contender import Contender, Role

@@ -1,4 +1,4 @@
-"""The allow-list of paths. What is not on it does not exist, even where workers have it."""
+"""The allow-list of paths: any other path is answered 404, even where workers have it."""
 
 from __future__ import annotations
 
@@ -8,25 +8,52 @@ from typing import TYPE_CHECKING, Final, Literal
 import msgspec
 
 from baton import __version__
+from baton.clock import Instant
 from baton.config.cluster_key import is_loopback
 from baton.errors import BatonError
 from baton.gateway.asgi import JSON, send_error, send_whole
-from baton.gateway.errors import (
-    MethodNotAllowedError,
-    NoWorkerError,
-    PathNotFoundError,
-    answer_for,
-)
+from baton.gateway.errors import MethodNotAllowedError, NoWorkerError, PathNotFoundError, answer_for
+from baton.gateway.workers import Pending
+from baton.router.fleet import Role
 
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
+    from baton.clock import Clock
     from baton.gateway.completions import Completions
-    from baton.gateway.debug_requests import RequestTraces
-    from baton.gateway.debug_workers import WorkerList
+    from baton.gateway.debug import RequestTraces, WorkerList
     from baton.gateway.metrics import GatewayMetrics
-    from baton.gateway.readiness import Readiness
     from baton.gateway.workers import Workers
+
+
+PREFILL_STARTUP_GRACE_S: Final = 15.0
+"""Once somebody decodes, for workers that were listed and have never answered."""
+
+
+class Readiness:
+    """Owner: the event loop's thread."""
+
+    def __init__(self, workers: Workers, clock: Clock) -> None:
+        self._workers, self._clock = workers, clock
+        self._grace_ends_at: Instant | None = None
+
+    def why_not(self) -> str | None:
+        """What is waited for; None if the gateway is ready."""
+        workers = self._workers
+        if not workers.fleet.can_decode:
+            return workers.why_not_ready()
+        now = self._clock.now()
+        if self._grace_ends_at is None:
+            self._grace_ends_at = Instant(now + PREFILL_STARTUP_GRACE_S)
+        in_grace = now < self._grace_ends_at
+        return workers.why_not_ready() if in_grace and self._is_prefill_pending() else None
+
+    def _is_prefill_pending(self) -> bool:
+        return any(
+            isinstance(worker.state, Pending) and worker.address.role is not Role.DECODE
+            for worker in self._workers.all
+        )
+
 
 COMPLETION_PATHS: Final = frozenset({"/v1/chat/completions", "/v1/completions"})
 REQUESTS_PATH: Final = "/debug/requests"

@@ -20,7 +20,7 @@ from baton.gateway.errors import (
     WorkerUnreachableError,
 )
 from baton.gateway.metrics import FallbackCause, Phase
-from baton.gateway.prefill_result import (
+from baton.gateway.protocol_adapters import (
     PrefillDone,
     PrefillFailed,
     PrefillResult,
@@ -34,11 +34,10 @@ if TYPE_CHECKING:
     from yarl import URL
 
     from baton.auth.ticket import Ticket
-    from baton.gateway.early_first_token import EarlyFirstToken, FirstToken
-    from baton.gateway.interruptible import Interruptible
-    from baton.gateway.request_context import RequestContext
-    from baton.gateway.services import Services
+    from baton.gateway.request_context import Interruptible, RequestContext, Services
+    from baton.gateway.response_forwarder import EarlyFirstToken
     from baton.gateway.workers import Worker
+    from baton.protocol.worker_http import FirstToken
     from baton.router.fleet import WorkerProtocol
 
 ABORT_RETRY_DELAYS_S: Final = (0.05, 0.2, 1.0)

@@ -11,7 +11,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Final, get_args
 
 from baton.auth.ticket import HandoffMode, Ticket, hash_tenant, seal
-from baton.gateway.early_first_token import CREATED_HEADER, EarlyFirstToken
 from baton.gateway.errors import (
     KVLostError,
     NoWorkerError,
@@ -22,15 +21,14 @@ from baton.gateway.errors import (
     WorkerLostError,
     WorkerUnreachableError,
 )
-from baton.gateway.interruptible import Interruptible
-from baton.gateway.kv_load_failure import find_kv_load_failure
 from baton.gateway.metrics import NO_MODE, FallbackCause
-from baton.gateway.non_disaggregable import find_non_disaggregable_field
 from baton.gateway.prefill_request import Handoff, PrefillRequest
-from baton.gateway.prompt_estimate import estimate_prompt_tokens
-from baton.gateway.request_bodies import request_bodies
-from baton.gateway.response_forwarder import ResponseForwarder
+from baton.gateway.protocol_adapters import find_kv_load_failure, request_bodies
+from baton.gateway.request import estimate_prompt_tokens, find_non_disaggregable_field
+from baton.gateway.request_context import Interruptible
+from baton.gateway.response_forwarder import EarlyFirstToken, ResponseForwarder
 from baton.ids import new_ticket_id
+from baton.protocol.worker_http import CREATED_HEADER
 from baton.router.placement import Placement, PlacementRequest, Unplaceable
 
 if TYPE_CHECKING:
@@ -40,8 +38,7 @@ if TYPE_CHECKING:
     from starlette.types import Send
 
     from baton.gateway.request import CompletionBody
-    from baton.gateway.request_context import RequestContext
-    from baton.gateway.services import Services
+    from baton.gateway.request_context import RequestContext, Services
     from baton.ids import WorkerId
     from baton.router.fleet import WorkerView
 

@@ -20,7 +20,7 @@ from yarl import URL
 
 from baton.errors import ModelNotFoundError
 from baton.gateway.errors import NoWorkerError, WorkerLostError
-from baton.gateway.interruptible import Interruptible
+from baton.gateway.request_context import Interruptible
 from baton.gateway.worker_info import WorkerInfo, why_not_used
 from baton.router.fleet import Fleet
 

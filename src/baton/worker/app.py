@@ -9,14 +9,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 from baton.errors import BatonError
-from baton.worker.error_responses import (
+from baton.worker.http_exchange import (
+    ClientGoneError,
+    HttpExchange,
     UnauthorizedError,
     UnknownPathError,
     WrongMethodError,
     describe,
     was_declined,
 )
-from baton.worker.http_exchange import ClientGoneError, HttpExchange
 
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send

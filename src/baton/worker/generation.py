@@ -21,17 +21,19 @@ from baton.engines.interface import Colocated, DecodeRequest, GenerationRequest,
 from baton.errors import BatonError, EngineError, InvalidRequestError
 from baton.ids import RequestId
 from baton.telemetry.trace import RequestSpan, Stamp
-from baton.worker.api_adapters import CompleteAnswer
-from baton.worker.error_responses import describe
+from baton.worker.http_exchange import describe
 from baton.worker.output_processor import OutputProcessor
 from baton.worker.replies import (
+    DONE,
+    CompleteAnswer,
     EarlyPrefillReply,
+    EventWriter,
     FirstToken,
     PrefillReply,
     ReplyHead,
     count_usage,
+    error_event,
 )
-from baton.worker.streaming import DONE, EventWriter, error_event
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
@@ -39,13 +41,13 @@ if TYPE_CHECKING:
     from baton.clock import Clock
     from baton.engines.interface import FinishReason, NewToken, RequestKind
     from baton.telemetry.trace import TraceRing
-    from baton.worker.api_adapters import ApiAdapter
     from baton.worker.engine_client import AnswerStream, EngineClient
     from baton.worker.http_exchange import HttpExchange
+    from baton.worker.metrics import RequestObserver
     from baton.worker.options import WorkerOptions
     from baton.worker.output_processor import TextChunk
     from baton.worker.prompts import Generation
-    from baton.worker.request_metrics import RequestObserver
+    from baton.worker.replies import ApiAdapter
     from baton.worker.ticket_reader import TicketReader
     from baton.worker.tokenizer import Tokenizer
 

@@ -1,16 +1,17 @@
-"""The process that a worker lives in: its socket, its engine, its server, its end.
-
-bind ─► loading ─► load the model ─► ready ──SIGTERM──► drain ─► exit 0
-                                                           └──another signal──► exit at once
-"""
+"""The worker process: socket, cores, engine, agent, signals, drain; it ends with its parent."""
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import gc
+import ipaddress
 import logging
 import os
+import select
 import signal
+import socket
+import threading
 from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Final
 
@@ -20,7 +21,7 @@ from prometheus_client import disable_created_metrics
 
 from baton.clock import MachineClock
 from baton.engines.interface import ENGINES, EngineContext
-from baton.errors import EngineError
+from baton.errors import ConfigError, EngineError
 from baton.handoff.agent import AgentOptions, HandoffAgent
 from baton.handoff.kv_views import KVView
 from baton.handoff.link_options import LinkOptions
@@ -30,14 +31,10 @@ from baton.telemetry.process_status import Draining, Loading, Ready, StatusRepor
 from baton.transfer.devices.options import choose_allocation
 from baton.transfer.interface import TRANSPORTS, TransportContext
 from baton.transfer.links.probes import ProbeBounds
-from baton.worker.cpu_affinity import pin_to
-from baton.worker.listener import bind, is_loopback, start_listening, url_of
 from baton.worker.options import WorkerOptions
-from baton.worker.parent_watch import exit_with_process
 from baton.worker.worker import Worker, build_worker
 
 if TYPE_CHECKING:
-    import socket
     from collections.abc import Generator
 
     from baton.clock import Clock
@@ -46,7 +43,120 @@ if TYPE_CHECKING:
     from baton.transfer.interface import Transport
     from baton.worker.options import ProcessOptions
 
+
+def pin_to(cores: tuple[int, ...]) -> None:
+    """Before an engine loads: it counts the cores it has. None given: nothing changes.
+
+    Raises:
+        ConfigError: this machine, or this process, does not have one of them.
+    """
+    if not cores:
+        return
+    try:
+        os.sched_setaffinity(0, cores)
+    except OSError as exc:
+        raise ConfigError(
+            f"cannot run on the cores {list(cores)}: {exc.strerror}; this process may use "
+            f"{sorted(os.sched_getaffinity(0))}"
+        ) from exc
+
+
+BACKLOG: Final = 2048
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A bound TCP socket; `port` 0 takes a free one.
+
+    Raises:
+        ConfigError: the port is taken, or the address is not this machine's.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.settimeout(0)
+        with _explained(host, port):
+            listener.bind((host, port))
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+def start_listening(listener: socket.socket) -> None:
+    """Accept connections from now on.
+
+    Raises:
+        ConfigError: another process took the port in the meantime.
+    """
+    host, port = listener.getsockname()[:2]
+    with _explained(host, port):
+        listener.listen(BACKLOG)
+
+
+def url_of(listener: socket.socket, host: str) -> str:
+    """The URL under which a bound socket is reached; `host` as the operator wrote it."""
+    shown = f"[{host}]" if ":" in host else host
+    return f"http://{shown}:{listener.getsockname()[1]}"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can connect to `host`."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+@contextmanager
+def _explained(host: str, port: int) -> Generator[None]:
+    try:
+        yield
+    except OSError as exc:
+        where = f"{host}:{port}"
+        if exc.errno == errno.EADDRINUSE:
+            raise ConfigError(
+                f"{where} is taken by another process; stop that one, choose another --port, or "
+                "let the system choose with --port 0"
+            ) from exc
+        raise ConfigError(f"cannot listen on {where}: {exc.strerror or exc}") from exc
+
+
 logger = logging.getLogger(__name__)
+
+GRACE_S: Final = 5.0
+
+
+def exit_with_process(parent_pid: int) -> None:
+    """Watch a process from a thread of its own: at its end, SIGTERM here, soon again (leave now).
+
+    The process need not be the parent. A thread, since loading a model blocks all else.
+
+    Raises:
+        ConfigError: there is no such process.
+    """
+    try:
+        fd = os.pidfd_open(parent_pid)
+    except OSError as exc:
+        raise ConfigError(
+            f"this worker should end with process {parent_pid}, which cannot be watched: "
+            f"{exc.strerror}"
+        ) from exc
+    threading.Thread(target=_watch, args=(fd, parent_pid), name="parent-watch", daemon=True).start()
+
+
+def _watch(fd: int, parent_pid: int) -> None:
+    poller = select.poll()
+    poller.register(fd, select.POLLIN)
+    poller.poll()
+    os.close(fd)
+    logger.warning("process %d has ended, and this worker ends with it", parent_pid)
+    os.kill(os.getpid(), signal.SIGTERM)
+    threading.Event().wait(GRACE_S)
+    os.kill(os.getpid(), signal.SIGTERM)
+
 
 KEEP_ALIVE_S: Final = 75
 FLUSH_TIMEOUT_S: Final = 5

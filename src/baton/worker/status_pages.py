@@ -14,7 +14,7 @@ from baton.errors import InvalidRequestError
 from baton.handoff.interface import SampledToken
 from baton.ids import TicketId
 from baton.kv.layout import KVLayout
-from baton.worker.error_responses import UnknownPathError
+from baton.worker.http_exchange import UnknownPathError
 
 if TYPE_CHECKING:
     from baton.engines.interface import Engine

@@ -8,7 +8,7 @@ from baton.auth.ticket import unseal
 from baton.auth.used_tickets import TicketUse, UsedTickets
 from baton.engines.interface import Colocated, DecodeRequest, PrefillRequest
 from baton.errors import OverloadedError, TicketError
-from baton.worker.error_responses import StaleTicketError
+from baton.worker.http_exchange import StaleTicketError
 
 if TYPE_CHECKING:
     from baton.auth.key import ClusterKey

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from baton.gateway.app import GatewayApp
-from baton.gateway.debug_workers import ListedWorker, WorkerList
+from baton.gateway.debug import ListedWorker, WorkerList
 from baton.gateway.kv_events import KVEvents
 from baton.gateway.metrics import GatewayMetrics
 from baton.gateway.options import WorkerAddress

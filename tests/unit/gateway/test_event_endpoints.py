@@ -4,7 +4,7 @@ import pytest
 from yarl import URL
 
 from baton.errors import ConfigError
-from baton.gateway.event_endpoints import MAX_PATH_BYTES, EventEndpoints, locate_events
+from baton.gateway.kv_events import MAX_PATH_BYTES, EventEndpoints, locate_events
 from baton.gateway.worker_info import KVEventsSource
 
 NEAR = "http://127.0.0.1:8000"
