@@ -29,6 +29,7 @@ from baton.gateway.request import forwarded_headers_from, parse_body, request_id
 from baton.gateway.request_context import Interruptible, RequestContext
 from baton.gateway.request_proxy import RequestProxy
 from baton.ids import new_epoch
+from baton.protocol.worker_http import REQUEST_ID_HEADER
 from baton.telemetry.trace import RequestSpan, Stamp
 
 if TYPE_CHECKING:
@@ -108,7 +109,7 @@ class Completions:
         """Tell the client what went wrong: as a response, or as the last event of its stream."""
         answer = answer_for(error)
         context.trace.outcome = f"error: {error}"
-        own = (b"x-request-id", context.id.encode())
+        own = (REQUEST_ID_HEADER.encode(), context.id.encode())
         try:
             async with asyncio.timeout(RELEASE_TIMEOUT_S):
                 if context.status is None:

@@ -8,7 +8,6 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Final, assert_never
-from urllib.parse import quote
 
 import msgspec
 
@@ -17,7 +16,7 @@ from baton.events.blocks import FeedHealth
 from baton.gateway.errors import PathNotFoundError
 from baton.gateway.kv_events import Followed, NotFollowed
 from baton.gateway.workers import Down, Draining, Pending, Rejected, Up
-from baton.router.fleet import Role, WorkerLoad
+from baton.protocol.worker_http import Role, WorkerLoad, trace_path
 from baton.telemetry.summary import TraceSummary, summarize
 from baton.telemetry.trace import RequestSpan
 
@@ -136,7 +135,7 @@ class RequestTraces:
         worker = None if view is None else self._workers.with_id(view.id)
         if worker is None:
             return None
-        path = f"/baton/v1/traces/{quote(request_id, safe='')}"
+        path = trace_path(request_id)
         for url in worker.control_urls:  # each rank has one of its own: the first stands for all
             try:
                 status, body = await self._upstream.get(

@@ -17,6 +17,7 @@ from baton.gateway.errors import (
 from baton.gateway.worker_discovery import Incarnation, WorkerDiscovery
 from baton.gateway.worker_info import read_load
 from baton.gateway.workers import Up
+from baton.protocol.worker_http import HEALTH_PATH
 
 if TYPE_CHECKING:
     from baton.auth.ticket import WorkerRef
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from baton.gateway.upstream import Upstream
     from baton.gateway.workers import Worker, Workers
     from baton.ids import Epoch
-    from baton.router.fleet import WorkerLoad
+    from baton.protocol.worker_http import WorkerLoad
 
 
 PROBES_WITHOUT: Final = 10
@@ -47,7 +48,7 @@ class LoadReader:
             self._num_to_skip -= 1
             return None
         # Whose address it is was checked before the worker came up.
-        url = self._worker.control_urls[0] / "health"
+        url = self._worker.control_urls[0].with_path(HEALTH_PATH)
         try:
             status, body = await self._upstream.get(url, self._timeout_s)
         except BatonError:
@@ -170,7 +171,9 @@ class Prober:
             raise
 
     async def _accepts_requests(self) -> bool:
-        status, body = await self._upstream.get(self._worker.url / "health", self._timeout_s)
+        status, body = await self._upstream.get(
+            self._worker.url.with_path(HEALTH_PATH), self._timeout_s
+        )
         match status:
             case HTTPStatus.OK:
                 self._workers.note_load(self._worker, await self._loads.read(body))

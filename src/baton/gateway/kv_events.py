@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from baton.events.blocks import KVEventFeed
     from baton.events.subscriber import KVEventSubscriber
     from baton.gateway.metrics import GatewayMetrics
-    from baton.gateway.worker_info import KVEventsSource
     from baton.gateway.workers import Worker, Workers
     from baton.ids import Epoch, WorkerId
+    from baton.protocol.worker_http import KVEventsSource
 
 
 IPC: Final = "ipc://"

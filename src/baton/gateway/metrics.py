@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from prometheus_client import Metric
 
-    from baton.router.fleet import Role
+    from baton.protocol.worker_http import Role
     from baton.router.placement import Mode
 
 

@@ -37,8 +37,7 @@ if TYPE_CHECKING:
     from baton.gateway.request_context import Interruptible, RequestContext, Services
     from baton.gateway.response_forwarder import EarlyFirstToken
     from baton.gateway.workers import Worker
-    from baton.protocol.worker_http import FirstToken
-    from baton.router.fleet import WorkerProtocol
+    from baton.protocol.worker_http import FirstToken, WorkerProtocol
 
 ABORT_RETRY_DELAYS_S: Final = (0.05, 0.2, 1.0)
 """The first abort can overtake the request that it is about, which then would not know of it."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Annotated, Final, TypeAlias
-from urllib.parse import quote
 
 import msgspec
 
@@ -14,7 +13,7 @@ from baton.gateway.errors import ErrorAnswer, KVLostError
 from baton.gateway.metrics import FallbackCause
 from baton.gateway.request import TRANSFER_FIELDS
 from baton.gateway.upstream import read_error
-from baton.protocol.worker_http import FirstToken
+from baton.protocol.worker_http import FirstToken, PrefillReply, trace_path
 from baton.telemetry.trace import RequestSpan
 
 if TYPE_CHECKING:
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
     from baton.gateway.request import CompletionBody
     from baton.gateway.upstream import Upstream
     from baton.gateway.workers import Worker
-    from baton.router.fleet import WorkerProtocol
+    from baton.protocol.worker_http import WorkerProtocol
 
 
 NOT_FOR_ONE_TOKEN: Final = frozenset({
@@ -162,18 +161,12 @@ def read_prefill_result(protocol: WorkerProtocol, status: int, answer: bytes) ->
     return _of_vllm(answer) if protocol == "vllm" else _of_baton(answer)
 
 
-class _PrefillReply(msgspec.Struct, frozen=True):
-    """What a Baton worker says at the end of a prefill leg, as far as a gateway cares."""
-
-    first: FirstToken | None = None
-
-
-_prefill_reply_decoder = msgspec.json.Decoder(_PrefillReply)
+_prefill_reply_decoder = msgspec.json.Decoder(PrefillReply)
 
 
 def _of_baton(answer: bytes) -> PrefillResult:
     try:
-        return PrefillDone(_prefill_reply_decoder.decode(answer).first)
+        return PrefillDone(_prefill_reply_decoder.decode(answer).first or None)
     except msgspec.MsgspecError as exc:
         return PrefillFailed(FallbackCause.PREFILL_FAILED, f"answered what does not decode: {exc}")
 
@@ -263,7 +256,7 @@ async def find_kv_load_failure(
 
 
 async def _read_failures(upstream: Upstream, url: URL, ticket: Ticket) -> list[str]:
-    path = f"/baton/v1/traces/{quote(ticket.request_id, safe='')}"
+    path = trace_path(ticket.request_id)
     try:
         status, body = await upstream.get(url.with_path(path, encoded=True), TIMEOUT_S)
         if status != HTTPStatus.OK:

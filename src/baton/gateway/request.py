@@ -9,6 +9,7 @@ import msgspec
 
 from baton.errors import InvalidRequestError
 from baton.ids import RequestId, new_request_id
+from baton.protocol.worker_http import REQUEST_ID_HEADER
 from baton.router.placement import NonDisaggregableField
 
 if TYPE_CHECKING:
@@ -120,7 +121,7 @@ def forwarded_headers_from(headers: Iterable[tuple[bytes, bytes]]) -> dict[str, 
 def request_id_from(headers: Iterable[tuple[bytes, bytes]]) -> RequestId:
     """The client's `x-request-id` if it is fit to be logged and forwarded, else a fresh one."""
     for name, value in headers:
-        if name == b"x-request-id":
+        if name == REQUEST_ID_HEADER.encode():
             if 0 < len(value) <= MAX_REQUEST_ID_CHARS and _PRINTABLE.issuperset(value):
                 return RequestId(value.decode("ascii"))
             break

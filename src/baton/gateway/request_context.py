@@ -9,6 +9,7 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Final, Self
 
 from baton.gateway.metrics import NO_MODE, NO_MODEL, Phase
+from baton.protocol.worker_http import REQUEST_ID_HEADER
 from baton.telemetry.trace import Stamp
 
 if TYPE_CHECKING:
@@ -175,7 +176,7 @@ class RequestContext:
         """Send a stream's headers, unless they were sent."""
         if self.status is None:
             self.status = HTTPStatus.OK
-            headers = [*STREAM_HEADERS, (b"x-request-id", self.id.encode())]
+            headers = [*STREAM_HEADERS, (REQUEST_ID_HEADER.encode(), self.id.encode())]
             await send({"type": "http.response.start", "status": 200, "headers": headers})
 
     def note_first_byte(self, now: Instant) -> None:

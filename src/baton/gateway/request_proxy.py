@@ -28,7 +28,7 @@ from baton.gateway.request import estimate_prompt_tokens, find_non_disaggregable
 from baton.gateway.request_context import Interruptible
 from baton.gateway.response_forwarder import EarlyFirstToken, ResponseForwarder
 from baton.ids import new_ticket_id
-from baton.protocol.worker_http import CREATED_HEADER
+from baton.protocol.worker_http import CREATED_HEADER, REQUEST_ID_HEADER, TIMEOUT_HEADER
 from baton.router.placement import Placement, PlacementRequest, Unplaceable
 
 if TYPE_CHECKING:
@@ -254,9 +254,9 @@ class RequestProxy:
     def _headers(self) -> CIMultiDict[str]:
         headers = self._services.upstream.headers()
         headers.update(self._context.forwarded_headers)
-        headers["x-request-id"] = self._context.id
+        headers[REQUEST_ID_HEADER] = self._context.id
         headers[CREATED_HEADER] = self._created
-        headers["x-baton-timeout-s"] = f"{self._context.left_s(self._services.clock.now()):.3f}"
+        headers[TIMEOUT_HEADER] = f"{self._context.left_s(self._services.clock.now()):.3f}"
         return headers
 
 

@@ -20,6 +20,7 @@ from baton.gateway.errors import (
 from baton.gateway.metrics import BrokenStreamCause
 from baton.gateway.protocol_adapters import client_answer, first_error
 from baton.gateway.upstream import mapped_errors, read_answer, read_error
+from baton.protocol.worker_http import REQUEST_ID_HEADER, first_token_path
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -91,7 +92,7 @@ class EarlyFirstToken:
 
     async def _commit_first_token(self, decode: Worker, ticket: Ticket, first: FirstToken) -> bool:
         (url,) = decode.control_urls
-        path = url / "baton/v1/handoffs" / ticket.id.hex() / "first_token"
+        path = url.with_path(first_token_path(ticket.id))
         ask = self._services.upstream.ask
         status, committed = await ask(path, bytes(first.token), COMMIT_TIMEOUT_S)
         token = msgspec.json.decode(first.token)
@@ -199,7 +200,7 @@ class ResponseForwarder:
             body = client_answer(body)
         context.status, context.tail = response.status, body[-TAIL_BYTES:]
         context.note_first_byte(self._services.clock.now())
-        own = (b"x-request-id", context.id.encode())
+        own = (REQUEST_ID_HEADER.encode(), context.id.encode())
         await send_whole(self._send, response.status, body, (*headers, own))
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 from baton.errors import BatonError
+from baton.protocol.worker_http import HEALTH_PATH
 from baton.worker.http_exchange import (
     ClientGoneError,
     HttpExchange,
@@ -30,7 +31,7 @@ logger = logging.getLogger(__name__)
 Handler: TypeAlias = Callable[[HttpExchange], Awaitable[None]]
 Methods: TypeAlias = Mapping[str, Handler]
 
-OPEN_PATH: Final = "/health"
+OPEN_PATH: Final = HEALTH_PATH
 """The one path that needs no bearer: whoever watches the process may ask."""
 
 

@@ -21,6 +21,7 @@ from baton.errors import (
 )
 from baton.handoff.interface import DECLINED_STAGE
 from baton.ids import RequestId, new_request_id
+from baton.protocol.worker_http import REQUEST_ID_HEADER, ErrorBody, ErrorDetail
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -92,19 +93,19 @@ class HttpExchange:
             pass
 
     async def send_json(self, status: int, value: object, headers: Headers = ()) -> None:
-        """OutputProcessor with one JSON value."""
+        """Respond with one JSON value."""
         await self.send_bytes(status, _encoder.encode(value), JSON, headers)
 
     async def send_bytes(
         self, status: int, body: bytes, content_type: bytes, headers: Headers = ()
     ) -> None:
-        """OutputProcessor with bytes."""
+        """Respond with bytes."""
         length = (b"content-length", str(len(body)).encode())
         await self._start(status, ((b"content-type", content_type), length, *headers))
         await self._send({"type": "http.response.body", "body": body})
 
     async def send_nothing(self) -> None:
-        """OutputProcessor 204: done, and there is nothing to say."""
+        """Respond with 204."""
         await self._start(204, ())
         await self._send({"type": "http.response.body", "body": b""})
 
@@ -125,11 +126,11 @@ class HttpExchange:
         await self._send({
             "type": "http.response.start",
             "status": status,
-            "headers": [*headers, (b"x-request-id", self.request_id.encode())],
+            "headers": [*headers, (REQUEST_ID_HEADER.encode(), self.request_id.encode())],
         })
 
     def _read_request_id(self) -> RequestId:
-        text = self._headers.get(b"x-request-id", b"").decode("latin-1")
+        text = self._headers.get(REQUEST_ID_HEADER.encode(), b"").decode("latin-1")
         return RequestId(text) if _REQUEST_ID.fullmatch(text) else new_request_id()
 
 
@@ -138,21 +139,6 @@ def _too_large(num_bytes: int, max_bytes: int) -> BodyTooLargeError:
         f"the body has {num_bytes} bytes or more, this worker reads at most {max_bytes}",
         code="body_too_large",
     )
-
-
-class ErrorDetail(msgspec.Struct, frozen=True):
-    """OpenAI's four fields."""
-
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-class ErrorBody(msgspec.Struct, frozen=True):
-    """OpenAI's error object."""
-
-    error: ErrorDetail
 
 
 class StaleTicketError(BatonError):

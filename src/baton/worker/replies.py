@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 import msgspec
 
-from baton.handoff.interface import SampledToken
 from baton.worker.fields import parse_chat, parse_completion
 from baton.worker.output_processor import (
     ChatLogprobs,
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from baton.engines.interface import FinishReason
-    from baton.worker.http_exchange import ErrorBody
+    from baton.protocol.worker_http import ErrorBody
     from baton.worker.output_processor import OutputProcessor, TokenEntry
     from baton.worker.prompts import Generation, PromptReader
 
@@ -86,28 +85,6 @@ class ChatReply(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     choices: tuple[ChatChoice]
     usage: Usage
-
-
-class PrefillReply(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer of a prefill leg: the KV and the first token are with the decode worker."""
-
-    object: str = "baton.prefill"
-    request_id: str
-    prompt_tokens: int
-    cached_tokens: int
-
-
-class FirstToken(msgspec.Struct, frozen=True):
-    """The first token of an answer, and the events with which its stream begins."""
-
-    token: SampledToken
-    events: str
-
-
-class EarlyPrefillReply(PrefillReply, frozen=True, kw_only=True):
-    """The answer of a prefill leg that says its first token early. None: it ends the answer."""
-
-    first: FirstToken | None
 
 
 class ReplyHead(msgspec.Struct, frozen=True):

@@ -14,6 +14,19 @@ import baton
 from baton.clock import MachineClock
 from baton.errors import HandoffError
 from baton.handoff.pool_mode.metrics import PoolModeCollector
+from baton.protocol.worker_http import (
+    ABORT_SUFFIX,
+    CHAT_COMPLETIONS_PATH,
+    COMPLETIONS_PATH,
+    FIRST_TOKEN_SUFFIX,
+    HANDOFFS_PREFIX,
+    HEALTH_PATH,
+    INFO_PATH,
+    METRICS_PATH,
+    MODELS_PATH,
+    TRACES_PREFIX,
+    VERSION_PATH,
+)
 from baton.telemetry.held_block_time import HeldBlockTimeCollector
 from baton.telemetry.links import LinkInstruments
 from baton.telemetry.metrics import WorkerMetrics, set_worker_info
@@ -24,7 +37,7 @@ from baton.worker.generation import GenerationContext, GenerationService
 from baton.worker.metrics import EngineCollector, LeaseCollector, RequestObserver
 from baton.worker.prompts import PromptReader
 from baton.worker.replies import ChatAdapter, CompletionAdapter
-from baton.worker.status_pages import ABORT, FIRST_TOKEN, HANDOFFS, TRACES, StatusPages
+from baton.worker.status_pages import StatusPages
 from baton.worker.ticket_reader import TicketReader
 from baton.worker.tokenizer import load_chat_template, load_tokenizer
 
@@ -200,18 +213,18 @@ def _routes(pages: StatusPages, generation: GenerationService, reader: PromptRea
     chat = partial(generation.serve, adapter=ChatAdapter(reader))
     return Routes(
         exact={
-            "/v1/completions": {"POST": complete},
-            "/v1/chat/completions": {"POST": chat},
-            "/v1/models": {"GET": pages.models},
-            "/health": {"GET": pages.health},
-            "/version": {"GET": pages.version},
-            "/metrics": {"GET": pages.metrics},
-            "/baton/v1/info": {"GET": pages.info},
+            COMPLETIONS_PATH: {"POST": complete},
+            CHAT_COMPLETIONS_PATH: {"POST": chat},
+            MODELS_PATH: {"GET": pages.models},
+            HEALTH_PATH: {"GET": pages.health},
+            VERSION_PATH: {"GET": pages.version},
+            METRICS_PATH: {"GET": pages.metrics},
+            INFO_PATH: {"GET": pages.info},
         },
         patterns=(
-            PatternRoute(TRACES, "", {"GET": pages.trace}),
-            PatternRoute(HANDOFFS, ABORT, {"POST": pages.abort}),
-            PatternRoute(HANDOFFS, FIRST_TOKEN, {"POST": pages.first_token}),
+            PatternRoute(TRACES_PREFIX, "", {"GET": pages.trace}),
+            PatternRoute(HANDOFFS_PREFIX, ABORT_SUFFIX, {"POST": pages.abort}),
+            PatternRoute(HANDOFFS_PREFIX, FIRST_TOKEN_SUFFIX, {"POST": pages.first_token}),
         ),
     )
 
