@@ -38,7 +38,7 @@ from bench_verification import read_info
 from rich.console import Console
 from rich.table import Table
 
-from baton.bench.manifest import close_manifest, open_manifest
+from baton.bench.files import close_manifest, open_manifest
 from baton.clock import MachineClock
 from baton.kv.layout import KVLayout
 from baton.testing.fleet import Fleet

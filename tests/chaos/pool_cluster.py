@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from baton.clock import MachineClock
+from baton.store.entry_format import HEADER_BYTES
+from baton.store.folder.directory import UNFINISHED
 from baton.store.folder.shared_capacity import CAPACITY_FILE, SharedCapacity
 from baton.store.folder.tier import compute_cost
-from baton.store.folder.unnamed_file import UNFINISHED
 from baton.store.interface import NAME_BYTES, TIERS, EntryName, TierContext
-from baton.store.record import HEADER_BYTES
 from baton.testing.fleet import Fleet
 from baton.testing.store_faults import find_open_sizes
 from tests.chaos import store_failpoints
@@ -154,7 +154,7 @@ def open_pool_cluster(
     logs = folder / "logs"
     logs.mkdir()
     with ExitStack() as stack:
-        memory = Path(tempfile.mkdtemp(prefix="chaos-", dir="/dev/shm"))
+        memory = Path(tempfile.mkdtemp(prefix="tmp-chaos-", dir="/dev/shm"))
         stack.callback(shutil.rmtree, memory, ignore_errors=True)
         places = {"shared": memory, "file": folder / "entries"}
         fleet = stack.enter_context(Fleet(logs, environment))

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 import msgspec
 
 from baton.registry import Plugin
-from baton.store.folder import tier, unnamed_file
+from baton.store.folder import directory, tier
 from baton.store.interface import TIERS
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ class FailpointTier:
 
     def __init__(self, inner: Tier, latch: _Latch) -> None:
         self._inner, self._latch = inner, latch
-        vars(tier)["write_unnamed"] = lambda folder, buffers: unnamed_file.write_unnamed(
+        vars(tier)["write_unnamed"] = lambda folder, buffers: directory.write_unnamed(
             folder, _HalfWay(buffers, latch)
         )
 

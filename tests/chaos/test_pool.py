@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from baton.store.entry_format import HEADER_BYTES
 from baton.store.folder.tier import compute_cost
-from baton.store.record import HEADER_BYTES
 from baton.testing.store_faults import flip_bit
 from tests.chaos.checks import Inventory, Moved, check_outcome
 from tests.chaos.clients import ClientRequest, ask

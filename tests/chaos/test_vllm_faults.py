@@ -17,6 +17,7 @@ from baton.engines.vllm.options import ConnectorOptions
 from baton.ids import new_epoch
 from tests.chaos.clients import check_error
 from tests.chaos.vllm_pair import LONG, NUM_SEQS, Pair, fill
+from tests.e2e_vllm.ahead import start_small_decode
 from tests.e2e_vllm.client import (
     ask_all,
     ask_one,
@@ -31,7 +32,7 @@ from tests.e2e_vllm.client import (
     wait_idle,
     wait_until,
 )
-from tests.e2e_vllm.cluster import KEY, KV_BYTES_PER_TOKEN, wait_ready
+from tests.e2e_vllm.cluster import KEY, KV_BYTES_PER_TOKEN
 from tests.e2e_vllm.cluster import POOL_TOKENS as CLUSTER_POOL_TOKENS
 from tests.e2e_vllm.process_stats import SharedMemoryFiles, frozen_engine
 from tests.e2e_vllm.tickets import Handoff, Server, make_ticket, read_prefill_result, read_tokens
@@ -268,27 +269,11 @@ def test_a_prefill_that_is_preempted_hands_nothing_over(pair: Pair) -> None:
     pair.check_handoff()
 
 
-SMALL_CONTEXT = 1024
-SMALL_POOL = 1536
-
-
 @pytest.fixture(scope="module")
 def small_decode(standing_pair: Pair) -> Iterator[FleetProcess]:
     """Has few blocks, and does not compute what it could not load."""
     cluster_factory = standing_pair.cluster_factory
-    server = cluster_factory.start_plain(
-        "small-decode",
-        f"--max-model-len={SMALL_CONTEXT}",
-        f"--kv-cache-memory-bytes={SMALL_POOL * KV_BYTES_PER_TOKEN}",
-        transfer={
-            "kv_connector": "BatonConnector",
-            "kv_connector_module_path": "baton.engines.vllm",
-            "kv_role": "kv_consumer",
-            "kv_load_failure_policy": "fail",
-            "kv_connector_extra_config": {"name": "small-decode", "handoff_timeout_s": 20},
-        },
-    )
-    wait_ready(server)
+    (server,) = cluster_factory.take("small_decode", start_small_decode)
     yield server
     cluster_factory.end(server)
 

@@ -64,19 +64,9 @@ class Pair:
     def decode(self) -> FleetProcess:
         return self.cluster.decode
 
-    def start_prefill(self, port: int = 0) -> FleetProcess:
-        return self.cluster_factory.start(
-            "slow-prefill",
-            "prefill",
-            worker__port=port,
-            handoff__liveness_timeout_s=LIVENESS_TIMEOUT_S,
-            engine__max_num_batched_tokens=16,
-            engine__kv_cache_bytes=POOL_TOKENS * KV_BYTES_PER_TOKEN,
-            engine__arguments=["--enable-prompt-tokens-details", f"--max-num-seqs={NUM_SEQS}"],
-        )
-
     def open(self) -> None:
-        self._meet(self.start_prefill())
+        (prefill,) = self.cluster_factory.take("standing_pair", start_slow_prefill)
+        self._meet(prefill)
         changes = {"gateway.probe_interval_s": 0.2}
         self.gateway = self.cluster_factory.start_gateway([self.prefill], [self.decode], **changes)
 
@@ -95,10 +85,11 @@ class Pair:
         """Start it at the address of the one that died."""
         assert not self.prefill.is_alive
         port = int(self.prefill.url.rpartition(":")[2])
-        self._meet(self.start_prefill(port))
+        (prefill,) = start_slow_prefill(self.cluster_factory, port)
+        wait_ready(prefill)
+        self._meet(prefill)
 
     def _meet(self, prefill: FleetProcess) -> None:
-        wait_ready(prefill)
         # Asked now: while a long prompt is computed, the probe would wait behind it.
         self.prefill, self.server = prefill, Server.of(prefill)
 
@@ -136,6 +127,19 @@ class Pair:
             return True
 
         wait_until(prefilling, 20.0)
+
+
+def start_slow_prefill(cluster_factory: ClusterFactory, port: int = 0) -> tuple[FleetProcess, ...]:
+    server = cluster_factory.start(
+        "slow-prefill",
+        "prefill",
+        worker__port=port,
+        handoff__liveness_timeout_s=LIVENESS_TIMEOUT_S,
+        engine__max_num_batched_tokens=16,
+        engine__kv_cache_bytes=POOL_TOKENS * KV_BYTES_PER_TOKEN,
+        engine__arguments=["--enable-prompt-tokens-details", f"--max-num-seqs={NUM_SEQS}"],
+    )
+    return (server,)
 
 
 class Client:

@@ -11,12 +11,11 @@ import pytest
 
 from baton.ids import new_epoch, new_ticket_id
 from baton.kv.copies import PageCopies
+from baton.net.framing import FrameDecoder, ListenerHandshake, encode_frame
 from baton.testing.transport_contract.kit import NUM_PAGES, PAGE_BYTES
 from baton.testing.transport_contract.strangers import StrangerContract
 from baton.testing.transport_pair import whole_pages
 from baton.transfer import grant_messages
-from baton.transfer.framing import FrameDecoder, encode_frame
-from baton.transfer.handshake import ListenerHandshake
 from baton.transfer.interface import (
     Arrived,
     GrantQuiescent,

@@ -9,9 +9,9 @@ import pytest
 
 from baton.clock import MachineClock
 from baton.errors import ConfigError, StoreFullError
-from baton.store.folder.opening import Folder, remove_if_abandoned
+from baton.store.counted_tier import make_families
+from baton.store.folder.directory import Folder, remove_if_abandoned
 from baton.store.interface import TIERS, PutResult, Tier, TierContext
-from baton.store.metrics import make_families
 from baton.store.tiered import TieredStore, open_store
 from baton.store.tiers.shared import SharedTier, SharedTierOptions
 from baton.testing.store_contract import BODY_BYTES, StoreContract, body_of, name_of, put, read

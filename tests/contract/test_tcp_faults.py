@@ -13,6 +13,7 @@ import pytest
 
 from baton.ids import new_ticket_id
 from baton.kv.copies import PageCopies
+from baton.net.connection import count_moved_bytes
 from baton.testing import far_network
 from baton.testing.far_network import NoNamespaceError
 from baton.testing.transport_contract import NetworkTransportContract
@@ -30,7 +31,6 @@ from baton.transfer.interface import (
     WriteCompleted,
     WriteFailed,
 )
-from baton.transfer.progress import count_moved_bytes
 from tests.contract.receiver_on_a_host import Task
 
 STALL_TIMEOUT_S = 1.0

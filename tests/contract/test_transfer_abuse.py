@@ -12,12 +12,12 @@ import pytest
 
 from baton.ids import new_epoch, new_ticket_id
 from baton.kv.copies import PageCopies
+from baton.net import channel
+from baton.net.framing import FrameDecoder, ListenerHandshake, encode_frame
 from baton.testing.transport_contract.kit import NUM_PAGES, PAGE_BYTES
 from baton.testing.transport_contract.strangers import StrangerContract
 from baton.testing.transport_pair import TransportPair, whole_pages
-from baton.transfer import channel, grant_messages
-from baton.transfer.framing import FrameDecoder, encode_frame
-from baton.transfer.handshake import ListenerHandshake
+from baton.transfer import grant_messages
 from baton.transfer.interface import (
     Arrived,
     GrantQuiescent,
@@ -32,7 +32,7 @@ from baton.transfer.interface import (
 from baton.transfer.messages import encode
 from baton.transfer.region import compute_region_bytes
 from baton.transfer.transports.shared import wire as shared
-from baton.transfer.transports.tcp import inbound, send_path
+from baton.transfer.transports.tcp import inbound
 from baton.transfer.transports.tcp import wire as tcp
 
 HOLDER = b"a raw one's page"
@@ -199,7 +199,7 @@ def test_a_write_in_parts_is_refused_once_and_its_connection_goes_on():
 
 
 def test_a_large_write_travels_in_parts(monkeypatch):
-    monkeypatch.setattr(send_path, "MAX_PART_BYTES", 3 * PAGE_BYTES + 5)
+    monkeypatch.setattr(tcp, "MAX_PART_BYTES", 3 * PAGE_BYTES + 5)
     kit = TcpKit()
     pair = TransportPair.of(kit.make_side(), kit.make_side())
     pair.writer.fill(seed=1)

@@ -23,10 +23,12 @@ from tests.chaos.process_state import find_processes_of_sessions
 from tests.e2e_vllm.client import get_text, wait_until
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from baton.config.sections import Role
+
+    Starter = Callable[["ClusterFactory"], tuple[FleetProcess, ...]]
 
 KEY: Final = "ab" * 32
 MODEL: Final = "demo"
@@ -93,13 +95,16 @@ class VllmCluster:
 class ClusterFactory:
     """Where servers are started. `run_directory` is this user's runtime directory for all.
 
-    `plain`: the sessions of servers that nothing of Baton is in.
+    `plain`: the sessions of servers that nothing of Baton is in. `planned` are started before they
+    are asked for, one after another; `loading` were, and nobody has asked for them yet.
     """
 
     fleet: Fleet
     model: Path
     run_directory: Path
     plain: set[int] = field(default_factory=set)
+    planned: dict[str, Starter] = field(default_factory=dict)
+    loading: dict[str, tuple[FleetProcess, ...]] = field(default_factory=dict)
 
     @classmethod
     @contextmanager
@@ -180,6 +185,27 @@ class ClusterFactory:
         gateway = self.start_gateway([prefill], [decode])
         return VllmCluster(oracle, prefill, decode, gateway, self.model)
 
+    def plan(self, name: str, start: Starter) -> None:
+        """Some test will ask for these servers, after those that were planned before."""
+        self.planned.setdefault(name, start)
+
+    def start_ahead(self) -> None:
+        """Start the next ones that are planned: one group at a time, for the sake of memory."""
+        if self.planned and not self.loading:
+            name, start = next(iter(self.planned.items()))
+            del self.planned[name]
+            self.loading[name] = start(self)
+
+    def take(self, name: str, start: Starter) -> tuple[FleetProcess, ...]:
+        """These servers, ready, whether they were started ahead or not; then the next ones load."""
+        servers = self.loading.pop(name, None)
+        if servers is None:
+            self.planned.pop(name, None)
+            servers = start(self)
+        wait_ready(*servers)
+        self.start_ahead()
+        return servers
+
     def end(self, *processes: FleetProcess) -> None:
         """Drain and end those that live; each must end well."""
         statuses = {process.name: process.stop() for process in processes if process.is_alive}
@@ -187,6 +213,8 @@ class ClusterFactory:
 
     def check_shutdown(self) -> None:
         """Whatever happened before, SIGTERM ends every process well, and nothing of it is left."""
+        unused = [server for servers in self.loading.values() for server in servers]
+        wait_ready(*unused)  # where the tests that want them did not run
         statuses = self.fleet.stop()
         assert set(statuses.values()) == {0}, statuses
         ours = {process.pid for process in self.fleet.processes} - self.plain

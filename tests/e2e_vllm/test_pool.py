@@ -26,10 +26,10 @@ def assert_counted(prefill: Server, decode: Server) -> None:
     """Both have counted what went through the store, and what was held for it."""
     (put, *_), (taken, *_) = prefill.info["control_urls"], decode.info["control_urls"]
     shared = {"tier": "shared"}
-    assert read_metric(put, "baton_pool_entries_total", role="prefill", result="kept") > 0
+    assert read_metric(put, "baton_pool_entries_total", role="prefill", result="stored") > 0
     assert read_metric(put, "baton_store_puts_total", result="stored", **shared) > 0
     assert read_metric(put, "baton_handoff_held_block_seconds_total", mode="pool") > 0
-    assert read_metric(taken, "baton_pool_entries_total", role="decode", result="taken") > 0
+    assert read_metric(taken, "baton_pool_entries_total", role="decode", result="loaded") > 0
     assert read_metric(taken, "baton_store_leases_total", result="hit", **shared) > 0
     used = {read_metric(url, "baton_store_used_bytes", **shared) for url in (put, taken)}
     assert len(used) == 1

@@ -7,6 +7,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.cpu import needs_fp8
+from tests.e2e_vllm.ahead import (
+    start_fp8_pair,
+    start_speculating,
+    start_transformers,
+    start_two_ranks,
+)
 from tests.e2e_vllm.client import (
     ask_all,
     check_same,
@@ -15,7 +22,6 @@ from tests.e2e_vllm.client import (
     read_metric,
     read_summary,
 )
-from tests.e2e_vllm.cluster import wait_ready
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -64,23 +70,9 @@ def speculating(
     cluster_factory: ClusterFactory, cluster: VllmCluster
 ) -> Iterator[dict[str, FleetProcess]]:
     """Decode servers that guess ahead."""
-    ngram = "num_speculative_tokens = 3, prompt_lookup_max = 4, prompt_lookup_min = 2"
-    draft = f'num_speculative_tokens = 3, model = "{cluster_factory.model}"'
-    servers = {
-        "ngram": cluster_factory.start(
-            "ngram",
-            "decode",
-            engine__speculative=f'{{method = "ngram", {ngram}}}',
-            engine__block_size=128,
-            transfer__transports=["tcp"],
-        ),
-        "draft": cluster_factory.start(
-            "draft", "decode", engine__speculative=f'{{method = "draft_model", {draft}}}'
-        ),
-    }
-    wait_ready(*servers.values())
-    yield servers
-    cluster_factory.end(*servers.values())
+    ngram, draft = cluster_factory.take("speculating", start_speculating)
+    yield {"ngram": ngram, "draft": draft}
+    cluster_factory.end(ngram, draft)
 
 
 @pytest.mark.parametrize("name", ["ngram", "draft"])
@@ -119,26 +111,12 @@ def standing_gateway(
 @pytest.fixture(scope="module")
 def fp8_pair(cluster_factory: ClusterFactory) -> Iterator[tuple[FleetProcess, FleetProcess]]:
     """Started as a user of vLLM starts it; native pages over sockets."""
-
-    def transfer(name: str, role: str) -> dict[str, object]:
-        return {
-            "kv_connector": "BatonConnector",
-            "kv_connector_module_path": "baton.engines.vllm",
-            "kv_role": role,
-            "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": {"name": name, "transports": ["tcp"]},
-        }
-
-    fp8 = "--kv-cache-dtype=fp8"
-    pair = (
-        cluster_factory.start_plain("fp8-p", fp8, transfer=transfer("fp8-p", "kv_producer")),
-        cluster_factory.start_plain("fp8-d", fp8, transfer=transfer("fp8-d", "kv_consumer")),
-    )
-    wait_ready(*pair)
-    yield pair
-    cluster_factory.end(*pair)
+    prefill, decode = cluster_factory.take("fp8_pair", start_fp8_pair)
+    yield prefill, decode
+    cluster_factory.end(prefill, decode)
 
 
+@needs_fp8
 def test_fp8_kv_of_servers_that_vllm_started(
     cluster_factory: ClusterFactory, fp8_pair: tuple[FleetProcess, FleetProcess]
 ) -> None:
@@ -153,8 +131,7 @@ def test_fp8_kv_of_servers_that_vllm_started(
 
 @pytest.fixture(scope="module")
 def transformers(cluster_factory: ClusterFactory) -> Iterator[FleetProcess]:
-    worker = cluster_factory.start_transformers("transformers", "both", block_size=24)
-    wait_ready(worker)
+    (worker,) = cluster_factory.take("transformers", start_transformers)
     yield worker
     cluster_factory.end(worker)
 
@@ -182,9 +159,7 @@ def test_handoffs_between_engines(
 
 @pytest.fixture(scope="module")
 def two_ranks(cluster_factory: ClusterFactory) -> Iterator[FleetProcess]:
-    """Four processes on two cores: it takes twice as long as others to start."""
-    server = cluster_factory.start("two-ranks", "both", engine__tensor_parallel_size=2)
-    wait_ready(server)
+    (server,) = cluster_factory.take("two_ranks", start_two_ranks)
     yield server
     cluster_factory.end(server)
 

@@ -86,8 +86,8 @@ def trace_layer(kind: str) -> LayerTrace:
         nodes = (prefill, decode)
         prefill.scribble(3)
         handoff = make_handoff(prefill, decode, num_tokens=NUM_TOKENS)
-        handoff.expect()
-        handoff.offer()
+        handoff.start_receive()
+        handoff.start_send()
         ticket = handoff.sending.ticket.id
         step_until(nodes, lambda: _is_ready(handoff), LayerTrace())
         for each in nodes:

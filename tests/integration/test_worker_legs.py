@@ -213,11 +213,11 @@ def test_what_goes_through_the_store_is_in_both_workers_metrics(pair: Pair) -> N
         num_entries = -(-num_tokens // StoreSection().block_size)
         entries, store = "baton_pool_entries_total", "baton_store_"
         assert grown(before[0], after[0], entries) == {
-            '{result="kept",role="prefill"}': num_entries,
-            '{result="known",role="prefill"}': num_entries,
+            '{result="stored",role="prefill"}': num_entries,
+            '{result="present",role="prefill"}': num_entries,
         }
         assert grown(before[1], after[1], entries) == {
-            '{result="taken",role="decode"}': num_entries
+            '{result="loaded",role="decode"}': num_entries
         }
         put, read = (grown(*each, store) for each in zip(before, after, strict=True))
         # Each handoff leaves a note, too; a prefill worker that computes, signs of life.

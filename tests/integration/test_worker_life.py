@@ -20,8 +20,9 @@ from baton.errors import ConfigError, EngineError
 from baton.handoff.interface import SampledToken
 from baton.ids import WorkerId
 from baton.telemetry.process_status import StatusReporter
+from baton.worker.listener import bind, is_loopback, start_listening
 from baton.worker.options import ProcessOptions, WorkerOptions
-from baton.worker.process import ProcessLife, bind, is_loopback, start_listening
+from baton.worker.process import ProcessLife
 from baton.worker.worker import Worker, build_worker
 from tests.unit.worker.scripted_engine import EPOCH, ScriptedEngine, until
 
@@ -120,7 +121,7 @@ def test_a_body_that_is_too_large_is_answered_before_it_is_read() -> None:
                 assert (await reply.json())["error"]["code"] == "body_too_large"
             async with session.get(f"{url}/health") as health:
                 assert health.status == 200
-            assert worker.bridge.num_open == 0
+            assert worker.engine_client.num_open == 0
 
     asyncio.run(scenario())
 

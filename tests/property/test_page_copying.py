@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from baton.engines.gpu.page_copier import IndexedCopier, KernelCopier, choose_copier
-from baton.engines.gpu.rows import view_rows
+from baton.engines.gpu.page_copier import IndexedCopier, KernelCopier, choose_copier, view_rows
 from baton.errors import TransferError
 from tests.property.page_copying import check_indexed
 

@@ -28,8 +28,8 @@ from baton.engines.vllm.handoff_schedule import (
 )
 from baton.engines.vllm.rank_handoffs import RankHandoffs, RankSetting
 from baton.engines.vllm.rank_observer import RankObserver
-from baton.engines.vllm.refusals import Refusal
 from baton.engines.vllm.step_orders import Prompt
+from baton.engines.vllm.tickets import Refusal
 from baton.ids import Epoch, WorkerId, new_ticket_id
 from baton.kv.layout import KVLayout
 from baton.telemetry.metrics import HandoffInstruments

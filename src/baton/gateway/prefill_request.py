@@ -28,6 +28,7 @@ from baton.gateway.protocol_adapters import (
     read_prefill_result,
 )
 from baton.gateway.upstream import MAX_SMALL_ANSWER_BYTES, read_answer
+from baton.router.failover import ABORT_RETRY_DELAYS_S
 
 if TYPE_CHECKING:
     from multidict import CIMultiDict
@@ -38,9 +39,6 @@ if TYPE_CHECKING:
     from baton.gateway.response_forwarder import EarlyFirstToken
     from baton.gateway.workers import Worker
     from baton.protocol.worker_http import FirstToken, WorkerProtocol
-
-ABORT_RETRY_DELAYS_S: Final = (0.05, 0.2, 1.0)
-"""The first abort can overtake the request that it is about, which then would not know of it."""
 
 log = logging.getLogger(__name__)
 

@@ -1,24 +1,19 @@
-"""What an entry holds: some tokens' KV in canonical order, whatever engine computed it.
-
-An entry is one block of the *store's* size (or the tail of a prompt), all layers, of one part of
-the heads. Its body is, for each layer, `[plane][token][head][dim]`: what a canonical page of so
-many tokens holds (`kv.canonical`). Workers whose blocks, page orders and tensor-parallel degrees
-differ exchange KV through it; another dtype, model shape, block size or number of parts is another
-form, whose entries have unrelated names.
-"""
+"""An entry's bytes: KV of some tokens in canonical order, and its file's 64-byte header."""
 
 from __future__ import annotations
 
 import hashlib
+import struct
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Final, Self
 
 import msgspec
+from xxhash import xxh3_128_digest
 
 from baton.errors import ConfigError
 from baton.kv.layout import KVLayout, TensorParallelShard
-from baton.store.interface import EntryName
+from baton.store.interface import MAX_BODY_BYTES, NAME_BYTES, Body, EntryName
 
 if TYPE_CHECKING:
     from baton.kv.identity import BlockHash
@@ -86,3 +81,28 @@ def _part_layout(entry_format: EntryFormat, part: int, num_tokens: int) -> KVLay
 @lru_cache(maxsize=256)
 def _prefix(entry_format: EntryFormat, part: int) -> bytes:
     return _ENTRY_TAG + bytes.fromhex(entry_format.part_layout(part).fingerprint())
+
+
+MAGIC: Final = b"BATONKV1"
+DIGEST_BYTES: Final = 16
+_HEADER: Final = struct.Struct(f"<8s{NAME_BYTES}s{DIGEST_BYTES}sQ")
+HEADER_BYTES: Final = _HEADER.size
+
+
+def make_header(name: EntryName, body: Body) -> bytes:
+    """The header of an entry."""
+    return _HEADER.pack(MAGIC, name, xxh3_128_digest(body), len(body))
+
+
+def read_digest(name: EntryName, header: bytes, file_bytes: int) -> bytes | None:
+    """The digest that the body must have; None if this is not the whole entry of that name."""
+    if len(header) != HEADER_BYTES:
+        return None
+    magic, named, digest, num_bytes = _HEADER.unpack(header)
+    is_whole = num_bytes <= MAX_BODY_BYTES and file_bytes == HEADER_BYTES + num_bytes
+    return digest if is_whole and (magic, named) == (MAGIC, name) else None
+
+
+def has_digest(body: Body, digest: bytes) -> bool:
+    """Whether these bytes are those that were put."""
+    return xxh3_128_digest(body) == digest

@@ -20,9 +20,9 @@ from typing import IO, TYPE_CHECKING
 import pytest
 
 from baton.errors import StoreError, StoreFullError
-from baton.store.folder import unnamed_file
+from baton.store.entry_format import HEADER_BYTES
+from baton.store.folder import directory
 from baton.store.interface import PutResult
-from baton.store.record import HEADER_BYTES
 from baton.testing.store_contract import (
     BODY_BYTES,
     StoreContract,
@@ -101,7 +101,7 @@ class FolderFaultContract(StoreContract):  # noqa: PLR0904 - a test for each fau
             self.opened(tmp_path, 4 * LARGE_BYTES),
         ):
             names = {path.name for path in self.folder(tmp_path).iterdir()}
-            assert any(name.startswith(unnamed_file.UNFINISHED) for name in names)
+            assert any(name.startswith(directory.UNFINISHED) for name in names)
 
     def test_a_flipped_bit_anywhere_is_a_miss(self, tmp_path: Path) -> None:
         chance = random.Random(5)  # noqa: S311

@@ -12,7 +12,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from baton.clock import MachineClock
-from baton.store.folder import tier, unnamed_file
+from baton.store.folder import directory, tier
 from baton.store.interface import TIERS, TierContext
 from baton.testing.store_contract import body_of, name_of
 
@@ -45,12 +45,12 @@ def main() -> None:
 
     def write_unnamed(
         folder: int, buffers: Iterable[Body]
-    ) -> _GeneratorContextManager[unnamed_file.UnnamedFile]:
-        return unnamed_file.write_unnamed(folder, _StallingBuffers(buffers))
+    ) -> _GeneratorContextManager[directory.UnnamedFile]:
+        return directory.write_unnamed(folder, _StallingBuffers(buffers))
 
     vars(tier)["write_unnamed"] = write_unnamed
     if naming == "named":
-        unnamed_file._try_open_unnamed = lambda _: None  # type: ignore[assignment] # noqa: SLF001
+        directory._try_open_unnamed = lambda _: None  # type: ignore[assignment] # noqa: SLF001
     place.put(name_of(content), body_of(content, int(num_bytes)))
 
 

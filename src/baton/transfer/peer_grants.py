@@ -25,8 +25,8 @@ from baton.transfer.page_set import PageSet
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from baton.transfer.channel import Channel
-    from baton.transfer.connection import Connection
+    from baton.net.channel import Channel
+    from baton.net.connection import Connection
     from baton.transfer.grant_messages import FromOwner
     from baton.transfer.interface import PageWrite, TransferId
     from baton.transfer.reactor import Reactor

@@ -642,9 +642,9 @@ class HandoffWorld(RuleBasedStateMachine):
         while self.to_receiver or self.to_sender or self.writes or self.reads or self.fencing:
             while self.to_receiver:
                 self.hear(-1)
-            for posted in sorted(self.writes, fall_back_to_write=True):
+            for posted in sorted(self.writes, reverse=True):
                 self.finish_write(posted)
-            for posted in sorted(self.reads, fall_back_to_write=True):
+            for posted in sorted(self.reads, reverse=True):
                 self.end_read(posted)
             while self.to_sender:
                 self.sender_hears()

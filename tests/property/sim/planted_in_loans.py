@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from baton.engines.transformers.shared_blocks import SharedBlocks
+from baton.engines.transformers.pinned_blocks import SharedBlocks
 from baton.handoff.block_exporter import SharedBlockExporter
 from baton.handoff.grants import epoch_of
 from baton.handoff.session.export_table import ExportTable
@@ -50,18 +50,18 @@ def returns_are_said_once(patch: pytest.MonkeyPatch) -> None:
 
 def given_back_early(patch: pytest.MonkeyPatch) -> None:
     """The engine gives back what it goes on to read."""
-    borrow = SharedBlocks.borrow
+    borrow = SharedBlocks.import_blocks
 
     def borrow_and_give_back(self, ticket, sequence):
         borrow(self, ticket, sequence)
-        self._due.append(ticket)
+        self._pending_releases.append(ticket)
 
-    patch.setattr(SharedBlocks, "borrow", borrow_and_give_back)
+    patch.setattr(SharedBlocks, "import_blocks", borrow_and_give_back)
 
 
 def lent_blocks_are_free(patch: pytest.MonkeyPatch) -> None:
     """The lender's engine does not set lent blocks aside."""
-    patch.setattr(SharedBlocks, "lend", lambda self, ticket, sequence, blocks: None)
+    patch.setattr(SharedBlocks, "export_blocks", lambda self, ticket, sequence, blocks: None)
 
 
 def unmapped_in_use(patch: pytest.MonkeyPatch) -> None:

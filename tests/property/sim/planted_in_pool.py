@@ -14,7 +14,7 @@ from baton.handoff.pool_mode.store_handoff import StoreHandoff
 from baton.handoff.pool_mode.store_read import StoreRead
 from baton.handoff.pool_mode.store_write import StoreWrite
 from baton.kv.identity import BlockHash
-from baton.store import record
+from baton.store import entry_format
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 def rot_is_believed(patch: pytest.MonkeyPatch) -> None:
     """What is in the store is taken for what was put."""
-    patch.setattr(record, "has_digest", lambda body, digest: True)
+    patch.setattr(entry_format, "has_digest", lambda body, digest: True)
 
 
 def tails_without_tokens(patch: pytest.MonkeyPatch) -> None:

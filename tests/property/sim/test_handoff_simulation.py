@@ -24,7 +24,7 @@ EVERY_FAULT = {
     "crash",
     "cut",
     "failed transfer",
-    "late notice",
+    "late notification",
     "late store",
     "parted",
     "pause",

@@ -8,12 +8,17 @@ from hypothesis import strategies as st
 
 from baton.auth.key import ClusterKey
 from baton.errors import AuthenticationError, ProtocolError
-from baton.transfer.framing import PREFIX_BYTES, FrameDecoder, encode_frame
-from baton.transfer.geometry import unpack_geometry, unpack_target
-from baton.transfer.handshake import DialerHandshake, ListenerHandshake
+from baton.net.framing import (
+    PREFIX_BYTES,
+    DialerHandshake,
+    FrameDecoder,
+    ListenerHandshake,
+    encode_frame,
+)
 from baton.transfer.interface import PageArray
 from baton.transfer.messages import encode
 from baton.transfer.onesided import wire as onesided_wire
+from baton.transfer.scatter_gather import unpack_geometry, unpack_target
 from baton.transfer.transports.file import wire as file_wire
 from baton.transfer.transports.shared import wire as shared_wire
 from baton.transfer.transports.tcp import wire as tcp_wire

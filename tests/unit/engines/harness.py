@@ -38,9 +38,8 @@ from baton.engines.interface import (
 )
 from baton.engines.transformers.attention import register
 from baton.engines.transformers.engine import TransformersEngine
-from baton.engines.transformers.loading import LoadedModel
+from baton.engines.transformers.loading import LoadedModel, verify_paged_attention
 from baton.engines.transformers.options import TransformersOptions
-from baton.engines.transformers.selfcheck import verify_paged_attention
 from baton.engines.transformers.shape import discover_shape
 from baton.ids import Epoch, RequestId, TicketId, WorkerId
 from baton.telemetry.trace import RequestSpan

@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("transformers")
 
 from baton.engines.interface import FinishReason, NewToken
-from baton.engines.transformers.forward import PagedModel
+from baton.engines.transformers.model_runner import PagedModel
 from baton.errors import EngineError
 from baton.telemetry.trace import Stamp
 from tests.unit.engines.harness import (

@@ -11,9 +11,9 @@ from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
 from baton.engines.gpu.copy_stream import CopyStream  # noqa: E402
-from baton.engines.transformers.forward import PagedModel  # noqa: E402
+from baton.engines.transformers.attention import Span  # noqa: E402
+from baton.engines.transformers.model_runner import PagedModel  # noqa: E402
 from baton.engines.transformers.pages import MirroredPages, allocate_pages  # noqa: E402
-from baton.engines.transformers.step import Span  # noqa: E402
 from baton.errors import TransferError  # noqa: E402
 from tests.unit.engines.harness import make_prompt, tiny_llama  # noqa: E402
 

@@ -26,9 +26,8 @@ from baton.clock import MachineClock
 from baton.engines.checkpoint import compute_fingerprint, fingerprint_checkpoint
 from baton.engines.interface import ENGINES, EngineContext
 from baton.engines.transformers import loading
-from baton.engines.transformers.loading import load_model
+from baton.engines.transformers.loading import load_model, verify_paged_attention
 from baton.engines.transformers.options import TransformersOptions
-from baton.engines.transformers.selfcheck import verify_paged_attention
 from baton.engines.transformers.shape import LayerShape, check_layer_kinds
 from baton.errors import ConfigError
 from tests.unit.engines.harness import make_model, prepare, tiny_llama

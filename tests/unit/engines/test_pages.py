@@ -8,9 +8,9 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from baton.engines.transformers.forward import PagedModel  # noqa: E402
+from baton.engines.transformers.attention import Span  # noqa: E402
+from baton.engines.transformers.model_runner import PagedModel  # noqa: E402
 from baton.engines.transformers.pages import KVPages, MirroredPages, allocate_pages  # noqa: E402
-from baton.engines.transformers.step import Span  # noqa: E402
 from baton.transfer.region import view_pages  # noqa: E402
 from tests.unit.engines.harness import make_model, make_prompt, prepare, tiny_llama  # noqa: E402
 

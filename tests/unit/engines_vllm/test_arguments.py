@@ -13,8 +13,7 @@ from baton.engines.vllm.arguments import (
     server_arguments,
     server_environment,
 )
-from baton.engines.vllm.options import read_options
-from baton.engines.vllm.server_options import VllmOptions, require_cpu_block_size
+from baton.engines.vllm.options import VllmOptions, read_options, require_cpu_block_size
 from baton.errors import ConfigError
 
 RUN = Path("/run/user/7/baton/worker-81")

@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 import baton.engines.vllm
 from baton.engines.vllm.compatibility import check_hooks
-from baton.engines.vllm.handoff_records import HandoffRecord
+from baton.engines.vllm.rank_observer import HandoffRecord
 from baton.engines.vllm.step_orders import Decline, Prompt, StepOrders, StepReport
 from baton.errors import ConfigError
 from tests.unit.engines_vllm.test_handoff_schedule import prompt

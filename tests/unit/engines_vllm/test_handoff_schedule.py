@@ -17,8 +17,8 @@ from baton.engines.vllm.handoff_schedule import (
     Released,
     Scheduled,
 )
-from baton.engines.vllm.refusals import Refusal
 from baton.engines.vllm.step_orders import Progress, Prompt, StepOrders
+from baton.engines.vllm.tickets import Refusal
 from baton.ids import Epoch, TicketId, WorkerId
 
 BLOCK_SIZE = 4

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from baton.engines.vllm.conversion import PlainPages, TransposedPages
-from baton.engines.vllm.kv_views import build_kv_views
+from baton.engines.vllm.kv_views import PlainPages, TransposedPages, build_kv_views
 from baton.engines.vllm.layouts import read_layers
 from baton.engines.vllm.shared_kv_memory import SharedKVMemory
 from baton.errors import ConfigError

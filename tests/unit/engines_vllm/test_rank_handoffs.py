@@ -12,10 +12,10 @@ from baton.auth.ticket import Ticket, WorkerRef
 from baton.clock import Instant
 from baton.engines.vllm.rank_handoffs import RELEASE_TIMEOUT_S, RankHandoffs, RankSetting
 from baton.engines.vllm.rank_observer import RankObserver
-from baton.engines.vllm.scheduler_pressure import Occupancy
 from baton.engines.vllm.step_orders import (
     Abort,
     Finished,
+    Occupancy,
     Progress,
     Prompt,
     StartReceive,

@@ -4,9 +4,9 @@ import importlib.metadata
 
 import pytest
 
-from baton.engines.vllm.checks import check_model, check_room, find_platform
-from baton.engines.vllm.server_options import VllmOptions
-from baton.engines.vllm.server_probe import ProbedIdentity, read_identity
+from baton.engines.vllm.arguments import check_model, check_room, find_platform
+from baton.engines.vllm.options import VllmOptions
+from baton.engines.vllm.serving import ProbedIdentity, read_identity
 from baton.errors import ConfigError, EngineError
 
 MIB = 1024 * 1024

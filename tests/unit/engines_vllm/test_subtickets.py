@@ -7,7 +7,7 @@ import pytest
 
 from baton.auth.ticket import Ticket, WorkerRef
 from baton.engines.vllm.identity import rank_epoch
-from baton.engines.vllm.subtickets import (
+from baton.engines.vllm.tickets import (
     RankPair,
     compute_pairs,
     compute_receiving_subtickets,

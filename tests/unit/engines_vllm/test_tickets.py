@@ -7,8 +7,7 @@ import pytest
 from baton.auth.key import ClusterKey
 from baton.auth.ticket import Ticket, WorkerRef, seal
 from baton.engines.vllm.identity import Identity
-from baton.engines.vllm.refusals import Refusal
-from baton.engines.vllm.tickets import NO_HANDOFF, Probe, Receive, Send, TicketReader
+from baton.engines.vllm.tickets import NO_HANDOFF, Probe, Receive, Refusal, Send, TicketReader
 from baton.ids import Epoch, WorkerId, new_ticket_id
 from baton.testing.clocks import ManualClock
 

@@ -7,7 +7,7 @@ from baton.ops.doctor.host import ProgramOutput
 from baton.ops.doctor.network import SOCKET_BUFFER_BYTES
 from baton.ops.doctor.reporting import RECORDED, make_report
 from baton.ops.doctor.versions import check_engine
-from baton.transfer.transports.tcp.options import TcpOptions
+from baton.transfer.transports.tcp.sockets import TcpOptions
 from tests.unit.ops.machines import h100_box, no_proc, recorded, rubbish, small_container
 
 BUS = {

@@ -1,4 +1,4 @@
-"""docs/wire/worker-http.md and `baton.protocol.worker_http` name the same paths, headers and fields."""
+"""docs/wire/worker-http.md and `baton.protocol` name the same paths, headers and fields."""
 
 from __future__ import annotations
 

@@ -11,9 +11,8 @@ import pytest
 from baton.errors import ConfigError
 from baton.kv.identity import HashDomain, compute_block_hashes, compute_tail_hash
 from baton.kv.layout import KVLayout, TensorParallelShard
-from baton.store.entry_format import EntryFormat
+from baton.store.entry_format import HEADER_BYTES, EntryFormat, has_digest, make_header, read_digest
 from baton.store.interface import EntryName
-from baton.store.record import HEADER_BYTES, has_digest, make_header, read_digest
 
 VECTORS = Path(__file__).parents[2] / "vectors" / "store" / "entries.json"
 LAYOUT = KVLayout.gqa(3, 4, 8, block_size=16, dtype="float32")

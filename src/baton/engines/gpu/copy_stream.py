@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import torch
 
-from baton.engines.gpu.page_copier import choose_copier
-from baton.engines.gpu.rows import check_pairs
+from baton.engines.gpu.page_copier import check_pairs, choose_copier
 from baton.kv.copies import CopyGroup
 
 if TYPE_CHECKING:

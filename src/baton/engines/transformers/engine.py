@@ -1,21 +1,20 @@
-"""The engine that other threads see: a thread around `EngineLoop`."""
+"""The engine as other threads use it: a thread that runs `EngineLoop`."""
 
 from __future__ import annotations
 
 import logging
 import threading
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, assert_never
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias, assert_never
 
 import torch
 
 from baton.engines.first_tokens import FirstTokens
 from baton.engines.interface import EngineInfo, EngineStats
-from baton.engines.transformers.command_queue import Cancel, CommandQueue, Stop, Submit
-from baton.engines.transformers.forward import PagedModel
 from baton.engines.transformers.loading import load_model
 from baton.engines.transformers.loop import EngineLoop
-from baton.engines.transformers.model_runner import ModelRunner
+from baton.engines.transformers.model_runner import ModelRunner, PagedModel
 from baton.engines.transformers.pages import allocate_pages
 from baton.engines.transformers.scheduler import Limits, Scheduler
 from baton.errors import (
@@ -32,16 +31,77 @@ from baton.transfer.region import allocate_shared_region, release_region
 
 if TYPE_CHECKING:
     from baton.clock import Clock
-    from baton.engines.interface import (
-        EngineContext,
-        GenerationRequest,
-        UpdateSink,
-    )
+    from baton.engines.interface import EngineContext, GenerationRequest, UpdateSink
     from baton.engines.transformers.loading import LoadedModel
     from baton.engines.transformers.options import TransformersOptions
     from baton.handoff.interface import HandoffPort, SampledToken
     from baton.ids import RequestId, TicketId
     from baton.transfer.devices.options import AllocateRegion
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    """Answer this request."""
+
+    request: GenerationRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """Forget this request."""
+
+    request: RequestId
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """Fail what is unfinished and end."""
+
+
+Command: TypeAlias = Submit | Cancel | Stop
+
+
+class CommandQueue:
+    """A queue of commands with one reader. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._condition = threading.Condition()
+        self._commands: list[Command] = []
+        self._is_woken = False
+
+    @property
+    def num_submissions(self) -> int:
+        """Requests that the reader has not seen yet."""
+        with self._condition:
+            return sum(isinstance(command, Submit) for command in self._commands)
+
+    def put(self, command: Command) -> None:
+        """Append a command and wake the reader."""
+        with self._condition:
+            self._commands.append(command)
+            self._condition.notify()
+
+    def wake(self) -> None:
+        """Wake the reader for another reason than a command."""
+        with self._condition:
+            self._is_woken = True
+            self._condition.notify()
+
+    def take(self) -> list[Command]:
+        """All commands, in order; does not wait."""
+        with self._condition:
+            commands, self._commands = self._commands, []
+            self._is_woken = False
+            return commands
+
+    def wait(self, timeout_s: float | None) -> None:
+        """Sleep until there is a command, somebody wakes the reader, or the time is over."""
+        limit_s = threading.TIMEOUT_MAX if timeout_s is None else timeout_s
+        with self._condition:
+            self._condition.wait_for(
+                lambda: self._commands or self._is_woken, min(limit_s, threading.TIMEOUT_MAX)
+            )
+
 
 _log = logging.getLogger(__name__)
 

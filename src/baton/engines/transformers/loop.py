@@ -16,7 +16,7 @@ from baton.engines.interface import (
     RequestFailed,
 )
 from baton.engines.stall_detector import STALL_REASON, StallDetector
-from baton.engines.transformers.orders import make_receive_order, make_send_order
+from baton.engines.transformers.scheduler import make_receive_order, make_send_order
 from baton.engines.transformers.sequence import Sequence, Status, is_pulled
 from baton.errors import EngineError, OverloadedError, TicketError
 from baton.handoff.interface import (

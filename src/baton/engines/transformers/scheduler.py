@@ -6,10 +6,14 @@ from collections import deque
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeVar
 
+import numpy as np
+
 from baton.engines.interface import Colocated, DecodeRequest, PrefillRequest
-from baton.engines.transformers.pinned_blocks import PinnedBlocks
+from baton.engines.transformers.pinned_blocks import PinnedBlocks, SharedBlocks
 from baton.engines.transformers.sequence import Status, is_pulled
-from baton.engines.transformers.shared_blocks import SharedBlocks
+from baton.handoff.interface import ReceiveOrder, SendOrder
+from baton.kv.copies import BlockTable
+from baton.kv.identity import compute_prompt_hash
 from baton.kv.layout import needed_tokens
 
 if TYPE_CHECKING:
@@ -342,3 +346,40 @@ class Scheduler:
     def _publish(self, sequence: Sequence) -> None:
         for block, block_hash in sequence.take_publishable():
             self.pool.publish(block, block_hash)
+
+
+def make_send_order(sequence: Sequence, ticket: Ticket, fingerprint: str) -> SendOrder:
+    """Offer a prefill request's prompt; what the prefix cache had is ready."""
+    return SendOrder(
+        ticket=ticket,
+        prompt_hash=_hash_prompt(sequence, fingerprint),
+        num_tokens=sequence.num_prompt_tokens,
+        num_ready_tokens=sequence.num_computed,
+        blocks=BlockTable(first=0, blocks=np.array(sequence.blocks, dtype=np.int64)),
+        deadline=sequence.request.deadline,
+        trace=sequence.request.trace,
+        prompt_ids=sequence.request.prompt_ids,
+    )
+
+
+def make_receive_order(receive: PendingReceive, fingerprint: str) -> ReceiveOrder:
+    """Ask for the part of a decode request's prompt that the prefix cache lacks."""
+    sequence = receive.sequence
+    return ReceiveOrder(
+        ticket=receive.ticket,
+        prompt_hash=_hash_prompt(sequence, fingerprint),
+        start=receive.start,
+        num_tokens=sequence.num_prompt_tokens,
+        blocks=BlockTable(
+            first=receive.start // sequence.block_size,
+            blocks=np.array(receive.blocks, dtype=np.int64),
+        ),
+        deadline=sequence.request.deadline,
+        trace=sequence.request.trace,
+        prompt_ids=sequence.request.prompt_ids,
+    )
+
+
+def _hash_prompt(sequence: Sequence, fingerprint: str) -> bytes:
+    request = sequence.request
+    return compute_prompt_hash(fingerprint, request.tenant_salt, request.prompt_ids)

@@ -24,10 +24,9 @@ from baton.engines.vllm.handoff_schedule import (
     Released,
     Scheduled,
 )
-from baton.engines.vllm.refusals import Refusal, RefusalCounter
 from baton.engines.vllm.scheduler_pressure import SchedulerPressure
 from baton.engines.vllm.step_orders import Prompt
-from baton.engines.vllm.tickets import NoHandoff, Probe, Receive, Send
+from baton.engines.vllm.tickets import NoHandoff, Probe, Receive, Refusal, RefusalCounter, Send
 from baton.engines.vllm.worker_info import describe_worker
 from baton.kv.identity import compute_prompt_hash
 
@@ -40,9 +39,8 @@ if TYPE_CHECKING:
     from baton.auth.ticket import Ticket
     from baton.clock import Clock
     from baton.engines.vllm.handoff_schedule import FinishResult
-    from baton.engines.vllm.held_prompts import HeldPrompts
     from baton.engines.vllm.identity import Identity
-    from baton.engines.vllm.scheduler_pressure import VllmBlockPool
+    from baton.engines.vllm.scheduler_pressure import HeldPrompts, VllmBlockPool
     from baton.engines.vllm.step_orders import StepOrders, StepReport, VllmRequestId
     from baton.engines.vllm.tickets import TicketReader
     from baton.engines.vllm.worker_info import ModelFacts, RankFacts

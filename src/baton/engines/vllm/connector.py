@@ -23,16 +23,15 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from baton.clock import MachineClock
 from baton.engines.vllm.admission import Admission
-from baton.engines.vllm.cluster_key import load_cluster_key
 from baton.engines.vllm.compatibility import (
     check_hooks,
     join_logging,
     read_extra,
     warn_of_policy,
 )
-from baton.engines.vllm.held_prompts import HeldPrompts
-from baton.engines.vllm.identity import Identity, compute_epoch, default_name
+from baton.engines.vllm.identity import Identity, compute_epoch, default_name, load_cluster_key
 from baton.engines.vllm.options import ConnectorOptions, read_options, read_role
+from baton.engines.vllm.scheduler_pressure import HeldPrompts
 from baton.engines.vllm.stats import BatonPromMetrics, BatonStats
 from baton.engines.vllm.step_orders import StepOrders, StepReport
 from baton.engines.vllm.tickets import TicketReader

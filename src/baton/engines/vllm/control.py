@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
     from baton.auth.key import ClusterKey
-    from baton.engines.vllm.scheduler_pressure import Occupancy
+    from baton.engines.vllm.step_orders import Occupancy
     from baton.protocol.worker_http import WorkerInfo
     from baton.telemetry.trace import TraceRing
 

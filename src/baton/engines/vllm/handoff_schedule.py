@@ -18,7 +18,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, TypeAlias, assert_never
 
-from baton.engines.vllm.refusals import Refusal
 from baton.engines.vllm.step_orders import (
     Abort,
     Decline,
@@ -29,6 +28,7 @@ from baton.engines.vllm.step_orders import (
     StepOrders,
     Withdraw,
 )
+from baton.engines.vllm.tickets import Refusal
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

@@ -14,9 +14,8 @@ from prometheus_client import CollectorRegistry
 
 import baton
 from baton.clock import MachineClock
-from baton.engines.vllm.cluster_key import load_cluster_key
 from baton.engines.vllm.control import ControlServer, RankView
-from baton.engines.vllm.fingerprint import find_fingerprint
+from baton.engines.vllm.identity import find_fingerprint, load_cluster_key
 from baton.engines.vllm.kv_views import build_kv_views, try_build_store_view
 from baton.engines.vllm.layouts import read_layers
 from baton.engines.vllm.rank_handoffs import RankHandoffs, RankSetting

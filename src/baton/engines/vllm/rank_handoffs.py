@@ -17,16 +17,21 @@ import numpy as np
 from baton.auth.ticket import CLOCK_SKEW_S
 from baton.clock import Instant
 from baton.engines.stall_detector import STALL_REASON
-from baton.engines.vllm.abort_fanout import AbortFanout
-from baton.engines.vllm.handoff_traces import open_partial_trace, open_trace
-from baton.engines.vllm.loads import LoadInProgress, LoadTable
-from baton.engines.vllm.sends import SendInProgress, SendTable, empty_table
+from baton.engines.vllm.in_flight import (
+    AbortFanout,
+    LoadInProgress,
+    LoadTable,
+    SendInProgress,
+    SendTable,
+    UncomputedPrefills,
+    empty_table,
+)
+from baton.engines.vllm.rank_observer import open_partial_trace, open_trace
 from baton.engines.vllm.step_orders import StepOrders, StepReport
-from baton.engines.vllm.subtickets import (
+from baton.engines.vllm.tickets import (
     compute_receiving_subtickets,
     compute_subtickets,
 )
-from baton.engines.vllm.uncomputed_prefills import UncomputedPrefills
 from baton.errors import HandoffError
 from baton.handoff.interface import (
     DECLINED_STAGE,
@@ -51,11 +56,10 @@ if TYPE_CHECKING:
 
     from baton.auth.ticket import Ticket
     from baton.clock import Clock
-    from baton.engines.vllm.handoff_records import HandoffRecord
-    from baton.engines.vllm.rank_observer import RankObserver
-    from baton.engines.vllm.scheduler_pressure import Occupancy
+    from baton.engines.vllm.rank_observer import HandoffRecord, RankObserver
     from baton.engines.vllm.step_orders import (
         Abort,
+        Occupancy,
         Progress,
         Prompt,
         StartReceive,

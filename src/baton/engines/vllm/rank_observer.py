@@ -1,28 +1,122 @@
-"""What one rank remembers of its handoffs: traces, its own metrics, records for vLLM's."""
+"""Traces, metrics and records of one rank's handoffs."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Literal
 
-from baton.engines.vllm.handoff_records import HandoffRecord, record_received, record_sent
-from baton.engines.vllm.handoff_traces import merge_traces
+import msgspec
+
 from baton.handoff.interface import DECLINED_STAGE
 from baton.telemetry.held_block_time import HeldBlockTime
 from baton.telemetry.trace import RequestSpan, Stamp
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from baton.auth.ticket import HandoffMode
     from baton.clock import Instant
-    from baton.engines.vllm.loads import LoadInProgress
-    from baton.engines.vllm.step_orders import Finished, StepOrders, VllmRequestId
+    from baton.engines.vllm.in_flight import LoadInProgress
+    from baton.engines.vllm.step_orders import Finished, Prompt, StepOrders, VllmRequestId
     from baton.errors import HandoffError
-    from baton.ids import TicketId
+    from baton.ids import Epoch, TicketId, WorkerId
     from baton.telemetry.held_block_time import HeldBlockSeconds
     from baton.telemetry.metrics import HandoffInstruments
     from baton.telemetry.trace import TraceRing
+
+_LAST_OF_ALL = frozenset({Stamp.FIRST_LAYER_LANDED, Stamp.LAST_LAYER_LANDED})
+"""What has happened only once it has for every part; of other instants the first counts."""
+
+
+def open_trace(prompt: Prompt, leg: str, worker: WorkerId, epoch: Epoch) -> RequestSpan:
+    """A trace of one leg: `prefill` or `decode`."""
+    ticket = prompt.ticket
+    peer = ticket.decode if leg == "prefill" else ticket.prefill
+    trace = RequestSpan(
+        request_id=ticket.request_id,
+        worker=worker,
+        epoch=epoch,
+        role=leg,
+        ticket=ticket.id.hex(),
+        peer=peer.worker,
+        mode=ticket.mode,
+        num_prompt_tokens=prompt.num_tokens,
+    )
+    trace.stamp(Stamp.RECEIVED, prompt.received_at)
+    return trace
+
+
+def open_partial_trace(leg: RequestSpan) -> RequestSpan:
+    """A trace for one of several tickets of a leg."""
+    return RequestSpan(request_id=leg.request_id, worker=leg.worker, epoch=leg.epoch, role=leg.role)
+
+
+def merge_traces(leg: RequestSpan, parts: Iterable[RequestSpan]) -> None:
+    """Put together what each ticket's handoff recorded; the leg itself may be the only part."""
+    for part in parts:
+        if part is leg:
+            continue
+        for stamp, at in part.stamps.items():
+            known = leg.stamps.get(stamp, at)
+            leg.stamps[stamp] = max(known, at) if stamp in _LAST_OF_ALL else min(known, at)
+        leg.peer_stamps = leg.peer_stamps or part.peer_stamps
+        is_mismatch = part.transport != part.expected_transport
+        if leg.transport is None or (is_mismatch and leg.transport == leg.expected_transport):
+            leg.transport, leg.expected_transport = part.transport, part.expected_transport
+        leg.reroutes += part.reroutes
+        leg.num_bytes += part.num_bytes
+        leg.num_pages += part.num_pages
+
+
+NO_TRANSPORT: Final = "none"
+
+
+class HandoffRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """`wait_s` is how long its blocks were held; `transfer_s` from the first layer ready to landed.
+
+    `failed_stage` is None where it ended well.
+    """
+
+    side: Literal["sent", "received"]
+    transport: str
+    expected_transport: str
+    num_bytes: int
+    num_pages: int
+    wait_s: float
+    transfer_s: float | None = None
+    failed_stage: str | None = None
+
+
+def record_sent(leg: RequestSpan, error: HandoffError | None, ended_at: float) -> HandoffRecord:
+    """A prefill request's handoff. One that was declined did not fail: nothing of it was wanted."""
+    failed = error is not None and error.stage != DECLINED_STAGE
+    return HandoffRecord(
+        side="sent",
+        transport=leg.transport or NO_TRANSPORT,
+        expected_transport=leg.expected_transport or NO_TRANSPORT,
+        num_bytes=leg.num_bytes,
+        num_pages=leg.num_pages,
+        wait_s=max(0.0, ended_at - leg.stamps.get(Stamp.ADMITTED, ended_at)),
+        failed_stage=error.stage if error is not None and failed else None,
+    )
+
+
+def record_received(leg: RequestSpan, error: HandoffError | None, ended_at: float) -> HandoffRecord:
+    """A decode request's handoff."""
+    landed = leg.stamps.get(Stamp.LAST_LAYER_LANDED)
+    ready = leg.peer_stamps.get(Stamp.FIRST_LAYER_READY)
+    done = error is None and landed is not None and ready is not None
+    return HandoffRecord(
+        side="received",
+        transport=leg.transport or NO_TRANSPORT,
+        expected_transport=leg.expected_transport or NO_TRANSPORT,
+        num_bytes=leg.num_bytes if error is None else 0,
+        num_pages=leg.num_pages if error is None else 0,
+        wait_s=max(0.0, ended_at - leg.stamps.get(Stamp.PAGES_RESERVED, ended_at)),
+        transfer_s=landed - ready if done and landed is not None and ready is not None else None,
+        failed_stage=None if error is None else error.stage,
+    )
+
 
 FALLBACK_CAUSE: Final = "computed locally"
 

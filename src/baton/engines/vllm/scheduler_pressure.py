@@ -1,23 +1,42 @@
-"""Who waits for room in vLLM's scheduler, what is held meanwhile, and how many blocks are free.
-
-    arrived ─► waiting ─ asked about ─► wanting ─ admitted ─► (vLLM's) ─ preempted ─► waiting
-                                           └ the step is planned: there was no room for it
-
-vLLM asks a connector about the requests that it is about to admit, and about no others.
-"""
+"""How full vLLM's KV cache is: waiting requests, held prompts, free blocks."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from baton.engines.stall_detector import StallDetector
+from baton.engines.vllm.step_orders import Occupancy
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from baton.clock import Instant
     from baton.engines.vllm.step_orders import VllmRequestId
+
+
+class HeldPrompts:
+    """Owned by the scheduler's thread. A prompt counts from its arrival on."""
+
+    def __init__(self, max_blocks: int) -> None:
+        self._max_blocks = max_blocks
+        self._blocks: dict[VllmRequestId, int] = {}
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that they have, or will."""
+        return sum(self._blocks.values())
+
+    def try_add(self, request: VllmRequestId, num_blocks: int) -> bool:
+        """Take a prompt in, if there is room for it beside the others."""
+        if self.num_blocks + num_blocks > self._max_blocks:
+            return False
+        self._blocks[request] = num_blocks
+        return True
+
+    def drop(self, requests: Iterable[VllmRequestId]) -> None:
+        """Their blocks are vLLM's again. Others are ignored."""
+        for request in requests:
+            self._blocks.pop(request, None)
 
 
 class VllmBlockPool(Protocol):
@@ -28,16 +47,6 @@ class VllmBlockPool(Protocol):
     def get_num_free_blocks(self) -> int:
         """Blocks that the next request may have."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class Occupancy:
-    """vLLM's queue and KV blocks, of `block_size` tokens each."""
-
-    num_waiting: int
-    num_blocks: int
-    num_free_blocks: int
-    block_size: int
 
 
 class SchedulerPressure:

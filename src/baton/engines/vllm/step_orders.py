@@ -12,10 +12,19 @@ if TYPE_CHECKING:
 
     from baton.auth.ticket import Ticket
     from baton.clock import Instant
-    from baton.engines.vllm.scheduler_pressure import Occupancy
 
 VllmRequestId: TypeAlias = str
 """vLLM's internal id of a request: unlike the ticket's, it is another one on each server."""
+
+
+@dataclass(frozen=True, slots=True)
+class Occupancy:
+    """vLLM's queue and KV blocks, of `block_size` tokens each."""
+
+    num_waiting: int
+    num_blocks: int
+    num_free_blocks: int
+    block_size: int
 
 
 @dataclass(frozen=True, slots=True)

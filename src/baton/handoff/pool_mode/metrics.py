@@ -9,7 +9,7 @@ from prometheus_client.metrics_core import CounterMetricFamily
 from prometheus_client.registry import Collector
 
 from baton.errors import StoreError
-from baton.store.metrics import make_families
+from baton.store.counted_tier import make_families
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -1,6 +1,6 @@
 """The store of a simulated cluster: entries in memory, kept as production keeps them in files.
 
-Records, their digests, the room and who must go are the production code's (`store.record`,
+Records, their digests, the room and who must go are the production code's (`store.entry_format`,
 `store.room`); the folder is not. It outlives every worker, and an entry is there whole or not at
 all; afterwards it may rot.
 """
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Self, TypeAlias, assert_never
 
 from baton.errors import StoreError, StoreFullError
-from baton.store import record
+from baton.store import entry_format
 from baton.store.capacity import Capacity, StoredEntry, choose_victims
 from baton.store.interface import PutResult, TierScan, Usage
 
@@ -57,7 +57,7 @@ class SimStore:
         if name in self._entries:
             self._entries[name].used_s = self._timeline.now_s
             return PutResult.EXISTS
-        data = bytearray(record.make_header(name, body)) + bytes(body)
+        data = bytearray(entry_format.make_header(name, body)) + bytes(body)
         how = self.entry_faults.pop() if self.entry_faults else None
         if how == "refuse":
             self.injected["entry: refuse"] += 1
@@ -74,13 +74,13 @@ class SimStore:
         entry = self._entries.get(name)
         if entry is None:
             return None
-        header = bytes(entry.data[: record.HEADER_BYTES])
-        digest = record.read_digest(name, header, len(entry.data))
+        header = bytes(entry.data[: entry_format.HEADER_BYTES])
+        digest = entry_format.read_digest(name, header, len(entry.data))
         if digest is None:
             self._remove_damaged(name)
             return None
         entry.used_s = self._timeline.now_s
-        body = bytes(entry.data[record.HEADER_BYTES :])
+        body = bytes(entry.data[entry_format.HEADER_BYTES :])
         return SimEntryLease(body, digest, lambda: self._remove_damaged(name))
 
     def discard(self, name: EntryName) -> None:
@@ -134,7 +134,7 @@ class SimStore:
                 others = [e.data for n, e in self._entries.items() if n != name]
                 fits = [each for each in others if len(each) == len(data)]
                 if fits:  # its own header, and somebody else's body
-                    data[record.HEADER_BYTES :] = fits[-1][record.HEADER_BYTES :]
+                    data[entry_format.HEADER_BYTES :] = fits[-1][entry_format.HEADER_BYTES :]
             case _:
                 assert_never(how)
 
@@ -157,7 +157,7 @@ class SimEntryLease:
     def try_read(self, into: memoryview) -> bool:
         """See `EntryLease`."""
         into[:] = self._body
-        if record.has_digest(into, self._digest):
+        if entry_format.has_digest(into, self._digest):
             return True
         self._on_damage()
         return False

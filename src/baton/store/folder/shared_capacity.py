@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 
 from baton.errors import StoreError, mapped
 from baton.store.capacity import Capacity
-from baton.store.folder.opening import FILE_MODE
+from baton.store.folder.directory import FILE_MODE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 
 from baton.registry import Plugin
-from baton.store.folder.opening import Folder
+from baton.store.folder.directory import Folder
 from baton.store.folder.tier import FolderTier
 
 if TYPE_CHECKING:

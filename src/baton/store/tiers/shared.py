@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 import msgspec
 
 from baton.registry import Plugin
-from baton.store.folder.opening import Folder, remove_if_abandoned
+from baton.store.folder.directory import Folder, remove_if_abandoned
 from baton.store.folder.tier import FolderTier
 
 if TYPE_CHECKING:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 
+from baton.net.endpoints import ATTACH_TIMEOUT_S, MAX_UNPROVED, PROOF_TIMEOUT_S
+from baton.net.framing import PREFIX_BYTES, DialerHandshake, encode_frame
 from baton.testing.clocks import ManualClock
 from baton.testing.transport_contract.kit import (
     NUM_PAGES,
@@ -16,9 +18,6 @@ from baton.testing.transport_contract.kit import (
     check_write,
 )
 from baton.testing.transport_pair import TransportPair, whole_pages
-from baton.transfer.framing import PREFIX_BYTES, encode_frame
-from baton.transfer.handshake import DialerHandshake
-from baton.transfer.listening import ATTACH_TIMEOUT_S, MAX_UNPROVED, PROOF_TIMEOUT_S
 
 if TYPE_CHECKING:
     import socket

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from baton.transfer.devices.extents import find_extent
-from baton.transfer.geometry import Geometry, compute_runs
+from baton.transfer.scatter_gather import Geometry, compute_runs
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

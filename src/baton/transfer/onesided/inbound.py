@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Final, assert_never
 
 from baton.errors import TransferError
 from baton.ids import TicketId
+from baton.net.endpoints import open_peer_process
 from baton.transfer.grant_messages import (
     CloseGrant,
     GrantClosed,
@@ -25,13 +26,12 @@ from baton.transfer.onesided.wire import (
     WriteNotification,
     decode_from_peer,
 )
-from baton.transfer.processes import open_peer_process
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from baton.transfer.channel import Channel
-    from baton.transfer.connection import Connection
+    from baton.net.channel import Channel
+    from baton.net.connection import Connection
     from baton.transfer.grant_ledger import GrantLedger, WriterId
     from baton.transfer.interface import PagedRegion, WriteGrant
     from baton.transfer.onesided.session import OneSidedSession

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar, assert_never
 
 from baton.errors import PeerLostError, PeerUnreachableError, ProtocolError, TransferError
-from baton.transfer.framing import encode_frame
+from baton.net.framing import encode_frame
 from baton.transfer.grant_messages import (
     MAX_BODY_BYTES,
     GrantClosed,
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 
     from baton.ids import Epoch, TicketId
     from baton.kv.copies import PageCopies
-    from baton.transfer.channel import Channel
-    from baton.transfer.connection import Connection
+    from baton.net.channel import Channel
+    from baton.net.connection import Connection
     from baton.transfer.interface import (
         PagedRegion,
         PageWrite,

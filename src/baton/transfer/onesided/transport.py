@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
 from baton.errors import ProtocolError, TransferError
 from baton.ids import Epoch, RegionHandle
+from baton.net.endpoints import Dialer, Listener
 from baton.transfer.bounds import check_copies, check_notification
-from baton.transfer.dialing import Dialer
 from baton.transfer.grant_ledger import GrantLedger, WriterId
 from baton.transfer.grant_messages import MAX_BODY_BYTES, MAX_GRANT_PAGES, NotAttached
 from baton.transfer.interface import (
@@ -25,7 +25,6 @@ from baton.transfer.interface import (
     RemoteId,
     TransferId,
 )
-from baton.transfer.listening import Listener
 from baton.transfer.messages import encode
 from baton.transfer.onesided.endpoints import open_dialer, open_listener
 from baton.transfer.onesided.inbound import OneSidedInbound
@@ -41,8 +40,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from baton.ids import TicketId
-    from baton.transfer.channel import Channel
-    from baton.transfer.connection import Connection
+    from baton.net.channel import Channel
+    from baton.net.connection import Connection
     from baton.transfer.interface import (
         PagedRegion,
         PageRead,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 
 from baton.errors import TransferError
-from baton.transfer.runs import compute_runs
+from baton.transfer.scatter_gather import compute_copy_runs
 from baton.transfer.transports.cuda_ipc.copies import Allocation, CopyDevice
 from baton.transfer.transports.cuda_ipc.metadata import (
     ArrayLocation,
@@ -185,7 +185,7 @@ def _join(
     copies: PageCopies, source: PageArray, target: PageArray, *, bases: tuple[int, int]
 ) -> NDArray[np.uint64]:
     """Addresses of both sides, and bytes: uint64 `[r, 3]`."""
-    found = [compute_runs(group, source, target) for group in copies.groups]
+    found = [compute_copy_runs(group, source, target) for group in copies.groups]
     runs: NDArray[np.int64] = np.concatenate([np.empty((0, 3), np.int64), *found])
     runs[:, :2] += np.array(bases, np.int64)
     return runs.astype(np.uint64)

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Protocol, assert_never
 
 from baton.errors import ProtocolError
 from baton.ids import TicketId
-from baton.transfer.buffers import write_batches
-from baton.transfer.geometry import unpack_target
 from baton.transfer.messages import encode
+from baton.transfer.scatter_gather import unpack_target, write_batches
 from baton.transfer.transports.file.part_file import IncomingPartFile, is_aligned
 from baton.transfer.transports.file.wire import (
     MAX_PART_FILES,
@@ -27,10 +26,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from baton.ids import Epoch
-    from baton.transfer.channel import Channel
-    from baton.transfer.connection import Connection
-    from baton.transfer.geometry import Geometry
+    from baton.net.channel import Channel
+    from baton.net.connection import Connection
     from baton.transfer.interface import PagedRegion
+    from baton.transfer.scatter_gather import Geometry
     from baton.transfer.transports.file.spool import Spool
 
 

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from baton.errors import PeerLostError, ProtocolError, TransferError
-from baton.transfer.channel import skip_bytes
+from baton.net.channel import skip_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from baton.transfer.geometry import Geometry
     from baton.transfer.interface import PageArray
+    from baton.transfer.scatter_gather import Geometry
 
 SLICE_BYTES: Final = 4 << 20
 ALIGNMENT_BYTES: Final = 4096

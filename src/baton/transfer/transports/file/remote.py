@@ -11,11 +11,9 @@ import numpy as np
 from baton.errors import PeerLostError, PeerUnreachableError, ProtocolError, TransferError
 from baton.ids import new_region_handle
 from baton.kv.copies import CopyGroup
-from baton.transfer.buffers import read_batches
-from baton.transfer.geometry import Geometry
 from baton.transfer.interface import RemoteAttached, RemoteLost, WriteCompleted, WriteFailed
 from baton.transfer.messages import encode
-from baton.transfer.parts import cut_parts
+from baton.transfer.scatter_gather import Geometry, cut_parts, read_batches
 from baton.transfer.transports.file.part_file import OutgoingPartFile, is_aligned, remove_file
 from baton.transfer.transports.file.spool import find_spool
 from baton.transfer.transports.file.wire import (
@@ -36,8 +34,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from baton.ids import Epoch
-    from baton.transfer.channel import Channel
-    from baton.transfer.connection import Connection
+    from baton.net.channel import Channel
+    from baton.net.connection import Connection
     from baton.transfer.interface import (
         PagedRegion,
         PageWrite,

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 from baton.errors import TransferError
 from baton.ids import Epoch, RegionHandle
+from baton.net.endpoints import Dialer, Listener
 from baton.transfer.bounds import check_copies, check_notification
-from baton.transfer.dialing import Dialer
 from baton.transfer.interface import (
     Arrived,
     Capabilities,
@@ -21,7 +21,6 @@ from baton.transfer.interface import (
     RemoteId,
     TransferId,
 )
-from baton.transfer.listening import Listener
 from baton.transfer.messages import encode
 from baton.transfer.onesided.endpoints import open_dialer, open_listener
 from baton.transfer.page_set import PageSet, check_grant_pages
@@ -42,8 +41,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from baton.ids import TicketId
-    from baton.transfer.channel import Channel
-    from baton.transfer.connection import Connection
+    from baton.net.channel import Channel
+    from baton.net.connection import Connection
     from baton.transfer.interface import (
         PagedRegion,
         PageRead,

@@ -21,7 +21,7 @@ from baton.config.environment import read_environment
 from baton.errors import TransferError
 from baton.transfer.messages import decode, encode
 from baton.transfer.region import compute_region_bytes
-from baton.transfer.runs import compute_runs
+from baton.transfer.scatter_gather import compute_copy_runs
 from baton.transfer.transports.mooncake.child_messages import (
     MAX_RUNS,
     Failed,
@@ -160,9 +160,11 @@ class MooncakeSession:
             raise TransferError("Mooncake has not met its peer")
         ours, theirs = region.arrays[copies.layer], self._target.arrays[copies.layer]
         if direction == "write":
-            found = [compute_runs(group, ours, theirs) for group in copies.groups]
+            found = [compute_copy_runs(group, ours, theirs) for group in copies.groups]
         else:
-            found = [compute_runs(group, theirs, ours)[:, [1, 0, 2]] for group in copies.groups]
+            found = [
+                compute_copy_runs(group, theirs, ours)[:, [1, 0, 2]] for group in copies.groups
+            ]
         return np.concatenate([np.empty((0, 3), np.int64), *found])
 
     def _register(self, region: PagedRegion) -> None:

@@ -6,6 +6,7 @@ import os
 from typing import TYPE_CHECKING, Final, assert_never
 
 from baton.ids import Epoch, TicketId
+from baton.net.endpoints import open_peer_process
 from baton.transfer.devices.coherence import settle_pages
 from baton.transfer.devices.extents import find_extent
 from baton.transfer.grant_messages import (
@@ -19,15 +20,14 @@ from baton.transfer.grant_messages import (
 )
 from baton.transfer.interface import Arrived
 from baton.transfer.messages import encode
-from baton.transfer.processes import open_peer_process
 from baton.transfer.transports.shared.wire import Attached, WriteNotification, decode_from_writer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from baton.errors import TransferError
-    from baton.transfer.channel import Channel
-    from baton.transfer.connection import Connection
+    from baton.net.channel import Channel
+    from baton.net.connection import Connection
     from baton.transfer.grant_ledger import GrantLedger, WriterId
     from baton.transfer.interface import PagedRegion, WriteGrant
     from baton.transfer.reactor import Reactor

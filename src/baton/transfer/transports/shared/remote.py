@@ -6,14 +6,14 @@ import os
 from typing import TYPE_CHECKING, assert_never
 
 from baton.errors import PeerLostError, PeerUnreachableError, ProtocolError, TransferError
+from baton.net.connection import InboundPoller
+from baton.net.framing import encode_frame
 from baton.transfer.bounds import check_array
-from baton.transfer.framing import encode_frame
 from baton.transfer.grant_messages import (
     MAX_BODY_BYTES,
     GrantClosed,
     NotAttached,
 )
-from baton.transfer.inbound_poller import InboundPoller
 from baton.transfer.interface import (
     ReadCompleted,
     ReadFailed,
@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 
     from baton.ids import RegionHandle
     from baton.kv.copies import PageCopies
-    from baton.transfer.channel import Channel
-    from baton.transfer.connection import Connection
+    from baton.net.channel import Channel
+    from baton.net.connection import Connection
     from baton.transfer.devices.options import DeviceOptions
     from baton.transfer.interface import (
         PageWrite,

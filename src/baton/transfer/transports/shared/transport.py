@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Final
 
 from baton.errors import ProtocolError, TransferError
 from baton.ids import Epoch, RegionHandle
+from baton.net.endpoints import Dialer, Listener
 from baton.transfer.bounds import check_copies, check_notification
 from baton.transfer.devices.coherence import settle_pages
 from baton.transfer.devices.extents import find_extent
-from baton.transfer.dialing import Dialer
 from baton.transfer.grant_ledger import GrantLedger, WriterId
 from baton.transfer.grant_messages import MAX_BODY_BYTES, MAX_GRANT_PAGES, NotAttached
 from baton.transfer.interface import (
@@ -29,7 +29,6 @@ from baton.transfer.interface import (
     RemoteId,
     TransferId,
 )
-from baton.transfer.listening import Listener
 from baton.transfer.messages import encode
 from baton.transfer.page_set import check_grant_pages
 from baton.transfer.reactor import Reactor
@@ -43,8 +42,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from baton.ids import TicketId
-    from baton.transfer.channel import Channel
-    from baton.transfer.connection import Connection
+    from baton.net.channel import Channel
+    from baton.net.connection import Connection
     from baton.transfer.interface import (
         PagedRegion,
         PageRead,

@@ -1,6 +1,6 @@
-"""`tcp`: pages over ordinary sockets; who receives them puts them in place itself.
+"""`tcp`: pages over ordinary sockets, which the receiver puts in place.
 
-Because it does, a closed grant is quiescent at once: what still arrives for it is dropped.
+So a closed grant is quiescent at once: bytes that still arrive for it are dropped.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ import msgspec
 
 from baton.errors import TransferError
 from baton.ids import Epoch, RegionHandle
+from baton.net.endpoints import Dialer, Listener
+from baton.net.tls import make_contexts
 from baton.transfer.bounds import check_copies, check_notification
-from baton.transfer.dialing import Dialer
 from baton.transfer.interface import (
     Arrived,
     Capabilities,
@@ -24,22 +25,19 @@ from baton.transfer.interface import (
     RemoteId,
     TransferId,
 )
-from baton.transfer.listening import Listener
 from baton.transfer.messages import encode
 from baton.transfer.page_set import PageSet, check_grant_pages
 from baton.transfer.reactor import Reactor
 from baton.transfer.region import check_arrays
-from baton.transfer.tls import make_contexts
-from baton.transfer.transports.tcp.addresses import (
+from baton.transfer.transports.tcp.inbound import TcpInbound, WriteReassembly
+from baton.transfer.transports.tcp.remote import TcpRemote
+from baton.transfer.transports.tcp.sockets import (
     explain_small_buffers,
     fit_buffers,
     open_listener,
     open_stream,
     parse_endpoint,
 )
-from baton.transfer.transports.tcp.inbound import TcpInbound
-from baton.transfer.transports.tcp.reassembly import WriteReassembly
-from baton.transfer.transports.tcp.remote import TcpRemote
 from baton.transfer.transports.tcp.wire import (
     MAX_BODY_BYTES,
     Attached,
@@ -54,8 +52,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from baton.ids import TicketId
-    from baton.transfer.channel import Channel
-    from baton.transfer.connection import Connection
+    from baton.net.channel import Channel
+    from baton.net.connection import Connection
+    from baton.net.tls import TlsContexts
     from baton.transfer.interface import (
         PagedRegion,
         PageRead,
@@ -64,8 +63,7 @@ if TYPE_CHECKING:
         TransportContext,
         WriteGrant,
     )
-    from baton.transfer.tls import TlsContexts
-    from baton.transfer.transports.tcp.options import TcpOptions
+    from baton.transfer.transports.tcp.sockets import TcpOptions
 
 _log = logging.getLogger(__name__)
 
@@ -186,7 +184,7 @@ class TcpTransport:
         return transfer
 
     def view(self, remote: RemoteId, array: int) -> NDArray[np.uint8]:
-        """See `Transport`: this one does not show pages in place."""
+        """See `Transport`: not supported."""
         del remote, array
         raise TransferError("tcp does not show a peer's pages in place; read them")
 
@@ -260,7 +258,7 @@ class TcpTransport:
         return parse_endpoint(endpoint.removesuffix(TLS_SUFFIX))
 
     def _accept_peer(self, connection: Connection) -> None:
-        """A writer proved itself: its first message says which region it wants."""
+        """A peer is authenticated: its first message names a region."""
         fit_buffers(connection.channel.socket, self._options)
         connection.channel.allow_bodies(MAX_BODY_BYTES)
         connection.set_handlers(partial(self._admit, connection), partial(self._forget, connection))
@@ -279,7 +277,7 @@ class TcpTransport:
             connection,
             Epoch(attach.epoch),
             region,
-            assembly=self._reassemblies.setdefault(link, WriteReassembly()),
+            reassembly=self._reassemblies.setdefault(link, WriteReassembly()),
             admission=self,
         )
         self._inbound[connection] = inbound
@@ -288,7 +286,7 @@ class TcpTransport:
         connection.send_body(encode(Attached(region.arrays)))
 
     def _forget(self, connection: Connection, error: TransferError) -> None:
-        del error  # a writer that is gone is its own side's business
+        del error  # the dialing side reports it
         self._inbound.pop(connection, None)
         if self._listener is not None:
             self._listener.forget(connection)
