@@ -40,7 +40,7 @@ from baton.clock import MachineClock
 from baton.gateway.options import GatewayOptions, WorkerAddress
 from baton.gateway.process import open_gateway
 from baton.ids import new_epoch
-from baton.router.fleet import Role
+from baton.protocol.worker_http import Role
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection

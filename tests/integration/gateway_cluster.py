@@ -14,7 +14,7 @@ import aiohttp
 from baton.clock import MachineClock
 from baton.gateway.options import GatewayOptions, WorkerAddress
 from baton.gateway.process import open_gateway
-from baton.router.fleet import Role
+from baton.protocol.worker_http import Role
 from tests.integration.scripted_worker import (
     KEY,
     MODEL,

@@ -17,10 +17,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from baton.gateway.debug_requests import ListedRequest, RequestList, RequestTrace
+from baton.gateway.debug import ListedRequest, RequestList, RequestTrace
 from baton.gateway.metrics import BrokenStreamCause, FallbackCause, GatewayMetrics
 from baton.ops.doctor.finding import Area, Level, Report
-from baton.router.fleet import Role
+from baton.protocol.worker_http import Role
 from baton.telemetry.summary import summarize
 from baton.telemetry.trace import RequestSpan
 from baton.transfer.devices.table import TABLE_BYTES, read_table

@@ -17,7 +17,7 @@ import pytest
 from baton.errors import ConfigError
 from baton.gateway.options import GatewayOptions, WorkerAddress
 from baton.gateway.process import bind
-from baton.router.fleet import Role
+from baton.protocol.worker_http import Role
 from tests.integration.gateway_cluster import STREAM, until, until_true
 from tests.integration.scripted_worker import (
     KEY,
@@ -33,7 +33,7 @@ import sys
 from baton.auth.key import ClusterKey
 from baton.gateway.options import GatewayOptions, WorkerAddress
 from baton.gateway.process import run_gateway
-from baton.router.fleet import Role
+from baton.protocol.worker_http import (Role)
 
 url, drain_timeout_s, status_fd = sys.argv[1:]
 run_gateway(GatewayOptions(

@@ -12,7 +12,7 @@ from baton.config.environment import read_environment
 from baton.config.logs import configure_logging
 from baton.config.sections import Config
 from baton.gateway.options import GatewayOptions, WorkerAddress
-from baton.router.fleet import Role
+from baton.protocol.worker_http import Role
 
 
 @Parameter(name="*")

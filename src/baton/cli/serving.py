@@ -11,8 +11,7 @@ from baton.config.environment import read_environment, run_directory
 from baton.engines.interface import ENGINE_SERVERS, ServerContext
 from baton.models import DEMO_MODEL_PATH
 from baton.telemetry.process_status import StatusReporter, claim_standard_output
-from baton.worker.cpu_affinity import pin_to
-from baton.worker.listener import bind, url_of
+from baton.worker.listener import bind, pin_to, url_of
 
 if TYPE_CHECKING:
     from baton.auth.key import ClusterKey

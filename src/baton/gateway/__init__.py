@@ -1,34 +1,27 @@
-"""The front door: OpenAI's API in, one placed and pumped request out.
+"""The gateway: OpenAI's API in, one placed and forwarded request out.
 
-Enters: a client's HTTP request. Leaves: the decode worker's bytes, unchanged, as they come. The
-gateway reads only the top level of the body, strips what clients may not say, signs a ticket, asks
-the prefill and the decode worker at once, and frees both when the client leaves. It reaches
-workers over the network (docs/wire/worker-http.md), never by import, and speaks two protocols:
-that of Baton workers, and that of vLLM's own server with Baton's connector.
+Enters: a client's HTTP request. Leaves: the decode worker's bytes, unchanged, as they arrive. The
+gateway parses only the top level of the body, strips the fields that clients may not send, signs a
+ticket, sends the request to the prefill and the decode worker, and cancels both when the client
+disconnects. It reaches workers over the network (docs/wire/worker-http.md), never by import, and
+supports two protocols: Baton workers, and vLLM's own server with Baton's connector.
 
-File map:
-    options.py      `GatewayOptions`: what the operator decides
-    process.py      `run_gateway`: socket, server, signals, drain
-    app.py          `GatewayApp`: the allow-list of paths
+File map, along the way of a request:
+    process.py      `run_gateway`: socket, server, signals, drain; options.py: `GatewayOptions`
+    app.py          `GatewayApp`: the allow-list of paths, readiness; asgi.py: ASGI messages
     completions.py  one completion request: admission, deadlines, errors, accounting
-    request_proxy.py     its two legs: placement, ticket, retry
-    request_bodies.py   what both are sent, each in its protocol; vllm_adapter.py is vLLM's
-    kv_load_failure.py      whether vLLM's 500 was for want of a request's KV
-    non_disaggregable.py    requests that a vLLM worker serves whole
-    prefill_request.py  the prefill worker's part, and telling decode when it fails
-    prefill_result.py      what its answer says about its KV
-    response_forwarder.py       the decode worker's bytes to the client
-    request.py      parse, strip and rewrite the body; the request id
-    upstream.py     HTTP to workers; foreign exceptions mapped
-    interruptible.py    ending what a task does, for a reason
-    workers.py      the registry of workers: who is up, and since which epoch
-    health_monitor.py        asks one worker how it is, for ever
-    worker_discovery.py asks it who it is
-    worker_info.py  what a worker says about itself, checked; loads.py how full it is
-    kv_events.py    which blocks vLLM workers hold; event_endpoints.py is where that is heard
+    request.py      parse, strip and rewrite the body; the request id; facts read from the body
+    request_context.py    what is recorded about one request, and what all requests share
+    request_proxy.py      placement, ticket, prefill and decode request, retry
+    prefill_request.py    the prefill worker's part; aborts at decode when it fails
+    response_forwarder.py the decode worker's bytes to the client; the early first token
+    protocol_adapters.py  bodies and replies in the protocols of Baton and of vLLM
+    upstream.py     HTTP to workers; aiohttp's exceptions mapped
     errors.py       OpenAI's error JSON and the status codes
-    request_context.py  what the parts of one request record; services.py what all share
-    fallbacks.py    counts and logs what went another way than intended
-    asgi.py         the few ASGI messages
-    inter_token_histogram.py, metrics.py, request_history.py, debug*.py   counted, remembered, shown
+
+Workers, metrics, debugging:
+    workers.py      the registry: state, epoch and load of each worker; worker_info.py: `WorkerInfo`
+    worker_discovery.py   asks a worker for its identity; health_monitor.py: probes its health
+    kv_events.py    which blocks vLLM workers hold
+    metrics.py, debug.py  Prometheus metrics; `/debug/requests` and `/debug/workers`
 """

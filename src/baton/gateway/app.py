@@ -1,34 +1,70 @@
-"""The allow-list of paths. What is not on it does not exist, even where workers have it."""
+"""The allow-list of paths: any other path is answered 404, even where workers have it."""
 
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
 from baton import __version__
+from baton.clock import Instant
 from baton.config.cluster_key import is_loopback
 from baton.errors import BatonError
 from baton.gateway.asgi import JSON, send_error, send_whole
-from baton.gateway.errors import (
-    MethodNotAllowedError,
-    NoWorkerError,
-    PathNotFoundError,
-    answer_for,
+from baton.gateway.errors import MethodNotAllowedError, NoWorkerError, PathNotFoundError, answer_for
+from baton.gateway.workers import Pending
+from baton.protocol import worker_http
+from baton.protocol.worker_http import (
+    CHAT_COMPLETIONS_PATH,
+    COMPLETIONS_PATH,
+    METRICS_PATH,
+    Role,
+    ServedModel,
+    ServedModels,
+    Version,
 )
 
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
+    from baton.clock import Clock
     from baton.gateway.completions import Completions
-    from baton.gateway.debug_requests import RequestTraces
-    from baton.gateway.debug_workers import WorkerList
+    from baton.gateway.debug import RequestTraces, WorkerList
     from baton.gateway.metrics import GatewayMetrics
-    from baton.gateway.readiness import Readiness
     from baton.gateway.workers import Workers
 
-COMPLETION_PATHS: Final = frozenset({"/v1/chat/completions", "/v1/completions"})
+
+PREFILL_STARTUP_GRACE_S: Final = 15.0
+"""Once somebody decodes, for workers that were listed and have never answered."""
+
+
+class Readiness:
+    """Owner: the event loop's thread."""
+
+    def __init__(self, workers: Workers, clock: Clock) -> None:
+        self._workers, self._clock = workers, clock
+        self._grace_ends_at: Instant | None = None
+
+    def why_not(self) -> str | None:
+        """What is waited for; None if the gateway is ready."""
+        workers = self._workers
+        if not workers.fleet.can_decode:
+            return workers.why_not_ready()
+        now = self._clock.now()
+        if self._grace_ends_at is None:
+            self._grace_ends_at = Instant(now + PREFILL_STARTUP_GRACE_S)
+        in_grace = now < self._grace_ends_at
+        return workers.why_not_ready() if in_grace and self._is_prefill_pending() else None
+
+    def _is_prefill_pending(self) -> bool:
+        return any(
+            isinstance(worker.state, Pending) and worker.address.role is not Role.DECODE
+            for worker in self._workers.all
+        )
+
+
+COMPLETION_PATHS: Final = frozenset({CHAT_COMPLETIONS_PATH, COMPLETIONS_PATH})
 REQUESTS_PATH: Final = "/debug/requests"
 WORKERS_PATH: Final = "/debug/workers"
 PROMETHEUS_TEXT: Final = (b"content-type", b"text/plain; version=0.0.4; charset=utf-8")
@@ -40,29 +76,6 @@ class Status(msgspec.Struct, frozen=True):
     """The answer to `/health` and `/ready`."""
 
     status: str
-
-
-class Version(msgspec.Struct, frozen=True):
-    """The answer to `/version`."""
-
-    version: str
-
-
-class Model(msgspec.Struct, frozen=True):
-    """One entry of OpenAI's model list."""
-
-    id: str
-    max_model_len: int
-    object: Literal["model"] = "model"
-    created: int = 0
-    owned_by: str = "baton"
-
-
-class ModelList(msgspec.Struct, frozen=True):
-    """The answer to `/v1/models`."""
-
-    data: tuple[Model, ...]
-    object: Literal["list"] = "list"
 
 
 class GatewayApp:
@@ -101,7 +114,7 @@ class GatewayApp:
     async def _answer(self, path: str, scope: Scope, send: Send) -> None:
         if path in COMPLETION_PATHS:
             raise MethodNotAllowedError(f"{path} takes POST", allowed="POST")
-        if path == "/metrics":
+        if path == METRICS_PATH:
             _need_get(path, scope)
             await send_whole(send, 200, self._metrics.exposition(), (PROMETHEUS_TEXT,))
             return
@@ -110,13 +123,13 @@ class GatewayApp:
 
     async def _json_answer(self, path: str, scope: Scope) -> msgspec.Struct:
         match path:
-            case "/health":
+            case worker_http.HEALTH_PATH:
                 answer: msgspec.Struct = Status("ok")
             case "/ready":
                 answer = self._readiness()
-            case "/version":
+            case worker_http.VERSION_PATH:
                 answer = Version(__version__)
-            case "/v1/models":
+            case worker_http.MODELS_PATH:
                 answer = self._models()
             case _ if f"{path}/".startswith(f"{REQUESTS_PATH}/") and _is_local(scope):
                 answer = await self._debug(path)
@@ -133,9 +146,13 @@ class GatewayApp:
             raise NoWorkerError(f"not ready: {reason}")
         return Status("ready")
 
-    def _models(self) -> ModelList:
+    def _models(self) -> ServedModels:
         lengths = self._workers.context_lengths()
-        return ModelList(tuple(Model(name, lengths[name]) for name in sorted(lengths)))
+        return ServedModels(
+            data=tuple(
+                ServedModel(id=name, max_model_len=lengths[name]) for name in sorted(lengths)
+            )
+        )
 
     async def _debug(self, path: str) -> msgspec.Struct:
         if path == REQUESTS_PATH:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 from baton.clock import Instant
 from baton.errors import BatonError, OverloadedError
 from baton.gateway.asgi import read_body, send_error
+from baton.gateway.debug import RequestHistory, RequestRecord
 from baton.gateway.errors import (
     ClientLeftError,
     DeadlineError,
@@ -18,7 +19,6 @@ from baton.gateway.errors import (
     UpstreamError,
     answer_for,
 )
-from baton.gateway.interruptible import Interruptible
 from baton.gateway.metrics import (
     CLIENT_LEFT_CODE,
     NO_MODE,
@@ -26,16 +26,16 @@ from baton.gateway.metrics import (
     BrokenStreamCause,
 )
 from baton.gateway.request import forwarded_headers_from, parse_body, request_id_from
-from baton.gateway.request_context import RequestContext
-from baton.gateway.request_history import RequestHistory, RequestRecord
+from baton.gateway.request_context import Interruptible, RequestContext
 from baton.gateway.request_proxy import RequestProxy
 from baton.ids import new_epoch
+from baton.protocol.worker_http import REQUEST_ID_HEADER
 from baton.telemetry.trace import RequestSpan, Stamp
 
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
-    from baton.gateway.services import Services
+    from baton.gateway.request_context import Services
 
 RELEASE_TIMEOUT_S: Final = 5.0
 """How long a client that does not read may keep us from telling it that its stream is broken."""
@@ -109,7 +109,7 @@ class Completions:
         """Tell the client what went wrong: as a response, or as the last event of its stream."""
         answer = answer_for(error)
         context.trace.outcome = f"error: {error}"
-        own = (b"x-request-id", context.id.encode())
+        own = (REQUEST_ID_HEADER.encode(), context.id.encode())
         try:
             async with asyncio.timeout(RELEASE_TIMEOUT_S):
                 if context.status is None:

@@ -31,6 +31,7 @@ from baton.errors import (
     ModelNotFoundError,
     OverloadedError,
 )
+from baton.protocol.worker_http import ErrorBody, ErrorDetail
 
 if TYPE_CHECKING:
     from baton.auth.ticket import WorkerRef
@@ -123,21 +124,6 @@ class ShuttingDownError(GatewayError):
 
 class ClientLeftError(GatewayError):
     """The client closed its connection."""
-
-
-class ErrorDetail(msgspec.Struct, frozen=True):
-    """OpenAI's error object."""
-
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-class ErrorBody(msgspec.Struct, frozen=True):
-    """OpenAI's error body."""
-
-    error: ErrorDetail
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Asks one worker how it is, for ever."""
+"""Probes each worker: health, load, and now and then its identity."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from baton.gateway.errors import (
     WorkerLostError,
     WorkerUnreachableError,
 )
-from baton.gateway.loads import LoadReader
 from baton.gateway.worker_discovery import Incarnation, WorkerDiscovery
+from baton.gateway.worker_info import read_load
 from baton.gateway.workers import Up
+from baton.protocol.worker_http import HEALTH_PATH
 
 if TYPE_CHECKING:
     from baton.auth.ticket import WorkerRef
@@ -24,6 +25,37 @@ if TYPE_CHECKING:
     from baton.gateway.upstream import Upstream
     from baton.gateway.workers import Worker, Workers
     from baton.ids import Epoch
+    from baton.protocol.worker_http import WorkerLoad
+
+
+PROBES_WITHOUT: Final = 10
+"""So many probes do not ask a control server that did not answer."""
+
+
+class LoadReader:
+    """Asks one worker. Owner: the event loop's thread."""
+
+    def __init__(self, worker: Worker, upstream: Upstream, timeout_s: float) -> None:
+        self._worker, self._upstream, self._timeout_s = worker, upstream, timeout_s
+        self._num_to_skip = 0
+
+    async def read(self, health: bytes) -> WorkerLoad | None:
+        """What a well worker says of its load, `health` being its answer; None: nothing."""
+        info = self._worker.info
+        if info is None or info.protocol == "baton":
+            return read_load(health)
+        if self._num_to_skip:
+            self._num_to_skip -= 1
+            return None
+        # Whose address it is was checked before the worker came up.
+        url = self._worker.control_urls[0].with_path(HEALTH_PATH)
+        try:
+            status, body = await self._upstream.get(url, self._timeout_s)
+        except BatonError:
+            self._num_to_skip = PROBES_WITHOUT
+            return None
+        return read_load(body) if status == HTTPStatus.OK else None
+
 
 NUM_FAILURES_TO_LOSE: Final = 2
 PROBES_PER_DISCOVERY: Final = 10
@@ -139,7 +171,9 @@ class Prober:
             raise
 
     async def _accepts_requests(self) -> bool:
-        status, body = await self._upstream.get(self._worker.url / "health", self._timeout_s)
+        status, body = await self._upstream.get(
+            self._worker.url.with_path(HEALTH_PATH), self._timeout_s
+        )
         match status:
             case HTTPStatus.OK:
                 self._workers.note_load(self._worker, await self._loads.read(body))

@@ -1,19 +1,72 @@
-"""What a gateway counts. Children are cached: a look-up by labels costs more than the count."""
+"""The gateway's metrics. Children are cached: a look-up by labels costs more than the count."""
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from enum import StrEnum
+from itertools import accumulate
 from typing import TYPE_CHECKING, Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import HistogramMetricFamily
+from prometheus_client.registry import Collector
 
-from baton.gateway.inter_token_histogram import InterTokenCollector
 from baton.router.placement import NonDisaggregableField
 from baton.telemetry.metrics import FIRST_TOKEN_EDGES_S, REQUEST_EDGES_S, TOKEN_GAP_EDGES_S
 
 if TYPE_CHECKING:
-    from baton.router.fleet import Role
+    from collections.abc import Iterable
+
+    from prometheus_client import Metric
+
+    from baton.protocol.worker_http import Role
     from baton.router.placement import Mode
+
+
+class InterTokenHistogram:
+    """Counts seconds into buckets; bucket `i` ends at `edges_s[i]`, inclusive."""
+
+    __slots__ = ("_counts", "_edges_s", "_sum_s")
+
+    def __init__(self, edges_s: tuple[float, ...]) -> None:
+        self._edges_s = edges_s
+        self._counts = [0] * (len(edges_s) + 1)
+        self._sum_s = 0.0
+
+    def observe(self, seconds: float) -> None:
+        """Count one gap."""
+        self._counts[bisect_left(self._edges_s, seconds)] += 1
+        self._sum_s += seconds
+
+    def buckets(self) -> list[tuple[str, float]]:
+        """For each edge and `+Inf`: how many gaps were not longer."""
+        names = (*(str(edge) for edge in self._edges_s), "+Inf")
+        return list(zip(names, accumulate(self._counts), strict=True))
+
+    @property
+    def sum_s(self) -> float:
+        """All gaps together."""
+        return self._sum_s
+
+
+class InterTokenCollector(Collector):
+    """One `InterTokenHistogram` for each model and mode, as Prometheus reads them."""
+
+    def __init__(self, name: str, documentation: str, edges_s: tuple[float, ...]) -> None:
+        self._name, self._documentation, self._edges_s = name, documentation, edges_s
+        self._children: dict[tuple[str, str], InterTokenHistogram] = {}
+
+    def child(self, model: str, mode: str) -> InterTokenHistogram:
+        """The histogram of one model and mode, made on first use."""
+        return self._children.setdefault((model, mode), InterTokenHistogram(self._edges_s))
+
+    def collect(self) -> Iterable[Metric]:
+        """See `Collector`."""
+        family = HistogramMetricFamily(self._name, self._documentation, labels=("model", "mode"))
+        for labels, histogram in self._children.items():
+            family.add_metric(labels, histogram.buckets(), histogram.sum_s)
+        yield family
+
 
 MODES: Final[tuple[Mode, ...]] = ("push", "pull", "pool", "reference", "colocated")
 COMMON_CODES: Final = (200, 400, 404, 413, 499, 500, 502, 503, 504)

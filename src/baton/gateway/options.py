@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 from baton.config.cluster_key import is_loopback
 from baton.errors import ConfigError
-from baton.router.fleet import Role
+from baton.protocol.worker_http import Role
 
 if TYPE_CHECKING:
     from baton.auth.key import ClusterKey

@@ -20,7 +20,7 @@ from baton.gateway.errors import (
     WorkerUnreachableError,
 )
 from baton.gateway.metrics import FallbackCause, Phase
-from baton.gateway.prefill_result import (
+from baton.gateway.protocol_adapters import (
     PrefillDone,
     PrefillFailed,
     PrefillResult,
@@ -28,21 +28,17 @@ from baton.gateway.prefill_result import (
     read_prefill_result,
 )
 from baton.gateway.upstream import MAX_SMALL_ANSWER_BYTES, read_answer
+from baton.router.failover import ABORT_RETRY_DELAYS_S
 
 if TYPE_CHECKING:
     from multidict import CIMultiDict
     from yarl import URL
 
     from baton.auth.ticket import Ticket
-    from baton.gateway.early_first_token import EarlyFirstToken, FirstToken
-    from baton.gateway.interruptible import Interruptible
-    from baton.gateway.request_context import RequestContext
-    from baton.gateway.services import Services
+    from baton.gateway.request_context import Interruptible, RequestContext, Services
+    from baton.gateway.response_forwarder import EarlyFirstToken
     from baton.gateway.workers import Worker
-    from baton.router.fleet import WorkerProtocol
-
-ABORT_RETRY_DELAYS_S: Final = (0.05, 0.2, 1.0)
-"""The first abort can overtake the request that it is about, which then would not know of it."""
+    from baton.protocol.worker_http import FirstToken, WorkerProtocol
 
 log = logging.getLogger(__name__)
 

@@ -21,18 +21,13 @@ from prometheus_client import disable_created_metrics
 
 from baton.clock import MachineClock
 from baton.errors import ConfigError
-from baton.gateway.app import GatewayApp
-from baton.gateway.background_tasks import BackgroundTasks
+from baton.gateway.app import GatewayApp, Readiness
 from baton.gateway.completions import Completions
-from baton.gateway.debug_requests import RequestTraces
-from baton.gateway.debug_workers import WorkerList
-from baton.gateway.fallbacks import Fallbacks
+from baton.gateway.debug import RequestHistory, RequestTraces, WorkerList
 from baton.gateway.health_monitor import HealthMonitor
 from baton.gateway.kv_events import KVEvents
 from baton.gateway.metrics import GatewayMetrics
-from baton.gateway.readiness import Readiness
-from baton.gateway.request_history import RequestHistory
-from baton.gateway.services import Services
+from baton.gateway.request_context import BackgroundTasks, Fallbacks, Services
 from baton.gateway.upstream import Upstream
 from baton.gateway.workers import Workers
 from baton.router.round_robin import RoundRobin

@@ -1,9 +1,4 @@
-"""A client's request: parsed at its top level only, stripped, and rewritten for workers.
-
-The body is taken apart into top-level fields and put together again, never patched as text: so
-a field that a client may not send is gone however it was spelled (escaped names, names given
-twice), and worker and gateway cannot read one body in two ways.
-"""
+"""A completion request's body and headers: parsed, stripped, rewritten; facts read from it."""
 
 from __future__ import annotations
 
@@ -14,9 +9,12 @@ import msgspec
 
 from baton.errors import InvalidRequestError
 from baton.ids import RequestId, new_request_id
+from baton.protocol.worker_http import REQUEST_ID_HEADER
+from baton.router.placement import NonDisaggregableField
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
 
 TICKET_FIELD: Final = "kv_transfer_params"
 TRANSFER_FIELDS: Final = (TICKET_FIELD, "ec_transfer_params")
@@ -123,8 +121,58 @@ def forwarded_headers_from(headers: Iterable[tuple[bytes, bytes]]) -> dict[str, 
 def request_id_from(headers: Iterable[tuple[bytes, bytes]]) -> RequestId:
     """The client's `x-request-id` if it is fit to be logged and forwarded, else a fresh one."""
     for name, value in headers:
-        if name == b"x-request-id":
+        if name == REQUEST_ID_HEADER.encode():
             if 0 < len(value) <= MAX_REQUEST_ID_CHARS and _PRINTABLE.issuperset(value):
                 return RequestId(value.decode("ascii"))
             break
     return new_request_id()
+
+
+BYTES_PER_TOKEN: Final = 4
+"""Of JSON text: about right for English with the usual tokenizers, and for lists of token ids."""
+
+PROMPT_FIELDS: Final = ("messages", "prompt", "tools")
+
+
+def estimate_prompt_tokens(body: CompletionBody) -> int:
+    """Tokens of a request's prompt, to within a factor of two or so."""
+    sizes = (len(bytes(body.fields[name])) for name in PROMPT_FIELDS if name in body.fields)
+    return sum(sizes) // BYTES_PER_TOKEN
+
+
+_FALSE: Final = frozenset({b"false", b"null"})
+_ONE: Final = frozenset({b"1", b"null"})
+_NULL: Final = frozenset({b"null"})
+
+HARMLESS: Final = {
+    NonDisaggregableField.N: _ONE,
+    NonDisaggregableField.BEST_OF: _ONE,
+    NonDisaggregableField.USE_BEAM_SEARCH: _FALSE,
+    NonDisaggregableField.ECHO: _FALSE,
+    NonDisaggregableField.PROMPT_LOGPROBS: _NULL,
+    NonDisaggregableField.PROMPT_EMBEDS: _NULL,
+}
+"""The values with which a field changes nothing."""
+
+HEAD_BYTES: Final = 64
+_items_decoder = msgspec.json.Decoder(list[msgspec.Raw])
+
+
+def find_non_disaggregable_field(body: CompletionBody) -> NonDisaggregableField | None:
+    """The first field that makes a request one of these; None for nearly all requests."""
+    fields = body.fields
+    if not HARMLESS.keys().isdisjoint(fields):
+        for field, harmless in HARMLESS.items():
+            if field in fields and bytes(fields[field]) not in harmless:
+                return field
+    if "prompt" in fields and _has_several(fields["prompt"]):
+        return NonDisaggregableField.PROMPTS
+    return None
+
+
+def _has_several(prompt: msgspec.Raw) -> bool:
+    """Whether it is a list of texts or of token lists. One prompt may be a long list of numbers."""
+    head = bytes(memoryview(prompt)[:HEAD_BYTES])
+    if not head.startswith(b"[") or head[1:].lstrip()[:1].isdigit():
+        return False
+    return len(_items_decoder.decode(prompt)) > 1

@@ -1,24 +1,128 @@
-"""One client's request while it is served: what its parts note about it."""
+"""What the parts of a gateway share, and what they record about one request."""
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Self
 
 from baton.gateway.metrics import NO_MODE, NO_MODEL, Phase
+from baton.protocol.worker_http import REQUEST_ID_HEADER
 from baton.telemetry.trace import Stamp
 
 if TYPE_CHECKING:
-    import asyncio
+    from collections.abc import Coroutine
+    from types import TracebackType
 
     from starlette.types import Send
 
-    from baton.clock import Instant
-    from baton.gateway.metrics import ModelMetrics
+    from baton.clock import Clock, Instant
+    from baton.gateway.health_monitor import HealthMonitor
+    from baton.gateway.metrics import FallbackCause, GatewayMetrics, ModelMetrics
+    from baton.gateway.options import GatewayOptions
+    from baton.gateway.upstream import Upstream
+    from baton.gateway.workers import Workers
     from baton.ids import RequestId
-    from baton.router.placement import Placement
+    from baton.router.placement import Placement, PlacementPolicy
     from baton.telemetry.trace import RequestSpan
+
+
+class BackgroundTasks:
+    """Tasks that nobody waits for. Owner: the event loop's thread."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def run(self, coroutine: Coroutine[None, None, None]) -> None:
+        """Begin one; it handles its own failures."""
+        task = asyncio.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def stop(self) -> None:
+        """End what is not done."""
+        for task in tuple(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+LOG_AGAIN_AFTER_S: Final = 30.0
+
+log = logging.getLogger(__name__)
+
+
+class Fallbacks:
+    """Notes that a request is served in another way than intended."""
+
+    def __init__(self, metrics: GatewayMetrics, clock: Clock) -> None:
+        self._metrics, self._clock = metrics, clock
+        self._logged_at: dict[FallbackCause, Instant] = {}
+
+    def note(self, context: RequestContext, cause: FallbackCause, reason: str) -> None:
+        """Note one, for people (`reason`) and for machines (`cause`)."""
+        self._metrics.fallbacks[cause].inc()
+        context.trace.fallbacks.append(f"{cause}: {reason}")
+        now = self._clock.now()
+        last = self._logged_at.get(cause)
+        if last is None or now - last >= LOG_AGAIN_AFTER_S:
+            self._logged_at[cause] = now
+            log.warning("falling back (%s): %s [request %s]", cause, reason, context.id)
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    """The parts of one gateway. Owner: the event loop's thread."""
+
+    options: GatewayOptions
+    clock: Clock
+    metrics: GatewayMetrics
+    workers: Workers
+    health_monitor: HealthMonitor
+    upstream: Upstream
+    placement: PlacementPolicy
+    fallbacks: Fallbacks
+    background_tasks: BackgroundTasks
+
+
+class Interruptible:
+    """A stretch of one task that others may end: the client left, time ran out, a leg failed.
+
+    The first `interrupt` cancels what the task awaits, and the block then raises that cause. A
+    cancellation from anywhere else passes through unchanged, as with `asyncio.timeout`.
+    Owner: the event loop's thread.
+    """
+
+    def __init__(self) -> None:
+        self._task: asyncio.Task[object] | None = None
+        self._cause: BaseException | None = None
+        self._outer_cancels = 0
+
+    def __enter__(self) -> Self:
+        task = asyncio.current_task()
+        if task is None:
+            raise RuntimeError("an Interruptible block belongs in a task")
+        self._task, self._outer_cancels = task, task.cancelling()
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        task, self._task = self._task, None
+        if task is None or self._cause is None:
+            return
+        if task.uncancel() <= self._outer_cancels and exc_type is asyncio.CancelledError:
+            raise self._cause from exc
+
+    def interrupt(self, cause: BaseException) -> None:
+        """End the block with `cause`; does nothing after the first time or after its end."""
+        if self._task is not None and self._cause is None:
+            self._cause = cause
+            self._task.cancel()
 
 
 STREAM_HEADERS: Final = (
@@ -72,7 +176,7 @@ class RequestContext:
         """Send a stream's headers, unless they were sent."""
         if self.status is None:
             self.status = HTTPStatus.OK
-            headers = [*STREAM_HEADERS, (b"x-request-id", self.id.encode())]
+            headers = [*STREAM_HEADERS, (REQUEST_ID_HEADER.encode(), self.id.encode())]
             await send({"type": "http.response.start", "status": 200, "headers": headers})
 
     def note_first_byte(self, now: Instant) -> None:

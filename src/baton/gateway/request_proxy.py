@@ -6,12 +6,10 @@ or in the store, until the decode worker, asked second, has room for it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Final, get_args
+from typing import TYPE_CHECKING, Final
 
 from baton.auth.ticket import HandoffMode, Ticket, hash_tenant, seal
-from baton.gateway.early_first_token import CREATED_HEADER, EarlyFirstToken
 from baton.gateway.errors import (
     KVLostError,
     NoWorkerError,
@@ -22,15 +20,15 @@ from baton.gateway.errors import (
     WorkerLostError,
     WorkerUnreachableError,
 )
-from baton.gateway.interruptible import Interruptible
-from baton.gateway.kv_load_failure import find_kv_load_failure
 from baton.gateway.metrics import NO_MODE, FallbackCause
-from baton.gateway.non_disaggregable import find_non_disaggregable_field
 from baton.gateway.prefill_request import Handoff, PrefillRequest
-from baton.gateway.prompt_estimate import estimate_prompt_tokens
-from baton.gateway.request_bodies import request_bodies
-from baton.gateway.response_forwarder import ResponseForwarder
+from baton.gateway.protocol_adapters import find_kv_load_failure, request_bodies
+from baton.gateway.request import estimate_prompt_tokens, find_non_disaggregable_field
+from baton.gateway.request_context import Interruptible
+from baton.gateway.response_forwarder import EarlyFirstToken, ResponseForwarder
 from baton.ids import new_ticket_id
+from baton.protocol.worker_http import CREATED_HEADER, REQUEST_ID_HEADER, TIMEOUT_HEADER
+from baton.router.failover import PREFILL_FIRST, Attempt, Failover, Failure
 from baton.router.placement import Placement, PlacementRequest, Unplaceable
 
 if TYPE_CHECKING:
@@ -40,54 +38,8 @@ if TYPE_CHECKING:
     from starlette.types import Send
 
     from baton.gateway.request import CompletionBody
-    from baton.gateway.request_context import RequestContext
-    from baton.gateway.services import Services
-    from baton.ids import WorkerId
+    from baton.gateway.request_context import RequestContext, Services
     from baton.router.fleet import WorkerView
-
-MAX_ATTEMPTS: Final = 2
-MAX_PREFILL_FAILURES: Final = 2
-"""Of prefill workers that are asked first: then decode computes the prompt."""
-
-_PREFILL_FIRST: Final[frozenset[HandoffMode]] = frozenset({"pull", "pool"})
-"""Decode is asked once KV is held for it, or kept in the store: until then it needs no blocks."""
-
-EVERY_MODE: Final[frozenset[HandoffMode]] = frozenset(get_args(HandoffMode))
-
-
-@dataclass(slots=True)
-class _FailoverState:
-    """What was tried for one request, and failed."""
-
-    failed: UpstreamError | None = None
-    num_left: int = MAX_ATTEMPTS
-    num_prefill_failures: int = 0
-    avoid: frozenset[WorkerId] = frozenset()
-    failed_modes: frozenset[HandoffMode] = frozenset()
-
-    def note(self, placement: Placement, error: UpstreamError) -> None:
-        """An attempt failed: do not repeat what made it fail."""
-        self.failed = error
-        match error:
-            case PrefillFailedError(cause=cause):
-                self._note_prefill(placement, cause)
-            case StaleTicketError():
-                self.num_left -= 1
-            case KVLostError():  # the same worker may compute it all
-                self.num_left -= 1
-                self.failed_modes = EVERY_MODE
-            case _:
-                self.num_left -= 1
-                self.avoid |= {placement.decode.id}
-
-    def _note_prefill(self, placement: Placement, cause: FallbackCause) -> None:
-        self.num_prefill_failures += 1
-        if self.num_prefill_failures >= MAX_PREFILL_FAILURES or cause is _REJECTED:
-            self.failed_modes = EVERY_MODE
-        elif cause in _EXCLUDES_MODE:
-            self.failed_modes |= {placement.handoff}
-        elif placement.prefill is not None:
-            self.avoid |= {placement.prefill.id}
 
 
 class RequestProxy:
@@ -107,22 +59,23 @@ class RequestProxy:
             NoWorkerError: none of those that do is available.
             UpstreamError: the workers that were asked failed.
         """
-        failover = _FailoverState()
-        while failover.num_left and not self._context.has_sent_bytes:
-            placement = self._place(failover)
+        failover, failed = Failover(), None
+        while failover.may_retry and not self._context.has_sent_bytes:
+            placement = self._place(failover, failed)
             try:
                 await self._attempt(placement)
             except UpstreamError as exc:
-                failover.note(placement, exc)
+                failed = exc
+                failover.record(_attempt_at(placement), _failure_of(exc))
                 if isinstance(exc, StaleTicketError):
                     await self._services.health_monitor.refresh(exc.worker)
             else:
                 return
-        if failover.failed is not None:
-            raise failover.failed
+        if failed is not None:
+            raise failed
 
-    def _place(self, failover: _FailoverState) -> Placement:
-        context, services, failed = self._context, self._services, failover.failed
+    def _place(self, failover: Failover, failed: UpstreamError | None) -> Placement:
+        context, services = self._context, self._services
         fleet = services.workers.fleet
         if context.model not in fleet.models:
             raise services.workers.why_not_served(context.model)
@@ -168,7 +121,7 @@ class RequestProxy:
             prefill_request = PrefillRequest(
                 self._services, self._context, handoff, attempt, early=wanted
             )
-            if placement.handoff in _PREFILL_FIRST:
+            if placement.handoff in PREFILL_FIRST:
                 await self._pull(prefill_request, bodies.prefill, send_decode)
             else:
                 await self._push(prefill_request, bodies.prefill, send_decode)
@@ -257,9 +210,9 @@ class RequestProxy:
     def _headers(self) -> CIMultiDict[str]:
         headers = self._services.upstream.headers()
         headers.update(self._context.forwarded_headers)
-        headers["x-request-id"] = self._context.id
+        headers[REQUEST_ID_HEADER] = self._context.id
         headers[CREATED_HEADER] = self._created
-        headers["x-baton-timeout-s"] = f"{self._context.left_s(self._services.clock.now()):.3f}"
+        headers[TIMEOUT_HEADER] = f"{self._context.left_s(self._services.clock.now()):.3f}"
         return headers
 
 
@@ -271,8 +224,34 @@ _CAUSES: Final[dict[type[UpstreamError], FallbackCause]] = {
 }
 
 
-_REJECTED: Final = FallbackCause.PREFILL_REJECTED
-_EXCLUDES_MODE: Final = {FallbackCause.PREFILL_OVERLOADED, FallbackCause.HANDOFF_FAILED}
+_MODE_FAILURES: Final = frozenset({
+    FallbackCause.PREFILL_OVERLOADED,
+    FallbackCause.HANDOFF_FAILED,
+})
+
+
+def _failure_of(error: UpstreamError) -> Failure:  # noqa: PLR0911 - one match over the errors
+    """What failover must know of an error."""
+    match error:
+        case PrefillFailedError(cause=FallbackCause.PREFILL_REJECTED):
+            return Failure.PREFILL_REJECTED
+        case PrefillFailedError(cause=cause) if cause in _MODE_FAILURES:
+            return Failure.MODE_FAILED
+        case PrefillFailedError():
+            return Failure.PREFILL_FAILED
+        case StaleTicketError():
+            return Failure.STALE_TICKET
+        case KVLostError():
+            return Failure.KV_LOST
+        case _:
+            return Failure.DECODE_FAILED
+
+
+def _attempt_at(placement: Placement) -> Attempt:
+    prefill = placement.prefill
+    if prefill is None:
+        return Attempt(placement.decode.id)
+    return Attempt(placement.decode.id, prefill.id, placement.handoff)
 
 
 def _cause_of(error: UpstreamError) -> FallbackCause:

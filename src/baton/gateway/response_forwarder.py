@@ -1,9 +1,13 @@
-"""The decode worker's bytes to the client: unchanged, and as they come."""
+"""The decode worker's bytes to the client; the prefill worker's first token may precede them."""
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Final
+
+import msgspec
 
 from baton.gateway.asgi import Header, send_whole
 from baton.gateway.errors import (
@@ -14,17 +18,86 @@ from baton.gateway.errors import (
     WorkerLostError,
 )
 from baton.gateway.metrics import BrokenStreamCause
+from baton.gateway.protocol_adapters import client_answer, first_error
 from baton.gateway.upstream import mapped_errors, read_answer, read_error
-from baton.gateway.vllm_adapter import client_answer, first_error
+from baton.protocol.worker_http import REQUEST_ID_HEADER, first_token_path
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
     import aiohttp
     from starlette.types import Send
 
-    from baton.gateway.early_first_token import EarlyFirstToken
-    from baton.gateway.request_context import RequestContext
-    from baton.gateway.services import Services
+    from baton.auth.ticket import Ticket
+    from baton.gateway.request_context import RequestContext, Services
+    from baton.gateway.workers import Worker
+    from baton.protocol.worker_http import FirstToken
     from baton.router.fleet import WorkerView
+
+
+COMMIT_TIMEOUT_S: Final = 1.0
+
+log = logging.getLogger(__name__)
+
+
+class EarlyFirstToken:
+    """One attempt's. Owner: the event loop's thread; two tasks meet here."""
+
+    def __init__(self, services: Services, context: RequestContext, send: Send) -> None:
+        self._services, self._context, self._send = services, context, send
+        self._lock = asyncio.Lock()
+        self._is_closed = False
+        self._sent = b""
+
+    async def send_first_token(self, decode: Worker, ticket: Ticket, first: FirstToken) -> None:
+        """Send the first token to the client, if decode agrees and has not begun itself."""
+        try:
+            if not await self._commit_first_token(decode, ticket, first):
+                return
+        except UpstreamError as exc:
+            log.info("%s was not asked about a first token: %s", decode, exc)
+            return
+        async with self._lock:
+            if self._is_closed:
+                return
+            self._sent = first.events.encode()
+            self._context.tail = self._sent
+            self._services.metrics.early_first_tokens.inc()
+            await self._context.start_stream(self._send)
+            self._context.note_first_byte(self._services.clock.now())
+            await self._send({
+                "type": "http.response.body",
+                "body": self._sent,
+                "more_body": True,
+            })
+
+    async def close(self) -> bool:
+        """Decode's stream is here: nothing more is sent early. Whether something was."""
+        async with self._lock:
+            self._is_closed = True
+        return bool(self._sent)
+
+    async def skip_sent(self, read: Callable[[], Awaitable[bytes]]) -> bytes:
+        """Read decode's stream as far as the client has it: what follows that, empty at its end.
+
+        Raises:
+            WorkerLostError: it begins otherwise, or ends before.
+        """
+        chunk = b""
+        while len(chunk) <= len(self._sent) and (more := await read()):
+            chunk += more
+        if not chunk.startswith(self._sent):
+            raise WorkerLostError("the decode worker went on from another first token")
+        return chunk[len(self._sent) :]
+
+    async def _commit_first_token(self, decode: Worker, ticket: Ticket, first: FirstToken) -> bool:
+        (url,) = decode.control_urls
+        path = url.with_path(first_token_path(ticket.id))
+        ask = self._services.upstream.ask
+        status, committed = await ask(path, bytes(first.token), COMMIT_TIMEOUT_S)
+        token = msgspec.json.decode(first.token)
+        return status == HTTPStatus.OK and msgspec.json.decode(committed) == token
+
 
 STALE_TICKET: Final = "stale_ticket"
 EVENT_STREAM: Final = "text/event-stream"
@@ -127,7 +200,7 @@ class ResponseForwarder:
             body = client_answer(body)
         context.status, context.tail = response.status, body[-TAIL_BYTES:]
         context.note_first_byte(self._services.clock.now())
-        own = (b"x-request-id", context.id.encode())
+        own = (REQUEST_ID_HEADER.encode(), context.id.encode())
         await send_whole(self._send, response.status, body, (*headers, own))
 
 

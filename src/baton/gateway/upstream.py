@@ -13,6 +13,7 @@ import msgspec
 from multidict import CIMultiDict
 
 from baton.gateway.errors import UpstreamError, WorkerLostError, WorkerUnreachableError
+from baton.protocol.worker_http import ErrorBody, ErrorDetail, abort_path
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -32,7 +33,6 @@ MAX_PLAIN_BODY_BYTES: Final = 1 << 20
 """aiohttp wants a larger body as a file, so that it can yield while writing it."""
 
 MAX_SMALL_ANSWER_BYTES: Final = 1 << 20
-MAX_REASON_CHARS: Final = 500
 
 
 class Upstream:
@@ -118,7 +118,7 @@ class Upstream:
         Raises:
             UpstreamError: it could not be told.
         """
-        url = base_url / "baton/v1/handoffs" / ticket.hex() / "abort"
+        url = base_url.with_path(abort_path(ticket))
         with mapped_errors(url):
             async with (
                 asyncio.timeout(self._options.connect_timeout_s),
@@ -157,30 +157,15 @@ async def read_answer(response: aiohttp.ClientResponse, max_bytes: int) -> bytes
     return b"".join(parts)
 
 
-class WorkerError(msgspec.Struct, frozen=True):
-    """What a worker says went wrong. vLLM's codes are HTTP's, and numbers."""
-
-    code: str | int | None = None
-    message: str | None = None
-
-    def __str__(self) -> str:
-        reported = (str(part) for part in (self.code, self.message) if part is not None)
-        return ": ".join(reported)[:MAX_REASON_CHARS]
+_error_decoder = msgspec.json.Decoder(ErrorBody)
 
 
-class _ErrorAnswer(msgspec.Struct):
-    error: WorkerError
-
-
-_error_decoder = msgspec.json.Decoder(_ErrorAnswer)
-
-
-def read_error(body: bytes) -> WorkerError:
+def read_error(body: bytes) -> ErrorDetail:
     """An OpenAI-shaped error; one that says nothing if it is no such thing."""
     try:
         return _error_decoder.decode(body).error
     except msgspec.MsgspecError:
-        return WorkerError()
+        return ErrorDetail()
 
 
 @contextmanager

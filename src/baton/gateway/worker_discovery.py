@@ -24,7 +24,8 @@ from yarl import URL
 from baton.errors import ProtocolError
 from baton.gateway.errors import UnusableWorkerError, UpstreamError
 from baton.gateway.upstream import read_error
-from baton.gateway.worker_info import KV_ROLES, WorkerInfo, read_info, why_not_asked
+from baton.gateway.worker_info import KV_ROLES, read_info, why_not_asked
+from baton.protocol.worker_http import INFO_PATH, WorkerInfo
 
 if TYPE_CHECKING:
     from baton.gateway.upstream import Upstream
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
 PROBE_TIMEOUT_S: Final = 30.0
 """For one token: the first request of a vLLM server takes some seconds, and it may have others."""
 
-INFO_PATH: Final = "baton/v1/info"
 COMPLETIONS: Final = "/v1/completions"
 
 log = logging.getLogger(__name__)
@@ -72,7 +72,9 @@ class WorkerDiscovery:
             raise UnusableWorkerError(self._unusable)
         if self._known_info is not None and await self.check_incarnation() is Incarnation.SAME:
             return self._known_info
-        status, body = await self._upstream.get(self._worker.url / INFO_PATH, self._timeout_s)
+        status, body = await self._upstream.get(
+            self._worker.url.with_path(INFO_PATH), self._timeout_s
+        )
         match status:
             case HTTPStatus.OK:
                 self._known_info = None
@@ -83,7 +85,7 @@ class WorkerDiscovery:
             case HTTPStatus.UNAUTHORIZED:
                 raise UpstreamError(_WRONG_KEY)
             case _:
-                raise UpstreamError(f"/{INFO_PATH} answered {status}: is this a Baton worker?")
+                raise UpstreamError(f"{INFO_PATH} answered {status}: is this a Baton worker?")
 
     async def check_incarnation(self) -> Incarnation:
         """Whether a vLLM server is still in the life that we know; costs it nothing."""
@@ -118,7 +120,7 @@ class WorkerDiscovery:
                 )
             case _:
                 raise UpstreamError(
-                    f"neither /{INFO_PATH} nor /v1/models exists there ({status}): "
+                    f"neither {INFO_PATH} nor /v1/models exists there ({status}): "
                     "is this a Baton worker, or a vLLM server?"
                 )
 
@@ -161,7 +163,7 @@ class WorkerDiscovery:
             log.warning("%s cannot be told of aborts or asked for traces: %s", self._worker, exc)
 
     async def _ask_control(self, info: WorkerInfo) -> WorkerInfo:
-        url = URL(info.control_urls[0]) / INFO_PATH
+        url = URL(info.control_urls[0]).with_path(INFO_PATH)
         status, body = await self._upstream.get(url, self._timeout_s)
         if status == HTTPStatus.UNAUTHORIZED:
             raise UnusableWorkerError(_WRONG_KEY)

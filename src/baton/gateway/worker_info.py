@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Final, get_args
+from typing import TYPE_CHECKING, Final, get_args
 
 import msgspec
 from yarl import URL
@@ -10,19 +10,13 @@ from yarl import URL
 from baton.auth.ticket import HandoffMode, WorkerRef
 from baton.config.cluster_key import is_loopback
 from baton.errors import ProtocolError
-from baton.ids import Epoch, WorkerId
-from baton.router.fleet import Role, WorkerLoad, WorkerProtocol, WorkerView
+from baton.protocol.worker_http import Health, Role, WorkerInfo, WorkerLoad
+from baton.router.fleet import WorkerView
 
 if TYPE_CHECKING:
     from baton.gateway.options import WorkerAddress
 
-EPOCH_CHARS: Final = 32
-MAX_RANKS: Final = 32
-"""Of tensor parallelism: above it, the addresses of all ranks would not fit into a ticket."""
 
-NAME: Final = msgspec.Meta(min_length=1, max_length=256)
-Name = Annotated[str, NAME]
-RANKS: Final = msgspec.Meta(max_length=MAX_RANKS)
 KNOWN_MODES: Final[frozenset[HandoffMode]] = frozenset(get_args(HandoffMode))
 KV_ROLES: Final = {
     Role.PREFILL: "kv_producer",
@@ -31,83 +25,25 @@ KV_ROLES: Final = {
 }
 
 
-class KVEventsSource(msgspec.Struct, frozen=True):
-    """Where a worker announces the blocks that it keeps and drops (ZMQ)."""
-
-    endpoint: Name
-    replay_endpoint: Name | None = None
-    topic: Annotated[str, msgspec.Meta(max_length=256)] = ""
-
-
-class WorkerInfo(msgspec.Struct, frozen=True):
-    """The part of a worker's self-description that placement and tickets need.
-
-    `control_urls` has one address for each tensor-parallel rank of a vLLM server, where that rank
-    is asked what a Baton worker is asked at its own address; a Baton worker has none. Of `modes`,
-    those that this version does not know are left out.
-    """
-
-    worker: Annotated[WorkerId, NAME]
-    epoch: Annotated[Epoch, msgspec.Meta(min_length=EPOCH_CHARS, max_length=EPOCH_CHARS)]
-    role: Role
-    served_model_name: Name
-    fingerprint: Name
-    max_context_tokens: Annotated[int, msgspec.Meta(gt=0)]
-    handoff_address: Name
-    transports: Annotated[tuple[str, ...], msgspec.Meta(max_length=64)]
-    version: Name
-    protocol: WorkerProtocol = "baton"
-    engine: Name | None = None
-    rank_addresses: Annotated[tuple[Name, ...], RANKS] = ()
-    control_urls: Annotated[tuple[Name, ...], RANKS] = ()
-    kv_events: KVEventsSource | None = None
-    modes: Annotated[tuple[str, ...], msgspec.Meta(max_length=16)] = ("push",)
-
-    def __post_init__(self) -> None:
-        if self.rank_addresses and self.rank_addresses[0] != self.handoff_address:
-            raise ValueError("the first of rank_addresses must be handoff_address")
-        num_controls = max(1, len(self.rank_addresses)) if self.protocol == "vllm" else 0
-        if len(self.control_urls) != num_controls:
-            raise ValueError(f"control_urls must have {num_controls} entries")
-
-    def view(
-        self, listed_role: Role, *, available: bool, load: WorkerLoad | None = None
-    ) -> WorkerView:
-        """What placement sees of this worker in the role that the operator gave it."""
-        return WorkerView(
-            ref=WorkerRef(self.worker, self.epoch, self.handoff_address, self.rank_addresses),
-            role=listed_role,
-            model=self.served_model_name,
-            fingerprint=self.fingerprint,
-            transports=frozenset(self.transports),
-            available=available,
-            protocol=self.protocol,
-            modes=KNOWN_MODES & frozenset(self.modes),
-            load=load,
-        )
-
-
-class Health(msgspec.Struct, frozen=True):
-    """What a Baton worker answers when it is asked how it is. `load` None: it does not say."""
-
-    load: Load | None = None
-
-
-class Load(msgspec.Struct, frozen=True):
-    """A worker's queue and KV blocks."""
-
-    num_waiting: Annotated[int, msgspec.Meta(ge=0)]
-    num_blocks: Annotated[int, msgspec.Meta(gt=0)]
-    num_free_blocks: Annotated[int, msgspec.Meta(ge=0)]
-    block_size: Annotated[int, msgspec.Meta(gt=0)]
-
-    def view(self) -> WorkerLoad:
-        """What placement sees of it."""
-        return WorkerLoad(self.num_waiting, self.num_blocks, self.num_free_blocks, self.block_size)
-
-
 _decoder = msgspec.json.Decoder(WorkerInfo)
 _health_decoder = msgspec.json.Decoder(Health)
+
+
+def worker_view(
+    info: WorkerInfo, listed_role: Role, *, available: bool, load: WorkerLoad | None = None
+) -> WorkerView:
+    """What placement uses of a worker, in the role that the operator gave it."""
+    return WorkerView(
+        ref=WorkerRef(info.worker, info.epoch, info.handoff_address, info.rank_addresses),
+        role=listed_role,
+        model=info.served_model_name,
+        fingerprint=info.fingerprint,
+        transports=frozenset(info.transports),
+        available=available,
+        protocol=info.protocol,
+        modes=KNOWN_MODES & frozenset(info.modes),
+        load=load,
+    )
 
 
 def read_load(body: bytes) -> WorkerLoad | None:
@@ -116,7 +52,7 @@ def read_load(body: bytes) -> WorkerLoad | None:
         load = _health_decoder.decode(body).load
     except msgspec.MsgspecError:
         return None
-    return None if load is None else load.view()
+    return load
 
 
 def read_info(body: bytes) -> WorkerInfo:

@@ -20,8 +20,8 @@ from yarl import URL
 
 from baton.errors import ModelNotFoundError
 from baton.gateway.errors import NoWorkerError, WorkerLostError
-from baton.gateway.interruptible import Interruptible
-from baton.gateway.worker_info import WorkerInfo, why_not_used
+from baton.gateway.request_context import Interruptible
+from baton.gateway.worker_info import why_not_used, worker_view
 from baton.router.fleet import Fleet
 
 if TYPE_CHECKING:
@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from baton.gateway.metrics import GatewayMetrics
     from baton.gateway.options import WorkerAddress
     from baton.ids import WorkerId
-    from baton.router.fleet import WorkerLoad, WorkerView
+    from baton.protocol.worker_http import WorkerInfo, WorkerLoad
+    from baton.router.fleet import WorkerView
 
 log = logging.getLogger(__name__)
 
@@ -222,7 +223,7 @@ class Workers:
 
     def _make_fleet(self) -> None:
         self.fleet = Fleet.of(
-            w.info.view(w.address.role, available=isinstance(w.state, Up), load=w.load)
+            worker_view(w.info, w.address.role, available=isinstance(w.state, Up), load=w.load)
             for w in self.all
             if w.info is not None
         )

@@ -3,40 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import StrEnum
-from typing import TYPE_CHECKING, Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Final
+
+from baton.protocol.worker_http import Role
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from baton.auth.ticket import HandoffMode, WorkerRef
     from baton.ids import WorkerId
-
-
-WorkerProtocol: TypeAlias = Literal["baton", "vllm"]
-"""How a worker is spoken to: as a Baton worker, or as vLLM's own server with Baton's connector."""
+    from baton.protocol.worker_http import WorkerLoad, WorkerProtocol
 
 
 PUSH_ONLY: Final[frozenset[HandoffMode]] = frozenset({"push"})
 """What every worker knows."""
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerLoad:
-    """What a worker said of its KV blocks and its queue, at most a probe's interval ago."""
-
-    num_waiting: int
-    num_blocks: int
-    num_free_blocks: int
-    block_size: int
-
-
-class Role(StrEnum):
-    """What a worker was started to do. `BOTH` prefills and decodes its own requests."""
-
-    PREFILL = "prefill"
-    DECODE = "decode"
-    BOTH = "both"
 
 
 @dataclass(frozen=True, slots=True)

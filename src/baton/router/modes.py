@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 if TYPE_CHECKING:
     from baton.auth.ticket import HandoffMode
-    from baton.router.fleet import WorkerLoad, WorkerView
+    from baton.protocol.worker_http import WorkerLoad
+    from baton.router.fleet import WorkerView
     from baton.router.placement import PlacementRequest
 
 ModeSetting: TypeAlias = Literal["auto", "push", "pull", "pool", "reference", "colocated"]

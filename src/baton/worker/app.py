@@ -9,14 +9,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 from baton.errors import BatonError
-from baton.worker.error_responses import (
+from baton.protocol.worker_http import HEALTH_PATH
+from baton.worker.http_exchange import (
+    ClientGoneError,
+    HttpExchange,
     UnauthorizedError,
     UnknownPathError,
     WrongMethodError,
     describe,
     was_declined,
 )
-from baton.worker.http_exchange import ClientGoneError, HttpExchange
 
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
@@ -29,7 +31,7 @@ logger = logging.getLogger(__name__)
 Handler: TypeAlias = Callable[[HttpExchange], Awaitable[None]]
 Methods: TypeAlias = Mapping[str, Handler]
 
-OPEN_PATH: Final = "/health"
+OPEN_PATH: Final = HEALTH_PATH
 """The one path that needs no bearer: whoever watches the process may ask."""
 
 

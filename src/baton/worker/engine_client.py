@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from baton.engines.interface import NewToken, RequestFailed
-from baton.worker.error_responses import DeadlineError, DrainingError
+from baton.worker.http_exchange import DeadlineError, DrainingError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -1,15 +1,14 @@
-"""OpenAI's two request bodies, as far as Baton answers them.
-
-A field that is not named here is ignored, unless it would silently change the answer: those are
-in `unsupported.py`. Each description completes "send …" in an error message.
-"""
+"""OpenAI's two request bodies as far as Baton answers them: fields, refused fields, validation."""
 
 from __future__ import annotations
 
-from typing import Annotated, TypeAlias
+import re
+from typing import Annotated, Any, Final, TypeAlias, TypeVar, get_type_hints
 
 import msgspec
 from msgspec import Meta
+
+from baton.errors import InvalidRequestError
 
 MAX_STOPS = 16
 MAX_LOGPROBS = 20
@@ -130,3 +129,191 @@ class ChatFields(GenerationFields, frozen=True, kw_only=True):
         ]
         | None
     ) = None
+
+
+ABSENT: Final = msgspec.Raw(b"null")
+
+
+class UnsupportedFields(msgspec.Struct, frozen=True, kw_only=True):
+    """Raw values of the fields that Baton does not serve."""
+
+    n: msgspec.Raw = ABSENT
+    best_of: msgspec.Raw = ABSENT
+    echo: msgspec.Raw = ABSENT
+    suffix: msgspec.Raw = ABSENT
+    tools: msgspec.Raw = ABSENT
+    tool_choice: msgspec.Raw = ABSENT
+    functions: msgspec.Raw = ABSENT
+    function_call: msgspec.Raw = ABSENT
+    response_format: msgspec.Raw = ABSENT
+    structured_outputs: msgspec.Raw = ABSENT
+    guided_json: msgspec.Raw = ABSENT
+    guided_regex: msgspec.Raw = ABSENT
+    guided_choice: msgspec.Raw = ABSENT
+    guided_grammar: msgspec.Raw = ABSENT
+    logit_bias: msgspec.Raw = ABSENT
+    presence_penalty: msgspec.Raw = ABSENT
+    frequency_penalty: msgspec.Raw = ABSENT
+    repetition_penalty: msgspec.Raw = ABSENT
+    min_p: msgspec.Raw = ABSENT
+    use_beam_search: msgspec.Raw = ABSENT
+    bad_words: msgspec.Raw = ABSENT
+    allowed_token_ids: msgspec.Raw = ABSENT
+    include_stop_str_in_output: msgspec.Raw = ABSENT
+    prompt_logprobs: msgspec.Raw = ABSENT
+    truncate_prompt_tokens: msgspec.Raw = ABSENT
+    prompt_embeds: msgspec.Raw = ABSENT
+    add_generation_prompt: msgspec.Raw = ABSENT
+    continue_final_message: msgspec.Raw = ABSENT
+    chat_template: msgspec.Raw = ABSENT
+    documents: msgspec.Raw = ABSENT
+    modalities: msgspec.Raw = ABSENT
+    audio: msgspec.Raw = ABSENT
+    prediction: msgspec.Raw = ABSENT
+    web_search_options: msgspec.Raw = ABSENT
+
+
+_MAX_SHOWN_CHARS: Final = 40
+_OFF: Final[dict[str, tuple[object, ...]]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "tool_choice": ("none", "auto"),
+    "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "min_p": (0,),
+    "add_generation_prompt": (True,),
+    "modalities": (["text"],),
+}
+_WHY: Final = {
+    "n": "Baton gives one answer a request; send several requests",
+    "best_of": "Baton samples one answer a request; send several requests and choose",
+}
+
+
+def refuse_unsupported(fields: UnsupportedFields) -> None:
+    """Pass if every field is absent or off.
+
+    Raises:
+        InvalidRequestError: names the first field that is on; code `unsupported_parameter`.
+    """
+    for name in UnsupportedFields.__struct_fields__:
+        raw: msgspec.Raw = getattr(fields, name)
+        if _is_off(name, msgspec.json.decode(raw)):
+            continue
+        why = _WHY.get(name, "Baton would have to ignore it, and the answer would not be yours")
+        raise InvalidRequestError(
+            f"{name}={_shown(raw)} is not supported: {why}. Leave {name} out.",
+            param=name,
+            code="unsupported_parameter",
+        )
+
+
+def _is_off(name: str, value: object) -> bool:
+    if value is None:
+        return True
+    if name in _OFF:
+        return value in _OFF[name]
+    return value is False or value in ("", [], {})
+
+
+def _shown(raw: msgspec.Raw) -> str:
+    text = bytes(raw).decode()
+    return text if len(text) <= _MAX_SHOWN_CHARS else text[:_MAX_SHOWN_CHARS] + "…"
+
+
+F = TypeVar("F", bound=GenerationFields)
+
+_AT: Final = re.compile(r"^(?P<what>.*?)(?: - at `(?P<path>.*)`)?$", re.DOTALL)
+_MISSING: Final = re.compile(r"missing required field `(?P<field>[^`]+)`")
+
+_unsupported: Final = msgspec.json.Decoder(UnsupportedFields)
+_completion: Final = msgspec.json.Decoder(CompletionFields)
+_chat: Final = msgspec.json.Decoder(ChatFields)
+
+
+def parse_completion(body: bytes) -> CompletionFields:
+    """Decode the body of `POST /v1/completions`.
+
+    Raises:
+        InvalidRequestError: not JSON, a wrong type or value, or an unsupported field.
+    """
+    return _parse(body, _completion)
+
+
+def parse_chat(body: bytes) -> ChatFields:
+    """Decode the body of `POST /v1/chat/completions`.
+
+    Raises:
+        InvalidRequestError: not JSON, a wrong type or value, or an unsupported field.
+    """
+    return _parse(body, _chat)
+
+
+def _parse(body: bytes, decoder: msgspec.json.Decoder[F]) -> F:
+    try:
+        fields = decoder.decode(body)
+        refuse_unsupported(_unsupported.decode(body))
+    except msgspec.ValidationError as exc:
+        raise _explain(str(exc)) from exc
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+        raise InvalidRequestError(
+            f"the body is not valid JSON: {exc}. Send one JSON object with "
+            "'content-type: application/json'.",
+            code="invalid_json",
+        ) from exc
+    return fields
+
+
+def _explain(message: str) -> InvalidRequestError:
+    """Turn msgspec's sentence into one with a parameter, a reason and a remedy."""
+    found = _AT.match(message)
+    what, path = (found["what"], found["path"]) if found else (message, None)
+    missing = _MISSING.search(what)
+    inside = path.removeprefix("$").removeprefix(".") if path else ""
+    if missing:
+        param = f"{inside}.{missing['field']}" if inside else missing["field"]
+        what = "this field is required"
+    else:
+        param = inside
+    if not param:
+        return InvalidRequestError(f"the body is not what is expected here: {_lower(what)}.")
+    remedy = _remedy(param)
+    advice = f" Send {remedy}." if remedy else ""
+    return InvalidRequestError(
+        f"{param}: {_lower(what)}.{advice}", param=param, code="invalid_value"
+    )
+
+
+def _lower(what: str) -> str:
+    return what[:1].lower() + what[1:]
+
+
+def _remedy(param: str) -> str | None:
+    """The description of the innermost described field on the path `a.b[0].c`."""
+    names = [re.sub(r"\[.*?\]", "", part) for part in param.split(".")]
+    return next((_DESCRIPTIONS[name] for name in reversed(names) if name in _DESCRIPTIONS), None)
+
+
+def _described(*schemas: type[msgspec.Struct]) -> dict[str, str]:
+    return {
+        name: description
+        for schema in schemas
+        for name, hint in get_type_hints(schema, include_extras=True).items()
+        if (description := _description(hint)) is not None
+    }
+
+
+def _description(hint: Any) -> str | None:  # noqa: ANN401 (a type annotation has no type)
+    for meta in getattr(hint, "__metadata__", ()):
+        if isinstance(meta, msgspec.Meta) and meta.description is not None:
+            return meta.description
+    for argument in getattr(hint, "__args__", ()):
+        if (description := _description(argument)) is not None:
+            return description
+    return None
+
+
+_DESCRIPTIONS: Final = _described(CompletionFields, ChatFields, ChatMessage)

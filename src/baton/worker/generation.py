@@ -15,23 +15,24 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, assert_never
 
 import msgspec
+from msgspec import UNSET
 
 from baton.clock import Instant
 from baton.engines.interface import Colocated, DecodeRequest, GenerationRequest, PrefillRequest
 from baton.errors import BatonError, EngineError, InvalidRequestError
 from baton.ids import RequestId
+from baton.protocol.worker_http import CREATED_HEADER, TIMEOUT_HEADER, FirstToken, PrefillReply
 from baton.telemetry.trace import RequestSpan, Stamp
-from baton.worker.api_adapters import CompleteAnswer
-from baton.worker.error_responses import describe
+from baton.worker.http_exchange import describe
 from baton.worker.output_processor import OutputProcessor
 from baton.worker.replies import (
-    EarlyPrefillReply,
-    FirstToken,
-    PrefillReply,
+    DONE,
+    CompleteAnswer,
+    EventWriter,
     ReplyHead,
     count_usage,
+    error_event,
 )
-from baton.worker.streaming import DONE, EventWriter, error_event
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
@@ -39,20 +40,18 @@ if TYPE_CHECKING:
     from baton.clock import Clock
     from baton.engines.interface import FinishReason, NewToken, RequestKind
     from baton.telemetry.trace import TraceRing
-    from baton.worker.api_adapters import ApiAdapter
     from baton.worker.engine_client import AnswerStream, EngineClient
     from baton.worker.http_exchange import HttpExchange
+    from baton.worker.metrics import RequestObserver
     from baton.worker.options import WorkerOptions
     from baton.worker.output_processor import TextChunk
     from baton.worker.prompts import Generation
-    from baton.worker.request_metrics import RequestObserver
+    from baton.worker.replies import ApiAdapter
     from baton.worker.ticket_reader import TicketReader
     from baton.worker.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-TIMEOUT_HEADER: Final = b"x-baton-timeout-s"
-CREATED_HEADER: Final = b"x-baton-created"
 MAX_CREATED_DIGITS: Final = 12
 
 
@@ -141,15 +140,14 @@ class GenerationService:
     async def _respond_prefill(self, job: _Job, stream: AnswerStream) -> None:
         (token, *_) = await stream.tokens()
         job.request.trace.outcome = "prefilled"
+        kind = job.request.kind
+        is_early = isinstance(kind, PrefillRequest) and kind.ticket.first_token_early
         reply = PrefillReply(
             request_id=job.exchange.request_id,
             prompt_tokens=len(job.generation.prompt_ids),
             cached_tokens=token.num_cached_tokens,
+            first=self._begin(job, token) if is_early else UNSET,
         )
-        leg = job.request.kind
-        if isinstance(leg, PrefillRequest) and leg.ticket.first_token_early:
-            fields = msgspec.structs.asdict(reply)
-            reply = EarlyPrefillReply(**fields, first=self._begin(job, token))
         await job.exchange.send_json(200, reply)
 
     def _begin(self, job: _Job, token: NewToken) -> FirstToken | None:
@@ -159,7 +157,9 @@ class GenerationService:
             return None
         writer = self._writer(job)
         events = writer.opening() + (b"" if chunk.is_empty else self._event(job, writer, chunk))
-        return FirstToken(token.token, events.decode()) if events else None
+        if not events:
+            return None
+        return FirstToken(msgspec.Raw(msgspec.json.encode(token.token)), events.decode())
 
     def _writer(self, job: _Job) -> EventWriter:
         include_usage = job.generation.include_usage
@@ -287,13 +287,13 @@ def _tenant_salt(generation: Generation, leg: RequestKind) -> str:
 
 def _read_created(exchange: HttpExchange) -> int | None:
     """When the gateway says that the answer was created, so that all legs say the same."""
-    text = exchange.header(CREATED_HEADER) or b""
+    text = exchange.header(CREATED_HEADER.encode()) or b""
     return int(text) if text.isdigit() and len(text) <= MAX_CREATED_DIGITS else None
 
 
 def _read_timeout_s(exchange: HttpExchange) -> float:
     """Seconds that the gateway leaves for this request; infinite if it does not say."""
-    text = exchange.header(TIMEOUT_HEADER)
+    text = exchange.header(TIMEOUT_HEADER.encode())
     if text is None:
         return math.inf
     try:
@@ -302,6 +302,6 @@ def _read_timeout_s(exchange: HttpExchange) -> float:
         timeout_s = math.nan
     if not timeout_s > 0:
         raise InvalidRequestError(
-            f"{TIMEOUT_HEADER.decode()} is not a number of seconds above 0", code="invalid_value"
+            f"{TIMEOUT_HEADER} is not a number of seconds above 0", code="invalid_value"
         )
     return timeout_s

@@ -1,19 +1,33 @@
-"""One HTTP request and its answer, on raw ASGI. Owned by the event loop, by one task at a time."""
+"""One HTTP request and its response; errors as status and OpenAI's error body."""
 
 from __future__ import annotations
 
+import math
 import re
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 import msgspec
 
-from baton.errors import InvalidRequestError
+from baton.errors import (
+    BatonError,
+    ContextLengthError,
+    EngineError,
+    HandoffError,
+    InvalidRequestError,
+    ModelNotFoundError,
+    OverloadedError,
+    TicketError,
+)
+from baton.handoff.interface import DECLINED_STAGE
 from baton.ids import RequestId, new_request_id
+from baton.protocol.worker_http import REQUEST_ID_HEADER, ErrorBody, ErrorDetail
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from starlette.types import Receive, Scope, Send
+
 
 Headers: TypeAlias = "Sequence[tuple[bytes, bytes]]"
 
@@ -79,19 +93,19 @@ class HttpExchange:
             pass
 
     async def send_json(self, status: int, value: object, headers: Headers = ()) -> None:
-        """OutputProcessor with one JSON value."""
+        """Respond with one JSON value."""
         await self.send_bytes(status, _encoder.encode(value), JSON, headers)
 
     async def send_bytes(
         self, status: int, body: bytes, content_type: bytes, headers: Headers = ()
     ) -> None:
-        """OutputProcessor with bytes."""
+        """Respond with bytes."""
         length = (b"content-length", str(len(body)).encode())
         await self._start(status, ((b"content-type", content_type), length, *headers))
         await self._send({"type": "http.response.body", "body": body})
 
     async def send_nothing(self) -> None:
-        """OutputProcessor 204: done, and there is nothing to say."""
+        """Respond with 204."""
         await self._start(204, ())
         await self._send({"type": "http.response.body", "body": b""})
 
@@ -112,11 +126,11 @@ class HttpExchange:
         await self._send({
             "type": "http.response.start",
             "status": status,
-            "headers": [*headers, (b"x-request-id", self.request_id.encode())],
+            "headers": [*headers, (REQUEST_ID_HEADER.encode(), self.request_id.encode())],
         })
 
     def _read_request_id(self) -> RequestId:
-        text = self._headers.get(b"x-request-id", b"").decode("latin-1")
+        text = self._headers.get(REQUEST_ID_HEADER.encode(), b"").decode("latin-1")
         return RequestId(text) if _REQUEST_ID.fullmatch(text) else new_request_id()
 
 
@@ -125,3 +139,110 @@ def _too_large(num_bytes: int, max_bytes: int) -> BodyTooLargeError:
         f"the body has {num_bytes} bytes or more, this worker reads at most {max_bytes}",
         code="body_too_large",
     )
+
+
+class StaleTicketError(BatonError):
+    """A ticket for another life of this worker, or one that was used already."""
+
+
+class DrainingError(BatonError):
+    """This worker is ending and takes no more requests."""
+
+    retryable = True
+
+
+class DeadlineError(BatonError):
+    """The request's time was over before its answer."""
+
+    retryable = True
+
+
+class UnknownPathError(BatonError):
+    """No such path."""
+
+
+class WrongMethodError(BatonError):
+    """The path exists, for other methods."""
+
+    def __init__(self, method: str, path: str, allowed: tuple[str, ...]) -> None:
+        super().__init__(f"{method} is not allowed on {path}; use {', '.join(allowed)}")
+        self.allowed = allowed
+
+
+class UnauthorizedError(BatonError):
+    """The request does not prove that it comes from this cluster."""
+
+
+@dataclass(frozen=True, slots=True)
+class _ErrorStatus:
+    status: int
+    type: str
+    code: str | None = None
+
+
+_ERROR_STATUSES: Final[tuple[tuple[type[BatonError], _ErrorStatus], ...]] = (
+    (ModelNotFoundError, _ErrorStatus(404, "invalid_request_error", "model_not_found")),
+    (BodyTooLargeError, _ErrorStatus(413, "invalid_request_error", "body_too_large")),
+    (ContextLengthError, _ErrorStatus(400, "invalid_request_error", "context_length_exceeded")),
+    (InvalidRequestError, _ErrorStatus(400, "invalid_request_error")),
+    (UnauthorizedError, _ErrorStatus(401, "authentication_error", "unauthorized")),
+    (TicketError, _ErrorStatus(403, "permission_error", "invalid_ticket")),
+    (UnknownPathError, _ErrorStatus(404, "invalid_request_error", "unknown_path")),
+    (WrongMethodError, _ErrorStatus(405, "invalid_request_error", "method_not_allowed")),
+    (StaleTicketError, _ErrorStatus(409, "conflict_error", "stale_ticket")),
+    (HandoffError, _ErrorStatus(502, "upstream_error", "handoff_failed")),
+    (OverloadedError, _ErrorStatus(503, "overloaded_error", "overloaded")),
+    (DrainingError, _ErrorStatus(503, "overloaded_error", "draining")),
+    (DeadlineError, _ErrorStatus(504, "timeout_error", "deadline_exceeded")),
+    (EngineError, _ErrorStatus(500, "engine_error", "engine_failed")),
+)
+_DECLINED: Final = _ErrorStatus(502, "upstream_error", "handoff_declined")
+_OTHER: Final = _ErrorStatus(500, "internal_error", "internal_error")
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorResponse:
+    """What a client is told about an error."""
+
+    status: int
+    body: ErrorBody
+    headers: Headers
+
+
+def was_declined(error: BaseException) -> bool:
+    """Whether a prefill leg ended because the decode worker had all it needed in its own cache."""
+    return isinstance(error, HandoffError) and error.stage == DECLINED_STAGE
+
+
+def describe(error: Exception) -> ErrorResponse:
+    """How to answer an error; what is not a `BatonError` is not described to clients."""
+    if not isinstance(error, BatonError):
+        detail = ErrorDetail(
+            "the worker met an unexpected error; its log has the details",
+            _OTHER.type,
+            None,
+            _OTHER.code,
+        )
+        return ErrorResponse(_OTHER.status, ErrorBody(detail), ())
+    answer = next((a for kind, a in _ERROR_STATUSES if isinstance(error, kind)), _OTHER)
+    if was_declined(error):
+        answer = _DECLINED
+    param, code = None, answer.code
+    if isinstance(error, InvalidRequestError):
+        param, code = error.param, error.code or answer.code
+    detail = ErrorDetail(str(error), answer.type, param, code)
+    return ErrorResponse(answer.status, ErrorBody(detail), _headers(error))
+
+
+def _headers(error: BatonError) -> Headers:
+    match error:
+        case OverloadedError(retry_after_s=seconds):
+            return ((b"retry-after", str(max(1, math.ceil(seconds))).encode()),)
+        case DrainingError():
+            return ((b"retry-after", b"1"),)
+        case WrongMethodError(allowed=allowed):
+            return ((b"allow", ", ".join(allowed).encode()),)
+        case UnauthorizedError():
+            return ((b"www-authenticate", b"Bearer"),)
+        case _:
+            return ()

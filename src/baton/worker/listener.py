@@ -1,12 +1,10 @@
-"""The worker's listening socket: bound before the model loads, so that a taken port fails early.
-
-Connections are refused until `start_listening`: a probe learns at once that nothing answers yet.
-"""
+"""What a worker takes of its machine before it loads anything large: its port, its cores."""
 
 from __future__ import annotations
 
 import errno
 import ipaddress
+import os
 import socket
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
@@ -77,3 +75,20 @@ def _explained(host: str, port: int) -> Generator[None]:
                 "let the system choose with --port 0"
             ) from exc
         raise ConfigError(f"cannot listen on {where}: {exc.strerror or exc}") from exc
+
+
+def pin_to(cores: tuple[int, ...]) -> None:
+    """Before an engine loads: it counts the cores it has. None given: nothing changes.
+
+    Raises:
+        ConfigError: this machine, or this process, does not have one of them.
+    """
+    if not cores:
+        return
+    try:
+        os.sched_setaffinity(0, cores)
+    except OSError as exc:
+        raise ConfigError(
+            f"cannot run on the cores {list(cores)}: {exc.strerror}; this process may use "
+            f"{sorted(os.sched_getaffinity(0))}"
+        ) from exc

@@ -1,8 +1,4 @@
-"""The process that a worker lives in: its socket, its engine, its server, its end.
-
-bind ─► loading ─► load the model ─► ready ──SIGTERM──► drain ─► exit 0
-                                                           └──another signal──► exit at once
-"""
+"""The worker process: socket, cores, engine, agent, signals, drain; it ends with its parent."""
 
 from __future__ import annotations
 
@@ -10,7 +6,9 @@ import asyncio
 import gc
 import logging
 import os
+import select
 import signal
+import threading
 from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Final
 
@@ -20,7 +18,7 @@ from prometheus_client import disable_created_metrics
 
 from baton.clock import MachineClock
 from baton.engines.interface import ENGINES, EngineContext
-from baton.errors import EngineError
+from baton.errors import ConfigError, EngineError
 from baton.handoff.agent import AgentOptions, HandoffAgent
 from baton.handoff.kv_views import KVView
 from baton.handoff.link_options import LinkOptions
@@ -30,10 +28,8 @@ from baton.telemetry.process_status import Draining, Loading, Ready, StatusRepor
 from baton.transfer.devices.options import choose_allocation
 from baton.transfer.interface import TRANSPORTS, TransportContext
 from baton.transfer.links.probes import ProbeBounds
-from baton.worker.cpu_affinity import pin_to
-from baton.worker.listener import bind, is_loopback, start_listening, url_of
+from baton.worker.listener import bind, is_loopback, pin_to, start_listening, url_of
 from baton.worker.options import WorkerOptions
-from baton.worker.parent_watch import exit_with_process
 from baton.worker.worker import Worker, build_worker
 
 if TYPE_CHECKING:
@@ -46,7 +42,40 @@ if TYPE_CHECKING:
     from baton.transfer.interface import Transport
     from baton.worker.options import ProcessOptions
 
+
 logger = logging.getLogger(__name__)
+
+GRACE_S: Final = 5.0
+
+
+def exit_with_process(parent_pid: int) -> None:
+    """Watch a process from a thread of its own: at its end, SIGTERM here, soon again (leave now).
+
+    The process need not be the parent. A thread, since loading a model blocks all else.
+
+    Raises:
+        ConfigError: there is no such process.
+    """
+    try:
+        fd = os.pidfd_open(parent_pid)
+    except OSError as exc:
+        raise ConfigError(
+            f"this worker should end with process {parent_pid}, which cannot be watched: "
+            f"{exc.strerror}"
+        ) from exc
+    threading.Thread(target=_watch, args=(fd, parent_pid), name="parent-watch", daemon=True).start()
+
+
+def _watch(fd: int, parent_pid: int) -> None:
+    poller = select.poll()
+    poller.register(fd, select.POLLIN)
+    poller.poll()
+    os.close(fd)
+    logger.warning("process %d has ended, and this worker ends with it", parent_pid)
+    os.kill(os.getpid(), signal.SIGTERM)
+    threading.Event().wait(GRACE_S)
+    os.kill(os.getpid(), signal.SIGTERM)
+
 
 KEEP_ALIVE_S: Final = 75
 FLUSH_TIMEOUT_S: Final = 5

@@ -10,15 +10,14 @@ import numpy as np
 
 from baton.engines.interface import SamplingParams
 from baton.errors import ContextLengthError, InvalidRequestError, ModelNotFoundError
-from baton.worker.chat_template import TemplateMessage
+from baton.worker.tokenizer import TemplateMessage
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from baton.engines.interface import EngineInfo
-    from baton.worker.chat_template import ChatTemplate
     from baton.worker.fields import ChatFields, ChatMessage, CompletionFields, GenerationFields
-    from baton.worker.tokenizer import Tokenizer
+    from baton.worker.tokenizer import ChatTemplate, Tokenizer
 
 NUM_INLINE_CHARS: Final = 4096
 """Texts up to here are tokenized on the event loop: handing them to a thread would cost more."""

@@ -1,16 +1,27 @@
-"""OpenAI's whole answers, as schemas."""
+"""Answers of the two generating APIs, whole and as server-sent events."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Protocol
 
 import msgspec
 
-from baton.handoff.interface import SampledToken
-from baton.worker.logprobs import ChatLogprobs, CompletionLogprobs
+from baton.worker.fields import parse_chat, parse_completion
+from baton.worker.output_processor import (
+    ChatLogprobs,
+    CompletionLogprobs,
+    chat_logprobs,
+    completion_logprobs,
+)
 
 if TYPE_CHECKING:
-    from baton.worker.output_processor import OutputProcessor
+    from collections.abc import Sequence
+
+    from baton.engines.interface import FinishReason
+    from baton.protocol.worker_http import ErrorBody
+    from baton.worker.output_processor import OutputProcessor, TokenEntry
+    from baton.worker.prompts import Generation, PromptReader
 
 
 class PromptTokensDetails(msgspec.Struct, frozen=True):
@@ -76,28 +87,6 @@ class ChatReply(msgspec.Struct, frozen=True, kw_only=True):
     usage: Usage
 
 
-class PrefillReply(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer of a prefill leg: the KV and the first token are with the decode worker."""
-
-    object: str = "baton.prefill"
-    request_id: str
-    prompt_tokens: int
-    cached_tokens: int
-
-
-class FirstToken(msgspec.Struct, frozen=True):
-    """The first token of an answer, and the events with which its stream begins."""
-
-    token: SampledToken
-    events: str
-
-
-class EarlyPrefillReply(PrefillReply, frozen=True, kw_only=True):
-    """The answer of a prefill leg that says its first token early. None: it ends the answer."""
-
-    first: FirstToken | None
-
-
 class ReplyHead(msgspec.Struct, frozen=True):
     """What all parts of one answer share; `created` is Unix seconds."""
 
@@ -114,3 +103,180 @@ def count_usage(num_prompt_tokens: int, answer: OutputProcessor) -> Usage:
         total_tokens=num_prompt_tokens + answer.num_tokens,
         prompt_tokens_details=PromptTokensDetails(answer.num_cached_tokens),
     )
+
+
+DONE: Final = b"data: [DONE]\n\n"
+_encode: Final = msgspec.json.Encoder().encode
+
+
+@dataclass(frozen=True, slots=True)
+class EventShape:
+    """How one API's events differ: id prefix, object, what stands around the text, the opening."""
+
+    id_prefix: str
+    object: str
+    before_text: bytes
+    after_text: bytes
+    opening: bytes | None
+
+
+COMPLETION_EVENTS: Final = EventShape(
+    id_prefix="cmpl-",
+    object="text_completion",
+    before_text=b'"text":',
+    after_text=b"",
+    opening=None,
+)
+CHAT_EVENTS: Final = EventShape(
+    id_prefix="chatcmpl-",
+    object="chat.completion.chunk",
+    before_text=b'"delta":{"content":',
+    after_text=b"}",
+    opening=b'"delta":{"role":"assistant","content":""}',
+)
+
+
+class _EventHead(msgspec.Struct, frozen=True):
+    id: str
+    object: str
+    created: int
+    model: str
+
+
+class EventWriter:
+    """Encodes the events of one answer."""
+
+    def __init__(self, shape: EventShape, head: ReplyHead, *, include_usage: bool) -> None:
+        fields = _EventHead(
+            shape.id_prefix + head.request_id, shape.object, head.created, head.model
+        )
+        self._head = b"data: " + _encode(fields)[:-1] + b',"choices":['
+        self._tail = (b',"usage":null' if include_usage else b"") + b"}\n\n"
+        self._before = self._head + b'{"index":0,' + shape.before_text
+        self._after = shape.after_text + b',"logprobs":'
+        self._opening = shape.opening
+
+    def opening(self) -> bytes:
+        """The event before all text, if this API has one."""
+        if self._opening is None:
+            return b""
+        return b"%b{%b,%b}]%b" % (
+            self._head,
+            b'"index":0,' + self._opening,
+            b'"logprobs":null,"finish_reason":null',
+            self._tail,
+        )
+
+    def text(
+        self,
+        text: str,
+        logprobs: ChatLogprobs | CompletionLogprobs | None,
+        finish: FinishReason | None,
+    ) -> bytes:
+        """The event of one piece of text."""
+        return b"%b%b%b%b%b%b}]%b" % (
+            self._before,
+            _encode(text),
+            self._after,
+            b"null" if logprobs is None else _encode(logprobs),
+            b',"finish_reason":',
+            b"null" if finish is None else _encode(finish),
+            self._tail,
+        )
+
+    def usage(self, usage: Usage) -> bytes:
+        """The event after all text, with no choices."""
+        return b'%b],"usage":%b}\n\n' % (self._head, _encode(usage))
+
+
+def error_event(body: ErrorBody) -> bytes:
+    """The event of a failure in mid-stream."""
+    return b"data: %b\n\n" % _encode(body)
+
+
+@dataclass(frozen=True, slots=True)
+class CompleteAnswer:
+    """A finished answer; `entries` None when no log-probabilities were asked for."""
+
+    text: str
+    entries: tuple[TokenEntry, ...] | None
+    finish: FinishReason
+    usage: Usage
+
+
+class ApiAdapter(Protocol):
+    """One of OpenAI's generating APIs."""
+
+    events: EventShape
+
+    async def read(self, body: bytes) -> Generation:
+        """Read a request's body.
+
+        Raises:
+            InvalidRequestError: says what, why and what to do.
+        """
+        ...
+
+    def logprobs(self, entries: Sequence[TokenEntry]) -> ChatLogprobs | CompletionLogprobs:
+        """Log-probabilities in this API's shape."""
+        ...
+
+    def reply(self, head: ReplyHead, whole: CompleteAnswer) -> ChatReply | CompletionReply:
+        """The answer as one object."""
+        ...
+
+
+class CompletionAdapter:
+    """`POST /v1/completions`."""
+
+    events = COMPLETION_EVENTS
+
+    def __init__(self, reader: PromptReader) -> None:
+        self._reader = reader
+
+    async def read(self, body: bytes) -> Generation:
+        """See `ApiAdapter`."""
+        return await self._reader.read_completion(parse_completion(body))
+
+    def logprobs(self, entries: Sequence[TokenEntry]) -> CompletionLogprobs:
+        """See `ApiAdapter`."""
+        return completion_logprobs(entries, self._reader.tokenizer)
+
+    def reply(self, head: ReplyHead, whole: CompleteAnswer) -> CompletionReply:
+        """See `ApiAdapter`."""
+        logprobs = None if whole.entries is None else self.logprobs(whole.entries)
+        return CompletionReply(
+            id=self.events.id_prefix + head.request_id,
+            created=head.created,
+            model=head.model,
+            choices=(CompletionChoice(whole.text, logprobs, whole.finish),),
+            usage=whole.usage,
+        )
+
+
+class ChatAdapter:
+    """`POST /v1/chat/completions`."""
+
+    events = CHAT_EVENTS
+
+    def __init__(self, reader: PromptReader) -> None:
+        self._reader = reader
+
+    async def read(self, body: bytes) -> Generation:
+        """See `ApiAdapter`."""
+        return await self._reader.read_chat(parse_chat(body))
+
+    def logprobs(self, entries: Sequence[TokenEntry]) -> ChatLogprobs:
+        """See `ApiAdapter`."""
+        return chat_logprobs(entries, self._reader.tokenizer)
+
+    def reply(self, head: ReplyHead, whole: CompleteAnswer) -> ChatReply:
+        """See `ApiAdapter`."""
+        logprobs = None if whole.entries is None else self.logprobs(whole.entries)
+        return ChatReply(
+            id=self.events.id_prefix + head.request_id,
+            created=head.created,
+            model=head.model,
+            choices=(ChatChoice(ChatReplyMessage(whole.text), logprobs, whole.finish),),
+            usage=whole.usage,
+        )

@@ -9,12 +9,26 @@ import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
 import baton
-from baton.auth.ticket import HandoffMode
 from baton.errors import InvalidRequestError
 from baton.handoff.interface import SampledToken
 from baton.ids import TicketId
-from baton.kv.layout import KVLayout
-from baton.worker.error_responses import UnknownPathError
+from baton.protocol.worker_http import (
+    ABORT_SUFFIX,
+    FIRST_TOKEN_SUFFIX,
+    HANDOFFS_PREFIX,
+    MAX_ABORT_BYTES,
+    MAX_REASON_CHARS,
+    TRACES_PREFIX,
+    AbortOrder,
+    Health,
+    Role,
+    ServedModel,
+    ServedModels,
+    Version,
+    WorkerInfo,
+    WorkerLoad,
+)
+from baton.worker.http_exchange import UnknownPathError
 
 if TYPE_CHECKING:
     from baton.engines.interface import Engine
@@ -24,76 +38,7 @@ if TYPE_CHECKING:
     from baton.worker.http_exchange import HttpExchange
     from baton.worker.options import WorkerOptions
 
-TRACES: Final = "/baton/v1/traces/"
-HANDOFFS: Final = "/baton/v1/handoffs/"
-ABORT: Final = "/abort"
-FIRST_TOKEN: Final = "/first_token"  # noqa: S105 - a path
 MAX_TOKEN_BYTES: Final = 65_536
-MAX_ABORT_BYTES: Final = 4096
-MAX_REASON_CHARS: Final = 500
-
-
-class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What the gateway needs for tickets and placement."""
-
-    worker: str
-    epoch: str
-    role: str
-    model: str
-    served_model_name: str
-    fingerprint: str
-    max_context_tokens: int
-    handoff_address: str
-    layout: KVLayout
-    transports: tuple[str, ...]
-    version: str
-    modes: tuple[HandoffMode, ...]
-
-
-class Load(msgspec.Struct, frozen=True):
-    """The queue and the KV blocks, for placement. A block that is only cached is free."""
-
-    num_waiting: int
-    num_blocks: int
-    num_free_blocks: int
-    block_size: int
-
-
-class Health(msgspec.Struct, frozen=True):
-    """`reason` says what to look at when the status is not ok."""
-
-    status: str
-    reason: str | None = None
-    load: Load | None = None
-
-
-class Version(msgspec.Struct, frozen=True):
-    """The version of the package."""
-
-    version: str
-
-
-class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
-    """An entry of OpenAI's list of models."""
-
-    id: str
-    object: str = "model"
-    created: int
-    owned_by: str = "baton"
-    max_model_len: int
-
-
-class ServedModels(msgspec.Struct, frozen=True, kw_only=True):
-    """OpenAI's list of models."""
-
-    object: str = "list"
-    data: tuple[ServedModel, ...]
-
-
-class AbortOrder(msgspec.Struct, frozen=True):
-    """Why the other half of a handoff is not coming."""
-
-    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +83,7 @@ class StatusPages:
             WorkerInfo(
                 worker=self.options.worker,
                 epoch=self.options.epoch,
-                role=self.options.role,
+                role=Role(self.options.role),
                 model=info.model_path,
                 served_model_name=self.options.served_model_name,
                 fingerprint=info.fingerprint,
@@ -153,7 +98,7 @@ class StatusPages:
 
     async def trace(self, exchange: HttpExchange) -> None:
         """`GET /baton/v1/traces/{request_id}`."""
-        request_id = exchange.path.removeprefix(TRACES)
+        request_id = exchange.path.removeprefix(TRACES_PREFIX)
         trace = self.traces.find(request_id)
         if trace is None:
             raise UnknownPathError(
@@ -164,7 +109,7 @@ class StatusPages:
 
     async def abort(self, exchange: HttpExchange) -> None:
         """`POST /baton/v1/handoffs/{ticket}/abort`: the ticket's other half has failed."""
-        text = exchange.path.removeprefix(HANDOFFS).removesuffix(ABORT)
+        text = exchange.path.removeprefix(HANDOFFS_PREFIX).removesuffix(ABORT_SUFFIX)
         order = _read_abort(await exchange.read_body(MAX_ABORT_BYTES))
         ticket = _read_ticket_id(text)
         if self.agent is not None:
@@ -173,7 +118,7 @@ class StatusPages:
 
     async def first_token(self, exchange: HttpExchange) -> None:
         """`POST /baton/v1/handoffs/{ticket}/first_token`: the client is to get it from prefill."""
-        text = exchange.path.removeprefix(HANDOFFS).removesuffix(FIRST_TOKEN)
+        text = exchange.path.removeprefix(HANDOFFS_PREFIX).removesuffix(FIRST_TOKEN_SUFFIX)
         token = _read_token(await exchange.read_body(MAX_TOKEN_BYTES), self.engine.info.vocab_size)
         await exchange.send_json(200, self.engine.commit_first_token(_read_ticket_id(text), token))
 
@@ -186,9 +131,9 @@ class StatusPages:
             return Health("failed", "the engine's thread has ended; the log has the reason")
         return Health("ok", load=self._load())
 
-    def _load(self) -> Load:
+    def _load(self) -> WorkerLoad:
         stats = self.engine.stats()
-        return Load(
+        return WorkerLoad(
             num_waiting=stats.num_waiting,
             num_blocks=stats.num_blocks,
             num_free_blocks=stats.num_free_blocks,

@@ -8,7 +8,8 @@ from baton.auth.ticket import unseal
 from baton.auth.used_tickets import TicketUse, UsedTickets
 from baton.engines.interface import Colocated, DecodeRequest, PrefillRequest
 from baton.errors import OverloadedError, TicketError
-from baton.worker.error_responses import StaleTicketError
+from baton.protocol.worker_http import INFO_PATH
+from baton.worker.http_exchange import StaleTicketError
 
 if TYPE_CHECKING:
     from baton.auth.key import ClusterKey
@@ -63,7 +64,7 @@ class TicketReader:
         worker, epoch = self._self_id
         raise StaleTicketError(
             f"the ticket is for {_name(ticket.prefill)} and {_name(ticket.decode)}, this is "
-            f"{worker}@{epoch[:8]}; read /baton/v1/info again"
+            f"{worker}@{epoch[:8]}; read {INFO_PATH} again"
         )
 
     def _is_me(self, ref: WorkerRef) -> bool:

@@ -1,24 +1,32 @@
-"""Text ↔ token ids of one model, from its folder's `tokenizer.json`.
-
-Thread-safe: encoding may run on any thread, and lets others run.
-"""
+"""Text to token ids: the tokenizer and the model's chat template."""
 
 from __future__ import annotations
 
+import json
 import re
-from typing import TYPE_CHECKING, Final
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Final, NoReturn
 
 import msgspec
 import numpy as np
+from jinja2 import TemplateError, nodes
+from jinja2.exceptions import TemplateRuntimeError
+from jinja2.ext import Extension
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as FastTokenizer
 
-from baton.errors import ConfigError
+from baton.errors import ConfigError, InvalidRequestError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
+    from jinja2 import Template
+    from jinja2.parser import Parser
     from numpy.typing import NDArray
+
+    from baton.clock import Clock
+
 
 _BYTE_PIECE: Final = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -109,3 +117,148 @@ def _byte_alphabet() -> dict[str, int]:
 
 
 _BYTE_OF: Final = _byte_alphabet()
+
+
+SPECIAL_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token")
+TemplateValue = str | int | float | bool | None
+
+
+class _AddedToken(msgspec.Struct, frozen=True):
+    content: str
+
+
+class _NamedTemplate(msgspec.Struct, frozen=True):
+    name: str
+    template: str
+
+
+class _TokenizerConfig(msgspec.Struct, frozen=True):
+    chat_template: str | list[_NamedTemplate] | None = None
+    bos_token: str | _AddedToken | None = None
+    eos_token: str | _AddedToken | None = None
+    unk_token: str | _AddedToken | None = None
+    pad_token: str | _AddedToken | None = None
+    sep_token: str | _AddedToken | None = None
+
+
+class TemplateMessage(msgspec.Struct, frozen=True):
+    """One message of a chat, as a template sees it."""
+
+    role: str
+    content: str
+    name: str | None = None
+
+
+class _GenerationMark(Extension):
+    """`{% generation %}…{% endgeneration %}` marks answers for training: here it does nothing."""
+
+    tags: set[str] = {"generation"}  # noqa: RUF012 (an instance attribute in Jinja's typing)
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        """Keep the body, drop the mark."""
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class ChatTemplate:
+    """Renders chats of one model. Immutable after construction."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str], clock: Clock) -> None:
+        self._special_tokens = dict(special_tokens)
+        self._template = _compile(source, clock)
+
+    def render(
+        self, messages: Sequence[TemplateMessage], variables: Mapping[str, TemplateValue]
+    ) -> str:
+        """The prompt's text, up to where the answer begins.
+
+        Raises:
+            InvalidRequestError: the template refuses these messages; the message is its own.
+        """
+        seen = [
+            {key: value for key, value in msgspec.structs.asdict(m).items() if value is not None}
+            for m in messages
+        ]
+        try:
+            return self._template.render({
+                **variables,
+                **self._special_tokens,
+                "messages": seen,
+                "tools": None,
+                "documents": None,
+                "add_generation_prompt": True,
+            })
+        except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as exc:
+            raise InvalidRequestError(
+                f"this model's chat template refuses the messages: {exc}", param="messages"
+            ) from exc
+
+
+def load_chat_template(model: Path, clock: Clock) -> ChatTemplate | None:
+    """Read the template of a model folder; None if the model has none.
+
+    Raises:
+        ConfigError: a file cannot be read, or the template does not compile.
+    """
+    config = _read_config(model / "tokenizer_config.json")
+    source = _read_source(model, config)
+    if source is None:
+        return None
+    special = {
+        name: text for name in SPECIAL_TOKENS if (text := _token_text(getattr(config, name)))
+    }
+    try:
+        return ChatTemplate(source, special, clock)
+    except TemplateError as exc:
+        raise ConfigError(f"the chat template of {model} does not compile: {exc}") from exc
+
+
+def _read_config(path: Path) -> _TokenizerConfig:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=_TokenizerConfig)
+    except FileNotFoundError:
+        return _TokenizerConfig()
+    except (OSError, msgspec.MsgspecError) as exc:
+        raise ConfigError(f"{path} cannot be read: {exc}") from exc
+
+
+def _read_source(model: Path, config: _TokenizerConfig) -> str | None:
+    try:
+        return (model / "chat_template.jinja").read_text(encoding="utf-8")
+    except FileNotFoundError:
+        pass
+    except (OSError, UnicodeDecodeError) as exc:
+        raise ConfigError(f"{model / 'chat_template.jinja'} cannot be read: {exc}") from exc
+    if isinstance(config.chat_template, list):
+        named = {one.name: one.template for one in config.chat_template}
+        return named.get("default")
+    return config.chat_template
+
+
+def _token_text(token: str | _AddedToken | None) -> str | None:
+    return token.content if isinstance(token, _AddedToken) else token
+
+
+def _compile(source: str, clock: Clock) -> Template:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        autoescape=False,
+        extensions=["jinja2.ext.loopcontrols", _GenerationMark],
+    )
+
+    def strftime_now(pattern: str) -> str:
+        return datetime.fromtimestamp(clock.unix_now(), UTC).astimezone().strftime(pattern)
+
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _refuse
+    environment.globals["strftime_now"] = strftime_now
+    return environment.from_string(source)
+
+
+def _to_json(value: object, indent: int | None = None) -> str:
+    return json.dumps(value, ensure_ascii=False, indent=indent)
+
+
+def _refuse(message: str) -> NoReturn:
+    raise TemplateRuntimeError(message)

@@ -1,4 +1,4 @@
-"""A worker: everything around an engine and a handoff agent, up to the ASGI application."""
+"""Builds a worker around an engine and, where it takes part in handoffs, an agent."""
 
 from __future__ import annotations
 
@@ -6,36 +6,106 @@ import asyncio
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NoReturn
 
 from prometheus_client import CollectorRegistry
 
 import baton
 from baton.clock import MachineClock
+from baton.errors import HandoffError
 from baton.handoff.pool_mode.metrics import PoolModeCollector
+from baton.protocol.worker_http import (
+    ABORT_SUFFIX,
+    CHAT_COMPLETIONS_PATH,
+    COMPLETIONS_PATH,
+    FIRST_TOKEN_SUFFIX,
+    HANDOFFS_PREFIX,
+    HEALTH_PATH,
+    INFO_PATH,
+    METRICS_PATH,
+    MODELS_PATH,
+    TRACES_PREFIX,
+    VERSION_PATH,
+)
 from baton.telemetry.held_block_time import HeldBlockTimeCollector
 from baton.telemetry.links import LinkInstruments
 from baton.telemetry.metrics import WorkerMetrics, set_worker_info
 from baton.telemetry.trace import TraceRing
-from baton.worker.api_adapters import ChatAdapter, CompletionAdapter
 from baton.worker.app import Bearer, PatternRoute, Routes, WorkerApp
-from baton.worker.chat_template import load_chat_template
-from baton.worker.disabled_handoffs import DisabledHandoffs
 from baton.worker.engine_client import EngineClient
-from baton.worker.engine_collectors import EngineCollector, LeaseCollector
 from baton.worker.generation import GenerationContext, GenerationService
+from baton.worker.metrics import EngineCollector, LeaseCollector, RequestObserver
 from baton.worker.prompts import PromptReader
-from baton.worker.request_metrics import RequestObserver
-from baton.worker.status_pages import ABORT, FIRST_TOKEN, HANDOFFS, TRACES, StatusPages
+from baton.worker.replies import ChatAdapter, CompletionAdapter
+from baton.worker.status_pages import StatusPages
 from baton.worker.ticket_reader import TicketReader
-from baton.worker.tokenizer import load_tokenizer
+from baton.worker.tokenizer import load_chat_template, load_tokenizer
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from baton.auth.ticket import Ticket
     from baton.clock import Clock
     from baton.engines.interface import Engine
     from baton.handoff.agent import HandoffAgent
-    from baton.handoff.interface import HandoffPort
+    from baton.handoff.interface import (
+        HandoffEvent,
+        HandoffPort,
+        ReceiveOrder,
+        SampledToken,
+        SendOrder,
+    )
+    from baton.ids import TicketId
     from baton.worker.options import WorkerOptions
+
+
+class DisabledHandoffs:
+    """Implements `HandoffPort`. `TicketReader` refuses tickets, so no handoff ever begins here."""
+
+    def renew_lease(self, ticket: Ticket) -> None:
+        """See `HandoffPort`."""
+        _refuse(ticket)
+
+    def start_receive(self, order: ReceiveOrder) -> None:
+        """See `HandoffPort`."""
+        _refuse(order.ticket)
+
+    def start_send(self, order: SendOrder) -> None:
+        """See `HandoffPort`."""
+        _refuse(order.ticket)
+
+    def report_progress(self, prompts: Sequence[Ticket]) -> None:
+        """See `HandoffPort`."""
+
+    def layer_ready(self, tickets: Sequence[tuple[TicketId, int]], layer: int) -> None:
+        """See `HandoffPort`."""
+
+    def prefill_done(self, ticket: TicketId, first_token: SampledToken | None) -> None:
+        """See `HandoffPort`."""
+
+    def decline(self, ticket: Ticket, reason: str) -> None:
+        """See `HandoffPort`."""
+
+    def abort(self, ticket: TicketId, reason: str) -> None:
+        """See `HandoffPort`."""
+
+    def release_imported(self, ticket: TicketId) -> None:
+        """See `SharedBlockPort`."""
+
+    def revoke_exported(self) -> None:
+        """See `SharedBlockPort`."""
+
+    def cancel_oldest_ungranted(self, tickets: Sequence[TicketId], reason: str) -> None:
+        """See `HandoffPort`."""
+
+    def poll(self) -> list[HandoffEvent]:
+        """See `HandoffPort`."""
+        return []
+
+
+def _refuse(ticket: Ticket) -> NoReturn:
+    raise HandoffError(f"no handoffs here, but {ticket.id.hex()} asks for one", stage="start")
+
 
 HELD_LOOK_S: Final = 0.05
 """The engine tells nobody when the last of the prompts that it holds is taken."""
@@ -143,18 +213,18 @@ def _routes(pages: StatusPages, generation: GenerationService, reader: PromptRea
     chat = partial(generation.serve, adapter=ChatAdapter(reader))
     return Routes(
         exact={
-            "/v1/completions": {"POST": complete},
-            "/v1/chat/completions": {"POST": chat},
-            "/v1/models": {"GET": pages.models},
-            "/health": {"GET": pages.health},
-            "/version": {"GET": pages.version},
-            "/metrics": {"GET": pages.metrics},
-            "/baton/v1/info": {"GET": pages.info},
+            COMPLETIONS_PATH: {"POST": complete},
+            CHAT_COMPLETIONS_PATH: {"POST": chat},
+            MODELS_PATH: {"GET": pages.models},
+            HEALTH_PATH: {"GET": pages.health},
+            VERSION_PATH: {"GET": pages.version},
+            METRICS_PATH: {"GET": pages.metrics},
+            INFO_PATH: {"GET": pages.info},
         },
         patterns=(
-            PatternRoute(TRACES, "", {"GET": pages.trace}),
-            PatternRoute(HANDOFFS, ABORT, {"POST": pages.abort}),
-            PatternRoute(HANDOFFS, FIRST_TOKEN, {"POST": pages.first_token}),
+            PatternRoute(TRACES_PREFIX, "", {"GET": pages.trace}),
+            PatternRoute(HANDOFFS_PREFIX, ABORT_SUFFIX, {"POST": pages.abort}),
+            PatternRoute(HANDOFFS_PREFIX, FIRST_TOKEN_SUFFIX, {"POST": pages.first_token}),
         ),
     )
 

@@ -16,17 +16,18 @@ from baton.engines.vllm.identity import Identity
 from baton.engines.vllm.scheduler_pressure import HeldPrompts
 from baton.engines.vllm.step_orders import Occupancy, StepReport
 from baton.engines.vllm.tickets import TicketReader
-from baton.engines.vllm.worker_info import KVEventsInfo, ModelFacts, RankFacts
+from baton.engines.vllm.worker_info import ModelFacts, RankFacts
 from baton.ids import Epoch, WorkerId, new_ticket_id
 from baton.kv.identity import compute_prompt_hash
 from baton.kv.layout import KVLayout
+from baton.protocol.worker_http import KVEventsSource
 from baton.testing.clocks import ManualClock
 
 KEY = ClusterKey(b"k" * 32)
 ME = WorkerRef(WorkerId("v0"), Epoch("0" * 32), "127.0.0.1:1")
 PEER = WorkerRef(WorkerId("v1"), Epoch("a" * 32), "127.0.0.1:2")
 IDENTITY = Identity(ME.worker, ME.epoch, "both", 1)
-EVENTS = KVEventsInfo("ipc:///tmp/kv.ipc", None, "kv")
+EVENTS = KVEventsSource("ipc:///tmp/kv.ipc", None, "kv")
 MODEL = ModelFacts("/models/m", "m", 4096, ("shared", "tcp"), EVENTS)
 FACTS = RankFacts(
     "127.0.0.1:9",

@@ -8,12 +8,12 @@ import msgspec
 import pytest
 
 from baton.gateway.app import GatewayApp
-from baton.gateway.debug_workers import ListedWorker, WorkerList
+from baton.gateway.debug import ListedWorker, WorkerList
 from baton.gateway.kv_events import KVEvents
 from baton.gateway.metrics import GatewayMetrics
 from baton.gateway.options import WorkerAddress
 from baton.gateway.workers import Workers
-from baton.router.fleet import Role, WorkerLoad
+from baton.protocol.worker_http import Role, WorkerLoad
 from baton.testing.clocks import ManualClock
 from tests.unit.gateway.test_workers import info
 

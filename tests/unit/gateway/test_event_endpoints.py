@@ -4,8 +4,8 @@ import pytest
 from yarl import URL
 
 from baton.errors import ConfigError
-from baton.gateway.event_endpoints import MAX_PATH_BYTES, EventEndpoints, locate_events
-from baton.gateway.worker_info import KVEventsSource
+from baton.gateway.kv_events import MAX_PATH_BYTES, EventEndpoints, locate_events
+from baton.protocol.worker_http import KVEventsSource
 
 NEAR = "http://127.0.0.1:8000"
 FAR = "http://10.0.0.5:8000"

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
-from baton.gateway.inter_token_histogram import InterTokenCollector
+from baton.gateway.metrics import InterTokenCollector
 
 EDGES_S = (0.01, 0.1, 1.0)
 

@@ -2,8 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from baton.gateway.non_disaggregable import find_non_disaggregable_field
-from baton.gateway.request import parse_body
+from baton.gateway.request import find_non_disaggregable_field, parse_body
 from baton.router.placement import NonDisaggregableField
 
 

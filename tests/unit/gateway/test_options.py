@@ -5,7 +5,7 @@ import pytest
 from baton.auth.key import ClusterKey
 from baton.errors import ConfigError
 from baton.gateway.options import GatewayOptions, WorkerAddress
-from baton.router.fleet import Role
+from baton.protocol.worker_http import Role
 
 KEY = ClusterKey(b"k" * 32)
 DECODE = WorkerAddress("http://127.0.0.1:9000", Role.DECODE)

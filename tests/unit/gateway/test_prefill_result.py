@@ -5,7 +5,7 @@ import json
 import pytest
 
 from baton.gateway.metrics import FallbackCause
-from baton.gateway.prefill_result import (
+from baton.gateway.protocol_adapters import (
     PrefillDone,
     PrefillFailed,
     TicketStale,

@@ -2,11 +2,11 @@
 
 import pytest
 
+from baton.gateway.app import PREFILL_STARTUP_GRACE_S, Readiness
 from baton.gateway.metrics import GatewayMetrics
 from baton.gateway.options import WorkerAddress
-from baton.gateway.readiness import PREFILL_STARTUP_GRACE_S, Readiness
 from baton.gateway.workers import Workers
-from baton.router.fleet import Role
+from baton.protocol.worker_http import Role
 from baton.testing.clocks import ManualClock
 from tests.unit.gateway.test_workers import info
 

@@ -4,9 +4,14 @@ import json
 
 import pytest
 
+from baton.gateway.protocol_adapters import (
+    NOT_FOR_ONE_TOKEN,
+    client_answer,
+    decode_body,
+    prefill_body,
+    request_bodies,
+)
 from baton.gateway.request import parse_body
-from baton.gateway.request_bodies import request_bodies
-from baton.gateway.vllm_adapter import NOT_FOR_ONE_TOKEN, client_answer, decode_body, prefill_body
 
 
 def body(**fields: object):

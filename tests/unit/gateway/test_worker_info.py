@@ -9,10 +9,10 @@ from baton.engines.vllm.identity import Identity, compute_epoch
 from baton.engines.vllm.worker_info import ModelFacts, RankFacts, describe_worker
 from baton.errors import ProtocolError
 from baton.gateway.options import WorkerAddress
-from baton.gateway.worker_info import MAX_RANKS, WorkerInfo, read_info, why_not_used
+from baton.gateway.worker_info import read_info, why_not_used, worker_view
 from baton.ids import WorkerId
 from baton.kv.layout import KVLayout
-from baton.router.fleet import Role
+from baton.protocol.worker_http import MAX_RANKS, Role, WorkerInfo
 
 VLLM = {
     "worker": "vllm-d",
@@ -49,7 +49,7 @@ def listed(url: str = "http://10.0.0.5:8000", role: Role = Role.DECODE) -> Worke
 
 def test_a_vllm_server_is_placed_and_ticketed_with_all_its_ranks():
     told = info(rank_addresses=ranks(2), control_urls=controls(2))
-    view = told.view(Role.DECODE, available=True)
+    view = worker_view(told, Role.DECODE, available=True)
     assert view.protocol == "vllm"
     assert view.ref.rank_addresses == tuple(ranks(2))
     assert view.ref.address == ranks(2)[0]

@@ -8,7 +8,7 @@ from baton.gateway.metrics import GatewayMetrics
 from baton.launch.exit_causes import describe_exit, likely_cause
 from baton.launch.progress import PlainDisplay
 from baton.launch.readiness import count_up, first_model
-from baton.router.fleet import Role
+from baton.protocol.worker_http import Role
 from baton.telemetry.process_status import Draining, Loading, Ready, read_status
 
 

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from baton.auth.ticket import HandoffMode, WorkerRef
 from baton.ids import Epoch, WorkerId
-from baton.router.fleet import Fleet, Role, WorkerLoad, WorkerView
+from baton.protocol.worker_http import Role, WorkerLoad
+from baton.router.fleet import Fleet, WorkerView
 from baton.router.modes import ModeSetting, choose_mode
 from baton.router.placement import Placement, PlacementRequest
 from baton.router.round_robin import RoundRobin

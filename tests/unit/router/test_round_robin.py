@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from baton.auth.ticket import WorkerRef
 from baton.ids import Epoch, WorkerId
-from baton.router.fleet import Fleet, Role, WorkerProtocol, WorkerView
+from baton.protocol.worker_http import Role, WorkerProtocol
+from baton.router.fleet import Fleet, WorkerView
 from baton.router.placement import NonDisaggregableField, Placement, PlacementRequest, Unplaceable
 from baton.router.round_robin import RoundRobin
 

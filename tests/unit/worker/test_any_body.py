@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.worker.fields import ChatFields, CompletionFields
-from baton.worker.unsupported import UnsupportedFields
+from baton.worker.fields import ChatFields, CompletionFields, UnsupportedFields
 from tests.unit.worker.scripted_engine import Reply, call, running, saying
 
 if TYPE_CHECKING:

@@ -7,8 +7,13 @@ from hypothesis import strategies as st
 from baton.engines.interface import FinishReason, NewToken, SamplingParams
 from baton.handoff.interface import SampledToken, TokenLogprob
 from baton.ids import RequestId
-from baton.worker.logprobs import LOWEST, chat_logprobs, completion_logprobs
-from baton.worker.output_processor import OutputProcessor, TextChunk
+from baton.worker.output_processor import (
+    LOWEST,
+    OutputProcessor,
+    TextChunk,
+    chat_logprobs,
+    completion_logprobs,
+)
 from baton.worker.prompts import Generation
 from tests.unit.worker.scripted_engine import TOKENIZER, token_ids
 

@@ -9,9 +9,9 @@ import pytest
 from baton.errors import ContextLengthError, InvalidRequestError, ModelNotFoundError
 from baton.models import DEMO_MODEL_PATH
 from baton.testing.clocks import ManualClock
-from baton.worker.chat_template import load_chat_template
+from baton.worker.fields import parse_chat, parse_completion
 from baton.worker.prompts import DEFAULT_COMPLETION_TOKENS, Generation, PromptReader
-from baton.worker.validation import parse_chat, parse_completion
+from baton.worker.tokenizer import load_chat_template
 from tests.unit.worker.scripted_engine import TOKENIZER, ScriptedEngine, silent, token_ids
 
 BEGIN = TOKENIZER.encode("", add_special_tokens=True)[0]

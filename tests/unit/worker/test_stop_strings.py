@@ -5,7 +5,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.worker.stop_strings import Passed, Stopped, StopStrings
+from baton.worker.output_processor import Passed, Stopped, StopStrings
 
 TEXT = st.text("abc", max_size=30)
 STOPS = st.lists(st.text("abc", min_size=1, max_size=5), max_size=4)

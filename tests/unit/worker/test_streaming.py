@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.engines.interface import FinishReason
-from baton.worker.replies import ReplyHead
-from baton.worker.streaming import CHAT_EVENTS, COMPLETION_EVENTS, EventWriter
+from baton.worker.replies import CHAT_EVENTS, COMPLETION_EVENTS, EventWriter, ReplyHead
 
 TEXT = st.text(max_size=20)
 

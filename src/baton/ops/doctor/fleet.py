@@ -15,6 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from baton.errors import ConfigError
 from baton.ops.doctor.finding import Area, Finding, Level
+from baton.protocol.worker_http import ErrorBody
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -60,18 +61,6 @@ class RequestTrace(msgspec.Struct, frozen=True):
     """What is read of `/debug/requests/{id}`."""
 
     summary: Summary | None = None
-
-
-class Refusal(msgspec.Struct, frozen=True):
-    """What is read of an error's body."""
-
-    message: str
-
-
-class RefusalBody(msgspec.Struct, frozen=True):
-    """An error's body."""
-
-    error: Refusal
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,7 +265,7 @@ def _decode(status: int, body: bytes, kind: type[T]) -> T:
 
 def _refusal(body: bytes) -> str:
     try:
-        text = msgspec.json.decode(body, type=RefusalBody).error.message
+        text = msgspec.json.decode(body, type=ErrorBody).error.message or ""
     except (msgspec.MsgspecError, UnicodeDecodeError):
         text = body[:MAX_REASON_CHARS].decode(errors="replace")
     return re.sub(r"\s+", " ", text)[:MAX_REASON_CHARS]

@@ -1,18 +1,28 @@
-"""A gateway: as `baton.gateway.request_proxy` and `prefill_leg` place, ask, abort and try again.
+"""A gateway: as `baton.gateway.request_proxy` and `prefill_request` place, ask, abort and retry.
 
     push, reference   both workers are asked at once
     pull, pool        prefill is asked, and holds or keeps; then decode; if that fails: release
 
-Those are written for asyncio and HTTP, and belong to another layer; the decisions are the same.
+Those are written for asyncio and HTTP; the policy is the same code, `baton.router.failover`.
 """
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import TYPE_CHECKING, Final
 
 from baton.auth.ticket import Ticket, WorkerRef, seal
 from baton.clock import UnixTime
-from baton.ids import TicketId
+from baton.ids import TicketId, WorkerId
+from baton.router.failover import (
+    ABORT_RETRY_DELAYS_S,
+    EVERY_MODE,
+    MAX_ATTEMPTS,
+    PREFILL_FIRST,
+    Attempt,
+    Failover,
+    Failure,
+)
 from baton.sim.handoff.deadline_checker import REQUEST_TIMEOUT_S
 from baton.sim.handoff.memory import extend_chain, next_token
 from baton.sim.handoff.plan import GATEWAY
@@ -28,19 +38,17 @@ from baton.sim.handoff.worker_requests import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from baton.auth.ticket import HandoffMode
     from baton.sim.handoff.plan import Client
     from baton.sim.handoff.worker_requests import Reply
     from baton.sim.handoff.world import World
 
-MAX_ATTEMPTS: Final = 2
-MAX_PREFILL_FAILURES: Final = 2
-_PREFILL_FIRST: Final = frozenset({"pull", "pool"})
 PROBE_S: Final = 1.0
 """A worker that is asked first is looked at that often: the second time it is not well, it is
 given up."""
 GRACE_PERIOD_S: Final = 0.5
 """For how long the prefill leg may still answer once the client has its own."""
-ABORT_RETRY_DELAYS_S: Final = (0.0, 0.05, 0.25, 1.25)
+NUM_BAD_PROBES: Final = 2
 
 
 class SimRequest:
@@ -54,11 +62,9 @@ class SimRequest:
         self.deadline_s = world.timeline.now_s + REQUEST_TIMEOUT_S
         self.workers: set[str] = set()
         self._world = world
-        self._turn = self._num_failures = 0
-        self._decode = ""
-        self._avoid: set[str] = set()
-        self._mode = client.mode
-        self._num_prefill_failures = 0
+        self._turn = 0
+        self._failover = Failover()
+        self._placed = Attempt(WorkerId(""))
         self._ticket: Ticket | None = None
         self._requests: list[WorkerRequest] = []
         self._is_prefilling = self._is_waiting_for_prefill = self._is_kv_held = False
@@ -81,19 +87,22 @@ class SimRequest:
         """Place it, and ask both workers at once, or prefill alone."""
         world = self._world
         self._turn += 1
-        decode = world.pick_worker("d", self._avoid)
-        prefill = world.pick_worker("p", self._avoid) if self._may_disaggregate else None
+        decode = world.pick_worker("d", self._failover.avoid)
+        prefill = world.pick_worker("p", self._failover.avoid) if self._may_disaggregate else None
         if decode is None:
             self._end("no worker")
             return
         self.workers.add(decode.worker)
+        self._placed = Attempt(
+            decode.worker, None if prefill is None else prefill.worker, self._mode
+        )
         if prefill is None:
             self._send_decode(decode.worker, None)
             return
         self.workers.add(prefill.worker)
         sealed = self._authorise(prefill, decode)
         world.checker.leases.seen[f"mode {self._mode}"] += 1
-        if self._mode in _PREFILL_FIRST:
+        if self._mode in PREFILL_FIRST:
             self._send_prefill_first(prefill, decode.worker, sealed)
             return
         self._send_decode(decode.worker, sealed)
@@ -105,10 +114,19 @@ class SimRequest:
 
     @property
     def _may_disaggregate(self) -> bool:
-        return self._num_prefill_failures < MAX_PREFILL_FAILURES
+        return self._failover.failed_modes != EVERY_MODE
+
+    @property
+    def _mode(self) -> HandoffMode:
+        """The client's mode, or the default once that failed."""
+        return "push" if self.client.mode in self._failover.failed_modes else self.client.mode
+
+    @property
+    def _is_first_attempt(self) -> bool:
+        return self._failover.num_left == MAX_ATTEMPTS
 
     def _send_decode(self, worker: str, sealed: str | None) -> None:
-        turn, self._decode = self._turn, worker
+        turn = self._turn
         leg = "colocated" if sealed is None else "decode"
         self._ask(worker, leg, sealed, lambda reply: self._on_decode_reply(turn, reply))
 
@@ -122,12 +140,12 @@ class SimRequest:
             if self.outcome is None and turn == self._turn and self._is_waiting_for_prefill:
                 self._note(f"its prefill worker says {reply}")
                 self._is_waiting_for_prefill = False
-                self._on_prefill_first_reply(prefill, decode, sealed, reply)
+                self._on_prefill_first_reply(decode, sealed, reply)
 
         def look(num_bad: int) -> None:
             if self.outcome is None and turn == self._turn and self._is_waiting_for_prefill:
                 num_bad = 0 if world.is_healthy(prefill) else num_bad + 1
-                if num_bad == MAX_PREFILL_FAILURES:
+                if num_bad == NUM_BAD_PROBES:
                     on_reply(ConnectionLost())
                 else:
                     world.timeline.after(PROBE_S, lambda: look(num_bad))
@@ -135,26 +153,21 @@ class SimRequest:
         self._ask(prefill.worker, "prefill", sealed, on_reply)
         world.timeline.after(PROBE_S, lambda: look(0))
 
-    def _on_prefill_first_reply(
-        self, prefill: WorkerRef, decode: str, sealed: str, reply: Reply
-    ) -> None:
+    def _on_prefill_first_reply(self, decode: str, sealed: str, reply: Reply) -> None:
         match reply:
             case TokenReply() | LastToken():
                 self._send_decode(decode, sealed)
             case ErrorReply("stale_ticket"):
                 self._is_kv_held = False
-                self._num_failures += 1
-                if self._num_failures == MAX_ATTEMPTS:
+                self._failover.record(self._placed, Failure.STALE_TICKET)
+                if not self._failover.may_retry:
                     self._end(f"failed: {reply}")
                     return
                 self._retry()
             case ErrorReply() | ConnectionLost():
-                self._num_prefill_failures += 1
-                self._is_kv_held = isinstance(reply, ConnectionLost)
-                if isinstance(reply, ConnectionLost):
-                    self._avoid.add(prefill.worker)
-                else:
-                    self._mode = "push"
+                is_lost = self._is_kv_held = isinstance(reply, ConnectionLost)
+                failure = Failure.PREFILL_FAILED if is_lost else Failure.MODE_FAILED
+                self._failover.record(self._placed, failure)
                 self._retry()
 
     def _release(self) -> None:
@@ -217,12 +230,12 @@ class SimRequest:
 
     def _fail(self, reply: ErrorReply | ConnectionLost) -> None:
         """The decode worker failed: once more, if nothing was answered yet."""
-        self._num_failures += 1
-        if self.tokens or self._num_failures == MAX_ATTEMPTS:
+        is_stale = reply == ErrorReply("stale_ticket")
+        failure = Failure.STALE_TICKET if is_stale else Failure.DECODE_FAILED
+        self._failover.record(self._placed, failure)
+        if self.tokens or not self._failover.may_retry:
             self._end(f"failed: {reply}")
             return
-        if reply != ErrorReply("stale_ticket"):
-            self._avoid.add(self._decode)
         self._retry()
 
     def _retry(self) -> None:
@@ -244,8 +257,8 @@ class SimRequest:
         match reply:
             case TokenReply() | LastToken() | ErrorReply("handoff_declined"):
                 self._is_prefilling = False
-            case ErrorReply("stale_ticket") if not self.tokens and not self._num_failures:
-                self._num_failures += 1
+            case ErrorReply("stale_ticket") if not self.tokens and self._is_first_attempt:
+                self._failover.record(self._placed, Failure.STALE_TICKET)
                 self._retry()
             case ErrorReply() | ConnectionLost():
                 self._abort(str(reply))
@@ -263,7 +276,7 @@ class SimRequest:
                 notify = process.agent.abort_from_peer
                 world.fabric.later(process, GATEWAY, lambda: notify(ticket.id, reason))
 
-        for delay_s in ABORT_RETRY_DELAYS_S:
+        for delay_s in accumulate(ABORT_RETRY_DELAYS_S, initial=0.0):
             world.timeline.after(delay_s, abort)
 
     def _end(self, outcome: str) -> None:

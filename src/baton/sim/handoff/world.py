@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from baton.auth.ticket import WorkerRef
+    from baton.ids import WorkerId
     from baton.sim.handoff.plan import Client, Host, Schedule
 
 RequestFault: TypeAlias = Literal["request", "reply", "duplicate"]
@@ -74,7 +75,7 @@ class World:
         self.processes.append(process)
         return process
 
-    def pick_worker(self, side: str, avoid: set[Host]) -> WorkerRef | None:
+    def pick_worker(self, side: str, avoid: frozenset[WorkerId]) -> WorkerRef | None:
         """A worker of one side, as the gateway knows it."""
         known = [ref for name, ref in self._seen.items() if name.startswith(side)]
         better = [ref for ref in known if ref.worker not in avoid]

@@ -1,0 +1,267 @@
+"""What workers are sent and what they reply, in each protocol: Baton's and vLLM's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Annotated, Final, TypeAlias
+
+import msgspec
+
+from baton.errors import BatonError
+from baton.gateway.errors import ErrorAnswer, KVLostError
+from baton.gateway.metrics import FallbackCause
+from baton.gateway.request import TRANSFER_FIELDS
+from baton.gateway.upstream import read_error
+from baton.protocol.worker_http import FirstToken, PrefillReply, trace_path
+from baton.telemetry.trace import RequestSpan
+
+if TYPE_CHECKING:
+    from yarl import URL
+
+    from baton.auth.ticket import Ticket
+    from baton.gateway.request import CompletionBody
+    from baton.gateway.upstream import Upstream
+    from baton.gateway.workers import Worker
+    from baton.protocol.worker_http import WorkerProtocol
+
+
+NOT_FOR_ONE_TOKEN: Final = frozenset({
+    "stream_options",
+    "stream_interval",
+    "n",
+    "best_of",
+    "use_beam_search",
+    "min_tokens",
+    "echo",
+    "logprobs",
+    "top_logprobs",
+    "prompt_logprobs",
+    "logprob_token_ids",
+    "return_token_ids",
+    "return_tokens_as_token_ids",
+    "return_prompt_text",
+    "response_format",
+    "structured_outputs",
+})
+"""Refused together with one token or without a stream, or work for nothing.
+
+What shapes the prompt must stay (`tools`, `tool_choice`, `truncate_prompt_tokens`, chat template
+settings), and sampling does no harm.
+"""
+
+_ONE: Final = msgspec.Raw(b"1")
+_encoder = msgspec.json.Encoder()
+_fields_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
+def prefill_body(body: CompletionBody, ticket: str) -> bytes:
+    """The body for vLLM as the ticket's prefill worker. `ticket` is base64url text."""
+    fields = {name: raw for name, raw in body.fields.items() if name not in NOT_FOR_ONE_TOKEN}
+    fields["max_tokens"] = _ONE
+    if "max_completion_tokens" in fields:  # it would win
+        fields["max_completion_tokens"] = _ONE
+    fields["stream"] = msgspec.Raw(b"false")
+    fields["kv_transfer_params"] = _transfer(ticket, "do_remote_decode")
+    return _encoder.encode(fields)
+
+
+def decode_body(body: CompletionBody, ticket: str) -> bytes:
+    """The body for vLLM as the ticket's decode worker. `ticket` is base64url text."""
+    transfer = _transfer(ticket, "do_remote_prefill")
+    return _encoder.encode({**body.fields, "kv_transfer_params": transfer})
+
+
+def client_answer(answer: bytes) -> bytes:
+    """An answer in one piece without what its connector says; unchanged if it is not JSON."""
+    try:
+        fields = _fields_decoder.decode(answer)
+    except msgspec.MsgspecError:
+        return answer
+    for name in TRANSFER_FIELDS:
+        fields.pop(name, None)
+    return _encoder.encode(fields)
+
+
+def first_error(event: bytes) -> ErrorAnswer | None:
+    """A stream's first event as the whole answer that it stands for; None if it is no 5xx."""
+    text = event.partition(b"\n")[0].removeprefix(b"data: ")
+    try:
+        status = _error_decoder.decode(text).error.code
+    except msgspec.MsgspecError:
+        return None
+    return ErrorAnswer(status, text, ((b"content-type", b"application/json"),))
+
+
+class _Error(msgspec.Struct, frozen=True):
+    """`code` is the status that it would have answered with."""
+
+    code: Annotated[int, msgspec.Meta(ge=500, le=599)]
+
+
+class _ErrorBody(msgspec.Struct, frozen=True):
+    error: _Error
+
+
+_error_decoder = msgspec.json.Decoder(_ErrorBody)
+
+
+def _transfer(ticket: str, part: str) -> msgspec.Raw:
+    return msgspec.Raw(f'{{"baton_ticket":"{ticket}","{part}":true}}'.encode())
+
+
+@dataclass(frozen=True, slots=True)
+class RequestBodies:
+    """JSON, ready to be sent."""
+
+    prefill: bytes
+    decode: bytes
+
+
+def request_bodies(
+    body: CompletionBody, ticket: str, *, prefill: WorkerProtocol, decode: WorkerProtocol
+) -> RequestBodies:
+    """Write both bodies. Between two Baton workers they are one and the same, written once."""
+    if prefill == decode == "baton":
+        ticketed = body.encode_with_ticket(ticket)
+        return RequestBodies(ticketed, ticketed)
+    return RequestBodies(
+        prefill_body(body, ticket) if prefill == "vllm" else body.encode_with_ticket(ticket),
+        decode_body(body, ticket) if decode == "vllm" else body.encode_with_ticket(ticket),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillDone:
+    """Decode has the KV, can fetch it, or wants none. `first` is what the client may have now."""
+
+    first: FirstToken | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TicketStale:
+    """The ticket was made for another life of the prefill worker. Nothing was handed over."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillFailed:
+    """No KV will come. `reason` continues a sentence that begins with the worker's name."""
+
+    cause: FallbackCause
+    reason: str
+
+
+PrefillResult: TypeAlias = PrefillDone | TicketStale | PrefillFailed
+
+
+def read_prefill_result(protocol: WorkerProtocol, status: int, answer: bytes) -> PrefillResult:
+    """Judge the answer of a prefill leg."""
+    if status != HTTPStatus.OK:
+        return _of_error(status, answer)
+    return _of_vllm(answer) if protocol == "vllm" else _of_baton(answer)
+
+
+_prefill_reply_decoder = msgspec.json.Decoder(PrefillReply)
+
+
+def _of_baton(answer: bytes) -> PrefillResult:
+    try:
+        return PrefillDone(_prefill_reply_decoder.decode(answer).first or None)
+    except msgspec.MsgspecError as exc:
+        return PrefillFailed(FallbackCause.PREFILL_FAILED, f"answered what does not decode: {exc}")
+
+
+def _of_error(status: int, answer: bytes) -> PrefillResult:
+    error = read_error(answer)
+    match error.code:
+        case "stale_ticket":
+            return TicketStale()
+        case "handoff_declined":
+            return PrefillDone()  # decode had all it needs in its own cache
+        case "handoff_failed":
+            cause = FallbackCause.HANDOFF_FAILED
+        case _ if status == HTTPStatus.SERVICE_UNAVAILABLE:
+            cause = FallbackCause.PREFILL_OVERLOADED
+        case _ if status < HTTPStatus.INTERNAL_SERVER_ERROR:
+            cause = FallbackCause.PREFILL_REJECTED
+        case _:
+            cause = FallbackCause.PREFILL_FAILED
+    return PrefillFailed(cause, f"answered {status} ({error})")
+
+
+class _ConnectorStatus(msgspec.Struct, frozen=True):
+    """What Baton's connector says at the end of a prefill leg."""
+
+    status: str
+    code: str | None = None
+    reason: str = ""
+
+
+class _Params(msgspec.Struct, frozen=True):
+    baton: _ConnectorStatus | None = None
+
+
+class _Completion(msgspec.Struct, frozen=True):
+    kv_transfer_params: _Params | None = None
+
+
+_completion_decoder = msgspec.json.Decoder(_Completion)
+
+_REFUSALS: Final = {
+    "invalid_ticket": FallbackCause.PREFILL_REJECTED,
+    "replayed_ticket": FallbackCause.PREFILL_REJECTED,
+    "not_a_producer": FallbackCause.PREFILL_REJECTED,
+    "unsupported_request": FallbackCause.PREFILL_REJECTED,
+    "handoff_failed": FallbackCause.HANDOFF_FAILED,
+    "overloaded": FallbackCause.PREFILL_OVERLOADED,
+}
+
+
+def _of_vllm(answer: bytes) -> PrefillResult:
+    try:
+        params = _completion_decoder.decode(answer).kv_transfer_params
+    except msgspec.MsgspecError as exc:
+        return PrefillFailed(FallbackCause.PREFILL_FAILED, f"answered what does not decode: {exc}")
+    offer = None if params is None else params.baton
+    if offer is None:
+        return PrefillFailed(
+            FallbackCause.PREFILL_FAILED, "answered without a word from its connector"
+        )
+    match offer:
+        case _ConnectorStatus(status="offered"):
+            return PrefillDone()
+        case _ConnectorStatus(code="stale_ticket"):
+            return TicketStale()
+        case _:
+            cause = _REFUSALS.get(offer.code or "", FallbackCause.PREFILL_FAILED)
+            return PrefillFailed(
+                cause, f"{offer.status} the handoff ({offer.code}): {offer.reason}"
+            )
+
+
+TIMEOUT_S: Final = 2.0
+
+_decoder = msgspec.json.Decoder(RequestSpan)
+
+
+async def find_kv_load_failure(
+    upstream: Upstream, decode: Worker, ticket: Ticket
+) -> KVLostError | None:
+    """Why the KV of a ticket did not arrive; None if it did, or nobody can say."""
+    for url in decode.control_urls:
+        reasons = await _read_failures(upstream, url, ticket)
+        if reasons:
+            return KVLostError(f"{decode.name} ended the request without its KV: {reasons[0]}")
+    return None
+
+
+async def _read_failures(upstream: Upstream, url: URL, ticket: Ticket) -> list[str]:
+    path = trace_path(ticket.request_id)
+    try:
+        status, body = await upstream.get(url.with_path(path, encoded=True), TIMEOUT_S)
+        if status != HTTPStatus.OK:
+            return []
+        trace = _decoder.decode(body)
+    except (BatonError, msgspec.MsgspecError):
+        return []
+    return trace.fallbacks if trace.ticket == ticket.id.hex() else []

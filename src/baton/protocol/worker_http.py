@@ -1,0 +1,200 @@
+"""HTTP between a gateway and its workers (docs/wire/worker-http.md): paths, headers, JSON bodies.
+
+Used by both sides: the gateway, Baton's worker, and the control servers of vLLM's ranks. What a
+sender constructs is not checked against the bounds; what a receiver decodes is.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated, Final, Literal, TypeAlias
+from urllib.parse import quote
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+
+from baton.ids import Epoch, TicketId, WorkerId
+
+CHAT_COMPLETIONS_PATH: Final = "/v1/chat/completions"
+COMPLETIONS_PATH: Final = "/v1/completions"
+MODELS_PATH: Final = "/v1/models"
+HEALTH_PATH: Final = "/health"
+VERSION_PATH: Final = "/version"
+METRICS_PATH: Final = "/metrics"
+INFO_PATH: Final = "/baton/v1/info"
+TRACES_PREFIX: Final = "/baton/v1/traces/"
+HANDOFFS_PREFIX: Final = "/baton/v1/handoffs/"
+ABORT_SUFFIX: Final = "/abort"
+FIRST_TOKEN_SUFFIX: Final = "/first_token"  # noqa: S105 - a path
+
+REQUEST_ID_HEADER: Final = "x-request-id"
+TIMEOUT_HEADER: Final = "x-baton-timeout-s"
+"""Seconds left for the request, a decimal number."""
+CREATED_HEADER: Final = "x-baton-created"
+"""Unix seconds, written into the answers of both workers as their time of creation."""
+
+MAX_ABORT_BYTES: Final = 4096
+MAX_REASON_CHARS: Final = 500
+EPOCH_CHARS: Final = 32
+MAX_RANKS: Final = 32
+"""Of tensor parallelism: above it, the addresses of all ranks would not fit into a ticket."""
+
+WorkerProtocol: TypeAlias = Literal["baton", "vllm"]
+"""How a worker is asked: as a Baton worker, or as vLLM's own server with Baton's connector."""
+
+NAME: Final = Meta(min_length=1, max_length=256)
+Name: TypeAlias = Annotated[str, NAME]
+RANKS: Final = Meta(max_length=MAX_RANKS)
+
+
+def trace_path(request_id: str) -> str:
+    """Where the trace of a request is, percent-encoded."""
+    return TRACES_PREFIX + quote(request_id, safe="")
+
+
+def abort_path(ticket: TicketId) -> str:
+    """Where a worker is asked to abort a handoff."""
+    return HANDOFFS_PREFIX + ticket.hex() + ABORT_SUFFIX
+
+
+def first_token_path(ticket: TicketId) -> str:
+    """Where the decode worker is asked to continue from the prefill worker's first token."""
+    return HANDOFFS_PREFIX + ticket.hex() + FIRST_TOKEN_SUFFIX
+
+
+class Role(StrEnum):
+    """What a worker was started to do. `BOTH` prefills and decodes its own requests."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    BOTH = "both"
+
+
+class KVEventsSource(msgspec.Struct, frozen=True):
+    """Where a worker publishes the blocks that its prefix cache stores and removes (ZMQ)."""
+
+    endpoint: Name
+    replay_endpoint: Name | None = None
+    topic: Annotated[str, Meta(max_length=256)] = ""
+
+
+class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """`GET /baton/v1/info`: what the gateway needs for tickets and placement.
+
+    `layout` is a `baton.kv.layout.KVLayout`, for people; the gateway does not read it.
+    `control_urls` has one address for each tensor-parallel rank of a vLLM server, where that rank
+    is asked what a Baton worker is asked at its own address; a Baton worker has none. Of `modes`,
+    unknown ones are ignored.
+    """
+
+    worker: Annotated[WorkerId, NAME]
+    epoch: Annotated[Epoch, Meta(min_length=EPOCH_CHARS, max_length=EPOCH_CHARS)]
+    role: Role
+    model: str = ""
+    served_model_name: Name
+    fingerprint: Name
+    max_context_tokens: Annotated[int, Meta(gt=0)]
+    handoff_address: Name
+    layout: object = None
+    transports: Annotated[tuple[str, ...], Meta(max_length=64)]
+    version: Name
+    protocol: WorkerProtocol = "baton"
+    engine: Name | None = None
+    rank_addresses: Annotated[tuple[Name, ...], RANKS] = ()
+    control_urls: Annotated[tuple[Name, ...], RANKS] = ()
+    kv_events: KVEventsSource | None = None
+    modes: Annotated[tuple[str, ...], Meta(max_length=16)] = ("push",)
+
+    def __post_init__(self) -> None:
+        if self.rank_addresses and self.rank_addresses[0] != self.handoff_address:
+            raise ValueError("the first of rank_addresses must be handoff_address")
+        num_controls = max(1, len(self.rank_addresses)) if self.protocol == "vllm" else 0
+        if len(self.control_urls) != num_controls:
+            raise ValueError(f"control_urls must have {num_controls} entries")
+
+
+class WorkerLoad(msgspec.Struct, frozen=True):
+    """A worker's queue and KV blocks. A block that is only cached is free."""
+
+    num_waiting: Annotated[int, Meta(ge=0)]
+    num_blocks: Annotated[int, Meta(gt=0)]
+    num_free_blocks: Annotated[int, Meta(ge=0)]
+    block_size: Annotated[int, Meta(gt=0)]
+
+
+class Health(msgspec.Struct, frozen=True):
+    """`GET /health`. `reason` is given when the status is not ok; `load` where it is known."""
+
+    status: str = "ok"
+    reason: str | None = None
+    load: WorkerLoad | None = None
+
+
+class Version(msgspec.Struct, frozen=True):
+    """`GET /version`: the version of the package."""
+
+    version: str
+
+
+class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
+    """An entry of OpenAI's list of models."""
+
+    id: str
+    max_model_len: int
+    object: Literal["model"] = "model"
+    created: int = 0
+    owned_by: str = "baton"
+
+
+class ServedModels(msgspec.Struct, frozen=True, kw_only=True):
+    """`GET /v1/models`: OpenAI's list of models."""
+
+    data: tuple[ServedModel, ...]
+    object: Literal["list"] = "list"
+
+
+class ErrorDetail(msgspec.Struct, frozen=True):
+    """OpenAI's four fields. vLLM's codes are HTTP's, and numbers."""
+
+    message: str | None = None
+    type: str | None = None
+    param: str | None = None
+    code: str | int | None = None
+
+    def __str__(self) -> str:
+        """Code and message, for a log."""
+        known = (str(part) for part in (self.code, self.message) if part is not None)
+        return ": ".join(known)[:MAX_REASON_CHARS]
+
+
+class ErrorBody(msgspec.Struct, frozen=True):
+    """OpenAI's error object: the body of every error."""
+
+    error: ErrorDetail
+
+
+class AbortOrder(msgspec.Struct, frozen=True):
+    """The body of an abort: why the other part of a handoff is not coming."""
+
+    reason: str
+
+
+class FirstToken(msgspec.Struct, frozen=True):
+    """A first token (`baton.handoff.interface.SampledToken`), and the stream's first events."""
+
+    token: msgspec.Raw
+    events: Annotated[str, Meta(min_length=1, max_length=1 << 20)]
+
+
+class PrefillReply(msgspec.Struct, frozen=True, kw_only=True):
+    """A prefill worker's answer: the KV and the first token are with the decode worker.
+
+    `first` is present where the ticket asks for `first_token_early`; None: the token ends the
+    answer, or nothing is streamed.
+    """
+
+    object: str = "baton.prefill"
+    request_id: str = ""
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    first: FirstToken | UnsetType | None = UNSET

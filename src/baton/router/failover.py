@@ -1,0 +1,93 @@
+"""What to do when a worker that was asked for a request fails: a pure state machine.
+
+    decode failed       avoid that worker                            costs an attempt
+    stale ticket        the same workers, with a new ticket          costs an attempt
+    KV lost             no handoff: the decode worker computes all   costs an attempt
+    prefill failed      avoid it, its mode, or every handoff         bounded by its own count
+
+Used by the gateway and by the simulator. Nothing is tried again once a part of an answer was sent;
+the caller checks that.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING, Final, get_args
+
+from baton.auth.ticket import HandoffMode
+
+if TYPE_CHECKING:
+    from baton.ids import WorkerId
+
+MAX_ATTEMPTS: Final = 2
+MAX_PREFILL_FAILURES: Final = 2
+"""Of prefill workers that are asked first: then the decode worker computes the prompt."""
+
+PREFILL_FIRST: Final[frozenset[HandoffMode]] = frozenset({"pull", "pool"})
+"""Decode is asked once KV is held for it, or kept in the store: until then it needs no blocks."""
+
+EVERY_MODE: Final[frozenset[HandoffMode]] = frozenset(get_args(HandoffMode))
+
+ABORT_RETRY_DELAYS_S: Final = (0.05, 0.2, 1.0)
+"""Pauses after each abort sent to decode but the last: the first abort can overtake the request
+that it is about, which then would not know of it."""
+
+
+class Failure(StrEnum):
+    """Why an attempt failed, as far as the next one depends on it."""
+
+    DECODE_FAILED = "decode_failed"
+    STALE_TICKET = "stale_ticket"
+    KV_LOST = "kv_lost"
+    PREFILL_FAILED = "prefill_failed"
+    PREFILL_REJECTED = "prefill_rejected"
+    MODE_FAILED = "mode_failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """Where a request was placed. `prefill` None: without a handoff."""
+
+    decode: WorkerId
+    prefill: WorkerId | None = None
+    mode: HandoffMode | None = None
+
+
+@dataclass(slots=True)
+class Failover:
+    """What was tried for one request, and what the next placement must avoid."""
+
+    num_left: int = MAX_ATTEMPTS
+    num_prefill_failures: int = 0
+    avoid: frozenset[WorkerId] = frozenset()
+    failed_modes: frozenset[HandoffMode] = frozenset()
+
+    @property
+    def may_retry(self) -> bool:
+        """Whether another attempt is allowed."""
+        return self.num_left > 0
+
+    def record(self, attempt: Attempt, failure: Failure) -> None:
+        """An attempt failed: do not repeat what made it fail."""
+        match failure:
+            case Failure.PREFILL_FAILED | Failure.PREFILL_REJECTED | Failure.MODE_FAILED:
+                self._record_prefill(attempt, failure)
+                return
+            case Failure.KV_LOST:  # the same worker may compute it all
+                self.failed_modes = EVERY_MODE
+            case Failure.DECODE_FAILED:
+                self.avoid |= {attempt.decode}
+            case Failure.STALE_TICKET:
+                pass  # its worker's new epoch is all that the next attempt needs
+        self.num_left -= 1
+
+    def _record_prefill(self, attempt: Attempt, failure: Failure) -> None:
+        self.num_prefill_failures += 1
+        is_last = self.num_prefill_failures >= MAX_PREFILL_FAILURES
+        if is_last or failure is Failure.PREFILL_REJECTED:
+            self.failed_modes = EVERY_MODE
+        elif failure is Failure.MODE_FAILED and attempt.mode is not None:
+            self.failed_modes |= {attempt.mode}
+        elif attempt.prefill is not None:
+            self.avoid |= {attempt.prefill}
