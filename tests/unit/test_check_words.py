@@ -1,11 +1,13 @@
 """The check of words: what it reads from the glossary, and what it finds."""
 
 import importlib.util
+import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 SPEC = importlib.util.spec_from_file_location("check_words", ROOT / "scripts/check_words.py")
 check_words = importlib.util.module_from_spec(SPEC)
+sys.modules[SPEC.name] = check_words  # dataclasses look their module up
 SPEC.loader.exec_module(check_words)
 
 TEXT = """
