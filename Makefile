@@ -13,7 +13,6 @@ SCHEDULES ?= 100000
 FIRST_SEED ?= 0
 JOBS ?= $(shell nproc)
 
-APART := tests/unit tests/property tests/contract tests/integration
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
@@ -50,12 +49,10 @@ help:
 up: $(ENGINE_INSTALLED)
 	@$(BIN)/baton up $(if $(ENGINE),--engine $(ENGINE)) $(ARGS)
 
-# What shares no servers runs in two processes, the rest alone: it has processes of its own.
+# On two cores: vLLM's servers, other servers and all else (tests/scheduling.py), each of which waits
+# for much of its time.
 test: check $(VLLM)
-	@status=0; set -x; \
-	$(BIN)/python -m pytest -q -n 2 --dist loadscope $(APART) $(PYTEST_ARGS) || status=$$?; \
-	$(BIN)/python -m pytest -q $(addprefix --ignore=,$(APART)) $(PYTEST_ARGS) || status=$$?; \
-	exit $$status
+	$(BIN)/python -m pytest -q -n 3 --dist loadscope $(PYTEST_ARGS)
 
 # CI runs what stands for the others. Network namespaces need root; without, those tests skip.
 chaos: $(DEV)

@@ -35,7 +35,7 @@ import uvicorn
 import uvloop
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from baton.authority.key import ClusterKey
+from baton.auth.key import ClusterKey
 from baton.clock import MachineClock
 from baton.gateway.options import GatewayOptions, WorkerAddress
 from baton.gateway.process import open_gateway
@@ -281,27 +281,30 @@ class Result:
     """CPU microseconds per unit, over the repetitions."""
 
     load: str
-    arm: str
+    configuration: str
     median_us: float
     spread: float
     ratio: float
     samples_us: list[float]
 
 
-def measure(arms: dict[str, ServerProcess], args: argparse.Namespace) -> list[Result]:
+def measure(configurations: dict[str, ServerProcess], args: argparse.Namespace) -> list[Result]:
     """Run both loads against every arm, interleaved."""
     samples: dict[tuple[str, str], list[float]] = {}
     for repetition in range(-1, args.repetitions):  # one to warm up
-        order = list(arms) if repetition % 2 == 0 else list(reversed(arms))
-        for arm in order:
-            server = arms[arm]
+        order = list(configurations) if repetition % 2 == 0 else list(reversed(configurations))
+        for configuration in order:
+            server = configurations[configuration]
             for load in ("request", "event"):
                 before = server.cpu_s()
                 units = asyncio.run(run_load(load, server.url, args))
                 per_unit_us = (server.cpu_s() - before) / units * 1e6
                 if repetition >= 0:
-                    samples.setdefault((load, arm), []).append(per_unit_us)
-    return [summarise(load, arm, samples) for load, arm in sorted(samples, reverse=True)]
+                    samples.setdefault((load, configuration), []).append(per_unit_us)
+    return [
+        summarise(load, configuration, samples)
+        for load, configuration in sorted(samples, reverse=True)
+    ]
 
 
 async def run_load(load: str, url: str, args: argparse.Namespace) -> int:
@@ -311,12 +314,12 @@ async def run_load(load: str, url: str, args: argparse.Namespace) -> int:
     return await streams(url, args.streams, args.events, args.rate)
 
 
-def summarise(load: str, arm: str, samples: dict[tuple[str, str], list[float]]) -> Result:
+def summarise(load: str, configuration: str, samples: dict[tuple[str, str], list[float]]) -> Result:
     """One row of the table."""
-    own, plain = samples[load, arm], samples[load, "proxy"]
+    own, plain = samples[load, configuration], samples[load, "proxy"]
     median = statistics.median(own)
     ratio = statistics.median(a / b for a, b in zip(own, plain, strict=True))
-    return Result(load, arm, median, (max(own) - min(own)) / median, ratio, own)
+    return Result(load, configuration, median, (max(own) - min(own)) / median, ratio, own)
 
 
 def wait_until_ready(url: str) -> None:
@@ -348,20 +351,20 @@ def main() -> None:
     args = parser.parse_args()
     servers: list[ServerProcess] = []
     try:
-        results = measure(start_arms(servers), args)
+        results = measure(start_configurations(servers), args)
     finally:
         for server in servers:
             server.stop()
-    print(f"{'load':8} {'arm':10} {'CPU us':>8} {'spread':>7} {'ratio':>6}")
+    print(f"{'load':8} {'configuration':10} {'CPU us':>8} {'spread':>7} {'ratio':>6}")
     for r in results:
-        print(f"{r.load:8} {r.arm:10} {r.median_us:8.1f} {r.spread:7.0%} {r.ratio:6.2f}")
+        print(f"{r.load:8} {r.configuration:10} {r.median_us:8.1f} {r.spread:7.0%} {r.ratio:6.2f}")
     if args.json:
         setup = {k: v for k, v in vars(args).items() if k != "json"}
         report = {"setup": setup, "results": [asdict(r) for r in results]}
         args.json.write_text(json.dumps(report, indent=1) + "\n")
 
 
-def start_arms(servers: list[ServerProcess]) -> dict[str, ServerProcess]:
+def start_configurations(servers: list[ServerProcess]) -> dict[str, ServerProcess]:
     """Start everything; `servers` gets each process as soon as it exists."""
 
     def start(make_app: MakeApp, *args: object) -> ServerProcess:
@@ -371,14 +374,14 @@ def start_arms(servers: list[ServerProcess]) -> dict[str, ServerProcess]:
     both = start(upstream_app, "both-0", "both")
     prefill = start(upstream_app, "prefill-0", "prefill")
     decode = start(upstream_app, "decode-0", "decode")
-    arms = {
+    configurations = {
         "proxy": start(proxy_app, both.url),
         "colocated": start(gateway_app, (both.url, "both")),
         "push": start(gateway_app, (prefill.url, "prefill"), (decode.url, "decode")),
     }
     for name in ("colocated", "push"):
-        wait_until_ready(arms[name].url)
-    return arms
+        wait_until_ready(configurations[name].url)
+    return configurations
 
 
 if __name__ == "__main__":

@@ -27,35 +27,35 @@ import msgspec
 import numpy as np
 from rich.console import Console
 
-from baton.authority.key import ClusterKey
-from baton.authority.ticket import Ticket, WorkerRef
+from baton.auth.key import ClusterKey
+from baton.auth.ticket import Ticket, WorkerRef
 from baton.clock import Instant, MachineClock
 from baton.handoff.agent import AgentOptions, HandoffAgent
-from baton.handoff.faces import Face
 from baton.handoff.interface import (
+    ExportReleased,
+    KVExported,
     KVFailed,
     KVLanded,
-    KVLent,
     KVSent,
-    LoanEnded,
     ReceiveOrder,
     SampledToken,
     SendFailed,
     SendOrder,
 )
+from baton.handoff.kv_views import KVView
 from baton.handoff.link_options import LinkOptions
 from baton.ids import WorkerId, new_epoch, new_ticket_id
 from baton.kv.copies import BlockTable
 from baton.kv.layout import KVLayout
-from baton.telemetry.trace import LegTrace
-from baton.transfer.annexes import Annexes
+from baton.telemetry.trace import RequestSpan
 from baton.transfer.interface import TRANSPORTS, TransportContext
+from baton.transfer.peer_mappings import PeerMappings
 from baton.transfer.region import allocate_shared_region, release_region
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from baton.authority.ticket import HandoffMode
+    from baton.auth.ticket import HandoffMode
 
 BLOCK_SIZE = 16
 HEAD_DIM = 16
@@ -82,7 +82,7 @@ class Node:
     """An agent, its pages, and where they go on."""
 
     agent: HandoffAgent
-    annexes: Annexes
+    peer_mappings: PeerMappings
     layout: KVLayout
     ref: WorkerRef
     woken: threading.Event
@@ -114,14 +114,14 @@ def node(
     region = allocate_shared_region([
         (num_blocks, layout.page_bytes(layer)) for layer in range(layout.num_layers)
     ])
-    annexes, epoch, woken = Annexes(region), new_epoch(), threading.Event()
+    peer_mappings, epoch, woken = PeerMappings(region), new_epoch(), threading.Event()
     context = TransportContext(key=key, epoch=epoch, bind_host="127.0.0.1", clock=CLOCK)
     agent = HandoffAgent(
         AgentOptions(
             worker=WorkerId(name),
             epoch=epoch,
             fingerprint="f" * 64,
-            faces=(Face(layout, region, annexes=annexes),),
+            views=(KVView(layout, region, peer_mappings=peer_mappings),),
             transports=(TRANSPORTS.build(transport, {})(context),),
             key=key,
             clock=CLOCK,
@@ -131,14 +131,14 @@ def node(
     agent.start(woken.set)
     try:
         ref = WorkerRef(WorkerId(name), epoch, agent.address)
-        yield Node(agent, annexes, layout, ref, woken)
+        yield Node(agent, peer_mappings, layout, ref, woken)
     finally:
         agent.stop()
-        annexes.close()
+        peer_mappings.close()
         release_region(region)
 
 
-def hand_over(prefill: Node, decode: Node, mode: HandoffMode, num_tokens: int) -> Sample:
+def run_handoff(prefill: Node, decode: Node, mode: HandoffMode, num_tokens: int) -> Sample:
     """One handoff of a prompt that is computed already."""
     ticket = Ticket(
         new_ticket_id(), "bench", prefill.ref, decode.ref, mode, CLOCK.unix_now() + TIMEOUT_S
@@ -146,33 +146,33 @@ def hand_over(prefill: Node, decode: Node, mode: HandoffMode, num_tokens: int) -
     table = BlockTable(0, np.arange(-(-num_tokens // BLOCK_SIZE), dtype=np.int64))
     common = {"ticket": ticket, "prompt_hash": bytes(32), "num_tokens": num_tokens}
     common |= {"blocks": table, "deadline": Instant(CLOCK.now() + TIMEOUT_S)}
-    trace = LegTrace(request_id="bench", worker="", epoch="", leg="decode")
-    prefill.agent.offer(
+    trace = RequestSpan(request_id="bench", worker="", epoch="", role="decode")
+    prefill.agent.start_send(
         SendOrder(**common, num_ready_tokens=num_tokens, trace=msgspec.structs.replace(trace))
     )
-    prefill.agent.finish(ticket.id, SampledToken(1))
+    prefill.agent.prefill_done(ticket.id, SampledToken(1))
     time.sleep(0.05)
     cpu_s, began = prefill.cpu_s() + decode.cpu_s(), time.monotonic()
-    decode.agent.expect(ReceiveOrder(**common, start=0, trace=trace))
+    decode.agent.start_receive(ReceiveOrder(**common, start=0, trace=trace))
     landed = decode.wait(KVLanded)
     wall_s = time.monotonic() - began
     cpu_s = prefill.cpu_s() + decode.cpu_s() - cpu_s
-    prefill.wait(KVSent, KVLent)
+    prefill.wait(KVSent, KVExported)
     looks: list[float | None] = [None, None]
     if mode == "reference":
-        if len(landed.borrowed) != len(table.blocks) - 1:
+        if len(landed.imported) != len(table.blocks) - 1:
             raise RuntimeError(f"not by reference: {trace.reroutes}")
-        looks = [look_at(decode, landed.borrowed) for _ in range(2)]
-        decode.agent.give_back(ticket.id)
-        prefill.wait(LoanEnded)
+        looks = [attend(decode, landed.imported) for _ in range(2)]
+        decode.agent.release_imported(ticket.id)
+        prefill.wait(ExportReleased)
     return Sample(mode, num_tokens, cpu_s, wall_s, *looks)
 
 
-def look_at(decode: Node, blocks: tuple[int, ...]) -> float:
+def attend(decode: Node, blocks: tuple[int, ...]) -> float:
     """CPU seconds of gathering these pages of all layers."""
     began = time.thread_time()
     for layer in range(decode.layout.num_layers):
-        decode.annexes.view(layer)[list(blocks)]
+        decode.peer_mappings.view(layer)[list(blocks)]
     return time.thread_time() - began
 
 
@@ -202,11 +202,12 @@ def main() -> None:
         node("decode", key, options.transport, layout, num_blocks) as decode,
     ):
         for mode in modes:
-            hand_over(prefill, decode, mode, lengths[0])  # warm-up
+            run_handoff(prefill, decode, mode, lengths[0])  # warm-up
         for num_tokens in lengths:
             for mode in modes:
                 here = [
-                    hand_over(prefill, decode, mode, num_tokens) for _ in range(options.repetitions)
+                    run_handoff(prefill, decode, mode, num_tokens)
+                    for _ in range(options.repetitions)
                 ]
                 samples += here
                 cpu_ms = sorted(1e3 * sample.cpu_s for sample in here)

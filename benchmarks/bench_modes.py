@@ -38,7 +38,7 @@ from bench_verification import read_info
 from rich.console import Console
 from rich.table import Table
 
-from baton.bench.manifest import close_manifest, open_manifest
+from baton.bench.files import close_manifest, open_manifest
 from baton.clock import MachineClock
 from baton.kv.layout import KVLayout
 from baton.testing.fleet import Fleet
@@ -55,8 +55,11 @@ NUM_OUTPUT_TOKENS = 16
 KV_BYTES = 512 << 20
 STORE_BYTES = 1 << 30
 EARLY: Final = "push, early"
-ARMS: Final = ("colocated", "push", EARLY, "pull", "pool", "reference")
-ENGINE_ARMS: Final = {"transformers": ARMS, "vllm": ("colocated", "push", "pull", "pool")}
+CONFIGURATIONS: Final = ("colocated", "push", EARLY, "pull", "pool", "reference")
+ENGINE_CONFIGURATIONS: Final = {
+    "transformers": CONFIGURATIONS,
+    "vllm": ("colocated", "push", "pull", "pool"),
+}
 """vLLM's blocks cannot be attended over from outside, and its first token cannot be agreed on."""
 HELD: Final = "baton_handoff_held_block_seconds_total"
 UNTRACED: Final = {
@@ -77,7 +80,7 @@ class Sample:
     `was_early`: the first token was the prefill worker's own word.
     """
 
-    arm: str
+    configuration: str
     num_tokens: int
     ttft_s: float
     second_token_s: float
@@ -112,8 +115,8 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
-    parser.add_argument("--arms", nargs="+", choices=ARMS)
-    parser.add_argument("--engine", choices=sorted(ENGINE_ARMS), default="transformers")
+    parser.add_argument("--arms", nargs="+", choices=CONFIGURATIONS)
+    parser.add_argument("--engine", choices=sorted(ENGINE_CONFIGURATIONS), default="transformers")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--store", choices=["shared", "file"], default="shared")
     parser.add_argument("--quick", action="store_true", help="512 and 1,024 tokens, once")
@@ -121,7 +124,7 @@ def parse() -> argparse.Namespace:
     options = parser.parse_args()
     if options.quick:
         options.repetitions, options.lengths = 1, (512, 1024)
-    options.arms = options.arms or ENGINE_ARMS[options.engine]
+    options.configurations = options.configurations or ENGINE_CONFIGURATIONS[options.engine]
     return options
 
 
@@ -170,51 +173,54 @@ def measure(folder: Path, options: argparse.Namespace) -> list[Sample]:
             worker.wait_ready()
             if len(os.sched_getaffinity(worker.pid)) != 1:
                 raise RuntimeError(f"{worker.name} is not pinned to one core")
-        house = House(options.engine, prefill, read_info(prefill))
-        arms = {arm: start_gateway(fleet, arm, prefill, decode) for arm in options.arms}
-        for arm, gateway in arms.items():
-            house.ask(arm, gateway, rng.integers(300, 4000, 300).tolist())  # warm-up
+        cluster = WorkerCluster(options.engine, prefill, read_info(prefill))
+        configurations = {
+            configuration: start_gateway(fleet, configuration, prefill, decode)
+            for configuration in options.configurations
+        }
+        for configuration, gateway in configurations.items():
+            cluster.ask(configuration, gateway, rng.integers(300, 4000, 300).tolist())  # warm-up
         for repetition in range(options.repetitions):
             for num_tokens in options.lengths:
-                for arm in turned(options.arms, repetition):
+                for configuration in turned(options.configurations, repetition):
                     prompt = rng.integers(300, 4000, num_tokens).tolist()
-                    sample = house.ask(arm, arms[arm], prompt)
+                    sample = cluster.ask(configuration, configurations[configuration], prompt)
                     samples.append(sample)
                     console.print(
-                        f"{arm:12} {num_tokens:5} tokens {sample.ttft_s:7.3f} s, held "
+                        f"{configuration:12} {num_tokens:5} tokens {sample.ttft_s:7.3f} s, held "
                         f"{sample.computing_byte_s / 2**20:8.2f} + "
                         f"{sample.waiting_byte_s / 2**20:8.2f} MiB s"
                     )
     return samples
 
 
-def turned(arms: Sequence[str], repetition: int) -> list[str]:
+def turned(configurations: Sequence[str], repetition: int) -> list[str]:
     """Another one is first in each repetition, and every second one goes backwards."""
-    at = repetition % len(arms)
-    order = [*arms[at:], *arms[:at]]
+    at = repetition % len(configurations)
+    order = [*configurations[at:], *configurations[:at]]
     return order if repetition % 2 else order[::-1]
 
 
 def start_gateway(
-    fleet: Fleet, arm: str, prefill: FleetProcess, decode: FleetProcess
+    fleet: Fleet, configuration: str, prefill: FleetProcess, decode: FleetProcess
 ) -> FleetProcess:
     """A gateway that hands over in one way only."""
-    if arm == "colocated":
-        return fleet.start_gateway([], [], both=[prefill], settings={"gateway.mode": arm})
-    mode = "push" if arm == EARLY else arm
-    settings = {"gateway.mode": mode, "gateway.first_token_early": arm == EARLY}
+    if configuration == "colocated":
+        return fleet.start_gateway([], [], both=[prefill], settings={"gateway.mode": configuration})
+    mode = "push" if configuration == EARLY else configuration
+    settings = {"gateway.mode": mode, "gateway.first_token_early": configuration == EARLY}
     return fleet.start_gateway([prefill], [decode], settings=settings)
 
 
 @dataclass
-class House:
+class WorkerCluster:
     """The prefill worker, where it counts, and what it says about itself."""
 
     engine: str
     prefill: FleetProcess
     info: dict
 
-    def ask(self, arm: str, gateway: FleetProcess, prompt: list[int]) -> Sample:
+    def ask(self, configuration: str, gateway: FleetProcess, prompt: list[int]) -> Sample:
         """One request; returns when the prefill worker holds nothing of it any more.
 
         Raises:
@@ -227,11 +233,11 @@ class House:
         held = self._held(before)
         trace = read_trace(connection, request) or UNTRACED
         connection.close()
-        mode = None if arm == "colocated" else arm.partition(",")[0]
+        mode = None if configuration == "colocated" else configuration.partition(",")[0]
         check(trace, held, mode, len(prompt))
         block_bytes = msgspec.convert(self.info["layout"], KVLayout).block_bytes
         return Sample(
-            arm=arm,
+            configuration=configuration,
             num_tokens=len(prompt),
             ttft_s=ttft_s,
             second_token_s=second_s,
@@ -315,7 +321,7 @@ def count_early(gateway: FleetProcess) -> float:
 def count_sent(text: str) -> float:
     """Handoffs that have ended on the prefill side."""
     lines = (line for line in text.splitlines() if line.startswith("baton_handoffs_total"))
-    return sum(float(line.rpartition(" ")[2]) for line in lines if 'leg="prefill"' in line)
+    return sum(float(line.rpartition(" ")[2]) for line in lines if 'role="prefill"' in line)
 
 
 def summarize(samples: list[Sample]) -> list[dict[str, object]]:
@@ -323,16 +329,16 @@ def summarize(samples: list[Sample]) -> list[dict[str, object]]:
     rows: list[dict[str, object]] = []
     for num_tokens in sorted({sample.num_tokens for sample in samples}):
         here = [sample for sample in samples if sample.num_tokens == num_tokens]
-        alone = [sample.ttft_s for sample in here if sample.arm == "colocated"]
-        for arm in ARMS:
-            found = [sample for sample in here if sample.arm == arm]
+        alone = [sample.ttft_s for sample in here if sample.configuration == "colocated"]
+        for configuration in CONFIGURATIONS:
+            found = [sample for sample in here if sample.configuration == configuration]
             if not found:
                 continue
             ttfts = sorted(sample.ttft_s for sample in found)
             waits = sorted(sample.waiting_byte_s for sample in found)
             rows.append({
                 "num_tokens": num_tokens,
-                "arm": arm,
+                "configuration": configuration,
                 "ttft_s": statistics.median(ttfts),
                 "ttft_min_s": ttfts[0],
                 "ttft_max_s": ttfts[-1],
@@ -360,11 +366,11 @@ def render(samples: list[Sample]) -> Table:
     ):  # fmt: skip
         table.add_column(name, justify="right")
     for row in summarize(samples):
-        is_alone, ratio = row["arm"] == "colocated", row["over_colocated"]
+        is_alone, ratio = row["configuration"] == "colocated", row["over_colocated"]
         waits = [row[f"waiting{which}_byte_s"] / 2**20 for which in ("", "_min", "_max")]
         table.add_row(
             f"{row['num_tokens']}",
-            f"{row['arm']}",
+            f"{row['configuration']}",
             f"{row['ttft_s']:.3f} ({row['ttft_min_s']:.3f} to {row['ttft_max_s']:.3f})",
             "" if ratio is None else f"{ratio:.3f}",
             f"{1e3 * row['second_token_s']:.1f}",

@@ -48,17 +48,17 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 MakePrompt: TypeAlias = "Callable[[], list[int]]"
-Note: TypeAlias = "Callable[[str, float], None]"
+Recorder: TypeAlias = "Callable[[str, float], None]"
 
 MODEL = {"layers": 16, "hidden": 1024, "heads": 16, "kv-heads": 8}
 RECOMPUTE_TARGET = 1.5
 DISCONNECT_TARGET_S = 2.0
-PATIENCE_S = 180.0
+TIMEOUT_S = 180.0
 console = Console(stderr=True)
 
 
 @dataclass
-class Asking:
+class OpenRequest:
     """A streamed request on a thread. `first_token_at` is on the monotonic clock."""
 
     url: str
@@ -69,7 +69,7 @@ class Asking:
     done: threading.Event = field(default_factory=threading.Event)
     _connection: http.client.HTTPConnection | None = None
 
-    def start(self) -> Asking:
+    def start(self) -> OpenRequest:
         """Ask."""
         self._connection = http.client.HTTPConnection(urlsplit(self.url).netloc, timeout=300)
         body = {"model": "model", "prompt": self.prompt, "max_tokens": 1, "temperature": 0}
@@ -90,7 +90,7 @@ class Asking:
         Raises:
             RuntimeError: none did.
         """
-        if not self.done.wait(PATIENCE_S) or self.first_token_at is None:
+        if not self.done.wait(TIMEOUT_S) or self.first_token_at is None:
             raise RuntimeError(f"no token: {self.error}")
         return self.first_token_at
 
@@ -134,7 +134,7 @@ class Pair:
         settings = {"gateway.probe_interval_s": 0.2}
         self.gateway = self.fleet.start_gateway([self.prefill], [self.decode], settings=settings)
 
-    def revive_prefill(self) -> None:
+    def restart_prefill(self) -> None:
         """Another life at the same address, known to the gateway."""
         port = urlsplit(self.prefill.url).port
         self.prefill = self.start_prefill(port).wait_ready()
@@ -150,15 +150,17 @@ class Pair:
         settings = self.settings | {"worker.port": port}
         return self.fleet.start_worker(role, role, settings, cores=(core,))
 
-    def begin(self, prompt: list[int]) -> Asking:
+    def begin(self, prompt: list[int]) -> OpenRequest:
         """Ask, and return in the middle of the handoff."""
-        asking = Asking(self.gateway.url, prompt).start()
+        open_request = OpenRequest(self.gateway.url, prompt).start()
         wait_until(
-            lambda: gauge(self.decode, "reserved") > 0 and has_written(self.prefill, asking.id)
+            lambda: (
+                gauge(self.decode, "reserved") > 0 and has_written(self.prefill, open_request.id)
+            )
         )
-        if asking.done.is_set():
+        if open_request.done.is_set():
             raise RuntimeError("too late: the handoff is over")
-        return asking
+        return open_request
 
     def wait_free(self, *workers: FleetProcess) -> float:
         """Seconds until every block of these is free."""
@@ -225,7 +227,7 @@ def measure(folder: Path, options: argparse.Namespace) -> dict[str, list[float]]
     with Fleet(folder, environment) as fleet:
         pair = Pair(fleet, settings, sorted(os.sched_getaffinity(0)))
         pair.open()
-        Asking(pair.gateway.url, rng.integers(300, 4000, 64).tolist()).start().wait()
+        OpenRequest(pair.gateway.url, rng.integers(300, 4000, 64).tolist()).start().wait()
         for _ in range(options.repetitions):
             recompute(pair, prompt, note)
             disconnect(pair, prompt, note)
@@ -234,40 +236,40 @@ def measure(folder: Path, options: argparse.Namespace) -> dict[str, list[float]]
     return samples
 
 
-def recompute(pair: Pair, prompt: MakePrompt, note: Note) -> None:
+def recompute(pair: Pair, prompt: MakePrompt, note: Recorder) -> None:
     """SIGKILL of prefill to the first token, over a local prefill."""
     begun = time.monotonic()
-    local_s = Asking(pair.decode.url, prompt()).start().wait() - begun
-    asking = pair.begin(prompt())
+    local_s = OpenRequest(pair.decode.url, prompt()).start().wait() - begun
+    open_request = pair.begin(prompt())
     pair.prefill.send(signal.SIGKILL)
     killed_at = time.monotonic()
-    recovered_s = asking.wait() - killed_at
+    recovered_s = open_request.wait() - killed_at
     pair.prefill.kill()
     note("local_prefill_s", local_s)
     note("kill_to_first_token_s", recovered_s)
     note("recompute_ratio", recovered_s / local_s)
     pair.wait_free(pair.decode)
-    pair.revive_prefill()
+    pair.restart_prefill()
 
 
-def disconnect(pair: Pair, prompt: MakePrompt, note: Note) -> None:
+def disconnect(pair: Pair, prompt: MakePrompt, note: Recorder) -> None:
     """A client that leaves, to all pages free on both sides."""
-    asking = pair.begin(prompt())
-    asking.leave()
+    open_request = pair.begin(prompt())
+    open_request.leave()
     note("disconnect_reclaimed_s", pair.wait_free(pair.prefill, pair.decode))
 
 
-def crash_stopped(pair: Pair, prompt: MakePrompt, note: Note) -> None:
+def crash_stopped(pair: Pair, prompt: MakePrompt, note: Recorder) -> None:
     """A writer that may come back, until it is dead: the quarantine's end."""
-    asking = pair.begin(prompt())
+    open_request = pair.begin(prompt())
     pair.prefill.send(signal.SIGSTOP)
-    asking.wait()
+    open_request.wait()
     pair.prefill.kill()
     note("quarantine_after_death_s", pair.wait_free(pair.decode))
-    pair.revive_prefill()
+    pair.restart_prefill()
 
 
-def crash_gateway(pair: Pair, prompt: MakePrompt, note: Note) -> None:
+def crash_gateway(pair: Pair, prompt: MakePrompt, note: Recorder) -> None:
     """Nobody is left who waits."""
     pair.begin(prompt())
     pair.gateway.kill()
@@ -322,7 +324,7 @@ def wait_until(holds: Callable[[], bool]) -> None:
     Raises:
         RuntimeError: it does not come.
     """
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + TIMEOUT_S
     while not holds():
         if time.monotonic() > deadline:
             raise RuntimeError("it does not come")

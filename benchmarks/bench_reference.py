@@ -27,20 +27,20 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from baton.authority.key import ClusterKey
-from baton.authority.ticket import Ticket, WorkerRef, seal
+from baton.auth.key import ClusterKey
+from baton.auth.ticket import Ticket, WorkerRef, seal
 from baton.clock import MachineClock
 from baton.ids import Epoch, WorkerId, new_ticket_id
 from baton.telemetry.trace import Stamp
 from baton.testing.fleet import Fleet
 
 if TYPE_CHECKING:
-    from baton.authority.ticket import HandoffMode
+    from baton.auth.ticket import HandoffMode
     from baton.testing.fleet import FleetProcess
 
 LENGTHS = (512, 2048, 8000)
 MODEL = {"layers": 4, "hidden": 256, "heads": 16, "kv-heads": 16}
-ARMS = ("reference", "push", "colocated")
+CONFIGURATIONS = ("reference", "push", "colocated")
 console = Console(stderr=True)
 
 
@@ -48,7 +48,7 @@ console = Console(stderr=True)
 class Sample:
     """One request. `wait_s`: prefill's end to the first decode step. Colocated moves nothing."""
 
-    arm: str
+    configuration: str
     num_tokens: int
     wait_s: float
     landed_s: float | None
@@ -61,7 +61,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repetitions", type=int, default=7)
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
-    parser.add_argument("--mode", choices=ARMS, nargs="+", default=ARMS)
+    parser.add_argument("--mode", choices=CONFIGURATIONS, nargs="+", default=CONFIGURATIONS)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     load_before = os.getloadavg()[0]
@@ -111,15 +111,17 @@ def measure(folder: Path, model: Path, options: argparse.Namespace) -> list[Samp
         prefill = fleet.start_worker("prefill-0", "both", settings, cores=(cores[0],))
         decode = fleet.start_worker("decode-0", "both", settings, cores=(cores[-1],))
         pair = Pair(prefill.wait_ready(), decode.wait_ready(), ClusterKey(secret))
-        for arm in ARMS:
-            pair.ask(arm, rng.integers(300, 4000, 64).tolist())  # warm-up
+        for configuration in CONFIGURATIONS:
+            pair.ask(configuration, rng.integers(300, 4000, 64).tolist())  # warm-up
         for repetition in range(options.repetitions):
             for num_tokens in options.lengths:
                 order = list(options.mode) if repetition % 2 else list(reversed(options.mode))
-                for arm in order:
-                    sample = pair.ask(arm, rng.integers(300, 4000, num_tokens).tolist())
+                for configuration in order:
+                    sample = pair.ask(configuration, rng.integers(300, 4000, num_tokens).tolist())
                     samples.append(sample)
-                    console.print(f"{arm:10} {num_tokens:5} tokens {1e3 * sample.wait_s:8.2f} ms")
+                    console.print(
+                        f"{configuration:10} {num_tokens:5} tokens {1e3 * sample.wait_s:8.2f} ms"
+                    )
     return samples
 
 
@@ -131,24 +133,24 @@ class Pair:
     decode: FleetProcess
     key: ClusterKey
 
-    def ask(self, arm: str, prompt: list[int]) -> Sample:
+    def ask(self, configuration: str, prompt: list[int]) -> Sample:
         """Three tokens: the first is prefill's, the second the first decode step's."""
         request = f"bench-{new_ticket_id().hex()}"
-        match arm:
+        match configuration:
             case "colocated":
                 self._post(self.decode, request, prompt, None)
             case "push" | "reference":
-                self._hand_over(arm, request, prompt)
+                self._run_handoff(configuration, request, prompt)
             case _:
-                raise ValueError(arm)
+                raise ValueError(configuration)
         trace = self._read_trace(request)
         stamps, peer = trace["stamps"], trace["peer_stamps"]
-        done = (peer if arm != "colocated" else stamps)[Stamp.PREFILL_DONE]
-        if arm != "colocated" and trace["num_received_tokens"] != len(prompt):
+        done = (peer if configuration != "colocated" else stamps)[Stamp.PREFILL_DONE]
+        if configuration != "colocated" and trace["num_received_tokens"] != len(prompt):
             raise RuntimeError(f"not a handoff: {trace}")
         landed = stamps.get(Stamp.LAST_LAYER_LANDED)
         return Sample(
-            arm=arm,
+            configuration=configuration,
             num_tokens=len(prompt),
             wait_s=stamps[Stamp.DECODE_SCHEDULED] - done,
             landed_s=None if landed is None else landed - done,
@@ -156,7 +158,7 @@ class Pair:
             transport=trace["transport"],
         )
 
-    def _hand_over(self, mode: HandoffMode, request: str, prompt: list[int]) -> None:
+    def _run_handoff(self, mode: HandoffMode, request: str, prompt: list[int]) -> None:
         expires_at = MachineClock().unix_now() + 600
         ticket = Ticket(
             new_ticket_id(), request, ref_of(self.prefill), ref_of(self.decode), mode, expires_at
@@ -207,13 +209,21 @@ def summarize(samples: list[Sample]) -> list[dict[str, object]]:
     """For each length and arm: median, least and most."""
     rows: list[dict[str, object]] = []
     for num_tokens in sorted({sample.num_tokens for sample in samples}):
-        for arm in ARMS:
-            here = sorted(s.wait_s for s in samples if (s.num_tokens, s.arm) == (num_tokens, arm))
-            moved = {s.num_bytes for s in samples if (s.num_tokens, s.arm) == (num_tokens, arm)}
+        for configuration in CONFIGURATIONS:
+            here = sorted(
+                s.wait_s
+                for s in samples
+                if (s.num_tokens, s.configuration) == (num_tokens, configuration)
+            )
+            moved = {
+                s.num_bytes
+                for s in samples
+                if (s.num_tokens, s.configuration) == (num_tokens, configuration)
+            }
             if here:
                 rows.append({
                     "num_tokens": num_tokens,
-                    "arm": arm,
+                    "configuration": configuration,
                     "wait_ms": 1e3 * statistics.median(here),
                     "wait_ms_min": 1e3 * here[0],
                     "wait_ms_max": 1e3 * here[-1],
@@ -230,7 +240,7 @@ def render(samples: list[Sample]) -> Table:
     for row in summarize(samples):
         table.add_row(
             f"{row['num_tokens']}",
-            f"{row['arm']}",
+            f"{row['configuration']}",
             f"{row['wait_ms']:.2f} ms",
             f"{row['wait_ms_min']:.2f} to {row['wait_ms_max']:.2f}",
             f"{row['num_bytes']:,}",

@@ -29,8 +29,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from baton.clock import MachineClock
+from baton.store.entry_format import HEADER_BYTES, has_digest, read_digest
 from baton.store.interface import EntryName, TierContext
-from baton.store.record import HEADER_BYTES, has_digest, read_digest
 from baton.store.tiers.shared import SharedTier, SharedTierOptions
 
 if TYPE_CHECKING:

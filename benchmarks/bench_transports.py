@@ -32,21 +32,21 @@ import msgspec
 import numpy as np
 import xxhash
 
-from baton.authority.key import ClusterKey
+from baton.auth.key import ClusterKey
 from baton.clock import MachineClock
 from baton.ids import Epoch, new_epoch, new_ticket_id
 from baton.kv.copies import CopyGroup, PageCopies
 from baton.transfer.interface import (
     TRANSPORTS,
     Arrived,
-    Attached,
     PageRead,
     PageWrite,
     ReadCompleted,
     RegionDescriptor,
+    RemoteAttached,
     TransportContext,
-    Window,
     WriteCompleted,
+    WriteGrant,
 )
 from baton.transfer.region import allocate_shared_region, release_region, view_pages
 
@@ -69,7 +69,7 @@ class Task(msgspec.Struct):
     options: dict[str, int]
     key_hex: str
     writer: Epoch
-    window: bytes
+    grant: bytes
 
 
 class Target(msgspec.Struct):
@@ -145,7 +145,7 @@ def receive() -> None:
     )
     transport = TRANSPORTS.build(task.kind, task.options)(context)
     descriptor = transport.expose(region)
-    transport.open_window(Window(task.window, region.handle, task.writer, np.arange(NUM_PAGES)))
+    transport.open_grant(WriteGrant(task.grant, region.handle, task.writer, np.arange(NUM_PAGES)))
     answer(msgspec.json.encode(Target(descriptor)))
     pages = view_pages(region.memory, region.arrays[0])
     num_arrived = 0
@@ -173,7 +173,7 @@ def measure_transport(
     kind: str, options: dict[str, int], workloads: list[Workload], num_rounds: int
 ) -> dict[str, list[Round]]:
     """All rounds, by workload."""
-    key, epoch, window = ClusterKey.generate(), new_epoch(), new_ticket_id()
+    key, epoch, grant = ClusterKey.generate(), new_epoch(), new_ticket_id()
     child = subprocess.Popen(
         [sys.executable, __file__, "--receive"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
@@ -183,7 +183,7 @@ def measure_transport(
         child.stdin.flush()
         return child.stdout.readline()
 
-    reply = ask(Task(kind, options, key.secret.hex(), epoch, window))
+    reply = ask(Task(kind, options, key.secret.hex(), epoch, grant))
     target = msgspec.json.decode(reply, type=Target)
     region = make_source()
     transport = TRANSPORTS.build(kind, options)(
@@ -191,7 +191,7 @@ def measure_transport(
     )
     transport.expose(region)
     remote = transport.attach(target.descriptor)
-    wait_for(transport, Attached)
+    wait_for(transport, RemoteAttached)
     for _ in range(NUM_IDLE_POLLS):
         transport.poll()
     pages = view_pages(region.memory, region.arrays[0])
@@ -201,7 +201,7 @@ def measure_transport(
         wait_for(transport, ReadCompleted)
 
     def move(workload: Workload) -> None:
-        transport.submit(PageWrite(remote, window, region.handle, workload.copies, b"n"))
+        transport.submit(PageWrite(remote, grant, region.handle, workload.copies, b"n"))
         wait_for(transport, WriteCompleted)
 
     rounds: dict[str, list[Round]] = {}

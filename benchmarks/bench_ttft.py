@@ -3,7 +3,7 @@
     python benchmarks/bench_ttft.py [--repetitions 7] [--json benchmarks/results/ttft.json]
 
 Both arms go through a gateway of their own and run the same random Llama (made on first use). The
-prompts are random, so no prefix cache helps; the order of the arms alternates. The visible transfer
+prompts are random, so no prefix cache helps; the order of the arms alternates. The exposed transfer
 (last layer landed minus prefill done) comes from the request's trace; below zero, all of the
 transfer was hidden behind the rest of prefill.
 """
@@ -41,12 +41,12 @@ console = Console(stderr=True)
 
 @dataclass(frozen=True)
 class Sample:
-    """One request. Times in seconds; `visible_transfer_s` and what follows is None if colocated."""
+    """One request. Times in seconds; `exposed_transfer_s` and what follows is None if colocated."""
 
-    arm: str
+    configuration: str
     num_tokens: int
     ttft_s: float
-    visible_transfer_s: float | None
+    exposed_transfer_s: float | None
     prefill_s: float | None
     num_received_tokens: int | None
     transport: str | None
@@ -112,24 +112,24 @@ def measure(folder: Path, model: Path, options: argparse.Namespace) -> list[Samp
             worker.wait_ready()
             if len(os.sched_getaffinity(worker.pid)) != 1:
                 raise RuntimeError(f"{worker.name} is not pinned to one core")
-        arms = {
+        configurations = {
             "disaggregated": fleet.start_gateway([prefill], [decode]),
             "colocated": fleet.start_gateway([], [], both=[colocated]),
         }
-        for name, gateway in arms.items():
+        for name, gateway in configurations.items():
             ask(name, gateway, rng.integers(300, 4000, 64).tolist())  # warm-up
         for repetition in range(options.repetitions):
             for num_tokens in options.lengths:
-                order = list(arms) if repetition % 2 else list(reversed(arms))
+                order = list(configurations) if repetition % 2 else list(reversed(configurations))
                 for name in order:
                     prompt = rng.integers(300, 4000, num_tokens).tolist()
-                    sample = ask(name, arms[name], prompt)
+                    sample = ask(name, configurations[name], prompt)
                     samples.append(sample)
                     console.print(f"{name:14} {num_tokens:5} tokens {sample.ttft_s:7.3f} s")
     return samples
 
 
-def ask(arm: str, gateway: FleetProcess, prompt: list[int]) -> Sample:
+def ask(configuration: str, gateway: FleetProcess, prompt: list[int]) -> Sample:
     """Stream one token; time to the first byte of the first event."""
     connection = http.client.HTTPConnection(urlsplit(gateway.url).netloc, timeout=300)
     body = {"model": "model", "prompt": prompt, "max_tokens": 1, "temperature": 0, "stream": True}
@@ -141,17 +141,17 @@ def ask(arm: str, gateway: FleetProcess, prompt: list[int]) -> Sample:
     ttft_s = time.perf_counter() - started
     rest = response.read()
     if response.status != 200 or b'"error"' in first + rest:
-        raise RuntimeError(f"{arm}: HTTP {response.status}: {(first + rest)[:500]!r}")
+        raise RuntimeError(f"{configuration}: HTTP {response.status}: {(first + rest)[:500]!r}")
     trace = read_trace(connection, response.headers["x-request-id"])
     connection.close()
-    is_pair = arm == "disaggregated"
+    is_pair = configuration == "disaggregated"
     if is_pair and trace["num_received_tokens"] != len(prompt):
         raise RuntimeError(f"not a handoff: {trace}")
     return Sample(
-        arm=arm,
+        configuration=configuration,
         num_tokens=len(prompt),
         ttft_s=ttft_s,
-        visible_transfer_s=trace["visible_transfer_s"] if is_pair else None,
+        exposed_transfer_s=trace["exposed_transfer_s"] if is_pair else None,
         prefill_s=trace["prefill_s"] if is_pair else None,
         num_received_tokens=trace["num_received_tokens"] if is_pair else None,
         transport=trace["transport"] if is_pair else None,
@@ -169,12 +169,12 @@ def summarize(samples: list[Sample]) -> list[dict[str, float]]:
     rows = []
     for num_tokens in sorted({sample.num_tokens for sample in samples}):
         here = [sample for sample in samples if sample.num_tokens == num_tokens]
-        pair = [s for s in here if s.arm == "disaggregated"]
-        one = [s for s in here if s.arm == "colocated"]
+        pair = [s for s in here if s.configuration == "disaggregated"]
+        one = [s for s in here if s.configuration == "colocated"]
         if not pair or not one:
             continue
         ratios = sorted(p.ttft_s / c.ttft_s for p, c in zip(pair, one, strict=True))
-        shares = sorted(s.visible_transfer_s / s.prefill_s for s in pair)
+        shares = sorted(s.exposed_transfer_s / s.prefill_s for s in pair)
         rows.append({
             "num_tokens": num_tokens,
             "ttft_disaggregated_s": statistics.median(s.ttft_s for s in pair),
@@ -182,7 +182,7 @@ def summarize(samples: list[Sample]) -> list[dict[str, float]]:
             "ratio": statistics.median(ratios),
             "ratio_min": ratios[0],
             "ratio_max": ratios[-1],
-            "visible_transfer_ms": 1e3 * statistics.median(s.visible_transfer_s for s in pair),
+            "exposed_transfer_ms": 1e3 * statistics.median(s.exposed_transfer_s for s in pair),
             "visible_share_of_prefill": statistics.median(shares),
             "visible_share_max": shares[-1],
         })
@@ -193,7 +193,7 @@ def render(samples: list[Sample]) -> Table:
     """The summary for people."""
     table = Table(title="TTFT, disaggregated over colocated (one core for each worker)")
     for name in (
-        "tokens", "disaggregated s", "colocated s", "ratio (min to max)", "visible transfer",
+        "tokens", "disaggregated s", "colocated s", "ratio (min to max)", "exposed transfer",
         "of prefill",
     ):  # fmt: skip
         table.add_column(name, justify="right")
@@ -203,7 +203,7 @@ def render(samples: list[Sample]) -> Table:
             f"{row['ttft_disaggregated_s']:.3f}",
             f"{row['ttft_colocated_s']:.3f}",
             f"{row['ratio']:.3f} ({row['ratio_min']:.3f} to {row['ratio_max']:.3f})",
-            f"{row['visible_transfer_ms']:.1f} ms",
+            f"{row['exposed_transfer_ms']:.1f} ms",
             f"{row['visible_share_of_prefill']:.2%}",
         )
     return table

@@ -34,8 +34,8 @@ import numpy as np
 from rich.console import Console
 from verified_handoffs import NUM_BYTES, measure
 
-from baton.authority.key import ClusterKey
-from baton.authority.ticket import Ticket, WorkerRef, seal, unseal
+from baton.auth.key import ClusterKey
+from baton.auth.ticket import Ticket, WorkerRef, seal, unseal
 from baton.ids import WorkerId, new_epoch, new_ticket_id
 from baton.kv.copies import BlockTable, PagedSequence, compute_pieces
 from baton.kv.digest import compute_digests

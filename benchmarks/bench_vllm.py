@@ -52,7 +52,7 @@ console = Console(stderr=True)
 class Sample:
     """One request, seconds. `cpu_s` is what all servers of the arm spent on it."""
 
-    arm: str
+    configuration: str
     num_tokens: int
     ttft_s: float
     total_s: float
@@ -60,7 +60,7 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Arm:
+class Configuration:
     """A way to serve: `ask(body)` gives (TTFT, total, text)."""
 
     name: str
@@ -84,7 +84,7 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--arms", nargs="+", default=list(ARMS))
+    parser.add_argument("--arms", nargs="+", default=list(CONFIGURATIONS))
     parser.add_argument("--nixl", type=Path, help="folder with NIXL's wheels")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
@@ -97,8 +97,10 @@ def main() -> None:
             Servers(Path(disk), model, options.dtype) as servers,
             Fleet(Path(disk), environment) as fleet,
         ):
-            arms = start_arms(Setting(servers, fleet, environment, Path(shm), options), failures)
-            samples = measure(arms, options, failures)
+            configurations = start_configurations(
+                Setting(servers, fleet, environment, Path(shm), options), failures
+            )
+            samples = measure(configurations, options, failures)
     console.print(render(samples, failures))
     if options.json:
         record = {
@@ -134,31 +136,33 @@ def make_model(folder: Path, dtype: str) -> Path:
     return path
 
 
-def start_arms(setting: Setting, failures: dict[str, str]) -> list[Arm]:
+def start_configurations(setting: Setting, failures: dict[str, str]) -> list[Configuration]:
     """Start one arm after the other, so that each has the machine to itself; it is paused then."""
-    arms = []
-    for name in setting.options.arms:
+    configurations = []
+    for name in setting.options.configurations:
         try:
-            arm = ARMS[name](setting)
-            arm.ask(make_body(np.random.default_rng(9), 64))
+            configuration = CONFIGURATIONS[name](setting)
+            configuration.ask(make_body(np.random.default_rng(9), 64))
         except (ServerError, OSError, subprocess.SubprocessError) as exc:
             failures[name] = str(exc)
             console.print(f"{name}: failed: {exc}")
             continue
-        arm.pause()
-        arms.append(arm)
+        configuration.pause()
+        configurations.append(configuration)
         console.print(f"{name}: up")
-    return arms
+    return configurations
 
 
-def start_colocated(setting: Setting) -> Arm:
+def start_colocated(setting: Setting) -> Configuration:
     """One server that does both."""
     server = setting.servers.start("colocated", 0)
     server.wait_ready()
-    return Arm("colocated", (server,), lambda body: stream(server.url, body, time.perf_counter()))
+    return Configuration(
+        "colocated", (server,), lambda body: stream(server.url, body, time.perf_counter())
+    )
 
 
-def start_baton(setting: Setting, name: str, transport: str) -> Arm:
+def start_baton(setting: Setting, name: str, transport: str) -> Configuration:
     """Prefill on core 0, decode on core 1, Baton's gateway in front."""
     extra = {"transports": [transport]}
     pair = _start_pair(setting, name, lambda role: {
@@ -173,10 +177,10 @@ def start_baton(setting: Setting, name: str, transport: str) -> Arm:
     def ask(body: dict[str, object]) -> tuple[float, float, str]:
         return stream(gateway.url, body, time.perf_counter())
 
-    return Arm(name, pair, ask)
+    return Configuration(name, pair, ask)
 
 
-def start_nixl(setting: Setting) -> Arm:
+def start_nixl(setting: Setting) -> Configuration:
     """NIXL over UCX, as vLLM ships it."""
     if setting.options.nixl is None:
         raise ServerError("not measured: --nixl FOLDER was not given")
@@ -193,28 +197,34 @@ def start_nixl(setting: Setting) -> Arm:
     )
     for server in pair:
         server.wait_ready()
-    return Arm("vLLM NixlConnector", pair, lambda body: _ask_two_phase(pair, body, NIXL_ASK))
+    return Configuration(
+        "vLLM NixlConnector", pair, lambda body: _ask_two_phase(pair, body, NIXL_ASK)
+    )
 
 
-def start_example(setting: Setting) -> Arm:
+def start_example(setting: Setting) -> Configuration:
     """The example of vLLM itself: KV through files, here in memory (/dev/shm)."""
     pair = _start_pair(setting, "example", lambda role: {
         "kv_connector": "ExampleConnector", "kv_role": role,
         "kv_connector_extra_config": {"shared_storage_path": str(setting.shm)},
     })  # fmt: skip
-    return Arm("vLLM ExampleConnector", pair, lambda body: _ask_two_phase(pair, body, None))
+    return Configuration(
+        "vLLM ExampleConnector", pair, lambda body: _ask_two_phase(pair, body, None)
+    )
 
 
-def start_mooncake(setting: Setting) -> Arm:
+def start_mooncake(setting: Setting) -> Configuration:
     """Mooncake's connector as vLLM ships it."""
     pair = _start_pair(setting, "mooncake", lambda role: {
         "kv_connector": "MooncakeConnector", "kv_role": role,
         "kv_connector_extra_config": {"mooncake_protocol": "tcp"},
     })  # fmt: skip
-    return Arm("vLLM MooncakeConnector", pair, lambda body: _ask_two_phase(pair, body, None))
+    return Configuration(
+        "vLLM MooncakeConnector", pair, lambda body: _ask_two_phase(pair, body, None)
+    )
 
 
-ARMS: dict[str, Callable[[Setting], Arm]] = {
+CONFIGURATIONS: dict[str, Callable[[Setting], Configuration]] = {
     "colocated": start_colocated,
     "baton": lambda setting: start_baton(setting, "Baton, shared", "shared"),
     "baton-tcp": lambda setting: start_baton(setting, "Baton, tcp", "tcp"),
@@ -261,35 +271,39 @@ def make_body(rng: np.random.Generator, num_tokens: int) -> dict[str, object]:
     }  # fmt: skip
 
 
-def measure(arms: list[Arm], options: argparse.Namespace, failures: dict[str, str]) -> list[Sample]:
+def measure(
+    configurations: list[Configuration], options: argparse.Namespace, failures: dict[str, str]
+) -> list[Sample]:
     """Every arm in turn, all lengths in one turn, in another order each time."""
     rng = np.random.default_rng(0)
     samples: list[Sample] = []
     for repetition in range(options.repetitions):
-        turn = repetition % max(1, len(arms))
-        for arm in [*arms[turn:], *arms[:turn]]:
-            if arm.name in failures:
+        turn = repetition % max(1, len(configurations))
+        for configuration in [*configurations[turn:], *configurations[:turn]]:
+            if configuration.name in failures:
                 continue
             try:
-                samples += measure_turn(arm, rng, options.lengths)
+                samples += measure_turn(configuration, rng, options.lengths)
             except (ServerError, OSError) as exc:
-                failures[arm.name] = str(exc)
-                console.print(f"{arm.name}: failed: {exc}")
+                failures[configuration.name] = str(exc)
+                console.print(f"{configuration.name}: failed: {exc}")
             finally:
-                arm.pause()
+                configuration.pause()
     return samples
 
 
-def measure_turn(arm: Arm, rng: np.random.Generator, lengths: list[int]) -> list[Sample]:
+def measure_turn(
+    configuration: Configuration, rng: np.random.Generator, lengths: list[int]
+) -> list[Sample]:
     """Wake an arm, warm it up, ask it once for each length."""
-    arm.resume()
+    configuration.resume()
     samples = []
     deadline = time.perf_counter() + 60
     while True:  # until pairs have found each other again after the pause
         try:
-            arm.ask(make_body(rng, 256))
+            configuration.ask(make_body(rng, 256))
             time.sleep(1.5)
-            arm.ask(make_body(rng, 256))
+            configuration.ask(make_body(rng, 256))
             break
         except ServerError:
             if time.perf_counter() > deadline:
@@ -297,11 +311,11 @@ def measure_turn(arm: Arm, rng: np.random.Generator, lengths: list[int]) -> list
             time.sleep(0.5)
     for num_tokens in lengths:
         body = make_body(rng, num_tokens)
-        before = sum(server.cpu_seconds() for server in arm.servers)
-        ttft_s, total_s, _ = arm.ask(body)
-        spent = sum(server.cpu_seconds() for server in arm.servers) - before
-        samples.append(Sample(arm.name, num_tokens, ttft_s, total_s, spent))
-        console.print(f"{arm.name:24} {num_tokens:5} tokens {ttft_s:7.3f} s")
+        before = sum(server.cpu_seconds() for server in configuration.servers)
+        ttft_s, total_s, _ = configuration.ask(body)
+        spent = sum(server.cpu_seconds() for server in configuration.servers) - before
+        samples.append(Sample(configuration.name, num_tokens, ttft_s, total_s, spent))
+        console.print(f"{configuration.name:24} {num_tokens:5} tokens {ttft_s:7.3f} s")
     return samples
 
 
@@ -310,18 +324,20 @@ def summarize(samples: list[Sample]) -> list[dict[str, object]]:
     rows: list[dict[str, object]] = []
     for num_tokens in sorted({sample.num_tokens for sample in samples}):
         here = [sample for sample in samples if sample.num_tokens == num_tokens]
-        alone = [s.ttft_s for s in here if s.arm == "colocated"]
+        alone = [s.ttft_s for s in here if s.configuration == "colocated"]
         base = statistics.median(alone) if alone else None
-        for arm in dict.fromkeys(sample.arm for sample in here):
-            ttfts = sorted(s.ttft_s for s in here if s.arm == arm)
+        for configuration in dict.fromkeys(sample.configuration for sample in here):
+            ttfts = sorted(s.ttft_s for s in here if s.configuration == configuration)
             rows.append({
-                "arm": arm,
+                "configuration": configuration,
                 "num_tokens": num_tokens,
                 "ttft_s": statistics.median(ttfts),
                 "ttft_min_s": ttfts[0],
                 "ttft_max_s": ttfts[-1],
                 "over_colocated": statistics.median(ttfts) / base if base else None,
-                "cpu_s": statistics.median(s.cpu_s for s in here if s.arm == arm),
+                "cpu_s": statistics.median(
+                    s.cpu_s for s in here if s.configuration == configuration
+                ),
                 "num_samples": len(ttfts),
             })
     return rows
@@ -330,18 +346,18 @@ def summarize(samples: list[Sample]) -> list[dict[str, object]]:
 def render(samples: list[Sample], failures: dict[str, str]) -> Table:
     """The summary for people."""
     table = Table(title="TTFT of vLLM servers, one core each")
-    for name in ("tokens", "arm", "TTFT s (min to max)", "over colocated", "CPU s"):
+    for name in ("tokens", "configuration", "TTFT s (min to max)", "over colocated", "CPU s"):
         table.add_column(name, justify="right")
     for row in summarize(samples):
         table.add_row(
             f"{row['num_tokens']}",
-            f"{row['arm']}",
+            f"{row['configuration']}",
             f"{row['ttft_s']:.3f} ({row['ttft_min_s']:.3f} to {row['ttft_max_s']:.3f})",
             f"{row['over_colocated']:.3f}" if row["over_colocated"] else "not measured",
             f"{row['cpu_s']:.2f}",
         )
-    for arm, reason in failures.items():
-        table.add_row("", arm, f"failed: {reason[:120]}", "", "")
+    for configuration, reason in failures.items():
+        table.add_row("", configuration, f"failed: {reason[:120]}", "", "")
     return table
 
 

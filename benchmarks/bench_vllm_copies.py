@@ -41,7 +41,7 @@ class Sample:
 
     ttft_s: float
     prefill_s: float
-    visible_transfer_s: float
+    exposed_transfer_s: float
     save_cpu_s: float
     load_cpu_s: float
     num_bytes: int
@@ -112,7 +112,7 @@ def measure_one(gateway: str, pair: list[Server], rng: np.random.Generator) -> S
     return Sample(
         ttft_s=ttft_s,
         prefill_s=summary["prefill_s"],
-        visible_transfer_s=summary["visible_transfer_s"],
+        exposed_transfer_s=summary["exposed_transfer_s"],
         save_cpu_s=save_s,
         load_cpu_s=load_s,
         num_bytes=summary["num_bytes"],
@@ -164,7 +164,7 @@ def summarize(samples: list[Sample]) -> dict[str, float]:
         "load_cpu_ms": 1e3 * median(s.load_cpu_s for s in samples),
         "load_share_of_prefill": median(s.load_cpu_s / s.prefill_s for s in samples),
         "load_gb_per_s": median(s.num_bytes / s.load_cpu_s / 1e9 for s in samples),
-        "visible_transfer_ms": 1e3 * median(s.visible_transfer_s for s in samples),
+        "exposed_transfer_ms": 1e3 * median(s.exposed_transfer_s for s in samples),
     }
 
 

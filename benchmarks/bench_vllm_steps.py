@@ -46,7 +46,7 @@ console = Console(stderr=True)
 
 
 @dataclass(frozen=True)
-class Arm:
+class Configuration:
     """A server, and the gateway in front of it if there is one."""
 
     name: str
@@ -63,7 +63,7 @@ class Arm:
 class Sample:
     """One turn of one arm."""
 
-    arm: str
+    configuration: str
     num_streams: int
     tokens_per_s: float
     server_ms_per_token: float
@@ -107,73 +107,82 @@ def make_model(folder: Path) -> Path:
     return path
 
 
-def start(servers: Servers, fleet: Fleet, environment: dict[str, str]) -> list[Arm]:
+def start(servers: Servers, fleet: Fleet, environment: dict[str, str]) -> list[Configuration]:
     """Every arm, one server after the other, each paused once it is up."""
-    arms = []
+    configurations = []
     for name, transfer in CONNECTORS.items():
         server = servers.start(name, 0, transfer, environment if transfer else None)
         server.wait_ready()
-        arms.append(Arm(name, server, server.url, None))
+        configurations.append(Configuration(name, server, server.url, None))
         if transfer is not None:  # a gateway takes no vLLM without Baton in it
             settings = {"gateway.workers": [server.url]}
             gateway = fleet.start_gateway([], [], settings=settings)
             os.sched_setaffinity(gateway.pid, {0})
-            arms.append(Arm(f"{name}, gateway", server, gateway.url, gateway.pid))
-        stream(arms[-1].url, make_body(np.random.default_rng(9), 16), time.perf_counter())
+            configurations.append(
+                Configuration(f"{name}, gateway", server, gateway.url, gateway.pid)
+            )
+        stream(configurations[-1].url, make_body(np.random.default_rng(9), 16), time.perf_counter())
         server.send(signal.SIGSTOP)
         console.print(f"{name}: up")
-    return arms
+    return configurations
 
 
-def measure(arms: list[Arm], options: argparse.Namespace) -> list[Sample]:
+def measure(configurations: list[Configuration], options: argparse.Namespace) -> list[Sample]:
     """All repetitions; the arms' order is drawn anew for each."""
     os.sched_setaffinity(0, {1})
     rng, order = np.random.default_rng(7), random.Random(7)
     samples = []
     for _ in range(options.repetitions):
         for num_streams in options.streams:
-            turns = order.sample(arms, len(arms))
-            samples += [take_turn(arm, num_streams, options.num_tokens, rng) for arm in turns]
+            turns = order.sample(configurations, len(configurations))
+            samples += [
+                take_turn(configuration, num_streams, options.num_tokens, rng)
+                for configuration in turns
+            ]
     return samples
 
 
-def take_turn(arm: Arm, num_streams: int, num_tokens: int, rng: np.random.Generator) -> Sample:
+def take_turn(
+    configuration: Configuration, num_streams: int, num_tokens: int, rng: np.random.Generator
+) -> Sample:
     """So many streams at once, from their first tokens to their last."""
-    arm.server.send(signal.SIGCONT)
+    configuration.server.send(signal.SIGCONT)
     bodies = [make_body(rng, num_tokens) for _ in range(num_streams)]
-    warm_up(arm, rng)
-    server_s, gateway_s = arm.cpu_seconds()
+    warm_up(configuration, rng)
+    server_s, gateway_s = configuration.cpu_seconds()
     began = time.perf_counter()
     with ThreadPoolExecutor(num_streams) as pool:
-        list(pool.map(lambda body: stream(arm.url, body, began), bodies))
+        list(pool.map(lambda body: stream(configuration.url, body, began), bodies))
     took_s = time.perf_counter() - began
-    after = arm.cpu_seconds()
-    arm.server.send(signal.SIGSTOP)
+    after = configuration.cpu_seconds()
+    configuration.server.send(signal.SIGSTOP)
     count = num_streams * num_tokens
     sample = Sample(
-        arm.name,
+        configuration.name,
         num_streams,
         count / took_s,
         1e3 * (after[0] - server_s) / count,
         1e3 * (after[1] - gateway_s) / count,
     )
-    console.print(f"{arm.name:16} {num_streams} at once: {sample.tokens_per_s:7.1f} tokens/s")
+    console.print(
+        f"{configuration.name:16} {num_streams} at once: {sample.tokens_per_s:7.1f} tokens/s"
+    )
     return sample
 
 
-def warm_up(arm: Arm, rng: np.random.Generator) -> None:
+def warm_up(configuration: Configuration, rng: np.random.Generator) -> None:
     """A gateway whose server was stopped finds it again first."""
     deadline = time.monotonic() + 30
     error: Exception | None = None
     while time.monotonic() < deadline:
         try:
-            stream(arm.url, make_body(rng, 4), time.perf_counter())
+            stream(configuration.url, make_body(rng, 4), time.perf_counter())
         except (ServerError, OSError) as exc:
             error = exc
             time.sleep(0.5)
         else:
             return
-    raise ServerError(f"{arm.name} does not answer any more: {error}")
+    raise ServerError(f"{configuration.name} does not answer any more: {error}")
 
 
 def make_body(rng: np.random.Generator, num_tokens: int) -> dict[str, object]:
@@ -192,15 +201,25 @@ def cpu_seconds(pid: int) -> float:
 def render(samples: list[Sample]) -> Table:
     """Medians, and each turn's ratio to the plain server asked directly."""
     table = Table(title="One vLLM server on one core")
-    for name in ("at once", "arm", "tokens/s (range)", "server ms/token", "gateway ms/token"):
+    for name in (
+        "at once",
+        "configuration",
+        "tokens/s (range)",
+        "server ms/token",
+        "gateway ms/token",
+    ):
         table.add_column(name, justify="right")
     for num_streams in sorted({sample.num_streams for sample in samples}):
-        for arm in dict.fromkeys(sample.arm for sample in samples):
-            here = [s for s in samples if (s.arm, s.num_streams) == (arm, num_streams)]
+        for configuration in dict.fromkeys(sample.configuration for sample in samples):
+            here = [
+                s
+                for s in samples
+                if (s.configuration, s.num_streams) == (configuration, num_streams)
+            ]
             rates = sorted(s.tokens_per_s for s in here)
             table.add_row(
                 f"{num_streams}",
-                arm,
+                configuration,
                 f"{statistics.median(rates):.1f} ({rates[0]:.1f} to {rates[-1]:.1f})",
                 f"{statistics.median(s.server_ms_per_token for s in here):.3f}",
                 f"{statistics.median(s.gateway_ms_per_token for s in here):.3f}",

@@ -19,18 +19,18 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
-from baton.authority.key import ClusterKey
-from baton.authority.ticket import Ticket, WorkerRef
+from baton.auth.key import ClusterKey
+from baton.auth.ticket import Ticket, WorkerRef
 from baton.clock import Instant, MachineClock
 from baton.handoff.agent import AgentOptions, HandoffAgent
-from baton.handoff.faces import Face
 from baton.handoff.interface import KVLanded, ReceiveOrder, SampledToken, SendOrder
+from baton.handoff.kv_views import KVView
 from baton.handoff.link_options import LinkOptions
 from baton.handoff.verification import Level, VerificationPolicy
 from baton.ids import WorkerId, new_epoch, new_ticket_id
 from baton.kv.copies import BlockTable
 from baton.kv.layout import KVLayout
-from baton.telemetry.trace import LegTrace
+from baton.telemetry.trace import RequestSpan
 from baton.transfer.interface import TRANSPORTS, TransportContext
 from baton.transfer.region import allocate_shared_region, release_region, view_pages
 
@@ -67,7 +67,7 @@ class Received(msgspec.Struct, tag=True):
 
 
 @dataclass
-class End:
+class AgentEndpoint:
     """One agent and its pages."""
 
     agent: HandoffAgent
@@ -84,7 +84,9 @@ class End:
 
 
 @contextmanager
-def open_end(name: str, kind: str, key: ClusterKey, level: Level = "full") -> Iterator[End]:
+def open_endpoint(
+    name: str, kind: str, key: ClusterKey, level: Level = "full"
+) -> Iterator[AgentEndpoint]:
     """An agent with 256 MiB of pages."""
     region = allocate_shared_region([(NUM_BLOCKS, LAYOUT.page_bytes(n)) for n in range(16)])
     rng = np.random.default_rng(len(name))
@@ -98,7 +100,7 @@ def open_end(name: str, kind: str, key: ClusterKey, level: Level = "full") -> It
             worker=WorkerId(name),
             epoch=epoch,
             fingerprint="verification",
-            faces=(Face(LAYOUT, region),),
+            views=(KVView(LAYOUT, region),),
             transports=(transport,),
             key=key,
             clock=CLOCK,
@@ -110,7 +112,7 @@ def open_end(name: str, kind: str, key: ClusterKey, level: Level = "full") -> It
     woken = threading.Event()
     agent.start(woken.set)
     try:
-        yield End(agent, WorkerRef(WorkerId(name), epoch, agent.address), woken)
+        yield AgentEndpoint(agent, WorkerRef(WorkerId(name), epoch, agent.address), woken)
     finally:
         agent.stop()
         release_region(region)
@@ -121,9 +123,9 @@ def random_blocks(seed: int) -> BlockTable:
     return BlockTable(0, np.random.default_rng(seed).permutation(NUM_BLOCKS).astype(np.int64))
 
 
-def make_trace(leg: str) -> LegTrace:
+def make_trace(leg: str) -> RequestSpan:
     """An empty one."""
-    return LegTrace(request_id="bench", worker="w", epoch="e", leg=leg)
+    return RequestSpan(request_id="bench", worker="w", epoch="e", role=leg)
 
 
 def measure(kind: str, levels: tuple[Level, ...], num_rounds: int) -> dict[str, list[Received]]:
@@ -138,12 +140,12 @@ def measure(kind: str, levels: tuple[Level, ...], num_rounds: int) -> dict[str, 
     )
     found: dict[str, list[Received]] = {level: [] for level in levels}
     try:
-        with open_end("prefill", kind, ClusterKey.from_hex(key)) as sender:
+        with open_endpoint("prefill", kind, ClusterKey.from_hex(key)) as sender:
             hello = msgspec.json.decode(child.stdout.readline(), type=Hello)
             for number in range(num_rounds + 1):
                 order = levels if number % 2 else tuple(reversed(levels))
                 for level in order:
-                    received = _hand_over(child, sender, level, hello.receivers[level])
+                    received = _run_handoff(child, sender, level, hello.receivers[level])
                     if number:
                         found[level].append(received)
     finally:
@@ -152,12 +154,12 @@ def measure(kind: str, levels: tuple[Level, ...], num_rounds: int) -> dict[str, 
     return found
 
 
-def _hand_over(
-    child: subprocess.Popen[bytes], sender: End, level: str, receiver: WorkerRef
+def _run_handoff(
+    child: subprocess.Popen[bytes], sender: AgentEndpoint, level: str, receiver: WorkerRef
 ) -> Received:
     expires_at = CLOCK.unix_now() + TIMEOUT_S
     ticket = Ticket(new_ticket_id(), "bench", sender.ref, receiver, "push", expires_at)
-    sender.agent.offer(
+    sender.agent.start_send(
         SendOrder(
             ticket=ticket,
             prompt_hash=b"h" * 32,
@@ -168,7 +170,7 @@ def _hand_over(
             trace=make_trace("prefill"),
         )
     )
-    sender.agent.finish(ticket.id, SampledToken(1))
+    sender.agent.prefill_done(ticket.id, SampledToken(1))
     cpu = time.process_time()
     child.stdin.write(msgspec.json.encode(Receive(level, ticket)) + b"\n")
     child.stdin.flush()
@@ -185,23 +187,23 @@ def main() -> None:
     from contextlib import ExitStack  # noqa: PLC0415 - the child's alone
 
     with ExitStack() as stack:
-        ends = {
-            level: stack.enter_context(open_end(f"decode-{level}", kind, key, level))  # type: ignore[arg-type]
+        endpoints = {
+            level: stack.enter_context(open_endpoint(f"decode-{level}", kind, key, level))  # type: ignore[arg-type]
             for level in levels
         }
-        hello = Hello({level: end.ref for level, end in ends.items()})
+        hello = Hello({level: end.ref for level, end in endpoints.items()})
         sys.stdout.buffer.write(msgspec.json.encode(hello) + b"\n")
         sys.stdout.buffer.flush()
         for line in sys.stdin.buffer:
             receive = msgspec.json.decode(line, type=Receive)
-            received = _take_in(ends[receive.level], receive.ticket)
+            received = _receive(endpoints[receive.level], receive.ticket)
             sys.stdout.buffer.write(msgspec.json.encode(received) + b"\n")
             sys.stdout.buffer.flush()
 
 
-def _take_in(end: End, ticket: Ticket) -> Received:
+def _receive(end: AgentEndpoint, ticket: Ticket) -> Received:
     trace, cpu, begun = make_trace("decode"), time.process_time(), time.perf_counter()
-    end.agent.expect(
+    end.agent.start_receive(
         ReceiveOrder(
             ticket=ticket,
             prompt_hash=b"h" * 32,

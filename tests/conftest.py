@@ -1,4 +1,4 @@
-"""Fixtures that several folders share: another host, and the house of vLLM servers."""
+"""What several folders share: options, the order of tests, another host, and vLLM's servers."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ import hypothesis
 import pytest
 
 from baton.testing.far_network import FarHost, NoNamespaceError, far_host
+from tests.scheduling import GroupScheduling, rank_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tests.e2e_vllm.house import House, Street
+    from xdist.remote import Producer
+
+    from tests.e2e_vllm.cluster import ClusterFactory, VllmCluster
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -28,7 +31,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> GroupScheduling | None:
+    """Of `--dist loadscope`: tests of the same servers run in one process."""
+    return GroupScheduling(config, log) if config.getoption("dist") == "loadscope" else None
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if hasattr(config, "workerinput"):  # one of xdist's processes
+        items.sort(key=lambda item: rank_of(item.nodeid))
     if config.getoption("--all-chaos"):
         return
     left_out = [item for item in items if item.get_closest_marker("every")]
@@ -74,22 +85,41 @@ def far_cable(laid_cable: FarHost | NoNamespaceError | None) -> FarHost:
 
 
 @pytest.fixture(scope="session")
-def vllm_street(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Street]:
+def vllm_cluster_factory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ClusterFactory]:
     """A place to start vLLM servers: model, environment, logs. Nothing runs yet."""
     if importlib.util.find_spec("vllm") is None:
         pytest.skip("vLLM is not installed: make install ENGINE=vllm")
-    from tests.e2e_vllm.house import Street  # noqa: PLC0415 - loads torch
+    from tests.e2e_vllm.cluster import ClusterFactory  # noqa: PLC0415 - loads torch
 
     run_directory = Path(tempfile.mkdtemp(prefix="b-", dir="/tmp"))  # short: sockets lie in it
     try:
-        with Street.open(tmp_path_factory.mktemp("vllm"), run_directory) as street:
-            yield street
-            street.check_farewell()
+        with ClusterFactory.open(tmp_path_factory.mktemp("vllm"), run_directory) as cluster_factory:
+            yield cluster_factory
+            cluster_factory.check_shutdown()
     finally:
         shutil.rmtree(run_directory)
 
 
+def _needs_vllm(item: pytest.Item) -> bool:
+    """Whether a test runs with vLLM's servers, and is not skipped on this machine."""
+    is_skipped = any(mark.args and mark.args[0] for mark in item.iter_markers("skipif"))
+    return item.get_closest_marker("vllm") is not None and not is_skipped
+
+
 @pytest.fixture(scope="session")
-def vllm_house(vllm_street: Street) -> House:
-    """The oracle and one prefill and decode server behind a gateway."""
-    return vllm_street.build_house()
+def vllm_cluster(
+    request: pytest.FixtureRequest, vllm_cluster_factory: ClusterFactory
+) -> VllmCluster:
+    """The oracle and one prefill and decode server behind a gateway.
+
+    While tests ask these, the next fixtures' servers load.
+    """
+    from tests.e2e_vllm.ahead import STARTERS  # noqa: PLC0415 - loads torch
+
+    cluster = vllm_cluster_factory.build_cluster()
+    asking = (item for item in request.session.items if _needs_vllm(item))
+    for name in (name for item in asking for name in getattr(item, "fixturenames", ())):
+        if name in STARTERS:
+            vllm_cluster_factory.plan(name, STARTERS[name])
+    vllm_cluster_factory.start_ahead()
+    return cluster

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeAlias, assert_never
 import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.chaos.watching import PATIENCE_S, read_footprint, read_shm_files, until, until_idle
+from tests.chaos.process_state import TIMEOUT_S, read_footprint, read_shm_files, until, until_idle
 
 if TYPE_CHECKING:
     from baton.testing.fleet import FleetProcess
@@ -21,18 +21,18 @@ if TYPE_CHECKING:
 
 Counters: TypeAlias = Counter[tuple[str, frozenset[tuple[str, str]]]]
 
-SETTLE_S = PATIENCE_S
-"""Until nothing of a fault is left. How quick that is, others measure (test_leaving.py)."""
+SETTLE_S = TIMEOUT_S
+"""Until nothing of a fault is left. test_client_disconnects.py measures how quick that is."""
 
 
 class Outcome(StrEnum):
     """What the client may see."""
 
-    RIGHT = "right"
-    RIGHT_OR_ERROR = "right, or a clean error"
+    CORRECT = "right"
+    CORRECT_OR_ERROR = "right, or a clean error"
     ERROR = "a clean error"
     BROKEN = "a broken connection"  # to a gateway that died: nobody is left to say anything
-    NOBODY = "nobody waits"
+    NO_CLIENT = "nobody waits"
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Moved:
 
 
 @dataclass(frozen=True)
-class Belongings:
+class ProcessResources:
     """What a worker holds: descriptors by kind, mapped memories, threads, files in `/dev/shm`."""
 
     descriptors: tuple[tuple[str, int], ...]
@@ -65,13 +65,13 @@ class Belongings:
     shm_files: frozenset[str]
 
     @classmethod
-    def of(cls, process: FleetProcess) -> Belongings:
+    def of(cls, process: FleetProcess) -> ProcessResources:
         footprint = read_footprint(process)
         num_threads = len(list(Path(f"/proc/{process.pid}/task").iterdir()))
         shm_files = frozenset(read_shm_files(process.pid))
         return cls(footprint.descriptors, len(footprint.memories), num_threads, shm_files)
 
-    def exceeds(self, before: Belongings) -> bool:
+    def exceeds(self, before: ProcessResources) -> bool:
         """Whether there is more of anything. Less is no leak: with a peer's new life some of what
         is opened in idle moments may not be there yet.
         """
@@ -100,30 +100,30 @@ async def read_counters(session: aiohttp.ClientSession, process: FleetProcess) -
 async def check_outcome(case: Case, outcome: Outcome) -> None:
     """What the client was told is what it may be told."""
     match outcome:
-        case Outcome.NOBODY:
+        case Outcome.NO_CLIENT:
             assert case.asking.cancelled()
         case Outcome.BROKEN:
             with contextlib.suppress(aiohttp.ClientError, ConnectionError):
-                said = await case.asking
-                raise AssertionError(f"an answer from the dead: {said}")
-        case Outcome.RIGHT | Outcome.ERROR | Outcome.RIGHT_OR_ERROR:
-            await _check_said(case, outcome)
+                reply = await case.asking
+                raise AssertionError(f"an answer from the dead: {reply}")
+        case Outcome.CORRECT | Outcome.ERROR | Outcome.CORRECT_OR_ERROR:
+            await _check_reply(case, outcome)
         case _:
             assert_never(outcome)
 
 
-async def _check_said(case: Case, outcome: Outcome) -> None:
-    said = await case.asking
-    if said.error is None:
+async def _check_reply(case: Case, outcome: Outcome) -> None:
+    reply = await case.asking
+    if reply.error is None:
         assert outcome is not Outcome.ERROR, "nobody could have answered"
         num_tokens = case.request.num_tokens
     else:
-        assert outcome is not Outcome.RIGHT, said
-        assert said.is_clean_error, said
-        num_tokens = len(said.tokens)
+        assert outcome is not Outcome.CORRECT, reply
+        assert reply.is_clean_error, reply
+        num_tokens = len(reply.tokens)
     if num_tokens:
-        expected = await case.house.expect(case.session, case.request.prompt, num_tokens)
-        assert said.tokens == expected.tokens, "a wrong token"
+        expected = await case.cluster.expect(case.session, case.request.prompt, num_tokens)
+        assert reply.tokens == expected.tokens, "a wrong token"
 
 
 class Inventory:
@@ -131,12 +131,12 @@ class Inventory:
 
     def __init__(self, case_session: aiohttp.ClientSession) -> None:
         self._session = case_session
-        self._belongings: dict[int, tuple[FleetProcess, Belongings]] = {}
+        self._resources: dict[int, tuple[FleetProcess, ProcessResources]] = {}
         self._counters: dict[int, Counters] = {}
 
     async def take(self, workers: tuple[FleetProcess, ...], gateway: FleetProcess) -> None:
         for worker in workers:
-            self._belongings[worker.pid] = worker, Belongings.of(worker)
+            self._resources[worker.pid] = worker, ProcessResources.of(worker)
         for process in (*workers, gateway):
             self._counters[process.pid] = await read_counters(self._session, process)
 
@@ -157,10 +157,10 @@ class Inventory:
         pair = case.pair
         elapsed_s = await until_idle(self._session, pair.prefill, pair.decode, within_s=SETTLE_S)
         await until("the gateway serves nothing", self._gateway_is_idle(case), SETTLE_S)
-        await case.house.check_handoff(self._session, pair)
-        for worker, before in self._belongings.values():
+        await case.cluster.check_handoff(self._session, pair)
+        for worker, before in self._resources.values():
             if worker.is_alive:
-                await _until_belongings(worker, before)
+                await _until_resources(worker, before)
         return elapsed_s
 
     def _gateway_is_idle(self, case: Case):
@@ -171,13 +171,13 @@ class Inventory:
         return idle
 
 
-async def _until_belongings(worker: FleetProcess, before: Belongings) -> None:
+async def _until_resources(worker: FleetProcess, before: ProcessResources) -> None:
     async def no_more() -> bool:
-        return not Belongings.of(worker).exceeds(before)
+        return not ProcessResources.of(worker).exceeds(before)
 
     try:
         await until("belongings", no_more, SETTLE_S)
     except AssertionError as exc:
-        now = Belongings.of(worker)
+        now = ProcessResources.of(worker)
         raise AssertionError(f"{worker.name} holds {now}, and held {before}") from exc
     await asyncio.sleep(0)

@@ -24,7 +24,7 @@ _numbers = itertools.count()
 
 
 @dataclass(frozen=True)
-class Said:
+class Reply:
     """What a client was told of one request: tokens, and an error where it was not answered.
 
     `status` is the HTTP status; a stream that breaks has 200 and an error.
@@ -41,7 +41,7 @@ class Said:
 
 
 @dataclass(frozen=True)
-class Ask:
+class ClientRequest:
     """A completion request for greedy tokens; every one has an id of its own."""
 
     prompt: Prompt
@@ -68,7 +68,7 @@ class Streaming:
     def __init__(self) -> None:
         self.tokens: list[str] = []
 
-    async def read(self, response: aiohttp.ClientResponse) -> Said:
+    async def read(self, response: aiohttp.ClientResponse) -> Reply:
         """To the end of the stream, which must be `[DONE]` and then a proper end of the body."""
         error: str | None = None
         done = False
@@ -87,7 +87,7 @@ class Streaming:
                 assert error is None, f"after the error: {event}"
                 self._take(event)
         assert done, "the stream was closed in silence"
-        return Said(tuple(self.tokens), error)
+        return Reply(tuple(self.tokens), error)
 
     def _take(self, event: dict[str, list[dict[str, dict[str, list[str]]]]]) -> None:
         for choice in event["choices"]:
@@ -95,8 +95,11 @@ class Streaming:
 
 
 async def ask(
-    session: aiohttp.ClientSession, url: str, request: Ask, streaming: Streaming | None = None
-) -> Said:
+    session: aiohttp.ClientSession,
+    url: str,
+    request: ClientRequest,
+    streaming: Streaming | None = None,
+) -> Reply:
     """Ask, and read all that is said. A broken connection is an exception: nobody promised one."""
     async with session.post(
         f"{url}/v1/completions", json=request.body, headers={"x-request-id": request.id}
@@ -106,8 +109,8 @@ async def ask(
             return await (streaming or Streaming()).read(response)
         answer = await response.json()
         if response.status != 200:
-            return Said((), check_error(answer), response.status)
-    return Said(tuple(answer["choices"][0]["logprobs"]["tokens"]))
+            return Reply((), check_error(answer), response.status)
+    return Reply(tuple(answer["choices"][0]["logprobs"]["tokens"]))
 
 
 def check_error(answer: dict[str, dict[str, object]]) -> str:

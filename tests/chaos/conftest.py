@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, TypeVar
 import aiohttp
 import pytest
 
-from baton.authority.key import ClusterKey
+from baton.auth.key import ClusterKey
 from baton.testing.fleet import Fleet, FleetProcess
-from tests.chaos.clients import CLIENT_TIMEOUT, Ask, Prompt, Prompts, Said, ask
-from tests.chaos.watching import (
-    PATIENCE_S,
-    Footprint,
+from tests.chaos.clients import CLIENT_TIMEOUT, ClientRequest, Prompt, Prompts, Reply, ask
+from tests.chaos.process_state import (
+    TIMEOUT_S,
+    MappedPages,
     find_processes_of_sessions,
     find_trace,
     is_listening,
@@ -75,7 +75,7 @@ class Pair:
     prefill: FleetProcess
     decode: FleetProcess
     gateway: FleetProcess = field(init=False)
-    unlinked: dict[int, Footprint] = field(default_factory=dict)
+    unlinked: dict[int, MappedPages] = field(default_factory=dict)
     mode: str = "auto"
     changes: dict[Role, dict[str, object]] = field(default_factory=dict)
 
@@ -95,7 +95,7 @@ class Pair:
     def settle(self) -> None:
         """Wait for the workers, note what they hold, and start a gateway."""
         for worker in (self.prefill, self.decode):
-            self._meet(worker.wait_ready())
+            self._negotiate(worker.wait_ready())
         self.start_gateway()
 
     def start_gateway(self, port: int = 0) -> None:
@@ -118,31 +118,31 @@ class Pair:
         dead = self.prefill if role == "prefill" else self.decode
         assert not dead.is_alive
         assert dead.ready is not None
-        doors = {
+        endpoints = {
             "worker.port": port_of(dead.ready.url),
             "worker.handoff_port": port_of(dead.ready.handoff_address),
         }
-        changes = self.changes.get(role, {}) | doors
+        changes = self.changes.get(role, {}) | endpoints
         fresh = start(self.fleet, self.transport, role, changes).wait_ready()
-        self._meet(fresh)
+        self._negotiate(fresh)
         if role == "prefill":
             self.prefill = fresh
         else:
             self.decode = fresh
 
-    def _meet(self, worker: FleetProcess) -> None:
+    def _negotiate(self, worker: FleetProcess) -> None:
         """Note what a worker holds once it has opened all that it opens at its first request."""
 
         async def warm_up(session: aiohttp.ClientSession) -> None:
-            said = await ask(session, worker.url, Ask([300, 301, 302]))
-            assert said.error is None
+            reply = await ask(session, worker.url, ClientRequest([300, 301, 302]))
+            assert reply.error is None
             self.unlinked[worker.pid] = read_footprint(worker)
 
         run(warm_up)
 
 
 @dataclass
-class House:
+class ChaosCluster:
     """Everything that runs. `prompts` are fresh for each request unless a test wants otherwise."""
 
     oracle: FleetProcess
@@ -154,22 +154,22 @@ class House:
 
     async def expect(
         self, session: aiohttp.ClientSession, prompt: Prompt, num_tokens: int = 8
-    ) -> Said:
+    ) -> Reply:
         """What a single worker, to which nothing happens, says."""
-        said = await ask(session, self.oracle.url, Ask(prompt, num_tokens))
-        assert said.error is None
-        return said
+        reply = await ask(session, self.oracle.url, ClientRequest(prompt, num_tokens))
+        assert reply.error is None
+        return reply
 
     async def check_handoff(self, session: aiohttp.ClientSession, pair: Pair) -> None:
         """Soon, a fresh prompt is handed over as it should be here, and answered rightly."""
 
         async def handed_over() -> bool:
-            request = Ask(self.prompts.make(50))
-            said = await ask(session, pair.gateway.url, request)
-            if said.error is not None:
-                assert said.is_clean_error
+            request = ClientRequest(self.prompts.make(50))
+            reply = await ask(session, pair.gateway.url, request)
+            if reply.error is not None:
+                assert reply.is_clean_error
                 return False
-            assert said == await self.expect(session, request.prompt)
+            assert reply == await self.expect(session, request.prompt)
             trace = await find_trace(session, pair.decode, request.id)
             assert trace is not None
             ways.append((trace.mode, trace.transport))
@@ -177,7 +177,7 @@ class House:
 
         ways: list[tuple[str | None, str | None]] = []
         try:
-            await until(f"a request is handed over by {pair.way}", handed_over, PATIENCE_S)
+            await until(f"a request is handed over by {pair.way}", handed_over, TIMEOUT_S)
         except AssertionError as exc:
             exc.add_note(f"the ways that were taken: {ways}")
             raise
@@ -206,10 +206,10 @@ def run(scenario: Callable[[aiohttp.ClientSession], Awaitable[None]]) -> None:
 
 
 def run_on_both(
-    house: House, scenario: Callable[[aiohttp.ClientSession, Pair], Awaitable[None]]
+    cluster: ChaosCluster, scenario: Callable[[aiohttp.ClientSession, Pair], Awaitable[None]]
 ) -> None:
     """Run one scenario on both pairs at once: they share nothing but the machine."""
-    run_on(house.pairs, scenario)
+    run_on(cluster.pairs, scenario)
 
 
 def run_on(
@@ -257,11 +257,11 @@ def start(
 
 
 @pytest.fixture
-def house(standing_house: House) -> House:
-    """A house that is well, whatever the test before has done to it."""
-    for pair in standing_house.pairs:
+def cluster(standing_cluster: ChaosCluster) -> ChaosCluster:
+    """A cluster that is well, whatever the test before has done to it."""
+    for pair in standing_cluster.pairs:
         pair.heal()
-    return standing_house
+    return standing_cluster
 
 
 @pytest.fixture(scope="session")
@@ -274,9 +274,9 @@ def oracle(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FleetProcess]:
 
 
 @pytest.fixture(scope="session")
-def standing_house(
+def standing_cluster(
     tmp_path_factory: pytest.TempPathFactory, oracle: FleetProcess
-) -> Iterator[House]:
+) -> Iterator[ChaosCluster]:
     environment = dict(os.environ, BATON_CLUSTER_KEY=KEY)
     with Fleet(tmp_path_factory.mktemp("logs"), environment) as fleet:
         shared, tcp = (
@@ -286,11 +286,11 @@ def standing_house(
         for pair in (shared, tcp):
             pair.settle()
         print(f"seed {SEED}, logs in {fleet.logs}")
-        yield House(oracle.wait_ready(), (shared, tcp), Prompts(SEED))
-        check_farewell(fleet)
+        yield ChaosCluster(oracle.wait_ready(), (shared, tcp), Prompts(SEED))
+        check_shutdown(fleet)
 
 
-def check_farewell(fleet: Fleet) -> None:
+def check_shutdown(fleet: Fleet) -> None:
     """Whatever happened before, SIGTERM ends every process well, and nothing of it is left."""
     alive = [process for process in fleet.processes if process.is_alive]
     ports = {port for process in alive for port in read_listening_ports(process.pid)}

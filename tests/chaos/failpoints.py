@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from baton.handoff.messages import decode_notice
+from baton.handoff.messages import decode_notification
 from baton.registry import Plugin
+from baton.testing.corrupted_copies import Piece
 from baton.testing.faulty_transport import Fault, FaultPlan, FaultyTransport
-from baton.testing.spoilt_copies import Piece
 from baton.transfer.interface import TRANSPORTS
 from baton.transfer.region import view_pages
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
         TransferEvent,
         Transport,
         TransportContext,
-        Window,
+        WriteGrant,
     )
 
 
@@ -71,10 +71,10 @@ class Failpoint:
     def count(self, fault: Fault) -> int:
         """How often it struck in all."""
         try:
-            struck = msgspec.json.decode((self.folder / "struck.json").read_bytes())
+            injected = msgspec.json.decode((self.folder / "struck.json").read_bytes())
         except FileNotFoundError:
             return 0
-        return int(struck.get(fault, 0))
+        return int(injected.get(fault, 0))
 
 
 class FailpointTransport(FaultyTransport):
@@ -86,7 +86,7 @@ class FailpointTransport(FaultyTransport):
         self._folder = folder
         self._armed = Armed(0)
         self._told: Counter[Fault] = Counter()
-        self._windows: dict[TicketId, Window] = {}
+        self._grants: dict[TicketId, WriteGrant] = {}
 
     def poll(self) -> list[TransferEvent]:
         self._look()
@@ -94,27 +94,27 @@ class FailpointTransport(FaultyTransport):
         self._tell()
         return events
 
-    def open_window(self, window: Window) -> None:
-        self._windows[window.id] = window
-        super().open_window(window)
+    def open_grant(self, grant: WriteGrant) -> None:
+        self._grants[grant.id] = grant
+        super().open_grant(grant)
 
-    def close_window(self, window: TicketId) -> None:
-        """What is held back comes after its window is closed: late, as from a bad transport."""
-        self._windows.pop(window, None)
-        self._inner.close_window(window)
+    def close_grant(self, grant: TicketId) -> None:
+        """What is held back comes after its grant is closed: late, as from a bad transport."""
+        self._grants.pop(grant, None)
+        self._inner.close_grant(grant)
 
-    def _take_notice(self, event: Arrived) -> list[TransferEvent]:
+    def _take_notification(self, event: Arrived) -> list[TransferEvent]:
         fault = self._draw((Fault.FLIP_BIT, Fault.ZERO_PAGE))
         if fault is not None:
             self._spoil_arrived(event, fault)
-        return super()._take_notice(event)
+        return super()._take_notification(event)
 
     def _spoil_arrived(self, event: Arrived, fault: Fault) -> None:
         """Damage the first page of what arrived, before its owner hears of it."""
-        window, notice = self._windows[event.window], decode_notice(event.notice)
-        array = self._regions[window.region].arrays[notice.layer]
-        pages = view_pages(self._regions[window.region].memory, array)
-        page = int(window.pages[notice.start // BLOCK_SIZE])
+        grant, notification = self._grants[event.grant], decode_notification(event.notification)
+        array = self._regions[grant.region].arrays[notification.layer]
+        pages = view_pages(self._regions[grant.region].memory, array)
+        page = int(grant.pages[notification.start // BLOCK_SIZE])
         self._spoil(pages, Piece(page, 0, array.page_bytes), fault)
 
     def _draw(self, faults: tuple[Fault, ...]) -> Fault | None:
@@ -133,7 +133,7 @@ class FailpointTransport(FaultyTransport):
         if armed.number != self._armed.number:
             self._armed = armed
             # Where everything is held back, nothing can overtake it.
-            rate = 0.5 if armed.fault is Fault.REORDER_NOTICE else 1.0
+            rate = 0.5 if armed.fault is Fault.REORDER_NOTIFICATION else 1.0
             rates = {armed.fault: rate} if armed.fault else {}
             self._plan = FaultPlan(1, rates, self.injected.total() + armed.count, delay_polls=20)
 

@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
 from tests.chaos.clients import Streaming
 from tests.chaos.conftest import LIVENESS_TIMEOUT_S, freeze, port_of
-from tests.chaos.cutting import find_links, find_unix_connections, reset_link, shut_unix
-from tests.chaos.watching import PATIENCE_S, is_stopped, until
+from tests.chaos.connections import find_links, find_unix_connections, reset_link, shut_unix
+from tests.chaos.process_state import TIMEOUT_S, is_stopped, until
 
 if TYPE_CHECKING:
     import aiohttp
 
     from baton.testing.fleet import FleetProcess
-    from tests.chaos.clients import Ask, Said
-    from tests.chaos.conftest import House, Pair
+    from tests.chaos.clients import ClientRequest, Reply
+    from tests.chaos.conftest import ChaosCluster, Pair
     from tests.chaos.store_failpoints import StorePoint
 
 Victim: TypeAlias = Literal["prefill", "decode", "gateway"]
@@ -41,12 +41,12 @@ class Case:
     What keeps it at its stage: decode is stopped, or a worker is held where it uses the store.
     """
 
-    house: House
+    cluster: ChaosCluster
     session: aiohttp.ClientSession
     pair: Pair
-    request: Ask
+    request: ClientRequest
     streaming: Streaming = field(default_factory=Streaming)
-    asking: asyncio.Task[Said] = field(init=False)
+    asking: asyncio.Task[Reply] = field(init=False)
     keeps_decode_stopped: bool = False
     held_at: StorePoint | None = None
 
@@ -58,28 +58,28 @@ class Case:
         }
         return processes[victim]
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """What kept the request where it is ends."""
-        self.let_store_go()
-        self.let_decode_go()
+        self.resume_store()
+        self.resume_decode()
 
-    def let_decode_go(self) -> None:
+    def resume_decode(self) -> None:
         """Decode goes on, if it was stopped to keep the request from it."""
         if self.keeps_decode_stopped:
             self.pair.decode.send(signal.SIGCONT)
             self.keeps_decode_stopped = False
 
-    def let_store_go(self) -> None:
+    def resume_store(self) -> None:
         """Whoever is held at the store goes on (if it is not stopped)."""
         if self.held_at is not None:
-            self.held_at.let_go()
+            self.held_at.release()
             self.held_at = None
 
 
 class Injection(Protocol):
     """One kind of fault."""
 
-    async def strike(self, case: Case) -> str:
+    async def inject(self, case: Case) -> str:
         """Do it, and prove it; what proves it."""
         ...
 
@@ -88,7 +88,7 @@ class Injection(Protocol):
         ...
 
 
-async def leave(asking: asyncio.Task[Said]) -> None:
+async def leave(asking: asyncio.Task[Reply]) -> None:
     asking.cancel()
     with contextlib.suppress(BaseException):
         await asking
@@ -113,14 +113,14 @@ class Kill:
 
     victim: Victim
 
-    async def strike(self, case: Case) -> str:
+    async def inject(self, case: Case) -> str:
         process = case.process(self.victim)
         process.kill()
         assert process.popen.returncode == -signal.SIGKILL
         return f"{process.name} ended by SIGKILL"
 
     async def settle(self, case: Case) -> None:
-        case.let_go()
+        case.release()
         await _end(case)
         await _revive(case, self.victim)
 
@@ -131,12 +131,12 @@ class Restart:
 
     victim: Victim
 
-    async def strike(self, case: Case) -> str:
+    async def inject(self, case: Case) -> str:
         process = case.process(self.victim)
         before = process.ready
         process.kill()
         if self.victim == "gateway":
-            case.let_decode_go()  # a gateway is not ready before it has seen a decode worker
+            case.resume_decode()  # a gateway is not ready before it has seen a decode worker
         await _revive(case, self.victim)
         after = case.process(self.victim).ready
         assert before is not None
@@ -148,7 +148,7 @@ class Restart:
         return f"{process.name} lives again at {after.url}, {before.epoch} -> {after.epoch}"
 
     async def settle(self, case: Case) -> None:
-        case.let_go()
+        case.release()
         await _end(case)
 
 
@@ -158,16 +158,16 @@ class Pause:
 
     victim: Victim
 
-    async def strike(self, case: Case) -> str:
+    async def inject(self, case: Case) -> str:
         process = case.process(self.victim)
         await freeze(process)
         return f"the kernel says that {process.name} is stopped"
 
     async def settle(self, case: Case) -> None:
         process = case.process(self.victim)
-        case.let_store_go()
+        case.resume_store()
         if self.victim != "decode":
-            case.let_go()
+            case.release()
         await asyncio.sleep(STOPPED_S)
         assert is_stopped(process), "it was stopped all the time"
         process.send(signal.SIGCONT)
@@ -183,7 +183,7 @@ class OutliveDecode:
 
     victim: Victim = "prefill"
 
-    async def strike(self, case: Case) -> str:
+    async def inject(self, case: Case) -> str:
         writer, old = case.pair.prefill, case.pair.decode.ready
         await freeze(writer)
         case.pair.decode.kill()
@@ -205,7 +205,7 @@ class OutliveDecode:
 class Leave:
     """The client closes its connection."""
 
-    async def strike(self, case: Case) -> str:
+    async def inject(self, case: Case) -> str:
         assert not case.asking.done()
         await leave(case.asking)
         assert case.asking.cancelled()
@@ -218,18 +218,18 @@ class Leave:
                 leg = (await response.json())["gateway"]
                 return "client left" in str(leg["outcome"])
 
-        await until("the gateway knows that the client left", noticed, PATIENCE_S)
+        await until("the gateway knows that the client left", noticed, TIMEOUT_S)
         return "the gateway recorded that its client left"
 
     async def settle(self, case: Case) -> None:
-        case.let_go()
+        case.release()
 
 
 @dataclass(frozen=True)
 class CutLink:
     """The two agents' connection is reset, as by a middlebox: both processes live."""
 
-    async def strike(self, case: Case) -> str:
+    async def inject(self, case: Case) -> str:
         pair = case.pair
         assert pair.prefill.ready is not None
         port = port_of(pair.prefill.ready.handoff_address)
@@ -241,7 +241,7 @@ class CutLink:
         return f"{len(links)} established connections to port {port} are no more"
 
     async def settle(self, case: Case) -> None:
-        case.let_go()
+        case.release()
         await _end(case)
 
 
@@ -249,7 +249,7 @@ class CutLink:
 class CutData:
     """The connections over which KV goes are cut (of `shared`: its control connection)."""
 
-    async def strike(self, case: Case) -> str:
+    async def inject(self, case: Case) -> str:
         pair = case.pair
         assert pair.decode.ready is not None
         if pair.transport == "shared":
@@ -258,8 +258,10 @@ class CutData:
             for fd in connections:
                 shut_unix(pair.decode.pid, fd)
             return f"{len(connections)} Unix connections were shut down"
-        doors = {port_of(pair.decode.url), port_of(pair.decode.ready.handoff_address)}
-        links = [link for link in find_links(pair.decode.pid, None) if link.local_port not in doors]
+        endpoints = {port_of(pair.decode.url), port_of(pair.decode.ready.handoff_address)}
+        links = [
+            link for link in find_links(pair.decode.pid, None) if link.local_port not in endpoints
+        ]
         listening = {link.local_port for link in links}
         inodes = {reset_link(pair.decode.pid, link) for link in links}
         assert inodes, f"KV goes over TCP: {listening}"
@@ -268,5 +270,5 @@ class CutData:
         return f"{len(inodes)} established connections to {listening} are no more"
 
     async def settle(self, case: Case) -> None:
-        case.let_go()
+        case.release()
         await _end(case)

@@ -18,15 +18,15 @@ if TYPE_CHECKING:
 
     import aiohttp
 
-    from tests.chaos.conftest import House, Pair
+    from tests.chaos.conftest import ChaosCluster, Pair
     from tests.chaos.injections import Case, Injection
 
 DECODE_FELL_BACK = (
-    Moved("decode", "baton_handoffs_total", (("leg", "decode"), ("result", "failed"))),
+    Moved("decode", "baton_handoffs_total", (("role", "decode"), ("result", "failed"))),
     Moved("decode", "baton_handoff_fallbacks_total"),
 )
 PREFILL_FAILED = Moved(
-    "prefill", "baton_handoffs_total", (("leg", "prefill"),), without=(("result", "completed"),)
+    "prefill", "baton_handoffs_total", (("role", "prefill"),), without=(("result", "completed"),)
 )
 """Or was aborted by the gateway: whoever heard first of the end."""
 GATEWAY_FELL_BACK = Moved("gateway", "baton_gateway_fallbacks_total")
@@ -37,8 +37,13 @@ PREFILL_CANCELLED = Moved("prefill", "baton_worker_requests_total", (("outcome",
 SERVED = Moved("gateway", "baton_gateway_requests_total", (("code", "200"),))
 REFUSED = Moved("gateway", "baton_gateway_requests_total", without=(("code", "200"),))
 
-RIGHT, ERROR, BROKEN, NOBODY = Outcome.RIGHT, Outcome.ERROR, Outcome.BROKEN, Outcome.NOBODY
-EITHER = Outcome.RIGHT_OR_ERROR
+CORRECT, ERROR, BROKEN, NO_CLIENT = (
+    Outcome.CORRECT,
+    Outcome.ERROR,
+    Outcome.BROKEN,
+    Outcome.NO_CLIENT,
+)
+EITHER = Outcome.CORRECT_OR_ERROR
 
 
 @dataclass(frozen=True)
@@ -70,14 +75,14 @@ def to_params(scenarios: Iterable[Scenario]) -> list[object]:
 
 
 async def play(
-    house: House, session: aiohttp.ClientSession, pair: Pair, scenario: Scenario
+    cluster: ChaosCluster, session: aiohttp.ClientSession, pair: Pair, scenario: Scenario
 ) -> Case:
     """One scenario on one pair."""
-    await house.check_handoff(session, pair)
+    await cluster.check_handoff(session, pair)
     inventory = Inventory(session)
     await inventory.take((pair.prefill, pair.decode), pair.gateway)
-    case = await reach(scenario.stage, house, session, pair)
-    proof = await scenario.injection.strike(case)
+    case = await reach(scenario.stage, cluster, session, pair)
+    proof = await scenario.injection.inject(case)
     await scenario.injection.settle(case)
     await check_outcome(case, scenario.outcome)
     await inventory.check_moved(case, scenario.moved)

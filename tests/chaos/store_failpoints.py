@@ -15,13 +15,22 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 import msgspec
 
 from baton.registry import Plugin
-from baton.store.folder import publishing, tier
+from baton.store.folder import directory, tier
 from baton.store.interface import TIERS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from baton.store.interface import Body, EntryName, Lease, Level, Put, Tier, TierContext, Usage
+    from baton.store.interface import (
+        Body,
+        EntryLease,
+        EntryName,
+        PutResult,
+        Tier,
+        TierContext,
+        TierScan,
+        Usage,
+    )
 
 Touch: TypeAlias = Literal["put", "read"]
 
@@ -58,17 +67,17 @@ class StorePoint:
         armed = Armed(self._number, touch, num_before)
         _replace(self.folder / "armed.json", msgspec.json.encode(armed))
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         self.arm(None)
 
     @property
     def is_held(self) -> bool:
         """Whether the worker is held by what was armed last."""
         try:
-            held = msgspec.json.decode((self.folder / "held.json").read_bytes(), type=int)
+            entries = msgspec.json.decode((self.folder / "held.json").read_bytes(), type=int)
         except FileNotFoundError:
             return False
-        return held == self._number
+        return entries == self._number
 
 
 class _Latch:
@@ -119,17 +128,17 @@ class FailpointTier:
 
     def __init__(self, inner: Tier, latch: _Latch) -> None:
         self._inner, self._latch = inner, latch
-        vars(tier)["written"] = lambda folder, buffers: publishing.written(
+        vars(tier)["write_unnamed"] = lambda folder, buffers: directory.write_unnamed(
             folder, _HalfWay(buffers, latch)
         )
 
     def find(self, names: Sequence[EntryName]) -> int:
         return self._inner.find(names)
 
-    def put(self, name: EntryName, body: Body) -> Put:
+    def put(self, name: EntryName, body: Body) -> PutResult:
         return self._inner.put(name, body)
 
-    def try_lease(self, name: EntryName) -> Lease | None:
+    def try_lease(self, name: EntryName) -> EntryLease | None:
         lease = self._inner.try_lease(name)
         if lease is not None and lease.num_bytes >= SMALLEST_BODY_BYTES:
             self._latch.touch("read")
@@ -138,11 +147,11 @@ class FailpointTier:
     def discard(self, name: EntryName) -> None:
         self._inner.discard(name)
 
+    def scan(self) -> TierScan:
+        return self._inner.scan()
+
     def usage(self) -> Usage:
         return self._inner.usage()
-
-    def level(self) -> Level:
-        return self._inner.level()
 
     def close(self) -> None:
         self._inner.close()

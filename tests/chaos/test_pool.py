@@ -12,32 +12,33 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from baton.store.entry_format import HEADER_BYTES
 from baton.store.folder.tier import compute_cost
-from baton.store.record import HEADER_BYTES
 from baton.testing.store_faults import flip_bit
 from tests.chaos.checks import Inventory, Moved, check_outcome
-from tests.chaos.clients import Ask, ask
-from tests.chaos.conftest import House, run_on
+from tests.chaos.clients import ClientRequest, ask
+from tests.chaos.conftest import ChaosCluster, run_on
 from tests.chaos.injections import END_S, Case, Kill, Leave, Pause, Restart
-from tests.chaos.pool_house import (
+from tests.chaos.pool_cluster import (
     BODY_BYTES,
     ENTRY_TOKENS,
     NUM_PROMPT_TOKENS,
     PoolPair,
-    open_pool_house,
+    open_pool_cluster,
 )
+from tests.chaos.process_state import TIMEOUT_S, find_trace, until
 from tests.chaos.scenarios import (
     BROKEN,
     CLIENT_LEFT,
+    CORRECT,
     DECODE_CANCELLED,
     DECODE_FELL_BACK,
     EITHER,
     ERROR,
     GATEWAY_FELL_BACK,
-    NOBODY,
+    NO_CLIENT,
     PREFILL_CANCELLED,
     REFUSED,
-    RIGHT,
     SERVED,
     STREAM_BROKE,
     Scenario,
@@ -45,7 +46,6 @@ from tests.chaos.scenarios import (
     to_params,
 )
 from tests.chaos.stages import Stage
-from tests.chaos.watching import PATIENCE_S, find_trace, until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -54,21 +54,21 @@ if TYPE_CHECKING:
 
     from baton.testing.fleet import FleetProcess
 
-STORE_FAILED = Moved("prefill", "baton_handoffs_total", (("leg", "prefill"), ("result", "failed")))
+STORE_FAILED = Moved("prefill", "baton_handoffs_total", (("role", "prefill"), ("result", "failed")))
 
 
 @pytest.fixture(scope="module", name="standing")
 def standing_fixture(
     tmp_path_factory: pytest.TempPathFactory, oracle: FleetProcess, request: pytest.FixtureRequest
-) -> Iterator[tuple[House, tuple[PoolPair, ...]]]:
+) -> Iterator[tuple[ChaosCluster, tuple[PoolPair, ...]]]:
     """Both tiers, or by default the one that stays."""
     tiers = ("shared", "file") if request.config.getoption("--all-chaos") else ("file",)
-    with open_pool_house(tmp_path_factory.mktemp("pool"), oracle, tiers) as standing:
+    with open_pool_cluster(tmp_path_factory.mktemp("pool"), oracle, tiers) as standing:
         yield standing
 
 
 @pytest.fixture(name="standing_pairs")
-def pairs_fixture(standing: tuple[House, tuple[PoolPair, ...]]) -> tuple[PoolPair, ...]:
+def pairs_fixture(standing: tuple[ChaosCluster, tuple[PoolPair, ...]]) -> tuple[PoolPair, ...]:
     """Pairs that are well, whatever the test before has done to them."""
     _, pairs = standing
     for pair in pairs:
@@ -83,12 +83,12 @@ def pairs_fixture(standing: tuple[House, tuple[PoolPair, ...]]) -> tuple[PoolPai
 class Evict:
     """Another user of the store has put so much that this prompt's entries had to go."""
 
-    async def strike(self, case: Case) -> str:
+    async def inject(self, case: Case) -> str:
         assert isinstance(case.pair, PoolPair)
-        neighbour = case.pair.neighbour
-        names = neighbour.names()
-        num_put = neighbour.evict(names)
-        assert not names & neighbour.names()
+        other_user = case.pair.other_user
+        names = other_user.names()
+        num_put = other_user.evict(names)
+        assert not names & other_user.names()
         return f"{len(names)} entries had to go when {num_put} others came"
 
     async def settle(self, case: Case) -> None:
@@ -99,7 +99,7 @@ class Evict:
 class Spoil:
     """A bit of the entry that decode has open is another one."""
 
-    async def strike(self, case: Case) -> str:
+    async def inject(self, case: Case) -> str:
         assert isinstance(case.pair, PoolPair)
         (entry,) = case.pair.find_open_entries()
         before = entry.read_bytes()
@@ -118,7 +118,7 @@ class Spoil:
 class CutShort:
     """The entry that decode has open loses its second half, as after a power cut."""
 
-    async def strike(self, case: Case) -> str:
+    async def inject(self, case: Case) -> str:
         assert isinstance(case.pair, PoolPair)
         (entry,) = case.pair.find_open_entries()
         os.truncate(entry, HEADER_BYTES + BODY_BYTES // 2)
@@ -133,24 +133,24 @@ class CutShort:
 class Crowd:
     """Another user takes nearly all room while a prompt is being kept: one entry fits, not five."""
 
-    async def strike(self, case: Case) -> str:
+    async def inject(self, case: Case) -> str:
         assert isinstance(case.pair, PoolPair)
-        neighbour = case.pair.neighbour
-        before = neighbour.num_pending_bytes
-        neighbour.take_the_room()
-        taken = neighbour.num_pending_bytes - before
+        other_user = case.pair.other_user
+        before = other_user.num_reserved_bytes
+        other_user.fill_capacity()
+        taken = other_user.num_reserved_bytes - before
         assert taken > 0
-        assert not neighbour.names()
+        assert not other_user.names()
         return f"{taken} bytes are about to be kept, and nothing is"
 
     async def settle(self, case: Case) -> None:
         assert isinstance(case.pair, PoolPair)
         await _go_on(case)
-        case.pair.neighbour.give_the_room_back()
+        case.pair.other_user.free_capacity()
 
 
 async def _go_on(case: Case) -> None:
-    case.let_go()
+    case.release()
     await asyncio.wait([case.asking], timeout=END_S)
     assert case.asking.done(), "the request hangs"
 
@@ -169,61 +169,61 @@ class AtTheStore(Scenario):
 
 PUTTING, KEPT, TAKING, DECODING = Stage.PUTTING, Stage.KEPT, Stage.TAKING, Stage.DECODING
 SCENARIOS = (
-    AtTheStore(PUTTING, Kill("prefill"), RIGHT, (GATEWAY_FELL_BACK,), received=NOTHING),
-    AtTheStore(PUTTING, Pause("prefill"), RIGHT),
-    AtTheStore(PUTTING, Restart("prefill"), RIGHT),
+    AtTheStore(PUTTING, Kill("prefill"), CORRECT, (GATEWAY_FELL_BACK,), received=NOTHING),
+    AtTheStore(PUTTING, Pause("prefill"), CORRECT),
+    AtTheStore(PUTTING, Restart("prefill"), CORRECT),
     AtTheStore(PUTTING, Kill("decode"), ERROR, (REFUSED,)),
-    AtTheStore(PUTTING, Pause("decode"), RIGHT),
+    AtTheStore(PUTTING, Pause("decode"), CORRECT),
     AtTheStore(PUTTING, Restart("decode"), EITHER),
     AtTheStore(PUTTING, Kill("gateway"), BROKEN, (PREFILL_CANCELLED,)),
-    AtTheStore(PUTTING, Pause("gateway"), RIGHT),
+    AtTheStore(PUTTING, Pause("gateway"), CORRECT),
     AtTheStore(PUTTING, Restart("gateway"), BROKEN, (PREFILL_CANCELLED,)),
-    AtTheStore(PUTTING, Leave(), NOBODY, (CLIENT_LEFT, PREFILL_CANCELLED)),
-    AtTheStore(PUTTING, Crowd(), RIGHT, DECODE_FELL_BACK, received=NOTHING),
+    AtTheStore(PUTTING, Leave(), NO_CLIENT, (CLIENT_LEFT, PREFILL_CANCELLED)),
+    AtTheStore(PUTTING, Crowd(), CORRECT, DECODE_FELL_BACK, received=NOTHING),
     # What was kept stays: its prefill worker is of no importance any more.
-    AtTheStore(KEPT, Kill("prefill"), RIGHT, (SERVED,), received=ALL),
-    AtTheStore(KEPT, Pause("prefill"), RIGHT, (SERVED,), stands_for_others=True, received=ALL),
-    AtTheStore(KEPT, Restart("prefill"), RIGHT, (SERVED,), received=ALL),
+    AtTheStore(KEPT, Kill("prefill"), CORRECT, (SERVED,), received=ALL),
+    AtTheStore(KEPT, Pause("prefill"), CORRECT, (SERVED,), stands_for_others=True, received=ALL),
+    AtTheStore(KEPT, Restart("prefill"), CORRECT, (SERVED,), received=ALL),
     AtTheStore(KEPT, Kill("decode"), ERROR, (REFUSED,)),
-    AtTheStore(KEPT, Pause("decode"), RIGHT),
+    AtTheStore(KEPT, Pause("decode"), CORRECT),
     AtTheStore(KEPT, Restart("decode"), EITHER),
     AtTheStore(KEPT, Kill("gateway"), BROKEN, (DECODE_CANCELLED,)),
-    AtTheStore(KEPT, Pause("gateway"), RIGHT, received=ALL),
+    AtTheStore(KEPT, Pause("gateway"), CORRECT, received=ALL),
     AtTheStore(KEPT, Restart("gateway"), BROKEN, (DECODE_CANCELLED,)),
-    AtTheStore(KEPT, Leave(), NOBODY, (CLIENT_LEFT, DECODE_CANCELLED)),
+    AtTheStore(KEPT, Leave(), NO_CLIENT, (CLIENT_LEFT, DECODE_CANCELLED)),
     # The first entry is open: that much stays readable.
-    AtTheStore(KEPT, Evict(), RIGHT, received=ENTRY_TOKENS),
-    AtTheStore(KEPT, Spoil(), RIGHT, DECODE_FELL_BACK, received=NOTHING),
-    AtTheStore(TAKING, Kill("prefill"), RIGHT, (SERVED,), received=ALL),
-    AtTheStore(TAKING, Pause("prefill"), RIGHT, (SERVED,), received=ALL),
-    AtTheStore(TAKING, Restart("prefill"), RIGHT, (SERVED,), received=ALL),
+    AtTheStore(KEPT, Evict(), CORRECT, received=ENTRY_TOKENS),
+    AtTheStore(KEPT, Spoil(), CORRECT, DECODE_FELL_BACK, received=NOTHING),
+    AtTheStore(TAKING, Kill("prefill"), CORRECT, (SERVED,), received=ALL),
+    AtTheStore(TAKING, Pause("prefill"), CORRECT, (SERVED,), received=ALL),
+    AtTheStore(TAKING, Restart("prefill"), CORRECT, (SERVED,), received=ALL),
     AtTheStore(TAKING, Kill("decode"), ERROR, (REFUSED,)),
-    AtTheStore(TAKING, Pause("decode"), RIGHT),
+    AtTheStore(TAKING, Pause("decode"), CORRECT),
     AtTheStore(TAKING, Restart("decode"), EITHER),
     AtTheStore(TAKING, Kill("gateway"), BROKEN, (DECODE_CANCELLED,)),
-    AtTheStore(TAKING, Pause("gateway"), RIGHT, received=ALL),
+    AtTheStore(TAKING, Pause("gateway"), CORRECT, received=ALL),
     AtTheStore(TAKING, Restart("gateway"), BROKEN, (DECODE_CANCELLED,)),
-    AtTheStore(TAKING, Leave(), NOBODY, (CLIENT_LEFT, DECODE_CANCELLED)),
-    AtTheStore(TAKING, Evict(), RIGHT, received=3 * ENTRY_TOKENS, stands_for_others=True),
-    AtTheStore(TAKING, Spoil(), RIGHT, received=2 * ENTRY_TOKENS),
-    AtTheStore(TAKING, CutShort(), RIGHT, received=2 * ENTRY_TOKENS),
-    AtTheStore(DECODING, Kill("prefill"), RIGHT, (SERVED,)),
+    AtTheStore(TAKING, Leave(), NO_CLIENT, (CLIENT_LEFT, DECODE_CANCELLED)),
+    AtTheStore(TAKING, Evict(), CORRECT, received=3 * ENTRY_TOKENS, stands_for_others=True),
+    AtTheStore(TAKING, Spoil(), CORRECT, received=2 * ENTRY_TOKENS),
+    AtTheStore(TAKING, CutShort(), CORRECT, received=2 * ENTRY_TOKENS),
+    AtTheStore(DECODING, Kill("prefill"), CORRECT, (SERVED,)),
     AtTheStore(DECODING, Kill("decode"), ERROR, (STREAM_BROKE,)),
-    AtTheStore(DECODING, Leave(), NOBODY, (CLIENT_LEFT, DECODE_CANCELLED)),
+    AtTheStore(DECODING, Leave(), NO_CLIENT, (CLIENT_LEFT, DECODE_CANCELLED)),
 )
 
 
 @pytest.mark.parametrize("scenario", to_params(SCENARIOS))
 def test_pool(
-    standing: tuple[House, tuple[PoolPair, ...]],
+    standing: tuple[ChaosCluster, tuple[PoolPair, ...]],
     standing_pairs: tuple[PoolPair, ...],
     scenario: AtTheStore,
 ) -> None:
-    house, _ = standing
+    cluster, _ = standing
 
     async def on_pair(session: aiohttp.ClientSession, pair: PoolPair) -> None:
-        before = pair.neighbour.num_pending_bytes
-        case = await play(house, session, pair, scenario)
+        before = pair.other_user.num_reserved_bytes
+        case = await play(cluster, session, pair, scenario)
         if scenario.received is not None:
             trace = await find_trace(session, pair.decode, case.request.id)
             assert trace is not None
@@ -240,15 +240,15 @@ def count_orphaned_bytes(scenario: Scenario) -> int:
     return compute_cost(BODY_BYTES) if is_killed and scenario.stage is PUTTING else 0
 
 
-async def check_store(pair: PoolPair, num_pending_bytes: int) -> None:
+async def check_store(pair: PoolPair, num_reserved_bytes: int) -> None:
     """No room is taken for nothing, nothing is half-written, and nobody has an entry open."""
-    neighbour = pair.neighbour
+    other_user = pair.other_user
 
     async def settled() -> bool:
-        return neighbour.num_pending_bytes == num_pending_bytes and not pair.find_open_entries()
+        return other_user.num_reserved_bytes == num_reserved_bytes and not pair.find_open_entries()
 
-    await until("all room is given back", settled, PATIENCE_S)
-    assert not neighbour.unfinished()
+    await until("all room is given back", settled, TIMEOUT_S)
+    assert not other_user.unfinished()
 
 
 # The store as a whole ----------------------------------------------------------------------------
@@ -256,20 +256,20 @@ async def check_store(pair: PoolPair, num_pending_bytes: int) -> None:
 
 @pytest.mark.every
 def test_a_full_store(
-    standing: tuple[House, tuple[PoolPair, ...]], standing_pairs: tuple[PoolPair, ...]
+    standing: tuple[ChaosCluster, tuple[PoolPair, ...]], standing_pairs: tuple[PoolPair, ...]
 ) -> None:
     """Another user has all the room: not one entry can be kept, and the next mode is taken."""
-    house, _ = standing
+    cluster, _ = standing
 
     async def on_pair(session: aiohttp.ClientSession, pair: PoolPair) -> None:
-        before = pair.neighbour.num_pending_bytes
-        inventory, case = await begin(house, session, pair)
-        pair.neighbour.take_the_room()
+        before = pair.other_user.num_reserved_bytes
+        inventory, case = await begin(cluster, session, pair)
+        pair.other_user.fill_capacity()
         await answer(session, pair, case)
-        assert len(pair.neighbour.names()) <= 1, "there was room for more than a note"
+        assert len(pair.other_user.names()) <= 1, "there was room for more than a note"
         await check_next_mode(session, pair, case, "no room")
         await inventory.check_moved(case, (STORE_FAILED, GATEWAY_FELL_BACK))
-        pair.neighbour.give_the_room_back()
+        pair.other_user.free_capacity()
         await inventory.check_nothing_leaked(case)
         await check_store(pair, before)
 
@@ -278,18 +278,18 @@ def test_a_full_store(
 
 @pytest.mark.every
 def test_a_store_whose_lock_is_held(
-    standing: tuple[House, tuple[PoolPair, ...]], standing_pairs: tuple[PoolPair, ...]
+    standing: tuple[ChaosCluster, tuple[PoolPair, ...]], standing_pairs: tuple[PoolPair, ...]
 ) -> None:
     """Another user was stopped in the middle of a change: the others do without the store."""
-    house, _ = standing
+    cluster, _ = standing
 
     async def on_pair(session: aiohttp.ClientSession, pair: PoolPair) -> None:
-        before = pair.neighbour.num_pending_bytes
-        inventory, case = await begin(house, session, pair)
-        with pair.neighbour.with_the_lock():
-            names = pair.neighbour.names()
+        before = pair.other_user.num_reserved_bytes
+        inventory, case = await begin(cluster, session, pair)
+        with pair.other_user.hold_lock():
+            names = pair.other_user.names()
             await answer(session, pair, case)
-            assert pair.neighbour.names() == names
+            assert pair.other_user.names() == names
         await check_next_mode(session, pair, case, "locked")
         await inventory.check_moved(case, (STORE_FAILED, GATEWAY_FELL_BACK))
         await inventory.check_nothing_leaked(case)
@@ -299,19 +299,21 @@ def test_a_store_whose_lock_is_held(
 
 
 async def begin(
-    house: House, session: aiohttp.ClientSession, pair: PoolPair
+    cluster: ChaosCluster, session: aiohttp.ClientSession, pair: PoolPair
 ) -> tuple[Inventory, Case]:
     """A pair that is well, and a request that is not asked yet."""
-    await house.check_handoff(session, pair)
+    await cluster.check_handoff(session, pair)
     inventory = Inventory(session)
     await inventory.take((pair.prefill, pair.decode), pair.gateway)
-    return inventory, Case(house, session, pair, Ask(house.prompts.make(NUM_PROMPT_TOKENS)))
+    return inventory, Case(
+        cluster, session, pair, ClientRequest(cluster.prompts.make(NUM_PROMPT_TOKENS))
+    )
 
 
 async def answer(session: aiohttp.ClientSession, pair: PoolPair, case: Case) -> None:
     case.asking = asyncio.create_task(ask(session, pair.gateway.url, case.request))
     await _go_on(case)
-    await check_outcome(case, RIGHT)
+    await check_outcome(case, CORRECT)
 
 
 async def check_next_mode(

@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 
-from baton.authority.key import ClusterKey
-from baton.authority.ticket import seal
+from baton.auth.key import ClusterKey
+from baton.auth.ticket import seal
 from baton.engines.vllm.options import ConnectorOptions
 from baton.ids import new_epoch
 from tests.chaos.clients import check_error
 from tests.chaos.vllm_pair import LONG, NUM_SEQS, Pair, fill
-from tests.e2e_vllm.asking import (
+from tests.e2e_vllm.ahead import start_small_decode
+from tests.e2e_vllm.client import (
     ask_all,
     ask_one,
     check_same,
@@ -31,16 +32,16 @@ from tests.e2e_vllm.asking import (
     wait_idle,
     wait_until,
 )
-from tests.e2e_vllm.house import KEY, KV_BYTES_PER_TOKEN, wait_ready
-from tests.e2e_vllm.house import POOL_TOKENS as HOUSE_POOL_TOKENS
-from tests.e2e_vllm.machine import Pool, frozen_engine
-from tests.e2e_vllm.tickets import Handoff, Server, make_ticket, read_tokens, read_verdict
+from tests.e2e_vllm.cluster import KEY, KV_BYTES_PER_TOKEN
+from tests.e2e_vllm.cluster import POOL_TOKENS as CLUSTER_POOL_TOKENS
+from tests.e2e_vllm.process_stats import SharedMemoryFiles, frozen_engine
+from tests.e2e_vllm.tickets import Handoff, Server, make_ticket, read_prefill_result, read_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from baton.testing.fleet import FleetProcess
-    from tests.e2e_vllm.house import House, Street
+    from tests.e2e_vllm.cluster import ClusterFactory, VllmCluster
 
 pytestmark = pytest.mark.vllm
 
@@ -49,15 +50,17 @@ NOTICED_WITHIN_S = 20.0
 
 
 @pytest.fixture(scope="module")
-def standing_pair(vllm_street: Street, vllm_house: House) -> Iterator[Pair]:
-    pair = Pair(vllm_street, vllm_house)
+def standing_pair(
+    vllm_cluster_factory: ClusterFactory, vllm_cluster: VllmCluster
+) -> Iterator[Pair]:
+    pair = Pair(vllm_cluster_factory, vllm_cluster)
     pair.open()
     yield pair
     if not pair.prefill.is_alive:  # its folder awaits another server at its port
         port = pair.prefill.url.rpartition(":")[2]
-        (left,) = vllm_street.run_directory.rglob(f"worker-{port}")
+        (left,) = vllm_cluster_factory.run_directory.rglob(f"worker-{port}")
         shutil.rmtree(left)
-    vllm_street.end(pair.gateway, pair.prefill)
+    vllm_cluster_factory.end(pair.gateway, pair.prefill)
 
 
 @pytest.fixture
@@ -85,7 +88,7 @@ def test_prefill_dies_in_mid_prefill_and_comes_back_at_its_address(pair: Pair) -
     pair.wait_settled(pair.decode)
     # Without a prefill server, requests are answered all the same.
     prompts = [pair.prompts.make(100) for _ in range(3)]
-    check_same(ask_all(pair.gateway, prompts), ask_all(pair.house.oracle, prompts))
+    check_same(ask_all(pair.gateway, prompts), ask_all(pair.cluster.oracle, prompts))
     pair.restart_prefill()
     pair.check_handoff()
     pair.wait_settled()
@@ -109,16 +112,16 @@ def test_prefill_stops_in_mid_prefill(pair: Pair) -> None:
 
 def test_a_bit_that_flips_on_the_way_is_found(pair: Pair) -> None:
     """Damaged after it was announced with its digest, and before it is read."""
-    house = pair.house  # its prefill server's patience is longer than what is done here
-    prefill, decode = Server.of(house.prefill), Server.of(house.decode)
-    check_same([ask_one(house.gateway, [300] * 50)], [pair.expect([300] * 50)])
+    cluster = pair.cluster  # its prefill server's patience is longer than what is done here
+    prefill, decode = Server.of(cluster.prefill), Server.of(cluster.decode)
+    check_same([ask_one(cluster.gateway, [300] * 50)], [pair.expect([300] * 50)])
     handoff = Handoff.make(prefill, decode, pair.prompts.make(200))
-    pool = Pool(house.prefill, HOUSE_POOL_TOKENS * KV_BYTES_PER_TOKEN)
+    pool = SharedMemoryFiles(cluster.prefill, CLUSTER_POOL_TOKENS * KV_BYTES_PER_TOKEN)
     answering = handoff.ask_decode()
-    wait_until(lambda: not is_idle(house.decode), 5.0)
+    wait_until(lambda: not is_idle(cluster.decode), 5.0)
     time.sleep(0.2)  # its grant is on its way
-    with frozen_engine(house.decode):
-        assert read_verdict(handoff.ask_prefill().result()) == {"status": "offered"}
+    with frozen_engine(cluster.decode):
+        assert read_prefill_result(handoff.ask_prefill().result()) == {"status": "offered"}
         number, place = pool.flip_a_bit_of_what_is_new()
     answer = read_tokens(answering.result())
     pool.flip(number, place)
@@ -126,7 +129,7 @@ def test_a_bit_that_flips_on_the_way_is_found(pair: Pair) -> None:
     check_same([answer], [pair.expect(handoff.prompt)])
     (fallback,) = handoff.read_decode_trace().fallbacks
     assert "digest" in fallback
-    wait_idle(house.prefill, house.decode)
+    wait_idle(cluster.prefill, cluster.decode)
 
 
 # Clients that leave ------------------------------------------------------------------------------
@@ -213,7 +216,7 @@ def test_bad_tickets_cost_time_only_and_are_counted(pair: Pair) -> None:
             )
             check_same([read_tokens(answered)], [expected])
             if server is prefill:
-                assert read_verdict(answered)["code"] == code, what
+                assert read_prefill_result(answered)["code"] == code, what
             assert read_metric(server.process.url, name, code=code) == before + 1, what
     pair.wait_settled()
 
@@ -223,10 +226,10 @@ def test_a_ticket_is_good_once(pair: Pair) -> None:
     handoff = Handoff.make(prefill, decode, pair.prompts.make(150))
     expected = pair.expect(handoff.prompt)
     sent, received = handoff.ask_prefill(), handoff.ask_decode()
-    assert read_verdict(sent.result()) == {"status": "offered"}
+    assert read_prefill_result(sent.result()) == {"status": "offered"}
     check_same([read_tokens(received.result())], [expected])
     assert handoff.read_decode_trace().num_received_tokens == 150
-    assert read_verdict(handoff.ask_prefill().result())["code"] == "replayed_ticket"
+    assert read_prefill_result(handoff.ask_prefill().result())["code"] == "replayed_ticket"
     name = "vllm:baton_refused_tickets_total"
     before = read_metric(pair.decode.url, name, code="replayed_ticket")
     again = read_tokens(handoff.ask_decode(cache_salt="again").result())
@@ -260,50 +263,34 @@ def test_a_prefill_that_is_preempted_hands_nothing_over(pair: Pair) -> None:
         # Where that took longer than the lease, on a busy machine, it was given up before.
         is_late = waited_s > ConnectorOptions().lease_s
         assert "preempted" in fallback or (is_late and "the lease ran out" in fallback)
-        assert read_verdict(sent.result())["code"] == "handoff_failed"
+        assert read_prefill_result(sent.result())["code"] == "handoff_failed"
         assert [one.result()[0] for one in filling] == [200] * (NUM_SEQS - 1)
     pair.wait_settled()
     pair.check_handoff()
 
 
-SMALL_CONTEXT = 1024
-SMALL_POOL = 1536
-
-
 @pytest.fixture(scope="module")
 def small_decode(standing_pair: Pair) -> Iterator[FleetProcess]:
     """Has few blocks, and does not compute what it could not load."""
-    street = standing_pair.street
-    server = street.start_plain(
-        "small-decode",
-        f"--max-model-len={SMALL_CONTEXT}",
-        f"--kv-cache-memory-bytes={SMALL_POOL * KV_BYTES_PER_TOKEN}",
-        transfer={
-            "kv_connector": "BatonConnector",
-            "kv_connector_module_path": "baton.engines.vllm",
-            "kv_role": "kv_consumer",
-            "kv_load_failure_policy": "fail",
-            "kv_connector_extra_config": {"name": "small-decode", "handoff_timeout_s": 20},
-        },
-    )
-    wait_ready(server)
+    cluster_factory = standing_pair.cluster_factory
+    (server,) = cluster_factory.take("small_decode", start_small_decode)
     yield server
-    street.end(server)
+    cluster_factory.end(server)
 
 
 def test_decode_preempts_and_computes_what_it_had_received(
     pair: Pair, small_decode: FleetProcess
 ) -> None:
-    gateway = pair.street.start_gateway([pair.house.prefill], [small_decode])
+    gateway = pair.cluster_factory.start_gateway([pair.cluster.prefill], [small_decode])
     prompts = [pair.prompts.make(250) for _ in range(6)]
-    expected = ask_all(pair.house.oracle, prompts, max_tokens=200)
+    expected = ask_all(pair.cluster.oracle, prompts, max_tokens=200)
     answers = ask_all(gateway, prompts, max_tokens=200)
     check_same(answers, expected)
     assert read_metric(small_decode.url, "vllm:num_preemptions_total") > 0
     for answer in answers:
         assert read_summary(gateway, answer.request_id)["num_received_tokens"] == 250
-    wait_until(lambda: is_idle(small_decode) and is_idle(pair.house.prefill), 5.0)
-    pair.street.end(gateway)
+    wait_until(lambda: is_idle(small_decode) and is_idle(pair.cluster.prefill), 5.0)
+    pair.cluster_factory.end(gateway)
 
 
 def test_a_load_that_fails_is_an_error_where_the_policy_says_so(
@@ -325,14 +312,14 @@ def test_a_load_that_fails_is_an_error_where_the_policy_says_so(
     handoff = Handoff.make(prefill, decode, handoff.prompt)
     received, sent = handoff.ask_decode(), handoff.ask_prefill()
     check_same([read_tokens(received.result())], [pair.expect(handoff.prompt)])
-    assert read_verdict(sent.result()) == {"status": "offered"}
+    assert read_prefill_result(sent.result()) == {"status": "offered"}
     assert handoff.read_decode_trace().num_received_tokens == 900
 
 
 def test_a_load_that_fails_is_an_error_or_right_to_the_gateways_client(
     pair: Pair, small_decode: FleetProcess
 ) -> None:
-    gateway = pair.street.start_gateway([pair.prefill], [small_decode])
+    gateway = pair.cluster_factory.start_gateway([pair.prefill], [small_decode])
     prompt = pair.prompts.make(900)
     with ThreadPoolExecutor(1) as pool, frozen_engine(pair.prefill):
         answering = pool.submit(post, f"{gateway.url}/v1/completions", make_body(prompt))
@@ -344,4 +331,4 @@ def test_a_load_that_fails_is_an_error_or_right_to_the_gateways_client(
     else:
         check_error(answer)
     wait_until(lambda: is_idle(small_decode), 5.0)
-    pair.street.end(gateway)
+    pair.cluster_factory.end(gateway)

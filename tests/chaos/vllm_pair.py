@@ -1,4 +1,4 @@
-"""A vLLM prefill server that is slow and short of memory, before the house's decode server."""
+"""A vLLM prefill server that is slow and short of memory, before the cluster's decode server."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from baton.telemetry.trace import Stamp
 from tests.chaos.clients import Prompts
-from tests.e2e_vllm.asking import (
+from tests.e2e_vllm.client import (
     ask_one,
     check_same,
     is_idle,
@@ -22,15 +22,15 @@ from tests.e2e_vllm.asking import (
     read_request,
     wait_until,
 )
-from tests.e2e_vllm.house import KV_BYTES_PER_TOKEN, wait_ready
+from tests.e2e_vllm.cluster import KV_BYTES_PER_TOKEN, wait_ready
 from tests.e2e_vllm.tickets import Server
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from baton.testing.fleet import FleetProcess
-    from tests.e2e_vllm.asking import Answer
-    from tests.e2e_vllm.house import House, Street
+    from tests.e2e_vllm.client import Answer
+    from tests.e2e_vllm.cluster import ClusterFactory, VllmCluster
 
 SEED = 20261121
 NUM_SEQS = 4
@@ -47,13 +47,13 @@ _numbers = itertools.count()
 
 @dataclass
 class Pair:
-    """`prefill` is this pair's own, and is killed at times; decode and oracle are the house's.
+    """`prefill` is this pair's own, and is killed at times; decode and oracle are the cluster's.
 
     `server` is the same prefill server, in its present life.
     """
 
-    street: Street
-    house: House
+    cluster_factory: ClusterFactory
+    cluster: VllmCluster
     prefill: FleetProcess = field(init=False)
     server: Server = field(init=False)
     gateway: FleetProcess = field(init=False)
@@ -62,23 +62,13 @@ class Pair:
 
     @property
     def decode(self) -> FleetProcess:
-        return self.house.decode
-
-    def start_prefill(self, port: int = 0) -> FleetProcess:
-        return self.street.start(
-            "slow-prefill",
-            "prefill",
-            worker__port=port,
-            handoff__liveness_timeout_s=LIVENESS_TIMEOUT_S,
-            engine__max_num_batched_tokens=16,
-            engine__kv_cache_bytes=POOL_TOKENS * KV_BYTES_PER_TOKEN,
-            engine__arguments=["--enable-prompt-tokens-details", f"--max-num-seqs={NUM_SEQS}"],
-        )
+        return self.cluster.decode
 
     def open(self) -> None:
-        self._meet(self.start_prefill())
+        (prefill,) = self.cluster_factory.take("standing_pair", start_slow_prefill)
+        self._meet(prefill)
         changes = {"gateway.probe_interval_s": 0.2}
-        self.gateway = self.street.start_gateway([self.prefill], [self.decode], **changes)
+        self.gateway = self.cluster_factory.start_gateway([self.prefill], [self.decode], **changes)
 
     def connect(self, prompt: list[int], **changes: object) -> Client:
         """A client that asks the gateway."""
@@ -95,15 +85,16 @@ class Pair:
         """Start it at the address of the one that died."""
         assert not self.prefill.is_alive
         port = int(self.prefill.url.rpartition(":")[2])
-        self._meet(self.start_prefill(port))
+        (prefill,) = start_slow_prefill(self.cluster_factory, port)
+        wait_ready(prefill)
+        self._meet(prefill)
 
     def _meet(self, prefill: FleetProcess) -> None:
-        wait_ready(prefill)
         # Asked now: while a long prompt is computed, the probe would wait behind it.
         self.prefill, self.server = prefill, Server.of(prefill)
 
     def expect(self, prompt: list[int], **changes: object) -> Answer:
-        return ask_one(self.house.oracle, prompt, **changes)
+        return ask_one(self.cluster.oracle, prompt, **changes)
 
     def check_handoff(self, gateway: FleetProcess | None = None) -> None:
         """The pair works: soon, a fresh prompt is handed over and answered rightly."""
@@ -136,6 +127,19 @@ class Pair:
             return True
 
         wait_until(prefilling, 20.0)
+
+
+def start_slow_prefill(cluster_factory: ClusterFactory, port: int = 0) -> tuple[FleetProcess, ...]:
+    server = cluster_factory.start(
+        "slow-prefill",
+        "prefill",
+        worker__port=port,
+        handoff__liveness_timeout_s=LIVENESS_TIMEOUT_S,
+        engine__max_num_batched_tokens=16,
+        engine__kv_cache_bytes=POOL_TOKENS * KV_BYTES_PER_TOKEN,
+        engine__arguments=["--enable-prompt-tokens-details", f"--max-num-seqs={NUM_SEQS}"],
+    )
+    return (server,)
 
 
 class Client:

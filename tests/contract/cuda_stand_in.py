@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from baton.ids import new_region_handle
-from baton.testing.transport_peer import Means, fill_region, main
+from baton.testing.transport_peer import PeerSetup, fill_region, main
 from baton.transfer.interface import DeviceMemory, PagedRegion
 from baton.transfer.region import compute_region_bytes, place_arrays
 from baton.transfer.transports.cuda_ipc import make_transport
@@ -76,4 +76,4 @@ def build_transport(kind, options):
 
 
 if __name__ == "__main__":
-    main(Means(build_transport, lambda *_: allocate_region, fill_region))
+    main(PeerSetup(build_transport, lambda *_: allocate_region, fill_region))

@@ -1,6 +1,6 @@
 """A receiver on an address of its own: `python -m tests.contract.receiver_on_a_host TASK`.
 
-Exposes a region, opens one window of all its pages, says the descriptor in a JSON line, and polls
+Exposes a region, opens one grant of all its pages, says the descriptor in a JSON line, and polls
 until its input ends. Meant to be run in a network namespace.
 """
 
@@ -10,11 +10,11 @@ import sys
 import msgspec
 import numpy as np
 
-from baton.authority.key import ClusterKey
+from baton.auth.key import ClusterKey
 from baton.clock import MachineClock
 from baton.ids import Epoch, TicketId, new_epoch
 from baton.testing.transport_peer import OWNED_BYTE, wait_for_events
-from baton.transfer.interface import TRANSPORTS, TransportContext, Window
+from baton.transfer.interface import TRANSPORTS, TransportContext, WriteGrant
 from baton.transfer.region import allocate_shared_region, release_region
 
 
@@ -25,7 +25,7 @@ class Task(msgspec.Struct):
     host: str
     shapes: tuple[tuple[int, int], ...]
     writer: Epoch
-    window: bytes
+    grant: bytes
 
 
 def main() -> None:
@@ -37,7 +37,7 @@ def main() -> None:
     np.frombuffer(region.memory, np.uint8)[:] = OWNED_BYTE
     descriptor = transport.expose(region)
     pages = np.arange(task.shapes[0][0])
-    transport.open_window(Window(TicketId(task.window), region.handle, task.writer, pages))
+    transport.open_grant(WriteGrant(TicketId(task.grant), region.handle, task.writer, pages))
     sys.stdout.buffer.write(msgspec.json.encode(descriptor) + b"\n")
     sys.stdout.buffer.flush()
     while not select.select([sys.stdin], [], [], 0)[0]:

@@ -11,11 +11,11 @@ from baton.testing.transport_contract.kit import (
     check_write,
     list_open_fds,
 )
-from baton.testing.transport_contract.moving import MovingContract
 from baton.testing.transport_contract.process import OwnerContract, ProcessContract
 from baton.testing.transport_contract.reading import ReadingContract
+from baton.testing.transport_contract.writing import WriteContract
 from baton.testing.transport_pair import TransportPair, whole_pages
-from baton.transfer.interface import RemoteLost, WindowQuiescent, WriteFailed
+from baton.transfer.interface import GrantQuiescent, RemoteLost, WriteFailed
 from baton.transfer.transports.cuda_ipc.device import CudaDevice
 from baton.transfer.transports.cuda_ipc.driver import load_driver
 from tests.contract import cuda_stand_in
@@ -63,7 +63,7 @@ newest = pytest.mark.parametrize("library", [13], indirect=True, scope="module")
 
 
 @newest
-class TestMoving(StandInKit, MovingContract): ...
+class TestMoving(StandInKit, WriteContract): ...
 
 
 @newest
@@ -76,10 +76,10 @@ class TestProcess(StandInKit, ProcessContract, OwnerContract): ...
 
 class TestDevice(StandInKit):
     def test_batches_are_used_where_the_driver_has_them(self, pair, library):
-        remote, window = pair.attach(), pair.open_window(range(NUM_PAGES))
+        remote, grant = pair.attach(), pair.open_grant(range(NUM_PAGES))
         before = cuda_stand_in.count("batches")
         sources = np.random.default_rng(5).permutation(NUM_PAGES)
-        check_write(pair, remote, window, [whole_pages(sources, range(NUM_PAGES), PAGE_BYTES)])
+        check_write(pair, remote, grant, [whole_pages(sources, range(NUM_PAGES), PAGE_BYTES)])
         assert cuda_stand_in.count("batches") - before == (1 if library else 0)
         assert cuda_stand_in.driver().copies_in_batches == bool(library)
 
@@ -110,19 +110,19 @@ class TestHungDevice(StandInKit):
         module = "baton.transfer.transports.cuda_ipc.device"
         monkeypatch.setattr(f"{module}.CLOSE_TIMEOUT_S", 0.001)
         pair = TransportPair.of(self.make_side(), self.make_side())
-        remote, window = pair.attach(), pair.open_window(range(NUM_PAGES))
+        remote, grant = pair.attach(), pair.open_grant(range(NUM_PAGES))
         group = whole_pages(range(NUM_PAGES), range(NUM_PAGES), PAGE_BYTES)
         hung = []
         monkeypatch.setattr(
             type(cuda_stand_in.driver()), "has_happened", lambda _, event: bool(hung.append(event))
         )
-        pair.writer.transport.submit(pair.write(remote, window, [group]))
+        pair.writer.transport.submit(pair.write(remote, grant, [group]))
         pair.writer.transport.detach(remote)
-        pair.reader.transport.close_window(window)
-        pair.settle()
+        pair.reader.transport.close_grant(grant)
+        pair.record_ports()
         assert hung
         assert pair.seen(WriteFailed)
-        assert not pair.seen(WindowQuiescent)  # it waits for the writer's process
+        assert not pair.seen(GrantQuiescent)  # it waits for the writer's process
         monkeypatch.undo()
         pair.close()
 

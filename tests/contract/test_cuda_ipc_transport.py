@@ -10,7 +10,7 @@ from baton.testing.host_device import HostDevice, allocate_region, build_transpo
 from baton.testing.transport_contract import NetworkTransportContract
 from baton.testing.transport_contract.kit import NUM_PAGES, PAGE_BYTES, check_write
 from baton.testing.transport_pair import whole_pages
-from baton.transfer.interface import RemoteLost, WindowQuiescent, WriteCompleted
+from baton.transfer.interface import GrantQuiescent, RemoteLost, WriteCompleted
 
 
 class TestCudaIpc(NetworkTransportContract):
@@ -31,24 +31,24 @@ class TestCudaIpc(NetworkTransportContract):
         return stranger
 
     def test_a_broken_connection_does_not_prove_that_copies_have_ended(self, pair):
-        remote, window = pair.attach(), pair.open_window(range(NUM_PAGES))
-        check_write(pair, remote, window, [whole_pages([1], [2], PAGE_BYTES)])
+        remote, grant = pair.attach(), pair.open_grant(range(NUM_PAGES))
+        check_write(pair, remote, grant, [whole_pages([1], [2], PAGE_BYTES)])
         (known,) = pair.writer.transport._remotes.values()
         known._connection.channel.socket.shutdown(socket.SHUT_RDWR)
         pair.pump(lambda: bool(pair.seen(RemoteLost)))
-        pair.reader.transport.close_window(window)
-        pair.settle()
-        assert not pair.seen(WindowQuiescent)  # the writer's process lives
+        pair.reader.transport.close_grant(grant)
+        pair.record_ports()
+        assert not pair.seen(GrantQuiescent)  # the writer's process lives
 
-    def test_a_window_is_not_quiescent_while_copies_are_under_way(self, pair, monkeypatch):
-        remote, window = pair.attach(), pair.open_window(range(NUM_PAGES))
+    def test_a_grant_is_not_quiescent_while_copies_are_under_way(self, pair, monkeypatch):
+        remote, grant = pair.attach(), pair.open_grant(range(NUM_PAGES))
         group = whole_pages(range(NUM_PAGES), range(NUM_PAGES), PAGE_BYTES)
-        check_write(pair, remote, window, [group])
+        check_write(pair, remote, grant, [group])
         monkeypatch.setattr(HostDevice, "is_done", lambda *_: False)
-        pair.writer.transport.submit(pair.write(remote, window, [group]))
-        pair.reader.transport.close_window(window)
-        pair.settle()
-        assert not pair.seen(WindowQuiescent)
+        pair.writer.transport.submit(pair.write(remote, grant, [group]))
+        pair.reader.transport.close_grant(grant)
+        pair.record_ports()
+        assert not pair.seen(GrantQuiescent)
         monkeypatch.undo()
-        pair.pump(lambda: pair.seen(WindowQuiescent) == [WindowQuiescent(window)])
+        pair.pump(lambda: pair.seen(GrantQuiescent) == [GrantQuiescent(grant)])
         assert len(pair.seen(WriteCompleted)) == 2

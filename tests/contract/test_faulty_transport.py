@@ -10,9 +10,9 @@ from baton.testing.transport_contract.kit import NUM_PAGES, PAGE_BYTES, Transpor
 from baton.testing.transport_pair import TransportPair, whole_pages
 from baton.transfer.interface import (
     Arrived,
+    GrantQuiescent,
     ReadCompleted,
     ReadFailed,
-    WindowQuiescent,
     WriteCompleted,
     WriteFailed,
 )
@@ -48,15 +48,15 @@ def faulty_pair(fault, *, rate=1.0, kind="tcp", max_faults=1 << 30):
 
 
 def write_series(pair, num_writes):
-    remote, window = pair.attach(), pair.open_window(range(NUM_PAGES))
+    remote, grant = pair.attach(), pair.open_grant(range(NUM_PAGES))
     for number in range(num_writes):
-        write = pair.write(remote, window, ALL_PAGES, notice=bytes([number]))
+        write = pair.write(remote, grant, ALL_PAGES, notification=bytes([number]))
         pair.writer.transport.submit(write)
         pair.pump(
             lambda: len(pair.seen(WriteCompleted) + pair.seen(WriteFailed)) == number + 1  # noqa: B023
         )
-    pair.settle()
-    return window
+    pair.record_ports()
+    return grant
 
 
 @pytest.mark.parametrize("kind", ["shared", "tcp"])
@@ -144,23 +144,23 @@ def test_failed_submits_fail_and_send_nothing():
 @pytest.mark.parametrize(
     ("fault", "expected"),
     [
-        (Fault.DROP_NOTICE, []),
-        (Fault.DUPLICATE_NOTICE, [0, 0, 1, 1, 2, 2, 3, 3]),
-        (Fault.DELAY_NOTICE, [0, 1, 2, 3]),
+        (Fault.DROP_NOTIFICATION, []),
+        (Fault.DUPLICATE_NOTIFICATION, [0, 0, 1, 1, 2, 2, 3, 3]),
+        (Fault.DELAY_NOTIFICATION, [0, 1, 2, 3]),
     ],
 )
 def test_notices_go_wrong(fault, expected):
     pair = faulty_pair(fault)
     write_series(pair, 4)
-    assert sorted(arrived.notice[0] for arrived in pair.seen(Arrived)) == expected
+    assert sorted(arrived.notification[0] for arrived in pair.seen(Arrived)) == expected
     assert pair.reader.transport.injected == {fault: 4}
     pair.close()
 
 
-def test_reordered_notices_all_arrive_in_another_order():
-    pair = faulty_pair(Fault.REORDER_NOTICE, rate=0.5)
+def test_reordered_notifications_all_arrive_in_another_order():
+    pair = faulty_pair(Fault.REORDER_NOTIFICATION, rate=0.5)
     write_series(pair, 12)
-    order = [arrived.notice[0] for arrived in pair.seen(Arrived)]
+    order = [arrived.notification[0] for arrived in pair.seen(Arrived)]
     assert sorted(order) == list(range(12))
     assert (order != sorted(order)) == (pair.reader.transport.injected.total() > 0)
     pair.close()
@@ -169,10 +169,10 @@ def test_reordered_notices_all_arrive_in_another_order():
 def test_quiescence_is_hidden_and_faults_end():
     pair = faulty_pair(Fault.HIDE_QUIESCENCE, max_faults=1)
     for _ in range(2):
-        window = pair.open_window([1])
-        pair.reader.transport.close_window(window)
-        pair.settle(0.02)
-    assert pair.seen(WindowQuiescent) == [WindowQuiescent(window)]
+        grant = pair.open_grant([1])
+        pair.reader.transport.close_grant(grant)
+        pair.record_ports(0.02)
+    assert pair.seen(GrantQuiescent) == [GrantQuiescent(grant)]
     assert pair.reader.transport.injected == {Fault.HIDE_QUIESCENCE: 1}
     pair.close()
 

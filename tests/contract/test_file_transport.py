@@ -18,8 +18,8 @@ from baton.testing.transport_pair import TransportPair, whole_pages
 from baton.transfer.interface import (
     TRANSPORTS,
     Arrived,
+    GrantQuiescent,
     RemoteLost,
-    WindowQuiescent,
     WriteCompleted,
     WriteFailed,
 )
@@ -99,55 +99,55 @@ def test_a_full_filesystem_fails_the_write_and_no_other(small_filesystem):
     kit = FileKit(small_filesystem)
     pair = TransportPair.of(kit.make_side(SHAPES), kit.make_side(SHAPES))
     pair.writer.fill(seed=1)
-    remote, window = pair.attach(), pair.open_window(range(256))
-    large = pair.writer.transport.submit(pair.write(remote, window, LARGE, notice=b"large"))
+    remote, grant = pair.attach(), pair.open_grant(range(256))
+    large = pair.writer.transport.submit(pair.write(remote, grant, LARGE, notification=b"large"))
     pair.pump(lambda: bool(pair.seen(WriteFailed)))
     failed = pair.seen(WriteFailed)[0]
     assert failed.transfer == large
     assert "No space left" in str(failed.error)
     assert files_in(small_filesystem) == set()
     assert os.statvfs(small_filesystem).f_bfree * 4096 > 3 << 20  # what it took is free again
-    check_write(pair, remote, window, [whole_pages(range(8), range(8), 65_536)])
+    check_write(pair, remote, grant, [whole_pages(range(8), range(8), 65_536)])
     assert not pair.seen(RemoteLost)
-    assert [event.notice for event in pair.seen(Arrived)] == [b"write 0"]
+    assert [event.notification for event in pair.seen(Arrived)] == [b"write 0"]
     pair.close()
     assert list(small_filesystem.iterdir()) == []
 
 
-def test_a_write_that_fails_in_its_second_parcel_does_not_spoil_the_next(
+def test_a_write_that_fails_in_its_second_part_file_does_not_spoil_the_next(
     small_filesystem, monkeypatch
 ):
     """The first one has landed by then: the receiver must not take the next write for its rest."""
-    monkeypatch.setattr(file_remote, "PARCEL_BYTES", 1 << 20)
+    monkeypatch.setattr(file_remote, "PART_FILE_BYTES", 1 << 20)
     kit = FileKit(small_filesystem)
     pair = TransportPair.of(kit.make_side(SHAPES), kit.make_side(SHAPES))
     pair.writer.fill(seed=1)
-    remote, window = pair.attach(), pair.open_window(range(256))
+    remote, grant = pair.attach(), pair.open_grant(range(256))
     ballast = small_filesystem / "ballast"
-    pair.writer.transport.submit(pair.write(remote, window, LARGE, notice=b"large"))
+    pair.writer.transport.submit(pair.write(remote, grant, LARGE, notification=b"large"))
     pair.pump(lambda: bool(pair.reader.pages()[:16].any()))
     ballast.write_bytes(bytes(os.statvfs(small_filesystem).f_bavail * 4096))
     pair.pump(lambda: bool(pair.seen(WriteFailed)))
     assert "No space left" in str(pair.seen(WriteFailed)[0].error)
     assert pair.seen(Arrived) == []
     ballast.unlink()
-    check_write(pair, remote, window, [whole_pages(range(40), range(100, 140), 65_536)])
+    check_write(pair, remote, grant, [whole_pages(range(40), range(100, 140), 65_536)])
     assert files_in(small_filesystem) == set()
     pair.close()
 
 
 def test_the_rest_of_a_refused_write_is_not_written(tmp_path, monkeypatch):
-    monkeypatch.setattr(file_remote, "PARCEL_BYTES", 1 << 19)
+    monkeypatch.setattr(file_remote, "PART_FILE_BYTES", 1 << 19)
     kit = FileKit(tmp_path, max_unread_bytes=1 << 20)
     pair = TransportPair.of(kit.make_side(SHAPES), kit.make_side(SHAPES))
     pair.writer.fill(seed=1)
-    remote, window = pair.attach(), pair.open_window(range(20))
-    failed = pair.writer.transport.submit(pair.write(remote, window, LARGE))
+    remote, grant = pair.attach(), pair.open_grant(range(20))
+    failed = pair.writer.transport.submit(pair.write(remote, grant, LARGE))
     pair.pump(lambda: bool(pair.seen(WriteFailed)))
     assert pair.seen(WriteFailed)[0].transfer == failed
     assert pair.writer.transport._remotes[remote]._next_number < 10  # of 32
     assert not pair.reader.pages()[20:].any()
-    check_write(pair, remote, window, [whole_pages(range(20), range(20), 65_536)])
+    check_write(pair, remote, grant, [whole_pages(range(20), range(20), 65_536)])
     assert files_in(tmp_path) == set()
     pair.close()
 
@@ -155,13 +155,13 @@ def test_the_rest_of_a_refused_write_is_not_written(tmp_path, monkeypatch):
 def test_a_directory_without_room_for_a_folder_is_a_typed_error(small_filesystem):
     free = os.statvfs(small_filesystem).f_bavail * 4096
     (small_filesystem / "ballast").write_bytes(bytes(free))
-    with pytest.raises(TransferError, match="cannot keep parcels"):
+    with pytest.raises(TransferError, match="cannot keep part files"):
         FileKit(small_filesystem).make_side()
     assert [path.name for path in small_filesystem.iterdir()] == ["ballast"]
 
 
 def test_a_directory_that_is_not_there_is_a_typed_error(tmp_path):
-    with pytest.raises(TransferError, match="cannot keep parcels in"):
+    with pytest.raises(TransferError, match="cannot keep part files in"):
         FileKit(tmp_path / "absent").make_side()
     with pytest.raises(ConfigError, match="directory"):
         TRANSPORTS.build("file", {})
@@ -210,7 +210,7 @@ def test_what_a_killed_worker_left_is_removed_once_it_is_old_and_what_lives_is_n
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_killed_writers_unread_parcels_are_removed_by_the_receiver(tmp_path):
+def test_a_killed_writers_unread_part_files_are_removed_by_the_receiver(tmp_path):
     kit = FileKit(tmp_path)
     with WriterProcess(kit.make_side(SHAPES), kit.key, kit.options) as writer:
         spool = tmp_path / writer.reader.transport._spool.name
@@ -227,9 +227,9 @@ def test_a_stopped_receiver_holds_up_the_writer_within_a_bound(tmp_path):
     shapes = ((1024, 65_536),)
     pair = TransportPair.of(kit.make_side(shapes), kit.make_side(shapes))
     pair.writer.fill(seed=1)
-    remote, window = pair.attach(), pair.open_window(range(1024))
+    remote, grant = pair.attach(), pair.open_grant(range(1024))
     groups = [whole_pages(range(1024), range(1024), 65_536)]
-    transfer = pair.writer.transport.submit(pair.write(remote, window, groups))
+    transfer = pair.writer.transport.submit(pair.write(remote, grant, groups))
     for _ in range(100):
         pair.writer_events += pair.writer.transport.poll()
     on_disk = sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
@@ -240,41 +240,41 @@ def test_a_stopped_receiver_holds_up_the_writer_within_a_bound(tmp_path):
     pair.close()
 
 
-def test_a_window_that_is_closed_in_mid_parcel_changes_no_more(tmp_path):
+def test_a_grant_that_is_closed_in_mid_part_file_changes_no_more(tmp_path):
     kit = FileKit(tmp_path)
     pair = TransportPair.of(kit.make_side(SHAPES), kit.make_side(SHAPES))
     pair.writer.fill(seed=1)
-    remote, window = pair.attach(), pair.open_window(range(256))
-    pair.writer.transport.submit(pair.write(remote, window, LARGE))
+    remote, grant = pair.attach(), pair.open_grant(range(256))
+    pair.writer.transport.submit(pair.write(remote, grant, LARGE))
     pair.pump(lambda: bool(pair.reader.pages()[0].any()))
     assert not pair.reader.pages()[-1].any()
-    pair.reader.transport.close_window(window)
+    pair.reader.transport.close_grant(grant)
     at_close = pair.reader.snapshot()
     pair.pump(lambda: bool(pair.seen(WriteFailed)))
     assert pair.reader.snapshot() == at_close
-    assert pair.seen(WindowQuiescent) == [WindowQuiescent(window)]
+    assert pair.seen(GrantQuiescent) == [GrantQuiescent(grant)]
     assert not pair.seen(Arrived)
     assert files_in(tmp_path) == set()
     pair.close()
 
 
 @pytest.mark.parametrize("damage", ["shorter", "link", "folder"])
-def test_a_parcel_that_is_not_what_was_told_ends_the_connection(tmp_path, monkeypatch, damage):
+def test_a_part_file_that_is_not_what_was_told_ends_the_connection(tmp_path, monkeypatch, damage):
     kit = FileKit(tmp_path)
     pair = TransportPair.of(kit.make_side(SHAPES), kit.make_side(SHAPES))
-    remote, window = pair.attach(), pair.open_window(range(256))
+    remote, grant = pair.attach(), pair.open_grant(range(256))
     pair.writer.fill(seed=1)
-    pair.writer.transport.submit(pair.write(remote, window, [whole_pages([1], [1], 65_536)]))
+    pair.writer.transport.submit(pair.write(remote, grant, [whole_pages([1], [1], 65_536)]))
     secret = tmp_path / "secret"
     secret.write_bytes(bytes(65_536))
     while not (found := files_in(tmp_path) - {"secret"}) or next(iter(found)).endswith(".part"):
         pair.writer_events += pair.writer.transport.poll()
-    (parcel,) = tmp_path.glob("baton-*/*-0")
+    (part_file,) = tmp_path.glob("baton-*/*-0")
     if damage == "shorter":
-        os.truncate(parcel, 65_535)
+        os.truncate(part_file, 65_535)
     else:
-        parcel.unlink()
-        parcel.symlink_to(secret) if damage == "link" else parcel.mkdir()
+        part_file.unlink()
+        part_file.symlink_to(secret) if damage == "link" else part_file.mkdir()
     pair.pump(lambda: bool(pair.seen(RemoteLost)))
     assert not any(pair.reader.region.memory)
     assert secret.exists()

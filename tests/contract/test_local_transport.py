@@ -11,8 +11,8 @@ from baton.testing.transport_contract.kit import NUM_PAGES, PAGE_BYTES, Transpor
 from baton.testing.transport_pair import TransportPair, whole_pages
 from baton.transfer.interface import (
     Arrived,
-    Attached,
     ReadFailed,
+    RemoteAttached,
     RemoteLost,
     WriteCompleted,
     WriteFailed,
@@ -35,12 +35,12 @@ def test_a_transport_reaches_a_region_of_its_own():
     side.fill(seed=1)
     events = []
     pair = TransportPair(side, side, events, events)
-    remote, window = pair.attach(), pair.open_window(range(32))
+    remote, grant = pair.attach(), pair.open_grant(range(32))
     upper = [whole_pages(range(32, 64), range(32), PAGE_BYTES)]
-    transfer = side.transport.submit(pair.write(remote, window, upper, notice=b"n"))
+    transfer = side.transport.submit(pair.write(remote, grant, upper, notification=b"n"))
     done = WriteCompleted(transfer, 32 * PAGE_BYTES)
     pair.pump(lambda: done in events)
-    assert events == [Attached(remote), Arrived(window, b"n"), done]
+    assert events == [RemoteAttached(remote), Arrived(grant, b"n"), done]
     assert (side.pages()[:32] == side.pages()[32:]).all()
     side.close()
 
@@ -60,13 +60,13 @@ def test_a_forked_child_is_another_process():
 
 def test_what_was_posted_before_detaching_and_not_carried_out_never_is():
     pair = TransportPair.of(LocalKit().make_side(), LocalKit().make_side())
-    remote, window = pair.attach(), pair.open_window(range(NUM_PAGES))
+    remote, grant = pair.attach(), pair.open_grant(range(NUM_PAGES))
     pair.reader.fill(seed=2)
     transport, before = pair.writer.transport, pair.reader.snapshot()
-    write = transport.submit(pair.write(remote, window, ALL_PAGES))
+    write = transport.submit(pair.write(remote, grant, ALL_PAGES))
     read = transport.read(pair.read(remote, ALL_PAGES))
     transport.detach(remote)
-    pair.settle()
+    pair.record_ports()
     assert [event.transfer for event in pair.seen(WriteFailed)] == [write]
     assert [event.transfer for event in pair.seen(ReadFailed)] == [read]
     assert pair.reader.snapshot() == before
@@ -78,7 +78,7 @@ def test_what_was_posted_before_detaching_and_not_carried_out_never_is():
 def test_two_threads_write_into_each_other_and_part_at_any_moment():
     """No copy touches the memory of a side that has detached, and nobody waits for ever."""
     pair = TransportPair.of(LocalKit().make_side(), LocalKit().make_side())
-    window = pair.open_window(range(NUM_PAGES))
+    grant = pair.open_grant(range(NUM_PAGES))
     stop = threading.Event()
 
     def own():
@@ -91,10 +91,10 @@ def test_two_threads_write_into_each_other_and_part_at_any_moment():
     transport = pair.writer.transport
     for round_ in range(150):
         remote = transport.attach(pair.reader.descriptor)
-        while Attached(remote) not in transport.poll():
+        while RemoteAttached(remote) not in transport.poll():
             time.sleep(0)
         pair.writer.pages()[:] = round_
-        posted = {transport.submit(pair.write(remote, window, ALL_PAGES)) for _ in range(4)}
+        posted = {transport.submit(pair.write(remote, grant, ALL_PAGES)) for _ in range(4)}
         time.sleep(0.0005 * (round_ % 4))
         events = transport.poll()
         transport.detach(remote)

@@ -8,9 +8,9 @@ from typing import ClassVar
 import pytest
 
 from baton.testing.transport_contract import NetworkTransportContract
-from baton.testing.transport_contract.moving import MovingContract
 from baton.testing.transport_contract.reading import ReadingContract
-from baton.transfer.transports.nixl import engine
+from baton.testing.transport_contract.writing import WriteContract
+from baton.transfer.transports.nixl import session
 
 if importlib.util.find_spec("nixl_cu12") is None:
     pytest.skip("NIXL is not installed", allow_module_level=True)
@@ -37,7 +37,7 @@ class TestNixlOverTheNetwork(NetworkTransportContract):
         return socket.create_connection((host, int(port)), timeout=5)
 
 
-class TestNixlWithoutPreparedLists(MovingContract, ReadingContract):
+class TestNixlWithoutPreparedLists(WriteContract, ReadingContract):
     """Arrays too large for prepared lists: descriptors are made for each transfer."""
 
     kind = "nixl"
@@ -45,5 +45,5 @@ class TestNixlWithoutPreparedLists(MovingContract, ReadingContract):
 
     @pytest.fixture(autouse=True)
     def nothing_is_prepared(self, monkeypatch):
-        monkeypatch.setattr(engine, "MAX_LIST_ITEMS", 0)
-        monkeypatch.setattr(engine.NixlEngine, "_select", None)
+        monkeypatch.setattr(session, "MAX_LIST_ITEMS", 0)
+        monkeypatch.setattr(session.NixlSession, "_select", None)

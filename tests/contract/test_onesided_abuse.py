@@ -11,21 +11,20 @@ import pytest
 
 from baton.ids import new_epoch, new_ticket_id
 from baton.kv.copies import PageCopies
+from baton.net.framing import FrameDecoder, ListenerHandshake, encode_frame
 from baton.testing.transport_contract.kit import NUM_PAGES, PAGE_BYTES
 from baton.testing.transport_contract.strangers import StrangerContract
 from baton.testing.transport_pair import whole_pages
-from baton.transfer import window_messages
-from baton.transfer.framing import FrameDecoder, encode_frame
-from baton.transfer.handshake import ListenerHandshake
+from baton.transfer import grant_messages
 from baton.transfer.interface import (
     Arrived,
-    Attached,
+    GrantQuiescent,
     PageRead,
     ReadCompleted,
     ReadFailed,
+    RemoteAttached,
     RemoteLost,
-    Window,
-    WindowQuiescent,
+    WriteGrant,
 )
 from baton.transfer.messages import encode
 from baton.transfer.onesided import wire
@@ -33,7 +32,7 @@ from baton.transfer.onesided import wire
 if importlib.util.find_spec("nixl_cu12") is None:
     pytest.skip("NIXL is not installed", allow_module_level=True)
 
-from baton.transfer.transports.nixl.engine import Introduction, NixlEngine
+from baton.transfer.transports.nixl.session import NixlMetadata, NixlSession
 
 PARAMETERS = {"engine_config": "TLS=sm", "ucx_error_handling_mode": "none"}
 
@@ -54,16 +53,16 @@ class RawWriter:
     def __init__(self):
         kit = Kit()
         self.kit, self.reader, self.epoch = kit, kit.make_side(), new_epoch()
-        self.window, self.events = new_ticket_id(), []
+        self.grant, self.events = new_ticket_id(), []
         self.sock = kit.connect_stranger(self.reader.descriptor)
         kit.prove(self.reader, self.sock)
         handle = self.reader.region.handle
         pages = np.arange(NUM_PAGES)
-        self.reader.transport.open_window(Window(self.window, handle, self.epoch, pages))
+        self.reader.transport.open_grant(WriteGrant(self.grant, handle, self.epoch, pages))
         self.decoder = FrameDecoder(1 << 20)
         self.say(wire.Attach(self.epoch, handle))
-        self.hear(b"attached")
-        self.hear(b"opened")
+        self.receive_until(b"attached")
+        self.receive_until(b"grant_opened")
 
     def __enter__(self):
         return self
@@ -79,7 +78,7 @@ class RawWriter:
     def poll(self):
         self.events += self.reader.transport.poll()
 
-    def hear(self, kind):
+    def receive_until(self, kind):
         for _ in range(500):
             self.poll()
             body = self.decoder.take()
@@ -96,31 +95,31 @@ class RawWriter:
         self.poll()
 
 
-def test_notices_count_while_the_window_is_open():
+def test_notices_count_while_the_grant_is_open():
     with RawWriter() as writer:
-        writer.say(wire.Notice(writer.window, b"good"))
-        writer.say(wire.Notice(new_ticket_id(), b"of no window"))
-        writer.reader.transport.close_window(writer.window)
-        writer.say(wire.Notice(writer.window, b"late"))
-        writer.hear(b"close")
-        assert writer.events == [Arrived(writer.window, b"good")]
-        writer.say(window_messages.Closed(writer.window))
+        writer.say(wire.WriteNotification(writer.grant, b"good"))
+        writer.say(wire.WriteNotification(new_ticket_id(), b"of no grant"))
+        writer.reader.transport.close_grant(writer.grant)
+        writer.say(wire.WriteNotification(writer.grant, b"late"))
+        writer.receive_until(b"close_grant")
+        assert writer.events == [Arrived(writer.grant, b"good")]
+        writer.say(grant_messages.GrantClosed(writer.grant))
         writer.poll()
-        assert writer.events[1:] == [WindowQuiescent(writer.window)]
+        assert writer.events[1:] == [GrantQuiescent(writer.grant)]
 
 
 @pytest.mark.parametrize(
     "message",
     [
-        window_messages.Closed(bytes(16)),
+        grant_messages.GrantClosed(bytes(16)),
         wire.Attach("0" * 32, bytes(16)),
-        window_messages.Close(bytes(16)),
+        grant_messages.CloseGrant(bytes(16)),
     ],
     ids=lambda message: type(message).__name__,
 )
 def test_a_writer_that_breaks_the_rules_is_hung_up_on_and_proves_nothing(message):
     with RawWriter() as writer:
-        writer.reader.transport.close_window(writer.window)
+        writer.reader.transport.close_grant(writer.grant)
         writer.say(message)
         writer.check_hung_up()
         assert writer.events == []  # this process lives: its hand might still write
@@ -128,17 +127,17 @@ def test_a_writer_that_breaks_the_rules_is_hung_up_on_and_proves_nothing(message
 
 def test_a_farewell_proves_that_nothing_lands():
     with RawWriter() as writer:
-        writer.reader.transport.close_window(writer.window)
-        writer.say(window_messages.Released())
+        writer.reader.transport.close_grant(writer.grant)
+        writer.say(grant_messages.MemoryReleased())
         writer.check_hung_up()
-        assert writer.events == [WindowQuiescent(writer.window)]
+        assert writer.events == [GrantQuiescent(writer.grant)]
 
 
 def test_a_peer_that_says_that_it_moves_costs_a_poll_a_millisecond_until_it_rests():
     with RawWriter() as writer:
-        writer.say(wire.Moving())
+        writer.say(wire.TransfersActive())
         assert writer.reader.transport._pacer._is_set
-        writer.say(wire.Resting())
+        writer.say(wire.TransfersIdle())
         writer.poll()
         assert not writer.reader.transport._pacer._is_set
 
@@ -148,9 +147,9 @@ def lie_in_the_introduction(change):
     kit = Kit()
     reader, true = kit.make_side(), kit.make_side()
     true.fill(seed=3)
-    engine = NixlEngine(PARAMETERS, peers_hand=True)
-    introduction = change(
-        msgspec.msgpack.decode(engine.introduce(true.region), type=Introduction),
+    session = NixlSession(PARAMETERS, peer_process_writes=True)
+    metadata = change(
+        msgspec.msgpack.decode(session.get_metadata(true.region), type=NixlMetadata),
     )
     listener = socket.socket(socket.AF_UNIX)
     name = "baton-" + secrets.token_hex(16)
@@ -163,17 +162,17 @@ def lie_in_the_introduction(change):
     handshake = ListenerHandshake(kit.key, "nixl")
     events, decoder = [], FrameDecoder(1 << 20)
 
-    def hear():
+    def receive_until():
         while (body := decoder.take()) is None:
             events.extend(reader.transport.poll())
             with suppress(BlockingIOError):
                 decoder.feed(sock.recv(4096, socket.MSG_DONTWAIT))
         return body
 
-    sock.sendall(handshake.reply(hear()))
-    handshake.reply(hear())
-    assert wire.decode_attach(hear()).region == true.region.handle
-    sock.sendall(encode_frame(encode(wire.Attached(descriptor.arrays, introduction))))
+    sock.sendall(handshake.reply(receive_until()))
+    handshake.reply(receive_until())
+    assert wire.decode_attach(receive_until()).region == true.region.handle
+    sock.sendall(encode_frame(encode(wire.Attached(descriptor.arrays, metadata))))
     for _ in range(100):
         events.extend(reader.transport.poll())
     copies = PageCopies(0, (whole_pages([3], [4], PAGE_BYTES),))
@@ -181,7 +180,7 @@ def lie_in_the_introduction(change):
     events.extend(reader.transport.poll())
     read = bytes(reader.pages()[4])
     truth = bytes(true.pages()[3])
-    engine.close()
+    session.close()
     for closing in (sock, listener, reader, true):
         closing.close()
     return remote, transfer, events, read, truth
@@ -189,7 +188,7 @@ def lie_in_the_introduction(change):
 
 def test_an_owner_that_tells_the_truth_is_read():
     remote, transfer, events, read, truth = lie_in_the_introduction(msgspec.msgpack.encode)
-    assert events == [Attached(remote), ReadCompleted(transfer, PAGE_BYTES)]
+    assert events == [RemoteAttached(remote), ReadCompleted(transfer, PAGE_BYTES)]
     assert read == truth
 
 

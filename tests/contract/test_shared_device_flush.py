@@ -1,4 +1,4 @@
-"""What is flushed of a region in a device, and when: what was written, before its notice."""
+"""What is flushed of a region in a device, and when: what was written, before its notification."""
 
 import gc
 import re
@@ -24,14 +24,17 @@ DEVICE_BYTES = 16 << 20
 class Accounts:
     """Goes between a region and its real flusher, and writes down what is asked of it."""
 
-    def __init__(self, flusher, tell, heard):
+    def __init__(self, flusher, count_arrived, flushed_by):
         self.unit_bytes, self.evicts = flusher.unit_bytes, flusher.evicts
-        self._flusher, self._tell, self._heard = flusher, tell, heard
+        self._flusher, self._count_arrived, self._flushed_by = flusher, count_arrived, flushed_by
         self.calls = []
 
     def flush(self, mapping, starts, lengths):
-        self.calls.append((list(zip(starts.tolist(), lengths.tolist(), strict=True)), self._tell()))
-        self._heard.append(self)
+        self.calls.append((
+            list(zip(starts.tolist(), lengths.tolist(), strict=True)),
+            self._count_arrived(),
+        ))
+        self._flushed_by.append(self)
         self._flusher.flush(mapping, starts, lengths)
 
 
@@ -59,19 +62,19 @@ class TestLibpmem(DeviceKit):
 
     def watch(self, pair, remote):
         """The two mappings' accounts, and the order in which they were asked."""
-        heard = []
+        flushed_by = []
         (mapped,) = pair.writer.transport._remotes.values()
         theirs, own = mapped._pages._mapping, find_extent(pair.reader.region)
-        writer = Accounts(theirs.flusher, lambda: len(pair.seen(Arrived)), heard)
-        reader = Accounts(own.flusher, lambda: len(pair.seen(Arrived)), heard)
+        writer = Accounts(theirs.flusher, lambda: len(pair.seen(Arrived)), flushed_by)
+        reader = Accounts(own.flusher, lambda: len(pair.seen(Arrived)), flushed_by)
         theirs.flusher, own.flusher = writer, reader
-        return writer, reader, heard
+        return writer, reader, flushed_by
 
     def test_a_write_flushes_what_it_wrote_and_its_receiver_what_it_will_read(self, pair):
         remote = pair.attach()
-        writer, reader, heard = self.watch(pair, remote)
-        window = pair.open_window([3, 4, 5, 9])
-        # Before anybody is told of the window: all of its pages, in both arrays, neighbours joined.
+        writer, reader, flushed_by = self.watch(pair, remote)
+        grant = pair.open_grant([3, 4, 5, 9])
+        # Before anybody is told of the grant: all of its pages, in both arrays, neighbours joined.
         second = pair.reader.region.arrays[1].offset_bytes
         assert reader.calls.pop()[0] == [
             (3 * PAGE_BYTES, 3 * PAGE_BYTES),
@@ -79,12 +82,12 @@ class TestLibpmem(DeviceKit):
             (second + 3 * 1536, 3 * 1536),
             (second + 9 * 1536, 1536),
         ]
-        heard.clear()
+        flushed_by.clear()
         groups = [
             whole_pages([0, 1], [5, 4], PAGE_BYTES),
             CopyGroup(np.array([2]), np.array([9]), np.array([[0, 70, 10], [200, 1000, 24]])),
         ]
-        check_write(pair, remote, window, groups)
+        check_write(pair, remote, grant, groups)
         assert writer.calls == [
             (
                 [
@@ -98,14 +101,14 @@ class TestLibpmem(DeviceKit):
         assert reader.calls == [
             ([(3 * PAGE_BYTES, 3 * PAGE_BYTES), (9 * PAGE_BYTES, PAGE_BYTES)], 0)
         ]
-        assert heard == [writer, reader]
+        assert flushed_by == [writer, reader]
 
-    def test_the_other_array_is_named_by_the_notice(self, pair):
+    def test_the_other_array_is_named_by_the_notification(self, pair):
         remote = pair.attach()
         writer, reader, _ = self.watch(pair, remote)
-        window = pair.open_window([2])
+        grant = pair.open_grant([2])
         reader.calls.clear()
-        check_write(pair, remote, window, [whole_pages([0], [2], 1536)], array=1)
+        check_write(pair, remote, grant, [whole_pages([0], [2], 1536)], array=1)
         second = pair.reader.region.arrays[1].offset_bytes
         assert [call[0] for call in reader.calls] == [[(second + 2 * 1536, 1536)]]
         assert writer.calls[0] == reader.calls[0]
@@ -135,13 +138,13 @@ class TestMsync(DeviceKit):
     folder, flush = None, "msync"  # on a disk: the kernel says which pages are not there yet
 
     def test_what_was_written_is_on_the_disk_and_nothing_else(self, pair):
-        remote, window = pair.attach(), pair.open_window(range(64))
+        remote, grant = pair.attach(), pair.open_grant(range(64))
         extent = find_extent(pair.reader.region)
         extent.flush()
         assert count_dirty_bytes(extent) == 0
         pair.reader.pages()[40:50] = 1  # not part of any write: stays as it is
         assert count_dirty_bytes(extent) == 10 * PAGE_BYTES
-        check_write(pair, remote, window, [whole_pages([0, 1, 2], [7, 8, 20], PAGE_BYTES)])
+        check_write(pair, remote, grant, [whole_pages([0, 1, 2], [7, 8, 20], PAGE_BYTES)])
         assert count_dirty_bytes(extent) == 10 * PAGE_BYTES
         pair.reader.pages()[7] = 1  # it does see one page
         assert count_dirty_bytes(extent) == 11 * PAGE_BYTES
@@ -151,16 +154,16 @@ class TestFileCutShort(DeviceKit):
     folder, flush = "/dev/shm", "none"
 
     def test_writes_fail_and_the_process_lives(self, pair, device):
-        remote, window = pair.attach(), pair.open_window([1])
-        check_write(pair, remote, window, [whole_pages([0], [1], PAGE_BYTES)])
+        remote, grant = pair.attach(), pair.open_grant([1])
+        check_write(pair, remote, grant, [whole_pages([0], [1], PAGE_BYTES)])
         with device.open("r+b") as file:
             file.truncate(3 << 20)
         # Its own extent is cut too: what is written comes from memory that is still there.
         source = allocate_shared_region(SHAPES)
         pair.writer.transport.expose(source)
-        write = pair.write(remote, window, [whole_pages([0], [1], PAGE_BYTES)])
+        write = pair.write(remote, grant, [whole_pages([0], [1], PAGE_BYTES)])
         transfer = pair.writer.transport.submit(replace(write, region=source.handle))
-        copies = pair.write(remote, window, [whole_pages([1], [0], PAGE_BYTES)]).copies
+        copies = pair.write(remote, grant, [whole_pages([1], [0], PAGE_BYTES)]).copies
         read = pair.writer.transport.read(PageRead(remote, source.handle, copies))
         pair.pump(lambda: bool(pair.seen(ReadFailed)))
         for failed, id_ in ((pair.seen(WriteFailed), transfer), (pair.seen(ReadFailed), read)):

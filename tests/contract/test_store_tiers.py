@@ -9,9 +9,9 @@ import pytest
 
 from baton.clock import MachineClock
 from baton.errors import ConfigError, StoreFullError
-from baton.store.folder.opening import Folder, remove_if_abandoned
-from baton.store.interface import TIERS, Put, Tier, TierContext
-from baton.store.metrics import make_families
+from baton.store.counted_tier import make_families
+from baton.store.folder.directory import Folder, remove_if_abandoned
+from baton.store.interface import TIERS, PutResult, Tier, TierContext
 from baton.store.tiered import TieredStore, open_store
 from baton.store.tiers.shared import SharedTier, SharedTierOptions
 from baton.testing.store_contract import BODY_BYTES, StoreContract, body_of, name_of, put, read
@@ -47,7 +47,7 @@ class TestSharedTier(FolderFaultContract):
         Folder(dead).close()  # as a killed worker leaves it
         with self.opened(tmp_path):
             assert not dead.exists()
-            assert put(alive, "a") is Put.STORED
+            assert put(alive, "a") is PutResult.STORED
         alive.close()
 
 
@@ -80,7 +80,7 @@ class TestTiers(StoreContract):
         }
         return open_store(("shared", "file"), options, cluster="contract", clock=CLOCK)
 
-    def test_entries_are_handed_down_and_copied_up(self, tmp_path: Path) -> None:
+    def test_entries_are_demoted_and_copied_up(self, tmp_path: Path) -> None:
         in_files = TestFileTier()
         options = {
             "shared": {"directory": str(tmp_path), "capacity_bytes": 100_000},
@@ -135,11 +135,11 @@ def test_what_is_asked_of_each_tier_is_counted(tmp_path: Path) -> None:
     assert read(store, "missing") is None
     assert counted(store) == capacities | {
         ("puts_total", "shared", "stored"): 2,
-        ("puts_total", "shared", "already"): 1,
+        ("puts_total", "shared", "exists"): 1,
         ("bytes_total", "shared", "written"): 2 * BODY_BYTES,
         ("leases_total", "shared", "miss"): 1,
         ("leases_total", "file", "miss"): 1,
-        ("used_bytes", "shared"): store.usage().used_bytes,
+        ("used_bytes", "shared"): store.scan().used_bytes,
     }
     put(store, "c")  # one goes down
     assert read(store, "a") == body_of("a")  # and comes up, for which another goes down
@@ -149,7 +149,7 @@ def test_what_is_asked_of_each_tier_is_counted(tmp_path: Path) -> None:
     found = counted(store)
     store.close()
     assert counted(store) == found, "after the end, as it was then"
-    num_down = found["evictions_total", "shared", "handed_down"]
+    num_down = found["evictions_total", "shared", "demoted"]
     assert num_down == 2
     assert found["puts_total", "shared", "full"] == 2
     assert found["puts_total", "file", "full"] == 1
@@ -195,12 +195,12 @@ def test_a_full_disk_costs_caching_only(tiny_disk: Path) -> None:
             tier.put(name_of(f"entry {i}"), body_of(f"entry {i}", 100_000))
         with pytest.raises(StoreFullError):
             tier.put(name_of("too much"), body_of("too much", 300_000))
-        usage = tier.usage()
-        assert usage.num_entries > 0
-        for i in range(usage.num_entries):
+        scan = tier.scan()
+        assert scan.num_entries > 0
+        for i in range(scan.num_entries):
             assert read(tier, f"entry {i}") == body_of(f"entry {i}", 100_000)
         tier.discard(name_of("entry 0"))
-        assert tier.put(name_of("b"), body_of("b", 100_000)) is Put.STORED
+        assert tier.put(name_of("b"), body_of("b", 100_000)) is PutResult.STORED
 
 
 def test_a_folder_that_others_can_open_is_refused(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from baton.ids import new_ticket_id
 from baton.kv.copies import PageCopies
+from baton.net.connection import count_moved_bytes
 from baton.testing import far_network
 from baton.testing.far_network import NoNamespaceError
 from baton.testing.transport_contract import NetworkTransportContract
@@ -20,17 +21,16 @@ from baton.testing.transport_contract.kit import TransportKit
 from baton.testing.transport_pair import whole_pages
 from baton.testing.transport_peer import OWNED_BYTE
 from baton.transfer.interface import (
-    Attached,
     PageRead,
     PageWrite,
     ReadCompleted,
     ReadFailed,
     RegionDescriptor,
+    RemoteAttached,
     RemoteLost,
     WriteCompleted,
     WriteFailed,
 )
-from baton.transfer.progress import count_moved_bytes
 from tests.contract.receiver_on_a_host import Task
 
 STALL_TIMEOUT_S = 1.0
@@ -51,11 +51,11 @@ class TestStripedTcp(NetworkTransportContract):
         return socket.create_connection((host, int(port)), timeout=5)
 
     def test_a_large_write_is_spread_over_all_streams(self, pair):
-        remote, window = pair.attach(), pair.open_window(range(64))
+        remote, grant = pair.attach(), pair.open_grant(range(64))
         streams = pair.writer.transport._remotes[remote]._streams
         before = [stream.connection.channel.num_sent_bytes for stream in streams]
         groups = [whole_pages(range(64), range(64), 8192)]
-        pair.writer.transport.submit(pair.write(remote, window, groups))
+        pair.writer.transport.submit(pair.write(remote, grant, groups))
         pair.pump(lambda: bool(pair.seen(WriteCompleted)))
         after = [stream.connection.channel.num_sent_bytes for stream in streams]
         for sent_before, sent_after in zip(before, after, strict=True):
@@ -74,7 +74,7 @@ class Far:
         self.kit = TcpKit()
         self.side = self.kit.make_side(SHAPES)
         self.side.fill(seed=1)
-        self.window, self.events, self.sockets_before = new_ticket_id(), [], []
+        self.grant, self.events, self.sockets_before = new_ticket_id(), [], []
         task = Task(
             "tcp",
             dict(self.kit.options),
@@ -82,7 +82,7 @@ class Far:
             host,
             SHAPES,
             self.side.epoch,
-            self.window,
+            self.grant,
         )
         command = [sys.executable, "-m", "tests.contract.receiver_on_a_host"]
         self.process = subprocess.Popen(
@@ -94,7 +94,7 @@ class Far:
 
     def __enter__(self):
         self.remote = self.side.transport.attach(self.descriptor)
-        self.wait_for(Attached)
+        self.wait_for(RemoteAttached)
         return self
 
     def __exit__(self, *_):
@@ -109,7 +109,7 @@ class Far:
         copies = PageCopies(0, (whole_pages(pages, pages, 65_536),))
         handle = self.side.region.handle
         if direction == "write":
-            write = PageWrite(self.remote, self.window, handle, copies, b"n")
+            write = PageWrite(self.remote, self.grant, handle, copies, b"n")
             return self.side.transport.submit(write)
         return self.side.transport.read(PageRead(self.remote, handle, copies))
 
@@ -134,7 +134,7 @@ class Far:
         event, elapsed_s = self.wait_for(failed)
         assert event.transfer == transfer
         assert STALL_TIMEOUT_S * 0.5 <= elapsed_s <= 2 * STALL_TIMEOUT_S + 1.5
-        assert [type(each) for each in self.events] == [Attached, RemoteLost, failed]
+        assert [type(each) for each in self.events] == [RemoteAttached, RemoteLost, failed]
         assert event.error.retryable
         self.post(direction)
         self.poll_for(0.02)
@@ -167,7 +167,7 @@ def test_a_peer_that_is_stopped_in_mid_transfer_is_lost_in_time(direction):
             time.sleep(0.2)
             stop(far.process)
         far.poll_for(0.05)
-        assert far.events == [Attached(far.remote)]
+        assert far.events == [RemoteAttached(far.remote)]
         if direction == "read":
             assert (far.side.pages() == OWNED_BYTE).all(axis=1).any()  # some of it has come
         else:
@@ -241,7 +241,7 @@ def test_a_link_that_is_cut_in_mid_transfer_loses_the_peer_in_time(far_host, dir
         far.sockets_before = [s for s in list_sockets() if s not in sockets_of(far)]
         transfer = far.post(direction)
         far.poll_for(0.3)
-        assert far.events == [Attached(far.remote)]  # at this rate it takes two seconds
+        assert far.events == [RemoteAttached(far.remote)]  # at this rate it takes two seconds
         if direction == "read":
             assert (far.side.pages()[:8] == OWNED_BYTE).all()  # some of it has come
         far_network.run("ip", "link", "set", link, "down")

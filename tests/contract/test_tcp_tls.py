@@ -55,7 +55,7 @@ class TestTcpOverTls(TransportContract, ProcessContract, OwnerContract):
                 pair.reader.region.arrays,
                 endpoint,
             )
-            check_write(pair, pair.attach(), pair.open_window(range(NUM_PAGES)), ALL_PAGES)
+            check_write(pair, pair.attach(), pair.open_grant(range(NUM_PAGES)), ALL_PAGES)
             pair.writer.transport.close()
         assert len(relay.seen) > NUM_PAGES * 8192
         assert b"\x5a" * 32 not in relay.seen
@@ -121,7 +121,7 @@ def attach_one_to_another(dialer_tls, listener_tls):
     try:
         pair.writer.transport.attach(pair.reader.descriptor)
         pair.pump(lambda: bool(pair.writer_events))
-        pair.settle(0.02)
+        pair.record_ports(0.02)
         assert [type(event) for event in pair.writer_events] == [RemoteLost]
         assert not pair.reader_events
         return str(pair.writer_events[0].error)
@@ -130,7 +130,7 @@ def attach_one_to_another(dialer_tls, listener_tls):
 
 
 @pytest.mark.parametrize(
-    ("dialer", "listener", "heard"),
+    ("dialer", "listener", "logged"),
     [
         ("good", "stranger", "the peer's certificate: self-signed certificate"),
         ("good", "expired", "the peer's certificate: certificate has expired"),
@@ -138,20 +138,20 @@ def attach_one_to_another(dialer_tls, listener_tls):
     ],
 )
 def test_a_certificate_that_is_not_to_be_trusted_is_refused(
-    certificates, caplog, dialer, listener, heard
+    certificates, caplog, dialer, listener, logged
 ):
     with caplog.at_level(logging.WARNING):
         error = attach_one_to_another(certificates[dialer], certificates[listener])
-    assert heard in error
+    assert logged in error
     assert "certificate" in caplog.text
 
 
 def test_plain_does_not_begin_to_talk_to_tls(certificates):
-    for dialer, listener, heard in (
+    for dialer, listener, logged in (
         (None, certificates["good"], "the peer speaks TLS; this worker has no certificate"),
         (certificates["good"], None, "the peer does not speak TLS"),
     ):
-        with pytest.raises(TransferError, match=heard):
+        with pytest.raises(TransferError, match=logged):
             attach_one_to_another(dialer, listener)
 
 
@@ -201,7 +201,7 @@ def test_a_silent_tls_peer_does_not_make_the_dialer_spin(certificates):
         )
         pair = TransportPair.of(side, TcpKit(None).make_side())
         side.transport.attach(descriptor)
-        pair.settle(0.1)
+        pair.record_ports(0.1)
         num_ready = sum(pair._wait(0.01) for _ in range(10))
         assert num_ready == 0
         pair.close()

@@ -12,27 +12,27 @@ import pytest
 
 from baton.ids import new_epoch, new_ticket_id
 from baton.kv.copies import PageCopies
+from baton.net import channel
+from baton.net.framing import FrameDecoder, ListenerHandshake, encode_frame
 from baton.testing.transport_contract.kit import NUM_PAGES, PAGE_BYTES
 from baton.testing.transport_contract.strangers import StrangerContract
 from baton.testing.transport_pair import TransportPair, whole_pages
-from baton.transfer import channel, window_messages
-from baton.transfer.framing import FrameDecoder, encode_frame
-from baton.transfer.handshake import ListenerHandshake
+from baton.transfer import grant_messages
 from baton.transfer.interface import (
     Arrived,
-    Attached,
+    GrantQuiescent,
     PageRead,
     ReadCompleted,
     ReadFailed,
+    RemoteAttached,
     RemoteLost,
-    Window,
-    WindowQuiescent,
     WriteCompleted,
+    WriteGrant,
 )
 from baton.transfer.messages import encode
 from baton.transfer.region import compute_region_bytes
 from baton.transfer.transports.shared import wire as shared
-from baton.transfer.transports.tcp import departure, inbound
+from baton.transfer.transports.tcp import inbound
 from baton.transfer.transports.tcp import wire as tcp
 
 HOLDER = b"a raw one's page"
@@ -63,17 +63,19 @@ class RawWriter:
 
     def __init__(self, kit, *, pages=range(NUM_PAGES)):
         self.kit, self.reader, self.epoch = kit, kit.make_side(), new_epoch()
-        self.window, self.events = new_ticket_id(), []
+        self.grant, self.events = new_ticket_id(), []
         self.sock = kit.connect_stranger(self.reader.descriptor)
         kit.prove(self.reader, self.sock)
         handle = self.reader.region.handle
-        self.reader.transport.open_window(Window(self.window, handle, self.epoch, np.array(pages)))
+        self.reader.transport.open_grant(
+            WriteGrant(self.grant, handle, self.epoch, np.array(pages))
+        )
         self.decoder = FrameDecoder(1 << 20)
         if kit.kind == "tcp":
             self.say(tcp.Attach(self.epoch, handle, bytes(16)))
         else:
             self.say(shared.Attach(self.epoch, handle, HOLDER, is_only=True))
-        self.hear(b"attached")
+        self.receive_until(b"attached")
 
     def __enter__(self):
         return self
@@ -94,7 +96,7 @@ class RawWriter:
     def poll(self):
         self.events += self.reader.transport.poll()
 
-    def hear(self, word):
+    def receive_until(self, word):
         """The next body that is said to this writer, which has this word in it."""
         for _ in range(400):
             self.poll()
@@ -118,8 +120,8 @@ class RawWriter:
         raise AssertionError("the connection is still open")
 
     def data(self, **changes):
-        fields = {"sequence": 0, "window": self.window, "array": 0, "dst_pages": PAGE}
-        return tcp.Data(**{**fields, "spans": WHOLE, "notice": b"n", **changes})
+        fields = {"sequence": 0, "grant": self.grant, "array": 0, "dst_pages": PAGE}
+        return tcp.Data(**{**fields, "spans": WHOLE, "notification": b"n", **changes})
 
     @property
     def page(self):
@@ -129,9 +131,9 @@ class RawWriter:
 def test_a_raw_writer_that_keeps_the_rules_is_served():
     with RawWriter(TcpKit()) as writer:
         writer.say(writer.data(), b"x" * PAGE_BYTES)
-        assert tcp.decode_from_listener(writer.hear(b"landed")) == tcp.Landed(0)
+        assert tcp.decode_from_listener(writer.receive_until(b"write_landed")) == tcp.WriteLanded(0)
         assert set(writer.page.tolist()) == {ord("x")}
-        assert writer.events == [Arrived(writer.window, b"n")]
+        assert writer.events == [Arrived(writer.grant, b"n")]
 
 
 @pytest.mark.parametrize(
@@ -148,7 +150,7 @@ def test_a_raw_writer_that_keeps_the_rules_is_served():
 def test_a_part_out_of_bounds_ends_the_connection(changes):
     with RawWriter(TcpKit()) as writer:
         writer.say(writer.data(), b"x" * PAGE_BYTES)
-        writer.hear(b"landed")
+        writer.receive_until(b"write_landed")
         before = writer.reader.snapshot()
         with suppress(ConnectionError):
             writer.say(writer.data(**{"sequence": 1, **changes}), b"y" * PAGE_BYTES)
@@ -159,99 +161,101 @@ def test_a_part_out_of_bounds_ends_the_connection(changes):
 
 def test_a_write_that_begins_inside_another_ends_the_connection():
     with RawWriter(TcpKit()) as writer:
-        writer.say(writer.data(notice=None), b"x" * PAGE_BYTES)
+        writer.say(writer.data(notification=None), b"x" * PAGE_BYTES)
         writer.say(writer.data(sequence=1))
         writer.check_hung_up()
         assert writer.events == []
 
 
 @pytest.mark.parametrize("page_bytes", [PAGE_BYTES, 100])
-def test_a_payload_in_mid_flight_lands_nowhere_once_the_window_is_closed(page_bytes):
+def test_a_payload_in_mid_flight_lands_nowhere_once_the_grant_is_closed(page_bytes):
     """Whole pages are received in place, spans of 100 bytes by way of a staging buffer."""
     spans = np.array([0, page_bytes]).astype("<u4").tobytes()
     with RawWriter(TcpKit()) as writer:
         writer.say(writer.data(spans=spans), b"x" * (page_bytes // 2))
         for _ in range(5):
             writer.poll()
-        writer.reader.transport.close_window(writer.window)
+        writer.reader.transport.close_grant(writer.grant)
         at_close = writer.reader.snapshot()
         writer.send(b"y" * (page_bytes - page_bytes // 2))
-        reply = tcp.decode_from_listener(writer.hear(b"refused"))
-        assert reply == tcp.Refused(0, "the window was closed")
+        reply = tcp.decode_from_listener(writer.receive_until(b"write_refused"))
+        assert reply == tcp.WriteRefused(0, "the grant was closed")
         assert writer.reader.snapshot() == at_close
-        assert writer.events == [WindowQuiescent(writer.window)]
+        assert writer.events == [GrantQuiescent(writer.grant)]
 
 
 def test_a_write_in_parts_is_refused_once_and_its_connection_goes_on():
     with RawWriter(TcpKit(), pages=[2]) as writer:
         outside = b"\5\0\0\0"
-        writer.say(writer.data(notice=None), b"x" * PAGE_BYTES)
-        writer.say(writer.data(dst_pages=outside, notice=None), b"y" * PAGE_BYTES)
+        writer.say(writer.data(notification=None), b"x" * PAGE_BYTES)
+        writer.say(writer.data(dst_pages=outside, notification=None), b"y" * PAGE_BYTES)
         writer.say(writer.data(), b"z" * PAGE_BYTES)
-        reply = tcp.decode_from_listener(writer.hear(b"refused"))
-        assert reply == tcp.Refused(0, "a page is outside the window")
+        reply = tcp.decode_from_listener(writer.receive_until(b"write_refused"))
+        assert reply == tcp.WriteRefused(0, "a page is outside the grant")
         assert set(writer.page.tolist()) == {ord("x")}
         writer.say(writer.data(sequence=1), b"w" * PAGE_BYTES)
-        writer.hear(b"landed")
-        assert writer.events == [Arrived(writer.window, b"n")]
+        writer.receive_until(b"write_landed")
+        assert writer.events == [Arrived(writer.grant, b"n")]
 
 
 def test_a_large_write_travels_in_parts(monkeypatch):
-    monkeypatch.setattr(departure, "MAX_PART_BYTES", 3 * PAGE_BYTES + 5)
+    monkeypatch.setattr(tcp, "MAX_PART_BYTES", 3 * PAGE_BYTES + 5)
     kit = TcpKit()
     pair = TransportPair.of(kit.make_side(), kit.make_side())
     pair.writer.fill(seed=1)
-    remote, window = pair.attach(), pair.open_window(range(NUM_PAGES))
+    remote, grant = pair.attach(), pair.open_grant(range(NUM_PAGES))
     groups = [
         whole_pages(range(10), range(10), PAGE_BYTES),
         whole_pages(range(20, 60), range(59, 19, -1), PAGE_BYTES),
     ]
-    pair.writer.transport.submit(pair.write(remote, window, groups, notice=b"once"))
+    pair.writer.transport.submit(pair.write(remote, grant, groups, notification=b"once"))
     pair.pump(lambda: bool(pair.seen(WriteCompleted)))
-    assert pair.seen(Arrived) == [Arrived(window, b"once")]
+    assert pair.seen(Arrived) == [Arrived(grant, b"once")]
     assert (pair.reader.pages()[:10] == pair.writer.pages()[:10]).all()
     assert (pair.reader.pages()[20:60] == pair.writer.pages()[20:60][::-1]).all()
     pair.close()
 
 
-@pytest.mark.parametrize("message", [window_messages.Closed(bytes(16)), tcp.Landed(3)])
+@pytest.mark.parametrize("message", [grant_messages.GrantClosed(bytes(16)), tcp.WriteLanded(3)])
 def test_an_answer_to_nothing_ends_a_shared_connection(message):
     with RawWriter(SharedKit()) as writer:
-        writer.hear(b"opened")
+        writer.receive_until(b"grant_opened")
         writer.say(message)
         writer.check_hung_up()
 
 
-def test_notices_for_closed_or_unknown_windows_are_dropped():
+def test_notices_for_closed_or_unknown_grants_are_dropped():
     with RawWriter(SharedKit()) as writer:
-        writer.hear(b"opened")
-        writer.say(shared.Notice(bytes(16), b"unknown"))
-        writer.say(shared.Notice(writer.window, b"good"))
+        writer.receive_until(b"grant_opened")
+        writer.say(shared.WriteNotification(bytes(16), b"unknown"))
+        writer.say(shared.WriteNotification(writer.grant, b"good"))
         for _ in range(5):
             writer.poll()
-        writer.reader.transport.close_window(writer.window)
-        writer.hear(b"close")
-        writer.say(shared.Notice(writer.window, b"late"))
-        writer.say(window_messages.Closed(writer.window))
+        writer.reader.transport.close_grant(writer.grant)
+        writer.receive_until(b"close_grant")
+        writer.say(shared.WriteNotification(writer.grant, b"late"))
+        writer.say(grant_messages.GrantClosed(writer.grant))
         for _ in range(5):
             writer.poll()
         assert writer.events == [
-            Arrived(writer.window, b"good"),
-            WindowQuiescent(writer.window),
+            Arrived(writer.grant, b"good"),
+            GrantQuiescent(writer.grant),
         ]
 
 
 def test_a_broken_connection_is_no_proof_but_a_farewell_is():
     with RawWriter(SharedKit()) as writer:
-        writer.reader.transport.close_window(writer.window)
-        writer.say(window_messages.Closed(bytes(16)))  # against the rules: the connection is ended
+        writer.reader.transport.close_grant(writer.grant)
+        writer.say(
+            grant_messages.GrantClosed(bytes(16))
+        )  # against the rules: the connection is ended
         writer.check_hung_up()
         assert writer.events == []  # this process lives: it might still write
     with RawWriter(SharedKit()) as writer:
-        writer.reader.transport.close_window(writer.window)
-        writer.say(window_messages.Released())
+        writer.reader.transport.close_grant(writer.grant)
+        writer.say(grant_messages.MemoryReleased())
         writer.check_hung_up()
-        assert writer.events == [WindowQuiescent(writer.window)]
+        assert writer.events == [GrantQuiescent(writer.grant)]
 
 
 @pytest.mark.parametrize(
@@ -262,29 +266,29 @@ def test_only_the_same_holder_that_has_no_other_mapping_proves_the_first_one_gon
     holder, is_only, is_proof
 ):
     with RawWriter(SharedKit()) as writer:
-        writer.hear(b"opened")
-        writer.reader.transport.close_window(writer.window)
+        writer.receive_until(b"grant_opened")
+        writer.reader.transport.close_grant(writer.grant)
         writer.sock.close()
         writer.sock = writer.kit.connect_stranger(writer.reader.descriptor)
         writer.kit.prove(writer.reader, writer.sock)
         writer.decoder = FrameDecoder(1 << 20)
         handle = writer.reader.region.handle
         writer.say(shared.Attach(writer.epoch, handle, holder, is_only))
-        writer.hear(b"attached")
-        assert writer.events == ([WindowQuiescent(writer.window)] if is_proof else [])
+        writer.receive_until(b"attached")
+        assert writer.events == ([GrantQuiescent(writer.grant)] if is_proof else [])
 
 
-def test_a_write_waits_until_its_window_is_heard_of():
+def test_a_write_waits_until_its_grant_is_heard_of():
     """Should the grant overtake `opened`, the writer asks; the answer decides."""
     kit = SharedKit()
     pair = TransportPair.of(kit.make_side(), kit.make_side())
     pair.writer.fill(seed=1)
-    remote, window = pair.attach(), new_ticket_id()
+    remote, grant = pair.attach(), new_ticket_id()
     groups = [whole_pages([1], [1], PAGE_BYTES)]
-    transfer = pair.writer.transport.submit(pair.write(remote, window, groups))
+    transfer = pair.writer.transport.submit(pair.write(remote, grant, groups))
     handle = pair.reader.region.handle
-    pair.reader.transport.open_window(
-        Window(window, handle, pair.writer.epoch, np.arange(NUM_PAGES))
+    pair.reader.transport.open_grant(
+        WriteGrant(grant, handle, pair.writer.epoch, np.arange(NUM_PAGES))
     )
     pair.pump(lambda: bool(pair.seen(WriteCompleted) and pair.seen(Arrived)))
     assert pair.seen(WriteCompleted) == [WriteCompleted(transfer, PAGE_BYTES)]
@@ -306,16 +310,16 @@ def lie_about_memory(kit, make_memory):
     handshake = ListenerHandshake(kit.key, "shared")
     events, decoder = [], FrameDecoder(1 << 20)
 
-    def hear():
+    def receive_until():
         while (body := decoder.take()) is None:
             events.extend(reader.transport.poll())
             with suppress(BlockingIOError):
                 decoder.feed(sock.recv(4096, socket.MSG_DONTWAIT))
         return body
 
-    sock.sendall(handshake.reply(hear()))
-    handshake.reply(hear())
-    assert shared.decode_attach(hear()).region == true.region.handle
+    sock.sendall(handshake.reply(receive_until()))
+    handshake.reply(receive_until())
+    assert shared.decode_attach(receive_until()).region == true.region.handle
     fd = make_memory(compute_region_bytes(descriptor.arrays))
     socket.send_fds(sock, [encode_frame(encode(shared.Attached(descriptor.arrays)))], [fd])
     os.close(fd)
@@ -357,14 +361,14 @@ def test_an_owner_that_tells_the_truth_is_read():
     remote, transfer, events = lie_about_memory(
         SharedKit(), lambda num_bytes: make_memfd(num_bytes, sealed=True)
     )
-    assert events == [Attached(remote), ReadCompleted(transfer, PAGE_BYTES)]
+    assert events == [RemoteAttached(remote), ReadCompleted(transfer, PAGE_BYTES)]
 
 
 def test_a_raw_reader_that_keeps_the_rules_is_served():
     with RawWriter(TcpKit()) as reader:
         reader.reader.fill(seed=3)
         reader.say(tcp.Fetch(4, 0, PAGE, WHOLE))
-        assert tcp.decode_from_listener(reader.hear(b"served")) == tcp.Served(4)
+        assert tcp.decode_from_listener(reader.receive_until(b"fetch_served")) == tcp.FetchServed(4)
         received = bytes(reader.decoder._buffer)
         while len(received) < PAGE_BYTES:
             reader.poll()
@@ -404,7 +408,7 @@ def test_a_reader_that_asks_and_never_takes_is_hung_up_on():
 
 
 @pytest.mark.parametrize(
-    "answer", [tcp.Served(0), tcp.Landed(0), tcp.Refused(0, "no"), tcp.Attached(())]
+    "answer", [tcp.FetchServed(0), tcp.WriteLanded(0), tcp.WriteRefused(0, "no"), tcp.Attached(())]
 )
 def test_an_owner_that_answers_what_was_not_asked_is_lost(answer):
     kit = TcpKit()
@@ -434,7 +438,7 @@ def test_while_much_is_to_come_readiness_waits_for_a_good_deal_of_it():
     shapes = ((1024, 65_536),)
     pair = TransportPair.of(kit.make_side(shapes), kit.make_side(shapes))
     pair.writer.fill(seed=1)
-    remote, window = pair.attach(), pair.open_window(range(1024))
+    remote, grant = pair.attach(), pair.open_grant(range(1024))
     groups = [whole_pages(range(1024), range(1024), 65_536)]
 
     def awaited():
@@ -442,7 +446,7 @@ def test_while_much_is_to_come_readiness_waits_for_a_good_deal_of_it():
         return {sock.getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT) for sock in sockets}
 
     assert awaited() == {1}
-    pair.writer.transport.submit(pair.write(remote, window, groups))
+    pair.writer.transport.submit(pair.write(remote, grant, groups))
     pair.pump(lambda: bool(pair.reader.pages()[0].any()))
     assert channel.WAKE_BYTES in awaited()
     pair.pump(lambda: bool(pair.seen(WriteCompleted)))

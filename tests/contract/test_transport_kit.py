@@ -6,7 +6,7 @@ import sys
 import msgspec
 import pytest
 
-from baton.authority.key import ClusterKey
+from baton.auth.key import ClusterKey
 from baton.ids import new_epoch
 from baton.testing.transport_contract.kit import TransportKit, list_open_fds
 from baton.testing.transport_contract.process import SHAPES, OwnerProcess, WriterProcess

@@ -9,7 +9,7 @@ import pytest
 from baton.testing.transport_contract import NetworkTransportContract
 from baton.testing.transport_contract.kit import PAGE_BYTES, check_write
 from baton.testing.transport_pair import TransportPair, whole_pages
-from baton.transfer.interface import TRANSPORTS, Attached, RemoteLost, WindowQuiescent
+from baton.transfer.interface import TRANSPORTS, GrantQuiescent, RemoteAttached, RemoteLost
 
 
 class TestShared(NetworkTransportContract):
@@ -24,41 +24,41 @@ class TestShared(NetworkTransportContract):
 
     def test_of_two_that_attach_at_once_neither_claims_to_be_the_only_one(self, pair):
         remotes = [pair.writer.transport.attach(pair.reader.descriptor) for _ in range(2)]
-        pair.pump(lambda: all(Attached(remote) in pair.writer_events for remote in remotes))
-        window = pair.open_window([1, 2])
+        pair.pump(lambda: all(RemoteAttached(remote) in pair.writer_events for remote in remotes))
+        grant = pair.open_grant([1, 2])
         for remote in remotes:
-            check_write(pair, remote, window, [whole_pages([1], [2], PAGE_BYTES)])
-        pair.reader.transport.close_window(window)
-        pair.pump(lambda: bool(pair.seen(WindowQuiescent)))
+            check_write(pair, remote, grant, [whole_pages([1], [2], PAGE_BYTES)])
+        pair.reader.transport.close_grant(grant)
+        pair.pump(lambda: bool(pair.seen(GrantQuiescent)))
         assert not pair.seen(RemoteLost)
 
     @pytest.mark.parametrize("is_view_kept", [False, True])
     def test_a_writer_that_attaches_again_has_let_go_of_the_old_mapping(self, pair, is_view_kept):
-        remote, window = pair.attach(), pair.open_window([1, 2])
-        check_write(pair, remote, window, [whole_pages([1], [2], PAGE_BYTES)])
+        remote, grant = pair.attach(), pair.open_grant([1, 2])
+        check_write(pair, remote, grant, [whole_pages([1], [2], PAGE_BYTES)])
         (mapped,) = pair.writer.transport._remotes.values()
         kept = mapped._pages.view(0) if is_view_kept else None
         mapped._connection.channel.socket.shutdown(socket.SHUT_RDWR)
         pair.pump(lambda: bool(pair.seen(RemoteLost)))
-        pair.reader.transport.close_window(window)
-        pair.settle()
-        assert not pair.seen(WindowQuiescent)  # a broken connection proves nothing
+        pair.reader.transport.close_grant(grant)
+        pair.record_ports()
+        assert not pair.seen(GrantQuiescent)  # a broken connection proves nothing
         pair.writer.transport.detach(remote)
         pair.attach()
-        pair.settle()
-        assert pair.seen(WindowQuiescent) == ([] if is_view_kept else [WindowQuiescent(window)])
+        pair.record_ports()
+        assert pair.seen(GrantQuiescent) == ([] if is_view_kept else [GrantQuiescent(grant)])
         del kept
 
     def test_a_view_that_is_kept_does_not_hold_back_that_proof(self, pair):
-        remote, window = pair.attach(), pair.open_window([1, 2])
+        remote, grant = pair.attach(), pair.open_grant([1, 2])
         kept = pair.writer.transport.view(remote, 0)
         (mapped,) = pair.writer.transport._remotes.values()
         mapped._connection.channel.socket.shutdown(socket.SHUT_RDWR)
         pair.pump(lambda: bool(pair.seen(RemoteLost)))
-        pair.reader.transport.close_window(window)
+        pair.reader.transport.close_grant(grant)
         pair.writer.transport.detach(remote)
         pair.attach()
-        pair.pump(lambda: pair.seen(WindowQuiescent) == [WindowQuiescent(window)])
+        pair.pump(lambda: pair.seen(GrantQuiescent) == [GrantQuiescent(grant)])
         assert (kept == pair.reader.pages()).all()
         del kept  # the loss' traceback keeps this frame
 

@@ -1,7 +1,7 @@
 """One fleet of real workers and gateways for all end-to-end tests.
 
 The model has random weights, made so that one foreign page of KV changes the next greedy tokens
-(`tests/unit/engines/test_making.py` shows it): what the demo model says hardly would.
+(`tests/unit/engines/test_random_model.py` shows it): what the demo model says hardly would.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from baton.engines.transformers.making import RandomModelSpec, make_random_model
+from baton.engines.transformers.random_model import RandomModelSpec, make_random_model
 from baton.testing.fleet import Fleet, FleetProcess
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ SPEC = RandomModelSpec(
 
 
 @dataclass(frozen=True)
-class House:
+class WorkerCluster:
     """The same model served in three ways.
 
     `pulling_gateway` and `early_gateway` have the workers of `shared`, and settings of their own.
@@ -59,7 +59,7 @@ class House:
 
 
 @pytest.fixture(scope="session")
-def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerCluster]:
     environment = dict(os.environ, BATON_CLUSTER_KEY="ab" * 32)
     model = tmp_path_factory.mktemp("model") / "demo"
     make_random_model(model, SPEC)
@@ -80,7 +80,7 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
         for worker in workers:
             worker.wait_ready()
         _, prefill, decode, tcp_prefill, tcp_decode = workers
-        yield House(
+        yield WorkerCluster(
             *workers,
             # Where decode has a queue, `auto` would lend instead of moving anything.
             shared_gateway=fleet.start_gateway(

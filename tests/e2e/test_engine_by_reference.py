@@ -11,10 +11,10 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from baton.authority.key import ClusterKey
-from baton.engines.interface import Colocated, DecodeLeg, PrefillLeg, SamplingParams
+from baton.auth.key import ClusterKey
+from baton.engines.interface import Colocated, DecodeRequest, PrefillRequest, SamplingParams
 from baton.errors import PeerLostError
-from tests.e2e.test_engine_handoff_agents import PATIENCE_S, Node, make_ticket, node
+from tests.e2e.test_engine_handoff_agents import WAIT_TIMEOUT_S, Node, make_ticket, node
 from tests.unit.engines.harness import make_model, make_prompt, prepare
 
 if TYPE_CHECKING:
@@ -38,8 +38,8 @@ class Pair:
 
     def hand_over(self, name: str) -> None:
         ticket = make_ticket(self.prefill, self.decode, "reference")
-        self.decode.submit(name, DecodeLeg(ticket))
-        self.prefill.submit(name, PrefillLeg(ticket))
+        self.decode.submit(name, DecodeRequest(ticket))
+        self.prefill.submit(name, PrefillRequest(ticket))
 
     def wait_for_ends(self) -> None:
         self.decode.wait_for_ends()
@@ -51,7 +51,7 @@ class Pair:
     def check_nothing_is_held(self) -> None:
         def is_free(stats: EngineStats) -> bool:
             return stats.num_free_blocks == stats.num_blocks and not (
-                stats.num_lent_blocks or stats.num_borrowed_blocks
+                stats.num_exported_blocks or stats.num_imported_blocks
             )
 
         until(lambda: is_free(self.prefill.engine.stats()))
@@ -86,7 +86,7 @@ def pair(
 
 def until(holds: Callable[[], bool]) -> None:
     pause = threading.Event()
-    for _ in range(int(PATIENCE_S / 0.01)):
+    for _ in range(int(WAIT_TIMEOUT_S / 0.01)):
         if holds():
             return
         pause.wait(0.01)
@@ -199,11 +199,11 @@ def test_pages_that_are_lost_while_the_link_lasts_are_attached_again(
 
         assert hand_one_over() == "reference"
         agent = both.decode.agent
-        (lender,) = agent._borrowing._lenders.values()
-        remote = lender.transport._remotes[lender.remote]
+        (exporter,) = agent._importer._exporters.values()
+        remote = exporter.transport._remotes[exporter.remote]
         cut = PeerLostError("cut by the test")
         agent._command(lambda: remote._connection.fail(cut))
-        until(lambda: lender.remote is None)
+        until(lambda: exporter.remote is None)
         assert hand_one_over() == "shared"  # the link is up, and its pages are not
         until(lambda: hand_one_over() == "reference")
         both.check_nothing_is_held()
@@ -228,8 +228,8 @@ def test_a_client_that_leaves_gives_back_what_was_borrowed() -> None:
     with pair(prompts, {"block_size": 16}, {"block_size": 16}) as both:
         both.decode.sampling = {"r": SamplingParams(max_tokens=100, ignore_eos=True)}
         both.hand_over("r")
-        until(lambda: both.decode.engine.stats().num_borrowed_blocks == 6)
-        assert both.prefill.engine.stats().num_lent_blocks == 7
+        until(lambda: both.decode.engine.stats().num_imported_blocks == 6)
+        assert both.prefill.engine.stats().num_exported_blocks == 7
         both.decode.engine.cancel(next(iter(both.decode.traces)))
         both.prefill.wait_for_ends()
         both.check_nothing_is_held()
@@ -242,7 +242,7 @@ def test_a_lender_short_of_room_has_its_blocks_copied_and_returned() -> None:
         both.decode.sampling = {"lent": long}
         both.hand_over("lent")
         both.prefill.wait_for_ends()
-        until(lambda: both.decode.engine.stats().num_borrowed_blocks == 6)
+        until(lambda: both.decode.engine.stats().num_imported_blocks == 6)
         both.prefill.submit("large", Colocated())  # 8 blocks and room to grow: 7 are lent
         both.prefill.wait_for_ends()
         both.decode.wait_for_ends()

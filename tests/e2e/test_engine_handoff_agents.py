@@ -11,24 +11,24 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from baton.authority.key import ClusterKey
-from baton.authority.ticket import Ticket, WorkerRef
+from baton.auth.key import ClusterKey
+from baton.auth.ticket import Ticket, WorkerRef
 from baton.clock import Instant, MachineClock
 from baton.engines.interface import (
     Colocated,
-    DecodeLeg,
+    DecodeRequest,
     GenerationRequest,
     NewToken,
-    PrefillLeg,
+    PrefillRequest,
     RequestFailed,
     SamplingParams,
 )
 from baton.engines.transformers.engine import TransformersEngine
 from baton.engines.transformers.options import TransformersOptions
 from baton.handoff.agent import AgentOptions, HandoffAgent
-from baton.handoff.faces import Face
+from baton.handoff.kv_views import KVView
 from baton.ids import RequestId, WorkerId, new_epoch, new_ticket_id
-from baton.telemetry.trace import LegTrace, Stamp
+from baton.telemetry.trace import RequestSpan, Stamp
 from baton.transfer.interface import TRANSPORTS, TransportContext
 from tests.unit.engines.harness import make_prompt, tiny_llama
 
@@ -38,15 +38,15 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from baton.authority.ticket import HandoffMode
-    from baton.engines.interface import EngineUpdate, Leg
+    from baton.auth.ticket import HandoffMode
+    from baton.engines.interface import EngineUpdate, RequestKind
     from baton.engines.transformers.loading import LoadedModel
     from baton.handoff.interface import SampledToken
-    from baton.handoff.messages import Mover
+    from baton.handoff.messages import TransferOp
     from baton.ids import TicketId
 
 CLOCK = MachineClock()
-PATIENCE_S = 90.0
+WAIT_TIMEOUT_S = 90.0
 NUM_PROMPTS = 12
 PROMPTS = {f"r{i}": make_prompt(10 + 9 * i, seed=i % 3) for i in range(NUM_PROMPTS)}
 
@@ -66,9 +66,9 @@ class WithoutFirstToken:
     def __getattr__(self, name: str) -> object:
         return getattr(self._agent, name)
 
-    def finish(self, ticket: TicketId, first_token: SampledToken | None) -> None:
+    def prefill_done(self, ticket: TicketId, first_token: SampledToken | None) -> None:
         assert first_token is not None
-        self._agent.finish(ticket, None)
+        self._agent.prefill_done(ticket, None)
 
 
 @dataclass
@@ -84,7 +84,7 @@ class Node:
 
     def __post_init__(self) -> None:
         self.updates: list[EngineUpdate] = []
-        self.traces: dict[str, LegTrace] = {}
+        self.traces: dict[str, RequestSpan] = {}
         self._changed = threading.Condition()
         self.agent.start(self.engine.wake)
         self.ref = replace_address(self.ref, self.agent.address)
@@ -96,8 +96,8 @@ class Node:
             self.updates += updates
             self._changed.notify_all()
 
-    def submit(self, name: str, leg: Leg) -> None:
-        trace = LegTrace(request_id=name, worker=self.ref.worker, epoch=self.ref.epoch, leg="")
+    def submit(self, name: str, leg: RequestKind) -> None:
+        trace = RequestSpan(request_id=name, worker=self.ref.worker, epoch=self.ref.epoch, role="")
         self.traces[name] = trace
         self.engine.submit(
             GenerationRequest(
@@ -106,7 +106,7 @@ class Node:
                 self.sampling[name],
                 leg,
                 "",
-                Instant(CLOCK.now() + PATIENCE_S),
+                Instant(CLOCK.now() + WAIT_TIMEOUT_S),
                 trace,
             )
         )
@@ -116,7 +116,7 @@ class Node:
             return sum(isinstance(u, RequestFailed) or u.finish is not None for u in self.updates)
 
         with self._changed:
-            assert self._changed.wait_for(lambda: ends() == len(self.traces), PATIENCE_S)
+            assert self._changed.wait_for(lambda: ends() == len(self.traces), WAIT_TIMEOUT_S)
 
     def answers(self) -> dict[str, list[int]]:
         return {
@@ -139,10 +139,10 @@ def node(
     kind: str,
     key: ClusterKey,
     *,
-    mover: Mover = "prefill",
+    op: TransferOp = "WRITE",
     hands_over_first_token: bool = True,
     loaded: LoadedModel | None = None,
-    timeout_s: float = PATIENCE_S,
+    timeout_s: float = WAIT_TIMEOUT_S,
     **options: int,
 ) -> Iterator[Node]:
     engine = TransformersEngine(
@@ -158,12 +158,12 @@ def node(
             worker=WorkerId(name),
             epoch=epoch,
             fingerprint=engine.info.fingerprint,
-            faces=(Face(engine.info.layout, engine.region, annexes=engine.annexes),),
+            views=(KVView(engine.info.layout, engine.region, peer_mappings=engine.peer_mappings),),
             transports=(TRANSPORTS.build(kind, {})(context),),
             key=key,
             clock=CLOCK,
             timeout_s=timeout_s,
-            mover=mover,
+            preferred_op=op,
         )
     )
     ref = WorkerRef(WorkerId(name), epoch, "")
@@ -172,12 +172,12 @@ def node(
         yield running
     finally:
         agent.stop()
-        engine.stop(PATIENCE_S)
+        engine.stop(WAIT_TIMEOUT_S)
 
 
 def make_ticket(prefill: Node, decode: Node, mode: HandoffMode = "push") -> Ticket:
     return Ticket(
-        new_ticket_id(), "r", prefill.ref, decode.ref, mode, CLOCK.unix_now() + PATIENCE_S
+        new_ticket_id(), "r", prefill.ref, decode.ref, mode, CLOCK.unix_now() + WAIT_TIMEOUT_S
     )
 
 
@@ -191,11 +191,11 @@ def expected_fixture() -> dict[str, list[int]]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "mover"), [("shared", "prefill"), ("shared", "decode"), ("tcp", "prefill")]
+    ("kind", "op"), [("shared", "WRITE"), ("shared", "READ"), ("tcp", "WRITE")]
 )
 @pytest.mark.parametrize("with_first_token", [True, False])
 def test_many_requests_at_once_give_the_tokens_of_one_engine_alone(
-    kind: str, mover: Mover, with_first_token: bool, expected: dict[str, list[int]]
+    kind: str, op: TransferOp, with_first_token: bool, expected: dict[str, list[int]]
 ) -> None:
     key = ClusterKey.generate()
     with (
@@ -207,12 +207,12 @@ def test_many_requests_at_once_give_the_tokens_of_one_engine_alone(
             block_size=16,
             max_batch_tokens=40,
         ) as prefill,
-        node("d", kind, key, mover=mover, block_size=8) as decode,
+        node("d", kind, key, op=op, block_size=8) as decode,
     ):
         for name in PROMPTS:
             ticket = make_ticket(prefill, decode)
-            decode.submit(name, DecodeLeg(ticket))
-            prefill.submit(name, PrefillLeg(ticket))
+            decode.submit(name, DecodeRequest(ticket))
+            prefill.submit(name, PrefillRequest(ticket))
         decode.wait_for_ends()
         prefill.wait_for_ends()
         assert decode.answers() == expected
@@ -229,7 +229,7 @@ def test_answers_survive_the_loss_of_the_prefill_worker(expected: dict[str, list
         with node("p", "tcp", key, block_size=16, max_batch_tokens=20) as prefill:
             for name in PROMPTS:
                 ticket = make_ticket(prefill, decode)
-                decode.submit(name, DecodeLeg(ticket))
-                prefill.submit(name, PrefillLeg(ticket))
+                decode.submit(name, DecodeRequest(ticket))
+                prefill.submit(name, PrefillRequest(ticket))
         decode.wait_for_ends()
         assert decode.answers() == expected

@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from baton.engines.interface import DecodeLeg, PrefillLeg
+from baton.engines.interface import DecodeRequest, PrefillRequest
 from baton.errors import HandoffError
 from baton.handoff.interface import BlocksQuiescent, KVFailed, KVLanded, KVSent
 from baton.kv.copies import PagedSequence, apply_copies, compute_page_copies
@@ -36,7 +36,7 @@ PROMPT = make_prompt(61)
 
 
 @dataclass
-class PageCopier:
+class LocalHandoff:
     """Copies each layer as soon as it is ready; the last one to be copied lands the handoff.
 
     With `fails_at_layer` it stops there, as a link does that breaks.
@@ -75,9 +75,9 @@ class PageCopier:
     def hand_over(self, name: str, **sampling: object) -> None:
         """One request, from submission on both sides to the end of its answer."""
         ticket = make_ticket(len(self.prefill.traces) + 1)
-        self.decode.submit(name, PROMPT, DecodeLeg(ticket), **sampling)
-        self.decode.turn()
-        self.prefill.submit(name, PROMPT, PrefillLeg(ticket), **sampling)
+        self.decode.submit(name, PROMPT, DecodeRequest(ticket), **sampling)
+        self.decode.step()
+        self.prefill.submit(name, PROMPT, PrefillRequest(ticket), **sampling)
         self.prefill.run()
         if self.fails_at_layer is None:
             first_token = self.prefill.handoff.first_tokens[ticket.id]
@@ -87,16 +87,16 @@ class PageCopier:
             self.decode.handoff.events = [KVFailed(ticket.id, lost)]
         self.decode.run()
         self.prefill.handoff.events = [KVSent(ticket.id)]
-        self.prefill.turn()
+        self.prefill.step()
 
 
 class _SendingSide(RecordingHandoff):
-    def __init__(self, copier: PageCopier) -> None:
+    def __init__(self, copier: LocalHandoff) -> None:
         super().__init__()
         self._copier, self._done = copier, {}
 
-    def offer(self, order: SendOrder) -> None:
-        super().offer(order)
+    def start_send(self, order: SendOrder) -> None:
+        super().start_send(order)
         for layer in range(len(self._copier.prefill.engine.region.arrays)):
             self._copier.copy(order, layer, 0, order.num_ready_tokens)
             self._done[order.ticket.id, layer] = order.num_ready_tokens
@@ -128,7 +128,7 @@ def test_tokens_are_those_of_one_engine_alone(
     family: str, src: dict[str, int], dst: dict[str, int]
 ) -> None:
     loaded = prepare(make_model(family))
-    copier = PageCopier()
+    copier = LocalHandoff()
     copier.connect(loaded, src, dst)
     copier.hand_over("r", max_tokens=12)
     assert copier.decode.tokens("r") == alone(loaded, max_tokens=12)
@@ -141,7 +141,7 @@ def test_tokens_are_those_of_one_engine_alone(
 def test_sampled_tokens_and_logprobs_are_those_of_one_engine_alone() -> None:
     loaded = prepare(make_model("llama"))
     sampling = {"temperature": 1.2, "top_p": 0.9, "seed": 5, "max_tokens": 12, "num_logprobs": 2}
-    copier = PageCopier()
+    copier = LocalHandoff()
     copier.connect(loaded, {"block_size": 8}, {"block_size": 16})
     copier.hand_over("r", **sampling)
     assert copier.decode.tokens("r") == alone(loaded, **sampling)
@@ -150,7 +150,7 @@ def test_sampled_tokens_and_logprobs_are_those_of_one_engine_alone() -> None:
 
 def test_prefix_hits_on_both_sides_send_only_what_is_missing() -> None:
     loaded = prepare(make_model("llama"))
-    copier = PageCopier()
+    copier = LocalHandoff()
     copier.connect(loaded, {"block_size": 16}, {"block_size": 8})
     copier.prefill.submit("warm", PROMPT[:40])
     copier.prefill.run()
@@ -164,7 +164,7 @@ def test_prefix_hits_on_both_sides_send_only_what_is_missing() -> None:
 
 def test_received_blocks_serve_the_next_request() -> None:
     loaded = prepare(make_model("llama"))
-    copier = PageCopier()
+    copier = LocalHandoff()
     copier.connect(loaded, {"block_size": 16}, {"block_size": 8})
     copier.hand_over("r")
     copier.decode.submit("next", PROMPT)
@@ -175,11 +175,11 @@ def test_received_blocks_serve_the_next_request() -> None:
 
 def test_half_a_handoff_is_computed_again_and_gives_the_same_tokens() -> None:
     loaded = prepare(make_model("llama"))
-    copier = PageCopier(fails_at_layer=1)
+    copier = LocalHandoff(fails_at_layer=1)
     copier.connect(loaded, {"block_size": 16}, {"block_size": 24})
     copier.hand_over("r")
     assert copier.decode.tokens("r") == alone(loaded)
     assert len(copier.decode.traces["r"].fallbacks) == 1
     copier.decode.handoff.events = [BlocksQuiescent(make_ticket(1).id)]
-    copier.decode.turn()
+    copier.decode.step()
     copier.decode.check_all_blocks_are_free()

@@ -9,19 +9,19 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from baton.authority.key import ClusterKey
-from baton.authority.ticket import Ticket, WorkerRef
+from baton.auth.key import ClusterKey
+from baton.auth.ticket import Ticket, WorkerRef
 from baton.clock import MachineClock
-from baton.engines.interface import Colocated, DecodeLeg, PrefillLeg
+from baton.engines.interface import Colocated, DecodeRequest, PrefillRequest
 from baton.engines.transformers.engine import TransformersEngine
 from baton.engines.transformers.options import TransformersOptions
 from baton.handoff.agent import AgentOptions, HandoffAgent
-from baton.handoff.faces import Face
-from baton.handoff.pooling.pool import Pool
+from baton.handoff.kv_views import KVView
+from baton.handoff.pool_mode.store_access import StoreAccess
 from baton.ids import WorkerId, new_epoch, new_ticket_id
-from baton.store.form import EntryForm
+from baton.store.entry_format import EntryFormat
 from baton.store.tiered import open_store
-from tests.e2e.test_engine_handoff_agents import NUM_PROMPTS, PATIENCE_S, PROMPTS, Node
+from tests.e2e.test_engine_handoff_agents import NUM_PROMPTS, PROMPTS, WAIT_TIMEOUT_S, Node
 from tests.unit.engines.harness import tiny_llama
 
 if TYPE_CHECKING:
@@ -51,20 +51,20 @@ def pooled(name: str, place: Path, *, store_block_size: int = 16, **options: int
         clock=CLOCK,
     )
     layout = engine.info.layout
-    form = EntryForm.of(layout, block_size=store_block_size, num_parts=1)
+    entry_format = EntryFormat.of(layout, block_size=store_block_size, num_parts=1)
     epoch = new_epoch()
-    face = Face(layout, engine.region)
+    view = KVView(layout, engine.region)
     agent = HandoffAgent(
         AgentOptions(
             worker=WorkerId(name),
             epoch=epoch,
             fingerprint=engine.info.fingerprint,
-            faces=(face,),
+            views=(view,),
             transports=(),
             key=KEY,
             clock=CLOCK,
-            timeout_s=PATIENCE_S,
-            pool=Pool(store, form, face),
+            timeout_s=WAIT_TIMEOUT_S,
+            pool=StoreAccess(store, entry_format, view),
         )
     )
     running = Node(engine, agent, WorkerRef(WorkerId(name), epoch, ""))
@@ -72,13 +72,13 @@ def pooled(name: str, place: Path, *, store_block_size: int = 16, **options: int
         yield running
     finally:
         agent.stop()
-        engine.stop(PATIENCE_S)
+        engine.stop(WAIT_TIMEOUT_S)
 
 
 def make_ticket(prefill: Node, decode: Node) -> Ticket:
     nowhere = "127.0.0.1:1"  # nobody dials it
     refs = (WorkerRef(node.ref.worker, node.ref.epoch, nowhere) for node in (prefill, decode))
-    return Ticket(new_ticket_id(), "r", *refs, "pool", CLOCK.unix_now() + PATIENCE_S)
+    return Ticket(new_ticket_id(), "r", *refs, "pool", CLOCK.unix_now() + WAIT_TIMEOUT_S)
 
 
 @pytest.fixture(scope="module", name="expected")
@@ -111,25 +111,25 @@ def test_many_requests_through_the_store_give_the_tokens_of_one_engine_alone(
         tickets = {name: make_ticket(prefill, decode) for name in PROMPTS}
         for name, ticket in tickets.items():
             if waits:  # decode is there first, and looks for what is not there yet
-                decode.submit(name, DecodeLeg(ticket))
-            prefill.submit(name, PrefillLeg(ticket))
+                decode.submit(name, DecodeRequest(ticket))
+            prefill.submit(name, PrefillRequest(ticket))
         if not waits:
             prefill.wait_for_ends()
             for name, ticket in tickets.items():
-                decode.submit(name, DecodeLeg(ticket))
+                decode.submit(name, DecodeRequest(ticket))
         decode.wait_for_ends()
         prefill.wait_for_ends()
         assert decode.answers() == expected
         assert [trace.fallbacks for trace in decode.traces.values()] == [[]] * NUM_PROMPTS
         received = {name: trace.num_received_tokens for name, trace in decode.traces.items()}
         cached = {name: trace.num_cached_tokens for name, trace in decode.traces.items()}
-        whole = {
+        full_layout = {
             name: len(prompt)
             for name, prompt in PROMPTS.items()
             if len(prompt) - cached[name] >= on_decode  # else it is computed, not received
         }
-        assert {name: received[name] + cached[name] for name in whole} == whole
-        assert len(whole) > NUM_PROMPTS // 2
+        assert {name: received[name] + cached[name] for name in full_layout} == full_layout
+        assert len(full_layout) > NUM_PROMPTS // 2
         check_counts(prefill, decode)
 
 
@@ -138,8 +138,8 @@ def check_counts(prefill: Node, decode: Node) -> None:
     kept, taken = (node.agent.options.pool for node in (prefill, decode))
     assert kept is not None
     assert taken is not None
-    assert kept.tally.num_kept > 0
-    assert (taken.tally.num_missing, kept.tally.num_taken) == (0, 0)
-    assert taken.tally.num_taken > 0
+    assert kept.counts.num_stored > 0
+    assert (taken.counts.num_missing, kept.counts.num_loaded) == (0, 0)
+    assert taken.counts.num_loaded > 0
     _, last = taken.store.reports()
     assert last.counts.num_misses == 0

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 import openai
 import pytest
 
-from tests.e2e.asking import read_trace
+from tests.e2e.client import read_trace
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tests.e2e.conftest import House
+    from tests.e2e.conftest import WorkerCluster
 
 MESSAGES = [
     {"role": "system", "content": "You tell stories."},
@@ -22,14 +22,14 @@ MESSAGES = [
 
 
 @pytest.fixture(scope="module", name="client")
-def client_fixture(house: House) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{house.shared_gateway.url}/v1", api_key="none") as client:
+def client_fixture(cluster: WorkerCluster) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{cluster.shared_gateway.url}/v1", api_key="none") as client:
         yield client
 
 
 @pytest.fixture(scope="module", name="alone")
-def alone_fixture(house: House) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{house.colocated.url}/v1", api_key="none") as client:
+def alone_fixture(cluster: WorkerCluster) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{cluster.colocated.url}/v1", api_key="none") as client:
         yield client
 
 
@@ -38,7 +38,7 @@ def test_the_model_is_listed(client: openai.OpenAI) -> None:
 
 
 def test_chat_is_what_one_worker_says_and_was_handed_over(
-    client: openai.OpenAI, alone: openai.OpenAI, house: House
+    client: openai.OpenAI, alone: openai.OpenAI, cluster: WorkerCluster
 ) -> None:
     def ask(who: openai.OpenAI) -> openai.types.chat.ChatCompletion:
         return who.chat.completions.create(
@@ -54,7 +54,7 @@ def test_chat_is_what_one_worker_says_and_was_handed_over(
     assert [t.token for t in mine] == [t.token for t in theirs]
     assert [t.logprob for t in mine] == pytest.approx([t.logprob for t in theirs], abs=1e-4)
     assert [len(t.top_logprobs) for t in mine] == [3] * len(mine)
-    trace = read_trace(house.shared_gateway.url, ours._request_id)
+    trace = read_trace(cluster.shared_gateway.url, ours._request_id)
     assert trace["num_received_tokens"] > 0
     assert trace["transport"] == trace["expected_transport"] == "shared"
 
@@ -118,10 +118,10 @@ def test_a_stop_string_ends_the_answer(client: openai.OpenAI) -> None:
     assert answer.choices[0].text == text.partition(stop)[0]
 
 
-def test_many_async_clients_at_once(house: House) -> None:
+def test_many_async_clients_at_once(cluster: WorkerCluster) -> None:
     async def run() -> list[str]:
         async with openai.AsyncOpenAI(
-            base_url=f"{house.tcp_gateway.url}/v1", api_key="none"
+            base_url=f"{cluster.tcp_gateway.url}/v1", api_key="none"
         ) as client:
 
             async def one(i: int) -> str:
@@ -160,8 +160,8 @@ def test_bad_requests_say_what_is_wrong(
     assert caught.value.body["type"]
 
 
-def test_after_bad_requests_nothing_is_held(client: openai.OpenAI, house: House) -> None:
+def test_after_bad_requests_nothing_is_held(client: openai.OpenAI, cluster: WorkerCluster) -> None:
     answer = client.completions.create(model="demo", prompt="and so " * 20, max_tokens=3)
     assert answer.choices[0].text
-    trace = read_trace(house.shared_gateway.url, answer._request_id)
+    trace = read_trace(cluster.shared_gateway.url, answer._request_id)
     assert trace["fallbacks"] == []

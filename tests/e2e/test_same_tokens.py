@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.e2e.asking import Answer, ask_all, make_prompts, read_trace, stream
+from tests.e2e.client import Answer, ask_all, make_prompts, read_trace, stream
 
 if TYPE_CHECKING:
-    from tests.e2e.conftest import House
+    from tests.e2e.conftest import WorkerCluster
 
 NUM_PROMPTS = 100
 
@@ -21,15 +21,17 @@ def prompts_fixture() -> list[list[int]]:
 
 
 @pytest.fixture(scope="module", name="expected")
-def expected_fixture(house: House, prompts: list[list[int]]) -> list[Answer]:
-    return ask_all(house.colocated.url, prompts)
+def expected_fixture(cluster: WorkerCluster, prompts: list[list[int]]) -> list[Answer]:
+    return ask_all(cluster.colocated.url, prompts)
 
 
-def count_received(house: House, transport: str, answers: list[Answer]) -> tuple[int, int]:
+def count_received(
+    cluster: WorkerCluster, transport: str, answers: list[Answer]
+) -> tuple[int, int]:
     """Tokens received by handoff over `transport`, and answers without any."""
     received = without = 0
     for answer in answers:
-        trace = read_trace(house.gateway(transport).url, answer.request_id)
+        trace = read_trace(cluster.gateway(transport).url, answer.request_id)
         assert trace["transport"] in {None, transport}
         received += trace["num_received_tokens"]
         without += not trace["num_received_tokens"]
@@ -38,27 +40,27 @@ def count_received(house: House, transport: str, answers: list[Answer]) -> tuple
 
 @pytest.mark.parametrize("transport", ["shared", "tcp"])
 def test_a_hundred_prompts_sixteen_at_a_time(
-    house: House, prompts: list[list[int]], expected: list[Answer], transport: str
+    cluster: WorkerCluster, prompts: list[list[int]], expected: list[Answer], transport: str
 ) -> None:
     assert {len(p) for p in prompts} >= {1, 4000}
     if transport == "tcp":  # the bytes do not depend on the transport: every second one
         prompts, expected = prompts[::2], expected[::2]
-    answers = ask_all(house.gateway(transport).url, prompts)
+    answers = ask_all(cluster.gateway(transport).url, prompts)
     assert answers == expected
     for answer, oracle in zip(answers, expected, strict=True):
         assert answer.logprobs == pytest.approx(oracle.logprobs, abs=2e-3)
-    received, without = count_received(house, transport, answers)
+    received, without = count_received(cluster, transport, answers)
     # Only prompts shorter than a block, or found in the decode worker's cache, are not handed over.
     assert without <= sum(len(p) <= 24 for p in prompts)
     assert received > 0.9 * sum(len(p) for p in prompts)
 
 
-def test_pulled_prompts(house: House) -> None:
+def test_pulled_prompts(cluster: WorkerCluster) -> None:
     prompts = make_prompts(20, seed=3, longest=2000)
-    expected = ask_all(house.colocated.url, prompts)
-    answers = ask_all(house.pulling_gateway.url, prompts)
+    expected = ask_all(cluster.colocated.url, prompts)
+    answers = ask_all(cluster.pulling_gateway.url, prompts)
     assert answers == expected
-    traces = [read_trace(house.pulling_gateway.url, answer.request_id) for answer in answers]
+    traces = [read_trace(cluster.pulling_gateway.url, answer.request_id) for answer in answers]
     assert {trace["mode"] for trace in traces} == {"pull"}
     received = sum(trace["num_received_tokens"] for trace in traces)
     assert received > 0.9 * sum(len(p) for p in prompts)
@@ -74,7 +76,7 @@ STREAMS: list[dict[str, object]] = [
 
 @pytest.mark.parametrize("body", STREAMS)
 def test_a_stream_whose_first_token_came_early_is_the_same_byte_for_byte(
-    house: House, body: dict[str, object]
+    cluster: WorkerCluster, body: dict[str, object]
 ) -> None:
     number = STREAMS.index(body)
     prompt = make_prompts(3, seed=40 + number, longest=900)[2]
@@ -86,10 +88,10 @@ def test_a_stream_whose_first_token_came_early_is_the_same_byte_for_byte(
         "stream": True,
         **body,
     }
-    expected = stream(house.colocated.url, asked, "oracle")
-    got = stream(house.early_gateway.url, asked, f"early-{number}")
+    expected = stream(cluster.colocated.url, asked, "oracle")
+    got = stream(cluster.early_gateway.url, asked, f"early-{number}")
     assert round_logprobs(got) == round_logprobs(expected)
-    trace = read_trace(house.early_gateway.url, f"early-{number}")
+    trace = read_trace(cluster.early_gateway.url, f"early-{number}")
     assert trace["num_received_tokens"] == len(prompt)
 
 
@@ -99,15 +101,15 @@ def round_logprobs(events: str) -> str:
 
 
 @pytest.mark.parametrize("transport", ["shared", "tcp"])
-def test_prefix_hits_on_either_side(house: House, transport: str) -> None:
-    gateway = house.gateway(transport).url
+def test_prefix_hits_on_either_side(cluster: WorkerCluster, transport: str) -> None:
+    gateway = cluster.gateway(transport).url
     prefill, decode = (
-        (house.prefill, house.decode) if transport == "shared"
-        else (house.tcp_prefill, house.tcp_decode)
+        (cluster.prefill, cluster.decode) if transport == "shared"
+        else (cluster.tcp_prefill, cluster.tcp_decode)
     )  # fmt: skip
     stems = make_prompts(8, seed=7, longest=900)[-4:]
     prompts = [stem + [1000 + i] * (5 + 40 * i) for i, stem in enumerate(stems)]
-    expected = ask_all(house.colocated.url, prompts)
+    expected = ask_all(cluster.colocated.url, prompts)
     assert ask_all(prefill.url, stems[:2])  # now the prefill workers' cache has two of the stems
     assert ask_all(decode.url, stems[1:3])  # and the decode worker's two
     answers = ask_all(gateway, prompts)

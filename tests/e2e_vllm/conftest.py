@@ -1,4 +1,4 @@
-"""The house of vLLM servers that these tests share."""
+"""The cluster of vLLM servers that these tests share."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from tests.e2e_vllm.house import House, Street
+    from tests.e2e_vllm.cluster import ClusterFactory, VllmCluster
 
 
 @pytest.fixture(scope="session")
-def street(vllm_street: Street) -> Street:
-    return vllm_street
+def cluster_factory(vllm_cluster_factory: ClusterFactory) -> ClusterFactory:
+    return vllm_cluster_factory
 
 
 @pytest.fixture(scope="session")
-def house(vllm_house: House) -> House:
-    return vllm_house
+def cluster(vllm_cluster: VllmCluster) -> VllmCluster:
+    return vllm_cluster

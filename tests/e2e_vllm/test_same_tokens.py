@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import openai
 import pytest
 
-from tests.e2e_vllm.asking import (
+from tests.e2e_vllm.client import (
     ask_all,
     ask_one,
     check_same,
@@ -22,11 +22,11 @@ from tests.e2e_vllm.asking import (
     read_request,
     read_summary,
 )
-from tests.e2e_vllm.house import BLOCK_SIZE, KV_BYTES_PER_TOKEN, NUM_LAYERS
+from tests.e2e_vllm.cluster import BLOCK_SIZE, KV_BYTES_PER_TOKEN, NUM_LAYERS
 
 if TYPE_CHECKING:
-    from tests.e2e_vllm.asking import Answer
-    from tests.e2e_vllm.house import House, Street
+    from tests.e2e_vllm.client import Answer
+    from tests.e2e_vllm.cluster import ClusterFactory, VllmCluster
 
 pytestmark = pytest.mark.vllm
 
@@ -37,9 +37,9 @@ def count_blocks(num_tokens: int) -> int:
     return -(-num_tokens // BLOCK_SIZE)
 
 
-def check_handed_over(house: House, prompt: list[int], answer: Answer) -> None:
+def check_handed_over(cluster: VllmCluster, prompt: list[int], answer: Answer) -> None:
     """All of a prompt's KV was moved, over the transport that was expected, and verified."""
-    request = read_request(house.gateway, answer.request_id)
+    request = read_request(cluster.gateway, answer.request_id)
     summary = request["summary"]
     assert summary["num_received_tokens"] == len(prompt)
     assert summary["num_cached_tokens"] == 0
@@ -52,73 +52,75 @@ def check_handed_over(house: House, prompt: list[int], answer: Answer) -> None:
     assert request["decode"]["num_bytes"] == num_blocks * BLOCK_SIZE * KV_BYTES_PER_TOKEN
 
 
-def test_forty_prompts_one_and_eight_at_a_time(house: House) -> None:
+def test_forty_prompts_one_and_eight_at_a_time(cluster: VllmCluster) -> None:
     prompts = make_prompts(NUM_PROMPTS, seed=1, shortest=50, longest=2000)
     assert {len(p) for p in prompts} >= {50, 2000}
-    expected = ask_all(house.oracle, prompts)
-    received = read_metric(house.decode.url, "vllm:baton_handoffs_total", side="received")
-    alone = ask_all(house.gateway, prompts[::4], at_once=1)
+    expected = ask_all(cluster.oracle, prompts)
+    received = read_metric(cluster.decode.url, "vllm:baton_handoffs_total", side="received")
+    alone = ask_all(cluster.gateway, prompts[::4], at_once=1)
     others = [prompt for i, prompt in enumerate(prompts) if i % 4]
-    together = ask_all(house.gateway, others, at_once=8)
+    together = ask_all(cluster.gateway, others, at_once=8)
     check_same(alone, expected[::4])
     check_same(together, [answer for i, answer in enumerate(expected) if i % 4])
     for prompt, answer in zip([*prompts[::4], *others], [*alone, *together], strict=True):
-        check_handed_over(house, prompt, answer)
-    now = read_metric(house.decode.url, "vllm:baton_handoffs_total", side="received")
+        check_handed_over(cluster, prompt, answer)
+    now = read_metric(cluster.decode.url, "vllm:baton_handoffs_total", side="received")
     assert now - received == NUM_PROMPTS
-    assert read_metric(house.decode.url, "vllm:baton_transport_mismatches_total") == 0
+    assert read_metric(cluster.decode.url, "vllm:baton_transport_mismatches_total") == 0
 
 
-def test_pulled_prompts(house: House, street: Street) -> None:
+def test_pulled_prompts(cluster: VllmCluster, cluster_factory: ClusterFactory) -> None:
     changes = {"gateway.mode": "pull"}
-    gateway = street.start_gateway([house.prefill], [house.decode], **changes)
+    gateway = cluster_factory.start_gateway([cluster.prefill], [cluster.decode], **changes)
     prompts = make_prompts(8, seed=12, shortest=50, longest=2000)
-    expected = ask_all(house.oracle, prompts)
+    expected = ask_all(cluster.oracle, prompts)
     answers = ask_all(gateway, prompts, at_once=4)
     check_same(answers, expected)
-    pulling = replace(house, gateway=gateway)
+    pulling = replace(cluster, gateway=gateway)
     for prompt, answer in zip(prompts, answers, strict=True):
         assert read_summary(gateway, answer.request_id)["mode"] == "pull"
         check_handed_over(pulling, prompt, answer)
-    street.end(gateway)
+    cluster_factory.end(gateway)
 
 
-def test_pooled_prompts(house: House, street: Street) -> None:
-    gateway = street.start_gateway([house.prefill], [house.decode], **{"gateway.mode": "pool"})
+def test_pooled_prompts(cluster: VllmCluster, cluster_factory: ClusterFactory) -> None:
+    gateway = cluster_factory.start_gateway(
+        [cluster.prefill], [cluster.decode], **{"gateway.mode": "pool"}
+    )
     prompts = make_prompts(8, seed=13, shortest=50, longest=2000)
-    expected = ask_all(house.oracle, prompts)
+    expected = ask_all(cluster.oracle, prompts)
     answers = ask_all(gateway, prompts, at_once=4)
     check_same(answers, expected)
     for prompt, answer in zip(prompts, answers, strict=True):
         summary = read_summary(gateway, answer.request_id)
         assert (summary["mode"], summary["fallbacks"]) == ("pool", [])
         assert summary["num_received_tokens"] == len(prompt)
-    street.end(gateway)
+    cluster_factory.end(gateway)
 
 
-def test_sampled_answers_are_those_of_the_oracle(house: House) -> None:
+def test_sampled_answers_are_those_of_the_oracle(cluster: VllmCluster) -> None:
     (prompt,) = make_prompts(1, seed=2, shortest=150, longest=150)
     sampling = {"temperature": 0.9, "top_p": 0.95}
-    expected = [ask_one(house.oracle, prompt, **sampling, seed=seed) for seed in range(4)]
+    expected = [ask_one(cluster.oracle, prompt, **sampling, seed=seed) for seed in range(4)]
     answers = [
-        ask_one(house.gateway, [*prompt], **sampling, seed=seed, cache_salt=str(seed))
+        ask_one(cluster.gateway, [*prompt], **sampling, seed=seed, cache_salt=str(seed))
         for seed in range(4)
     ]
     check_same(answers, expected)
     assert len(set(answers)) > 1
     for answer in answers:
-        check_handed_over(house, prompt, answer)
+        check_handed_over(cluster, prompt, answer)
 
 
-def test_prefix_hits_on_either_side_and_only_the_rest_is_sent(house: House) -> None:
+def test_prefix_hits_on_either_side_and_only_the_rest_is_sent(cluster: VllmCluster) -> None:
     stems = make_prompts(4, seed=3, shortest=300, longest=900)
     prompts = [[*stem, *[1000 + i] * (40 + 70 * i)] for i, stem in enumerate(stems)]
-    expected = ask_all(house.oracle, prompts)
-    ask_all(house.prefill, stems[:2])
-    ask_all(house.decode, stems[1:3])
-    answers = ask_all(house.gateway, prompts)
+    expected = ask_all(cluster.oracle, prompts)
+    ask_all(cluster.prefill, stems[:2])
+    ask_all(cluster.decode, stems[1:3])
+    answers = ask_all(cluster.gateway, prompts)
     check_same(answers, expected)
-    requests = [read_request(house.gateway, answer.request_id) for answer in answers]
+    requests = [read_request(cluster.gateway, answer.request_id) for answer in answers]
     for i, (request, prompt, stem) in enumerate(zip(requests, prompts, stems, strict=True)):
         cached = len(stem) // BLOCK_SIZE * BLOCK_SIZE
         on_prefill, on_decode = (cached if i in held else 0 for held in ({0, 1}, {1, 2}))
@@ -129,7 +131,7 @@ def test_prefix_hits_on_either_side_and_only_the_rest_is_sent(house: House) -> N
         assert summary["num_received_tokens"] == len(prompt) - on_decode
         num_blocks = count_blocks(len(prompt)) - on_decode // BLOCK_SIZE
         assert summary["num_bytes"] == num_blocks * BLOCK_SIZE * KV_BYTES_PER_TOKEN
-    again = ask_all(house.gateway, prompts)
+    again = ask_all(cluster.gateway, prompts)
     check_same(again, expected)
     assert all(answer.num_cached for answer in again)
 
@@ -140,7 +142,7 @@ MESSAGES = [
 ]
 
 
-def test_chat_is_what_the_oracle_says_and_was_handed_over(house: House) -> None:
+def test_chat_is_what_the_oracle_says_and_was_handed_over(cluster: VllmCluster) -> None:
     def ask(url: str) -> openai.types.chat.ChatCompletion:
         with openai.OpenAI(base_url=f"{url}/v1", api_key="none") as client:
             return client.chat.completions.create(
@@ -148,7 +150,7 @@ def test_chat_is_what_the_oracle_says_and_was_handed_over(house: House) -> None:
                 top_logprobs=2,
             )  # fmt: skip
 
-    ours, oracle = ask(house.gateway.url), ask(house.oracle.url)
+    ours, oracle = ask(cluster.gateway.url), ask(cluster.oracle.url)
     assert ours.choices[0].message.content == oracle.choices[0].message.content
     assert ours.choices[0].finish_reason == oracle.choices[0].finish_reason
     assert ours.usage.completion_tokens == oracle.usage.completion_tokens
@@ -156,12 +158,12 @@ def test_chat_is_what_the_oracle_says_and_was_handed_over(house: House) -> None:
     assert [t.token for t in mine] == [t.token for t in theirs]
     assert [t.logprob for t in mine] == pytest.approx([t.logprob for t in theirs], abs=2e-3)
     assert not hasattr(ours, "kv_transfer_params") or ours.kv_transfer_params is None
-    summary = read_summary(house.gateway, ours._request_id)
+    summary = read_summary(cluster.gateway, ours._request_id)
     assert summary["num_received_tokens"] == ours.usage.prompt_tokens
 
 
-def test_a_chat_stream_adds_up_to_the_whole_answer(house: House) -> None:
-    with openai.OpenAI(base_url=f"{house.gateway.url}/v1", api_key="none") as client:
+def test_a_chat_stream_adds_up_to_the_whole_answer(cluster: VllmCluster) -> None:
+    with openai.OpenAI(base_url=f"{cluster.gateway.url}/v1", api_key="none") as client:
         whole = client.chat.completions.create(
             model="demo", messages=MESSAGES, temperature=0, max_tokens=20
         )
@@ -176,11 +178,11 @@ def test_a_chat_stream_adds_up_to_the_whole_answer(house: House) -> None:
     assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens == 20
 
 
-def test_several_answers_to_one_prompt(house: House) -> None:
+def test_several_answers_to_one_prompt(cluster: VllmCluster) -> None:
     prompt = make_prompts(1, seed=4, shortest=200, longest=200)[0]
     body = make_body(prompt, n=2, temperature=0.8, seed=5)
     ours, oracle = (
-        post(f"{server.url}/v1/completions", body) for server in (house.gateway, house.oracle)
+        post(f"{server.url}/v1/completions", body) for server in (cluster.gateway, cluster.oracle)
     )
     assert ours[0] == oracle[0] == 200
     tokens = [[choice["logprobs"]["tokens"] for choice in one[1]["choices"]] for one in
@@ -189,14 +191,14 @@ def test_several_answers_to_one_prompt(house: House) -> None:
     assert tokens[0][0] != tokens[0][1]
 
 
-def test_the_probe_says_who_a_server_is(house: House) -> None:
-    for server, role in ((house.prefill, "prefill"), (house.decode, "decode")):
+def test_the_probe_says_who_a_server_is(cluster: VllmCluster) -> None:
+    for server, role in ((cluster.prefill, "prefill"), (cluster.decode, "decode")):
         info = read_info(server)
-        assert (info["worker"], info["role"], info["dialect"]) == (role, role, "vllm")
+        assert (info["worker"], info["role"], info["protocol"]) == (role, role, "vllm")
         assert info["engine"].startswith("vllm ")
-        assert (info["model"], info["served_model_name"]) == (str(house.model), "demo")
+        assert (info["model"], info["served_model_name"]) == (str(cluster.model), "demo")
         (control,) = info["control_urls"]
         assert json.loads(get_text(f"{control}/baton/v1/info"))["epoch"] == info["epoch"]
-    first, second = read_info(house.prefill), read_info(house.decode)
+    first, second = read_info(cluster.prefill), read_info(cluster.decode)
     assert first["fingerprint"] == second["fingerprint"]
     assert first["epoch"] != second["epoch"]

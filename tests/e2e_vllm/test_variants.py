@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.e2e_vllm.asking import (
+from tests.cpu import needs_fp8
+from tests.e2e_vllm.ahead import (
+    start_fp8_pair,
+    start_speculating,
+    start_transformers,
+    start_two_ranks,
+)
+from tests.e2e_vllm.client import (
     ask_all,
     check_same,
     make_prompts,
@@ -15,14 +22,13 @@ from tests.e2e_vllm.asking import (
     read_metric,
     read_summary,
 )
-from tests.e2e_vllm.house import wait_ready
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from baton.testing.fleet import FleetProcess
-    from tests.e2e_vllm.asking import Answer
-    from tests.e2e_vllm.house import House, Street
+    from tests.e2e_vllm.client import Answer
+    from tests.e2e_vllm.cluster import ClusterFactory, VllmCluster
 
 pytestmark = pytest.mark.vllm
 
@@ -60,42 +66,30 @@ def check_through(
 
 
 @pytest.fixture(scope="module")
-def speculating(street: Street, house: House) -> Iterator[dict[str, FleetProcess]]:
+def speculating(
+    cluster_factory: ClusterFactory, cluster: VllmCluster
+) -> Iterator[dict[str, FleetProcess]]:
     """Decode servers that guess ahead."""
-    ngram = "num_speculative_tokens = 3, prompt_lookup_max = 4, prompt_lookup_min = 2"
-    draft = f'num_speculative_tokens = 3, model = "{street.model}"'
-    servers = {
-        "ngram": street.start(
-            "ngram",
-            "decode",
-            engine__speculative=f'{{method = "ngram", {ngram}}}',
-            engine__block_size=128,
-            transfer__transports=["tcp"],
-        ),
-        "draft": street.start(
-            "draft", "decode", engine__speculative=f'{{method = "draft_model", {draft}}}'
-        ),
-    }
-    wait_ready(*servers.values())
-    yield servers
-    street.end(*servers.values())
+    ngram, draft = cluster_factory.take("speculating", start_speculating)
+    yield {"ngram": ngram, "draft": draft}
+    cluster_factory.end(ngram, draft)
 
 
 @pytest.mark.parametrize("name", ["ngram", "draft"])
 def test_speculative_decoding(
-    street: Street,
-    house: House,
+    cluster_factory: ClusterFactory,
+    cluster: VllmCluster,
     speculating: dict[str, FleetProcess],
     name: str,
 ) -> None:
     """`ngram` has blocks of another size besides, and another transport."""
     server = speculating[name]
     prompts = make_varied(SEEDS[name])
-    expected = ask_all(house.oracle, prompts)
+    expected = ask_all(cluster.oracle, prompts)
     # Of few words some come again, so that a guess is right and another wrong.
     few_words = {"allowed_token_ids": [500, 501, 502], "max_tokens": 30, "cache_salt": "few"}
-    monotonous = ask_all(house.oracle, prompts, **few_words)
-    with standing_gateway(street, house.prefill, server) as gateway:
+    monotonous = ask_all(cluster.oracle, prompts, **few_words)
+    with standing_gateway(cluster_factory, cluster.prefill, server) as gateway:
         check_through(
             gateway, prompts, expected, ("tcp",) if name == "ngram" else ("shared", "tcp")
         )
@@ -107,66 +101,51 @@ def test_speculative_decoding(
 
 @contextmanager
 def standing_gateway(
-    street: Street, prefill: FleetProcess, decode: FleetProcess
+    cluster_factory: ClusterFactory, prefill: FleetProcess, decode: FleetProcess
 ) -> Iterator[FleetProcess]:
-    gateway = street.start_gateway([prefill], [decode])
+    gateway = cluster_factory.start_gateway([prefill], [decode])
     yield gateway
-    street.end(gateway)
+    cluster_factory.end(gateway)
 
 
 @pytest.fixture(scope="module")
-def fp8_pair(street: Street) -> Iterator[tuple[FleetProcess, FleetProcess]]:
+def fp8_pair(cluster_factory: ClusterFactory) -> Iterator[tuple[FleetProcess, FleetProcess]]:
     """Started as a user of vLLM starts it; native pages over sockets."""
-
-    def transfer(name: str, role: str) -> dict[str, object]:
-        return {
-            "kv_connector": "BatonConnector",
-            "kv_connector_module_path": "baton.engines.vllm",
-            "kv_role": role,
-            "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": {"name": name, "transports": ["tcp"]},
-        }
-
-    fp8 = "--kv-cache-dtype=fp8"
-    pair = (
-        street.start_plain("fp8-p", fp8, transfer=transfer("fp8-p", "kv_producer")),
-        street.start_plain("fp8-d", fp8, transfer=transfer("fp8-d", "kv_consumer")),
-    )
-    wait_ready(*pair)
-    yield pair
-    street.end(*pair)
+    prefill, decode = cluster_factory.take("fp8_pair", start_fp8_pair)
+    yield prefill, decode
+    cluster_factory.end(prefill, decode)
 
 
+@needs_fp8
 def test_fp8_kv_of_servers_that_vllm_started(
-    street: Street, fp8_pair: tuple[FleetProcess, FleetProcess]
+    cluster_factory: ClusterFactory, fp8_pair: tuple[FleetProcess, FleetProcess]
 ) -> None:
     """The oracle is the prefill server, asked without Baton and under another salt."""
     prefill, decode = fp8_pair
     prompts = make_varied(SEEDS["fp8"])
     expected = ask_all(prefill, prompts, cache_salt="oracle")
-    with standing_gateway(street, prefill, decode) as gateway:
+    with standing_gateway(cluster_factory, prefill, decode) as gateway:
         check_through(gateway, prompts, expected, ("tcp",))
     assert read_info(decode)["layout"]["dtype"] != "float32"
 
 
 @pytest.fixture(scope="module")
-def transformers(street: Street) -> Iterator[FleetProcess]:
-    worker = street.start_transformers("transformers", "both", block_size=24)
-    wait_ready(worker)
+def transformers(cluster_factory: ClusterFactory) -> Iterator[FleetProcess]:
+    (worker,) = cluster_factory.take("transformers", start_transformers)
     yield worker
-    street.end(worker)
+    cluster_factory.end(worker)
 
 
 @pytest.mark.parametrize("sender", ["vllm", "transformers"])
 def test_handoffs_between_engines(
-    street: Street, house: House, transformers: FleetProcess, sender: str
+    cluster_factory: ClusterFactory, cluster: VllmCluster, transformers: FleetProcess, sender: str
 ) -> None:
     """Blocks are of another size there, and pages of another arrangement."""
     prompts = make_varied(SEEDS["transformers"])
     plain_names = {"return_tokens_as_token_ids": None}  # the other engine has names for tokens only
-    expected = ask_all(house.oracle, prompts, **plain_names)
-    pair = (house.prefill, transformers) if sender == "vllm" else (transformers, house.decode)
-    with standing_gateway(street, *pair) as gateway:
+    expected = ask_all(cluster.oracle, prompts, **plain_names)
+    pair = (cluster.prefill, transformers) if sender == "vllm" else (transformers, cluster.decode)
+    with standing_gateway(cluster_factory, *pair) as gateway:
         answers = ask_all(gateway, prompts, **plain_names)
         for prompt, answer, oracle in zip(prompts, answers, expected, strict=True):
             assert answer.text == oracle.text
@@ -179,21 +158,19 @@ def test_handoffs_between_engines(
 
 
 @pytest.fixture(scope="module")
-def two_ranks(street: Street) -> Iterator[FleetProcess]:
-    """Four processes on two cores: it takes twice as long as others to start."""
-    server = street.start("two-ranks", "both", engine__tensor_parallel_size=2)
-    wait_ready(server)
+def two_ranks(cluster_factory: ClusterFactory) -> Iterator[FleetProcess]:
+    (server,) = cluster_factory.take("two_ranks", start_two_ranks)
     yield server
-    street.end(server)
+    cluster_factory.end(server)
 
 
 @pytest.mark.parametrize("wide", ["decode", "prefill"])
 def test_other_tensor_parallel_degrees(
-    street: Street, house: House, two_ranks: FleetProcess, wide: str
+    cluster_factory: ClusterFactory, cluster: VllmCluster, two_ranks: FleetProcess, wide: str
 ) -> None:
     assert len(read_info(two_ranks)["control_urls"]) == 2
     prompts = make_varied(SEEDS["tp"] + len(wide))
-    expected = ask_all(house.oracle, prompts)
-    pair = (house.prefill, two_ranks) if wide == "decode" else (two_ranks, house.decode)
-    with standing_gateway(street, *pair) as gateway:
+    expected = ask_all(cluster.oracle, prompts)
+    pair = (cluster.prefill, two_ranks) if wide == "decode" else (two_ranks, cluster.decode)
+    with standing_gateway(cluster_factory, *pair) as gateway:
         check_through(gateway, prompts, expected)

@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from baton.authority.key import ClusterKey
-from baton.authority.ticket import Ticket, WorkerRef, seal
+from baton.auth.key import ClusterKey
+from baton.auth.ticket import Ticket, WorkerRef, seal
 from baton.ids import new_ticket_id
-from baton.telemetry.trace import LegTrace
-from tests.e2e_vllm.asking import get_text, make_body, post, read_answer, read_info
-from tests.e2e_vllm.house import KEY
+from baton.telemetry.trace import RequestSpan
+from tests.e2e_vllm.client import get_text, make_body, post, read_answer, read_info
+from tests.e2e_vllm.cluster import KEY
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from baton.testing.fleet import FleetProcess
-    from tests.e2e_vllm.asking import Answer, Json
+    from tests.e2e_vllm.client import Answer, Json
 
 
 @dataclass(frozen=True)
@@ -47,11 +47,11 @@ class Server:
         body = make_body(prompt, kv_transfer_params=params, **changes)
         return post(f"{self.process.url}/v1/completions", body)
 
-    def find_trace(self, request_id: str) -> LegTrace | None:
+    def find_trace(self, request_id: str) -> RequestSpan | None:
         """What rank 0 remembers; None: nothing."""
         path = f"/baton/v1/traces/{request_id}"
         status, body = _get(self.info["control_urls"][0] + path)
-        return msgspec.json.decode(body, type=LegTrace) if status == 200 else None
+        return msgspec.json.decode(body, type=RequestSpan) if status == 200 else None
 
     def give_up(self, ticket: Ticket, reason: str) -> None:
         """Say, as the gateway does, that a ticket's other half failed."""
@@ -87,7 +87,7 @@ class Handoff:
         params = {"baton_ticket": self.text, "do_remote_prefill": True}
         return self.pool.submit(self.decode.complete, self.prompt, params, **changes)
 
-    def read_decode_trace(self) -> LegTrace:
+    def read_decode_trace(self) -> RequestSpan:
         trace = self.decode.find_trace(self.ticket.request_id)
         assert trace is not None
         return trace
@@ -110,7 +110,7 @@ def read_tokens(answered: tuple[int, Json]) -> Answer:
     return read_answer(answer, None)
 
 
-def read_verdict(answered: tuple[int, Json]) -> Json:
+def read_prefill_result(answered: tuple[int, Json]) -> Json:
     """What a prefill leg's answer says about its KV."""
     status, answer = answered
     assert status == 200, answer

@@ -51,10 +51,10 @@ class TestMemory(GpuKit):
         context = TransportContext(self.key, new_epoch(), "127.0.0.1", MachineClock())
         writer = GpuSide.start(self.make_transport(context), context.epoch, region)
         other = TransportPair.of(writer, pair.reader)
-        remote, window = other.attach(), other.open_window(range(NUM_PAGES))
+        remote, grant = other.attach(), other.open_grant(range(NUM_PAGES))
         for array, (byte, size) in enumerate(((1, PAGE_BYTES), (2, 1536))):
             group = whole_pages(range(NUM_PAGES), range(NUM_PAGES)[::-1], size)
-            write = other.write(remote, window, [group], array=array)
+            write = other.write(remote, grant, [group], array=array)
             writer.transport.submit(write)
             other.pump(lambda: len(other.seen(Arrived)) == array + 1)  # noqa: B023 -- at once
             assert (other.reader.pages(array) == byte).all()
@@ -73,12 +73,12 @@ class TestMemory(GpuKit):
         reader = GpuSide.start(transport, context.epoch, other)
         pair = TransportPair.of(self.make_side(((NUM_PAGES, PAGE_BYTES),)), reader)
         pair.writer.fill(seed=1)
-        remote, window = pair.attach(), pair.open_window(range(NUM_PAGES))
+        remote, grant = pair.attach(), pair.open_grant(range(NUM_PAGES))
         sources = np.random.default_rng(2).permutation(NUM_PAGES)
         group = whole_pages(sources, range(NUM_PAGES), PAGE_BYTES)
         if torch.cuda.can_device_access_peer(0, 1):
-            check_write(pair, remote, window, [group])
+            check_write(pair, remote, grant, [group])
         else:  # another transport's turn
-            pair.writer.transport.submit(pair.write(remote, window, [group]))
+            pair.writer.transport.submit(pair.write(remote, grant, [group]))
             pair.pump(lambda: bool(pair.seen(RemoteLost)))
         pair.close()

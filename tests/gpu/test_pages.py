@@ -1,4 +1,4 @@
-"""The kernel, the ferry and mirrored pages on a real GPU."""
+"""The kernel, the copy stream and mirrored pages on a real GPU."""
 
 import subprocess
 import sys
@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from baton.engines.gpu.ferry import Ferry, pin
-from baton.engines.gpu.moving import IndexedMover, KernelMover, choose_mover
+from baton.engines.gpu.copy_stream import CopyStream, pin_memory
+from baton.engines.gpu.page_copier import IndexedCopier, KernelCopier, choose_copier
 from baton.transfer.region import allocate_shared_region, release_region, view_pages
 
 DEVICE = torch.device("cuda", 0)
@@ -19,7 +19,7 @@ BUSY_CYCLES = 200_000_000
 def test_the_kernel_moves_what_numpy_moves():
     pytest.importorskip("triton")
     done = subprocess.run(
-        [sys.executable, "-m", "tests.property.page_moving", "cuda"],
+        [sys.executable, "-m", "tests.property.page_copying", "cuda"],
         capture_output=True,
         text=True,
         check=False,
@@ -29,25 +29,25 @@ def test_the_kernel_moves_what_numpy_moves():
 
 def test_triton_is_taken_where_it_is():
     pytest.importorskip("triton")
-    assert isinstance(choose_mover(DEVICE), KernelMover)
+    assert isinstance(choose_copier(DEVICE), KernelCopier)
 
 
 @pytest.mark.parametrize("page_bytes", [32_768, 32_776, 100])
-def test_both_movers_agree_on_a_request(page_bytes):
+def test_both_copiers_agree_on_a_request(page_bytes):
     pytest.importorskip("triton")
     rng = np.random.default_rng(0)
     pages = torch.randint(0, 256, (4096, page_bytes), dtype=torch.uint8, device=DEVICE)
     index = rng.permutation(4096)[:1024]
     staging = [torch.zeros(1024, page_bytes, dtype=torch.uint8, device=DEVICE) for _ in range(2)]
-    for mover, target in zip((IndexedMover(), KernelMover()), staging, strict=True):
-        mover.gather(pages, index, target)
+    for copier, target in zip((IndexedCopier(), KernelCopier()), staging, strict=True):
+        copier.gather(pages, index, target)
     assert torch.equal(*staging)
 
 
 @pytest.fixture
 def host():
     region = allocate_shared_region([(256, 65_536)])
-    pin(region.memory, DEVICE)
+    pin_memory(region.memory, DEVICE)
     yield torch.from_numpy(view_pages(region.memory, region.arrays[0]))
     torch.cuda.synchronize()
     torch.cuda.cudart().cudaHostUnregister(
@@ -63,30 +63,30 @@ def test_pages_reach_the_host_as_the_model_left_them(host, is_scattered):
     if is_scattered:
         index = np.random.default_rng(1).permutation(256)
     pages = torch.zeros(256, 65_536, dtype=torch.uint8, device=DEVICE)
-    ferry = Ferry(DEVICE)
-    ferry.to_host(pages, index, host, np.arange(256)).wait()  # kernels are compiled
+    copy_stream = CopyStream(DEVICE)
+    copy_stream.to_host(pages, index, host, np.arange(256)).wait()  # kernels are compiled
     torch.cuda._sleep(BUSY_CYCLES)
     pages.fill_(7)
-    crossing = ferry.to_host(pages, index, host, np.arange(256))
-    assert not crossing.is_done()  # the host did not wait
+    event = copy_stream.to_host(pages, index, host, np.arange(256))
+    assert not event.is_done()  # the host did not wait
     assert not host.any()
-    crossing.wait()
+    event.wait()
     assert (host == 7).all()
 
 
 def test_the_model_goes_on_while_pages_cross(host):
     pages = torch.zeros(256, 65_536, dtype=torch.uint8, device=DEVICE)
-    ferry, index = Ferry(DEVICE), np.arange(256)
-    ferry.to_host(pages, index, host, index).wait()
-    with torch.cuda.stream(ferry._stream):
+    copy_stream, index = CopyStream(DEVICE), np.arange(256)
+    copy_stream.to_host(pages, index, host, index).wait()
+    with torch.cuda.stream(copy_stream._stream):
         torch.cuda._sleep(BUSY_CYCLES)
-    crossing = ferry.to_host(pages, index, host, index)
+    event = copy_stream.to_host(pages, index, host, index)
     computed = torch.cuda.Event()
     torch.ones(8, device=DEVICE).sum()
     computed.record()
     computed.synchronize()
-    assert not crossing.is_done()  # the model's stream was not behind the ferry's
-    crossing.wait()
+    assert not event.is_done()  # the model's stream was not behind the copy stream's
+    event.wait()
 
 
 @pytest.mark.parametrize("is_scattered", [False, True])
@@ -96,10 +96,10 @@ def test_the_model_sees_pages_that_came_from_the_host(host, is_scattered):
         index = np.random.default_rng(1).permutation(256)
     host[:] = torch.arange(256, dtype=torch.uint8)[:, None]
     pages = torch.zeros(256, 65_536, dtype=torch.uint8, device=DEVICE)
-    ferry = Ferry(DEVICE)
-    with torch.cuda.stream(ferry._stream):
+    copy_stream = CopyStream(DEVICE)
+    with torch.cuda.stream(copy_stream._stream):
         torch.cuda._sleep(BUSY_CYCLES)
-    ferry.to_device(host, np.arange(256), pages, index)
+    copy_stream.to_device(host, np.arange(256), pages, index)
     seen = pages.clone()  # on the model's stream, at once
     expected = torch.zeros_like(host)
     expected[torch.from_numpy(index)] = host

@@ -13,7 +13,7 @@ import numpy as np
 
 from baton.errors import ConfigError
 from baton.registry import Plugin
-from baton.transfer.transports.tcp.options import TcpOptions
+from baton.transfer.transports.tcp.sockets import TcpOptions
 from baton.transfer.transports.tcp.transport import TcpTransport
 
 

@@ -9,10 +9,10 @@ import socket
 import time
 
 from baton.clock import MachineClock
+from baton.events.block_index import WorkerBlockIndex
 from baton.events.blocks import EventDomain
-from baton.events.endpoint import LiveEndpoint, ReplayEndpoint
-from baton.events.holdings import BlockHoldings
 from baton.events.subscriber import KVEventSubscriber, SubscriberOptions
+from baton.events.subscription import LiveEndpoint, ReplayEndpoint
 from baton.ids import WorkerId
 
 DOMAIN = EventDomain("vllm/sha256")
@@ -71,7 +71,7 @@ class Consumer:
         live = LiveEndpoint(endpoint, topic=topic, bind=bind)
         options = SubscriberOptions(WorkerId("vllm-0"), DOMAIN, live, replay, queued)
         self.subscriber = KVEventSubscriber(options, MachineClock())
-        self.holdings = BlockHoldings(DOMAIN)
+        self.block_index = WorkerBlockIndex(DOMAIN)
         self.events = []
 
     @property
@@ -90,9 +90,9 @@ class Consumer:
     def take(self) -> set[int]:
         for event in self.subscriber.poll():
             self.events.append(event)
-            self.holdings.apply(event)
-        self.holdings.check_invariants()
-        return self.holdings._held.get(("GPU", 0), set())
+            self.block_index.apply(event)
+        self.block_index.check_invariants()
+        return self.block_index._held.get(("GPU", 0), set())
 
     def follow(self, life: Life) -> None:
         """Wait until this consumer has taken up all that was published, and knows the truth."""

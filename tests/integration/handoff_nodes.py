@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
-from baton.authority.ticket import WorkerRef
+from baton.auth.ticket import WorkerRef
 from baton.clock import Clock, MachineClock
 from baton.handoff.agent import AgentOptions, HandoffAgent
-from baton.handoff.faces import Face
 from baton.handoff.interface import (
     HandoffEvent,
     KVLanded,
@@ -23,6 +22,7 @@ from baton.handoff.interface import (
     SendOrder,
     TokenLogprob,
 )
+from baton.handoff.kv_views import KVView
 from baton.handoff.link_options import LinkOptions
 from baton.handoff.verification import VerificationPolicy
 from baton.ids import Epoch, WorkerId, new_epoch
@@ -40,9 +40,9 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from baton.authority.key import ClusterKey
-    from baton.authority.ticket import HandoffMode
-    from baton.handoff.messages import Mover
+    from baton.auth.key import ClusterKey
+    from baton.auth.ticket import HandoffMode
+    from baton.handoff.messages import TransferOp
     from baton.transfer.links.outcome import LinkObserver
 
 CLOCK = MachineClock()
@@ -99,7 +99,7 @@ class Pages:
 
     layout: KVLayout
     own: list[NDArray[np.uint8]]
-    faces: tuple[Face, ...]
+    views: tuple[KVView, ...]
 
 
 @contextmanager
@@ -108,7 +108,7 @@ def plain_pages(layout: KVLayout) -> Iterator[Pages]:
     region = _allocate(layout, NUM_BLOCKS)
     own = [view_pages(region.memory, array) for array in region.arrays]
     try:
-        yield Pages(layout, own, (Face(layout, region),))
+        yield Pages(layout, own, (KVView(layout, region),))
     finally:
         own.clear()
         release_region(region)
@@ -125,7 +125,7 @@ def staged_pages(layout: KVLayout, num_staging_pages: int) -> Iterator[Pages]:
     ]
     staging = ConvertedPages(layout, own, face_layout, region)
     try:
-        yield Pages(layout, own, (Face(face_layout, region, staging),))
+        yield Pages(layout, own, (KVView(face_layout, region, staging),))
     finally:
         release_region(region)
 
@@ -189,24 +189,26 @@ def node(
     pages: Pages | None = None,
     fingerprint: str = "model-a",
     traits: dict[str, str] | None = None,
-    mover: Mover = "prefill",
+    op: TransferOp = "WRITE",
     clock: Clock = CLOCK,
     timeout_s: float = 10.0,
     lease_s: float = 10.0,
-    one_piece_tokens: int = 0,
+    single_send_max_tokens: int = 0,
     wrap: Callable[[Transport], Transport] = lambda transport: transport,
     links: LinkOptions = LISTED,
     observer: LinkObserver | None = None,
     verification: VerificationPolicy | None = None,
+    is_stepped: bool = False,
 ) -> Iterator[Node]:
+    """A worker whose agent has a thread, unless the test steps it itself."""
     if pages is None:
         with (
             plain_pages(make_layout(block_size)) as plain,
             node(
                 name, kinds=kinds, key=key, pages=plain, fingerprint=fingerprint, traits=traits,
-                mover=mover, clock=clock, timeout_s=timeout_s, lease_s=lease_s,
-                one_piece_tokens=one_piece_tokens, wrap=wrap,
-                links=links, observer=observer, verification=verification,
+                op=op, clock=clock, timeout_s=timeout_s, lease_s=lease_s,
+                single_send_max_tokens=single_send_max_tokens, wrap=wrap,
+                links=links, observer=observer, verification=verification, is_stepped=is_stepped,
             ) as running,
         ):  # fmt: skip
             yield running
@@ -219,14 +221,14 @@ def node(
             worker=WorkerId(name),
             epoch=epoch,
             fingerprint=fingerprint,
-            faces=pages.faces,
+            views=pages.views,
             transports=transports,
             key=key,
             clock=clock,
             timeout_s=timeout_s,
             lease_s=lease_s,
-            one_piece_tokens=one_piece_tokens,
-            mover=mover,
+            single_send_max_tokens=single_send_max_tokens,
+            preferred_op=op,
             traits=traits or {},
             links=links,
             verification=verification or VerificationPolicy(),
@@ -235,9 +237,17 @@ def node(
     if observer is not None:
         agent.observe_links(observer)
     woken = threading.Event()
+    running = Node(name, agent, pages, epoch, woken)
+    if is_stepped:
+        agent.open(woken.set)
+        try:
+            yield running
+        finally:
+            agent._close()
+        return
     agent.start(woken.set)
     try:
-        yield Node(name, agent, pages, epoch, woken)
+        yield running
     finally:
         agent.stop()
         assert not agent.is_alive
@@ -258,11 +268,11 @@ class Handoff:
     sending: SendOrder
     receiving: ReceiveOrder
 
-    def expect(self) -> None:
-        self.decode.agent.expect(self.receiving)
+    def start_receive(self) -> None:
+        self.decode.agent.start_receive(self.receiving)
 
-    def offer(self) -> None:
-        self.prefill.agent.offer(self.sending)
+    def start_send(self) -> None:
+        self.prefill.agent.start_send(self.sending)
 
     def wait_until_granted(self) -> None:
         """So that what is computed from now on is sent step by step, not all at once."""
@@ -277,8 +287,8 @@ class Handoff:
             for layer in range(NUM_LAYERS):
                 self.prefill.agent.layer_ready([(self.sending.ticket.id, stop)], layer)
 
-    def finish(self, first_token: SampledToken | None = FIRST) -> None:
-        self.prefill.agent.finish(self.sending.ticket.id, first_token)
+    def prefill_done(self, first_token: SampledToken | None = FIRST) -> None:
+        self.prefill.agent.prefill_done(self.sending.ticket.id, first_token)
 
     def check_landed(self, first_token: SampledToken | None = FIRST) -> None:
         ticket = self.sending.ticket.id

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
         RemoteId,
         TransferEvent,
         Transport,
-        Window,
+        WriteGrant,
     )
 
 
@@ -70,11 +70,11 @@ class HeldReads:
                 self._failed.append(ReadFailed(name, PeerLostError("detached")))
         self._inner.detach(remote)
 
-    def open_window(self, window: Window) -> None:
-        self._inner.open_window(window)
+    def open_grant(self, grant: WriteGrant) -> None:
+        self._inner.open_grant(grant)
 
-    def close_window(self, window: TicketId) -> None:
-        self._inner.close_window(window)
+    def close_grant(self, grant: TicketId) -> None:
+        self._inner.close_grant(grant)
 
     def submit(self, write: PageWrite) -> TransferId:
         return self._inner.submit(write)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
-from baton.authority.key import ClusterKey
+from baton.auth.key import ClusterKey
 from tests.integration.handoff_nodes import node
 from tests.unit.handoff.orders import send_order
 
@@ -18,5 +18,5 @@ def run_prefill(secret: bytes, pipe: Connection) -> None:
     with node("p", kinds=("shared",), key=ClusterKey(secret)) as prefill:
         pipe.send(prefill.ref)
         ticket = pipe.recv()
-        prefill.agent.offer(send_order(ticket, num_tokens=101, num_ready_tokens=50))
+        prefill.agent.start_send(send_order(ticket, num_tokens=101, num_ready_tokens=50))
         threading.Event().wait()

@@ -1,6 +1,6 @@
 """vLLM servers without an engine, for tests of the gateway: vLLM 0.32's HTTP, scripted.
 
-A `ScriptedVllm` is a `ScriptedWorker` whose address speaks vLLM's dialect, and each of whose ranks
+A `ScriptedVllm` is a `ScriptedWorker` whose address speaks vLLM's protocol, and each of whose ranks
 has a control server at a port of its own. What it refuses, vLLM refuses too.
 """
 
@@ -81,7 +81,7 @@ class ScriptedVllm(ScriptedWorker):
         ranks = [f"127.0.0.1:{self.port + 1 + i}" for i in range(len(self.controls))]
         return {
             **super().info(),
-            "dialect": "vllm",
+            "protocol": "vllm",
             "engine": "vllm 0.32.0",
             "handoff_address": ranks[0],
             "rank_addresses": ranks if len(ranks) > 1 else [],
@@ -121,7 +121,7 @@ class ScriptedVllm(ScriptedWorker):
             await self._complete(visit.path, visit.headers, body, receive, visit.send)
 
     async def _tell_health(self, visit: Visit) -> None:
-        if self.is_draining:  # what `engines/vllm/gate.py` answers
+        if self.is_draining:  # what `engines/vllm/access_middleware.py` answers
             await visit.answer(503, {"status": "draining"})
             return
         await visit.send({"type": "http.response.start", "status": self.health_status})

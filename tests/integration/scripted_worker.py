@@ -17,8 +17,8 @@ from typing import Any
 
 import uvicorn
 
-from baton.authority.key import ClusterKey
-from baton.authority.ticket import Ticket, unseal
+from baton.auth.key import ClusterKey
+from baton.auth.ticket import Ticket, unseal
 from baton.clock import MachineClock
 from baton.ids import new_epoch
 

@@ -1,4 +1,4 @@
-"""A child of a launch that loads no model: `stub_child.py BEHAVIOUR [PORT] --announce-fd N`.
+"""A child of a launch that loads no model: `stub_child.py BEHAVIOUR [PORT] --status-fd N`.
 
 worker      ready at once; ends on SIGTERM
 stubborn    as a worker, but ignores SIGTERM

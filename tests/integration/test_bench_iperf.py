@@ -4,14 +4,15 @@ import shutil
 
 import pytest
 
-from baton.bench.conducting import Conductor
-from baton.bench.ends import LocalEnds
-from baton.bench.plan import PEERS, Effort, Plan
-from baton.bench.workload import PAGE_BYTES, Workload
+from baton.bench.link.node import COMMAND
+from baton.bench.link.runner import PEERS, Effort, LinkRunner, Plan
 from baton.clock import MachineClock
-from baton.transfer.transports.tcp.options import TcpOptions
+from baton.rig.nodes import LocalNodes
+from baton.rig.pages import PAGE_BYTES, Workload
+from baton.rig.pair import SampleBudget
+from baton.transfer.transports.tcp.sockets import TcpOptions
 
-EFFORT = Effort(1, 0.01, 1, 3, 16, 64)
+EFFORT = Effort(1, SampleBudget(0.01, 1, 3), 16, 64)
 WORKLOADS = (
     Workload("message", 10_000),
     Workload("message", 100_000_000),
@@ -39,7 +40,7 @@ class Silent:
 def measure():
     plan = Plan(IPERFS, WORKLOADS, EFFORT)
     clock = MachineClock()
-    return Conductor(plan, LocalEnds(clock), Silent(), clock, ()).conduct()
+    return LinkRunner(plan, LocalNodes(clock, COMMAND), Silent(), clock, ()).run()
 
 
 @pytest.mark.skipif(shutil.which("iperf3") is None, reason="iperf3 is not installed")

@@ -16,13 +16,18 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 
-from baton.bench.choice.report import ChoiceReport
-from baton.bench.report import Report
+from baton.bench.link.report import Report
+from benchmarks import transport_choice_model
+from benchmarks.transport_choice_model import ChoiceReport
 
 if TYPE_CHECKING:
     from collections.abc import Generator
 
 LINK = [sys.executable, "-m", "baton.cli", "bench", "link"]
+CHOICE = [
+    sys.executable,
+    str(Path(transport_choice_model.__file__).with_name("transport_choice.py")),
+]
 QUICK = ["--quick", "--sizes", "5000,100KB"]
 SMALL = ["--quick", "--sizes", "5000"]
 TIMEOUT_S = 90
@@ -34,9 +39,9 @@ def environment(tmp_path):
     return kept | {"XDG_STATE_HOME": str(tmp_path)}
 
 
-def run(arguments, environment):
+def run(arguments, environment, program=LINK):
     return subprocess.run(
-        [*LINK, *arguments],
+        [*program, *arguments],
         env=environment,
         capture_output=True,
         text=True,
@@ -62,9 +67,9 @@ def listening(environment) -> Generator[str]:
     )
     try:
         assert process.stderr is not None
-        said = process.stderr.readline()
-        assert "listening on" in said
-        yield said.split("listening on ")[1].split(";")[0]
+        reported = process.stderr.readline()
+        assert "listening on" in reported
+        yield reported.split("listening on ")[1].split(";")[0]
     finally:
         process.send_signal(signal.SIGINT)
         try:
@@ -98,14 +103,16 @@ def test_two_processes_of_this_host_are_measured_and_their_bytes_verified(enviro
         assert row.limit == limit
         if row.workload.shape != "descriptors":
             assert row.percent_of_limit is not None
-    assert [(row.name, row.workload.shape, row.workload.num_bytes) for row in report.lent] == [
+    assert [
+        (row.name, row.workload.shape, row.workload.num_bytes) for row in report.by_reference
+    ] == [
         ("shared", "message", 5000),
         ("shared", "message", 100_000),
         ("shared", "scattered", 32 << 20),
     ]
-    for lent in report.lent:
-        assert lent.is_verified
-        assert 0 < lent.latency.p50_us <= lent.latency.p99_us
+    for row in report.by_reference:
+        assert row.is_verified
+        assert 0 < row.latency.p50_us <= row.latency.p99_us
     assert report.manifest.driver is not None
     assert report.manifest.driver == report.manifest.owner or report.manifest.owner is not None
 
@@ -140,9 +147,9 @@ def test_two_listening_ends(environment):
         assert refused.returncode == 1
         assert "BATON_CLUSTER_KEY" in refused.stderr
 
-        taken = run(["--listen", driver], environment)
-        assert taken.returncode == 2
-        assert "is taken by pid" in taken.stderr
+        timings = run(["--listen", driver], environment)
+        assert timings.returncode == 2
+        assert "is taken by pid" in timings.stderr
     gone = run([driver, owner, *QUICK], environment)
     assert gone.returncode == 2
     assert f"baton bench link --listen {driver}" in gone.stderr
@@ -185,7 +192,7 @@ def wait_for_children(pid):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "reported"),
     [
         (["--transport", "warp"], "unknown baton.transports 'warp'; installed: "),
         (["--sizes", "3 potatoes"], "no message size"),
@@ -198,10 +205,10 @@ def wait_for_children(pid):
         (["--plot", "/nowhere/x.png"], "there is no directory /nowhere"),
     ],
 )
-def test_wrong_flags_are_refused_before_anything_is_measured(arguments, said, environment):
+def test_wrong_flags_are_refused_before_anything_is_measured(arguments, reported, environment):
     ended = run(arguments, environment)
     assert ended.returncode == 2
-    assert said in ended.stderr
+    assert reported in ended.stderr
     assert not ended.stdout
 
 
@@ -216,8 +223,8 @@ def test_a_transport_that_cannot_be_built_is_skipped_with_the_reason(environment
 
 
 def test_the_choice_is_measured_between_two_agents_and_all_transports(environment):
-    asked = ["--choice", "--quick", "--sizes", "4096,256KiB", "--rounds", "1", "--json"]
-    ended = run([*asked, "--transport", "shared", "--transport", "tcp"], environment)
+    asked = ["--quick", "--sizes", "4096,256KiB", "--rounds", "1", "--json"]
+    ended = run([*asked, "--transport", "shared", "--transport", "tcp"], environment, CHOICE)
     assert ended.returncode == 0, ended.stderr
     report = msgspec.json.decode(ended.stdout, type=ChoiceReport)
     assert not report.skipped
@@ -231,9 +238,3 @@ def test_the_choice_is_measured_between_two_agents_and_all_transports(environmen
     shapes = {(cell.workload.shape, cell.page_bytes, cell.direction) for cell in report.cells}
     assert len(shapes) == 2 * 4
     assert report.surveyed.num_decisions == len(report.cells)
-
-
-def test_a_choice_is_no_comparison_with_peers(environment):
-    ended = run(["--choice", "--peers"], environment)
-    assert ended.returncode == 2
-    assert "no --peers" in ended.stderr

@@ -12,19 +12,17 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from baton.bench.architectures.arms import Arm
-from baton.bench.architectures.cells import Bench
-from baton.bench.architectures.energy import EnergyMeter
-from baton.bench.architectures.fleet import InterruptedBenchError, Surroundings
-from baton.bench.architectures.keeping import Keep
-from baton.bench.architectures.peers.fleet import open_peer_fleet
+from baton.bench.architectures.folder import ResultFolder
 from baton.bench.architectures.peers.plan import PeerPlan, PeerServer
-from baton.bench.architectures.plan import Turn
-from baton.bench.architectures.turning import take_turn
-from baton.bench.load.sse import EventParser
-from baton.bench.manifest import open_manifest
+from baton.bench.architectures.peers.servers import open_peer_fleet
+from baton.bench.architectures.plan import Configuration, Trial
+from baton.bench.architectures.servers import InterruptedBenchError, ServerContext
+from baton.bench.architectures.trial import Bench, run_trial
+from baton.bench.architectures.usage import EnergyMeter
+from baton.bench.files import open_manifest
+from baton.bench.load.stream import EventParser
 from baton.clock import MachineClock
-from baton.engines.vllm.server_options import VllmOptions
+from baton.engines.vllm.options import VllmOptions
 from baton.launch.supervisor import GATEWAY, ChildFailedError
 from tests.unit.bench.architectures import cells as plans
 
@@ -54,7 +52,7 @@ def make_plan(kind=StubbedPlan):
 
 @asynccontextmanager
 async def running(tmp_path, plan, interrupt=None):
-    surroundings = Surroundings(dict(os.environ), MachineClock(), interrupt or asyncio.Event())
+    surroundings = ServerContext(dict(os.environ), MachineClock(), interrupt or asyncio.Event())
     async with (
         asyncio.timeout(TIMEOUT_S),
         open_peer_fleet(plan, surroundings, tmp_path / "log") as fleet,
@@ -81,14 +79,14 @@ def test_prefill_then_decode_and_the_servers_tell_that_kv_moved(tmp_path):
             # They had moved themselves to the last core, as NIXL does.
             for name in ("prefill-0", "decode-0"):
                 assert os.sched_getaffinity(pids[name]) == {FIRST_CORE}
-            await fleet.witness.begin(session)
+            await fleet.transfer_check.begin(session)
             for _ in range(2):
                 status, raw = await ask(session, fleet, [1, 2, 3, 4])
                 assert status == 200
                 assert len(list(EventParser().feed(raw))) == 4  # three tokens and [DONE]
-            said = await fleet.witness.testify(session, (), 2)
-            assert said.proof.is_proved
-            assert (said.proof.num_received_tokens, said.proof.num_bytes) == (8, 512)
+            reported = await fleet.transfer_check.verify(session, (), 2)
+            assert reported.proof.is_proved
+            assert (reported.proof.num_received_tokens, reported.proof.num_bytes) == (8, 512)
             status, raw = await ask(session, fleet, [13])
             assert (status, b"thirteen" in raw) == (400, True)  # prefill's own words
             assert not fleet.is_over
@@ -138,12 +136,14 @@ def test_first_requests_that_fail_since_a_server_died_say_so(tmp_path):
         interrupt, clock = asyncio.Event(), MachineClock()
         plan = plans.make_plan("1")
         manifest = open_manifest(("bench",), clock)
-        bench = Bench(plan, Keep(tmp_path), clock, manifest, EnergyMeter(), Killer(), interrupt)
-        turn = Turn(1, Arm("peer:nixl-1P1D", 0, 1, 1), plan.levels)
-        surroundings = Surroundings(dict(os.environ), clock, interrupt)
+        bench = Bench(
+            plan, ResultFolder(tmp_path), clock, manifest, EnergyMeter(), Killer(), interrupt
+        )
+        turn = Trial(1, Configuration("peer:nixl-1P1D", 0, 1, 1), plan.levels)
+        surroundings = ServerContext(dict(os.environ), clock, interrupt)
         (tmp_path / "logs").mkdir()
         async with asyncio.timeout(TIMEOUT_S):
-            return await take_turn(bench, turn, make_plan(), surroundings)
+            return await run_trial(bench, turn, make_plan(), surroundings)
 
     outcome = asyncio.run(scenario())
     assert "ended (killed by SIGKILL)" in outcome.failure

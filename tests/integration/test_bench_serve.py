@@ -10,18 +10,15 @@ from itertools import pairwise
 import msgspec
 import pytest
 
-from baton.bench.load.figures import Slo
+from baton.bench.files import LineFile, open_manifest
+from baton.bench.load.client import open_target
+from baton.bench.load.job import Job, run_load
 from baton.bench.load.plan import Closed, Limits, LoadPlan, Open, Replay
-from baton.bench.load.record import Record
-from baton.bench.load.running import Job, run_load
-from baton.bench.load.surveying import Approach, UnfitServerError
-from baton.bench.load.target import open_target
-from baton.bench.manifest import open_manifest
-from baton.bench.saving import LineFile
-from baton.bench.workloads.asking import Conversation
-from baton.bench.workloads.lengths import Lengths, fixed_lengths
-from baton.bench.workloads.reuse import MultiTurn, multi_turn
-from baton.bench.workloads.traces.reading import TraceFile, read_trace
+from baton.bench.load.records import Record, Slo
+from baton.bench.load.server_check import RequestOptions, UnusableServerError
+from baton.bench.workloads.requests import Conversation
+from baton.bench.workloads.synthetic import Lengths, MultiTurn, fixed_lengths, multi_turn
+from baton.bench.workloads.traces import TraceFile, read_trace
 from baton.clock import MachineClock
 from baton.errors import ConfigError, PeerUnreachableError
 from tests.integration.scripted_openai import ScriptedServer, answering
@@ -36,10 +33,10 @@ def plan_of(load, num_requests=10, duration_s=None, drain_s=10.0, timeout_s=10.0
     return LoadPlan(load, Limits(num_requests, duration_s, drain_s, timeout_s), num_warm_up)
 
 
-def job_of(url, plan=None, workload=WORKLOAD, **approach):
+def job_of(url, plan=None, workload=WORKLOAD, **request_options):
     target = open_target(url, "the-key")
     plan = plan or plan_of(Closed(2))
-    return Job(target, Approach(**approach), workload, "seed", plan, Slo(ttft_s=5.0))
+    return Job(target, RequestOptions(**request_options), workload, "seed", plan, Slo(ttft_s=5.0))
 
 
 def run(job):
@@ -47,10 +44,10 @@ def run(job):
     return run_load(job, open_manifest(["bench", "serve"], clock), clock)
 
 
-def measure(server, plan=None, workload=WORKLOAD, **approach):
+def measure(server, plan=None, workload=WORKLOAD, **request_options):
     async def go():
         async with server.running() as at:
-            return await run(job_of(at.url, plan, workload, **approach))
+            return await run(job_of(at.url, plan, workload, **request_options))
 
     return asyncio.run(go())
 
@@ -138,10 +135,12 @@ def test_turns_follow_their_answers_and_a_failure_ends_a_conversation():
     server = ScriptedServer(answering(0.01))
     workload = multi_turn(MultiTurn(3, 8, LENGTHS))
     report = measure(server, plan_of(Closed(2), 6), workload)
-    talks = {record.conversation for record in report.records}
-    assert len(talks) == 2
-    for talk in talks:
-        turns = sorted((r for r in report.records if r.conversation == talk), key=lambda r: r.turn)
+    conversations = {record.conversation for record in report.records}
+    assert len(conversations) == 2
+    for conversation in conversations:
+        turns = sorted(
+            (r for r in report.records if r.conversation == conversation), key=lambda r: r.turn
+        )
         assert [turn.turn for turn in turns] == [0, 1, 2]
         assert all(a.ended_s <= b.sent_s for a, b in pairwise(turns))
 
@@ -298,7 +297,7 @@ def test_chats():
 
 
 @pytest.mark.parametrize(
-    ("server", "approach", "said"),
+    ("server", "request_options", "reported"),
     [
         (ScriptedServer(), {"model": "another"}, "does not serve it; it serves scripted"),
         (ScriptedServer(context=23), {}, "20 tokens in and 4 out"),
@@ -306,9 +305,9 @@ def test_chats():
         (ScriptedServer(overloaded), {"endpoint": "chat", "form": "tokens"}, "text only"),
     ],
 )
-def test_what_cannot_work_is_refused_before_the_run(server, approach, said):
-    with pytest.raises(ConfigError, match=said):
-        measure(server, **approach)
+def test_what_cannot_work_is_refused_before_the_run(server, request_options, reported):
+    with pytest.raises(ConfigError, match=reported):
+        measure(server, **request_options)
 
 
 def test_a_server_that_says_only_by_refusing_that_a_request_is_too_large():
@@ -325,7 +324,7 @@ def test_a_server_that_says_only_by_refusing_that_a_request_is_too_large():
 
 
 def test_a_server_that_cannot_answer_at_all():
-    with pytest.raises(UnfitServerError, match="no room"):
+    with pytest.raises(UnusableServerError, match="no room"):
         measure(ScriptedServer(overloaded))
 
 
@@ -340,7 +339,7 @@ def test_a_workload_of_no_conversations_ends():
 
 
 def test_a_pause_between_turns_is_kept_but_ends_with_the_run():
-    asks = next(multi_turn(MultiTurn(3, 8, LENGTHS)).generate()).turns
-    workload = replace(WORKLOAD, generate=lambda: iter([Conversation(asks, pause_s=30.0)]))
+    requests = next(multi_turn(MultiTurn(3, 8, LENGTHS)).generate()).turns
+    workload = replace(WORKLOAD, generate=lambda: iter([Conversation(requests, pause_s=30.0)]))
     report = measure(ScriptedServer(), plan_of(Closed(1), None, duration_s=0.3), workload)
     assert report.figures.num_complete == 1

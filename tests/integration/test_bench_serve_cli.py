@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 
-from baton.bench.load.report import Report
+from baton.bench.load.job import Report
 from tests.integration.worker_process import starting
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def test_a_run_its_file_and_a_comparison(url, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("flags", "code", "said"),
+    ("flags", "code", "reported"),
     [
         (["--model", "another"], 2, "serves scripted"),
         (["--output", "/nowhere/x.json"], 2, "no folder /nowhere"),
@@ -88,10 +88,10 @@ def test_a_run_its_file_and_a_comparison(url, tmp_path):
         (["--concurrency", "0"], 2, "--concurrency"),
     ],
 )  # fmt: skip
-def test_what_goes_wrong_is_said_with_its_exit_code(url, flags, code, said):
+def test_what_goes_wrong_is_said_with_its_exit_code(url, flags, code, reported):
     done = serve(url, *flags)
     assert done.returncode == code, done.stderr
-    assert said in done.stderr
+    assert reported in done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -17,12 +17,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from baton.gateway.debug import ListedRequest, RequestList, RequestTrace
+from baton.gateway.debug_requests import ListedRequest, RequestList, RequestTrace
 from baton.gateway.metrics import BrokenStreamCause, FallbackCause, GatewayMetrics
 from baton.ops.doctor.finding import Area, Level, Report
 from baton.router.fleet import Role
 from baton.telemetry.summary import summarize
-from baton.telemetry.trace import LegTrace
+from baton.telemetry.trace import RequestSpan
 from baton.transfer.devices.table import TABLE_BYTES, read_table
 from tests.integration.broken_transports import install_broken_transports
 from tests.integration.gateway_cluster import run, until_true
@@ -276,11 +276,11 @@ def gateway_that_says(pages):
 
 def trace_page(request_id, used, expected):
     """The page that a gateway would show for a request, by the gateway's own types."""
-    leg = LegTrace(
+    leg = RequestSpan(
         request_id=request_id,
         worker="d",
         epoch="0" * 32,
-        leg="decode",
+        role="decode",
         transport=used,
         expected_transport=expected,
     )

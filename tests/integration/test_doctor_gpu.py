@@ -6,7 +6,7 @@ import pytest
 
 from baton.ops.doctor.finding import Level
 from baton.ops.doctor.host import this_host
-from baton.ops.doctor.transports import ChosenTransports, look_at_transport
+from baton.ops.doctor.transports import ChosenTransports, check_transport
 
 
 @pytest.mark.parametrize(
@@ -19,7 +19,7 @@ def test_cuda_ipc_without_a_gpu_says_why(configured, level):
         pass
     else:
         pytest.skip("this host has NVIDIA's driver")
-    (finding,) = look_at_transport("cuda_ipc", ChosenTransports(configured, {}), this_host())
+    (finding,) = check_transport("cuda_ipc", ChosenTransports(configured, {}), this_host())
     assert finding.level is level
     assert finding.found == (
         "does not work: the transport cuda_ipc needs an NVIDIA GPU and its driver: "

@@ -10,7 +10,7 @@ import time
 import pytest
 from openai import OpenAI
 
-from baton.authority.ticket import unseal
+from baton.auth.ticket import unseal
 from tests.integration.gateway_cluster import PROMPT, STREAM, Cluster, run
 from tests.integration.scripted_worker import KEY, Visit
 
@@ -244,7 +244,7 @@ def test_a_served_request_is_counted():
 
 def test_the_trace_of_a_request_is_merged():
     async def scenario(cluster: Cluster):
-        leg = {"request_id": "r/1", "worker": "decode-0", "epoch": "e", "leg": "decode"}
+        leg = {"request_id": "r/1", "worker": "decode-0", "epoch": "e", "role": "decode"}
         cluster.decodes[0].trace = {**leg, "num_output_tokens": 3, "stamps": {"received": 1.0}}
         async with cluster.post(STREAM, **{"x-request-id": "r/1"}) as response:
             await response.read()

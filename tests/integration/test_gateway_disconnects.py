@@ -124,7 +124,7 @@ def test_a_worker_frees_its_place_when_the_leg_lingers_too_long():
             assert (await response.text()).endswith("[DONE]\n\n")
         await until(lambda: cluster.prefills[0].visits[0].left_at, within_s=1)
 
-    run(scenario, prefill_linger_s=0.2)
+    run(scenario, prefill_grace_period_s=0.2)
 
 
 def test_other_clients_notice_nothing():

@@ -209,7 +209,7 @@ def test_colocated_asks_decode_alone():
 def test_a_queue_on_decode_turns_push_into_pull():
     async def scenario(cluster: Cluster):
         await ask(cluster, "before")
-        load = {"waiting": 2, "blocks": 64, "free_blocks": 60, "block_size": 16}
+        load = {"num_waiting": 2, "num_blocks": 64, "num_free_blocks": 60, "block_size": 16}
         cluster.decodes[0].load = load
         probes = cluster.decodes[0].num_health_reads
         await until(lambda: cluster.decodes[0].num_health_reads > probes + 1)
@@ -324,7 +324,7 @@ def test_by_default_the_first_token_comes_from_decode():
 
 # How full vLLM servers are -----------------------------------------------------------------------
 
-FULL = {"waiting": 0, "blocks": 64, "free_blocks": 3, "block_size": 16}
+FULL = {"num_waiting": 0, "num_blocks": 64, "num_free_blocks": 3, "block_size": 16}
 LONG = {**STREAM, "prompt": "word " * 1000}
 
 

@@ -1,4 +1,4 @@
-"""The gateway as a process of its own: announcement, drain, signals, refusals."""
+"""The gateway as a process of its own: status line, drain, signals, refusals."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ from tests.integration.scripted_worker import (
 
 PROGRAM = """
 import sys
-from baton.authority.key import ClusterKey
+from baton.auth.key import ClusterKey
 from baton.gateway.options import GatewayOptions, WorkerAddress
 from baton.gateway.process import run_gateway
 from baton.router.fleet import Role
 
-url, drain_timeout_s, announce_fd = sys.argv[1:]
+url, drain_timeout_s, status_fd = sys.argv[1:]
 run_gateway(GatewayOptions(
     workers=(WorkerAddress(url, Role.BOTH),),
     cluster_key=ClusterKey(b"k" * 32),
     port=0,
-    announce_fd=int(announce_fd),
+    status_fd=int(status_fd),
     drain_timeout_s=float(drain_timeout_s),
     probe_interval_s=0.1,
 ))

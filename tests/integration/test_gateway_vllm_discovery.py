@@ -153,7 +153,7 @@ def test_a_producer_in_the_place_of_a_decode_server_is_told_of_kv_role():
 @pytest.mark.parametrize(
     "info",
     [
-        {"dialect": "baton"},
+        {"protocol": "baton"},
         {"control_urls": []},
         {"control_urls": ["http://127.0.0.1:1", "http://127.0.0.1:2"]},
         {"rank_addresses": ["127.0.0.1:1", "127.0.0.1:2"]},

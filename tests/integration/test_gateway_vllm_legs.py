@@ -176,7 +176,9 @@ def test_a_request_for_which_a_handoff_makes_no_sense_goes_to_decode_alone(extra
         await text_of(cluster, body)
         assert not cluster.prefills[0].visits
         assert cluster.decodes[0].visits[0].body == body
-        served = await cluster.metric(f'baton_gateway_undivided_requests_total{{field="{field}"}}')
+        served = await cluster.metric(
+            f'baton_gateway_non_disaggregable_requests_total{{field="{field}"}}'
+        )
         assert served == 1
         assert await cluster.metric("baton_gateway_fallbacks_total") == 0
         _, listed = await cluster.get_json("/debug/requests")
@@ -393,7 +395,7 @@ def test_a_client_that_leaves_ends_both_legs():
 
 def trace(leg: str) -> dict[str, object]:
     return {
-        "request_id": "mine", "worker": f"vllm-{leg[0]}", "epoch": "e" * 32, "leg": leg,
+        "request_id": "mine", "worker": f"vllm-{leg[0]}", "epoch": "e" * 32, "role": leg,
         "stamps": {},
     }  # fmt: skip
 

@@ -14,8 +14,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from baton.authority.key import ClusterKey
-from baton.authority.ticket import WorkerRef
+from baton.auth.key import ClusterKey
+from baton.auth.ticket import WorkerRef
 from baton.clock import Instant, MachineClock
 from baton.errors import ConfigError
 from baton.handoff.agent import HandoffAgent
@@ -68,12 +68,12 @@ def test_layers_stream_into_the_decode_workers_pages(
         sending = send_order(
             ticket, num_tokens=num_tokens, num_ready_tokens=num_ready, blocks=source
         )
-        decode.agent.expect(receiving)
-        prefill.agent.offer(sending)
+        decode.agent.start_receive(receiving)
+        prefill.agent.start_send(sending)
         for _, stop in pairwise([num_ready, 57, 100, num_tokens]):
             for layer in range(NUM_LAYERS):
                 prefill.agent.layer_ready([(ticket.id, stop)], layer)
-        prefill.agent.finish(ticket.id, FIRST)
+        prefill.agent.prefill_done(ticket.id, FIRST)
         assert decode.wait_for() == [KVLanded(ticket.id, FIRST)]
         assert prefill.wait_for() == [KVSent(ticket.id)]
         for layer in range(NUM_LAYERS):
@@ -93,9 +93,9 @@ def test_a_transport_that_only_one_side_has_is_not_expected(key: ClusterKey) -> 
     ):
         ticket = make_ticket(prefill.ref, decode.ref)
         receiving = receive_order(ticket, start=0, num_tokens=10)
-        decode.agent.expect(receiving)
-        prefill.agent.offer(send_order(ticket, num_tokens=10, num_ready_tokens=10))
-        prefill.agent.finish(ticket.id, FIRST)
+        decode.agent.start_receive(receiving)
+        prefill.agent.start_send(send_order(ticket, num_tokens=10, num_ready_tokens=10))
+        prefill.agent.prefill_done(ticket.id, FIRST)
         assert isinstance(decode.wait_for()[0], KVLanded)
         assert receiving.trace.transport == receiving.trace.expected_transport == "tcp"
 
@@ -116,9 +116,9 @@ def test_the_expected_transport_is_recorded_beside_the_one_used(
     ):
         ticket = make_ticket(prefill.ref, decode.ref)
         receiving = receive_order(ticket, start=0, num_tokens=10)
-        decode.agent.expect(receiving)
-        prefill.agent.offer(send_order(ticket, num_tokens=10, num_ready_tokens=10))
-        prefill.agent.finish(ticket.id, FIRST)
+        decode.agent.start_receive(receiving)
+        prefill.agent.start_send(send_order(ticket, num_tokens=10, num_ready_tokens=10))
+        prefill.agent.prefill_done(ticket.id, FIRST)
         assert isinstance(decode.wait_for()[0], KVLanded)
         assert receiving.trace.expected_transport == "shared"
         assert receiving.trace.transport == "tcp"
@@ -136,7 +136,7 @@ def test_stamps_of_another_clock_are_shifted(
     key: ClusterKey, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     domains = iter(["one host", "another host"])
-    monkeypatch.setattr("baton.handoff.surroundings.read_clock_domain", lambda: next(domains))
+    monkeypatch.setattr("baton.handoff.io_backend.read_clock_domain", lambda: next(domains))
     with (
         node("p", kinds=("tcp",), key=key, block_size=16, clock=ShiftedClock()) as prefill,
         node("d", kinds=("tcp",), key=key, block_size=16) as decode,
@@ -146,9 +146,9 @@ def test_stamps_of_another_clock_are_shifted(
         sending = send_order(ticket, num_tokens=10, num_ready_tokens=10)
         before = CLOCK.now()
         sending.trace.stamp(Stamp.PREFILL_DONE, ShiftedClock().now())
-        decode.agent.expect(receiving)
-        prefill.agent.offer(sending)
-        prefill.agent.finish(ticket.id, FIRST)
+        decode.agent.start_receive(receiving)
+        prefill.agent.start_send(sending)
+        prefill.agent.prefill_done(ticket.id, FIRST)
         assert isinstance(decode.wait_for()[0], KVLanded)
         assert receiving.trace.peer_stamps[Stamp.PREFILL_DONE] == pytest.approx(before, abs=0.5)
 
@@ -161,11 +161,11 @@ def test_a_grant_may_come_before_the_offer(key: ClusterKey) -> None:
         # One handoff first: its end proves that the link is up, so the next grant is not late.
         for attempt in range(2):
             ticket = make_ticket(prefill.ref, decode.ref)
-            decode.agent.expect(receive_order(ticket, start=0, num_tokens=20))
+            decode.agent.start_receive(receive_order(ticket, start=0, num_tokens=20))
             if attempt:
                 threading.Event().wait(0.1)
-            prefill.agent.offer(send_order(ticket, num_tokens=20, num_ready_tokens=20))
-            prefill.agent.finish(ticket.id, FIRST)
+            prefill.agent.start_send(send_order(ticket, num_tokens=20, num_ready_tokens=20))
+            prefill.agent.prefill_done(ticket.id, FIRST)
             assert isinstance(decode.wait_for()[0], KVLanded)
             assert isinstance(prefill.wait_for()[0], KVSent)
 
@@ -177,8 +177,8 @@ def test_two_prompts_under_one_ticket_are_refused(key: ClusterKey) -> None:
     ):
         ticket = make_ticket(prefill.ref, decode.ref)
         order = receive_order(ticket, start=0, num_tokens=20)
-        decode.agent.expect(replace(order, prompt_hash=b"x" * 32))
-        prefill.agent.offer(send_order(ticket, num_tokens=20, num_ready_tokens=20))
+        decode.agent.start_receive(replace(order, prompt_hash=b"x" * 32))
+        prefill.agent.start_send(send_order(ticket, num_tokens=20, num_ready_tokens=20))
         failed, quiescent = decode.wait_for(2)
         assert isinstance(failed, KVFailed)
         assert "different prompts" in str(failed.error)
@@ -192,7 +192,7 @@ def test_another_model_is_refused_with_the_difference(key: ClusterKey) -> None:
         node("d", kinds=("shared",), key=key, block_size=16, fingerprint="model-b") as decode,
     ):
         ticket = make_ticket(prefill.ref, decode.ref)
-        decode.agent.expect(receive_order(ticket, start=0, num_tokens=20))
+        decode.agent.start_receive(receive_order(ticket, start=0, num_tokens=20))
         failed, quiescent = decode.wait_for(2)
         assert isinstance(failed, KVFailed)
         assert "another model" in str(failed.error)
@@ -214,7 +214,7 @@ def test_a_refusal_names_the_traits_that_differ_on_both_sides(
         ) as decode,
     ):
         ticket = make_ticket(prefill.ref, decode.ref)
-        decode.agent.expect(receive_order(ticket, start=0, num_tokens=20))
+        decode.agent.start_receive(receive_order(ticket, start=0, num_tokens=20))
         failed, _ = decode.wait_for(2)
         assert isinstance(failed, KVFailed)
         assert "another model: fingerprint model-b… on d, model-a… on p" in str(failed.error)
@@ -229,7 +229,7 @@ def test_another_cluster_key_is_refused(key: ClusterKey) -> None:
         node("d", kinds=("shared",), key=ClusterKey.generate(), block_size=16) as decode,
     ):
         ticket = make_ticket(prefill.ref, decode.ref)
-        decode.agent.expect(receive_order(ticket, start=0, num_tokens=20))
+        decode.agent.start_receive(receive_order(ticket, start=0, num_tokens=20))
         events = decode.wait_for(2)
         assert [type(event) for event in events] == [KVFailed, BlocksQuiescent]
 
@@ -240,7 +240,7 @@ def test_a_decline_ends_the_offer(key: ClusterKey) -> None:
         node("d", kinds=("shared",), key=key, block_size=16) as decode,
     ):
         ticket = make_ticket(prefill.ref, decode.ref)
-        prefill.agent.offer(send_order(ticket, num_tokens=20))
+        prefill.agent.start_send(send_order(ticket, num_tokens=20))
         decode.agent.decline(ticket, "all is cached")
         (failed,) = prefill.wait_for()
         assert isinstance(failed, SendFailed)
@@ -253,16 +253,16 @@ def test_an_abort_on_either_side_ends_both(key: ClusterKey) -> None:
         node("d", kinds=("shared",), key=key, block_size=16) as decode,
     ):
         first = make_ticket(prefill.ref, decode.ref)
-        decode.agent.expect(receive_order(first, start=0, num_tokens=20))
-        prefill.agent.offer(send_order(first, num_tokens=20, num_ready_tokens=10))
+        decode.agent.start_receive(receive_order(first, start=0, num_tokens=20))
+        prefill.agent.start_send(send_order(first, num_tokens=20, num_ready_tokens=10))
         threading.Event().wait(0.1)  # some bytes are under way by then
         decode.agent.abort(first.id, "the client left")
         assert decode.wait_for() == [BlocksQuiescent(first.id)]
         assert isinstance(prefill.wait_for()[0], SendFailed)
 
         second = make_ticket(prefill.ref, decode.ref)
-        decode.agent.expect(receive_order(second, start=0, num_tokens=20))
-        prefill.agent.offer(send_order(second, num_tokens=20, num_ready_tokens=10))
+        decode.agent.start_receive(receive_order(second, start=0, num_tokens=20))
+        prefill.agent.start_send(send_order(second, num_tokens=20, num_ready_tokens=10))
         threading.Event().wait(0.1)
         prefill.agent.abort(second.id, "the engine failed")
         assert [type(e) for e in decode.wait_for(2)] == [KVFailed, BlocksQuiescent]
@@ -276,7 +276,7 @@ def test_a_window_that_no_transport_opens_ends_the_handoff(key: ClusterKey) -> N
     ):
         ticket = make_ticket(prefill.ref, decode.ref)
         beyond = BlockTable(0, np.array([10_000, 10_001], dtype=np.int64))
-        decode.agent.expect(receive_order(ticket, start=0, num_tokens=20, blocks=beyond))
+        decode.agent.start_receive(receive_order(ticket, start=0, num_tokens=20, blocks=beyond))
         failed, quiescent = decode.wait_for(2)
         assert isinstance(failed, KVFailed)
         assert failed.error.stage == "window"
@@ -286,8 +286,8 @@ def test_a_window_that_no_transport_opens_ends_the_handoff(key: ClusterKey) -> N
 def test_giving_up_before_it_is_expected_fails_at_once(key: ClusterKey) -> None:
     with node("d", kinds=("shared",), key=key, block_size=16) as decode:
         ticket = make_ticket(WorkerRef(WorkerId("p"), Epoch("e"), "127.0.0.1:9"), decode.ref)
-        decode.agent.give_up(ticket.id, "the prefill worker answered 503")
-        decode.agent.expect(receive_order(ticket, start=0, num_tokens=20))
+        decode.agent.abort_from_peer(ticket.id, "the prefill worker answered 503")
+        decode.agent.start_receive(receive_order(ticket, start=0, num_tokens=20))
         failed, quiescent = decode.wait_for(2)
         assert isinstance(failed, KVFailed)
         assert "503" in str(failed.error)
@@ -301,7 +301,7 @@ def test_nothing_arrives_in_time(key: ClusterKey) -> None:
     ):
         ticket = make_ticket(prefill.ref, decode.ref)
         order = receive_order(ticket, start=0, num_tokens=20)
-        decode.agent.expect(replace(order, deadline=Instant(CLOCK.now() + 0.3)))
+        decode.agent.start_receive(replace(order, deadline=Instant(CLOCK.now() + 0.3)))
         failed, quiescent = decode.wait_for(2)
         assert isinstance(failed, KVFailed)
         assert "deadline" in str(failed.error)
@@ -320,8 +320,8 @@ def test_a_worker_that_stops_fails_its_handoffs(kind: str, key: ClusterKey) -> N
     with node("d", kinds=(kind,), key=key, block_size=16) as decode:
         with node("p", kinds=(kind,), key=key, block_size=16) as prefill:
             ticket = make_ticket(prefill.ref, decode.ref)
-            decode.agent.expect(receive_order(ticket, start=0, num_tokens=20))
-            prefill.agent.offer(send_order(ticket, num_tokens=20, num_ready_tokens=10))
+            decode.agent.start_receive(receive_order(ticket, start=0, num_tokens=20))
+            prefill.agent.start_send(send_order(ticket, num_tokens=20, num_ready_tokens=10))
             threading.Event().wait(0.1)
         events = decode.wait_for(1)
         assert isinstance(events[0], KVFailed)
@@ -329,27 +329,27 @@ def test_a_worker_that_stops_fails_its_handoffs(kind: str, key: ClusterKey) -> N
 
 def test_a_short_prompt_leaves_in_one_piece_when_it_is_computed(key: ClusterKey) -> None:
     with (
-        node("p", kinds=("shared",), key=key, one_piece_tokens=101) as prefill,
+        node("p", kinds=("shared",), key=key, single_send_max_tokens=101) as prefill,
         node("d", kinds=("shared",), key=key) as decode,
     ):
         prefill.scribble(1)
         short = make_handoff(prefill, decode, num_tokens=101)
-        short.expect()
-        short.offer()
+        short.start_receive()
+        short.start_send()
         short.wait_until_granted()
         short.compute(50, 101)
         threading.Event().wait(0.3)
         assert Stamp.FIRST_LAYER_LANDED not in short.receiving.trace.stamps
-        short.finish()
+        short.prefill_done()
         short.check_landed()
         long = make_handoff(prefill, decode, num_tokens=102, seed=2)
-        long.expect()
-        long.offer()
+        long.start_receive()
+        long.start_send()
         long.wait_until_granted()
         long.compute(102)
         deadline = CLOCK.now() + 5
         while Stamp.LAST_LAYER_LANDED not in long.receiving.trace.stamps:
             assert CLOCK.now() < deadline, "a long prompt waited for its end"
             threading.Event().wait(0.01)
-        long.finish()
+        long.prefill_done()
         long.check_landed()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from baton.authority.key import ClusterKey
+from baton.auth.key import ClusterKey
 from baton.handoff.interface import BlocksQuiescent, KVFailed, SendFailed
 from baton.testing.faulty_transport import Fault, FaultPlan, FaultyTransport
 from baton.transfer.transports.tcp.transport import TcpTransport
@@ -26,9 +26,9 @@ from tests.integration.handoff_nodes import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from baton.handoff.messages import Mover
+    from baton.handoff.messages import TransferOp
     from baton.transfer.interface import Transport
-    from baton.transfer.links.choosing import Choice
+    from baton.transfer.links.choice import Choice
     from baton.transfer.links.model import LinkModel
     from baton.transfer.links.outcome import Direction, Outcome
 
@@ -47,7 +47,7 @@ class Tally:
         self.used: Counter[str] = Counter()
         self.mismatches: Counter[tuple[str, str]] = Counter()
         self.failures: Counter[str] = Counter()
-        self.surveyed: dict[tuple[str, str], tuple[float, float]] = {}
+        self.probed: dict[tuple[str, str], tuple[float, float]] = {}
         self.outcomes: list[Outcome] = []
 
     def chosen(self, direction: Direction, choice: Choice) -> None:
@@ -62,7 +62,7 @@ class Tally:
         self.failures[transport] += 1
 
     def measured(self, direction: Direction, transport: str, model: LinkModel) -> None:
-        self.surveyed[direction, transport] = model.latency_s, model.bandwidth
+        self.probed[direction, transport] = model.latency_s, model.bandwidth
 
 
 def cut(worker: Node, kind: str) -> int:
@@ -86,42 +86,42 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
 
 def begin(handoff: Handoff, stop: int = 57) -> None:
     """Until the layers up to `stop` are where they belong."""
-    handoff.expect()
-    handoff.offer()
+    handoff.start_receive()
+    handoff.start_send()
     handoff.wait_until_granted()
     handoff.compute(stop)
     threading.Event().wait(0.1)
 
 
-@pytest.mark.parametrize("mover", ["prefill", "decode"])
+@pytest.mark.parametrize("op", ["WRITE", "READ"])
 @pytest.mark.parametrize(("src_block", "dst_block"), [(16, 16), (16, 24)])
 def test_shared_is_cut_in_the_middle_and_tcp_finishes(
-    mover: Mover, src_block: int, dst_block: int, key: ClusterKey
+    op: TransferOp, src_block: int, dst_block: int, key: ClusterKey
 ) -> None:
     tally = Tally()
     with (
         node("p", kinds=BOTH, key=key, block_size=src_block, observer=tally) as prefill,
-        node("d", kinds=BOTH, key=key, block_size=dst_block, mover=mover, observer=tally) as decode,
+        node("d", kinds=BOTH, key=key, block_size=dst_block, op=op, observer=tally) as decode,
     ):
         prefill.scribble(3)
         handoff = make_handoff(prefill, decode)
         begin(handoff)
-        assert cut(prefill if mover == "prefill" else decode, "shared") == 1
+        assert cut(prefill if op == "WRITE" else decode, "shared") == 1
         handoff.compute(100, 101)
-        handoff.finish()
+        handoff.prefill_done()
         handoff.check_landed()
         for trace in (handoff.receiving.trace, handoff.sending.trace):
-            assert (trace.expected_transport, trace.transport) == ("shared", "tcp"), trace.leg
-        moving = handoff.sending if mover == "prefill" else handoff.receiving
+            assert (trace.expected_transport, trace.transport) == ("shared", "tcp"), trace.role
+        moving = handoff.sending if op == "WRITE" else handoff.receiving
         # A decode worker may have had no read under way, and may have had several.
-        assert moving.trace.reroutes or mover == "decode"
+        assert moving.trace.reroutes or op == "READ"
         assert all(reroute.startswith("shared: ") for reroute in moving.trace.reroutes)
         # What is written again is of all layers, and small: one write.
-        assert tally.used["tcp"] >= (1 if mover == "prefill" else NUM_LAYERS)
+        assert tally.used["tcp"] >= (1 if op == "WRITE" else NUM_LAYERS)
         again = make_handoff(prefill, decode, num_ready=101, seed=9)
-        again.expect()
-        again.offer()
-        again.finish()
+        again.start_receive()
+        again.start_send()
+        again.prefill_done()
         again.check_landed()
 
 
@@ -147,14 +147,14 @@ def test_a_transport_that_was_cut_is_used_again_once_it_has_cooled(key: ClusterK
         begin(handoff)
         cut(prefill, "shared")
         handoff.compute(101)
-        handoff.finish()
+        handoff.prefill_done()
         handoff.check_landed()
         assert handoff.receiving.trace.transport == "tcp"
         threading.Event().wait(0.8)
         again = make_handoff(prefill, decode, num_ready=101, seed=9)
-        again.expect()
-        again.offer()
-        again.finish()
+        again.start_receive()
+        again.start_send()
+        again.prefill_done()
         again.check_landed()
         assert again.receiving.trace.transport == again.receiving.trace.expected_transport
         assert again.receiving.trace.transport == "shared"
@@ -174,27 +174,27 @@ class Wrapped:
         return self.made[-1]
 
 
-@pytest.mark.parametrize("mover", ["prefill", "decode"])
+@pytest.mark.parametrize("op", ["WRITE", "READ"])
 @pytest.mark.parametrize("fault", [Fault.FAIL_SUBMIT, Fault.FLIP_BIT, Fault.SWAP_PAGES])
 @pytest.mark.parametrize("seed", range(3))
 def test_what_one_transport_spoils_another_brings(
-    mover: Mover, fault: Fault, seed: int, key: ClusterKey
+    op: TransferOp, fault: Fault, seed: int, key: ClusterKey
 ) -> None:
     wrapped = Wrapped("shared", FaultPlan(seed, {fault: 0.5}))
-    moves = {"prefill": 0, "decode": 1}[mover]
+    moves = {"WRITE": 0, "READ": 1}[op]
     wraps = [lambda transport: transport, lambda transport: transport]
     wraps[moves] = wrapped
     with (
         node("p", kinds=BOTH, key=key, wrap=wraps[0]) as prefill,
-        node("d", kinds=BOTH, key=key, mover=mover, wrap=wraps[1]) as decode,
+        node("d", kinds=BOTH, key=key, op=op, wrap=wraps[1]) as decode,
     ):
         prefill.scribble(seed)
         handoff = make_handoff(prefill, decode, seed=seed)
-        handoff.expect()
-        handoff.offer()
+        handoff.start_receive()
+        handoff.start_send()
         handoff.wait_until_granted()
         handoff.compute(30, 57, 100, 101)
-        handoff.finish()
+        handoff.prefill_done()
         handoff.check_landed()
         assert wrapped.made[0].injected
         assert handoff.receiving.trace.transport == "tcp"
@@ -212,9 +212,9 @@ def test_of_layers_written_together_the_spoilt_one_alone_is_written_again(
     ):
         prefill.scribble(seed)
         handoff = make_handoff(prefill, decode, num_ready=101, seed=seed)
-        handoff.expect()
-        handoff.offer()
-        handoff.finish()
+        handoff.start_receive()
+        handoff.start_send()
+        handoff.prefill_done()
         handoff.check_landed()
         assert wrapped.made[0].injected == {Fault.FLIP_BIT: 1}
         assert tally.used == {"tcp": 1, "shared": 1}
@@ -232,13 +232,13 @@ def test_a_spoilt_read_ends_the_handoff_where_nothing_else_reads(
     wrapped = Wrapped("shared", FaultPlan(0, {fault: 1.0}))
     with (
         node("p", kinds=BOTH, key=key) as prefill,
-        node("d", kinds=BOTH, key=key, mover="decode", wrap=wrapped) as decode,
+        node("d", kinds=BOTH, key=key, op="READ", wrap=wrapped) as decode,
     ):
         prefill.scribble(3)
         handoff = make_handoff(prefill, decode, num_ready=101)
-        handoff.expect()
-        handoff.offer()
-        handoff.finish()
+        handoff.start_receive()
+        handoff.start_send()
+        handoff.prefill_done()
         assert isinstance(decode.wait_for()[0], KVFailed)
         assert wrapped.made[0].injected
 

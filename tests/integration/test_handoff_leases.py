@@ -8,23 +8,23 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from baton.authority.key import ClusterKey
+from baton.auth.key import ClusterKey
 from baton.handoff.interface import BlocksQuiescent, KVFailed, KVSent, SendFailed
 from baton.handoff.session.lease import LAPSED_REASON, LEASE_STAGE
-from baton.transfer.links.outcome import SilentObserver
+from baton.transfer.links.outcome import NullObserver
 from tests.integration.handoff_nodes import Handoff, Node, make_handoff, node
 
 if TYPE_CHECKING:
     from collections.abc import Generator
 
-    from baton.transfer.links.choosing import Choice
+    from baton.transfer.links.choice import Choice
     from baton.transfer.links.outcome import Direction
 
 KEY = ClusterKey(b"k" * 32)
 LEASE_S = 0.6
 
 
-class Directions(SilentObserver):
+class Directions(NullObserver):
     """Which way a node moved pages itself."""
 
     def __init__(self) -> None:
@@ -53,9 +53,9 @@ def held(pair: tuple[Node, Node]) -> Handoff:
     prefill, decode = pair
     prefill.scribble(1)
     handoff = make_handoff(prefill, decode, mode="pull")
-    handoff.offer()
+    handoff.start_send()
     handoff.compute(48, 101)
-    handoff.finish()
+    handoff.prefill_done()
     return handoff
 
 
@@ -74,7 +74,7 @@ def expect_failure(handoff: Handoff) -> None:
 
 def test_what_is_held_is_read_once_decode_has_room(pair: tuple[Node, Node]) -> None:
     handoff = held(pair)
-    handoff.expect()
+    handoff.start_receive()
     handoff.check_landed()
     observer = handoff.decode.agent._observer
     assert isinstance(observer, Directions)
@@ -83,9 +83,9 @@ def test_what_is_held_is_read_once_decode_has_room(pair: tuple[Node, Node]) -> N
 
 def test_a_queued_request_keeps_the_lease_alive(pair: tuple[Node, Node]) -> None:
     handoff = held(pair)
-    handoff.decode.agent.keep(handoff.sending.ticket)
+    handoff.decode.agent.renew_lease(handoff.sending.ticket)
     assert handoff.prefill.stays_silent(3 * LEASE_S), "its lease ran out under a renewing peer"
-    handoff.expect()
+    handoff.start_receive()
     handoff.check_landed()
 
 
@@ -94,16 +94,16 @@ def test_a_prompt_that_nobody_asks_for_is_released_within_its_lease(
 ) -> None:
     handoff = held(pair)
     expect_lapse(handoff)
-    handoff.expect()
+    handoff.start_receive()
     expect_failure(handoff)
 
 
 def test_a_renewal_after_the_lease_is_answered_with_a_failure(pair: tuple[Node, Node]) -> None:
     handoff = held(pair)
     expect_lapse(handoff)
-    handoff.decode.agent.keep(handoff.sending.ticket)
+    handoff.decode.agent.renew_lease(handoff.sending.ticket)
     threading.Event().wait(0.5)  # for the renewal and its answer
-    handoff.expect()
+    handoff.start_receive()
     expect_failure(handoff)
 
 
@@ -111,7 +111,7 @@ def test_a_request_that_is_cancelled_in_the_queue_gives_the_blocks_back_at_once(
     pair: tuple[Node, Node],
 ) -> None:
     handoff = held(pair)
-    handoff.decode.agent.keep(handoff.sending.ticket)
+    handoff.decode.agent.renew_lease(handoff.sending.ticket)
     handoff.decode.agent.decline(handoff.sending.ticket, "the client left")
     (event,) = handoff.prefill.wait_for()
     assert isinstance(event, SendFailed)
@@ -120,7 +120,7 @@ def test_a_request_that_is_cancelled_in_the_queue_gives_the_blocks_back_at_once(
 
 def test_a_decode_worker_that_dies_in_the_queue_costs_one_lease(pair: tuple[Node, Node]) -> None:
     handoff = held(pair)
-    handoff.decode.agent.keep(handoff.sending.ticket)
+    handoff.decode.agent.renew_lease(handoff.sending.ticket)
     assert handoff.prefill.stays_silent(2 * LEASE_S)
     handoff.decode.agent.stop()
     expect_lapse(handoff)
@@ -131,10 +131,10 @@ def test_a_lease_covers_push_as_well(pair: tuple[Node, Node]) -> None:
     until the deadline."""
     prefill, decode = pair
     handoff = make_handoff(prefill, decode)
-    handoff.offer()
+    handoff.start_send()
     handoff.compute(101)
     assert prefill.stays_silent(2 * LEASE_S), "a lease before all was computed"
-    handoff.finish()
+    handoff.prefill_done()
     expect_lapse(handoff)
 
 
@@ -142,13 +142,13 @@ def test_another_decode_worker_cannot_renew_it(pair: tuple[Node, Node]) -> None:
     handoff = held(pair)
     kinds = tuple(t.kind for t in handoff.prefill.agent.options.transports)
     with node("stranger", kinds=kinds, key=KEY, lease_s=LEASE_S, block_size=32) as stranger:
-        stranger.agent.keep(handoff.sending.ticket)
+        stranger.agent.renew_lease(handoff.sending.ticket)
         expect_lapse(handoff)
 
 
 def test_a_request_that_is_taken_ends_its_lease(pair: tuple[Node, Node]) -> None:
     handoff = held(pair)
-    handoff.expect()
+    handoff.start_receive()
     handoff.check_landed()
     assert handoff.prefill.stays_silent(2 * LEASE_S)
     assert KVSent(handoff.sending.ticket.id)

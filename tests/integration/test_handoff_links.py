@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from baton.authority.key import ClusterKey
+from baton.auth.key import ClusterKey
 from baton.handoff.interface import KVLanded
 from baton.handoff.link_options import LinkOptions
-from baton.handoff.route import RouteState
+from baton.handoff.peer_transport import PeerTransportState
 from baton.testing.faulty_transport import Fault, FaultPlan
 from baton.transfer.interface import WriteCompleted
 from baton.transfer.links.probes import ProbeBounds
@@ -22,11 +22,11 @@ from tests.integration.test_handoff_failover import (
     cut,
     wait_until,
 )
-from tests.integration.test_handoff_strangers import peers_of
+from tests.integration.test_handoff_untrusted_peers import peers_of
 from tests.unit.handoff.orders import make_ticket, receive_order, send_order
 
 if TYPE_CHECKING:
-    from baton.handoff.messages import Mover
+    from baton.handoff.messages import TransferOp
     from baton.transfer.interface import TransferEvent, Transport
     from tests.integration.handoff_nodes import Node
 
@@ -42,9 +42,9 @@ def hand_over(prefill: Node, decode: Node, seed: int = 1) -> tuple[str | None, s
     """One handoff; what was expected to carry it, and what did."""
     prefill.scribble(seed)
     handoff = make_handoff(prefill, decode, num_ready=101, seed=seed)
-    handoff.expect()
-    handoff.offer()
-    handoff.finish()
+    handoff.start_receive()
+    handoff.start_send()
+    handoff.prefill_done()
     handoff.check_landed()
     traces = handoff.receiving.trace, handoff.sending.trace
     first, second = [(trace.expected_transport, trace.transport) for trace in traces]
@@ -52,20 +52,20 @@ def hand_over(prefill: Node, decode: Node, seed: int = 1) -> tuple[str | None, s
     return first
 
 
-@pytest.mark.parametrize("mover", ["prefill", "decode"])
-def test_workers_that_meet_measure_all_that_they_share(mover: Mover, key: ClusterKey) -> None:
+@pytest.mark.parametrize("op", ["WRITE", "READ"])
+def test_workers_that_meet_measure_all_that_they_share(op: TransferOp, key: ClusterKey) -> None:
     tallies = Tally(), Tally()
     with (
         node("p", kinds=BOTH, key=key, links=MEASURED, observer=tallies[0]) as prefill,
-        node("d", kinds=BOTH, key=key, mover=mover, links=MEASURED, observer=tallies[1]) as decode,
+        node("d", kinds=BOTH, key=key, op=op, links=MEASURED, observer=tallies[1]) as decode,
     ):
         assert hand_over(prefill, decode) == ("shared", "shared")
         expected, tally = {
-            "prefill": ({("push", "shared"), ("push", "tcp")}, tallies[0]),
-            "decode": ({("pull", "shared")}, tallies[1]),
-        }[mover]
-        wait_until(lambda: set(tally.surveyed) == expected)
-        for latency_s, rate in tally.surveyed.values():
+            "WRITE": ({("push", "shared"), ("push", "tcp")}, tallies[0]),
+            "READ": ({("pull", "shared")}, tallies[1]),
+        }[op]
+        wait_until(lambda: set(tally.probed) == expected)
+        for latency_s, rate in tally.probed.values():
             assert 0 < latency_s < 0.05
             assert 1e7 < rate < 1e12
         used = []
@@ -76,14 +76,14 @@ def test_workers_that_meet_measure_all_that_they_share(mover: Mover, key: Cluste
         assert {*used} <= {outcome.transport for outcome in tally.outcomes}
 
 
-@pytest.mark.parametrize("mover", ["prefill", "decode"])
+@pytest.mark.parametrize("op", ["WRITE", "READ"])
 def test_a_worker_that_measures_nothing_meets_one_that_does(
-    mover: Mover, key: ClusterKey, caplog: pytest.LogCaptureFixture
+    op: TransferOp, key: ClusterKey, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The measuring one shows its memory for probes; the other has none, and lands none."""
     with (
         node("p", kinds=BOTH, key=key, links=MEASURED) as prefill,
-        node("d", kinds=BOTH, key=key, mover=mover) as decode,
+        node("d", kinds=BOTH, key=key, op=op) as decode,
     ):
         for seed in range(3):
             hand_over(prefill, decode, seed)
@@ -99,12 +99,12 @@ def test_a_handoff_that_waits_comes_before_the_probes(key: ClusterKey) -> None:
         node("d", kinds=BOTH, key=key, links=MEASURED) as decode,
     ):
         ticket = make_ticket(prefill.ref, decode.ref)
-        prefill.agent.offer(send_order(ticket, num_tokens=20))  # before the two meet
-        decode.agent.expect(receive_order(ticket, start=0, num_tokens=20))
+        prefill.agent.start_send(send_order(ticket, num_tokens=20))  # before the two meet
+        decode.agent.start_receive(receive_order(ticket, start=0, num_tokens=20))
         threading.Event().wait(0.5)
-        assert not tally.surveyed
+        assert not tally.probed
         prefill.agent.abort(ticket.id, "enough")
-        wait_until(lambda: len(tally.surveyed) == 2)
+        wait_until(lambda: len(tally.probed) == 2)
 
 
 def test_a_transport_that_brings_other_bytes_is_found_by_the_probes(key: ClusterKey) -> None:
@@ -115,10 +115,10 @@ def test_a_transport_that_brings_other_bytes_is_found_by_the_probes(key: Cluster
         node("d", kinds=BOTH, key=key, links=MEASURED) as decode,
     ):
         decode.agent.decline(make_ticket(prefill.ref, decode.ref), "only to meet")
-        wait_until(lambda: ("push", "tcp") in tally.surveyed)
+        wait_until(lambda: ("push", "tcp") in tally.probed)
         wait_until(lambda: bool(wrapped.made[0].injected))
         threading.Event().wait(0.2)
-        assert ("push", "shared") not in tally.surveyed
+        assert ("push", "shared") not in tally.probed
         expected, used = hand_over(prefill, decode)
         assert used == "tcp"
         assert tally.used == {"tcp": tally.used["tcp"]}
@@ -160,7 +160,7 @@ def test_a_slow_transport_is_left_for_a_faster_one(key: ClusterKey) -> None:
         node("d", kinds=BOTH, key=key, links=MEASURED) as decode,
     ):  # fmt: skip
         decode.agent.decline(make_ticket(prefill.ref, decode.ref), "only to meet")
-        wait_until(lambda: len(tally.surveyed) == 2)
+        wait_until(lambda: len(tally.probed) == 2)
         assert hand_over(prefill, decode) == ("tcp", "tcp")
         assert not tally.mismatches
 
@@ -174,10 +174,12 @@ def test_one_that_was_cut_is_on_trial_before_it_is_used_again(key: ClusterKey) -
         cut(prefill, "shared")
         threading.Event().wait(0.1)
         assert hand_over(prefill, decode, 2)[1] == "tcp"
-        (route, _) = prefill.agent._routes.of(peers_of(prefill, "d")[0])
-        assert route.state is not RouteState.UP
-        wait_until(lambda: route.state is RouteState.UP)
-        assert route.cooling.num_failures == 1, "it has proved itself, and carried nothing yet"
+        (peer_transport, _) = prefill.agent._peer_transports.of(peers_of(prefill, "d")[0])
+        assert peer_transport.state is not PeerTransportState.UP
+        wait_until(lambda: peer_transport.state is PeerTransportState.UP)
+        assert peer_transport.backoff.num_failures == 1, (
+            "it has proved itself, and carried nothing yet"
+        )
         expected, used = hand_over(prefill, decode, 3)
         assert expected == used
 
@@ -190,9 +192,9 @@ def test_surveys_stay_in_their_bounds(key: ClusterKey) -> None:
         node("d", kinds=BOTH, key=key, links=small) as decode,
     ):
         decode.agent.decline(make_ticket(prefill.ref, decode.ref), "only to meet")
-        wait_until(lambda: len(tally.surveyed) == 2)
-        for route in prefill.agent._routes.of(next(iter(prefill.agent._peers))):
-            assert 1 <= route.model.num_probes <= 12
+        wait_until(lambda: len(tally.probed) == 2)
+        for peer_transport in prefill.agent._peer_transports.of(next(iter(prefill.agent._peers))):
+            assert 1 <= peer_transport.model.num_probes <= 12
 
 
 def test_many_peers_take_turns_at_one_landing(key: ClusterKey) -> None:
@@ -205,8 +207,8 @@ def test_many_peers_take_turns_at_one_landing(key: ClusterKey) -> None:
     ):
         for prefill in (first, second, third):
             ticket = make_ticket(prefill.ref, decode.ref)
-            decode.agent.expect(receive_order(ticket, start=0, num_tokens=20))
-            prefill.agent.offer(send_order(ticket, num_tokens=20, num_ready_tokens=20))
-            prefill.agent.finish(ticket.id, None)
+            decode.agent.start_receive(receive_order(ticket, start=0, num_tokens=20))
+            prefill.agent.start_send(send_order(ticket, num_tokens=20, num_ready_tokens=20))
+            prefill.agent.prefill_done(ticket.id, None)
         assert all(isinstance(event, KVLanded) for event in decode.wait_for(3))
-        wait_until(lambda: all(len(tally.surveyed) == 2 for tally in tallies))
+        wait_until(lambda: all(len(tally.probed) == 2 for tally in tallies))

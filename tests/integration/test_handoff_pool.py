@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from baton.authority.key import ClusterKey
-from baton.authority.ticket import Ticket, WorkerRef
+from baton.auth.key import ClusterKey
+from baton.auth.ticket import Ticket, WorkerRef
 from baton.clock import Instant, MachineClock
 from baton.config.sections import StoreSection
 from baton.errors import ConfigError
 from baton.handoff.agent import AgentOptions, HandoffAgent
-from baton.handoff.faces import Face
 from baton.handoff.interface import (
     BlocksQuiescent,
     KVFailed,
@@ -28,17 +27,18 @@ from baton.handoff.interface import (
     SendFailed,
     SendOrder,
 )
-from baton.handoff.pooling.carrying import Carrier
-from baton.handoff.pooling.opening import open_pool
+from baton.handoff.kv_views import KVView
+from baton.handoff.pool_mode.block_packer import BlockPacker
+from baton.handoff.pool_mode.opening import open_store_access
 from baton.ids import TicketId, WorkerId, new_epoch, new_ticket_id
 from baton.kv.canonical import read_canonical
 from baton.kv.copies import BlockTable, PagedSequence
 from baton.kv.identity import compute_prompt_hash
 from baton.kv.layout import KVLayout
-from baton.store.form import EntryForm
-from baton.telemetry.trace import LegTrace
+from baton.store.entry_format import EntryFormat
+from baton.telemetry.trace import RequestSpan
 from baton.transfer.region import allocate_shared_region, release_region, view_pages
-from tests.e2e_vllm.asking import wait_until
+from tests.e2e_vllm.client import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -75,7 +75,7 @@ class Node:
     layout: KVLayout
     pages: list[NDArray[np.uint8]]
     events: list[HandoffEvent] = field(default_factory=list)
-    traces: dict[TicketId, LegTrace] = field(default_factory=dict)
+    traces: dict[TicketId, RequestSpan] = field(default_factory=dict)
 
     @property
     def table(self) -> BlockTable:
@@ -89,7 +89,7 @@ class Node:
         ]
 
     def order(self, ticket: Ticket, prompt: NDArray[np.int32], patience_s: float) -> dict:
-        trace = self.traces[ticket.id] = LegTrace(request_id="r", worker="", epoch="", leg="")
+        trace = self.traces[ticket.id] = RequestSpan(request_id="r", worker="", epoch="", role="")
         return {
             "ticket": ticket,
             "prompt_hash": compute_prompt_hash("model", ticket.tenant_salt, prompt),
@@ -99,11 +99,11 @@ class Node:
             "prompt_ids": prompt,
         }
 
-    def offer(self, ticket: Ticket, prompt: NDArray[np.int32], num_ready: int = 0) -> None:
+    def start_send(self, ticket: Ticket, prompt: NDArray[np.int32], num_ready: int = 0) -> None:
         order = self.order(ticket, prompt, PATIENCE_S)
-        self.agent.offer(SendOrder(**order, num_ready_tokens=num_ready, blocks=self.table))
+        self.agent.start_send(SendOrder(**order, num_ready_tokens=num_ready, blocks=self.table))
 
-    def expect(
+    def start_receive(
         self,
         ticket: Ticket,
         prompt: NDArray[np.int32],
@@ -113,7 +113,7 @@ class Node:
         first = start // self.layout.block_size
         blocks = BlockTable(first, self.table.blocks[first:])
         order = self.order(ticket, prompt, patience_s)
-        self.agent.expect(ReceiveOrder(**order, start=start, blocks=blocks))
+        self.agent.start_receive(ReceiveOrder(**order, start=start, blocks=blocks))
 
     def compute(self, ticket: Ticket, stop: int) -> None:
         for layer in range(self.layout.num_layers):
@@ -149,14 +149,14 @@ def node(
     rng = np.random.default_rng(fill)
     for each in pages:
         each[:] = rng.integers(0, 256, each.shape, dtype=np.uint8)
-    face = Face(layout, region)
-    pool = open_pool(store, face, key=KEY, clock=CLOCK)
+    view = KVView(layout, region)
+    pool = open_store_access(store, view, key=KEY, clock=CLOCK)
     agent = HandoffAgent(
         AgentOptions(
             worker=WorkerId("w"),
             epoch=new_epoch(),
             fingerprint="model",
-            faces=(face,),
+            views=(view,),
             transports=(),
             key=KEY,
             clock=CLOCK,
@@ -189,9 +189,9 @@ def make_prompt(seed: int = 0, num_tokens: int = NUM_TOKENS) -> NDArray[np.int32
 
 
 def prefill_all(node: Node, ticket: Ticket, prompt: NDArray[np.int32]) -> None:
-    node.offer(ticket, prompt)
+    node.start_send(ticket, prompt)
     node.compute(ticket, len(prompt))
-    node.agent.finish(ticket.id, FIRST)
+    node.agent.prefill_done(ticket.id, FIRST)
     node.hear(KVSent)
 
 
@@ -205,7 +205,7 @@ def test_decode_that_comes_later_finds_all_and_the_first_token(pair: tuple[Node,
     prefill, decode = pair
     ticket, prompt = make_ticket(), make_prompt()
     prefill_all(prefill, ticket, prompt)
-    decode.expect(ticket, prompt)
+    decode.start_receive(ticket, prompt)
     assert decode.hear(KVLanded) == [KVLanded(ticket.id, FIRST)]
     assert decode.read(0, NUM_TOKENS) == prefill.read(0, NUM_TOKENS)
 
@@ -213,16 +213,21 @@ def test_decode_that_comes_later_finds_all_and_the_first_token(pair: tuple[Node,
 def test_decode_that_comes_first_waits_block_by_block(pair: tuple[Node, Node]) -> None:
     prefill, decode = pair
     ticket, prompt = make_ticket(), make_prompt()
-    decode.expect(ticket, prompt)
-    prefill.offer(ticket, prompt, num_ready=12)
+    decode.start_receive(ticket, prompt)
+    prefill.start_send(ticket, prompt, num_ready=12)
     for stop in (20, 29, NUM_TOKENS):
         prefill.compute(ticket, stop)
-        whole = stop - stop % IN_STORE
-        wait_until(lambda whole=whole: decode.read(0, whole) == prefill.read(0, whole), PATIENCE_S)
+        full_layout = stop - stop % IN_STORE
+        wait_until(
+            lambda full_layout=full_layout: (
+                decode.read(0, full_layout) == prefill.read(0, full_layout)
+            ),
+            PATIENCE_S,
+        )
         assert stop == NUM_TOKENS or decode.agent.poll() == []
     # All is there before the first token is: that is computed anew rather than waited for.
     assert decode.hear(KVLanded) == [KVLanded(ticket.id, None)]
-    prefill.agent.finish(ticket.id, None)
+    prefill.agent.prefill_done(ticket.id, None)
     prefill.hear(KVSent)
     assert decode.read(0, NUM_TOKENS) == prefill.read(0, NUM_TOKENS)
 
@@ -235,7 +240,7 @@ def test_what_is_cached_is_not_read_and_what_is_kept_not_written_again(
     prefill_all(prefill, first, prompt)
     inodes = {path.stat().st_ino for path in entries(tmp_path)[:4]}
     before = decode.read(0, 12)
-    decode.expect(first, prompt, start=12)
+    decode.start_receive(first, prompt, start=12)
     decode.hear(KVLanded)
     assert decode.read(0, 12) == before
     assert decode.read(12, NUM_TOKENS) == prefill.read(12, NUM_TOKENS)
@@ -266,7 +271,7 @@ def test_what_is_lost_before_it_is_read_is_computed(
             (byte,) = file.read(1)
             file.seek(-1, os.SEEK_END)
             file.write(bytes((byte ^ 1,)))
-    decode.expect(ticket, prompt)
+    decode.start_receive(ticket, prompt)
     assert decode.hear(KVLanded) == [KVLanded(ticket.id, None, 30)]
     assert decode.read(0, 30) == prefill.read(0, 30)
     assert not tail.exists()
@@ -277,8 +282,8 @@ def test_nothing_at_all_fails_as_soon_as_prefill_is_over(
 ) -> None:
     prefill, decode = pair
     ticket, prompt = make_ticket(), make_prompt()
-    decode.expect(ticket, prompt)
-    prefill.offer(ticket, prompt)
+    decode.start_receive(ticket, prompt)
+    prefill.start_send(ticket, prompt)
     prefill.agent.abort(ticket.id, "its client left")
     prefill.hear(SendFailed)
     failed, quiescent = decode.hear(KVFailed, BlocksQuiescent)
@@ -293,19 +298,19 @@ def test_decode_is_told_that_prefill_failed(pair: tuple[Node, Node], is_early: b
     known, ticket, prompt = make_ticket(), make_ticket(), make_prompt()
     prefill_all(prefill, known, prompt[:20])
     if is_early:
-        decode.agent.give_up(ticket.id, "killed")
-        decode.expect(ticket, prompt)
+        decode.agent.abort_from_peer(ticket.id, "killed")
+        decode.start_receive(ticket, prompt)
     else:
-        decode.expect(ticket, prompt)
+        decode.start_receive(ticket, prompt)
         wait_until(lambda: decode.read(0, 20) == prefill.read(0, 20), PATIENCE_S)
-        decode.agent.give_up(ticket.id, "killed")
+        decode.agent.abort_from_peer(ticket.id, "killed")
     assert decode.hear(KVLanded) == [KVLanded(ticket.id, None, 20)]
 
 
 def test_the_deadline_ends_the_wait(pair: tuple[Node, Node]) -> None:
     _, decode = pair
     ticket = make_ticket()
-    decode.expect(ticket, make_prompt(), patience_s=0.05)
+    decode.start_receive(ticket, make_prompt(), patience_s=0.05)
     failed, _ = decode.hear(KVFailed, BlocksQuiescent)
     assert "deadline" in str(failed.error)
 
@@ -322,11 +327,11 @@ def test_a_queue_is_waited_for_as_long_as_its_engine_lives(
     ):
         ticket, prompt = make_ticket(), make_prompt()
         begun = CLOCK.now()
-        decode.expect(ticket, prompt)
-        prefill.offer(ticket, prompt)
+        decode.start_receive(ticket, prompt)
+        prefill.start_send(ticket, prompt)
         while CLOCK.now() < begun + 2.5 * timeout_s:
             assert prefill.agent.poll() == decode.agent.poll() == []
-            prefill.agent.computing([ticket])
+            prefill.agent.report_progress([ticket])
             threading.Event().wait(0.1)
         if is_stuck:
             failed, _ = decode.hear(KVFailed, BlocksQuiescent)
@@ -335,7 +340,7 @@ def test_a_queue_is_waited_for_as_long_as_its_engine_lives(
             prefill.hear(SendFailed)
         else:
             prefill.compute(ticket, len(prompt))
-            prefill.agent.finish(ticket.id, FIRST)
+            prefill.agent.prefill_done(ticket.id, FIRST)
             prefill.hear(KVSent)
             decode.hear(KVLanded)
             assert decode.read(0, NUM_TOKENS) == prefill.read(0, NUM_TOKENS)
@@ -344,7 +349,7 @@ def test_a_queue_is_waited_for_as_long_as_its_engine_lives(
 def test_an_aborted_wait_gives_the_blocks_back_once(pair: tuple[Node, Node]) -> None:
     _, decode = pair
     ticket = make_ticket()
-    decode.expect(ticket, make_prompt())
+    decode.start_receive(ticket, make_prompt())
     decode.agent.abort(ticket.id, "the client left")
     decode.agent.abort(ticket.id, "again")
     decode.hear(BlocksQuiescent)
@@ -375,7 +380,7 @@ def test_what_goes_together_with_its_note_is_not_waited_for(tmp_path: Path) -> N
     ):
         ticket, prompt = make_ticket(), make_prompt()
         prefill_all(prefill, ticket, prompt)
-        decode.expect(ticket, prompt, patience_s=10 * PATIENCE_S)
+        decode.start_receive(ticket, prompt, patience_s=10 * PATIENCE_S)
         assert decode.hear(KVLanded) == [KVLanded(ticket.id, None, IN_STORE)]
         assert decode.read(0, IN_STORE) == prefill.read(0, IN_STORE)
 
@@ -385,7 +390,7 @@ def test_another_tenant_or_prompt_finds_nothing(pair: tuple[Node, Node]) -> None
     prompt = make_prompt()
     prefill_all(prefill, make_ticket("one"), prompt)
     for ticket, wanted in ((make_ticket("two"), prompt), (make_ticket("one"), make_prompt(1))):
-        decode.expect(ticket, wanted, patience_s=0.05)
+        decode.start_receive(ticket, wanted, patience_s=0.05)
         decode.hear(KVFailed, BlocksQuiescent)
 
 
@@ -393,7 +398,7 @@ def test_a_store_without_room_fails_the_prefill_at_once(tmp_path: Path) -> None:
     tiny = {"shared": {"directory": str(tmp_path), "capacity_bytes": 2048}}
     with node(section(tmp_path, options=tiny), 4, 1) as prefill:
         ticket, prompt = make_ticket(), make_prompt()
-        prefill.offer(ticket, prompt)
+        prefill.start_send(ticket, prompt)
         prefill.compute(ticket, IN_STORE)
         (failed,) = prefill.hear(SendFailed)
         assert failed.error.stage == "store"
@@ -405,7 +410,7 @@ def test_a_prompt_larger_than_the_store_is_not_waited_for(tmp_path: Path) -> Non
     with node(store, 4, 1) as prefill, node(store, 6, 2) as decode:
         ticket, prompt = make_ticket(), make_prompt(num_tokens=90)
         prefill_all(prefill, ticket, prompt)
-        decode.expect(ticket, prompt)
+        decode.start_receive(ticket, prompt)
         failed, _ = decode.hear(KVFailed, BlocksQuiescent)
         assert "no more" in str(failed.error)
 
@@ -416,27 +421,27 @@ def test_an_order_that_does_not_name_its_tokens_fails(pair: tuple[Node, Node]) -
     for wrong in (None, prompt[:-1]):
         blocks = decode.table
         order = decode.order(ticket, prompt, PATIENCE_S) | {"prompt_ids": wrong}
-        decode.agent.expect(ReceiveOrder(**order, start=0, blocks=blocks))
+        decode.agent.start_receive(ReceiveOrder(**order, start=0, blocks=blocks))
         decode.hear(KVFailed, BlocksQuiescent)
-        prefill.agent.offer(SendOrder(**order, num_ready_tokens=0, blocks=prefill.table))
+        prefill.agent.start_send(SendOrder(**order, num_ready_tokens=0, blocks=prefill.table))
         prefill.hear(SendFailed)
 
 
 def test_stopping_ends_every_handoff(tmp_path: Path) -> None:
     with node(section(tmp_path), 4, 1) as both:
         sent, wanted = make_ticket(), make_ticket()
-        both.offer(sent, make_prompt())
-        both.expect(wanted, make_prompt())
+        both.start_send(sent, make_prompt())
+        both.start_receive(wanted, make_prompt())
         both.agent.stop()
         both.hear(SendFailed, KVFailed, BlocksQuiescent)
 
 
 def test_without_a_store_the_mode_fails_at_once() -> None:
     with node(StoreSection(), 4, 1) as both:
-        both.expect(make_ticket(), make_prompt())
+        both.start_receive(make_ticket(), make_prompt())
         failed, _ = both.hear(KVFailed, BlocksQuiescent)
         assert "no store" in str(failed.error)
-        both.offer(make_ticket(), make_prompt())
+        both.start_send(make_ticket(), make_prompt())
         both.hear(SendFailed)
 
 
@@ -444,7 +449,7 @@ def test_pages_that_cannot_be_divided_are_refused() -> None:
     layout = KVLayout.gqa(3, 2, 8, block_size=4, dtype="float32")
     opaque = KVLayout(layout.layers, 4, "float32", "opaque", arrangement="vllm-cpu/vec/LBHNC")
     region = allocate_shared_region([(4, layout.page_bytes(layer)) for layer in range(3)])
-    form = EntryForm.of(layout, block_size=4, num_parts=1)
+    entry_format = EntryFormat.of(layout, block_size=4, num_parts=1)
     with pytest.raises(ConfigError, match="cannot be kept"):
-        Carrier(Face(opaque, region), form)
+        BlockPacker(KVView(opaque, region), entry_format)
     release_region(region)

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from baton.authority.key import ClusterKey
+from baton.auth.key import ClusterKey
 from baton.clock import Instant
 from baton.handoff.interface import (
     BlocksQuiescent,
@@ -37,7 +37,7 @@ from tests.integration.killed_prefill import run_prefill
 from tests.unit.handoff.orders import make_ticket, receive_order
 
 if TYPE_CHECKING:
-    from baton.handoff.messages import Mover
+    from baton.handoff.messages import TransferOp
     from baton.kv.copies import PageCopies
     from baton.transfer.interface import (
         PagedRegion,
@@ -62,15 +62,15 @@ def test_layers_are_read_as_they_become_available(
 ) -> None:
     with (
         node("p", kinds=SHARED, key=key, block_size=src_block) as prefill,
-        node("d", kinds=SHARED, key=key, block_size=dst_block, mover="decode") as decode,
+        node("d", kinds=SHARED, key=key, block_size=dst_block, op="READ") as decode,
     ):
         prefill.scribble(3)
         handoff = make_handoff(prefill, decode, start_blocks=start_blocks, num_ready=num_ready)
-        handoff.expect()
-        handoff.offer()
+        handoff.start_receive()
+        handoff.start_send()
         handoff.wait_until_granted()
         handoff.compute(57, 100, 101)
-        handoff.finish(None)
+        handoff.prefill_done(None)
         handoff.check_landed(None)
         trace = handoff.receiving.trace
         assert trace.transport == trace.expected_transport == "shared"
@@ -88,15 +88,15 @@ def test_one_route_serves_every_handoff_with_a_peer(key: ClusterKey) -> None:
     holder = HeldReadsFactory()
     with (
         node("p", kinds=SHARED, key=key) as prefill,
-        node("d", kinds=SHARED, key=key, mover="decode", wrap=holder) as decode,
+        node("d", kinds=SHARED, key=key, op="READ", wrap=holder) as decode,
     ):
         holder.made[0].let_go()
         for seed in range(3):
             prefill.scribble(seed)
             handoff = make_handoff(prefill, decode, num_ready=101, seed=seed)
-            handoff.offer()
-            handoff.expect()
-            handoff.finish()
+            handoff.start_send()
+            handoff.start_receive()
+            handoff.prefill_done()
             handoff.check_landed()
         assert holder.made[0].num_attached == 1
 
@@ -107,13 +107,13 @@ def test_a_transport_that_cannot_read_is_written_by_the_peer(
     monkeypatch.setattr(TcpTransport, "capabilities", WRITES_ONLY)
     with (
         node("p", kinds=("tcp",), key=key) as prefill,
-        node("d", kinds=("tcp",), key=key, mover="decode") as decode,
+        node("d", kinds=("tcp",), key=key, op="READ") as decode,
     ):
         prefill.scribble(3)
         handoff = make_handoff(prefill, decode, num_ready=101)
-        handoff.expect()
-        handoff.offer()
-        handoff.finish()
+        handoff.start_receive()
+        handoff.start_send()
+        handoff.prefill_done()
         handoff.check_landed()
         assert handoff.receiving.trace.transport == "tcp"
 
@@ -137,14 +137,14 @@ def test_a_peer_that_cannot_be_attached_by_one_transport_is_reached_by_another(
     monkeypatch.setattr(SharedTransport, "expose", expose_elsewhere)
     with (
         node("p", kinds=("shared", "tcp"), key=key) as prefill,
-        node("d", kinds=("shared", "tcp"), key=key, mover="decode") as decode,
+        node("d", kinds=("shared", "tcp"), key=key, op="READ") as decode,
     ):
         for seed in (1, 2):
             prefill.scribble(seed)
             handoff = make_handoff(prefill, decode, num_ready=101, seed=seed)
-            handoff.expect()
-            handoff.offer()
-            handoff.finish()
+            handoff.start_receive()
+            handoff.start_send()
+            handoff.prefill_done()
             handoff.check_landed()
             assert handoff.receiving.trace.expected_transport == "shared"
             assert handoff.receiving.trace.transport == "tcp"
@@ -156,12 +156,12 @@ def test_bytes_that_change_under_a_read_are_not_used(key: ClusterKey) -> None:
     holder = HeldReadsFactory()
     with (
         node("p", kinds=SHARED, key=key) as prefill,
-        node("d", kinds=SHARED, key=key, mover="decode", wrap=holder) as decode,
+        node("d", kinds=SHARED, key=key, op="READ", wrap=holder) as decode,
     ):
         prefill.scribble(3)
         handoff = make_handoff(prefill, decode, num_ready=101)
-        handoff.offer()
-        handoff.expect()
+        handoff.start_send()
+        handoff.start_receive()
         holder.made[0].wait_until_held(1)
         prefill.scribble(4)
         holder.made[0].let_go()
@@ -176,13 +176,13 @@ def test_the_source_is_held_until_it_is_taken(key: ClusterKey) -> None:
     holder = HeldReadsFactory()
     with (
         node("p", kinds=SHARED, key=key) as prefill,
-        node("d", kinds=SHARED, key=key, mover="decode", wrap=holder) as decode,
+        node("d", kinds=SHARED, key=key, op="READ", wrap=holder) as decode,
     ):
         prefill.scribble(3)
         handoff = make_handoff(prefill, decode, num_ready=101)
-        handoff.offer()
-        handoff.expect()
-        handoff.finish()
+        handoff.start_send()
+        handoff.start_receive()
+        handoff.prefill_done()
         holder.made[0].wait_until_held(3)
         assert prefill.stays_silent()
         assert decode.stays_silent(0.0)
@@ -196,7 +196,7 @@ def test_a_deadline_under_a_read_ends_both_sides(side: str, key: ClusterKey) -> 
     holder = HeldReadsFactory()
     with (
         node("p", kinds=SHARED, key=key) as prefill,
-        node("d", kinds=SHARED, key=key, mover="decode", wrap=holder) as decode,
+        node("d", kinds=SHARED, key=key, op="READ", wrap=holder) as decode,
     ):
         handoff = make_handoff(prefill, decode, num_ready=101)
         soon = Instant(CLOCK.now() + 1.5)  # attaching and three reads, on a busy machine
@@ -204,9 +204,9 @@ def test_a_deadline_under_a_read_ends_both_sides(side: str, key: ClusterKey) -> 
             handoff.sending = replace(handoff.sending, deadline=soon)
         else:
             handoff.receiving = replace(handoff.receiving, deadline=soon)
-        handoff.offer()
-        handoff.expect()
-        handoff.finish()
+        handoff.start_send()
+        handoff.start_receive()
+        handoff.prefill_done()
         holder.made[0].wait_until_held(3)
         (failed,) = decode.wait_for(timeout_s=2.5)
         assert isinstance(failed, KVFailed)
@@ -221,11 +221,11 @@ def test_a_link_that_is_cut_under_a_read_ends_both_sides(key: ClusterKey) -> Non
     holder = HeldReadsFactory()
     with (
         node("p", kinds=SHARED, key=key) as prefill,
-        node("d", kinds=SHARED, key=key, mover="decode", wrap=holder) as decode,
+        node("d", kinds=SHARED, key=key, op="READ", wrap=holder) as decode,
     ):
         handoff = make_handoff(prefill, decode, num_ready=101)
-        handoff.offer()
-        handoff.expect()
+        handoff.start_send()
+        handoff.start_receive()
         holder.made[0].wait_until_held(3)
         cut_links(decode)
         failed, quiescent = decode.wait_for(2, timeout_s=2.0)
@@ -235,9 +235,9 @@ def test_a_link_that_is_cut_under_a_read_ends_both_sides(key: ClusterKey) -> Non
         holder.made[0].let_go()
         prefill.scribble(5)
         again = make_handoff(prefill, decode, num_ready=101, seed=7)
-        again.offer()
-        again.expect()
-        again.finish()
+        again.start_send()
+        again.start_receive()
+        again.prefill_done()
         again.check_landed()
 
 
@@ -249,11 +249,11 @@ def test_a_peer_that_is_killed_ends_the_handoff_at_once(reads_are_held: bool) ->
     here, there = spawn.Pipe()
     child = spawn.Process(target=run_prefill, args=(secret, there), daemon=True)
     child.start()
-    with node("d", kinds=SHARED, key=ClusterKey(secret), mover="decode", wrap=holder) as decode:
+    with node("d", kinds=SHARED, key=ClusterKey(secret), op="READ", wrap=holder) as decode:
         if not reads_are_held:
             holder.made[0].let_go()
         ticket = make_ticket(here.recv(), decode.ref)
-        decode.agent.expect(receive_order(ticket, start=0, num_tokens=101))
+        decode.agent.start_receive(receive_order(ticket, start=0, num_tokens=101))
         here.send(ticket)
         holder.made[0].wait_until_held(3)
         before = CLOCK.now()
@@ -269,12 +269,12 @@ def test_an_abort_while_reading_ends_both_sides(key: ClusterKey) -> None:
     holder = HeldReadsFactory()
     with (
         node("p", kinds=SHARED, key=key) as prefill,
-        node("d", kinds=SHARED, key=key, mover="decode", wrap=holder) as decode,
+        node("d", kinds=SHARED, key=key, op="READ", wrap=holder) as decode,
     ):
         handoff = make_handoff(prefill, decode, num_ready=50)
         ticket = handoff.sending.ticket.id
-        handoff.offer()
-        handoff.expect()
+        handoff.start_send()
+        handoff.start_receive()
         holder.made[0].wait_until_held(1)
         decode.agent.abort(ticket, "the client left")
         assert isinstance(prefill.wait_for()[0], SendFailed)
@@ -286,7 +286,7 @@ def test_an_abort_while_reading_ends_both_sides(key: ClusterKey) -> None:
 def test_many_handoffs_at_once(key: ClusterKey) -> None:
     with (
         node("p", kinds=SHARED, key=key) as prefill,
-        node("d", kinds=SHARED, key=key, block_size=24, mover="decode") as decode,
+        node("d", kinds=SHARED, key=key, block_size=24, op="READ") as decode,
     ):
         prefill.scribble(9)
         handoffs = [
@@ -296,11 +296,11 @@ def test_many_handoffs_at_once(key: ClusterKey) -> None:
         for number, handoff in enumerate(handoffs):
             own = np.array([2 * number, 2 * number + 1], dtype=np.int64)
             handoff.receiving = replace(handoff.receiving, blocks=BlockTable(0, own))
-            handoff.expect()
-            handoff.offer()
+            handoff.start_receive()
+            handoff.start_send()
         for handoff in handoffs:
             handoff.compute(handoff.sending.num_tokens)
-            handoff.finish()
+            handoff.prefill_done()
         assert {type(event) for event in decode.wait_for(12)} == {KVLanded}
         assert {type(event) for event in prefill.wait_for(12)} == {KVSent}
         for handoff in handoffs:
@@ -317,25 +317,25 @@ def test_a_peer_that_does_not_know_a_handoff_is_waited_for_no_longer_than_its_de
 ) -> None:
     with (
         node("p", kinds=SHARED, key=key) as prefill,
-        node("d", kinds=SHARED, key=key, mover="decode") as decode,
+        node("d", kinds=SHARED, key=key, op="READ") as decode,
     ):
         handoff = make_handoff(prefill, decode)
         handoff.receiving = replace(handoff.receiving, deadline=Instant(CLOCK.now() + 0.3))
-        handoff.expect()
+        handoff.start_receive()
         failed, quiescent = decode.wait_for(2, timeout_s=1.0)
         assert isinstance(failed, KVFailed)
         assert quiescent == BlocksQuiescent(handoff.sending.ticket.id)
         threading.Event().wait(0.1)
-        handoff.offer()
+        handoff.start_send()
         assert isinstance(prefill.wait_for(timeout_s=1.0)[0], SendFailed)
 
 
-@pytest.mark.parametrize("mover", ["prefill", "decode"])
+@pytest.mark.parametrize("op", ["WRITE", "READ"])
 def test_layers_with_the_same_pages_are_moved_by_one_prepared_list(
-    mover: Mover, key: ClusterKey, monkeypatch: pytest.MonkeyPatch
+    op: TransferOp, key: ClusterKey, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[PageCopies] = []
-    name = "submit" if mover == "prefill" else "read"
+    name = "submit" if op == "WRITE" else "read"
     original = getattr(SharedTransport, name)
 
     def note(self: SharedTransport, order: PageWrite | PageRead) -> TransferId:
@@ -344,16 +344,16 @@ def test_layers_with_the_same_pages_are_moved_by_one_prepared_list(
 
     with (
         node("p", kinds=SHARED, key=key, block_size=16) as prefill,
-        node("d", kinds=SHARED, key=key, block_size=16, mover=mover) as decode,
+        node("d", kinds=SHARED, key=key, block_size=16, op=op) as decode,
     ):
         prefill.scribble(3)
         handoff = make_handoff(prefill, decode)
-        handoff.expect()
-        handoff.offer()
+        handoff.start_receive()
+        handoff.start_send()
         handoff.wait_until_granted()
         monkeypatch.setattr(SharedTransport, name, note)
         handoff.compute(57, 101)
-        handoff.finish(None)
+        handoff.prefill_done(None)
         handoff.check_landed(None)
     by_layer = [[copies for copies in seen if copies.layer == layer] for layer in range(NUM_LAYERS)]
     assert min(map(len, by_layer)) >= 1

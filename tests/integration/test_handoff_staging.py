@@ -10,10 +10,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from baton.authority.key import ClusterKey
+from baton.auth.key import ClusterKey
 from baton.clock import Instant
-from baton.handoff.faces import Face
 from baton.handoff.interface import BlocksQuiescent, KVFailed, KVLanded, KVSent, SendFailed
+from baton.handoff.kv_views import KVView
 from baton.kv.copies import BlockTable
 from tests.integration.handoff_nodes import (
     CLOCK,
@@ -35,11 +35,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from contextlib import AbstractContextManager
 
-    from baton.handoff.messages import Mover
+    from baton.handoff.messages import TransferOp
 
 SHARED = ("shared",)
 HEADS_FIRST = msgspec.structs.replace(make_layout(16), order="heads_first")
-MOVERS: tuple[Mover, ...] = ("prefill", "decode")
+OPS: tuple[TransferOp, ...] = ("WRITE", "READ")
 
 
 @pytest.fixture(name="key")
@@ -53,50 +53,50 @@ def pages_of(kind: str, num_staging_pages: int = 12) -> AbstractContextManager[P
     return plain_pages(make_layout(24))
 
 
-@pytest.mark.parametrize("mover", MOVERS)
+@pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("kinds", [("staged", "plain"), ("plain", "staged"), ("staged", "staged")])
 @pytest.mark.parametrize(("start_blocks", "num_ready"), [(0, 0), (2, 57)])
 def test_kv_goes_through_staging_between_two_orders(
-    mover: Mover, kinds: tuple[str, str], start_blocks: int, num_ready: int, key: ClusterKey
+    op: TransferOp, kinds: tuple[str, str], start_blocks: int, num_ready: int, key: ClusterKey
 ) -> None:
     with (
         pages_of(kinds[0]) as theirs,
         pages_of(kinds[1]) as ours,
         node("p", kinds=SHARED, key=key, pages=theirs) as prefill,
-        node("d", kinds=SHARED, key=key, pages=ours, mover=mover) as decode,
+        node("d", kinds=SHARED, key=key, pages=ours, op=op) as decode,
     ):
         for seed in range(3):  # each finds the pages that the one before has left
             prefill.scribble(seed)
             handoff = make_handoff(
                 prefill, decode, start_blocks=start_blocks, num_ready=num_ready, seed=seed
             )
-            handoff.expect()
-            handoff.offer()
+            handoff.start_receive()
+            handoff.start_send()
             handoff.wait_until_granted()
             handoff.compute(70, 100, 101)
-            handoff.finish()
+            handoff.prefill_done()
             handoff.check_landed()
 
 
-@pytest.mark.parametrize("mover", MOVERS)
+@pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("kinds", [("staged", "plain"), ("plain", "staged")])
 def test_handoffs_wait_their_turn_for_staging_pages(
-    mover: Mover, kinds: tuple[str, str], key: ClusterKey
+    op: TransferOp, kinds: tuple[str, str], key: ClusterKey
 ) -> None:
     """Three blocks each and four pages: one at a time."""
     with (
         pages_of(kinds[0], 4) as theirs,
         pages_of(kinds[1], 4) as ours,
         node("p", kinds=SHARED, key=key, pages=theirs) as prefill,
-        node("d", kinds=SHARED, key=key, pages=ours, mover=mover) as decode,
+        node("d", kinds=SHARED, key=key, pages=ours, op=op) as decode,
     ):
         prefill.scribble(1)
         handoffs = [separate_handoff(prefill, decode, number) for number in range(6)]
         for handoff in handoffs:
-            handoff.expect()
-            handoff.offer()
+            handoff.start_receive()
+            handoff.start_send()
             handoff.compute(48)
-            handoff.finish()
+            handoff.prefill_done()
         landed = decode.wait_for(6)
         assert landed == [KVLanded(handoff.sending.ticket.id, FIRST) for handoff in handoffs]
         assert {type(event) for event in prefill.wait_for(6)} == {KVSent}
@@ -104,24 +104,24 @@ def test_handoffs_wait_their_turn_for_staging_pages(
             handoff.check_bytes()
 
 
-@pytest.mark.parametrize("mover", MOVERS)
+@pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("kinds", [("staged", "plain"), ("plain", "staged")])
 def test_one_that_ends_while_it_waits_leaves_its_place(
-    mover: Mover, kinds: tuple[str, str], key: ClusterKey
+    op: TransferOp, kinds: tuple[str, str], key: ClusterKey
 ) -> None:
     with (
         pages_of(kinds[0], 4) as theirs,
         pages_of(kinds[1], 4) as ours,
         node("p", kinds=SHARED, key=key, pages=theirs) as prefill,
-        node("d", kinds=SHARED, key=key, pages=ours, mover=mover) as decode,
+        node("d", kinds=SHARED, key=key, pages=ours, op=op) as decode,
     ):
         prefill.scribble(1)
         first, second, third = (separate_handoff(prefill, decode, number) for number in range(3))
         soon = Instant(CLOCK.now() + 0.3)
         second.receiving = replace(second.receiving, deadline=soon)
         for handoff in (first, second, third):
-            handoff.expect()
-            handoff.offer()
+            handoff.start_receive()
+            handoff.start_send()
         failed, quiescent = decode.wait_for(2, timeout_s=1.0)
         assert isinstance(failed, KVFailed)
         assert quiescent == BlocksQuiescent(second.sending.ticket.id)
@@ -129,7 +129,7 @@ def test_one_that_ends_while_it_waits_leaves_its_place(
         assert isinstance(prefill.wait_for()[0], SendFailed)
         for handoff in (first, third):
             handoff.compute(48)
-            handoff.finish()
+            handoff.prefill_done()
         assert decode.wait_for(2) == [
             KVLanded(handoff.sending.ticket.id, FIRST) for handoff in (first, third)
         ]
@@ -146,8 +146,8 @@ def test_one_that_could_never_fit_fails_at_once(kinds: tuple[str, str], key: Clu
         node("d", kinds=SHARED, key=key, pages=ours) as decode,
     ):
         handoff = make_handoff(prefill, decode)
-        handoff.offer()
-        handoff.expect()
+        handoff.start_send()
+        handoff.start_receive()
         failed, quiescent = decode.wait_for(2, timeout_s=1.0)
         assert isinstance(failed, KVFailed)
         assert quiescent == BlocksQuiescent(handoff.sending.ticket.id)
@@ -160,19 +160,19 @@ def test_the_engines_blocks_are_quiet_before_the_staging_pages_are(key: ClusterK
         pages_of("plain") as theirs,
         pages_of("staged", 4) as ours,
         node("p", kinds=SHARED, key=key, pages=theirs) as prefill,
-        node("d", kinds=SHARED, key=key, pages=ours, mover="decode", wrap=holder) as decode,
+        node("d", kinds=SHARED, key=key, pages=ours, op="READ", wrap=holder) as decode,
     ):
         prefill.scribble(1)
         first, second = (separate_handoff(prefill, decode, number) for number in range(2))
         for handoff in (first, second):
-            handoff.offer()
+            handoff.start_send()
             handoff.compute(48)
-            handoff.finish()
-        first.expect()
+            handoff.prefill_done()
+        first.start_receive()
         holder.made[0].wait_until_held(3)
-        decode.agent.give_up(first.sending.ticket.id, "its other half failed")
+        decode.agent.abort_from_peer(first.sending.ticket.id, "its other half failed")
         assert [type(event) for event in decode.wait_for(2)] == [KVFailed, BlocksQuiescent]
-        second.expect()
+        second.start_receive()
         assert decode.stays_silent()  # a read may still land in the pages that it waits for
         holder.made[0].let_go()
         assert decode.wait_for() == [KVLanded(second.sending.ticket.id, FIRST)]
@@ -188,66 +188,66 @@ def test_an_order_that_starts_inside_a_staged_block_fails(key: ClusterKey) -> No
     ):
         handoff = make_handoff(prefill, decode)
         handoff.receiving = replace(handoff.receiving, start=5)
-        handoff.expect()
+        handoff.start_receive()
         failed = decode.wait_for(2)[0]
         assert isinstance(failed, KVFailed)
         assert "not the first" in str(failed.error)
 
 
-@pytest.mark.parametrize("mover", MOVERS)
+@pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize(("arrangement", "is_staged"), [("vec/LBHNC", False), ("amx/LBHNC", True)])
 def test_equal_engines_exchange_opaque_pages_and_others_canonical_ones(
-    arrangement: str, is_staged: bool, mover: Mover, key: ClusterKey
+    arrangement: str, is_staged: bool, op: TransferOp, key: ClusterKey
 ) -> None:
     with (
         two_faced_pages("vec/LBHNC") as theirs,
         two_faced_pages(arrangement) as ours,
         node("p", kinds=SHARED, key=key, pages=theirs) as prefill,
-        node("d", kinds=SHARED, key=key, pages=ours, mover=mover) as decode,
+        node("d", kinds=SHARED, key=key, pages=ours, op=op) as decode,
     ):
         prefill.scribble(1)
         handoff = make_handoff(prefill, decode, start_blocks=1, num_ready=30)
-        handoff.expect()
-        handoff.offer()
+        handoff.start_receive()
+        handoff.start_send()
         handoff.compute(57, 101)
-        handoff.finish()
+        handoff.prefill_done()
         handoff.check_landed()
         assert [staging_was_used(pages) for pages in (theirs, ours)] == [is_staged, is_staged]
 
 
-@pytest.mark.parametrize("mover", MOVERS)
-def test_faces_that_match_need_not_be_in_the_same_place(mover: Mover, key: ClusterKey) -> None:
+@pytest.mark.parametrize("op", OPS)
+def test_faces_that_match_need_not_be_in_the_same_place(op: TransferOp, key: ClusterKey) -> None:
     with (
         plain_pages(make_layout(16)) as theirs,
         two_faced_pages("vec/LBHNC") as ours,
         node("p", kinds=SHARED, key=key, pages=theirs) as prefill,
-        node("d", kinds=SHARED, key=key, pages=ours, mover=mover) as decode,
+        node("d", kinds=SHARED, key=key, pages=ours, op=op) as decode,
     ):
         prefill.scribble(1)
         handoff = make_handoff(prefill, decode, num_ready=101)
-        handoff.expect()
-        handoff.offer()
-        handoff.finish()
+        handoff.start_receive()
+        handoff.start_send()
+        handoff.prefill_done()
         handoff.check_landed()
         assert staging_was_used(ours)
 
 
-@pytest.mark.parametrize("mover", MOVERS)
-def test_an_opaque_page_is_sent_once(mover: Mover, key: ClusterKey) -> None:
+@pytest.mark.parametrize("op", OPS)
+def test_an_opaque_page_is_sent_once(op: TransferOp, key: ClusterKey) -> None:
     """Of 101 tokens in blocks of 16: 7 pages a layer, however many steps there were."""
     with (
         two_faced_pages("vec/LBHNC") as theirs,
         two_faced_pages("vec/LBHNC") as ours,
         node("p", kinds=SHARED, key=key, pages=theirs) as prefill,
-        node("d", kinds=SHARED, key=key, pages=ours, mover=mover) as decode,
+        node("d", kinds=SHARED, key=key, pages=ours, op=op) as decode,
     ):
         prefill.scribble(1)
         handoff = make_handoff(prefill, decode)
-        handoff.expect()
-        handoff.offer()
+        handoff.start_receive()
+        handoff.start_send()
         handoff.wait_until_granted()
         handoff.compute(*range(3, 101, 7), 101)
-        handoff.finish()
+        handoff.prefill_done()
         handoff.check_landed()
         assert handoff.sending.trace.num_pages == 7 * NUM_LAYERS
 
@@ -257,14 +257,14 @@ def two_faced_pages(arrangement: str) -> Iterator[Pages]:
     """What an engine with pages of its own kind shows: those, and canonical ones by staging."""
     opaque = msgspec.structs.replace(HEADS_FIRST, order="opaque", arrangement=arrangement)
     with plain_pages(HEADS_FIRST) as own, staged_pages(HEADS_FIRST, 12) as staged:
-        face = staged.faces[0]
-        staging = ConvertedPages(HEADS_FIRST, own.own, face.layout, face.region)
-        faces = (Face(opaque, own.faces[0].region), Face(face.layout, face.region, staging))
-        yield Pages(HEADS_FIRST, own.own, faces)
+        view = staged.views[0]
+        staging = ConvertedPages(HEADS_FIRST, own.own, view.layout, view.region)
+        views = (KVView(opaque, own.views[0].region), KVView(view.layout, view.region, staging))
+        yield Pages(HEADS_FIRST, own.own, views)
 
 
 def staging_was_used(pages: Pages) -> bool:
-    return any(pages.faces[1].region.memory)
+    return any(pages.views[1].region.memory)
 
 
 def separate_handoff(prefill: Node, decode: Node, number: int) -> Handoff:

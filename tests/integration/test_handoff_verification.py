@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from baton.authority.key import ClusterKey
+from baton.auth.key import ClusterKey
 from baton.handoff.interface import KVFailed, KVLanded
 from baton.handoff.verification import VerificationPolicy
 from baton.testing.faulty_transport import Fault, FaultPlan, FaultyTransport
@@ -50,10 +50,10 @@ def hand_over(
     ):
         prefill.scribble(1)
         handoff = make_handoff(prefill, decode, num_tokens=NUM_TOKENS)
-        handoff.expect()
-        handoff.offer()
+        handoff.start_receive()
+        handoff.start_send()
         handoff.compute(NUM_TOKENS)
-        handoff.finish()
+        handoff.prefill_done()
         (event,) = decode.wait_for()[:1]
         try:
             handoff.check_bytes()

@@ -92,7 +92,7 @@ def test_events_arrive_once_and_in_order(ends, give_birth, closing):
     consumer = closing(Consumer(*ends).connect())
     life.publish([stored(1, 2, 3), removed(2)], [stored(4)])
     consumer.follow(life)
-    assert consumer.holdings.find_matches([1, 3, 4, 2]) == 3
+    assert consumer.block_index.find_matches([1, 3, 4, 2]) == 3
     life.publish([["cleared", []]], [stored(7)])
     consumer.follow(life)
     assert [type(e) for e in consumer.events].count(BlockStored) == 3
@@ -279,7 +279,7 @@ def test_a_consumer_that_does_not_poll_bounds_the_queue_and_loses_nothing(
     consumer = closing(Consumer(*ends, queued=10).connect())
     life.publish(*chain(0, 3_000))
     time.sleep(0.5)
-    assert len(consumer.subscriber._outbox._items) < 10 + 2 * 256
+    assert len(consumer.subscriber._queue._items) < 10 + 2 * 256
     consumer.follow(life)
     assert consumer.count(BlockStored) == 3_000
     assert consumer.health.num_lost == 0

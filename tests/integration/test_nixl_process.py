@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from baton.authority.key import ClusterKey
+from baton.auth.key import ClusterKey
 from baton.clock import MachineClock
 from baton.ids import new_epoch
 from baton.kv.copies import PageCopies
@@ -23,11 +23,11 @@ from baton.testing.transport_contract.process import SHAPES, OwnerProcess
 from baton.testing.transport_pair import Side, TransportPair, whole_pages
 from baton.transfer.interface import (
     TRANSPORTS,
-    Attached,
     PageRead,
     ReadCompleted,
     ReadFailed,
     RegionDescriptor,
+    RemoteAttached,
     RemoteLost,
     TransportContext,
 )
@@ -49,22 +49,22 @@ class Kit(TransportKit):
 kit = Kit()
 pair = TransportPair.of(kit.make_side(), kit.make_side())
 pair.writer.fill(seed=1)
-remote, window = pair.attach(), pair.open_window(range(NUM_PAGES))
+remote, grant = pair.attach(), pair.open_grant(range(NUM_PAGES))
 groups = [whole_pages(range(NUM_PAGES), range(NUM_PAGES), PAGE_BYTES)]
-check_write(pair, remote, window, groups)
+check_write(pair, remote, grant, groups)
 """
 FORK = """
 child = os.fork()
 if child == 0:
     try:
-        pair.writer.transport.submit(pair.write(remote, window, groups))
+        pair.writer.transport.submit(pair.write(remote, grant, groups))
     except Exception as exc:
         print(type(exc).__name__, flush=True)
     pair.close()
     sys.exit(7)  # with all finalizers
 status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 pair.writer.fill(seed=2)
-check_write(pair, remote, window, groups)
+check_write(pair, remote, grant, groups)
 print(status, "and the parent goes on", flush=True)
 """
 LISTENING = """
@@ -85,7 +85,7 @@ print(json.dumps(listening()), flush=True)
 
 OWNER = """
 import sys, select, msgspec
-from baton.authority.key import ClusterKey
+from baton.auth.key import ClusterKey
 from baton.clock import MachineClock
 from baton.ids import new_epoch
 from baton.testing.transport_pair import Side
@@ -148,7 +148,7 @@ def test_it_takes_no_core_while_nothing_moves():
     pair = TransportPair.of(NetworkKit().make_side(), NetworkKit().make_side())
     pair.attach()
     before = time.process_time()
-    pair.settle(0.5)
+    pair.record_ports(0.5)
     assert time.process_time() - before < 0.1
     pair.close()
 
@@ -219,11 +219,11 @@ def test_a_read_from_an_owner_that_stands_still_costs_little_and_ends_with_the_r
 def test_a_second_transfer_of_the_same_shape_prepares_nothing(monkeypatch):
     pair = TransportPair.of(HostKit().make_side(), HostKit().make_side())
     pair.writer.fill(seed=1)
-    remote, window = pair.attach(), pair.open_window(range(NUM_PAGES))
+    remote, grant = pair.attach(), pair.open_grant(range(NUM_PAGES))
     rng = np.random.default_rng(1)
     for round_ in range(3):
         pages = rng.permutation(NUM_PAGES)
-        check_write(pair, remote, window, [whole_pages(pages, pages[::-1], PAGE_BYTES)])
+        check_write(pair, remote, grant, [whole_pages(pages, pages[::-1], PAGE_BYTES)])
         if round_ == 0:
             monkeypatch.setattr(Agent, "prepare", None)
     pair.close()
@@ -251,7 +251,7 @@ def test_reads_between_network_namespaces_and_over_a_cable_that_is_cut(namespace
                 events.extend(transport.poll())
 
         remote = transport.attach(descriptor)
-        pump(lambda: Attached(remote) in events)
+        pump(lambda: RemoteAttached(remote) in events)
         pages = np.random.default_rng(1).permutation(1024)
         copies = PageCopies(0, (whole_pages(pages, range(1024), 65_536),))
         read = PageRead(remote, reader.region.handle, copies)

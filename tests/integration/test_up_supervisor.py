@@ -49,7 +49,7 @@ class RecordingDisplay:
     def __init__(self):
         self.said, self.child_lines, self.waited_for = [], [], []
 
-    def say(self, line):
+    def print_line(self, line):
         self.said.append(line)
 
     def child_line(self, child, line):
@@ -79,7 +79,7 @@ class Launch:
                 await asyncio.sleep(0.01)
 
     def pids(self):
-        return {name: post.child._process.pid for name, post in self.supervisor._posts.items()}
+        return {name: slot.child._process.pid for name, slot in self.supervisor._slots.items()}
 
 
 def launch(*behaviours, gateway="gateway", environment=None, port=0):
@@ -168,7 +168,7 @@ async def test_a_worker_that_dies_comes_back_on_its_port(tmp_path):
     under_test = launch("mortal", environment={"STUB_DIE_FILE": str(die)})
 
     async def then():
-        before, ports = under_test.pids(), under_test.supervisor._posts["w0"].ports
+        before, ports = under_test.pids(), under_test.supervisor._slots["w0"].ports
         die.touch()
         await under_test.until_said("w0 is back")
         assert under_test.pids()["w0"] != before["w0"]

@@ -181,10 +181,10 @@ FOLLOWER = """
 import multiprocessing, os, time
 from baton.config.environment import change_environment
 from baton.config.sections import LogSection
-from baton.engines.vllm.engine_process import follow_server, server_variables
+from baton.engines.vllm.engine_process import exit_with_parent, server_variables
 
 def follow(pipe):
-    follow_server()
+    exit_with_parent()
     pipe.send((os.getpid(), os.getpgid(0)))
     time.sleep(60)
 

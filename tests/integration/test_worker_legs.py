@@ -14,12 +14,12 @@ import aiohttp
 import msgspec
 import pytest
 
-from baton.authority.key import ClusterKey
-from baton.authority.ticket import Ticket, WorkerRef, seal
+from baton.auth.key import ClusterKey
+from baton.auth.ticket import Ticket, WorkerRef, seal
 from baton.config.sections import StoreSection
 from baton.ids import Epoch
 from baton.telemetry.summary import summarize
-from baton.telemetry.trace import LegTrace
+from baton.telemetry.trace import RequestSpan
 from tests.integration.worker_process import WorkerProcess, make_ticket, starting
 
 if TYPE_CHECKING:
@@ -92,12 +92,12 @@ async def asking() -> AsyncGenerator[Any]:
         yield ask
 
 
-async def read_trace(worker: WorkerProcess, request_id: str) -> LegTrace:
+async def read_trace(worker: WorkerProcess, request_id: str) -> RequestSpan:
     async with (
         aiohttp.ClientSession() as session,
         session.get(f"{worker.url}/baton/v1/traces/{request_id}") as reply,
     ):
-        return msgspec.json.decode(await reply.read(), type=LegTrace)
+        return msgspec.json.decode(await reply.read(), type=RequestSpan)
 
 
 async def read_metrics(worker: WorkerProcess) -> dict[str, float]:
@@ -141,8 +141,8 @@ def test_both_legs_give_what_one_worker_gives(pair: Pair, stream: bool) -> None:
             assert decode.json()["usage"]["completion_tokens"] == 16
         sent = await read_trace(pair.prefill, f"both-{stream}")
         got = await read_trace(pair.decode, f"both-{stream}")
-        assert (sent.leg, sent.outcome, sent.peer) == ("prefill", "prefilled", "d0")
-        assert (got.leg, got.outcome, got.peer) == ("decode", "length", "p0")
+        assert (sent.role, sent.outcome, sent.peer) == ("prefill", "prefilled", "d0")
+        assert (got.role, got.outcome, got.peer) == ("decode", "length", "p0")
         assert sent.ticket == got.ticket == ticket.id.hex()
         assert got.num_received_tokens == num_prompt_tokens
         summary = summarize(None, got, sent)
@@ -160,8 +160,8 @@ def test_both_legs_give_what_one_worker_gives(pair: Pair, stream: bool) -> None:
             assert seconds is not None
             # Processes of one host share a clock; the measured offset is off by microseconds.
             assert -0.005 < seconds < 30
-        assert summary.visible_transfer_s is not None
-        assert summary.visible_transfer_s < 30
+        assert summary.exposed_transfer_s is not None
+        assert summary.exposed_transfer_s < 30
 
     asyncio.run(scenario())
 
@@ -176,7 +176,7 @@ def test_metrics_prove_the_handoff(pair: Pair) -> None:
         after = await read_metrics(pair.decode)
         grown = {name for name in after if after[name] > before[name]}
         transport = (await read_trace(pair.decode, "req-test")).transport
-        labels = f'{{leg="decode",result="completed",transport="{transport}"}}'
+        labels = f'{{result="completed",role="decode",transport="{transport}"}}'
         assert f"baton_handoffs_total{labels}" in grown
         assert 'baton_worker_prompt_tokens_total{source="received"}' in grown
         assert 'baton_worker_prompt_tokens_total{source="computed"}' not in grown
@@ -213,10 +213,12 @@ def test_what_goes_through_the_store_is_in_both_workers_metrics(pair: Pair) -> N
         num_entries = -(-num_tokens // StoreSection().block_size)
         entries, store = "baton_pool_entries_total", "baton_store_"
         assert grown(before[0], after[0], entries) == {
-            '{leg="prefill",result="kept"}': num_entries,
-            '{leg="prefill",result="known"}': num_entries,
+            '{result="stored",role="prefill"}': num_entries,
+            '{result="present",role="prefill"}': num_entries,
         }
-        assert grown(before[1], after[1], entries) == {'{leg="decode",result="taken"}': num_entries}
+        assert grown(before[1], after[1], entries) == {
+            '{result="loaded",role="decode"}': num_entries
+        }
         put, read = (grown(*each, store) for each in zip(before, after, strict=True))
         # Each handoff leaves a note, too; a prefill worker that computes, signs of life.
         assert put['puts_total{result="stored",tier="file"}'] >= num_entries + 2

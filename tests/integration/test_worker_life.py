@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 import pytest
 
-from baton.authority.key import ClusterKey
+from baton.auth.key import ClusterKey
 from baton.clock import MachineClock
 from baton.engines.interface import NewToken
 from baton.errors import ConfigError, EngineError
 from baton.handoff.interface import SampledToken
 from baton.ids import WorkerId
-from baton.telemetry.announcement import Announcer
-from baton.worker.listening import bind, is_loopback, start_listening
+from baton.telemetry.process_status import StatusReporter
+from baton.worker.listener import bind, is_loopback, start_listening
 from baton.worker.options import ProcessOptions, WorkerOptions
 from baton.worker.process import ProcessLife
 from baton.worker.worker import Worker, build_worker
@@ -49,7 +49,7 @@ async def living(
     )
     read_fd, write_fd = os.pipe()
     with bind("127.0.0.1", 0) as listener, os.fdopen(read_fd) as announced:
-        life = ProcessLife(at, worker, EPOCH, Announcer(write_fd))
+        life = ProcessLife(at, worker, EPOCH, StatusReporter(write_fd))
         running = asyncio.create_task(life.run(listener))
         try:
             ready = json.loads(await asyncio.to_thread(announced.readline))
@@ -121,7 +121,7 @@ def test_a_body_that_is_too_large_is_answered_before_it_is_read() -> None:
                 assert (await reply.json())["error"]["code"] == "body_too_large"
             async with session.get(f"{url}/health") as health:
                 assert health.status == 200
-            assert worker.bridge.num_open == 0
+            assert worker.engine_client.num_open == 0
 
     asyncio.run(scenario())
 

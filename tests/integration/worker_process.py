@@ -15,8 +15,8 @@ from typing import IO, TYPE_CHECKING, Any
 
 import msgspec
 
-from baton.authority.key import ClusterKey
-from baton.authority.ticket import HandoffMode, Ticket, WorkerRef, seal
+from baton.auth.key import ClusterKey
+from baton.auth.ticket import HandoffMode, Ticket, WorkerRef, seal
 from baton.clock import MachineClock
 from baton.config.sections import StoreSection
 from baton.ids import Epoch, WorkerId, new_ticket_id

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from baton.clock import UnixTime
+from baton.events.block_index import WorkerBlockIndex
 from baton.events.blocks import (
     BlockRemoved,
     BlockStored,
@@ -18,8 +19,7 @@ from baton.events.blocks import (
     NumberedBatch,
     Restarted,
 )
-from baton.events.holdings import BlockHoldings
-from baton.events.sequence import AskReplay, Cause, Deliver, Sequencer
+from baton.events.sequence import Deliver, ReplayCause, RequestReplay, Sequencer
 
 DOMAIN = EventDomain("test")
 BUFFER = 6
@@ -41,7 +41,7 @@ class SequencerMachine(RuleBasedStateMachine):
         self.published = []
         self.live, self.answer = [], None
         self.delivered = []  # since the last Lost or Restarted
-        self.applied = BlockHoldings(DOMAIN)
+        self.applied = WorkerBlockIndex(DOMAIN)
         self.may_lose = False
         self.lost_in_this_life = False
         self.take(self.sequencer.connected())
@@ -61,7 +61,7 @@ class SequencerMachine(RuleBasedStateMachine):
                     self.lost_in_this_life = True
                     self.delivered = []
                     self.applied.apply(step)
-                case AskReplay(start, _):
+                case RequestReplay(start, _):
                     self.asked, self.answer = start, None
 
     @rule(kind=st.sampled_from(["stored", "removed"]), block=st.integers(0, 3))
@@ -118,7 +118,7 @@ class SequencerMachine(RuleBasedStateMachine):
     @rule()
     def unanswered(self):
         self.answer, self.may_lose = None, True
-        self.take(self.sequencer.replay_unanswered())
+        self.take(self.sequencer.replay_timed_out())
 
     @rule()
     def audit(self):
@@ -159,7 +159,7 @@ class SequencerMachine(RuleBasedStateMachine):
         assert self.delivered == self.published[first:]
         if not self.lost_in_this_life:
             assert self.delivered == self.published
-            truth = BlockHoldings(DOMAIN)
+            truth = WorkerBlockIndex(DOMAIN)
             for message in self.published:
                 truth.apply(message.batch.events[0])
             for block in range(4):
@@ -199,7 +199,7 @@ TestSequencer = SequencerMachine.TestCase
 
 def test_causes_are_told():
     sequencer = Sequencer()
-    assert sequencer.connected() == [AskReplay(0, Cause.CONNECTED)]
+    assert sequencer.connected() == [RequestReplay(0, ReplayCause.CONNECTED)]
     assert sequencer.replay_ended() == []
-    assert sequencer.audit() == [AskReplay(0, Cause.AUDIT)]
+    assert sequencer.audit() == [RequestReplay(0, ReplayCause.AUDIT)]
     assert sequencer.counts.replays == 1

@@ -15,12 +15,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.engines.vllm import conversion
-from baton.engines.vllm.conversion import TransposedPages
+from baton.engines.vllm import kv_views
+from baton.engines.vllm.kv_views import TransposedPages
 from baton.kv.canonical import read_canonical
 from baton.kv.copies import BlockTable, PagedSequence
 from baton.kv.layout import DTYPE_BYTES, DType, KVLayout, LayerLayout, TensorParallelShard
 from baton.transfer.region import allocate_host_region, view_pages
+from tests.cpu import needs_fp8
 
 TORCH: dict[DType, torch.dtype] = {
     "float32": torch.float32,
@@ -83,8 +84,8 @@ def test_what_the_kernel_writes_becomes_canonical_and_back(
     staging = TransposedPages([written.cache], layout, region)
     # Parts of a page or two, so that index lists are cut into several.
     limit = data.draw(st.integers(1, 3)) * layout.page_bytes(0)
-    before = conversion._TEMPORARY_BYTES
-    conversion._TEMPORARY_BYTES = limit  # type: ignore[misc]
+    before = kv_views._TEMPORARY_BYTES
+    kv_views._TEMPORARY_BYTES = limit  # type: ignore[misc]
     try:
         staging.gather(0, written.blocks, staged)
         sequence = PagedSequence(layout, BlockTable(0, staged))
@@ -97,7 +98,7 @@ def test_what_the_kernel_writes_becomes_canonical_and_back(
         landed = np.random.default_rng(seed + 1).permutation(NUM_BLOCKS)[: len(staged)]
         TransposedPages([other], layout, region).scatter(0, staged, landed)
     finally:
-        conversion._TEMPORARY_BYTES = before  # type: ignore[misc]
+        kv_views._TEMPORARY_BYTES = before  # type: ignore[misc]
     assert bytes_of(other[torch.from_numpy(landed)]) == bytes_of(
         written.cache[torch.from_numpy(written.blocks)]
     )
@@ -105,6 +106,7 @@ def test_what_the_kernel_writes_becomes_canonical_and_back(
     assert bool((other[untouched] == 7.0).all())
 
 
+@needs_fp8
 @pytest.mark.parametrize("cache_dtype", ["fp8", "fp8_e5m2"])
 def test_fp8_lies_the_same_way(cache_dtype: str) -> None:
     """Each token has K and V of its own that fp8 holds exactly: found where they belong."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 from cyclopts import App, Parameter
 
-from baton.authority.key import ClusterKey
+from baton.auth.key import ClusterKey
 from baton.cli.flags import ConfigFlags
 from baton.clock import Clock, MachineClock
 from baton.config.cluster_key import find_cluster_key
@@ -18,10 +18,9 @@ from baton.config.sections import Config
 from baton.errors import ConfigError
 
 if TYPE_CHECKING:
-    from baton.bench.choice.plan import ChoicePlan
-    from baton.bench.ends import Address, Ends
-    from baton.bench.plan import Plan
-    from baton.bench.report import Report
+    from baton.bench.link.report import Report
+    from baton.bench.link.runner import Plan
+    from baton.rig.nodes import Address, Nodes
 
 FAILED = 1
 INTERRUPTED = 130
@@ -39,10 +38,10 @@ app.command(
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class LinkFlags(ConfigFlags):
-    """What is measured, and where the result goes."""
+    """What is measured, and where the report is written."""
 
     listen: Annotated[
-        str | None, Parameter(help="Be a listening end at HOST:PORT for somebody else's run.")
+        str | None, Parameter(help="Listen at HOST:PORT for a run that another host starts.")
     ] = None
     transport: Annotated[
         tuple[str, ...],
@@ -66,14 +65,6 @@ class LinkFlags(ConfigFlags):
             show_default=False,
         ),
     ] = False
-    choice: Annotated[
-        bool,
-        Parameter(
-            help="Is the transport that would be chosen the best, at every size and shape?",
-            negative="",
-            show_default=False,
-        ),
-    ] = False
     json: Annotated[bool, Parameter(help="Print JSON.", negative="", show_default=False)] = False
     plot: Annotated[
         Path | None, Parameter(help="Write a figure to this file (.png, .svg, .pdf).")
@@ -82,7 +73,7 @@ class LinkFlags(ConfigFlags):
 
 @app.command
 def link(
-    a: Annotated[str | None, Parameter(help="HOST:PORT of the listening end that drives.")] = None,
+    a: Annotated[str | None, Parameter(help="HOST:PORT of the listener that drives.")] = None,
     b: Annotated[str | None, Parameter(help="HOST:PORT of the one that is driven.")] = None,
     /,
     flags: LinkFlags | None = None,
@@ -97,64 +88,44 @@ def link(
     clock = MachineClock()
     if flags.listen is not None:
         if a is not None:
-            raise ConfigError("a listening end (--listen) takes no A and B: it is one of them")
+            raise ConfigError("--listen takes no A and B: this process is one of them")
         return _listen(flags.listen, config, clock)
     if flags.plot is not None:
-        from baton.bench.plotting import require_plotting  # noqa: PLC0415 - too heavy for --help
+        from baton.bench.charts import check_plot  # noqa: PLC0415 - too heavy for --help
 
-        require_plotting(flags.plot)
-    ends = _ends(a, b, config, clock)
-    if flags.choice:
-        return _judge_choice(_plan_choice(flags, config), ends, flags, clock)
-    return _measure(_plan(flags, config), ends, flags, clock)
+        check_plot(flags.plot)
+    nodes = _open_nodes(a, b, config, clock)
+    return _measure(_plan(flags, config), nodes, flags, clock)
 
 
 def _listen(text: str, config: Config, clock: Clock) -> int:
-    from baton.bench.listening import listen  # noqa: PLC0415 - too heavy for --help
+    from baton.bench.link.listen import Listener, listen  # noqa: PLC0415 - too heavy for --help
 
     address = _address(text, "--listen")
-    listen(
-        address,
-        _key(config, (address.host,)),
-        clock,
-        lambda line: print(f"baton: {line}", file=sys.stderr, flush=True),
-    )
+
+    def log(line: str) -> None:
+        print(f"baton: {line}", file=sys.stderr, flush=True)
+
+    listen(address, Listener(_key(config, (address.host,)), clock, log))
     return 0
 
 
-def _measure(plan: "Plan", ends: "Ends", flags: LinkFlags, clock: Clock) -> int:
-    from baton.bench.conducting import Conductor  # noqa: PLC0415 - too heavy for --help
-    from baton.bench.printing import print_report  # noqa: PLC0415
-    from baton.bench.progress import open_progress  # noqa: PLC0415
+def _measure(plan: "Plan", nodes: "Nodes", flags: LinkFlags, clock: Clock) -> int:
+    from baton.bench.link.runner import LinkRunner  # noqa: PLC0415 - too heavy for --help
+    from baton.bench.printing import print_link_report  # noqa: PLC0415
+    from baton.bench.progress import StepProgress  # noqa: PLC0415
 
-    num_steps = plan.effort.num_rounds * len(plan.entrants) * len(plan.workloads)
-    report = Conductor(plan, ends, open_progress(num_steps), clock, sys.argv[1:]).conduct()
+    num_steps = plan.effort.num_rounds * len(plan.entries) * len(plan.workloads)
+    report = LinkRunner(plan, nodes, StepProgress(num_steps), clock, sys.argv[1:]).run()
     if flags.json:
         print(msgspec.json.format(msgspec.json.encode(report)).decode())
     else:
-        print_report(report, sys.stdout)
+        print_link_report(report, sys.stdout)
     if flags.plot is not None and report.rows:
-        from baton.bench.plotting import plot_report  # noqa: PLC0415
+        from baton.bench.charts import plot_report  # noqa: PLC0415
 
         plot_report(report, flags.plot)
     return _exit_code(report, flags)
-
-
-def _judge_choice(plan: "ChoicePlan", ends: "Ends", flags: LinkFlags, clock: Clock) -> int:
-    from baton.bench.choice.conducting import ChoiceConductor  # noqa: PLC0415 - too heavy
-    from baton.bench.choice.printing import print_choices  # noqa: PLC0415
-    from baton.bench.progress import open_progress  # noqa: PLC0415
-
-    progress = open_progress(len(plan.workloads) + plan.effort.num_surveys)
-    report = ChoiceConductor(plan, ends, progress, clock, sys.argv[1:]).conduct()
-    if flags.json:
-        print(msgspec.json.format(msgspec.json.encode(report)).decode())
-    else:
-        print_choices(report, sys.stdout)
-    if report.is_partial:
-        return INTERRUPTED
-    is_bad = any(each.is_wrong or each.name in flags.transport for each in report.skipped)
-    return FAILED if is_bad or not report.cells else 0
 
 
 def _exit_code(report: "Report", flags: LinkFlags) -> int:
@@ -166,66 +137,37 @@ def _exit_code(report: "Report", flags: LinkFlags) -> int:
     return FAILED if is_bad or not has_transport else 0
 
 
-def _plan_choice(flags: LinkFlags, config: Config) -> "ChoicePlan":
-    from dataclasses import replace  # noqa: PLC0415
-
-    from baton.bench.choice.plan import QUICK, THOROUGH, ChoicePlan  # noqa: PLC0415 - too heavy
-    from baton.bench.plan import choose_transports  # noqa: PLC0415
-    from baton.bench.workload import parse_size  # noqa: PLC0415
-    from baton.transfer.interface import TRANSPORTS  # noqa: PLC0415
-
-    effort = QUICK if flags.quick else THOROUGH
-    if flags.peers or flags.plot is not None:
-        raise ConfigError("--choice is about this project's transports: no --peers, no --plot")
-    if flags.rounds is not None:
-        if flags.rounds < 1:
-            raise ConfigError("--rounds: at least 1")
-        effort = replace(effort, num_rounds=flags.rounds, num_surveys=flags.rounds)
-    if flags.sizes is not None:
-        effort = replace(effort, sizes=tuple(parse_size(text) for text in flags.sizes.split(",")))
-    transports = choose_transports(flags.transport, TRANSPORTS.kinds(), config.transfer.options)
-    return ChoicePlan(transports, effort)
-
-
 def _plan(flags: LinkFlags, config: Config) -> "Plan":
     from dataclasses import replace  # noqa: PLC0415
 
-    from baton.bench.plan import (  # noqa: PLC0415 - too heavy for --help
-        DEFAULT_SIZES,
-        LIMITS,
-        PEERS,
-        QUICK,
-        QUICK_SIZES,
-        THOROUGH,
-        Plan,
-        choose_transports,
-        make_workloads,
-    )
-    from baton.bench.workload import parse_size  # noqa: PLC0415
+    from baton.bench.link import runner as planning  # noqa: PLC0415 - too heavy for --help
+    from baton.rig.pages import parse_size  # noqa: PLC0415
     from baton.transfer.interface import TRANSPORTS  # noqa: PLC0415
 
-    effort = QUICK if flags.quick else THOROUGH
+    effort = planning.QUICK if flags.quick else planning.THOROUGH
     if flags.rounds is not None:
         if flags.rounds < 1:
             raise ConfigError("--rounds: at least 1")
         effort = replace(effort, num_rounds=flags.rounds)
-    sizes: Sequence[int] = QUICK_SIZES if flags.quick else DEFAULT_SIZES
+    sizes: Sequence[int] = planning.QUICK_SIZES if flags.quick else planning.DEFAULT_SIZES
     if flags.sizes is not None:
         sizes = [parse_size(text) for text in flags.sizes.split(",")]
-    transports = choose_transports(flags.transport, TRANSPORTS.kinds(), config.transfer.options)
-    entrants = (*LIMITS, *transports, *(PEERS if flags.peers else ()))
-    return Plan(entrants, make_workloads(sizes, effort), effort)
+    options = config.transfer.options
+    transports = planning.choose_transports(flags.transport, TRANSPORTS.kinds(), options)
+    entries = (*planning.LIMITS, *transports, *(planning.PEERS if flags.peers else ()))
+    return planning.Plan(entries, planning.make_workloads(sizes, effort), effort)
 
 
-def _ends(a: str | None, b: str | None, config: Config, clock: Clock) -> "Ends":
-    from baton.bench.ends import LocalEnds, RemoteEnds  # noqa: PLC0415 - too heavy for --help
+def _open_nodes(a: str | None, b: str | None, config: Config, clock: Clock) -> "Nodes":
+    from baton.bench.link.node import COMMAND  # noqa: PLC0415 - too heavy for --help
+    from baton.rig.nodes import LocalNodes, RemoteNodes  # noqa: PLC0415
 
     if a is None:
-        return LocalEnds(clock)
+        return LocalNodes(clock, COMMAND)
     if b is None:
         raise ConfigError("two ends are needed, A and B, or none for two processes of this host")
     driver, owner = _address(a, "A"), _address(b, "B")
-    return RemoteEnds(driver, owner, _key(config, (driver.host, owner.host)), clock)
+    return RemoteNodes(driver, owner, _key(config, (driver.host, owner.host)), clock)
 
 
 def _key(config: Config, hosts: Sequence[str]) -> ClusterKey:
@@ -233,7 +175,7 @@ def _key(config: Config, hosts: Sequence[str]) -> ClusterKey:
 
 
 def _address(text: str, what: str) -> "Address":
-    from baton.bench.ends import Address  # noqa: PLC0415 - too heavy for --help
+    from baton.rig.nodes import Address  # noqa: PLC0415 - too heavy for --help
 
     host, _, port = text.rpartition(":")
     if not host or not port.isdigit() or int(port) > 65_535:  # noqa: PLR2004

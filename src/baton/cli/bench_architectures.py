@@ -16,11 +16,10 @@ from baton.config.resolve import CommandLine, Resolved, resolve
 from baton.errors import ConfigError
 
 if TYPE_CHECKING:
-    from baton.bench.architectures.arms import Arm, Peer
-    from baton.bench.architectures.conducting import Undertaking
-    from baton.bench.architectures.opening import ArmPlan
-    from baton.bench.architectures.plan import Effort, Plan
-    from baton.bench.workloads.asking import Workload
+    from baton.bench.architectures.plan import Configuration, Effort, Peer, Plan
+    from baton.bench.architectures.runner import BenchmarkJob
+    from baton.bench.architectures.trial import ServerPlan
+    from baton.bench.workloads.requests import Workload
     from baton.launch.plan import LaunchPlan
 
 FAILED = 1
@@ -30,7 +29,7 @@ INTERRUPTED = 130
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class ServerFlags(ConfigFlags):
-    """The servers of every arm."""
+    """The servers of every configuration."""
 
     model: Annotated[
         str | None, Sets("worker.model"), Parameter(help="A model's folder [default: the demo].")
@@ -41,11 +40,11 @@ class ServerFlags(ConfigFlags):
         Parameter(help="transformers (default), vllm, or another."),
     ] = None
     transport: Transport = None
-    workers: Annotated[int, Parameter(help="How many workers each arm may use.")] = 2
+    workers: Annotated[int, Parameter(help="How many workers each configuration may use.")] = 2
     arm: Annotated[
         tuple[str, ...],
         Parameter(
-            help="Only this arm (single, replicated, 1P1D, …); may be repeated.",
+            help="Only this configuration (single, replicated, 1P1D, …); may be repeated.",
             negative="",
             show_default=False,
         ),
@@ -59,56 +58,56 @@ class ServerFlags(ConfigFlags):
         ),
     ] = False
 
-    def plan_arm(self, arm: "Arm") -> "LaunchPlan":
-        """How Baton's servers of an arm start: each worker on its share of the machine's cores.
+    def plan_launch(self, configuration: "Configuration") -> "LaunchPlan":
+        """How Baton's servers start: each worker on its share of the machine's cores.
 
         Raises:
             ConfigError: the settings ask for something that cannot be started.
         """
         from baton.cli.launching import plan_pinned  # noqa: PLC0415 - too heavy for --help
 
-        return plan_pinned(self._resolve_arm(arm), self.workers)
+        return plan_pinned(self._resolve(configuration), self.workers)
 
     def find_peers(self) -> tuple[tuple["Peer", ...], tuple[str, ...]]:
-        """The peers that `--peers` asks for and that are here, and what is said of the others.
+        """The peers of `--peers` that are installed, and a note on each that is not.
 
         Raises:
-            ConfigError: they would have no engine in common.
+            ConfigError: the engine is not vLLM.
         """
-        from baton.bench.architectures.arms import PEERS  # noqa: PLC0415 - too heavy for --help
-        from baton.bench.architectures.peers.installed import find_missing  # noqa: PLC0415
+        from baton.bench.architectures.peers.plan import find_missing  # noqa: PLC0415 - heavy
+        from baton.bench.architectures.plan import PEERS  # noqa: PLC0415
 
         if not self.peers:
             return (), ()
         if self.engine != "vllm":
             raise ConfigError("--peers: they are vLLM's; compare them with --engine vllm")
         missing = {peer: find_missing(peer) for peer in PEERS}
-        notes = (f"peer {peer} left out: {said}" for peer, said in missing.items() if said)
+        notes = (f"peer {peer} left out: {hint}" for peer, hint in missing.items() if hint)
         return tuple(peer for peer in PEERS if missing[peer] is None), tuple(notes)
 
-    def plan_servers(self, arm: "Arm") -> "ArmPlan":
-        """How an arm's servers start, Baton's or a peer's.
+    def plan_servers(self, configuration: "Configuration") -> "ServerPlan":
+        """How a configuration's servers start, Baton's or a peer's.
 
         Raises:
             ConfigError: the settings ask for something that cannot be started.
         """
-        launch = self.plan_arm(arm)
-        if arm.peer is None:
+        launch = self.plan_launch(configuration)
+        if configuration.peer is None:
             return launch
-        from baton.bench.architectures.peers.installed import find_missing  # noqa: PLC0415
-        from baton.bench.architectures.peers.plan import plan_peer  # noqa: PLC0415
+        from baton.bench.architectures.peers.plan import find_missing, plan_peer  # noqa: PLC0415
         from baton.cli.engine_options import engine_options  # noqa: PLC0415
-        from baton.engines.vllm.checks import find_platform  # noqa: PLC0415
+        from baton.engines.vllm.arguments import find_platform  # noqa: PLC0415
 
-        missing = find_missing(arm.peer)
+        missing = find_missing(configuration.peer)
         if missing is not None:
-            raise ConfigError(f"--arm {arm.name}: {missing}")
-        return plan_peer(arm, launch, engine_options("vllm", launch.config.engine), find_platform())
+            raise ConfigError(f"--arm {configuration.name}: {missing}")
+        options = engine_options("vllm", launch.config.engine)
+        return plan_peer(configuration, launch, options, find_platform())
 
-    def _resolve_arm(self, arm: "Arm") -> Resolved:
+    def _resolve(self, configuration: "Configuration") -> Resolved:
         given: dict[str, tuple[str, object]] = {
-            "up.prefill": ("--arm", arm.num_prefill),
-            "up.decode": ("--arm", arm.num_decode or arm.num_both),
+            "up.prefill": ("--arm", configuration.num_prefill),
+            "up.decode": ("--arm", configuration.num_decode or configuration.num_both),
             "gateway.port": ("--arm", 0),
             "trace.ring_size": ("--arm", 8192),
         }
@@ -121,20 +120,22 @@ class ServerFlags(ConfigFlags):
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class WorkFlags:
-    """What they are asked, how much at once, and how often."""
+    """The workload, its loads, and the number of repetitions."""
 
     workload: Annotated[
         str,
         Parameter(help="prefill-heavy, balanced, decode-heavy, fixed, shared-prefix, multi-turn."),
     ] = "balanced"
     input_len: Annotated[int | None, Parameter(help="Prompt tokens, other than usual.")] = None
-    output_len: Annotated[int | None, Parameter(help="Answer tokens, other than usual.")] = None
+    output_len: Annotated[
+        int | None, Parameter(help="OutputProcessor tokens, other than usual.")
+    ] = None
     trace: Annotated[
         Path | None, Parameter(help="Recorded traffic instead: see docs/bench-serve.md.")
     ] = None
     trace_format: Annotated[
         Literal["mooncake", "azure", "openai"] | None,
-        Parameter(help="The trace's format, where its first line does not tell."),
+        Parameter(help="The trace's format, where its first line does not show it."),
     ] = None
     speed: Annotated[float, Parameter(help="Plays a recorded trace faster: 2 in half.")] = 1.0
     max_broken: Annotated[str, Parameter(help="Share of a trace's lines that may be broken.")] = (
@@ -150,9 +151,9 @@ class WorkFlags:
     ] = None
     duration: Annotated[float, Parameter(help="Seconds that each load lasts.")] = 30.0
     requests: Annotated[
-        int | None, Parameter(help="End a load after so many requests, if that is sooner.")
+        int | None, Parameter(help="End a load after this many requests, if that is sooner.")
     ] = None
-    repetitions: Annotated[int, Parameter(help="How often every arm has its turn.")] = 5
+    repetitions: Annotated[int, Parameter(help="How often every configuration is measured.")] = 5
     timeout: Annotated[float, Parameter(help="Seconds that one request may take.")] = 600.0
     seed: Annotated[
         str | None, Parameter(help="Of prompts and order [default: a new one, in the result].")
@@ -162,7 +163,7 @@ class WorkFlags:
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class VerdictFlags:
-    """What counts, and where results go."""
+    """The SLO, the price, and where results are written."""
 
     goodput: Annotated[
         tuple[str, ...],
@@ -186,7 +187,7 @@ def architectures(
     work: WorkFlags | None = None,
     results: VerdictFlags | None = None,
 ) -> int:
-    """Is disaggregation worth it here? Every way to use so many workers, on the same cores.
+    """Is disaggregation worth it here? Every way to use the workers, on the same cores.
 
     Writes report.html, results.json, charts and every request's record; prints a verdict.
     """
@@ -195,16 +196,16 @@ def architectures(
         work or WorkFlags(),
         results or VerdictFlags(),
     )
-    undertaking = prepare(servers, work, results)
-    from baton.bench.architectures.conducting import run_benchmark  # noqa: PLC0415 - heavy
-    from baton.bench.architectures.delivering import deliver  # noqa: PLC0415
+    job = prepare(servers, work, results)
+    from baton.bench.architectures.folder import deliver  # noqa: PLC0415 - heavy
+    from baton.bench.architectures.runner import run_benchmark  # noqa: PLC0415
 
     try:
-        findings = run_benchmark(undertaking)
+        findings = run_benchmark(job)
     except KeyboardInterrupt:
-        print(f"baton: killed; whole runs are in {undertaking.keep.folder}", file=sys.stderr)
+        print(f"baton: killed; whole runs are in {job.results.folder}", file=sys.stderr)
         raise
-    problem = deliver(findings, undertaking.keep, is_json=results.json)
+    problem = deliver(findings, job.results, is_json=results.json)
     if problem is not None:
         print(f"baton: {problem}", file=sys.stderr)
     if findings.ended == "interrupted":
@@ -212,30 +213,34 @@ def architectures(
     return FAILED if findings.is_partial or findings.troubles or problem else 0
 
 
-def prepare(servers: ServerFlags, work: WorkFlags, results: VerdictFlags) -> "Undertaking":
-    """What the flags mean.
+def prepare(servers: ServerFlags, work: WorkFlags, results: VerdictFlags) -> "BenchmarkJob":
+    """The benchmark that the flags describe.
 
     Raises:
-        ConfigError: they make no sense, or nothing can be written.
+        ConfigError: they are invalid, or nothing can be written.
     """
-    from baton.bench.architectures.conducting import Undertaking  # noqa: PLC0415 - heavy
-    from baton.bench.architectures.keeping import open_keep  # noqa: PLC0415
-    from baton.bench.architectures.plan import plan_turns  # noqa: PLC0415
-    from baton.bench.manifest import open_manifest  # noqa: PLC0415
+    from baton.bench.architectures.folder import create_result_folder  # noqa: PLC0415 - heavy
+    from baton.bench.architectures.plan import plan_trials  # noqa: PLC0415
+    from baton.bench.architectures.runner import BenchmarkJob  # noqa: PLC0415
+    from baton.bench.charts import require_charts  # noqa: PLC0415
+    from baton.bench.files import open_manifest  # noqa: PLC0415
+    from baton.bench.statistics import require_statistics  # noqa: PLC0415
     from baton.cli.launching import server_environment  # noqa: PLC0415
 
+    require_charts()
+    require_statistics()
     clock = MachineClock()
     manifest = open_manifest(sys.argv[1:], clock)
     plan = _plan(servers, work, results)
-    launches = {arm.name: servers.plan_servers(arm) for arm in plan.arms}
-    config = servers.plan_arm(plan.arms[0]).config
+    launches = {each.name: servers.plan_servers(each) for each in plan.configurations}
+    config = servers.plan_launch(plan.configurations[0]).config
     plan = replace(plan, engine=config.worker.engine, model=config.worker.model or "demo")
     stamp = manifest.started_at.replace(":", "").replace("-", "")[:15]
-    keep = open_keep(results.output or Path(f"baton-arch-{stamp}"), plan_turns(plan))
-    return Undertaking(
+    folder = results.output or Path(f"baton-arch-{stamp}")
+    return BenchmarkJob(
         plan,
         launches,
-        keep,
+        create_result_folder(folder, plan_trials(plan)),
         server_environment(config),
         manifest,
         clock,
@@ -244,27 +249,30 @@ def prepare(servers: ServerFlags, work: WorkFlags, results: VerdictFlags) -> "Un
 
 
 def _plan(servers: ServerFlags, work: WorkFlags, results: VerdictFlags) -> "Plan":
-    from baton.bench.architectures.arms import choose_arms  # noqa: PLC0415 - heavy
-    from baton.bench.architectures.plan import RECORDED, Plan, read_levels  # noqa: PLC0415
-    from baton.bench.load.figures import parse_slo  # noqa: PLC0415
-    from baton.bench.load.surveying import Approach  # noqa: PLC0415
+    from baton.bench.architectures import plan as planning  # noqa: PLC0415 - heavy
+    from baton.bench.load.records import parse_slo  # noqa: PLC0415
+    from baton.bench.load.server_check import RequestOptions  # noqa: PLC0415
 
     concurrency = work.concurrency
     if concurrency is None and work.rate is None:
         concurrency = "1,2,4,8,16,32"
     if results.cost_per_worker_hour is not None and not results.cost_per_worker_hour > 0:
         raise ConfigError("--cost-per-worker-hour: a price above 0")
-    levels, workload = read_levels(concurrency, work.rate), _workload(work)
-    if RECORDED in {level.key for level in levels} and not workload.has_arrivals:
-        raise ConfigError("--rate recorded: only traces of Mooncake and Azure say when (--trace)")
-    return Plan(
+    levels, workload = planning.read_levels(concurrency, work.rate), _workload(work)
+    if planning.RECORDED in {level.key for level in levels} and not workload.has_arrivals:
+        raise ConfigError(
+            "--rate recorded: only traces of Mooncake and Azure have arrival times (--trace)"
+        )
+    return planning.Plan(
         num_workers=servers.workers,
         engine=servers.engine or "transformers",
         model=servers.model or "demo",
-        arms=choose_arms(servers.workers, servers.arm, servers.find_peers()[0]),
+        configurations=planning.choose_configurations(
+            servers.workers, servers.arm, servers.find_peers()[0]
+        ),
         levels=levels,
         workload=workload,
-        approach=Approach(),
+        request_options=RequestOptions(),
         effort=_effort(work),
         seed=work.seed or secrets.token_hex(4),
         slo=parse_slo(results.goodput) if results.goodput else None,
@@ -273,16 +281,16 @@ def _plan(servers: ServerFlags, work: WorkFlags, results: VerdictFlags) -> "Plan
 
 
 def _workload(work: WorkFlags) -> "Workload":
-    from baton.bench.workloads.choosing import Wishes, choose_workload  # noqa: PLC0415 - heavy
-    from baton.bench.workloads.traces.reading import TraceFile, read_trace  # noqa: PLC0415
+    from baton.bench.workloads.synthetic import WorkloadOptions, choose_workload  # noqa: PLC0415
+    from baton.bench.workloads.traces import TraceFile, read_trace  # noqa: PLC0415
 
     if work.trace is not None:
         if not 0 < work.speed < float("inf"):
             raise ConfigError("--speed: above 0")
         share = read_share(work.max_broken, "--max-broken")
         return read_trace(TraceFile(work.trace, work.trace_format, work.speed, share))
-    wishes = Wishes(num_input_tokens=work.input_len, num_output_tokens=work.output_len)
-    return choose_workload(work.workload, wishes)
+    options = WorkloadOptions(num_input_tokens=work.input_len, num_output_tokens=work.output_len)
+    return choose_workload(work.workload, options)
 
 
 def _effort(work: WorkFlags) -> "Effort":

@@ -15,11 +15,10 @@ from baton.config.environment import read_environment
 from baton.errors import ConfigError
 
 if TYPE_CHECKING:
+    from baton.bench.load.job import Job, Report
     from baton.bench.load.plan import Load, LoadPlan
-    from baton.bench.load.report import Report
-    from baton.bench.load.running import Job
-    from baton.bench.load.surveying import Approach
-    from baton.bench.workloads.asking import Workload
+    from baton.bench.load.server_check import RequestOptions
+    from baton.bench.workloads.requests import Workload
 
 FAILED = 1
 INTERRUPTED = 130
@@ -96,7 +95,7 @@ class WorkloadFlags:
     ] = None
     trace_format: Annotated[
         Literal["mooncake", "azure", "openai"] | None,
-        Parameter(help="The file's format, where its first line does not tell.", group=WORKLOAD),
+        Parameter(help="The file's format, where its first line does not show it.", group=WORKLOAD),
     ] = None
     speed: Annotated[
         float, Parameter(help="Plays a trace faster: 2 in half the time.", group=WORKLOAD)
@@ -116,25 +115,25 @@ class LoadFlags:
     """How much, and until when."""
 
     concurrency: Annotated[
-        int | None, Parameter(help="Closed loop: so many at once [default: 1].", group=LOAD)
+        int | None, Parameter(help="Closed loop: this many at once [default: 1].", group=LOAD)
     ] = None
     rate: Annotated[
-        float | None, Parameter(help="Open loop: so many requests a second.", group=LOAD)
+        float | None, Parameter(help="Open loop: this many requests a second.", group=LOAD)
     ] = None
     arrival: Annotated[
         Literal["poisson", "constant", "burst"], Parameter(help="Open loop: how.", group=LOAD)
     ] = "poisson"
     burst: Annotated[
-        int | None, Parameter(help="--arrival burst: so many together [default: 8].", group=LOAD)
+        int | None, Parameter(help="--arrival burst: this many together [default: 8].", group=LOAD)
     ] = None
     max_in_flight: Annotated[
         int | None, Parameter(help="Open loop and traces: no more at once.", group=LOAD)
     ] = None
     requests: Annotated[
         int | None,
-        Parameter(help="Send so many [default: 100, all of a trace].", group=LOAD),
+        Parameter(help="Send this many [default: 100, all of a trace].", group=LOAD),
     ] = None
-    duration: Annotated[float | None, Parameter(help="Send for so many seconds.", group=LOAD)] = (
+    duration: Annotated[float | None, Parameter(help="Send for this many seconds.", group=LOAD)] = (
         None
     )
     warm_up: Annotated[
@@ -191,13 +190,13 @@ def serve(
 ) -> int:
     """Load any server that speaks OpenAI's API, and measure its answers.
 
-    docs/bench-serve.md says what each figure means.
+    docs/bench-serve.md defines each figure.
     """
     del debug  # the caller looks at the command line itself
     results = results or ResultFlags()
     job = make_job(target, workload or WorkloadFlags(), load or LoadFlags(), results)
-    from baton.bench.load.running import run_job  # noqa: PLC0415 - too heavy for --help
-    from baton.bench.manifest import open_manifest  # noqa: PLC0415
+    from baton.bench.files import open_manifest  # noqa: PLC0415
+    from baton.bench.load.job import run_job  # noqa: PLC0415 - too heavy for --help
 
     clock = MachineClock()
     report = run_job(job, open_manifest(sys.argv[1:], clock), clock)
@@ -214,15 +213,15 @@ def serve(
 def make_job(
     target: TargetFlags, workload: WorkloadFlags, load: LoadFlags, results: ResultFlags
 ) -> "Job":
-    """What the flags mean.
+    """The run that the flags describe.
 
     Raises:
-        ConfigError: they make no sense.
+        ConfigError: they are invalid.
     """
-    from baton.bench.load.figures import parse_slo  # noqa: PLC0415 - too heavy for --help
-    from baton.bench.load.running import Job  # noqa: PLC0415
-    from baton.bench.load.target import open_target  # noqa: PLC0415
-    from baton.bench.saving import LineFile, check_writable  # noqa: PLC0415
+    from baton.bench.files import LineFile, check_writable  # noqa: PLC0415
+    from baton.bench.load.client import open_target  # noqa: PLC0415
+    from baton.bench.load.job import Job  # noqa: PLC0415
+    from baton.bench.load.records import parse_slo  # noqa: PLC0415 - too heavy for --help
 
     if results.output is not None:
         check_writable(results.output)
@@ -231,7 +230,7 @@ def make_job(
     asked = _workload(workload)
     return Job(
         opened,
-        _approach(target),
+        _request_options(target),
         asked,
         workload.seed or secrets.token_hex(4),
         _plan(load, asked),
@@ -241,21 +240,21 @@ def make_job(
 
 
 def _deliver(report: "Report", results: ResultFlags) -> None:
-    from baton.bench.load.printing import print_report  # noqa: PLC0415 - too heavy for --help
-    from baton.bench.saving import save_result  # noqa: PLC0415
+    from baton.bench.files import save_result  # noqa: PLC0415
+    from baton.bench.printing import print_load_report  # noqa: PLC0415 - too heavy for --help
 
     if results.json:
         print(msgspec.json.format(msgspec.json.encode(report)).decode())
     else:
-        print_report(report, sys.stdout)
+        print_load_report(report, sys.stdout)
     if results.output is not None:
         save_result(results.output, report)
         print(f"baton: the report is in {results.output}", file=sys.stderr)
 
 
-def _approach(flags: TargetFlags) -> "Approach":
-    from baton.bench.load.surveying import Approach  # noqa: PLC0415 - too heavy for --help
-    from baton.bench.workloads.prompts import TokenIds  # noqa: PLC0415
+def _request_options(flags: TargetFlags) -> "RequestOptions":
+    from baton.bench.load.server_check import RequestOptions  # noqa: PLC0415 - too heavy for --help
+    from baton.bench.workloads.synthetic import TokenIds  # noqa: PLC0415
 
     ids = TokenIds()
     if flags.token_ids is not None:
@@ -263,19 +262,19 @@ def _approach(flags: TargetFlags) -> "Approach":
         if not (first.isdigit() and last.isdigit() and int(first) <= int(last) < 2**31):
             raise ConfigError(f"--token-ids {flags.token_ids}: write FIRST-LAST, such as 256-2047")
         ids = TokenIds(int(first), int(last) + 1)
-    return Approach(flags.model, flags.endpoint, flags.prompts, ids)
+    return RequestOptions(flags.model, flags.endpoint, flags.prompts, ids)
 
 
 def _workload(flags: WorkloadFlags) -> "Workload":
-    from baton.bench.workloads.choosing import Wishes, choose_workload  # noqa: PLC0415 - too heavy
-    from baton.bench.workloads.traces.reading import TraceFile, read_trace  # noqa: PLC0415
+    from baton.bench.workloads.synthetic import WorkloadOptions, choose_workload  # noqa: PLC0415 - too heavy
+    from baton.bench.workloads.traces import TraceFile, read_trace  # noqa: PLC0415
 
     if flags.trace is not None:
         if flags.speed <= 0:
             raise ConfigError("--speed: above 0")
         share = read_share(flags.max_broken, "--max-broken")
         return read_trace(TraceFile(flags.trace, flags.trace_format, flags.speed, share))
-    wishes = Wishes(
+    options = WorkloadOptions(
         num_input_tokens=flags.input_len,
         num_output_tokens=flags.output_len,
         num_prefixes=flags.prefixes,
@@ -283,7 +282,7 @@ def _workload(flags: WorkloadFlags) -> "Workload":
         num_turns=flags.turns,
         pause_s=flags.pause,
     )
-    return choose_workload(flags.workload, wishes)
+    return choose_workload(flags.workload, options)
 
 
 def _plan(flags: LoadFlags, workload: "Workload") -> "LoadPlan":

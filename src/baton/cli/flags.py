@@ -33,7 +33,7 @@ def chosen_tiers(_: object, tokens: Sequence[Token]) -> tuple[str, ...]:
     return tuple(word.strip() for word in tokens[0].value.split(",") if word.strip())
 
 
-AnnounceFd = Annotated[
+StatusFd = Annotated[
     int,
     Parameter(help="File descriptor that gets JSON lines for a launcher.", show=False),
 ]

@@ -5,8 +5,8 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from baton.authority.key import ClusterKey
-from baton.cli.flags import AnnounceFd, ConfigFlags, Mode, Sets
+from baton.auth.key import ClusterKey
+from baton.cli.flags import ConfigFlags, Mode, Sets, StatusFd
 from baton.config.cluster_key import find_cluster_key
 from baton.config.environment import read_environment
 from baton.config.logs import configure_logging
@@ -42,7 +42,7 @@ class GatewayFlags(ConfigFlags):
         Parameter(help="The port [default: 8000]; 0 takes a free one."),
     ] = None
     mode: Mode = None
-    announce_fd: AnnounceFd = 1
+    status_fd: StatusFd = 1
 
 
 def gateway(flags: GatewayFlags | None = None) -> int:
@@ -52,11 +52,11 @@ def gateway(flags: GatewayFlags | None = None) -> int:
     flags = flags or GatewayFlags()
     config = flags.resolve().to_config()
     configure_logging(config.log)
-    run_gateway(_options(config, flags.announce_fd))
+    run_gateway(_options(config, flags.status_fd))
     return 0
 
 
-def _options(config: Config, announce_fd: int) -> GatewayOptions:
+def _options(config: Config, status_fd: int) -> GatewayOptions:
     section = config.gateway
     key = find_cluster_key(config.cluster, read_environment(), (section.host,))
     return GatewayOptions(
@@ -69,14 +69,14 @@ def _options(config: Config, announce_fd: int) -> GatewayOptions:
         key_origin=key.origin,
         host=section.host,
         port=section.port,
-        announce_fd=announce_fd,
+        status_fd=status_fd,
         max_inflight_requests=section.max_inflight_requests,
         max_body_bytes=section.max_body_bytes,
         max_answer_bytes=section.max_answer_bytes,
         request_timeout_s=section.request_timeout_s,
         first_byte_timeout_s=section.first_byte_timeout_s,
         connect_timeout_s=section.connect_timeout_s,
-        prefill_linger_s=section.prefill_linger_s,
+        prefill_grace_period_s=section.prefill_grace_period_s,
         probe_interval_s=section.probe_interval_s,
         probe_timeout_s=section.probe_timeout_s,
         abandon_after_s=section.abandon_after_s,

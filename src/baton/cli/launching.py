@@ -17,7 +17,7 @@ from baton.config.environment import read_environment
 from baton.config.logs import configure_logging
 from baton.errors import ConfigError, UnknownPluginError
 from baton.launch.cores import share_cores
-from baton.launch.plan import LaunchPlan, Pinning, crews_of, plan_launch
+from baton.launch.plan import LaunchPlan, Pinning, plan_launch, worker_groups
 from baton.launch.progress import open_display
 from baton.launch.supervisor import LaunchContext, Service, Supervisor
 from baton.store.interface import TIERS
@@ -45,7 +45,8 @@ def launch(resolved: Resolved, pinning: Pinning) -> int:
         resolved,
         cores=sorted(os.sched_getaffinity(0)),
         engine_keys={
-            crew.engine: frozenset(engine_defaults(crew.engine)) for crew in crews_of(config)
+            group.engine: frozenset(engine_defaults(group.engine))
+            for group in worker_groups(config)
         },
         pinning=pinning,
     )
@@ -66,7 +67,8 @@ def plan_pinned(resolved: Resolved, num_shares: int) -> LaunchPlan:
         resolved,
         cores=[core for share in shares[:num_workers] for core in share],
         engine_keys={
-            crew.engine: frozenset(engine_defaults(crew.engine)) for crew in crews_of(config)
+            group.engine: frozenset(engine_defaults(group.engine))
+            for group in worker_groups(config)
         },
         pinning="own_cores",
     )
@@ -114,9 +116,9 @@ def _check(config: Config) -> None:
     model = config.worker.model
     if model is not None and not Path(model).is_dir():
         raise ConfigError(f"--model {model}: there is no such folder")
-    for crew in crews_of(config):
-        options = engine_options(crew.engine, config.engine)
-        check_engine(crew.engine, {**options, **crew.overrides})
+    for group in worker_groups(config):
+        options = engine_options(group.engine, config.engine)
+        check_engine(group.engine, {**options, **group.overrides})
     known = TRANSPORTS.kinds()
     for transport in config.transfer.transports:
         if transport not in known:

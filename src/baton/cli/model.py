@@ -49,7 +49,7 @@ def make(
     if not random:
         raise ConfigError("say --random: there is no other kind yet")
     # Here, so that --help does not import torch.
-    from baton.engines.transformers.making import RandomModelSpec, make_random_model  # noqa: PLC0415
+    from baton.engines.transformers.random_model import RandomModelSpec, make_random_model  # noqa: PLC0415
 
     spec = RandomModelSpec(
         num_layers=shape.layers,

@@ -10,16 +10,16 @@ from baton.cli.engine_options import engine_options
 from baton.config.environment import read_environment, run_directory
 from baton.engines.interface import ENGINE_SERVERS, ServerContext
 from baton.models import DEMO_MODEL_PATH
-from baton.telemetry.announcement import Announcer, claim_standard_output
-from baton.worker.listening import bind, url_of
-from baton.worker.pinning import pin_to
+from baton.telemetry.process_status import StatusReporter, claim_standard_output
+from baton.worker.cpu_affinity import pin_to
+from baton.worker.listener import bind, url_of
 
 if TYPE_CHECKING:
-    from baton.authority.key import ClusterKey
+    from baton.auth.key import ClusterKey
     from baton.config.sections import Config
 
 
-def run_engine_server(config: Config, key: ClusterKey, announce_fd: int) -> None:
+def run_engine_server(config: Config, key: ClusterKey, status_fd: int) -> None:
     """Serve until SIGTERM or SIGINT. Blocks; belongs on the main thread.
 
     Raises:
@@ -38,7 +38,7 @@ def run_engine_server(config: Config, key: ClusterKey, announce_fd: int) -> None
                 key=key,
                 listener=listener,
                 url=url_of(listener, worker.host),
-                announcer=Announcer(claim_standard_output(announce_fd)),
+                status_reporter=StatusReporter(claim_standard_output(status_fd)),
                 # By port, which no other process here has: what a killed life left is found again.
                 run_directory=run_directory(read_environment()) / f"worker-{port}",
             )

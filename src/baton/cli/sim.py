@@ -74,12 +74,12 @@ def handoff(
 def _replay(seed: int, *, wants_log: bool) -> int:
     # Here, so that --help imports nothing heavy.
     from baton.sim.handoff.campaign import be_quiet  # noqa: PLC0415
-    from baton.sim.handoff.drawing import draw_schedule  # noqa: PLC0415
+    from baton.sim.handoff.generating import generate_schedule  # noqa: PLC0415
     from baton.sim.handoff.running import run_schedule  # noqa: PLC0415
     from baton.sim.handoff.shrinking import shrink  # noqa: PLC0415
 
     be_quiet()
-    outcome = run_schedule(draw_schedule(seed), keeps_log=True)
+    outcome = run_schedule(generate_schedule(seed), keeps_log=True)
     if outcome.violation is not None:
         shorter = shrink(outcome.schedule)
         num_left_out = _count(outcome) - _count(run := run_schedule(shorter, keeps_log=True))
@@ -101,7 +101,7 @@ def _count(outcome: "Outcome") -> int:
 
 def _print_schedule(outcome: "Outcome") -> None:
     schedule = outcome.schedule
-    print(f"transports {', '.join(schedule.kinds)}; the mover is {schedule.mover}")
+    print(f"transports {', '.join(schedule.kinds)}; the op is {schedule.op}")
     for thing in (*schedule.workers, *schedule.clients, *schedule.faults):
         print(f"  {thing}")
 
@@ -149,7 +149,7 @@ def _report(
         virtual_s=round(tally.virtual_s, 1),
         interrupted=is_interrupted,
         requests=dict(tally.ends.most_common()),
-        faults=dict(tally.met.most_common()),
+        faults=dict(tally.injected.most_common()),
         seen=dict(tally.seen.most_common()),
         found=[
             Found(seed, each.invariant, each.what, f"baton sim handoff --seed {seed} --log")

@@ -6,8 +6,8 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from baton.authority.key import ClusterKey
-from baton.cli.flags import AnnounceFd, ConfigFlags, Sets, Store, Transport
+from baton.auth.key import ClusterKey
+from baton.cli.flags import ConfigFlags, Sets, StatusFd, Store, Transport
 from baton.config.cluster_key import find_cluster_key
 from baton.config.environment import read_environment
 from baton.config.logs import configure_logging
@@ -51,7 +51,7 @@ class WorkerFlags(ConfigFlags):
     ] = None
     transport: Transport = None
     store: Store = None
-    announce_fd: AnnounceFd = 1
+    status_fd: StatusFd = 1
 
 
 def worker(flags: WorkerFlags | None = None) -> int:
@@ -64,11 +64,11 @@ def worker(flags: WorkerFlags | None = None) -> int:
     if config.worker.engine in ENGINE_SERVERS.kinds():
         from baton.cli.serving import run_engine_server  # noqa: PLC0415
 
-        run_engine_server(config, _key(config), flags.announce_fd)
+        run_engine_server(config, _key(config), flags.status_fd)
     else:
         from baton.worker.process import run_worker  # noqa: PLC0415
 
-        run_worker(_options(config, flags.announce_fd))
+        run_worker(_options(config, flags.status_fd))
     return 0
 
 
@@ -77,7 +77,7 @@ def _key(config: Config) -> ClusterKey:
     return ClusterKey.from_hex(find_cluster_key(config.cluster, read_environment(), hosts).text)
 
 
-def _options(config: Config, announce_fd: int) -> ProcessOptions:
+def _options(config: Config, status_fd: int) -> ProcessOptions:
     from baton.cli.engine_options import engine_options  # noqa: PLC0415 - too heavy for --help
 
     section = config.worker
@@ -96,7 +96,7 @@ def _options(config: Config, announce_fd: int) -> ProcessOptions:
         handoff_timeout_s=config.handoff.timeout_s,
         liveness_timeout_s=config.handoff.liveness_timeout_s,
         lease_s=config.handoff.lease_s,
-        one_piece_tokens=config.handoff.one_piece_tokens,
+        single_send_max_tokens=config.handoff.single_send_max_tokens,
         verification=VerificationPolicy.of(config.handoff),
         transports=config.transfer.transports,
         transport_options=config.transfer.options,
@@ -104,9 +104,9 @@ def _options(config: Config, announce_fd: int) -> ProcessOptions:
         probe_time_s=config.transfer.probe_time_s,
         probe_bytes=config.transfer.probe_bytes,
         store=config.store,
-        awake_s=config.transfer.awake_s,
+        spin_s=config.transfer.spin_s,
         drain_timeout_s=section.drain_timeout_s,
         num_traces=config.trace.ring_size,
         cpu_affinity=section.cpu_affinity,
-        announce_fd=announce_fd,
+        status_fd=status_fd,
     )

@@ -54,7 +54,7 @@ class Resolved:
         """
         tree: dict[str, object] = {}
         for name, value in self.values.items():
-            _graft(tree, name.split("."), value.value)
+            _set_path(tree, name.split("."), value.value)
         try:
             return msgspec.convert(tree, Config)
         except msgspec.ValidationError as exc:
@@ -115,7 +115,7 @@ def _convert(key: Key | None, value: Typed | Text) -> object:
             return key.convert(typed) if key else typed
 
 
-def _graft(tree: dict[str, object], path: Sequence[str], value: object) -> None:
+def _set_path(tree: dict[str, object], path: Sequence[str], value: object) -> None:
     for part in path[:-1]:
         branch = tree.setdefault(part, {})
         if not isinstance(branch, dict):

@@ -47,7 +47,7 @@ class GatewaySection(Struct, frozen=True, kw_only=True):
     request_timeout_s: Seconds = 600.0
     first_byte_timeout_s: Seconds = 300.0
     connect_timeout_s: Seconds = 3.0
-    prefill_linger_s: Seconds = 2.0
+    prefill_grace_period_s: Seconds = 2.0
     probe_interval_s: Seconds = 1.0
     probe_timeout_s: Seconds = 2.0
     abandon_after_s: Seconds = 15.0
@@ -83,7 +83,7 @@ class HandoffSection(Struct, frozen=True, kw_only=True):
     timeout_s: Seconds = 60.0
     liveness_timeout_s: Seconds = 3.0
     lease_s: LeaseSeconds = 10.0
-    one_piece_tokens: Count = 256
+    single_send_max_tokens: Count = 256
     verify_same_process: Verification = "full"
     verify_same_host: Verification = "full"
     verify_network: Verification = "full"
@@ -100,7 +100,7 @@ class TransferSection(Struct, frozen=True, kw_only=True):
     choice: Literal["measured", "listed"] = "measured"
     probe_time_s: Seconds = 0.5
     probe_bytes: PositiveCount = 128 * 1024 * 1024
-    awake_s: Annotated[float, Meta(ge=0, le=0.01)] = 0.0005
+    spin_s: Annotated[float, Meta(ge=0, le=0.01)] = 0.0005
     options: dict[str, Table] = {}
 
 

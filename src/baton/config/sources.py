@@ -75,7 +75,7 @@ def read_file(path: Path) -> Layer:
     for name, value in _flatten(document, ""):
         line = find_line(text, name)
         _check_name(name, f"{path}:{line}" if line else str(path))
-        layer[name] = Setting(Typed(_anchored(name, value, path.parent)), FromFile(path, line))
+        layer[name] = Setting(Typed(_resolve_path(name, value, path.parent)), FromFile(path, line))
     return layer
 
 
@@ -154,7 +154,7 @@ def _misspelt_variables() -> Mapping[str, str]:
     return {name.replace(".", "_"): name for name in closed_keys()}
 
 
-def _anchored(name: str, value: object, directory: Path) -> object:
+def _resolve_path(name: str, value: object, directory: Path) -> object:
     if name in PATH_KEYS and isinstance(value, str):
         return str(directory / Path(value).expanduser())
     return value

@@ -1,6 +1,6 @@
 """Station 1: KV is computed here, layer by layer.
 
-Enters: prompts as token ids, each with a leg (colocated, prefill or decode). Leaves: tokens through
+Enters: prompts as token ids, each of a kind (colocated, prefill or decode). Leaves: tokens through
 one sink, and a registered region of pages that the handoff reads while they are being filled.
 
 An engine never routes and never moves bytes: it tells the `HandoffPort` what is ready, what it
@@ -9,7 +9,8 @@ expects, and which blocks may be touched. Frameworks (torch, transformers) stay 
 File map:
     interface.py     the contract `Engine`, its requests, updates and stats; `EngineServer`, an
                      engine that brings a server of its own; `ENGINES` and `ENGINE_SERVERS`
-    stalls.py        when computed KV that nobody takes keeps everybody else waiting
+    stall_detector.py
+                     when computed KV that nobody takes keeps everybody else waiting
     gpu/             pages on a GPU: gathered, scattered, carried to the host beside the model
     transformers/    the embedded engine: any decoder-only Hugging Face model, on CPU or CUDA
     vllm/            a KV connector inside vLLM's own server, and the process that starts it

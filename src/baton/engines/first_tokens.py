@@ -25,10 +25,10 @@ class FirstTokens:
         self._lock = threading.Lock()
         self._tokens: OrderedDict[TicketId, SampledToken] = OrderedDict()
 
-    def agree(self, ticket: TicketId, token: SampledToken) -> SampledToken:
+    def commit(self, ticket: TicketId, token: SampledToken) -> SampledToken:
         """The token that counts: the first that was said of this ticket."""
         with self._lock:
-            agreed = self._tokens.setdefault(ticket, token)
+            committed = self._tokens.setdefault(ticket, token)
             while len(self._tokens) > MAX_REMEMBERED:
                 self._tokens.popitem(last=False)
-            return agreed
+            return committed

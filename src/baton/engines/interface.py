@@ -18,7 +18,7 @@ import msgspec
 
 from baton.kv.layout import KVLayout
 from baton.registry import Registry
-from baton.telemetry.holding import HeldBlockSeconds
+from baton.telemetry.held_block_time import HeldBlockSeconds
 from baton.transfer.region import allocate_shared_region
 
 if TYPE_CHECKING:
@@ -28,25 +28,25 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from baton.authority.key import ClusterKey
-    from baton.authority.ticket import Ticket
+    from baton.auth.key import ClusterKey
+    from baton.auth.ticket import Ticket
     from baton.clock import Clock, Instant
     from baton.config.sections import Config
     from baton.errors import BatonError
     from baton.handoff.interface import HandoffPort, SampledToken
     from baton.ids import RequestId, TicketId
-    from baton.telemetry.announcement import Announcer
-    from baton.telemetry.trace import LegTrace
-    from baton.transfer.annexes import Annexes
+    from baton.telemetry.process_status import StatusReporter
+    from baton.telemetry.trace import RequestSpan
     from baton.transfer.devices.options import AllocateRegion
     from baton.transfer.interface import PagedRegion
+    from baton.transfer.peer_mappings import PeerMappings
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How to choose tokens. Checked by the worker before it arrives here.
 
     `temperature` 0 is greedy. `top_k` 0 and `top_p` 1 switch them off. `seed` None draws a random
-    one at submission by the worker of the decode leg; with a seed, token number i of the answer
+    one at submission by the worker of the decode request; with a seed, token number i of the answer
     depends on (seed, i) and the logits alone. `num_logprobs` None reports none; 0 the chosen
     token's only. `stop_token_ids` and, unless `ignore_eos`, the model's own end tokens finish the
     answer, but not before `min_tokens`.
@@ -69,7 +69,7 @@ class Colocated:
 
 
 @dataclass(frozen=True, slots=True)
-class PrefillLeg:
+class PrefillRequest:
     """Compute the KV and the first token for the decode worker that the ticket names.
 
     In mode pull the answer comes when they are held for it, else when it has them. Where the ticket
@@ -80,13 +80,13 @@ class PrefillLeg:
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeLeg:
+class DecodeRequest:
     """Receive the KV from the prefill worker that the ticket names, then decode."""
 
     ticket: Ticket
 
 
-Leg: TypeAlias = Colocated | PrefillLeg | DecodeLeg
+RequestKind: TypeAlias = Colocated | PrefillRequest | DecodeRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,10 +96,10 @@ class GenerationRequest:
     id: RequestId
     prompt_ids: NDArray[np.int32]
     sampling: SamplingParams
-    leg: Leg
+    kind: RequestKind
     tenant_salt: str
     deadline: Instant
-    trace: LegTrace
+    trace: RequestSpan
 
 
 class FinishReason(StrEnum):
@@ -158,8 +158,8 @@ class EngineStats(msgspec.Struct, frozen=True):
     received_prompt_tokens: int
     output_tokens: int
     num_held_blocks: int = 0
-    num_lent_blocks: int = 0
-    num_borrowed_blocks: int = 0
+    num_exported_blocks: int = 0
+    num_imported_blocks: int = 0
     held_block_s: HeldBlockSeconds = {}
 
 
@@ -179,12 +179,12 @@ class EngineInfo(msgspec.Struct, frozen=True):
 class Engine(Protocol):
     """A loaded model that answers requests. Thread-safe; nothing here blocks but `stop`.
 
-    With `annexes` it lends blocks of `region`, and attends over those of peers.
+    With `peer_mappings` it lends blocks of `region`, and attends over those of peers.
     """
 
     info: EngineInfo
     region: PagedRegion
-    annexes: Annexes | None
+    peer_mappings: PeerMappings | None
 
     def start(self, sink: UpdateSink, handoff: HandoffPort) -> None:
         """Start the engine's thread. Once."""
@@ -207,10 +207,10 @@ class Engine(Protocol):
         """Forget a request and free what it holds; no update follows. Unknown ids are ignored."""
         ...
 
-    def agree(self, ticket: TicketId, token: SampledToken) -> SampledToken:
-        """The first token of a decode leg: this one, unless another was said before.
+    def commit_first_token(self, ticket: TicketId, token: SampledToken) -> SampledToken:
+        """The first token of a decode request: this one, unless another was said before.
 
-        For tickets that want it early: the leg goes on from what is returned.
+        For tickets that want it early: the request goes on from what is returned.
         """
         ...
 
@@ -267,7 +267,7 @@ class ServerContext:
     key: ClusterKey
     listener: socket.socket
     url: str
-    announcer: Announcer
+    status_reporter: StatusReporter
     run_directory: Path
 
     @property

@@ -8,10 +8,10 @@ File map:
     blocks.py        the events, the batch they came in, and the feed that gives them out
     wire.py          vLLM's messages: decoded, bounds-checked
     sequence.py      `Sequencer`: gaps, replays, duplicates, restarts (pure)
-    holdings.py      `BlockHoldings`: what one worker holds now (pure)
+    block_index.py      `WorkerBlockIndex`: what one worker holds now (pure)
     subscription.py  the live socket, and whether it is connected
     replay.py        one question for what was missed
-    outbox.py        what the subscriber's thread has for its consumer, bounded
+    event_queue.py        what the subscriber's thread has for its consumer, bounded
     subscriber.py    `KVEventSubscriber`: the thread over all of these
     metrics.py       a feed, counted
 """

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
     from prometheus_client import CollectorRegistry, Metric
 
+    from baton.events.block_index import WorkerBlockIndex
     from baton.events.blocks import FeedEvent, FeedHealth, KVEventFeed
-    from baton.events.holdings import BlockHoldings
     from baton.ids import WorkerId
 
 _TYPES: Final = ("BlockStored", "BlockRemoved", "AllBlocksCleared", "Restarted", "Lost")
@@ -55,13 +55,15 @@ class KVEventCollector(Collector):
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self._watched: dict[WorkerId, tuple[MeasuredFeed, BlockHoldings]] = {}
+        self._watched: dict[WorkerId, tuple[MeasuredFeed, WorkerBlockIndex]] = {}
         registry.register(self)
 
-    def watch(self, worker: WorkerId, feed: KVEventFeed, holdings: BlockHoldings) -> MeasuredFeed:
+    def watch(
+        self, worker: WorkerId, feed: KVEventFeed, block_index: WorkerBlockIndex
+    ) -> MeasuredFeed:
         """Count this worker's feed from now on. Poll what is returned in its place."""
         measured = MeasuredFeed(feed)
-        self._watched[worker] = (measured, holdings)
+        self._watched[worker] = (measured, block_index)
         return measured
 
     def forget(self, worker: WorkerId) -> None:
@@ -87,7 +89,7 @@ class KVEventCollector(Collector):
         yield _held(watched)
 
 
-def _connected(watched: list[tuple[WorkerId, tuple[MeasuredFeed, BlockHoldings]]]) -> Metric:
+def _connected(watched: list[tuple[WorkerId, tuple[MeasuredFeed, WorkerBlockIndex]]]) -> Metric:
     family = GaugeMetricFamily(
         "baton_kv_event_connected", "1 while a worker's events are followed.", labels=("worker",)
     )
@@ -96,13 +98,13 @@ def _connected(watched: list[tuple[WorkerId, tuple[MeasuredFeed, BlockHoldings]]
     return family
 
 
-def _held(watched: list[tuple[WorkerId, tuple[MeasuredFeed, BlockHoldings]]]) -> Metric:
+def _held(watched: list[tuple[WorkerId, tuple[MeasuredFeed, WorkerBlockIndex]]]) -> Metric:
     family = GaugeMetricFamily(
         "baton_kv_blocks_held",
         "Blocks in a worker's prefix cache, as its events tell.",
         labels=("worker", "medium", "group"),
     )
-    for worker, (_, holdings) in watched:
-        for (medium, group), num_blocks in holdings.num_blocks.items():
+    for worker, (_, block_index) in watched:
+        for (medium, group), num_blocks in block_index.num_blocks.items():
             family.add_metric((worker, medium, str(group)), num_blocks)
     return family

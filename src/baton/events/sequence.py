@@ -35,7 +35,7 @@ MAX_ATTEMPTS: Final = 3
 """How often a question that brought nothing is asked again."""
 
 
-class Cause(StrEnum):
+class ReplayCause(StrEnum):
     """Why a replay is asked for."""
 
     CONNECTED = "connected"
@@ -52,14 +52,14 @@ class Deliver:
 
 
 @dataclass(frozen=True, slots=True)
-class AskReplay:
+class RequestReplay:
     """Ask for everything from this number on. An answer to an earlier question is void now."""
 
     start: int
-    cause: Cause
+    cause: ReplayCause
 
 
-Step: TypeAlias = Deliver | AskReplay | Restarted | Lost
+SequencerAction: TypeAlias = Deliver | RequestReplay | Restarted | Lost
 
 
 @dataclass(slots=True)
@@ -74,7 +74,7 @@ class SequenceCounts:
 
 
 @dataclass(slots=True)
-class _Question:
+class _PendingReplay:
     """A replay that was asked for and is not finished.
 
     `for_gap`: something was known to be missing when it was asked for. An answer may have been
@@ -82,7 +82,7 @@ class _Question:
     """
 
     start: int
-    cause: Cause
+    cause: ReplayCause
     for_gap: bool
     attempts: int = 1
     answered: bool = False
@@ -102,11 +102,11 @@ class Sequencer:
         self._last: NumberedBatch | None = None
         self._expected: int | None = 0  # None: whatever comes next, after a loss
         self._unproven = False
-        self._question: _Question | None = None
+        self._pending: _PendingReplay | None = None
         self._held: dict[int, NumberedBatch] = {}
         self._dropped: int | None = None  # the highest number that found no room in `_held`
         self._remembered: dict[int, int] = {}
-        self._steps: list[Step] = []
+        self._steps: list[SequencerAction] = []
 
     @property
     def last_seq(self) -> int | None:
@@ -116,50 +116,52 @@ class Sequencer:
     @property
     def is_replaying(self) -> bool:
         """Whether an answer is awaited."""
-        return self._question is not None
+        return self._pending is not None
 
-    def connected(self) -> list[Step]:
+    def connected(self) -> list[SequencerAction]:
         """There is a new connection: messages of an earlier one will not come any more."""
         self._held.clear()
         self._dropped = None
         self._unproven = self._last is not None
-        return self._collect(lambda: self._ask(Cause.CONNECTED))
+        return self._collect(lambda: self._request_replay(ReplayCause.CONNECTED))
 
-    def live(self, message: NumberedBatch) -> list[Step]:
+    def live(self, message: NumberedBatch) -> list[SequencerAction]:
         """A message came over the live connection."""
         return self._collect(lambda: self._take_live(message))
 
-    def replayed(self, message: NumberedBatch) -> list[Step]:
+    def replayed(self, message: NumberedBatch) -> list[SequencerAction]:
         """A message came in answer to the latest question. Ignored if none is open."""
-        question = self._question
-        if question is None:
+        pending = self._pending
+        if pending is None:
             return []
-        return self._collect(lambda: self._take_replayed(question, message))
+        return self._collect(lambda: self._take_replayed(pending, message))
 
-    def replay_ended(self) -> list[Step]:
+    def replay_ended(self) -> list[SequencerAction]:
         """The answer to the latest question is complete."""
-        question = self._question
-        if question is None:
+        pending = self._pending
+        if pending is None:
             return []
-        return self._collect(lambda: self._settle(question))
+        return self._collect(lambda: self._settle(pending))
 
-    def replay_unanswered(self) -> list[Step]:
+    def replay_timed_out(self) -> list[SequencerAction]:
         """The latest question was not answered, or not to its end, in time."""
-        question = self._question
-        if question is None:
+        pending = self._pending
+        if pending is None:
             return []
-        if question.progressed or question.attempts < MAX_ATTEMPTS:
-            attempts = 1 if question.progressed else question.attempts + 1
-            return self._collect(lambda: self._ask(question.cause, attempts))
-        return self._collect(self._give_up)
+        if pending.progressed or pending.attempts < MAX_ATTEMPTS:
+            attempts = 1 if pending.progressed else pending.attempts + 1
+            return self._collect(lambda: self._request_replay(pending.cause, attempts))
+        return self._collect(self._abandon_replay)
 
-    def replay_impossible(self) -> list[Step]:
+    def replay_impossible(self) -> list[SequencerAction]:
         """There is nobody to ask: the publisher keeps no messages."""
-        return self._collect(self._give_up)
+        return self._collect(self._abandon_replay)
 
-    def audit(self) -> list[Step]:
+    def audit(self) -> list[SequencerAction]:
         """Ask whether anything was missed after the last message. Nothing while replaying."""
-        return [] if self._question else self._collect(lambda: self._ask(Cause.AUDIT))
+        return (
+            [] if self._pending else self._collect(lambda: self._request_replay(ReplayCause.AUDIT))
+        )
 
     def check_invariants(self) -> None:
         """Raise AssertionError if the state cannot be.
@@ -169,7 +171,7 @@ class Sequencer:
         """
         if self._last is not None and self._expected != self._last.seq + 1:
             raise AssertionError(f"after {self._last.seq}, {self._expected} is expected")
-        if self._question is None and (self._held or self._unproven or self._dropped is not None):
+        if self._pending is None and (self._held or self._unproven or self._dropped is not None):
             raise AssertionError("something is missing and nothing was asked")
         if len(self._held) > self._max_held or len(self._remembered) > self._num_remembered:
             raise AssertionError("more is kept than there is room for")
@@ -179,13 +181,13 @@ class Sequencer:
     # ── live ───────────────────────────────────────────────────────────────────────────────────
 
     def _take_live(self, message: NumberedBatch) -> None:
-        if self._question is not None:
+        if self._pending is not None:
             self._hold(message)
             return
         self._place(message)
         if self._has_unasked_gap():
             self.counts.gaps += 1
-            self._ask(Cause.GAP)
+            self._request_replay(ReplayCause.GAP)
 
     def _place(self, message: NumberedBatch) -> None:
         """Deliver, hold or drop a message by its number."""
@@ -210,43 +212,43 @@ class Sequencer:
         self._last, self._expected = message, message.seq + 1
         self._remembered[message.seq] = message.digest
         self._remembered.pop(message.seq - self._num_remembered, None)
-        if self._question is not None:
-            self._question.progressed = True
+        if self._pending is not None:
+            self._pending.progressed = True
 
     # ── answers ────────────────────────────────────────────────────────────────────────────────
 
-    def _take_replayed(self, question: _Question, message: NumberedBatch) -> None:
+    def _take_replayed(self, pending: _PendingReplay, message: NumberedBatch) -> None:
         """An answer begins with the number asked for, unless the publisher has it no more."""
-        if question.answered:
+        if pending.answered:
             self._place(message)
-        elif message.seq >= question.start:  # else: not what was asked for
-            question.answered = True
-            self._take_first_replayed(question, message)
+        elif message.seq >= pending.start:  # else: not what was asked for
+            pending.answered = True
+            self._take_first_replayed(pending, message)
 
-    def _take_first_replayed(self, question: _Question, message: NumberedBatch) -> None:
-        if message.seq > question.start:
+    def _take_first_replayed(self, pending: _PendingReplay, message: NumberedBatch) -> None:
+        if message.seq > pending.start:
             self._lose(before=message.seq)
         self._unproven = False
         self._place(message)  # where it is the last one, its digest tells whose answer this is
 
-    def _settle(self, question: _Question) -> None:
+    def _settle(self, pending: _PendingReplay) -> None:
         """The answer is over: go on with what came in the meantime."""
-        if self._last is not None and not question.answered:
+        if self._last is not None and not pending.answered:
             self._restart()  # this publisher has not come as far as the one that was followed
             return
         self._place_held()
-        if self._question is not question:
+        if self._pending is not pending:
             return  # what was held told of another life
         if not self._is_missing():
-            self._question = None
-        elif question.progressed or not question.for_gap:
-            self._ask(Cause.GAP)
+            self._pending = None
+        elif pending.progressed or not pending.for_gap:
+            self._request_replay(ReplayCause.GAP)
         else:
-            self._give_up()
+            self._abandon_replay()
 
-    def _give_up(self) -> None:
+    def _abandon_replay(self) -> None:
         """What is missing stays missing: go on with what there is."""
-        self._question = None
+        self._pending = None
         if not self._unproven:
             self._place_held()
         if not (self._unproven or self._has_unasked_gap()):
@@ -255,7 +257,7 @@ class Sequencer:
         self._dropped = None
         self._place_held()
         if self._has_unasked_gap():
-            self._ask(Cause.GAP)
+            self._request_replay(ReplayCause.GAP)
 
     def _place_held(self) -> None:
         for seq in sorted(self._held):
@@ -272,13 +274,13 @@ class Sequencer:
         return bool(self._held) or self._dropped is not None
 
     def _has_unasked_gap(self) -> bool:
-        return self._question is None and self._is_missing()
+        return self._pending is None and self._is_missing()
 
-    def _ask(self, cause: Cause, attempts: int = 1) -> None:
+    def _request_replay(self, cause: ReplayCause, attempts: int = 1) -> None:
         start = 0 if self._last is None else self._last.seq
-        self._question = _Question(start, cause, self._is_missing(), attempts)
-        self.counts.replays += cause is not Cause.AUDIT
-        self._steps.append(AskReplay(start, cause))
+        self._pending = _PendingReplay(start, cause, self._is_missing(), attempts)
+        self.counts.replays += cause is not ReplayCause.AUDIT
+        self._steps.append(RequestReplay(start, cause))
 
     def _restart(self) -> None:
         """Another life: its messages are asked for from the first on, held ones are of no use."""
@@ -286,7 +288,7 @@ class Sequencer:
         self._steps.append(Restarted())
         self._held, self._dropped = {}, None
         self._forget(0)
-        self._ask(Cause.RESTART)
+        self._request_replay(ReplayCause.RESTART)
 
     def _lose(self, before: int | None) -> None:
         """Go on from number `before`; None: from whatever comes next."""
@@ -299,7 +301,7 @@ class Sequencer:
         self._last, self._expected, self._unproven = None, expected, False
         self._remembered = {}
 
-    def _collect(self, take: Callable[[], None]) -> list[Step]:
+    def _collect(self, take: Callable[[], None]) -> list[SequencerAction]:
         take()
         steps, self._steps = self._steps, []
         return steps

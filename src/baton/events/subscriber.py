@@ -1,33 +1,232 @@
-"""Follows one publisher of KV events, on a thread of its own.
-
-    publisher ── live ──►  thread: Follower (sockets, Sequencer) ──► Outbox ──► poll()
-              ◄─ replay ─►
-
-A publisher with several data-parallel ranks has an endpoint, and so a subscriber, for each.
-"""
+"""Follows one publisher of KV events on a thread of its own."""
 
 from __future__ import annotations
 
 import logging
 import os
 import threading
+from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, assert_never
 
 import zmq
 
-from baton.events.blocks import FeedHealth
-from baton.events.follower import Follower
-from baton.events.outbox import Outbox
-from baton.events.subscription import Subscription
+from baton.errors import ProtocolError
+from baton.events.blocks import FeedHealth, Lost, NumberedBatch, Restarted
+from baton.events.sequence import Deliver, RequestReplay, Sequencer
+from baton.events.subscription import (
+    Connected,
+    Disconnected,
+    LiveFrames,
+    ReplayedFrames,
+    ReplayEnd,
+    ReplayRequest,
+    Subscription,
+)
+from baton.events.wire import decode_message, decode_replayed
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from baton.clock import Clock
     from baton.events.blocks import EventDomain, FeedEvent
-    from baton.events.endpoint import LiveEndpoint, ReplayEndpoint
+    from baton.events.sequence import SequencerAction
+    from baton.events.subscription import LiveEndpoint, Observation, ReplayEndpoint
     from baton.ids import WorkerId
 
+
+class EventQueue:
+    """A queue from one thread to another. `has_room` is asked before more is read, not enforced."""
+
+    def __init__(self, max_items: int) -> None:
+        self._max_items = max_items
+        self._lock = threading.Lock()
+        self._items: deque[NumberedBatch | Restarted | Lost] = deque()
+
+    @property
+    def has_room(self) -> bool:
+        """Whether the consumer keeps up."""
+        return len(self._items) < self._max_items
+
+    def put(self, item: NumberedBatch | Restarted | Lost) -> None:
+        """Queue one item."""
+        with self._lock:
+            self._items.append(item)
+
+    def take(self) -> list[FeedEvent]:
+        """All events so far, in order."""
+        with self._lock:
+            items, self._items = self._items, deque()
+        events: list[FeedEvent] = []
+        for item in items:
+            if isinstance(item, NumberedBatch):
+                events.extend(item.batch.events)
+            else:
+                events.append(item)
+        return events
+
+
 logger = logging.getLogger(__name__)
+
+REPLAY_TIMEOUT_S: Final = 3.0
+"""Without a message of the answer. vLLM looks for questions every 0.1 s, or after each batch."""
+
+AUDIT_INTERVAL_S: Final = 2.0
+"""Of silence, after which is asked whether anything was missed: a lost message is otherwise
+noticed only with the next one."""
+
+
+class SubscriberLoop:
+    """Owner thread: the subscriber's, except that any thread may read `health`."""
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        subscription: Subscription,
+        options: SubscriberOptions,
+        *,
+        queue: EventQueue,
+        clock: Clock,
+    ) -> None:
+        self.health = FeedHealth()
+        self._context, self._subscription = context, subscription
+        self._options, self._queue, self._clock = options, queue, clock
+        self._sequencer = Sequencer()
+        self._request: ReplayRequest | None = None
+        self._last_message_at = self._requested_at = clock.now()
+        self._connected = False
+        self._lag_s: float | None = None
+        self._num_unreadable = self._num_unknown = 0
+
+    @property
+    def sockets(self) -> list[zmq.Socket[bytes]]:
+        """What to wait for."""
+        request = [] if self._request is None else [self._request.socket]
+        return [self._subscription.socket, self._subscription.monitor, *request]
+
+    def step(self) -> None:
+        """Take what has come, ask what is to be asked. Never blocks."""
+        for observation in self._subscription.receive():
+            self._observe(observation)
+        self._read_answer()
+        self._check_timeouts()
+        self._report()
+
+    def close(self) -> None:
+        """Close every socket."""
+        self._close_request()
+        self._subscription.close()
+        self._connected = False
+        self._report()
+
+    def _observe(self, observation: Observation) -> None:
+        match observation:
+            case Connected():
+                self._connected = True
+                self._perform(self._sequencer.connected())
+            case Disconnected():
+                self._connected = False
+            case LiveFrames(frames):
+                self._last_message_at = self._clock.now()
+                message = self._decode(decode_message, frames)
+                if message is not None:
+                    self._lag_s = self._clock.unix_now() - message.batch.published_at
+                    self._perform(self._sequencer.live(message))
+            case _ as never:
+                assert_never(never)
+
+    def _read_answer(self) -> None:
+        request = self._request
+        if request is None:
+            return
+        for reply in request.receive():
+            if self._request is not request:
+                return  # what was just read made another question necessary
+            self._last_message_at = self._requested_at = self._clock.now()
+            match reply:
+                case ReplayEnd():
+                    self._close_request()
+                    self._perform(self._sequencer.replay_ended())
+                case ReplayedFrames(frames):
+                    message = self._decode(decode_replayed, frames)
+                    if message is not None:
+                        self._perform(self._sequencer.replayed(message))
+                case _ as never:
+                    assert_never(never)
+
+    def _check_timeouts(self) -> None:
+        now = self._clock.now()
+        if self._request is not None:
+            if now - self._requested_at > REPLAY_TIMEOUT_S:
+                self._close_request()
+                self._perform(self._sequencer.replay_timed_out())
+        elif (
+            now - self._last_message_at > AUDIT_INTERVAL_S
+            and self._options.replay
+            and self._connected
+        ):
+            self._perform(self._sequencer.audit())
+
+    def _perform(self, steps: list[SequencerAction]) -> None:
+        for step in steps:
+            match step:
+                case Deliver(message):
+                    self._queue.put(message)
+                    self._num_unknown += message.batch.num_unknown
+                case Restarted():
+                    logger.info("%s publishes KV events anew", self._options.worker)
+                    self._queue.put(step)
+                case Lost(missing):
+                    logger.warning(
+                        "KV events of %s from number %d on are lost", self._options.worker, missing
+                    )
+                    self._queue.put(step)
+                case RequestReplay(start):
+                    self._send_request(start)
+                case _ as never:
+                    assert_never(never)
+
+    def _send_request(self, start: int) -> None:
+        self._close_request()
+        if self._options.replay is None:
+            self._perform(self._sequencer.replay_impossible())
+            return
+        self._requested_at = self._clock.now()
+        self._request = ReplayRequest(self._context, self._options.replay, start)
+
+    def _close_request(self) -> None:
+        if self._request is not None:
+            self._request.close()
+            self._request = None
+
+    def _decode(
+        self, decode: Callable[[list[bytes], EventDomain], NumberedBatch], frames: list[bytes]
+    ) -> NumberedBatch | None:
+        """The message; None if it cannot be read, which leaves a gap where it was."""
+        try:
+            return decode(frames, self._options.domain)
+        except ProtocolError as exc:
+            self._num_unreadable += 1
+            if self._num_unreadable == 1:
+                logger.warning("%s: %s (said once)", self._options.worker, exc)
+            return None
+
+    def _report(self) -> None:
+        counts = self._sequencer.counts
+        self.health = FeedHealth(
+            connected=self._connected,
+            state="replaying" if self._sequencer.is_replaying else "in_sync",
+            last_seq=self._sequencer.last_seq,
+            lag_s=self._lag_s,
+            num_gaps=counts.gaps,
+            num_replays=counts.replays,
+            num_lost=counts.lost,
+            num_restarts=counts.restarts,
+            num_duplicates=counts.duplicates,
+            num_unreadable=self._num_unreadable,
+            num_unknown_events=self._num_unknown,
+        )
+
 
 TICK_MS: Final = 250
 """How often deadlines are looked at while nothing comes."""
@@ -56,8 +255,8 @@ class KVEventSubscriber:
     def __init__(self, options: SubscriberOptions, clock: Clock) -> None:
         self.options = options
         self._clock = clock
-        self._outbox = Outbox(options.max_queued_batches)
-        self._follower: Follower | None = None
+        self._queue = EventQueue(options.max_queued_batches)
+        self._loop: SubscriberLoop | None = None
         self._thread: threading.Thread | None = None
         self._stopping = False
         self._wake_fd = -1
@@ -65,7 +264,7 @@ class KVEventSubscriber:
     @property
     def health(self) -> FeedHealth:
         """See `KVEventFeed`."""
-        return FeedHealth() if self._follower is None else self._follower.health
+        return FeedHealth() if self._loop is None else self._loop.health
 
     def start(self) -> None:
         """Open the live socket and start the thread. Once.
@@ -75,13 +274,13 @@ class KVEventSubscriber:
         """
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         subscription = Subscription(context, self.options.live)
-        self._follower = Follower(
-            context, subscription, self.options, outbox=self._outbox, clock=self._clock
+        self._loop = SubscriberLoop(
+            context, subscription, self.options, queue=self._queue, clock=self._clock
         )
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread = threading.Thread(
             target=self._run,
-            args=(self._follower,),
+            args=(self._loop,),
             name=f"kv-events-{self.options.worker}",
             daemon=True,
         )
@@ -98,23 +297,23 @@ class KVEventSubscriber:
 
     def poll(self) -> list[FeedEvent]:
         """See `KVEventFeed`."""
-        return self._outbox.take()
+        return self._queue.take()
 
-    def _run(self, follower: Follower) -> None:
+    def _run(self, follower: SubscriberLoop) -> None:
         try:
             while not self._stopping:
                 self._wait(follower)
-                if self._outbox.has_room:
+                if self._queue.has_room:
                     follower.step()
         except Exception:
             logger.exception("KV events of %s are no longer followed", self.options.worker)
         finally:
             follower.close()
 
-    def _wait(self, follower: Follower) -> None:
+    def _wait(self, follower: SubscriberLoop) -> None:
         poller = zmq.Poller()
         poller.register(self._wake_fd, zmq.POLLIN)
-        if self._outbox.has_room:
+        if self._queue.has_room:
             for socket in follower.sockets:
                 poller.register(socket, zmq.POLLIN)
         poller.poll(TICK_MS)

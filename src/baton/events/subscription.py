@@ -1,27 +1,130 @@
-"""The live socket: messages as they come, and when the connection to the publisher begins or ends.
-
-What is read between the end of one connection and the beginning of the next is dropped: libzmq
-keeps messages of a publisher that is gone, and nothing in them says whose they are.
-"""
+"""A publisher's endpoints and sockets: the live subscription and replay requests."""
 
 from __future__ import annotations
 
+import ipaddress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, TypeAlias
+from typing import Final, TypeAlias
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from baton.errors import ConfigError
-from baton.events.wire import MAX_MESSAGE_BYTES
+from baton.events.wire import MAX_MESSAGE_BYTES, encode_replay_request, is_end_of_replay
 
-if TYPE_CHECKING:
-    from baton.events.endpoint import LiveEndpoint
+_SCHEMES: Final = ("ipc://", "tcp://")
+
+
+@dataclass(frozen=True, slots=True)
+class LiveEndpoint:
+    """`ipc://PATH` or `tcp://HOST:PORT`, to connect to unless `bind`. `topic` "" takes all.
+
+    Events are not authenticated: only a loopback address may be bound.
+
+    Raises:
+        ConfigError: an endpoint that cannot work.
+    """
+
+    endpoint: str
+    topic: str = ""
+    bind: bool = False
+
+    def __post_init__(self) -> None:
+        _check(self.endpoint)
+        if self.bind and not _is_loopback(self.endpoint):
+            raise ConfigError(
+                f"KV events from {self.endpoint}: they are not authenticated, so that only "
+                "tcp://127.0.0.1:PORT may be bound; let vLLM bind (tcp://*:PORT), and connect"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayEndpoint:
+    """Where what was missed can be asked for: `ipc://PATH` or `tcp://HOST:PORT`.
+
+    Raises:
+        ConfigError: an endpoint that cannot work.
+    """
+
+    endpoint: str
+
+    def __post_init__(self) -> None:
+        _check(self.endpoint)
+
+
+def _check(endpoint: str) -> None:
+    if not endpoint.startswith(_SCHEMES):
+        raise ConfigError(f"KV events from {endpoint!r}: say ipc://PATH or tcp://HOST:PORT")
+    if "*" in endpoint:
+        raise ConfigError(f"KV events from {endpoint}: name the publisher's host instead of *")
+
+
+def _is_loopback(endpoint: str) -> bool:
+    host = endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+MAX_QUEUED_REPLAYS: Final = 20_000
+"""vLLM drops messages beyond this, the end marker too; the replay is then requested again."""
+
+MAX_BURST: Final = 256
+"""Messages read by one call, so that replies and deadlines are handled in between."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayedFrames:
+    """One message of the answer, unread."""
+
+    frames: list[bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayEnd:
+    """The answer is complete."""
+
+
+Reply: TypeAlias = ReplayedFrames | ReplayEnd
+
+
+class ReplayRequest:
+    """A DEALER socket of its own for each question: an answer cannot be taken for another's.
+
+    Owner thread: the subscriber's.
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        replay: ReplayEndpoint,
+        start_seq: int,
+    ) -> None:
+        self.socket = context.socket(zmq.DEALER)
+        self.socket.linger = 0
+        self.socket.rcvhwm = MAX_QUEUED_REPLAYS
+        self.socket.maxmsgsize = MAX_MESSAGE_BYTES
+        self.socket.connect(replay.endpoint)
+        self.socket.send_multipart(encode_replay_request(start_seq))
+
+    def receive(self) -> list[Reply]:
+        """What has come in, in order. Never blocks."""
+        replies: list[Reply] = []
+        for _ in range(MAX_BURST):
+            try:
+                frames = self.socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                break
+            replies.append(ReplayEnd() if is_end_of_replay(frames) else ReplayedFrames(frames))
+        return replies
+
+    def close(self) -> None:
+        """Give up on the answer; idempotent."""
+        self.socket.close(linger=0)
+
 
 MAX_QUEUED_MESSAGES: Final = 10_000
-MAX_BURST: Final = 256
-"""Messages taken by one call, so that answers and deadlines get their turn."""
-
 HEARTBEAT_MS: Final = 2_000
 HEARTBEAT_TIMEOUT_MS: Final = 10_000
 MAX_RECONNECT_MS: Final = 2_000

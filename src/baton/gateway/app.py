@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
     from baton.gateway.completions import Completions
-    from baton.gateway.debug import RequestTraces
-    from baton.gateway.debug_workers import Roster
+    from baton.gateway.debug_requests import RequestTraces
+    from baton.gateway.debug_workers import WorkerList
     from baton.gateway.metrics import GatewayMetrics
     from baton.gateway.readiness import Readiness
     from baton.gateway.workers import Workers
@@ -75,11 +75,11 @@ class GatewayApp:
         metrics: GatewayMetrics,
         *,
         traces: RequestTraces,
-        roster: Roster,
+        worker_list: WorkerList,
         readiness: Readiness,
     ) -> None:
         self._completions, self._workers = completions, workers
-        self._metrics, self._traces, self._roster = metrics, traces, roster
+        self._metrics, self._traces, self._worker_list = metrics, traces, worker_list
         self._ready = readiness
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -121,7 +121,7 @@ class GatewayApp:
             case _ if f"{path}/".startswith(f"{REQUESTS_PATH}/") and _is_local(scope):
                 answer = await self._debug(path)
             case _ if path == WORKERS_PATH and _is_local(scope):
-                answer = self._roster.show()
+                answer = self._worker_list.show()
             case _:
                 raise PathNotFoundError(f"{path} does not exist here")
         _need_get(path, scope)

@@ -8,7 +8,7 @@ import msgspec
 
 from baton.events.blocks import FeedHealth
 from baton.gateway.kv_events import Followed, NotFollowed
-from baton.gateway.workers import Down, Draining, Rejected, Unseen, Up
+from baton.gateway.workers import Down, Draining, Pending, Rejected, Up
 from baton.router.fleet import Role, WorkerLoad
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from baton.gateway.workers import Worker, Workers
 
 
-class HeldBlocks(msgspec.Struct, frozen=True):
+class CachedBlocks(msgspec.Struct, frozen=True):
     """How many blocks of one kind a worker holds."""
 
     medium: str
@@ -29,7 +29,7 @@ class FollowedEvents(msgspec.Struct, frozen=True):
 
     endpoint: str
     problem: str | None = None
-    blocks: tuple[HeldBlocks, ...] = ()
+    blocks: tuple[CachedBlocks, ...] = ()
     feed: FeedHealth | None = None
 
 
@@ -49,21 +49,21 @@ class ListedWorker(msgspec.Struct, frozen=True):
     load: WorkerLoad | None = None
 
 
-class WorkerList(msgspec.Struct, frozen=True):
+class WorkerListReply(msgspec.Struct, frozen=True):
     """The answer to `/debug/workers`, in the order of the operator's list."""
 
     workers: tuple[ListedWorker, ...]
 
 
-class Roster:
+class WorkerList:
     """Shows the workers as the gateway sees them now."""
 
     def __init__(self, workers: Workers, events: KVEvents) -> None:
         self._workers, self._events = workers, events
 
-    def show(self) -> WorkerList:
+    def show(self) -> WorkerListReply:
         """All workers."""
-        return WorkerList(tuple(self._show(worker) for worker in self._workers.all))
+        return WorkerListReply(tuple(self._show(worker) for worker in self._workers.all))
 
     def _show(self, worker: Worker) -> ListedWorker:
         following = self._events.of(worker)
@@ -81,7 +81,7 @@ class Roster:
 
 def _reason(worker: Worker) -> str | None:
     match worker.state:
-        case Unseen(reason) | Down(_, reason) | Rejected(reason):
+        case Pending(reason) | Down(_, reason) | Rejected(reason):
             return reason
         case Up() | Draining():
             return None
@@ -94,9 +94,9 @@ def _show_events(following: Following) -> FollowedEvents:
     match following:
         case NotFollowed(reason=reason):
             return FollowedEvents(endpoint, problem=reason)
-        case Followed(feed=feed, holdings=holdings):
-            held = sorted(holdings.num_blocks.items())
-            blocks = tuple(HeldBlocks(*key, num_blocks) for key, num_blocks in held)
+        case Followed(feed=feed, block_index=block_index):
+            held = sorted(block_index.num_blocks.items())
+            blocks = tuple(CachedBlocks(*key, num_blocks) for key, num_blocks in held)
             return FollowedEvents(endpoint, blocks=blocks, feed=feed.health)
         case _ as never:
             assert_never(never)

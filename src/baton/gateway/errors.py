@@ -33,7 +33,7 @@ from baton.errors import (
 )
 
 if TYPE_CHECKING:
-    from baton.authority.ticket import WorkerRef
+    from baton.auth.ticket import WorkerRef
     from baton.gateway.metrics import FallbackCause
 
 RETRY_AFTER_NO_WORKER_S = 2.0

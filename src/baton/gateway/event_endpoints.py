@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 from baton.config.cluster_key import is_loopback
 from baton.errors import ConfigError
-from baton.events.endpoint import LiveEndpoint, ReplayEndpoint
+from baton.events.subscription import LiveEndpoint, ReplayEndpoint
 from baton.gateway.worker_info import is_same_host
 
 if TYPE_CHECKING:

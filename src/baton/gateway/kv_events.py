@@ -2,7 +2,7 @@
 
     Workers ── who is there, in which life ──► KVEvents ──► a subscriber (a thread) for each
                                                   ▲ poll            │ events
-                                                  └─────────────────┘──► BlockHoldings
+                                                  └─────────────────┘──► WorkerBlockIndex
 
 A worker that is down keeps its holdings: if it comes back in the same life, they are still right.
 """
@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 
 from baton.clock import Instant
 from baton.errors import ConfigError
+from baton.events.block_index import WorkerBlockIndex
 from baton.events.blocks import EventDomain
-from baton.events.holdings import BlockHoldings
 from baton.events.metrics import KVEventCollector
 from baton.gateway.event_endpoints import locate_events
 
@@ -59,7 +59,7 @@ class Followed:
     publisher: Publisher
     subscriber: KVEventSubscriber
     feed: KVEventFeed
-    holdings: BlockHoldings
+    block_index: WorkerBlockIndex
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,20 +105,20 @@ class KVEvents:
     async def _run(self) -> None:
         while True:
             try:
-                if not await self._drop_those_gone():  # a bound port is free only some time later
-                    self._follow_those_new()
-                await self._take_up()
+                if not await self._drop_stale():  # a bound port is free only some time later
+                    self._follow_new()
+                await self._apply_events()
             except Exception:
                 log.exception("following KV events failed; trying again")
             await asyncio.sleep(POLL_INTERVAL_S)
 
-    async def _drop_those_gone(self) -> bool:
+    async def _drop_stale(self) -> bool:
         """Forget lives that are over; whether there were any."""
         gone = [w for w, f in self._following.items() if f.publisher != _publisher_of(w)]
         await asyncio.gather(*(self._drop(worker) for worker in gone))
         return bool(gone)
 
-    def _follow_those_new(self) -> None:
+    def _follow_new(self) -> None:
         for worker in self._workers.all:
             publisher = _publisher_of(worker)
             if publisher is not None and self._is_due(worker):
@@ -152,9 +152,9 @@ class KVEvents:
         options = SubscriberOptions(publisher.worker, VLLM_HASHES, endpoints.live, endpoints.replay)
         subscriber = KVEventSubscriber(options, self._clock)
         subscriber.start()
-        holdings = BlockHoldings(VLLM_HASHES)
-        feed = self._collector.watch(publisher.worker, subscriber, holdings)
-        return Followed(publisher, subscriber, feed, holdings)
+        block_index = WorkerBlockIndex(VLLM_HASHES)
+        feed = self._collector.watch(publisher.worker, subscriber, block_index)
+        return Followed(publisher, subscriber, feed, block_index)
 
     async def _drop(self, worker: Worker) -> None:
         following = self._following.pop(worker)
@@ -162,7 +162,7 @@ class KVEvents:
             self._collector.forget(following.publisher.worker)
             await asyncio.to_thread(following.subscriber.stop)
 
-    async def _take_up(self) -> None:
+    async def _apply_events(self) -> None:
         for following in list(self._following.values()):
             if isinstance(following, Followed):
                 await _apply(following)
@@ -170,7 +170,7 @@ class KVEvents:
 
 async def _apply(followed: Followed) -> None:
     for num_taken, event in enumerate(followed.feed.poll(), start=1):
-        followed.holdings.apply(event)
+        followed.block_index.apply(event)
         if num_taken % EVENTS_PER_TURN == 0:
             await asyncio.sleep(0)
 
@@ -178,6 +178,6 @@ async def _apply(followed: Followed) -> None:
 def _publisher_of(worker: Worker) -> Publisher | None:
     """The worker's present life, if it publishes and is used. Only vLLM's events are known."""
     info = worker.info
-    if info is None or info.kv_events is None or info.dialect != "vllm":
+    if info is None or info.kv_events is None or info.protocol != "vllm":
         return None
     return Publisher(info.worker, info.epoch, info.kv_events)

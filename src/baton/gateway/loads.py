@@ -31,7 +31,7 @@ class LoadReader:
     async def read(self, health: bytes) -> WorkerLoad | None:
         """What a well worker says of its load, `health` being its answer; None: nothing."""
         info = self._worker.info
-        if info is None or info.dialect == "baton":
+        if info is None or info.protocol == "baton":
             return read_load(health)
         if self._num_to_skip:
             self._num_to_skip -= 1

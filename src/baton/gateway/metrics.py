@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from baton.gateway.gaps import GapCollector
-from baton.router.placement import Undivided
+from baton.gateway.inter_token_histogram import InterTokenCollector
+from baton.router.placement import NonDisaggregableField
 from baton.telemetry.metrics import FIRST_TOKEN_EDGES_S, REQUEST_EDGES_S, TOKEN_GAP_EDGES_S
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ class GatewayMetrics:
             buckets=FIRST_TOKEN_EDGES_S,
             registry=self.registry,
         )
-        self.inter_token_latency = GapCollector(
+        self.inter_token_latency = InterTokenCollector(
             "baton_gateway_inter_token_latency_seconds",
             "Between two chunks of a stream.",
             TOKEN_GAP_EDGES_S,
@@ -133,13 +133,15 @@ class GatewayMetrics:
             registry=self.registry,
         )
         self.fallbacks = {cause: fallbacks.labels(cause) for cause in FallbackCause}
-        undivided = Counter(
-            "baton_gateway_undivided_requests",
+        non_disaggregable = Counter(
+            "baton_gateway_non_disaggregable_requests",
             "Requests that a vLLM worker served alone because of one of their fields.",
             ("field",),
             registry=self.registry,
         )
-        self.undivided = {field: undivided.labels(field) for field in Undivided}
+        self.non_disaggregable = {
+            field: non_disaggregable.labels(field) for field in NonDisaggregableField
+        }
         broken = Counter(
             "baton_gateway_broken_streams",
             "Streams that ended with an error event.",

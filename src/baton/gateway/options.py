@@ -11,7 +11,7 @@ from baton.errors import ConfigError
 from baton.router.fleet import Role
 
 if TYPE_CHECKING:
-    from baton.authority.key import ClusterKey
+    from baton.auth.key import ClusterKey
     from baton.router.modes import ModeSetting
 
 MIB = 1 << 20
@@ -42,7 +42,7 @@ class GatewayOptions:
     """Everything `run_gateway` needs. Durations in seconds.
 
     `key_origin` says whether an operator configured the cluster key or a launcher made it up for
-    this machine: a gateway that others can reach insists on the former. `announce_fd` is the file
+    this machine: a gateway that others can reach insists on the former. `status_fd` is the file
     descriptor that gets the line `{"event":"ready",...}`. `mode` is how KV is handed over;
     `first_token_early` lets streams begin with the prefill worker's token.
 
@@ -56,14 +56,14 @@ class GatewayOptions:
     key_origin: Literal["configured", "generated"] = "generated"
     host: str = "127.0.0.1"
     port: int = 8000
-    announce_fd: int = 1
+    status_fd: int = 1
     max_inflight_requests: int = 1024
     max_body_bytes: int = 32 * MIB
     max_answer_bytes: int = 64 * MIB
     request_timeout_s: float = 600.0
     first_byte_timeout_s: float = 300.0
     connect_timeout_s: float = 3.0
-    prefill_linger_s: float = 2.0
+    prefill_grace_period_s: float = 2.0
     probe_interval_s: float = 1.0
     probe_timeout_s: float = 2.0
     abandon_after_s: float = 15.0

@@ -22,21 +22,21 @@ from prometheus_client import disable_created_metrics
 from baton.clock import MachineClock
 from baton.errors import ConfigError
 from baton.gateway.app import GatewayApp
+from baton.gateway.background_tasks import BackgroundTasks
 from baton.gateway.completions import Completions
-from baton.gateway.debug import RequestTraces
-from baton.gateway.debug_workers import Roster
-from baton.gateway.errands import Errands
+from baton.gateway.debug_requests import RequestTraces
+from baton.gateway.debug_workers import WorkerList
 from baton.gateway.fallbacks import Fallbacks
+from baton.gateway.health_monitor import HealthMonitor
 from baton.gateway.kv_events import KVEvents
 from baton.gateway.metrics import GatewayMetrics
-from baton.gateway.probe import Watch
 from baton.gateway.readiness import Readiness
-from baton.gateway.records import Records
+from baton.gateway.request_history import RequestHistory
 from baton.gateway.services import Services
 from baton.gateway.upstream import Upstream
 from baton.gateway.workers import Workers
 from baton.router.round_robin import RoundRobin
-from baton.telemetry.announcement import Announcer, Ready
+from baton.telemetry.process_status import Ready, StatusReporter
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Generator
@@ -94,37 +94,37 @@ async def open_gateway(options: GatewayOptions, clock: Clock) -> AsyncGenerator[
     metrics = GatewayMetrics()
     workers = Workers(options.workers, metrics)
     upstream = Upstream(options)
-    watch = Watch(workers, upstream, options)
+    health_monitor = HealthMonitor(workers, upstream, options)
     services = Services(
         options=options,
         clock=clock,
         metrics=metrics,
         workers=workers,
-        watch=watch,
+        health_monitor=health_monitor,
         upstream=upstream,
         placement=RoundRobin(options.mode),
         fallbacks=Fallbacks(metrics, clock),
-        errands=Errands(),
+        background_tasks=BackgroundTasks(),
     )
-    records = Records(options.num_records)
+    records = RequestHistory(options.num_records)
     events = KVEvents(workers, metrics, clock)
     await upstream.open()
-    watch.start()
+    health_monitor.start()
     events.start()
     try:
         traces = RequestTraces(records, workers, upstream)
-        roster = Roster(workers, events)
+        worker_list = WorkerList(workers, events)
         yield GatewayApp(
             Completions(services, records),
             workers,
             metrics,
             traces=traces,
-            roster=roster,
+            worker_list=worker_list,
             readiness=Readiness(workers, clock),
         )
     finally:
-        await watch.stop()
-        await services.errands.stop()
+        await health_monitor.stop()
+        await services.background_tasks.stop()
         await events.stop()
         await upstream.close()
 
@@ -146,22 +146,24 @@ async def _serve(options: GatewayOptions, listener: socket.socket) -> None:
                 timeout_graceful_shutdown=max(1, round(options.drain_timeout_s)),
             ),
             Ready(_url_of(listener, options)),
-            Announcer(options.announce_fd),
+            StatusReporter(options.status_fd),
         )
         await server.serve(sockets=[listener])
 
 
 class _Server(uvicorn.Server):
-    """uvicorn, with an announcement and with signals that end in exit code 0."""
+    """uvicorn, with an status line and with signals that end in exit code 0."""
 
-    def __init__(self, config: uvicorn.Config, ready: Ready, announcer: Announcer) -> None:
+    def __init__(
+        self, config: uvicorn.Config, ready: Ready, status_reporter: StatusReporter
+    ) -> None:
         super().__init__(config)
-        self._ready, self._announcer = ready, announcer
+        self._ready, self._status_reporter = ready, status_reporter
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start to accept, then say so."""
         await super().startup(sockets=sockets)
-        self._announcer.say(self._ready)
+        self._status_reporter.report(self._ready)
         log.info("listening on %s", self._ready.url)
 
     @contextlib.contextmanager

@@ -10,14 +10,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from baton.clock import Instant
-from baton.gateway.workers import Unseen
+from baton.gateway.workers import Pending
 from baton.router.fleet import Role
 
 if TYPE_CHECKING:
     from baton.clock import Clock
     from baton.gateway.workers import Workers
 
-PATIENCE_S: Final = 15.0
+PREFILL_STARTUP_GRACE_S: Final = 15.0
 """Once somebody decodes, for workers that were listed and have never answered."""
 
 
@@ -26,7 +26,7 @@ class Readiness:
 
     def __init__(self, workers: Workers, clock: Clock) -> None:
         self._workers, self._clock = workers, clock
-        self._patient_until: Instant | None = None
+        self._grace_ends_at: Instant | None = None
 
     def why_not(self) -> str | None:
         """What is waited for; None if the gateway is ready."""
@@ -34,13 +34,13 @@ class Readiness:
         if not workers.fleet.can_decode:
             return workers.why_not_ready()
         now = self._clock.now()
-        if self._patient_until is None:
-            self._patient_until = Instant(now + PATIENCE_S)
-        is_patient = now < self._patient_until
-        return workers.why_not_ready() if is_patient and self._awaits_prefill() else None
+        if self._grace_ends_at is None:
+            self._grace_ends_at = Instant(now + PREFILL_STARTUP_GRACE_S)
+        in_grace = now < self._grace_ends_at
+        return workers.why_not_ready() if in_grace and self._is_prefill_pending() else None
 
-    def _awaits_prefill(self) -> bool:
+    def _is_prefill_pending(self) -> bool:
         return any(
-            isinstance(worker.state, Unseen) and worker.address.role is not Role.DECODE
+            isinstance(worker.state, Pending) and worker.address.role is not Role.DECODE
             for worker in self._workers.all
         )

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from baton.clock import Clock
-    from baton.gateway.errands import Errands
+    from baton.gateway.background_tasks import BackgroundTasks
     from baton.gateway.fallbacks import Fallbacks
+    from baton.gateway.health_monitor import HealthMonitor
     from baton.gateway.metrics import GatewayMetrics
     from baton.gateway.options import GatewayOptions
-    from baton.gateway.probe import Watch
     from baton.gateway.upstream import Upstream
     from baton.gateway.workers import Workers
     from baton.router.placement import PlacementPolicy
@@ -25,8 +25,8 @@ class Services:
     clock: Clock
     metrics: GatewayMetrics
     workers: Workers
-    watch: Watch
+    health_monitor: HealthMonitor
     upstream: Upstream
     placement: PlacementPolicy
     fallbacks: Fallbacks
-    errands: Errands
+    background_tasks: BackgroundTasks

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from yarl import URL
 
-    from baton.authority.key import ClusterKey
+    from baton.auth.key import ClusterKey
     from baton.gateway.options import GatewayOptions
     from baton.ids import TicketId
 
@@ -164,8 +164,8 @@ class WorkerError(msgspec.Struct, frozen=True):
     message: str | None = None
 
     def __str__(self) -> str:
-        said = (str(part) for part in (self.code, self.message) if part is not None)
-        return ": ".join(said)[:MAX_REASON_CHARS]
+        reported = (str(part) for part in (self.code, self.message) if part is not None)
+        return ": ".join(reported)[:MAX_REASON_CHARS]
 
 
 class _ErrorAnswer(msgspec.Struct):

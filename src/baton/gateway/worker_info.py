@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Annotated, Final, get_args
 import msgspec
 from yarl import URL
 
-from baton.authority.ticket import HandoffMode, WorkerRef
+from baton.auth.ticket import HandoffMode, WorkerRef
 from baton.config.cluster_key import is_loopback
 from baton.errors import ProtocolError
 from baton.ids import Epoch, WorkerId
-from baton.router.fleet import Dialect, Role, WorkerLoad, WorkerView
+from baton.router.fleet import Role, WorkerLoad, WorkerProtocol, WorkerView
 
 if TYPE_CHECKING:
     from baton.gateway.options import WorkerAddress
@@ -56,7 +56,7 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     handoff_address: Name
     transports: Annotated[tuple[str, ...], msgspec.Meta(max_length=64)]
     version: Name
-    dialect: Dialect = "baton"
+    protocol: WorkerProtocol = "baton"
     engine: Name | None = None
     rank_addresses: Annotated[tuple[Name, ...], RANKS] = ()
     control_urls: Annotated[tuple[Name, ...], RANKS] = ()
@@ -66,7 +66,7 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     def __post_init__(self) -> None:
         if self.rank_addresses and self.rank_addresses[0] != self.handoff_address:
             raise ValueError("the first of rank_addresses must be handoff_address")
-        num_controls = max(1, len(self.rank_addresses)) if self.dialect == "vllm" else 0
+        num_controls = max(1, len(self.rank_addresses)) if self.protocol == "vllm" else 0
         if len(self.control_urls) != num_controls:
             raise ValueError(f"control_urls must have {num_controls} entries")
 
@@ -81,7 +81,7 @@ class WorkerInfo(msgspec.Struct, frozen=True):
             fingerprint=self.fingerprint,
             transports=frozenset(self.transports),
             available=available,
-            dialect=self.dialect,
+            protocol=self.protocol,
             modes=KNOWN_MODES & frozenset(self.modes),
             load=load,
         )
@@ -96,14 +96,14 @@ class Health(msgspec.Struct, frozen=True):
 class Load(msgspec.Struct, frozen=True):
     """A worker's queue and KV blocks."""
 
-    waiting: Annotated[int, msgspec.Meta(ge=0)]
-    blocks: Annotated[int, msgspec.Meta(gt=0)]
-    free_blocks: Annotated[int, msgspec.Meta(ge=0)]
+    num_waiting: Annotated[int, msgspec.Meta(ge=0)]
+    num_blocks: Annotated[int, msgspec.Meta(gt=0)]
+    num_free_blocks: Annotated[int, msgspec.Meta(ge=0)]
     block_size: Annotated[int, msgspec.Meta(gt=0)]
 
     def view(self) -> WorkerLoad:
         """What placement sees of it."""
-        return WorkerLoad(self.waiting, self.blocks, self.free_blocks, self.block_size)
+        return WorkerLoad(self.num_waiting, self.num_blocks, self.num_free_blocks, self.block_size)
 
 
 _decoder = msgspec.json.Decoder(WorkerInfo)
@@ -178,4 +178,4 @@ def _option(role: Role) -> str:
 
 
 def _role_setting(info: WorkerInfo, role: Role) -> str:
-    return f'"kv_role": "{KV_ROLES[role]}"' if info.dialect == "vllm" else f"the role {role}"
+    return f'"kv_role": "{KV_ROLES[role]}"' if info.protocol == "vllm" else f"the role {role}"

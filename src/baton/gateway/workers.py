@@ -1,6 +1,6 @@
 """The registry of workers: who is up, and since which epoch.
 
-    Unseen ──info──► Up ◄──► Draining
+    Pending ──info──► Up ◄──► Draining
        │              │ ▲       │
        └─► Rejected   ▼ │info   │
                      Down ◄─────┘
@@ -20,7 +20,7 @@ from yarl import URL
 
 from baton.errors import ModelNotFoundError
 from baton.gateway.errors import NoWorkerError, WorkerLostError
-from baton.gateway.interrupt import Interruptible
+from baton.gateway.interruptible import Interruptible
 from baton.gateway.worker_info import WorkerInfo, why_not_used
 from baton.router.fleet import Fleet
 
@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Unseen:
+class Pending:
     """It has not told yet who it is; `reason` is why, as far as we know."""
 
     reason: str
@@ -71,7 +71,7 @@ class Rejected:
     reason: str
 
 
-WorkerState: TypeAlias = Unseen | Up | Draining | Down | Rejected
+WorkerState: TypeAlias = Pending | Up | Draining | Down | Rejected
 
 
 class Worker:
@@ -83,24 +83,24 @@ class Worker:
         self.completion_urls = {
             path: self.url.with_path(path) for path in ("/v1/chat/completions", "/v1/completions")
         }
-        self.state: WorkerState = Unseen("not asked yet")
+        self.state: WorkerState = Pending("not asked yet")
         self.load: WorkerLoad | None = None
-        self._attended: set[Interruptible] = set()
+        self._cancel_scopes: set[Interruptible] = set()
 
     @contextmanager
-    def attended(self) -> Generator[None]:
+    def cancel_scope(self) -> Generator[None]:
         """A stretch of one request that waits for this worker: `abandon` ends it."""
-        with Interruptible() as stretch:
-            self._attended.add(stretch)
+        with Interruptible() as scope:
+            self._cancel_scopes.add(scope)
             try:
                 yield
             finally:
-                self._attended.discard(stretch)
+                self._cancel_scopes.discard(scope)
 
     def abandon(self, reason: str) -> None:
         """Nothing more is expected of it: whoever waits for it gets a `WorkerLostError`."""
-        for stretch in self._attended:
-            stretch.interrupt(WorkerLostError(f"{self} is given up: {reason}"))
+        for scope in self._cancel_scopes:
+            scope.interrupt(WorkerLostError(f"{self} is given up: {reason}"))
 
     @property
     def info(self) -> WorkerInfo | None:
@@ -108,13 +108,13 @@ class Worker:
         match self.state:
             case Up(info) | Draining(info) | Down(info, _):
                 return info
-            case Unseen() | Rejected():
+            case Pending() | Rejected():
                 return None
 
     @property
     def control_urls(self) -> tuple[URL, ...]:
         """Where it is told of aborts and asked for traces: itself, or each rank of vLLM's."""
-        if self.info is None or self.info.dialect == "baton":
+        if self.info is None or self.info.protocol == "baton":
             return (self.url,)
         return tuple(URL(url) for url in self.info.control_urls)
 
@@ -174,7 +174,7 @@ class Workers:
                 lengths[info.served_model_name] = min(known, info.max_context_tokens)
         return lengths
 
-    def introduce(self, worker: Worker, info: WorkerInfo) -> None:
+    def register(self, worker: Worker, info: WorkerInfo) -> None:
         """It told who it is: it is up, unless it cannot be used as listed."""
         reason = why_not_used(info, worker.address)
         namesake = self._by_id.get(info.worker, worker)
@@ -191,7 +191,7 @@ class Workers:
     def lose(self, worker: Worker, reason: str) -> None:
         """It did not answer."""
         info = worker.info
-        self.change(worker, Unseen(reason) if info is None else Down(info, reason))
+        self.change(worker, Pending(reason) if info is None else Down(info, reason))
 
     def reject(self, worker: Worker, reason: str) -> None:
         """It answered, and cannot be used."""
@@ -230,7 +230,7 @@ class Workers:
 
 def _reason(state: WorkerState) -> str:
     match state:
-        case Unseen(reason) | Down(_, reason) | Rejected(reason):
+        case Pending(reason) | Down(_, reason) | Rejected(reason):
             return reason
         case Draining():
             return "draining"
@@ -251,7 +251,7 @@ def _log_change(worker: Worker, before: WorkerState, state: WorkerState) -> None
         case Down(_, reason):
             if not same_kind:
                 log.warning("%s is down: %s", worker, reason)
-        case Unseen(reason):
+        case Pending(reason):
             log.info("waiting for the %s worker at %s: %s", worker.address.role, worker.url, reason)
         case Rejected(reason):
             log.error("the worker at %s is not used: %s", worker.url, reason)

@@ -5,7 +5,8 @@
                        links to peers ┘  └ transports
 
 The thread sleeps in one `select` over all of them, and looks for a moment before that while answers
-come quickly (`baton.transfer.waiting`). The engine's calls only queue a command and write one byte
+come quickly (`baton.transfer.adaptive_wait`). The engine's calls only queue a command and write one
+byte
 to a pipe.
 """
 
@@ -21,85 +22,89 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Final, assert_never
 
-from baton.authority.ticket import WorkerRef
+from baton.auth.ticket import WorkerRef
 from baton.errors import BatonError, ConfigError, TransferError
-from baton.handoff.borrowing import BorrowingDesk
-from baton.handoff.desk import Desk
-from baton.handoff.footprint import ServedFace
-from baton.handoff.landing import Landing
-from baton.handoff.lending import LendingDesk
+from baton.handoff.block_exporter import SharedBlockExporter
+from baton.handoff.block_importer import SharedBlockImporter
+from baton.handoff.context import AgentContext
+from baton.handoff.decode_receiver import DecodeReceiver
+from baton.handoff.heartbeat import EngineHeartbeat
+from baton.handoff.heartbeat_publisher import HeartbeatPublisher
+from baton.handoff.io_backend import OS_BACKEND
 from baton.handoff.link_options import LinkOptions
+from baton.handoff.link_prober import LinkProber
+from baton.handoff.mapped_pages import RegisteredView
 from baton.handoff.messages import (
     PROTOCOL_VERSION,
     Available,
-    Avoid,
+    BlocksExported,
     Declined,
-    FaceOffer,
+    ExcludeTransport,
+    ExportRefused,
     Failed,
+    FallbackToWrite,
     Finished,
     Grant,
     Hello,
-    Lent,
-    Missing,
-    ProbeAsked,
-    Probed,
-    ProbeOver,
+    Keepalive,
+    KVViewDescriptor,
+    LeaseRenewed,
+    ProbeEnd,
     ProbeReady,
-    Recalled,
-    Renew,
-    Renewed,
-    Rerouted,
-    Returned,
-    Reversed,
-    Settled,
-    Taken,
-    Underway,
-    Unlent,
+    ProbeRequest,
+    ProbeResult,
+    Release,
+    ReleaseAck,
+    RenewLease,
+    RetransmitRequest,
+    Revoke,
+    TransferAck,
+    TransportFailed,
 )
-from baton.handoff.one_piece import OnePiece
-from baton.handoff.peers import Heard, Peer, PeerGone, PeerTable, PeerUp
-from baton.handoff.pooling.absent import NoPool
-from baton.handoff.pooling.desk import PoolDesk
-from baton.handoff.pulse import EnginePulse
-from baton.handoff.receiving import ReceivingDesk
-from baton.handoff.routes import RouteFound, RouteLost, RouteTable
-from baton.handoff.sending import SendingDesk
-from baton.handoff.session.borrow import BorrowBook
-from baton.handoff.surroundings import MACHINE
-from baton.handoff.survey import Surveyor
+from baton.handoff.peer_transport_table import (
+    PeerTransportLost,
+    PeerTransportTable,
+    PeerTransportUp,
+)
+from baton.handoff.peers import MessageReceived, Peer, PeerGone, PeerTable, PeerUp
+from baton.handoff.pool_mode.no_store import NoStoreHandoff
+from baton.handoff.pool_mode.store_handoff import StoreHandoff
+from baton.handoff.prefill_sender import PrefillSender
+from baton.handoff.probe_target import ProbeTarget
+from baton.handoff.session.import_table import ImportTable
+from baton.handoff.short_prompts import ShortPromptBatcher
 from baton.handoff.verification import VerificationPolicy
-from baton.handoff.vouching import Vouching
+from baton.transfer.adaptive_wait import MAX_SPIN_S, AdaptiveWaiter
 from baton.transfer.interface import (
     Arrived,
-    Attached,
+    GrantQuiescent,
     ReadCompleted,
     ReadFailed,
+    RemoteAttached,
     RemoteLost,
-    WindowQuiescent,
     WriteCompleted,
     WriteFailed,
 )
-from baton.transfer.links.outcome import SilentObserver
-from baton.transfer.links.scratch import Scratch
-from baton.transfer.waiting import LONGEST_AWAKE_S, Waiting
+from baton.transfer.links.outcome import NullObserver
+from baton.transfer.links.probe_buffer import ProbeBuffer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from baton.authority.key import ClusterKey
-    from baton.authority.ticket import HandoffMode, Ticket
+    from baton.auth.key import ClusterKey
+    from baton.auth.ticket import HandoffMode, Ticket
     from baton.clock import Clock, Instant
-    from baton.handoff.faces import Face
     from baton.handoff.interface import (
         HandoffEvent,
         ReceiveOrder,
         SampledToken,
         SendOrder,
     )
-    from baton.handoff.messages import Mover
+    from baton.handoff.io_backend import IoBackend
+    from baton.handoff.kv_views import KVView
+    from baton.handoff.messages import TransferOp
     from baton.handoff.peers import PeerEvent
-    from baton.handoff.pooling.pool import Pool
-    from baton.handoff.surroundings import Surroundings
+    from baton.handoff.pool_mode.store_access import StoreAccess
     from baton.ids import Epoch, TicketId, WorkerId
     from baton.transfer.interface import TransferEvent, Transport
     from baton.transfer.links.outcome import LinkObserver
@@ -111,26 +116,37 @@ STOP_TIMEOUT_S: Final = 5.0
 THREAD_NAME: Final = b"baton-handoff"
 _PR_SET_NAME: Final = 15
 
-_TO_RECEIVERS: Final = Available | Rerouted | Lent | Unlent | Finished | Failed
-_TO_SENDERS: Final = Grant | Declined | Taken | Missing | Avoid | Reversed | Failed | Renew
+_TO_RECEIVERS: Final = (
+    Available | TransportFailed | BlocksExported | ExportRefused | Finished | Failed
+)
+_TO_SENDERS: Final = (
+    Grant
+    | Declined
+    | TransferAck
+    | RetransmitRequest
+    | ExcludeTransport
+    | FallbackToWrite
+    | Failed
+    | RenewLease
+)
 
 
 @dataclass(frozen=True, slots=True)
 class AgentOptions:
-    """Who this agent is and what it works with; `faces` and `transports` in order of preference.
+    """Who this agent is and what it works with; `views` and `transports` in order of preference.
 
-    `mover` is who moves the bytes where this worker receives, if the transport can do both.
+    `preferred_op` is who moves the bytes where this worker receives, if the transport can do both.
     `traits` are readable properties that explain why two workers cannot exchange KV (engine,
     version, dtype …): at most 32, names of 64 characters and values of 256. `lease_s` is how long
     a computed prompt is held for a decode worker that does not renew it. Prompts of at most
-    `one_piece_tokens` are sent when they are computed, not layer by layer. Without a `pool`
+    `single_send_max_tokens` are sent when they are computed, not layer by layer. Without a `pool`
     handoffs through a store fail here.
     """
 
     worker: WorkerId
     epoch: Epoch
     fingerprint: str
-    faces: tuple[Face, ...]
+    views: tuple[KVView, ...]
     transports: tuple[Transport, ...]
     key: ClusterKey
     clock: Clock
@@ -139,14 +155,14 @@ class AgentOptions:
     timeout_s: float = 60.0
     liveness_timeout_s: float = 3.0
     lease_s: float = 10.0
-    one_piece_tokens: int = 0
-    mover: Mover = "prefill"
+    single_send_max_tokens: int = 0
+    preferred_op: TransferOp = "WRITE"
     traits: Mapping[str, str] = field(default_factory=dict)
     links: LinkOptions = field(default_factory=LinkOptions)
-    surroundings: Surroundings = MACHINE
+    io_backend: IoBackend = OS_BACKEND
     verification: VerificationPolicy = field(default_factory=VerificationPolicy)
-    pool: Pool | None = None
-    awake_s: float = LONGEST_AWAKE_S
+    pool: StoreAccess | None = None
+    spin_s: float = MAX_SPIN_S
 
     @property
     def modes(self) -> tuple[HandoffMode, ...]:
@@ -154,8 +170,8 @@ class AgentOptions:
         modes: list[HandoffMode] = ["push", "pull"]
         if self.pool is not None:
             modes.append("pool")
-        is_open = any(face.annexes is not None for face in self.faces)
-        if is_open and any(each.capabilities.lends for each in self.transports):
+        is_open = any(view.peer_mappings is not None for view in self.views)
+        if is_open and any(each.capabilities.views for each in self.transports):
             modes.append("reference")
         return tuple(modes)
 
@@ -165,7 +181,7 @@ class AgentOptions:
         Raises:
             ConfigError: there is none, or they are not of one model.
         """
-        if len({face.layout.num_layers for face in self.faces}) != 1:
+        if len({view.layout.num_layers for view in self.views}) != 1:
             raise ConfigError("the faces of a worker show the same layers, and there is one face")
 
 
@@ -177,12 +193,12 @@ class HandoffAgent:  # noqa: PLR0904 - the engine's contract, and the process's
         self._commands: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._events: deque[HandoffEvent] = deque()
         self._wake_engine: Callable[[], None] = _nothing
-        self._observer: LinkObserver = SilentObserver()
-        self._selector = options.surroundings.make_selector()
-        self._one_piece = OnePiece(options.one_piece_tokens)
-        self._pulse = EnginePulse(options.clock)
-        self._pool = _make_pool(options, self._pulse)
-        self._waiting = Waiting(options.clock, options.awake_s)
+        self._observer: LinkObserver = NullObserver()
+        self._selector = options.io_backend.make_selector()
+        self._short_prompts = ShortPromptBatcher(options.single_send_max_tokens)
+        self._heartbeat = EngineHeartbeat(options.clock)
+        self._pool = _make_pool(options, self._heartbeat)
+        self._waiting = AdaptiveWaiter(options.clock, options.spin_s)
         self._stopping = False
         self._thread: threading.Thread | None = None
         self._next_tick = 0.0
@@ -209,20 +225,20 @@ class HandoffAgent:  # noqa: PLR0904 - the engine's contract, and the process's
         """`start` without the thread: the simulator calls `step` instead."""
         self._wake_engine = wake_engine
         options = self.options
-        self._bell = options.surroundings.make_bell()
+        self._waker = options.io_backend.make_waker()
         self._pool.open(self._emit)
-        scratch = _allocate_scratch(options.links)
-        self._landing = Landing(scratch, options.transports, options.clock)
+        probe_buffer = _allocate_probe_buffer(options.links)
+        self._probe_target = ProbeTarget(probe_buffer, options.transports, options.clock)
         hello = Hello(
             version=PROTOCOL_VERSION,
             worker=options.worker,
             epoch=options.epoch,
-            clock_domain=options.surroundings.clock_domain(),
+            clock_domain=options.io_backend.clock_domain(),
             fingerprint=options.fingerprint,
-            faces=tuple(_offer(face, options.transports) for face in options.faces),
+            views=tuple(_offer(view, options.transports) for view in options.views),
             traits=dict(options.traits),
-            mover=options.mover,
-            scratch=self._landing.expose(),
+            preferred_op=options.preferred_op,
+            probe_buffers=self._probe_target.expose(),
             lease_s=options.lease_s,
         )
         self._peers = PeerTable(
@@ -231,38 +247,43 @@ class HandoffAgent:  # noqa: PLR0904 - the engine's contract, and the process's
             clock=options.clock,
             selector=self._selector,
             liveness_timeout_s=options.liveness_timeout_s,
-            surroundings=options.surroundings,
+            io_backend=options.io_backend,
         )
         self._address = self._peers.listen(options.host, options.port)
-        self._routes = RouteTable(
+        self._peer_transports = PeerTransportTable(
             options.transports,
             clock=options.clock,
             rule=options.links.rule,
-            mover=options.mover,
+            preferred_op=options.preferred_op,
             observer=self._observer,
         )
-        desk = Desk(
+        context = AgentContext(
             me=WorkerRef(options.worker, options.epoch, self._address),
             key=options.key,
             clock=options.clock,
-            faces=tuple(ServedFace.open(face) for face in options.faces),
-            mover=options.mover,
+            views=tuple(RegisteredView.open(view) for view in options.views),
+            preferred_op=options.preferred_op,
             peers=self._peers,
-            routes=self._routes,
+            peer_transports=self._peer_transports,
             transports=options.transports,
             timeout_s=options.timeout_s,
             lease_s=options.lease_s,
             verification=options.verification,
             emit=self._emit,
         )
-        self._landing.answer_by(self._peers)
-        self._surveyor = Surveyor(self._routes, self._peers, self._landing, options.links.bounds)
-        self._faces = desk.faces
-        self._borrowing, self._lending = BorrowingDesk(desk, BorrowBook()), LendingDesk(desk)
-        self._receiving = ReceivingDesk(desk, self._borrowing)
-        self._sending = SendingDesk(desk, self._lending)
-        self._vouching = Vouching(desk, self._pulse)
-        self._selector.register(self._bell, selectors.EVENT_READ, self._bell)
+        self._probe_target.connect(self._peers)
+        self._prober = LinkProber(
+            self._peer_transports, self._peers, self._probe_target, options.links.bounds
+        )
+        self._views = context.views
+        self._importer, self._exporter = (
+            SharedBlockImporter(context, ImportTable()),
+            SharedBlockExporter(context),
+        )
+        self._receiving = DecodeReceiver(context, self._importer)
+        self._sending = PrefillSender(context, self._exporter)
+        self._heartbeat_publisher = HeartbeatPublisher(context, self._heartbeat)
+        self._selector.register(self._waker, selectors.EVENT_READ, self._waker)
         for transport in options.transports:
             if transport.readiness_fd is not None:
                 self._selector.register(transport.readiness_fd, selectors.EVENT_READ, transport)
@@ -292,46 +313,46 @@ class HandoffAgent:  # noqa: PLR0904 - the engine's contract, and the process's
         """Whether the thread runs."""
         return self._thread is not None and self._thread.is_alive()
 
-    def keep(self, ticket: Ticket) -> None:
+    def renew_lease(self, ticket: Ticket) -> None:
         """See `HandoffPort`."""
         if ticket.mode != "pool":  # nobody holds anything: it is in the store
-            self._command(partial(self._receiving.keep, ticket))
+            self._command(partial(self._receiving.renew_lease, ticket))
 
-    def expect(self, order: ReceiveOrder) -> None:
+    def start_receive(self, order: ReceiveOrder) -> None:
         """See `HandoffPort`."""
         if order.ticket.mode == "pool":
-            self._pool.expect(order)
+            self._pool.start_receive(order)
         else:
-            self._command(partial(self._receiving.expect, order))
+            self._command(partial(self._receiving.start_receive, order))
 
-    def offer(self, order: SendOrder) -> None:
+    def start_send(self, order: SendOrder) -> None:
         """See `HandoffPort`."""
         if order.ticket.mode == "pool":
-            self._pool.offer(order)
+            self._pool.start_send(order)
             return
-        self._one_piece.add(order)
-        self._command(partial(self._sending.offer, order))
+        self._short_prompts.add(order)
+        self._command(partial(self._sending.start_send, order))
 
-    def computing(self, prompts: Sequence[Ticket]) -> None:
+    def report_progress(self, prompts: Sequence[Ticket]) -> None:
         """See `HandoffPort`."""
-        self._pulse.computing(prompts)
-        self._pool.computing(prompts)
+        self._heartbeat.report_progress(prompts)
+        self._pool.report_progress(prompts)
 
     def layer_ready(self, tickets: Sequence[tuple[TicketId, int]], layer: int) -> None:
         """See `HandoffPort`."""
-        self._pulse.beat()
+        self._heartbeat.tick()
         self._pool.layer_ready(tuple(tickets), layer)
-        told = self._one_piece.leave_out(tickets)
-        if told:
-            self._command(partial(self._sending.layer_ready, told, layer))
+        layerwise = self._short_prompts.exclude(tickets)
+        if layerwise:
+            self._command(partial(self._sending.layer_ready, layerwise, layer))
 
-    def finish(self, ticket: TicketId, first_token: SampledToken | None) -> None:
+    def prefill_done(self, ticket: TicketId, first_token: SampledToken | None) -> None:
         """See `HandoffPort`."""
-        self._pool.finish(ticket, first_token)
-        stop = self._one_piece.take(ticket)
+        self._pool.prefill_done(ticket, first_token)
+        stop = self._short_prompts.take(ticket)
         if stop is not None:
-            self._command(partial(self._sending.all_ready, ticket, stop))
-        self._command(partial(self._sending.finish, ticket, first_token))
+            self._command(partial(self._sending.all_layers_ready, ticket, stop))
+        self._command(partial(self._sending.prefill_done, ticket, first_token))
 
     def decline(self, ticket: Ticket, reason: str) -> None:
         """See `HandoffPort`."""
@@ -343,35 +364,35 @@ class HandoffAgent:  # noqa: PLR0904 - the engine's contract, and the process's
         self._pool.abort(ticket, reason)
         self._command(partial(self._abort, ticket, reason))
 
-    def withdraw_oldest(self, tickets: Sequence[TicketId], reason: str) -> None:
+    def cancel_oldest_ungranted(self, tickets: Sequence[TicketId], reason: str) -> None:
         """See `HandoffPort`."""
-        self._command(partial(self._sending.withdraw_oldest, tuple(tickets), reason))
+        self._command(partial(self._sending.cancel_oldest_ungranted, tuple(tickets), reason))
 
-    def give_up(self, ticket: TicketId, reason: str) -> None:
+    def abort_from_peer(self, ticket: TicketId, reason: str) -> None:
         """The gateway says that this ticket's other half failed: recompute (or stop) now."""
-        self._pool.give_up(ticket, reason)
-        self._command(partial(self._give_up, ticket, reason))
+        self._pool.abort_from_peer(ticket, reason)
+        self._command(partial(self._abort_from_peer, ticket, reason))
 
-    def give_back(self, ticket: TicketId) -> None:
-        """See `LoanPort`."""
-        self._command(partial(self._borrowing.give_back, ticket))
+    def release_imported(self, ticket: TicketId) -> None:
+        """See `SharedBlockPort`."""
+        self._command(partial(self._importer.release_imported, ticket))
 
-    def recall(self) -> None:
-        """See `LoanPort`."""
-        self._command(self._lending.recall)
+    def revoke_exported(self) -> None:
+        """See `SharedBlockPort`."""
+        self._command(self._exporter.revoke_exported)
 
     def poll(self) -> list[HandoffEvent]:
         """See `HandoffPort`."""
         events: list[HandoffEvent] = []
         while self._events:
             event = self._events.popleft()
-            self._one_piece.take(event.ticket)  # of a prompt that failed before it was computed
+            self._short_prompts.take(event.ticket)  # of a prompt that failed before it was computed
             events.append(event)
         return events
 
     def _command(self, command: Callable[[], object]) -> None:
         self._commands.put(command)
-        self._bell.ring()
+        self._waker.wake()
 
     def _emit(self, event: HandoffEvent) -> None:
         self._events.append(event)
@@ -391,29 +412,29 @@ class HandoffAgent:  # noqa: PLR0904 - the engine's contract, and the process's
         """Sleep until something is to be done, `TICK_S` at most, and do it. The owner's thread."""
         ready = self._waiting.wait(self._selector.select, TICK_S)
         for key, mask in ready:
-            if key.data is self._bell:
-                self._bell.quiet()
+            if key.data is self._waker:
+                self._waker.clear()
             elif isinstance(key.data, Peer | PeerTable):
                 self._dispatch_all(self._peers.serve(key.data, mask))
         self._run_commands()
         for transport in self.options.transports:
             for event in transport.poll():
-                self._moved(transport, event)
+                self._dispatch_transfer_event(transport, event)
         now = self.options.clock.now()
         if now >= self._next_tick:
             self._tick(now)
         self._serve_staging()
-        self._survey()
+        self._probe()
 
-    def _survey(self) -> None:
+    def _probe(self) -> None:
         """Handoffs first: probes are made while none waits, or between their transfers."""
         receiving, sending = self._receiving, self._sending
-        found = self._surveyor.step(
+        found = self._prober.step(
             num_handoffs=receiving.num_sessions + sending.num_sessions,
             is_moving=receiving.is_moving or sending.is_moving,
         )
         if found is not None:
-            self._route_found(found)
+            self._transport_up(found)
 
     def _run_commands(self) -> None:
         """Carry out what was queued before this call, and no more, so that sockets get a turn."""
@@ -426,20 +447,20 @@ class HandoffAgent:  # noqa: PLR0904 - the engine's contract, and the process's
     def _tick(self, now: Instant) -> None:
         self._next_tick = now + TICK_S
         self._dispatch_all(self._peers.tick())
-        for lost in self._routes.tick():
-            self._route_lost(lost)
-        self._landing.tick()
-        roll = self._vouching.tick()
-        if roll is not None:
-            self._sending.working(roll)
+        for lost in self._peer_transports.tick():
+            self._transport_down(lost)
+        self._probe_target.tick()
+        pending = self._heartbeat_publisher.tick()
+        if pending is not None:
+            self._sending.engine_progressed(pending)
         self._receiving.tick()
         self._sending.tick()
-        self._borrowing.tick()
-        self._lending.tick()
+        self._importer.tick()
+        self._exporter.tick()
 
     def _serve_staging(self) -> None:
         """Let those begin whose turn it is; one that ends at once may serve the next."""
-        while served := [holder for face in self._faces for holder in face.take_served()]:
+        while served := [holder for view in self._views for holder in view.take_granted()]:
             for holder in served:
                 match holder.side:
                     case "receive":
@@ -453,103 +474,105 @@ class HandoffAgent:  # noqa: PLR0904 - the engine's contract, and the process's
         for event in events:
             match event:
                 case PeerUp(peer):
-                    for lost in self._routes.meet(peer):
-                        self._route_lost(lost)
-                    self._borrowing.peer_up(peer)
+                    for lost in self._peer_transports.attach_preferred(peer):
+                        self._transport_down(lost)
+                    self._importer.peer_up(peer)
                     self._receiving.peer_up(peer)
                 case PeerGone(peer, error):
-                    self._surveyor.forget(peer)
-                    self._landing.forget(peer)
-                    self._routes.forget(peer)
+                    self._prober.forget(peer)
+                    self._probe_target.forget(peer)
+                    self._peer_transports.forget(peer)
                     self._receiving.peer_gone(peer, error)
                     self._sending.peer_gone(peer, error)
-                    self._borrowing.peer_gone(peer)
-                    self._lending.peer_gone(peer)
-                case Heard():
-                    self._heard(event)
+                    self._importer.peer_gone(peer)
+                    self._exporter.peer_gone(peer)
+                case MessageReceived():
+                    self._dispatch_message(event)
                 case _:
                     assert_never(event)
 
-    def _heard(self, heard: Heard) -> None:
-        peer, message = heard.peer, heard.message
+    def _dispatch_message(self, event: MessageReceived) -> None:
+        peer, message = event.peer, event.message
         try:
             if isinstance(message, Failed):
-                self._receiving.lost(peer, message)
-            if isinstance(message, Renewed | Underway):
-                self._receiving.assured(peer, message)
+                self._receiving.prefill_failed(peer, message)
+            if isinstance(message, LeaseRenewed | Keepalive):
+                self._receiving.handle_keepalive(peer, message)
             if isinstance(message, _TO_RECEIVERS):
-                self._receiving.heard(peer, message)
+                self._receiving.handle_message(peer, message)
             if isinstance(message, _TO_SENDERS):
-                self._sending.heard(peer, message)
-            if isinstance(message, Returned | Settled | Recalled):
-                self._heard_of_loans(peer, message)
-            if isinstance(message, ProbeAsked | ProbeOver):
-                self._landing.heard(peer, message)
-            if isinstance(message, ProbeReady | Probed):
-                self._surveyor.heard(message)
+                self._sending.handle_message(peer, message)
+            if isinstance(message, Release | ReleaseAck | Revoke):
+                self._dispatch_export_message(peer, message)
+            if isinstance(message, ProbeRequest | ProbeEnd):
+                self._probe_target.handle_message(peer, message)
+            if isinstance(message, ProbeReady | ProbeResult):
+                self._prober.handle_message(message)
         except BatonError as exc:
             logger.warning("handoff: refused what %s said: %s", peer.name, exc)
 
-    def _heard_of_loans(self, peer: Peer, message: Returned | Settled | Recalled) -> None:
+    def _dispatch_export_message(self, peer: Peer, message: Release | ReleaseAck | Revoke) -> None:
         match message:
-            case Returned():
-                self._sending.returned(peer, message)
-            case Settled(tickets):
-                self._borrowing.settled(peer, tickets)
-            case Recalled(tickets):
-                self._borrowing.recalled(peer, tickets)
+            case Release():
+                self._sending.handle_release(peer, message)
+            case ReleaseAck(tickets):
+                self._importer.acked(peer, tickets)
+            case Revoke(tickets):
+                self._importer.revoked(peer, tickets)
             case _:
                 assert_never(message)
 
-    def _moved(self, transport: Transport, event: TransferEvent) -> None:
-        if self._surveyor.moved(transport, event) or self._landing.moved(transport, event):
+    def _dispatch_transfer_event(self, transport: Transport, event: TransferEvent) -> None:
+        if self._prober.handle_transfer_event(
+            transport, event
+        ) or self._probe_target.handle_transfer_event(transport, event):
             return
         match event:
-            case Arrived() | ReadCompleted() | ReadFailed() | WindowQuiescent():
-                self._receiving.moved(transport, event)
+            case Arrived() | ReadCompleted() | ReadFailed() | GrantQuiescent():
+                self._receiving.handle_transfer_event(transport, event)
             case WriteCompleted(transfer):
                 self._sending.write_completed(transport, transfer)
             case WriteFailed(transfer, error):
                 self._sending.write_failed(transport, transfer, error)
-            case Attached() | RemoteLost():
-                self._route_changed(transport, event)
+            case RemoteAttached() | RemoteLost():
+                self._transport_changed(transport, event)
             case _:
                 assert_never(event)
 
-    def _route_changed(self, transport: Transport, event: Attached | RemoteLost) -> None:
-        if isinstance(event, Attached):
-            lender = self._borrowing.attached(transport, event.remote)
-            if lender is not None:
-                self._receiving.lender_changed(lender)
+    def _transport_changed(self, transport: Transport, event: RemoteAttached | RemoteLost) -> None:
+        if isinstance(event, RemoteAttached):
+            exporter = self._importer.attached(transport, event.remote)
+            if exporter is not None:
+                self._receiving.exporter_changed(exporter)
                 return
-            found = self._routes.attached(transport, event.remote)
+            found = self._peer_transports.attached(transport, event.remote)
             if found is not None:
-                self._route_found(found)
+                self._transport_up(found)
             return
-        lender = self._borrowing.lost(transport, event.remote, event.error)
-        if lender is not None:
-            self._receiving.lender_changed(lender)
+        exporter = self._importer.lost(transport, event.remote, event.error)
+        if exporter is not None:
+            self._receiving.exporter_changed(exporter)
             return
-        lost = self._routes.lost(transport, event.remote, event.error)
+        lost = self._peer_transports.lost(transport, event.remote, event.error)
         if lost is not None:
-            self._route_lost(lost)
+            self._transport_down(lost)
 
-    def _route_found(self, found: RouteFound) -> None:
-        self._receiving.route_found(found)
-        self._sending.route_found(found)
-        self._surveyor.ask(found.peer)
+    def _transport_up(self, found: PeerTransportUp) -> None:
+        self._receiving.transport_up(found)
+        self._sending.transport_up(found)
+        self._prober.ask(found.peer)
 
-    def _route_lost(self, lost: RouteLost) -> None:
-        self._receiving.route_lost(lost)
-        self._sending.route_lost(lost)
+    def _transport_down(self, lost: PeerTransportLost) -> None:
+        self._receiving.transport_down(lost)
+        self._sending.transport_down(lost)
 
     def _abort(self, ticket: TicketId, reason: str) -> None:
         if not self._receiving.abort(ticket, reason):
             self._sending.abort(ticket, reason)
 
-    def _give_up(self, ticket: TicketId, reason: str) -> None:
+    def _abort_from_peer(self, ticket: TicketId, reason: str) -> None:
         if not self._sending.abort(ticket, reason):
-            self._receiving.give_up(ticket, reason)
+            self._receiving.abort_from_peer(ticket, reason)
 
     def _begin_stop(self) -> None:
         self._receiving.stop("the worker is stopping")
@@ -560,34 +583,34 @@ class HandoffAgent:  # noqa: PLR0904 - the engine's contract, and the process's
         self._peers.close()
         for transport in self.options.transports:
             transport.close()
-        self._lending.close()
-        self._landing.release()
+        self._exporter.close()
+        self._probe_target.release()
         self._selector.close()
-        self._bell.close()
+        self._waker.close()
 
 
-def _offer(face: Face, transports: tuple[Transport, ...]) -> FaceOffer:
-    return FaceOffer(face.layout, tuple(t.expose(face.region) for t in transports))
+def _offer(view: KVView, transports: tuple[Transport, ...]) -> KVViewDescriptor:
+    return KVViewDescriptor(view.layout, tuple(t.expose(view.region) for t in transports))
 
 
-def _make_pool(options: AgentOptions, pulse: EnginePulse) -> PoolDesk | NoPool:
+def _make_pool(options: AgentOptions, heartbeat: EngineHeartbeat) -> StoreHandoff | NoStoreHandoff:
     if options.pool is None:
-        return NoPool()
-    return PoolDesk(
+        return NoStoreHandoff()
+    return StoreHandoff(
         options.pool,
         fingerprint=options.fingerprint,
         clock=options.clock,
         timeout_s=options.timeout_s,
-        pulse=pulse,
+        heartbeat=heartbeat,
     )
 
 
-def _allocate_scratch(links: LinkOptions) -> Scratch | None:
+def _allocate_probe_buffer(links: LinkOptions) -> ProbeBuffer | None:
     """Memory for probes, if links are to be measured; one that cannot be had costs only that."""
     if links.rule == "listed":
         return None
     try:
-        return Scratch.allocate()
+        return ProbeBuffer.allocate()
     except TransferError as exc:
         logger.warning("handoff: links are not measured: %s", exc)
         return None

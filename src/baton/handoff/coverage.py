@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from baton.errors import ProtocolError
-from baton.handoff.stretches import Stretch
+from baton.handoff.token_ranges import LayerTokenRange
 
 
 class Coverage:
@@ -56,13 +56,13 @@ class Coverage:
         self._missing_in_layer[layer] -= stop - start
         self.num_missing -= stop - start
 
-    def gaps(self) -> list[Stretch]:
+    def gaps(self) -> list[LayerTokenRange]:
         """What has not landed: the longest runs, by layer and token."""
-        found: list[Stretch] = []
+        found: list[LayerTokenRange] = []
         for layer in np.flatnonzero(self._missing_in_layer).tolist():
             missing = np.logical_not(self._landed[layer]).astype(np.int8)
             edges = np.flatnonzero(np.diff(missing, prepend=0, append=0)) + self._start
-            found += [Stretch(layer, *pair) for pair in edges.reshape(-1, 2).tolist()]
+            found += [LayerTokenRange(layer, *pair) for pair in edges.reshape(-1, 2).tolist()]
         return found
 
     def check_invariants(self) -> None:

@@ -6,13 +6,13 @@ from collections import OrderedDict
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
-from baton.authority.ticket import Ticket, unseal
+from baton.auth.ticket import Ticket, unseal
 from baton.errors import ProtocolError, TicketError
-from baton.handoff.messages import Grant, Reversed, unpack_blocks
+from baton.handoff.messages import FallbackToWrite, Grant, unpack_blocks
 from baton.kv.copies import BlockTable
 
 if TYPE_CHECKING:
-    from baton.handoff.desk import Desk
+    from baton.handoff.context import AgentContext
     from baton.handoff.peers import Peer
     from baton.ids import Epoch, TicketId
 
@@ -29,28 +29,28 @@ class Granted:
     target: BlockTable
 
 
-def check_ticket(desk: Desk, peer: Peer, sealed: str) -> Ticket:
+def check_ticket(context: AgentContext, peer: Peer, sealed: str) -> Ticket:
     """The ticket, if it is one for this prefill worker and that decode worker.
 
     Raises:
         TicketError: forged, expired, or for somebody else.
     """
-    ticket = unseal(sealed, desk.key, desk.clock.unix_now())
-    if (ticket.prefill.worker, ticket.prefill.epoch) != (desk.me.worker, desk.me.epoch):
+    ticket = unseal(sealed, context.key, context.clock.unix_now())
+    if (ticket.prefill.worker, ticket.prefill.epoch) != (context.me.worker, context.me.epoch):
         raise TicketError(f"a ticket for another prefill worker, {ticket.prefill.worker}")
     if ticket.decode.epoch != epoch_of(peer):
         raise TicketError(f"{peer.name} used a ticket of {ticket.decode.worker}")
     return ticket
 
 
-def check_grant(desk: Desk, peer: Peer, grant: Grant) -> Granted:
+def check_grant(context: AgentContext, peer: Peer, grant: Grant) -> Granted:
     """The grant, if the peer may give it.
 
     Raises:
         TicketError: its ticket is not for the two.
         ProtocolError: it grants nothing, or pages that do not hold its tokens.
     """
-    ticket = check_ticket(desk, peer, grant.ticket)
+    ticket = check_ticket(context, peer, grant.ticket)
     if ticket.id != grant.id:
         raise TicketError("a grant for another ticket than it carries")
     if peer.dialed is not None:
@@ -58,21 +58,21 @@ def check_grant(desk: Desk, peer: Peer, grant: Grant) -> Granted:
     if grant.start >= grant.num_tokens:
         raise ProtocolError(f"a grant of tokens [{grant.start}, {grant.num_tokens})")
     target = BlockTable(grant.first_block, unpack_blocks(grant.blocks))
-    if grant.mover == "prefill":
-        _check_holds(target, peer.met.theirs.layout.block_size, grant)
+    if grant.op == "WRITE":
+        _check_holds(target, peer.negotiated.theirs.layout.block_size, grant)
     elif len(target.blocks):
         raise ProtocolError("a grant of pages by a worker that reads by itself")
     return Granted(peer, ticket, grant, target)
 
 
-def check_reversal(granted: Granted, message: Reversed) -> Granted:
+def check_fallback(granted: Granted, message: FallbackToWrite) -> Granted:
     """The grant, as its peer has changed it: pages to write into.
 
     Raises:
         ProtocolError: the pages do not hold its tokens.
     """
     target = BlockTable(message.first_block, unpack_blocks(message.blocks))
-    _check_holds(target, granted.peer.met.theirs.layout.block_size, granted.grant)
+    _check_holds(target, granted.peer.negotiated.theirs.layout.block_size, granted.grant)
     return replace(granted, target=target)
 
 
@@ -87,7 +87,7 @@ class EarlyGrants:
     def __init__(self) -> None:
         self._grants: OrderedDict[TicketId, Granted] = OrderedDict()
 
-    def keep(self, granted: Granted) -> None:
+    def add(self, granted: Granted) -> None:
         """Keep a grant until its request comes, its ticket expires or its peer leaves."""
         self._grants[granted.ticket.id] = granted
         while len(self._grants) > MAX_EARLY_GRANTS:

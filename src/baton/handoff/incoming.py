@@ -1,67 +1,68 @@
-"""One handoff into this worker, as its desk keeps it."""
+"""One handoff into this worker, as its context keeps it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from baton.handoff.carriage import Carriage
-from baton.handoff.named import NamedPages
-from baton.handoff.parcels import Inspector
+from baton.handoff.block_table_cache import BlockTableCache
+from baton.handoff.transport_usage import TransportUsage
+from baton.handoff.write_batches import DigestVerifier
 from baton.kv.planning import CopyPlanner
 from baton.telemetry.trace import Stamp
-from baton.transfer.interface import Window
+from baton.transfer.interface import WriteGrant
 
 if TYPE_CHECKING:
     from baton.clock import Instant
-    from baton.handoff.footprint import Footprint
-    from baton.handoff.messages import Finished, Notice
+    from baton.handoff.mapped_pages import MappedPages
+    from baton.handoff.messages import Finished, Notification
     from baton.handoff.peers import Peer
     from baton.handoff.sampler import Sampler
     from baton.handoff.session.receive import ReceiveSession
     from baton.kv.copies import PageCopies
     from baton.transfer.interface import Transport
-    from baton.transfer.links.choosing import Choice
+    from baton.transfer.links.choice import Choice
 
 
 @dataclass(slots=True, eq=False)
-class Incoming:
+class IncomingHandoff:
     """A session, its peer, its pages, and the transports that admit writes into them.
 
-    `peer` is None until the prefill worker was dialed, `footprint` until the terms are settled.
-    `named` and `planner` keep what the layers of its reads have in common. `is_moved`: it was to be
+    `peer` is None until the prefill worker was dialed, `mapped_pages` until the terms are settled.
+    `block_tables` and `planner` keep what the layers of its reads have in common.
+    `reference_failed`: it was to be
     handed over by reference, and cannot.
     """
 
     session: ReceiveSession
     peer: Peer | None = None
-    footprint: Footprint | None = None
-    carriage: Carriage = field(default_factory=Carriage)
-    named: NamedPages = field(default_factory=NamedPages)
+    mapped_pages: MappedPages | None = None
+    usage: TransportUsage = field(default_factory=TransportUsage)
+    block_tables: BlockTableCache = field(default_factory=BlockTableCache)
     planner: CopyPlanner = field(default_factory=CopyPlanner)
     unreadable: set[str] = field(default_factory=set)
     sampler: Sampler | None = None
-    is_moved: bool = False
+    reference_failed: bool = False
     _opened: dict[str, Transport] = field(default_factory=dict)
     _fencing: set[str] = field(default_factory=set)
-    _unsettled: set[str] = field(default_factory=set)
+    _closing: set[str] = field(default_factory=set)
     _fenced: list[str] = field(default_factory=list)
 
-    def open_windows(self, transports: tuple[Transport, ...]) -> None:
+    def open_write_grants(self, transports: tuple[Transport, ...]) -> None:
         """Admit the peer's writes into the pages, over each transport.
 
         Raises:
             TransferError: one of them refuses; what was opened before is to be closed.
         """
-        pages = self._laid
-        window = Window(
+        pages = self._mapped_pages
+        write_grant = WriteGrant(
             id=self.session.ticket,
-            region=pages.face.region.handle,
+            region=pages.view.region.handle,
             writer=self.session.order.ticket.prefill.epoch,
             pages=pages.pages.blocks,
         )
         for transport in transports:
-            transport.open_window(window)
+            transport.open_grant(write_grant)
             self._opened[transport.kind] = transport
 
     def admits(self, transport: Transport) -> bool:
@@ -72,7 +73,7 @@ class Incoming:
         """Whether the peer could write over another transport."""
         if self.peer is None:
             return False
-        theirs = {region.transport for region in self.peer.met.theirs.regions}
+        theirs = {region.transport for region in self.peer.negotiated.theirs.regions}
         return bool((self._opened.keys() & theirs) - {transport.kind})
 
     def fence(self, kind: str) -> bool:
@@ -85,19 +86,19 @@ class Incoming:
         self._fenced.append(kind)
         if transport is None:
             return True
-        transport.close_window(self.session.ticket)
-        if transport.capabilities.posts:
+        transport.close_grant(self.session.ticket)
+        if transport.capabilities.late_writes:
             self._fencing.add(kind)
             return False
         return True
 
-    def close_windows(self) -> bool:
-        """Admit no more; whether `falls_quiet` is to be asked when a transport says so."""
+    def close_write_grants(self) -> bool:
+        """Admit no more; whether `is_quiescent` is to be asked when a transport says so."""
         opened, self._opened = self._opened, {}
-        self._unsettled = {*opened, *self._fencing}
+        self._closing = {*opened, *self._fencing}
         for transport in opened.values():
-            transport.close_window(self.session.ticket)
-        return bool(self._unsettled)
+            transport.close_grant(self.session.ticket)
+        return bool(self._closing)
 
     def is_fenced(self, transport: Transport) -> bool:
         """A transport says that nothing can land over it: whether that was waited for, alone."""
@@ -107,30 +108,34 @@ class Incoming:
         self._fencing.discard(kind)
         return True
 
-    def falls_quiet(self, transport: Transport) -> bool:
+    def is_quiescent(self, transport: Transport) -> bool:
         """A transport says that nothing can land over it: whether the last of those closed has."""
-        if transport.kind not in self._unsettled:
+        if transport.kind not in self._closing:
             return False
-        self._unsettled.discard(transport.kind)
-        return not self._unsettled
+        self._closing.discard(transport.kind)
+        return not self._closing
 
-    def is_intact(self, notice: Notice, transport: str, sampler: Sampler | None) -> bool:
-        """Whether the bytes that a notice names are in the pages, as their sender had them.
+    def is_intact(
+        self, notification: Notification, transport: str, sampler: Sampler | None
+    ) -> bool:
+        """Whether the bytes that a notification names are in the pages, as their sender had them.
 
         With a sampler: as far as it looks. What was compared is noted in the trace.
         """
         if self.peer is None:
             raise AssertionError("nothing is noticed before a peer was dialed")
-        pages = self._laid
-        inspector = Inspector(pages.face.region, pages.sequence, self.peer.met.theirs.layout)
-        seen = inspector.inspect(notice, sampler)
+        pages = self._mapped_pages
+        verifier = DigestVerifier(
+            pages.view.region, pages.sequence, self.peer.negotiated.theirs.layout
+        )
+        seen = verifier.verify(notification, sampler)
         trace, num_bytes = self.session.order.trace, seen.num_tokens * self._layer_bytes
         trace.verified(transport, num_bytes, is_intact=seen.is_intact)
         return seen.is_intact
 
-    def scatter(self, notice: Notice) -> None:
-        """Bring what a notice names, which is intact, into the engine's blocks."""
-        self._laid.scatter(notice.layer, notice.start, notice.stop)
+    def scatter(self, notification: Notification) -> None:
+        """Bring what a notification names, which is intact, into the engine's blocks."""
+        self._mapped_pages.scatter(notification.layer, notification.start, notification.stop)
 
     def stamp_progress(self, now: Instant) -> None:
         """Note in the trace how far it came."""
@@ -140,52 +145,52 @@ class Incoming:
         if coverage.complete:
             trace.stamp(Stamp.LAST_LAYER_LANDED, now)
 
-    def note_read(self, choice: Choice, copies: PageCopies) -> None:
+    def record_read(self, choice: Choice, copies: PageCopies) -> None:
         """Note in the trace what is read, and over what."""
         trace = self.session.order.trace
         trace.num_bytes += copies.num_bytes
         trace.num_pages += copies.num_pages
-        self.carriage.note(choice)
-        self.carriage.write_into(trace)
+        self.usage.record_choice(choice)
+        self.usage.write_into(trace)
 
-    def note_arrival(self, transport: Transport, notice: Notice) -> None:
+    def record_arrival(self, transport: Transport, notification: Notification) -> None:
         """Note what brought some of the KV: the proof of what was used."""
-        num_tokens = notice.stop - notice.start
-        self.carriage.came_over(transport.kind, num_tokens * self._layer_bytes)
+        num_tokens = notification.stop - notification.start
+        self.usage.add_bytes(transport.kind, num_tokens * self._layer_bytes)
         if self._fenced:
-            self.carriage.took_over(self._fenced[0], transport.kind)
+            self.usage.record_failover(self._fenced[0], transport.kind)
 
-    def is_reversed_from(self, kind: str) -> None:
+    def record_fallback(self, kind: str) -> None:
         """Reading is over, and what it used to be done with."""
         self._fenced.append(kind)
 
-    def note_sender(self, message: Finished) -> None:
+    def record_sender(self, message: Finished) -> None:
         """Note in the trace what only the sender knows."""
-        if self.peer is None or self.session.terms is None:
+        if self.peer is None or self.session.plan is None:
             return
         order, trace = self.session.order, self.session.order.trace
         to_local = self.peer.to_local
         trace.peer_stamps = {stamp: to_local(at) for stamp, at in message.stamps.items()}
-        if self.session.terms.mover != "prefill":
+        if self.session.plan.op != "WRITE":
             return  # the reader counts for itself; what is lent does not move
-        layout = self._laid.face.layout
+        layout = self._mapped_pages.view.layout
         trace.num_bytes = (order.num_tokens - order.start) * layout.bytes_per_token
         trace.num_pages = len(order.blocks.blocks) * layout.num_layers
         if message.transport and message.transport != message.expected_transport:
-            self.carriage.took_over(message.expected_transport, message.transport)
+            self.usage.record_failover(message.expected_transport, message.transport)
 
     def write_trace(self) -> None:
         """Say in the trace what carried it."""
-        self.carriage.write_into(self.session.order.trace)
+        self.usage.write_into(self.session.order.trace)
 
     @property
     def _layer_bytes(self) -> int:
         """Of one token, on the average of all layers."""
-        layout = self._laid.face.layout
+        layout = self._mapped_pages.view.layout
         return layout.bytes_per_token // layout.num_layers
 
     @property
-    def _laid(self) -> Footprint:
-        if self.footprint is None:
+    def _mapped_pages(self) -> MappedPages:
+        if self.mapped_pages is None:
             raise AssertionError("it has no pages before its terms are settled")
-        return self.footprint
+        return self.mapped_pages

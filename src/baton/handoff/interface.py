@@ -4,13 +4,13 @@ The engine's thread calls; the agent answers through `poll`, never by calling ba
 `wake`, given to it at construction, to say that `poll` has something). Blocks named here belong
 to the agent from the call until the event that gives them back:
 
-    expect ──► KVLanded                      blocks are ready, all tokens verified
-           └─► KVFailed ──► BlocksQuiescent  quarantined in between
-    offer  ──► KVSent | SendFailed           source blocks may change again
-           └─► KVLent ──► LoanEnded          the lent ones only then
+    start_receive ──► KVLanded                      blocks are ready, all tokens verified
+                  └─► KVFailed ──► BlocksQuiescent  quarantined in between
+    start_send    ──► KVSent | SendFailed           source blocks may change again
+                  └─► KVExported ──► ExportReleased  the exported ones only then
 
 By reference (a ticket of that mode, where both engines can) `KVLanded` names the blocks of the
-peer in which the KV is: `LoanPort` is how they go back.
+peer in which the KV is: `SharedBlockPort` is how they go back.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from baton.authority.ticket import Ticket
+    from baton.auth.ticket import Ticket
     from baton.clock import Instant
     from baton.errors import HandoffError
     from baton.ids import TicketId
     from baton.kv.copies import BlockTable
-    from baton.telemetry.trace import LegTrace
+    from baton.telemetry.trace import RequestSpan
 
 
 DECLINED_STAGE: Final = "declined"
@@ -71,7 +71,7 @@ class ReceiveOrder:
     num_tokens: int
     blocks: BlockTable
     deadline: Instant
-    trace: LegTrace
+    trace: RequestSpan
     prompt_ids: NDArray[np.int32] | None = None
 
 
@@ -89,7 +89,7 @@ class SendOrder:
     num_ready_tokens: int
     blocks: BlockTable
     deadline: Instant
-    trace: LegTrace
+    trace: RequestSpan
     prompt_ids: NDArray[np.int32] | None = None
 
 
@@ -101,15 +101,16 @@ class KVLanded:
     set where only tokens before it are in place (mode pool): the engine computes the others, too,
     and there is no first token.
 
-    `borrowed` hold the first of the order's tokens, a block each, instead of the order's blocks:
-    pages of `Face.annexes`, never to be written, until `LoanPort.give_back`. The block with the
+    `imported` hold the first of the order's tokens, a block each, instead of the order's blocks:
+    pages of `KVView.peer_mappings`, never to be written, until `SharedBlockPort.release_imported`.
+    The block with the
     prompt's last token is never among them.
     """
 
     ticket: TicketId
     first_token: SampledToken | None
     num_tokens: int | None = None
-    borrowed: tuple[int, ...] = ()
+    imported: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,8 +144,8 @@ class SendFailed:
 
 
 @dataclass(frozen=True, slots=True)
-class KVLent:
-    """As `KVSent`, but the decode worker attends over `blocks`: they hold still until `LoanEnded`.
+class KVExported:
+    """As `KVSent`, but the decode worker reads `blocks` in place until `ExportReleased`.
 
     The other source blocks may be released.
     """
@@ -154,55 +155,63 @@ class KVLent:
 
 
 @dataclass(frozen=True, slots=True)
-class LoanEnded:
+class ExportReleased:
     """Nobody reads the blocks that were lent for this ticket any more: they may be released."""
 
     ticket: TicketId
 
 
 @dataclass(frozen=True, slots=True)
-class LoanRecalled:
+class ImportRevoked:
     """The lender wants its blocks back: copy them as soon as there is room, and give them back."""
 
     ticket: TicketId
 
 
 HandoffEvent: TypeAlias = (
-    KVLanded | KVFailed | BlocksQuiescent | KVSent | SendFailed | KVLent | LoanEnded | LoanRecalled
+    KVLanded
+    | KVFailed
+    | BlocksQuiescent
+    | KVSent
+    | SendFailed
+    | KVExported
+    | ExportReleased
+    | ImportRevoked
 )
 
 
-class LoanPort(Protocol):
-    """Handing over by reference, as an engine with `Face.annexes` sees it. Thread-safe."""
+class SharedBlockPort(Protocol):
+    """Handing over by reference, as an engine with `KVView.peer_mappings` sees it. Thread-safe."""
 
-    def give_back(self, ticket: TicketId) -> None:
+    def release_imported(self, ticket: TicketId) -> None:
         """This engine reads nothing any more of what it borrowed for this ticket, nor will it."""
         ...
 
-    def recall(self) -> None:
-        """Room is short here: ask for what was lent. `LoanEnded` follows as it comes back."""
+    def revoke_exported(self) -> None:
+        """Room is short here: ask for what was lent. `ExportReleased` follows as it comes back."""
         ...
 
 
-class HandoffPort(LoanPort, Protocol):
+class HandoffPort(SharedBlockPort, Protocol):
     """What an engine sees of the handoff agent. Thread-safe, never blocks."""
 
-    def keep(self, ticket: Ticket) -> None:
+    def renew_lease(self, ticket: Ticket) -> None:
         """A decode leg of this ticket is queued here: have its prefill worker hold the KV for it.
 
-        Until `expect` or `decline`. No event follows; what was lost meanwhile fails at `expect`.
+        Until `start_receive` or `decline`. No event follows; what was lost meanwhile fails at
+        `start_receive`.
         """
         ...
 
-    def expect(self, order: ReceiveOrder) -> None:
+    def start_receive(self, order: ReceiveOrder) -> None:
         """Ask the prefill worker for KV; `KVLanded` or `KVFailed` follows once."""
         ...
 
-    def offer(self, order: SendOrder) -> None:
+    def start_send(self, order: SendOrder) -> None:
         """Announce KV that is about to be computed; `KVSent` or `SendFailed` follows once."""
         ...
 
-    def computing(self, prompts: Sequence[Ticket]) -> None:
+    def report_progress(self, prompts: Sequence[Ticket]) -> None:
         """The engine computes a step; `prompts` are all prefill legs that are not computed yet.
 
         Queued or begun, offered or not. Called at the beginning of each step in which anything is
@@ -218,14 +227,14 @@ class HandoffPort(LoanPort, Protocol):
         """
         ...
 
-    def finish(self, ticket: TicketId, first_token: SampledToken | None) -> None:
+    def prefill_done(self, ticket: TicketId, first_token: SampledToken | None) -> None:
         """Prefill of this ticket is done; `first_token` if this side sampled one to hand over."""
         ...
 
     def decline(self, ticket: Ticket, reason: str) -> None:
         """Decode's side wants nothing of this ticket (all is cached): the prefill worker may stop.
 
-        Instead of `expect`; no event follows.
+        Instead of `start_receive`; no event follows.
         """
         ...
 
@@ -237,7 +246,7 @@ class HandoffPort(LoanPort, Protocol):
         """
         ...
 
-    def withdraw_oldest(self, tickets: Sequence[TicketId], reason: str) -> None:
+    def cancel_oldest_ungranted(self, tickets: Sequence[TicketId], reason: str) -> None:
         """End the first of these offers that was not granted, if there is one: `SendFailed`."""
         ...
 

@@ -1,104 +1,99 @@
-"""One authenticated control connection between two handoff agents: bytes to messages.
+"""One TCP connection between two handoff agents: the handshake, then frames of one message each.
 
-The dialer is the decode worker. After the challenge (`baton.authority.challenge`, purpose
-`handoff`) each side sends frames: a big-endian u32 length, then one message
-(docs/wire/handoff.md). Owned by the agent's thread; sockets never block.
+The frames and the handshake are `baton.net`'s (docs/wire/handoff.md). Owned by the agent's thread;
+sockets never block.
 """
 
 from __future__ import annotations
 
 import os
 import socket
-import struct
 from enum import StrEnum
 from typing import TYPE_CHECKING, Final
 
-from baton.authority.challenge import (
-    ANSWER_BYTES,
-    HELLO_BYTES,
-    PROOF_BYTES,
-    DialerChallenge,
-    ListenerChallenge,
-)
-from baton.errors import PeerLostError, PeerUnreachableError, ProtocolError
+from baton.errors import PeerLostError, PeerUnreachableError
+from baton.handoff.io_backend import OS_BACKEND
 from baton.handoff.messages import MAX_MESSAGE_BYTES, Message, decode, encode
-from baton.handoff.surroundings import MACHINE
+from baton.net.framing import (
+    MAX_HANDSHAKE_BYTES,
+    DialerHandshake,
+    FrameDecoder,
+    ListenerHandshake,
+    encode_frame,
+)
 
 if TYPE_CHECKING:
-    from baton.authority.key import ClusterKey
+    from baton.auth.key import ClusterKey
     from baton.clock import Instant
-    from baton.handoff.surroundings import Stream, Surroundings
+    from baton.handoff.io_backend import IoBackend, NonBlockingSocket
 
 PURPOSE: Final = "handoff"
 MAX_UNSENT_BYTES: Final = 64 * 1024 * 1024
-_LENGTH: Final = struct.Struct(">I")
 _READ_BYTES: Final = 256 * 1024
 
 
 class LinkPhase(StrEnum):
-    """How far a link has come."""
+    """Of a link's life."""
 
     CONNECTING = "connecting"
-    PROVING = "proving"
+    AUTHENTICATING = "authenticating"
     UP = "up"
     CLOSED = "closed"
 
 
 class Link:
-    """A connection to one peer. `heard_at` is when bytes last came from it."""
+    """A connection to one peer. `received_at` is when bytes last came from it."""
 
     def __init__(
-        self, sock: Stream, now: Instant, challenge: DialerChallenge | ListenerChallenge
+        self, sock: NonBlockingSocket, now: Instant, handshake: DialerHandshake | ListenerHandshake
     ) -> None:
         sock.settimeout(0)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.sock = sock
-        self.heard_at = self.opened_at = now
-        self.phase = LinkPhase.PROVING
-        self._challenge = challenge
-        self._received = bytearray()
+        self.received_at = self.opened_at = now
+        self.phase = LinkPhase.AUTHENTICATING
+        self._handshake = handshake
+        self._decoder = FrameDecoder(MAX_HANDSHAKE_BYTES)
         self._unsent = bytearray()
-        self._held_back = bytearray()  # frames said before the challenge is over
-        if isinstance(challenge, DialerChallenge):
+        self._held_back = bytearray()  # frames sent before the handshake is over
+        if isinstance(handshake, DialerHandshake):
             self.phase = LinkPhase.CONNECTING
-            self._unsent += challenge.hello()
+            self._unsent += handshake.opening()
 
     @classmethod
     def dial(
-        cls, address: str, key: ClusterKey, now: Instant, surroundings: Surroundings = MACHINE
+        cls, address: str, key: ClusterKey, now: Instant, io_backend: IoBackend = OS_BACKEND
     ) -> Link:
         """Start to connect to `host:port`.
 
         Raises:
-            PeerUnreachableError: the address makes no sense, or refuses at once.
+            PeerUnreachableError: the address is invalid, or refuses at once.
         """
         host, _, port = address.rpartition(":")
         try:
-            sock = surroundings.connect(host.strip("[]"), int(port))
+            sock = io_backend.connect(host.strip("[]"), int(port))
         except (OSError, ValueError) as exc:
             raise PeerUnreachableError(f"cannot reach {address!r}: {exc}") from exc
-        return cls(sock, now, DialerChallenge(key, PURPOSE))
+        return cls(sock, now, DialerHandshake(key, PURPOSE))
 
     @classmethod
-    def accept(cls, sock: Stream, key: ClusterKey, now: Instant) -> Link:
+    def accept(cls, sock: NonBlockingSocket, key: ClusterKey, now: Instant) -> Link:
         """Take over a connection that was just accepted."""
-        return cls(sock, now, ListenerChallenge(key, PURPOSE))
+        return cls(sock, now, ListenerHandshake(key, PURPOSE))
 
     @property
     def wants_write(self) -> bool:
-        """Whether the socket's readiness to write is waited for."""
+        """Whether something is unsent."""
         return bool(self._unsent)
 
-    def say(self, message: Message) -> None:
-        """Queue a message; what is said before the link is up follows the challenge.
+    def send(self, message: Message) -> None:
+        """Queue a message; before the link is up, it waits for the handshake.
 
         Raises:
             PeerLostError: the connection broke, or the peer has not read for too long.
         """
-        frame = encode(message)
         queue = self._unsent if self.phase is LinkPhase.UP else self._held_back
-        queue += _LENGTH.pack(len(frame))
-        queue += frame
+        queue += encode_frame(encode(message))
         if len(queue) > MAX_UNSENT_BYTES:
             raise PeerLostError(f"the peer does not read: {len(queue)} bytes are queued")
         if self.phase is LinkPhase.UP:
@@ -138,11 +133,15 @@ class Link:
             raise PeerLostError(f"the connection broke: {exc}") from exc
         if not data:
             raise PeerLostError("the peer closed the connection")
-        self.heard_at = now
-        self._received += data
-        if self.phase is not LinkPhase.UP:
-            self._prove()
-        return self._take_messages() if self.phase is LinkPhase.UP else []
+        self.received_at = now
+        self._decoder.feed(data)
+        messages: list[Message] = []
+        while (body := self._decoder.take()) is not None:
+            if self.phase is LinkPhase.UP:
+                messages.append(decode(body))
+            else:
+                self._authenticate(body)
+        return messages
 
     def close(self) -> None:
         """Close the socket; idempotent."""
@@ -153,39 +152,14 @@ class Link:
         error = self.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if error:
             raise PeerUnreachableError(f"cannot connect: {os.strerror(error)}")
-        self.phase = LinkPhase.PROVING
+        self.phase = LinkPhase.AUTHENTICATING
 
-    def _prove(self) -> None:
-        """Take the challenge as far as the bytes received allow."""
-        match self._challenge:
-            case DialerChallenge() as dialer:
-                if len(self._received) < PROOF_BYTES:
-                    return
-                self._unsent += dialer.answer(self._take(PROOF_BYTES))
-            case ListenerChallenge() as listener:
-                if not listener.has_hello and len(self._received) >= HELLO_BYTES:
-                    self._unsent += listener.proof(self._take(HELLO_BYTES))
-                    self.flush()
-                if not listener.has_hello or len(self._received) < ANSWER_BYTES:
-                    return
-                listener.finish(self._take(ANSWER_BYTES))
-        self._unsent += self._held_back
-        self._held_back.clear()
-        self.phase = LinkPhase.UP
+    def _authenticate(self, body: bytes) -> None:
+        """Take one frame of the handshake."""
+        self._unsent += self._handshake.reply(body)
+        if isinstance(self._handshake, DialerHandshake) or self._handshake.done:
+            self._decoder.max_body_bytes = MAX_MESSAGE_BYTES
+            self._unsent += self._held_back
+            self._held_back.clear()
+            self.phase = LinkPhase.UP
         self.flush()
-
-    def _take_messages(self) -> list[Message]:
-        messages: list[Message] = []
-        while len(self._received) >= _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(self._received)
-            if length > MAX_MESSAGE_BYTES:
-                raise ProtocolError(f"a message of {length} bytes, at most {MAX_MESSAGE_BYTES}")
-            if len(self._received) < _LENGTH.size + length:
-                break
-            messages.append(decode(self._take(_LENGTH.size + length)[_LENGTH.size :]))
-        return messages
-
-    def _take(self, num_bytes: int) -> bytes:
-        taken = bytes(self._received[:num_bytes])
-        del self._received[:num_bytes]
-        return taken

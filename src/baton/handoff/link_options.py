@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from baton.transfer.links.probes import ProbeBounds
 
 if TYPE_CHECKING:
-    from baton.transfer.links.choosing import ChoiceRule
+    from baton.transfer.links.choice import ChoiceRule
 
 
 @dataclass(frozen=True, slots=True)

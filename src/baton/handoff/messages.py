@@ -21,7 +21,7 @@ from baton.transfer.interface import RegionDescriptor
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-PROTOCOL_VERSION: Final = 6
+PROTOCOL_VERSION: Final = 7
 MAX_MESSAGE_BYTES: Final = 4 * 1024 * 1024
 MAX_TOKENS: Final = 16 * 1024 * 1024
 DIGEST_BYTES: Final = 16
@@ -44,17 +44,17 @@ LeaseSeconds = Annotated[float, msgspec.Meta(gt=0, le=3600)]
 IdleSeconds = Annotated[float, msgspec.Meta(ge=0, le=86_400)]
 Tickets = Annotated[tuple[WireTicketId, ...], msgspec.Meta(max_length=MAX_BATCH)]
 
-Mover = Literal["prefill", "decode"]
-"""Whose hand copies the bytes: prefill writes into decode's pages, or decode reads prefill's."""
-GrantMover = Literal["prefill", "decode", "nobody"]
-"""What a grant may ask for: "nobody" copies where the pages are lent (mode "reference")."""
+TransferOp = Literal["WRITE", "READ"]
+"""Prefill WRITEs into decode's pages, or decode READs prefill's."""
+GrantOp = Literal["WRITE", "READ", "NONE"]
+"""What a grant may ask for; "NONE": nothing is copied (mode "reference")."""
 
 
 class _Message(msgspec.Struct, frozen=True, tag_field="t", forbid_unknown_fields=True):
     """A message on the link."""
 
 
-class FaceOffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class KVViewDescriptor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One face of a worker: pages of `layout`, and where each of its transports reaches them."""
 
     layout: KVLayout
@@ -62,12 +62,14 @@ class FaceOffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Hello(_Message, frozen=True, tag="hello"):
-    """First from each side. `faces` are the sender's, best first.
+    """First from each side. `views` are the sender's, best first.
 
     `clock_domain` names the clock of its stamps: where both have the same one, none is shifted.
-    `traits` are readable properties of the worker, which only explain a refusal. `mover` is who
-    moves the bytes where the sender receives, if it can be chosen. `scratch` is memory for probes
-    (`transfer.links.scratch`), empty where the sender does not want any. `lease_s` is how long the
+    `traits` are readable properties of the worker, which only explain a refusal. `preferred_op`:
+    whether
+    the sender would receive by WRITE or READ, if it can be chosen. `probe_buffers` are where
+    probes may be written (`transfer.links.scratch`), empty where the sender wants none. `lease_s`
+    is how long the
     sender holds a computed prompt without a renewal.
     """
 
@@ -76,21 +78,21 @@ class Hello(_Message, frozen=True, tag="hello"):
     epoch: Epoch
     clock_domain: Text
     fingerprint: Text
-    faces: Annotated[tuple[FaceOffer, ...], msgspec.Meta(min_length=1, max_length=8)]
+    views: Annotated[tuple[KVViewDescriptor, ...], msgspec.Meta(min_length=1, max_length=8)]
     traits: Annotated[dict[TraitName, TraitValue], msgspec.Meta(max_length=32)]
-    mover: Mover
-    scratch: Annotated[tuple[RegionDescriptor, ...], msgspec.Meta(max_length=16)]
+    preferred_op: TransferOp
+    probe_buffers: Annotated[tuple[RegionDescriptor, ...], msgspec.Meta(max_length=16)]
     lease_s: LeaseSeconds
 
 
-class OtherHello(_Message, frozen=True, tag="other hello"):
+class UnsupportedHello(_Message, frozen=True, tag="unsupported_hello"):
     """What `decode` makes of a Hello of another version: nobody sends it."""
 
     version: int
     worker: str
 
 
-class Refused(_Message, frozen=True, tag="refused"):
+class HelloRefused(_Message, frozen=True, tag="refused"):
     """Instead of a Hello: the two cannot exchange KV; one readable line for each reason."""
 
     reasons: Annotated[tuple[Text, ...], msgspec.Meta(max_length=64)]
@@ -99,9 +101,9 @@ class Refused(_Message, frozen=True, tag="refused"):
 class Grant(_Message, frozen=True, tag="grant"):
     """Decode → prefill: I want KV of tokens `[start, num_tokens)`.
 
-    With mover "prefill" it is to be written into `blocks` of my face: little-endian int64, the
-    first of which holds logical block `first_block`. With mover "decode" I read it where you say
-    that it is `Available`, and `blocks` is empty. With mover "nobody" it is to be `Lent`, and
+    With op "WRITE" it is to be written into `blocks` of my face: little-endian int64, the
+    first of which holds logical block `first_block`. With op "READ" I read it where you say
+    that it is `Available`, and `blocks` is empty. With op "NONE" it is to be `BlocksExported`, and
     `blocks` is empty. `ticket` is the sealed text of the ticket `id`: the gateway's authority.
     What is written over a transport that `undigested` names needs no digests: they would not be
     looked at.
@@ -114,7 +116,7 @@ class Grant(_Message, frozen=True, tag="grant"):
     num_tokens: TokenCount
     first_block: TokenCount
     blocks: PackedBlocks
-    mover: GrantMover
+    op: GrantOp
     undigested: Annotated[tuple[TransportName, ...], msgspec.Meta(max_length=16)] = ()
 
 
@@ -129,10 +131,11 @@ class Declined(_Message, frozen=True, tag="declined"):
 
 
 class Available(_Message, frozen=True, tag="available"):
-    """Prefill → decode, mover "decode": KV of tokens `[start, stop)` of `layer` can be read.
+    """Prefill → decode, op "READ": KV of tokens `[start, stop)` of `layer` can be read.
 
     It lies in `blocks` of the sender's face, the first of which holds logical block `first_block`,
-    and holds still until the ticket is `Taken` or has failed. `digests` as in a `Notice`.
+    and holds still until the ticket is `TransferAck` or has failed. `digests` as in a
+    `Notification`.
     """
 
     ticket: WireTicketId
@@ -144,8 +147,8 @@ class Available(_Message, frozen=True, tag="available"):
     digests: bytes
 
 
-class Taken(_Message, frozen=True, tag="taken"):
-    """Decode → prefill, mover "decode": all was read and verified; the source may change.
+class TransferAck(_Message, frozen=True, tag="transfer_ack"):
+    """Decode → prefill, op "READ": all was read and verified; the source may change.
 
     `transport` is what read it (most of it), `expected_transport` what should have.
     """
@@ -155,10 +158,11 @@ class Taken(_Message, frozen=True, tag="taken"):
     expected_transport: TransportName
 
 
-class Rerouted(_Message, frozen=True, tag="rerouted"):
+class TransportFailed(_Message, frozen=True, tag="transport_failed"):
     """Prefill → decode: `transport` failed; no hand of mine is in your pages through it any more.
 
-    Nothing of this ticket will be submitted over it. Answered by `Missing`, once the decode
+    Nothing of this ticket will be submitted over it. Answered by `RetransmitRequest`, once the
+    decode
     worker's own end of that transport is closed for this ticket too.
     """
 
@@ -166,7 +170,7 @@ class Rerouted(_Message, frozen=True, tag="rerouted"):
     transport: TransportName
 
 
-class Missing(_Message, frozen=True, tag="missing"):
+class RetransmitRequest(_Message, frozen=True, tag="retransmit_request"):
     """Decode → prefill: `transport` is closed for this ticket; these ranges have not landed.
 
     `ranges` are little-endian int32 `[n][3]`: layer, start, stop.
@@ -177,19 +181,20 @@ class Missing(_Message, frozen=True, tag="missing"):
     ranges: PackedBlocks
 
 
-class Avoid(_Message, frozen=True, tag="avoid"):
-    """Decode → prefill: what came over `transport` was wrong; take another. `Rerouted` follows."""
+class ExcludeTransport(_Message, frozen=True, tag="exclude_transport"):
+    """Decode → prefill: what came over `transport` was wrong. `TransportFailed` follows."""
 
     ticket: WireTicketId
     transport: TransportName
     reason: Text
 
 
-class Reversed(_Message, frozen=True, tag="reversed"):
-    """Decode → prefill, mover "decode": I can read no more; from now on the mover is "prefill".
+class FallbackToWrite(_Message, frozen=True, tag="fallback_to_write"):
+    """Decode → prefill, op "READ": I can read no more; from now on the op is "WRITE".
 
     `transports` are those that I read with, which failed: take another. Write what is not in place
-    (`ranges` as in `Missing`), and all that you have not announced, into `blocks` (as in a
+    (`ranges` as in `RetransmitRequest`), and all that you have not announced, into `blocks` (as in
+    a
     `Grant`). Announcements that cross this message are void.
     """
 
@@ -200,11 +205,11 @@ class Reversed(_Message, frozen=True, tag="reversed"):
     ranges: PackedBlocks
 
 
-class Lent(_Message, frozen=True, tag="lent"):
-    """Prefill → decode, mover "nobody": the granted tokens' KV lies in `blocks` of my face.
+class BlocksExported(_Message, frozen=True, tag="blocks_exported"):
+    """Prefill → decode, op "NONE": the granted tokens' KV lies in `blocks` of my face.
 
     In all layers; `first_block` as in a `Grant`. They are the decode worker's to read, and change
-    no more, until it says `Returned` or its process has ended.
+    no more, until it says `Release` or its process has ended.
     """
 
     ticket: WireTicketId
@@ -212,26 +217,26 @@ class Lent(_Message, frozen=True, tag="lent"):
     blocks: PackedBlocks
 
 
-class Unlent(_Message, frozen=True, tag="unlent"):
-    """Prefill → decode, mover "nobody": I do not lend, so let me write. `Reversed` follows."""
+class ExportRefused(_Message, frozen=True, tag="export_refused"):
+    """Prefill → decode, op "NONE": I do not lend, so let me write. `FallbackToWrite` follows."""
 
     ticket: WireTicketId
     reason: Text
 
 
-class Returned(_Message, frozen=True, tag="returned"):
+class Release(_Message, frozen=True, tag="release"):
     """Decode → prefill: I read nothing any more of what was, or may have been, lent for these."""
 
     tickets: Tickets
 
 
-class Settled(_Message, frozen=True, tag="settled"):
-    """Prefill → decode: answer to `Returned`, of which nothing more need be said."""
+class ReleaseAck(_Message, frozen=True, tag="release_ack"):
+    """Prefill → decode: answer to `Release`, of which nothing more need be said."""
 
     tickets: Tickets
 
 
-class Recalled(_Message, frozen=True, tag="recalled"):
+class Revoke(_Message, frozen=True, tag="revoke"):
     """Prefill → decode: return these as soon as you have room for a copy of your own."""
 
     tickets: Tickets
@@ -258,24 +263,24 @@ class Failed(_Message, frozen=True, tag="failed"):
     reason: Text
 
 
-class Renew(_Message, frozen=True, tag="renew"):
+class RenewLease(_Message, frozen=True, tag="renew_lease"):
     """Decode → prefill: these are queued or being read here; hold them. `at` is my clock.
 
-    Answered by a `Renewed`, and a `Failed` for each ticket whose lease ran out before.
+    Answered by a `LeaseRenewed`, and a `Failed` for each ticket whose lease ran out before.
     """
 
     at: float
     tickets: Tickets
 
 
-class Renewed(_Message, frozen=True, tag="renewed"):
-    """Answer: these are held. `at` is the `Renew`'s."""
+class LeaseRenewed(_Message, frozen=True, tag="lease_renewed"):
+    """Answer: these are held. `at` is the `RenewLease`'s."""
 
     at: float
     tickets: Tickets
 
 
-class Underway(_Message, frozen=True, tag="underway"):
+class Keepalive(_Message, frozen=True, tag="keepalive"):
     """Prefill → decode: these prompts are queued in my engine, or being computed.
 
     `idle_s` is for how long the engine has given no sign of life: it, and not who says this.
@@ -285,7 +290,7 @@ class Underway(_Message, frozen=True, tag="underway"):
     tickets: Tickets
 
 
-class ProbeAsked(_Message, frozen=True, tag="probe"):
+class ProbeRequest(_Message, frozen=True, tag="probe_request"):
     """The side that writes: let me write probes over `transport` into your scratch landing pages.
 
     `id` names the window.
@@ -301,14 +306,14 @@ class ProbeReady(_Message, frozen=True, tag="probe_ready"):
     id: WireTicketId
 
 
-class Probed(_Message, frozen=True, tag="probed"):
-    """Answer to the notice of one probe: whether its bytes were right."""
+class ProbeResult(_Message, frozen=True, tag="probe_result"):
+    """Answer to the notification of one probe: whether its bytes were right."""
 
     id: WireTicketId
     is_intact: bool
 
 
-class ProbeOver(_Message, frozen=True, tag="probe_over"):
+class ProbeEnd(_Message, frozen=True, tag="probe_end"):
     """The side that writes: close the window."""
 
     id: WireTicketId
@@ -329,43 +334,43 @@ class Pong(_Message, frozen=True, tag="pong"):
 
 Message: TypeAlias = (
     Hello
-    | OtherHello
-    | Refused
+    | UnsupportedHello
+    | HelloRefused
     | Grant
     | Declined
     | Available
-    | Taken
-    | Rerouted
-    | Missing
-    | Avoid
-    | Reversed
-    | Lent
-    | Unlent
-    | Returned
-    | Settled
-    | Recalled
+    | TransferAck
+    | TransportFailed
+    | RetransmitRequest
+    | ExcludeTransport
+    | FallbackToWrite
+    | BlocksExported
+    | ExportRefused
+    | Release
+    | ReleaseAck
+    | Revoke
     | Finished
     | Failed
-    | Renew
-    | Renewed
-    | Underway
-    | ProbeAsked
+    | RenewLease
+    | LeaseRenewed
+    | Keepalive
+    | ProbeRequest
     | ProbeReady
-    | Probed
-    | ProbeOver
+    | ProbeResult
+    | ProbeEnd
     | Ping
     | Pong
 )
 
 
-class ProbeNotice(msgspec.Struct, frozen=True, array_like=True):
+class ProbeNotification(msgspec.Struct, frozen=True, array_like=True):
     """Rides on a probe: the first `num_pages` landing pages have this digest (xxh3_128)."""
 
     num_pages: Annotated[int, msgspec.Meta(ge=1, le=65_536)]
     digest: Annotated[bytes, msgspec.Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
 
 
-class Notice(msgspec.Struct, frozen=True, array_like=True):
+class Notification(msgspec.Struct, frozen=True, array_like=True):
     """Rides on a write: KV of tokens `[start, stop)` of `num_layers` from `layer` on is in place.
 
     `digests` has 16 bytes for each piece, in the order of `kv.copies.compute_pieces`, layer after
@@ -378,7 +383,7 @@ class Notice(msgspec.Struct, frozen=True, array_like=True):
     digests: bytes
     num_layers: LayerCount = 1
 
-    def split(self) -> tuple[Notice, ...]:
+    def split(self) -> tuple[Notification, ...]:
         """The same, layer by layer.
 
         Raises:
@@ -390,15 +395,17 @@ class Notice(msgspec.Struct, frozen=True, array_like=True):
         if rest:
             raise ProtocolError(f"{len(self.digests)} bytes of digests, {self.num_layers} layers")
         return tuple(
-            Notice(self.layer + i, self.start, self.stop, self.digests[i * size : (i + 1) * size])
+            Notification(
+                self.layer + i, self.start, self.stop, self.digests[i * size : (i + 1) * size]
+            )
             for i in range(self.num_layers)
         )
 
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
-_notice_decoder = msgspec.msgpack.Decoder(Notice)
-_probe_notice_decoder = msgspec.msgpack.Decoder(ProbeNotice)
+_notice_decoder = msgspec.msgpack.Decoder(Notification)
+_probe_notice_decoder = msgspec.msgpack.Decoder(ProbeNotification)
 
 
 class _AnyHello(msgspec.Struct, frozen=True, tag_field="t", tag="hello"):
@@ -411,13 +418,13 @@ class _AnyHello(msgspec.Struct, frozen=True, tag_field="t", tag="hello"):
 _any_hello_decoder = msgspec.msgpack.Decoder(_AnyHello)
 
 
-def encode(message: Message | Notice | ProbeNotice) -> bytes:
+def encode(message: Message | Notification | ProbeNotification) -> bytes:
     """The message as msgpack."""
     return _encoder.encode(message)
 
 
 def decode(frame: bytes | memoryview) -> Message:
-    """One message; a Hello of another version, whatever is in it, as an `OtherHello`.
+    """One message; a Hello of another version, whatever is in it, as an `UnsupportedHello`.
 
     Raises:
         ProtocolError: not a message of this version.
@@ -429,43 +436,43 @@ def decode(frame: bytes | memoryview) -> Message:
         if other is None:
             raise ProtocolError(f"undecodable handoff message: {exc}") from exc
         return other
-    if isinstance(message, OtherHello):
+    if isinstance(message, UnsupportedHello):
         raise ProtocolError("a message that nobody sends")
     return message
 
 
-def _try_other_hello(frame: bytes | memoryview) -> OtherHello | None:
+def _try_other_hello(frame: bytes | memoryview) -> UnsupportedHello | None:
     try:
         hello = _any_hello_decoder.decode(frame)
     except (msgspec.MsgspecError, UnicodeDecodeError):
         return None
     if hello.version == PROTOCOL_VERSION:
         return None
-    return OtherHello(hello.version, hello.worker)
+    return UnsupportedHello(hello.version, hello.worker)
 
 
-def decode_notice(notice: bytes) -> Notice:
-    """One notice.
+def decode_notification(notification: bytes) -> Notification:
+    """One notification.
 
     Raises:
-        ProtocolError: not a notice.
+        ProtocolError: not a notification.
     """
     try:
-        return _notice_decoder.decode(notice)
+        return _notice_decoder.decode(notification)
     except (msgspec.MsgspecError, UnicodeDecodeError) as exc:
-        raise ProtocolError(f"undecodable notice: {exc}") from exc
+        raise ProtocolError(f"undecodable notification: {exc}") from exc
 
 
-def decode_probe_notice(notice: bytes) -> ProbeNotice:
-    """The notice of a probe.
+def decode_probe_notification(notification: bytes) -> ProbeNotification:
+    """The notification of a probe.
 
     Raises:
         ProtocolError: not one.
     """
     try:
-        return _probe_notice_decoder.decode(notice)
+        return _probe_notice_decoder.decode(notification)
     except (msgspec.MsgspecError, UnicodeDecodeError) as exc:
-        raise ProtocolError(f"undecodable notice of a probe: {exc}") from exc
+        raise ProtocolError(f"undecodable notification of a probe: {exc}") from exc
 
 
 def pack_blocks(blocks: NDArray[np.int64]) -> bytes:

@@ -19,39 +19,39 @@ from baton.errors import (
     PeerUnreachableError,
     ProtocolError,
 )
+from baton.handoff.io_backend import OS_BACKEND
 from baton.handoff.link import Link, LinkPhase
-from baton.handoff.meeting import MetFaces, meet
 from baton.handoff.messages import (
     PROTOCOL_VERSION,
     Hello,
+    HelloRefused,
     Message,
-    OtherHello,
     Ping,
     Pong,
-    Refused,
+    UnsupportedHello,
 )
-from baton.handoff.surroundings import MACHINE
+from baton.handoff.negotiation import NegotiatedViews, negotiate
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from baton.authority.key import ClusterKey
-    from baton.authority.ticket import WorkerRef
+    from baton.auth.key import ClusterKey
+    from baton.auth.ticket import WorkerRef
     from baton.clock import Clock
-    from baton.handoff.surroundings import Stream, Surroundings
+    from baton.handoff.io_backend import IoBackend, NonBlockingSocket
     from baton.ids import Epoch, WorkerId
 
 logger = logging.getLogger(__name__)
 
 MAX_LINKS: Final = 1024
 MAX_WARNINGS: Final = 256
-PROVING_TIMEOUT_S: Final = 2.0
+AUTHENTICATION_TIMEOUT_S: Final = 2.0
 EVERY_INTERFACE: Final = frozenset({"", "0.0.0.0", "::", "[::]"})  # noqa: S104 - refused
 
 
 @dataclass(eq=False, slots=True)
 class Peer:
-    """The other end of one link. `hello` and `met_faces` are None until it introduced itself.
+    """The other end of one link. `hello` and `negotiated_views` are None before its Hello.
 
     KV goes to the side that dialed: from a peer that was `dialed` here, to one that dialed.
     """
@@ -59,7 +59,7 @@ class Peer:
     link: Link
     dialed: WorkerRef | None
     hello: Hello | None = None
-    met_faces: MetFaces | None = None
+    negotiated_views: NegotiatedViews | None = None
     pinged_at: float = 0.0
     best_rtt_s: float = float("inf")
     clock_offset_s: float = 0.0
@@ -72,11 +72,11 @@ class Peer:
         return self.dialed.worker if self.dialed else "an unknown peer"
 
     @property
-    def met(self) -> MetFaces:
+    def negotiated(self) -> NegotiatedViews:
         """The faces through which KV goes."""
-        if self.met_faces is None:
+        if self.negotiated_views is None:
             raise AssertionError(f"{self.name} has not introduced itself")
-        return self.met_faces
+        return self.negotiated_views
 
     def to_local(self, at: float) -> float:
         """An instant on the peer's clock, on ours."""
@@ -99,14 +99,14 @@ class PeerGone:
 
 
 @dataclass(frozen=True, slots=True)
-class Heard:
+class MessageReceived:
     """A peer that is up said something about a handoff."""
 
     peer: Peer
     message: Message
 
 
-PeerEvent: TypeAlias = PeerUp | PeerGone | Heard
+PeerEvent: TypeAlias = PeerUp | PeerGone | MessageReceived
 
 
 class PeerTable:
@@ -120,13 +120,13 @@ class PeerTable:
         clock: Clock,
         selector: selectors.BaseSelector,
         liveness_timeout_s: float,
-        surroundings: Surroundings = MACHINE,
+        io_backend: IoBackend = OS_BACKEND,
     ) -> None:
         self._hello = hello
         self._key, self._clock, self._selector = key, clock, selector
         self._liveness_timeout_s = liveness_timeout_s
-        self._surroundings = surroundings
-        self._listener: Stream | None = None
+        self._io_backend = io_backend
+        self._listener: NonBlockingSocket | None = None
         self._peers: dict[Peer, None] = {}  # in order, so that a simulation repeats itself
         self._dialed: dict[tuple[WorkerId, Epoch], Peer] = {}
         self._ended: list[PeerGone] = []
@@ -148,7 +148,7 @@ class PeerTable:
                 "handoff_host to the address of this host that they reach"
             )
         try:
-            listener = self._surroundings.listen(host, port)
+            listener = self._io_backend.listen(host, port)
         except OSError as exc:
             raise ConfigError(
                 f"cannot listen for handoffs on {host}:{port}: {exc.strerror}; "
@@ -169,12 +169,12 @@ class PeerTable:
         if known is not None:
             return known
         try:
-            link = Link.dial(ref.address, self._key, self._clock.now(), self._surroundings)
+            link = Link.dial(ref.address, self._key, self._clock.now(), self._io_backend)
         except BatonError as exc:
             logger.warning("handoff: %s", exc)
             return None
         peer = Peer(link, dialed=ref)
-        link.say(self._hello)
+        link.send(self._hello)
         self._dialed[ref.worker, ref.epoch] = peer
         self._admit(peer)
         return peer
@@ -186,12 +186,12 @@ class PeerTable:
             return []
         return self._serve_peer(source, mask)
 
-    def say(self, peer: Peer, message: Message) -> None:
+    def send(self, peer: Peer, message: Message) -> None:
         """Send a message; a link that breaks over it is reported by the next `tick`."""
         if peer.link.phase is LinkPhase.CLOSED:
             return
         try:
-            peer.link.say(message)
+            peer.link.send(message)
         except BatonError as exc:
             self._drop(peer, exc)
             return
@@ -201,8 +201,8 @@ class PeerTable:
         """Ping, and give up on peers that were silent for too long."""
         now = self._clock.now()
         for peer in self:
-            silent_s = now - peer.link.heard_at
-            limit_s = self._liveness_timeout_s if peer.hello else PROVING_TIMEOUT_S
+            silent_s = now - peer.link.received_at
+            limit_s = self._liveness_timeout_s if peer.hello else AUTHENTICATION_TIMEOUT_S
             if silent_s > limit_s:
                 self._drop(peer, PeerLostError(f"{peer.name} was silent for {silent_s:.1f} s"))
             elif peer.hello and now - peer.pinged_at > self._liveness_timeout_s / 4:
@@ -245,7 +245,7 @@ class PeerTable:
                 peer.link.flush()
             if mask & selectors.EVENT_READ:
                 for message in peer.link.receive(self._clock.now()):
-                    events += self._hear(peer, message)
+                    events += self._handle(peer, message)
         except BatonError as exc:
             self._drop(peer, exc)
         else:
@@ -253,21 +253,21 @@ class PeerTable:
         ended, self._ended = self._ended, []
         return [*events, *ended]
 
-    def _hear(self, peer: Peer, message: Message) -> list[PeerEvent]:
+    def _handle(self, peer: Peer, message: Message) -> list[PeerEvent]:
         match message:
             case Hello():
-                return self._meet(peer, message)
-            case OtherHello(version, worker):
+                return self._negotiate(peer, message)
+            case UnsupportedHello(version, worker):
                 reason = (
                     f"handoff protocol: version {version} on {worker}, "
                     f"{PROTOCOL_VERSION} on {self._hello.worker}"
                 )
-                self.say(peer, Refused((reason,)))
+                self.send(peer, HelloRefused((reason,)))
                 raise LayoutMismatchError((reason,))
-            case Refused(reasons):
+            case HelloRefused(reasons):
                 raise LayoutMismatchError(reasons)
             case Ping(at):
-                self.say(peer, Pong(at, self._clock.now()))
+                self.send(peer, Pong(at, self._clock.now()))
                 return []
             case Pong(echo, at):
                 self._measure_clock(peer, echo, at)
@@ -275,35 +275,35 @@ class PeerTable:
             case _ if peer.hello is None:
                 raise ProtocolError(f"{type(message).__name__} before Hello")
             case _:
-                return [Heard(peer, message)]
+                return [MessageReceived(peer, message)]
 
-    def _meet(self, peer: Peer, hello: Hello) -> list[PeerEvent]:
+    def _negotiate(self, peer: Peer, hello: Hello) -> list[PeerEvent]:
         if peer.hello is not None:
             raise ProtocolError("a second Hello")
         try:
-            peer.met_faces = self._find_faces(peer, hello)
+            peer.negotiated_views = self._find_views(peer, hello)
         except LayoutMismatchError as exc:
-            self.say(peer, Refused(exc.differences))
+            self.send(peer, HelloRefused(exc.differences))
             raise
         peer.hello = hello
         if peer.dialed is None:
-            self.say(peer, self._hello)
+            self.send(peer, self._hello)
         # Before anything else is said: the answer then comes before the first stamps to be shifted.
         self._ping(peer)
         return [PeerUp(peer)]
 
     def _ping(self, peer: Peer) -> None:
         peer.pinged_at = self._clock.now()
-        self.say(peer, Ping(peer.pinged_at))
+        self.send(peer, Ping(peer.pinged_at))
 
-    def _find_faces(self, peer: Peer, hello: Hello) -> MetFaces:
+    def _find_views(self, peer: Peer, hello: Hello) -> NegotiatedViews:
         if peer.dialed is None:
-            pair = meet(dialer=hello, listener=self._hello)
-            return MetFaces(pair.listener, hello.faces[pair.dialer])
-        pair = meet(dialer=self._hello, listener=hello)
+            pair = negotiate(dialer=hello, listener=self._hello)
+            return NegotiatedViews(pair.listener, hello.views[pair.dialer])
+        pair = negotiate(dialer=self._hello, listener=hello)
         if peer.dialed.epoch != hello.epoch:
             raise PeerLostError(f"{hello.worker} restarted: another epoch answers")
-        return MetFaces(pair.dialer, hello.faces[pair.listener])
+        return NegotiatedViews(pair.dialer, hello.views[pair.listener])
 
     def _measure_clock(self, peer: Peer, echo: float, at: float) -> None:
         """Offset by the exchange with the shortest round trip (as NTP's clock filter does)."""

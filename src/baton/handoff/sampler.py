@@ -25,13 +25,13 @@ class Sampler:
     )
     _seen_layers: set[int] = field(default_factory=set)
 
-    def choose(self, layer: int, num_pieces: int) -> NDArray[np.int64]:
-        """Indices of the pieces of one notice to look at, ascending; one at least of a new layer.
+    def choose(self, layer: int, num_segments: int) -> NDArray[np.int64]:
+        """Indices of one notification's pieces to check, ascending; at least one of a new layer.
 
         Every piece is chosen with probability `share` or more, independently of the others.
         """
-        is_chosen = self.chance.random(num_pieces) < self.share
-        if layer not in self._seen_layers and num_pieces:
+        is_chosen = self.chance.random(num_segments) < self.share
+        if layer not in self._seen_layers and num_segments:
             self._seen_layers.add(layer)
-            is_chosen[self.chance.integers(num_pieces)] = True
+            is_chosen[self.chance.integers(num_segments)] = True
         return np.flatnonzero(is_chosen)

@@ -16,7 +16,7 @@ from baton.errors import HandoffError
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from baton.handoff.faces import Face
+    from baton.handoff.kv_views import KVView
     from baton.ids import TicketId
 
 STAGING_STAGE = "staging"
@@ -32,7 +32,7 @@ class Holder:
     ticket: TicketId
 
 
-class StagingPages:
+class StagingPool:
     """Who holds which pages of one staging memory, and who waits. Owner: the agent's thread.
 
     First come, first served, in each direction: a large handoff is not overtaken by small ones for
@@ -58,7 +58,7 @@ class StagingPages:
         """Handoffs that wait their turn."""
         return sum(map(len, self._waiting.values()))
 
-    def ask(self, holder: Holder, num_pages: int) -> NDArray[np.int64] | None:
+    def try_reserve(self, holder: Holder, num_pages: int) -> NDArray[np.int64] | None:
         """The pages of a handoff, int64 `[num_pages]`; None while it waits (`take_served`).
 
         Asking again gives the same answer, not more pages.
@@ -79,7 +79,7 @@ class StagingPages:
                 self._served.remove(holder)
         return self._held.get(holder)
 
-    def give_back(self, holder: Holder) -> None:
+    def release(self, holder: Holder) -> None:
         """A handoff is over: nothing can land in its pages, and nobody reads them. Idempotent."""
         self._waiting.get(holder.side, OrderedDict()).pop(holder, None)
         pages = self._held.pop(holder, None)
@@ -89,7 +89,7 @@ class StagingPages:
             self._served.remove(holder)
         self._serve()
 
-    def take_served(self) -> list[Holder]:
+    def take_granted(self) -> list[Holder]:
         """Who waited and holds pages since the last call."""
         served, self._served = self._served, []
         return served
@@ -138,8 +138,8 @@ class StagingPages:
         return True
 
 
-def make_staging_pages(face: Face) -> StagingPages | None:
+def make_staging_pool(view: KVView) -> StagingPool | None:
     """All pages of the face's region, if it is staging memory."""
-    if face.staging is None:
+    if view.staging is None:
         return None
-    return StagingPages(min(array.num_pages for array in face.region.arrays))
+    return StagingPool(min(array.num_pages for array in view.region.arrays))

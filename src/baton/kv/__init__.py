@@ -6,7 +6,7 @@ Pure: no I/O, no clock, no threads, no torch.
 
 File map:
     layout.py     `KVLayout`: layers, heads, block size, order, shard; sizes; the window
-    exchange.py   what two layouts may differ in
+    compatibility.py   what two layouts may differ in
     identity.py   `BlockHash`, `HashDomain`, the prompt hash
     geometry.py   where a page's bytes are; the spans and heads that two pages share
     copies.py     `BlockTable`, pieces, `PageCopies`: what one write moves; a plain executor

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from baton.errors import ProtocolError
-from baton.kv.exchange import check_exchangeable
+from baton.kv.compatibility import check_compatible
 from baton.kv.geometry import compute_spans, page_geometry
+from baton.kv.runs import MAX_FEW, find_runs, merge_few
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -20,8 +21,6 @@ if TYPE_CHECKING:
 
 _GATHER_BYTES: Final = 1 << 20
 _PACKED: Final = np.dtype("<u4")
-_FEW_PAGES: Final = 16
-"""Up to here, a loop finds runs faster than numpy does."""
 _SHORT_RUN_BYTES: Final = 4096
 _MANY_RUNS: Final = 32
 """So many runs that are so short on average are cheaper to gather and scatter (15 us, then two
@@ -107,31 +106,27 @@ class CopyGroup:
     @cached_property
     def num_runs(self) -> int:
         """Runs of page pairs that are adjacent on both sides."""
-        is_small = len(self.src_pages) <= _FEW_PAGES
-        return len(self.runs) if is_small else len(self._firsts)
+        return len(self.runs) if len(self.src_pages) <= MAX_FEW else len(self._firsts)
 
     @cached_property
     def runs(self) -> list[list[int]]:
         """Those runs, `[src_page, dst_page, num_pages]` each, in the group's order."""
-        if len(self.src_pages) <= _FEW_PAGES:
-            return _find_few_runs(self.src_pages.tolist(), self.dst_pages.tolist())
+        sources, targets = self.src_pages, self.dst_pages
+        if len(sources) <= MAX_FEW:
+            ones = [1] * len(sources)
+            return merge_few(zip(sources.tolist(), targets.tolist(), ones, strict=True))
         firsts = self._firsts
         runs = np.empty((len(firsts), 3), np.int64)
-        runs[:, 0], runs[:, 1] = self.src_pages[firsts], self.dst_pages[firsts]
+        runs[:, 0], runs[:, 1] = sources[firsts], targets[firsts]
         runs[:-1, 2] = firsts[1:] - firsts[:-1]
-        runs[-1, 2] = len(self.src_pages) - firsts[-1]
+        runs[-1, 2] = len(sources) - firsts[-1]
         found: list[list[int]] = runs.tolist()
         return found
 
     @cached_property
     def _firsts(self) -> NDArray[np.int64]:
         """Where each run begins; of a group that has pages."""
-        src_pages, dst_pages = self.src_pages, self.dst_pages
-        is_first = np.empty(len(src_pages), np.bool_)
-        is_first[0] = True
-        np.not_equal(src_pages[1:], src_pages[:-1] + 1, out=is_first[1:])
-        is_first[1:] |= dst_pages[1:] != dst_pages[:-1] + 1
-        return is_first.nonzero()[0]
+        return find_runs(1, self.src_pages, self.dst_pages)
 
     def moves_whole_pages(self, src_page_bytes: int, dst_page_bytes: int) -> bool:
         """Whether nothing is cut from pages of these sizes, so that runs are runs of bytes."""
@@ -144,7 +139,8 @@ class CopyGroup:
 class PageCopies:
     """What one write moves: on both sides, the same pages of `num_layers` arrays from `layer` on.
 
-    Above 1 only for transports that take such writes (`transfer.interface.Capabilities.joins`).
+    Above 1 only for transports that take such writes
+    (`transfer.interface.Capabilities.multi_array`).
     """
 
     layer: int
@@ -213,7 +209,7 @@ def compute_page_copies(
         ProtocolError: not a range, or a table does not cover it.
         LayoutMismatchError: KV of the one layout cannot become KV of the other.
     """
-    check_exchangeable(src.layout, dst.layout)
+    check_compatible(src.layout, dst.layout)
     src.check_covers(start, stop)
     dst.check_covers(start, stop)
     sizes = src.layout.block_size, dst.layout.block_size
@@ -306,16 +302,6 @@ def _check_pages(pages: NDArray[np.int64], array: NDArray[np.uint8]) -> None:
 def _check_spans(span_ends: NDArray[np.int64], array: NDArray[np.uint8]) -> None:
     if len(span_ends) and int(span_ends.max()) > array.shape[1]:
         raise ProtocolError(f"a span ends at byte {span_ends.max()} of {array.shape[1]}")
-
-
-def _find_few_runs(src_pages: list[int], dst_pages: list[int]) -> list[list[int]]:
-    runs: list[list[int]] = []
-    for src, dst in zip(src_pages, dst_pages, strict=True):
-        if runs and (src, dst) == (runs[-1][0] + runs[-1][2], runs[-1][1] + runs[-1][2]):
-            runs[-1][2] += 1
-        else:
-            runs.append([src, dst, 1])
-    return runs
 
 
 def _copy_pages(

@@ -62,12 +62,12 @@ def compute_digests(
     geometry = page_geometry(sequence.layout, layer)
     check_page_size(layer_pages, geometry)
     planes: list[NDArray[np.uint8]] = []
-    is_digested_as_it_lies = _rests_as_digested(sequence.layout, geometry, heads)
+    is_stored_as_digested = _is_stored_as_digested(sequence.layout, geometry, heads)
     digests: list[bytes] = []
     for block, first, length in zip(
         sequence.blocks_of(tokens).tolist(), in_page.tolist(), lengths.tolist(), strict=True
     ):
-        if is_digested_as_it_lies and (length == block_size or not geometry.divisible):
+        if is_stored_as_digested and (length == block_size or not geometry.divisible):
             digests.append(xxh3_128_digest(layer_pages[block]))
         else:
             planes = planes or view_planes(layer_pages, geometry, heads)
@@ -84,7 +84,7 @@ def _digest_gathered(planes: list[NDArray[np.uint8]], block: int, tokens: range)
     return digest.digest()
 
 
-def _rests_as_digested(layout: KVLayout, geometry: PageGeometry, heads: range | None) -> bool:
+def _is_stored_as_digested(layout: KVLayout, geometry: PageGeometry, heads: range | None) -> bool:
     """Whether a whole page's bytes, as they lie, are what its digest covers."""
     return layout.order != "heads_first" and all(
         plane.heads_among(heads) == plane.heads for plane in geometry.planes

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
 from baton.errors import InvalidLayoutError
+from baton.kv.runs import merge_spans
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -104,7 +105,7 @@ def compute_spans(
         _row_spans((ours, theirs), places)
         for ours, theirs in zip(src.planes, dst.planes, strict=True)
     ])
-    spans = _merge_adjacent(rows[np.argsort(rows[:, 1])])
+    spans = merge_spans(rows[np.argsort(rows[:, 1])])
     spans.flags.writeable = False
     return spans
 
@@ -228,14 +229,3 @@ def _row_spans(
         rows[:, side] = plane.row_offsets(tokens, heads)
     rows[:, 2] = src.row_bytes
     return rows
-
-
-def _merge_adjacent(spans: NDArray[np.int64]) -> NDArray[np.int64]:
-    ends = spans[:-1, :2] + spans[:-1, 2:]
-    begins_new = np.ones(len(spans), dtype=np.bool_)
-    begins_new[1:] = (ends != spans[1:, :2]).any(axis=1)
-    firsts = np.flatnonzero(begins_new)
-    merged = spans[firsts]
-    if len(firsts):
-        merged[:, 2] = np.add.reduceat(spans[:, 2], firsts)
-    return merged

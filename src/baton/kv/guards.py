@@ -48,7 +48,7 @@ class _Guard:
             raise BlockStateError(f"these {self.state.value} blocks were already handed on")
         return self._blocks
 
-    def _hand_on(self, target: BlockState) -> list[int]:
+    def _transition(self, target: BlockState) -> list[int]:
         blocks = self._held()
         self._ledger.move(blocks, self.state, target)
         self._blocks = None
@@ -66,15 +66,15 @@ class ReservedBlocks(_Guard):
         Raises:
             BlockStateError: already granted or given back.
         """
-        return InFlightBlocks(self._hand_on(BlockState.IN_FLIGHT), self._ledger, self._adopt)
+        return InFlightBlocks(self._transition(BlockState.IN_FLIGHT), self._ledger, self._adopt)
 
-    def give_back(self) -> None:
+    def release(self) -> None:
         """Free them.
 
         Raises:
             BlockStateError: already granted or given back.
         """
-        self._hand_on(BlockState.FREE)
+        self._transition(BlockState.FREE)
 
     def __enter__(self) -> Self:
         return self
@@ -86,7 +86,7 @@ class ReservedBlocks(_Guard):
         trace: TracebackType | None,
     ) -> None:
         if self._blocks is not None:
-            self.give_back()
+            self.release()
 
 
 class InFlightBlocks(_Guard):
@@ -100,7 +100,7 @@ class InFlightBlocks(_Guard):
         Raises:
             BlockStateError: already settled or quarantined.
         """
-        return QuiescentBlocks(self._hand_on(BlockState.QUIESCENT), self._ledger, self._adopt)
+        return QuiescentBlocks(self._transition(BlockState.QUIESCENT), self._ledger, self._adopt)
 
     def quarantine(self) -> QuarantinedBlocks:
         """The handoff is over, but a posted write may still land.
@@ -108,7 +108,9 @@ class InFlightBlocks(_Guard):
         Raises:
             BlockStateError: already settled or quarantined.
         """
-        return QuarantinedBlocks(self._hand_on(BlockState.QUARANTINED), self._ledger, self._adopt)
+        return QuarantinedBlocks(
+            self._transition(BlockState.QUARANTINED), self._ledger, self._adopt
+        )
 
 
 class QuiescentBlocks(_Guard):
@@ -122,7 +124,7 @@ class QuiescentBlocks(_Guard):
         Raises:
             BlockStateError: already accepted or discarded.
         """
-        blocks = self._hand_on(BlockState.READY)
+        blocks = self._transition(BlockState.READY)
         self._adopt(blocks)
         return blocks
 
@@ -132,7 +134,7 @@ class QuiescentBlocks(_Guard):
         Raises:
             BlockStateError: already accepted or discarded.
         """
-        self._hand_on(BlockState.FREE)
+        self._transition(BlockState.FREE)
 
 
 class QuarantinedBlocks(_Guard):
@@ -146,4 +148,4 @@ class QuarantinedBlocks(_Guard):
         Raises:
             BlockStateError: already released.
         """
-        self._hand_on(BlockState.FREE)
+        self._transition(BlockState.FREE)

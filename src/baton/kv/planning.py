@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Question:
+class _PlanKey:
     """What groups depend on.
 
     Tables and geometries are compared as objects: a layout's layers with pages alike have one.
@@ -24,7 +24,7 @@ class _Question:
     geometries: tuple[PageGeometry, PageGeometry]
     tokens: tuple[int, int]
 
-    def is_same(self, other: _Question) -> bool:
+    def matches(self, other: _PlanKey) -> bool:
         """Whether the answer is the same, as far as can be told at once."""
         mine, theirs = (*self.tables, *self.geometries), (*other.tables, *other.geometries)
         return self.tokens == other.tokens and all(
@@ -40,19 +40,19 @@ class CopyPlanner:
     """
 
     def __init__(self) -> None:
-        self._last: tuple[_Question, PageCopies] | None = None
+        self._last: tuple[_PlanKey, PageCopies] | None = None
 
     def plan(
         self, src: PagedSequence, dst: PagedSequence, layer: int, *, start: int, stop: int
     ) -> PageCopies:
         """See `compute_page_copies`. The block tables do not change."""
-        question = _Question(
+        key = _PlanKey(
             (src.table, dst.table),
             (page_geometry(src.layout, layer), page_geometry(dst.layout, layer)),
             (start, stop),
         )
-        if self._last is not None and self._last[0].is_same(question):
+        if self._last is not None and self._last[0].matches(key):
             return PageCopies(layer, self._last[1].groups)
         copies = compute_page_copies(src, dst, layer, start=start, stop=stop)
-        self._last = question, copies
+        self._last = key, copies
         return copies

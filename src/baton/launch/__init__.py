@@ -1,18 +1,18 @@
 """One machine, one command: starts workers and a gateway, watches them, stops them.
 
 Enters: a resolved configuration. Leaves: one running gateway with its workers, each a process of
-its own (`python -m baton.cli …`) that speaks to the launcher only by announcements on an
+its own (`python -m baton.cli …`) that speaks to the launcher only by status_messages on an
 inherited pipe, signals and its exit code. Nothing survives the launcher, however it ends.
 
 File map:
     plan.py           which processes, with which arguments (pure)
     cores.py          how the machine's cores are shared between workers (pure)
-    child.py          one process: spawn, announcements, log lines, exit
+    child.py          one process: spawn, status_messages, log lines, exit
     restarts.py       when a process that died may start again (pure)
-    diagnosis.py      what an exit code and last log lines probably mean (pure)
+    exit_causes.py      what an exit code and last log lines probably mean (pure)
     ports.py          is the gateway's port free, and who holds it
     readiness.py      does the gateway see all workers
     progress.py       what the person at the terminal sees
-    post.py           one position: its process now, and how the next one starts
+    process_slot.py           one position: its process now, and how the next one starts
     supervisor.py     starts all, keeps all running, drains all
 """

@@ -1,4 +1,4 @@
-"""One process: spawn, announcements, log lines, exit."""
+"""One process: spawn, status_messages, log lines, exit."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Final, assert_never
 
 from baton.errors import ProtocolError
-from baton.telemetry.announcement import (
-    Announcement,
+from baton.telemetry.process_status import (
     Draining,
     Loading,
+    ProcessStatus,
     Ready,
-    read_announcement,
+    read_status,
 )
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class ChildExited:
     """A process is over. A negative `returncode` is the signal that killed it."""
 
     returncode: int
@@ -56,7 +56,7 @@ class Child:
         self,
         name: str,
         process: Process,
-        announcements: _Pipe,
+        status_messages: _Pipe,
         on_line: Callable[[str], None],
     ) -> None:
         loop = asyncio.get_running_loop()
@@ -64,9 +64,9 @@ class Child:
         self.last_lines: deque[str] = deque(maxlen=NUM_LAST_LINES)
         self.phase: str | None = None
         self._process = process
-        self._url: asyncio.Future[str | Ended] = loop.create_future()
-        self._ready: asyncio.Future[Ready | Ended] = loop.create_future()
-        self._ended = asyncio.create_task(self._follow(announcements, on_line))
+        self._url: asyncio.Future[str | ChildExited] = loop.create_future()
+        self._ready: asyncio.Future[Ready | ChildExited] = loop.create_future()
+        self._ended = asyncio.create_task(self._follow(status_messages, on_line))
 
     @property
     def pid(self) -> int:
@@ -83,15 +83,15 @@ class Child:
         """Whether it has ended and everything it said was read."""
         return self._ended.done()
 
-    async def until_url(self) -> str | Ended:
+    async def wait_for_url(self) -> str | ChildExited:
         """Until it knows where it will answer, or ends before that."""
         return await asyncio.shield(self._url)
 
-    async def until_ready(self) -> Ready | Ended:
+    async def wait_until_ready(self) -> Ready | ChildExited:
         """Until it answers, or ends before that."""
         return await asyncio.shield(self._ready)
 
-    async def until_ended(self) -> Ended:
+    async def wait_until_exited(self) -> ChildExited:
         """Until it has ended and everything it said was read."""
         return await asyncio.shield(self._ended)
 
@@ -108,42 +108,42 @@ class Child:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, number)
 
-    async def _follow(self, announcements: _Pipe, on_line: Callable[[str], None]) -> Ended:
-        readers = [asyncio.create_task(self._read_announcements(announcements.stream))]
+    async def _follow(self, status_messages: _Pipe, on_line: Callable[[str], None]) -> ChildExited:
+        readers = [asyncio.create_task(self._read_status_messages(status_messages.stream))]
         if self._process.stdout is not None:
             readers.append(asyncio.create_task(self._read_lines(self._process.stdout, on_line)))
-        ended = Ended(await self._process.wait())
+        ended = ChildExited(await self._process.wait())
         # A grandchild could hold the pipes open for ever: what is in them is read, no more.
         await asyncio.wait(readers, timeout=READ_REST_TIMEOUT_S)
         for reader in readers:
             reader.cancel()
-        announcements.close()
+        status_messages.close()
         if not self._url.done():
             self._url.set_result(ended)
         if not self._ready.done():
             self._ready.set_result(ended)
         return ended
 
-    async def _read_announcements(self, stream: asyncio.StreamReader) -> None:
+    async def _read_status_messages(self, stream: asyncio.StreamReader) -> None:
         while line := await read_line(stream):
             try:
-                self._apply(read_announcement(line))
+                self._apply(read_status(line))
             except ProtocolError as exc:
                 log.warning("%s: %s", self.name, exc)
 
-    def _apply(self, announcement: Announcement) -> None:
-        match announcement:
+    def _apply(self, status: ProcessStatus) -> None:
+        match status:
             case Loading():
-                self._set_url(announcement.url)
-                self.phase = announcement.phase
+                self._set_url(status.url)
+                self.phase = status.phase
             case Ready():
-                self._set_url(announcement.url)
+                self._set_url(status.url)
                 if not self._ready.done():
-                    self._ready.set_result(announcement)
+                    self._ready.set_result(status)
             case Draining():  # it was our signal: its end is what is waited for
                 pass
             case _:
-                assert_never(announcement)
+                assert_never(status)
 
     def _set_url(self, url: str | None) -> None:
         if url is not None and not self._url.done():
@@ -164,28 +164,28 @@ async def spawn(
     environment: Mapping[str, str],
     on_line: Callable[[str], None],
 ) -> Child:
-    """Start a process that ends when this one does; `--announce-fd` is added to its command.
+    """Start a process that ends when this one does; `--status-fd` is added to its command.
 
     Raises:
         OSError: the process could not be started.
     """
     read_fd, write_fd = os.pipe()
     try:
-        announcements = await _open_pipe(read_fd)
-        process = await _start(command, environment, write_fd, announcements)
+        status_messages = await _open_pipe(read_fd)
+        process = await _start(command, environment, write_fd, status_messages)
     finally:
         os.close(write_fd)
     # Nothing is awaited from here on: a process that exists always has a `Child` that ends it.
-    return Child(name, process, announcements, on_line)
+    return Child(name, process, status_messages, on_line)
 
 
 async def _start(
-    command: Sequence[str], environment: Mapping[str, str], write_fd: int, announcements: _Pipe
+    command: Sequence[str], environment: Mapping[str, str], write_fd: int, status_messages: _Pipe
 ) -> Process:
     try:
         return await asyncio.create_subprocess_exec(
             *command,
-            "--announce-fd",
+            "--status-fd",
             str(write_fd),
             stdin=DEVNULL,
             stdout=PIPE,
@@ -195,14 +195,14 @@ async def _start(
             start_new_session=True,
             limit=MAX_LINE_BYTES,
             # Runs in the child before exec: it takes no lock that another thread could hold.
-            preexec_fn=partial(die_with, os.getpid()),
+            preexec_fn=partial(exit_with_parent, os.getpid()),
         )
     except BaseException:
-        announcements.close()
+        status_messages.close()
         raise
 
 
-def die_with(parent_pid: int) -> None:
+def exit_with_parent(parent_pid: int) -> None:
     """In a child before exec: be killed when the parent is, however that ends."""
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:  # it died before prctl could tie us to it

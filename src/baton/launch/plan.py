@@ -102,50 +102,50 @@ def plan_launch(
     config = resolved.to_config()
     positions = _positions(config)
     shares = share_cores(cores, len(positions))
-    flags = _handed_on(resolved)
+    flags = _forwarded_settings(resolved)
     workers = []
-    for (name, role, crew), share in zip(positions, shares, strict=True):
+    for (name, role, group), share in zip(positions, shares, strict=True):
         settings: ChainMap[str, object] = ChainMap(
-            dict(_flattened(f"engine.{crew.engine}", crew.overrides)),
-            {"worker.engine": crew.engine},
+            dict(_flattened(f"engine.{group.engine}", group.overrides)),
+            {"worker.engine": group.engine},
             {"worker.cpu_affinity": share} if pinning == "own_cores" else {},
             flags,
-            _thread_default(config, engine_keys[crew.engine], len(share)),
+            _thread_default(config, engine_keys[group.engine], len(share)),
         )
         workers.append(WorkerPlan(name, role, dict(settings)))
     return LaunchPlan(config, resolved.file, tuple(workers), flags)
 
 
-class Crew(NamedTuple):
+class WorkerGroup(NamedTuple):
     """What runs in the workers of one role: their engine, and its options that differ."""
 
     engine: str
     overrides: Mapping[str, object]
 
 
-def crews_of(config: Config) -> tuple[Crew, ...]:
+def worker_groups(config: Config) -> tuple[WorkerGroup, ...]:
     """What the workers of a launch run, prefill first.
 
     Raises:
         ConfigError: there would be no worker at all.
     """
-    found: list[Crew] = []
-    for _, _, crew in _positions(config):
-        if crew not in found:
-            found.append(crew)
+    found: list[WorkerGroup] = []
+    for _, _, group in _positions(config):
+        if group not in found:
+            found.append(group)
     return tuple(found)
 
 
-def _positions(config: Config) -> list[tuple[str, Role, Crew]]:
+def _positions(config: Config) -> list[tuple[str, Role, WorkerGroup]]:
     up = config.up
-    prefill = Crew(up.prefill_engine_name or config.worker.engine, up.prefill_engine)
-    decode = Crew(up.decode_engine_name or config.worker.engine, up.decode_engine)
+    prefill = WorkerGroup(up.prefill_engine_name or config.worker.engine, up.prefill_engine)
+    decode = WorkerGroup(up.decode_engine_name or config.worker.engine, up.decode_engine)
     num_workers = up.prefill + up.decode
     if num_workers == 0:
         raise ConfigError("nothing to start: --prefill and --decode are both 0")
     if up.prefill == 0 or up.decode == 0:
-        crew = prefill if up.decode == 0 else decode
-        return [(f"worker-{i}", "both", crew) for i in range(num_workers)]
+        group = prefill if up.decode == 0 else decode
+        return [(f"worker-{i}", "both", group) for i in range(num_workers)]
     return [
         *((f"prefill-{i}", "prefill", prefill) for i in range(up.prefill)),
         *((f"decode-{i}", "decode", decode) for i in range(up.decode)),
@@ -167,7 +167,7 @@ def _thread_default(config: Config, engine_keys: frozenset[str], num_cores: int)
     return {"engine.num_threads": num_cores}
 
 
-def _handed_on(resolved: Resolved) -> Settings:
+def _forwarded_settings(resolved: Resolved) -> Settings:
     return {
         name: value.value
         for name, value in resolved.values.items()

@@ -23,7 +23,7 @@ REPEAT_S: Final = 5.0
 class Display(Protocol):
     """Where a launch is shown. Owned by the launcher's event loop."""
 
-    def say(self, line: str) -> None:
+    def print_line(self, line: str) -> None:
         """One line of the launcher's own."""
         ...
 
@@ -55,7 +55,7 @@ class PlainDisplay:
         self._shown: tuple[str, ...] = ()
         self._shown_at = Instant(float("-inf"))
 
-    def say(self, line: str) -> None:
+    def print_line(self, line: str) -> None:
         """See `Display`."""
         print(f"baton: {line}", file=sys.stderr, flush=True)  # noqa: T201 - the terminal is its job
 
@@ -69,7 +69,7 @@ class PlainDisplay:
         if not self._shown:
             self._since = now
         if names and (tuple(names) != self._shown or now - self._shown_at >= REPEAT_S):
-            self.say(_waiting_text(names, now - self._since))
+            self.print_line(_waiting_text(names, now - self._since))
             self._shown_at = now
         self._shown = tuple(names)
 
@@ -86,7 +86,7 @@ class TerminalDisplay:
         self._since: Instant | None = None
         self._status = console.status("")
 
-    def say(self, line: str) -> None:
+    def print_line(self, line: str) -> None:
         """See `Display`."""
         self._console.print(f"baton: {line}", style="bold")
 

@@ -11,11 +11,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from baton.errors import BatonError
-from baton.launch.child import Child, Ended, spawn
-from baton.launch.diagnosis import describe_exit, likely_cause
+from baton.launch.child import Child, ChildExited, spawn
+from baton.launch.exit_causes import describe_exit, likely_cause
 from baton.launch.plan import Ports
 from baton.launch.ports import require_free_port
-from baton.launch.post import Post
+from baton.launch.process_slot import ProcessSlot
 from baton.launch.readiness import until_all_up
 from baton.launch.restarts import RestartBudget, RestartPolicy
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from baton.clock import Clock
     from baton.launch.plan import LaunchPlan
     from baton.launch.progress import Display
-    from baton.telemetry.announcement import Ready
+    from baton.telemetry.process_status import Ready
 
 GATEWAY: Final = "gateway"
 TICK_S: Final = 0.25
@@ -71,7 +71,7 @@ class Supervisor:
         self._plan = plan
         self._context = context
         self._display = context.display
-        self._posts: dict[str, Post] = {}
+        self._slots: dict[str, ProcessSlot] = {}
         self._num_stop_requests = 0
         self._stop_requested = asyncio.Event()
 
@@ -90,7 +90,7 @@ class Supervisor:
         """
         gateway = self._plan.config.gateway
         require_free_port(gateway.host, gateway.port)
-        life = asyncio.create_task(self._live(on_ready))
+        life = asyncio.create_task(self._run_until_stopped(on_ready))
         stop = asyncio.create_task(self._stop_requested.wait())
         await asyncio.wait({life, stop}, return_when=asyncio.FIRST_COMPLETED)
         life.cancel()
@@ -104,32 +104,34 @@ class Supervisor:
     @property
     def processes(self) -> dict[str, int]:
         """Each process's id by name, the gateway's too; it leads a session of its own."""
-        return {name: post.child.pid for name, post in self._posts.items()}
+        return {name: slot.child.pid for name, slot in self._slots.items()}
 
     def request_stop(self) -> None:
         """The first time: drain. The second time: kill."""
         self._num_stop_requests += 1
         self._stop_requested.set()
         if self._num_stop_requests == 1:
-            self._display.say("draining; press Ctrl-C again to kill")
+            self._display.print_line("draining; press Ctrl-C again to kill")
             return
-        for post in self._posts.values():
-            post.child.kill()
+        for slot in self._slots.values():
+            slot.child.kill()
 
-    async def _live(self, on_ready: Callable[[Service], None]) -> None:
+    async def _run_until_stopped(self, on_ready: Callable[[Service], None]) -> None:
         started = self._context.clock.now()
         async with self._progress(self._unready):
             url = await self._start_all()
             model = await self._until_serving(url)
-        self._display.say(f"ready after {self._context.clock.now() - started:.1f} s")
+        self._display.print_line(f"ready after {self._context.clock.now() - started:.1f} s")
         on_ready(Service(url, model))
-        keepers = [asyncio.create_task(self._keep(post)) for post in self._posts.values()]
+        restarters = [
+            asyncio.create_task(self._restart_when_ended(slot)) for slot in self._slots.values()
+        ]
         try:
-            await asyncio.gather(*keepers)
+            await asyncio.gather(*restarters)
         finally:
-            for keeper in keepers:
-                keeper.cancel()
-            await asyncio.gather(*keepers, return_exceptions=True)
+            for restarter in restarters:
+                restarter.cancel()
+            await asyncio.gather(*restarters, return_exceptions=True)
 
     # Starting
 
@@ -141,9 +143,9 @@ class Supervisor:
         by_name = dict(zip(names, urls, strict=True))
         # Workers may still be loading: the gateway finds them when they answer.
         await self._fill(GATEWAY, partial(self._plan.gateway_command, by_name))
-        readies = await asyncio.gather(*(self._ready_of(name) for name in self._posts))
-        for post, ready in zip(self._posts.values(), readies, strict=True):
-            post.settle(ready)
+        readies = await asyncio.gather(*(self._ready_of(name) for name in self._slots))
+        for slot, ready in zip(self._slots.values(), readies, strict=True):
+            slot.record_ports(ready)
         return readies[-1].url  # the gateway came last
 
     async def _until_serving(self, url: str) -> str:
@@ -159,7 +161,7 @@ class Supervisor:
 
     async def _fill(self, name: str, command: Callable[[Ports], tuple[str, ...]]) -> None:
         child = await self._spawn(name, command(Ports()))
-        self._posts[name] = Post(name, command, child, RestartBudget(self._context.restarts))
+        self._slots[name] = ProcessSlot(name, command, child, RestartBudget(self._context.restarts))
 
     async def _spawn(self, name: str, command: Sequence[str]) -> Child:
         def on_line(line: str) -> None:
@@ -168,91 +170,91 @@ class Supervisor:
         return await spawn(name, command, self._context.environment, on_line)
 
     async def _url_of(self, name: str) -> str:
-        post = self._posts[name]
-        url = await post.child.until_url()
-        if isinstance(url, Ended):
-            raise _failure(post, url, "ended while starting")
+        slot = self._slots[name]
+        url = await slot.child.wait_for_url()
+        if isinstance(url, ChildExited):
+            raise _failure(slot, url, "ended while starting")
         return url
 
     async def _ready_of(self, name: str) -> Ready:
-        post = self._posts[name]
-        ready = await post.child.until_ready()
-        if isinstance(ready, Ended):
-            raise _failure(post, ready, "ended while starting")
+        slot = self._slots[name]
+        ready = await slot.child.wait_until_ready()
+        if isinstance(ready, ChildExited):
+            raise _failure(slot, ready, "ended while starting")
         return ready
 
     # Keeping
 
-    async def _keep(self, post: Post) -> None:
+    async def _restart_when_ended(self, slot: ProcessSlot) -> None:
         while True:
-            ended = await post.child.until_ended()
-            delay_s = post.budget.next_delay_s(self._context.clock.now())
+            ended = await slot.child.wait_until_exited()
+            delay_s = slot.budget.next_delay_s(self._context.clock.now())
             if delay_s is None:
-                raise _failure(post, ended, "ended too often")
-            self._display.say(
-                f"{post.name} ended: {describe_exit(ended.returncode)}; restart in {delay_s:g} s"
-                f" ({post.budget.num_recent} of at most {self._context.restarts.max_restarts})"
+                raise _failure(slot, ended, "ended too often")
+            self._display.print_line(
+                f"{slot.name} ended: {describe_exit(ended.returncode)}; restart in {delay_s:g} s"
+                f" ({slot.budget.num_recent} of at most {self._context.restarts.max_restarts})"
             )
             await asyncio.sleep(delay_s)
-            post.child = await self._spawn(post.name, post.command(post.ports))
-            ready = await post.child.until_ready()
-            if not isinstance(ready, Ended):
-                self._display.say(f"{post.name} is back at {ready.url}")
+            slot.child = await self._spawn(slot.name, slot.command(slot.ports))
+            ready = await slot.child.wait_until_ready()
+            if not isinstance(ready, ChildExited):
+                self._display.print_line(f"{slot.name} is back at {ready.url}")
 
     # Stopping
 
     async def _stop_all(self) -> Ending:
         """The gateway first: workers then finish what it still streams."""
         config = self._plan.config
-        workers = [post for name, post in self._posts.items() if name != GATEWAY]
-        gateway = [post for name, post in self._posts.items() if name == GATEWAY]
+        workers = [slot for name, slot in self._slots.items() if name != GATEWAY]
+        gateway = [slot for name, slot in self._slots.items() if name == GATEWAY]
         async with self._progress(self._unended):
             in_time = await self._drain(gateway, config.gateway.drain_timeout_s)
             in_time &= await self._drain(workers, config.worker.drain_timeout_s)
-        self._display.say(
+        self._display.print_line(
             "stopped: " + (", ".join(await self._describe_ends()) or "nothing was running")
         )
         if self._num_stop_requests > 1:
             return Ending.KILLED
         return Ending.DRAINED if in_time else Ending.OVERDUE
 
-    async def _drain(self, posts: Sequence[Post], timeout_s: float) -> bool:
+    async def _drain(self, slots: Sequence[ProcessSlot], timeout_s: float) -> bool:
         """Ask, wait, kill what is left; whether nothing had to be killed."""
-        if not posts:
+        if not slots:
             return True
-        ends = [asyncio.create_task(post.child.until_ended()) for post in posts]
-        for post in posts:
+        ends = [asyncio.create_task(slot.child.wait_until_exited()) for slot in slots]
+        for slot in slots:
             if self._num_stop_requests > 1:
-                post.child.kill()
+                slot.child.kill()
             else:
-                post.child.terminate()
+                slot.child.terminate()
         _, late = await asyncio.wait(ends, timeout=timeout_s + KILL_MARGIN_S)
         if late:
-            for post in posts:
-                post.child.kill()
+            for slot in slots:
+                slot.child.kill()
             await asyncio.wait(late)
         return not late
 
     async def _describe_ends(self) -> list[str]:
         return [
-            f"{post.name} ({describe_exit((await post.child.until_ended()).returncode)})"
-            for post in self._posts.values()
+            f"{slot.name} ({describe_exit((await slot.child.wait_until_exited()).returncode)})"
+            for slot in self._slots.values()
         ]
 
     # Showing
 
     def _unready(self) -> list[str]:
         names = [*(worker.name for worker in self._plan.workers), GATEWAY]
-        ready = {name for name, post in self._posts.items() if post.child.is_ready}
+        ready = {name for name, slot in self._slots.items() if slot.child.is_ready}
         waiting = [self._with_phase(name) for name in names if name not in ready]
         return waiting or ["the gateway to find its workers"]
 
     def _with_phase(self, name: str) -> str:
-        phase = self._posts[name].child.phase if name in self._posts else None
+        phase = self._slots[name].child.phase if name in self._slots else None
         return name if phase is None else f"{name} ({phase})"
 
     def _unended(self) -> list[str]:
-        return [name for name, post in self._posts.items() if not post.child.is_ended]
+        return [name for name, slot in self._slots.items() if not slot.child.is_ended]
 
     @asynccontextmanager
     async def _progress(self, pending: Callable[[], list[str]]) -> AsyncGenerator[None]:
@@ -281,10 +283,10 @@ class Supervisor:
                 loop.remove_signal_handler(number)
 
 
-def _failure(post: Post, ended: Ended, what: str) -> ChildFailedError:
-    lines = list(post.child.last_lines)
+def _failure(slot: ProcessSlot, ended: ChildExited, what: str) -> ChildFailedError:
+    lines = list(slot.child.last_lines)
     quoted = "\n".join(f"    {line}" for line in lines) or "    (it wrote nothing)"
     return ChildFailedError(
-        f"{post.name} {what} ({describe_exit(ended.returncode)}). Its last lines:\n{quoted}\n"
+        f"{slot.name} {what} ({describe_exit(ended.returncode)}). Its last lines:\n{quoted}\n"
         f"  likely cause: {likely_cause(ended.returncode, lines)}"
     )

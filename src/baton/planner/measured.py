@@ -28,7 +28,7 @@ class RowFigures(msgspec.Struct, frozen=True):
     p50_us: float
 
 
-class Moved(msgspec.Struct, frozen=True):
+class MeasuredWorkload(msgspec.Struct, frozen=True):
     """What was moved."""
 
     name: str
@@ -42,7 +42,7 @@ class Row(msgspec.Struct, frozen=True):
     kind: str
     name: str
     direction: str
-    workload: Moved
+    workload: MeasuredWorkload
     figures: RowFigures
 
 

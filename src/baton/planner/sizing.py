@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 SCHEMA: Final = "baton-size/1"
 
 
-class MoveTime(msgspec.Struct, frozen=True):
+class TransferTime(msgspec.Struct, frozen=True):
     """How long one request's needed KV takes over a link, each worker by a link of its own."""
 
     link: str
@@ -39,7 +39,7 @@ class SizeReport(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     max_context_tokens: int | None
     sizes: Sizes
-    moves: tuple[MoveTime, ...]
+    moves: tuple[TransferTime, ...]
     notes: tuple[str, ...]
 
 
@@ -53,7 +53,7 @@ def make_report(model: str, terms: Terms, measured: Sequence[MeasuredLink] = ())
     sizes = compute_sizes(shape, terms)
     num_bytes = sizes.rank_needed_bytes
     nominal = [
-        MoveTime(
+        TransferTime(
             link.name,
             link.gb_per_s,
             transfer_s(num_bytes, link.gb_per_s),
@@ -63,7 +63,7 @@ def make_report(model: str, terms: Terms, measured: Sequence[MeasuredLink] = ())
         for link in NOMINAL_LINKS
     ]
     own = [
-        MoveTime(
+        TransferTime(
             each.name,
             each.gb_per_s,
             transfer_s(num_bytes, each.gb_per_s, each.latency_s),

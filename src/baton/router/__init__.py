@@ -6,7 +6,7 @@ Leaves: a `Placement` (prefill worker or none, decode worker, mode, reasons), or
 File map:
     fleet.py        `WorkerView`, `Fleet`: an immutable snapshot, indexed by served model
     placement.py    `PlacementRequest`, `Placement`, `Unplaceable`: the question, the two answers;
-                    `Undivided`: the requests that one worker serves whole
+                    `NonDisaggregableField`: the requests that one worker serves whole
     modes.py        `choose_mode`: how the KV gets from one to the other, and why
     round_robin.py  `RoundRobin`: workers take turns
 """

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from baton.authority.ticket import HandoffMode, WorkerRef
+    from baton.auth.ticket import HandoffMode, WorkerRef
     from baton.ids import WorkerId
 
 
-Dialect: TypeAlias = Literal["baton", "vllm"]
+WorkerProtocol: TypeAlias = Literal["baton", "vllm"]
 """How a worker is spoken to: as a Baton worker, or as vLLM's own server with Baton's connector."""
 
 
@@ -52,7 +52,7 @@ class WorkerView:
     fingerprint: str
     transports: frozenset[str]
     available: bool
-    dialect: Dialect = "baton"
+    protocol: WorkerProtocol = "baton"
     modes: frozenset[HandoffMode] = PUSH_ONLY
     load: WorkerLoad | None = None
 
@@ -84,12 +84,12 @@ class WorkerView:
 class ModelWorkers:
     """The workers that serve one model, in the order in which the operator listed them.
 
-    `decode_dialects` is the decode workers', at hand because each request asks for it.
+    `decode_protocols` is the decode workers', at hand because each request asks for it.
     """
 
     prefills: tuple[WorkerView, ...]
     decodes: tuple[WorkerView, ...]
-    decode_dialects: frozenset[Dialect]
+    decode_protocols: frozenset[WorkerProtocol]
 
     @classmethod
     def of(cls, workers: Iterable[WorkerView]) -> ModelWorkers:
@@ -99,7 +99,7 @@ class ModelWorkers:
         return cls(
             prefills=tuple(w for w in listed if w.role is Role.PREFILL),
             decodes=decodes,
-            decode_dialects=frozenset(w.dialect for w in decodes),
+            decode_protocols=frozenset(w.protocol for w in decodes),
         )
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 if TYPE_CHECKING:
-    from baton.authority.ticket import HandoffMode
+    from baton.auth.ticket import HandoffMode
     from baton.router.fleet import WorkerLoad, WorkerView
     from baton.router.placement import PlacementRequest
 
@@ -26,10 +26,10 @@ ModeSetting: TypeAlias = Literal["auto", "push", "pull", "pool", "reference", "c
 SHORT_PROMPT_TOKENS: Final = 256
 """So few are sent in one piece, by push: there is nothing to save by waiting."""
 
-SPARE_SHARE: Final = 0.25
+MIN_FREE_FRACTION: Final = 0.25
 """Of prefill's blocks: what must stay free beside a prompt that is held there."""
 
-_NEXT_BEST: Final[tuple[HandoffMode, ...]] = ("push", "pull", "pool", "reference")
+_FALLBACK_ORDER: Final[tuple[HandoffMode, ...]] = ("push", "pull", "pool", "reference")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ def choose_mode(
     obstacle = _why_not(wanted.mode, prefill, decode, request)
     if obstacle is None:
         return wanted
-    usable = (m for m in _NEXT_BEST if _why_not(m, prefill, decode, request) is None)
+    usable = (m for m in _FALLBACK_ORDER if _why_not(m, prefill, decode, request) is None)
     return ModeChoice(next(usable, None), (*wanted.reasons, obstacle), is_degraded=True)
 
 
@@ -64,22 +64,24 @@ def _choose(
     num_tokens = request.num_prompt_tokens
     if num_tokens < SHORT_PROMPT_TOKENS:
         return ModeChoice("push", (f"a short prompt, of about {num_tokens} tokens",))
-    short = _why_short_of_room(decode, num_tokens)
-    if short is None:
+    decode_pressure = _describe_decode_pressure(decode, num_tokens)
+    if decode_pressure is None:
         return ModeChoice("push", (f"{decode.id} has room, as far as is known",))
-    return _choose_under_pressure(prefill, decode, num_tokens, short)
+    return _choose_under_pressure(prefill, decode, num_tokens, decode_pressure)
 
 
 def _choose_under_pressure(
-    prefill: WorkerView, decode: WorkerView, num_tokens: int, short: str
+    prefill: WorkerView, decode: WorkerView, num_tokens: int, decode_pressure: str
 ) -> ModeChoice:
     known = prefill.modes & decode.modes
-    crowded = _why_crowded(prefill, num_tokens)
-    if crowded is not None:
-        return ModeChoice("pool" if "pool" in known else "push", (short, crowded))
+    prefill_pressure = _describe_prefill_pressure(prefill, num_tokens)
+    if prefill_pressure is not None:
+        return ModeChoice(
+            "pool" if "pool" in known else "push", (decode_pressure, prefill_pressure)
+        )
     if "reference" in known and prefill.host == decode.host:
-        return ModeChoice("reference", (short, f"both are on {prefill.host}"))
-    return ModeChoice("pull" if "pull" in known else "push", (short,))
+        return ModeChoice("reference", (decode_pressure, f"both are on {prefill.host}"))
+    return ModeChoice("pull" if "pull" in known else "push", (decode_pressure,))
 
 
 def _why_not(
@@ -96,25 +98,25 @@ def _why_not(
     return None
 
 
-def _why_short_of_room(decode: WorkerView, num_tokens: int) -> str | None:
+def _describe_decode_pressure(decode: WorkerView, num_tokens: int) -> str | None:
     load = decode.load
     if load is None:
         return None
     if load.num_waiting:
         return f"{decode.id} has {load.num_waiting} requests in its queue"
     if load.num_free_blocks < _count_blocks(load, num_tokens):
-        return f"{decode.id} has {_free(load)}, too few for about {num_tokens} tokens"
+        return f"{decode.id} has {_free_text(load)}, too few for about {num_tokens} tokens"
     return None
 
 
-def _why_crowded(prefill: WorkerView, num_tokens: int) -> str | None:
+def _describe_prefill_pressure(prefill: WorkerView, num_tokens: int) -> str | None:
     """Why a prompt should not wait there once it is computed."""
     load = prefill.load
     if load is None:
         return None
     left = load.num_free_blocks - _count_blocks(load, num_tokens)
-    if left < SPARE_SHARE * load.num_blocks:
-        return f"{prefill.id} has {_free(load)}: a prompt that waits there would be in the way"
+    if left < MIN_FREE_FRACTION * load.num_blocks:
+        return f"{prefill.id} has {_free_text(load)}: a prompt that waits there would be in the way"
     return None
 
 
@@ -122,5 +124,5 @@ def _count_blocks(load: WorkerLoad, num_tokens: int) -> int:
     return -(-num_tokens // load.block_size)
 
 
-def _free(load: WorkerLoad) -> str:
+def _free_text(load: WorkerLoad) -> str:
     return f"{load.num_free_blocks} of {load.num_blocks} blocks free"

@@ -7,14 +7,14 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
 if TYPE_CHECKING:
-    from baton.authority.ticket import HandoffMode
+    from baton.auth.ticket import HandoffMode
     from baton.ids import WorkerId
     from baton.router.fleet import Fleet, WorkerView
 
 Mode: TypeAlias = Literal["push", "pull", "pool", "reference", "colocated"]
 
 
-class Undivided(StrEnum):
+class NonDisaggregableField(StrEnum):
     """The field of a request for which a vLLM decode worker does not take KV from another worker.
 
     It computes the prompt again (the logprobs of a prompt need its forward pass), or makes several
@@ -39,7 +39,7 @@ class PlacementRequest:
 
     model: str
     avoid: frozenset[WorkerId] = frozenset()
-    undivided: Undivided | None = None
+    non_disaggregable: NonDisaggregableField | None = None
     num_prompt_tokens: int = 0
     failed_modes: frozenset[HandoffMode] = frozenset()
 
@@ -49,7 +49,8 @@ class Placement:
     """Who serves a request.
 
     `prefill` is None where the decode worker prefills too; `reasons` then says why, one readable
-    line for each cause, and is empty where that is what the operator set up. `undivided` is set
+    line for each cause, and is empty where that is what the operator set up. `non_disaggregable` is
+    set
     where the request itself wants it so, which is no failure of anybody. `handoff` is how KV gets
     from one to the other, `why` the policy's lines on that; `is_degraded`: another way was wanted.
     """
@@ -57,7 +58,7 @@ class Placement:
     prefill: WorkerView | None
     decode: WorkerView
     reasons: tuple[str, ...] = ()
-    undivided: Undivided | None = None
+    non_disaggregable: NonDisaggregableField | None = None
     handoff: HandoffMode = "push"
     why: tuple[str, ...] = ()
     is_degraded: bool = False

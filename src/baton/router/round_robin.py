@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from baton.ids import WorkerId
     from baton.router.fleet import Fleet, WorkerView
     from baton.router.modes import ModeSetting
-    from baton.router.placement import Undivided
+    from baton.router.placement import NonDisaggregableField
 
 
 class RoundRobin:
@@ -36,31 +36,31 @@ class RoundRobin:
             return Unplaceable(f"no worker serves the model {request.model!r}")
         decodes = _usable(served.decodes, request.avoid)
         if not decodes:
-            return Unplaceable(_why_nobody_decodes(served.decodes, request))
-        return self._pair(self._take_turn(decodes), served.prefills, request)
+            return Unplaceable(_why_no_decode_worker(served.decodes, request))
+        return self._pair(self._next_in_turn(decodes), served.prefills, request)
 
     def _pair(
         self, decode: WorkerView, listed: Sequence[WorkerView], request: PlacementRequest
     ) -> Placement:
         if not listed:
             return Placement(prefill=None, decode=decode)
-        if (whole := self._whole(decode, request)) is not None:
-            return whole
+        if (colocated := self._try_colocate(decode, request)) is not None:
+            return colocated
         prefills = _usable(listed, request.avoid)
         pairable = [w for w in prefills if decode.why_not_from(w) is None]
         if not pairable:
             return Placement(None, decode, _why_colocated(listed, decode, request.avoid))
-        return self._hand_over(self._take_turn(pairable), decode, request)
+        return self._disaggregate(self._next_in_turn(pairable), decode, request)
 
-    def _whole(self, decode: WorkerView, request: PlacementRequest) -> Placement | None:
+    def _try_colocate(self, decode: WorkerView, request: PlacementRequest) -> Placement | None:
         """Where one worker is to serve the request alone."""
-        if request.undivided is not None and decode.dialect == "vllm":
-            return _undivided(decode, request.undivided)
+        if request.non_disaggregable is not None and decode.protocol == "vllm":
+            return _non_disaggregable(decode, request.non_disaggregable)
         if self._mode == "colocated":
             return Placement(None, decode, why=("the operator chose colocated",))
         return None
 
-    def _hand_over(
+    def _disaggregate(
         self, prefill: WorkerView, decode: WorkerView, request: PlacementRequest
     ) -> Placement:
         choice = choose_mode(prefill, decode, request, self._mode)
@@ -74,7 +74,7 @@ class RoundRobin:
             is_degraded=choice.is_degraded,
         )
 
-    def _take_turn(self, workers: Sequence[WorkerView]) -> WorkerView:
+    def _next_in_turn(self, workers: Sequence[WorkerView]) -> WorkerView:
         last_turn = self._last_turn
         chosen = min(workers, key=lambda worker: last_turn.get(worker.id, 0))
         self._turn += 1
@@ -92,12 +92,12 @@ def _usable(workers: Sequence[WorkerView], avoid: frozenset[WorkerId]) -> list[W
     return [w for w in workers if w.available and w.id not in avoid]
 
 
-def _undivided(decode: WorkerView, field: Undivided) -> Placement:
+def _non_disaggregable(decode: WorkerView, field: NonDisaggregableField) -> Placement:
     reason = f"{decode.id} serves the request alone, because of its field {field.value!r}"
-    return Placement(None, decode, (reason,), undivided=field)
+    return Placement(None, decode, (reason,), non_disaggregable=field)
 
 
-def _why_nobody_decodes(decodes: Sequence[WorkerView], request: PlacementRequest) -> str:
+def _why_no_decode_worker(decodes: Sequence[WorkerView], request: PlacementRequest) -> str:
     if not decodes:
         return f"no decode worker serves the model {request.model!r}"
     named = ", ".join(w.id for w in decodes)

@@ -4,13 +4,13 @@ Enters: block hashes, and KV in canonical order. Leaves: leases of entries, whos
 put there or are reported missing (never wrong). No daemon: the tiers are folders of files.
 
 File map:
-    interface.py  `Tier`, `Lease`: the contract, and the registry of kinds
-    form.py       what an entry holds, and how it is named
+    interface.py  `Tier`, `EntryLease`: the contract, and the registry of kinds
+    entry_format.py       what an entry holds, and how it is named
     record.py     an entry as it rests in a file
-    room.py       how full a tier is, which entries go first (pure)
+    capacity.py       how full a tier is, which entries go first (pure)
     folder/       a folder of entries, crash-safe, shared by processes
     tiers/        the kinds: `shared` (this host's memory), `file`
     tiered.py     several tiers as one: handing down, copying up
-    counting.py   what was asked of a tier, counted around it
+    counted_tier.py   what was asked of a tier, counted around it
     metrics.py    those counts for Prometheus
 """

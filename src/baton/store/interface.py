@@ -1,9 +1,9 @@
 """The contract of a tier, and of a store made of tiers: entries by name, kept while there is room.
 
 An entry is a name and a body of bytes. Whoever puts it there first wins: a name stands for one
-content (`store.form`), so that a second put of it has nothing to change.
+content (`store.entry_format`), so that a second put of it has nothing to change.
 
-    put ──► STORED | ALREADY         try_lease ──► Lease ──► try_read ──► the body, or nothing
+    put ──► STORED | EXISTS         try_lease ──► EntryLease ──► try_read ──► the body, or nothing
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from baton.clock import Clock
 
 EntryName = NewType("EntryName", bytes)
-"""32 bytes: the SHA-256 that names an entry (`store.form`)."""
+"""32 bytes: the SHA-256 that names an entry (`store.entry_format`)."""
 
 Body: TypeAlias = "bytes | bytearray | memoryview"
 
@@ -28,15 +28,15 @@ NAME_BYTES: Final = 32
 MAX_BODY_BYTES: Final = 1 << 32
 
 
-class Put(Enum):
+class PutResult(Enum):
     """What became of an entry that was put."""
 
     STORED = "stored"
-    ALREADY = "already"
+    EXISTS = "exists"
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
+class TierScan:
     """A tier at one moment, in bytes that it takes up; `num_damaged` since it was opened."""
 
     num_entries: int
@@ -46,7 +46,7 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True)
-class Level:
+class Usage:
     """How full a tier is, as its users count it, and what this process made go since it opened it.
 
     `used_bytes` is of all processes; too high for a while after one was killed. Entries that had to
@@ -55,12 +55,12 @@ class Level:
 
     used_bytes: int
     capacity_bytes: int
-    num_handed_down: int
+    num_demoted: int
     num_dropped: int
     num_damaged: int
 
 
-class Lease(Protocol):
+class EntryLease(Protocol):
     """An entry that stays readable until `release`, whatever becomes of its name."""
 
     @property
@@ -94,7 +94,7 @@ class Tier(Protocol):
         """How many leading names are there: stops at the first miss."""
         ...
 
-    def put(self, name: EntryName, body: Body) -> Put:
+    def put(self, name: EntryName, body: Body) -> PutResult:
         """Keep a body; the least recently used entries make room for it.
 
         Raises:
@@ -103,7 +103,7 @@ class Tier(Protocol):
         """
         ...
 
-    def try_lease(self, name: EntryName) -> Lease | None:
+    def try_lease(self, name: EntryName) -> EntryLease | None:
         """Hold an entry for reading, which counts as its last use; None if it is not there."""
         ...
 
@@ -111,7 +111,7 @@ class Tier(Protocol):
         """Remove an entry, if it is there. Leases of it stay readable."""
         ...
 
-    def usage(self) -> Usage:
+    def scan(self) -> TierScan:
         """What it holds. Looks at every entry.
 
         Raises:
@@ -119,7 +119,7 @@ class Tier(Protocol):
         """
         ...
 
-    def level(self) -> Level:
+    def usage(self) -> Usage:
         """How full it is. Cheap, waits for nobody; from any thread, while it is open.
 
         Raises:

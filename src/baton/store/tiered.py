@@ -7,15 +7,15 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from baton.errors import StoreError
-from baton.store.counting import CountedTier
-from baton.store.interface import TIERS, Level, Put, TierContext, Usage
+from baton.store.counted_tier import CountedTier
+from baton.store.interface import TIERS, PutResult, TierContext, TierScan, Usage
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from baton.clock import Clock
-    from baton.store.counting import TierReport
-    from baton.store.interface import Body, EntryName, Lease
+    from baton.store.counted_tier import TierReport
+    from baton.store.interface import Body, EntryLease, EntryName
 
 logger = logging.getLogger(__name__)
 
@@ -41,10 +41,10 @@ class TieredStore:
             at += found
         return at
 
-    def put(self, name: EntryName, body: Body) -> Put:
+    def put(self, name: EntryName, body: Body) -> PutResult:
         """See `Tier`."""
         if any(tier.find((name,)) for tier in self._tiers[1:]):
-            return Put.ALREADY
+            return PutResult.EXISTS
         *others, last = self._tiers
         for tier in others:
             try:
@@ -53,7 +53,7 @@ class TieredStore:
                 logger.debug("store: an entry goes to the next tier: %s", exc)
         return last.put(name, body)
 
-    def try_lease(self, name: EntryName) -> Lease | None:
+    def try_lease(self, name: EntryName) -> EntryLease | None:
         """See `Tier`."""
         first, *others = self._tiers
         lease = first.try_lease(name)
@@ -70,25 +70,25 @@ class TieredStore:
         for tier in self._tiers:
             tier.discard(name)
 
-    def usage(self) -> Usage:
+    def scan(self) -> TierScan:
         """See `Tier`: of all tiers together; an entry in two of them counts twice."""
-        usages = [tier.usage() for tier in self._tiers]
-        return Usage(
-            num_entries=sum(usage.num_entries for usage in usages),
-            used_bytes=sum(usage.used_bytes for usage in usages),
-            capacity_bytes=sum(usage.capacity_bytes for usage in usages),
-            num_damaged=sum(usage.num_damaged for usage in usages),
+        scans = [tier.scan() for tier in self._tiers]
+        return TierScan(
+            num_entries=sum(scan.num_entries for scan in scans),
+            used_bytes=sum(scan.used_bytes for scan in scans),
+            capacity_bytes=sum(scan.capacity_bytes for scan in scans),
+            num_damaged=sum(scan.num_damaged for scan in scans),
         )
 
-    def level(self) -> Level:
+    def usage(self) -> Usage:
         """See `Tier`: of all tiers together."""
-        levels = [tier.level() for tier in self._tiers]
-        return Level(
-            used_bytes=sum(level.used_bytes for level in levels),
-            capacity_bytes=sum(level.capacity_bytes for level in levels),
-            num_handed_down=sum(level.num_handed_down for level in levels),
-            num_dropped=sum(level.num_dropped for level in levels),
-            num_damaged=sum(level.num_damaged for level in levels),
+        usages = [tier.usage() for tier in self._tiers]
+        return Usage(
+            used_bytes=sum(usage.used_bytes for usage in usages),
+            capacity_bytes=sum(usage.capacity_bytes for usage in usages),
+            num_demoted=sum(usage.num_demoted for usage in usages),
+            num_dropped=sum(usage.num_dropped for usage in usages),
+            num_damaged=sum(usage.num_damaged for usage in usages),
         )
 
     def reports(self) -> list[TierReport]:
@@ -104,7 +104,7 @@ class TieredStore:
         for tier in self._tiers:
             tier.close()
 
-    def _promote(self, name: EntryName, lease: Lease) -> Lease | None:
+    def _promote(self, name: EntryName, lease: EntryLease) -> EntryLease | None:
         """Copy an entry up; a lease of the copy, or of the entry itself where there is no room."""
         body = memoryview(bytearray(lease.num_bytes))
         if not lease.try_read(body):
@@ -115,7 +115,7 @@ class TieredStore:
         except StoreError as exc:
             logger.debug("store: an entry stays where it is: %s", exc)
             return lease
-        promoted = self._tiers[0].uncounted.try_lease(name)  # it was a miss, and stays one
+        promoted = self._tiers[0].inner.try_lease(name)  # it was a miss, and stays one
         if promoted is None:
             return lease
         lease.release()

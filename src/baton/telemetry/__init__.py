@@ -4,8 +4,8 @@ Enters: instants and facts from gateway, engine and handoff agent. Leaves: `Trac
 Prometheus samples in a registry of the caller's.
 
 File map:
-    trace.py         `LegTrace`: what one process recorded; `TraceRing`: the last ones it remembers
+    trace.py         `RequestSpan`: what one process recorded; `TraceRing`: the last ones
     summary.py       `summarize`: legs of one request → durations and facts, pure
-    announcement.py  what a process tells its launcher
+    process_status.py  what a process tells its launcher
     metrics.py       `WorkerMetrics`: counters and histograms, every label pre-registered at 0
 """

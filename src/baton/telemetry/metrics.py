@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Final
 from prometheus_client import Counter, Gauge, Histogram
 
 from baton.telemetry.summary import compute_durations
-from baton.telemetry.trace import LegTrace, Stamp
+from baton.telemetry.trace import RequestSpan, Stamp
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from prometheus_client import CollectorRegistry
 
-LEGS: Final = ("colocated", "prefill", "decode")
+ROLES: Final = ("colocated", "prefill", "decode")
 OUTCOMES: Final = ("stop", "length", "prefilled", "declined", "cancelled", "failed")
 RESULTS: Final = ("completed", "declined", "failed", "aborted")
 ERROR_STATUSES: Final = (400, 401, 403, 404, 405, 409, 413, 500, 502, 503, 504)
@@ -80,10 +80,10 @@ class WorkerMetrics:
         """Count an error that was answered."""
         self._errors.get(status, self._errors[500]).inc()
 
-    def finished(self, trace: LegTrace) -> None:
+    def finished(self, trace: RequestSpan) -> None:
         """Count a leg that has ended, however it did."""
         self._requests.finished(trace)
-        if trace.leg in {"prefill", "decode"}:
+        if trace.role in {"prefill", "decode"}:
             self._handoffs.finished(trace)
 
 
@@ -94,41 +94,43 @@ class RequestInstruments:
         requests = Counter(
             "baton_worker_requests",
             "Legs that have ended, by outcome.",
-            ["leg", "outcome"],
+            ["role", "outcome"],
             registry=registry,
         )
         self._requests = {
-            (leg, outcome): requests.labels(leg, outcome) for leg in LEGS for outcome in OUTCOMES
+            (role, outcome): requests.labels(role, outcome)
+            for role in ROLES
+            for outcome in OUTCOMES
         }
-        self._first_token = _by_leg(
+        self._first_token = _by_role(
             registry,
             "baton_worker_time_to_first_token_seconds",
             "Time from the request's arrival at this worker to its first token.",
             FIRST_TOKEN_EDGES_S,
         )
-        self._queue = _by_leg(
+        self._queue = _by_role(
             registry,
             "baton_worker_request_queue_time_seconds",
             "Time from the request's arrival at this worker to the start of prefill.",
             REQUEST_EDGES_S,
         )
-        self._prefill = _by_leg(
+        self._prefill = _by_role(
             registry,
             "baton_worker_request_prefill_time_seconds",
             "Time of prefill, as this leg saw it.",
             REQUEST_EDGES_S,
         )
-        self._total = _by_leg(
+        self._total = _by_role(
             registry,
             "baton_worker_e2e_request_latency_seconds",
             "Time from the request's arrival at this worker to its end.",
             REQUEST_EDGES_S,
         )
 
-    def finished(self, trace: LegTrace) -> None:
+    def finished(self, trace: RequestSpan) -> None:
         """Count a leg that has ended."""
         outcome = trace.outcome if trace.outcome in OUTCOMES else "failed"
-        self._requests[trace.leg, str(outcome)].inc()
+        self._requests[trace.role, str(outcome)].inc()
         durations = compute_durations(trace)
         for histograms, seconds in (
             (self._first_token, durations.first_token_s),
@@ -137,7 +139,7 @@ class RequestInstruments:
             (self._total, durations.total_s),
         ):
             if seconds is not None:
-                histograms[trace.leg].observe(seconds)
+                histograms[trace.role].observe(seconds)
 
 
 class HandoffInstruments:
@@ -153,12 +155,12 @@ class HandoffInstruments:
         handoffs = Counter(
             "baton_handoffs",
             "Handoffs that have ended; transport is 'other' where none was chosen.",
-            ["leg", "transport", "result"],
+            ["role", "transport", "result"],
             registry=registry,
         )
         self._handoffs = {
-            (leg, transport, result): handoffs.labels(leg, transport, result)
-            for leg in ("prefill", "decode")
+            (role, transport, result): handoffs.labels(role, transport, result)
+            for role in ("prefill", "decode")
             for transport in used
             for result in RESULTS
         }
@@ -205,18 +207,18 @@ class HandoffInstruments:
             "Time from the first layer computed to the last one landed.",
             used,
         )
-        self._visible = _by_transport(
+        self._exposed = _by_transport(
             registry,
-            "baton_handoff_visible_transfer_seconds",
+            "baton_handoff_exposed_transfer_seconds",
             "Time that the handoff added to prefill; 0 where it hid behind compute.",
             used,
         )
 
-    def finished(self, trace: LegTrace) -> None:
+    def finished(self, trace: RequestSpan) -> None:
         """Count a leg of a handoff that has ended."""
         transport = trace.transport if trace.transport in self._received else UNKNOWN
-        self._handoffs[trace.leg, str(transport), _result(trace)].inc()
-        if trace.leg != "decode":
+        self._handoffs[trace.role, str(transport), _result(trace)].inc()
+        if trace.role != "decode":
             return
         _add(self._verified, trace.verified_bytes)
         _add(self._digest_failures, trace.digest_failures)
@@ -227,15 +229,15 @@ class HandoffInstruments:
             return
         self._landed(trace, str(transport))
 
-    def _landed(self, trace: LegTrace, transport: str) -> None:
+    def _landed(self, trace: RequestSpan, transport: str) -> None:
         self._received[transport].inc(trace.num_bytes)
         if trace.expected_transport in self._received and trace.expected_transport != transport:
             self._mismatches[trace.expected_transport, transport].inc()
         durations = compute_durations(trace)
         if durations.transfer_s is not None:
             self._transfer[transport].observe(durations.transfer_s)
-        if durations.visible_transfer_s is not None:
-            self._visible[transport].observe(max(0.0, durations.visible_transfer_s))
+        if durations.exposed_transfer_s is not None:
+            self._exposed[transport].observe(max(0.0, durations.exposed_transfer_s))
 
 
 def set_worker_info(registry: CollectorRegistry, facts: dict[str, str]) -> None:
@@ -250,23 +252,23 @@ def _add(counters: dict[str, Counter], by_transport: dict[str, int]) -> None:
         counters.get(transport, counters[UNKNOWN]).inc(number)
 
 
-def _result(trace: LegTrace) -> str:
+def _result(trace: RequestSpan) -> str:
     """How a leg's handoff ended; `declined` where decode had nearly all of the prompt cached."""
     if trace.outcome == "prefilled" or Stamp.KV_READY in trace.stamps:
         return "completed"
     if trace.outcome == "cancelled":
         return "aborted"
-    answered = trace.leg == "decode" and trace.outcome in {"stop", "length"}
+    answered = trace.role == "decode" and trace.outcome in {"stop", "length"}
     if trace.outcome == "declined" or (answered and Stamp.PAGES_RESERVED not in trace.stamps):
         return "declined"
     return "failed"
 
 
-def _by_leg(
+def _by_role(
     registry: CollectorRegistry, name: str, help_text: str, edges: Sequence[float]
 ) -> dict[str, Histogram]:
-    histogram = Histogram(name, help_text, ["leg"], buckets=edges, registry=registry)
-    return {leg: histogram.labels(leg) for leg in LEGS}
+    histogram = Histogram(name, help_text, ["role"], buckets=edges, registry=registry)
+    return {role: histogram.labels(role) for role in ROLES}
 
 
 def _by_transport(

@@ -1,10 +1,10 @@
 """From the legs of one request to what a person asks: where did the time go? Pure.
 
 A duration is only taken between two instants on one clock: both recorded by one leg, or one of
-them by its peer and shifted to this leg's clock (`LegTrace.peer_stamps`). What was not recorded
+them by its peer and shifted to this leg's clock (`RequestSpan.peer_stamps`). What was not recorded
 is None, never 0.
 
-    received ─queue─► prefill started ─prefill─► prefill done ─visible transfer─► last layer landed
+    received ─queue─► prefill started ─prefill─► prefill done ─exposed transfer─► last layer landed
                                                        └─ transfer that hid behind compute is free
 """
 
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from baton.telemetry.trace import LegTrace, Stamp
+from baton.telemetry.trace import RequestSpan, Stamp
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -22,17 +22,17 @@ if TYPE_CHECKING:
 _PREFILL_STAMPS: Final = (Stamp.PREFILL_STARTED, Stamp.FIRST_LAYER_READY, Stamp.PREFILL_DONE)
 
 
-class LegDurations(msgspec.Struct, frozen=True, kw_only=True):
+class SpanDurations(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds between the stamps of one leg; None where an instant is missing.
 
-    `visible_transfer_s` is what the handoff added to prefill. It is below 0 where all KV had landed
+    `exposed_transfer_s` is what the handoff added to prefill. It is below 0 where all KV had landed
     before prefill sampled its token: the transfer hid behind compute altogether.
     """
 
     queue_s: float | None
     prefill_s: float | None
     transfer_s: float | None
-    visible_transfer_s: float | None
+    exposed_transfer_s: float | None
     decode_queue_s: float | None
     first_token_s: float | None
     total_s: float | None
@@ -49,7 +49,7 @@ class TraceSummary(msgspec.Struct, frozen=True, kw_only=True):
     prefill_s: float | None
     first_layer_ready_s: float | None
     last_layer_landed_s: float | None
-    visible_transfer_s: float | None
+    exposed_transfer_s: float | None
     decode_queue_s: float | None
     first_token_s: float | None
     total_s: float | None
@@ -66,20 +66,22 @@ class TraceSummary(msgspec.Struct, frozen=True, kw_only=True):
     outcome: str | None
 
 
-def compute_durations(leg: LegTrace) -> LegDurations:
+def compute_durations(span: RequestSpan) -> SpanDurations:
     """Durations that one leg saw. The queue is before prefill, or before decode if it had none."""
-    return LegDurations(
-        queue_s=_between(leg, Stamp.RECEIVED, Stamp.PREFILL_STARTED),
-        prefill_s=_between(leg, Stamp.PREFILL_STARTED, Stamp.PREFILL_DONE),
-        transfer_s=_between(leg, Stamp.FIRST_LAYER_READY, Stamp.LAST_LAYER_LANDED),
-        visible_transfer_s=_between(leg, Stamp.PREFILL_DONE, Stamp.LAST_LAYER_LANDED),
-        decode_queue_s=_between(leg, Stamp.KV_READY, Stamp.DECODE_SCHEDULED),
-        first_token_s=_between(leg, Stamp.RECEIVED, Stamp.FIRST_TOKEN),
-        total_s=_between(leg, Stamp.RECEIVED, Stamp.FINISHED),
+    return SpanDurations(
+        queue_s=_between(span, Stamp.RECEIVED, Stamp.PREFILL_STARTED),
+        prefill_s=_between(span, Stamp.PREFILL_STARTED, Stamp.PREFILL_DONE),
+        transfer_s=_between(span, Stamp.FIRST_LAYER_READY, Stamp.LAST_LAYER_LANDED),
+        exposed_transfer_s=_between(span, Stamp.PREFILL_DONE, Stamp.LAST_LAYER_LANDED),
+        decode_queue_s=_between(span, Stamp.KV_READY, Stamp.DECODE_SCHEDULED),
+        first_token_s=_between(span, Stamp.RECEIVED, Stamp.FIRST_TOKEN),
+        total_s=_between(span, Stamp.RECEIVED, Stamp.FINISHED),
     )
 
 
-def summarize(gateway: LegTrace | None, decode: LegTrace, prefill: LegTrace | None) -> TraceSummary:
+def summarize(
+    gateway: RequestSpan | None, decode: RequestSpan, prefill: RequestSpan | None
+) -> TraceSummary:
     """Merge the legs of one request. `decode` is the leg that answered (colocated too)."""
     outermost = gateway or decode
     whole = compute_durations(outermost)
@@ -95,7 +97,7 @@ def summarize(gateway: LegTrace | None, decode: LegTrace, prefill: LegTrace | No
         last_layer_landed_s=_first_between(
             (decode, prefill), Stamp.PREFILL_STARTED, Stamp.LAST_LAYER_LANDED
         ),
-        visible_transfer_s=answering.visible_transfer_s,
+        exposed_transfer_s=answering.exposed_transfer_s,
         decode_queue_s=answering.decode_queue_s,
         first_token_s=whole.first_token_s,
         total_s=whole.total_s,
@@ -113,28 +115,28 @@ def summarize(gateway: LegTrace | None, decode: LegTrace, prefill: LegTrace | No
     )
 
 
-def _between(leg: LegTrace, begin: Stamp, end: Stamp) -> float | None:
-    start, stop = _instant(leg, begin), _instant(leg, end)
+def _between(span: RequestSpan, begin: Stamp, end: Stamp) -> float | None:
+    start, stop = _instant(span, begin), _instant(span, end)
     return None if start is None or stop is None else stop - start
 
 
-def _instant(leg: LegTrace, stamp: Stamp) -> float | None:
+def _instant(span: RequestSpan, stamp: Stamp) -> float | None:
     """When it happened on this leg's clock, where it happened: prefill's stamps are the peer's.
 
     A worker that received its KV stamps its own first decode step too; that was not prefill.
     """
-    if stamp in _PREFILL_STAMPS and leg.leg == "decode" and Stamp.KV_READY in leg.stamps:
-        return leg.peer_stamps.get(stamp)
-    own = leg.stamps.get(stamp)
-    return leg.peer_stamps.get(stamp) if own is None else own
+    if stamp in _PREFILL_STAMPS and span.role == "decode" and Stamp.KV_READY in span.stamps:
+        return span.peer_stamps.get(stamp)
+    own = span.stamps.get(stamp)
+    return span.peer_stamps.get(stamp) if own is None else own
 
 
-def _first_between(legs: tuple[LegTrace | None, ...], begin: Stamp, end: Stamp) -> float | None:
-    seen = (_between(leg, begin, end) for leg in legs if leg is not None)
+def _first_between(spans: tuple[RequestSpan | None, ...], begin: Stamp, end: Stamp) -> float | None:
+    seen = (_between(span, begin, end) for span in spans if span is not None)
     return next((seconds for seconds in seen if seconds is not None), None)
 
 
-def _fallbacks(*legs: LegTrace | None) -> Iterator[str]:
-    for leg in legs:
-        if leg is not None:
-            yield from leg.fallbacks
+def _fallbacks(*spans: RequestSpan | None) -> Iterator[str]:
+    for span in spans:
+        if span is not None:
+            yield from span.fallbacks

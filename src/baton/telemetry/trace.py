@@ -31,13 +31,13 @@ class Stamp(StrEnum):
     FINISHED = "finished"
 
 
-class LegTrace(msgspec.Struct, kw_only=True):
-    """What one process recorded for one request: `leg` says in which part it played."""
+class RequestSpan(msgspec.Struct, kw_only=True):
+    """What one process recorded for one request: `role` says which part it played."""
 
     request_id: str
     worker: str
     epoch: str
-    leg: str  # "colocated", "prefill", "decode" or "gateway"
+    role: str  # "colocated", "prefill", "decode" or "gateway"
     stamps: dict[Stamp, float] = {}
     peer_stamps: dict[Stamp, float] = {}
     ticket: str | None = None
@@ -67,7 +67,7 @@ class LegTrace(msgspec.Struct, kw_only=True):
         if not is_intact:
             self.digest_failures[transport] = self.digest_failures.get(transport, 0) + 1
 
-    def snapshot(self) -> LegTrace:
+    def snapshot(self) -> RequestSpan:
         """A copy that later stamps of other threads do not change."""
         return msgspec.structs.replace(
             self,
@@ -87,10 +87,10 @@ class TraceRing:
         if capacity < 1:
             raise ValueError(f"a trace ring of {capacity} traces remembers nothing")
         self._capacity = capacity
-        self._traces: OrderedDict[str, LegTrace] = OrderedDict()
+        self._traces: OrderedDict[str, RequestSpan] = OrderedDict()
         self._lock = threading.Lock()
 
-    def add(self, trace: LegTrace) -> None:
+    def add(self, trace: RequestSpan) -> None:
         """Remember a trace, which may go on changing; the newest of a request id wins."""
         with self._lock:
             self._traces.pop(trace.request_id, None)
@@ -98,7 +98,7 @@ class TraceRing:
             if len(self._traces) > self._capacity:
                 self._traces.popitem(last=False)
 
-    def find(self, request_id: str) -> LegTrace | None:
+    def find(self, request_id: str) -> RequestSpan | None:
         """A snapshot of the trace of a request; None if it is unknown or forgotten."""
         with self._lock:
             trace = self._traces.get(request_id)

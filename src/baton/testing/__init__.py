@@ -7,7 +7,7 @@ File map:
     clocks.py              `ManualClock`: time moves when it is told to
     fleet.py               `Fleet`: real workers and gateways, for end-to-end tests and benchmarks
     faulty_transport.py    `FaultyTransport`: any transport, with counted, seeded faults
-    spoilt_copies.py       how bytes go wrong under it
+    corrupted_copies.py    how bytes go wrong under it
     transport_contract/    `TransportContract`: what every transport must do
     transport_peer.py      a writer, or an owner, in a second process, to be stopped and killed
     transport_pair.py      two transports, their regions, and how to drive both

@@ -80,8 +80,8 @@ def far_host() -> Iterator[FarHost]:
     try:
         run("ip", "netns", "add", name)
     except (OSError, subprocess.CalledProcessError) as exc:
-        said = exc.stderr.decode(errors="replace") if hasattr(exc, "stderr") else str(exc)
-        raise NoNamespaceError(f"cannot make a network namespace: {said.strip()}") from exc
+        stderr = exc.stderr.decode(errors="replace") if hasattr(exc, "stderr") else str(exc)
+        raise NoNamespaceError(f"cannot make a network namespace: {stderr.strip()}") from exc
     near, far = f"{name}n", f"{name}f"
     try:
         run("ip", "link", "add", near, "type", "veth", "peer", "name", far, "netns", name)
@@ -101,7 +101,7 @@ def far_host() -> Iterator[FarHost]:
 
 
 def _wait_for_carrier(link: str) -> None:
-    """The kernel notices it a little later; until then it is as if there were no route."""
+    """The kernel notifications it a little later; until then it is as if there were no route."""
     state = Path(f"/sys/class/net/{link}/operstate")
     deadline = time.monotonic() + CARRIER_TIMEOUT_S  # noqa: TID251 -- a real cable, real time
     while state.read_text(encoding="ascii").strip() != "up" or _has_tentative_address(link):

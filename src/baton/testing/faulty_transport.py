@@ -1,7 +1,8 @@
 """Any transport, with faults: seeded, and counted when they happen, so that a test can prove it.
 
 Faults of a write or a read (failed, late, or other bytes than were asked for) are made where it is
-submitted, faults of a notice where it arrives: wrap the side whose misfortune is wanted. A view
+submitted, faults of a notification where it arrives: wrap the side whose misfortune is wanted. A
+view
 that is struck fails, or shows a copy that was spoilt.
 """
 
@@ -16,9 +17,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from baton.errors import TransferError
-from baton.testing.spoilt_copies import (
-    Piece,
-    choose_piece,
+from baton.testing.corrupted_copies import (
+    ByteRange,
+    choose_byte_range,
     cut_short,
     flip_bit,
     swap_pages,
@@ -26,10 +27,10 @@ from baton.testing.spoilt_copies import (
 )
 from baton.transfer.interface import (
     Arrived,
+    GrantQuiescent,
     ReadCompleted,
     ReadFailed,
     TransferId,
-    WindowQuiescent,
     WriteCompleted,
     WriteFailed,
 )
@@ -55,7 +56,7 @@ if TYPE_CHECKING:
         RemoteId,
         TransferEvent,
         Transport,
-        Window,
+        WriteGrant,
     )
 
 
@@ -68,21 +69,23 @@ class Fault(StrEnum):
     SWAP_PAGES = "swap_pages"  # two pages arrive in each other's place
     TRUNCATE = "truncate"  # the end of what was asked for does not arrive
     DELAY_READ = "delay_read"  # nothing is read until `delay_polls` polls later
-    DROP_NOTICE = "drop_notice"
-    DELAY_NOTICE = "delay_notice"  # by `delay_polls` polls: others overtake it
-    DUPLICATE_NOTICE = "duplicate_notice"
-    REORDER_NOTICE = "reorder_notice"  # after the next one, if one comes within `delay_polls`
+    DROP_NOTIFICATION = "drop_notification"
+    DELAY_NOTIFICATION = "delay_notification"  # by `delay_polls` polls: others overtake it
+    DUPLICATE_NOTIFICATION = "duplicate_notification"
+    REORDER_NOTIFICATION = (
+        "reorder_notification"  # after the next one, if one comes within `delay_polls`
+    )
     HIDE_QUIESCENCE = "hide_quiescence"
 
 
 _VIEW_FAULTS = (Fault.FAIL_SUBMIT, Fault.FLIP_BIT, Fault.ZERO_PAGE, Fault.SWAP_PAGES)
 _WRITE_FAULTS = (*_VIEW_FAULTS, Fault.TRUNCATE)
 _READ_FAULTS = (*_WRITE_FAULTS, Fault.DELAY_READ)
-_NOTICE_FAULTS = (
-    Fault.DROP_NOTICE,
-    Fault.DELAY_NOTICE,
-    Fault.DUPLICATE_NOTICE,
-    Fault.REORDER_NOTICE,
+_NOTIFICATION_FAULTS = (
+    Fault.DROP_NOTIFICATION,
+    Fault.DELAY_NOTIFICATION,
+    Fault.DUPLICATE_NOTIFICATION,
+    Fault.REORDER_NOTIFICATION,
 )
 
 
@@ -100,7 +103,7 @@ class FaultPlan:
 
 
 @dataclass(slots=True)
-class _HeldNotice:
+class _HeldNotification:
     event: Arrived
     fault: Fault
     num_polls_left: int
@@ -114,7 +117,7 @@ class _HeldRead:
 
 
 @dataclass(frozen=True, slots=True)
-class _Spoiling:
+class _PendingCorruption:
     """What will be wrong with a read once its pages are in place."""
 
     read: PageRead
@@ -139,7 +142,8 @@ class _Ids:
 class FaultyTransport:
     """A `Transport` around another. `injected` counts what really went wrong.
 
-    `readiness_fd` is None: the owner polls on a timer, for a held notice makes nothing readable.
+    `readiness_fd` is None: the owner polls on a timer, for a held notification makes nothing
+    readable.
     """
 
     def __init__(self, inner: Transport, plan: FaultPlan) -> None:
@@ -152,9 +156,9 @@ class FaultyTransport:
         self._clones: list[PagedRegion] = []
         self._ids = _Ids()
         self._failed: list[WriteFailed | ReadFailed] = []
-        self._held: list[_HeldNotice] = []
+        self._held: list[_HeldNotification] = []
         self._held_reads: list[_HeldRead] = []
-        self._spoilings: dict[TransferId, _Spoiling] = {}
+        self._pending_corruptions: dict[TransferId, _PendingCorruption] = {}
 
     def expose(self, region: PagedRegion) -> RegionDescriptor:
         self._regions[region.handle] = region
@@ -166,12 +170,12 @@ class FaultyTransport:
     def detach(self, remote: RemoteId) -> None:
         self._inner.detach(remote)
 
-    def open_window(self, window: Window) -> None:
-        self._inner.open_window(window)
+    def open_grant(self, grant: WriteGrant) -> None:
+        self._inner.open_grant(grant)
 
-    def close_window(self, window: TicketId) -> None:
-        self._held = [held for held in self._held if held.event.window != window]
-        self._inner.close_window(window)
+    def close_grant(self, grant: TicketId) -> None:
+        self._held = [held for held in self._held if held.event.grant != grant]
+        self._inner.close_grant(grant)
 
     def submit(self, write: PageWrite) -> TransferId:
         match self._draw(_WRITE_FAULTS):
@@ -183,7 +187,7 @@ class FaultyTransport:
             case Fault.SWAP_PAGES | Fault.TRUNCATE as fault:
                 write = replace(write, copies=self._misdirect(write.copies, fault))
             case Fault.FLIP_BIT | Fault.ZERO_PAGE as fault:
-                write = self._spoil_page(write, fault)
+                write = self._corrupt_page(write, fault)
             case _:
                 pass
         return self._ids.give(self._inner.submit(write))
@@ -204,7 +208,7 @@ class FaultyTransport:
                 read = replace(read, copies=self._misdirect(read.copies, fault))
             case Fault.FLIP_BIT | Fault.ZERO_PAGE as fault:
                 transfer = self._ids.give(self._inner.read(read))
-                self._spoilings[transfer] = _Spoiling(read, fault)
+                self._pending_corruptions[transfer] = _PendingCorruption(read, fault)
                 return transfer
             case _:
                 pass
@@ -224,7 +228,7 @@ class FaultyTransport:
             spoilt = spoilt[np.roll(np.arange(len(spoilt)), 1)]
         else:
             page = self._random.randrange(len(spoilt))
-            self._spoil(spoilt, Piece(page, 0, spoilt.shape[1]), fault)
+            self._corrupt(spoilt, ByteRange(page, 0, spoilt.shape[1]), fault)
         spoilt.flags.writeable = False
         return spoilt
 
@@ -238,11 +242,11 @@ class FaultyTransport:
                     events.append(replace(event, transfer=self._ids.outer.pop(transfer)))
                 case ReadCompleted(inner) | ReadFailed(inner):
                     transfer = self._ids.outer.pop(inner)
-                    self._spoil_read(transfer)
+                    self._corrupt_read(transfer)
                     events.append(replace(event, transfer=transfer))
                 case Arrived():
-                    events += self._take_notice(event)
-                case WindowQuiescent():
+                    events += self._take_notification(event)
+                case GrantQuiescent():
                     if self._draw((Fault.HIDE_QUIESCENCE,)) is None:
                         events.append(event)
                     else:
@@ -268,26 +272,26 @@ class FaultyTransport:
                 return fault
         return None
 
-    def _take_notice(self, event: Arrived) -> list[TransferEvent]:
-        overtaken = [held for held in self._held if held.fault is Fault.REORDER_NOTICE]
-        fault = self._draw(_NOTICE_FAULTS)
+    def _take_notification(self, event: Arrived) -> list[TransferEvent]:
+        overtaken = [held for held in self._held if held.fault is Fault.REORDER_NOTIFICATION]
+        fault = self._draw(_NOTIFICATION_FAULTS)
         match fault:
             case None:
                 events: list[TransferEvent] = [event]
-            case Fault.DROP_NOTICE:
+            case Fault.DROP_NOTIFICATION:
                 events = []
-            case Fault.DUPLICATE_NOTICE:
+            case Fault.DUPLICATE_NOTIFICATION:
                 events = [event, event]
             case _:
-                self._held.append(_HeldNotice(event, fault, self._plan.delay_polls))
+                self._held.append(_HeldNotification(event, fault, self._plan.delay_polls))
                 events = []
-        if fault is not None and fault is not Fault.REORDER_NOTICE:
+        if fault is not None and fault is not Fault.REORDER_NOTIFICATION:
             self.injected[fault] += 1
         if not events:
             return []
         for held in overtaken:
             self._held.remove(held)
-            self.injected[Fault.REORDER_NOTICE] += 1
+            self.injected[Fault.REORDER_NOTIFICATION] += 1
             events.append(held.event)
         return events
 
@@ -318,29 +322,29 @@ class FaultyTransport:
         self.injected[fault] += 1
         return wrong
 
-    def _spoil_page(self, write: PageWrite, fault: Fault) -> PageWrite:
+    def _corrupt_page(self, write: PageWrite, fault: Fault) -> PageWrite:
         """The write from a copy of its source in which one page is spoilt."""
-        piece = choose_piece(write.copies, self._random, side=0)
+        piece = choose_byte_range(write.copies, self._random, side=0)
         if piece is None:
             return write
         region = self._clone(write)
         layer = self._random.choice(write.copies.layers)
-        self._spoil(view_pages(region.memory, region.arrays[layer]), piece, fault)
+        self._corrupt(view_pages(region.memory, region.arrays[layer]), piece, fault)
         return replace(write, region=region.handle)
 
-    def _spoil_read(self, transfer: TransferId) -> None:
+    def _corrupt_read(self, transfer: TransferId) -> None:
         """Make wrong what was read, before the owner hears of it."""
-        spoiling = self._spoilings.pop(transfer, None)
-        if spoiling is None:
+        corruption = self._pending_corruptions.pop(transfer, None)
+        if corruption is None:
             return
-        read = spoiling.read
-        piece = choose_piece(read.copies, self._random, side=1)
+        read = corruption.read
+        piece = choose_byte_range(read.copies, self._random, side=1)
         if piece is not None:
             region = self._regions[read.region]
             pages = view_pages(region.memory, region.arrays[read.copies.layer])
-            self._spoil(pages, piece, spoiling.fault)
+            self._corrupt(pages, piece, corruption.fault)
 
-    def _spoil(self, pages: NDArray[np.uint8], piece: Piece, fault: Fault) -> None:
+    def _corrupt(self, pages: NDArray[np.uint8], piece: ByteRange, fault: Fault) -> None:
         to_zeros = fault is Fault.ZERO_PAGE and try_zero(pages, piece)
         if not to_zeros:
             flip_bit(pages, piece, self._random)

@@ -23,7 +23,7 @@ import msgspec
 from baton.clock import MachineClock
 from baton.engines.interface import ENGINE_SERVERS
 from baton.errors import BatonError
-from baton.telemetry.announcement import Ready, read_announcement
+from baton.telemetry.process_status import Ready, read_status
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -84,9 +84,9 @@ class FleetProcess:
             line = pipe.readline() if readable else b""
             if not line:
                 raise FleetError(f"{self.name} did not become ready\n{self.tail()}")
-            announcement = read_announcement(line)
-            if isinstance(announcement, Ready):
-                self.ready = announcement
+            status = read_status(line)
+            if isinstance(status, Ready):
+                self.ready = status
         return self
 
     def send(self, number: signal.Signals) -> None:
@@ -223,7 +223,7 @@ class Fleet:
     def _start(
         self, name: str, command: Sequence[str], settings: Mapping[str, object]
     ) -> FleetProcess:
-        words = [*self.prefix, sys.executable, "-m", "baton.cli", *command, "--announce-fd", "1"]
+        words = [*self.prefix, sys.executable, "-m", "baton.cli", *command, "--status-fd", "1"]
         for key, value in settings.items():
             words += ["--set", f"{key}={_as_toml(value)}"]
         log = self.logs / f"{name}-{len(self.processes)}.log"

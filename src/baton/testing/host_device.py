@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from baton.errors import TransferError
-from baton.testing.transport_peer import Means, fill_region, main
+from baton.testing.transport_peer import PeerSetup, fill_region, main
 from baton.transfer.interface import DeviceMemory
 from baton.transfer.region import allocate_shared_region
 from baton.transfer.transports.cuda_ipc import make_transport
@@ -138,4 +138,4 @@ def build_transport(kind: str, options: Mapping[str, object]) -> TransportFactor
 
 
 if __name__ == "__main__":
-    main(Means(build_transport, lambda *_: allocate_region, fill_region))
+    main(PeerSetup(build_transport, lambda *_: allocate_region, fill_region))

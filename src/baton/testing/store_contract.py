@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING
 import pytest
 
 from baton.errors import StoreFullError
-from baton.store.interface import EntryName, Put
+from baton.store.interface import EntryName, PutResult
 
 if TYPE_CHECKING:
     from collections.abc import Generator
     from pathlib import Path
 
-    from baton.store.interface import Lease, Tier
+    from baton.store.interface import EntryLease, Tier
 
 BODY_BYTES = 10_000
 MUCH_ROOM = 100 * BODY_BYTES
@@ -36,7 +36,7 @@ def body_of(content: str, num_bytes: int = BODY_BYTES) -> bytes:
     return hashlib.shake_128(content.encode()).digest(num_bytes)
 
 
-def put(tier: Tier, content: str) -> Put:
+def put(tier: Tier, content: str) -> PutResult:
     """Put an entry whose name and body follow from one word."""
     return tier.put(name_of(content), body_of(content))
 
@@ -50,7 +50,7 @@ def read(tier: Tier, content: str) -> bytes | None:
         return read_lease(lease)
 
 
-def read_lease(lease: Lease) -> bytes | None:
+def read_lease(lease: EntryLease) -> bytes | None:
     """What a lease gives."""
     into = bytearray(lease.num_bytes)
     return bytes(into) if lease.try_read(memoryview(into)) else None
@@ -75,7 +75,7 @@ class StoreContract:
     def test_what_is_put_is_read_again(self, tmp_path: Path) -> None:
         with self.opened(tmp_path) as tier:
             assert read(tier, "a") is None
-            assert put(tier, "a") is Put.STORED
+            assert put(tier, "a") is PutResult.STORED
             assert read(tier, "a") == body_of("a")
             assert read(tier, "b") is None
 
@@ -88,9 +88,9 @@ class StoreContract:
     def test_a_second_put_of_a_name_changes_nothing(self, tmp_path: Path) -> None:
         with self.opened(tmp_path) as tier:
             put(tier, "a")
-            assert tier.put(name_of("a"), body_of("something else")) is Put.ALREADY
+            assert tier.put(name_of("a"), body_of("something else")) is PutResult.EXISTS
             assert read(tier, "a") == body_of("a")
-            assert tier.usage().num_entries == 1
+            assert tier.scan().num_entries == 1
 
     def test_find_stops_at_the_first_miss(self, tmp_path: Path) -> None:
         with self.opened(tmp_path) as tier:
@@ -105,7 +105,7 @@ class StoreContract:
         with self.opened(tmp_path) as one, self.opened(tmp_path) as other:
             put(one, "a")
             assert read(other, "a") == body_of("a")
-            assert put(other, "a") is Put.ALREADY
+            assert put(other, "a") is PutResult.EXISTS
             other.discard(name_of("a"))
             assert read(one, "a") is None
 
@@ -125,9 +125,9 @@ class StoreContract:
         capacity = 10 * BODY_BYTES
         with self.opened(tmp_path, capacity) as tier:
             for i in range(40):
-                assert put(tier, f"entry {i}") is Put.STORED
-                usage = tier.usage()
-                assert usage.used_bytes <= usage.capacity_bytes
+                assert put(tier, f"entry {i}") is PutResult.STORED
+                scan = tier.scan()
+                assert scan.used_bytes <= scan.capacity_bytes
             assert read(tier, "entry 39") == body_of("entry 39")
 
     def test_its_level_is_what_its_entries_take_up(self, tmp_path: Path) -> None:
@@ -136,19 +136,19 @@ class StoreContract:
             put(tier, "a")
             put(tier, "b")
             tier.discard(name_of("a"))
-            usage = tier.usage()
+            scan = tier.scan()
             for each in (tier, other):
-                level = each.level()
-                assert level.used_bytes == usage.used_bytes > 0
-                assert level.capacity_bytes == usage.capacity_bytes
-                assert level.num_dropped == level.num_handed_down == level.num_damaged == 0
+                usage = each.usage()
+                assert usage.used_bytes == scan.used_bytes > 0
+                assert usage.capacity_bytes == scan.capacity_bytes
+                assert usage.num_dropped == usage.num_demoted == usage.num_damaged == 0
             for i in range(40):
                 put(tier, f"entry {i}")
-            kept = tier.usage()
-            level = tier.level()
-            assert level.used_bytes == kept.used_bytes
-            assert level.num_dropped == 41 - kept.num_entries
-            assert other.level().num_dropped == 0
+            kept = tier.scan()
+            usage = tier.usage()
+            assert usage.used_bytes == kept.used_bytes
+            assert usage.num_dropped == 41 - kept.num_entries
+            assert other.usage().num_dropped == 0
 
     def test_the_least_recently_used_goes_first(self, tmp_path: Path) -> None:
         with self.opened(tmp_path, 8 * BODY_BYTES) as tier:
@@ -156,7 +156,7 @@ class StoreContract:
             for i in range(40):
                 put(tier, f"entry {i}")
                 assert read(tier, "kept") == body_of("kept")
-            assert tier.usage().num_entries < 40  # so some had to go
+            assert tier.scan().num_entries < 40  # so some had to go
 
     def test_what_makes_room_stays_readable_for_who_reads_it(self, tmp_path: Path) -> None:
         with self.opened(tmp_path, 8 * BODY_BYTES) as tier:
@@ -173,7 +173,7 @@ class StoreContract:
             with pytest.raises(StoreFullError):
                 tier.put(name_of("a"), body_of("a", 40 * BODY_BYTES))
             assert read(tier, "a") is None
-            assert tier.usage().num_entries == 0
+            assert tier.scan().num_entries == 0
 
     def test_closing_twice_is_nothing(self, tmp_path: Path) -> None:
         tier = self.open_tier(tmp_path, MUCH_ROOM)

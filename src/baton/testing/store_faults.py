@@ -20,9 +20,9 @@ from typing import IO, TYPE_CHECKING
 import pytest
 
 from baton.errors import StoreError, StoreFullError
-from baton.store.folder import publishing
-from baton.store.interface import Put
-from baton.store.record import HEADER_BYTES
+from baton.store.entry_format import HEADER_BYTES
+from baton.store.folder import directory
+from baton.store.interface import PutResult
 from baton.testing.store_contract import (
     BODY_BYTES,
     StoreContract,
@@ -86,13 +86,13 @@ class FolderFaultContract(StoreContract):  # noqa: PLR0904 - a test for each fau
                 writer.kill()
                 assert writer.wait(30) < 0
             assert read(tier, "a") is None
-            assert tier.usage().num_entries == 0
+            assert tier.scan().num_entries == 0
         with self.opened(tmp_path, 4 * LARGE_BYTES) as tier:
             left = {path.name for path in self.folder(tmp_path).iterdir()}
-            assert left == {"users", "room"}
+            assert left == {"users", "capacity"}
             for content in "abc":  # all of the capacity can be used again
                 tier.put(name_of(content), body_of(content, LARGE_BYTES))
-            assert tier.usage().num_entries == 3
+            assert tier.scan().num_entries == 3
             assert read(tier, "a") == body_of("a", LARGE_BYTES)
 
     def test_what_is_being_written_is_not_cleaned_up(self, tmp_path: Path) -> None:
@@ -101,24 +101,24 @@ class FolderFaultContract(StoreContract):  # noqa: PLR0904 - a test for each fau
             self.opened(tmp_path, 4 * LARGE_BYTES),
         ):
             names = {path.name for path in self.folder(tmp_path).iterdir()}
-            assert any(name.startswith(publishing.UNFINISHED) for name in names)
+            assert any(name.startswith(directory.UNFINISHED) for name in names)
 
     def test_a_flipped_bit_anywhere_is_a_miss(self, tmp_path: Path) -> None:
         chance = random.Random(5)  # noqa: S311
         places = [*range(HEADER_BYTES), *chance.sample(range(HEADER_BYTES, BODY_BYTES), 40)]
         with self.opened(tmp_path) as tier:
             for at in places:
-                assert put(tier, "a") is Put.STORED
+                assert put(tier, "a") is PutResult.STORED
                 flip_bit(self.entry(tmp_path, "a"), at, chance.randrange(8))
                 assert read(tier, "a") is None
                 assert tier.find([name_of("a")]) == 0
-            assert tier.usage().num_damaged == len(places)
+            assert tier.scan().num_damaged == len(places)
             put(tier, "a")
             assert read(tier, "a") == body_of("a")
 
     def test_a_file_cut_short_or_grown_is_a_miss(self, tmp_path: Path) -> None:
-        whole = HEADER_BYTES + BODY_BYTES
-        lengths = (0, 1, HEADER_BYTES - 1, HEADER_BYTES, 4096, whole - 1, whole + 1)
+        full_layout = HEADER_BYTES + BODY_BYTES
+        lengths = (0, 1, HEADER_BYTES - 1, HEADER_BYTES, 4096, full_layout - 1, full_layout + 1)
         with self.opened(tmp_path) as tier:
             for length in lengths:
                 put(tier, "a")
@@ -157,7 +157,7 @@ class FolderFaultContract(StoreContract):  # noqa: PLR0904 - a test for each fau
                 put(tier, "b")
             assert read(tier, "b") is None
             assert read(tier, "a") == body_of("a")
-            assert put(tier, "b") is Put.STORED
+            assert put(tier, "b") is PutResult.STORED
 
     def test_a_folder_that_is_gone_costs_caching_only(self, tmp_path: Path) -> None:
         with self.opened(tmp_path) as tier:
@@ -170,7 +170,7 @@ class FolderFaultContract(StoreContract):  # noqa: PLR0904 - a test for each fau
                 put(tier, "a")
 
     def test_of_many_writers_of_one_name_one_wins(self, tmp_path: Path) -> None:
-        outcomes: list[Put] = []
+        outcomes: list[PutResult] = []
         barrier = threading.Barrier(NUM_WRITERS, timeout=60)
 
         def write(content: str) -> None:
@@ -180,7 +180,7 @@ class FolderFaultContract(StoreContract):  # noqa: PLR0904 - a test for each fau
                 barrier.wait()
 
         run_at_once([(write, "a")] * NUM_WRITERS)
-        assert sorted(outcome.value for outcome in outcomes) == ["already"] * 3 + ["stored"]
+        assert sorted(outcome.value for outcome in outcomes) == ["exists"] * 3 + ["stored"]
 
     def test_many_users_of_a_small_tier_read_right_or_miss(self, tmp_path: Path) -> None:
         capacity = 12 * BODY_BYTES
@@ -205,11 +205,11 @@ class FolderFaultContract(StoreContract):  # noqa: PLR0904 - a test for each fau
             run_at_once([(work, seed) for seed in range(NUM_WRITERS)])
             assert len(num_right) == NUM_WRITERS, "a user has met an error"
             assert sum(num_right) > 0
-            usage = tier.usage()
-            assert usage.used_bytes <= capacity
-            assert usage.num_damaged == 0
-            counts = (self.folder(tmp_path) / "room").read_bytes()
-            assert int.from_bytes(counts[:8], "little") == usage.used_bytes
+            scan = tier.scan()
+            assert scan.used_bytes <= capacity
+            assert scan.num_damaged == 0
+            counts = (self.folder(tmp_path) / "capacity").read_bytes()
+            assert int.from_bytes(counts[:8], "little") == scan.used_bytes
             assert int.from_bytes(counts[8:], "little") == 0
 
     def test_nobody_else_can_look_inside(self, tmp_path: Path) -> None:

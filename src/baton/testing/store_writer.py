@@ -12,7 +12,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from baton.clock import MachineClock
-from baton.store.folder import publishing, tier
+from baton.store.folder import directory, tier
 from baton.store.interface import TIERS, TierContext
 from baton.testing.store_contract import body_of, name_of
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from baton.store.interface import Body
 
 
-class _HalfWay:
+class _StallingBuffers:
     """Buffers of which the last one ends in the middle, for as long as this process lives."""
 
     def __init__(self, buffers: Iterable[Body]) -> None:
@@ -43,14 +43,14 @@ def main() -> None:
     kind, options, content, num_bytes, naming = sys.argv[1:]
     place = TIERS.build(kind, json.loads(options))(TierContext("contract", MachineClock()))
 
-    def written(
+    def write_unnamed(
         folder: int, buffers: Iterable[Body]
-    ) -> _GeneratorContextManager[publishing.Unnamed]:
-        return publishing.written(folder, _HalfWay(buffers))
+    ) -> _GeneratorContextManager[directory.UnnamedFile]:
+        return directory.write_unnamed(folder, _StallingBuffers(buffers))
 
-    vars(tier)["written"] = written
+    vars(tier)["write_unnamed"] = write_unnamed
     if naming == "named":
-        publishing._try_open_unnamed = lambda _: None  # type: ignore[assignment] # noqa: SLF001
+        directory._try_open_unnamed = lambda _: None  # type: ignore[assignment] # noqa: SLF001
     place.put(name_of(content), body_of(content, int(num_bytes)))
 
 

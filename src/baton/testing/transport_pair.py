@@ -11,7 +11,7 @@ import numpy as np
 
 from baton.ids import new_ticket_id
 from baton.kv.copies import CopyGroup, PageCopies
-from baton.transfer.interface import Attached, PageRead, PageWrite, RemoteLost, Window
+from baton.transfer.interface import PageRead, PageWrite, RemoteAttached, RemoteLost, WriteGrant
 from baton.transfer.region import release_region, view_pages
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class Side:
 
 @dataclass(slots=True)
 class TransportPair:
-    """`writer` attaches to `reader`'s region, and writes into windows of it (or reads from it).
+    """`writer` attaches to `reader`'s region, and writes into grants of it (or reads from it).
 
     Each side's events, in order, are kept.
     """
@@ -108,7 +108,7 @@ class TransportPair:
             self._wait(remaining_s)
             self.poll()
 
-    def settle(self, duration_s: float = 0.05) -> None:
+    def record_ports(self, duration_s: float = 0.05) -> None:
         """Poll for so long: what should not happen has had its chance."""
         deadline = time.monotonic() + duration_s  # noqa: TID251 -- real sockets, real time
         while (remaining_s := deadline - time.monotonic()) > 0:  # noqa: TID251 -- see above
@@ -119,32 +119,32 @@ class TransportPair:
         """Attach the writer to the reader's region."""
         remote = self.writer.transport.attach(self.reader.descriptor)
         self.pump(lambda: any(is_about(event, remote) for event in self.writer_events))
-        assert Attached(remote) in self.writer_events
+        assert RemoteAttached(remote) in self.writer_events
         return remote
 
-    def open_window(self, pages: ArrayLike) -> TicketId:
+    def open_grant(self, pages: ArrayLike) -> TicketId:
         """Admit the writer into these pages of the reader's region."""
-        window = new_ticket_id()
-        self.reader.transport.open_window(
-            Window(
-                window, self.reader.region.handle, self.writer.epoch, np.asarray(pages, np.int64)
+        grant = new_ticket_id()
+        self.reader.transport.open_grant(
+            WriteGrant(
+                grant, self.reader.region.handle, self.writer.epoch, np.asarray(pages, np.int64)
             )
         )
-        return window
+        return grant
 
     def write(
         self,
         remote: RemoteId,
-        window: TicketId,
+        grant: TicketId,
         groups: Sequence[CopyGroup],
         *,
         array: int = 0,
         num_arrays: int = 1,
-        notice: bytes = b"",
+        notification: bytes = b"",
     ) -> PageWrite:
         """A write from the writer's region; not submitted."""
         copies = PageCopies(array, tuple(groups), num_arrays)
-        return PageWrite(remote, window, self.writer.region.handle, copies, notice)
+        return PageWrite(remote, grant, self.writer.region.handle, copies, notification)
 
     def read(self, remote: RemoteId, groups: Sequence[CopyGroup], *, array: int = 0) -> PageRead:
         """The other way round: from the reader's region into the writer's; not submitted."""
@@ -174,7 +174,7 @@ class TransportPair:
 
 def is_about(event: TransferEvent, remote: RemoteId) -> bool:
     """Whether the event says how attaching to `remote` ended."""
-    return isinstance(event, Attached | RemoteLost) and event.remote == remote
+    return isinstance(event, RemoteAttached | RemoteLost) and event.remote == remote
 
 
 def whole_pages(src_pages: ArrayLike, dst_pages: ArrayLike, page_bytes: int) -> CopyGroup:

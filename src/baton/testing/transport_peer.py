@@ -1,7 +1,7 @@
 """A peer in a process of its own: `python -m baton.testing.transport_peer`.
 
 Reads one JSON line from its standard input. A `PeerTask` makes it a writer: it attaches, and writes
-into the window's pages, all of them each time, filled with a byte that changes from write to write.
+into the grant's pages, all of them each time, filled with a byte that changes from write to write.
 It goes on whatever happens to its writes, until its input ends; then it detaches and leaves. One
 that is not attached within `ATTACH_TIMEOUT_S` says why, and ends with exit code 1. An
 `OwnerTask` makes it an owner: it exposes a region full of `OWNED_BYTE`, says the descriptor in one
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final, assert_never
 
 import msgspec
 
-from baton.authority.key import ClusterKey
+from baton.auth.key import ClusterKey
 from baton.clock import MachineClock
 from baton.ids import Epoch, TicketId
 from baton.kv.copies import PageCopies
@@ -26,9 +26,9 @@ from baton.testing.transport_pair import whole_pages
 from baton.transfer.devices.options import choose_allocation
 from baton.transfer.interface import (
     TRANSPORTS,
-    Attached,
     PageWrite,
     RegionDescriptor,
+    RemoteAttached,
     RemoteId,
     RemoteLost,
     TransportContext,
@@ -57,7 +57,7 @@ class PeerTask(msgspec.Struct, frozen=True, tag="write"):
     key_hex: str
     epoch: Epoch
     descriptor: RegionDescriptor
-    window: bytes
+    grant: bytes
     num_pages: int
     host: str = LOOPBACK
 
@@ -74,7 +74,7 @@ class OwnerTask(msgspec.Struct, frozen=True, tag="own"):
 
 
 @dataclass(frozen=True, slots=True)
-class Means:
+class PeerSetup:
     """How a peer gets its transport and its memory: as the suite does that it belongs to."""
 
     build: Callable[[str, Mapping[str, object]], TransportFactory]
@@ -92,30 +92,30 @@ def _choose_allocation(kind: str, options: Mapping[str, object]) -> AllocateRegi
     return choose_allocation({kind: options})
 
 
-SHARED: Final = Means(TRANSPORTS.build, _choose_allocation, fill_region)
+SHARED: Final = PeerSetup(TRANSPORTS.build, _choose_allocation, fill_region)
 
 
-def main(means: Means = SHARED) -> None:
+def main(setup: PeerSetup = SHARED) -> None:
     """Do the task on standard input."""
     task: PeerTask | OwnerTask = msgspec.json.decode(
         sys.stdin.buffer.readline(), type=PeerTask | OwnerTask
     )
     key = ClusterKey.from_hex(task.key_hex)
     context = TransportContext(key, task.epoch, task.host, MachineClock())
-    transport = means.build(task.kind, task.options)(context)
+    transport = setup.build(task.kind, task.options)(context)
     match task:
         case PeerTask():
-            be_writer(transport, task, means)
+            run_writer(transport, task, setup)
         case OwnerTask():
-            be_owner(transport, task, means)
+            run_owner(transport, task, setup)
         case unknown:
             assert_never(unknown)
 
 
-def be_owner(transport: Transport, task: OwnerTask, means: Means) -> None:
+def run_owner(transport: Transport, task: OwnerTask, setup: PeerSetup) -> None:
     """Expose a region and say so, until the input ends."""
-    region = means.choose_allocation(task.kind, task.options)(task.shapes)
-    means.fill(region, OWNED_BYTE)
+    region = setup.choose_allocation(task.kind, task.options)(task.shapes)
+    setup.fill(region, OWNED_BYTE)
     sys.stdout.buffer.write(msgspec.json.encode(transport.expose(region)) + b"\n")
     sys.stdout.buffer.flush()
     while not select.select([sys.stdin], [], [], 0)[0]:
@@ -124,18 +124,18 @@ def be_owner(transport: Transport, task: OwnerTask, means: Means) -> None:
     release_region(region)
 
 
-def be_writer(transport: Transport, task: PeerTask, means: Means) -> None:
+def run_writer(transport: Transport, task: PeerTask, setup: PeerSetup) -> None:
     """Attach, write until the input ends, leave."""
     shapes = [(array.num_pages, array.page_bytes) for array in task.descriptor.arrays]
-    region = means.choose_allocation(task.kind, task.options)(shapes)
+    region = setup.choose_allocation(task.kind, task.options)(shapes)
     transport.expose(region)
     remote = transport.attach(task.descriptor)
     wait_until_attached(transport, remote)
     page_bytes = task.descriptor.arrays[0].page_bytes
     pages = range(task.num_pages)
     copies = PageCopies(0, (whole_pages(pages, pages, page_bytes),))
-    write = PageWrite(remote, TicketId(task.window), region.handle, copies, b"peer")
-    write_on(transport, write, lambda byte: means.fill(region, byte))
+    write = PageWrite(remote, TicketId(task.grant), region.handle, copies, b"peer")
+    write_on(transport, write, lambda byte: setup.fill(region, byte))
     transport.detach(remote)
     transport.close()
     release_region(region)
@@ -147,7 +147,7 @@ def wait_until_attached(transport: Transport, remote: RemoteId) -> None:
     while True:
         for event in wait_for_events(transport):
             match event:
-                case Attached(attached) if attached == remote:
+                case RemoteAttached(attached) if attached == remote:
                     return
                 case RemoteLost(lost, error) if lost == remote:
                     sys.exit(f"transport_peer: not attached: {error}")

@@ -1,36 +1,24 @@
 """How bytes move: pages of a local region into a peer's region, over the transport at hand.
 
-Enters: whole page index lists (`PageWrite`), windows that admit a peer's writes. Leaves: from
-`poll`, what completed, what arrived, and which closed windows are quiescent.
+Enters: whole page index lists (`PageWrite`), grants that admit a peer's writes. Leaves: from
+`poll`, what completed, what arrived, and which closed grants are quiescent.
 
 File map:
     interface.py    `Transport`, its requests and events, and the registry of kinds
     region.py       registered memory: allocate, view, check what a peer claims
-    annexes.py      peers' pages as further pages of one's own, by reference
+    peer_mappings.py  peers' pages as further pages of one's own, by reference
     readers.py      who reads this worker's pages in place, and what proves that it stopped
     bounds.py       one write's bounds, checked before a byte is touched
-    windows.py      what a receiver admits
-    geometry.py     which bytes of an array a part of a transfer names, also on the wire
-    parts.py        transfers cut into parts
-    runs.py         copies as runs of bytes, for libraries that take those
+    page_set.py     what a receiver admits
+    scatter_gather.py  which bytes a part of a transfer moves, and those bytes as lists of buffers
     device_memory.py  an engine's tensors on a GPU as a region
-    buffers.py      a part's bytes as lists of buffers, in place or staged
     links/          what a link costs, and which one is the cheapest for a transfer
     transports/     the kinds: `shared` (one host's memory), `local` (one process), `tcp`, `file`,
                     `nixl`, `mooncake`, `cuda_ipc` (one host's GPUs)
 
-    What the kinds' connections are made of:
-    framing.py      bodies on a byte stream (sans-I/O)
-    handshake.py    mutual proof of the cluster key (sans-I/O)
+    What the kinds' connections are made of (besides `baton.net`):
     messages.py     msgpack bodies, checked where they are decoded
-    channel.py      a non-blocking socket that carries frames and page bytes
-    connection.py   a channel under watch, which fails once
-    dialing.py      connect and prove
-    listening.py    accept, bounded, and prove
-    ledger.py       who may still store into which window, where writers store themselves (pure)
-    processes.py    proof of a writer's death
+    reactor.py      `baton.net`'s reactor with a transport's events
+    grant_ledger.py  who may still store into which grant, where writers store themselves (pure)
     onesided/       what libraries that move bytes by themselves have in common
-    tls.py          TLS beneath the frames
-    progress.py     whether the other end still takes part
-    reactor.py      readiness, timers, and the events that are owed
 """

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from baton.errors import TransferError
-from baton.transfer.interface import MAX_NOTICE_BYTES
+from baton.transfer.interface import MAX_NOTIFICATION_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,7 +27,7 @@ def check_copies(
     source: Sequence[PageArray],
     target: Sequence[PageArray],
     *,
-    joins: bool = False,
+    multi_array: bool = False,
 ) -> None:
     """Refuse copies that reach outside an array of either region.
 
@@ -39,7 +39,7 @@ def check_copies(
             there are several arrays, and not `joins`.
     """
     layers = copies.layers
-    if copies.num_layers != 1 and not (joins and layers):
+    if copies.num_layers != 1 and not (multi_array and layers):
         raise TransferError(f"a write of {copies.num_layers} arrays, which is not taken here")
     if not 0 <= layers.start < layers.stop <= min(len(source), len(target)):
         raise TransferError(
@@ -64,14 +64,16 @@ def check_array(array: int, arrays: Sequence[PageArray]) -> None:
         raise TransferError(f"there is no array {array}: the region has {len(arrays)}")
 
 
-def check_notice(notice: bytes) -> None:
-    """Refuse a notice that no receiver would take.
+def check_notification(notification: bytes) -> None:
+    """Refuse a notification that no receiver would take.
 
     Raises:
-        TransferError: longer than `MAX_NOTICE_BYTES`.
+        TransferError: longer than `MAX_NOTIFICATION_BYTES`.
     """
-    if len(notice) > MAX_NOTICE_BYTES:
-        raise TransferError(f"a notice of {len(notice)} bytes; at most {MAX_NOTICE_BYTES}")
+    if len(notification) > MAX_NOTIFICATION_BYTES:
+        raise TransferError(
+            f"a notification of {len(notification)} bytes; at most {MAX_NOTIFICATION_BYTES}"
+        )
 
 
 def are_pages_inside(pages: NDArray[np.int64], num_pages: int) -> bool:

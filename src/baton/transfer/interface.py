@@ -1,16 +1,18 @@
 """The contract between handoff and whatever moves bytes.
 
-A write copies pages of a local region into pages of a peer's region, then delivers a *notice*:
+A write copies pages of a local region into pages of a peer's region, then delivers a
+*notification*:
 a few bytes for the peer's handoff, which arrive only after the pages are in place. The receiver
-admits writes into a *window*: a ticket id, the pages it covers and the one life of the one worker
-that may write. What a transport can not recall it must be able to wait for: after `close_window`
-it reports `WindowQuiescent` once, when nothing can land in that window any more.
+admits writes into a *grant*: a ticket id, the pages it covers and the one life of the one worker
+that may write. What a transport can not recall it must be able to wait for: after `close_grant`
+it reports `GrantQuiescent` once, when nothing can land in that grant any more.
 
 A read copies pages of a peer's region into pages of a local one, where the transport can
-(`Capabilities.reads`). It needs no window and no notice: the reader itself knows when it is done,
+(`Capabilities.reads`). It needs no grant and no notification: the reader itself knows when it is
+done,
 and no peer's hand is in its pages.
 
-Where two workers share memory (`Capabilities.lends`) nothing has to be copied: a view shows the
+Where two workers share memory (`Capabilities.views`) nothing has to be copied: a view shows the
 peer's pages where they lie.
 
 Every transport is owned by one thread (the handoff agent's); nothing here blocks except where it
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from baton.authority.key import ClusterKey
+    from baton.auth.key import ClusterKey
     from baton.clock import Clock
     from baton.errors import TransferError
     from baton.kv.copies import PageCopies
@@ -41,7 +43,7 @@ TransferId = NewType("TransferId", int)
 RemoteId = NewType("RemoteId", int)
 """A transport's local name for a peer's region that it attached."""
 
-MAX_NOTICE_BYTES: Final = 65_536
+MAX_NOTIFICATION_BYTES: Final = 65_536
 
 
 class PageArray(msgspec.Struct, frozen=True):
@@ -98,10 +100,10 @@ class RegionDescriptor(msgspec.Struct, frozen=True):
 class Capabilities(msgspec.Struct, frozen=True):
     """What a transport can do, before any peer is known.
 
-    `posts`: a write may land after it was reported as failed (hardware, or another library's
-    thread, has it); only `WindowQuiescent` tells that it can not any more.
-    `lends`: pages of an attached remote can be looked at in place (`Transport.view`).
-    `joins`: one write may be of several arrays (`PageCopies.num_layers`).
+    `late_writes`: a write may land after it was reported as failed (hardware, or another library's
+    thread, has it); only `GrantQuiescent` tells that it can not any more.
+    `views`: pages of an attached remote can be looked at in place (`Transport.view`).
+    `multi_array`: one write may be of several arrays (`PageCopies.num_layers`).
     """
 
     memory: tuple[MemoryKind, ...]
@@ -109,13 +111,13 @@ class Capabilities(msgspec.Struct, frozen=True):
     same_process_only: bool = False
     encrypted: bool = False
     reads: bool = False
-    posts: bool = False
-    lends: bool = False
-    joins: bool = False
+    late_writes: bool = False
+    views: bool = False
+    multi_array: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class WriteGrant:
     """Permission for `writer` to write into `pages` (the same page indices in every array)."""
 
     id: TicketId
@@ -126,13 +128,13 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class PageWrite:
-    """Copy `copies` (page indices of the local region → of the remote one), then `notice`."""
+    """Copy `copies` (page indices of the local region → of the remote one), then `notification`."""
 
     remote: RemoteId
-    window: TicketId
+    grant: TicketId
     region: RegionHandle
     copies: PageCopies
-    notice: bytes
+    notification: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +147,7 @@ class PageRead:
 
 
 @dataclass(frozen=True, slots=True)
-class Attached:
+class RemoteAttached:
     """The peer's region can be written, or read, from now on."""
 
     remote: RemoteId
@@ -161,7 +163,7 @@ class RemoteLost:
 
 @dataclass(frozen=True, slots=True)
 class WriteCompleted:
-    """The local pages of this write may be reused; the notice was handed to the peer's side."""
+    """The local pages of this write may be reused; the notification was handed to the peer."""
 
     transfer: TransferId
     num_bytes: int
@@ -171,8 +173,9 @@ class WriteCompleted:
 class WriteFailed:
     """This write did not complete; some of its pages may have been written.
 
-    Unless `Capabilities.posts`, this side will store nothing of it from now on, and what is on its
-    way is the receiver's to drop once it has closed the window: another transport may take over.
+    Unless `Capabilities.late_writes`, this side will store nothing of it from now on, and what is
+    on its
+    way is the receiver's to drop once it has closed the grant: another transport may take over.
     """
 
     transfer: TransferId
@@ -197,28 +200,28 @@ class ReadFailed:
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """A peer's write into `window` is in place; `notice` is untrusted bytes from the peer."""
+    """A peer's write into `grant` is in place; `notification` is untrusted bytes from the peer."""
 
-    window: TicketId
-    notice: bytes
+    grant: TicketId
+    notification: bytes
 
 
 @dataclass(frozen=True, slots=True)
-class WindowQuiescent:
-    """Nothing can land in this closed window any more: its pages may be reused."""
+class GrantQuiescent:
+    """Nothing can land in this closed grant any more: its pages may be reused."""
 
-    window: TicketId
+    grant: TicketId
 
 
 TransferEvent: TypeAlias = (
-    Attached
+    RemoteAttached
     | RemoteLost
     | WriteCompleted
     | WriteFailed
     | ReadCompleted
     | ReadFailed
     | Arrived
-    | WindowQuiescent
+    | GrantQuiescent
 )
 
 
@@ -248,7 +251,7 @@ class Transport(Protocol):
     readiness_fd: int | None
 
     def expose(self, region: PagedRegion) -> RegionDescriptor:
-        """Let peers who hold the cluster key write into `region`, through windows only.
+        """Let peers who hold the cluster key write into `region`, through grants only.
 
         Raises:
             TransferError: this kind of memory cannot be exposed, or a listener cannot be opened.
@@ -256,7 +259,7 @@ class Transport(Protocol):
         ...
 
     def attach(self, descriptor: RegionDescriptor) -> RemoteId:
-        """Start to connect to a peer's region; `Attached` or `RemoteLost` follows from `poll`.
+        """Connect to a peer's region; `RemoteAttached` or `RemoteLost` follows from `poll`.
 
         Raises:
             TransferError: the descriptor is for another transport or makes no sense.
@@ -267,16 +270,16 @@ class Transport(Protocol):
         """Forget a remote, lost ones too: its unfinished writes fail. Unknown ids are ignored."""
         ...
 
-    def open_window(self, window: Window) -> None:
-        """Admit writes from `window.writer` into `window.pages`.
+    def open_grant(self, grant: WriteGrant) -> None:
+        """Admit writes from `grant.writer` into `grant.pages`.
 
         Raises:
             TransferError: unknown region, a page out of range, or the id is open already.
         """
         ...
 
-    def close_window(self, window: TicketId) -> None:
-        """Admit no more writes; `WindowQuiescent` follows once from `poll`, perhaps much later.
+    def close_grant(self, grant: TicketId) -> None:
+        """Admit no more writes; `GrantQuiescent` follows once from `poll`, perhaps much later.
 
         A write that arrives from now on is dropped by the receiver where the receiver does the
         writing, or refused by the writer where the peer does. Unknown ids are ignored.
@@ -291,7 +294,7 @@ class Transport(Protocol):
 
         Raises:
             TransferError: unknown remote or one that is still attaching, a region that was not
-                exposed here, a page out of range, or a notice too long.
+                exposed here, a page out of range, or a notification too long.
         """
         ...
 
@@ -318,11 +321,12 @@ class Transport(Protocol):
         is good until the remote is detached or lost, or this transport closed: ask for it when it
         is needed rather than keep it. One that is kept stays readable memory of which nobody
         promises anything, holds that memory back from the kernel until it goes, and keeps no
-        window from becoming quiescent. It is of no use in a forked child.
+        grant from becoming quiescent. It is of no use in a forked child.
 
         Raises:
             PeerLostError: the remote was lost.
-            TransferError: this transport does not lend (`Capabilities.lends`), unknown remote or
+            TransferError: this transport does not show pages in place (`Capabilities.views`),
+            unknown remote or
                 one that is still attaching, or no such array.
         """
         ...

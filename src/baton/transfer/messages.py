@@ -7,12 +7,12 @@ from typing import Annotated, TypeAlias, TypeVar
 import msgspec
 
 from baton.errors import ProtocolError
-from baton.transfer.interface import MAX_NOTICE_BYTES
+from baton.transfer.interface import MAX_NOTIFICATION_BYTES
 
 IdBytes: TypeAlias = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 """A ticket id or a region handle."""
 EpochText: TypeAlias = Annotated[str, msgspec.Meta(min_length=32, max_length=32)]
-NoticeBytes: TypeAlias = Annotated[bytes, msgspec.Meta(max_length=MAX_NOTICE_BYTES)]
+NotificationBytes: TypeAlias = Annotated[bytes, msgspec.Meta(max_length=MAX_NOTIFICATION_BYTES)]
 Reason: TypeAlias = Annotated[str, msgspec.Meta(max_length=256)]
 """Text for the log of the other side; never for a decision."""
 

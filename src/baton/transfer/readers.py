@@ -9,8 +9,8 @@ if TYPE_CHECKING:
 
 
 @runtime_checkable
-class WatchesReaders(Protocol):
-    """A transport that knows the processes which mapped its regions (`Capabilities.lends`)."""
+class TracksReaders(Protocol):
+    """A transport that knows the processes which mapped its regions (`Capabilities.views`)."""
 
     def open_reader(self, reader: Epoch) -> int | None:
         """A descriptor that becomes readable when that process has ended, with its mappings.

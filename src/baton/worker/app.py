@@ -9,24 +9,24 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 from baton.errors import BatonError
-from baton.worker.exchange import ClientGoneError, Exchange
-from baton.worker.problems import (
+from baton.worker.error_responses import (
     UnauthorizedError,
     UnknownPathError,
     WrongMethodError,
     describe,
     was_declined,
 )
+from baton.worker.http_exchange import ClientGoneError, HttpExchange
 
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
-    from baton.authority.key import ClusterKey
+    from baton.auth.key import ClusterKey
     from baton.telemetry.metrics import WorkerMetrics
 
 logger = logging.getLogger(__name__)
 
-Handler: TypeAlias = Callable[[Exchange], Awaitable[None]]
+Handler: TypeAlias = Callable[[HttpExchange], Awaitable[None]]
 Methods: TypeAlias = Mapping[str, Handler]
 
 OPEN_PATH: Final = "/health"
@@ -81,7 +81,7 @@ class Bearer:
     def __init__(self, key: ClusterKey) -> None:
         self._expected = b"Bearer " + key.sign("http", b"worker").hex().encode()
 
-    def check(self, exchange: Exchange) -> None:
+    def check(self, exchange: HttpExchange) -> None:
         """Pass, or raise.
 
         Raises:
@@ -105,7 +105,7 @@ class WorkerApp:
         """Serve one request; other scopes are not ours."""
         if scope["type"] != "http":
             raise NotImplementedError(f"ASGI scope {scope['type']}")
-        exchange = Exchange(scope, receive, send)
+        exchange = HttpExchange(scope, receive, send)
         try:
             if self._bearer is not None:
                 self._bearer.check(exchange)
@@ -117,7 +117,7 @@ class WorkerApp:
                 logger.exception("%s %s failed", exchange.method, exchange.path)
             await self._answer_error(exchange, exc)
 
-    async def _answer_error(self, exchange: Exchange, error: Exception) -> None:
+    async def _answer_error(self, exchange: HttpExchange, error: Exception) -> None:
         problem = describe(error)
         self._metrics.error_response(problem.status)
         if was_declined(error):

@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Final, assert_never
 import msgspec
 
 from baton.clock import Instant
-from baton.engines.interface import Colocated, DecodeLeg, GenerationRequest, PrefillLeg
+from baton.engines.interface import Colocated, DecodeRequest, GenerationRequest, PrefillRequest
 from baton.errors import BatonError, EngineError, InvalidRequestError
 from baton.ids import RequestId
-from baton.telemetry.trace import LegTrace, Stamp
-from baton.worker.answer import Answer
-from baton.worker.dialects import WholeAnswer
-from baton.worker.problems import describe
+from baton.telemetry.trace import RequestSpan, Stamp
+from baton.worker.api_adapters import CompleteAnswer
+from baton.worker.error_responses import describe
+from baton.worker.output_processor import OutputProcessor
 from baton.worker.replies import (
     EarlyPrefillReply,
     FirstToken,
@@ -37,16 +37,16 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
 
     from baton.clock import Clock
-    from baton.engines.interface import FinishReason, Leg, NewToken
+    from baton.engines.interface import FinishReason, NewToken, RequestKind
     from baton.telemetry.trace import TraceRing
-    from baton.worker.answer import Piece
-    from baton.worker.bridge import AnswerStream, EngineBridge
-    from baton.worker.dialects import Dialect
-    from baton.worker.exchange import Exchange
-    from baton.worker.legs import LegReader
-    from baton.worker.observing import LegObserver
+    from baton.worker.api_adapters import ApiAdapter
+    from baton.worker.engine_client import AnswerStream, EngineClient
+    from baton.worker.http_exchange import HttpExchange
     from baton.worker.options import WorkerOptions
+    from baton.worker.output_processor import TextChunk
     from baton.worker.prompts import Generation
+    from baton.worker.request_metrics import RequestObserver
+    from baton.worker.ticket_reader import TicketReader
     from baton.worker.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -57,24 +57,24 @@ MAX_CREATED_DIGITS: Final = 12
 
 
 @dataclass(frozen=True, slots=True)
-class Workplace:
+class GenerationContext:
     """What serving a request needs. One for each worker."""
 
     options: WorkerOptions
     clock: Clock
     tokenizer: Tokenizer
-    legs: LegReader
-    bridge: EngineBridge
+    tickets: TicketReader
+    engine_client: EngineClient
     traces: TraceRing
-    observer: LegObserver
+    observer: RequestObserver
 
 
 @dataclass(frozen=True, slots=True)
 class _Job:
     """One admitted request on its way."""
 
-    exchange: Exchange
-    dialect: Dialect
+    exchange: HttpExchange
+    adapter: ApiAdapter
     generation: Generation
     request: GenerationRequest
     head: ReplyHead
@@ -83,20 +83,20 @@ class _Job:
 class GenerationService:
     """Answers both generating APIs and prefill legs. Owned by the event loop's thread."""
 
-    def __init__(self, workplace: Workplace) -> None:
-        self._at = workplace
+    def __init__(self, context: GenerationContext) -> None:
+        self._context = context
         self._counter = itertools.count()
 
-    async def serve(self, exchange: Exchange, dialect: Dialect) -> None:
-        """Answer one request; the client's disconnect cancels it.
+    async def serve(self, exchange: HttpExchange, adapter: ApiAdapter) -> None:
+        """OutputProcessor one request; the client's disconnect cancels it.
 
         Raises:
             BatonError: the request failed before anything was sent.
             ClientGoneError: the client left while its body was read.
         """
-        received = self._at.clock.now()
-        body = await exchange.read_body(self._at.options.max_body_bytes)
-        answering = asyncio.create_task(self._answer(exchange, dialect, body, received))
+        received = self._context.clock.now()
+        body = await exchange.read_body(self._context.options.max_body_bytes)
+        answering = asyncio.create_task(self._answer(exchange, adapter, body, received))
         watching = asyncio.create_task(exchange.wait_until_gone())
         try:
             await asyncio.wait({answering, watching}, return_when=asyncio.FIRST_COMPLETED)
@@ -108,26 +108,29 @@ class GenerationService:
             answering.result()
 
     async def _answer(
-        self, exchange: Exchange, dialect: Dialect, body: bytes, received: Instant
+        self, exchange: HttpExchange, adapter: ApiAdapter, body: bytes, received: Instant
     ) -> None:
-        generation = await dialect.read(body)
-        leg = self._at.legs.read(generation.ticket)
+        generation = await adapter.read(body)
+        leg = self._context.tickets.read(generation.ticket)
         request = self._request(exchange, generation, leg, received)
         head = ReplyHead(
             exchange.request_id,
-            self._at.options.served_model_name,
-            _read_created(exchange) or int(self._at.clock.unix_now()),
+            self._context.options.served_model_name,
+            _read_created(exchange) or int(self._context.clock.unix_now()),
         )
-        job = _Job(exchange, dialect, generation, request, head)
-        self._at.traces.add(request.trace)
-        with self._at.observer.watch(request.trace), self._at.bridge.open(request) as stream:
+        job = _Job(exchange, adapter, generation, request, head)
+        self._context.traces.add(request.trace)
+        with (
+            self._context.observer.watch(request.trace),
+            self._context.engine_client.open(request) as stream,
+        ):
             await self._respond(job, stream)
 
     async def _respond(self, job: _Job, stream: AnswerStream) -> None:
-        match job.request.leg:
-            case PrefillLeg():
+        match job.request.kind:
+            case PrefillRequest():
                 await self._respond_prefill(job, stream)
-            case Colocated() | DecodeLeg():
+            case Colocated() | DecodeRequest():
                 if job.generation.stream:
                     await self._respond_stream(job, stream)
                 else:
@@ -143,45 +146,45 @@ class GenerationService:
             prompt_tokens=len(job.generation.prompt_ids),
             cached_tokens=token.num_cached_tokens,
         )
-        leg = job.request.leg
-        if isinstance(leg, PrefillLeg) and leg.ticket.first_token_early:
+        leg = job.request.kind
+        if isinstance(leg, PrefillRequest) and leg.ticket.first_token_early:
             fields = msgspec.structs.asdict(reply)
             reply = EarlyPrefillReply(**fields, first=self._begin(job, token))
         await job.exchange.send_json(200, reply)
 
     def _begin(self, job: _Job, token: NewToken) -> FirstToken | None:
         """What the decode worker's stream will begin with, if it does not end there as well."""
-        piece = Answer(job.generation, self._at.tokenizer).push(token)
-        if piece.finish is not None or not job.generation.stream:
+        chunk = OutputProcessor(job.generation, self._context.tokenizer).push(token)
+        if chunk.finish is not None or not job.generation.stream:
             return None
         writer = self._writer(job)
-        events = writer.opening() + (b"" if piece.is_empty else self._event(job, writer, piece))
+        events = writer.opening() + (b"" if chunk.is_empty else self._event(job, writer, chunk))
         return FirstToken(token.token, events.decode()) if events else None
 
     def _writer(self, job: _Job) -> EventWriter:
         include_usage = job.generation.include_usage
-        return EventWriter(job.dialect.events, job.head, include_usage=include_usage)
+        return EventWriter(job.adapter.events, job.head, include_usage=include_usage)
 
     async def _respond_whole(self, job: _Job, stream: AnswerStream) -> None:
-        answer = Answer(job.generation, self._at.tokenizer)
-        pieces = [piece async for batch in self._pieces(job, answer, stream) for piece in batch]
-        finish = pieces[-1].finish
+        answer = OutputProcessor(job.generation, self._context.tokenizer)
+        chunks = [chunk async for batch in self._chunks(job, answer, stream) for chunk in batch]
+        finish = chunks[-1].finish
         if finish is None:
             raise EngineError("the answer ended without a finish reason")
         wants_logprobs = job.generation.sampling.num_logprobs is not None
-        whole = WholeAnswer(
-            text="".join(piece.text for piece in pieces),
-            entries=tuple(e for p in pieces for e in p.entries) if wants_logprobs else None,
+        whole = CompleteAnswer(
+            text="".join(chunk.text for chunk in chunks),
+            entries=tuple(e for p in chunks for e in p.entries) if wants_logprobs else None,
             finish=finish,
             usage=count_usage(len(job.generation.prompt_ids), answer),
         )
-        await job.exchange.send_json(200, job.dialect.reply(job.head, whole))
+        await job.exchange.send_json(200, job.adapter.reply(job.head, whole))
 
     async def _respond_stream(self, job: _Job, stream: AnswerStream) -> None:
-        answer = Answer(job.generation, self._at.tokenizer)
+        answer = OutputProcessor(job.generation, self._context.tokenizer)
         writer = self._writer(job)
         try:
-            async for batch in self._pieces(job, answer, stream):
+            async for batch in self._chunks(job, answer, stream):
                 events = b"".join(self._event(job, writer, p) for p in batch if not p.is_empty)
                 if not job.exchange.started:
                     await job.exchange.start_stream()
@@ -200,95 +203,95 @@ class GenerationService:
         last = writer.usage(usage) if job.generation.include_usage else b""
         await job.exchange.end_stream(last + DONE)
 
-    def _event(self, job: _Job, writer: EventWriter, piece: Piece) -> bytes:
-        wanted = job.generation.sampling.num_logprobs is not None and piece.entries
-        logprobs = job.dialect.logprobs(piece.entries) if wanted else None
-        return writer.piece(piece.text, logprobs, piece.finish)
+    def _event(self, job: _Job, writer: EventWriter, chunk: TextChunk) -> bytes:
+        wanted = job.generation.sampling.num_logprobs is not None and chunk.entries
+        logprobs = job.adapter.logprobs(chunk.entries) if wanted else None
+        return writer.text(chunk.text, logprobs, chunk.finish)
 
-    async def _pieces(
-        self, job: _Job, answer: Answer, stream: AnswerStream
-    ) -> AsyncGenerator[list[Piece]]:
+    async def _chunks(
+        self, job: _Job, answer: OutputProcessor, stream: AnswerStream
+    ) -> AsyncGenerator[list[TextChunk]]:
         """Pieces of an answer, as many at a time as are there, until the last one."""
         trace = job.request.trace
-        token_clock = self._at.observer.token_clock(trace)
+        token_clock = self._context.observer.token_clock(trace)
         finish: FinishReason | None = None
         while finish is None:
             tokens = await stream.tokens()
             token_clock.arrived(len(tokens))
-            pieces = _push_all(answer, tokens)
-            finish = pieces[-1].finish
+            chunks = _push_all(answer, tokens)
+            finish = chunks[-1].finish
             if finish is not None:
                 stream.close()  # a stop string ended it: the engine need not go on
                 trace.outcome, trace.num_output_tokens = finish, answer.num_tokens
-            yield pieces
+            yield chunks
 
     def _request(
-        self, exchange: Exchange, generation: Generation, leg: Leg, received: Instant
+        self, exchange: HttpExchange, generation: Generation, leg: RequestKind, received: Instant
     ) -> GenerationRequest:
-        timeout_s = min(_read_timeout_s(exchange), self._at.options.request_timeout_s)
+        timeout_s = min(_read_timeout_s(exchange), self._context.options.request_timeout_s)
         return GenerationRequest(
             # Two clients may choose the same x-request-id; inside, each request is one.
             id=RequestId(f"{exchange.request_id}~{next(self._counter)}"),
             prompt_ids=generation.prompt_ids,
             sampling=generation.sampling,
-            leg=leg,
+            kind=leg,
             tenant_salt=_tenant_salt(generation, leg),
             deadline=Instant(received + timeout_s),
             trace=self._trace(exchange, generation, leg, received),
         )
 
     def _trace(
-        self, exchange: Exchange, generation: Generation, leg: Leg, received: Instant
-    ) -> LegTrace:
-        options = self._at.options
-        trace = LegTrace(
+        self, exchange: HttpExchange, generation: Generation, leg: RequestKind, received: Instant
+    ) -> RequestSpan:
+        options = self._context.options
+        trace = RequestSpan(
             request_id=exchange.request_id,
             worker=options.worker,
             epoch=options.epoch,
-            leg=_leg_name(leg),
+            role=_role_of(leg),
             num_prompt_tokens=len(generation.prompt_ids),
         )
         trace.stamp(Stamp.RECEIVED, received)
         if not isinstance(leg, Colocated):
             ticket = leg.ticket
-            peer = ticket.decode if isinstance(leg, PrefillLeg) else ticket.prefill
+            peer = ticket.decode if isinstance(leg, PrefillRequest) else ticket.prefill
             trace.ticket, trace.mode, trace.peer = ticket.id.hex(), ticket.mode, peer.worker
         return trace
 
 
-def _push_all(answer: Answer, tokens: list[NewToken]) -> list[Piece]:
+def _push_all(answer: OutputProcessor, tokens: list[NewToken]) -> list[TextChunk]:
     """Pieces of `tokens`, up to the last one of the answer."""
-    pieces: list[Piece] = []
+    chunks: list[TextChunk] = []
     for token in tokens:
-        pieces.append(answer.push(token))
-        if pieces[-1].finish is not None:
+        chunks.append(answer.push(token))
+        if chunks[-1].finish is not None:
             break
-    return pieces
+    return chunks
 
 
-def _leg_name(leg: Leg) -> str:
+def _role_of(leg: RequestKind) -> str:
     match leg:
         case Colocated():
             return "colocated"
-        case PrefillLeg():
+        case PrefillRequest():
             return "prefill"
-        case DecodeLeg():
+        case DecodeRequest():
             return "decode"
         case _:
             assert_never(leg)
 
 
-def _tenant_salt(generation: Generation, leg: Leg) -> str:
+def _tenant_salt(generation: Generation, leg: RequestKind) -> str:
     return generation.cache_salt if isinstance(leg, Colocated) else leg.ticket.tenant_salt
 
 
-def _read_created(exchange: Exchange) -> int | None:
+def _read_created(exchange: HttpExchange) -> int | None:
     """When the gateway says that the answer was created, so that all legs say the same."""
     text = exchange.header(CREATED_HEADER) or b""
     return int(text) if text.isdigit() and len(text) <= MAX_CREATED_DIGITS else None
 
 
-def _read_timeout_s(exchange: Exchange) -> float:
+def _read_timeout_s(exchange: HttpExchange) -> float:
     """Seconds that the gateway leaves for this request; infinite if it does not say."""
     text = exchange.header(TIMEOUT_HEADER)
     if text is None:

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from baton.authority.key import ClusterKey
-    from baton.authority.ticket import HandoffMode
+    from baton.auth.key import ClusterKey
+    from baton.auth.ticket import HandoffMode
     from baton.ids import Epoch, WorkerId
 
 Role: TypeAlias = Literal["prefill", "decode", "both"]
@@ -46,7 +46,7 @@ class WorkerOptions:
 class ProcessOptions:
     """The process that one worker lives in. `port` 0 takes a free one.
 
-    `announce_fd` is where JSON lines tell a launcher what happens (1: standard output).
+    `status_fd` is where JSON lines tell a launcher what happens (1: standard output).
     `parent_pid` set: the worker ends when that process does.
     """
 
@@ -64,7 +64,7 @@ class ProcessOptions:
     handoff_timeout_s: float = 60.0
     liveness_timeout_s: float = 3.0
     lease_s: float = 10.0
-    one_piece_tokens: int = 256
+    single_send_max_tokens: int = 256
     verification: VerificationPolicy = field(default_factory=VerificationPolicy)
     transports: tuple[str, ...] = ("shared", "tcp")
     transport_options: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
@@ -72,9 +72,9 @@ class ProcessOptions:
     probe_time_s: float = 0.5
     probe_bytes: int = 128 * 1024 * 1024
     store: StoreSection = field(default_factory=StoreSection)
-    awake_s: float = 0.0005
+    spin_s: float = 0.0005
     drain_timeout_s: float = 30.0
     num_traces: int = 1024
     cpu_affinity: tuple[int, ...] = ()
     parent_pid: int | None = None
-    announce_fd: int = 1
+    status_fd: int = 1

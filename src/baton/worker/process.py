@@ -22,18 +22,18 @@ from baton.clock import MachineClock
 from baton.engines.interface import ENGINES, EngineContext
 from baton.errors import EngineError
 from baton.handoff.agent import AgentOptions, HandoffAgent
-from baton.handoff.faces import Face
+from baton.handoff.kv_views import KVView
 from baton.handoff.link_options import LinkOptions
-from baton.handoff.pooling.opening import open_pool
+from baton.handoff.pool_mode.opening import open_store_access
 from baton.ids import new_epoch
-from baton.telemetry.announcement import Announcer, Draining, Loading, Ready
+from baton.telemetry.process_status import Draining, Loading, Ready, StatusReporter
 from baton.transfer.devices.options import choose_allocation
 from baton.transfer.interface import TRANSPORTS, TransportContext
 from baton.transfer.links.probes import ProbeBounds
-from baton.worker.lifeline import tie_to
-from baton.worker.listening import bind, is_loopback, start_listening, url_of
+from baton.worker.cpu_affinity import pin_to
+from baton.worker.listener import bind, is_loopback, start_listening, url_of
 from baton.worker.options import WorkerOptions
-from baton.worker.pinning import pin_to
+from baton.worker.parent_watch import exit_with_process
 from baton.worker.worker import Worker, build_worker
 
 if TYPE_CHECKING:
@@ -63,29 +63,29 @@ def run_worker(options: ProcessOptions) -> None:
         EngineError: the engine's thread ended by itself.
     """
     if options.parent_pid is not None:
-        tie_to(options.parent_pid)
+        exit_with_process(options.parent_pid)
     pin_to(options.cpu_affinity)
     # One more series for each counter and histogram, which nothing here reads.
     disable_created_metrics()  # type: ignore[no-untyped-call]
-    announcer = Announcer(options.announce_fd)
+    status_reporter = StatusReporter(options.status_fd)
     with closing(bind(options.host, options.port)) as listener:
         url = url_of(listener, options.host)
         what = f"model {options.model} with engine {options.engine}"
-        announcer.say(Loading(url, what))
+        status_reporter.report(Loading(url, what))
         worker, epoch = _load(options, MachineClock())
-        _spare_the_collector()
+        _freeze_garbage_collector()
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(ProcessLife(options, worker, epoch, announcer).run(listener))
+            runner.run(ProcessLife(options, worker, epoch, status_reporter).run(listener))
 
 
 class ProcessLife:
     """From start to end of a loaded worker. Owned by the event loop's thread."""
 
     def __init__(
-        self, options: ProcessOptions, worker: Worker, epoch: Epoch, announcer: Announcer
+        self, options: ProcessOptions, worker: Worker, epoch: Epoch, status_reporter: StatusReporter
     ) -> None:
         self._options, self._worker = options, worker
-        self._epoch, self._announcer = epoch, announcer
+        self._epoch, self._status_reporter = epoch, status_reporter
         self._server = _Server(_uvicorn_config(worker))
         self._ending: asyncio.Task[None] | None = None
 
@@ -96,7 +96,7 @@ class ProcessLife:
             start_listening(listener)
             with self._signals():
                 watching = asyncio.create_task(self._watch_engine())
-                self._say_ready(listener)
+                self._report_ready(listener)
                 await self._server.serve(sockets=[listener])
                 watching.cancel()
                 await asyncio.gather(watching, return_exceptions=True)
@@ -105,11 +105,11 @@ class ProcessLife:
         finally:
             await self._worker.stop(STOP_TIMEOUT_S)
 
-    def _say_ready(self, listener: socket.socket) -> None:
+    def _report_ready(self, listener: socket.socket) -> None:
         options, agent = self._options, self._worker.agent
         url = url_of(listener, options.host)
         address = "" if agent is None else agent.address
-        self._announcer.say(Ready(url, options.worker, self._epoch, options.role, address))
+        self._status_reporter.report(Ready(url, options.worker, self._epoch, options.role, address))
         logger.info("%s answers at %s, hands over at %s", options.worker, url, address)
 
     async def _watch_engine(self) -> None:
@@ -140,9 +140,9 @@ class ProcessLife:
         logger.info(
             "%s: no more requests, %d are being answered",
             signal.Signals(number).name,
-            self._worker.bridge.num_open,
+            self._worker.engine_client.num_open,
         )
-        self._announcer.say(Draining(timeout_s))
+        self._status_reporter.report(Draining(timeout_s))
         self._ending = asyncio.create_task(self._drain(timeout_s))
 
     async def _drain(self, timeout_s: float) -> None:
@@ -197,13 +197,13 @@ def _load(options: ProcessOptions, clock: Clock) -> tuple[Worker, Epoch]:
 
 
 def _agent(options: ProcessOptions, engine: Engine, epoch: Epoch, clock: Clock) -> HandoffAgent:
-    face = Face(engine.info.layout, engine.region, annexes=engine.annexes)
+    view = KVView(engine.info.layout, engine.region, peer_mappings=engine.peer_mappings)
     return HandoffAgent(
         AgentOptions(
             worker=options.worker,
             epoch=epoch,
             fingerprint=engine.info.fingerprint,
-            faces=(face,),
+            views=(view,),
             transports=_transports(options, epoch, clock),
             key=options.key,
             clock=clock,
@@ -212,13 +212,13 @@ def _agent(options: ProcessOptions, engine: Engine, epoch: Epoch, clock: Clock) 
             timeout_s=options.handoff_timeout_s,
             liveness_timeout_s=options.liveness_timeout_s,
             lease_s=options.lease_s,
-            one_piece_tokens=options.one_piece_tokens,
+            single_send_max_tokens=options.single_send_max_tokens,
             verification=options.verification,
             links=LinkOptions(
                 options.transport_choice, ProbeBounds(options.probe_time_s, options.probe_bytes)
             ),
-            pool=open_pool(options.store, face, key=options.key, clock=clock),
-            awake_s=options.awake_s,
+            pool=open_store_access(options.store, view, key=options.key, clock=clock),
+            spin_s=options.spin_s,
         )
     )
 
@@ -233,7 +233,7 @@ def _transports(options: ProcessOptions, epoch: Epoch, clock: Clock) -> tuple[Tr
     )
 
 
-def _spare_the_collector() -> None:
+def _freeze_garbage_collector() -> None:
     """Take what the model's libraries made out of garbage collection: it lives until the end.
 
     A full collection over all of it stops every stream for half a second (torch and transformers

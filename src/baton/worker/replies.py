@@ -10,7 +10,7 @@ from baton.handoff.interface import SampledToken
 from baton.worker.logprobs import ChatLogprobs, CompletionLogprobs
 
 if TYPE_CHECKING:
-    from baton.worker.answer import Answer
+    from baton.worker.output_processor import OutputProcessor
 
 
 class PromptTokensDetails(msgspec.Struct, frozen=True):
@@ -106,7 +106,7 @@ class ReplyHead(msgspec.Struct, frozen=True):
     created: int
 
 
-def count_usage(num_prompt_tokens: int, answer: Answer) -> Usage:
+def count_usage(num_prompt_tokens: int, answer: OutputProcessor) -> Usage:
     """Usage of an answer so far."""
     return Usage(
         prompt_tokens=num_prompt_tokens,

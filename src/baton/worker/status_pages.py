@@ -9,19 +9,19 @@ import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
 import baton
-from baton.authority.ticket import HandoffMode
+from baton.auth.ticket import HandoffMode
 from baton.errors import InvalidRequestError
 from baton.handoff.interface import SampledToken
 from baton.ids import TicketId
 from baton.kv.layout import KVLayout
-from baton.worker.problems import UnknownPathError
+from baton.worker.error_responses import UnknownPathError
 
 if TYPE_CHECKING:
     from baton.engines.interface import Engine
     from baton.handoff.agent import HandoffAgent
     from baton.telemetry.trace import TraceRing
-    from baton.worker.bridge import EngineBridge
-    from baton.worker.exchange import Exchange
+    from baton.worker.engine_client import EngineClient
+    from baton.worker.http_exchange import HttpExchange
     from baton.worker.options import WorkerOptions
 
 TRACES: Final = "/baton/v1/traces/"
@@ -53,9 +53,9 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
 class Load(msgspec.Struct, frozen=True):
     """The queue and the KV blocks, for placement. A block that is only cached is free."""
 
-    waiting: int
-    blocks: int
-    free_blocks: int
+    num_waiting: int
+    num_blocks: int
+    num_free_blocks: int
     block_size: int
 
 
@@ -103,21 +103,21 @@ class StatusPages:
     options: WorkerOptions
     engine: Engine
     agent: HandoffAgent | None
-    bridge: EngineBridge
+    engine_client: EngineClient
     traces: TraceRing
     registry: CollectorRegistry
     started_at: int
 
-    async def health(self, exchange: Exchange) -> None:
+    async def health(self, exchange: HttpExchange) -> None:
         """`GET /health`."""
         state = self._health()
         await exchange.send_json(200 if state.status == "ok" else 503, state)
 
-    async def version(self, exchange: Exchange) -> None:
+    async def version(self, exchange: HttpExchange) -> None:
         """`GET /version`."""
         await exchange.send_json(200, Version(baton.__version__))
 
-    async def models(self, exchange: Exchange) -> None:
+    async def models(self, exchange: HttpExchange) -> None:
         """`GET /v1/models`."""
         model = ServedModel(
             id=self.options.served_model_name,
@@ -126,11 +126,11 @@ class StatusPages:
         )
         await exchange.send_json(200, ServedModels(data=(model,)))
 
-    async def metrics(self, exchange: Exchange) -> None:
+    async def metrics(self, exchange: HttpExchange) -> None:
         """`GET /metrics`."""
         await exchange.send_bytes(200, generate_latest(self.registry), CONTENT_TYPE_LATEST.encode())
 
-    async def info(self, exchange: Exchange) -> None:
+    async def info(self, exchange: HttpExchange) -> None:
         """`GET /baton/v1/info`."""
         info = self.engine.info
         await exchange.send_json(
@@ -151,7 +151,7 @@ class StatusPages:
             ),
         )
 
-    async def trace(self, exchange: Exchange) -> None:
+    async def trace(self, exchange: HttpExchange) -> None:
         """`GET /baton/v1/traces/{request_id}`."""
         request_id = exchange.path.removeprefix(TRACES)
         trace = self.traces.find(request_id)
@@ -162,23 +162,23 @@ class StatusPages:
             )
         await exchange.send_json(200, trace)
 
-    async def abort(self, exchange: Exchange) -> None:
+    async def abort(self, exchange: HttpExchange) -> None:
         """`POST /baton/v1/handoffs/{ticket}/abort`: the ticket's other half has failed."""
         text = exchange.path.removeprefix(HANDOFFS).removesuffix(ABORT)
         order = _read_abort(await exchange.read_body(MAX_ABORT_BYTES))
         ticket = _read_ticket_id(text)
         if self.agent is not None:
-            self.agent.give_up(ticket, order.reason[:MAX_REASON_CHARS])
+            self.agent.abort_from_peer(ticket, order.reason[:MAX_REASON_CHARS])
         await exchange.send_nothing()
 
-    async def first_token(self, exchange: Exchange) -> None:
+    async def first_token(self, exchange: HttpExchange) -> None:
         """`POST /baton/v1/handoffs/{ticket}/first_token`: the client is to get it from prefill."""
         text = exchange.path.removeprefix(HANDOFFS).removesuffix(FIRST_TOKEN)
         token = _read_token(await exchange.read_body(MAX_TOKEN_BYTES), self.engine.info.vocab_size)
-        await exchange.send_json(200, self.engine.agree(_read_ticket_id(text), token))
+        await exchange.send_json(200, self.engine.commit_first_token(_read_ticket_id(text), token))
 
     def _health(self) -> Health:
-        if self.bridge.draining:
+        if self.engine_client.draining:
             return Health("draining")
         if self.agent is not None and not self.agent.is_alive:
             return Health("failed", "the handoff agent's thread has ended")
@@ -189,9 +189,9 @@ class StatusPages:
     def _load(self) -> Load:
         stats = self.engine.stats()
         return Load(
-            waiting=stats.num_waiting,
-            blocks=stats.num_blocks,
-            free_blocks=stats.num_free_blocks,
+            num_waiting=stats.num_waiting,
+            num_blocks=stats.num_blocks,
+            num_free_blocks=stats.num_free_blocks,
             block_size=self.engine.info.layout.block_size,
         )
 

@@ -12,8 +12,8 @@ import msgspec
 
 if TYPE_CHECKING:
     from baton.engines.interface import FinishReason
+    from baton.worker.error_responses import ErrorBody
     from baton.worker.logprobs import ChatLogprobs, CompletionLogprobs
-    from baton.worker.problems import ErrorBody
     from baton.worker.replies import ReplyHead, Usage
 
 DONE: Final = b"data: [DONE]\n\n"
@@ -78,7 +78,7 @@ class EventWriter:
             self._tail,
         )
 
-    def piece(
+    def text(
         self,
         text: str,
         logprobs: ChatLogprobs | CompletionLogprobs | None,

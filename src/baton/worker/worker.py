@@ -12,22 +12,22 @@ from prometheus_client import CollectorRegistry
 
 import baton
 from baton.clock import MachineClock
-from baton.handoff.pooling.metrics import PoolCollector
-from baton.telemetry.holding import HeldBlocksCollector
+from baton.handoff.pool_mode.metrics import PoolModeCollector
+from baton.telemetry.held_block_time import HeldBlockTimeCollector
 from baton.telemetry.links import LinkInstruments
 from baton.telemetry.metrics import WorkerMetrics, set_worker_info
 from baton.telemetry.trace import TraceRing
+from baton.worker.api_adapters import ChatAdapter, CompletionAdapter
 from baton.worker.app import Bearer, PatternRoute, Routes, WorkerApp
-from baton.worker.bridge import EngineBridge
 from baton.worker.chat_template import load_chat_template
-from baton.worker.dialects import ChatDialect, CompletionDialect
-from baton.worker.generation import GenerationService, Workplace
-from baton.worker.legs import LegReader
-from baton.worker.no_handoffs import NoHandoffs
-from baton.worker.observing import LegObserver
+from baton.worker.disabled_handoffs import DisabledHandoffs
+from baton.worker.engine_client import EngineClient
+from baton.worker.engine_collectors import EngineCollector, LeaseCollector
+from baton.worker.generation import GenerationContext, GenerationService
 from baton.worker.prompts import PromptReader
-from baton.worker.scraping import EngineCollector, LeaseCollector
+from baton.worker.request_metrics import RequestObserver
 from baton.worker.status_pages import ABORT, FIRST_TOKEN, HANDOFFS, TRACES, StatusPages
+from baton.worker.ticket_reader import TicketReader
 from baton.worker.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ HELD_LOOK_S: Final = 0.05
 """The engine tells nobody when the last of the prompts that it holds is taken."""
 
 FALLBACK_CAUSES: Final = ("computed locally",)
-"""What engines write in front of the reason in `LegTrace.fallbacks`."""
+"""What engines write in front of the reason in `RequestSpan.fallbacks`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Worker:
     """A worker that is built. Owned by the event loop's thread."""
 
     app: WorkerApp
-    bridge: EngineBridge
+    engine_client: EngineClient
     engine: Engine
     agent: HandoffAgent | None
 
@@ -60,17 +60,17 @@ class Worker:
             ConfigError: the handoff port is taken.
             TransferError: a transport cannot expose the engine's memory.
         """
-        self.bridge.attach(asyncio.get_running_loop())
-        port: HandoffPort = NoHandoffs()
+        self.engine_client.attach(asyncio.get_running_loop())
+        port: HandoffPort = DisabledHandoffs()
         if self.agent is not None:
             self.agent.start(self.engine.wake)
             port = self.agent
-        self.engine.start(self.bridge.sink, port)
+        self.engine.start(self.engine_client.sink, port)
 
     async def drain(self, timeout_s: float) -> None:
         """Refuse new requests and wait for the open ones, and what is held, at most `timeout_s`."""
         until = asyncio.get_running_loop().time() + timeout_s
-        await self.bridge.drain(timeout_s)
+        await self.engine_client.drain(timeout_s)
         now = asyncio.get_running_loop().time
         while self.engine.stats().num_held_blocks and now() < until:  # noqa: ASYNC110
             await asyncio.sleep(HELD_LOOK_S)
@@ -98,14 +98,14 @@ def build_worker(
     registry = CollectorRegistry()
     metrics = WorkerMetrics(registry, options.transports, FALLBACK_CAUSES)
     registry.register(EngineCollector(engine.stats))
-    registry.register(HeldBlocksCollector(lambda: engine.stats().held_block_s))
+    registry.register(HeldBlockTimeCollector(lambda: engine.stats().held_block_s))
     set_worker_info(registry, _facts(options, engine))
     if agent is not None:
         agent.observe_links(LinkInstruments(registry, options.transports))
         registry.register(LeaseCollector(lambda: agent.num_lapsed_leases))
         if agent.options.pool is not None:
-            registry.register(PoolCollector(agent.options.pool))
-    bridge, traces = EngineBridge(engine, clock), TraceRing(options.num_traces)
+            registry.register(PoolModeCollector(agent.options.pool))
+    engine_client, traces = EngineClient(engine, clock), TraceRing(options.num_traces)
     reader = PromptReader(
         served_model_name=options.served_model_name,
         tokenizer=load_tokenizer(model),
@@ -113,34 +113,34 @@ def build_worker(
         info=engine.info,
         max_default_tokens=options.max_default_tokens,
     )
-    workplace = Workplace(
+    context = GenerationContext(
         options=options,
         clock=clock,
         tokenizer=reader.tokenizer,
-        legs=LegReader(
+        tickets=TicketReader(
             options.worker, options.epoch, options.key if agent is not None else None, clock
         ),
-        bridge=bridge,
+        engine_client=engine_client,
         traces=traces,
-        observer=LegObserver(clock, metrics),
+        observer=RequestObserver(clock, metrics),
     )
     pages = StatusPages(
         options=options,
         engine=engine,
         agent=agent,
-        bridge=bridge,
+        engine_client=engine_client,
         traces=traces,
         registry=registry,
         started_at=int(clock.unix_now()),
     )
     bearer = Bearer(options.key) if options.require_bearer and options.key is not None else None
-    app = WorkerApp(_routes(pages, GenerationService(workplace), reader), bearer, metrics)
-    return Worker(app, bridge, engine, agent)
+    app = WorkerApp(_routes(pages, GenerationService(context), reader), bearer, metrics)
+    return Worker(app, engine_client, engine, agent)
 
 
 def _routes(pages: StatusPages, generation: GenerationService, reader: PromptReader) -> Routes:
-    complete = partial(generation.serve, dialect=CompletionDialect(reader))
-    chat = partial(generation.serve, dialect=ChatDialect(reader))
+    complete = partial(generation.serve, adapter=CompletionAdapter(reader))
+    chat = partial(generation.serve, adapter=ChatAdapter(reader))
     return Routes(
         exact={
             "/v1/completions": {"POST": complete},

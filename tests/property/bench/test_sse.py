@@ -5,7 +5,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.bench.load.sse import EventParser
+from baton.bench.load.stream import EventParser
 
 DATA = st.binary(max_size=12).filter(lambda data: not set(data) & set(b"\r\n"))
 ENDS = st.sampled_from([b"\n", b"\r\n", b"\r"])

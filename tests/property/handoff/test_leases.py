@@ -13,11 +13,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from baton.clock import Instant
 from baton.handoff.interface import SendFailed
 from baton.handoff.messages import Failed, Grant
-from baton.handoff.session.actions import Emit, Say
+from baton.handoff.session.actions import Emit, SendMessage
 from baton.handoff.session.lease import LEASE_STAGE
 from baton.handoff.session.receive import ReceivePhase, ReceiveSession
 from baton.handoff.session.send import SendSession
-from baton.handoff.session.terms import Terms
+from baton.handoff.session.transfer_plan import TransferPlan
 from tests.unit.handoff.orders import PROMPT_HASH, make_ticket, receive_order, send_order
 
 LEASE_S = 10.0
@@ -62,7 +62,7 @@ class LeaseWorld(RuleBasedStateMachine):
     def perform_sender(self, actions: list) -> None:
         for action in actions:
             match action:
-                case Say(Failed() as failed):
+                case SendMessage(Failed() as failed):
                     self.to_receiver.append(failed)
                 case Emit(SendFailed(_, error)):
                     assert error.stage == LEASE_STAGE
@@ -78,10 +78,10 @@ class LeaseWorld(RuleBasedStateMachine):
     @rule()
     def decode_has_room(self) -> None:
         pages = self.receiver.order.blocks
-        self.receiver.begin(Terms("decode", pages, staged=False))
-        self.receiver.tenancy.begin(self.here, LEASE_S)
+        self.receiver.begin(TransferPlan("READ", pages, staged=False))
+        self.receiver.lease_holder.begin(self.here, LEASE_S)
         ticket = self.receiver.ticket
-        self.to_sender.append(Grant(ticket, "s", PROMPT_HASH, 0, 9, 0, b"", "decode"))
+        self.to_sender.append(Grant(ticket, "s", PROMPT_HASH, 0, 9, 0, b"", "READ"))
 
     @rule()
     def decode_renews(self) -> None:
@@ -108,7 +108,7 @@ class LeaseWorld(RuleBasedStateMachine):
         if isinstance(message, Failed):
             self.receiver.fail(message.reason, stage="prefill")
         else:
-            self.receiver.tenancy.confirmed(Instant(message))
+            self.receiver.lease_holder.confirmed(Instant(message))
 
     @rule()
     def the_link_breaks(self) -> None:
@@ -121,7 +121,7 @@ class LeaseWorld(RuleBasedStateMachine):
     def a_read_ends(self) -> None:
         """One that prefill announced, so it had the grant. It counts if its source was held."""
         was_let_go = self.let_go_at is not None
-        failed = self.receiver.outlived(self.here)
+        failed = self.receiver.check_lease(self.here)
         assert failed or not was_let_go, "decode counts what prefill no longer held"
 
     @invariant()
@@ -129,7 +129,7 @@ class LeaseWorld(RuleBasedStateMachine):
         if not hasattr(self, "receiver") or self.receiver.phase is not ReceivePhase.GRANTED:
             return
         if self.let_go_at is not None and self.sender.grant is not None:
-            assert not self.receiver.tenancy.holds(self.here)
+            assert not self.receiver.lease_holder.holds(self.here)
 
     @invariant()
     def prefill_lets_go_within_one_lease(self) -> None:

@@ -36,36 +36,36 @@ from baton.handoff.interface import (
 )
 from baton.handoff.messages import (
     Available,
-    Avoid,
+    ExcludeTransport,
     Failed,
+    FallbackToWrite,
     Finished,
     Grant,
-    Missing,
-    Mover,
-    Notice,
-    Rerouted,
-    Reversed,
-    Taken,
+    Notification,
+    RetransmitRequest,
+    TransferAck,
+    TransferOp,
+    TransportFailed,
 )
 from baton.handoff.session.actions import (
-    Announce,
-    CloseWindow,
+    AnnounceReadable,
+    CloseWriteGrant,
     Emit,
     Fence,
-    OpenWindow,
-    Read,
+    OpenWriteGrant,
+    ReadPages,
     ReceiveAction,
-    Say,
-    SayFinished,
-    SayTaken,
     SendAction,
-    Submit,
+    SendFinished,
+    SendMessage,
+    SendTransferAck,
+    WriteLayers,
 )
-from baton.handoff.session.posted import Posted
 from baton.handoff.session.receive import ReceivePhase, ReceiveSession
 from baton.handoff.session.send import SendPhase, SendSession
-from baton.handoff.session.terms import Terms
-from baton.handoff.stretches import Stretch
+from baton.handoff.session.transfer_handle import TransferHandle
+from baton.handoff.session.transfer_plan import TransferPlan
+from baton.handoff.token_ranges import LayerTokenRange
 from baton.transfer.interface import TransferId
 from tests.unit.handoff.orders import make_ticket, receive_order, send_order
 
@@ -85,7 +85,7 @@ class HandoffWorld(RuleBasedStateMachine):
         fault_budget=st.sampled_from([0, 1, 2, 4]),
         may_be_doomed=st.booleans(),
         spreads=st.booleans(),
-        mover=st.sampled_from(["prefill", "decode"]),
+        op=st.sampled_from(["WRITE", "READ"]),
         staged=st.booleans(),
         page_tokens=st.sampled_from([1, 4]),
         first_token=st.sampled_from([None, SampledToken(7)]),
@@ -99,7 +99,7 @@ class HandoffWorld(RuleBasedStateMachine):
         fault_budget: int,
         may_be_doomed: bool,
         spreads: bool,
-        mover: Mover,
+        op: TransferOp,
         staged: bool,
         page_tokens: int,
         first_token: SampledToken | None,
@@ -107,7 +107,7 @@ class HandoffWorld(RuleBasedStateMachine):
     ) -> None:
         self.fault_budget = fault_budget
         self.may_be_doomed, self.spreads = may_be_doomed, spreads
-        self.mover, self.staged, self.page_tokens = mover, staged, page_tokens
+        self.op, self.staged, self.page_tokens = op, staged, page_tokens
         self.first_token = first_token
         ticket = make_ticket()
         self.num_tokens = num_tokens
@@ -127,13 +127,17 @@ class HandoffWorld(RuleBasedStateMachine):
         self.computed = [num_ready] * NUM_LAYERS
         self.told: list[HandoffEvent] = []  # by the receiver
         self.sent: list[HandoffEvent] = []  # by the sender
-        self.to_sender: list[Grant | Failed | Taken | Missing | Avoid | Reversed] = []
-        self.to_receiver: list[Available | Finished | Failed | Rerouted] = []
+        self.to_sender: list[
+            Grant | Failed | TransferAck | RetransmitRequest | ExcludeTransport | FallbackToWrite
+        ] = []
+        self.to_receiver: list[Available | Finished | Failed | TransportFailed] = []
         self.heard: list[Available] = []
-        self.reads: dict[Posted, Available] = {}  # posted, not ended
-        self.writes: dict[Posted, Notice] = {}  # posted, not ended
-        self.late: dict[Posted, Notice] = {}  # ended for the sender, and may still be stored
-        self.lost: list[Notice] = []  # stored, and its notice will not come
+        self.reads: dict[TransferHandle, Available] = {}  # posted, not ended
+        self.writes: dict[TransferHandle, Notification] = {}  # posted, not ended
+        self.late: dict[
+            TransferHandle, Notification
+        ] = {}  # ended for the sender, and may still be stored
+        self.lost: list[Notification] = []  # stored, and its notice will not come
         self.fencing: set[str] = set()
         self.closed: set[str] = set()
         self.unreadable: set[str] = set()
@@ -141,8 +145,8 @@ class HandoffWorld(RuleBasedStateMachine):
         self.has_route, self.waits = True, False
         self.is_doomed = False  # something happened that no other transport makes good
         self.landed: set[tuple[int, int]] = set()  # (layer, token)
-        self.stored: set[Posted] = set()
-        self.window = "never opened"
+        self.stored: set[TransferHandle] = set()
+        self.grant_state = "never opened"
         self.finished_said = False
         self.num_transfers: Counter[str] = Counter()
         self.faults: Counter[str] = Counter()
@@ -163,36 +167,38 @@ class HandoffWorld(RuleBasedStateMachine):
     def perform_receiver(self, actions: list[ReceiveAction]) -> None:
         for action in actions:
             match action:
-                case OpenWindow():
-                    assert self.window == "never opened"
-                    self.window = "open"
-                case CloseWindow():
-                    assert self.window == "open"
-                    self.window = "closed"
+                case OpenWriteGrant():
+                    assert self.grant_state == "never opened"
+                    self.grant_state = "open"
+                case CloseWriteGrant():
+                    assert self.grant_state == "open"
+                    self.grant_state = "closed"
                 case Fence(kind):
-                    assert self.window == "open"
+                    assert self.grant_state == "open"
                     assert not any(posted.transport == kind for posted in self.writes)
                     self.closed.add(kind)
                     if kind == "first":
                         self.fencing.add(kind)
                     else:
                         self.perform_receiver(self.receiver.fenced(kind))
-                case SayTaken():
-                    self.to_sender.append(Taken(self.receiver.ticket, "", ""))
-                case Say(message):
+                case SendTransferAck():
+                    self.to_sender.append(TransferAck(self.receiver.ticket, "", ""))
+                case SendMessage(message):
                     self.to_sender.append(message)
-                case Read(available):
-                    assert self.mover == "decode"
+                case ReadPages(available):
+                    assert self.op == "READ"
                     if not self.unreadable:
                         self.post_read(available)
                 case Emit(event):
                     self.told.append(event)
                     if isinstance(event, BlocksQuiescent) and not self.staged:
-                        assert self.window in {"never opened", "quiescent"}
+                        assert self.grant_state in {"never opened", "quiescent"}
                         assert not self.late, "quiescent, and a late write may still be stored"
                         assert not self.reads, "quiescent, and a read may still land"
                     if isinstance(event, KVFailed):
-                        assert self.window != "closed", "told only after its blocks may be quiet"
+                        assert self.grant_state != "closed", (
+                            "told only after its blocks may be quiet"
+                        )
                     if isinstance(event, KVLanded):
                         expected = {
                             (layer, token)
@@ -212,18 +218,18 @@ class HandoffWorld(RuleBasedStateMachine):
     def perform_sender(self, actions: list[SendAction]) -> None:
         for action in actions:
             match action:
-                case Submit(layer, start, stop):
+                case WriteLayers(layer, start, stop):
                     if self.sender.phase not in {SendPhase.SENDING, SendPhase.DRAINING}:
                         continue
                     if not self.has_route:
                         self.waits = True
                         continue
                     self.check_range(layer, start, stop)
-                    posted = self.give_id(self.pick(self.sender.avoids))
-                    self.writes[posted] = Notice(layer, start, stop, b"")
-                    stretch = Stretch(layer, start, stop)
+                    posted = self.give_id(self.pick(self.sender.excluded))
+                    self.writes[posted] = Notification(layer, start, stop, b"")
+                    stretch = LayerTokenRange(layer, start, stop)
                     self.perform_sender(self.sender.submitted(posted, stretch))
-                case Announce(layer, start, stop):
+                case AnnounceReadable(layer, start, stop):
                     if self.sender.phase is not SendPhase.SENDING:
                         continue
                     assert not self.sender.is_written, "it was told to write"
@@ -232,14 +238,14 @@ class HandoffWorld(RuleBasedStateMachine):
                         Available(self.sender.ticket, layer, start, stop, 0, b"", b"")
                     )
                     self.perform_sender(self.sender.announced(layer, stop))
-                case SayFinished(token):
+                case SendFinished(token):
                     assert not self.finished_said
                     self.finished_said = True
                     self.to_receiver.append(
                         Finished(self.sender.ticket, token, "shared", "shared", {})
                     )
-                case Say(message):
-                    assert isinstance(message, Failed | Rerouted)
+                case SendMessage(message):
+                    assert isinstance(message, Failed | TransportFailed)
                     self.to_receiver.append(message)
                 case Emit(event):
                     self.sent.append(event)
@@ -253,7 +259,7 @@ class HandoffWorld(RuleBasedStateMachine):
     def check_range(self, layer: int, start: int, stop: int) -> None:
         assert self.start <= start < stop <= self.computed[layer]
         assert stop == self.num_tokens or stop % self.page_tokens == 0
-        is_again = bool(self.sender.avoids)
+        is_again = bool(self.sender.excluded)
         assert is_again or not self.finished_said, "more after Finished"
 
     def pick(self, avoid: set[str]) -> str:
@@ -263,9 +269,9 @@ class HandoffWorld(RuleBasedStateMachine):
             self.preferred = KINDS[turn]
         return next(kind for kind in (self.preferred, *KINDS) if kind not in avoid)
 
-    def give_id(self, kind: str) -> Posted:
+    def give_id(self, kind: str) -> TransferHandle:
         self.num_transfers[kind] += 1  # two transports give the same ids
-        return Posted(kind, TransferId(self.num_transfers[kind]))
+        return TransferHandle(kind, TransferId(self.num_transfers[kind]))
 
     def post_read(self, available: Available) -> None:
         posted = self.give_id(self.pick(self.unreadable))
@@ -291,7 +297,7 @@ class HandoffWorld(RuleBasedStateMachine):
     @rule()
     def link_comes_up(self) -> None:
         pages = self.receiver.order.blocks
-        self.perform_receiver(self.receiver.begin(Terms(self.mover, pages, self.staged)))
+        self.perform_receiver(self.receiver.begin(TransferPlan(self.op, pages, self.staged)))
 
     @rule()
     def the_way_is_clear(self) -> None:
@@ -315,17 +321,17 @@ class HandoffWorld(RuleBasedStateMachine):
     def sender_hears(self) -> None:
         message = self.to_sender.pop(0)
         if isinstance(message, Grant):
-            assert (message.mover, bool(message.blocks)) == (self.mover, self.mover == "prefill")
+            assert (message.op, bool(message.blocks)) == (self.op, self.op == "WRITE")
             self.perform_sender(self.sender.granted(message))
-        elif isinstance(message, Taken):
-            self.perform_sender(self.sender.taken())
-        elif isinstance(message, Missing):
-            self.perform_sender(self.sender.missing(message))
-        elif isinstance(message, Reversed):
-            self.perform_sender(self.sender.reversed(message))
-        elif isinstance(message, Avoid):
-            if message.transport in self.sender.avoids or not self.is_last(message.transport):
-                self.perform_sender(self.sender.reroute(message.transport))
+        elif isinstance(message, TransferAck):
+            self.perform_sender(self.sender.acked())
+        elif isinstance(message, RetransmitRequest):
+            self.perform_sender(self.sender.retransmit(message))
+        elif isinstance(message, FallbackToWrite):
+            self.perform_sender(self.sender.fall_back_to_write(message))
+        elif isinstance(message, ExcludeTransport):
+            if message.transport in self.sender.excluded or not self.is_last(message.transport):
+                self.perform_sender(self.sender.fail_over(message.transport))
             else:
                 self.is_doomed = True
                 self.perform_sender(self.sender.fail("no other transport", stage="transfer"))
@@ -344,8 +350,8 @@ class HandoffWorld(RuleBasedStateMachine):
             if self.writes or self.to_receiver:  # Finished may overtake writes on the wire
                 self.faults["finished overtook writes"] += 1
             self.perform_receiver(self.receiver.finished(message))
-        elif isinstance(message, Rerouted):
-            self.perform_receiver(self.receiver.rerouted(message))
+        elif isinstance(message, TransportFailed):
+            self.perform_receiver(self.receiver.transport_failed(message))
         elif isinstance(message, Available):
             self.heard.append(message)
             self.perform_receiver(self.receiver.available(message))
@@ -357,24 +363,26 @@ class HandoffWorld(RuleBasedStateMachine):
     def a_read_completes(self, data: st.DataObject) -> None:
         self.end_read(data.draw(st.sampled_from(sorted(self.reads))))
 
-    def end_read(self, posted: Posted) -> None:
+    def end_read(self, posted: TransferHandle) -> None:
         read = self.reads.pop(posted)
-        notice = Notice(read.layer, read.start, read.stop, read.digests)
+        notification = Notification(read.layer, read.start, read.stop, read.digests)
         self.perform_receiver(self.receiver.read_ended(posted))
         if self.receiver.phase is ReceivePhase.GRANTED:
             if self.sender.over:  # the source changed under the read: digests tell
                 self.perform_receiver(self.receiver.fail("digest mismatch", stage="verify"))
                 return
-            self.landed |= {(notice.layer, t) for t in range(notice.start, notice.stop)}
-            self.perform_receiver(self.receiver.landed(notice))
+            self.landed |= {
+                (notification.layer, t) for t in range(notification.start, notification.stop)
+            }
+            self.perform_receiver(self.receiver.landed(notification))
         self.try_reverse()
 
     def try_reverse(self) -> None:
         if self.unreadable and self.receiver.phase is ReceivePhase.GRANTED and not self.reads:
-            before = self.receiver.terms
-            self.perform_receiver(self.receiver.reverse(self.unreadable))
-            self.faults["reversed"] += self.receiver.terms != before
-            self.mover = "prefill"
+            before = self.receiver.plan
+            self.perform_receiver(self.receiver.fall_back_to_write(self.unreadable))
+            self.faults["reversed"] += self.receiver.plan != before
+            self.op = "WRITE"
 
     @precondition(lambda self: self.reads and self.fault_budget)
     @rule(data=st.data(), how=st.sampled_from(["fail", "read again", "reverse"]))
@@ -402,8 +410,8 @@ class HandoffWorld(RuleBasedStateMachine):
     @rule(data=st.data())
     def available_comes_twice(self, data: st.DataObject) -> None:
         again = data.draw(st.sampled_from(self.heard))
-        terms = self.receiver.terms
-        reads = terms is not None and terms.mover == "decode"
+        plan = self.receiver.plan
+        reads = plan is not None and plan.op == "READ"
         if self.receiver.phase is ReceivePhase.GRANTED and reads:
             with pytest.raises(ProtocolError):
                 self.receiver.available(again)
@@ -422,29 +430,31 @@ class HandoffWorld(RuleBasedStateMachine):
     def a_write_lands(self, data: st.DataObject) -> None:
         self.finish_write(data.draw(st.sampled_from(sorted(self.writes))))
 
-    def land(self, posted: Posted) -> None:
-        notice = self.writes[posted]
-        self.store(posted, notice)
-        self.arrive(posted, notice)
+    def land(self, posted: TransferHandle) -> None:
+        notification = self.writes[posted]
+        self.store(posted, notification)
+        self.arrive(posted, notification)
         self.sender_hears_of_the_end(posted)
 
-    def store(self, posted: Posted, notice: Notice) -> None:
+    def store(self, posted: TransferHandle, notification: Notification) -> None:
         """Bytes land: never where they could do harm."""
         if posted.transport in self.closed and posted.transport != "first":
             return  # the receiver's side drops it
-        if self.window in {"open", "closed"}:
+        if self.grant_state in {"open", "closed"}:
             assert posted.transport not in self.closed or self.fencing, "stored behind a fence"
         self.stored.add(posted)
 
-    def arrive(self, posted: Posted, notice: Notice) -> None:
+    def arrive(self, posted: TransferHandle, notification: Notification) -> None:
         """The notice is here: it counts if the window is open."""
-        if self.window != "open" or posted.transport in self.closed:
+        if self.grant_state != "open" or posted.transport in self.closed:
             return
-        if self.receiver.expects(notice):
-            self.landed |= {(notice.layer, t) for t in range(notice.start, notice.stop)}
-            self.perform_receiver(self.receiver.landed(notice))
+        if self.receiver.expects(notification):
+            self.landed |= {
+                (notification.layer, t) for t in range(notification.start, notification.stop)
+            }
+            self.perform_receiver(self.receiver.landed(notification))
 
-    def sender_hears_of_the_end(self, posted: Posted) -> None:
+    def sender_hears_of_the_end(self, posted: TransferHandle) -> None:
         if self.writes.pop(posted, None) is not None:
             self.perform_sender(self.sender.ended(posted))
 
@@ -464,8 +474,10 @@ class HandoffWorld(RuleBasedStateMachine):
 
     def is_last(self, kind: str) -> bool:
         """Whether the sender would have no other, once it has heard all."""
-        told = {message.transport for message in self.to_sender if isinstance(message, Avoid)}
-        return self.sender.avoids | told | {kind} >= set(KINDS)
+        told = {
+            message.transport for message in self.to_sender if isinstance(message, ExcludeTransport)
+        }
+        return self.sender.excluded | told | {kind} >= set(KINDS)
 
     @precondition(lambda self: self.writes and self.fault_budget)
     @rule(data=st.data(), takes_over=st.booleans())
@@ -476,12 +488,12 @@ class HandoffWorld(RuleBasedStateMachine):
         takes_over |= not self.may_be_doomed
         if takes_over and self.is_last(posted.transport):
             return
-        notice = self.writes.pop(posted)
+        notification = self.writes.pop(posted)
         self.faults["write failed"] += 1
         if posted.transport == "first" and posted not in self.stored:
-            self.late[posted] = notice
+            self.late[posted] = notification
         if takes_over:
-            self.perform_sender(self.sender.reroute(posted.transport))
+            self.perform_sender(self.sender.fail_over(posted.transport))
         else:
             self.is_doomed = True
             self.perform_sender(self.sender.fail("the transport broke", stage="transfer"))
@@ -496,7 +508,7 @@ class HandoffWorld(RuleBasedStateMachine):
         if self.is_last(kind):
             return
         self.faults["transport broke"] += 1
-        self.perform_sender(self.sender.reroute(kind))
+        self.perform_sender(self.sender.fail_over(kind))
         for posted in sorted(p for p in self.writes if p.transport == kind):
             if kind == "first" and posted not in self.stored:
                 self.late[posted] = self.writes[posted]
@@ -512,16 +524,16 @@ class HandoffWorld(RuleBasedStateMachine):
         self.faults["notice lost"] += 1
         self.store(posted, self.writes[posted])
         self.sender_hears_of_the_end(posted)  # it thinks that all is well
-        self.perform_sender(self.sender.reroute(posted.transport))
+        self.perform_sender(self.sender.fail_over(posted.transport))
 
     @precondition(lambda self: self.late)
     @rule(data=st.data())
     def a_failed_write_is_stored_late(self, data: st.DataObject) -> None:
         posted = data.draw(st.sampled_from(sorted(self.late)))
-        notice = self.late.pop(posted)
-        self.store(posted, notice)
+        notification = self.late.pop(posted)
+        self.store(posted, notification)
         self.faults["stored late"] += 1
-        self.arrive(posted, notice)
+        self.arrive(posted, notification)
 
     @precondition(lambda self: self.fencing)
     @rule()
@@ -541,30 +553,30 @@ class HandoffWorld(RuleBasedStateMachine):
         if posted in self.stored or self.is_last(posted.transport):
             return
         self.store(posted, self.writes[posted])
-        if self.window == "open" and posted.transport not in self.closed:
+        if self.grant_state == "open" and posted.transport not in self.closed:
             self.faults["suspected"] += 1
-            self.perform_receiver(self.receiver.suspect(posted.transport, "digest mismatch"))
+            self.perform_receiver(self.receiver.exclude(posted.transport, "digest mismatch"))
         self.sender_hears_of_the_end(posted)
 
     @precondition(lambda self: self.landed)
     @rule(data=st.data())
     def a_notice_comes_twice(self, data: st.DataObject) -> None:
         layer, token = data.draw(st.sampled_from(sorted(self.landed)))
-        notice = Notice(layer, token, token + 1, b"")
+        notification = Notification(layer, token, token + 1, b"")
         if self.receiver.phase is ReceivePhase.GRANTED:
             with pytest.raises(ProtocolError):
-                self.receiver.expects(notice)
+                self.receiver.expects(notification)
             self.faults["duplicate refused"] += 1
         else:
-            assert not self.receiver.expects(notice)
+            assert not self.receiver.expects(notification)
 
-    @precondition(lambda self: self.window == "closed" and not self.writes)
+    @precondition(lambda self: self.grant_state == "closed" and not self.writes)
     @rule()
-    def window_falls_quiet(self) -> None:
-        self.window = "quiescent"
+    def grant_becomes_quiescent(self) -> None:
+        self.grant_state = "quiescent"
         self.late.clear()
         self.fencing.clear()
-        self.perform_receiver(self.receiver.window_quiescent())
+        self.perform_receiver(self.receiver.grant_quiescent())
 
     @precondition(lambda self: self.fault_budget and self.may_be_doomed)
     @rule()
@@ -603,7 +615,7 @@ class HandoffWorld(RuleBasedStateMachine):
         self.sender.check_invariants()
         if self.receiver.over:
             assert not self.reads, "staging pages given back under a read"
-            assert self.window in {"never opened", "quiescent"}
+            assert self.grant_state in {"never opened", "quiescent"}
         told = Counter(type(event) for event in self.told)
         assert told[KVLanded] + told[KVFailed] <= 1
         assert told[BlocksQuiescent] <= 1
@@ -613,7 +625,7 @@ class HandoffWorld(RuleBasedStateMachine):
         assert len(self.sent) <= 1
         assert bool(self.sent) == self.sender.over
         if self.receiver.phase is ReceivePhase.WAITING:
-            assert self.window == "never opened"
+            assert self.grant_state == "never opened"
             assert not self.told
 
     def carry_through(self) -> None:
@@ -641,7 +653,7 @@ class HandoffWorld(RuleBasedStateMachine):
         assert [type(event) for event in self.told] == [KVLanded]
         assert [type(event) for event in self.sent] == [KVSent]
 
-    def finish_write(self, posted: Posted) -> None:
+    def finish_write(self, posted: TransferHandle) -> None:
         if posted in self.stored:
             self.sender_hears_of_the_end(posted)
         else:
@@ -659,8 +671,8 @@ class HandoffWorld(RuleBasedStateMachine):
             posted = next(iter(self.writes))
             self.perform_sender(self.sender.fail("the end", stage="transfer"))
             self.sender_hears_of_the_end(posted)
-        if self.window == "closed":
-            self.window_falls_quiet()
+        if self.grant_state == "closed":
+            self.grant_becomes_quiescent()
         while self.reads:
             self.end_read(next(iter(self.reads)))
         assert self.receiver.over

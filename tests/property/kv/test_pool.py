@@ -151,7 +151,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.away["in_flight"].update(blocks)
         assert flying.blocks == blocks
         with pytest.raises(BlockStateError):
-            guard.give_back()
+            guard.release()
         return flying
 
     @rule(target=quiescent, guard=consumes(in_flight))

@@ -4,27 +4,27 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from baton.authority.seen import SeenTickets, TicketUse
-from baton.authority.ticket import unseal
-from baton.engines.stalls import StallWatch
-from baton.engines.transformers.custody import Custody
+from baton.auth.ticket import unseal
+from baton.auth.used_tickets import TicketUse, UsedTickets
+from baton.engines.stall_detector import StallDetector
+from baton.engines.transformers.pinned_blocks import PinnedBlocks
 from baton.handoff import grants
 from baton.handoff.coverage import Coverage
-from baton.handoff.footprint import ServedFace
+from baton.handoff.decode_receiver import DecodeReceiver
 from baton.handoff.grants import EarlyGrants
-from baton.handoff.graves import Graves
-from baton.handoff.incoming import Incoming
+from baton.handoff.incoming import IncomingHandoff
 from baton.handoff.interface import KVLanded
-from baton.handoff.meeting import MetFaces, meet
+from baton.handoff.lease_renewer import LeaseRenewer
+from baton.handoff.mapped_pages import RegisteredView
+from baton.handoff.negotiation import NegotiatedViews, negotiate
 from baton.handoff.peers import PeerTable
-from baton.handoff.receiving import ReceivingDesk
-from baton.handoff.renewing import Renewals
-from baton.handoff.sending import SendingDesk
+from baton.handoff.prefill_sender import PrefillSender
 from baton.handoff.session.actions import Emit
-from baton.handoff.session.lease import Lease, Tenancy
+from baton.handoff.session.lease import Lease, LeaseHolder
 from baton.handoff.session.receive import ReceiveSession
 from baton.handoff.session.send import SendSession
-from tests.property.sim.planted_in_loans import PLANTED_IN_LOANS
+from baton.handoff.tombstones import Tombstones
+from tests.property.sim.planted_in_loans import PLANTED_IN_EXPORTS
 from tests.property.sim.planted_in_pool import PLANTED_IN_POOL
 
 if TYPE_CHECKING:
@@ -35,50 +35,50 @@ if TYPE_CHECKING:
 
 def no_quarantine(patch: pytest.MonkeyPatch) -> None:
     """Blocks of a failed handoff are free at once."""
-    quarantine = Custody.quarantine
+    quarantine = PinnedBlocks.quarantine
 
     def free_at_once(self, ticket):
         sequence = quarantine(self, ticket)
         self.release_quarantined(ticket)
         return sequence
 
-    patch.setattr(Custody, "quarantine", free_at_once)
+    patch.setattr(PinnedBlocks, "quarantine", free_at_once)
 
 
 def no_epoch_check(patch: pytest.MonkeyPatch) -> None:
     """Whoever answers at the address, and whoever shows a ticket, is taken for the one meant."""
 
-    def find_faces(self, peer, hello):
+    def find_views(self, peer, hello):
         if peer.dialed is None:
-            pair = meet(dialer=hello, listener=self._hello)
-            return MetFaces(pair.listener, hello.faces[pair.dialer])
-        pair = meet(dialer=self._hello, listener=hello)
-        return MetFaces(pair.dialer, hello.faces[pair.listener])
+            pair = negotiate(dialer=hello, listener=self._hello)
+            return NegotiatedViews(pair.listener, hello.views[pair.dialer])
+        pair = negotiate(dialer=self._hello, listener=hello)
+        return NegotiatedViews(pair.dialer, hello.views[pair.listener])
 
-    patch.setattr(PeerTable, "_find_faces", find_faces)
+    patch.setattr(PeerTable, "_find_views", find_views)
     patch.setattr(
         grants,
         "check_ticket",
-        lambda desk, peer, text: unseal(text, desk.key, desk.clock.unix_now()),
+        lambda context, peer, text: unseal(text, context.key, context.clock.unix_now()),
     )
 
 
 def early_free(patch: pytest.MonkeyPatch) -> None:
-    """A closed window is taken for a quiet one."""
-    close = Incoming.close_windows
+    """A closed grant is taken for a quiet one."""
+    close = IncomingHandoff.close_write_grants
 
     def close_and_forget(self):
         close(self)
         return False
 
-    patch.setattr(Incoming, "close_windows", close_and_forget)
+    patch.setattr(IncomingHandoff, "close_write_grants", close_and_forget)
 
 
 def early_free_of_the_source(patch: pytest.MonkeyPatch) -> None:
     """A handoff that fails gives its source pages back under its own writes."""
 
     def settle(self):
-        ends = self.phase == "ending" or (not self.over and self._is_taken)
+        ends = self.phase == "ending" or (not self.over and self._is_acked)
         return self._over() if ends else []
 
     patch.setattr(SendSession, "_settle", settle)
@@ -98,17 +98,17 @@ def double_completion(patch: pytest.MonkeyPatch) -> None:
 
 def no_digest_check(patch: pytest.MonkeyPatch) -> None:
     """What was stored is believed."""
-    patch.setattr(Incoming, "is_intact", lambda self, notice, transport, sampler: True)
+    patch.setattr(IncomingHandoff, "is_intact", lambda self, notification, transport, sampler: True)
 
 
 def lost_wake(patch: pytest.MonkeyPatch) -> None:
     """Nobody hears that a transport was attached."""
-    patch.setattr(SendingDesk, "route_found", lambda self, event: None)
+    patch.setattr(PrefillSender, "transport_up", lambda self, event: None)
 
 
 def forgotten_lease(patch: pytest.MonkeyPatch) -> None:
     """Staging pages are not given back."""
-    patch.setattr(ServedFace, "give_back", lambda self, holder: None)
+    patch.setattr(RegisteredView, "release", lambda self, holder: None)
 
 
 def forgotten_grants(patch: pytest.MonkeyPatch) -> None:
@@ -129,10 +129,10 @@ def no_fence(patch: pytest.MonkeyPatch) -> None:
     def fence(self, kind):
         transport = self._opened.pop(kind, None)
         if transport is not None:
-            transport.close_window(self.session.ticket)
+            transport.close_grant(self.session.ticket)
         return True
 
-    patch.setattr(Incoming, "fence", fence)
+    patch.setattr(IncomingHandoff, "fence", fence)
 
 
 def counted_twice(patch: pytest.MonkeyPatch) -> None:
@@ -142,33 +142,33 @@ def counted_twice(patch: pytest.MonkeyPatch) -> None:
 
 def any_peer_is_heard(patch: pytest.MonkeyPatch) -> None:
     """A message about a handoff counts, whoever sends it."""
-    heard = ReceivingDesk.heard
+    handle_message = DecodeReceiver.handle_message
 
-    def hear_anybody(self, peer, message):
+    def handle_any(self, peer, message):
         incoming = self._incoming.get(message.ticket)
-        heard(self, peer if incoming is None else incoming.peer, message)
+        handle_message(self, peer if incoming is None else incoming.peer, message)
 
-    patch.setattr(ReceivingDesk, "heard", hear_anybody)
+    patch.setattr(DecodeReceiver, "handle_message", handle_any)
 
 
 def forgotten_graves(patch: pytest.MonkeyPatch) -> None:
     """A ticket that ended before its request came is waited for."""
-    patch.setattr(Graves, "take", lambda self, ticket, peer=None: None)
+    patch.setattr(Tombstones, "take", lambda self, ticket, peer=None: None)
 
 
 def replayed_tickets(patch: pytest.MonkeyPatch) -> None:
     """A ticket may be used again."""
-    patch.setattr(SeenTickets, "use", lambda self, ticket, now: TicketUse.FIRST)
+    patch.setattr(UsedTickets, "use", lambda self, ticket, now: TicketUse.FIRST)
 
 
-def no_stall_watch(patch: pytest.MonkeyPatch) -> None:
+def no_stall_detector(patch: pytest.MonkeyPatch) -> None:
     """Two workers that are short of memory wait for each other."""
-    patch.setattr(StallWatch, "is_over", lambda self, now, *, in_vain: False)
+    patch.setattr(StallDetector, "should_cancel", lambda self, now, *, no_progress: False)
 
 
 def lease_not_checked(patch: pytest.MonkeyPatch) -> None:
     """Decode consumes what it read, whenever that was: prefill has reused its pages."""
-    patch.setattr(Tenancy, "holds", lambda self, now: True)
+    patch.setattr(LeaseHolder, "holds", lambda self, now: True)
 
 
 def lease_for_ever(patch: pytest.MonkeyPatch) -> None:
@@ -178,7 +178,7 @@ def lease_for_ever(patch: pytest.MonkeyPatch) -> None:
 
 def no_renewals(patch: pytest.MonkeyPatch) -> None:
     """Decode says to nobody what waits in its queue."""
-    patch.setattr(Renewals, "tick", lambda self, reading: None)
+    patch.setattr(LeaseRenewer, "tick", lambda self, reading: None)
 
 
 PLANTED: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
@@ -199,10 +199,10 @@ PLANTED: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
         any_peer_is_heard,
         forgotten_graves,
         replayed_tickets,
-        no_stall_watch,
+        no_stall_detector,
         lease_not_checked,
         lease_for_ever,
         no_renewals,
     )
 }
-PLANTED |= PLANTED_IN_LOANS | PLANTED_IN_POOL
+PLANTED |= PLANTED_IN_EXPORTS | PLANTED_IN_POOL

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 from baton.clock import Instant
 from baton.handoff.agent import HandoffAgent
 from baton.handoff.interface import KVLanded
-from baton.handoff.pooling import pieces
-from baton.handoff.pooling.collection import Collection
-from baton.handoff.pooling.deposit import Deposit
-from baton.handoff.pooling.desk import PoolDesk
+from baton.handoff.pool_mode import token_segments
+from baton.handoff.pool_mode.store_handoff import StoreHandoff
+from baton.handoff.pool_mode.store_read import StoreRead
+from baton.handoff.pool_mode.store_write import StoreWrite
 from baton.kv.identity import BlockHash
-from baton.store import record
+from baton.store import entry_format
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 def rot_is_believed(patch: pytest.MonkeyPatch) -> None:
     """What is in the store is taken for what was put."""
-    patch.setattr(record, "has_digest", lambda body, digest: True)
+    patch.setattr(entry_format, "has_digest", lambda body, digest: True)
 
 
 def tails_without_tokens(patch: pytest.MonkeyPatch) -> None:
@@ -33,7 +33,7 @@ def tails_without_tokens(patch: pytest.MonkeyPatch) -> None:
     def name_tail(domain, token_ids, parent):
         return BlockHash(hashlib.sha256((parent or b"") + bytes([len(token_ids)])).digest()[:16])
 
-    patch.setattr(pieces, "compute_tail_hash", name_tail)
+    patch.setattr(token_segments, "compute_tail_hash", name_tail)
 
 
 def kept_before_it_is_computed(patch: pytest.MonkeyPatch) -> None:
@@ -42,13 +42,13 @@ def kept_before_it_is_computed(patch: pytest.MonkeyPatch) -> None:
     def layer_ready(self, layer, stop):
         self._ready[:] = stop
 
-    patch.setattr(Deposit, "layer_ready", layer_ready)
+    patch.setattr(StoreWrite, "mark_layer_ready", layer_ready)
 
 
 def part_is_taken_for_all(patch: pytest.MonkeyPatch) -> None:
     """What did not come is not computed."""
     patch.setattr(
-        Collection,
+        StoreRead,
         "end_early",
         lambda self, reason, stage: [KVLanded(self.order.ticket.id, None)],
     )
@@ -56,26 +56,26 @@ def part_is_taken_for_all(patch: pytest.MonkeyPatch) -> None:
 
 def collections_for_ever(patch: pytest.MonkeyPatch) -> None:
     """Entries that do not come are waited for."""
-    patch.setattr(PoolDesk, "_deadline", lambda self, order: Instant(math.inf))
+    patch.setattr(StoreHandoff, "_deadline", lambda self, order: Instant(math.inf))
 
 
 def silent_abort(patch: pytest.MonkeyPatch) -> None:
     """The engine does not hear that its blocks are let go of."""
 
     def abort(self, ticket, reason):
-        self._collections.pop(ticket, None)
-        self._fail_deposit(ticket, reason, "abort")
+        self._reads.pop(ticket, None)
+        self._fail_write(ticket, reason, "abort")
 
-    patch.setattr(PoolDesk, "_abort", abort)
+    patch.setattr(StoreHandoff, "_abort", abort)
 
 
 def pooled_tickets_are_renewed(patch: pytest.MonkeyPatch) -> None:
     """Decode renews what nobody holds, for ever."""
 
-    def keep(self, ticket):
-        self._command(lambda: self._receiving.keep(ticket))
+    def renew_lease(self, ticket):
+        self._command(lambda: self._receiving.renew_lease(ticket))
 
-    patch.setattr(HandoffAgent, "keep", keep)
+    patch.setattr(HandoffAgent, "renew_lease", renew_lease)
 
 
 PLANTED_IN_POOL: dict[str, Callable[[pytest.MonkeyPatch], None]] = {

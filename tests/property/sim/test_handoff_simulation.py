@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from baton.sim.handoff.campaign import Tally, run_seeds
-from baton.sim.handoff.drawing import draw_schedule
+from baton.sim.handoff.generating import generate_schedule
 from baton.sim.handoff.running import run_schedule
 from baton.sim.handoff.shrinking import shrink
 from tests.property.sim.planted import PLANTED, double_completion, no_digest_check
@@ -24,19 +24,27 @@ EVERY_FAULT = {
     "crash",
     "cut",
     "failed transfer",
-    "late notice",
+    "late notification",
     "late store",
     "parted",
     "pause",
     "refused",
     "replay",
-    "spoilt: flip",
-    "spoilt: repeat",
-    "spoilt: swap",
-    "spoilt: truncate",
-    "spoilt: zero",
+    "corrupted: flip",
+    "corrupted: repeat",
+    "corrupted: swap",
+    "corrupted: truncate",
+    "corrupted: zero",
 }
-ROTS = {"rot: refuse", "rot: lose", "rot: flip", "rot: cut", "rot: swap", "evicted", "damaged"}
+ENTRY_FAULTS = {
+    "entry: refuse",
+    "entry: lose",
+    "entry: flip",
+    "entry: cut",
+    "entry: swap",
+    "evicted",
+    "damaged",
+}
 EVERY_EVENT = {
     "lease lapsed",
     "lease renewed",
@@ -58,7 +66,7 @@ BEGIN = {
     "any_peer_is_heard": 3_200,
     "forgotten_graves": 1_040,
     "no_fence": 1_640,
-    "no_stall_watch": 4_500,
+    "no_stall_detector": 4_500,
     "lease_not_checked": 760,
     "loans_end_with_links": 250,
     "borrowers_live_for_ever": 200,
@@ -89,7 +97,9 @@ def test_every_kind_of_fault_takes_effect_and_most_requests_are_answered_nonethe
     tally = Tally()
     for first in range(10_000, 14_000, 200):  # recalls are seldom drawn
         tally.add(run_seeds(range(first, first + 200)))
-        missing = (EVERY_FAULT | ROTS) - tally.met.keys() | EVERY_EVENT - tally.seen.keys()
+        missing = (
+            EVERY_FAULT | ENTRY_FAULTS
+        ) - tally.injected.keys() | EVERY_EVENT - tally.seen.keys()
         if not missing:
             break
     assert not missing
@@ -98,7 +108,7 @@ def test_every_kind_of_fault_takes_effect_and_most_requests_are_answered_nonethe
 
 def test_a_seed_gives_the_same_run_to_the_last_line() -> None:
     for seed in range(300, 310):
-        first, second = (run_schedule(draw_schedule(seed), keeps_log=True) for _ in range(2))
+        first, second = (run_schedule(generate_schedule(seed), keeps_log=True) for _ in range(2))
         assert first == second
         assert len(first.log) > 10
 
@@ -111,7 +121,7 @@ def test_a_planted_bug_is_found(
     PLANTED[name](monkeypatch)
     begin = BEGIN.get(name, 0)
     for num_seeds, seed in enumerate(range(begin, begin + MAX_SEEDS), 1):
-        violation = run_schedule(draw_schedule(seed)).violation
+        violation = run_schedule(generate_schedule(seed)).violation
         if violation is not None:
             print(f"{name}: found by seed {seed}, the {num_seeds}th: {violation}")
             record_property("num_seeds", num_seeds)
@@ -123,7 +133,7 @@ def test_a_failing_schedule_is_made_shorter(monkeypatch: pytest.MonkeyPatch) -> 
     no_digest_check(monkeypatch)
     schedule = next(
         schedule
-        for schedule in map(draw_schedule, range(1000))
+        for schedule in map(generate_schedule, range(1000))
         if len(schedule.faults) > 2 and run_schedule(schedule).violation
     )
     shorter = shrink(schedule)
@@ -135,7 +145,7 @@ def test_a_failing_schedule_is_made_shorter(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_schedule_that_breaks_nothing_stays_as_it_is() -> None:
-    schedule = draw_schedule(0)
+    schedule = generate_schedule(0)
     assert shrink(schedule) is schedule
 
 

@@ -25,7 +25,7 @@ def test_a_handoff_waits_for_its_deadline_where_a_failed_write_may_land(
 ) -> None:
     monkeypatch.setattr(fabric, "LATE_S", VERY_LATE_S)
     assert not any(outcome.violation for outcome in run_some())
-    monkeypatch.setattr(Fabric, "is_late", lambda self, window: False)
+    monkeypatch.setattr(Fabric, "is_late", lambda self, grant: False)
     assert find_in_vain()
 
 
@@ -45,7 +45,7 @@ def run_some() -> list[Outcome]:
                 seed=seed,
                 workers=(make_worker("p0"), make_worker("d0")),
                 kinds=("sim-rdma", "sim-tcp"),
-                mover="prefill",
+                op="WRITE",
                 clients=(Client(0.0, prompt, 2, None, "push"),),
                 faults=(FailTransfers(0.0, "sim-rdma", 5),),
             )

@@ -6,14 +6,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.authority.key import ClusterKey
+from baton.auth.key import ClusterKey
 from baton.errors import AuthenticationError, ProtocolError
-from baton.transfer.framing import PREFIX_BYTES, FrameDecoder, encode_frame
-from baton.transfer.geometry import unpack_geometry, unpack_target
-from baton.transfer.handshake import DialerHandshake, ListenerHandshake
+from baton.net.framing import (
+    PREFIX_BYTES,
+    DialerHandshake,
+    FrameDecoder,
+    ListenerHandshake,
+    encode_frame,
+)
 from baton.transfer.interface import PageArray
 from baton.transfer.messages import encode
 from baton.transfer.onesided import wire as onesided_wire
+from baton.transfer.scatter_gather import unpack_geometry, unpack_target
 from baton.transfer.transports.file import wire as file_wire
 from baton.transfer.transports.shared import wire as shared_wire
 from baton.transfer.transports.tcp import wire as tcp_wire
@@ -40,7 +45,7 @@ ids = st.binary(min_size=16, max_size=16)
 data_parts = st.builds(
     tcp_wire.Data,
     sequence=st.integers(0, 1 << 40),
-    window=ids,
+    grant=ids,
     array=st.integers(0, 3),
     dst_pages=st.lists(st.integers(0, 12)).map(lambda pages: np.array(pages, "<u4").tobytes())
     | st.binary(max_size=32),
@@ -48,7 +53,7 @@ data_parts = st.builds(
         lambda spans: np.array(spans, "<u4").tobytes()
     )
     | st.binary(max_size=32),
-    notice=st.none() | st.binary(max_size=40),
+    notification=st.none() | st.binary(max_size=40),
 )
 
 

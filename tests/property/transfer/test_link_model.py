@@ -8,10 +8,10 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.transfer.links.choosing import Chooser
+from baton.transfer.links.choice import Chooser
+from baton.transfer.links.default_cost import NETWORK, SAME_HOST
 from baton.transfer.links.fitting import Sample, fit
 from baton.transfer.links.model import LinkModel
-from baton.transfer.links.prior import NETWORK, SAME_HOST
 from baton.transfer.links.probes import PLAN, ProbeBounds, ProbeSeries
 from baton.transfer.links.shape import TransferShape
 

@@ -61,19 +61,19 @@ def test_repeated_flags_make_lists():
 
 def test_the_gateways_defaults_are_those_of_its_options():
     flags = parse(GatewayFlags, "--worker", "http://127.0.0.1:1")
-    options = gateway_options(flags.resolve().to_config(), announce_fd=1)
+    options = gateway_options(flags.resolve().to_config(), status_fd=1)
     bare = GatewayOptions(workers=options.workers, cluster_key=options.cluster_key)
     assert dataclasses.replace(options, key_origin="generated") == bare
 
 
 def test_the_workers_defaults_are_those_of_its_options():
-    options = worker_options(Config(), announce_fd=1)
+    options = worker_options(Config(), status_fd=1)
     assert options == ProcessOptions(worker=options.worker, model=DEMO_MODEL_PATH, key=options.key)
 
 
 def test_the_key_is_in_no_repr():
-    assert KEY not in repr(worker_options(Config(), announce_fd=1))
-    assert str(bytes.fromhex(KEY)) not in repr(worker_options(Config(), announce_fd=1))
+    assert KEY not in repr(worker_options(Config(), status_fd=1))
+    assert str(bytes.fromhex(KEY)) not in repr(worker_options(Config(), status_fd=1))
 
 
 @pytest.mark.parametrize("flags", [GatewayFlags, UpFlags])

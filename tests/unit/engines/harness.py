@@ -26,7 +26,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from baton.authority.ticket import Ticket, WorkerRef
+from baton.auth.ticket import Ticket, WorkerRef
 from baton.clock import Instant
 from baton.engines.interface import (
     Colocated,
@@ -38,12 +38,11 @@ from baton.engines.interface import (
 )
 from baton.engines.transformers.attention import register
 from baton.engines.transformers.engine import TransformersEngine
-from baton.engines.transformers.loading import LoadedModel
+from baton.engines.transformers.loading import LoadedModel, verify_paged_attention
 from baton.engines.transformers.options import TransformersOptions
-from baton.engines.transformers.selfcheck import check_pages_change_nothing
 from baton.engines.transformers.shape import discover_shape
 from baton.ids import Epoch, RequestId, TicketId, WorkerId
-from baton.telemetry.trace import LegTrace
+from baton.telemetry.trace import RequestSpan
 from baton.testing.clocks import ManualClock
 
 if TYPE_CHECKING:
@@ -51,7 +50,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from baton.engines.interface import EngineUpdate, Leg
+    from baton.engines.interface import EngineUpdate, RequestKind
     from baton.handoff.interface import (
         HandoffEvent,
         HandoffPort,
@@ -147,7 +146,7 @@ def prepare(model: torch.nn.Module, eos_token_ids: tuple[int, ...] = ()) -> Load
     """What `load_model` makes of a folder, made of a model in memory."""
     register()
     shape = discover_shape(model)
-    check_pages_change_nothing(model, shape, "float32")
+    verify_paged_attention(model, shape, "float32")
     return LoadedModel(model, shape, "float32", "f" * 64, VOCAB_SIZE, 256, eos_token_ids)
 
 
@@ -186,25 +185,25 @@ class RecordingHandoff:
     first_tokens: dict[TicketId, SampledToken] = field(default_factory=dict)
     events: list[HandoffEvent] = field(default_factory=list)
 
-    def keep(self, ticket: Ticket) -> None:
+    def renew_lease(self, ticket: Ticket) -> None:
         self.kept.append(ticket.id)
 
-    def expect(self, order: ReceiveOrder) -> None:
-        self.calls.append("expect")
+    def start_receive(self, order: ReceiveOrder) -> None:
+        self.calls.append("start_receive")
         self.receives.append(order)
 
-    def offer(self, order: SendOrder) -> None:
-        self.calls.append("offer")
+    def start_send(self, order: SendOrder) -> None:
+        self.calls.append("start_send")
         self.sends.append(order)
 
-    def computing(self, prompts: Sequence[Ticket]) -> None:
+    def report_progress(self, prompts: Sequence[Ticket]) -> None:
         self.uncomputed.append(tuple(ticket.id for ticket in prompts))
 
     def layer_ready(self, tickets: Sequence[tuple[TicketId, int]], layer: int) -> None:
         self.ready += [(ticket, stop, layer) for ticket, stop in tickets]
 
-    def finish(self, ticket: TicketId, first_token: SampledToken) -> None:
-        self.calls.append("finish")
+    def prefill_done(self, ticket: TicketId, first_token: SampledToken) -> None:
+        self.calls.append("prefill_done")
         self.first_tokens[ticket] = first_token
 
     def decline(self, ticket: Ticket, reason: str) -> None:
@@ -213,8 +212,8 @@ class RecordingHandoff:
     def abort(self, ticket: TicketId, reason: str) -> None:
         self.calls.append("abort")
 
-    def withdraw_oldest(self, tickets: Sequence[TicketId], reason: str) -> None:
-        self.calls.append("withdraw_oldest")
+    def cancel_oldest_ungranted(self, tickets: Sequence[TicketId], reason: str) -> None:
+        self.calls.append("cancel_oldest_ungranted")
 
     def poll(self) -> list[HandoffEvent]:
         events, self.events = self.events, []
@@ -237,19 +236,19 @@ class Driver:
         )
         self.updates: list[EngineUpdate] = []
         self.loop = self.engine.build_loop(self.updates.extend, self.handoff)
-        self.traces: dict[str, LegTrace] = {}
+        self.traces: dict[str, RequestSpan] = {}
 
     def submit(
         self,
         name: str,
         prompt: NDArray[np.int32],
-        leg: Leg | None = None,
+        leg: RequestKind | None = None,
         *,
         timeout_s: float = 100.0,
         **sampling: object,
     ) -> None:
         """Queue a request; greedy, 8 tokens and no end token unless `sampling` says otherwise."""
-        trace = LegTrace(request_id=name, worker="w", epoch="e", leg="colocated")
+        trace = RequestSpan(request_id=name, worker="w", epoch="e", role="colocated")
         self.traces[name] = trace
         params = SamplingParams(**{"max_tokens": 8, "temperature": 0.0, **sampling})
         deadline = Instant(self.clock.now() + timeout_s)
@@ -259,19 +258,19 @@ class Driver:
             )
         )
 
-    def turn(self, num_turns: int = 1) -> None:
+    def step(self, num_steps: int = 1) -> None:
         """Some turns, each followed by a look at the scheduler's invariants."""
-        for _ in range(num_turns):
-            self.loop.turn()
+        for _ in range(num_steps):
+            self.loop.step()
             self.loop.check_invariants()
 
-    def run(self, max_turns: int = 500) -> None:
+    def run(self, max_steps: int = 500) -> None:
         """Turn until there is nothing to compute."""
-        for _ in range(max_turns):
-            if not self.loop.turn():
+        for _ in range(max_steps):
+            if not self.loop.step():
                 return
             self.loop.check_invariants()
-        raise AssertionError(f"still busy after {max_turns} turns")
+        raise AssertionError(f"still busy after {max_steps} turns")
 
     def tokens(self, name: str) -> list[int]:
         """The answer so far."""

@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("transformers")
 
 from baton.engines.interface import FinishReason, NewToken
-from baton.engines.transformers.forward import PagedModel
+from baton.engines.transformers.model_runner import PagedModel
 from baton.errors import EngineError
 from baton.telemetry.trace import Stamp
 from tests.unit.engines.harness import (
@@ -120,7 +120,7 @@ def test_a_failing_step_fails_its_requests_and_no_others(
     driver.submit("unlucky", PROMPT)
     with monkeypatch.context() as patch, caplog.at_level(logging.ERROR):
         patch.setattr(PagedModel, "run", lambda *_: 1 / 0)
-        driver.turn()
+        driver.step()
     assert isinstance(driver.failure("unlucky"), EngineError)
     assert len(caplog.records) == 1
     driver.submit("lucky", PROMPT)
@@ -133,10 +133,10 @@ def test_a_cancelled_request_is_forgotten() -> None:
     driver = Driver(tiny_llama(), max_num_seqs=1)
     driver.submit("runs", PROMPT)
     driver.submit("waits", PROMPT)
-    driver.turn()
+    driver.step()
     for name in ("runs", "waits", "unknown"):
         driver.loop.cancel(name)
-    assert not driver.loop.turn()
+    assert not driver.loop.step()
     assert (driver.tokens("runs"), driver.tokens("waits")) == (driver.tokens("runs")[:1], [])
     driver.check_all_blocks_are_free()
 
@@ -148,7 +148,7 @@ def test_all_updates_of_a_turn_come_in_one_call() -> None:
     driver.loop = loop
     for number in range(3):
         driver.submit(f"r{number}", make_prompt(9, number))
-    driver.turn(2)
+    driver.step(2)
     assert calls == [3, 3]
 
 

@@ -16,7 +16,7 @@ from baton.engines.interface import (
     Colocated,
     GenerationRequest,
     NewToken,
-    PrefillLeg,
+    PrefillRequest,
     RequestFailed,
     SamplingParams,
 )
@@ -30,7 +30,7 @@ from baton.errors import (
 )
 from baton.handoff.interface import KVSent
 from baton.ids import RequestId
-from baton.telemetry.trace import LegTrace
+from baton.telemetry.trace import RequestSpan
 from tests.unit.engines.harness import (
     RecordingHandoff,
     make_prompt,
@@ -41,9 +41,9 @@ from tests.unit.engines.harness import (
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from baton.engines.interface import EngineUpdate, Leg
+    from baton.engines.interface import EngineUpdate, RequestKind
 
-PATIENCE_S = 30.0
+WAIT_TIMEOUT_S = 30.0
 
 
 class Answers:
@@ -66,7 +66,7 @@ class Answers:
             return next((u for u in self.updates if u.request == name and _is_last(u)), None)
 
         with self._changed:
-            assert self._changed.wait_for(lambda: end() is not None, PATIENCE_S)
+            assert self._changed.wait_for(lambda: end() is not None, WAIT_TIMEOUT_S)
         update = end()
         assert update is not None
         return update
@@ -86,7 +86,11 @@ def make_engine(**options: object) -> TransformersEngine:
 
 
 def make_request(
-    name: str, num_tokens: int = 9, max_tokens: int = 5, leg: Leg | None = None, **rest: object
+    name: str,
+    num_tokens: int = 9,
+    max_tokens: int = 5,
+    leg: RequestKind | None = None,
+    **rest: object,
 ) -> GenerationRequest:
     return GenerationRequest(
         RequestId(name),
@@ -95,7 +99,7 @@ def make_request(
         leg or Colocated(),
         "",
         rest.get("deadline", Instant(1e12)),
-        LegTrace(request_id=name, worker="w", epoch="e", leg="colocated"),
+        RequestSpan(request_id=name, worker="w", epoch="e", role="colocated"),
     )
 
 
@@ -103,7 +107,7 @@ def make_request(
 def engine() -> Iterator[TransformersEngine]:
     engine = make_engine()
     yield engine
-    engine.stop(PATIENCE_S)
+    engine.stop(WAIT_TIMEOUT_S)
 
 
 def test_it_answers_from_its_own_thread(engine: TransformersEngine) -> None:
@@ -120,10 +124,10 @@ def test_it_answers_from_its_own_thread(engine: TransformersEngine) -> None:
 def test_it_wakes_for_the_handoff(engine: TransformersEngine) -> None:
     answers, handoff, ticket = Answers(), RecordingHandoff(), make_ticket()
     finished = threading.Event()
-    handoff.finish = lambda *_: finished.set()
+    handoff.prefill_done = lambda *_: finished.set()
     engine.start(answers, handoff)
-    engine.submit(make_request("p", leg=PrefillLeg(ticket)))
-    assert finished.wait(PATIENCE_S)
+    engine.submit(make_request("p", leg=PrefillRequest(ticket)))
+    assert finished.wait(WAIT_TIMEOUT_S)
     handoff.events = [KVSent(ticket.id)]
     engine.wake()
     assert isinstance(answers.wait_for_end("p"), NewToken)
@@ -183,26 +187,26 @@ def test_a_deadline_passes_without_any_other_event() -> None:
     engine, answers = make_engine(num_blocks=2), Answers()
     engine.start(answers, RecordingHandoff())
     soon = Instant(MachineClock().now() + 0.05)
-    engine.submit(make_request("blocks all", 30, 1, PrefillLeg(make_ticket())))
+    engine.submit(make_request("blocks all", 30, 1, PrefillRequest(make_ticket())))
     engine.submit(make_request("waits", deadline=soon))
     update = answers.wait_for_end("waits")
     assert isinstance(update, RequestFailed)
-    engine.stop(PATIENCE_S)
+    engine.stop(WAIT_TIMEOUT_S)
 
 
 def test_stopping_fails_what_is_unfinished() -> None:
     engine, answers, offered = make_engine(), Answers(), threading.Event()
     handoff = RecordingHandoff()
-    handoff.offer = lambda _: offered.set()
+    handoff.start_send = lambda _: offered.set()
     engine.start(answers, handoff)
-    engine.submit(make_request("p", leg=PrefillLeg(make_ticket())))
-    assert offered.wait(PATIENCE_S)
-    engine.stop(PATIENCE_S)
+    engine.submit(make_request("p", leg=PrefillRequest(make_ticket())))
+    assert offered.wait(WAIT_TIMEOUT_S)
+    engine.stop(WAIT_TIMEOUT_S)
     assert isinstance(answers.wait_for_end("p"), RequestFailed)
     assert not engine.is_alive()
     with pytest.raises(EngineError, match="was stopped"):
         engine.submit(make_request("late"))
-    engine.stop(PATIENCE_S)
+    engine.stop(WAIT_TIMEOUT_S)
 
 
 def test_a_thread_that_died_says_so(caplog: pytest.LogCaptureFixture) -> None:
@@ -224,4 +228,4 @@ def test_a_thread_that_died_says_so(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(EngineError, match="restart the worker"):
         engine.submit(make_request("next"))
     assert "the engine's thread died" in caplog.text
-    engine.stop(PATIENCE_S)
+    engine.stop(WAIT_TIMEOUT_S)

@@ -26,9 +26,8 @@ from baton.clock import MachineClock
 from baton.engines.checkpoint import compute_fingerprint, fingerprint_checkpoint
 from baton.engines.interface import ENGINES, EngineContext
 from baton.engines.transformers import loading
-from baton.engines.transformers.loading import load_model
+from baton.engines.transformers.loading import load_model, verify_paged_attention
 from baton.engines.transformers.options import TransformersOptions
-from baton.engines.transformers.selfcheck import check_pages_change_nothing
 from baton.engines.transformers.shape import LayerShape, check_layer_kinds
 from baton.errors import ConfigError
 from tests.unit.engines.harness import make_model, prepare, tiny_llama
@@ -166,7 +165,7 @@ def test_a_model_that_pages_wrongly_is_refused() -> None:
         *args, **{**kwargs, "position_ids": None}
     )  # as a model would that counts positions by itself
     with pytest.raises(ConfigError, match="gives other numbers over paged KV"):
-        check_pages_change_nothing(model, shape, "float32")
+        verify_paged_attention(model, shape, "float32")
 
 
 def test_the_shared_model_of_these_tests_is_latent_free() -> None:

@@ -8,9 +8,9 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from baton.engines.transformers.forward import PagedModel  # noqa: E402
+from baton.engines.transformers.attention import Span  # noqa: E402
+from baton.engines.transformers.model_runner import PagedModel  # noqa: E402
 from baton.engines.transformers.pages import KVPages, MirroredPages, allocate_pages  # noqa: E402
-from baton.engines.transformers.step import Span  # noqa: E402
 from baton.transfer.region import view_pages  # noqa: E402
 from tests.unit.engines.harness import make_model, make_prompt, prepare, tiny_llama  # noqa: E402
 
@@ -66,7 +66,7 @@ def test_mirrored_pages_take_what_peers_wrote() -> None:
     region = allocate_pages(shape, layout, 4, CPU).region
     mirrored = MirroredPages(shape, layout, region, CPU)
     region.memory[:] = source.region.memory
-    mirrored.from_region([3, 0])
+    mirrored.load_blocks([3, 0])
     for ours, theirs in zip(mirrored.planes, source.planes, strict=True):
         for plane, written in zip(ours, theirs, strict=True):
             assert torch.equal(plane[[3, 0]], written[[3, 0]])

@@ -13,7 +13,7 @@ from hypothesis import given  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
 from baton.engines.interface import SamplingParams  # noqa: E402
-from baton.engines.transformers.sampling import Draw, compute_uniform, sample  # noqa: E402
+from baton.engines.transformers.model_runner import Draw, compute_uniform, sample  # noqa: E402
 
 ODDS = torch.tensor([0.5, 0.3, 0.15, 0.05])
 NUM_DRAWS = 4000

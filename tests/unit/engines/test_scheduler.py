@@ -14,10 +14,10 @@ from msgspec.structs import replace
 from baton.clock import Instant
 from baton.engines.interface import (
     Colocated,
-    DecodeLeg,
+    DecodeRequest,
     GenerationRequest,
-    Leg,
-    PrefillLeg,
+    PrefillRequest,
+    RequestKind,
     SamplingParams,
 )
 from baton.engines.transformers.scheduler import Limits, Scheduler, Work
@@ -27,11 +27,11 @@ from baton.ids import RequestId, TicketId
 from baton.kv.identity import HashDomain
 from baton.kv.layout import LayerLayout
 from baton.kv.pool import BlockPool
-from baton.telemetry.trace import LegTrace
+from baton.telemetry.trace import RequestSpan
 from tests.unit.handoff.orders import make_ticket
 
 if TYPE_CHECKING:
-    from baton.authority.ticket import Ticket
+    from baton.auth.ticket import Ticket
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 14
@@ -45,7 +45,7 @@ def number_ticket(number: int) -> Ticket:
 
 
 def make_sequence(
-    num_tokens: int, max_tokens: int, leg: Leg, *, start: int = 0, number: int = 0
+    num_tokens: int, max_tokens: int, leg: RequestKind, *, start: int = 0, number: int = 0
 ) -> Sequence:
     """A request for `num_tokens` tokens that count from `start`; `number` is its arrival."""
     request = GenerationRequest(
@@ -55,7 +55,7 @@ def make_sequence(
         leg,
         "",
         Instant(1e9),
-        LegTrace(request_id=f"r{number}", worker="w", epoch="e", leg="colocated"),
+        RequestSpan(request_id=f"r{number}", worker="w", epoch="e", role="colocated"),
     )
     return Sequence(request, HashDomain("m", "", BLOCK_SIZE), seed=0, arrival=number)
 
@@ -70,7 +70,7 @@ def carry_out(scheduler: Scheduler, work: Work) -> None:
     scheduler.advance(work)
     if not samples:
         return
-    if isinstance(sequence.leg, PrefillLeg):
+    if isinstance(sequence.kind, PrefillRequest):
         scheduler.hold(sequence)
     elif sequence.append(1, ()) is not None:
         scheduler.end(sequence)
@@ -100,8 +100,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         ticket = number_ticket(self.num_arrived)
         legs = {
             "colocated": Colocated(),
-            "prefill": PrefillLeg(ticket),
-            "decode": DecodeLeg(ticket),
+            "prefill": PrefillRequest(ticket),
+            "decode": DecodeRequest(ticket),
         }
         sequence = make_sequence(
             num_tokens, max_tokens, legs[kind], start=start, number=self.num_arrived
@@ -117,9 +117,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         """How many tokens were computed."""
         plan = self.scheduler.schedule()
         assert plan.num_tokens <= LIMITS.max_batch_tokens
-        for expectation in plan.expected:
-            assert expectation.start == expectation.sequence.num_computed
-            self.receiving[expectation.ticket.id] = expectation.sequence
+        for receive in plan.expected:
+            assert receive.start == receive.sequence.num_computed
+            self.receiving[receive.ticket.id] = receive.sequence
         for sequence, ticket in plan.offered:
             self.sending[ticket.id] = sequence
         assert len({work.sequence.request.id for work in plan.work}) == len(plan.work)
@@ -200,7 +200,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.closing.add(ticket)
 
     def _become_quiescent(self, ticket: TicketId) -> None:
-        self.scheduler.custody.release_quarantined(ticket)
+        self.scheduler.pinned_blocks.release_quarantined(ticket)
         self.closing.remove(ticket)
 
     def _end_send(self, ticket: TicketId, good: bool) -> None:
@@ -208,7 +208,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if good and sequence.status is Status.RUNNING:
             return  # nothing is sent before it is computed
         del self.sending[ticket]
-        assert self.scheduler.give_back(ticket) is sequence
+        assert self.scheduler.finish_send(ticket) is sequence
         if sequence.status is not Status.ENDED:
             self.scheduler.end(sequence)
 
@@ -248,7 +248,7 @@ def test_the_youngest_gives_way_and_the_oldest_goes_on() -> None:
 
 def test_offered_blocks_are_never_taken_away() -> None:
     scheduler = make_scheduler(5)
-    offered = make_sequence(12, 1, PrefillLeg(make_ticket()), start=50, number=1)
+    offered = make_sequence(12, 1, PrefillRequest(make_ticket()), start=50, number=1)
     growing = make_sequence(3, 9, Colocated())
     for sequence in (growing, offered):
         scheduler.add(sequence)
@@ -266,7 +266,7 @@ def test_blocks_that_lack_dead_tokens_of_a_window_are_not_published(
 ) -> None:
     scheduler = make_scheduler(NUM_BLOCKS, *layers)
     ticket = make_ticket()
-    scheduler.add(make_sequence(20, 5, DecodeLeg(ticket)))
+    scheduler.add(make_sequence(20, 5, DecodeRequest(ticket)))
     scheduler.schedule()
     scheduler.land(KVLanded(ticket.id, None), 0)
     # Of 20 tokens a window of 6 lets the next one see [15, 20): block 4 alone is whole.

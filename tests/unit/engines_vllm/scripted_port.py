@@ -21,7 +21,7 @@ from baton.handoff.interface import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from baton.authority.ticket import Ticket
+    from baton.auth.ticket import Ticket
     from baton.handoff.interface import SampledToken
     from baton.ids import TicketId
     from baton.testing.clocks import ManualClock
@@ -50,7 +50,7 @@ class ScriptedPort:
 
     def __init__(self, num_layers: int) -> None:
         self.num_layers = num_layers
-        self.bell = threading.Event()
+        self.wake_event = threading.Event()
         self.sends: dict[TicketId, Sending] = {}
         self.receives: dict[TicketId, Receiving] = {}
         self.declined: list[Ticket] = []
@@ -62,22 +62,22 @@ class ScriptedPort:
         self.uncomputed: list[tuple[TicketId, ...]] = []
         self._events: list[HandoffEvent] = []
 
-    def keep(self, ticket: Ticket) -> None:
+    def renew_lease(self, ticket: Ticket) -> None:
         self.kept.append(ticket)
 
-    def expect(self, order: ReceiveOrder) -> None:
+    def start_receive(self, order: ReceiveOrder) -> None:
         assert order.ticket.id not in self.receives
         if self.is_alive:
             self.receives[order.ticket.id] = Receiving(order)
 
-    def offer(self, order: SendOrder) -> None:
+    def start_send(self, order: SendOrder) -> None:
         assert order.ticket.id not in self.sends
         self.offered.add(order.ticket.request_id)
         ready = dict.fromkeys(range(self.num_layers), order.num_ready_tokens)
         if self.is_alive:
             self.sends[order.ticket.id] = Sending(order, ready)
 
-    def computing(self, prompts: Sequence[Ticket]) -> None:
+    def report_progress(self, prompts: Sequence[Ticket]) -> None:
         self.uncomputed.append(tuple(ticket.id for ticket in prompts))
 
     def layer_ready(self, tickets: Sequence[tuple[TicketId, int]], layer: int) -> None:
@@ -87,7 +87,7 @@ class ScriptedPort:
                 assert stop <= send.order.num_tokens
                 send.ready[layer] = max(send.ready[layer], stop)
 
-    def finish(self, ticket: TicketId, first_token: SampledToken | None) -> None:
+    def prefill_done(self, ticket: TicketId, first_token: SampledToken | None) -> None:
         assert first_token is None
         send = self.sends.get(ticket)
         if send is not None:
@@ -105,14 +105,14 @@ class ScriptedPort:
         elif ticket in self.receives:
             self.receives[ticket].is_aborted = True
 
-    def give_up(self, ticket: TicketId, reason: str) -> None:
+    def abort_from_peer(self, ticket: TicketId, reason: str) -> None:
         self.given_up.append(ticket)
         if ticket in self.sends:
             self.abort(ticket, reason)
         elif ticket in self.receives:
             self.fail(ticket)
 
-    def withdraw_oldest(self, tickets: Sequence[TicketId], reason: str) -> None:
+    def cancel_oldest_ungranted(self, tickets: Sequence[TicketId], reason: str) -> None:
         """None is granted in this port: the first of them it is."""
         assert reason
         for ticket in tickets:
@@ -159,10 +159,10 @@ class ScriptedPort:
 
     def _emit(self, event: HandoffEvent) -> None:
         self._events.append(event)
-        self.bell.set()
+        self.wake_event.set()
 
 
-class SettlingBell(threading.Event):
+class SettlingEvent(threading.Event):
     """Whoever waits for it lets time pass, in which aborted handoffs end."""
 
     def __init__(self, port: ScriptedPort, clock: ManualClock) -> None:

@@ -8,16 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from baton.authority.key import ClusterKey
-from baton.authority.ticket import HandoffMode, Ticket, WorkerRef, name_tenant, seal
-from baton.engines.stalls import PATIENCE_S
+from baton.auth.key import ClusterKey
+from baton.auth.ticket import HandoffMode, Ticket, WorkerRef, hash_tenant, seal
+from baton.engines.stall_detector import STALL_TIMEOUT_S
 from baton.engines.vllm.admission import Admission
-from baton.engines.vllm.congestion import Occupancy
-from baton.engines.vllm.held import HeldPrompts
 from baton.engines.vllm.identity import Identity
-from baton.engines.vllm.information import KVEventsInfo, ModelFacts, RankFacts
-from baton.engines.vllm.meta import StepReport
+from baton.engines.vllm.scheduler_pressure import HeldPrompts
+from baton.engines.vllm.step_orders import Occupancy, StepReport
 from baton.engines.vllm.tickets import TicketReader
+from baton.engines.vllm.worker_info import KVEventsInfo, ModelFacts, RankFacts
 from baton.ids import Epoch, WorkerId, new_ticket_id
 from baton.kv.identity import compute_prompt_hash
 from baton.kv.layout import KVLayout
@@ -47,7 +46,7 @@ def admission(clock: ManualClock) -> Admission:
     reader = TicketReader(IDENTITY, KEY, clock)
     held = HeldPrompts(max_blocks=5)
     made = Admission(IDENTITY, MODEL, block_size=4, held=held, reader=reader, clock=clock)
-    made.meet_ranks({0: FACTS})
+    made.set_ranks({0: FACTS})
     return made
 
 
@@ -116,7 +115,7 @@ def test_the_probe_is_answered_with_all_that_a_gateway_needs(admission: Admissio
     assert not held
     assert said is not None
     info: Any = said["baton_info"]
-    assert (info["worker"], info["epoch"], info["dialect"]) == ("v0", "0" * 32, "vllm")
+    assert (info["worker"], info["epoch"], info["protocol"]) == ("v0", "0" * 32, "vllm")
     assert info["handoff_address"] == "127.0.0.1:9"
     assert info["control_urls"] == ("http://127.0.0.1:10",)
     assert info["kv_events"]["endpoint"] == "ipc:///tmp/kv.ipc"
@@ -141,7 +140,7 @@ def test_a_prefill_legs_answer_says_what_became_of_it(admission: Admission) -> N
         admission.add(one)
     admission.step(step(new=(("good", [1, 2], 0, 5), ("bad", [3, 4, 5], 0, 9))))
     admission.step(step(cached=(("good", [6], 5, 4), ("bad", None, 9, 1))))
-    admission.hear(None, None, StepReport((("bad", "the peer is gone"),)))
+    admission.update_from_workers(None, None, StepReport((("bad", "the peer is gone"),)))
     assert admission.finish(good) == (True, {"baton": {"status": "offered"}})
     refused = {"status": "refused", "code": "handoff_failed", "reason": "the peer is gone"}
     assert admission.finish(bad) == (True, {"baton": refused})
@@ -213,7 +212,7 @@ def test_prompts_that_wait_to_be_pulled_hold_so_many_blocks_at_most(admission: A
     second = compute(admission, "second", "pull")
     assert (second["status"], second["code"]) == ("refused", "overloaded")
     assert compute(admission, "pushed", "push") == {"status": "offered"}
-    admission.hear(None, {"first"}, None)
+    admission.update_from_workers(None, {"first"}, None)
     assert compute(admission, "third", "pull") == {"status": "offered"}
 
 
@@ -245,7 +244,7 @@ def test_in_mode_pool_workers_are_told_the_tokens(admission: Admission) -> None:
         assert told == (list(range(9)) if mode == "pool" else None)
 
 
-@pytest.mark.parametrize("ticket_salt", ["", name_tenant("another")])
+@pytest.mark.parametrize("ticket_salt", ["", hash_tenant("another")])
 def test_in_mode_pool_a_request_of_another_tenant_than_its_ticket_is_refused(
     admission: Admission, ticket_salt: str
 ) -> None:
@@ -253,7 +252,7 @@ def test_in_mode_pool_a_request_of_another_tenant_than_its_ticket_is_refused(
     asked = request(params, cache_salt="a tenant")
     assert admission.count_missing(asked, 0) == 0
     assert admission.take_refused() == {"unsupported_request": 1}
-    mine = sealed(PEER, ME, "pool", name_tenant("a tenant"))
+    mine = sealed(PEER, ME, "pool", hash_tenant("a tenant"))
     asked = request({"baton_ticket": mine, "do_remote_prefill": True}, "r2", cache_salt="a tenant")
     assert admission.count_missing(asked, 0) == 9
 
@@ -280,15 +279,15 @@ def test_workers_are_told_of_the_queue_and_of_free_blocks_at_every_step(
     admission.count_missing(plain, 0)
     admission.allocated(plain, ([1, 2, 3],), 0)
     blocks.num_free = 7
-    assert admission.has_news
+    assert admission.occupancy_changed
     orders = admission.step(step(new=(("r", [1, 2, 3], 0, 9),)))
     assert orders.occupancy == Occupancy(0, 10, 7, 4)
-    assert not admission.has_news
+    assert not admission.occupancy_changed
     admission.finish(plain)
     blocks.num_free = 10
-    assert admission.has_news
+    assert admission.occupancy_changed
     assert admission.step(step()).occupancy == Occupancy(0, 10, 10, 4)
-    assert not admission.has_news
+    assert not admission.occupancy_changed
 
 
 @pytest.mark.parametrize("mode", ["push", "pull"])
@@ -305,12 +304,12 @@ def test_kv_that_nobody_takes_gives_way_to_who_waits_for_its_room(
         return admission.step(step(**planned)).is_stalled
 
     assert not plan(0)
-    assert not plan(PATIENCE_S / 2)
-    assert plan(PATIENCE_S / 2)
+    assert not plan(STALL_TIMEOUT_S / 2)
+    assert plan(STALL_TIMEOUT_S / 2)
     busy = {"cached": (("another", None, 9, 1),)}
-    assert not plan(PATIENCE_S, **busy)
+    assert not plan(STALL_TIMEOUT_S, **busy)
     assert not plan(0)
-    assert plan(PATIENCE_S)
-    admission.hear(None, {"held"}, None)  # its blocks are vLLM's again
-    assert not plan(PATIENCE_S)
-    assert not plan(PATIENCE_S)
+    assert plan(STALL_TIMEOUT_S)
+    admission.update_from_workers(None, {"held"}, None)  # its blocks are vLLM's again
+    assert not plan(STALL_TIMEOUT_S)
+    assert not plan(STALL_TIMEOUT_S)

@@ -14,10 +14,10 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 import baton.engines.vllm
 from baton.engines.vllm.compatibility import check_hooks
-from baton.engines.vllm.meta import Decline, Prompt, StepOrders, StepReport
-from baton.engines.vllm.records import HandoffRecord
+from baton.engines.vllm.rank_observer import HandoffRecord
+from baton.engines.vllm.step_orders import Decline, Prompt, StepOrders, StepReport
 from baton.errors import ConfigError
-from tests.unit.engines_vllm.test_scheduling import prompt
+from tests.unit.engines_vllm.test_handoff_schedule import prompt
 
 with warnings.catch_warnings():
     # What vLLM and torch say of themselves while they load is not ours to repair.

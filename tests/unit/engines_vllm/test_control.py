@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry, Counter
 
-from baton.authority.key import ClusterKey
-from baton.engines.vllm.congestion import Occupancy
+from baton.auth.key import ClusterKey
 from baton.engines.vllm.control import MAX_ABORT_BYTES, ControlApp, RankView
 from baton.engines.vllm.identity import Identity
-from baton.engines.vllm.information import ModelFacts, RankFacts, describe_worker
+from baton.engines.vllm.step_orders import Occupancy
+from baton.engines.vllm.worker_info import ModelFacts, RankFacts, describe_worker
 from baton.ids import Epoch, TicketId, WorkerId
 from baton.kv.layout import KVLayout
-from baton.telemetry.trace import LegTrace, TraceRing
+from baton.telemetry.trace import RequestSpan, TraceRing
 
 KEY = ClusterKey(b"k" * 32)
 BEARER = b"Bearer " + KEY.sign("http", b"worker").hex().encode()
@@ -52,7 +52,7 @@ class Client:
             info=lambda: describe_worker(IDENTITY, MODEL, {0: FACTS}),
             is_alive=lambda: self.is_alive,
             occupancy=lambda: self.occupancy,
-            give_up=lambda ticket, reason: self.given_up.append((ticket, reason)),
+            abort_from_peer=lambda ticket, reason: self.given_up.append((ticket, reason)),
             traces=self.traces,
             registry=registry,
         )
@@ -89,21 +89,21 @@ def test_the_health_says_how_full_vllm_is_once_that_is_known() -> None:
     assert client.ask("GET", "/health").json["load"] is None
     client.occupancy = Occupancy(num_waiting=3, num_blocks=8, num_free_blocks=2, block_size=32)
     load = client.ask("GET", "/health").json["load"]
-    assert load == {"waiting": 3, "blocks": 8, "free_blocks": 2, "block_size": 32}
+    assert load == {"num_waiting": 3, "num_blocks": 8, "num_free_blocks": 2, "block_size": 32}
 
 
 def test_the_info_says_who_it_is() -> None:
     info = Client().ask("GET", "/baton/v1/info").json
     assert (info["worker"], info["epoch"], info["role"]) == ("v0", "0" * 32, "decode")
-    assert (info["dialect"], info["rank_addresses"]) == ("vllm", [])
+    assert (info["protocol"], info["rank_addresses"]) == ("vllm", [])
     assert info["handoff_address"] == "127.0.0.1:9"
     assert info["control_urls"] == ["http://127.0.0.1:10"]
 
 
 def test_a_trace_is_found_by_the_gateways_request_id() -> None:
     client = Client()
-    client.traces.add(LegTrace(request_id="req-1", worker="v0", epoch="0" * 32, leg="decode"))
-    assert client.ask("GET", "/baton/v1/traces/req-1").json["leg"] == "decode"
+    client.traces.add(RequestSpan(request_id="req-1", worker="v0", epoch="0" * 32, role="decode"))
+    assert client.ask("GET", "/baton/v1/traces/req-1").json["role"] == "decode"
     assert client.ask("GET", "/baton/v1/traces/req-2").status == 404
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from baton.engines.vllm.isa import Arrangement, read_arrangement
+from baton.engines.vllm.layouts import Arrangement, read_arrangement
 from baton.errors import ConfigError
 from tests.unit.engines_vllm.caches import AttentionModule
 

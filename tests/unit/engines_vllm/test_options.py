@@ -20,7 +20,7 @@ def test_an_unknown_key_is_named_with_the_known_ones() -> None:
 @pytest.mark.parametrize(
     "extra",
     [
-        {"mover": "nobody"},
+        {"preferred_op": "NONE"},
         {"handoff_port": 70_000},
         {"handoff_timeout_s": 0},
         {"transports": []},

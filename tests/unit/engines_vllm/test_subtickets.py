@@ -5,9 +5,9 @@ import hashlib
 import msgspec
 import pytest
 
-from baton.authority.ticket import Ticket, WorkerRef
+from baton.auth.ticket import Ticket, WorkerRef
 from baton.engines.vllm.identity import rank_epoch
-from baton.engines.vllm.subtickets import (
+from baton.engines.vllm.tickets import (
     RankPair,
     compute_pairs,
     compute_receiving_subtickets,

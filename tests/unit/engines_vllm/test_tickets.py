@@ -4,11 +4,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from baton.authority.key import ClusterKey
-from baton.authority.ticket import Ticket, WorkerRef, seal
+from baton.auth.key import ClusterKey
+from baton.auth.ticket import Ticket, WorkerRef, seal
 from baton.engines.vllm.identity import Identity
-from baton.engines.vllm.refusals import Refusal
-from baton.engines.vllm.tickets import ALONE, Probe, Receive, Send, TicketReader
+from baton.engines.vllm.tickets import NO_HANDOFF, Probe, Receive, Refusal, Send, TicketReader
 from baton.ids import Epoch, WorkerId, new_ticket_id
 from baton.testing.clocks import ManualClock
 
@@ -48,7 +47,7 @@ def code_of(part: object) -> str:
     "params", [None, {}, {"do_remote_decode": True}, {"remote_block_ids": [[1]], "other": 1}]
 )
 def test_what_carries_no_ticket_is_not_ours(params: dict[str, object] | None) -> None:
-    assert reader().read(params) is ALONE
+    assert reader().read(params) is NO_HANDOFF
 
 
 def test_a_ticket_and_the_leg_it_comes_with_say_which_part() -> None:

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry
 
+from baton.events.block_index import WorkerBlockIndex
 from baton.events.blocks import BlockStored, EventDomain, FeedHealth, Lost
-from baton.events.holdings import BlockHoldings
 from baton.events.metrics import KVEventCollector
 from baton.ids import WorkerId
 
@@ -22,15 +22,15 @@ class Feed:
 
 
 def test_a_feed_is_counted_as_it_is_polled():
-    registry, feed, holdings = CollectorRegistry(), Feed(), BlockHoldings(DOMAIN)
+    registry, feed, block_index = CollectorRegistry(), Feed(), WorkerBlockIndex(DOMAIN)
     collector = KVEventCollector(registry)
-    measured = collector.watch(WORKER, feed, holdings)
+    measured = collector.watch(WORKER, feed, block_index)
     value = registry.get_sample_value
     by_worker = {"worker": WORKER}
     assert value("baton_kv_events_total", by_worker | {"type": "BlockStored"}) == 0
     [stored, lost] = measured.poll()
     assert lost == Lost(4)
-    holdings.apply(stored)
+    block_index.apply(stored)
     assert measured.health is feed.health
     assert value("baton_kv_events_total", by_worker | {"type": "BlockStored"}) == 1
     assert value("baton_kv_events_total", by_worker | {"type": "Lost"}) == 1

@@ -6,7 +6,7 @@ import pytest
 
 from baton.clock import UnixTime
 from baton.events.blocks import EventBatch, Lost, NumberedBatch, Restarted
-from baton.events.sequence import MAX_ATTEMPTS, AskReplay, Cause, Deliver, Sequencer
+from baton.events.sequence import MAX_ATTEMPTS, Deliver, ReplayCause, RequestReplay, Sequencer
 
 BATCH = EventBatch(UnixTime(0), (), 0, 0)
 
@@ -37,7 +37,7 @@ def test_a_copy_is_dropped(sequencer):
 
 
 def test_a_gap_asks_from_the_last_message_on(sequencer):
-    assert sequencer.live(message(5)) == [AskReplay(2, Cause.GAP)]
+    assert sequencer.live(message(5)) == [RequestReplay(2, ReplayCause.GAP)]
     assert sequencer.live(message(6)) == []  # held
     assert sequencer.replayed(message(2)) == []  # the proof
     assert sequencer.replayed(message(3)) == delivered(3)
@@ -54,14 +54,14 @@ def test_held_messages_are_bounded_and_asked_for_again(sequencer):
         assert sequencer.live(message(seq)) == []
     for seq in (2, 3):
         sequencer.replayed(message(seq))
-    assert sequencer.replay_ended() == [*delivered(4, 5, 6, 7), AskReplay(7, Cause.GAP)]
+    assert sequencer.replay_ended() == [*delivered(4, 5, 6, 7), RequestReplay(7, ReplayCause.GAP)]
 
 
 def test_an_answer_given_before_the_gap_was_published_loses_nothing(sequencer):
     sequencer.audit()
     sequencer.live(message(4))
     sequencer.replayed(message(2))
-    assert sequencer.replay_ended() == [AskReplay(2, Cause.GAP)]
+    assert sequencer.replay_ended() == [RequestReplay(2, ReplayCause.GAP)]
 
 
 def test_an_answer_that_starts_too_late_is_a_loss(sequencer):
@@ -76,28 +76,34 @@ def test_a_hole_in_an_answer_is_asked_for_once_more_then_lost(sequencer):
     sequencer.live(message(6))
     for seq in (2, 3, 5):  # 4 is missing
         sequencer.replayed(message(seq))
-    assert sequencer.replay_ended() == [AskReplay(3, Cause.GAP)]
+    assert sequencer.replay_ended() == [RequestReplay(3, ReplayCause.GAP)]
     for seq in (3, 5):
         assert sequencer.replayed(message(seq)) == []
     assert sequencer.replay_ended() == [Lost(4), *delivered(5, 6)]
 
 
 def test_a_number_that_goes_back_is_another_life(sequencer):
-    assert sequencer.live(message(0, life=1)) == [Restarted(), AskReplay(0, Cause.RESTART)]
+    assert sequencer.live(message(0, life=1)) == [
+        Restarted(),
+        RequestReplay(0, ReplayCause.RESTART),
+    ]
     assert sequencer.replayed(message(0, life=1)) == delivered(0, life=1)
     assert sequencer.replay_ended() == []
     assert sequencer.last_seq == 0
 
 
 def test_another_digest_at_the_start_of_an_answer_is_another_life(sequencer):
-    assert sequencer.connected() == [AskReplay(2, Cause.CONNECTED)]
+    assert sequencer.connected() == [RequestReplay(2, ReplayCause.CONNECTED)]
     steps = sequencer.replayed(message(2, life=1))
-    assert steps == [Restarted(), AskReplay(0, Cause.RESTART)]
+    assert steps == [Restarted(), RequestReplay(0, ReplayCause.RESTART)]
 
 
 def test_messages_held_for_one_life_are_not_given_out_in_another(sequencer):
     sequencer.live(message(5))
-    assert sequencer.replayed(message(2, life=1)) == [Restarted(), AskReplay(0, Cause.RESTART)]
+    assert sequencer.replayed(message(2, life=1)) == [
+        Restarted(),
+        RequestReplay(0, ReplayCause.RESTART),
+    ]
     for seq in range(5):
         assert sequencer.replayed(message(seq, life=1)) == delivered(seq, life=1)
     assert sequencer.replay_ended() == []
@@ -108,7 +114,7 @@ def test_a_held_message_may_tell_of_another_life(sequencer):
     sequencer.live(message(5))
     sequencer.live(message(0, life=1))
     sequencer.replayed(message(2))
-    assert sequencer.replay_ended() == [Restarted(), AskReplay(0, Cause.RESTART)]
+    assert sequencer.replay_ended() == [Restarted(), RequestReplay(0, ReplayCause.RESTART)]
 
 
 def test_messages_held_from_before_a_loss_are_dropped(sequencer):
@@ -120,7 +126,7 @@ def test_messages_held_from_before_a_loss_are_dropped(sequencer):
 
 def test_a_publisher_that_has_not_come_as_far_is_another_life(sequencer):
     sequencer.connected()
-    assert sequencer.replay_ended() == [Restarted(), AskReplay(0, Cause.RESTART)]
+    assert sequencer.replay_ended() == [Restarted(), RequestReplay(0, ReplayCause.RESTART)]
 
 
 def test_the_expected_number_after_a_new_connection_proves_nothing(sequencer):
@@ -156,16 +162,16 @@ def test_nobody_to_ask_is_no_loss_at_the_beginning():
 def test_a_question_without_an_answer_is_asked_again_and_given_up(sequencer):
     sequencer.live(message(5))
     for _ in range(MAX_ATTEMPTS - 1):
-        assert sequencer.replay_unanswered() == [AskReplay(2, Cause.GAP)]
-    assert sequencer.replay_unanswered() == [Lost(3), *delivered(5)]
+        assert sequencer.replay_timed_out() == [RequestReplay(2, ReplayCause.GAP)]
+    assert sequencer.replay_timed_out() == [Lost(3), *delivered(5)]
 
 
 def test_an_audit_without_an_answer_loses_nothing(sequencer):
-    assert sequencer.audit() == [AskReplay(2, Cause.AUDIT)]
+    assert sequencer.audit() == [RequestReplay(2, ReplayCause.AUDIT)]
     assert sequencer.audit() == []
     for _ in range(MAX_ATTEMPTS - 1):
-        sequencer.replay_unanswered()
-    assert sequencer.replay_unanswered() == []
+        sequencer.replay_timed_out()
+    assert sequencer.replay_timed_out() == []
     assert sequencer.live(message(3)) == delivered(3)
 
 
@@ -178,4 +184,4 @@ def test_an_audit_finds_the_last_message(sequencer):
 
 def test_answers_that_nobody_awaits_are_ignored(sequencer):
     assert sequencer.replayed(message(0, life=1)) == []
-    assert sequencer.replay_ended() == sequencer.replay_unanswered() == []
+    assert sequencer.replay_ended() == sequencer.replay_timed_out() == []

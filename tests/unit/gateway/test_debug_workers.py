@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from baton.gateway.app import GatewayApp
-from baton.gateway.debug_workers import ListedWorker, Roster
+from baton.gateway.debug_workers import ListedWorker, WorkerList
 from baton.gateway.kv_events import KVEvents
 from baton.gateway.metrics import GatewayMetrics
 from baton.gateway.options import WorkerAddress
@@ -26,50 +26,54 @@ def workers() -> Workers:
 
 
 @pytest.fixture
-def roster(workers) -> Roster:
-    return Roster(workers, KVEvents(workers, GatewayMetrics(), ManualClock()))
+def worker_list(workers) -> WorkerList:
+    return WorkerList(workers, KVEvents(workers, GatewayMetrics(), ManualClock()))
 
 
-def only(roster: Roster) -> ListedWorker:
-    (worker,) = roster.show().workers
+def only(worker_list: WorkerList) -> ListedWorker:
+    (worker,) = worker_list.show().workers
     return worker
 
 
-def test_each_state_is_shown_with_its_reason(workers, roster):
+def test_each_state_is_shown_with_its_reason(workers, worker_list):
     worker = workers.all[0]
-    assert (only(roster).state, only(roster).reason) == ("unseen", "not asked yet")
-    assert (only(roster).worker, only(roster).epoch) == (None, None)
-    workers.introduce(worker, info())
-    assert only(roster) == ListedWorker(
+    assert (only(worker_list).state, only(worker_list).reason) == ("pending", "not asked yet")
+    assert (only(worker_list).worker, only(worker_list).epoch) == (None, None)
+    workers.register(worker, info())
+    assert only(worker_list) == ListedWorker(
         "decode-0", "e" * 32, URL, Role.DECODE, "up", reason=None, kv_events=None
     )
     workers.drain(worker)
-    assert (only(roster).state, only(roster).reason) == ("draining", None)
+    assert (only(worker_list).state, only(worker_list).reason) == ("draining", None)
     workers.lose(worker, "gone")
-    assert (only(roster).state, only(roster).reason) == ("down", "gone")
-    assert only(roster).worker == "decode-0"
+    assert (only(worker_list).state, only(worker_list).reason) == ("down", "gone")
+    assert only(worker_list).worker == "decode-0"
     workers.reject(worker, "too old")
-    assert (only(roster).state, only(roster).reason) == ("rejected", "too old")
+    assert (only(worker_list).state, only(worker_list).reason) == ("rejected", "too old")
 
 
-def test_the_load_is_what_the_worker_said_last(workers, roster):
+def test_the_load_is_what_the_worker_said_last(workers, worker_list):
     worker = workers.all[0]
-    workers.introduce(worker, info())
-    assert only(roster).load is None
+    workers.register(worker, info())
+    assert only(worker_list).load is None
     load = WorkerLoad(num_waiting=1, num_blocks=8, num_free_blocks=3, block_size=16)
     workers.note_load(worker, load)
-    assert only(roster).load == load
-    shown = json.loads(msgspec.json.encode(roster.show()))["workers"][0]["load"]
+    assert only(worker_list).load == load
+    shown = json.loads(msgspec.json.encode(worker_list.show()))["workers"][0]["load"]
     assert shown == {"num_waiting": 1, "num_blocks": 8, "num_free_blocks": 3, "block_size": 16}
 
 
-def get(roster: Roster, workers: Workers, client: str, method: str = "GET") -> tuple[int, Any]:
+def get(
+    worker_list: WorkerList, workers: Workers, client: str, method: str = "GET"
+) -> tuple[int, Any]:
     sent: list[Any] = []
 
     async def send(message: Any) -> None:
         sent.append(message)
 
-    app = GatewayApp(None, workers, GatewayMetrics(), traces=None, roster=roster, readiness=None)
+    app = GatewayApp(
+        None, workers, GatewayMetrics(), traces=None, worker_list=worker_list, readiness=None
+    )
     scope = {
         "type": "http", "path": "/debug/workers", "method": method, "client": (client, 1)
     }  # fmt: skip
@@ -77,8 +81,8 @@ def get(roster: Roster, workers: Workers, client: str, method: str = "GET") -> t
     return sent[0]["status"], json.loads(b"".join(m.get("body", b"") for m in sent))
 
 
-def test_workers_are_shown_to_this_machine_alone(workers, roster):
-    status, page = get(roster, workers, "127.0.0.1")
+def test_workers_are_shown_to_this_machine_alone(workers, worker_list):
+    status, page = get(worker_list, workers, "127.0.0.1")
     assert (status, page["workers"][0]["url"]) == (200, URL)
-    assert get(roster, workers, "10.0.0.7")[0] == 404
-    assert get(roster, workers, "127.0.0.1", "POST")[0] == 405
+    assert get(worker_list, workers, "10.0.0.7")[0] == 404
+    assert get(worker_list, workers, "127.0.0.1", "POST")[0] == 405

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from baton.authority.ticket import WorkerRef
+from baton.auth.ticket import WorkerRef
 from baton.errors import (
     ContextLengthError,
     InvalidRequestError,

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from baton.authority.key import ClusterKey
+from baton.auth.key import ClusterKey
 from baton.errors import ConfigError
 from baton.gateway.options import GatewayOptions, WorkerAddress
 from baton.router.fleet import Role

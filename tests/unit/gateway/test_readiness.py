@@ -4,7 +4,7 @@ import pytest
 
 from baton.gateway.metrics import GatewayMetrics
 from baton.gateway.options import WorkerAddress
-from baton.gateway.readiness import PATIENCE_S, Readiness
+from baton.gateway.readiness import PREFILL_STARTUP_GRACE_S, Readiness
 from baton.gateway.workers import Workers
 from baton.router.fleet import Role
 from baton.testing.clocks import ManualClock
@@ -23,17 +23,17 @@ def test_it_waits_for_prefill_workers_but_not_for_ever(workers):
     clock = ManualClock()
     readiness = Readiness(workers, clock)
     assert PREFILL in readiness.why_not()
-    workers.introduce(workers.all[1], info())
+    workers.register(workers.all[1], info())
     assert PREFILL in readiness.why_not()
-    clock.advance(PATIENCE_S)
+    clock.advance(PREFILL_STARTUP_GRACE_S)
     assert readiness.why_not() is None
 
 
 def test_it_is_ready_as_soon_as_all_are_known(workers):
     readiness = Readiness(workers, ManualClock())
-    workers.introduce(workers.all[0], info(worker="prefill-0", role="prefill"))
+    workers.register(workers.all[0], info(worker="prefill-0", role="prefill"))
     assert DECODE in readiness.why_not()
-    workers.introduce(workers.all[1], info())
+    workers.register(workers.all[1], info())
     assert readiness.why_not() is None
     workers.lose(workers.all[0], "it does not answer")
     assert readiness.why_not() is None

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from baton.engines.vllm.identity import Identity, compute_epoch
-from baton.engines.vllm.information import ModelFacts, RankFacts, describe_worker
+from baton.engines.vllm.worker_info import ModelFacts, RankFacts, describe_worker
 from baton.errors import ProtocolError
 from baton.gateway.options import WorkerAddress
 from baton.gateway.worker_info import MAX_RANKS, WorkerInfo, read_info, why_not_used
@@ -24,7 +24,7 @@ VLLM = {
     "handoff_address": "10.0.0.5:7000",
     "transports": ["tcp"],
     "version": "0.1.0",
-    "dialect": "vllm",
+    "protocol": "vllm",
     "engine": "vllm 0.32.0",
     "control_urls": ["http://10.0.0.5:7100"],
     "kv_events": {"endpoint": "ipc:///run/x", "replay_endpoint": None, "topic": ""},
@@ -50,7 +50,7 @@ def listed(url: str = "http://10.0.0.5:8000", role: Role = Role.DECODE) -> Worke
 def test_a_vllm_server_is_placed_and_ticketed_with_all_its_ranks():
     told = info(rank_addresses=ranks(2), control_urls=controls(2))
     view = told.view(Role.DECODE, available=True)
-    assert view.dialect == "vllm"
+    assert view.protocol == "vllm"
     assert view.ref.rank_addresses == tuple(ranks(2))
     assert view.ref.address == ranks(2)[0]
     assert why_not_used(told, listed()) is None
@@ -59,8 +59,8 @@ def test_a_vllm_server_is_placed_and_ticketed_with_all_its_ranks():
 @pytest.mark.parametrize(
     "changes",
     [
-        {"dialect": "sglang"},
-        {"dialect": "baton"},  # a Baton worker has no control addresses
+        {"protocol": "sglang"},
+        {"protocol": "baton"},  # a Baton worker has no control addresses
         {"control_urls": []},
         {"control_urls": controls(2)},
         {"rank_addresses": ranks(2)},

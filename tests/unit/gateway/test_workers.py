@@ -5,13 +5,13 @@ import logging
 
 import pytest
 
-from baton.authority.ticket import WorkerRef
+from baton.auth.ticket import WorkerRef
 from baton.errors import ModelNotFoundError, ProtocolError
 from baton.gateway.errors import NoWorkerError
 from baton.gateway.metrics import GatewayMetrics
 from baton.gateway.options import WorkerAddress
 from baton.gateway.worker_info import WorkerInfo, read_info
-from baton.gateway.workers import Down, Draining, Rejected, Unseen, Up, Workers
+from baton.gateway.workers import Down, Draining, Pending, Rejected, Up, Workers
 from baton.ids import Epoch, WorkerId
 from baton.router.fleet import Role
 
@@ -51,8 +51,8 @@ def up_gauge(workers: Workers, url: str) -> float | None:
 
 def test_a_worker_that_tells_who_it_is_can_be_placed_on(workers):
     decode = workers.all[1]
-    assert isinstance(decode.state, Unseen)
-    workers.introduce(decode, info())
+    assert isinstance(decode.state, Pending)
+    workers.register(decode, info())
     assert decode.state == Up(info())
     (view,) = workers.fleet.models["demo"].decodes
     assert view.available
@@ -63,7 +63,7 @@ def test_a_worker_that_tells_who_it_is_can_be_placed_on(workers):
 
 def test_a_lost_worker_is_remembered_but_not_placed_on(workers):
     decode = workers.all[1]
-    workers.introduce(decode, info())
+    workers.register(decode, info())
     workers.lose(decode, "gone")
     assert decode.state == Down(info(), "gone")
     assert not workers.fleet.can_decode
@@ -75,20 +75,20 @@ def test_a_lost_worker_is_remembered_but_not_placed_on(workers):
 
 def test_a_worker_that_never_came_is_still_unseen_when_it_is_lost(workers):
     workers.lose(workers.all[1], "refused")
-    assert workers.all[1].state == Unseen("refused")
+    assert workers.all[1].state == Pending("refused")
 
 
 def test_a_draining_worker_is_not_placed_on(workers):
-    workers.introduce(workers.all[1], info())
+    workers.register(workers.all[1], info())
     workers.drain(workers.all[1])
     assert workers.all[1].state == Draining(info())
     assert not workers.fleet.can_decode
 
 
 def test_a_new_epoch_is_a_new_worker(workers, caplog):
-    workers.introduce(workers.all[1], info())
+    workers.register(workers.all[1], info())
     with caplog.at_level(logging.INFO):
-        workers.introduce(workers.all[1], info(epoch="a" * 32))
+        workers.register(workers.all[1], info(epoch="a" * 32))
     (view,) = workers.fleet.models["demo"].decodes
     assert view.ref.epoch == "a" * 32
     assert "began another life" in caplog.text
@@ -98,7 +98,7 @@ def test_a_new_epoch_is_a_new_worker(workers, caplog):
 @pytest.mark.parametrize("listed", [0, 1])
 def test_the_role_must_fit_the_list(workers, role, listed):
     worker = workers.all[listed]
-    workers.introduce(worker, info(role=role))
+    workers.register(worker, info(role=role))
     fits = role in {worker.address.role, "both"}
     assert isinstance(worker.state, Up if fits else Rejected)
     if fits:
@@ -109,8 +109,8 @@ def test_the_role_must_fit_the_list(workers, role, listed):
 
 
 def test_two_workers_of_one_name_are_one_too_many(workers):
-    workers.introduce(workers.all[1], info())
-    workers.introduce(workers.all[2], info(epoch="a" * 32))
+    workers.register(workers.all[1], info())
+    workers.register(workers.all[2], info(epoch="a" * 32))
     assert isinstance(workers.all[1].state, Up)
     assert isinstance(workers.all[2].state, Rejected)
     assert "http://127.0.0.1:2 is called decode-0 already" in workers.all[2].state.reason
@@ -121,7 +121,7 @@ def test_a_change_is_logged_once(workers, caplog):
         for _ in range(3):
             workers.lose(workers.all[1], "refused")
         for _ in range(3):
-            workers.introduce(workers.all[1], info())
+            workers.register(workers.all[1], info())
         for reason in ("refused", "timed out", "refused"):
             workers.lose(workers.all[1], reason)
     assert [r.levelname for r in caplog.records] == ["INFO", "INFO", "WARNING"]
@@ -129,15 +129,15 @@ def test_a_change_is_logged_once(workers, caplog):
 
 def test_what_clients_are_told_about_an_unknown_model(workers):
     assert isinstance(workers.why_not_served("x"), NoWorkerError)
-    workers.introduce(workers.all[1], info())
+    workers.register(workers.all[1], info())
     error = workers.why_not_served("x")
     assert isinstance(error, ModelNotFoundError)
     assert "'demo'" in str(error)
 
 
 def test_of_several_context_lengths_the_least_is_told(workers):
-    workers.introduce(workers.all[1], info(max_context_tokens=100))
-    workers.introduce(workers.all[2], info(worker="decode-1", max_context_tokens=50))
+    workers.register(workers.all[1], info(max_context_tokens=100))
+    workers.register(workers.all[2], info(worker="decode-1", max_context_tokens=50))
     assert workers.context_lengths() == {"demo": 50}
 
 

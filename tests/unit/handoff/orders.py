@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from baton.authority.ticket import HandoffMode, Ticket, WorkerRef
+from baton.auth.ticket import HandoffMode, Ticket, WorkerRef
 from baton.clock import Instant
 from baton.handoff.interface import ReceiveOrder, SendOrder
 from baton.ids import Epoch, WorkerId, new_ticket_id
 from baton.kv.copies import BlockTable
-from baton.telemetry.trace import LegTrace
+from baton.telemetry.trace import RequestSpan
 
 PROMPT_HASH = b"h" * 32
 FAR = Instant(1e9)
@@ -28,8 +28,8 @@ def make_ticket(
     )
 
 
-def make_trace(leg: str) -> LegTrace:
-    return LegTrace(request_id="req-1", worker="w", epoch="e", leg=leg)
+def make_trace(leg: str) -> RequestSpan:
+    return RequestSpan(request_id="req-1", worker="w", epoch="e", role=leg)
 
 
 def receive_order(

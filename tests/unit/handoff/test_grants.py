@@ -12,7 +12,7 @@ NO_BLOCKS = BlockTable(0, np.empty(0, np.int64))
 
 def granted_by(peer):
     ticket = make_ticket()
-    grant = Grant(ticket.id, "sealed", PROMPT_HASH, 0, 16, 0, b"", "decode")
+    grant = Grant(ticket.id, "sealed", PROMPT_HASH, 0, 16, 0, b"", "READ")
     return Granted(peer, ticket, grant, NO_BLOCKS)
 
 
@@ -21,7 +21,7 @@ def test_the_oldest_of_too_many_are_forgotten():
     early, peer = EarlyGrants(), object()
     grants = [granted_by(peer) for _ in range(MAX_EARLY_GRANTS + 10)]
     for granted in grants:
-        early.keep(granted)
+        early.add(granted)
     assert [early.take(granted.ticket.id) for granted in grants[:10]] == [None] * 10
     assert all(early.take(granted.ticket.id) is granted for granted in grants[10:])
 
@@ -29,8 +29,8 @@ def test_the_oldest_of_too_many_are_forgotten():
 def test_they_end_with_their_peer_and_with_their_ticket():
     early, gone, here = EarlyGrants(), object(), object()
     of_gone, of_here = granted_by(gone), granted_by(here)
-    early.keep(of_gone)
-    early.keep(of_here)
+    early.add(of_gone)
+    early.add(of_here)
     early.forget_peer(gone)
     assert early.take(of_gone.ticket.id) is None
     early.forget_expired(of_here.ticket.expires_at + 1)

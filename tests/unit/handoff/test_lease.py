@@ -5,11 +5,11 @@ import math
 from baton.clock import Instant
 from baton.handoff.interface import KVFailed, SendFailed
 from baton.handoff.messages import Grant
-from baton.handoff.session.actions import Emit, SayFinished
-from baton.handoff.session.lease import LEASE_STAGE, Lease, Tenancy
+from baton.handoff.session.actions import Emit, SendFinished
+from baton.handoff.session.lease import LEASE_STAGE, Lease, LeaseHolder
 from baton.handoff.session.receive import ReceivePhase, ReceiveSession
 from baton.handoff.session.send import SendSession
-from baton.handoff.session.terms import Terms
+from baton.handoff.session.transfer_plan import TransferPlan
 from tests.unit.handoff.orders import PROMPT_HASH, make_ticket, receive_order, send_order
 
 
@@ -39,16 +39,16 @@ def test_without_a_bound_it_never_ends() -> None:
 
 
 def test_only_what_was_confirmed_counts_for_decode() -> None:
-    tenancy = Tenancy()
-    assert tenancy.holds(Instant(1e12)), "before a grant nothing is bounded"
-    tenancy.begin(Instant(10.0), 2.0)
-    assert tenancy.holds(Instant(11.9))
-    assert not tenancy.holds(Instant(12.0))
-    tenancy.confirmed(Instant(11.0))
-    assert tenancy.holds(Instant(12.9))
-    tenancy.confirmed(Instant(10.5))  # an older answer that was overtaken
-    assert tenancy.holds(Instant(12.9))
-    assert not tenancy.holds(Instant(13.0))
+    lease_holder = LeaseHolder()
+    assert lease_holder.holds(Instant(1e12)), "before a grant nothing is bounded"
+    lease_holder.begin(Instant(10.0), 2.0)
+    assert lease_holder.holds(Instant(11.9))
+    assert not lease_holder.holds(Instant(12.0))
+    lease_holder.confirmed(Instant(11.0))
+    assert lease_holder.holds(Instant(12.9))
+    lease_holder.confirmed(Instant(10.5))  # an older answer that was overtaken
+    assert lease_holder.holds(Instant(12.9))
+    assert not lease_holder.holds(Instant(13.0))
 
 
 def make_held() -> SendSession:
@@ -77,21 +77,21 @@ def test_a_session_whose_lease_ran_out_is_over_and_says_so() -> None:
 
 def test_a_grant_finds_what_is_held_and_sends_all_of_it() -> None:
     session = make_held()
-    grant = Grant(session.ticket, "sealed", PROMPT_HASH, 0, 9, 0, b"", "decode")
+    grant = Grant(session.ticket, "sealed", PROMPT_HASH, 0, 9, 0, b"", "READ")
     assert session.granted(grant) == []
     actions = session.begin(1)
     assert len(actions) == 2
     for layer in range(2):
         said = session.announced(layer, 9)
-    assert said == [SayFinished(None)]
+    assert said == [SendFinished(None)]
 
 
 def test_what_is_read_after_the_lease_is_not_consumed() -> None:
     order = receive_order(make_ticket(mode="pull"), start=0, num_tokens=9)
     session = ReceiveSession(order, sealed_ticket="sealed", num_layers=2, deadline=Instant(100.0))
-    session.begin(Terms("decode", order.blocks, staged=False))
-    session.tenancy.begin(Instant(0.0), 2.0)
-    assert session.outlived(Instant(1.9)) == []
-    failed = session.outlived(Instant(2.0))
+    session.begin(TransferPlan("READ", order.blocks, staged=False))
+    session.lease_holder.begin(Instant(0.0), 2.0)
+    assert session.check_lease(Instant(1.9)) == []
+    failed = session.check_lease(Instant(2.0))
     assert any(isinstance(a, Emit) and isinstance(a.event, KVFailed) for a in failed)
     assert session.phase is ReceivePhase.ENDED

@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.authority.challenge import DialerChallenge
-from baton.authority.key import ClusterKey
+from baton.auth.key import ClusterKey
 from baton.clock import Instant
 from baton.errors import AuthenticationError, BatonError, PeerLostError, ProtocolError
 from baton.handoff.link import PURPOSE, Link, LinkPhase
 from baton.handoff.messages import MAX_MESSAGE_BYTES, Failed, Message, Ping
 from baton.ids import TicketId
+from baton.net.framing import MAGIC, DialerHandshake, FrameDecoder
 
 KEY = ClusterKey(b"k" * 32)
 NOW = Instant(1.0)
@@ -25,7 +25,7 @@ NOW = Instant(1.0)
 
 def pair(dialer_key: ClusterKey = KEY) -> tuple[Link, Link]:
     left, right = _tcp_pair()
-    dialer = Link(left, NOW, DialerChallenge(dialer_key, PURPOSE))
+    dialer = Link(left, NOW, DialerHandshake(dialer_key, PURPOSE))
     return dialer, Link.accept(right, KEY, NOW)
 
 
@@ -63,11 +63,11 @@ def test_messages_wait_for_the_challenge_and_keep_their_order() -> None:
     dialer, listener = pair()
     said = [Ping(1.0), Failed(TicketId(b"t" * 16), "x"), Ping(2.0)]
     for message in said:
-        dialer.say(message)
+        dialer.send(message)
     assert dialer.phase is LinkPhase.CONNECTING
     assert pump(dialer, listener) == said
     assert dialer.phase is listener.phase is LinkPhase.UP
-    listener.say(Ping(3.0))
+    listener.send(Ping(3.0))
     assert pump(dialer, listener) == [Ping(3.0)]
     close(dialer, listener)
 
@@ -94,7 +94,7 @@ def test_a_stranger_gets_nothing_but_an_error(garbage: bytes) -> None:
 def test_an_oversized_frame_is_refused_before_it_is_read() -> None:
     dialer, listener = pair()
     pump(dialer, listener)
-    dialer.sock.sendall(struct.pack(">I", MAX_MESSAGE_BYTES + 1))
+    dialer.sock.sendall(struct.pack("<I", MAX_MESSAGE_BYTES + 1))
     with pytest.raises(ProtocolError, match="at most"):
         receive(listener)
     close(dialer, listener)
@@ -112,15 +112,42 @@ def test_a_closed_connection_is_a_lost_peer() -> None:
 def test_an_answer_that_comes_in_two_parts_is_not_taken_for_a_hello() -> None:
     left, right = _tcp_pair()
     listener = Link.accept(right, KEY, NOW)
-    challenge = DialerChallenge(KEY, PURPOSE)
-    left.sendall(challenge.hello())
+    handshake = DialerHandshake(KEY, PURPOSE)
+    left.sendall(handshake.opening())
     receive(listener)
-    answer = challenge.answer(left.recv(48, socket.MSG_WAITALL))
+    decoder = FrameDecoder(1024)
+    decoder.feed(left.recv(4 + len(MAGIC) + 48, socket.MSG_WAITALL))
+    proof = decoder.take()
+    assert proof is not None
+    answer = handshake.reply(proof)
     left.sendall(answer[:16])
     receive(listener)
-    assert listener.phase is LinkPhase.PROVING
+    assert listener.phase is LinkPhase.AUTHENTICATING
     left.sendall(answer[16:])
     receive(listener)
     assert listener.phase is LinkPhase.UP
+    left.close()
+    listener.close()
+
+
+def test_the_first_frames_are_those_of_every_baton_connection() -> None:
+    left, right = _tcp_pair()
+    dialer = Link(left, NOW, DialerHandshake(KEY, PURPOSE))
+    dialer.send(Ping(1.0))
+    dialer.flush()
+    first = right.recv(1024)
+    assert first[:10] == struct.pack("<I", 22) + MAGIC
+    assert len(first) == 4 + 22
+    dialer.close()
+    right.close()
+
+
+@pytest.mark.parametrize("num_bytes", [0, 23, 55])
+def test_a_stranger_cannot_announce_more_than_a_handshake(num_bytes: int) -> None:
+    left, right = _tcp_pair()
+    listener = Link.accept(right, KEY, NOW)
+    left.sendall(struct.pack("<I", num_bytes) + b"x" * num_bytes)
+    with pytest.raises(ProtocolError):
+        receive(listener)
     left.close()
     listener.close()

@@ -14,44 +14,44 @@ from baton.handoff.interface import SampledToken, TokenLogprob
 from baton.handoff.messages import (
     PROTOCOL_VERSION,
     Available,
-    Avoid,
+    BlocksExported,
     Declined,
-    FaceOffer,
+    ExcludeTransport,
+    ExportRefused,
     Failed,
+    FallbackToWrite,
     Finished,
     Grant,
     Hello,
-    Lent,
+    HelloRefused,
+    Keepalive,
+    KVViewDescriptor,
+    LeaseRenewed,
     Message,
-    Missing,
-    Notice,
-    OtherHello,
+    Notification,
     Ping,
     Pong,
-    ProbeAsked,
-    Probed,
-    ProbeNotice,
-    ProbeOver,
+    ProbeEnd,
+    ProbeNotification,
     ProbeReady,
-    Recalled,
-    Refused,
-    Renew,
-    Renewed,
-    Rerouted,
-    Returned,
-    Reversed,
-    Settled,
-    Taken,
-    Underway,
-    Unlent,
+    ProbeRequest,
+    ProbeResult,
+    Release,
+    ReleaseAck,
+    RenewLease,
+    RetransmitRequest,
+    Revoke,
+    TransferAck,
+    TransportFailed,
+    UnsupportedHello,
     decode,
-    decode_notice,
-    decode_probe_notice,
+    decode_notification,
+    decode_probe_notification,
     encode,
     pack_blocks,
     unpack_blocks,
 )
-from baton.handoff.stretches import Stretch, pack_stretches, unpack_stretches
+from baton.handoff.token_ranges import LayerTokenRange, pack_ranges, unpack_ranges
 from baton.ids import Epoch, RegionHandle, TicketId, WorkerId
 from baton.kv.layout import KVLayout
 from baton.telemetry.trace import Stamp
@@ -67,8 +67,8 @@ MESSAGES: dict[str, Message] = {
         epoch=Epoch("e" * 32),
         clock_domain="boot",
         fingerprint="f" * 64,
-        faces=(
-            FaceOffer(
+        views=(
+            KVViewDescriptor(
                 KVLayout.gqa(2, 2, 8, block_size=16, dtype="float32"),
                 (
                     RegionDescriptor(
@@ -82,31 +82,33 @@ MESSAGES: dict[str, Message] = {
             ),
         ),
         traits={"engine": "transformers"},
-        mover="prefill",
-        scratch=(),
+        preferred_op="WRITE",
+        probe_buffers=(),
         lease_s=10.0,
     ),
-    "refused": Refused(("another model",)),
-    "grant": Grant(ID, "sealed", b"p" * 32, 16, 40, 1, pack_blocks(np.array([7, 3])), "prefill"),
-    "grant_to_read": Grant(ID, "sealed", b"p" * 32, 16, 40, 1, b"", "decode", ("shared",)),
-    "grant_to_borrow": Grant(ID, "sealed", b"p" * 32, 16, 40, 1, b"", "nobody"),
-    "lent": Lent(ID, 1, pack_blocks(np.array([7, 3]))),
-    "unlent": Unlent(ID, "128 blocks are lent, at most 128 may be"),
-    "returned": Returned((ID, TicketId(b"f" * 16))),
-    "settled": Settled((ID,)),
-    "recalled": Recalled((ID,)),
+    "refused": HelloRefused(("another model",)),
+    "grant": Grant(ID, "sealed", b"p" * 32, 16, 40, 1, pack_blocks(np.array([7, 3])), "WRITE"),
+    "grant_to_read": Grant(ID, "sealed", b"p" * 32, 16, 40, 1, b"", "READ", ("shared",)),
+    "grant_to_import": Grant(ID, "sealed", b"p" * 32, 16, 40, 1, b"", "NONE"),
+    "blocks_exported": BlocksExported(ID, 1, pack_blocks(np.array([7, 3]))),
+    "export_refused": ExportRefused(ID, "128 blocks are lent, at most 128 may be"),
+    "release": Release((ID, TicketId(b"f" * 16))),
+    "release_ack": ReleaseAck((ID,)),
+    "revoke": Revoke((ID,)),
     "available": Available(ID, 3, 16, 40, 1, pack_blocks(np.array([7, 3])), b"d" * 32),
-    "taken": Taken(ID, "shared", "tcp"),
-    "rerouted": Rerouted(ID, "shared"),
-    "missing": Missing(ID, "shared", pack_stretches([Stretch(0, 16, 40), Stretch(3, 32, 40)])),
-    "avoid": Avoid(ID, "shared", "digest mismatch"),
-    "reversed": Reversed(
-        ID, ("shared",), 1, pack_blocks(np.array([7, 3])), pack_stretches([Stretch(0, 16, 40)])
+    "transfer_ack": TransferAck(ID, "shared", "tcp"),
+    "transport_failed": TransportFailed(ID, "shared"),
+    "retransmit_request": RetransmitRequest(ID, "shared",
+        pack_ranges([LayerTokenRange(0, 16, 40), LayerTokenRange(3, 32, 40)])
     ),
-    "probe": ProbeAsked(ID, "tcp"),
+    "exclude_transport": ExcludeTransport(ID, "shared", "digest mismatch"),
+    "fallback_to_write": FallbackToWrite(
+        ID, ("shared",), 1, pack_blocks(np.array([7, 3])), pack_ranges([LayerTokenRange(0, 16, 40)])
+    ),
+    "probe_request": ProbeRequest(ID, "tcp"),
     "probe_ready": ProbeReady(ID),
-    "probed": Probed(ID, is_intact=True),
-    "probe_over": ProbeOver(ID),
+    "probe_result": ProbeResult(ID, is_intact=True),
+    "probe_end": ProbeEnd(ID),
     "declined": Declined("sealed", "all is cached"),
     "finished": Finished(
         ID, SampledToken(5, -0.25, (TokenLogprob(5, -0.25),)), "tcp", "shared",
@@ -114,9 +116,9 @@ MESSAGES: dict[str, Message] = {
     ),
     "finished_without_token": Finished(ID, None, "", "", {}),
     "failed": Failed(ID, "the client left"),
-    "renew": Renew(1.25, (ID,)),
-    "renewed": Renewed(1.25, (ID,)),
-    "underway": Underway(0.25, (ID,)),
+    "renew_lease": RenewLease(1.25, (ID,)),
+    "lease_renewed": LeaseRenewed(1.25, (ID,)),
+    "keepalive": Keepalive(0.25, (ID,)),
     "ping": Ping(1.25),
     "pong": Pong(1.25, 2.5),
 }  # fmt: skip
@@ -135,7 +137,7 @@ def test_messages_come_back(name: str) -> None:
 
 @given(st.binary(max_size=300))
 def test_garbage_is_a_protocol_error(data: bytes) -> None:
-    for read in (decode, decode_notice, decode_probe_notice):
+    for read in (decode, decode_notification, decode_probe_notification):
         with pytest.raises(ProtocolError):
             read(data)
 
@@ -159,21 +161,32 @@ def test_every_truncation_is_refused(name: str) -> None:
 
 
 def test_absurd_counts_are_refused() -> None:
-    wrong = (Notice(-1, 0, 1, b""), Notice(0, -5, 1, b""), Notice(0, 0, 1 << 60, b""))
-    for notice in (*wrong, Notice(0, 0, 1, b"", 0), Notice(0, 0, 1, b"", 1 << 60)):
+    wrong = (
+        Notification(-1, 0, 1, b""),
+        Notification(0, -5, 1, b""),
+        Notification(0, 0, 1 << 60, b""),
+    )
+    for notification in (
+        *wrong,
+        Notification(0, 0, 1, b"", 0),
+        Notification(0, 0, 1, b"", 1 << 60),
+    ):
         with pytest.raises(ProtocolError):
-            decode_notice(encode(notice))
+            decode_notification(encode(notification))
 
 
 def test_a_notice_of_several_layers_is_one_for_each() -> None:
-    assert Notice(3, 5, 9, b"aabbcc", 3).split() == (
-        Notice(3, 5, 9, b"aa"),
-        Notice(4, 5, 9, b"bb"),
-        Notice(5, 5, 9, b"cc"),
+    assert Notification(3, 5, 9, b"aabbcc", 3).split() == (
+        Notification(3, 5, 9, b"aa"),
+        Notification(4, 5, 9, b"bb"),
+        Notification(5, 5, 9, b"cc"),
     )
-    assert Notice(3, 5, 9, b"", 2).split() == (Notice(3, 5, 9, b""), Notice(4, 5, 9, b""))
+    assert Notification(3, 5, 9, b"", 2).split() == (
+        Notification(3, 5, 9, b""),
+        Notification(4, 5, 9, b""),
+    )
     with pytest.raises(ProtocolError, match="5 bytes of digests, 3 layers"):
-        Notice(3, 5, 9, b"aabbc", 3).split()
+        Notification(3, 5, 9, b"aabbc", 3).split()
 
 
 def test_block_ids_are_checked() -> None:
@@ -184,9 +197,9 @@ def test_block_ids_are_checked() -> None:
         unpack_blocks(pack_blocks(np.array([-1])))
 
 
-@pytest.mark.parametrize("version", [1, 2, 3, 5, PROTOCOL_VERSION + 1])
+@pytest.mark.parametrize("version", [1, 2, 3, 5, 6, PROTOCOL_VERSION + 1])
 def test_a_hello_of_another_version_is_known_as_one(version: int) -> None:
-    """Whatever fields it has: version 1 had `layout` and `regions`, 2 no `mover`, 3 no lease."""
+    """Whatever fields it has: version 1 had `layout` and `regions`, 2 no `op`, 3 no lease."""
     raw = msgspec.msgpack.encode({
         "t": "hello",
         "version": version,
@@ -195,7 +208,7 @@ def test_a_hello_of_another_version_is_known_as_one(version: int) -> None:
         "regions": [],
         "new": 1,
     })
-    assert decode(raw) == OtherHello(version, "old")
+    assert decode(raw) == UnsupportedHello(version, "old")
 
 
 def test_a_hello_of_this_version_is_taken_strictly() -> None:
@@ -208,12 +221,12 @@ def test_a_hello_of_this_version_is_taken_strictly() -> None:
     with pytest.raises(ProtocolError):
         decode(raw)
     with pytest.raises(ProtocolError, match="nobody sends"):
-        decode(encode(OtherHello(2, "x")))
+        decode(encode(UnsupportedHello(2, "x")))
 
 
 def test_a_probes_notice_comes_back() -> None:
-    notice = ProbeNotice(64, b"d" * 16)
-    assert decode_probe_notice(encode(notice)) == notice
+    notification = ProbeNotification(64, b"d" * 16)
+    assert decode_probe_notification(encode(notification)) == notification
 
 
 @pytest.mark.parametrize(
@@ -221,6 +234,6 @@ def test_a_probes_notice_comes_back() -> None:
 )  # fmt: skip
 def test_ranges_that_are_none_are_refused(rows: list[tuple[int, int, int]]) -> None:
     with pytest.raises(ProtocolError):
-        unpack_stretches(np.array(rows, dtype="<i4").tobytes())
+        unpack_ranges(np.array(rows, dtype="<i4").tobytes())
     with pytest.raises(ProtocolError):
-        unpack_stretches(b"12345")
+        unpack_ranges(b"12345")

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from baton.clock import Instant
 from baton.errors import ConfigError
-from baton.handoff.graves import Grave
 from baton.handoff.interface import BlocksQuiescent, KVFailed, KVLanded, SampledToken
-from baton.handoff.pooling.collection import Collection
-from baton.handoff.pooling.deposit import Deposit
-from baton.handoff.pooling.pieces import Piece, name_pieces
+from baton.handoff.pool_mode.store_read import StoreRead
+from baton.handoff.pool_mode.store_write import StoreWrite
+from baton.handoff.pool_mode.token_segments import TokenSegment, hash_segments
+from baton.handoff.tombstones import Tombstone
 from baton.kv.identity import HashDomain, compute_block_hashes, compute_tail_hash
 from tests.unit.handoff.orders import make_ticket, receive_order, send_order
 
@@ -22,19 +22,21 @@ FIRST = SampledToken(7)
 DOMAIN = HashDomain("m", "", 8)
 
 
-def make_pieces(num_tokens: int) -> tuple[Piece, ...]:
-    return name_pieces(DOMAIN, np.arange(num_tokens, dtype=np.int32))
+def make_pieces(num_tokens: int) -> tuple[TokenSegment, ...]:
+    return hash_segments(DOMAIN, np.arange(num_tokens, dtype=np.int32))
 
 
 @given(st.integers(1, 60), st.integers(1, 20))
 def test_pieces_cover_the_prompt_and_all_but_a_tail_are_blocks(num_tokens: int, size: int) -> None:
     domain, tokens = HashDomain("m", "", size), np.arange(num_tokens, dtype=np.int32)
-    pieces = name_pieces(domain, tokens)
-    assert [piece.start for piece in pieces] == list(range(0, num_tokens, size))
-    assert [piece.stop for piece in pieces[:-1]] == [piece.start for piece in pieces[1:]]
-    assert pieces[-1].stop == num_tokens
+    segments = hash_segments(domain, tokens)
+    assert [segment.start for segment in segments] == list(range(0, num_tokens, size))
+    assert [segment.stop for segment in segments[:-1]] == [
+        segment.start for segment in segments[1:]
+    ]
+    assert segments[-1].stop == num_tokens
     hashes = compute_block_hashes(domain, tokens)
-    assert [piece.block_hash for piece in pieces[: len(hashes)]] == hashes
+    assert [segment.block_hash for segment in segments[: len(hashes)]] == hashes
 
 
 def test_tails_are_told_apart() -> None:
@@ -55,55 +57,55 @@ def test_tails_are_told_apart() -> None:
 
 
 def test_a_piece_is_kept_once_all_its_layers_are_ready() -> None:
-    pieces = make_pieces(20)
-    deposit = Deposit(
-        send_order(make_ticket(), num_tokens=20), pieces, num_layers=2, deadline=NEVER
+    segments = make_pieces(20)
+    store_write = StoreWrite(
+        send_order(make_ticket(), num_tokens=20), segments, num_layers=2, deadline=NEVER
     )
-    deposit.layer_ready(0, 20)
-    assert deposit.next_pieces() == ()
-    deposit.layer_ready(1, 15)
-    assert deposit.next_pieces() == pieces[:1]
-    deposit.layer_ready(1, 9)  # said late: nothing is taken back
-    assert deposit.next_pieces() == pieces[:1]
-    deposit.kept(1)
-    deposit.finish(FIRST)
-    assert not deposit.is_done
-    deposit.layer_ready(1, 20)
-    assert deposit.next_pieces() == pieces[1:]
-    deposit.kept(2)
-    deposit.check_invariants()
-    assert deposit.is_done
-    assert (deposit.num_kept_tokens, deposit.first_token) == (20, FIRST)
-    deposit.kept(1)
+    store_write.mark_layer_ready(0, 20)
+    assert store_write.pending_segments() == ()
+    store_write.mark_layer_ready(1, 15)
+    assert store_write.pending_segments() == segments[:1]
+    store_write.mark_layer_ready(1, 9)  # said late: nothing is taken back
+    assert store_write.pending_segments() == segments[:1]
+    store_write.add_stored(1)
+    store_write.mark_prefill_done(FIRST)
+    assert not store_write.is_done
+    store_write.mark_layer_ready(1, 20)
+    assert store_write.pending_segments() == segments[1:]
+    store_write.add_stored(2)
+    store_write.check_invariants()
+    assert store_write.is_done
+    assert (store_write.num_stored_tokens, store_write.first_token) == (20, FIRST)
+    store_write.add_stored(1)
     with pytest.raises(AssertionError):
-        deposit.check_invariants()
+        store_write.check_invariants()
 
 
 def test_what_is_cached_on_prefill_can_be_kept_at_once() -> None:
     order = send_order(make_ticket(), num_tokens=20, num_ready_tokens=16)
-    deposit = Deposit(order, make_pieces(20), num_layers=2, deadline=NEVER)
-    assert [piece.stop for piece in deposit.next_pieces()] == [8, 16]
+    store_write = StoreWrite(order, make_pieces(20), num_layers=2, deadline=NEVER)
+    assert [segment.stop for segment in store_write.pending_segments()] == [8, 16]
 
 
 def test_pieces_that_are_cached_on_decode_are_not_asked_for() -> None:
     ticket = make_ticket()
     order = receive_order(ticket, start=12, num_tokens=20)
-    collection = Collection(order, make_pieces(20), deadline=NEVER)
-    assert [piece.start for piece in collection.next_pieces] == [8, 16]
-    assert collection.num_tokens == 12
-    collection.landed(1)
-    assert collection.num_tokens == 16
-    assert collection.end_early("evicted", "store") == [KVLanded(ticket.id, None, 16)]
-    collection.landed(1)
-    assert collection.complete(FIRST) == [KVLanded(ticket.id, FIRST)]
+    store_read = StoreRead(order, make_pieces(20), deadline=NEVER)
+    assert [segment.start for segment in store_read.pending_segments] == [8, 16]
+    assert store_read.num_tokens == 12
+    store_read.add_landed(1)
+    assert store_read.num_tokens == 16
+    assert store_read.end_early("evicted", "store") == [KVLanded(ticket.id, None, 16)]
+    store_read.add_landed(1)
+    assert store_read.complete(FIRST) == [KVLanded(ticket.id, FIRST)]
 
 
 def test_nothing_landed_is_a_failure() -> None:
     ticket = make_ticket()
     order = receive_order(ticket, start=12, num_tokens=20)
-    collection = Collection(order, make_pieces(20), deadline=NEVER)
-    collection.grave = Grave("killed", "gateway")
-    failed, quiescent = collection.end_early("killed", "gateway")
+    store_read = StoreRead(order, make_pieces(20), deadline=NEVER)
+    store_read.tombstone = Tombstone("killed", "gateway")
+    failed, quiescent = store_read.end_early("killed", "gateway")
     assert isinstance(failed, KVFailed)
     assert (failed.error.stage, failed.error.peer) == ("gateway", "p")
     assert quiescent == BlocksQuiescent(ticket.id)

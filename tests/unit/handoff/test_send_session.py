@@ -5,11 +5,23 @@ import pytest
 
 from baton.clock import Instant
 from baton.handoff.interface import KVSent, SendFailed
-from baton.handoff.messages import Failed, Grant, Missing, Rerouted, Reversed
-from baton.handoff.session.actions import Announce, Emit, Say, SayFinished, Submit
-from baton.handoff.session.posted import Posted
+from baton.handoff.messages import (
+    Failed,
+    FallbackToWrite,
+    Grant,
+    RetransmitRequest,
+    TransportFailed,
+)
+from baton.handoff.session.actions import (
+    AnnounceReadable,
+    Emit,
+    SendFinished,
+    SendMessage,
+    WriteLayers,
+)
 from baton.handoff.session.send import SendSession
-from baton.handoff.stretches import Stretch, pack_stretches
+from baton.handoff.session.transfer_handle import TransferHandle
+from baton.handoff.token_ranges import LayerTokenRange, pack_ranges
 from baton.transfer.interface import TransferId
 from tests.unit.handoff.orders import PROMPT_HASH, make_ticket, send_order
 
@@ -17,7 +29,7 @@ from tests.unit.handoff.orders import PROMPT_HASH, make_ticket, send_order
 def make_session() -> tuple[SendSession, Grant]:
     ticket = make_ticket()
     session = SendSession(send_order(ticket, num_tokens=9), num_layers=2, deadline=Instant(10.0))
-    return session, Grant(ticket.id, "sealed", PROMPT_HASH, 0, 9, 0, b"", "prefill")
+    return session, Grant(ticket.id, "sealed", PROMPT_HASH, 0, 9, 0, b"", "WRITE")
 
 
 def test_another_prompt_under_the_same_ticket_ends_the_handoff() -> None:
@@ -25,7 +37,7 @@ def test_another_prompt_under_the_same_ticket_ends_the_handoff() -> None:
         session, grant = make_session()
         grant = Grant(**{f: getattr(grant, f) for f in grant.__struct_fields__} | change)
         said, emitted = session.granted(grant)
-        assert isinstance(said, Say)
+        assert isinstance(said, SendMessage)
         assert isinstance(said.message, Failed)
         assert isinstance(emitted, Emit)
         assert isinstance(emitted.event, SendFailed)
@@ -51,7 +63,7 @@ def test_an_error_names_stage_and_peer() -> None:
 
 def make_read_session() -> SendSession:
     session, grant = make_session()
-    session.granted(msgspec.structs.replace(grant, mover="decode"))
+    session.granted(msgspec.structs.replace(grant, op="READ"))
     return session
 
 
@@ -59,13 +71,13 @@ def test_the_source_is_held_until_it_is_taken() -> None:
     session = make_read_session()
     assert session.begin(1) == []
     for layer in range(2):
-        assert session.layer_ready(layer, 9) == [Announce(layer, 0, 9)]
+        assert session.layer_ready(layer, 9) == [AnnounceReadable(layer, 0, 9)]
         assert session.announced(layer, 9) == []
-    assert session.finish(None) == [SayFinished(None)]
+    assert session.finish(None) == [SendFinished(None)]
     assert not session.over
-    assert session.taken() == [Emit(KVSent(session.ticket))]
+    assert session.acked() == [Emit(KVSent(session.ticket))]
     assert session.over
-    assert session.taken() == []
+    assert session.acked() == []
 
 
 def test_the_deadline_ends_the_wait_for_a_reader() -> None:
@@ -84,8 +96,8 @@ def test_the_deadline_ends_the_wait_for_a_reader() -> None:
 def test_taking_what_was_not_announced_ends_the_handoff() -> None:
     session = make_read_session()
     session.begin(1)
-    said, emitted = session.taken()
-    assert isinstance(said, Say)
+    said, emitted = session.acked()
+    assert isinstance(said, SendMessage)
     assert isinstance(emitted, Emit)
     assert isinstance(emitted.event, SendFailed)
 
@@ -95,7 +107,7 @@ def test_whole_pages_and_at_last_the_rest(ready: int, sent: int | None) -> None:
     session, grant = make_session()
     session.granted(grant)
     session.begin(4)
-    expected = [] if sent is None else [Submit(0, 0, sent)]
+    expected = [] if sent is None else [WriteLayers(0, 0, sent)]
     assert session.layer_ready(0, ready) == expected
 
 
@@ -106,54 +118,56 @@ def make_written_session() -> SendSession:
     session.begin(1)
     for layer, kind in enumerate(("shared", "tcp")):
         session.layer_ready(layer, 9)
-        session.submitted(Posted(kind, TransferId(1)), Stretch(layer, 0, 9))
+        session.submitted(TransferHandle(kind, TransferId(1)), LayerTokenRange(layer, 0, 9))
     session.finish(None)
     return session
 
 
-def missing(session: SendSession, kind: str, *stretches: Stretch) -> Missing:
-    return Missing(session.ticket, kind, pack_stretches(stretches))
+def missing(session: SendSession, kind: str, *token_ranges: LayerTokenRange) -> RetransmitRequest:
+    return RetransmitRequest(session.ticket, kind, pack_ranges(token_ranges))
 
 
 def test_only_what_the_failed_transport_carried_and_did_not_bring_is_sent_again() -> None:
     session = make_written_session()
-    assert session.reroute("shared") == [], "a write is under way over it"
-    assert session.ended(Posted("shared", TransferId(1))) == [
-        Say(Rerouted(session.ticket, "shared"))
+    assert session.fail_over("shared") == [], "a write is under way over it"
+    assert session.ended(TransferHandle("shared", TransferId(1))) == [
+        SendMessage(TransportFailed(session.ticket, "shared"))
     ]
-    gaps = missing(session, "shared", Stretch(0, 4, 9), Stretch(1, 0, 9))
-    assert session.missing(gaps) == [Submit(0, 4, 9)], "layer 1 is on its way over tcp"
-    assert session.missing(gaps) == []
-    assert session.avoids == {"shared"}
+    gaps = missing(session, "shared", LayerTokenRange(0, 4, 9), LayerTokenRange(1, 0, 9))
+    assert session.retransmit(gaps) == [WriteLayers(0, 4, 9)], "layer 1 is on its way over tcp"
+    assert session.retransmit(gaps) == []
+    assert session.excluded == {"shared"}
 
 
 def test_what_was_sent_well_is_asked_for_too_when_its_transport_fails() -> None:
     session = make_written_session()
-    session.ended(Posted("shared", TransferId(1)))
-    assert session.reroute("shared") == [Say(Rerouted(session.ticket, "shared"))]
-    assert session.reroute("shared") == []
+    session.ended(TransferHandle("shared", TransferId(1)))
+    assert session.fail_over("shared") == [SendMessage(TransportFailed(session.ticket, "shared"))]
+    assert session.fail_over("shared") == []
 
 
 def test_a_transport_that_carried_nothing_is_left_without_a_word() -> None:
     session = make_written_session()
-    assert session.reroute("nixl") == []
-    assert "nixl" in session.avoids
+    assert session.fail_over("nixl") == []
+    assert "nixl" in session.excluded
 
 
 def test_the_source_is_held_until_all_writes_have_ended_and_it_is_taken() -> None:
     session = make_written_session()
-    session.ended(Posted("shared", TransferId(1)))
-    assert session.taken() == []
-    assert session.ended(Posted("tcp", TransferId(1))) == [Emit(KVSent(session.ticket))]
+    session.ended(TransferHandle("shared", TransferId(1)))
+    assert session.acked() == []
+    assert session.ended(TransferHandle("tcp", TransferId(1))) == [Emit(KVSent(session.ticket))]
 
 
 def test_a_session_without_a_route_submits_what_it_owes_once_there_is_one() -> None:
     session = make_written_session()
-    session.ended(Posted("shared", TransferId(1)))
-    session.reroute("shared")
-    assert session.missing(missing(session, "shared", Stretch(0, 2, 9))) == [Submit(0, 2, 9)]
-    session.submitted(Posted("tcp", TransferId(2)), Stretch(0, 2, 5))
-    assert session.resume() == [Submit(0, 5, 9)]
+    session.ended(TransferHandle("shared", TransferId(1)))
+    session.fail_over("shared")
+    assert session.retransmit(missing(session, "shared", LayerTokenRange(0, 2, 9))) == [
+        WriteLayers(0, 2, 9)
+    ]
+    session.submitted(TransferHandle("tcp", TransferId(2)), LayerTokenRange(0, 2, 5))
+    assert session.resume() == [WriteLayers(0, 5, 9)]
 
 
 def test_a_reader_that_gives_up_is_written_to() -> None:
@@ -162,9 +176,9 @@ def test_a_reader_that_gives_up_is_written_to() -> None:
     for layer in range(2):
         session.layer_ready(layer, 6)
         session.announced(layer, 6)
-    ranges = pack_stretches([Stretch(0, 0, 9), Stretch(1, 3, 9)])
-    message = Reversed(session.ticket, ("shared",), 0, b"", ranges)
-    assert session.reversed(message) == [Submit(0, 0, 6), Submit(1, 3, 6)]
-    assert session.reversed(message) == []
-    assert session.avoids == {"shared"}
-    assert session.layer_ready(0, 9) == [Submit(0, 6, 9)]
+    ranges = pack_ranges([LayerTokenRange(0, 0, 9), LayerTokenRange(1, 3, 9)])
+    message = FallbackToWrite(session.ticket, ("shared",), 0, b"", ranges)
+    assert session.fall_back_to_write(message) == [WriteLayers(0, 0, 6), WriteLayers(1, 3, 6)]
+    assert session.fall_back_to_write(message) == []
+    assert session.excluded == {"shared"}
+    assert session.layer_ready(0, 9) == [WriteLayers(0, 6, 9)]

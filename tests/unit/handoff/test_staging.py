@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.errors import HandoffError
-from baton.handoff.staging import Holder, StagingPages
+from baton.handoff.staging import Holder, StagingPool
 from baton.ids import TicketId
 
 NUM_PAGES = 8
@@ -17,62 +17,62 @@ def holder(number: int, side: str = "receive") -> Holder:
 
 
 def test_pages_are_given_in_the_order_of_asking() -> None:
-    pages = StagingPages(NUM_PAGES)
-    assert pages.ask(holder(1), 5) is not None
-    assert pages.ask(holder(2), 5) is None
-    assert pages.ask(holder(3), 1) is None, "a small one overtakes"
-    assert pages.take_served() == []
-    pages.give_back(holder(1))
-    assert pages.take_served() == [holder(2), holder(3)]
-    assert pages.take_served() == []
-    assert len(pages.ask(holder(2), 5)) == 5
+    pages = StagingPool(NUM_PAGES)
+    assert pages.try_reserve(holder(1), 5) is not None
+    assert pages.try_reserve(holder(2), 5) is None
+    assert pages.try_reserve(holder(3), 1) is None, "a small one overtakes"
+    assert pages.take_granted() == []
+    pages.release(holder(1))
+    assert pages.take_granted() == [holder(2), holder(3)]
+    assert pages.take_granted() == []
+    assert len(pages.try_reserve(holder(2), 5)) == 5
 
 
 def test_a_ticket_may_be_sent_and_received() -> None:
-    pages = StagingPages(NUM_PAGES)
-    sent, received = pages.ask(holder(1, "send"), 4), pages.ask(holder(1), 4)
+    pages = StagingPool(NUM_PAGES)
+    sent, received = pages.try_reserve(holder(1, "send"), 4), pages.try_reserve(holder(1), 4)
     assert not set(sent.tolist()) & set(received.tolist())
 
 
 def test_what_could_never_fit_is_refused() -> None:
-    pages = StagingPages(NUM_PAGES)
+    pages = StagingPool(NUM_PAGES)
     with pytest.raises(HandoffError, match="needs 9 staging pages where there are 8"):
-        pages.ask(holder(1), 9)
+        pages.try_reserve(holder(1), 9)
     assert (pages.num_free, pages.num_waiting) == (8, 0)
 
 
 def test_one_that_leaves_the_line_lets_the_next_in() -> None:
-    pages = StagingPages(NUM_PAGES)
-    pages.ask(holder(1), 5)
-    pages.ask(holder(2), 5)
-    pages.ask(holder(3), 3)
-    pages.give_back(holder(2))
-    assert pages.take_served() == [holder(3)]
+    pages = StagingPool(NUM_PAGES)
+    pages.try_reserve(holder(1), 5)
+    pages.try_reserve(holder(2), 5)
+    pages.try_reserve(holder(3), 3)
+    pages.release(holder(2))
+    assert pages.take_granted() == [holder(3)]
 
 
 def test_each_direction_has_its_half_once_both_are_used() -> None:
     """Else two workers fill theirs with what they receive, and neither can send."""
-    pages = StagingPages(NUM_PAGES)
-    assert len(pages.ask(holder(1), 3)) == 3
-    assert len(pages.ask(holder(2, "send"), 2)) == 2
-    assert len(pages.ask(holder(3), 1)) == 1
-    assert pages.ask(holder(4), 1) is None, "the other direction's half"
-    assert len(pages.ask(holder(5, "send"), 2)) == 2
-    pages.give_back(holder(3))
-    assert pages.take_served() == [holder(4)]
+    pages = StagingPool(NUM_PAGES)
+    assert len(pages.try_reserve(holder(1), 3)) == 3
+    assert len(pages.try_reserve(holder(2, "send"), 2)) == 2
+    assert len(pages.try_reserve(holder(3), 1)) == 1
+    assert pages.try_reserve(holder(4), 1) is None, "the other direction's half"
+    assert len(pages.try_reserve(holder(5, "send"), 2)) == 2
+    pages.release(holder(3))
+    assert pages.take_granted() == [holder(4)]
 
 
 def test_one_direction_alone_has_all_pages() -> None:
-    pages = StagingPages(NUM_PAGES)
-    assert len(pages.ask(holder(1), NUM_PAGES)) == NUM_PAGES
+    pages = StagingPool(NUM_PAGES)
+    assert len(pages.try_reserve(holder(1), NUM_PAGES)) == NUM_PAGES
 
 
 def test_one_larger_than_a_half_is_served_when_nobody_else_is() -> None:
-    pages = StagingPages(NUM_PAGES)
-    pages.ask(holder(1, "send"), 1)
-    assert pages.ask(holder(2), 7) is None
-    pages.give_back(holder(1, "send"))
-    assert pages.take_served() == [holder(2)]
+    pages = StagingPool(NUM_PAGES)
+    pages.try_reserve(holder(1, "send"), 1)
+    assert pages.try_reserve(holder(2), 7) is None
+    pages.release(holder(1, "send"))
+    assert pages.take_granted() == [holder(2)]
 
 
 @given(
@@ -85,23 +85,23 @@ def test_no_page_has_two_holders_and_none_is_lost(
     def holder_of(number: int) -> Holder:
         return holder(number, "send" if number <= num_senders else "receive")
 
-    pages = StagingPages(NUM_PAGES)
+    pages = StagingPool(NUM_PAGES)
     asked: dict[int, int] = {}
     for number, wanted, gives_back in steps:
         if gives_back:
-            pages.give_back(holder_of(number))
+            pages.release(holder_of(number))
             asked.pop(number, None)
         else:
             num_pages = asked.setdefault(number, wanted)
-            held = pages.ask(holder_of(number), num_pages)
-            again = pages.ask(holder_of(number), num_pages)
+            held = pages.try_reserve(holder_of(number), num_pages)
+            again = pages.try_reserve(holder_of(number), num_pages)
             assert np.array_equal(held, again) if held is not None else again is None
             assert held is None or len(held) == num_pages
         pages.check_invariants()
     # Whoever waits is served, once those before it are done.
     for _ in range(len(asked)):
-        number = next(n for n in asked if pages.ask(holder_of(n), asked[n]) is not None)
-        pages.give_back(holder_of(number))
+        number = next(n for n in asked if pages.try_reserve(holder_of(n), asked[n]) is not None)
+        pages.release(holder_of(number))
         del asked[number]
         pages.check_invariants()
     assert (pages.num_free, pages.num_waiting) == (NUM_PAGES, 0)

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from baton.config.sections import HandoffSection
-from baton.handoff.messages import Notice
-from baton.handoff.parcels import Inspector, Packer, announce_undigested
+from baton.handoff.messages import Notification
 from baton.handoff.sampler import Sampler
 from baton.handoff.verification import VerificationPolicy, path_of
+from baton.handoff.write_batches import DigestVerifier, WriteBatchBuilder, notify_without_digests
 from baton.kv.copies import BlockTable, PagedSequence
 from baton.kv.layout import KVLayout
 from baton.kv.planning import CopyPlanner
@@ -27,9 +27,9 @@ def received():
     pages = view_pages(region.memory, region.arrays[0])
     pages[:] = np.random.default_rng(7).integers(0, 256, pages.shape, np.uint8)
     sequence = PagedSequence(layout, BlockTable(0, np.arange(NUM_BLOCKS, dtype=np.int64)))
-    packer = Packer(region, sequence, sequence, CopyPlanner())
-    (parcel,) = packer.pack(range(1), 0, NUM_BLOCKS * layout.block_size)
-    return pages, Inspector(region, sequence, layout), packer.digest(parcel), parcel
+    packer = WriteBatchBuilder(region, sequence, sequence, CopyPlanner())
+    (parcel,) = packer.build(range(1), 0, NUM_BLOCKS * layout.block_size)
+    return pages, DigestVerifier(region, sequence, layout), packer.digest(parcel), parcel
 
 
 def sampler(share, seed=1):
@@ -37,23 +37,24 @@ def sampler(share, seed=1):
 
 
 def test_full_finds_any_bit(received):
-    pages, inspector, notice, _ = received
-    assert inspector.inspect(notice).is_intact
-    assert inspector.inspect(notice).num_tokens == NUM_BLOCKS * LAYOUT.block_size
+    pages, inspector, notification, _ = received
+    assert inspector.verify(notification).is_intact
+    assert inspector.verify(notification).num_tokens == NUM_BLOCKS * LAYOUT.block_size
     for page in (0, 17, NUM_BLOCKS - 1):
         pages[page, 5] ^= 1
-        assert not inspector.inspect(notice).is_intact
+        assert not inspector.verify(notification).is_intact
         pages[page, 5] ^= 1
 
 
 @pytest.mark.parametrize("share", [0.05, 0.125, 0.5])
 def test_sampled_finds_a_spoilt_piece_with_its_stated_probability(received, share):
     """One of 64 pieces is wrong; the one of each layer that is sure to be seen helps a little."""
-    pages, inspector, notice, _ = received
+    pages, inspector, notification, _ = received
     pages[33, 0] ^= 1
     num_rounds = 3000
     num_found = sum(
-        not inspector.inspect(notice, sampler(share, seed)).is_intact for seed in range(num_rounds)
+        not inspector.verify(notification, sampler(share, seed)).is_intact
+        for seed in range(num_rounds)
     )
     expected = 1 - (1 - share) * (1 - 1 / NUM_BLOCKS)
     deviation = (expected * (1 - expected) / num_rounds) ** 0.5
@@ -61,10 +62,10 @@ def test_sampled_finds_a_spoilt_piece_with_its_stated_probability(received, shar
 
 
 def test_sampled_finds_sooner_what_is_wrong_in_many_pieces(received):
-    pages, inspector, notice, _ = received
+    pages, inspector, notification, _ = received
     pages[:32, 0] ^= 1
     num_found = sum(
-        not inspector.inspect(notice, sampler(0.125, seed)).is_intact for seed in range(300)
+        not inspector.verify(notification, sampler(0.125, seed)).is_intact for seed in range(300)
     )
     assert num_found / 300 > 1 - (1 - 0.125) ** 32 - 0.05
 
@@ -84,11 +85,13 @@ def test_the_choice_cannot_be_foreseen():
 
 def test_sampled_wants_a_digest_of_every_piece(received):
     """Else a sender could leave out what it spoilt."""
-    _, inspector, notice, parcel = received
-    short = Notice(notice.layer, notice.start, notice.stop, notice.digests[:-16])
+    _, inspector, notification, parcel = received
+    short = Notification(
+        notification.layer, notification.start, notification.stop, notification.digests[:-16]
+    )
     for level in (None, sampler(0.125)):
-        assert not inspector.inspect(short, level).is_intact
-        assert not inspector.inspect(announce_undigested(parcel), level).is_intact
+        assert not inspector.verify(short, level).is_intact
+        assert not inspector.verify(notify_without_digests(parcel), level).is_intact
 
 
 def test_paths():

@@ -5,15 +5,15 @@ import pytest
 from baton.clock import Instant
 from baton.errors import ProtocolError
 from baton.gateway.metrics import GatewayMetrics
-from baton.launch.diagnosis import describe_exit, likely_cause
+from baton.launch.exit_causes import describe_exit, likely_cause
 from baton.launch.progress import PlainDisplay
 from baton.launch.readiness import count_up, first_model
 from baton.router.fleet import Role
-from baton.telemetry.announcement import Draining, Loading, Ready, read_announcement
+from baton.telemetry.process_status import Draining, Loading, Ready, read_status
 
 
 @pytest.mark.parametrize(
-    ("line", "announcement"),
+    ("line", "status"),
     [
         (b'{"event":"loading","url":"http://h:1","pid":3,"what":"x"}', Loading("http://h:1", "x")),
         (b'{"event":"loading"}', Loading()),
@@ -26,14 +26,14 @@ from baton.telemetry.announcement import Draining, Loading, Ready, read_announce
         (b'{"event":"draining","timeout_s":3.0}', Draining(3.0)),
     ],
 )
-def test_announcements(line, announcement):
-    assert read_announcement(line + b"\n") == announcement
+def test_announcements(line, status):
+    assert read_status(line + b"\n") == status
 
 
 @pytest.mark.parametrize("line", [b"", b"hello", b'{"event":"party"}', b'{"event":"ready"}', b"[]"])
 def test_what_is_no_announcement_is_refused(line):
-    with pytest.raises(ProtocolError, match="not an announcement"):
-        read_announcement(line)
+    with pytest.raises(ProtocolError, match="no status line"):
+        read_status(line)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from baton.cli.engine_options import engine_options
 from baton.config.resolve import CommandLine, resolve
 from baton.errors import ConfigError
 from baton.launch.cores import share_cores
-from baton.launch.plan import Crew, Ports, crews_of, plan_launch
+from baton.launch.plan import Ports, WorkerGroup, plan_launch, worker_groups
 
 ENGINE_KEYS = {
     "transformers": frozenset({"block_size", "num_threads"}),
@@ -162,7 +162,7 @@ def test_roles_may_run_different_engines():
 )
 def test_what_runs_in_a_launch(assignments, crews):
     config = resolve(CommandLine(assignments=assignments), {}).to_config()
-    assert crews_of(config) == tuple(Crew(*crew) for crew in crews)
+    assert worker_groups(config) == tuple(WorkerGroup(*crew) for crew in crews)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from baton.ops.doctor.host import Answer, Host, Space
+from baton.ops.doctor.host import Host, ProgramOutput, Space
 
 GIB = 1 << 30
 
@@ -43,7 +43,7 @@ def recorded(root: Path, files, *, links=(), programs=None, space=None, versions
         root=root,
         environment=others.get("environment", {}),
         cpus=frozenset(range(others.get("num_cpus", 2))),
-        ask=lambda command: (programs or {}).get(command[0]),
+        run_program=lambda command: (programs or {}).get(command[0]),
         measure_space=lambda _path: space,
         find_version=(versions or {}).get,
     )
@@ -99,7 +99,7 @@ def h100_box(root: Path) -> Host:
             "/sys/bus/dax/devices/dax1.0/driver": "../../../../bus/dax/drivers/kmem",
             "/sys/bus/dax/devices/dax2.0/driver": "../../../../bus/dax/drivers/device_dax",
         },
-        programs={"nvidia-smi": Answer(0, NVIDIA_SMI)},
+        programs={"nvidia-smi": ProgramOutput(0, NVIDIA_SMI)},
         space=Space(1007 * GIB, 1000 * GIB),
         versions={"torch": "2.13.0+cpu", "transformers": "5.19.0", "safetensors": "0.8.0"},
         num_cpus=112,
@@ -143,7 +143,7 @@ def rubbish(root: Path) -> Host:
     return recorded(
         root,
         {},
-        programs={"nvidia-smi": Answer(0, "a,b,c\n1,2,3,4,5\n,,,,")},
+        programs={"nvidia-smi": ProgramOutput(0, "a,b,c\n1,2,3,4,5\n,,,,")},
         space=Space(0, 0),
         versions={"torch": "rubbish"},
         environment=box.environment,

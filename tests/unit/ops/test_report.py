@@ -5,11 +5,11 @@ import io
 import msgspec
 import pytest
 
-from baton.ops.doctor.examination import make_report
 from baton.ops.doctor.finding import Area, Finding, Level, Report
 from baton.ops.doctor.printing import MAX_COLUMNS, print_report
 from baton.ops.doctor.probe import write_bytes, write_seconds
-from baton.ops.doctor.transports import ChosenTransports, failure_level, look_at_path
+from baton.ops.doctor.reporting import make_report
+from baton.ops.doctor.transports import ChosenTransports, check_path, failure_level
 
 CHOSEN = ChosenTransports(("shared", "tcp"), {})
 
@@ -36,7 +36,7 @@ def test_the_path_that_a_handoff_would_take(working, level, found):
         transport(kind, Level.OK if kind in working else failure_level(kind, CHOSEN))
         for kind in ("shared", "tcp", "nixl")
     ]
-    path = look_at_path(findings, CHOSEN)
+    path = check_path(findings, CHOSEN)
     assert (path.level, path.found) == (level, found)
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.authority.ticket import HandoffMode, WorkerRef
+from baton.auth.ticket import HandoffMode, WorkerRef
 from baton.ids import Epoch, WorkerId
 from baton.router.fleet import Fleet, Role, WorkerLoad, WorkerView
 from baton.router.modes import ModeSetting, choose_mode

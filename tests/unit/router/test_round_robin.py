@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.authority.ticket import WorkerRef
+from baton.auth.ticket import WorkerRef
 from baton.ids import Epoch, WorkerId
-from baton.router.fleet import Dialect, Fleet, Role, WorkerView
-from baton.router.placement import Placement, PlacementRequest, Undivided, Unplaceable
+from baton.router.fleet import Fleet, Role, WorkerProtocol, WorkerView
+from baton.router.placement import NonDisaggregableField, Placement, PlacementRequest, Unplaceable
 from baton.router.round_robin import RoundRobin
 
 
@@ -21,10 +21,10 @@ def worker(
     model: str = "demo",
     fingerprint: str = "f",
     transports: frozenset[str] = frozenset({"tcp"}),
-    dialect: Dialect = "baton",
+    protocol: WorkerProtocol = "baton",
 ) -> WorkerView:
     ref = WorkerRef(WorkerId(name), Epoch("0" * 32), "127.0.0.1:1")
-    return WorkerView(ref, role, model, fingerprint, transports, available, dialect)
+    return WorkerView(ref, role, model, fingerprint, transports, available, protocol)
 
 
 def fleet_of(*workers: WorkerView) -> Fleet:
@@ -53,34 +53,40 @@ def test_workers_take_turns_in_the_listed_order():
 
 
 def test_an_undivided_request_is_vllms_alone_and_takes_no_prefill_workers_turn():
-    v0 = worker("v0", Role.DECODE, dialect="vllm")
+    v0 = worker("v0", Role.DECODE, protocol="vllm")
     policy, fleet = RoundRobin(), fleet_of(P0, P1, v0)
-    whole = PlacementRequest("demo", undivided=Undivided.N)
+    whole = PlacementRequest("demo", non_disaggregable=NonDisaggregableField.N)
     placements = [placed(policy, fleet, request) for request in (DEMO, whole, DEMO, whole)]
     assert [p.prefill and p.prefill.id for p in placements] == ["p0", None, "p1", None]
-    assert [p.undivided for p in placements] == [None, Undivided.N] * 2
+    assert [p.non_disaggregable for p in placements] == [None, NonDisaggregableField.N] * 2
     assert placements[1].reasons == ("v0 serves the request alone, because of its field 'n'",)
     assert placements[1].mode == "colocated"
 
 
 def test_an_undivided_request_goes_to_any_other_worker_as_ever():
     placement = placed(
-        RoundRobin(), fleet_of(P0, D0), PlacementRequest("demo", undivided=Undivided.N)
+        RoundRobin(),
+        fleet_of(P0, D0),
+        PlacementRequest("demo", non_disaggregable=NonDisaggregableField.N),
     )
-    assert (placement.prefill, placement.undivided, placement.reasons) == (P0, None, ())
+    assert (placement.prefill, placement.non_disaggregable, placement.reasons) == (P0, None, ())
 
 
 def test_the_dialects_of_those_who_answer_are_at_hand():
-    p0 = worker("p0", Role.PREFILL, dialect="vllm")
-    assert fleet_of(p0, D0).models["demo"].decode_dialects == {"baton"}
-    w0 = worker("w0", Role.BOTH, dialect="vllm")
-    assert fleet_of(p0, D0, w0).models["demo"].decode_dialects == {"baton", "vllm"}
+    p0 = worker("p0", Role.PREFILL, protocol="vllm")
+    assert fleet_of(p0, D0).models["demo"].decode_protocols == {"baton"}
+    w0 = worker("w0", Role.BOTH, protocol="vllm")
+    assert fleet_of(p0, D0, w0).models["demo"].decode_protocols == {"baton", "vllm"}
 
 
 def test_where_there_are_no_prefill_workers_an_undivided_request_is_nothing_special():
-    v0 = worker("v0", Role.BOTH, dialect="vllm")
-    placement = placed(RoundRobin(), fleet_of(v0), PlacementRequest("demo", undivided=Undivided.N))
-    assert (placement.undivided, placement.reasons) == (None, ())
+    v0 = worker("v0", Role.BOTH, protocol="vllm")
+    placement = placed(
+        RoundRobin(),
+        fleet_of(v0),
+        PlacementRequest("demo", non_disaggregable=NonDisaggregableField.N),
+    )
+    assert (placement.non_disaggregable, placement.reasons) == (None, ())
 
 
 def test_a_worker_of_both_roles_serves_alone_without_a_reason():

@@ -3,7 +3,7 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry
 
 from baton.telemetry.links import LinkInstruments
-from baton.transfer.links.choosing import Chooser
+from baton.transfer.links.choice import Chooser
 from baton.transfer.links.model import LinkModel
 from baton.transfer.links.outcome import LinkObserver, Outcome
 from baton.transfer.links.shape import TransferShape

@@ -4,7 +4,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from baton.telemetry.metrics import WorkerMetrics, set_worker_info
-from baton.telemetry.trace import LegTrace, Stamp
+from baton.telemetry.trace import RequestSpan, Stamp
 
 
 @pytest.fixture
@@ -17,8 +17,10 @@ def metrics(registry: CollectorRegistry) -> WorkerMetrics:
     return WorkerMetrics(registry, ("shared", "tcp"), ("computed locally",))
 
 
-def leg(name: str, outcome: str | None, *stamps: Stamp, transport: str | None = None) -> LegTrace:
-    trace = LegTrace(request_id="r", worker="w", epoch="e", leg=name, outcome=outcome)
+def leg(
+    name: str, outcome: str | None, *stamps: Stamp, transport: str | None = None
+) -> RequestSpan:
+    trace = RequestSpan(request_id="r", worker="w", epoch="e", role=name, outcome=outcome)
     trace.transport = transport
     for at, stamp in enumerate(stamps):
         trace.stamp(stamp, float(at))
@@ -44,11 +46,11 @@ RECEIVED = (Stamp.PAGES_RESERVED, Stamp.LAST_LAYER_LANDED, Stamp.KV_READY)
     ],
 )
 def test_how_a_handoff_ended(
-    metrics: WorkerMetrics, registry: CollectorRegistry, trace: LegTrace, result: str
+    metrics: WorkerMetrics, registry: CollectorRegistry, trace: RequestSpan, result: str
 ) -> None:
     trace.transport = "tcp"
     metrics.finished(trace)
-    labels = {"leg": trace.leg, "transport": "tcp", "result": result}
+    labels = {"role": trace.role, "transport": "tcp", "result": result}
     assert registry.get_sample_value("baton_handoffs_total", labels) == 1
 
 

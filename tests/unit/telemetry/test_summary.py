@@ -3,15 +3,15 @@ from __future__ import annotations
 import pytest
 
 from baton.telemetry.summary import compute_durations, summarize
-from baton.telemetry.trace import LegTrace, Stamp
+from baton.telemetry.trace import RequestSpan, Stamp
 
 
-def leg(name: str, **stamps: float) -> LegTrace:
-    return LegTrace(
+def leg(name: str, **stamps: float) -> RequestSpan:
+    return RequestSpan(
         request_id="r",
         worker="w",
         epoch="e",
-        leg=name,
+        role=name,
         stamps={Stamp(key): at for key, at in stamps.items()},
     )
 
@@ -25,7 +25,7 @@ PREFILL_STAMPS = {
 }
 
 
-def decode_leg() -> LegTrace:
+def decode_leg() -> RequestSpan:
     decode = leg(
         "decode",
         received=20.0,
@@ -51,7 +51,7 @@ def test_a_handoffs_durations_are_taken_on_one_clock_each() -> None:
     assert got.prefill_s == pytest.approx(0.8)
     assert got.first_layer_ready_s == pytest.approx(0.1)
     assert got.last_layer_landed_s == pytest.approx(1.05)
-    assert got.visible_transfer_s == pytest.approx(0.25)
+    assert got.exposed_transfer_s == pytest.approx(0.25)
     assert got.decode_queue_s == pytest.approx(0.1)
     assert got.first_token_s == pytest.approx(1.5)
     assert got.total_s == pytest.approx(3.0)
@@ -63,7 +63,7 @@ def test_a_handoff_is_summed_up_without_the_prefill_legs_trace() -> None:
     got = summarize(GATEWAY, decode_leg(), None)
     assert got.prefill_s == pytest.approx(0.8)
     assert got.first_layer_ready_s == pytest.approx(0.1)
-    assert got.visible_transfer_s == pytest.approx(0.25)
+    assert got.exposed_transfer_s == pytest.approx(0.25)
 
 
 def test_a_colocated_request_transfers_nothing() -> None:
@@ -71,7 +71,7 @@ def test_a_colocated_request_transfers_nothing() -> None:
     got = summarize(None, alone, None)
     assert (got.prefill_s, got.total_s) == (pytest.approx(0.8), pytest.approx(2.0))
     assert got.last_layer_landed_s is None
-    assert got.visible_transfer_s is None
+    assert got.exposed_transfer_s is None
 
 
 def test_a_decode_leg_that_recomputed_prefilled_itself() -> None:

@@ -3,11 +3,11 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from baton.telemetry.trace import LegTrace, Stamp, TraceRing
+from baton.telemetry.trace import RequestSpan, Stamp, TraceRing
 
 
-def trace(request_id: str) -> LegTrace:
-    return LegTrace(request_id=request_id, worker="w0", epoch="e", leg="colocated")
+def trace(request_id: str) -> RequestSpan:
+    return RequestSpan(request_id=request_id, worker="w0", epoch="e", role="colocated")
 
 
 def test_the_ring_forgets_the_oldest() -> None:
@@ -52,7 +52,7 @@ def test_a_trace_crosses_the_wire_as_json() -> None:
     one = trace("a")
     one.stamp(Stamp.FIRST_TOKEN, 1.5)
     one.peer_stamps[Stamp.PREFILL_DONE] = 1.25
-    assert msgspec.json.decode(msgspec.json.encode(one), type=LegTrace) == one
+    assert msgspec.json.decode(msgspec.json.encode(one), type=RequestSpan) == one
 
 
 def test_a_ring_of_nothing_is_refused() -> None:

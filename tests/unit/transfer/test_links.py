@@ -6,13 +6,18 @@ import pytest
 from baton.clock import Instant
 from baton.kv.copies import CopyGroup, PageCopies
 from baton.transfer.interface import Capabilities, PageArray
-from baton.transfer.links.choosing import Chooser
-from baton.transfer.links.cooling import FIRST_S, LONGEST_S, Cooling
+from baton.transfer.links.backoff import MAX_BACKOFF_S, MIN_BACKOFF_S, Backoff
+from baton.transfer.links.choice import Chooser
+from baton.transfer.links.default_cost import NETWORK, SAME_HOST, default_link_model
 from baton.transfer.links.fitting import Sample, fit
 from baton.transfer.links.model import LinkModel
-from baton.transfer.links.prior import NETWORK, SAME_HOST, guess
+from baton.transfer.links.probe_buffer import (
+    NUM_PATTERN_PAGES,
+    ProbeBuffer,
+    compute_probe_digest,
+    make_probe_copies,
+)
 from baton.transfer.links.probes import PLAN, RECOVERY, Probe, ProbeBounds, ProbeSeries
-from baton.transfer.links.scratch import NUM_PATTERN_PAGES, Scratch, digest_of, lay_probe
 from baton.transfer.links.shape import TransferShape, measure_shape
 from baton.transfer.region import release_region, view_pages
 
@@ -86,25 +91,31 @@ def test_noise_does_not_flip_a_choice_and_a_real_change_does() -> None:
 def test_equal_guesses_leave_the_choice_to_the_order() -> None:
     network = Capabilities(memory=("host",), same_host_only=False)
     here = Capabilities(memory=("shared",), same_host_only=True)
-    models = {"x": guess(network), "y": guess(network)}
+    models = {"x": default_link_model(network), "y": default_link_model(network)}
     assert Chooser("measured").choose(LARGE, models, ["x", "y"]).used == "x"
-    models["z"] = guess(here)
+    models["z"] = default_link_model(here)
     assert Chooser("measured").choose(LARGE, models, ["x", "y", "z"]).used == "z"
-    assert not guess(here).is_measured
+    assert not default_link_model(here).is_measured
 
 
 def test_cooling_doubles_to_a_limit_and_ends_with_a_success() -> None:
-    cooling = Cooling()
-    assert [cooling.failed(Instant(0.0)) for _ in range(3)] == [FIRST_S, 2 * FIRST_S, 4 * FIRST_S]
-    assert not cooling.is_over(Instant(1.9))
-    assert cooling.is_over(Instant(2.0))
-    assert [cooling.failed(Instant(0.0)) for _ in range(20)][-1] == LONGEST_S
-    cooling.worked()
-    assert cooling.failed(Instant(0.0)) == FIRST_S
+    backoff = Backoff()
+    assert [backoff.record_failure(Instant(0.0)) for _ in range(3)] == [
+        MIN_BACKOFF_S,
+        2 * MIN_BACKOFF_S,
+        4 * MIN_BACKOFF_S,
+    ]
+    assert not backoff.is_over(Instant(1.9))
+    assert backoff.is_over(Instant(2.0))
+    assert [backoff.record_failure(Instant(0.0)) for _ in range(20)][-1] == MAX_BACKOFF_S
+    backoff.record_success()
+    assert backoff.record_failure(Instant(0.0)) == MIN_BACKOFF_S
 
 
 def test_a_slow_link_is_not_given_the_large_probes() -> None:
-    series = ProbeSeries(ProbeBounds(0.1, 1 << 25), guess(Capabilities(("host",), False)))
+    series = ProbeSeries(
+        ProbeBounds(0.1, 1 << 25), default_link_model(Capabilities(("host",), False))
+    )
     made = []
     while (probe := series.next()) is not None:
         made.append(probe.shape.num_bytes)
@@ -180,22 +191,24 @@ def test_a_busy_machine_does_not_turn_the_order_of_two_links_round() -> None:
 
 @pytest.mark.parametrize("probe", dict.fromkeys((*PLAN.probes, *RECOVERY.probes)))
 def test_a_probe_is_known_by_its_digest_and_only_once(probe: Probe) -> None:
-    scratch = Scratch.allocate()
+    probe_buffer = ProbeBuffer.allocate()
     try:
-        pages = view_pages(scratch.region.memory, scratch.region.arrays[0])
-        (copied,) = lay_probe(probe).groups
+        pages = view_pages(probe_buffer.region.memory, probe_buffer.region.arrays[0])
+        (copied,) = make_probe_copies(probe).groups
         copied_bytes = slice(0, probe.page_bytes)
         pages[copied.dst_pages, copied_bytes] = pages[copied.src_pages, copied_bytes]
-        assert scratch.try_take(probe.num_pages, digest_of(probe))
-        assert not scratch.try_take(probe.num_pages, digest_of(probe)), "it was wiped"
+        assert probe_buffer.try_take(probe.num_pages, compute_probe_digest(probe))
+        assert not probe_buffer.try_take(probe.num_pages, compute_probe_digest(probe)), (
+            "it was wiped"
+        )
         pages[copied.dst_pages, copied_bytes] = pages[copied.src_pages, copied_bytes]
         pages[NUM_PATTERN_PAGES, 7] ^= 1
-        assert not scratch.try_take(probe.num_pages, digest_of(probe))
-        assert not scratch.try_take(NUM_PATTERN_PAGES + 1, digest_of(probe))
+        assert not probe_buffer.try_take(probe.num_pages, compute_probe_digest(probe))
+        assert not probe_buffer.try_take(NUM_PATTERN_PAGES + 1, compute_probe_digest(probe))
         num_descriptors = measure_shape(
-            lay_probe(probe), scratch.region.arrays, scratch.region.arrays
+            make_probe_copies(probe), probe_buffer.region.arrays, probe_buffer.region.arrays
         ).num_descriptors
         assert num_descriptors == probe.shape.num_descriptors
     finally:
         del pages
-        release_region(scratch.region)
+        release_region(probe_buffer.region)

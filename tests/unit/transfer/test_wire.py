@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 from baton.errors import ProtocolError
-from baton.transfer import window_messages
-from baton.transfer.framing import FrameDecoder, encode_frame
-from baton.transfer.geometry import unpack_target
+from baton.net.framing import FrameDecoder, encode_frame
+from baton.transfer import grant_messages
 from baton.transfer.interface import PageArray
 from baton.transfer.messages import encode
 from baton.transfer.onesided import wire as onesided
+from baton.transfer.scatter_gather import unpack_target
 from baton.transfer.transports.file import wire as file
 from baton.transfer.transports.shared import wire as shared
 from baton.transfer.transports.tcp import wire as tcp
@@ -20,49 +20,49 @@ from baton.transfer.transports.tcp import wire as tcp
 VECTORS = Path(__file__).parents[2] / "vectors" / "transfer" / "frames.json"
 GOLDEN = json.loads(VECTORS.read_text(encoding="utf-8"))
 HOLDER = b"holder of a page"
-WINDOW, REGION, EPOCH = bytes(range(16)), bytes(range(16, 32)), "0123456789abcdef" * 2
+GRANT, REGION, EPOCH = bytes(range(16)), bytes(range(16, 32)), "0123456789abcdef" * 2
 ARRAYS = (PageArray(0, 512, 4),)
 PAGES = np.array([3, 1]).astype("<u4").tobytes()
 
 TCP = {
-    "attach": (tcp.decode_attach, tcp.Attach(EPOCH, REGION, WINDOW)),
+    "attach": (tcp.decode_attach, tcp.Attach(EPOCH, REGION, GRANT)),
     "attached": (tcp.decode_from_listener, tcp.Attached(ARRAYS)),
     "not_attached": (tcp.decode_from_listener, tcp.NotAttached("no such region")),
     "data": (
         tcp.decode_from_dialer,
-        tcp.Data(7, WINDOW, 1, PAGES, np.array([0, 16, 64, 8]).astype("<u4").tobytes(), b"n"),
+        tcp.Data(7, GRANT, 1, PAGES, np.array([0, 16, 64, 8]).astype("<u4").tobytes(), b"n"),
     ),
     "data_not_last": (
         tcp.decode_from_dialer,
-        tcp.Data(7, WINDOW, 1, b"\2\0\0\0", b"\0\0\0\0\0\2\0\0", None),
+        tcp.Data(7, GRANT, 1, b"\2\0\0\0", b"\0\0\0\0\0\2\0\0", None),
     ),
     "data_striped": (
         tcp.decode_from_dialer,
-        tcp.Data(7, WINDOW, 1, b"\2\0\0\0", b"\0\0\0\0\0\2\0\0", b"", 2),
+        tcp.Data(7, GRANT, 1, b"\2\0\0\0", b"\0\0\0\0\0\2\0\0", b"", 2),
     ),
     "fetch": (tcp.decode_from_dialer, tcp.Fetch(7, 1, PAGES, b"\0\0\0\0\0\2\0\0")),
-    "served": (tcp.decode_from_listener, tcp.Served(7)),
-    "landed": (tcp.decode_from_listener, tcp.Landed(7)),
-    "refused": (tcp.decode_from_listener, tcp.Refused(7, "the window is not open")),
+    "fetch_served": (tcp.decode_from_listener, tcp.FetchServed(7)),
+    "write_landed": (tcp.decode_from_listener, tcp.WriteLanded(7)),
+    "write_refused": (tcp.decode_from_listener, tcp.WriteRefused(7, "the grant is not open")),
 }
 FILE = {
-    "attach": (file.decode_attach, file.Attach(EPOCH, REGION, WINDOW)),
+    "attach": (file.decode_attach, file.Attach(EPOCH, REGION, GRANT)),
     "attached": (
         file.decode_from_receiver,
-        file.Attached(ARRAYS, f"baton-{EPOCH}-0123456789abcdef", WINDOW),
+        file.Attached(ARRAYS, f"baton-{EPOCH}-0123456789abcdef", GRANT),
     ),
     "not_attached": (file.decode_from_receiver, file.NotAttached("no such region")),
-    "parcel": (
+    "part_file": (
         file.decode_from_writer,
-        file.Parcel(7, WINDOW, 1, PAGES, b"\0\0\0\0\0\2\0\0", b"n"),
+        file.PartFile(7, GRANT, 1, PAGES, b"\0\0\0\0\0\2\0\0", b"n"),
     ),
-    "parcel_not_last": (
+    "part_file_not_last": (
         file.decode_from_writer,
-        file.Parcel(7, WINDOW, 1, PAGES, b"\0\0\0\0\0\2\0\0", None),
+        file.PartFile(7, GRANT, 1, PAGES, b"\0\0\0\0\0\2\0\0", None),
     ),
-    "abandoned": (file.decode_from_writer, file.Abandoned()),
-    "landed": (file.decode_from_receiver, file.Landed(7)),
-    "refused": (file.decode_from_receiver, file.Refused(7, "the window is not open")),
+    "write_abandoned": (file.decode_from_writer, file.WriteAbandoned()),
+    "part_landed": (file.decode_from_receiver, file.PartLanded(7)),
+    "part_refused": (file.decode_from_receiver, file.PartRefused(7, "the grant is not open")),
 }
 SHARED = {
     "attach": (shared.decode_attach, shared.Attach(EPOCH, REGION, HOLDER, is_only=True)),
@@ -70,33 +70,36 @@ SHARED = {
     "attached_extent": (shared.decode_first_from_receiver, shared.Attached(ARRAYS, HOLDER)),
     "not_attached": (
         shared.decode_first_from_receiver,
-        window_messages.NotAttached("no such region"),
+        grant_messages.NotAttached("no such region"),
     ),
-    "opened": (shared.decode_from_receiver, window_messages.Opened(WINDOW, PAGES)),
-    "close": (shared.decode_from_receiver, window_messages.Close(WINDOW)),
-    "not_open": (shared.decode_from_receiver, window_messages.NotOpen(WINDOW)),
-    "notice": (shared.decode_from_writer, shared.Notice(WINDOW, b"n")),
-    "notice_of_a_layer": (shared.decode_from_writer, shared.Notice(WINDOW, b"n", 3)),
-    "ask": (shared.decode_from_writer, window_messages.Ask(WINDOW)),
-    "closed": (shared.decode_from_writer, window_messages.Closed(WINDOW)),
-    "released": (shared.decode_from_writer, window_messages.Released()),
+    "grant_opened": (shared.decode_from_receiver, grant_messages.GrantOpened(GRANT, PAGES)),
+    "close_grant": (shared.decode_from_receiver, grant_messages.CloseGrant(GRANT)),
+    "grant_not_open": (shared.decode_from_receiver, grant_messages.GrantNotOpen(GRANT)),
+    "write_notification": (shared.decode_from_writer, shared.WriteNotification(GRANT, b"n")),
+    "write_notification_of_a_layer": (
+        shared.decode_from_writer,
+        shared.WriteNotification(GRANT, b"n", 3),
+    ),
+    "query_grant": (shared.decode_from_writer, grant_messages.QueryGrant(GRANT)),
+    "grant_closed": (shared.decode_from_writer, grant_messages.GrantClosed(GRANT)),
+    "memory_released": (shared.decode_from_writer, grant_messages.MemoryReleased()),
 }
 ONE_SIDED = {
     "attach": (onesided.decode_attach, onesided.Attach(EPOCH, REGION)),
     "attached": (onesided.decode_first_from_owner, onesided.Attached(ARRAYS, b"the library")),
     "not_attached": (
         onesided.decode_first_from_owner,
-        window_messages.NotAttached("no such region"),
+        grant_messages.NotAttached("no such region"),
     ),
-    "opened": (onesided.decode_from_owner, window_messages.Opened(WINDOW, PAGES)),
-    "close": (onesided.decode_from_owner, window_messages.Close(WINDOW)),
-    "not_open": (onesided.decode_from_owner, window_messages.NotOpen(WINDOW)),
-    "notice": (onesided.decode_from_peer, onesided.Notice(WINDOW, b"n")),
-    "ask": (onesided.decode_from_peer, window_messages.Ask(WINDOW)),
-    "closed": (onesided.decode_from_peer, window_messages.Closed(WINDOW)),
-    "moving": (onesided.decode_from_peer, onesided.Moving()),
-    "resting": (onesided.decode_from_peer, onesided.Resting()),
-    "released": (onesided.decode_from_peer, window_messages.Released()),
+    "grant_opened": (onesided.decode_from_owner, grant_messages.GrantOpened(GRANT, PAGES)),
+    "close_grant": (onesided.decode_from_owner, grant_messages.CloseGrant(GRANT)),
+    "grant_not_open": (onesided.decode_from_owner, grant_messages.GrantNotOpen(GRANT)),
+    "write_notification": (onesided.decode_from_peer, onesided.WriteNotification(GRANT, b"n")),
+    "query_grant": (onesided.decode_from_peer, grant_messages.QueryGrant(GRANT)),
+    "grant_closed": (onesided.decode_from_peer, grant_messages.GrantClosed(GRANT)),
+    "transfers_active": (onesided.decode_from_peer, onesided.TransfersActive()),
+    "transfers_idle": (onesided.decode_from_peer, onesided.TransfersIdle()),
+    "memory_released": (onesided.decode_from_peer, grant_messages.MemoryReleased()),
 }
 CASES = [
     pytest.param(GOLDEN[kind][name], *case, id=f"{kind} {name}")
@@ -143,6 +146,6 @@ def test_a_part_that_leaves_its_array_is_an_error(damage):
 
 def test_a_part_that_is_too_large_is_an_error():
     large = PageArray(0, 1 << 30, 8)
-    part = tcp.Data(0, WINDOW, 0, PAGES, np.array([0, 1 << 30]).astype("<u4").tobytes(), None)
+    part = tcp.Data(0, GRANT, 0, PAGES, np.array([0, 1 << 30]).astype("<u4").tobytes(), None)
     with pytest.raises(ProtocolError, match="at most"):
         unpack_target(part.dst_pages, part.spans, large)

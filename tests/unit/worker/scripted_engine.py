@@ -1,6 +1,6 @@
 """An engine that says what a test tells it to, and a client that speaks ASGI to a worker.
 
-No thread, no socket: the sink is called from the test's own loop, through the same bridge.
+No thread, no socket: the sink is called from the test's own loop, through the same engine_client.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from baton.authority.key import ClusterKey
+from baton.auth.key import ClusterKey
 from baton.engines.first_tokens import FirstTokens
 from baton.engines.interface import (
     EngineInfo,
@@ -122,8 +122,8 @@ class ScriptedEngine:
     def cancel(self, request: RequestId) -> None:
         self.cancelled.append(request)
 
-    def agree(self, ticket: TicketId, token: SampledToken) -> SampledToken:
-        return self.first_tokens.agree(ticket, token)
+    def commit_first_token(self, ticket: TicketId, token: SampledToken) -> SampledToken:
+        return self.first_tokens.commit(ticket, token)
 
     def stats(self) -> EngineStats:
         return EngineStats(1, 2, 3, 64, 40, 10, 5, 9, 1, 100, 30, 20, 50)

@@ -41,7 +41,7 @@ PLAUSIBLE: dict[str, Any] = {
 }
 
 
-class Desk:
+class AgentContext:
     """One worker and its event loop, for many examples."""
 
     def __init__(self, runner: asyncio.Runner, stack: AsyncExitStack) -> None:
@@ -57,10 +57,10 @@ class Desk:
 
 
 @pytest.fixture(scope="module")
-def desk() -> Generator[Desk]:
+def context() -> Generator[AgentContext]:
     with asyncio.Runner() as runner:
         stack = AsyncExitStack()
-        yield Desk(runner, stack)
+        yield AgentContext(runner, stack)
         runner.run(stack.aclose())
 
 
@@ -70,9 +70,9 @@ def desk() -> Generator[Desk]:
     fields=st.dictionaries(st.sampled_from(NAMES), ANYTHING, max_size=5),
 )
 def test_any_fields_get_an_answer_or_an_explanation(
-    desk: Desk, path: str, fields: dict[str, Any]
+    context: AgentContext, path: str, fields: dict[str, Any]
 ) -> None:
-    reply = desk.post(path, json.dumps(PLAUSIBLE | fields).encode())
+    reply = context.post(path, json.dumps(PLAUSIBLE | fields).encode())
     assert reply.status in {200, 400, 403, 404}
     if reply.status != 200:
         assert set(reply.error) == {"message", "type", "param", "code"}
@@ -82,7 +82,7 @@ def test_any_fields_get_an_answer_or_an_explanation(
 
 @settings(deadline=None)
 @given(body=st.binary(max_size=200))
-def test_any_bytes_get_an_explanation(desk: Desk, body: bytes) -> None:
-    reply = desk.post("/v1/completions", body)
+def test_any_bytes_get_an_explanation(context: AgentContext, body: bytes) -> None:
+    reply = context.post("/v1/completions", body)
     assert reply.status == 400
     assert set(reply.error) == {"message", "type", "param", "code"}

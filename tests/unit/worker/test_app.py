@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import baton
-from baton.authority.key import ClusterKey
+from baton.auth.key import ClusterKey
 from tests.unit.worker.scripted_engine import (
     EPOCH,
     KEY,
@@ -182,9 +182,9 @@ def test_metrics_start_at_zero_and_count() -> None:
             return before, samples(await call(worker, "GET", "/metrics"))
 
     before, after = asyncio.run(scenario())
-    done = 'baton_worker_requests_total{leg="colocated",outcome="length"}'
+    done = 'baton_worker_requests_total{outcome="length",role="colocated"}'
     refused = 'baton_worker_error_responses_total{status="404"}'
-    first_token = 'baton_worker_time_to_first_token_seconds_count{leg="colocated"}'
+    first_token = 'baton_worker_time_to_first_token_seconds_count{role="colocated"}'
     for name in (done, refused, first_token):
         assert (before[name], after[name]) == (0, 1)
     assert after['baton_worker_inflight_requests{state="awaiting_kv"}'] == 3
@@ -219,7 +219,7 @@ def test_a_stalled_reader_holds_its_request_only() -> None:
             assert (await complete(worker)).status == 200
             gone.set()
             await task
-            assert worker.bridge.num_open == 0
+            assert worker.engine_client.num_open == 0
 
     asyncio.run(scenario())
 

@@ -165,7 +165,7 @@ def test_a_failure_before_the_first_token_has_a_status(
     async def scenario() -> None:
         async with running(failing(error)) as (worker, _engine, _):
             reply = await send(worker, stream=stream)
-            assert worker.bridge.num_open == 0
+            assert worker.engine_client.num_open == 0
         assert reply.status == status
         assert reply.error["code"] == code
         assert reply.error["message"] == str(error)
@@ -224,7 +224,7 @@ def test_a_client_that_leaves_cancels_its_request(stream: bool, spoken: str) -> 
             reply.gone.set()
             await task
             assert engine.cancelled == [engine.requests[0].id]
-            assert worker.bridge.num_open == 0
+            assert worker.engine_client.num_open == 0
             trace = await call(worker, "GET", "/baton/v1/traces/leaver")
             assert trace.json()["outcome"] == "cancelled"
 
@@ -286,7 +286,7 @@ def test_an_engine_that_refuses_is_never_asked_to_cancel() -> None:
             engine.refusal = ContextLengthError("never fits", code="context_length_exceeded")
             assert (await complete(worker)).status == 400
             assert engine.cancelled == []
-            assert worker.bridge.num_open == 0
+            assert worker.engine_client.num_open == 0
 
     asyncio.run(scenario())
 
@@ -330,7 +330,7 @@ def test_drain_lets_open_requests_finish() -> None:
             task = asyncio.create_task(complete(worker))
             await until(lambda: engine.requests)
             draining = asyncio.create_task(worker.drain(60))
-            await until(lambda: worker.bridge.draining)
+            await until(lambda: worker.engine_client.draining)
             engine.sink([NewToken(engine.requests[0].id, SampledToken(9), 0, FinishReason.LENGTH)])
             assert (await task).status == 200
             await draining
@@ -362,6 +362,6 @@ def test_what_the_engine_is_asked() -> None:
         assert (sampling.stop_token_ids, sampling.num_logprobs) == ((8,), 2)
         assert request.trace.stamps[Stamp.RECEIVED] == clock.now()
         assert request.trace.stamps[Stamp.FIRST_TOKEN] == clock.now()
-        assert (request.trace.leg, request.trace.outcome) == ("colocated", "length")
+        assert (request.trace.role, request.trace.outcome) == ("colocated", "length")
 
     asyncio.run(scenario())

@@ -26,7 +26,7 @@ def test_events_are_json_on_one_line_whatever_they_say(
     head = ReplyHead(request_id, model, 7)
     for shape in (COMPLETION_EVENTS, CHAT_EVENTS):
         writer = EventWriter(shape, head, include_usage=usage)
-        event = decode(writer.piece(text, None, finish))
+        event = decode(writer.text(text, None, finish))
         choice = {"index": 0, "logprobs": None, "finish_reason": finish}
         content = {"text": text} if shape is COMPLETION_EVENTS else {"delta": {"content": text}}
         assert event == {

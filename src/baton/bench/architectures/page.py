@@ -5,14 +5,190 @@ from __future__ import annotations
 from html import escape
 from typing import TYPE_CHECKING, Final
 
-from baton.bench.architectures.energy import UNMEASURED
-from baton.bench.architectures.printing import describe_slo
-from baton.bench.architectures.tables import show_costs, show_proofs, show_results, show_stages
+from baton.bench.architectures.results import measured_metrics
+from baton.bench.architectures.usage import UNMEASURED
+from baton.bench.architectures.verdict import format_change
+from baton.bench.charts import colour_of
+from baton.bench.printing import describe_slo, format_number
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
-    from baton.bench.architectures.results import Findings
+    from baton.bench.architectures.results import Cell, Contrast, Estimate, Findings, Proof
+    from baton.bench.charts import ChartFiles
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]], num_names: int = 2) -> Iterator[str]:
+    """`rows` are HTML already; a new first cell begins a new group."""
+    yield "<div class='scroll'><table><tr>"
+    for i, word in enumerate(head):
+        yield f"<th class='{'name' if i < num_names else ''}'>{escape(word)}</th>"
+    yield "</tr>"
+    before = ""
+    for row in rows:
+        yield f"<tr class='{'first' if row[0] != before else ''}'>"
+        for i, cell in enumerate(row):
+            yield f"<td class='{'name' if i < num_names else ''}'>{cell}</td>"
+        yield "</tr>"
+        before = row[0]
+    yield "</table></div>"
+
+
+def show_results(findings: Findings) -> Iterator[str]:
+    """Every metric of every configuration and load, against replication."""
+    points = {(p.metric, p.configuration, p.level): p.estimate for p in findings.analysis.points}
+    against = {(c.metric, c.configuration, c.level): c for c in findings.analysis.contrasts}
+    metrics, rows = measured_metrics(findings.cells), []
+    for level in findings.levels:
+        for place, configuration in enumerate(findings.configurations):
+            row = [escape(level.words), _arm(place, configuration.name)]
+            for metric in metrics:
+                key = (metric.key, configuration.name, level.key)
+                row.append(_value(points.get(key), against.get(key)))
+            rows.append(row)
+    yield "<h2>All metrics</h2>"
+    yield (
+        "<p class='faint'>Mean over repetitions ± half of its 95 % interval; below it a split's "
+        "change against replication with its 95 % interval, <span class='wins'>better</span>, "
+        "<span class='loses'>worse</span> or <span class='undecided'>not decided</span>.</p>"
+    )
+    yield from _table(("load", "arm", *(f"{m.short}, {m.unit}" for m in metrics)), rows)
+
+
+def _value(estimate: Estimate | None, contrast: Contrast | None) -> str:
+    text = "-" if estimate is None else format_number(estimate.mean)
+    if estimate is not None and estimate.low is not None and estimate.high is not None:
+        half = format_number((estimate.high - estimate.low) / 2)
+        text += f"<span class='small undecided'>± {half}</span>"
+    if contrast is not None and contrast.ratio is not None:
+        change = escape(format_change(contrast))
+        text += f"<span class='small {contrast.judgement}'>{change}</span>"
+    return text
+
+
+def _arm(place: int, name: str) -> str:
+    return f"<span class='dot' style='background:{colour_of(place)}'></span>{escape(name)}"
+
+
+def show_proofs(findings: Findings) -> Iterator[str]:
+    """KV that decode needed and received."""
+    rows = []
+    for place, configuration in enumerate(findings.configurations):
+        for level in findings.levels:
+            cells = _cells(findings, configuration.name, level.key)
+            proofs = [cell.proof for cell in cells if cell.proof is not None and cell.is_usable]
+            if proofs:
+                rows.append([
+                    _arm(place, configuration.name),
+                    escape(level.words),
+                    *_proof_words(proofs),
+                ])
+    if rows:
+        yield "<h2>Did KV really move?</h2><p class='faint'>From the traces of every answered "
+        yield "request, warm-up included: tokens whose KV decode lacked (prompt less cached), and "
+        yield "tokens whose KV it received. (Where less than a block is lacking after cached ones, "
+        yield "decode computes it itself, by design.) Of a peer: its own metrics, in "
+        yield "sum.</p>"
+        head = ("arm", "load", "proved", "requests", "tokens needed", "tokens received", "MB",
+                "not handed over", "fallbacks", "mode / transport")  # fmt: skip
+        yield from _table(head, rows)
+
+
+def _proof_words(proofs: Sequence[Proof]) -> Iterator[str]:
+    sound = all(proof.is_proved for proof in proofs)
+    yield f"<span class='{'wins' if sound else 'loses'}'>{'yes' if sound else 'NO'}</span>"
+    yield f"{sum(proof.num_requests for proof in proofs):,}"
+    yield f"{sum(proof.num_needed_tokens for proof in proofs):,}"
+    yield f"{sum(proof.num_received_tokens for proof in proofs):,}"
+    yield f"{sum(proof.num_bytes for proof in proofs) / 1e6:,.1f}"
+    yield f"{sum(proof.num_not_handed_over for proof in proofs):,}"
+    yield f"{sum(sum(proof.fallbacks.values()) for proof in proofs):,}"
+    modes = ", ".join(sorted({mode for proof in proofs for mode in proof.modes}))
+    transports = ", ".join(sorted({name for proof in proofs for name in proof.transports}))
+    unknown = any(proof.source == "none" for proof in proofs)
+    yield "not shown by the peer" if unknown else escape(f"{modes} / {transports}")
+
+
+def _cells(findings: Findings, configuration: str, level: str) -> list[Cell]:
+    return [
+        cell
+        for cell in findings.cells
+        if (cell.configuration, cell.level) == (configuration, level)
+    ]
+
+
+def show_stages(findings: Findings) -> Iterator[str]:
+    """Stages of a request, and CPU time by process."""
+    rows = []
+    for level in findings.levels:
+        for place, configuration in enumerate(findings.configurations):
+            cells = _cells(findings, configuration.name, level.key)
+            if cells:
+                rows.append([
+                    escape(level.words),
+                    _arm(place, configuration.name),
+                    *_stage_words(cells),
+                ])
+    yield "<h2>Where the time goes</h2><p class='faint'>Medians of each run's traces, in ms, "
+    yield "averaged over repetitions (below 0: all KV was there before prefill ended). Then CPU "
+    yield "seconds in each second of the clock, and the most that others took of the machine.</p>"
+    head = ("load", "arm", "queue", "prefill", "visible handoff", "decode queue",
+            "workers' CPU", "gateway's", "client's", "others")  # fmt: skip
+    yield from _table(head, rows)
+
+
+def _stage_words(cells: Sequence[Cell]) -> Iterator[str]:
+    for values in (
+        [c.stages.queue_s for c in cells],
+        [c.stages.prefill_s for c in cells],
+        [c.stages.exposed_transfer_s for c in cells],
+        [c.stages.decode_queue_s for c in cells],
+    ):
+        known = [value for value in values if value is not None]
+        yield format_number(sum(known) / len(known) * 1e3) if known else "-"
+    wall_s = sum(cell.cpu.wall_s for cell in cells)
+    names = sorted({name for cell in cells for name in cell.cpu.workers_s})
+    yield ", ".join(
+        f"{escape(name)} {sum(c.cpu.workers_s.get(name, 0.0) for c in cells) / wall_s:.2f}"
+        for name in names
+    )
+    yield f"{sum(cell.cpu.gateway_s for cell in cells) / wall_s:.2f}"
+    yield f"{sum(cell.cpu.client_s for cell in cells) / wall_s:.2f}"
+    shares = [c.cpu.others_share for c in cells if c.cpu.others_share is not None]
+    yield f"{max(shares):.0%}" if shares else "-"
+
+
+def show_costs(findings: Findings) -> Iterator[str]:
+    """Cost of input and output; nothing without a price."""
+    if not findings.analysis.costs:
+        return
+    places = {
+        configuration.name: place for place, configuration in enumerate(findings.configurations)
+    }
+    words = {level.key: level.words for level in findings.levels}
+    rows = [
+        [
+            escape(words[cost.level]),
+            _arm(places[cost.configuration], cost.configuration),
+            *(
+                "-" if price is None else f"{price:.6f}"
+                for price in (
+                    cost.per_1000_input,
+                    cost.per_1000_output,
+                    cost.per_1000_input_own,
+                    cost.per_1000_output_own,
+                )
+            ),
+        ]
+        for cost in findings.analysis.costs
+    ]
+    yield "<h2>Cost of 1,000 tokens</h2><p class='faint'>The first two are the whole "
+    yield "cost: compare them between configurations, do not add them. The last two are shares: "
+    yield "prefill workers by input, decode workers by output.</p>"
+    head = ("load", "arm", "whole / 1,000 input", "whole / 1,000 output",
+            "prefill workers / 1,000 input", "decode workers / 1,000 output")  # fmt: skip
+    yield from _table(head, rows)
+
 
 STYLE: Final = """
 :root{--ink:#1d2530;--faint:#667080;--line:#e1e6ed;--card:#fff;--ground:#f4f6f9;--good:#1b7f3b;
@@ -58,8 +234,8 @@ white-space:pre-wrap}
 """
 
 
-def write_page(findings: Findings, charts: Mapping[str, str]) -> str:
-    """The whole page; `charts` are SVG documents by name."""
+def write_page(findings: Findings, charts: Mapping[str, ChartFiles]) -> str:
+    """The whole page."""
     parts = [
         "<!doctype html><html lang='en'><head><meta charset='utf-8'>",
         "<meta name='viewport' content='width=device-width,initial-scale=1'>",
@@ -78,11 +254,11 @@ def write_page(findings: Findings, charts: Mapping[str, str]) -> str:
     return "\n".join(parts)
 
 
-def _figures(charts: Mapping[str, str]) -> Iterator[str]:
-    """None where all loads are a trace's own arrivals: there is no axis to draw them along."""
+def _figures(charts: Mapping[str, ChartFiles]) -> Iterator[str]:
+    """A trace's own arrivals have no axis, hence no chart."""
     if charts:
         yield "<h2>Figures</h2><div class='charts'>"
-        yield from (f"<figure>{svg}</figure>" for svg in charts.values())
+        yield from (f"<figure>{chart.svg}</figure>" for chart in charts.values())
         yield "</div>"
 
 
@@ -106,10 +282,10 @@ def _top(findings: Findings) -> Iterator[str]:
 
 
 def _cautions(findings: Findings) -> Iterator[str]:
-    said = (*findings.analysis.cautions, *findings.warnings)
-    if said:
+    doubts = (*findings.analysis.cautions, *findings.warnings)
+    if doubts:
         yield "<div class='caution'><strong>What makes these figures doubtful</strong><ul>"
-        yield from (f"<li>{escape(line)}</li>" for line in said)
+        yield from (f"<li>{escape(line)}</li>" for line in doubts)
         yield "</ul></div>"
 
 
@@ -129,9 +305,11 @@ def _circumstances(findings: Findings) -> Iterator[str]:
         f"each load   {findings.duration_s:g} s",
         f"order       {', '.join(findings.order)}",
         *(
-            f"{arm.name:11} "
-            + ", ".join(f"{name} on cores {list(cores)}" for name, cores in arm.cores.items())
-            for arm in findings.arms
+            f"{configuration.name:11} "
+            + ", ".join(
+                f"{name} on cores {list(cores)}" for name, cores in configuration.cores.items()
+            )
+            for configuration in findings.configurations
         ),
     ]
     yield f"<h2>Circumstances</h2><pre>{escape(chr(10).join(lines))}</pre>"

@@ -1,25 +1,118 @@
-"""What is measured, and in which order. Pure."""
+"""Configurations, loads and the order of trials. Pure."""
 
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias, assert_never
 
 from baton.bench.load.plan import Closed, Limits, LoadPlan, Open, Replay
 from baton.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
-    from baton.bench.architectures.arms import Arm
-    from baton.bench.load.figures import Slo
     from baton.bench.load.plan import Load
-    from baton.bench.load.surveying import Approach
-    from baton.bench.workloads.asking import Workload
+    from baton.bench.load.records import Slo
+    from baton.bench.load.server_check import RequestOptions
+    from baton.bench.workloads.requests import Workload
+
+Peer: TypeAlias = Literal["nixl", "vllm-router"]
+"""nixl: vLLM's NixlConnector behind a simple proxy; vllm-router: replicated vLLM behind it."""
+
+PEERS: Final[tuple[Peer, ...]] = ("nixl", "vllm-router")
+SINGLE: Final = "single"
+REPLICATED: Final = "replicated"
+MOST_WORKERS: Final = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Configuration:
+    """One use of the workers: all do `both`, or some prefill and others decode.
+
+    `peer`: the project of the servers; None: Baton's.
+    """
+
+    name: str
+    num_both: int
+    num_prefill: int = 0
+    num_decode: int = 0
+    peer: Peer | None = None
+
+    @property
+    def num_workers(self) -> int:
+        """Workers that it uses."""
+        return self.num_both + self.num_prefill + self.num_decode
+
+    @property
+    def is_disaggregated(self) -> bool:
+        """Whether KV has to move."""
+        return self.num_prefill > 0
+
+    @property
+    def is_compared(self) -> bool:
+        """Whether it is compared with Baton's replication."""
+        return self.is_disaggregated or self.peer is not None
+
+    @property
+    def folder(self) -> str:
+        """Its name in the folder of results."""
+        return self.name.replace(":", "-")
+
+
+def choose_configurations(
+    num_workers: int, wanted: Sequence[str] = (), peers: Sequence[Peer] = ()
+) -> tuple[Configuration, ...]:
+    """All configurations of this many workers, and those of the peers; or the `wanted` ones.
+
+    Raises:
+        ConfigError: an unknown name, or too few workers to compare anything.
+    """
+    if not 2 <= num_workers <= MOST_WORKERS:  # noqa: PLR2004 - one prefill, one decode
+        raise ConfigError(f"--workers {num_workers}: 2 to {MOST_WORKERS} can be compared")
+    configurations = (
+        Configuration(SINGLE, 1),
+        Configuration(REPLICATED, num_workers),
+        *_splits(num_workers),
+    )
+    others = tuple(
+        configuration for peer in PEERS for configuration in _peer_configurations(num_workers, peer)
+    )
+    known = {
+        configuration.name.lower(): configuration for configuration in (*configurations, *others)
+    }
+    for name in wanted:
+        if name.lower() not in known:
+            names = ", ".join(configuration.name for configuration in known.values())
+            raise ConfigError(f"--arm {name}: with {num_workers} workers there are {names}")
+    chosen = {name.lower() for name in wanted} or {
+        configuration.name.lower() for configuration in configurations
+    }
+    return tuple(
+        configuration
+        for name, configuration in known.items()
+        if name in chosen or (configuration.peer and configuration.peer in peers)
+    )
+
+
+def _splits(num_workers: int) -> Iterator[Configuration]:
+    for num in range(1, num_workers):
+        yield Configuration(f"{num}P{num_workers - num}D", 0, num, num_workers - num)
+
+
+def _peer_configurations(num_workers: int, peer: Peer) -> Iterator[Configuration]:
+    match peer:
+        case "nixl":
+            for split in _splits(num_workers):
+                yield replace(split, name=f"peer:nixl-{split.name}", peer=peer)
+        case "vllm-router":
+            yield Configuration("peer:vllm-router", num_workers, peer=peer)
+        case other:
+            assert_never(other)
+
 
 RECORDED: Final = "recorded"
-"""A rate: the trace's own."""
+"""The `--rate` of a trace's own arrival times."""
 
 MOST_AT_ONCE: Final = 4096
 MOST_REPETITIONS: Final = 1000
@@ -46,7 +139,7 @@ class Level:
 
     @property
     def words(self) -> str:
-        """For people."""
+        """In sentences and tables."""
         match self.load:
             case Closed(concurrency):
                 return f"{concurrency} at once"
@@ -58,7 +151,7 @@ class Level:
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How long each load lasts, and how often all is repeated. `num_requests` None: no bound."""
+    """How long each load lasts, and the repetitions. `num_requests` None: no limit."""
 
     num_repetitions: int
     duration_s: float
@@ -66,7 +159,7 @@ class Effort:
     request_timeout_s: float
 
     def plan_load(self, level: Level) -> LoadPlan:
-        """One cell's run. What is under way at its end is let finish: none of it is lost."""
+        """One cell's run. Requests in flight at its end may finish."""
         at_once = level.load.concurrency if isinstance(level.load, Closed) else 1
         timeout_s = self.request_timeout_s
         limits = Limits(self.num_requests, self.duration_s, timeout_s, timeout_s)
@@ -75,15 +168,15 @@ class Effort:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """The whole benchmark. `slo` None: derived from the least loaded arm (see analysing.py)."""
+    """The whole benchmark. `slo` None: derived from the lowest load (see analysis.py)."""
 
     num_workers: int
     engine: str
     model: str
-    arms: tuple[Arm, ...]
+    configurations: tuple[Configuration, ...]
     levels: tuple[Level, ...]
     workload: Workload
-    approach: Approach
+    request_options: RequestOptions
     effort: Effort
     seed: str
     slo: Slo | None
@@ -91,31 +184,31 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
-    """An arm's servers are started, carry all loads in this order, and are stopped."""
+class Trial:
+    """Start a configuration's servers, run all loads in this order, stop the servers."""
 
     repetition: int
-    arm: Arm
+    configuration: Configuration
     levels: tuple[Level, ...]
 
 
-def plan_turns(plan: Plan) -> tuple[Turn, ...]:
-    """All turns, repetition after repetition; within one, arms in an order drawn by the seed.
+def plan_trials(plan: Plan) -> tuple[Trial, ...]:
+    """All trials, repetition by repetition; within one, configurations in random order by the seed.
 
-    The loads' order is drawn too, the same for all arms of a repetition: what drifts on the machine
-    meanwhile meets them alike.
+    The order of the loads is random too, the same for all configurations of a repetition: drift of
+    the machine affects them alike.
     """
     rng = random.Random(f"{plan.seed}/order")  # noqa: S311 - no secret
-    turns = []
+    trials = []
     for repetition in range(1, plan.effort.num_repetitions + 1):
         levels = tuple(rng.sample(plan.levels, len(plan.levels)))
-        arms = rng.sample(plan.arms, len(plan.arms))
-        turns += [Turn(repetition, arm, levels) for arm in arms]
-    return tuple(turns)
+        configurations = rng.sample(plan.configurations, len(plan.configurations))
+        trials += [Trial(repetition, configuration, levels) for configuration in configurations]
+    return tuple(trials)
 
 
 def prompt_seed(plan: Plan, repetition: int, level: Level) -> str:
-    """Every arm is asked the same; no cell is asked what an earlier one has cached."""
+    """All configurations get the same prompts; no cell has prompts that an earlier one cached."""
     return f"{plan.seed}/{repetition}/{level.key}"
 
 

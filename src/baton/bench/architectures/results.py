@@ -1,15 +1,27 @@
-"""What the JSON has: schema `baton-bench-architectures/1`, described in docs/fair-benchmark.md."""
+"""What the JSON has: schema `baton-bench-architectures/1`, described in docs/fair-benchmark.md.
+
+And the metrics that are compared: how each is read from a cell, and which way is better. Pure.
+"""
 
 from __future__ import annotations
 
-from typing import Final, Literal, TypeAlias
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 import msgspec
 
 from baton.bench.architectures.usage import CpuUse
-from baton.bench.load.figures import Figures, Slo
-from baton.bench.load.watching import ClientLoad
-from baton.bench.manifest import RunManifest
+from baton.bench.files import RunManifest
+from baton.bench.load.records import Figures, Slo
+from baton.bench.load.runner import ClientLoad
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from baton.bench.load.records import Spread
+
+ARM: Final = {"configuration": "arm"}
+"""The JSON has the name of the flag, `--arm`."""
 
 SCHEMA: Final = "baton-bench-architectures/1"
 
@@ -17,28 +29,27 @@ Judgement: TypeAlias = Literal["wins", "loses", "undecided"]
 
 
 class Stages(msgspec.Struct, frozen=True):
-    """Medians over a cell's requests, in seconds; None where no trace has it.
+    """Medians over a cell's requests in seconds; None where no trace has it.
 
-    `visible_transfer_s`: what the handoff added to prefill; below 0: it was hidden altogether.
+    `exposed_transfer_s`: the part of the transfer that prefill does not hide; below 0: all hidden.
     """
 
     queue_s: float | None
     prefill_s: float | None
-    visible_transfer_s: float | None
+    exposed_transfer_s: float | None
     decode_queue_s: float | None
 
 
 NO_STAGES: Final = Stages(None, None, None, None)
 
 
-class Proof(msgspec.Struct, frozen=True, kw_only=True):
-    """That KV moved, by the traces of the requests that were answered.
-
-    `num_tails`: prompts of which decode had all but a part of a block, which it computed itself.
-    `told_by`: of a peer there are no traces; its servers' metrics tell sums, or nobody tells.
+class Proof(msgspec.Struct, frozen=True, kw_only=True, rename={"source": "told_by"}):
+    """The proof that KV moved, by the traces of the answered requests.
 
     needed = prompt - cached on decode. `num_not_handed_over`: answered without enough KV from
-    prefill. `num_untraced`: no trace was found. `fallbacks`: causes, and how often.
+    prefill. `num_untraced`: no trace was found. `fallbacks`: causes, counted. `num_tails`: prompts
+    of which decode had all but a part of a block, which it computed itself. `source`: a peer has no
+    traces; its servers' metrics give sums, or nothing.
     """
 
     num_requests: int
@@ -52,7 +63,7 @@ class Proof(msgspec.Struct, frozen=True, kw_only=True):
     modes: dict[str, int]
     transports: dict[str, int]
     fallbacks: dict[str, int]
-    told_by: Literal["traces", "metrics", "nobody"] = "traces"
+    source: Literal["traces", "metrics", "none"] = "traces"
     num_tails: int = 0
 
     @property
@@ -62,12 +73,12 @@ class Proof(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def problem(self) -> str | None:
-        """In words; None where it is proved."""
+        """Why it is not proved; None where it is."""
         if self.is_proved:
             return None
         if not self.num_requests:
             return "no request was answered"
-        if self.told_by == "nobody":
+        if self.source == "none":
             return "not shown by the peer"
         parts = []
         if self.num_not_handed_over:
@@ -81,16 +92,15 @@ class Proof(msgspec.Struct, frozen=True, kw_only=True):
         return "; ".join(parts)
 
 
-class Cell(msgspec.Struct, frozen=True, kw_only=True):
-    """One arm under one load, once.
+class Cell(msgspec.Struct, frozen=True, kw_only=True, rename=ARM):
+    """One configuration under one load, once.
 
-    `run`: its file, of schema baton-bench-serve/1, with every request. `ended_early`: why it is not
-    whole. `proof` is of disaggregated arms only. `num_tokens`: prompts and answers of all requests
-    that `cpu` was spent on, warm-up too. `energy_j`: of the whole machine meanwhile, None where it
-    cannot be read.
+    `run`: its file, of schema baton-bench-serve/1, with every request. `ended_early`: why it is
+    incomplete. `proof`: of disaggregated configurations only. `num_tokens`: prompts and answers of
+    all requests in `cpu`, warm-up included. `energy_j`: of the whole machine, None where unknown.
     """
 
-    arm: str
+    configuration: str
     level: str
     repetition: int
     run: str
@@ -106,7 +116,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_usable(self) -> bool:
-        """Whether its figures enter the comparison."""
+        """Whether its figures are compared."""
         return self.ended_early is None and self.figures.num_complete > 0
 
     @property
@@ -115,8 +125,8 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
         return None if self.proof is None or not self.is_usable else self.proof.problem
 
 
-class ArmSaid(msgspec.Struct, frozen=True):
-    """An arm, as it was. `peer`: whose servers; None: Baton's."""
+class ConfigurationInfo(msgspec.Struct, frozen=True):
+    """A configuration as it ran. `peer`: the project of the servers; None: Baton's."""
 
     name: str
     num_both: int
@@ -126,8 +136,8 @@ class ArmSaid(msgspec.Struct, frozen=True):
     peer: str | None = None
 
 
-class LevelSaid(msgspec.Struct, frozen=True):
-    """A load: one of the two is set, or neither where requests come as a trace recorded them."""
+class LevelInfo(msgspec.Struct, frozen=True):
+    """A load: one of the two is set, or neither for a trace's own arrivals."""
 
     key: str
     words: str
@@ -135,16 +145,16 @@ class LevelSaid(msgspec.Struct, frozen=True):
     requests_per_s: float | None
 
 
-class Trouble(msgspec.Struct, frozen=True):
-    """Something that went wrong: an arm that failed, and when."""
+class Trouble(msgspec.Struct, frozen=True, rename=ARM):
+    """A trial that failed."""
 
-    arm: str
+    configuration: str
     repetition: int
     message: str
 
 
 class Estimate(msgspec.Struct, frozen=True):
-    """A mean over repetitions with its 95 % interval (None: one repetition tells none)."""
+    """A mean over repetitions with its 95 % interval (None: of one repetition)."""
 
     values: tuple[float, ...]
     mean: float
@@ -152,20 +162,20 @@ class Estimate(msgspec.Struct, frozen=True):
     high: float | None
 
 
-class Point(msgspec.Struct, frozen=True):
-    """One metric of one arm under one load. None: nothing was measured."""
+class Point(msgspec.Struct, frozen=True, rename=ARM):
+    """One metric of one configuration under one load. None: nothing was measured."""
 
     metric: str
-    arm: str
+    configuration: str
     level: str
     estimate: Estimate | None
 
 
-class Contrast(msgspec.Struct, frozen=True):
-    """An arm against replication under one load: ratio, its 95 % interval, and what it means."""
+class Contrast(msgspec.Struct, frozen=True, rename=ARM):
+    """A configuration against replication under one load: ratio, 95 % interval, judgement."""
 
     metric: str
-    arm: str
+    configuration: str
     level: str
     ratio: float | None
     low: float | None
@@ -173,15 +183,15 @@ class Contrast(msgspec.Struct, frozen=True):
     judgement: Judgement
 
 
-class Crossover(msgspec.Struct, frozen=True):
-    """Where, along concurrency, an arm comes to be ahead of replication, or falls behind it.
+class Crossover(msgspec.Struct, frozen=True, rename=ARM):
+    """Where, along concurrency, a configuration gets ahead of replication, or falls behind it.
 
     `at` is interpolated between loads; `low` and `high` bound it in 95 % of the resamplings that
     end like it; `share` of all resamplings do.
     """
 
     metric: str
-    arm: str
+    configuration: str
     kind: Literal["ahead", "behind", "ahead_from", "behind_from"]
     at: float | None
     low: float | None
@@ -189,14 +199,14 @@ class Crossover(msgspec.Struct, frozen=True):
     share: float
 
 
-class Cost(msgspec.Struct, frozen=True):
-    """Of 1,000 tokens, in the currency of the given price: the arm's *whole* cost each time.
+class Cost(msgspec.Struct, frozen=True, rename=ARM):
+    """Cost of 1,000 tokens, in the currency of the price: the *whole* cost each time.
 
-    The two are not to be added. `*_own`: of disaggregated arms, the cost of prefill workers for
-    input, of decode workers for output: those two add up to the whole.
+    Do not add the two. `*_own`: of disaggregated configurations, the cost of prefill workers for
+    input and of decode workers for output: these add up to the whole.
     """
 
-    arm: str
+    configuration: str
     level: str
     per_1000_input: float | None
     per_1000_output: float | None
@@ -205,7 +215,7 @@ class Cost(msgspec.Struct, frozen=True):
 
 
 class Analysis(msgspec.Struct, frozen=True, kw_only=True):
-    """What the cells say together."""
+    """Conclusions from all cells."""
 
     slo: Slo
     slo_words: str
@@ -218,8 +228,8 @@ class Analysis(msgspec.Struct, frozen=True, kw_only=True):
     cautions: tuple[str, ...]
 
 
-class Findings(msgspec.Struct, frozen=True, kw_only=True):
-    """The whole benchmark. `is_partial`: it ended before its time, and `ended` says why."""
+class Findings(msgspec.Struct, frozen=True, kw_only=True, rename={"configurations": "arms"}):
+    """The whole benchmark. `is_partial`: it ended early, for the reason `ended`."""
 
     schema: str = SCHEMA
     is_partial: bool
@@ -234,9 +244,110 @@ class Findings(msgspec.Struct, frozen=True, kw_only=True):
     num_repetitions: int
     duration_s: float
     order: tuple[str, ...]
-    arms: tuple[ArmSaid, ...]
-    levels: tuple[LevelSaid, ...]
+    configurations: tuple[ConfigurationInfo, ...]
+    levels: tuple[LevelInfo, ...]
     cells: tuple[Cell, ...]
     troubles: tuple[Trouble, ...]
     warnings: tuple[str, ...]
     analysis: Analysis
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """A number of each cell; None where it has none. `scale`: from the number to `unit`."""
+
+    key: str
+    title: str
+    short: str
+    unit: str
+    better: Literal["more", "less"]
+    read: Callable[[Cell, int], float | None]
+    scale: float = 1.0
+
+    @property
+    def sign(self) -> int:
+        """1 where more is better, -1 where less is."""
+        return 1 if self.better == "more" else -1
+
+
+def _latency(
+    short: str, title: str, read: Callable[[Figures], Spread | None]
+) -> tuple[Metric, ...]:
+    def p50(cell: Cell, num_workers: int) -> float | None:
+        del num_workers
+        spread = read(cell.figures)
+        return None if spread is None else spread.p50
+
+    def p99(cell: Cell, num_workers: int) -> float | None:
+        del num_workers
+        spread = read(cell.figures)
+        return None if spread is None else spread.p99
+
+    return (
+        Metric(f"{short.lower()}_p50", f"{title}, median", f"{short} p50", "ms", "less", p50, 1e3),
+        Metric(f"{short.lower()}_p99", f"{title}, p99", f"{short} p99", "ms", "less", p99, 1e3),
+    )
+
+
+def _goodput(cell: Cell, num_workers: int) -> float | None:
+    goodput = cell.figures.goodput
+    return None if goodput is None else goodput.requests_per_s / num_workers
+
+
+def cpu_per_1000_tokens(cell: Cell, num_workers: int) -> float | None:
+    """CPU seconds of all servers for 1,000 tokens, prompts and answers together.
+
+    Seconds and tokens both include the warm-up and the drain.
+    """
+    del num_workers
+    return cell.cpu.servers_s / cell.num_tokens * 1000 if cell.num_tokens else None
+
+
+def joules_per_1000_tokens(cell: Cell, num_workers: int) -> float | None:
+    """Energy of the whole machine for 1,000 tokens; None where it cannot be read."""
+    del num_workers
+    if cell.energy_j is None or not cell.num_tokens:
+        return None
+    return cell.energy_j / cell.num_tokens * 1000
+
+
+THROUGHPUT: Final = Metric(
+    "throughput",
+    "Throughput",
+    "throughput",
+    "output tokens/s",
+    "more",
+    lambda cell, _: cell.figures.output_tokens_per_s,
+)
+GOODPUT: Final = Metric(
+    "goodput",
+    "Goodput per worker, within the SLO",
+    "goodput/worker",
+    "requests/s",
+    "more",
+    _goodput,
+)
+ENERGY: Final = Metric(
+    "energy", "Energy of the machine", "energy", "J per 1,000 tokens", "less",
+    joules_per_1000_tokens,
+)  # fmt: skip
+METRICS: Final = (
+    THROUGHPUT,
+    GOODPUT,
+    *_latency("TTFT", "Time to first token", lambda figures: figures.ttft_s),
+    *_latency("TPOT", "Time per output token", lambda figures: figures.tpot_s),
+    *_latency("ITL", "Gap between tokens (ITL)", lambda figures: figures.itl_s),
+    Metric("cpu", "CPU of all servers", "CPU", "s per 1,000 tokens", "less", cpu_per_1000_tokens),
+    ENERGY,
+)
+
+
+def measured_metrics(cells: Iterable[Cell]) -> tuple[Metric, ...]:
+    """All metrics; energy only where a cell has it."""
+    has_energy = any(cell.energy_j is not None for cell in cells)
+    return tuple(metric for metric in METRICS if has_energy or metric is not ENERGY)
+
+
+def metric_of(key: str) -> Metric:
+    """By its key."""
+    return next(metric for metric in METRICS if metric.key == key)

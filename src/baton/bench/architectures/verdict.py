@@ -1,4 +1,4 @@
-"""Analysis → words. Pure."""
+"""Analysis → sentences. Pure."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from baton.bench.architectures.metrics import GOODPUT, THROUGHPUT, metric_of
+from baton.bench.architectures.results import GOODPUT, THROUGHPUT, metric_of
 from baton.bench.load.plan import Closed
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
 
-    from baton.bench.architectures.metrics import Metric
     from baton.bench.architectures.plan import Plan
     from baton.bench.architectures.results import (
         Analysis,
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
         Contrast,
         Crossover,
         Judgement,
+        Metric,
         Trouble,
     )
 
@@ -33,7 +33,7 @@ VERDICT_METRICS: Final = ("goodput", "throughput", "ttft_p50", "ttft_p99", "tpot
 
 
 def headline(plan: Plan, analysis: Analysis, unproved: Collection[str]) -> str:
-    """What to do, by goodput and throughput, and why. `unproved`: arms without proof."""
+    """The decision by goodput and throughput. `unproved`: configurations without proof."""
     what, why = _decide(plan, analysis)
     doubt = f"; WITHOUT PROOF that KV moved in {', '.join(sorted(unproved))}" if unproved else ""
     return (
@@ -43,36 +43,51 @@ def headline(plan: Plan, analysis: Analysis, unproved: Collection[str]) -> str:
 
 
 def _decide(plan: Plan, analysis: Analysis) -> tuple[str, str]:
-    own = {arm.name for arm in plan.arms if arm.peer is None}
+    own = {
+        configuration.name for configuration in plan.configurations if configuration.peer is None
+    }
     keys = {GOODPUT.key, THROUGHPUT.key}
-    deciding = [c for c in analysis.contrasts if c.metric in keys and c.arm in own]
+    deciding = [c for c in analysis.contrasts if c.metric in keys and c.configuration in own]
     if not any(c.ratio is not None for c in deciding):
         return "No verdict", "replication and a split are needed, and both must have figures"
     if all(c.low is None and c.judgement == "undecided" for c in deciding):
-        return "Not decided", "one repetition of each arm tells no difference from noise"
-    arms = dict.fromkeys(c.arm for c in deciding)
-    marks = {arm: {c.judgement for c in deciding if c.arm == arm} for arm in arms}
-    better = [arm for arm in arms if "wins" in marks[arm] and "loses" not in marks[arm]]
-    mixed = [arm for arm in arms if {"wins", "loses"} <= marks[arm]]
+        return "Not decided", "one repetition of each configuration may be noise alone"
+    configurations = dict.fromkeys(c.configuration for c in deciding)
+    marks = {
+        configuration: {c.judgement for c in deciding if c.configuration == configuration}
+        for configuration in configurations
+    }
+    better = [
+        configuration
+        for configuration in configurations
+        if "wins" in marks[configuration] and "loses" not in marks[configuration]
+    ]
+    mixed = [
+        configuration
+        for configuration in configurations
+        if {"wins", "loses"} <= marks[configuration]
+    ]
     what = "Not decided"
     if better:
         what = f"Disaggregate ({', '.join(better)})"
     elif mixed:
         what = "It depends on the load"
-    elif all("loses" in marks[arm] for arm in arms):
+    elif all("loses" in marks[configuration] for configuration in configurations):
         what = "Replicate"
-    decided = [arm for arm in arms if marks[arm] != {"undecided"}]
-    why = "; ".join(_sum_up(plan, analysis, arm) for arm in decided)
+    decided = [
+        configuration for configuration in configurations if marks[configuration] != {"undecided"}
+    ]
+    why = "; ".join(_sum_up(plan, analysis, configuration) for configuration in decided)
     return what, why or "no difference beyond the noise of this machine was found"
 
 
-def _sum_up(plan: Plan, analysis: Analysis, arm: str) -> str:
-    """`1P1D against replication: wins with …, loses with …`, of the metric that says more."""
+def _sum_up(plan: Plan, analysis: Analysis, name: str) -> str:
+    """`1P1D against replication: wins with …, loses with …`, by the metric that decides more."""
     by_metric = {
         key: [
             c
             for c in analysis.contrasts
-            if (c.arm, c.metric) == (arm, key) and c.judgement != "undecided"
+            if (c.configuration, c.metric) == (name, key) and c.judgement != "undecided"
         ]
         for key in (THROUGHPUT.key, GOODPUT.key)
     }
@@ -83,14 +98,14 @@ def _sum_up(plan: Plan, analysis: Analysis, arm: str) -> str:
         some = [c for c in mine if c.judgement == judgement]
         if some:
             parts.append(f"{judgement} with {_list(some, words)} (most {_most(some, words)})")
-    crossing = _where(analysis, arm, key) if len(parts) > 1 else ""
+    crossing = _where(analysis, name, key) if len(parts) > 1 else ""
     return (
-        f"{arm} against replication, {metric_of(key).title.lower()}: {', '.join(parts)}{crossing}"
+        f"{name} against replication, {metric_of(key).title.lower()}: {', '.join(parts)}{crossing}"
     )
 
 
-def _where(analysis: Analysis, arm: str, key: str) -> str:
-    found = (x for x in analysis.crossovers if (x.arm, x.metric) == (arm, key))
+def _where(analysis: Analysis, name: str, key: str) -> str:
+    found = (x for x in analysis.crossovers if (x.configuration, x.metric) == (name, key))
     crossover = next(found, None)
     if crossover is None or crossover.at is None:
         return ""
@@ -99,18 +114,20 @@ def _where(analysis: Analysis, arm: str, key: str) -> str:
 
 
 def verdict(plan: Plan, analysis: Analysis) -> tuple[str, ...]:
-    """A sentence for each split and metric that matters most."""
+    """A sentence for each compared configuration and main metric."""
     return tuple(
         sentence
-        for arm in plan.arms
-        if arm.is_compared
+        for configuration in plan.configurations
+        if configuration.is_compared
         for key in VERDICT_METRICS
-        for sentence in _sentence(plan, analysis, arm.name, metric_of(key))
+        for sentence in _sentence(plan, analysis, configuration.name, metric_of(key))
     )
 
 
-def _sentence(plan: Plan, analysis: Analysis, arm: str, metric: Metric) -> Iterator[str]:
-    mine = [c for c in analysis.contrasts if (c.arm, c.metric) == (arm, metric.key)]
+def _sentence(plan: Plan, analysis: Analysis, configuration: str, metric: Metric) -> Iterator[str]:
+    mine = [
+        c for c in analysis.contrasts if (c.configuration, c.metric) == (configuration, metric.key)
+    ]
     mine = [c for c in mine if c.ratio is not None or c.judgement != "undecided"]
     if not mine:
         return
@@ -123,19 +140,21 @@ def _sentence(plan: Plan, analysis: Analysis, arm: str, metric: Metric) -> Itera
     rest = [c for c in mine if c.judgement == "undecided"]
     if rest:
         parts.append(f"no difference found with {_list(rest, words)}; {_most(rest, words)}")
-    crossing = [x for x in analysis.crossovers if (x.arm, x.metric) == (arm, metric.key)]
+    crossing = [
+        x for x in analysis.crossovers if (x.configuration, x.metric) == (configuration, metric.key)
+    ]
     judged = {c.judgement for c in mine}
     parts += [describe_crossover(each, judged) for each in crossing]
     sentences = [part[0].upper() + part[1:] if i else part for i, part in enumerate(parts) if part]
-    yield f"{arm}, {metric.title}: {'. '.join(sentences)}."
+    yield f"{configuration}, {metric.title}: {'. '.join(sentences)}."
 
 
 def describe_crossover(crossover: Crossover, judged: set[Judgement]) -> str:
-    """Where it is, and how sure; nothing where the loads' own verdicts say it all."""
+    """Where it is, and how certain; nothing where the loads decide alone."""
     if crossover.at is None or judged == {"undecided"}:
         return ""
     ahead = "ahead" if crossover.kind == "ahead_from" else "behind"
-    sure = "one repetition, so nobody knows how sure"
+    sure = "one repetition: no interval"
     if crossover.low is not None and crossover.high is not None:
         sure = f"95 % [{crossover.low:.1f}, {crossover.high:.1f}]"
         sure = f"{sure}; {crossover.share:.0%} of resamplings agree"
@@ -143,8 +162,8 @@ def describe_crossover(crossover: Crossover, judged: set[Judgement]) -> str:
     return f"Crossover{doubt}: {ahead} from about {crossover.at:.1f} at once ({sure})"
 
 
-def describe_change(contrast: Contrast) -> str:
-    """`+12 % [8, 16]`, of the arm against replication."""
+def format_change(contrast: Contrast) -> str:
+    """`+12 % [8, 16]`, against replication."""
     if contrast.ratio is None:
         return "no ratio"
     change = _percent(contrast.ratio)
@@ -154,7 +173,7 @@ def describe_change(contrast: Contrast) -> str:
 
 
 def _percent(ratio: float) -> str:
-    """A change; a ratio of ten or more, which only noise gives, is not spelt out."""
+    """A change; a ratio above ten is noise and not written out."""
     if ratio > MOST_RATIO:
         return "over +900 %"
     change = round((ratio - 1) * 100)  # a whole number: no "-0 %"
@@ -166,7 +185,7 @@ def _most(contrasts: Sequence[Contrast], words: dict[str, str]) -> str:
     if not known:
         return "where one side has none at all"
     largest = max(known, key=lambda c: abs(np.log(c.ratio or 1.0)))
-    return f"{describe_change(largest)} with {words[largest.level]}"
+    return f"{format_change(largest)} with {words[largest.level]}"
 
 
 def _list(contrasts: Sequence[Contrast], words: dict[str, str]) -> str:
@@ -179,9 +198,10 @@ def _list(contrasts: Sequence[Contrast], words: dict[str, str]) -> str:
 
 
 def find_cautions(plan: Plan, cells: Sequence[Cell], troubles: Sequence[Trouble]) -> Iterator[str]:
-    """What makes these figures doubtful, the worst first."""
+    """Reasons to doubt these figures, the worst first."""
     for trouble in troubles:
-        yield f"{trouble.arm} FAILED in repetition {trouble.repetition}: {trouble.message}"
+        where = f"{trouble.configuration} FAILED in repetition {trouble.repetition}"
+        yield f"{where}: {trouble.message}"
     yield from _unproved(cells)
     yield from _broken(cells)
     if plan.effort.num_repetitions < ENOUGH_REPETITIONS:
@@ -195,39 +215,39 @@ def find_cautions(plan: Plan, cells: Sequence[Cell], troubles: Sequence[Trouble]
 
 
 def _unproved(cells: Sequence[Cell]) -> Iterator[str]:
-    by_arm: dict[str, list[str]] = defaultdict(list)
+    by_name: dict[str, list[str]] = defaultdict(list)
     for cell in cells:
         if cell.unproved:
             where = f"{cell.level}, repetition {cell.repetition}"
-            by_arm[cell.arm].append(f"{where}: {cell.unproved}")
-    for arm, said in by_arm.items():
-        yield f"{arm}: NO PROOF that KV moved in {len(said)} cells, such as {said[0]}"
+            by_name[cell.configuration].append(f"{where}: {cell.unproved}")
+    for name, problems in by_name.items():
+        yield f"{name}: NO PROOF that KV moved in {len(problems)} cells, such as {problems[0]}"
 
 
 def _broken(cells: Sequence[Cell]) -> Iterator[str]:
-    by_arm: dict[str, list[Cell]] = defaultdict(list)
+    by_name: dict[str, list[Cell]] = defaultdict(list)
     for cell in cells:
-        by_arm[cell.arm].append(cell)
-    for arm, some in by_arm.items():
+        by_name[cell.configuration].append(cell)
+    for name, some in by_name.items():
         num_failed = sum(cell.figures.num_failed for cell in some)
         if num_failed:
             kinds = dict.fromkeys(f.kind for cell in some for f in cell.figures.failures)
-            yield f"{arm}: {num_failed} requests failed ({', '.join(kinds)})"
+            yield f"{name}: {num_failed} requests failed ({', '.join(kinds)})"
         for cell in some:
             if cell.ended_early is not None:
                 yield (
-                    f"{arm}, {cell.level}, repetition {cell.repetition}: left out, it ended early "
+                    f"{name}, {cell.level}, repetition {cell.repetition}: left out, it ended early "
                     f"({cell.ended_early})"
                 )
             elif not cell.figures.num_complete:
                 yield (
-                    f"{arm}, {cell.level}, repetition {cell.repetition}: left out, no request was "
+                    f"{name}, {cell.level}, repetition {cell.repetition}: left out, no request was "
                     "complete; let it last longer (--duration)"
                 )
 
 
 def _short(plan: Plan, cells: Sequence[Cell]) -> Iterator[str]:
-    """A window in which hardly anybody was answered twice shows the beginning, not the rest."""
+    """A window with few answers per client shows the start of a load only."""
     words: list[str] = []
     for level in plan.levels:
         if isinstance(level.load, Closed):
@@ -250,17 +270,21 @@ def _noisy(plan: Plan, cells: Sequence[Cell]) -> Iterator[str]:
             f"a busy machine: in {len(loud)} of {len(cells)} cells others used more than "
             f"{MOST_OTHERS_SHARE:.0%} of it (up to {max(loud):.0%})"
         )
-    for arm in plan.arms:
+    for each in plan.configurations:
         varying = {}
         for level in plan.levels:
-            some = [c for c in cells if (c.arm, c.level) == (arm.name, level.key) and c.is_usable]
+            some = [
+                c
+                for c in cells
+                if (c.configuration, c.level) == (each.name, level.key) and c.is_usable
+            ]
             rates = np.array([c.figures.output_tokens_per_s for c in some])
             if len(rates) > 1 and rates.mean() > 0:
                 varying[level.words] = float(rates.std(ddof=1) / rates.mean())
         loud_levels = [words for words, share in varying.items() if share > MOST_VARIATION]
         if loud_levels:
             yield (
-                f"{arm.name}: noisy with {', '.join(loud_levels)}: throughput varies between "
+                f"{each.name}: noisy with {', '.join(loud_levels)}: throughput varies between "
                 f"repetitions by up to {max(varying.values()):.0%}"
             )
 
@@ -270,5 +294,5 @@ def _client(cells: Sequence[Cell]) -> Iterator[str]:
     if limited:
         yield (
             f"the client was at its limit in {len(limited)} of {len(cells)} cells, such as "
-            f"{limited[0].arm} {limited[0].level}: {limited[0].client.problems[0]}"
+            f"{limited[0].configuration} {limited[0].level}: {limited[0].client.problems[0]}"
         )

@@ -1,37 +1,158 @@
-"""One request over HTTP, and its record. Runs on the event loop that made it."""
+"""The server's address, request bodies, and one request over HTTP."""
 
 from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, Self
+from typing import TYPE_CHECKING, Final, Self, assert_never
+from urllib.parse import urlsplit
 
 import aiohttp
+import msgspec
 
-from baton.bench.load.sse import EventParser
-from baton.bench.load.stream import Answer, Failure, read_error
-from baton.errors import ProtocolError
+from baton.bench.load.stream import Answer, EventParser, Failure, read_error
+from baton.bench.workloads.requests import Endpoint, GivenBody, Segments
+from baton.bench.workloads.synthetic import Calibration, PromptWriter, TokenIds
+from baton.errors import ConfigError, ProtocolError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import TracebackType
 
-    from baton.bench.load.bodies import Prepared
-    from baton.bench.load.target import Target
+    from baton.bench.workloads.requests import Request
     from baton.clock import Clock
+
+PATHS: Final[dict[Endpoint, str]] = {
+    "completions": "/v1/completions",
+    "chat": "/v1/chat/completions",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A server. `base_url` ends without a slash and without `/v1`; the key is never printed."""
+
+    base_url: str
+    api_key: str | None = field(default=None, repr=False)
+
+    def url(self, endpoint: Endpoint) -> str:
+        """The URL of this endpoint."""
+        return self.base_url + PATHS[endpoint]
+
+    @property
+    def models_url(self) -> str:
+        """The URL of the list of models."""
+        return f"{self.base_url}/v1/models"
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Headers of every request."""
+        return {} if self.api_key is None else {"Authorization": f"Bearer {self.api_key}"}
+
+
+def open_target(url: str, api_key: str | None) -> Target:
+    """Parse `--url`.
+
+    Raises:
+        ConfigError: it is no URL of a server, or it has a password.
+    """
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError as exc:
+        raise ConfigError(f"--url {url}: {exc}") from exc
+    if parts.scheme not in {"http", "https"} or not parts.hostname or port == 0:
+        raise ConfigError(f"--url {url}: no address of a server, such as http://127.0.0.1:8000")
+    if parts.username or parts.password:
+        raise ConfigError("--url: no password in it, please: results keep the address")
+    if parts.query or parts.fragment:
+        raise ConfigError(f"--url {url}: the server's address only, without ? and #")
+    base = f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/')}"
+    for suffix in (*PATHS.values(), "/v1"):
+        base = base.removesuffix(suffix)
+    return Target(base, api_key)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestStyle:
+    """What this server's requests look like.
+
+    `endpoint` is for generated prompts. `form`: token ids, or words by a calibration.
+    `has_exact_lengths`: the server accepts `ignore_eos`, so answers have the requested length.
+    """
+
+    model: str
+    endpoint: Endpoint
+    form: TokenIds | Calibration
+    has_exact_lengths: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """An encoded request."""
+
+    endpoint: Endpoint
+    body: bytes
+    ask: Request
+
+
+@dataclass(frozen=True, slots=True)
+class BodyWriter:
+    """Encodes requests of one run. Immutable."""
+
+    style: RequestStyle
+    prompts: PromptWriter
+
+    def prepare(self, ask: Request) -> Prepared:
+        """Encode a request."""
+        match ask.prompt:
+            case Segments() as segments:
+                endpoint = self.style.endpoint
+                fields = {**self._prompt(segments), **self._lengths(ask)}
+            case GivenBody(endpoint, given):
+                fields = dict(given)
+            case other:
+                assert_never(other)
+        fields |= {
+            "model": self.style.model,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        return Prepared(endpoint, msgspec.json.encode(fields), ask)
+
+    def _prompt(self, segments: Segments) -> dict[str, object]:
+        match self.style.form:
+            case TokenIds() as ids:
+                return {"prompt": self.prompts.write_ids(segments, ids)}
+            case Calibration() as calibration:
+                text = self.prompts.write_words(segments, calibration)
+                if self.style.endpoint == "chat":
+                    return {"messages": [{"role": "user", "content": text}]}
+                return {"prompt": text}
+            case other:
+                assert_never(other)
+
+    def _lengths(self, ask: Request) -> dict[str, object]:
+        fields: dict[str, object] = {"temperature": 0.0}
+        if ask.num_output_tokens is not None:
+            fields["max_tokens"] = ask.num_output_tokens
+            if self.style.has_exact_lengths:
+                fields["ignore_eos"] = True
+        return fields
+
 
 READ_BYTES: Final = 1 << 20
 """aiohttp's own 64 KiB made a client ten times slower than its server (vllm#39963)."""
 CONNECT_TIMEOUT_S: Final = 10.0
 KEEP_IDLE_S: Final = 2.0
-"""Shorter than servers keep idle connections (uvicorn: 5 s), so that none ends as one is used."""
+"""Shorter than a server's own timeout (uvicorn: 5 s): it closes no connection that is in use."""
 MAX_ERROR_BYTES: Final = 4096
 OK: Final = 200
 
 
 @dataclass(slots=True)
 class Exchange:
-    """What one request left, in the clock's own time. `is_cut`: it was cancelled."""
+    """One request's result, by the clock's time. `is_cut`: it was cancelled."""
 
     sent_at: float
     answer: Answer = field(default_factory=lambda: Answer([]))
@@ -43,9 +164,9 @@ class Exchange:
 
 
 class Client:
-    """Sends requests, as many at once as it is asked to.
+    """Sends requests concurrently. Runs on the event loop that created it.
 
-    `names` gives each a name, by which the server's traces are found later.
+    `names` gives each an id, by which the server's traces are found later.
     """
 
     def __init__(
@@ -76,9 +197,9 @@ class Client:
         await self.session.close()
 
     async def exchange(self, prepared: Prepared) -> Exchange:
-        """Send it and read its answer to the end. A failure is in what returns.
+        """Send it and read its whole answer. A failure is part of the result.
 
-        Cancelled, it returns too, cut: what came until then is kept.
+        Cancelled, it returns what was received until then, with `is_cut`.
         """
         found = Exchange(self._clock.now())
         try:
@@ -87,13 +208,13 @@ class Client:
         except asyncio.CancelledError:
             found.is_cut = True
         except TimeoutError as exc:
-            said = str(exc) or f"no complete answer in {self._timeout_s:g} s"
-            found.failure = Failure("timeout", said)
+            message = str(exc) or f"no complete answer in {self._timeout_s:g} s"
+            found.failure = Failure("timeout", message)
         except aiohttp.ClientConnectorError as exc:
             found.failure = Failure("connect", str(exc.os_error))
         except (aiohttp.ClientError, OSError) as exc:
-            said = str(exc) or type(exc).__name__
-            found.failure = Failure("lost", f"the connection ended: {said}")
+            message = str(exc) or type(exc).__name__
+            found.failure = Failure("lost", f"the connection ended: {message}")
         except ProtocolError as exc:
             found.failure = Failure("protocol", str(exc))
         is_complete = found.failure is None and not found.is_cut

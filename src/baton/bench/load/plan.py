@@ -1,26 +1,32 @@
-"""How a server is loaded: how many at once, or how many a second, and until when."""
+"""How a server is loaded: a concurrency or a rate, arrival times, and limits. Pure."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from itertools import count
+from typing import TYPE_CHECKING, Literal, TypeAlias, assert_never
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 Arrival = Literal["poisson", "constant", "burst"]
 
 
 @dataclass(frozen=True, slots=True)
 class Closed:
-    """So many conversations at once: when one ends, the next begins."""
+    """This many conversations at once: when one ends, the next begins."""
 
     concurrency: int
 
 
 @dataclass(frozen=True, slots=True)
 class Open:
-    """So many requests a second, whether or not the server keeps up.
+    """This many requests per second, whether or not the server keeps up.
 
-    `burst`: this many arrive together. Beyond `max_in_flight` (None: no bound) arrivals wait, and
-    their waiting is recorded.
+    `burst_size`: this many arrive together. Beyond `max_in_flight` (None: no limit) arrivals wait,
+    and the wait is recorded.
     """
 
     requests_per_s: float
@@ -31,7 +37,7 @@ class Open:
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """When the workload says."""
+    """At the workload's own arrival times."""
 
     max_in_flight: int | None = None
 
@@ -41,9 +47,9 @@ Load: TypeAlias = Closed | Open | Replay
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """When a run ends: no more is sent after `num_requests` or `duration_s`, whichever is first.
+    """When a run ends: nothing is sent after `num_requests` or `duration_s`, whichever is first.
 
-    What is under way then has `drain_s`, and each request `request_timeout_s`.
+    Requests in flight then have `drain_s`; each request has `request_timeout_s`.
     """
 
     num_requests: int | None
@@ -54,7 +60,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """A whole run. `num_warm_up` requests come first, and are not counted."""
+    """A whole run. `num_warm_up` requests are sent first and not counted."""
 
     load: Load
     limits: Limits
@@ -62,7 +68,7 @@ class LoadPlan:
 
 
 def describe_load(load: Load) -> str:
-    """For people."""
+    """One line for reports."""
     match load:
         case Closed(concurrency):
             return f"closed loop, {concurrency} at once"
@@ -75,3 +81,25 @@ def describe_load(load: Load) -> str:
 
 def _bound(load: Open | Replay) -> str:
     return "" if load.max_in_flight is None else f", at most {load.max_in_flight} at once"
+
+
+def arrival_times(load: Open, seed: int) -> Iterator[float]:
+    """Ascending times in seconds since the run's beginning, without end."""
+    match load.arrival:
+        case "poisson":
+            yield from _poisson(load.requests_per_s, seed)
+        case "constant":
+            yield from (i / load.requests_per_s for i in count())
+        case "burst":
+            size = load.burst_size
+            yield from (i // size * size / load.requests_per_s for i in count())
+        case other:
+            assert_never(other)
+
+
+def _poisson(requests_per_s: float, seed: int) -> Iterator[float]:
+    rng = np.random.default_rng(seed)
+    now = 0.0
+    while True:
+        now += rng.exponential(1 / requests_per_s)
+        yield now

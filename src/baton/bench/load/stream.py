@@ -1,7 +1,7 @@
-"""What became of an answer: events of a stream, with their times, in; its end out. Pure.
+"""A streamed answer: bytes → server-sent events → its result. Pure.
 
-An answer is complete if it had a finish reason, then `[DONE]`, and no error in between. Everything
-else is a failure, whatever its HTTP status was: a stream that is cut looks like a short answer.
+An answer is complete if it had a finish reason, then `[DONE]`, and no error in between. Anything
+else is a failure, whatever its HTTP status: a stream that is cut looks like a short answer.
 """
 
 from __future__ import annotations
@@ -10,6 +10,51 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 import msgspec
+
+from baton.errors import ProtocolError
+
+MAX_EVENT_BYTES: Final = 16 << 20
+
+
+class EventParser:
+    """Splits a stream. Lines end in LF, CR LF or CR; comments and other fields are ignored."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+        self._data: list[bytes] = []
+        self._num_held = 0
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """The data of each event that is complete now.
+
+        Raises:
+            ProtocolError: an event is larger than `MAX_EVENT_BYTES`.
+        """
+        text = self._rest + data
+        held = b""
+        if text.endswith(b"\r"):  # perhaps half of a CR LF
+            text, held = text[:-1], b"\r"
+        if b"\r" in text:
+            text = text.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+        *lines, rest = text.split(b"\n")
+        self._rest = rest + held
+        events = [event for line in lines if (event := self._take(line)) is not None]
+        if self._num_held + len(self._rest) > MAX_EVENT_BYTES:
+            raise ProtocolError(f"an event of more than {MAX_EVENT_BYTES >> 20} MiB")
+        return events
+
+    def _take(self, line: bytes) -> bytes | None:
+        if line:
+            if line.startswith(b"data:"):
+                self._data.append(line[5:].removeprefix(b" "))
+                self._num_held += len(line)
+            return None
+        if not self._data:
+            return None
+        event = b"\n".join(self._data)
+        self._data, self._num_held = [], 0
+        return event
+
 
 FailureKind = Literal[
     "connect",  # no connection to the server
@@ -26,14 +71,14 @@ NOTHING: Final = frozenset({b"", b"null", b"[]"})
 
 
 class Failure(msgspec.Struct, frozen=True):
-    """Why there is no complete answer."""
+    """Why an answer is not complete."""
 
     kind: FailureKind
     message: str
 
 
 class Tokens(msgspec.Struct, frozen=True):
-    """What the server says that it counted. None: it does not say."""
+    """Token counts of the server's `usage`. None: it has none."""
 
     num_prompt: int | None = None
     num_output: int | None = None
@@ -41,7 +86,7 @@ class Tokens(msgspec.Struct, frozen=True):
 
 
 class PromptDetails(msgspec.Struct, frozen=True):
-    """Where prompt tokens came from."""
+    """OpenAI's `prompt_tokens_details`."""
 
     cached_tokens: int | None = None
 
@@ -55,7 +100,7 @@ class Usage(msgspec.Struct, frozen=True):
 
 
 class Delta(msgspec.Struct, frozen=True):
-    """A chat's piece."""
+    """The delta of a chat's chunk."""
 
     content: str | None = None
     reasoning_content: str | None = None
@@ -64,13 +109,13 @@ class Delta(msgspec.Struct, frozen=True):
 
     @property
     def has_token(self) -> bool:
-        """Whether anything was generated for it: the opening, with its role, has nothing."""
+        """Whether it carries generated tokens: the first delta, with the role, has none."""
         has_calls = bytes(self.tool_calls) not in NOTHING
         return bool(self.content or self.reasoning_content or self.reasoning or has_calls)
 
 
 class Choice(msgspec.Struct, frozen=True):
-    """One answer's piece."""
+    """One choice of a chunk."""
 
     text: str | None = None
     delta: Delta | None = None
@@ -86,7 +131,7 @@ class Chunk(msgspec.Struct, frozen=True):
 
 
 class ErrorText(msgspec.Struct, frozen=True):
-    """OpenAI's error object, as far as people read it."""
+    """OpenAI's error object."""
 
     message: str = ""
     code: str | int | None = None
@@ -99,8 +144,8 @@ _decode: Final = msgspec.json.Decoder(Chunk).decode
 class Answer:
     """One answer so far. Times are the caller's, ascending.
 
-    `token_at`: when each chunk with tokens came. `ended_at`: when the last chunk of the answer
-    came, which is the last token's where that one carries the finish reason.
+    `token_at`: when each chunk with tokens arrived. `ended_at`: when the last chunk of the answer
+    arrived.
     """
 
     token_at: list[float]
@@ -111,7 +156,7 @@ class Answer:
     is_done: bool = False
 
     def push(self, event: bytes, now: float) -> None:
-        """One event's data, which came now. After a failure nothing counts any more."""
+        """Add one event's data. After a failure events are ignored."""
         if self.failure is not None:
             return
         if event == b"[DONE]":
@@ -131,11 +176,11 @@ class Answer:
             self._take(chunk.choices[0], now)
 
     def end(self) -> Failure | None:
-        """The stream has ended: why it failed, or None for a complete answer."""
+        """End the stream; why it failed, or None for a complete answer."""
         if self.failure is None:
             if self.finish_reason in BAD_FINISHES:
-                said = f"finish_reason is {self.finish_reason!r}"
-                self.failure = Failure("error_in_stream", said)
+                message = f"finish_reason is {self.finish_reason!r}"
+                self.failure = Failure("error_in_stream", message)
             elif self.finish_reason is None:
                 self.failure = Failure("truncated", "the stream ended without a finish_reason")
             elif not self.is_done:
@@ -146,14 +191,14 @@ class Answer:
 
     @property
     def tokens(self) -> Tokens:
-        """What the server counted."""
+        """Token counts of the server."""
         usage = self.usage or Usage()
         details = usage.prompt_tokens_details
         cached = None if details is None else details.cached_tokens
         return Tokens(usage.prompt_tokens, usage.completion_tokens, cached)
 
     def _take(self, choice: Choice, now: float) -> None:
-        """A completion's chunk always stands for tokens, even of no text; a chat's may not."""
+        """A completion's chunk always has tokens, even without text; a chat's may have none."""
         if choice.delta is None or choice.delta.has_token:
             self.token_at.append(now)
         self.ended_at = now
@@ -161,7 +206,7 @@ class Answer:
 
 
 def read_error(body: bytes) -> str:
-    """What an error says: OpenAI's form, or the beginning of whatever it is."""
+    """The message of an error body: OpenAI's format, or its first characters."""
     try:
         found = msgspec.json.decode(body, type=_ErrorBody)
     except (msgspec.DecodeError, UnicodeDecodeError):

@@ -8,16 +8,16 @@ File map, in the order in which a request meets them:
     options.py      what an operator may set
     loading.py      folder → model; shape.py what it caches; selfcheck.py whether paging it is right
     pages.py        the pages as tensors over the registered region
-    engine.py       the thread and its contract; inbox.py how others talk to it
-    loop.py         one turn: events and commands in, a step, updates out
+    engine.py       the thread and its contract; command_queue.py how others talk to it
+    loop.py         one step: events and commands in, updates out
     sequence.py     one request's tokens and blocks
-    scheduler.py    what to compute next (pure); custody.py blocks that a handoff holds;
-                    loans.py blocks that are lent and borrowed
+    scheduler.py    what to compute next (pure); pinned_blocks.py blocks that a handoff holds;
+                    shared_blocks.py blocks that are exported and imported
     orders.py       what the handoff is told
-    computing.py    a step: step.py its arrays, forward.py the model, sampling.py the same
+    model_runner.py a step: step.py its arrays, forward.py the model, sampling.py the same
                     token on every worker
     paged_cache.py  transformers' Cache over pages; attention.py attention over them
-    making.py       models with random weights, for tests and benchmarks
+    random_model.py models with random weights, for tests and benchmarks
 
 Importing this package loads neither torch nor transformers.
 """

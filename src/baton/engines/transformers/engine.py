@@ -1,21 +1,20 @@
-"""The engine that other threads see: a thread around `EngineLoop`."""
+"""The engine as other threads use it: a thread that runs `EngineLoop`."""
 
 from __future__ import annotations
 
 import logging
 import threading
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, assert_never
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias, assert_never
 
 import torch
 
 from baton.engines.first_tokens import FirstTokens
 from baton.engines.interface import EngineInfo, EngineStats
-from baton.engines.transformers.computing import Computer
-from baton.engines.transformers.forward import PagedModel
-from baton.engines.transformers.inbox import Cancel, Inbox, Stop, Submit
 from baton.engines.transformers.loading import load_model
 from baton.engines.transformers.loop import EngineLoop
+from baton.engines.transformers.model_runner import ModelRunner, PagedModel
 from baton.engines.transformers.pages import allocate_pages
 from baton.engines.transformers.scheduler import Limits, Scheduler
 from baton.errors import (
@@ -32,16 +31,77 @@ from baton.transfer.region import allocate_shared_region, release_region
 
 if TYPE_CHECKING:
     from baton.clock import Clock
-    from baton.engines.interface import (
-        EngineContext,
-        GenerationRequest,
-        UpdateSink,
-    )
+    from baton.engines.interface import EngineContext, GenerationRequest, UpdateSink
     from baton.engines.transformers.loading import LoadedModel
     from baton.engines.transformers.options import TransformersOptions
     from baton.handoff.interface import HandoffPort, SampledToken
     from baton.ids import RequestId, TicketId
     from baton.transfer.devices.options import AllocateRegion
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    """Answer this request."""
+
+    request: GenerationRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """Forget this request."""
+
+    request: RequestId
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """Fail what is unfinished and end."""
+
+
+Command: TypeAlias = Submit | Cancel | Stop
+
+
+class CommandQueue:
+    """A queue of commands with one reader. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._condition = threading.Condition()
+        self._commands: list[Command] = []
+        self._is_woken = False
+
+    @property
+    def num_submissions(self) -> int:
+        """Requests that the reader has not seen yet."""
+        with self._condition:
+            return sum(isinstance(command, Submit) for command in self._commands)
+
+    def put(self, command: Command) -> None:
+        """Append a command and wake the reader."""
+        with self._condition:
+            self._commands.append(command)
+            self._condition.notify()
+
+    def wake(self) -> None:
+        """Wake the reader for another reason than a command."""
+        with self._condition:
+            self._is_woken = True
+            self._condition.notify()
+
+    def take(self) -> list[Command]:
+        """All commands, in order; does not wait."""
+        with self._condition:
+            commands, self._commands = self._commands, []
+            self._is_woken = False
+            return commands
+
+    def wait(self, timeout_s: float | None) -> None:
+        """Sleep until there is a command, somebody wakes the reader, or the time is over."""
+        limit_s = threading.TIMEOUT_MAX if timeout_s is None else timeout_s
+        with self._condition:
+            self._condition.wait_for(
+                lambda: self._commands or self._is_woken, min(limit_s, threading.TIMEOUT_MAX)
+            )
+
 
 _log = logging.getLogger(__name__)
 
@@ -68,7 +128,7 @@ class TransformersEngine:
         pages = allocate_pages(
             loaded.shape, layout, num_blocks, loaded.model.device, allocate=allocate
         )
-        self.region, self.annexes = pages.region, pages.annexes
+        self.region, self.peer_mappings = pages.region, pages.peer_mappings
         self.info = EngineInfo(
             engine="transformers",
             model_path=path,
@@ -84,13 +144,13 @@ class TransformersEngine:
         self._pages = pages
         self._memory = ExitStack()
         self._memory.callback(self._release_memory)
-        self._inbox = Inbox()
+        self._command_queue = CommandQueue()
         self._first_tokens = FirstTokens()
         self._lock = threading.Lock()
         self._live: set[RequestId] = set()  # guarded by _lock
         self._thread: threading.Thread | None = None
         self._failure: EngineError | None = None
-        self._stats = _count_nothing(num_blocks)
+        self._stats = _zero_stats(num_blocks)
 
     def build_loop(self, sink: UpdateSink, handoff: HandoffPort) -> EngineLoop:
         """The loop that `start` gives a thread; tests and simulations turn it by hand."""
@@ -103,7 +163,7 @@ class TransformersEngine:
         )
         return EngineLoop(
             info=self.info,
-            computer=Computer(self._model, handoff, self._clock, self.info.eos_token_ids),
+            runner=ModelRunner(self._model, handoff, self._clock, self.info.eos_token_ids),
             pages=self._pages,
             scheduler=Scheduler(BlockPool(self.info.num_blocks), limits, layout.layers),
             handoff=handoff,
@@ -129,7 +189,7 @@ class TransformersEngine:
 
     def wake(self) -> None:
         """See `Engine`."""
-        self._inbox.wake()
+        self._command_queue.wake()
 
     def submit(self, request: GenerationRequest) -> None:
         """See `Engine`."""
@@ -139,18 +199,21 @@ class TransformersEngine:
                 raise EngineError(str(self._failure))
             if request.id in self._live:
                 raise InvalidRequestError(f"a request {request.id} is being answered already")
-            if self._inbox.num_submissions + self._stats.num_waiting >= self._options.max_waiting:
+            if (
+                self._command_queue.num_submissions + self._stats.num_waiting
+                >= self._options.max_waiting
+            ):
                 raise OverloadedError(f"{self._options.max_waiting} requests are waiting already")
             self._live.add(request.id)
-            self._inbox.put(Submit(request))
+            self._command_queue.put(Submit(request))
 
     def cancel(self, request: RequestId) -> None:
         """See `Engine`."""
-        self._inbox.put(Cancel(request))
+        self._command_queue.put(Cancel(request))
 
-    def agree(self, ticket: TicketId, token: SampledToken) -> SampledToken:
+    def commit_first_token(self, ticket: TicketId, token: SampledToken) -> SampledToken:
         """See `Engine`."""
-        return self._first_tokens.agree(ticket, token)
+        return self._first_tokens.commit(ticket, token)
 
     def stats(self) -> EngineStats:
         """See `Engine`."""
@@ -158,10 +221,10 @@ class TransformersEngine:
 
     def stop(self, timeout_s: float) -> None:
         """See `Engine`."""
-        self._refuse_from_now_on(EngineError("the engine was stopped"))
+        self._set_failure(EngineError("the engine was stopped"))
         thread, self._thread = self._thread, None
         if thread is not None:
-            self._inbox.put(Stop())
+            self._command_queue.put(Stop())
             thread.join(timeout_s)
             if thread.is_alive():
                 _log.error("the engine did not stop in %.1f s; its memory stays", timeout_s)
@@ -215,26 +278,26 @@ class TransformersEngine:
         if self._options.num_threads is not None:
             torch.set_num_threads(self._options.num_threads)  # OpenMP counts them for each thread
         try:
-            while self._obey(loop):
-                was_busy = loop.turn()
+            while self._run_commands(loop):
+                was_busy = loop.step()
                 self._stats = loop.stats()
                 if not was_busy:
-                    self._inbox.wait(loop.compute_patience_s())
+                    self._command_queue.wait(loop.compute_wait_timeout_s())
             loop.fail_all(EngineError("the worker is stopping"))
         except Exception:  # noqa: BLE001 - reported to all; nobody is above this frame
             _log.exception("the engine's thread died")
             error = EngineError("the engine's thread died; restart the worker")
-            self._refuse_from_now_on(error)
-            unseen = [c.request.id for c in self._inbox.take() if isinstance(c, Submit)]
+            self._set_failure(error)
+            unseen = [c.request.id for c in self._command_queue.take() if isinstance(c, Submit)]
             loop.abandon(error, unseen)
 
-    def _refuse_from_now_on(self, error: EngineError) -> None:
+    def _set_failure(self, error: EngineError) -> None:
         with self._lock:
             self._failure = error
 
-    def _obey(self, loop: EngineLoop) -> bool:
+    def _run_commands(self, loop: EngineLoop) -> bool:
         """Carry out all commands; whether to go on."""
-        for command in self._inbox.take():
+        for command in self._command_queue.take():
             match command:
                 case Submit(request):
                     loop.submit(request)
@@ -262,7 +325,7 @@ def load_engine(options: TransformersOptions, context: EngineContext) -> Transfo
         )
 
 
-def _count_nothing(num_blocks: int) -> EngineStats:
+def _zero_stats(num_blocks: int) -> EngineStats:
     """The stats of an engine that was never asked."""
     return EngineStats(
         num_waiting=0,

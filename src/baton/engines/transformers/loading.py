@@ -1,27 +1,90 @@
-"""From a folder to a model: checks first, then weights; every refusal says what to do."""
+"""Loads a model from a folder: checks its configuration, reads weights, checks paged attention."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from baton.engines.checkpoint import compute_fingerprint, find_weights
-from baton.engines.transformers.attention import register
-from baton.engines.transformers.pages import TORCH_DTYPES
-from baton.engines.transformers.selfcheck import check_pages_change_nothing
+from baton.engines.transformers.attention import IMPLEMENTATION, Span, register
+from baton.engines.transformers.model_runner import PagedModel
+from baton.engines.transformers.pages import TORCH_DTYPES, allocate_pages
 from baton.engines.transformers.shape import check_layer_kinds, discover_shape
 from baton.errors import ConfigError
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from numpy.typing import NDArray
+
     from baton.engines.transformers.options import TransformersOptions
     from baton.engines.transformers.shape import ModelShape
     from baton.kv.layout import DType
+
+_BLOCK_SIZE: Final = 4
+_NUM_BLOCKS: Final = 6
+_TOLERANCE: Final[dict[torch.dtype, float]] = {torch.float32: 1e-3}
+_HALF_PRECISION_TOLERANCE: Final = 0.15
+
+
+def verify_paged_attention(model: Any, shape: ModelShape, dtype: DType) -> None:  # noqa: ANN401
+    """Compare two prompts, packed and in two steps, with each of them alone in plain transformers.
+
+    Leaves the model with the paged attention switched on.
+
+    Raises:
+        ConfigError: the numbers differ by more than rounding.
+    """
+    vocab_size = model.config.get_text_config(decoder=True).vocab_size
+    first, second = (_tokens(count, vocab_size) for count in (11, 6))
+    model.set_attn_implementation("eager")
+    with torch.inference_mode():
+        expected = torch.stack([
+            model(torch.from_numpy(prompt)[None].to(model.device), use_cache=False).logits[0, row]
+            for prompt, row in ((first, 6), (second, 4), (first, 10), (second, 5))
+        ])
+    model.set_attn_implementation(IMPLEMENTATION)
+    try:
+        actual = _run_paged(model, shape, dtype, (first, second))
+    except Exception as exc:  # whatever a model does with arguments that it does not know
+        raise ConfigError(
+            f"model type {model.config.model_type!r} does not run over paged KV: it does not call "
+            "transformers' attention interface; serve it with the vllm engine"
+        ) from exc
+    difference = float((actual - expected).float().norm() / expected.float().norm())
+    if not difference <= _TOLERANCE.get(expected.dtype, _HALF_PRECISION_TOLERANCE):
+        raise ConfigError(
+            f"model type {model.config.model_type!r} gives other numbers over paged KV than in "
+            f"plain transformers (relative difference {difference:.1e}): this engine cannot "
+            "serve it; serve it with the vllm engine"
+        )
+
+
+def _run_paged(
+    model: Any,  # noqa: ANN401
+    shape: ModelShape,
+    dtype: DType,
+    prompts: tuple[NDArray[np.int64], NDArray[np.int64]],
+) -> torch.Tensor:
+    layout = shape.to_layout(_BLOCK_SIZE, dtype)
+    pages = allocate_pages(shape, layout, _NUM_BLOCKS, model.device)
+    paged = PagedModel(model, shape, pages, _BLOCK_SIZE)
+    first, second = prompts
+    blocks = np.array([4, 1, 5]), np.array([0, 3])
+    steps = (
+        (Span(first[:7], 0, blocks[0], True), Span(second[:5], 0, blocks[1], True)),  # noqa: FBT003
+        (Span(first[7:], 7, blocks[0], True), Span(second[5:], 5, blocks[1], True)),  # noqa: FBT003
+    )
+    return torch.cat([paged.run(spans, lambda _: None) for spans in steps])
+
+
+def _tokens(count: int, vocab_size: int) -> NDArray[np.int64]:
+    return (np.arange(1, count + 1, dtype=np.int64) * 7919) % vocab_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +111,10 @@ def load_model(folder: Path, options: TransformersOptions) -> LoadedModel:
     check_layer_kinds(config)
     max_context_tokens = _choose_context(config, options)
     model = _read_weights(folder, config, options)
-    dtype = _name_dtype(model.dtype)
+    dtype = _dtype_name(model.dtype)
     register()
     shape = discover_shape(model)
-    check_pages_change_nothing(model, shape, dtype)
+    verify_paged_attention(model, shape, dtype)
     return LoadedModel(
         model=model,
         shape=shape,
@@ -108,7 +171,7 @@ def _choose_device(options: TransformersOptions) -> torch.device:
     return torch.device(options.device)
 
 
-def _name_dtype(dtype: torch.dtype) -> DType:
+def _dtype_name(dtype: torch.dtype) -> DType:
     for name, known in TORCH_DTYPES.items():
         if known == dtype:
             return name

@@ -1,4 +1,4 @@
-"""The engine's turn: commands and handoff events in, one step computed, updates out."""
+"""One step of the engine: commands and handoff events in, one step computed, updates out."""
 
 from __future__ import annotations
 
@@ -8,36 +8,36 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, assert_never
 
 from baton.engines.interface import (
-    DecodeLeg,
+    DecodeRequest,
     EngineStats,
     FinishReason,
     NewToken,
-    PrefillLeg,
+    PrefillRequest,
     RequestFailed,
 )
-from baton.engines.stalls import STALLED, StallWatch
-from baton.engines.transformers.orders import make_receive_order, make_send_order
+from baton.engines.stall_detector import STALL_REASON, StallDetector
+from baton.engines.transformers.scheduler import make_receive_order, make_send_order
 from baton.engines.transformers.sequence import Sequence, Status, is_pulled
 from baton.errors import EngineError, OverloadedError, TicketError
 from baton.handoff.interface import (
     BlocksQuiescent,
+    ExportReleased,
+    ImportRevoked,
+    KVExported,
     KVFailed,
     KVLanded,
-    KVLent,
     KVSent,
-    LoanEnded,
-    LoanRecalled,
     SendFailed,
 )
 from baton.kv.identity import HashDomain
-from baton.telemetry.holding import HeldBlocks
+from baton.telemetry.held_block_time import HeldBlockTime
 from baton.telemetry.trace import Stamp
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from collections.abc import Sequence as Many
 
-    from baton.authority.ticket import Ticket
+    from baton.auth.ticket import Ticket
     from baton.clock import Clock
     from baton.engines.first_tokens import FirstTokens
     from baton.engines.interface import (
@@ -54,22 +54,22 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
-class StepComputer(Protocol):
-    """What the loop asks of the model: see `computing.Computer`."""
+class StepRunner(Protocol):
+    """What the loop asks of the model: see `model_runner.ModelRunner`."""
 
     def compute(self, step: list[Work]) -> list[SampledToken | None]:
         """For each work, the token that follows it; the handoff is told of each layer."""
         ...
 
 
-class ReceivingPages(Protocol):
+class EnginePages(Protocol):
     """What the loop asks of the memory: see `pages.KVPages`."""
 
-    def from_region(self, blocks: list[int]) -> None:
+    def load_blocks(self, blocks: list[int]) -> None:
         """Take what peers have written into `blocks`, all layers."""
         ...
 
-    def open_annexes(self) -> None:
+    def open_peer_mappings(self) -> None:
         """From now on blocks of peers that were attached can be read."""
         ...
 
@@ -79,7 +79,7 @@ class ReceivingPages(Protocol):
 
 
 @dataclass(slots=True)
-class _Tally:
+class _TokenCounts:
     """Tokens counted since the start."""
 
     prompt: int = 0
@@ -89,7 +89,7 @@ class _Tally:
 
 
 class EngineLoop:
-    """All that the engine's thread owns; `turn` never waits.
+    """All that the engine's thread owns; `step` never waits.
 
     Updates leave in one call of `sink` before the step, and one after it, where there are any.
     `on_end` is told each request that is over.
@@ -99,8 +99,8 @@ class EngineLoop:
         self,
         *,
         info: EngineInfo,
-        computer: StepComputer,
-        pages: ReceivingPages,
+        runner: StepRunner,
+        pages: EnginePages,
         scheduler: Scheduler,
         handoff: HandoffPort,
         sink: UpdateSink,
@@ -111,31 +111,31 @@ class EngineLoop:
         self._info, self._pages, self._scheduler = info, pages, scheduler
         self._first_tokens = first_tokens
         self._handoff, self._sink, self._on_end, self._clock = handoff, sink, on_end, clock
-        self._computer = computer
+        self._runner = runner
         self._sequences: dict[RequestId, Sequence] = {}
         self._tickets: set[TicketId] = set()
         self._updates: list[EngineUpdate] = []
         self._num_arrived = 0
-        self._tally = _Tally()
+        self._counts = _TokenCounts()
         self._degraded: set[str] = set()
-        self._stalls = StallWatch()
-        self._held = HeldBlocks()
+        self._stall_detector = StallDetector()
+        self._held = HeldBlockTime()
 
-    def turn(self) -> bool:
+    def step(self) -> bool:
         """Hear the handoff, compute one step, deliver. Whether there was anything to compute."""
         for event in self._handoff.poll():
-            self._hear(event)
+            self._handle_event(event)
         self._expire()
         self.deliver()  # a first token that landed does not wait for the step that follows it
         plan = self._scheduler.schedule()
-        for borrowed, own in plan.copies:
-            self._pages.copy(borrowed, own)
-        self._announce(plan)
+        for imported, own in plan.copies:
+            self._pages.copy(imported, own)
+        self._start_handoffs(plan)
         if plan.work:
-            self._handoff.computing(self._uncomputed_prompts())
+            self._handoff.report_progress(self._uncomputed_prompts())
             self._compute(plan)
-        self._give_back()
-        self._withdraw_stalled(is_busy=bool(plan.work))
+        self._release_imports()
+        self._cancel_stalled(is_busy=bool(plan.work))
         self.deliver()
         return bool(plan.work)
 
@@ -157,8 +157,8 @@ class EngineLoop:
             return
         if ticket is not None:
             self._tickets.add(ticket.id)
-        if isinstance(sequence.leg, DecodeLeg):
-            self._handoff.keep(sequence.leg.ticket)
+        if isinstance(sequence.kind, DecodeRequest):
+            self._handoff.renew_lease(sequence.kind.ticket)
         request.trace.num_prompt_tokens = sequence.num_prompt_tokens
         self._sequences[request.id] = sequence
         self._scheduler.add(sequence)
@@ -168,13 +168,13 @@ class EngineLoop:
         sequence = self._sequences.get(request)
         if sequence is not None:
             self._end(sequence, "cancelled")
-            self._give_back()
+            self._release_imports()
 
     def fail_all(self, error: BatonError) -> None:
         """Fail whatever is unfinished."""
         for sequence in list(self._sequences.values()):
             self._fail(sequence, error)
-        self._give_back()
+        self._release_imports()
         self.deliver()
 
     def abandon(self, error: BatonError, unseen: Iterable[RequestId]) -> None:
@@ -193,34 +193,34 @@ class EngineLoop:
             updates, self._updates = self._updates, []
             self._sink(updates)
 
-    def compute_patience_s(self) -> float | None:
+    def compute_wait_timeout_s(self) -> float | None:
         """How long to sleep, at most, before a deadline passes; None for ever."""
         deadlines = [s.request.deadline for s in self._sequences.values()]
-        stalled_until = self._stalls.ends_at
+        stalled_until = self._stall_detector.timeout_at
         if stalled_until is not None:
             deadlines.append(stalled_until)
         return max(0.0, min(deadlines) - self._clock.now()) if deadlines else None
 
     def stats(self) -> EngineStats:
         """Counts of this moment."""
-        pool, custody = self._scheduler.pool, self._scheduler.custody
+        pool, pinned_blocks = self._scheduler.pool, self._scheduler.pinned_blocks
         return EngineStats(
             num_waiting=self._scheduler.num_waiting,
             num_running=self._scheduler.num_running,
-            num_awaiting_kv=custody.num_incoming,
-            num_lent_blocks=self._scheduler.loans.num_lent_blocks,
-            num_borrowed_blocks=self._scheduler.loans.num_borrowed_blocks,
+            num_awaiting_kv=pinned_blocks.num_incoming,
+            num_exported_blocks=self._scheduler.shared_blocks.num_exported_blocks,
+            num_imported_blocks=self._scheduler.shared_blocks.num_imported_blocks,
             num_blocks=pool.num_blocks,
             num_free_blocks=pool.num_free,
             num_reserved_blocks=pool.num_reserved + pool.num_in_flight,
             num_quarantined_blocks=pool.num_quarantined,
             num_cached_blocks=pool.num_cached,
             num_preemptions=self._scheduler.num_preemptions,
-            prompt_tokens=self._tally.prompt,
-            cached_prompt_tokens=self._tally.cached,
-            received_prompt_tokens=self._tally.received,
-            output_tokens=self._tally.output,
-            num_held_blocks=custody.num_held_blocks,
+            prompt_tokens=self._counts.prompt,
+            cached_prompt_tokens=self._counts.cached,
+            received_prompt_tokens=self._counts.received,
+            output_tokens=self._counts.output,
+            num_held_blocks=pinned_blocks.num_held_blocks,
             held_block_s=self._held.block_seconds,
         )
 
@@ -229,42 +229,44 @@ class EngineLoop:
         self._scheduler.check_invariants()
 
     def _uncomputed_prompts(self) -> list[Ticket]:
-        """Of prefill legs that are queued here, or being computed."""
+        """Of prefill requests that are queued here, or being computed."""
         return [
-            sequence.leg.ticket
+            sequence.kind.ticket
             for sequence in self._sequences.values()
-            if isinstance(sequence.leg, PrefillLeg) and sequence.first_token is None
+            if isinstance(sequence.kind, PrefillRequest) and sequence.first_token is None
         ]
 
-    def _withdraw_stalled(self, *, is_busy: bool) -> None:
-        in_vain = self._scheduler.waits_for_offered and not is_busy
-        if self._stalls.is_over(self._clock.now(), in_vain=in_vain):
-            self._handoff.withdraw_oldest(self._scheduler.custody.lent, STALLED)
+    def _cancel_stalled(self, *, is_busy: bool) -> None:
+        no_progress = self._scheduler.waits_for_offered and not is_busy
+        if self._stall_detector.should_cancel(self._clock.now(), no_progress=no_progress):
+            self._handoff.cancel_oldest_ungranted(
+                self._scheduler.pinned_blocks.sending_tickets, STALL_REASON
+            )
 
-    def _announce(self, plan: Plan) -> None:
+    def _start_handoffs(self, plan: Plan) -> None:
         """Tell the handoff what the plan needs of it, before anything is computed."""
         fingerprint = self._info.fingerprint
         for sequence in plan.refused:
             self._fail(sequence, OverloadedError("too many prompts wait here to be pulled"))
-        if plan.lacks_lent_blocks:
-            self._handoff.recall()
+        if plan.lacks_exported_blocks:
+            self._handoff.revoke_exported()
         for ticket in plan.declined:
             self._handoff.decline(ticket, "too little of the prompt is missing here")
-        for expectation in plan.expected:
-            self._count_admission(expectation.sequence)
-            self._stamp(expectation.sequence, Stamp.PAGES_RESERVED)
-            self._handoff.expect(make_receive_order(expectation, fingerprint))
+        for receive in plan.expected:
+            self._count_admission(receive.sequence)
+            self._stamp(receive.sequence, Stamp.PAGES_RESERVED)
+            self._handoff.start_receive(make_receive_order(receive, fingerprint))
         for work in plan.work:
             self._count_admission(work.sequence)
         for sequence, ticket in plan.offered:
             self._held.hold(ticket.id, ticket.mode, self._clock.now())
             self._held.resize(ticket.id, len(sequence.blocks), self._clock.now())
-            self._handoff.offer(make_send_order(sequence, ticket, fingerprint))
+            self._handoff.start_send(make_send_order(sequence, ticket, fingerprint))
 
     def _compute(self, plan: Plan) -> None:
         """Run the step; a failure fails the step's requests and nothing else."""
         try:
-            tokens = self._computer.compute(plan.work)
+            tokens = self._runner.compute(plan.work)
         except Exception:  # noqa: BLE001 - whatever a model raises, the engine lives on
             _log.exception("a step of %d tokens failed", plan.num_tokens)
             for work in plan.work:
@@ -278,17 +280,17 @@ class EngineLoop:
                 self._accept(work.sequence, token)
 
     def _accept(self, sequence: Sequence, token: SampledToken) -> None:
-        """A new token: an answer's next one, or the one that a prefill leg hands over."""
+        """A new token: an answer's next one, or the one that a prefill request hands over."""
         self._stamp(sequence, Stamp.FIRST_TOKEN)
-        if isinstance(sequence.leg, PrefillLeg):
+        if isinstance(sequence.kind, PrefillRequest):
             sequence.first_token = token
             self._scheduler.hold(sequence)
-            self._held.computed(sequence.leg.ticket.id, self._clock.now())
-            self._handoff.finish(sequence.leg.ticket.id, token)
-            self._answer_early(sequence, sequence.leg.ticket, token)
+            self._held.prefill_done(sequence.kind.ticket.id, self._clock.now())
+            self._handoff.prefill_done(sequence.kind.ticket.id, token)
+            self._answer_early(sequence, sequence.kind.ticket, token)
             return
         if sequence.ticket is not None and sequence.ticket.first_token_early:
-            token = self._agree(sequence, sequence.ticket, token)
+            token = self._commit_first_token(sequence, sequence.ticket, token)
         finish = sequence.append(token.token_id, self._info.eos_token_ids)
         self._emit(sequence, token, finish)
         if finish is not None:
@@ -304,14 +306,16 @@ class EngineLoop:
             return
         self._forget(sequence)
 
-    def _agree(self, sequence: Sequence, ticket: Ticket, token: SampledToken) -> SampledToken:
-        """A decode leg's token; its first one may be with the client already."""
+    def _commit_first_token(
+        self, sequence: Sequence, ticket: Ticket, token: SampledToken
+    ) -> SampledToken:
+        """A decode request's token; its first one may be with the client already."""
         if sequence.num_output_tokens:
             return token
-        return self._first_tokens.agree(ticket.id, token)
+        return self._first_tokens.commit(ticket.id, token)
 
     def _emit(self, sequence: Sequence, token: SampledToken, finish: FinishReason | None) -> None:
-        self._tally.output += 1
+        self._counts.output += 1
         sequence.request.trace.num_output_tokens += 1
         self._updates.append(
             NewToken(
@@ -323,64 +327,64 @@ class EngineLoop:
             )
         )
 
-    def _hear(self, event: HandoffEvent) -> None:
+    def _handle_event(self, event: HandoffEvent) -> None:
         match event:
             case KVLanded():
-                self._take_landed(event)
+                self._handle_landed(event)
             case KVFailed(ticket, error):
                 self._fall_back(ticket, error)
             case BlocksQuiescent(ticket):
-                self._scheduler.custody.release_quarantined(ticket)
+                self._scheduler.pinned_blocks.release_quarantined(ticket)
             case KVSent(ticket):
                 self._held.release(ticket, self._clock.now())
-                self._finish_send(self._scheduler.give_back(ticket))
-            case KVLent() | LoanEnded() | LoanRecalled():
-                self._hear_of_loan(event)
+                self._finish_send(self._scheduler.finish_send(ticket))
+            case KVExported() | ExportReleased() | ImportRevoked():
+                self._handle_shared_blocks(event)
             case SendFailed(ticket, error):
                 self._held.release(ticket, self._clock.now())
-                sequence = self._scheduler.give_back(ticket)
+                sequence = self._scheduler.finish_send(ticket)
                 if sequence is not None and sequence.status is not Status.ENDED:
                     self._fail(sequence, error)
             case _:
                 assert_never(event)
 
-    def _hear_of_loan(self, event: KVLent | LoanEnded | LoanRecalled) -> None:
+    def _handle_shared_blocks(self, event: KVExported | ExportReleased | ImportRevoked) -> None:
         match event:
-            case KVLent(ticket, blocks):
+            case KVExported(ticket, blocks):
                 self._held.resize(ticket, len(blocks), self._clock.now())
-                self._finish_send(self._scheduler.lend(ticket, blocks))
-            case LoanEnded(ticket):
+                self._finish_send(self._scheduler.export(ticket, blocks))
+            case ExportReleased(ticket):
                 self._held.release(ticket, self._clock.now())
-                self._scheduler.loans.end(ticket)
-            case LoanRecalled(ticket):
-                self._scheduler.loans.recall(ticket)
+                self._scheduler.shared_blocks.end_export(ticket)
+            case ImportRevoked(ticket):
+                self._scheduler.shared_blocks.revoke(ticket)
             case _:
                 assert_never(event)
 
-    def _take_landed(self, landed: KVLanded) -> None:
+    def _handle_landed(self, landed: KVLanded) -> None:
         first_token = landed.first_token
         # Without a first token the last prompt token is computed here: its logits give one.
         num_to_compute = 1 if first_token is None else 0
         sequence = self._scheduler.land(landed, num_to_compute)
         if sequence is None:
             return
-        if landed.borrowed:
-            self._pages.open_annexes()
+        if landed.imported:
+            self._pages.open_peer_mappings()
         num_prompt = sequence.num_prompt_tokens
         num_landed = num_prompt if landed.num_tokens is None else landed.num_tokens
         num_received = num_landed - sequence.num_cached_tokens
         first = sequence.num_cached_tokens // sequence.block_size
-        self._pages.from_region(sequence.blocks[first : sequence.num_blocks_for(num_landed)])
+        self._pages.load_blocks(sequence.blocks[first : sequence.num_blocks_for(num_landed)])
         sequence.request.trace.num_received_tokens = num_received
-        self._tally.received += num_received
+        self._counts.received += num_received
         self._stamp(sequence, Stamp.KV_READY)
         if first_token is not None:
             self._accept(sequence, first_token)
 
-    def _give_back(self) -> None:
+    def _release_imports(self) -> None:
         """Nothing computes now: what is not needed any more is not read either."""
-        for ticket in self._scheduler.loans.take_due():
-            self._handoff.give_back(ticket)
+        for ticket in self._scheduler.shared_blocks.take_pending_releases():
+            self._handoff.release_imported(ticket)
 
     def _fall_back(self, ticket: TicketId, error: BatonError) -> None:
         sequence = self._scheduler.fall_back(ticket)
@@ -414,9 +418,9 @@ class EngineLoop:
         """Forget a sequence; a handoff that is still under way is aborted."""
         ticket = sequence.ticket
         if ticket is not None:
-            if self._scheduler.custody.knows(ticket.id):
+            if self._scheduler.pinned_blocks.holds(ticket.id):
                 self._handoff.abort(ticket.id, reason)
-            elif isinstance(sequence.leg, DecodeLeg):
+            elif isinstance(sequence.kind, DecodeRequest):
                 self._handoff.decline(ticket, reason)
         self._forget(sequence)
 
@@ -430,7 +434,7 @@ class EngineLoop:
 
     def _is_in_use(self, ticket: TicketId) -> bool:
         scheduler = self._scheduler
-        is_held = scheduler.custody.knows(ticket) or scheduler.loans.knows(ticket)
+        is_held = scheduler.pinned_blocks.holds(ticket) or scheduler.shared_blocks.holds(ticket)
         return ticket in self._tickets or is_held
 
     def _count_admission(self, sequence: Sequence) -> None:
@@ -439,8 +443,8 @@ class EngineLoop:
             return
         self._stamp(sequence, Stamp.ADMITTED)
         trace.num_cached_tokens = sequence.num_cached_tokens
-        self._tally.prompt += sequence.num_prompt_tokens
-        self._tally.cached += sequence.num_cached_tokens
+        self._counts.prompt += sequence.num_prompt_tokens
+        self._counts.cached += sequence.num_cached_tokens
 
     def _stamp(self, sequence: Sequence, name: Stamp) -> None:
         sequence.request.trace.stamp(name, self._clock.now())

@@ -1,4 +1,4 @@
-"""The engine's pages as tensors, and how they meet the region that peers reach."""
+"""The engine's KV pages as tensors, and transformers' `Cache` over them."""
 
 from __future__ import annotations
 
@@ -7,19 +7,21 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import torch
+from transformers import Cache
 
-from baton.engines.gpu.ferry import Ferry, pin
-from baton.engines.gpu.rows import view_rows
+from baton.engines.gpu.copy_stream import CopyStream, pin_memory
+from baton.engines.gpu.page_copier import view_rows
 from baton.kv.geometry import page_geometry
-from baton.transfer.annexes import Annexes
+from baton.transfer.peer_mappings import PeerMappings
 from baton.transfer.region import allocate_shared_region
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
-    from baton.engines.gpu.ferry import Crossing
+    from baton.engines.gpu.copy_stream import CopyEvent
+    from baton.engines.transformers.attention import Step
     from baton.engines.transformers.shape import ModelShape
     from baton.kv.geometry import PlaneGeometry
     from baton.kv.layout import DType, KVLayout
@@ -36,7 +38,7 @@ TORCH_DTYPES: Final[dict[DType, torch.dtype]] = {
 class KVPages:
     """Pages that live in the region itself: what the engine writes is at once what peers read.
 
-    With `annexes` blocks of peers can be read as further blocks (`open_annexes`).
+    With `peer_mappings` blocks of peers can be read as further blocks (`open_peer_mappings`).
     `planes[layer]` holds the layer's keys and values, `[num_blocks, block_size, heads, dim]`
     each; of a latent plane, its two parts. Owned by the engine's thread.
     """
@@ -46,9 +48,9 @@ class KVPages:
         shape: ModelShape,
         layout: KVLayout,
         region: PagedRegion,
-        annexes: Annexes | None = None,
+        peer_mappings: PeerMappings | None = None,
     ) -> None:
-        self.region, self.annexes = region, annexes
+        self.region, self.peer_mappings = region, peer_mappings
         self._shape, self._layout = shape, layout
         self._in_region = tuple(
             torch.frombuffer(
@@ -60,37 +62,37 @@ class KVPages:
             for array in region.arrays
         )
         self.planes = _split(shape, layout, self._in_region)
-        self._reaches_annexes = False
-        self._shown: deque[int] = deque()
+        self._maps_peers = False
+        self._published: deque[int] = deque()
 
-    def to_region(self, layer: int, blocks: NDArray[np.int64]) -> None:
-        """Begin to make pages `blocks` of `layer` visible to peers: see `take_shown`."""
+    def publish_layer(self, layer: int, blocks: NDArray[np.int64]) -> None:
+        """Begin to make pages `blocks` of `layer` visible to peers: see `poll_published`."""
         del blocks
-        self._shown.append(layer)
+        self._published.append(layer)
 
-    def take_shown(self) -> Iterator[int]:
+    def poll_published(self) -> Iterator[int]:
         """Layers of which all pages are visible by now, in the order of the calls, each once."""
-        while self._shown:
-            yield self._shown.popleft()
+        while self._published:
+            yield self._published.popleft()
 
-    def await_shown(self) -> Iterator[int]:
+    def wait_published(self) -> Iterator[int]:
         """The other ones, each as soon as it is visible."""
-        return self.take_shown()
+        return self.poll_published()
 
-    def from_region(self, blocks: Sequence[int]) -> None:
+    def load_blocks(self, blocks: Sequence[int]) -> None:
         """Take what peers have written into `blocks`, all layers."""
 
-    def open_annexes(self) -> None:
+    def open_peer_mappings(self) -> None:
         """From now on blocks of peers that were attached can be read. Cheap when it is so already.
 
         The same pages at other addresses: `planes` look at them there, once there is a peer.
         """
-        if self._reaches_annexes or self.annexes is None:
+        if self._maps_peers or self.peer_mappings is None:
             return
-        self._reaches_annexes = True
+        self._maps_peers = True
         dtype = TORCH_DTYPES[self._layout.dtype]
         self._in_region = tuple(
-            torch.from_numpy(self.annexes.view(array)).view(dtype)
+            torch.from_numpy(self.peer_mappings.view(array)).view(dtype)
             for array in range(len(self.region.arrays))
         )
         self.planes = _split(self._shape, self._layout, self._in_region)
@@ -102,10 +104,10 @@ class KVPages:
             pages[dst] = pages[src]
 
     def release(self) -> None:
-        """Give annexes back: `planes` are of no use any more."""
+        """Give peer_mappings back: `planes` are of no use any more."""
         self.planes = self._in_region = ()
-        if self.annexes is not None:
-            self.annexes.close()
+        if self.peer_mappings is not None:
+            self.peer_mappings.close()
 
 
 class MirroredPages(KVPages):
@@ -122,38 +124,38 @@ class MirroredPages(KVPages):
         self.planes = _split(shape, layout, self._on_device)
         self._host_rows = tuple(view_rows(each) for each in self._in_region)
         self._device_rows = tuple(view_rows(each) for each in self._on_device)
-        pin(region.memory, device)
-        self._ferry = Ferry(device)
-        self._crossing: deque[tuple[int, Crossing]] = deque()
+        pin_memory(region.memory, device)
+        self._copy_stream = CopyStream(device)
+        self._copies: deque[tuple[int, CopyEvent]] = deque()
 
-    def to_region(self, layer: int, blocks: NDArray[np.int64]) -> None:
+    def publish_layer(self, layer: int, blocks: NDArray[np.int64]) -> None:
         """Begin to copy pages from the accelerator, once what it was given to do has been done."""
-        crossing = self._ferry.to_host(
+        event = self._copy_stream.to_host(
             self._device_rows[layer], blocks, self._host_rows[layer], blocks
         )
-        self._crossing.append((layer, crossing))
+        self._copies.append((layer, event))
 
-    def take_shown(self) -> Iterator[int]:
+    def poll_published(self) -> Iterator[int]:
         """See `KVPages`. Does not wait."""
-        while self._crossing and self._crossing[0][1].is_done():
-            yield self._crossing.popleft()[0]
+        while self._copies and self._copies[0][1].is_done():
+            yield self._copies.popleft()[0]
 
-    def await_shown(self) -> Iterator[int]:
+    def wait_published(self) -> Iterator[int]:
         """See `KVPages`. Waits for the accelerator."""
-        while self._crossing:
-            layer, crossing = self._crossing.popleft()
-            crossing.wait()
+        while self._copies:
+            layer, event = self._copies.popleft()
+            event.wait()
             yield layer
 
-    def from_region(self, blocks: Sequence[int]) -> None:
+    def load_blocks(self, blocks: Sequence[int]) -> None:
         """Copy pages to the accelerator; returns when peers may overwrite those of the region."""
         index = np.array(blocks, np.int64)
-        crossings = [
-            self._ferry.to_device(host, index, device, index)
+        events = [
+            self._copy_stream.to_device(host, index, device, index)
             for host, device in zip(self._host_rows, self._device_rows, strict=True)
         ]
-        for crossing in crossings:
-            crossing.wait()
+        for event in events:
+            event.wait()
 
 
 def allocate_pages(
@@ -174,8 +176,8 @@ def allocate_pages(
     ])
     if device.type == "cpu":
         # Memory that is mapped a second time is a memfd's; a device's caches want care.
-        annexes = Annexes(region) if region.fd is not None else None
-        return KVPages(shape, layout, region, annexes)
+        peer_mappings = PeerMappings(region) if region.fd is not None else None
+        return KVPages(shape, layout, region, peer_mappings)
     return MirroredPages(shape, layout, region, device)
 
 
@@ -203,3 +205,86 @@ def _view(plane: PlaneGeometry, pages: torch.Tensor, element_bytes: int) -> torc
     strides = (plane.token_stride // element_bytes, plane.head_stride // element_bytes, 1)
     offset = pages.storage_offset() + plane.offset // element_bytes
     return pages.as_strided(size, (pages.stride(0), *strides), offset)
+
+
+class PagedCache(Cache):  # type: ignore[misc]  # transformers is untyped for us
+    """Writes a step's keys and values into pages, and returns all that the step attends to.
+
+    `on_layer(layer)` is called as soon as the keys and values of all the step's tokens are in the
+    pages of that layer, where peers see them: in the middle of the forward pass, or, where an
+    accelerator is behind, in `finish_step`. Owned by the engine's thread.
+    """
+
+    def __init__(self, pages: KVPages) -> None:
+        super().__init__(layers=[])
+        self._pages = pages
+        self._step: Step | None = None
+        self._on_layer: Callable[[int], None] = lambda _: None
+        self._gathered = tuple(_Workspace() for _ in range(2))
+
+    def begin_step(self, step: Step, on_layer: Callable[[int], None]) -> None:
+        """Take `step`'s arrays for the forward pass that follows."""
+        for _ in self._pages.wait_published():
+            continue  # of a pass that failed
+        self._step, self._on_layer = step, on_layer
+
+    def finish_step(self) -> None:
+        """The pass has been given out: tell of the layers that were not in their pages yet."""
+        for layer in self._pages.wait_published():
+            self._on_layer(layer)
+
+    def update(
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        layer_idx: int,
+        *_: object,
+        **__: object,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store `[1, heads, T, dim]` each; return `[1, heads, gathered tokens, dim]` each.
+
+        What is returned is valid until the next layer's update.
+
+        Args:
+            key_states: new keys of the step's packed tokens.
+            value_states: new values of the step's packed tokens.
+            layer_idx: the layer.
+        """
+        step = self._step
+        if step is None:
+            raise RuntimeError("update() before begin_step()")
+        gathered = []
+        planes = self._pages.planes[layer_idx]
+        for plane, new, workspace in zip(
+            planes, (key_states, value_states), self._gathered, strict=True
+        ):
+            plane[step.write_blocks, step.write_offsets] = new[0].transpose(0, 1)
+            gathered.append(workspace.gather(plane, step.read_blocks))
+        self._pages.publish_layer(layer_idx, step.written_pages)
+        for layer in self._pages.poll_published():
+            self._on_layer(layer)
+        return gathered[0], gathered[1]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Nothing is seen yet, for a model that asks: positions are always given to it."""
+        del layer_idx
+        return 0
+
+
+class _Workspace:
+    """Memory that all layers gather into: fresh memory for each would cost more than the copy."""
+
+    def __init__(self) -> None:
+        self._flat: torch.Tensor | None = None
+
+    def gather(self, plane: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
+        """Pages `blocks` of `plane`, `[1, heads, len(blocks) * block_size, dim]`, as one run."""
+        _, block_size, num_heads, dim = plane.shape
+        num_elements = len(blocks) * block_size * num_heads * dim
+        if self._flat is None or len(self._flat) < num_elements:
+            self._flat = torch.empty(
+                num_elements + num_elements // 2, dtype=plane.dtype, device=plane.device
+            )
+        out = self._flat[:num_elements].view(len(blocks), block_size, num_heads, dim)
+        torch.index_select(plane, 0, blocks, out=out)
+        return out.view(-1, num_heads, dim).transpose(0, 1)[None]

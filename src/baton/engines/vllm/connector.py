@@ -29,14 +29,13 @@ from baton.engines.vllm.compatibility import (
     read_extra,
     warn_of_policy,
 )
-from baton.engines.vllm.held import HeldPrompts
-from baton.engines.vllm.identity import Identity, compute_epoch, default_name
-from baton.engines.vllm.information import read_model_facts
-from baton.engines.vllm.key import find_key
-from baton.engines.vllm.meta import StepOrders, StepReport
+from baton.engines.vllm.identity import Identity, compute_epoch, default_name, load_cluster_key
 from baton.engines.vllm.options import ConnectorOptions, read_options, read_role
+from baton.engines.vllm.scheduler_pressure import HeldPrompts
 from baton.engines.vllm.stats import BatonPromMetrics, BatonStats
+from baton.engines.vllm.step_orders import StepOrders, StepReport
 from baton.engines.vllm.tickets import TicketReader
+from baton.engines.vllm.worker_info import read_model_facts
 from baton.ids import WorkerId
 
 if TYPE_CHECKING:
@@ -51,9 +50,9 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-    from baton.engines.vllm.information import RankFacts
     from baton.engines.vllm.rank import Rank
-    from baton.engines.vllm.working import RankHandoffs
+    from baton.engines.vllm.rank_handoffs import RankHandoffs
+    from baton.engines.vllm.worker_info import RankFacts
 
 check_hooks(KVConnectorBase_V1)
 
@@ -128,11 +127,11 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # n
 
     def has_pending_push_work(self) -> bool:
         """True: one more step, without tokens, tells the workers what has become free."""
-        return self._scheduler.has_news
+        return self._scheduler.occupancy_changed
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, RankHandshake]) -> None:
         """See `KVConnectorBase_V1`."""
-        self._scheduler.meet_ranks({rank: shake.facts for rank, shake in metadata.items()})
+        self._scheduler.set_ranks({rank: shake.facts for rank, shake in metadata.items()})
 
     def on_new_request(self, request: Request) -> None:
         """See `KVConnectorBase_V1`."""
@@ -160,7 +159,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # n
         said = connector_output.kv_connector_worker_meta
         report = said.report if isinstance(said, RankReport) else None
         received, sent = connector_output.finished_recving, connector_output.finished_sending
-        self._scheduler.hear(received, sent, report)
+        self._scheduler.update_from_workers(received, sent, report)
 
     def request_finished(
         self, request: Request, block_ids: list[int]
@@ -198,7 +197,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # n
     def bind_connector_metadata(self, connector_metadata: StepMetadata) -> None:
         """See `KVConnectorBase_V1`: the earliest moment at which a step's orders are known."""
         super().bind_connector_metadata(connector_metadata)
-        self._worker.begin(connector_metadata.orders)
+        self._worker.begin_step(connector_metadata.orders)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:  # noqa: ANN401, ARG002
         """Note whether this step computes; loads were begun when its orders came."""
@@ -220,12 +219,12 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # n
 
     def wait_for_save(self) -> None:
         """See `KVConnectorBase_V1`. Does not wait: blocks are held until they were read."""
-        self._worker.end()
+        self._worker.end_step()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
         """See `KVConnectorBase_V1`. Waits a moment where there is nothing else to do."""
         wait_s, self._wait_s = self._wait_s, 0.0
-        return self._worker.poll(finished_req_ids, wait_s)
+        return self._worker.get_finished(finished_req_ids, wait_s)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """See `KVConnectorBase_V1`."""
@@ -299,7 +298,7 @@ def _admit(
         read_model_facts(vllm_config, options.transports),
         block_size=int(vllm_config.cache_config.block_size),
         held=held,
-        reader=TicketReader(identity, find_key(options), clock),
+        reader=TicketReader(identity, load_cluster_key(options), clock),
         clock=clock,
     )
 

@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
     from starlette.types import Receive, Scope, Send
 
-    from baton.authority.key import ClusterKey
-    from baton.engines.vllm.congestion import Occupancy
-    from baton.engines.vllm.information import WorkerInfo
+    from baton.auth.key import ClusterKey
+    from baton.engines.vllm.step_orders import Occupancy
+    from baton.engines.vllm.worker_info import WorkerInfo
     from baton.telemetry.trace import TraceRing
 
 logger = logging.getLogger(__name__)
@@ -73,9 +73,9 @@ class Health(msgspec.Struct, frozen=True):
 class Load(msgspec.Struct, frozen=True):
     """vLLM's queue and KV blocks, where they are known."""
 
-    waiting: int
-    blocks: int
-    free_blocks: int
+    num_waiting: int
+    num_blocks: int
+    num_free_blocks: int
     block_size: int
 
 
@@ -86,7 +86,7 @@ class AbortOrder(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ControlResponse:
     """One answer."""
 
     status: int
@@ -101,7 +101,7 @@ class RankView:
     info: Callable[[], WorkerInfo]
     is_alive: Callable[[], bool]
     occupancy: Callable[[], Occupancy | None]
-    give_up: Callable[[TicketId, str], None]
+    abort_from_peer: Callable[[TicketId, str], None]
     traces: TraceRing
     registry: CollectorRegistry
 
@@ -121,30 +121,32 @@ class ControlApp:
         """Serve one request; other scopes are not ours."""
         if scope["type"] != "http":
             raise NotImplementedError(f"ASGI scope {scope['type']}")
-        answer = await self._answer(scope, receive)
-        headers = [(b"content-length", str(len(answer.body)).encode())]
-        if answer.body:
-            headers.append((b"content-type", answer.content_type))
-        await send({"type": "http.response.start", "status": answer.status, "headers": headers})
-        await send({"type": "http.response.body", "body": answer.body})
+        response = await self._respond(scope, receive)
+        headers = [(b"content-length", str(len(response.body)).encode())]
+        if response.body:
+            headers.append((b"content-type", response.content_type))
+        await send({"type": "http.response.start", "status": response.status, "headers": headers})
+        await send({"type": "http.response.body", "body": response.body})
 
-    async def _answer(self, scope: Scope, receive: Receive) -> Answer:
+    async def _respond(self, scope: Scope, receive: Receive) -> ControlResponse:
         method, path = str(scope["method"]), str(scope["path"])
-        if not self._is_trusted(scope, path):
-            return _problem(401, "authentication_error", "unauthorized", "a bearer is needed here")
+        if not self._is_authorized(scope, path):
+            return _error_response(
+                401, "authentication_error", "unauthorized", "a bearer is needed here"
+            )
         if path.startswith(HANDOFFS) and path.endswith(ABORT):
             if method != "POST":
-                return _wrong_method("POST")
+                return _method_not_allowed("POST")
             return self._abort(path, await _read_body(receive))
-        return self._show(path) if method == "GET" else _wrong_method("GET")
+        return self._get(path) if method == "GET" else _method_not_allowed("GET")
 
-    def _is_trusted(self, scope: Scope, path: str) -> bool:
+    def _is_authorized(self, scope: Scope, path: str) -> bool:
         if self._bearer is None or path == HEALTH:
             return True
         shown = dict(scope["headers"]).get(b"authorization", b"")
         return hmac.compare_digest(shown, self._bearer)
 
-    def _show(self, path: str) -> Answer:
+    def _get(self, path: str) -> ControlResponse:
         view = self._view
         match path:
             case "/health":
@@ -153,37 +155,37 @@ class ControlApp:
                 return _json(200, view.info())
             case "/metrics":
                 text = generate_latest(view.registry)
-                return Answer(200, text, CONTENT_TYPE_LATEST.encode())
+                return ControlResponse(200, text, CONTENT_TYPE_LATEST.encode())
             case _ if path.startswith(TRACES):
                 return self._trace(path.removeprefix(TRACES))
             case _:
-                return _unknown(f"there is nothing at {path[:200]!r}")
+                return _not_found(f"there is nothing at {path[:200]!r}")
 
-    def _health(self) -> Answer:
+    def _health(self) -> ControlResponse:
         if self._view.is_alive():
             return _json(200, Health("ok", load=_load(self._view.occupancy())))
         return _json(503, Health("failed", "the handoff agent's thread has ended"))
 
-    def _trace(self, request_id: str) -> Answer:
+    def _trace(self, request_id: str) -> ControlResponse:
         trace = self._view.traces.find(request_id)
-        return _unknown("no trace of this request") if trace is None else _json(200, trace)
+        return _not_found("no trace of this request") if trace is None else _json(200, trace)
 
-    def _abort(self, path: str, body: bytes | None) -> Answer:
+    def _abort(self, path: str, body: bytes | None) -> ControlResponse:
         text = path.removeprefix(HANDOFFS).removesuffix(ABORT)
         try:
             ticket = TicketId(bytes.fromhex(text))
         except ValueError:
             ticket = TicketId(b"")
         if len(ticket) != TICKET_ID_BYTES:
-            return _unknown(f"{text[:64]!r} is not a ticket id of 32 hex digits")
+            return _not_found(f"{text[:64]!r} is not a ticket id of 32 hex digits")
         try:
             order = msgspec.json.decode(body or b"", type=AbortOrder)
         except (msgspec.MsgspecError, UnicodeDecodeError):
-            return _problem(
+            return _error_response(
                 400, "invalid_request_error", "invalid_value", 'the body must be {"reason": TEXT}'
             )
-        self._view.give_up(ticket, order.reason[:MAX_REASON_CHARS])
-        return Answer(204)
+        self._view.abort_from_peer(ticket, order.reason[:MAX_REASON_CHARS])
+        return ControlResponse(204)
 
 
 class ControlServer:
@@ -286,24 +288,24 @@ def _load(occupancy: Occupancy | None) -> Load | None:
     if occupancy is None:
         return None
     return Load(
-        waiting=occupancy.num_waiting,
-        blocks=occupancy.num_blocks,
-        free_blocks=occupancy.num_free_blocks,
+        num_waiting=occupancy.num_waiting,
+        num_blocks=occupancy.num_blocks,
+        num_free_blocks=occupancy.num_free_blocks,
         block_size=occupancy.block_size,
     )
 
 
-def _json(status: int, value: object) -> Answer:
-    return Answer(status, msgspec.json.encode(value))
+def _json(status: int, value: object) -> ControlResponse:
+    return ControlResponse(status, msgspec.json.encode(value))
 
 
-def _problem(status: int, kind: str, code: str, message: str) -> Answer:
+def _error_response(status: int, kind: str, code: str, message: str) -> ControlResponse:
     return _json(status, ErrorBody(ErrorDetail(message, kind, None, code)))
 
 
-def _unknown(message: str) -> Answer:
-    return _problem(404, "invalid_request_error", "unknown_path", message)
+def _not_found(message: str) -> ControlResponse:
+    return _error_response(404, "invalid_request_error", "unknown_path", message)
 
 
-def _wrong_method(allowed: str) -> Answer:
-    return _problem(405, "invalid_request_error", "method_not_allowed", f"use {allowed}")
+def _method_not_allowed(allowed: str) -> ControlResponse:
+    return _error_response(405, "invalid_request_error", "method_not_allowed", f"use {allowed}")

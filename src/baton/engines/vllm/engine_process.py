@@ -33,7 +33,7 @@ def server_variables(section: LogSection) -> Mapping[str, str]:
     return {SERVER_VARIABLE: msgspec.json.encode(section).decode()}
 
 
-def follow_server() -> None:
+def exit_with_parent() -> None:
     """In a child of a server of ours: end with it, hear no signal meant for it, log as it does."""
     parent = multiprocessing.parent_process()
     section = read_environment().get(SERVER_VARIABLE)

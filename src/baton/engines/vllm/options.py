@@ -1,4 +1,4 @@
-"""What an operator may set in vLLM's `kv_connector_extra_config`."""
+"""Options of the connector (`kv_connector_extra_config`) and of a vLLM server (`[engine]`)."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ class ConnectorOptions(msgspec.Struct, frozen=True, kw_only=True):
     choice: Literal["measured", "listed"] = "measured"
     probe_time_s: Seconds = 0.5
     probe_bytes: Annotated[int, Meta(ge=1)] = 128 * 1024 * 1024
-    awake_s: Annotated[float, Meta(ge=0, le=0.01)] = 0.0005
-    mover: Literal["prefill", "decode"] = "decode"
+    spin_s: Annotated[float, Meta(ge=0, le=0.01)] = 0.0005
+    preferred_op: Literal["WRITE", "READ"] = "READ"
     handoff_timeout_s: Seconds = 60.0
     liveness_timeout_s: Seconds = 3.0
     lease_s: LeaseSeconds = 10.0
-    one_piece_tokens: Annotated[int, Meta(ge=0)] = 256
+    single_send_max_tokens: Annotated[int, Meta(ge=0)] = 256
     verify_same_process: Verification = "full"
     verify_same_host: Verification = "full"
     verify_network: Verification = "full"
@@ -96,3 +96,78 @@ def read_role(kv_role: str | None) -> Role:
     if kv_role not in ROLES:
         raise ConfigError(f"kv_role is {kv_role!r}; set one of {', '.join(ROLES)}")
     return ROLES[kv_role]
+
+
+PositiveInt = Annotated[int, msgspec.Meta(ge=1)]
+
+OWNED_FLAGS: Final[dict[str, str]] = {
+    "--model": "worker.model",
+    "--host": "worker.host",
+    "--port": "worker.port",
+    "--served-model-name": "worker.served_model_name",
+    "--kv-transfer-config": "Baton's connector",
+    "--shutdown-timeout": "worker.drain_timeout_s",
+    "--uds": "worker.port",
+}
+"""vLLM's flags that `arguments` may not hold → what sets them here."""
+
+
+class VllmOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Options of `[engine]` with `worker.engine = "vllm"`; None leaves the choice to vLLM.
+
+    On CPUs Baton has defaults of its own, so that vLLM starts fast and takes little:
+    `kv_cache_bytes` 512 MiB, `enforce_eager` true, as many threads as cores, `max_context_tokens`
+    as many as fit the KV cache. `multiprocessing` None starts processes for
+    tensor-parallel ranks only if there is more than one. `speculative` is vLLM's own speculative
+    configuration. `kv_events` publishes which blocks are cached, to this user's processes.
+    `arguments` are further flags of vLLM's.
+    """
+
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    max_context_tokens: PositiveInt | None = None
+    block_size: PositiveInt | None = None
+    kv_cache_bytes: PositiveInt | None = None
+    kv_cache_dtype: Annotated[str, msgspec.Meta(min_length=1)] = "auto"
+    enforce_eager: bool | None = None
+    num_threads: PositiveInt | None = None
+    tensor_parallel_size: PositiveInt = 1
+    max_num_batched_tokens: PositiveInt | None = None
+    prefix_caching: bool = True
+    speculative: dict[str, object] | None = None
+    kv_events: bool = True
+    multiprocessing: bool | None = None
+    arguments: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Refuse what contradicts itself; msgspec reports the ValueError as it does its own."""
+        if self.multiprocessing is False and self.tensor_parallel_size > 1:
+            raise ValueError(
+                f"tensor_parallel_size {self.tensor_parallel_size} needs multiprocessing"
+            )
+        for word in self.arguments:
+            owner = OWNED_FLAGS.get(word.partition("=")[0])
+            if owner is not None:
+                raise ValueError(f"arguments may not hold {word}: {owner} decides that")
+
+    @property
+    def uses_processes(self) -> bool:
+        """Whether each tensor-parallel rank gets a process of its own."""
+        if self.multiprocessing is None:
+            return self.tensor_parallel_size > 1
+        return self.multiprocessing
+
+
+CPU_BLOCK_TOKENS: Final = 32
+
+
+def require_cpu_block_size(options: VllmOptions) -> None:
+    """Refuse early what vLLM's attention on CPUs refuses late.
+
+    Raises:
+        ConfigError: `block_size` is no multiple of 32.
+    """
+    if options.block_size is not None and options.block_size % CPU_BLOCK_TOKENS:
+        raise ConfigError(
+            f"engine.block_size is {options.block_size}: vLLM on CPUs takes multiples of "
+            f"{CPU_BLOCK_TOKENS}"
+        )

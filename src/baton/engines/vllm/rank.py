@@ -1,4 +1,4 @@
-"""Builds one tensor-parallel rank: its memory's faces, its agent, its control server.
+"""Builds one tensor-parallel rank: its memory's views, its agent, its control server.
 
 Rank(…) ─ pool_context ─ vLLM allocates ─ open(kv_caches) ─ handoffs ─ close
 """
@@ -15,26 +15,25 @@ from prometheus_client import CollectorRegistry
 import baton
 from baton.clock import MachineClock
 from baton.engines.vllm.control import ControlServer, RankView
-from baton.engines.vllm.faces import build_faces, try_build_pool_face
-from baton.engines.vllm.fingerprint import find_fingerprint
-from baton.engines.vllm.information import (
+from baton.engines.vllm.identity import find_fingerprint, load_cluster_key
+from baton.engines.vllm.kv_views import build_kv_views, try_build_store_view
+from baton.engines.vllm.layouts import read_layers
+from baton.engines.vllm.rank_handoffs import RankHandoffs, RankSetting
+from baton.engines.vllm.rank_observer import FALLBACK_CAUSE, RankObserver
+from baton.engines.vllm.shared_kv_memory import SharedKVMemory
+from baton.engines.vllm.worker_info import (
     RankFacts,
     describe_worker,
     read_model_facts,
     read_traits,
 )
-from baton.engines.vllm.key import find_key
-from baton.engines.vllm.layouts import read_layers
-from baton.engines.vllm.observing import FALLBACK_CAUSE, RankObserver
-from baton.engines.vllm.pool import SharedPool
-from baton.engines.vllm.working import RankHandoffs, RankSetting
 from baton.handoff.agent import AgentOptions, HandoffAgent
 from baton.handoff.link_options import LinkOptions
-from baton.handoff.pooling.metrics import PoolCollector
-from baton.handoff.pooling.opening import open_pool
+from baton.handoff.pool_mode.metrics import PoolModeCollector
+from baton.handoff.pool_mode.opening import open_store_access
 from baton.handoff.verification import VerificationPolicy
 from baton.kv.layout import TensorParallelShard
-from baton.telemetry.holding import HeldBlocksCollector
+from baton.telemetry.held_block_time import HeldBlockTimeCollector
 from baton.telemetry.links import LinkInstruments
 from baton.telemetry.metrics import HandoffInstruments, set_worker_info
 from baton.telemetry.trace import TraceRing
@@ -53,8 +52,8 @@ if TYPE_CHECKING:
 
     from baton.engines.vllm.identity import Identity
     from baton.engines.vllm.options import ConnectorOptions
-    from baton.handoff.faces import Face
-    from baton.handoff.pooling.pool import Pool
+    from baton.handoff.kv_views import KVView
+    from baton.handoff.pool_mode.store_access import StoreAccess
     from baton.ids import Epoch
     from baton.transfer.interface import Transport
 
@@ -86,12 +85,12 @@ class Rank:
         self._plan = plan
         shard = TensorParallelShard(plan.rank, plan.identity.num_ranks)
         self._layers = read_layers(plan.vllm_config, plan.kv_cache_config, shard)
-        self._key = find_key(plan.options)
+        self._key = load_cluster_key(plan.options)
         self._clock = MachineClock()
-        self._bell = threading.Event()
-        self._pool: SharedPool | None = None
-        self._faces: tuple[Face, ...] = ()
-        self._pool_face: Face | None = None
+        self._wake_event = threading.Event()
+        self._pool: SharedKVMemory | None = None
+        self._kv_views: tuple[KVView, ...] = ()
+        self._store_view: KVView | None = None
         self._agent: HandoffAgent | None = None
         self._control: ControlServer | None = None
 
@@ -109,7 +108,7 @@ class Rank:
             return None
         # Every tensor is a view of one allocation, and its size is that of the whole.
         allocate = choose_allocation(self._plan.options.transport_options)
-        self._pool = SharedPool(tensors[0].size, allocate)
+        self._pool = SharedKVMemory(tensors[0].size, allocate)
         return self._pool.allocation()
 
     def open(self, kv_caches: Mapping[str, torch.Tensor]) -> tuple[RankHandoffs, RankFacts]:
@@ -121,7 +120,7 @@ class Rank:
         """
         plan = self._plan
         options = plan.options
-        self._faces = build_faces(
+        self._kv_views = build_kv_views(
             plan.vllm_config,
             self._layers,
             kv_caches,
@@ -129,7 +128,7 @@ class Rank:
             staging_bytes=options.staging_bytes,
         )
         if options.store.tiers:
-            self._pool_face = try_build_pool_face(
+            self._store_view = try_build_store_view(
                 plan.vllm_config, self._layers, kv_caches, store_block_size=options.store.block_size
             )
         fingerprint = options.fingerprint or find_fingerprint(plan.vllm_config.model_config)
@@ -137,8 +136,8 @@ class Rank:
         registry = CollectorRegistry()
         agent.observe_links(LinkInstruments(registry, options.transports))
         if agent.options.pool is not None:
-            registry.register(PoolCollector(agent.options.pool))
-        agent.start(self._bell.set)
+            registry.register(PoolModeCollector(agent.options.pool))
+        agent.start(self._wake_event.set)
         self._agent = agent
         traces = TraceRing(NUM_TRACES)
         handoffs = self._handoffs(agent, traces, registry)
@@ -170,7 +169,7 @@ class Rank:
                 info=lambda: info,
                 is_alive=lambda: agent.is_alive,
                 occupancy=lambda: handoffs.occupancy,
-                give_up=handoffs.give_up,
+                abort_from_peer=handoffs.abort_from_peer,
                 traces=traces,
                 registry=registry,
             )
@@ -188,10 +187,10 @@ class Rank:
         if self._agent is not None:
             self._agent.stop()
             self._agent = None
-        pool_faces = () if self._pool_face is None else (self._pool_face,)
-        for face in (*self._faces, *pool_faces):
-            release_region(face.region)
-        self._faces, self._pool_face = (), None
+        store_views = () if self._store_view is None else (self._store_view,)
+        for view in (*self._kv_views, *store_views):
+            release_region(view.region)
+        self._kv_views, self._store_view = (), None
         if self._pool is not None:
             self._pool.release()
             self._pool = None
@@ -203,7 +202,7 @@ class Rank:
         worker, epoch = plan.identity.of_rank(plan.rank)
         instruments = HandoffInstruments(registry, plan.options.transports, (FALLBACK_CAUSE,))
         observer = RankObserver(traces, instruments)
-        registry.register(HeldBlocksCollector(lambda: observer.held_block_s))
+        registry.register(HeldBlockTimeCollector(lambda: observer.held_block_s))
         setting = RankSetting(
             worker=worker,
             epoch=epoch,
@@ -214,7 +213,7 @@ class Rank:
         return RankHandoffs(
             setting,
             agent,
-            bell=self._bell,
+            wake_event=self._wake_event,
             clock=self._clock,
             observer=observer,
         )
@@ -223,15 +222,15 @@ class Rank:
         plan, options = self._plan, self._plan.options
         worker, epoch = plan.identity.of_rank(plan.rank)
         # A drafter's KV is not handed over: what it lacks costs accepted drafts, not tokens.
-        faces = tuple(f for f in self._faces if f.layout.num_layers == self._layers.num_main)
-        arrangement = faces[0].layout.arrangement or faces[0].layout.order
+        views = tuple(f for f in self._kv_views if f.layout.num_layers == self._layers.num_main)
+        arrangement = views[0].layout.arrangement or views[0].layout.order
         return AgentOptions(
             worker=worker,
             epoch=epoch,
             fingerprint=fingerprint,
-            faces=faces,
+            views=views,
             traits=read_traits(plan.vllm_config, plan.rank, arrangement),
-            mover=options.mover,
+            preferred_op=options.preferred_op,
             transports=self._transports(epoch),
             key=self._key,
             clock=self._clock,
@@ -240,20 +239,20 @@ class Rank:
             timeout_s=options.handoff_timeout_s,
             liveness_timeout_s=options.liveness_timeout_s,
             lease_s=options.lease_s,
-            one_piece_tokens=options.one_piece_tokens,
+            single_send_max_tokens=options.single_send_max_tokens,
             verification=VerificationPolicy.of(options),
             links=LinkOptions(
                 options.choice, ProbeBounds(options.probe_time_s, options.probe_bytes)
             ),
             pool=self._open_pool(),
-            awake_s=options.awake_s,
+            spin_s=options.spin_s,
         )
 
-    def _open_pool(self) -> Pool | None:
-        if self._pool_face is None:
+    def _open_pool(self) -> StoreAccess | None:
+        if self._store_view is None:
             return None
         section = self._plan.options.store
-        return open_pool(section, self._pool_face, key=self._key, clock=self._clock)
+        return open_store_access(section, self._store_view, key=self._key, clock=self._clock)
 
     def _transports(self, epoch: Epoch) -> tuple[Transport, ...]:
         options = self._plan.options

@@ -1,14 +1,9 @@
-"""The process that vLLM's own server lives in, with Baton's connector configured.
-
-bound ─► loading: import vLLM ─► start its engine ─► probe ─► ready ──SIGTERM──► drain ─► exit 0
-             └──signal──► exit 0                                another signal ──┴──► exit at once
-
-vLLM's engine is a process of its own, a child of this one.
-"""
+"""Runs vLLM's OpenAI server in this process, with Baton's connector configured."""
 
 from __future__ import annotations
 
 import asyncio
+import http.client
 import importlib.util
 import logging
 import multiprocessing
@@ -17,32 +12,127 @@ import shutil
 import signal
 import sys
 from functools import partial
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Final, NoReturn
+from urllib.parse import urlsplit
 
+import msgspec
 import uvloop
 
 from baton.config.cluster_key import is_loopback
 from baton.config.environment import change_environment
+from baton.engines.vllm.access_middleware import DRAIN_STATE
 from baton.engines.vllm.arguments import (
     REMOVED_VARIABLES,
-    Place,
+    LaunchParameters,
+    check_model,
+    check_room,
+    find_platform,
     server_arguments,
     server_environment,
 )
-from baton.engines.vllm.checks import check_model, check_room, find_platform
 from baton.engines.vllm.engine_process import server_variables
-from baton.engines.vllm.gate import DOOR
-from baton.engines.vllm.probing import ask_identity, until_healthy
-from baton.engines.vllm.server_options import VllmOptions, require_cpu_block_size
+from baton.engines.vllm.options import VllmOptions, require_cpu_block_size
 from baton.errors import BatonError, ConfigError, EngineError
 from baton.registry import Plugin
-from baton.telemetry.announcement import Draining, Loading, Ready
+from baton.telemetry.process_status import Draining, Loading, Ready
 
 if TYPE_CHECKING:
     from argparse import Namespace
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from baton.engines.interface import EngineServer, ServerContext
+
+RETRY_INTERVAL_S: Final = 0.1
+REQUEST_TIMEOUT_S: Final = 60.0
+"""The first request of a server may compile kernels."""
+
+
+class ProbedIdentity(msgspec.Struct, frozen=True):
+    """What a launcher must know of the server's `WorkerInfo`."""
+
+    worker: str
+    epoch: str
+    handoff_address: str
+
+
+class _Params(msgspec.Struct, frozen=True):
+    baton_info: ProbedIdentity
+
+
+class _Completion(msgspec.Struct, frozen=True):
+    kv_transfer_params: _Params
+
+
+async def wait_healthy(url: str) -> None:
+    """Until the server answers that its engine is well. Never, if it never does."""
+    # There is nothing to wait for but this: vLLM tells nobody.
+    while await asyncio.to_thread(_status, url, "/health") != HTTPStatus.OK:  # noqa: ASYNC110
+        await asyncio.sleep(RETRY_INTERVAL_S)
+
+
+async def fetch_identity(url: str, model: str, headers: Mapping[str, str]) -> ProbedIdentity:
+    """The discovery probe: a completion of one token, answered with who the server is.
+
+    Raises:
+        EngineError: the server answers, but Baton's connector in it does not.
+    """
+    return read_identity(await asyncio.to_thread(_complete, url, model, headers))
+
+
+def read_identity(body: bytes) -> ProbedIdentity:
+    """Read the answer to a discovery probe.
+
+    Raises:
+        EngineError: it does not hold what Baton's connector says.
+    """
+    try:
+        return msgspec.json.decode(body, type=_Completion).kv_transfer_params.baton_info
+    except msgspec.MsgspecError as exc:
+        raise EngineError(
+            f"vLLM answers, but not with what Baton's connector says: {body[:300]!r}"
+        ) from exc
+
+
+def _complete(url: str, model: str, headers: Mapping[str, str]) -> bytes:
+    question = {
+        "model": model,
+        "prompt": [0],
+        "max_tokens": 1,
+        "temperature": 0,
+        "kv_transfer_params": {"baton_info": True},
+    }
+    connection = _connect(url, REQUEST_TIMEOUT_S)
+    try:
+        body = msgspec.json.encode(question)
+        connection.request(
+            "POST", "/v1/completions", body, {"content-type": "application/json", **headers}
+        )
+        return connection.getresponse().read()
+    except (OSError, http.client.HTTPException) as exc:
+        raise EngineError(f"vLLM is well, but does not answer a request: {exc}") from exc
+    finally:
+        connection.close()
+
+
+def _status(url: str, path: str) -> int:
+    """The HTTP status of a GET; 0 if nobody answers."""
+    connection = _connect(url, REQUEST_TIMEOUT_S)
+    try:
+        connection.request("GET", path)
+        return connection.getresponse().status
+    except (OSError, http.client.HTTPException):
+        return 0
+    finally:
+        connection.close()
+
+
+def _connect(url: str, timeout_s: float) -> http.client.HTTPConnection:
+    parts = urlsplit(url)
+    host = parts.hostname or ""
+    reached = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104 - not bound here
+    return http.client.HTTPConnection(reached, parts.port, timeout=timeout_s)
+
 
 logger = logging.getLogger(__name__)
 
@@ -53,12 +143,12 @@ INSTALL_HINT: Final = (
 CHILD_END_TIMEOUT_S: Final = 5.0
 
 
-class ServerLife:
+class ServerLifecycle:
     """From start to end of one vLLM server. Owned by the main thread and its event loop."""
 
     def __init__(self, context: ServerContext) -> None:
         self._context = context
-        self._announcer = context.announcer
+        self._status_reporter = context.status_reporter
         self._ending: asyncio.Task[None] | None = None
         self._is_ready = False
 
@@ -71,9 +161,9 @@ class ServerLife:
         """
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal_while_loading)
-        self._say_loading("importing vLLM")
+        self._announce_loading("importing vLLM")
         args = _parse(arguments)
-        self._say_loading("starting vLLM's engine")
+        self._announce_loading("starting vLLM's engine")
         with asyncio.Runner(loop_factory=partial(_ServerLoop, self._on_signal)) as runner:
             try:
                 runner.run(self._serve(args))
@@ -99,22 +189,28 @@ class ServerLife:
 
     async def _announce_ready(self) -> None:
         context, url = self._context, self._context.url
-        await until_healthy(url)
-        self._say_loading("first request")
-        bearer = {} if DOOR.bearer is None else {"authorization": f"Bearer {DOOR.bearer.decode()}"}
-        identity = await ask_identity(url, context.served_model_name, bearer)
+        await wait_healthy(url)
+        self._announce_loading("first request")
+        bearer = (
+            {}
+            if DRAIN_STATE.bearer is None
+            else {"authorization": f"Bearer {DRAIN_STATE.bearer.decode()}"}
+        )
+        identity = await fetch_identity(url, context.served_model_name, bearer)
         self._is_ready = True
         worker = context.config.worker
-        self._announcer.say(
+        self._status_reporter.report(
             Ready(url, identity.worker, identity.epoch, worker.role, identity.handoff_address)
         )
         logger.info(
             "%s answers at %s, hands over at %s", worker.name, url, identity.handoff_address
         )
 
-    def _say_loading(self, phase: str) -> None:
+    def _announce_loading(self, phase: str) -> None:
         context = self._context
-        self._announcer.say(Loading(context.url, f"model {context.model} with engine vllm", phase))
+        self._status_reporter.report(
+            Loading(context.url, f"model {context.model} with engine vllm", phase)
+        )
         logger.info("%s: %s", context.config.worker.name, phase)
 
     def _explained(self, exc: Exception) -> BatonError:
@@ -126,31 +222,31 @@ class ServerLife:
 
     def _on_signal_while_loading(self, number: int, _: object) -> NoReturn:
         logger.info("%s while loading: leaving", signal.Signals(number).name)
-        self._announcer.say(Draining(0.0))
-        self._leave(0)
+        self._status_reporter.report(Draining(0.0))
+        self._exit(0)
 
     def _on_signal(self, number: int, stop: Callable[[], object]) -> None:
         """`stop` is vLLM's own handler."""
         if self._ending is not None:
             logger.warning("a second signal: leaving at once")
-            self._leave(128 + number)
+            self._exit(128 + number)
         timeout_s = self._context.config.worker.drain_timeout_s
         name = signal.Signals(number).name
-        logger.info("%s: no more requests, %d are being answered", name, DOOR.num_open)
-        self._announcer.say(Draining(timeout_s))
+        logger.info("%s: no more requests, %d are being answered", name, DRAIN_STATE.num_open)
+        self._status_reporter.report(Draining(timeout_s))
         self._ending = asyncio.create_task(self._drain(timeout_s, stop))
 
     async def _drain(self, timeout_s: float, stop: Callable[[], object]) -> None:
-        DOOR.close()
+        DRAIN_STATE.start_drain()
         try:
             async with asyncio.timeout(timeout_s):
-                await DOOR.until_empty()
+                await DRAIN_STATE.wait_drained()
         except TimeoutError:
-            logger.warning("%d requests were not answered in time", DOOR.num_open)
-            self._leave(0)
+            logger.warning("%d requests were not answered in time", DRAIN_STATE.num_open)
+            self._exit(0)
         stop()
 
-    def _leave(self, status: int) -> NoReturn:
+    def _exit(self, status: int) -> NoReturn:
         """End the engine and this process, without waiting for anything."""
         for child in multiprocessing.active_children():
             child.kill()
@@ -201,8 +297,8 @@ def serve(options: VllmOptions, context: ServerContext) -> None:
     environment = server_environment(options, config.log.level, cores, platform)
     change_environment({**environment, **server_variables(config.log)}, REMOVED_VARIABLES)
     if not is_loopback(config.worker.host):
-        DOOR.bearer = context.key.sign("http", b"worker").hex().encode()
-    place = Place(
+        DRAIN_STATE.bearer = context.key.sign("http", b"worker").hex().encode()
+    launch = LaunchParameters(
         model=context.model,
         served_model_name=context.served_model_name,
         port=context.listener.getsockname()[1],
@@ -211,7 +307,7 @@ def serve(options: VllmOptions, context: ServerContext) -> None:
     )
     _make_private(context)
     try:
-        ServerLife(context).run(server_arguments(options, config, place))
+        ServerLifecycle(context).run(server_arguments(options, config, launch))
     finally:
         shutil.rmtree(context.run_directory, ignore_errors=True)
 

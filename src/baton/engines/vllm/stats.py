@@ -15,7 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
-from baton.engines.vllm.records import HandoffRecord
+from baton.engines.vllm.rank_observer import HandoffRecord
 from baton.telemetry.metrics import TRANSFER_EDGES_S
 
 if TYPE_CHECKING:

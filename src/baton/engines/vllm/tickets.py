@@ -1,29 +1,80 @@
-"""A request's `kv_transfer_params` → which part of a handoff this server plays in it."""
+"""Tickets: read from `kv_transfer_params`, refused, or split per pair of tensor-parallel ranks."""
 
 from __future__ import annotations
 
+import hashlib
+import logging
+from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Final, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Final, Literal, TypeAlias
 
 import msgspec
 
-from baton.authority.seen import SeenTickets, TicketUse
-from baton.authority.ticket import MAX_TICKET_CHARS, unseal
-from baton.engines.vllm.refusals import Refusal
+from baton.auth.ticket import MAX_TICKET_CHARS, WorkerRef, unseal
+from baton.auth.used_tickets import TicketUse, UsedTickets
+from baton.engines.vllm.identity import rank_epoch, rank_name
 from baton.errors import TicketError
+from baton.ids import TicketId
+from baton.kv.layout import TensorParallelShard
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from baton.authority.key import ClusterKey
-    from baton.authority.ticket import Ticket, WorkerRef
+    from baton.auth.key import ClusterKey
+    from baton.auth.ticket import Ticket
     from baton.clock import Clock
     from baton.engines.vllm.identity import Identity
-    from baton.engines.vllm.refusals import RefusalCode
+    from baton.kv.layout import KVLayout
+
+logger = logging.getLogger(__name__)
+
+RefusalCode: TypeAlias = Literal[
+    "stale_ticket",
+    "invalid_ticket",
+    "replayed_ticket",
+    "not_a_producer",
+    "not_a_consumer",
+    "unsupported_request",
+    "handoff_failed",
+    "overloaded",
+]
 
 
 @dataclass(frozen=True, slots=True)
-class Alone:
+class Refusal:
+    """No handoff for this request: it is computed here. `reason` is for people."""
+
+    code: RefusalCode
+    reason: str
+
+
+class RefusalCounter:
+    """Refusals since they were last taken. Owned by the scheduler's thread."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+        self._logged: set[str] = set()
+
+    def add(self, refusal: Refusal) -> None:
+        """Count one, and log the first of its code."""
+        self._counts[refusal.code] += 1
+        if refusal.code not in self._logged:
+            self._logged.add(refusal.code)
+            logger.warning(
+                "a request is computed here, without a handoff (%s): %s; further ones are counted "
+                "in vllm:baton_refused_tickets_total",
+                refusal.code,
+                refusal.reason,
+            )
+
+    def take(self) -> dict[str, int]:
+        """Counts by code, which start again at nothing."""
+        counts, self._counts = dict(self._counts), Counter()
+        return counts
+
+
+@dataclass(frozen=True, slots=True)
+class NoHandoff:
     """No part in a handoff."""
 
 
@@ -46,7 +97,7 @@ class Receive:
     ticket: Ticket
 
 
-Part: TypeAlias = Alone | Probe | Send | Receive | Refusal
+HandoffRole: TypeAlias = NoHandoff | Probe | Send | Receive | Refusal
 
 
 class TransferParams(msgspec.Struct, frozen=True):
@@ -58,7 +109,7 @@ class TransferParams(msgspec.Struct, frozen=True):
     do_remote_prefill: bool = False
 
 
-ALONE: Final = Alone()
+NO_HANDOFF: Final = NoHandoff()
 
 
 class TicketReader:
@@ -66,24 +117,24 @@ class TicketReader:
 
     def __init__(self, identity: Identity, key: ClusterKey, clock: Clock) -> None:
         self._identity, self._key, self._clock = identity, key, clock
-        self._seen = SeenTickets()
+        self._seen = UsedTickets()
 
-    def read(self, params: Mapping[str, object] | None) -> Part:
+    def read(self, params: Mapping[str, object] | None) -> HandoffRole:
         """The part that a request's parameters authorise; a ticket is used up by reading it."""
         if not params:
-            return ALONE
+            return NO_HANDOFF
         try:
             asked = msgspec.convert(dict(params), TransferParams)
             if asked.baton_info:
                 return Probe()
             if asked.baton_ticket is None:
-                return ALONE
+                return NO_HANDOFF
             ticket = unseal(asked.baton_ticket, self._key, self._clock.unix_now())
         except (msgspec.ValidationError, TicketError) as exc:
             return Refusal("invalid_ticket", str(exc))
-        return self._mine(ticket, asked)
+        return self._check_addressee(ticket, asked)
 
-    def _mine(self, ticket: Ticket, asked: TransferParams) -> Part:
+    def _check_addressee(self, ticket: Ticket, asked: TransferParams) -> HandoffRole:
         me = self._identity
         if asked.do_remote_decode == asked.do_remote_prefill:
             return Refusal(
@@ -106,11 +157,121 @@ class TicketReader:
         match self._seen.use(ticket, self._clock.unix_now()):
             case TicketUse.FIRST:
                 return None
-            case TicketUse.AGAIN:
+            case TicketUse.REPEATED:
                 return Refusal("replayed_ticket", "this ticket was used before")
-            case TicketUse.NO_ROOM:
+            case TicketUse.FULL:
                 return Refusal("replayed_ticket", "too many unexpired tickets are remembered")
 
 
 def _name(ref: WorkerRef) -> str:
     return f"{ref.worker}@{ref.epoch[:8]}"
+
+
+TICKET_ID_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class RankPair:
+    """KV moves from rank `prefill` of the one worker to rank `decode` of the other."""
+
+    prefill: int
+    decode: int
+
+
+def count_ranks(worker: WorkerRef) -> int:
+    """The tensor-parallel ranks of a worker."""
+    return max(1, len(worker.rank_addresses))
+
+
+def compute_pairs(
+    layout: KVLayout, num_prefill_ranks: int, num_decode_ranks: int
+) -> tuple[RankPair, ...]:
+    """Which ranks hand over to which, in order of the decode ranks.
+
+    Where several prefill ranks hold the same head (there are more ranks than heads), the first of
+    them sends it. `layout` is that of any rank of either side.
+    """
+    return tuple(
+        RankPair(prefill, decode)
+        for decode in range(num_decode_ranks)
+        for prefill in _senders(layout, num_prefill_ranks, decode, num_decode_ranks)
+    )
+
+
+def compute_subtickets(ticket: Ticket, layout: KVLayout, *, sender: int) -> tuple[Ticket, ...]:
+    """The tickets under which prefill rank `sender` sends.
+
+    In mode pool ranks do not meet: each works under the ticket itself.
+    """
+    if ticket.mode == "pool":
+        return (ticket,)
+    return tuple(
+        derive_subticket(ticket, pair)
+        for pair in _pairs_of(ticket, layout)
+        if pair.prefill == sender
+    )
+
+
+def compute_receiving_subtickets(
+    ticket: Ticket, layout: KVLayout, *, receiver: int
+) -> tuple[Ticket, ...]:
+    """The tickets under which decode rank `receiver` receives; at least one."""
+    if ticket.mode == "pool":
+        return (ticket,)
+    return tuple(
+        derive_subticket(ticket, pair)
+        for pair in _pairs_of(ticket, layout)
+        if pair.decode == receiver
+    )
+
+
+def derive_subticket(ticket: Ticket, pair: RankPair) -> Ticket:
+    """The ticket of one pair of ranks. Its holder seals it with the cluster key."""
+    if count_ranks(ticket.prefill) == count_ranks(ticket.decode) == 1:
+        return ticket
+    message = b"baton/sub/1|" + ticket.id + bytes((pair.prefill, pair.decode))
+    return msgspec.structs.replace(
+        ticket,
+        id=TicketId(hashlib.sha256(message).digest()[:TICKET_ID_BYTES]),
+        prefill=_refer_to_rank(ticket.prefill, pair.prefill),
+        decode=_refer_to_rank(ticket.decode, pair.decode),
+    )
+
+
+def _pairs_of(ticket: Ticket, layout: KVLayout) -> tuple[RankPair, ...]:
+    return compute_pairs(layout, count_ranks(ticket.prefill), count_ranks(ticket.decode))
+
+
+def _refer_to_rank(worker: WorkerRef, rank: int) -> WorkerRef:
+    num_ranks = count_ranks(worker)
+    if num_ranks == 1:
+        return worker
+    return WorkerRef(
+        worker=rank_name(worker.worker, rank, num_ranks),
+        epoch=rank_epoch(worker.epoch, rank, num_ranks),
+        address=worker.rank_addresses[rank],
+    )
+
+
+def _senders(
+    layout: KVLayout, num_prefill_ranks: int, decode: int, num_decode_ranks: int
+) -> list[int]:
+    missing = _held(layout, decode, num_decode_ranks)
+    senders: list[int] = []
+    for prefill in range(num_prefill_ranks):
+        shared = missing & _held(layout, prefill, num_prefill_ranks)
+        if shared:
+            senders.append(prefill)
+            missing -= shared
+    return senders
+
+
+def _held(layout: KVLayout, rank: int, num_ranks: int) -> set[tuple[str, int, int]]:
+    """Heads that a rank holds: which kind of plane, of how many heads, which one."""
+    sharded = msgspec.structs.replace(layout, shard=TensorParallelShard(rank, num_ranks))
+    planes = {plane for layer in layout.layers for plane in layer.planes}
+    return {
+        (plane.name, plane.num_heads, head)
+        for plane in planes
+        for head in sharded.held_heads(plane)
+    }

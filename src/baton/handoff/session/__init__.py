@@ -6,50 +6,55 @@
        │                                                     │        (a grant may come first)
        │                                                   begin
        │                                                     ▼
-    GRANTED ◄── mover prefill: writes + notices ────────  SENDING    layer_ready ⇒ Submit
-       │    ◄── mover decode: Available, then reads          │                or Announce
+    GRANTED ◄── op WRITE: writes + notifications ────────  SENDING    layer_ready ⇒ Submit
+       │    ◄── op READ: Available, then reads          │                or Announce
        │  landed: counts, digests were checked               │
        │                                                  finish: all submitted or announced
        │  ◄──────────────────── Finished ────────────────    ▼
        │                                                  DRAINING   writes still complete,
-       ▼                                                     │       Taken is awaited
+       ▼                                                     │       TransferAck is awaited
     LANDED   all counted and Finished: KVLanded              │
-       │     Taken ───────────────────────────────────────►  ▼
+       │     TransferAck ───────────────────────────────────────►  ▼
     ENDED                                                 ENDED      KVSent
 
 A transport that fails while others work is left, and what it lost is sent again:
 
-    fencing  ◄────────────── Rerouted(transport) ──── leaving: its writes have all ended
+    fencing  ◄────────────── TransportFailed(transport) ──── leaving: its writes have all ended
        │ closed: nothing can land                               ▼
-       └─ fenced ─────────── Missing(ranges) ─────────► owed: missing, and it carried them
+       └─ fenced ─────────── RetransmitRequest(ranges) ─────────► owed: missing, and it carried them
 
 Why what was verified stays right. Let W be a write over the failed transport T.
 
-1. Rerouted is said only after W has ended at the sender, which by the transport's contract stores
+1. TransportFailed is said only after W has ended at the sender, which by the transport's contract
+stores
    nothing of W from then on; what is in flight is the receiving side's to drop.
-2. `fenced` follows only when T's window is closed and (`Capabilities.posts`: hardware may still
+2. `fenced` follows only when T's window is closed and (`Capabilities.late_writes`: hardware may
+still
    have W) T has reported quiescence. So after `fenced` no byte of W is stored.
-3. Ranges are sent again only in answer to Missing, hence after `fenced`. KVLanded needs a full
+3. Ranges are sent again only in answer to RetransmitRequest, hence after `fenced`. KVLanded needs a
+full
    count, and no fence awaited.
 4. A range that T carried is either counted before `fenced`, its digest checked once it was all
-   stored, or not at all: T's notices do not count any more. So bytes under a counted range are
-   never stored into again and no range is counted twice; a second notice is a protocol error.
+   stored, or not at all: T's notifications do not count any more. So bytes under a counted range
+   are
+   never stored into again and no range is counted twice; a second notification is a protocol error.
 5. Only ranges that T carried are sent again: not those that are on their way over another.
 
-With mover decode there is no such hand: a read that ended is made again elsewhere. Where nothing
-reads any more, and no read is under way, `reverse` makes the mover prefill: a window opens, and
+With op READ there is no such hand: a read that ended is made again elsewhere. Where nothing
+reads any more, and no read is under way, `reverse` makes the op WRITE: a window opens, and
 what has not landed is written.
 
-With mover "nobody" (by reference) nothing is moved:
+With op "NONE" (by reference) nothing is moved:
 
     GRANTED ── Grant ─────────────────────────────────►  SENDING    layer_ready: nothing is sent
-       │  ◄──────────────── Lent, Finished ────────────     │  finish, all in place: Lend
+       │  ◄──────────────── BlocksExported, Finished ────────────     │  finish, all in place: Lend
        ▼                                                    ▼
-    ENDED   the last block copied: KVLanded              ENDED      KVLent: now it is a loan
+    ENDED   the last block copied: KVLanded              ENDED      KVExported: now it is a loan
 
-or, by Unlent, it becomes a handoff with mover prefill before it has begun. The loan outlives both
-sessions: `lend.py` and `borrow.py` draw what ends it. A receiver that asked to be lent and has not
-landed owes word of it (`may_owe_loan`), for its peer may have lent before it heard.
+or, by ExportRefused, it becomes a handoff with op WRITE before it has begun. The loan outlives both
+sessions: `export_table.py` and `import_table.py` draw what ends it. A receiver that asked to be
+lent and has not
+landed owes word of it (`may_hold_export`), for its peer may have lent before it heard.
 
 Whatever ends it early (`fail`, `abort`, `expire`) leaves by one road:
 
@@ -59,8 +64,8 @@ Whatever ends it early (`fail`, `abort`, `expire`) leaves by one road:
 
 WAITING, nothing was granted: it says Declined, for the peer may hold its KV already, and is over.
 
-A hand in the decode worker's pages is the peer's (mover prefill: an open window, until
-`window_quiescent`) or its own (mover decode: reads, until each has ended). With staged pages the
+A hand in the decode worker's pages is the peer's (op WRITE: an open window, until
+`grant_quiescent`) or its own (op READ: reads, until each has ended). With staged pages the
 engine's blocks are apart from them: BlocksQuiescent comes with KVFailed, and ENDING goes on for the
 staged pages alone. LANDED is passed at once where no window is open.
 
@@ -80,16 +85,17 @@ prefill's engine shows that it lives and has yet to compute the prompt.
 In mode pull `begin` is decode's turn to have room: nothing is reserved there before, prefill stands
 in OFFERED with all computed, and the first thing said of the ticket may be a renewal.
 
-`receiving.py` and `sending.py` of the package above carry out the actions that the methods return.
+`decode_receiver.py` and `prefill_sender.py` of the package above carry out the actions that the
+methods return.
 
 File map:
-    actions.py  what a session asks its desk to do
-    deadline.py how long each side waits: for as long as prefill's engine lives
-    lease.py    how long prefill holds what decode has not taken: each side's half
-    posted.py   a transfer's name: its transport's, and its id there
-    terms.py    who moves the bytes, and into which pages
-    receive.py  `ReceiveSession`: decode's half
-    send.py     `SendSession`: prefill's half
-    lend.py     what this worker has lent, and to whom
-    borrow.py   what it has borrowed, and owes word of
+    actions.py          what a session asks its context to do
+    deadline.py         how long each side waits: for as long as prefill's engine lives
+    lease.py            how long prefill holds what decode has not taken: each side's half
+    transfer_handle.py  a transfer's name: its transport's, and its id there
+    transfer_plan.py    who moves the bytes, and into which pages
+    receive.py          `ReceiveSession`: decode's half
+    send.py             `SendSession`: prefill's half
+    export_table.py     what this worker has lent, and to whom
+    import_table.py     what it has borrowed, and owes word of
 """

@@ -1,4 +1,4 @@
-"""What a session asks its desk to do."""
+"""What a session asks its context to do."""
 
 from __future__ import annotations
 
@@ -9,37 +9,37 @@ if TYPE_CHECKING:
     from baton.handoff.interface import HandoffEvent, SampledToken
     from baton.handoff.messages import (
         Available,
-        Avoid,
+        BlocksExported,
         Declined,
+        ExcludeTransport,
         Failed,
+        FallbackToWrite,
         Grant,
-        Lent,
-        Missing,
-        Rerouted,
-        Reversed,
+        RetransmitRequest,
+        TransportFailed,
     )
 
 
 @dataclass(frozen=True, slots=True)
-class Say:
+class SendMessage:
     """Send a message to the peer over the link; lost if the link is gone."""
 
-    message: Sayable
+    message: PeerMessage
 
 
 @dataclass(frozen=True, slots=True)
-class SayTaken:
+class SendTransferAck:
     """Tell the peer that all was read and verified, and what carried it."""
 
 
 @dataclass(frozen=True, slots=True)
-class OpenWindow:
+class OpenWriteGrant:
     """Admit the peer's writes into the granted pages."""
 
 
 @dataclass(frozen=True, slots=True)
-class CloseWindow:
-    """Admit no more; `window_quiescent` must follow."""
+class CloseWriteGrant:
+    """Admit no more; `grant_quiescent` must follow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,18 +54,18 @@ class Fence:
 
 
 @dataclass(frozen=True, slots=True)
-class Read:
+class ReadPages:
     """Read what the peer says is available: then `reading`, or `fail`."""
 
     available: Available
 
 
 @dataclass(frozen=True, slots=True)
-class Submit:
+class WriteLayers:
     """Write tokens `[start, stop)` of `layer`: then `submitted` for each part, or `fail`.
 
-    By any transport that has not failed this session (`SendSession.avoids`). Of several layers at
-    once where `join_submits` says so.
+    By any transport that has not failed this session (`SendSession.excluded`). Of several layers at
+    once where `merge_writes` says so.
     """
 
     layer: int
@@ -75,7 +75,7 @@ class Submit:
 
 
 @dataclass(frozen=True, slots=True)
-class Announce:
+class AnnounceReadable:
     """Say that tokens `[start, stop)` of `layer` can be read: then `announced`, or `fail`."""
 
     layer: int
@@ -84,14 +84,14 @@ class Announce:
 
 
 @dataclass(frozen=True, slots=True)
-class Borrow:
-    """Check what the peer lends, and copy the last block of it: then `borrowed`, or `fail`."""
+class ImportBlocks:
+    """Check what the peer lends, and copy the last block of it: then `imported`, or `fail`."""
 
-    lent: Lent
+    exported: BlocksExported
 
 
 @dataclass(frozen=True, slots=True)
-class Lend:
+class ExportBlocks:
     """Lend tokens `[start, num_tokens)` and say so, with the token (if any): nothing follows."""
 
     start: int
@@ -99,7 +99,7 @@ class Lend:
 
 
 @dataclass(frozen=True, slots=True)
-class SayFinished:
+class SendFinished:
     """Tell the peer that nothing will follow, with the token (if any) and the trace's stamps."""
 
     first_token: SampledToken | None
@@ -112,6 +112,20 @@ class Emit:
     event: HandoffEvent
 
 
-Sayable: TypeAlias = "Grant | Declined | Failed | Rerouted | Missing | Avoid | Reversed"
-ReceiveAction: TypeAlias = Say | SayTaken | OpenWindow | CloseWindow | Fence | Read | Borrow | Emit
-SendAction: TypeAlias = Say | Submit | Announce | Lend | SayFinished | Emit
+PeerMessage: TypeAlias = (
+    "Grant | Declined | Failed | TransportFailed | RetransmitRequest | ExcludeTransport "
+    "| FallbackToWrite"
+)
+ReceiveAction: TypeAlias = (
+    SendMessage
+    | SendTransferAck
+    | OpenWriteGrant
+    | CloseWriteGrant
+    | Fence
+    | ReadPages
+    | ImportBlocks
+    | Emit
+)
+SendAction: TypeAlias = (
+    SendMessage | WriteLayers | AnnounceReadable | ExportBlocks | SendFinished | Emit
+)

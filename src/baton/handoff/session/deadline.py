@@ -3,7 +3,7 @@
     decode   ├ expected ── timeout_s ──┤
     prefill's engine:  ● sign of life ── timeout_s ──┤
                             ● another ── timeout_s ──┤
-                                 ▲ Underway: it has this prompt queued, or computes it
+                                 ▲ Keepalive: it has this prompt queued, or computes it
 
 `handoff.timeout_s` is for what a handoff does itself. For as long as the prefill worker's engine
 shows that it computes, and has the prompt in its queue or under way, both sides wait until

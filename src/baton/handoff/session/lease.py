@@ -1,6 +1,6 @@
 """For how long prefill holds what decode has not taken yet: each side's half of one lease.
 
-    prefill: Lease                                       decode: Tenancy
+    prefill: Lease                                       decode: LeaseHolder
 
     COMPUTING ── hold ──► HELD ◄── renew ── Renew ◄─────  queued, or reading
                            │       └─────── Renewed ───►  confirmed
@@ -68,21 +68,21 @@ class Lease:
         return self.phase is LeasePhase.LAPSED
 
 
-class Tenancy:
+class LeaseHolder:
     """Decode's half: until when what it reads is certainly held. Without a lease, for ever."""
 
     def __init__(self) -> None:
         self._lease_s = math.inf
         self._until = Instant(math.inf)
 
-    def begin(self, said_at: Instant, lease_s: float) -> None:
+    def begin(self, sent_at: Instant, lease_s: float) -> None:
         """The grant was said, to a worker whose leases last `lease_s`."""
         self._lease_s = lease_s
-        self._until = Instant(said_at + lease_s)
+        self._until = Instant(sent_at + lease_s)
 
-    def confirmed(self, said_at: Instant) -> None:
+    def confirmed(self, sent_at: Instant) -> None:
         """Prefill held it when it heard what was said then."""
-        self._until = Instant(max(self._until, said_at + self._lease_s))
+        self._until = Instant(max(self._until, sent_at + self._lease_s))
 
     def holds(self, now: Instant) -> bool:
         """Whether what was read up to now was held all the time."""

@@ -13,37 +13,43 @@ from baton.handoff.coverage import Coverage
 from baton.handoff.interface import BlocksQuiescent, KVFailed, KVLanded
 from baton.handoff.messages import (
     MAX_REASON_CHARS,
-    Avoid,
     Declined,
+    ExcludeTransport,
     Failed,
+    FallbackToWrite,
     Grant,
-    Missing,
-    Reversed,
+    RetransmitRequest,
     pack_blocks,
 )
 from baton.handoff.session.actions import (
-    Borrow,
-    CloseWindow,
+    CloseWriteGrant,
     Emit,
     Fence,
-    OpenWindow,
-    Read,
+    ImportBlocks,
+    OpenWriteGrant,
+    ReadPages,
     ReceiveAction,
-    Say,
-    SayTaken,
+    SendMessage,
+    SendTransferAck,
 )
 from baton.handoff.session.deadline import extend
-from baton.handoff.session.lease import LEASE_STAGE, Tenancy
-from baton.handoff.stretches import pack_stretches
+from baton.handoff.session.lease import LEASE_STAGE, LeaseHolder
+from baton.handoff.token_ranges import pack_ranges
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from baton.clock import Instant
     from baton.handoff.interface import ReceiveOrder
-    from baton.handoff.messages import Available, Finished, Lent, Notice, Rerouted
-    from baton.handoff.session.posted import Posted
-    from baton.handoff.session.terms import Terms
+    from baton.handoff.messages import (
+        Available,
+        BlocksExported,
+        Finished,
+        Notification,
+        TransportFailed,
+    )
+    from baton.handoff.session.transfer_handle import TransferHandle
+    from baton.handoff.session.transfer_plan import TransferPlan
     from baton.ids import TicketId
 
 MAX_NOTE_CHARS: Final = 500
@@ -64,7 +70,7 @@ _CLOSED: Final = frozenset({ReceivePhase.LANDED, ReceivePhase.ENDING, ReceivePha
 
 
 class ReceiveSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
-    """Decode's half of one handoff. `terms` are None while it waits for them."""
+    """Decode's half of one handoff. `plan` are None while it waits for them."""
 
     def __init__(
         self, order: ReceiveOrder, *, sealed_ticket: str, num_layers: int, deadline: Instant
@@ -72,8 +78,8 @@ class ReceiveSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         self.order = order
         self.deadline = deadline
         self.phase = ReceivePhase.WAITING
-        self.terms: Terms | None = None
-        self.tenancy = Tenancy()
+        self.plan: TransferPlan | None = None
+        self.lease_holder = LeaseHolder()
         span = {"num_layers": num_layers, "start": order.start, "stop": order.num_tokens}
         self.coverage = Coverage(**span)
         self._requested = Coverage(**span)
@@ -81,13 +87,13 @@ class ReceiveSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         self._num_layers = num_layers
         self._finished: Finished | None = None
         # Whose hand may be in the pages: the peer's, through a window, or our own, by reads.
-        self._window_is_open = False
-        self._reads: set[Posted] = set()
+        self._grant_is_open = False
+        self._reads: set[TransferHandle] = set()
         self._fencing: set[str] = set()
         self._fenced: set[str] = set()
-        self._suspected: set[str] = set()
-        self._was_reversed = False
-        self._is_lent = self._has_landed = False
+        self._excluded: set[str] = set()
+        self._fell_back = False
+        self._is_exported = self._has_landed = False
         self._borrowed: tuple[int, ...] = ()
 
     @property
@@ -101,35 +107,35 @@ class ReceiveSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         return self.phase is ReceivePhase.ENDED
 
     @property
-    def may_owe_loan(self) -> bool:
+    def may_hold_export(self) -> bool:
         """Whether the peer may have lent blocks that nobody took: it is to know."""
-        asked = self.terms is not None and self.terms.mover == "nobody"
+        asked = self.plan is not None and self.plan.op == "NONE"
         return asked and not self._has_landed
 
-    def begin(self, terms: Terms) -> list[ReceiveAction]:
+    def begin(self, plan: TransferPlan) -> list[ReceiveAction]:
         """The peer can be talked to: ask it for the KV that this worker lacks."""
         if self.phase is not ReceivePhase.WAITING:
             return []
         self.phase = ReceivePhase.GRANTED
-        self.terms = terms
-        match terms.mover:
-            case "prefill":
-                self._window_is_open = True
-                return [OpenWindow(), Say(self._make_grant(terms))]
-            case "decode" | "nobody":
-                return [Say(self._make_grant(terms))]
+        self.plan = plan
+        match plan.op:
+            case "WRITE":
+                self._grant_is_open = True
+                return [OpenWriteGrant(), SendMessage(self._make_grant(plan))]
+            case "READ" | "NONE":
+                return [SendMessage(self._make_grant(plan))]
             case _:
-                assert_never(terms.mover)
+                assert_never(plan.op)
 
-    def expects(self, notice: Notice) -> bool:
-        """Whether a notice is for a handoff that still waits for it.
+    def expects(self, notification: Notification) -> bool:
+        """Whether a notification is for a handoff that still waits for it.
 
         Raises:
             ProtocolError: it claims tokens that are not expected, or landed already.
         """
         if self.phase is not ReceivePhase.GRANTED:
             return False
-        self.coverage.check(notice.layer, notice.start, notice.stop)
+        self.coverage.check(notification.layer, notification.start, notification.stop)
         return True
 
     def available(self, message: Available) -> list[ReceiveAction]:
@@ -139,29 +145,29 @@ class ReceiveSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
             ProtocolError: tokens that are not expected, or were said to be available before; or
                 this worker does not read.
         """
-        if self.phase is not ReceivePhase.GRANTED or self.terms is None:
+        if self.phase is not ReceivePhase.GRANTED or self.plan is None:
             return []
-        if self._was_reversed:
+        if self._fell_back:
             return []  # it crossed our message
-        if self.terms.mover != "decode":
+        if self.plan.op != "READ":
             raise ProtocolError("tokens are available to a worker that does not read them")
         self._requested.add(message.layer, message.start, message.stop)
-        return [Read(message)]
+        return [ReadPages(message)]
 
-    def lent(self, message: Lent) -> list[ReceiveAction]:
+    def exported(self, message: BlocksExported) -> list[ReceiveAction]:
         """The peer lends the blocks in which the KV is.
 
         Raises:
             ProtocolError: it was not asked to, or did so before.
         """
-        if self.phase is not ReceivePhase.GRANTED or self.terms is None:
+        if self.phase is not ReceivePhase.GRANTED or self.plan is None:
             return []
-        if self.terms.mover != "nobody" or self._is_lent:
+        if self.plan.op != "NONE" or self._is_exported:
             raise ProtocolError("blocks are lent to a worker that did not ask for them")
-        self._is_lent = True
-        return [Borrow(message)]
+        self._is_exported = True
+        return [ImportBlocks(message)]
 
-    def borrowed(self, blocks: tuple[int, ...]) -> list[ReceiveAction]:
+    def imported(self, blocks: tuple[int, ...]) -> list[ReceiveAction]:
         """What is lent was checked: all KV is in these blocks, and what was copied."""
         if self.phase is not ReceivePhase.GRANTED:
             return []
@@ -170,38 +176,38 @@ class ReceiveSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
             self.coverage.add(layer, self.order.start, self.order.num_tokens)
         return self._complete()
 
-    def unlent(self, reason: str) -> list[ReceiveAction]:
+    def export_refused(self, reason: str) -> list[ReceiveAction]:
         """The peer does not lend: it is to write, instead."""
-        if self.phase is not ReceivePhase.GRANTED or self.terms is None or self._is_lent:
+        if self.phase is not ReceivePhase.GRANTED or self.plan is None or self._is_exported:
             return []
-        if self.terms.mover != "nobody":
+        if self.plan.op != "NONE":
             return []
         self.order.trace.reroutes.append(f"reference: {reason}"[:MAX_NOTE_CHARS])
-        return self.reverse(())
+        return self.fall_back_to_write(())
 
-    def reading(self, posted: Posted) -> None:
-        """A `Read` was handed to the transport."""
-        self._reads.add(posted)
+    def reading(self, handle: TransferHandle) -> None:
+        """A `ReadPages` was handed to the transport."""
+        self._reads.add(handle)
 
-    def read_ended(self, posted: Posted) -> list[ReceiveAction]:
+    def read_ended(self, handle: TransferHandle) -> list[ReceiveAction]:
         """A read touches no page any more, whether it succeeded or not."""
-        self._reads.discard(posted)
+        self._reads.discard(handle)
         return self._settle()
 
-    def outlived(self, now: Instant) -> list[ReceiveAction]:
+    def check_lease(self, now: Instant) -> list[ReceiveAction]:
         """A read has ended: fail if its source may not have been held until then."""
-        if self.tenancy.holds(now):
+        if self.lease_holder.holds(now):
             return []
         return self.fail("a read ended after the lease of its source", stage=LEASE_STAGE)
 
-    def landed(self, notice: Notice) -> list[ReceiveAction]:
+    def landed(self, notification: Notification) -> list[ReceiveAction]:
         """Tokens are in place and their digests are right: count them."""
         if self.phase is not ReceivePhase.GRANTED:
             return []
-        self.coverage.add(notice.layer, notice.start, notice.stop)
+        self.coverage.add(notification.layer, notification.start, notification.stop)
         return self._complete()
 
-    def rerouted(self, message: Rerouted) -> list[ReceiveAction]:
+    def transport_failed(self, message: TransportFailed) -> list[ReceiveAction]:
         """A transport failed the peer, and no hand of its is in the pages through it any more.
 
         Raises:
@@ -209,7 +215,7 @@ class ReceiveSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         """
         if self.phase is not ReceivePhase.GRANTED:
             return []  # the peer was told how it ended
-        if not self._window_is_open or message.transport in self._fencing | self._fenced:
+        if not self._grant_is_open or message.transport in self._fencing | self._fenced:
             raise ProtocolError(f"{message.transport} was not written over, or left before")
         self._fencing.add(message.transport)
         return [Fence(message.transport)]
@@ -222,30 +228,30 @@ class ReceiveSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         self._fenced.add(transport)
         if self.phase is not ReceivePhase.GRANTED:
             return []
-        gaps = pack_stretches(self.coverage.gaps())
-        return [Say(Missing(self.ticket, transport, gaps)), *self._complete()]
+        gaps = pack_ranges(self.coverage.gaps())
+        return [SendMessage(RetransmitRequest(self.ticket, transport, gaps)), *self._complete()]
 
-    def suspect(self, transport: str, reason: str) -> list[ReceiveAction]:
+    def exclude(self, transport: str, reason: str) -> list[ReceiveAction]:
         """What a transport brought is wrong, and there is another: the peer is to leave it."""
-        known = self._suspected | self._fencing | self._fenced
+        known = self._excluded | self._fencing | self._fenced
         if self.phase is not ReceivePhase.GRANTED or transport in known:
             return []
-        self._suspected.add(transport)
-        return [Say(Avoid(self.ticket, transport, reason))]
+        self._excluded.add(transport)
+        return [SendMessage(ExcludeTransport(self.ticket, transport, reason))]
 
-    def reverse(self, failed: Iterable[str]) -> list[ReceiveAction]:
+    def fall_back_to_write(self, failed: Iterable[str]) -> list[ReceiveAction]:
         """Nothing is, or can be, read any more: the peer is to write the rest."""
-        if self.phase is not ReceivePhase.GRANTED or self.terms is None or self._reads:
+        if self.phase is not ReceivePhase.GRANTED or self.plan is None or self._reads:
             return []
-        if self.terms.mover == "prefill":
+        if self.plan.op == "WRITE":
             return []
-        self.terms = replace(self.terms, mover="prefill")
-        self._was_reversed = self._window_is_open = True
-        pages = self.terms.pages
-        ranges = pack_stretches(self.coverage.gaps())
+        self.plan = replace(self.plan, op="WRITE")
+        self._fell_back = self._grant_is_open = True
+        pages = self.plan.pages
+        ranges = pack_ranges(self.coverage.gaps())
         blocks = pack_blocks(pages.blocks)
-        message = Reversed(self.ticket, tuple(sorted(failed)), pages.first, blocks, ranges)
-        return [OpenWindow(), Say(message)]
+        message = FallbackToWrite(self.ticket, tuple(sorted(failed)), pages.first, blocks, ranges)
+        return [OpenWriteGrant(), SendMessage(message)]
 
     def finished(self, message: Finished) -> list[ReceiveAction]:
         """The peer said that nothing will follow."""
@@ -254,11 +260,11 @@ class ReceiveSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         self._finished = message
         return self._complete()
 
-    def window_quiescent(self) -> list[ReceiveAction]:
+    def grant_quiescent(self) -> list[ReceiveAction]:
         """Nothing can land in the closed window any more."""
         if self.phase is ReceivePhase.GRANTED:
             return []
-        self._window_is_open = False
+        self._grant_is_open = False
         return self._settle()
 
     def fail(self, reason: str, *, stage: str) -> list[ReceiveAction]:
@@ -292,39 +298,39 @@ class ReceiveSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         """Raise AssertionError where counts or phases disagree."""
         self.coverage.check_invariants()
         self._requested.check_invariants()
-        if self.over and (self._reads or self._window_is_open):
+        if self.over and (self._reads or self._grant_is_open):
             raise AssertionError("it is over, and a hand may still be in its pages")
         if self._fencing & self._fenced:
             raise AssertionError("a transport is being fenced that was")
 
-    def _make_grant(self, terms: Terms) -> Grant:
+    def _make_grant(self, plan: TransferPlan) -> Grant:
         order = self.order
-        blocks = terms.pages.blocks if terms.mover == "prefill" else _NO_BLOCKS
+        blocks = plan.pages.blocks if plan.op == "WRITE" else _NO_BLOCKS
         return Grant(
             id=self.ticket,
             ticket=self._sealed_ticket,
             prompt_hash=order.prompt_hash,
             start=order.start,
             num_tokens=order.num_tokens,
-            first_block=terms.pages.first,
+            first_block=plan.pages.first,
             blocks=pack_blocks(blocks),
-            mover=terms.mover,
-            undigested=terms.undigested,
+            op=plan.op,
+            undigested=plan.undigested,
         )
 
     def _complete(self) -> list[ReceiveAction]:
         if self._finished is None or not self.coverage.complete or self._fencing:
             return []
-        landed = Emit(KVLanded(self.ticket, self._finished.first_token, borrowed=self._borrowed))
+        landed = Emit(KVLanded(self.ticket, self._finished.first_token, imported=self._borrowed))
         self._has_landed = True
-        if self._is_lent:
+        if self._is_exported:
             self.phase = ReceivePhase.ENDED
             return [landed]
-        if self._window_is_open:
+        if self._grant_is_open:
             self.phase = ReceivePhase.LANDED
-            return [landed, SayTaken(), CloseWindow()]
+            return [landed, SendTransferAck(), CloseWriteGrant()]
         self.phase = ReceivePhase.ENDED  # all that was read is counted, so no read is left
-        return [landed, SayTaken()]
+        return [landed, SendTransferAck()]
 
     def _end(self, reason: str, telling: list[ReceiveAction]) -> list[ReceiveAction]:
         quiescent = Emit(BlocksQuiescent(self.ticket))
@@ -332,25 +338,25 @@ class ReceiveSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
             case ReceivePhase.WAITING:
                 self.phase = ReceivePhase.ENDED
                 # Nothing was granted, but the peer may hold its KV for us already.
-                declined = Say(Declined(self._sealed_ticket, reason[:MAX_REASON_CHARS]))
+                declined = SendMessage(Declined(self._sealed_ticket, reason[:MAX_REASON_CHARS]))
                 return [declined, *telling, quiescent]
             case ReceivePhase.GRANTED:
                 self.phase = ReceivePhase.ENDING
-                actions = [Say(Failed(self.ticket, reason)), *telling]
+                actions = [SendMessage(Failed(self.ticket, reason)), *telling]
                 if self._blocks_are_apart:
                     actions.append(quiescent)
-                actions += [CloseWindow()] if self._window_is_open else self._settle()
+                actions += [CloseWriteGrant()] if self._grant_is_open else self._settle()
                 return actions
             case _:
                 return []
 
     @property
     def _blocks_are_apart(self) -> bool:
-        return self.terms is not None and self.terms.staged
+        return self.plan is not None and self.plan.staged
 
     def _settle(self) -> list[ReceiveAction]:
         """Once it was closed and no hand is in the pages: over."""
-        if self._reads or self._window_is_open:
+        if self._reads or self._grant_is_open:
             return []
         match self.phase:
             case ReceivePhase.LANDED:

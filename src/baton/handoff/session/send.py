@@ -11,25 +11,25 @@ import numpy as np
 
 from baton.errors import HandoffError, ProtocolError
 from baton.handoff.interface import KVSent, SendFailed
-from baton.handoff.messages import Failed, Rerouted
+from baton.handoff.messages import Failed, TransportFailed
 from baton.handoff.session.actions import (
-    Announce,
+    AnnounceReadable,
     Emit,
-    Lend,
-    Say,
-    SayFinished,
+    ExportBlocks,
     SendAction,
-    Submit,
+    SendFinished,
+    SendMessage,
+    WriteLayers,
 )
 from baton.handoff.session.deadline import extend
 from baton.handoff.session.lease import LAPSED_REASON, LEASE_STAGE, Lease
-from baton.handoff.stretches import Stretch, intersect, subtract, unpack_stretches
+from baton.handoff.token_ranges import LayerTokenRange, intersect, subtract, unpack_ranges
 
 if TYPE_CHECKING:
     from baton.clock import Instant
     from baton.handoff.interface import SampledToken, SendOrder
-    from baton.handoff.messages import Grant, Missing, Reversed
-    from baton.handoff.session.posted import Posted
+    from baton.handoff.messages import FallbackToWrite, Grant, RetransmitRequest
+    from baton.handoff.session.transfer_handle import TransferHandle
     from baton.ids import TicketId
 
 
@@ -50,7 +50,7 @@ _MOVING: Final = frozenset({SendPhase.SENDING, SendPhase.DRAINING})
 class SendSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
     """Prefill's half of one handoff. `start` of what is sent comes with the grant.
 
-    `avoids` are transports that failed it: whatever becomes of them, this session is done with
+    `excluded` are transports that failed it: whatever becomes of them, this session is done with
     them. One of them is *leaving* while writes over it are under way, then *asked* until the peer
     has said what is missing of what it carried, then its ranges are *owed* until submitted again.
     `lease` bounds how long it waits for the peer once all is computed.
@@ -66,15 +66,15 @@ class SendSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         self.grant: Grant | None = None
         self._ready = np.full(num_layers, order.num_ready_tokens, dtype=np.int64)
         self._sent = np.zeros(num_layers, dtype=np.int64)
-        self.avoids: set[str] = set()
-        self._outstanding: dict[Posted, Stretch] = {}
-        self._carried: dict[str, list[Stretch]] = {}
-        self._leaving: set[str] = set()
-        self._asked: set[str] = set()
-        self._owed: list[Stretch] = []
-        self._is_taken = False
+        self.excluded: set[str] = set()
+        self._outstanding: dict[TransferHandle, LayerTokenRange] = {}
+        self._carried: dict[str, list[LayerTokenRange]] = {}
+        self._draining_transports: set[str] = set()
+        self._requested_missing: set[str] = set()
+        self._to_retransmit: list[LayerTokenRange] = []
+        self._is_acked = False
         self._page_tokens = 1
-        self._finish: SayFinished | None = None
+        self._finish: SendFinished | None = None
         self._error: HandoffError | None = None
 
     @property
@@ -85,12 +85,12 @@ class SendSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
     @property
     def is_written(self) -> bool:
         """Whether this side writes, as it was asked to."""
-        return self.grant is not None and self.grant.mover == "prefill"
+        return self.grant is not None and self.grant.op == "WRITE"
 
     @property
-    def is_lent(self) -> bool:
+    def is_exported(self) -> bool:
         """Whether nobody copies: the peer is to attend over this side's blocks."""
-        return self.grant is not None and self.grant.mover == "nobody"
+        return self.grant is not None and self.grant.op == "NONE"
 
     @property
     def over(self) -> bool:
@@ -129,7 +129,7 @@ class SendSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
             return []
         return self._submit_ready((layer,))
 
-    def all_ready(self, stop: int) -> list[SendAction]:
+    def all_layers_ready(self, stop: int) -> list[SendAction]:
         """KV of tokens `[0, stop)` of all layers is in place."""
         np.maximum(self._ready, stop, out=self._ready)
         if self.phase is not SendPhase.SENDING:
@@ -140,96 +140,96 @@ class SendSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         """There is a route again: submit what could not be."""
         if self.phase not in _MOVING:
             return []
-        again: list[SendAction] = [Submit(*stretch) for stretch in self._owed]
+        again: list[SendAction] = [WriteLayers(*token_range) for token_range in self._to_retransmit]
         if self.phase is SendPhase.SENDING:
             again += self._submit_ready(range(len(self._ready)))
         return again
 
     def finish(self, first_token: SampledToken | None) -> list[SendAction]:
         """The engine is done with this prompt."""
-        self._finish = SayFinished(first_token)
+        self._finish = SendFinished(first_token)
         return self._drain() if self.phase is SendPhase.SENDING else []
 
-    def submitted(self, posted: Posted, stretch: Stretch) -> list[SendAction]:
-        """A `Submit`, or a part of it, was handed to a transport."""
-        self._outstanding[posted] = stretch
-        self._carried.setdefault(posted.transport, []).append(stretch)
-        if stretch.start < self._sent[stretch.layer]:
-            self._owed = subtract(self._owed, stretch)
+    def submitted(self, handle: TransferHandle, token_range: LayerTokenRange) -> list[SendAction]:
+        """A `WriteLayers`, or a part of it, was handed to a transport."""
+        self._outstanding[handle] = token_range
+        self._carried.setdefault(handle.transport, []).append(token_range)
+        if token_range.start < self._sent[token_range.layer]:
+            self._to_retransmit = subtract(self._to_retransmit, token_range)
         else:
-            self._sent[stretch.layer] = stretch.stop
+            self._sent[token_range.layer] = token_range.stop
         return self._drain()
 
     def announced(self, layer: int, stop: int) -> list[SendAction]:
-        """An `Announce`, or its part up to `stop`, was said."""
+        """An `AnnounceReadable`, or its part up to `stop`, was said."""
         self._sent[layer] = stop
         return self._drain()
 
-    def taken(self) -> list[SendAction]:
+    def acked(self) -> list[SendAction]:
         """The peer has all that it asked for, and verified it."""
         if self.phase is not SendPhase.DRAINING:
             return self.fail("the peer took what was not all sent to it", stage=str(self.phase))
-        self._is_taken = True
+        self._is_acked = True
         return self._settle()
 
-    def ended(self, posted: Posted) -> list[SendAction]:
+    def ended(self, handle: TransferHandle) -> list[SendAction]:
         """A write is done with its source pages, or failed: then `reroute` or `fail` came before.
 
         In either case nothing of it will be stored by this side any more.
         """
-        self._outstanding.pop(posted, None)
-        return [*self._try_leave(posted.transport), *self._settle()]
+        self._outstanding.pop(handle, None)
+        return [*self._try_report_failure(handle.transport), *self._settle()]
 
-    def reroute(self, transport: str) -> list[SendAction]:
+    def fail_over(self, transport: str) -> list[SendAction]:
         """A transport failed, and there is another: what it may have lost is sent again.
 
         Not at once: first its writes must have ended and its end at the peer be closed. The peer
         then says what has not landed (`missing`): nothing lands twice.
         """
-        if self.phase not in _MOVING or self._is_read or transport in self.avoids:
+        if self.phase not in _MOVING or self._is_read or transport in self.excluded:
             return []
-        self.avoids.add(transport)
+        self.excluded.add(transport)
         if transport not in self._carried:
             return []
-        self._leaving.add(transport)
-        return self._try_leave(transport)
+        self._draining_transports.add(transport)
+        return self._try_report_failure(transport)
 
-    def missing(self, message: Missing) -> list[SendAction]:
+    def retransmit(self, message: RetransmitRequest) -> list[SendAction]:
         """The peer has closed a transport that failed, and says what it lacks.
 
         Raises:
             ProtocolError: its ranges are none.
         """
-        stretches = unpack_stretches(message.ranges)
-        if self.phase not in _MOVING or message.transport not in self._asked:
+        token_ranges = unpack_ranges(message.ranges)
+        if self.phase not in _MOVING or message.transport not in self._requested_missing:
             return []
-        self._asked.discard(message.transport)
-        return self._owe(stretches, self._carried.pop(message.transport))
+        self._requested_missing.discard(message.transport)
+        return self._retransmit(token_ranges, self._carried.pop(message.transport))
 
-    def reversed(self, message: Reversed) -> list[SendAction]:
+    def fall_back_to_write(self, message: FallbackToWrite) -> list[SendAction]:
         """The peer can read no more: from now on this side writes, into the pages that it names.
 
         Raises:
             ProtocolError: its ranges are none, or it is being lent the blocks.
         """
-        stretches = unpack_stretches(message.ranges)
+        token_ranges = unpack_ranges(message.ranges)
         if self.phase in _CLOSED or self.grant is None or self.is_written:
             return []
-        if self.is_lent and self.phase is not SendPhase.OFFERED:
+        if self.is_exported and self.phase is not SendPhase.OFFERED:
             raise ProtocolError("the peer wants written what it is about to be lent")
         self.grant = msgspec.structs.replace(
-            self.grant, mover="prefill", first_block=message.first_block, blocks=message.blocks
+            self.grant, op="WRITE", first_block=message.first_block, blocks=message.blocks
         )
-        self.avoids.update(message.transports)
+        self.excluded.update(message.transports)
         start = self.grant.start
-        announced = [Stretch(n, start, int(stop)) for n, stop in enumerate(self._sent)]
-        return self._owe(stretches, [each for each in announced if each.stop > start])
+        announced = [LayerTokenRange(n, start, int(stop)) for n, stop in enumerate(self._sent)]
+        return self._retransmit(token_ranges, [each for each in announced if each.stop > start])
 
     def fail(self, reason: str, *, stage: str) -> list[SendAction]:
         """End early and tell the peer."""
         if self.phase in _CLOSED:
             return []
-        return [Say(Failed(self.ticket, reason)), *self.peer_failed(reason, stage=stage)]
+        return [SendMessage(Failed(self.ticket, reason)), *self.peer_failed(reason, stage=stage)]
 
     def peer_failed(self, reason: str, *, stage: str) -> list[SendAction]:
         """End early because the peer said so, or is gone."""
@@ -257,9 +257,9 @@ class SendSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         return self.fail(f"the deadline passed: {what}", stage=str(self.phase))
 
     def _submit_ready(self, layers: range | tuple[int, ...]) -> list[SendAction]:
-        if self.is_lent:
+        if self.is_exported:
             return self._drain()
-        send = Announce if self._is_read else Submit
+        send = AnnounceReadable if self._is_read else WriteLayers
         actions: list[SendAction] = [
             send(layer, int(self._sent[layer]), stop)
             for layer in layers
@@ -274,52 +274,57 @@ class SendSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
 
     @property
     def _is_read(self) -> bool:
-        """Whether the peer reads: then the source pages are held until it says `Taken`."""
-        return self.grant is not None and self.grant.mover == "decode"
+        """Whether the peer reads: then the source pages are held until it says `TransferAck`."""
+        return self.grant is not None and self.grant.op == "READ"
 
     def _drain(self) -> list[SendAction]:
         """Once all is submitted and the token is known, say so."""
         if self.phase is not SendPhase.SENDING or self._finish is None:
             return []
-        if self.is_lent:
-            return self._lend(self._finish)
+        if self.is_exported:
+            return self._export(self._finish)
         if int(self._sent.min()) < self.order.num_tokens:
             return []
         self.phase = SendPhase.DRAINING
         return [self._finish, *self._settle()]
 
-    def _lend(self, finish: SayFinished) -> list[SendAction]:
+    def _export(self, finish: SendFinished) -> list[SendAction]:
         """Once all is in place. What becomes of the loan is no matter of this session."""
         if self.grant is None or int(self._ready.min()) < self.order.num_tokens:
             return []
         self.phase = SendPhase.ENDED
-        return [Lend(self.grant.start, finish.first_token)]
+        return [ExportBlocks(self.grant.start, finish.first_token)]
 
-    def _owe(self, missing: list[Stretch], sent: list[Stretch]) -> list[SendAction]:
+    def _retransmit(
+        self, missing: list[LayerTokenRange], sent: list[LayerTokenRange]
+    ) -> list[SendAction]:
         """Send again what was sent and is missing."""
         owed = intersect(missing, sent)
-        self._owed += owed
-        return [Submit(*stretch) for stretch in owed] or self._settle()
+        self._to_retransmit += owed
+        return [WriteLayers(*token_range) for token_range in owed] or self._settle()
 
-    def _try_leave(self, transport: str) -> list[SendAction]:
+    def _try_report_failure(self, transport: str) -> list[SendAction]:
         """Once no write is under way over it: the peer may close its end."""
-        under_way = any(posted.transport == transport for posted in self._outstanding)
-        if transport not in self._leaving or under_way or self.phase not in _MOVING:
+        under_way = any(handle.transport == transport for handle in self._outstanding)
+        if transport not in self._draining_transports or under_way or self.phase not in _MOVING:
             return []
-        self._leaving.discard(transport)
-        self._asked.add(transport)
-        return [Say(Rerouted(self.ticket, transport))]
+        self._draining_transports.discard(transport)
+        self._requested_missing.add(transport)
+        return [SendMessage(TransportFailed(self.ticket, transport))]
 
     def _settle(self) -> list[SendAction]:
         """End, once no write holds the source pages, and the peer needs them no more."""
-        is_settled = self.phase is SendPhase.ENDING or (not self.over and self._is_taken)
+        is_settled = self.phase is SendPhase.ENDING or (not self.over and self._is_acked)
         return self._over() if is_settled and not self._outstanding else []
 
     def check_invariants(self) -> None:
         """Raise AssertionError where the books of what was sent disagree."""
-        if any(stop > self._sent[layer] for layer, _, stop in self._owed):
+        if any(stop > self._sent[layer] for layer, _, stop in self._to_retransmit):
             raise AssertionError("it is to be sent again, and was never sent")
-        if self._leaving & self._asked or not self._leaving | self._asked <= self.avoids:
+        if (
+            self._draining_transports & self._requested_missing
+            or not self._draining_transports | self._requested_missing <= self.excluded
+        ):
             raise AssertionError("a transport is left that did not fail")
         if self.over and self._outstanding:
             raise AssertionError("it is over, and a write holds its source pages")

@@ -175,18 +175,18 @@ def _read_searched(config: HfConfig, place: int) -> Layer:
 
 
 def _kv_heads(config: HfConfig, num_heads: int, place: int) -> int:
-    for said in (config.num_key_value_heads, config.num_kv_heads):
-        if isinstance(said, tuple):
-            if place >= len(said):
+    for configured in (config.num_key_value_heads, config.num_kv_heads):
+        if isinstance(configured, tuple):
+            if place >= len(configured):
                 raise ConfigError(f"num_key_value_heads: no layer {place}")
-            return said[place]
+            return configured[place]
     if config.multi_query and not config.new_decoder_architecture:
         return 1
     if config.multi_query_attention and config.multi_query_group_num:
         return config.multi_query_group_num
-    for said in (config.num_key_value_heads, config.num_kv_heads):
-        if isinstance(said, int) and said:
-            return said
+    for configured in (config.num_key_value_heads, config.num_kv_heads):
+        if isinstance(configured, int) and configured:
+            return configured
     return num_heads
 
 

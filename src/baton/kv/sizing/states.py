@@ -42,8 +42,8 @@ def read_short_convolution(config: HfConfig, hidden_size: int) -> State:
 
 
 def _format(config: HfConfig) -> NumberFormat:
-    said = config.mamba_ssm_cache_dtype or config.mamba_ssm_dtype
-    return "float32" if said in {"float32", "fp32"} else "model"
+    configured = config.mamba_ssm_cache_dtype or config.mamba_ssm_dtype
+    return "float32" if configured in {"float32", "fp32"} else "model"
 
 
 def _gated_delta(config: HfConfig, _: int) -> State | None:

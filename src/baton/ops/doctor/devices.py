@@ -11,7 +11,7 @@ from baton.ops.doctor.machine import is_container
 from baton.ops.doctor.probe import write_bytes
 
 if TYPE_CHECKING:
-    from baton.ops.doctor.host import Answer, Host
+    from baton.ops.doctor.host import Host, ProgramOutput
 
 PCI: Final = "/sys/bus/pci/devices"
 INFINIBAND: Final = "/sys/class/infiniband"
@@ -53,9 +53,9 @@ class RdmaDevice:
         return "ACTIVE" in self.state
 
 
-def look_at_gpus(host: Host) -> list[Finding]:
+def check_gpus(host: Host) -> list[Finding]:
     """NVIDIA GPUs: on the bus, and by the driver's own program."""
-    answer = host.ask(QUERY)
+    answer = host.run_program(QUERY)
     if answer is None or answer.returncode != 0:
         return [_without_driver(host, answer)]
     gpus = parse_gpus(host, answer.text)
@@ -66,9 +66,9 @@ def look_at_gpus(host: Host) -> list[Finding]:
             f"{len(some)} x {name}, {write_bytes(size)}; {_by_node(some)}; driver {driver}",
             "KV moves between GPUs without touching host memory where RDMA or NVLink allows.",
         )
-        for (name, size, driver), some in _alike(gpus).items()
+        for (name, size, driver), some in _group_equal(gpus).items()
     ]
-    return [*findings, *_look_at_peer_memory(host, gpus)]
+    return [*findings, *_check_peer_memory(host, gpus)]
 
 
 def parse_gpus(host: Host, text: str) -> list[Gpu]:
@@ -98,7 +98,7 @@ def rdma_devices(host: Host) -> list[RdmaDevice]:
     return devices
 
 
-def look_at_rdma(host: Host) -> list[Finding]:
+def check_rdma(host: Host) -> list[Finding]:
     """RDMA devices: are their ports up, and may this user open them."""
     devices = rdma_devices(host)
     if not devices:
@@ -120,7 +120,7 @@ def look_at_rdma(host: Host) -> list[Finding]:
     return findings
 
 
-def look_at_dax(host: Host) -> list[Finding]:
+def check_dax(host: Host) -> list[Finding]:
     """DAX devices: CXL pools and persistent memory that `shared` can map."""
     findings = [_describe_dax(host, name) for name in host.entries(DAX)]
     return findings or [
@@ -162,7 +162,7 @@ def _finding(name: str, level: Level, found: str, why: str, *, fix: str | None =
     return Finding(area=Area.DEVICES, name=name, level=level, found=found, why=why, fix=fix)
 
 
-def _without_driver(host: Host, answer: Answer | None) -> Finding:
+def _without_driver(host: Host, answer: ProgramOutput | None) -> Finding:
     num_on_bus = _count_gpus_on_bus(host)
     if num_on_bus == 0:
         return _finding("GPU", Level.OK, "none", "Baton runs on CPUs without one.")
@@ -188,7 +188,7 @@ def _describe(device: RdmaDevice) -> Finding:
     return _finding(device.name, Level.WARNING, found, why, fix=fix)
 
 
-def _look_at_peer_memory(host: Host, gpus: list[Gpu]) -> list[Finding]:
+def _check_peer_memory(host: Host, gpus: list[Gpu]) -> list[Finding]:
     if not gpus or not rdma_devices(host) or host.exists("/sys/module/nvidia_peermem"):
         return []
     return [
@@ -217,7 +217,7 @@ def _numa_node(host: Host, device: str) -> int | None:
     return None if node is None or node < 0 else node
 
 
-def _alike(gpus: list[Gpu]) -> dict[tuple[str, int, str], list[Gpu]]:
+def _group_equal(gpus: list[Gpu]) -> dict[tuple[str, int, str], list[Gpu]]:
     groups: defaultdict[tuple[str, int, str], list[Gpu]] = defaultdict(list)
     for gpu in gpus:
         groups[gpu.name, gpu.memory_bytes, gpu.driver].append(gpu)

@@ -8,8 +8,8 @@ from typing import Final
 import msgspec
 
 SCHEMA_VERSION: Final = 1
-WELL: Final = 0
-UNWELL: Final = 1
+EXIT_OK: Final = 0
+EXIT_PROBLEM: Final = 1
 
 
 class Level(StrEnum):
@@ -87,4 +87,4 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def exit_code(self) -> int:
         """0, or 1 if there is a problem."""
-        return UNWELL if self.count(Level.PROBLEM) else WELL
+        return EXIT_PROBLEM if self.count(Level.PROBLEM) else EXIT_OK

@@ -122,7 +122,7 @@ class Gateway:
         return response.status, body
 
 
-def look_at_readiness(gateway: Gateway) -> list[Finding]:
+def check_readiness(gateway: Gateway) -> list[Finding]:
     """Does it answer, and could it serve a request now?"""
     why = "A gateway that is not ready refuses every request."
     try:
@@ -136,7 +136,7 @@ def look_at_readiness(gateway: Gateway) -> list[Finding]:
     return [_finding("gateway", Level.PROBLEM, f"HTTP {status} from /ready: {reason}", why)]
 
 
-def look_at_counters(gateway: Gateway) -> list[Finding]:
+def check_counters(gateway: Gateway) -> list[Finding]:
     """Workers, fallbacks and broken streams, from `/metrics`."""
     try:
         families = _read_metrics(gateway)
@@ -145,7 +145,7 @@ def look_at_counters(gateway: Gateway) -> list[Finding]:
     return [*_workers(families), _fallbacks(families), _broken_streams(families)]
 
 
-def look_at_handoffs(gateway: Gateway) -> list[Finding]:
+def check_handoffs(gateway: Gateway) -> list[Finding]:
     """Expected against used transports, in the latest requests' traces."""
     why = "A handoff by another transport than the expected one works, and is slow in silence."
     try:
@@ -156,10 +156,10 @@ def look_at_handoffs(gateway: Gateway) -> list[Finding]:
     if not used:
         found = f"no handoff among the latest {len(summaries)} requests"
         return [_finding("transports used", Level.OK, found, why)]
-    return _judge_transports(used, why)
+    return _compare_transports(used, why)
 
 
-def _judge_transports(used: Sequence[Summary], why: str) -> list[Finding]:
+def _compare_transports(used: Sequence[Summary], why: str) -> list[Finding]:
     mismatches = Counter(
         (summary.expected_transport, summary.transport)
         for summary in used

@@ -27,7 +27,7 @@ class Space:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ProgramOutput:
     """What a program wrote (both streams), and how it ended."""
 
     returncode: int
@@ -46,7 +46,7 @@ class Host:
     root: Path
     environment: Mapping[str, str]
     cpus: frozenset[int]
-    ask: Callable[[tuple[str, ...]], Answer | None]
+    run_program: Callable[[tuple[str, ...]], ProgramOutput | None]
     measure_space: Callable[[str], Space | None]
     find_version: Callable[[str], str | None]
 
@@ -97,13 +97,13 @@ def this_host() -> Host:
         root=Path("/"),
         environment=read_environment(),
         cpus=_usable_cpus(),
-        ask=ask_program,
+        run_program=run_program,
         measure_space=_measure_space,
         find_version=_find_version,
     )
 
 
-def ask_program(command: tuple[str, ...]) -> Answer | None:
+def run_program(command: tuple[str, ...]) -> ProgramOutput | None:
     """Run a program; None if it is not installed.
 
     Raises:
@@ -120,7 +120,7 @@ def ask_program(command: tuple[str, ...]) -> Answer | None:
         )
     except (FileNotFoundError, PermissionError):
         return None
-    return Answer(done.returncode, done.stdout.decode(errors="replace").strip())
+    return ProgramOutput(done.returncode, done.stdout.decode(errors="replace").strip())
 
 
 def _usable_cpus() -> frozenset[int]:

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 NUM_AT_ONCE: Final = 6
 MAX_ANSWER_BYTES: Final = 1 << 20
-MAX_SAID_BYTES: Final = 4096
-MAX_SAID_CHARS: Final = 160
+MAX_OUTPUT_BYTES: Final = 4096
+MAX_OUTPUT_CHARS: Final = 160
 REAP_TRIES: Final = 50
 REAP_PAUSE_S: Final = 0.01
 _READ_BYTES: Final = 1 << 16
@@ -45,20 +45,20 @@ class _Running:
 
     probe: Probe
     pid: int
-    answers: int
-    said: IO[bytes]
+    result_fd: int
+    output: IO[bytes]
     deadline: float
     text: bytearray = field(default_factory=bytearray)
     is_silent: bool = False
 
     @property
-    def has_answered(self) -> bool:
+    def has_result(self) -> bool:
         return self.text.endswith(b"\n")
 
     def is_over(self, clock: Clock) -> bool:
         is_too_long = len(self.text) > MAX_ANSWER_BYTES
         is_late = clock.now() >= self.deadline
-        return self.has_answered or self.is_silent or is_too_long or is_late
+        return self.has_result or self.is_silent or is_too_long or is_late
 
 
 def run_probes(probes: Sequence[Probe], host: Host, clock: Clock) -> list[Finding]:
@@ -85,29 +85,29 @@ def run_probes(probes: Sequence[Probe], host: Host, clock: Clock) -> list[Findin
 
 
 def _start(probe: Probe, host: Host, clock: Clock) -> _Running:
-    said = tempfile.TemporaryFile()  # noqa: SIM115 - closed in _end
+    output = tempfile.TemporaryFile()  # noqa: SIM115 - closed in _end
     read_fd, write_fd = os.pipe()
     deadline = clock.now() + probe.timeout_s
     pid = os.fork()
     if pid == 0:
         os.close(read_fd)
-        _answer_and_exit(probe, host, write_fd, said.fileno())
+        _report_and_exit(probe, host, write_fd, output.fileno())
     os.close(write_fd)
     with suppress(OSError):  # the child does the same: whoever comes first
         os.setpgid(pid, pid)
-    return _Running(probe, pid, read_fd, said, deadline)
+    return _Running(probe, pid, read_fd, output, deadline)
 
 
-def _answer_and_exit(probe: Probe, host: Host, answers: int, said: int) -> NoReturn:
+def _report_and_exit(probe: Probe, host: Host, result_fd: int, output: int) -> NoReturn:
     """In the child. Never returns, and runs nothing that was meant for the parent's end."""
     try:
         with suppress(OSError):
             os.setpgid(0, 0)
-        die_with_parent()
-        _redirect(said)
-        text = msgspec.json.encode(probe.look(host)) + b"\n"
+        exit_with_parent()
+        _redirect(output)
+        text = msgspec.json.encode(probe.check(host)) + b"\n"
         while text:
-            text = text[os.write(answers, text) :]
+            text = text[os.write(result_fd, text) :]
         os._exit(0)
     except BaseException:  # noqa: BLE001 - whatever it was, the parent reads it
         os.write(2, traceback.format_exc().encode(errors="replace"))
@@ -115,23 +115,23 @@ def _answer_and_exit(probe: Probe, host: Host, answers: int, said: int) -> NoRet
         os._exit(1)
 
 
-def die_with_parent() -> None:
+def exit_with_parent() -> None:
     """Ask the kernel to end this process when its parent ends, where it can."""
     with suppress(AttributeError, OSError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _redirect(said: int) -> None:
+def _redirect(output: int) -> None:
     """Nothing to read, and what is written goes into a file."""
     nothing = os.open(os.devnull, os.O_RDONLY)
-    for source, target in ((nothing, 0), (said, 1), (said, 2)):
+    for source, target in ((nothing, 0), (output, 1), (output, 2)):
         os.dup2(source, target)
 
 
 def _wait(running: Collection[_Running], clock: Clock) -> None:
     """Read what there is, until one process has answered, ended, or run out of time."""
     nearest = min(one.deadline for one in running)
-    by_fd = {one.answers: one for one in running}
+    by_fd = {one.result_fd: one for one in running}
     for fd in select.select(list(by_fd), [], [], max(0.0, nearest - clock.now()))[0]:
         more = os.read(fd, _READ_BYTES)
         by_fd[fd].text += more
@@ -143,7 +143,7 @@ def _end(one: _Running) -> int | None:
 
     One that cannot die now (a driver holds it) is left to the kernel: nothing waits for it long.
     """
-    os.close(one.answers)
+    os.close(one.result_fd)
     # One that is silent closed its end of the pipe by dying.
     status = os.waitpid(one.pid, 0)[1] if one.is_silent else None
     with suppress(ProcessLookupError, PermissionError):
@@ -162,26 +162,26 @@ def _reap(pid: int) -> None:
 
 
 def _conclude(one: _Running, returncode: int | None) -> list[Finding]:
-    said = _last_line(one.said)
-    one.said.close()
-    if one.has_answered:
+    output = _last_line(one.output)
+    one.output.close()
+    if one.has_result:
         with suppress(msgspec.MsgspecError):
             return msgspec.json.decode(one.text, type=list[Finding])
-    probe, found = one.probe, _how_it_failed(one, returncode)
+    probe, found = one.probe, _describe_failure(one, returncode)
     return [
         Finding(
             area=probe.area,
             name=probe.name,
-            level=probe.if_broken,
-            found=f"{found}: {said}" if said else found,
+            level=probe.level_if_broken,
+            found=f"{found}: {output}" if output else found,
             why="It was tried in a process of its own, so nothing else is harmed; "
             "but what hangs or crashes here does so in a worker too.",
         )
     ]
 
 
-def _how_it_failed(one: _Running, returncode: int | None) -> str:
-    if one.has_answered:
+def _describe_failure(one: _Running, returncode: int | None) -> str:
+    if one.has_result:
         return "the probe answered nonsense"
     if returncode is None:
         return f"no answer within {write_seconds(one.probe.timeout_s)}"
@@ -190,11 +190,11 @@ def _how_it_failed(one: _Running, returncode: int | None) -> str:
     return "the probe failed"
 
 
-def _last_line(said: IO[bytes]) -> str:
+def _last_line(output: IO[bytes]) -> str:
     """The last line that says something: of a Python traceback, the exception."""
-    said.seek(max(0, said.seek(0, os.SEEK_END) - MAX_SAID_BYTES))
-    lines = said.read().decode(errors="replace").split("\n")
-    return next((line.strip()[:MAX_SAID_CHARS] for line in reversed(lines) if line.strip()), "")
+    output.seek(max(0, output.seek(0, os.SEEK_END) - MAX_OUTPUT_BYTES))
+    lines = output.read().decode(errors="replace").split("\n")
+    return next((line.strip()[:MAX_OUTPUT_CHARS] for line in reversed(lines) if line.strip()), "")
 
 
 def _signal_name(number: int) -> str:

@@ -17,7 +17,7 @@ WANTED_OPEN_FILES: Final = 65_536
 UNLIMITED: Final = "unlimited"
 
 
-def look_at_open_files(host: Host) -> list[Finding]:
+def check_open_files(host: Host) -> list[Finding]:
     """RLIMIT_NOFILE."""
     limits = read_limit(host, "Max open files")
     if limits is None:
@@ -40,7 +40,7 @@ def look_at_open_files(host: Host) -> list[Finding]:
     ]
 
 
-def look_at_locked_memory(host: Host) -> list[Finding]:
+def check_locked_memory(host: Host) -> list[Finding]:
     """RLIMIT_MEMLOCK: what RDMA may register."""
     limits = read_limit(host, "Max locked memory")
     if limits is None:

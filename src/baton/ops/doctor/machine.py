@@ -19,7 +19,7 @@ _POPULATE_WRITE: Final = (5, 14)
 _PIDFD: Final = (5, 3)
 
 
-def look_at_kernel(host: Host) -> list[Finding]:
+def check_kernel(host: Host) -> list[Finding]:
     """Which of the kernel's features that Baton uses are there, by its version."""
     release = host.read("/proc/sys/kernel/osrelease")
     if release is None:
@@ -55,7 +55,7 @@ def read_kernel_version(release: str) -> tuple[int, int]:
     return (int(found[1]), int(found[2])) if found else (0, 0)
 
 
-def look_at_processors(host: Host) -> list[Finding]:
+def check_processors(host: Host) -> list[Finding]:
     """Processors that this process may use: affinity and cgroup quota together."""
     num_online = len(parse_ranges(host.read("/sys/devices/system/cpu/online") or ""))
     num_usable = len(host.cpus)
@@ -77,7 +77,7 @@ def look_at_processors(host: Host) -> list[Finding]:
     ]
 
 
-def look_at_numa(host: Host) -> list[Finding]:
+def check_numa(host: Host) -> list[Finding]:
     """NUMA nodes and their processors."""
     nodes = numa_nodes(host)
     parts = [f"node {node}: cpus {host.read(f'{NODES}/node{node}/cpulist')}" for node in nodes]
@@ -98,7 +98,7 @@ def numa_nodes(host: Host) -> tuple[int, ...]:
     return tuple(parse_ranges(host.read(f"{NODES}/online") or "0"))
 
 
-def look_at_container(host: Host) -> list[Finding]:
+def check_container(host: Host) -> list[Finding]:
     """Whether this is a container, and what peers in other containers need."""
     signs = container_signs(host)
     if signs:

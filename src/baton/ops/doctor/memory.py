@@ -21,7 +21,7 @@ SHM: Final = "/dev/shm"  # noqa: S108 - looked at, not written
 STRICT_OVERCOMMIT: Final = 2
 
 
-def look_at_memory(host: Host) -> list[Finding]:
+def check_memory(host: Host) -> list[Finding]:
     """Memory that this process can have: the machine's, or its cgroup's limit."""
     facts = read_meminfo(host)
     total, available = facts.get("MemTotal"), facts.get("MemAvailable")
@@ -45,7 +45,7 @@ def look_at_memory(host: Host) -> list[Finding]:
     ]
 
 
-def look_at_shm(host: Host) -> list[Finding]:
+def check_shm(host: Host) -> list[Finding]:
     """Size of /dev/shm, and the room in it."""
     space = host.measure_space(SHM)
     why = (
@@ -73,7 +73,7 @@ def _enlarge(host: Host) -> str:
     return "sudo mount -o remount,size=8G /dev/shm"
 
 
-def look_at_huge_pages(host: Host) -> list[Finding]:
+def check_huge_pages(host: Host) -> list[Finding]:
     """Huge pages: reserved ones, and transparent ones for shared memory."""
     facts = read_meminfo(host)
     if not facts:
@@ -93,7 +93,7 @@ def look_at_huge_pages(host: Host) -> list[Finding]:
     ]
 
 
-def look_at_overcommit(host: Host) -> list[Finding]:
+def check_overcommit(host: Host) -> list[Finding]:
     """Whether the kernel refuses memory that it might not have."""
     mode = host.read_number("/proc/sys/vm/overcommit_memory")
     if mode is None:

@@ -19,7 +19,7 @@ FAST_MBIT: Final = 25_000
 JUMBO_BYTES: Final = 9000
 
 
-def look_at_interfaces(host: Host) -> list[Finding]:
+def check_interfaces(host: Host) -> list[Finding]:
     """Interfaces that have a device behind them: state, speed, MTU, NUMA node."""
     names = [
         name for name in host.entries(INTERFACES) if host.exists(f"{INTERFACES}/{name}/device")
@@ -29,12 +29,12 @@ def look_at_interfaces(host: Host) -> list[Finding]:
     ]
 
 
-def look_at_socket_buffers(host: Host) -> list[Finding]:
+def check_socket_buffers(host: Host) -> list[Finding]:
     """How large a socket's buffers may be, and all of TCP's together."""
     ceilings = {
         name: host.read_number(f"/proc/sys/net/core/{name}") for name in ("rmem_max", "wmem_max")
     }
-    return [*_look_at_ceilings(ceilings), *_look_at_tcp_mem(host)]
+    return [*_check_ceilings(ceilings), *_check_tcp_mem(host)]
 
 
 def _describe(host: Host, name: str) -> Finding:
@@ -67,7 +67,7 @@ def _interface(name: str, level: Level, found: str, why: str, *, fix: str | None
     return Finding(area=Area.NETWORK, name=name, level=level, found=found, why=why, fix=fix)
 
 
-def _look_at_ceilings(ceilings: dict[str, int | None]) -> list[Finding]:
+def _check_ceilings(ceilings: dict[str, int | None]) -> list[Finding]:
     known = {name: value for name, value in ceilings.items() if value is not None}
     if not known:
         return [
@@ -93,7 +93,7 @@ def _look_at_ceilings(ceilings: dict[str, int | None]) -> list[Finding]:
     ]
 
 
-def _look_at_tcp_mem(host: Host) -> list[Finding]:
+def _check_tcp_mem(host: Host) -> list[Finding]:
     words = (host.read("/proc/sys/net/ipv4/tcp_mem") or "").split()
     if len(words) != 3 or not all(word.isdigit() for word in words):  # noqa: PLR2004
         return []

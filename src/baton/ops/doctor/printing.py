@@ -49,12 +49,14 @@ def _block(findings: Iterable[Finding], name_width: int) -> Table:
     table.add_column(overflow="fold", ratio=1)
     for finding in findings:
         table.add_row(
-            Text(f"  {finding.level}", style=STYLES[finding.level]), finding.name, _tell(finding)
+            Text(f"  {finding.level}", style=STYLES[finding.level]),
+            finding.name,
+            _describe(finding),
         )
     return table
 
 
-def _tell(finding: Finding) -> Text:
+def _describe(finding: Finding) -> Text:
     text = Text(finding.found)
     if finding.level is not Level.OK:
         text.append(f"\n{finding.why}", style="dim")

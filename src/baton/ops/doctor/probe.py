@@ -27,8 +27,8 @@ class Probe:
 
     area: Area
     name: str
-    look: Callable[[Host], list[Finding]]
-    if_broken: Level
+    check: Callable[[Host], list[Finding]]
+    level_if_broken: Level
     timeout_s: float = PROBE_TIMEOUT_S
 
 

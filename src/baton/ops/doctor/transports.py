@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from baton.ops.doctor.host import Host
-    from baton.ops.doctor.trial import Moved
+    from baton.ops.doctor.transport_check import TransferCheckResult
 
 PATH_NAME: Final = "handoff path"
 RDMA_ONLY: Final = frozenset({"uccl"})
@@ -55,16 +55,16 @@ class ChosenTransports:
     options: Mapping[str, Mapping[str, object]]
 
 
-def look_at_transport(kind: str, chosen: ChosenTransports, host: Host) -> list[Finding]:
+def check_transport(kind: str, chosen: ChosenTransports, host: Host) -> list[Finding]:
     """Move pages by one transport between two processes."""
-    from baton.ops.doctor.trial import try_transport  # noqa: PLC0415 - numpy
-    from baton.ops.doctor.trial_party import NotTriedError  # noqa: PLC0415
+    from baton.ops.doctor.transport_check import run_transport_check  # noqa: PLC0415 - numpy
+    from baton.ops.doctor.transport_check_endpoint import NotCheckedError  # noqa: PLC0415
 
     if kind in WITHIN_ONE_PROCESS:
         return [_not_tried(kind, "it is for one process that computes prefill and decode")]
     try:
-        moved = try_transport(kind, chosen.options.get(kind, {}), MachineClock())
-    except NotTriedError as exc:
+        moved = run_transport_check(kind, chosen.options.get(kind, {}), MachineClock())
+    except NotCheckedError as exc:
         return [_not_tried(kind, str(exc))]
     except Exception as exc:  # noqa: BLE001 - a plug-in may raise anything: that is the finding
         option = _MISSING_OPTION.search(str(exc))
@@ -74,7 +74,7 @@ def look_at_transport(kind: str, chosen: ChosenTransports, host: Host) -> list[F
     return [_worked(kind, moved), *_unasked_listeners(kind, moved)]
 
 
-def look_at_path(findings: Sequence[Finding], chosen: ChosenTransports) -> Finding:
+def check_path(findings: Sequence[Finding], chosen: ChosenTransports) -> Finding:
     """By which transport two workers on this host will hand over. Pure."""
     working = {
         finding.name
@@ -113,7 +113,7 @@ def failure_level(kind: str, chosen: ChosenTransports) -> Level:
     return Level.WARNING if kind in chosen.kinds else Level.NOTE
 
 
-def _worked(kind: str, moved: Moved) -> Finding:
+def _worked(kind: str, moved: TransferCheckResult) -> Finding:
     verbs = "written and read back" if moved.was_read else "written"
     return Finding(
         area=Area.TRANSPORTS,
@@ -125,7 +125,7 @@ def _worked(kind: str, moved: Moved) -> Finding:
     )
 
 
-def _unasked_listeners(kind: str, moved: Moved) -> list[Finding]:
+def _unasked_listeners(kind: str, moved: TransferCheckResult) -> list[Finding]:
     if not moved.listeners:
         return []
     return [
@@ -178,7 +178,7 @@ def _failed(kind: str, chosen: ChosenTransports, host: Host, error: Exception) -
 
 def _explain(kind: str, host: Host, error: Exception) -> tuple[str, str | None]:
     """Why a transport does not work, and the command that helps."""
-    from baton.ops.doctor.trial import describe_error  # noqa: PLC0415 - numpy
+    from baton.ops.doctor.transport_check import describe_error  # noqa: PLC0415 - numpy
 
     reason = describe_error(error)
     if module := _MISSING_MODULE.search(reason):

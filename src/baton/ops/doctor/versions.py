@@ -61,7 +61,7 @@ NEEDED_BY_ENGINE: Final = {
 }
 
 
-def look_at_python(_host: Host) -> list[Finding]:
+def check_python(_host: Host) -> list[Finding]:
     """The interpreter that would run workers: this one."""
     is_enough = sys.version_info >= MIN_PYTHON
     return [
@@ -76,12 +76,12 @@ def look_at_python(_host: Host) -> list[Finding]:
     ]
 
 
-def look_at_packages(host: Host) -> list[Finding]:
+def check_packages(host: Host) -> list[Finding]:
     """Which of the packages are installed, and in which version."""
-    return [_look_at_package(host, package) for package in PACKAGES]
+    return [_check_package(host, package) for package in PACKAGES]
 
 
-def look_at_libraries(host: Host) -> list[Finding]:
+def check_libraries(host: Host) -> list[Finding]:
     """Which of the shared libraries the system has."""
     findings: list[Finding] = []
     for name, file, use in LIBRARIES:
@@ -93,7 +93,7 @@ def look_at_libraries(host: Host) -> list[Finding]:
     return findings
 
 
-def look_at_engine(engine: str, host: Host) -> list[Finding]:
+def check_engine(engine: str, host: Host) -> list[Finding]:
     """Whether the engine that is configured has what it is made of."""
     missing = [
         distribution
@@ -114,7 +114,7 @@ def look_at_engine(engine: str, host: Host) -> list[Finding]:
             why="What a worker computes with, by default (worker.engine).",
             fix=fix,
         ),
-        *_look_at_torch_build(host),
+        *_check_torch_build(host),
     ]
 
 
@@ -134,7 +134,7 @@ def _names_of(distribution: str) -> tuple[str, ...]:
     return (distribution,)
 
 
-def _look_at_package(host: Host, package: Package) -> Finding:
+def _check_package(host: Host, package: Package) -> Finding:
     found = find_any_version(host, package.distributions)
     text = "not installed"
     if found is not None:
@@ -145,7 +145,7 @@ def _look_at_package(host: Host, package: Package) -> Finding:
     )
 
 
-def _look_at_torch_build(host: Host) -> list[Finding]:
+def _check_torch_build(host: Host) -> list[Finding]:
     version = host.find_version("torch") or ""
     if not version.endswith("+cpu") or not host.exists("/proc/driver/nvidia"):
         return []

@@ -7,31 +7,31 @@ model, and the gateway. docs/reliability.md says how to use it.
 
 File map:
     plan.py       what a schedule is: workers, clients, faults
-    drawing_modes.py  schedules in which blocks are lent, or kept in the store
-    drawing.py    from a seed to a schedule
+    generating_modes.py  schedules in which blocks are lent, or kept in the store
+    generating.py    from a seed to a schedule
     timeline.py   virtual time, its order, the log, and skewed clocks
     network.py    connections between hosts, and what breaks them
     transport.py  transports that keep their contract, and nothing more
     fabric.py     what carries their bytes
-    shelf.py      the store
-    pooling.py    the pool's desk, without its thread
-    mishaps.py    what befalls them on the way
+    store.py      the store
+    pool_mode.py    the pool's desk, without its thread
+    transfer_faults.py    what befalls them on the way
     memory.py     KV that says whose it is
-    computing.py  a model that computes such KV
+    computer.py  a model that computes such KV
     agent.py      the production agent, watched
-    mortality.py  the end of a life, as its kernel tells it
+    process_exit.py  the end of a life, as its kernel tells it
     process.py    one life of a worker, around the production engine loop
-    calls.py      the gateway's requests to workers
+    worker_requests.py      the gateway's requests to workers
     gateway.py    who places, asks, aborts and tries again
     world.py      one run's cluster
-    striking.py   carries out faults
-    inside.py     the books of the production code, for the checker alone
+    fault_injector.py   carries out faults
+    internals.py     the books of the production code, for the checker alone
     violation.py  an invariant that does not hold
     checker.py    the invariants at each step
-    leases.py     what is held under a lease, and for how long
-    pool_watch.py what goes through the store
-    loans.py      what peers attend over, and until when
-    excuses.py    how requests may end, and why
+    lease_checker.py     what is held under a lease, and for how long
+    pool_checker.py what goes through the store
+    export_checker.py      what peers attend over, and until when
+    allowed_failures.py    how requests may end, and why
     running.py    one run
     shrinking.py  a shorter schedule that fails the same way
     campaign.py   many seeds, in several processes

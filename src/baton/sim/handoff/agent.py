@@ -8,24 +8,24 @@ from baton.handoff.agent import HandoffAgent
 from baton.handoff.messages import (
     Declined,
     Grant,
+    Keepalive,
+    LeaseRenewed,
     Ping,
     Pong,
-    Recalled,
-    Renew,
-    Renewed,
-    Returned,
-    Settled,
-    Underway,
+    Release,
+    ReleaseAck,
+    RenewLease,
+    Revoke,
 )
-from baton.handoff.pooling.desk import PoolDesk
+from baton.handoff.pool_mode.store_handoff import StoreHandoff
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from baton.authority.ticket import Ticket
+    from baton.auth.ticket import Ticket
     from baton.handoff.agent import AgentOptions
     from baton.handoff.interface import HandoffEvent, ReceiveOrder, SampledToken, SendOrder
-    from baton.handoff.peers import Heard
+    from baton.handoff.peers import MessageReceived
     from baton.ids import TicketId
     from baton.sim.handoff.checker import Checker
     from baton.sim.handoff.process import SimProcess
@@ -39,69 +39,69 @@ class SimAgent(HandoffAgent):
         self._process, self._checker = process, checker
 
     @property
-    def pool_desk(self) -> PoolDesk | None:
+    def store_handoff(self) -> StoreHandoff | None:
         """The desk of mode pool, where there is a store."""
-        return self._pool if isinstance(self._pool, PoolDesk) else None
+        return self._pool if isinstance(self._pool, StoreHandoff) else None
 
-    def give_up(self, ticket: TicketId, reason: str) -> None:
+    def abort_from_peer(self, ticket: TicketId, reason: str) -> None:
         """See `HandoffAgent`."""
-        super().give_up(ticket, reason)
-        self.wake_pool()
+        super().abort_from_peer(ticket, reason)
+        self.wake_store_handoff()
 
-    def wake_pool(self) -> None:
+    def wake_store_handoff(self) -> None:
         """Something was asked of the pool's desk."""
-        if self.pool_desk is not None:
-            self._process.pool_driver.wake()
+        if self.store_handoff is not None:
+            self._process.store_handoff_driver.wake()
 
-    def _heard(self, heard: Heard) -> None:
-        message = heard.message
+    def _dispatch_message(self, event: MessageReceived) -> None:
+        message = event.message
         if isinstance(message, Ping | Pong):
             return
-        before = self._checker.before_hearing(self._process, heard)
-        super()._heard(heard)
-        self._checker.after_hearing(self._process, heard, before)
+        before = self._checker.before_message(self._process, event)
+        super()._dispatch_message(event)
+        self._checker.after_message(self._process, event, before)
 
     def _emit(self, event: HandoffEvent) -> None:
-        self._checker.told(self._process, event)
+        self._checker.on_event(self._process, event)
         super()._emit(event)
 
 
-class WatchedPort:
+class CheckedPort:
     """Between an engine and its agent; implements `HandoffPort`."""
 
     def __init__(self, agent: SimAgent, process: SimProcess, checker: Checker) -> None:
         self._agent, self._process, self._checker = agent, process, checker
         self._uncomputed: tuple[Ticket, ...] = ()
 
-    def expect(self, order: ReceiveOrder) -> None:
+    def start_receive(self, order: ReceiveOrder) -> None:
         """See `HandoffPort`."""
-        self._checker.expected(self._process, order)
-        self._agent.expect(order)
-        self._agent.wake_pool()
+        self._checker.on_start_receive(self._process, order)
+        self._agent.start_receive(order)
+        self._agent.wake_store_handoff()
 
-    def offer(self, order: SendOrder) -> None:
+    def start_send(self, order: SendOrder) -> None:
         """See `HandoffPort`."""
-        self._checker.offered(self._process, order)
-        self._agent.offer(order)
-        self._agent.wake_pool()
+        self._checker.on_start_send(self._process, order)
+        self._agent.start_send(order)
+        self._agent.wake_store_handoff()
 
-    def computing(self, prompts: Sequence[Ticket]) -> None:
+    def report_progress(self, prompts: Sequence[Ticket]) -> None:
         """See `HandoffPort`."""
         self._uncomputed = tuple(prompts)
-        self._checker.deadlines.engine_lives(self._process, self._uncomputed)
-        self._agent.computing(prompts)
+        self._checker.deadlines.engine_alive(self._process, self._uncomputed)
+        self._agent.report_progress(prompts)
 
     def layer_ready(self, tickets: Sequence[tuple[TicketId, int]], layer: int) -> None:
         """See `HandoffPort`."""
-        self._checker.deadlines.engine_lives(self._process, self._uncomputed)
+        self._checker.deadlines.engine_alive(self._process, self._uncomputed)
         self._agent.layer_ready(tickets, layer)
-        self._agent.wake_pool()
+        self._agent.wake_store_handoff()
 
-    def finish(self, ticket: TicketId, first_token: SampledToken | None) -> None:
+    def prefill_done(self, ticket: TicketId, first_token: SampledToken | None) -> None:
         """See `HandoffPort`."""
-        self._checker.leases.begins(self._process, ticket)
-        self._agent.finish(ticket, first_token)
-        self._agent.wake_pool()
+        self._checker.leases.start(self._process, ticket)
+        self._agent.prefill_done(ticket, first_token)
+        self._agent.wake_store_handoff()
 
     def decline(self, ticket: Ticket, reason: str) -> None:
         """See `HandoffPort`."""
@@ -109,43 +109,43 @@ class WatchedPort:
 
     def abort(self, ticket: TicketId, reason: str) -> None:
         """See `HandoffPort`."""
-        self._checker.aborted(self._process, ticket)
+        self._checker.on_abort(self._process, ticket)
         self._agent.abort(ticket, reason)
-        self._agent.wake_pool()
+        self._agent.wake_store_handoff()
 
-    def keep(self, ticket: Ticket) -> None:
+    def renew_lease(self, ticket: Ticket) -> None:
         """See `HandoffPort`."""
-        self._agent.keep(ticket)
+        self._agent.renew_lease(ticket)
 
-    def give_back(self, ticket: TicketId) -> None:
-        """See `LoanPort`."""
-        self._agent.give_back(ticket)
+    def release_imported(self, ticket: TicketId) -> None:
+        """See `SharedBlockPort`."""
+        self._agent.release_imported(ticket)
 
-    def recall(self) -> None:
-        """See `LoanPort`."""
-        self._agent.recall()
+    def revoke_exported(self) -> None:
+        """See `SharedBlockPort`."""
+        self._agent.revoke_exported()
 
-    def withdraw_oldest(self, tickets: Sequence[TicketId], reason: str) -> None:
+    def cancel_oldest_ungranted(self, tickets: Sequence[TicketId], reason: str) -> None:
         """See `HandoffPort`."""
-        self._agent.withdraw_oldest(tickets, reason)
+        self._agent.cancel_oldest_ungranted(tickets, reason)
 
     def poll(self) -> list[HandoffEvent]:
         """See `HandoffPort`."""
         events = self._agent.poll()
         for event in events:
-            self._checker.heard_by_engine(self._process, event)
+            self._checker.on_engine_event(self._process, event)
         return events
 
 
-def tickets_of(heard: Heard, sealed: dict[str, TicketId]) -> tuple[TicketId, ...]:
+def tickets_of(event: MessageReceived, sealed: dict[str, TicketId]) -> tuple[TicketId, ...]:
     """Which tickets a message is about; `sealed` ones are known by their text too."""
-    message = heard.message
+    message = event.message
     match message:
         case Grant():
             return (message.id,)
         case Declined(text):
             return (sealed[text],) if text in sealed else ()
-        case Renew() | Renewed() | Returned() | Recalled() | Settled() | Underway():
+        case RenewLease() | LeaseRenewed() | Release() | Revoke() | ReleaseAck() | Keepalive():
             return message.tickets
         case _:
             ticket = getattr(message, "ticket", None)

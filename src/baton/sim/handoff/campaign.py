@@ -11,7 +11,7 @@ from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from baton.sim.handoff.drawing import draw_schedule
+from baton.sim.handoff.generating import generate_schedule
 from baton.sim.handoff.running import run_schedule
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class Tally:
     num_schedules: int = 0
     num_steps: int = 0
     virtual_s: float = 0.0
-    met: Counter[str] = field(default_factory=Counter)
+    injected: Counter[str] = field(default_factory=Counter)
     ends: Counter[str] = field(default_factory=Counter)
     seen: Counter[str] = field(default_factory=Counter)
     found: dict[int, Violation] = field(default_factory=dict)
@@ -42,7 +42,7 @@ class Tally:
         self.num_schedules += other.num_schedules
         self.num_steps += other.num_steps
         self.virtual_s += other.virtual_s
-        self.met += other.met
+        self.injected += other.injected
         self.ends += other.ends
         self.seen += other.seen
         self.found |= other.found
@@ -52,11 +52,11 @@ def run_seeds(seeds: Iterable[int]) -> Tally:
     """Run the schedule of each seed."""
     tally = Tally()
     for seed in seeds:
-        outcome = run_schedule(draw_schedule(seed))
+        outcome = run_schedule(generate_schedule(seed))
         tally.num_schedules += 1
         tally.num_steps += outcome.num_steps
         tally.virtual_s += outcome.virtual_s
-        tally.met += outcome.met
+        tally.injected += outcome.injected
         tally.ends += outcome.ends
         tally.seen += outcome.seen
         if outcome.violation is not None:

@@ -14,8 +14,8 @@ import numpy as np
 
 from baton.ids import RegionHandle
 from baton.kv.layout import KVLayout
-from baton.transfer.annexes import Annexes
 from baton.transfer.interface import PageArray, PagedRegion
+from baton.transfer.peer_mappings import PeerMappings
 from baton.transfer.region import allocate_shared_region, release_region, view_pages
 
 if TYPE_CHECKING:
@@ -55,27 +55,27 @@ def next_token(prefix: int) -> int:
 class Pages:
     """The paged KV of one region: `words[layer]` is uint64 `[num_pages, block_size, 2]`.
 
-    With `annexes` pages of peers can be read as further ones.
+    With `peer_mappings` pages of peers can be read as further ones.
     """
 
     region: PagedRegion
     block_size: int
     words: tuple[NDArray[np.uint64], ...]
-    annexes: Annexes | None = None
+    peer_mappings: PeerMappings | None = None
 
     @classmethod
-    def share(cls, block_size: int, num_pages: int, noise: Random) -> Pages:
+    def share(cls, block_size: int, num_pages: int, rng: Random) -> Pages:
         """Zeroed pages in memory that peers map: the kernel's, as in production."""
         region = allocate_shared_region([(num_pages, block_size * TOKEN_BYTES)] * NUM_LAYERS)
-        region = replace(region, handle=RegionHandle(noise.randbytes(16)))
+        region = replace(region, handle=RegionHandle(rng.randbytes(16)))
         words = tuple(
             view_pages(region.memory, array).view(np.uint64).reshape(num_pages, block_size, 2)
             for array in region.arrays
         )
-        return cls(region, block_size, words, Annexes(region))
+        return cls(region, block_size, words, PeerMappings(region))
 
     @classmethod
-    def allocate(cls, block_size: int, num_pages: int, noise: Random) -> Pages:
+    def allocate(cls, block_size: int, num_pages: int, rng: Random) -> Pages:
         """Zeroed pages."""
         words = np.zeros((NUM_LAYERS, num_pages, block_size, 2), np.uint64)
         layer_bytes = num_pages * block_size * TOKEN_BYTES
@@ -84,17 +84,23 @@ class Pages:
             for layer in range(NUM_LAYERS)
         )
         memory = words.reshape(-1).view(np.uint8).data
-        region = PagedRegion(RegionHandle(noise.randbytes(16)), "host", memory, arrays)
+        region = PagedRegion(RegionHandle(rng.randbytes(16)), "host", memory, arrays)
         return cls(region, block_size, tuple(words))
 
     def write(
-        self, layer: int, blocks: Sequence[int], *, start: int, chain: Sequence[int], life: int
+        self,
+        layer: int,
+        blocks: Sequence[int],
+        *,
+        start: int,
+        chain: Sequence[int],
+        incarnation: int,
     ) -> None:
         """KV of tokens `[start, len(chain))` is computed; `blocks` are the sequence's."""
         words, size = self.words[layer], self.block_size
         salt = layer * _PRIME & _MASK
         for at in range(start, len(chain)):
-            words[blocks[at // size], at % size] = chain[at] ^ salt, life
+            words[blocks[at // size], at % size] = chain[at] ^ salt, incarnation
 
     def find_wrong(
         self, layer: int, blocks: Sequence[int], chain: Sequence[int], stop: int
@@ -106,7 +112,7 @@ class Pages:
             return None
         return int(np.flatnonzero(found != expected)[0])
 
-    def lives(self, layer: int, blocks: Sequence[int], start: int, stop: int) -> set[int]:
+    def incarnations(self, layer: int, blocks: Sequence[int], start: int, stop: int) -> set[int]:
         """Who computed tokens `[start, stop)`."""
         found = self._read(layer, blocks)[start:stop, 1]
         return set(found.tolist())
@@ -120,22 +126,22 @@ class Pages:
     def close(self) -> None:
         """Give shared memory back to the kernel: nobody looks at it any more."""
         self.words = ()
-        if self.annexes is not None:
-            self.annexes.close()
+        if self.peer_mappings is not None:
+            self.peer_mappings.close()
             release_region(self.region)
 
     def _read(self, layer: int, blocks: Sequence[int]) -> NDArray[np.uint64]:
         """The words of some pages, `[num_tokens, 2]`: a copy."""
-        if self.annexes is None or not self.annexes.is_open:
+        if self.peer_mappings is None or not self.peer_mappings.is_open:
             return self.words[layer][list(blocks)].reshape(-1, 2)
-        found = self.annexes.view(layer)[list(blocks)]
+        found = self.peer_mappings.view(layer)[list(blocks)]
         words: NDArray[np.uint64] = found.reshape(-1).view(np.uint64).reshape(-1, 2)
         return words
 
 
 @dataclass(frozen=True, slots=True)
 class SimStaging:
-    """Implements `handoff.faces.Staging`: pages of another memory, with the same block size."""
+    """Implements `handoff.kv_views.Staging`: pages of another memory, with the same block size."""
 
     engine: Pages
     staged: Pages

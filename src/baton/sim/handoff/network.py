@@ -33,7 +33,7 @@ class Process(Protocol):
 
 
 class SimStream:  # noqa: PLR0904 -- a socket's methods, and what its peer needs
-    """One end of a connection; implements `handoff.surroundings.Stream`."""
+    """One end of a connection; implements `handoff.io_backend.NonBlockingSocket`."""
 
     def __init__(self, network: Network, owner: Process) -> None:
         self.owner = owner
@@ -41,7 +41,7 @@ class SimStream:  # noqa: PLR0904 -- a socket's methods, and what its peer needs
         self.is_connected = self.is_closed = self.is_silent = False
         self.error: OSError | None = None
         self._network = network
-        self._inbox = bytearray()
+        self._commands = bytearray()
         self._ends = False
         self._under_way: deque[bytes] = deque()
         self._last_s = 0.0
@@ -49,7 +49,7 @@ class SimStream:  # noqa: PLR0904 -- a socket's methods, and what its peer needs
     @property
     def is_readable(self) -> bool:
         """Whether `recv` has something to say."""
-        return bool(self._inbox) or self._ends or self.error is not None
+        return bool(self._commands) or self._ends or self.error is not None
 
     @property
     def is_writable(self) -> bool:
@@ -72,9 +72,9 @@ class SimStream:  # noqa: PLR0904 -- a socket's methods, and what its peer needs
 
     def recv(self, bufsize: int, /) -> bytes:
         """What came."""
-        if self._inbox:
-            data = bytes(self._inbox[:bufsize])
-            del self._inbox[:bufsize]
+        if self._commands:
+            data = bytes(self._commands[:bufsize])
+            del self._commands[:bufsize]
             return data
         if self.error is not None:
             raise self.error
@@ -108,13 +108,13 @@ class SimStream:  # noqa: PLR0904 -- a socket's methods, and what its peer needs
             if self.other is not None and not self.is_silent:
                 self._carry()
 
-    def break_off(self, *, silently: bool, num_kept: int) -> None:
+    def break_connection(self, *, silently: bool, num_kept: int) -> None:
         """Lose what this end sent and has not arrived, but for its first bytes."""
         pending = b"".join(self._under_way)
         self._under_way.clear()
         self.is_silent = True
         if self.other is not None and pending[:num_kept]:
-            self.other.take(pending[:num_kept])
+            self.other.deliver(pending[:num_kept])
         if not silently:
             self.fail()
 
@@ -124,14 +124,14 @@ class SimStream:  # noqa: PLR0904 -- a socket's methods, and what its peer needs
             self.error = ConnectionResetError("reset by peer")
             self.owner.wake()
 
-    def take(self, data: bytes) -> None:
+    def deliver(self, data: bytes) -> None:
         """Bytes arrive here."""
         if self.is_closed:
             return
-        self._inbox += data
+        self._commands += data
         self.owner.wake()
 
-    def end(self) -> None:
+    def close_by_peer(self) -> None:
         """The other end was closed in order."""
         if not self.is_closed:
             self._ends = True
@@ -150,17 +150,17 @@ class SimStream:  # noqa: PLR0904 -- a socket's methods, and what its peer needs
         other = self.other
         if other is None or self.is_silent:
             return
-        parted_s = self._network.parted_s(self.owner.name, other.owner.name)
-        if parted_s > 0:
-            self._network.timeline.after(parted_s, self._arrive)
+        partitioned_s = self._network.partitioned_s(self.owner.name, other.owner.name)
+        if partitioned_s > 0:
+            self._network.timeline.after(partitioned_s, self._arrive)
         elif self._under_way:
             data = self._under_way.popleft()
             if other.is_closed:
                 self.fail()
             else:
-                other.take(data)
+                other.deliver(data)
         elif self.is_closed:
-            other.end()
+            other.close_by_peer()
 
 
 class SimListener(SimStream):
@@ -192,8 +192,8 @@ class SimListener(SimStream):
         self.owner.wake()
 
 
-class SimBell:
-    """Implements `handoff.surroundings.Bell`."""
+class SimWaker:
+    """Implements `handoff.io_backend.Waker`."""
 
     def __init__(self, owner: Process) -> None:
         self._owner = owner
@@ -204,12 +204,12 @@ class SimBell:
         """There is no file."""
         return _NO_FILE
 
-    def ring(self) -> None:
+    def wake(self) -> None:
         """Have the agent take a step."""
         self.is_readable = True
         self._owner.wake()
 
-    def quiet(self) -> None:
+    def clear(self) -> None:
         """It woke."""
         self.is_readable = False
 
@@ -218,10 +218,10 @@ class SimBell:
 
 
 @dataclass(slots=True)
-class _Road:
+class _Path:
     """From one host to another."""
 
-    parted_until_s: float = 0.0
+    partitioned_until_s: float = 0.0
     slow_until_s: float = 0.0
     factor: float = 1.0
 
@@ -231,7 +231,7 @@ class Network:
 
     def __init__(self, timeline: Timeline) -> None:
         self.timeline = timeline
-        self._roads: dict[tuple[str, str], _Road] = {}
+        self._paths: dict[tuple[str, str], _Path] = {}
         self._listeners: dict[tuple[str, int], SimListener] = {}
         self._streams: dict[SimStream, None] = {}
 
@@ -243,30 +243,30 @@ class Network:
     def latency_s(self, source: str, target: str) -> float:
         """How long a message takes, parted or not."""
         low, high = LATENCY_S
-        seconds = low + (high - low) * self.timeline.noise.random()
-        road = self._roads.get((source, target))
-        if road is not None and road.slow_until_s > self.timeline.now_s:
-            seconds *= road.factor
+        seconds = low + (high - low) * self.timeline.rng.random()
+        path = self._paths.get((source, target))
+        if path is not None and path.slow_until_s > self.timeline.now_s:
+            seconds *= path.factor
         return seconds
 
-    def parted_s(self, source: str, target: str) -> float:
+    def partitioned_s(self, source: str, target: str) -> float:
         """For how long nothing gets from here to there; 0 if it does."""
-        road = self._roads.get((source, target))
-        return 0.0 if road is None else max(0.0, road.parted_until_s - self.timeline.now_s)
+        path = self._paths.get((source, target))
+        return 0.0 if path is None else max(0.0, path.partitioned_until_s - self.timeline.now_s)
 
     def arrival_s(self, source: str, target: str) -> float:
         """When a message that leaves now arrives."""
         latency_s = self.latency_s(source, target)
-        return self.timeline.now_s + self.parted_s(source, target) + latency_s
+        return self.timeline.now_s + self.partitioned_s(source, target) + latency_s
 
-    def part(self, source: str, target: str, for_s: float) -> None:
+    def partition(self, source: str, target: str, for_s: float) -> None:
         """Nothing gets from one host to another, for a while."""
-        self._road(source, target).parted_until_s = self.timeline.now_s + for_s
+        self._path(source, target).partitioned_until_s = self.timeline.now_s + for_s
 
     def slow_down(self, source: str, target: str, for_s: float, factor: float) -> None:
         """Everything from one host to another takes longer, for a while."""
-        road = self._road(source, target)
-        road.slow_until_s, road.factor = self.timeline.now_s + for_s, factor
+        path = self._path(source, target)
+        path.slow_until_s, path.factor = self.timeline.now_s + for_s, factor
 
     def cut(self, one: str, another: str, *, silently: bool, num_kept: int) -> int:
         """Break all connections between two hosts; how many ends were cut."""
@@ -281,14 +281,14 @@ class Network:
             }
         ]
         for stream in ends:
-            stream.break_off(silently=silently, num_kept=num_kept)
+            stream.break_connection(silently=silently, num_kept=num_kept)
         return len(ends)
 
     def kill(self, owner: Process, *, silently: bool) -> None:
         """A process is gone: its kernel resets its connections, or its host is gone with it."""
         for stream in [each for each in self._streams if each.owner is owner]:
             other = stream.other
-            stream.break_off(silently=True, num_kept=int(300 * self.timeline.noise.random()))
+            stream.break_connection(silently=True, num_kept=int(300 * self.timeline.rng.random()))
             stream.is_closed = True
             self.forget(stream)
             if other is not None and not silently:
@@ -329,8 +329,8 @@ class Network:
         listener.admit(other)
         stream.owner.wake()
 
-    def _road(self, source: str, target: str) -> _Road:
-        return self._roads.setdefault((source, target), _Road())
+    def _path(self, source: str, target: str) -> _Path:
+        return self._paths.setdefault((source, target), _Path())
 
 
 class SimSelector(selectors.BaseSelector):
@@ -358,7 +358,7 @@ class SimSelector(selectors.BaseSelector):
         """See `BaseSelector`; returns at once."""
         ready: list[tuple[selectors.SelectorKey, int]] = []
         for source, key in self._keys.items():
-            if not isinstance(source, SimStream | SimBell):
+            if not isinstance(source, SimStream | SimWaker):
                 continue
             mask = selectors.EVENT_READ if source.is_readable else 0
             if source.is_writable:
@@ -373,8 +373,8 @@ class SimSelector(selectors.BaseSelector):
 
 
 @dataclass(frozen=True, slots=True)
-class SimSurroundings:
-    """Implements `handoff.surroundings.Surroundings` for one process."""
+class SimIoBackend:
+    """Implements `handoff.io_backend.IoBackend` for one process."""
 
     network: Network
     owner: Process
@@ -384,17 +384,17 @@ class SimSurroundings:
         return self.owner.name
 
     def make_selector(self) -> SimSelector:
-        """See `Surroundings`."""
+        """See `IoBackend`."""
         return SimSelector()
 
-    def make_bell(self) -> SimBell:
-        """See `Surroundings`."""
-        return SimBell(self.owner)
+    def make_waker(self) -> SimWaker:
+        """See `IoBackend`."""
+        return SimWaker(self.owner)
 
     def connect(self, host: str, port: int) -> SimStream:
-        """See `Surroundings`."""
+        """See `IoBackend`."""
         return self.network.connect(self.owner, host, port)
 
     def listen(self, host: str, port: int) -> SimListener:
-        """See `Surroundings`."""
+        """See `IoBackend`."""
         return self.network.listen(self.owner, host, port)

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 if TYPE_CHECKING:
-    from baton.authority.ticket import HandoffMode
-    from baton.handoff.messages import Mover
-    from baton.sim.handoff.mishaps import SpoilHow
-    from baton.sim.handoff.shelf import RotHow
+    from baton.auth.ticket import HandoffMode
+    from baton.handoff.messages import TransferOp
+    from baton.sim.handoff.store import EntryFaultKind
+    from baton.sim.handoff.transfer_faults import CorruptionKind
 
 GATEWAY: Final = "gateway"
 Host: TypeAlias = str
@@ -18,12 +18,12 @@ Host: TypeAlias = str
 
 @dataclass(frozen=True, slots=True)
 class WorkerPlan:
-    """One worker. `staging_pages` is None where peers reach the engine's own pages."""
+    """One worker. `staging_pool` is None where peers reach the engine's own pages."""
 
     name: Host
     block_size: int
     num_blocks: int
-    staging_pages: int | None
+    staging_pool: int | None
     offset_s: float
     rate: float
     unix_skew_s: float
@@ -79,7 +79,7 @@ class Slow:
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class CutConnections:
     """All connections between two workers break, in the middle of a message perhaps."""
 
     at_s: float
@@ -90,7 +90,7 @@ class Cut:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class Partition:
     """Nothing gets from one host to another; `both_ways` neither back."""
 
     at_s: float
@@ -101,23 +101,23 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Spoil:
+class CorruptTransfers:
     """Pages of the next transfers do not arrive as they left."""
 
     at_s: float
-    hows: tuple[SpoilHow, ...]
+    effects: tuple[CorruptionKind, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Rot:
+class CorruptEntries:
     """The next entries of the store are refused, or do not stay what they were."""
 
     at_s: float
-    hows: tuple[RotHow, ...]
+    effects: tuple[EntryFaultKind, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Break:
+class BreakTransport:
     """A transport of one worker loses its connections, and makes no new ones for a while."""
 
     at_s: float
@@ -136,16 +136,16 @@ class FailTransfers:
 
 
 @dataclass(frozen=True, slots=True)
-class LoseCall:
+class DropRequest:
     """The gateway's next call to a worker breaks: before it is heard, or before its answer is."""
 
     at_s: float
     worker: Host
-    part: Literal["request", "answer"]
+    part: Literal["request", "reply"]
 
 
 @dataclass(frozen=True, slots=True)
-class RepeatCall:
+class DuplicateRequest:
     """The gateway's next call to a worker arrives twice."""
 
     at_s: float
@@ -153,7 +153,7 @@ class RepeatCall:
 
 
 @dataclass(frozen=True, slots=True)
-class Replay:
+class ReplayMessages:
     """A life of a worker says to its peers what some life said to somebody before."""
 
     at_s: float
@@ -165,15 +165,15 @@ Fault: TypeAlias = (
     Crash
     | Pause
     | Slow
-    | Cut
-    | Part
-    | Spoil
-    | Rot
-    | Break
+    | CutConnections
+    | Partition
+    | CorruptTransfers
+    | CorruptEntries
+    | BreakTransport
     | FailTransfers
-    | LoseCall
-    | RepeatCall
-    | Replay
+    | DropRequest
+    | DuplicateRequest
+    | ReplayMessages
 )
 
 
@@ -195,13 +195,13 @@ class Schedule:
     seed: int
     workers: tuple[WorkerPlan, ...]
     kinds: tuple[str, ...]
-    mover: Mover
+    op: TransferOp
     clients: tuple[Client, ...]
     faults: tuple[Fault, ...]
     lease_s: float = 10.0
     store: StorePlan | None = None
 
     @property
-    def lends(self) -> bool:
+    def shares_blocks(self) -> bool:
         """Whether workers share memory, so that blocks can be lent."""
         return any(client.mode == "reference" for client in self.clients)

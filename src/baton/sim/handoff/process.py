@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from baton.authority.seen import SeenTickets, TicketUse
-from baton.authority.ticket import WorkerRef, unseal
+from baton.auth.ticket import WorkerRef, unseal
+from baton.auth.used_tickets import TicketUse, UsedTickets
 from baton.engines.first_tokens import FirstTokens
 from baton.engines.interface import (
     Colocated,
-    DecodeLeg,
+    DecodeRequest,
     EngineInfo,
     GenerationRequest,
     NewToken,
-    PrefillLeg,
+    PrefillRequest,
     RequestFailed,
     SamplingParams,
 )
@@ -24,37 +24,37 @@ from baton.engines.transformers.loop import EngineLoop
 from baton.engines.transformers.scheduler import Limits, Scheduler
 from baton.errors import HandoffError, TicketError
 from baton.handoff.agent import AgentOptions
-from baton.handoff.faces import Face
 from baton.handoff.interface import DECLINED_STAGE
+from baton.handoff.kv_views import KVView
 from baton.handoff.link_options import LinkOptions
 from baton.ids import Epoch, RequestId, WorkerId
 from baton.kv.pool import BlockPool
-from baton.sim.handoff.agent import SimAgent, WatchedPort
-from baton.sim.handoff.calls import Done, Refused, Said, Token
-from baton.sim.handoff.computing import KilledError, SamePages, SimComputer
-from baton.sim.handoff.deadlines import HANDOFF_TIMEOUT_S
+from baton.sim.handoff.agent import CheckedPort, SimAgent
+from baton.sim.handoff.computer import KilledError, SamePages, SimComputer
+from baton.sim.handoff.deadline_checker import HANDOFF_TIMEOUT_S
 from baton.sim.handoff.memory import VOCABULARY, Pages, SimStaging, make_layout
-from baton.sim.handoff.mortality import Mortality
-from baton.sim.handoff.network import SimSurroundings
-from baton.sim.handoff.pooling import PoolDriver, make_pool, watch
+from baton.sim.handoff.network import SimIoBackend
+from baton.sim.handoff.pool_mode import StoreHandoffDriver, make_store_access, watch
+from baton.sim.handoff.process_exit import ProcessExit
 from baton.sim.handoff.timeline import SkewedClock
 from baton.sim.handoff.transport import KINDS, SimTransport
-from baton.telemetry.trace import LegTrace
+from baton.sim.handoff.worker_requests import ErrorReply, LastToken, Reply, TokenReply
+from baton.telemetry.trace import RequestSpan
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from baton.authority.ticket import Ticket
-    from baton.engines.interface import EngineUpdate, Leg
-    from baton.handoff.footprint import ServedFace
+    from baton.auth.ticket import Ticket
+    from baton.engines.interface import EngineUpdate, RequestKind
     from baton.handoff.interface import HandoffPort
-    from baton.sim.handoff.calls import Call
+    from baton.handoff.mapped_pages import RegisteredView
     from baton.sim.handoff.checker import Checker
     from baton.sim.handoff.plan import WorkerPlan
+    from baton.sim.handoff.worker_requests import WorkerRequest
     from baton.sim.handoff.world import World
 
 TICK_S: Final = 0.2
-LONGEST_WAKE_S: Final = 0.0005
+MAX_WAKE_DELAY_S: Final = 0.0005
 LIVENESS_TIMEOUT_S: Final = 1.0
 MIN_HANDOFF_TOKENS: Final = 2
 PORT: Final = 7000
@@ -66,24 +66,24 @@ class SimProcess:
 
     def __init__(self, world: World, plan: WorkerPlan) -> None:
         self.world, self.plan, self.name = world, plan, plan.name
-        self.life = world.count_life()
-        self.epoch = Epoch(world.noise.randbytes(16).hex())
+        self.incarnation = world.next_incarnation()
+        self.epoch = Epoch(world.rng.randbytes(16).hex())
         self.checker: Checker = world.checker
-        self.checker.lives[self.epoch] = self.life
-        self.is_alive, self.is_paused, self.awake_since_s = True, False, 0.0
+        self.checker.incarnations[self.epoch] = self.incarnation
+        self.is_alive, self.is_paused, self.running_since_s = True, False, 0.0
         self.slow_factor, self.slow_until_s = 1.0, 0.0
-        self.mortality = Mortality()
+        self.process_exit = ProcessExit()
         self.clock = SkewedClock(world.timeline, plan.offset_s, plan.rate, plan.unix_skew_s)
-        self._calls: dict[RequestId, Call] = {}
-        self._owed: list[Callable[[], None]] = []
-        self._inbox: list[Callable[[], None]] = []
-        self._seen = SeenTickets()
-        self._num_calls = 0
+        self._requests: dict[RequestId, WorkerRequest] = {}
+        self._deferred: list[Callable[[], None]] = []
+        self._commands: list[Callable[[], None]] = []
+        self._seen = UsedTickets()
+        self._num_requests = 0
         self._steps_soon = self._turns_soon = self._is_turning = False
-        self.pool_driver = PoolDriver(self)
+        self.store_handoff_driver = StoreHandoffDriver(self)
         self._build_agent()
         self._build_engine()
-        world.timeline.after(TICK_S * world.noise.random(), self._tick)
+        world.timeline.after(TICK_S * world.rng.random(), self._tick)
 
     @property
     def ref(self) -> WorkerRef:
@@ -98,32 +98,32 @@ class SimProcess:
     def note(self, what: str) -> None:
         """Write a line of the log."""
         if self.world.timeline.log is not None:
-            self.world.timeline.note(f"{self.name}.{self.life}", what)
+            self.world.timeline.note(f"{self.name}.{self.incarnation}", what)
 
     def wake(self) -> None:
         """The agent has something to do."""
         if not self._steps_soon:
             self._steps_soon = True
-            delay_s = LONGEST_WAKE_S * self.world.noise.random()
-            self.world.timeline.after(delay_s, lambda: self.when_awake(self._step))
+            delay_s = MAX_WAKE_DELAY_S * self.world.rng.random()
+            self.world.timeline.after(delay_s, lambda: self.when_running(self._step))
 
     def wake_engine(self) -> None:
         """The engine has something to do."""
         if not self._turns_soon:
             self._turns_soon = True
-            delay_s = LONGEST_WAKE_S * self.world.noise.random()
-            self.world.timeline.after(delay_s, lambda: self.when_awake(self._turn))
+            delay_s = MAX_WAKE_DELAY_S * self.world.rng.random()
+            self.world.timeline.after(delay_s, lambda: self.when_running(self._turn))
 
-    def when_awake(self, action: Callable[[], None]) -> None:
+    def when_running(self, action: Callable[[], None]) -> None:
         """Do something now, or when the process goes on; never if it is gone."""
         if not self.is_alive:
             return
         if self.is_paused:
-            self._owed.append(action)
+            self._deferred.append(action)
         else:
             action()
 
-    def take_time(self, seconds: float) -> None:
+    def spend_time(self, seconds: float) -> None:
         """Compute for a while: the rest of the world goes on.
 
         Raises:
@@ -132,7 +132,7 @@ class SimProcess:
         timeline = self.world.timeline
         if self.slow_until_s > timeline.now_s:
             seconds *= self.slow_factor
-        timeline.nap(seconds)
+        timeline.sleep(seconds)
         while self.is_paused and self.is_alive:
             timeline.step()
         if not self.is_alive:
@@ -146,11 +146,11 @@ class SimProcess:
     def resume(self) -> None:
         """Go on, with all that piled up."""
         if self.is_paused:
-            self.is_paused, self.awake_since_s = False, self.world.timeline.now_s
+            self.is_paused, self.running_since_s = False, self.world.timeline.now_s
             self.note("goes on")
-            owed, self._owed = self._owed, []
+            owed, self._deferred = self._deferred, []
             for action in owed:
-                self.world.timeline.after(0.0, partial(self.when_awake, action))
+                self.world.timeline.after(0.0, partial(self.when_running, action))
 
     def kill(self, *, silently: bool) -> None:
         """End this life, in the middle of whatever it does."""
@@ -158,58 +158,63 @@ class SimProcess:
         self.note("is killed")
         self.world.network.kill(self, silently=silently)
         self.world.fabric.killed(self)
-        self.mortality.end()
-        for call in tuple(self._calls.values()):
+        self.process_exit.end()
+        for worker_request in tuple(self._requests.values()):
             if not silently:
-                call.break_off()
-        self._calls.clear()
+                worker_request.break_connection()
+        self._requests.clear()
 
     def close(self) -> None:
         """The run is over: give back what is the kernel's."""
-        self.agent._lending.close()  # noqa: SLF001 -- `stop` is for agents with a thread
+        self.agent._exporter.close()  # noqa: SLF001 -- `stop` is for agents with a thread
         self.pages.close()
-        self.mortality.close()
+        self.process_exit.close()
 
-    def receive(self, call: Call) -> None:
+    def receive(self, worker_request: WorkerRequest) -> None:
         """The gateway asks for something."""
         try:
-            leg = self._read_leg(call.sealed)
+            leg = self._read_leg(worker_request.sealed)
         except TicketError as exc:
             is_stale = "another life" in str(exc) or "before" in str(exc)
-            call.answer(Refused("stale_ticket" if is_stale else "invalid_ticket"))
+            worker_request.reply(ErrorReply("stale_ticket" if is_stale else "invalid_ticket"))
             return
-        self._num_calls += 1
+        self._num_requests += 1
         request = GenerationRequest(
-            id=RequestId(f"{call.name}~{self._num_calls}"),
-            prompt_ids=np.array(call.prompt, np.int32),
-            sampling=SamplingParams(max_tokens=call.num_output, temperature=0.0, seed=0),
-            leg=leg,
+            id=RequestId(f"{worker_request.name}~{self._num_requests}"),
+            prompt_ids=np.array(worker_request.prompt, np.int32),
+            sampling=SamplingParams(max_tokens=worker_request.num_output, temperature=0.0, seed=0),
+            kind=leg,
             tenant_salt="",
-            deadline=type(self.clock.now())(self.clock.now() + call.left_s),
-            trace=LegTrace(request_id=call.name, worker=self.name, epoch=self.epoch, leg=call.leg),
+            deadline=type(self.clock.now())(self.clock.now() + worker_request.left_s),
+            trace=RequestSpan(
+                request_id=worker_request.name,
+                worker=self.name,
+                epoch=self.epoch,
+                role=worker_request.leg,
+            ),
         )
-        call.request = request.id
-        self._calls[request.id] = call
+        worker_request.request = request.id
+        self._requests[request.id] = worker_request
         self._order(lambda: self.loop.submit(request))
 
-    def hang_up(self, call: Call) -> None:
+    def cancel(self, worker_request: WorkerRequest) -> None:
         """The gateway closed the connection of a call."""
-        request = call.request
-        if request is not None and self._calls.pop(request, None) is not None:
+        request = worker_request.request
+        if request is not None and self._requests.pop(request, None) is not None:
             self._order(lambda: self.loop.cancel(request))
 
     def _build_agent(self) -> None:
         world, plan = self.world, self.plan
         layout = make_layout(plan.block_size)
-        is_lent = world.schedule.lends and plan.staging_pages is None
+        is_lent = world.schedule.shares_blocks and plan.staging_pool is None
         allocate = Pages.share if is_lent else Pages.allocate
-        self.pages = allocate(plan.block_size, plan.num_blocks, world.noise)
-        face = Face(layout, self.pages.region, annexes=self.pages.annexes)
-        if plan.staging_pages is not None:
-            staged = Pages.allocate(plan.block_size, plan.staging_pages, world.noise)
-            face = Face(layout, staged.region, SimStaging(self.pages, staged))
+        self.pages = allocate(plan.block_size, plan.num_blocks, world.rng)
+        view = KVView(layout, self.pages.region, peer_mappings=self.pages.peer_mappings)
+        if plan.staging_pool is not None:
+            staged = Pages.allocate(plan.block_size, plan.staging_pool, world.rng)
+            view = KVView(layout, staged.region, SimStaging(self.pages, staged))
         # It has pages of its own to stage through, where it stages at all.
-        pool = make_pool(self, Face(layout, self.pages.region))
+        pool = make_store_access(self, KVView(layout, self.pages.region))
         self.transports = tuple(
             SimTransport(KINDS[kind], self, world.fabric) for kind in world.schedule.kinds
         )
@@ -217,7 +222,7 @@ class SimProcess:
             worker=WorkerId(self.name),
             epoch=self.epoch,
             fingerprint=_FINGERPRINT,
-            faces=(face,),
+            views=(view,),
             transports=self.transports,
             key=world.key,
             clock=self.clock,
@@ -225,26 +230,26 @@ class SimProcess:
             port=PORT,
             timeout_s=HANDOFF_TIMEOUT_S,
             liveness_timeout_s=LIVENESS_TIMEOUT_S,
-            mover=world.schedule.mover,
+            preferred_op=world.schedule.op,
             lease_s=world.schedule.lease_s,
             links=LinkOptions(rule="listed"),
             pool=pool,
-            awake_s=0.0,  # the clock stands still while a thread looks
-            surroundings=SimSurroundings(world.network, self),
+            spin_s=0.0,  # the clock stands still while a thread looks
+            io_backend=SimIoBackend(world.network, self),
         )
         self.agent = SimAgent(options, self, self.checker)
-        if pool is not None and self.agent.pool_desk is not None:
-            watch(self.agent.pool_desk, self, pool)
+        if pool is not None and self.agent.store_handoff is not None:
+            watch(self.agent.store_handoff, self, pool)
         self.agent.open(self.wake_engine)
 
     @property
-    def face(self) -> ServedFace:
+    def view(self) -> RegisteredView:
         """The only one, as the agent works with it."""
-        return self.agent._faces[0]  # noqa: SLF001 -- the checker asks
+        return self.agent._views[0]  # noqa: SLF001 -- the checker asks
 
     def _build_engine(self) -> None:
         plan = self.plan
-        port: HandoffPort = WatchedPort(self.agent, self, self.checker)
+        port: HandoffPort = CheckedPort(self.agent, self, self.checker)
         layout = make_layout(plan.block_size)
         limits = Limits(
             max_batch_tokens=12,
@@ -265,7 +270,7 @@ class SimProcess:
                 vocab_size=VOCABULARY,
                 eos_token_ids=(),
             ),
-            computer=self._computer,
+            runner=self._computer,
             pages=SamePages(self),
             scheduler=self.scheduler,
             handoff=port,
@@ -277,17 +282,17 @@ class SimProcess:
 
     def _tick(self) -> None:
         if self.is_alive:
-            noise = self.world.noise.random()
-            self.world.timeline.after(TICK_S * (0.75 + noise / 2), self._tick)
+            rng = self.world.rng.random()
+            self.world.timeline.after(TICK_S * (0.75 + rng / 2), self._tick)
             if not self.is_paused:
                 self.wake()
-                if self.loop.compute_patience_s() is not None:
+                if self.loop.compute_wait_timeout_s() is not None:
                     self.wake_engine()
 
     def _step(self) -> None:
         self._steps_soon = False
         self.agent.step()
-        self.checker.stepped(self)
+        self.checker.on_step(self)
 
     def _turn(self) -> None:
         """One turn of the engine, if it is not in the middle of one."""
@@ -296,22 +301,22 @@ class SimProcess:
             return
         self._is_turning = True
         try:
-            orders, self._inbox = self._inbox, []
+            orders, self._commands = self._commands, []
             for order in orders:
                 order()
-            is_busy = self.loop.turn()
+            is_busy = self.loop.step()
         except KilledError:
             return
         self._is_turning = False
-        if is_busy or self._inbox:
+        if is_busy or self._commands:
             self.wake_engine()
 
     def _order(self, order: Callable[[], None]) -> None:
-        self._inbox.append(order)
+        self._commands.append(order)
         self.wake_engine()
 
-    def _read_leg(self, sealed: str | None) -> Leg:
-        """As `worker.legs.LegReader`, which belongs to another layer.
+    def _read_leg(self, sealed: str | None) -> RequestKind:
+        """As `worker.legs.TicketReader`, which belongs to another layer.
 
         Raises:
             TicketError: not a ticket for this life, or used before.
@@ -325,32 +330,32 @@ class SimProcess:
             raise TicketError("used before")
         return leg
 
-    def _mine(self, ticket: Ticket) -> Leg:
+    def _mine(self, ticket: Ticket) -> RequestKind:
         if ticket.prefill.epoch == self.epoch:
-            return PrefillLeg(ticket)
+            return PrefillRequest(ticket)
         if ticket.decode.epoch == self.epoch:
-            return DecodeLeg(ticket)
+            return DecodeRequest(ticket)
         raise TicketError("for another life")
 
     def _deliver(self, updates: Sequence[EngineUpdate]) -> None:
         for update in updates:
-            call = self._calls.get(update.request)
-            if call is None:
+            worker_request = self._requests.get(update.request)
+            if worker_request is None:
                 continue
-            message = _say(update)
-            if not isinstance(message, Token):
-                del self._calls[update.request]
-            call.answer(message)
+            message = _make_reply(update)
+            if not isinstance(message, TokenReply):
+                del self._requests[update.request]
+            worker_request.reply(message)
 
 
-def _say(update: EngineUpdate) -> Said:
+def _make_reply(update: EngineUpdate) -> Reply:
     match update:
         case NewToken(finish=None):
-            return Token(update.token.token_id)
+            return TokenReply(update.token.token_id)
         case NewToken():
-            return Done(update.token.token_id)
+            return LastToken(update.token.token_id)
         case RequestFailed(error=HandoffError() as error):
             is_declined = error.stage == DECLINED_STAGE
-            return Refused("handoff_declined" if is_declined else "handoff_failed")
+            return ErrorReply("handoff_declined" if is_declined else "handoff_failed")
         case RequestFailed(error=error):
-            return Refused(str(error))
+            return ErrorReply(str(error))

@@ -7,8 +7,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from baton.sim.handoff import inside
-from baton.sim.handoff.excuses import check_failures, check_request
+from baton.sim.handoff import internals
+from baton.sim.handoff.allowed_failures import check_failures, check_request
 from baton.sim.handoff.timeline import StuckError
 from baton.sim.handoff.violation import Invariant, ViolationError
 from baton.sim.handoff.world import World
@@ -37,15 +37,15 @@ class Violation:
 class Outcome:
     """One run.
 
-    `met` counts the faults that took effect, `ends` how requests ended, `seen` which modes were
-    asked for, and what became of leases and loans.
+    `injected` counts the faults that took effect, `ends` how requests ended, `seen` which modes
+    were asked for, and what became of leases and loans.
     """
 
     schedule: Schedule
     violation: Violation | None
     num_steps: int
     virtual_s: float
-    met: Counter[str] = field(default_factory=Counter)
+    injected: Counter[str] = field(default_factory=Counter)
     ends: Counter[str] = field(default_factory=Counter)
     seen: Counter[str] = field(default_factory=Counter)
     log: tuple[str, ...] = ()
@@ -73,7 +73,8 @@ def run_schedule(schedule: Schedule, *, keeps_log: bool = False) -> Outcome:
         violation=violation,
         num_steps=world.timeline.num_steps,
         virtual_s=world.timeline.now_s,
-        met=world.fabric.mishaps.met + (Counter() if world.shelf is None else world.shelf.met),
+        injected=world.fabric.transfer_faults.injected
+        + (Counter() if world.store is None else world.store.injected),
         ends=Counter(str(request.outcome).split(":")[0] for request in world.requests),
         seen=world.checker.leases.seen + world.checker.loans.seen,
         log=tuple(world.timeline.log or ()),
@@ -93,7 +94,7 @@ def _run(world: World) -> None:
         _check_bound(world, timeline.now_s - over_since_s)
     for process in world.processes:
         if process.is_alive:
-            world.checker.check_books(process)
+            world.checker.check_state(process)
     for request in world.requests:
         check_request(world, request)
     check_failures(world)
@@ -105,13 +106,13 @@ def _find_leftovers(world: World) -> list[str]:
     for process in world.processes:
         if not process.is_alive:
             continue
-        left = inside.find_leftovers(process.agent, process.loop, process.scheduler)
+        left = internals.find_leftovers(process.agent, process.loop, process.scheduler)
         if world.live[process.name] is process:  # nobody finds a life whose address is another's
-            left += inside.find_lent(process.agent, process.scheduler)
+            left += internals.find_exported(process.agent, process.scheduler)
         num = sum(transport.num_under_way for transport in process.transports)
         found += [f"{process.name}: {each.num} {each.what}" for each in left]
         found += [f"{process.name}: {num} windows or transfers"] if num else []
-        num_early = inside.count_early_grants(process.agent)
+        num_early = internals.count_early_grants(process.agent)
         found += [f"{process.name}: {num_early} early grants"] if num_early else []
     return found
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from baton.sim.handoff.plan import Schedule
     from baton.sim.handoff.violation import Invariant
 
-Thing = TypeVar("Thing")
+Item = TypeVar("Item")
 MAX_TRIES: Final = 200
 
 
@@ -58,5 +58,5 @@ def _smaller(schedule: Schedule) -> Iterator[Schedule]:
             yield replace(schedule, clients=clients)
 
 
-def _without(things: tuple[Thing, ...], place: int) -> tuple[Thing, ...]:
-    return things[:place] + things[place + 1 :]
+def _without(items: tuple[Item, ...], place: int) -> tuple[Item, ...]:
+    return items[:place] + items[place + 1 :]

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from random import Random
 
 EPOCH_S = 1_800_000_000.0
-LONGEST_STEP = 200_000
+MAX_STEP = 200_000
 """Happenings of one run: more are a livelock."""
 
 
@@ -27,9 +27,9 @@ class Timeline:
     One thread owns a run. `noise` is its only source of chance. `now_s` begins at 0.
     """
 
-    def __init__(self, noise: Random, *, keeps_log: bool) -> None:
+    def __init__(self, rng: Random, *, keeps_log: bool) -> None:
         self.now_s = 0.0
-        self.noise = noise
+        self.rng = rng
         self.log: list[str] | None = [] if keeps_log else None
         self.num_steps = 0
         self._next = 0
@@ -55,12 +55,12 @@ class Timeline:
         at_s, _, action = heapq.heappop(self._queue)
         self.now_s = max(self.now_s, at_s)
         self.num_steps += 1
-        if self.num_steps > LONGEST_STEP:
+        if self.num_steps > MAX_STEP:
             raise StuckError(f"{self.num_steps} steps, and no end")
         action()
         return True
 
-    def nap(self, seconds: float) -> None:
+    def sleep(self, seconds: float) -> None:
         """Let time pass for who called, in the middle of what it does: others go on."""
         until_s = self.now_s + seconds
         while self._queue and self._queue[0][0] <= until_s:

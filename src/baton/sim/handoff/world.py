@@ -5,24 +5,24 @@ from __future__ import annotations
 from random import Random
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
-from baton.authority.key import ClusterKey
+from baton.auth.key import ClusterKey
 from baton.sim.handoff.checker import Checker
 from baton.sim.handoff.fabric import Fabric
+from baton.sim.handoff.fault_injector import FaultInjector
 from baton.sim.handoff.gateway import SimRequest
 from baton.sim.handoff.network import Network
 from baton.sim.handoff.plan import GATEWAY
 from baton.sim.handoff.process import SimProcess
-from baton.sim.handoff.shelf import SimShelf
-from baton.sim.handoff.striking import Striker
+from baton.sim.handoff.store import SimStore
 from baton.sim.handoff.timeline import Timeline
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from baton.authority.ticket import WorkerRef
+    from baton.auth.ticket import WorkerRef
     from baton.sim.handoff.plan import Client, Host, Schedule
 
-CallFate: TypeAlias = Literal["request", "answer", "twice"]
+RequestFault: TypeAlias = Literal["request", "reply", "duplicate"]
 KEY: Final = ClusterKey(b"the key of a simulated cluster, 32")
 
 
@@ -31,39 +31,39 @@ class World:
 
     def __init__(self, schedule: Schedule, *, keeps_log: bool = False) -> None:
         self.schedule = schedule
-        self.noise = Random(f"noise {schedule.seed}")  # noqa: S311 -- a seed's, not a secret
+        self.rng = Random(f"noise {schedule.seed}")  # noqa: S311 -- a seed's, not a secret
         self.key = KEY
-        self.timeline = Timeline(self.noise, keeps_log=keeps_log)
+        self.timeline = Timeline(self.rng, keeps_log=keeps_log)
         self.network = Network(self.timeline)
         self.checker = Checker()
         self.fabric = Fabric(self.timeline, self.network, self.checker)
         self.checker.fabric = self.fabric
         store = schedule.store
-        self.shelf = None if store is None else SimShelf(store, self.timeline)
+        self.store = None if store is None else SimStore(store, self.timeline)
         self.live: dict[Host, SimProcess] = {}
         self.processes: list[SimProcess] = []
         self.requests: list[SimRequest] = []
-        self._call_fates: dict[Host, CallFate] = {}
+        self._request_faults: dict[Host, RequestFault] = {}
         self._seen: dict[Host, WorkerRef] = {}
-        self._num_lives = 0
+        self._num_incarnations = 0
         for plan in schedule.workers:
             self.start(plan.name)
-        self.look_again()
+        self.refresh_workers()
         for number, client in enumerate(schedule.clients):
             self.timeline.after(client.arrives_s, self._arrive(client, number))
-        self.striker = Striker(self)
+        self.fault_injector = FaultInjector(self)
 
     @property
     def is_over(self) -> bool:
         """Whether every client has its answer, and every fault is over."""
         num_open = len(self.schedule.clients) - len(self.requests)
         is_answered = not num_open and all(r.outcome is not None for r in self.requests)
-        return is_answered and self.striker.is_over
+        return is_answered and self.fault_injector.is_over
 
-    def count_life(self) -> int:
+    def next_incarnation(self) -> int:
         """The number of a new life, from 1 on."""
-        self._num_lives += 1
-        return self._num_lives
+        self._num_incarnations += 1
+        return self._num_incarnations
 
     def start(self, name: Host) -> SimProcess:
         """A new life of a worker, at its address."""
@@ -74,31 +74,32 @@ class World:
         self.processes.append(process)
         return process
 
-    def place(self, side: str, avoid: set[Host]) -> WorkerRef | None:
+    def pick_worker(self, side: str, avoid: set[Host]) -> WorkerRef | None:
         """A worker of one side, as the gateway knows it."""
         known = [ref for name, ref in self._seen.items() if name.startswith(side)]
         better = [ref for ref in known if ref.worker not in avoid]
-        return self.noise.choice(better) if better else None
+        return self.rng.choice(better) if better else None
 
-    def is_well(self, ref: WorkerRef) -> bool:
+    def is_healthy(self, ref: WorkerRef) -> bool:
         """Whether the gateway's probes of a life of a worker are answered."""
         process = self.live[ref.worker]
-        is_parted = any(
-            self.network.parted_s(*way) for way in ((GATEWAY, ref.worker), (ref.worker, GATEWAY))
+        is_partitioned = any(
+            self.network.partitioned_s(*way)
+            for way in ((GATEWAY, ref.worker), (ref.worker, GATEWAY))
         )
-        return process.epoch == ref.epoch and process.can_answer and not is_parted
+        return process.epoch == ref.epoch and process.can_answer and not is_partitioned
 
-    def look_again(self) -> None:
+    def refresh_workers(self) -> None:
         """The gateway learns which lives there are."""
         self._seen = {name: process.ref for name, process in self.live.items() if process.is_alive}
 
-    def doom_call(self, worker: Host, fate: CallFate) -> None:
+    def set_request_fault(self, worker: Host, fate: RequestFault) -> None:
         """The gateway's next call to a worker does not go as it should."""
-        self._call_fates[worker] = fate
+        self._request_faults[worker] = fate
 
-    def take_call_fate(self, worker: Host) -> CallFate | None:
+    def pop_request_fault(self, worker: Host) -> RequestFault | None:
         """What befalls a call that begins now."""
-        return self._call_fates.pop(worker, None)
+        return self._request_faults.pop(worker, None)
 
     def close(self) -> None:
         """The run is over."""

@@ -1,4 +1,4 @@
-"""A tier that is a folder of files, one an entry, named by hexadecimal digests."""
+"""A tier in a folder: one file per entry, named by its hexadecimal digest."""
 
 from __future__ import annotations
 
@@ -8,21 +8,73 @@ import re
 import stat
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Self
 
 from baton.errors import ConfigError, StoreError, StoreFullError, mapped
-from baton.store.folder.lease import FileLease
-from baton.store.folder.publishing import remove_unfinished, written
-from baton.store.folder.shared_room import SharedRoom
-from baton.store.interface import EntryName, Level, Put, Usage
-from baton.store.record import HEADER_BYTES, make_header, read_digest
-from baton.store.room import Held, choose_victims
+from baton.store.capacity import StoredEntry, choose_victims
+from baton.store.entry_format import HEADER_BYTES, has_digest, make_header, read_digest
+from baton.store.folder.directory import remove_unfinished, write_unnamed
+from baton.store.folder.shared_capacity import SharedCapacity
+from baton.store.interface import EntryName, PutResult, TierScan, Usage
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
-    from baton.store.folder.opening import Folder
+    from baton.store.folder.directory import Folder
     from baton.store.interface import Body, TierContext
+
+
+class FileEntryLease:
+    """See `EntryLease`. `on_damage` is called once, if the body turns out not to be what was put.
+
+    The body is read, not mapped: what is verified is this process's own copy, which nobody can
+    change any more, and a file that is cut short is a short read, not a SIGBUS.
+    """
+
+    def __init__(
+        self, fd: int, num_bytes: int, digest: bytes, on_damage: Callable[[], None]
+    ) -> None:
+        self._fd, self._num_bytes, self._digest = fd, num_bytes, digest
+        self._on_damage = on_damage
+
+    @property
+    def num_bytes(self) -> int:
+        """See `EntryLease`."""
+        return self._num_bytes
+
+    def try_read(self, into: memoryview) -> bool:
+        """See `EntryLease`."""
+        if self._fd < 0 or len(into) != self._num_bytes:
+            raise ValueError(f"{len(into)} bytes for a body of {self._num_bytes}, or released")
+        if self._read(into) and has_digest(into, self._digest):
+            return True
+        self._on_damage()
+        return False
+
+    def release(self) -> None:
+        """See `EntryLease`."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def _read(self, into: memoryview) -> bool:
+        at = 0
+        while at < self._num_bytes:
+            try:
+                num_read = os.preadv(self._fd, [into[at:]], HEADER_BYTES + at)
+            except OSError:
+                return False
+            if num_read == 0:
+                return False
+            at += num_read
+        return True
+
 
 logger = logging.getLogger(__name__)
 
@@ -46,13 +98,13 @@ class FolderTier:
         self._folder, self._fd = folder, folder.fd
         self._capacity_bytes = capacity_bytes
         self._clock, self._below = context.clock, context.below
-        self._num_damaged = self._num_handed_down = self._num_dropped = 0
+        self._num_damaged = self._num_demoted = self._num_dropped = 0
         self._is_reported = False
         with mapped({OSError: ConfigError, StoreError: ConfigError}):
-            self._room = SharedRoom(folder.fd, capacity_bytes)
+            self._capacity = SharedCapacity(folder.fd, capacity_bytes)
             remove_unfinished(folder.fd)
             if folder.was_unused:
-                self._room.reset(self._count)
+                self._capacity.reset(self._count)
 
     def find(self, names: Sequence[EntryName]) -> int:
         """See `Tier`."""
@@ -61,24 +113,24 @@ class FolderTier:
                 return index
         return len(names)
 
-    def put(self, name: EntryName, body: Body) -> Put:
+    def put(self, name: EntryName, body: Body) -> PutResult:
         """See `Tier`."""
         if self._has(name):
             self._touch(name)
-            return Put.ALREADY
+            return PutResult.EXISTS
         cost = compute_cost(len(body))
-        self._take_room(cost)
+        self._reserve(cost)
         try:
-            with written(self._fd, (make_header(name, body), body)) as unnamed:
-                is_new = self._room.keep(cost, lambda: unnamed.try_name(name.hex()))
+            with write_unnamed(self._fd, (make_header(name, body), body)) as unnamed_file:
+                is_new = self._capacity.commit(cost, lambda: unnamed_file.try_link(name.hex()))
         except StoreError:
-            self._room.give_back(cost)
+            self._capacity.release(cost)
             raise
         if is_new:
             self._touch(name)
-        return Put.STORED if is_new else Put.ALREADY
+        return PutResult.STORED if is_new else PutResult.EXISTS
 
-    def try_lease(self, name: EntryName) -> FileLease | None:
+    def try_lease(self, name: EntryName) -> FileEntryLease | None:
         """See `Tier`."""
         try:
             fd = os.open(name.hex(), _OPEN, dir_fd=self._fd)
@@ -93,44 +145,44 @@ class FolderTier:
         digest = None if status is None else read_digest(name, header, status.st_size)
         if digest is None or status is None:
             os.close(fd)
-            self._damaged(name)
+            self._remove_damaged(name)
             return None
         with suppress(OSError):
             os.utime(fd, ns=self._now_ns())
         num_bytes = status.st_size - HEADER_BYTES
-        return FileLease(fd, num_bytes, digest, partial(self._damaged, name))
+        return FileEntryLease(fd, num_bytes, digest, partial(self._remove_damaged, name))
 
     def discard(self, name: EntryName) -> None:
         """See `Tier`."""
         self._remove(name)
 
-    def usage(self) -> Usage:
+    def scan(self) -> TierScan:
         """See `Tier`."""
         with mapped({OSError: StoreError}):
-            held = list(self._scan())
-        return Usage(
-            num_entries=len(held),
-            used_bytes=sum(entry.num_bytes for entry in held),
+            entries = list(self._iter_entries())
+        return TierScan(
+            num_entries=len(entries),
+            used_bytes=sum(entry.num_bytes for entry in entries),
             capacity_bytes=self._capacity_bytes,
             num_damaged=self._num_damaged,
         )
 
-    def level(self) -> Level:
+    def usage(self) -> Usage:
         """See `Tier`."""
-        room = self._room.look()
-        return Level(
-            used_bytes=room.kept_bytes + room.pending_bytes,
+        capacity = self._capacity.peek()
+        return Usage(
+            used_bytes=capacity.committed_bytes + capacity.reserved_bytes,
             capacity_bytes=self._capacity_bytes,
-            num_handed_down=self._num_handed_down,
+            num_demoted=self._num_demoted,
             num_dropped=self._num_dropped,
             num_damaged=self._num_damaged,
         )
 
     def close(self) -> None:
         """See `Tier`. The folder stays open: it is the caller's."""
-        self._room.close()
+        self._capacity.close()
 
-    def _take_room(self, cost: int) -> None:
+    def _reserve(self, cost: int) -> None:
         """Count an entry as kept, making room for it first.
 
         Raises:
@@ -140,24 +192,24 @@ class FolderTier:
         if cost > self._capacity_bytes:
             raise StoreFullError(f"an entry of {cost} bytes where {self._capacity_bytes} fit")
         for _ in range(_MAX_ROUNDS):
-            shortage = self._room.try_take(cost)
+            shortage = self._capacity.try_reserve(cost)
             if shortage == 0:
                 return
-            self._free(shortage)
+            self._evict(shortage)
         raise StoreFullError(f"no room for {cost} bytes: others take what is freed")
 
-    def _free(self, num_bytes: int) -> None:
+    def _evict(self, num_bytes: int) -> None:
         """Remove the least recently used entries; set the count right where it was too high."""
         with mapped({OSError: StoreError}):
-            victims = choose_victims(self._scan(), num_bytes)
+            victims = choose_victims(self._iter_entries(), num_bytes)
         for victim in victims:
             if self._try_demote(victim.name):
-                self._num_handed_down += 1
+                self._num_demoted += 1
             else:
                 self._num_dropped += 1
             self._remove(victim.name)
         if sum(victim.num_bytes for victim in victims) < num_bytes:
-            self._room.recount(self._count)
+            self._capacity.recount(self._count)
 
     def _try_demote(self, name: EntryName) -> bool:
         """Hand an entry down, if there is a tier below; what it does not take is lost."""
@@ -177,7 +229,7 @@ class FolderTier:
 
     def _remove(self, name: EntryName) -> None:
         with suppress(StoreError):
-            self._room.remove(partial(self._unlink, name))
+            self._capacity.remove(partial(self._unlink, name))
 
     def _unlink(self, name: EntryName) -> int:
         """Remove an entry; the bytes that it took up, 0 if it is not there."""
@@ -189,9 +241,9 @@ class FolderTier:
         return compute_cost(num_bytes - HEADER_BYTES)
 
     def _count(self) -> int:
-        return sum(entry.num_bytes for entry in self._scan())
+        return sum(entry.num_bytes for entry in self._iter_entries())
 
-    def _damaged(self, name: EntryName) -> None:
+    def _remove_damaged(self, name: EntryName) -> None:
         self._num_damaged += 1
         logger.warning("store: entry %s in %s is damaged: removed", name.hex(), self._folder.path)
         self._remove(name)
@@ -216,7 +268,7 @@ class FolderTier:
         now = int(self._clock.unix_now() * 1e9)
         return now, now
 
-    def _scan(self) -> Iterator[Held]:
+    def _iter_entries(self) -> Iterator[StoredEntry]:
         with os.scandir(self._fd) as found:
             for entry in found:
                 if not _ENTRY.fullmatch(entry.name):
@@ -225,7 +277,7 @@ class FolderTier:
                     status = entry.stat(follow_symlinks=False)
                     cost = compute_cost(status.st_size - HEADER_BYTES)
                     name = EntryName(bytes.fromhex(entry.name))
-                    yield Held(name, cost, status.st_mtime)
+                    yield StoredEntry(name, cost, status.st_mtime)
 
 
 def compute_cost(body_bytes: int) -> int:

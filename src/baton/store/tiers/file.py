@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 
 from baton.registry import Plugin
-from baton.store.folder.opening import Folder
+from baton.store.folder.directory import Folder
 from baton.store.folder.tier import FolderTier
 
 if TYPE_CHECKING:
@@ -32,8 +32,8 @@ class FileTier(FolderTier):
         Raises:
             ConfigError: it cannot be used.
         """
-        self._own = Folder(Path(options.directory).expanduser())
-        super().__init__(self._own, options.capacity_bytes, context)
+        self._own_folder = Folder(Path(options.directory).expanduser())
+        super().__init__(self._own_folder, options.capacity_bytes, context)
         self._is_closed = False
 
     def close(self) -> None:
@@ -41,7 +41,7 @@ class FileTier(FolderTier):
         if not self._is_closed:
             self._is_closed = True
             super().close()
-            self._own.close()
+            self._own_folder.close()
 
 
 def _build(options: FileTierOptions) -> TierFactory:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 import msgspec
 
 from baton.registry import Plugin
-from baton.store.folder.opening import Folder, remove_if_abandoned
+from baton.store.folder.directory import Folder, remove_if_abandoned
 from baton.store.folder.tier import FolderTier
 
 if TYPE_CHECKING:
@@ -47,9 +47,9 @@ class SharedTier(FolderTier):
             ConfigError: the folder cannot be used.
         """
         parent = Path(options.directory)
-        self._own = Folder(parent / f"{_PREFIX}{context.cluster}{_SUFFIX}")
+        self._own_folder = Folder(parent / f"{_PREFIX}{context.cluster}{_SUFFIX}")
         _remove_abandoned(parent)
-        super().__init__(self._own, options.capacity_bytes, context)
+        super().__init__(self._own_folder, options.capacity_bytes, context)
         self._is_closed = False
 
     def close(self) -> None:
@@ -57,7 +57,7 @@ class SharedTier(FolderTier):
         if not self._is_closed:
             self._is_closed = True
             super().close()
-            self._own.close_and_remove_unless_shared()
+            self._own_folder.close_and_remove_unless_shared()
 
 
 def _remove_abandoned(parent: Path) -> None:

@@ -5,35 +5,36 @@ one process and are polled when their descriptors say so; `process` adds a secon
 
 File map:
     kit.py        how transports are built, what is checked after each write
-    moving.py     what is moved lands where it should, and is reported once
-    joining.py    writes of several arrays, where a transport takes them (`Capabilities.joins`)
+    writing.py    what is moved lands where it should, and is reported once
+    multi_array.py  writes of several arrays, where a transport takes them
+    (`Capabilities.multi_array`)
     reading.py    what is read, where a transport reads (`Capabilities.reads`)
-    lending.py    what is seen in place, where a transport lends (`Capabilities.lends`)
-    windows.py    permission, and its end
+    viewing.py    what is seen in place, where a transport shows them (`Capabilities.views`)
+    write_grants.py  permission, and its end
     peers.py      connections begin and end
     strangers.py  what may come over a fresh connection
     process.py    a writer, or an owner, in another process, which is stopped and killed
     namespace.py  the same on another host, over a cable that is cut
 """
 
-from baton.testing.transport_contract.joining import JoiningContract
-from baton.testing.transport_contract.lending import LendingContract
-from baton.testing.transport_contract.moving import MovingContract
+from baton.testing.transport_contract.multi_array import MultiArrayContract
 from baton.testing.transport_contract.namespace import NamespaceContract
 from baton.testing.transport_contract.peers import PeerContract
 from baton.testing.transport_contract.process import OwnerContract, ProcessContract
 from baton.testing.transport_contract.reading import ReadingContract, ReadRefusalContract
 from baton.testing.transport_contract.strangers import StrangerContract
-from baton.testing.transport_contract.windows import WindowContract
+from baton.testing.transport_contract.viewing import ViewContract
+from baton.testing.transport_contract.write_grants import WriteGrantContract
+from baton.testing.transport_contract.writing import WriteContract
 
 
 class TransportContract(
-    MovingContract,
-    JoiningContract,
+    WriteContract,
+    MultiArrayContract,
     ReadingContract,
     ReadRefusalContract,
-    LendingContract,
-    WindowContract,
+    ViewContract,
+    WriteGrantContract,
     PeerContract,
 ):
     """What can be asked of any transport, also of a wrapped one. A subclass names its `kind`."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import pytest
 
-from baton.authority.key import ClusterKey
+from baton.auth.key import ClusterKey
 from baton.clock import MachineClock
 from baton.ids import new_epoch
 from baton.testing.transport_pair import Side, TransportPair, spans_of_pages
@@ -43,7 +43,7 @@ class TransportKit:
     """What a subclass says about its transport.
 
     `kind` names an installed one; override `make_transport` to wrap it. `peer_writes` is set where
-    the writer itself stores into the receiver's memory, so that a window's quiescence depends on
+    the writer itself stores into the receiver's memory, so that a grant's quiescence depends on
     it. `peer_module` is run where a peer lives in a process of its own. `side_type` looks at memory
     that this process can not view. `host` is the address that this process's
     transports bind.
@@ -101,7 +101,7 @@ class TransportKit:
 def check_write(
     pair: TransportPair,
     remote: RemoteId,
-    window: TicketId,
+    grant: TicketId,
     groups: Sequence[CopyGroup],
     *,
     array: int = 0,
@@ -113,12 +113,14 @@ def check_write(
         target = view_pages(memoryview(expected), pair.reader.region.arrays[each])
         apply_slowly(groups, pair.writer.pages(each), target)
     num_before = len(pair.seen(Arrived))
-    notice = f"write {num_before}".encode()
-    write = pair.write(remote, window, groups, array=array, num_arrays=num_arrays, notice=notice)
+    notification = f"write {num_before}".encode()
+    write = pair.write(
+        remote, grant, groups, array=array, num_arrays=num_arrays, notification=notification
+    )
     transfer = pair.writer.transport.submit(write)
     done = WriteCompleted(transfer, write.copies.num_bytes)
     pair.pump(lambda: done in pair.writer_events and len(pair.seen(Arrived)) > num_before)
-    assert pair.reader_events[-1] == Arrived(window, notice)
+    assert pair.reader_events[-1] == Arrived(grant, notification)
     assert pair.reader.snapshot() == expected
 
 

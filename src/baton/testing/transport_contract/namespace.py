@@ -8,11 +8,11 @@ import pytest
 
 from baton.testing.transport_contract.kit import TransportKit
 from baton.testing.transport_contract.process import (
+    MAX_QUIESCENCE_S,
     NUM_READS,
-    PATIENCE_S,
     SHAPES,
     OwnerProcess,
-    Place,
+    ProcessPlacement,
     WriterProcess,
 )
 from baton.transfer.interface import ReadCompleted, ReadFailed
@@ -40,13 +40,13 @@ class NamespaceContract(TransportKit):
         monkeypatch.setattr(type(self), "host", far_cable.near_address)
         return far_cable
 
-    def test_a_writer_on_another_host_that_is_killed_leaves_a_quiescent_window(
+    def test_a_writer_on_another_host_that_is_killed_leaves_a_quiescent_grant(
         self, far: FarHost
     ) -> None:
         with self.writer_on(far) as writer:
             assert (writer.reader.pages() != 0).all()
             writer.kill()
-            writer.reader.transport.close_window(writer.window)
+            writer.reader.transport.close_grant(writer.grant)
             writer.check_quiescent()
 
     def test_an_owner_on_another_host_is_read_until_it_is_killed(self, far: FarHost) -> None:
@@ -72,14 +72,16 @@ class NamespaceContract(TransportKit):
                 if self.notices_cuts:
                     owner.pump(lambda: owner.is_lost, CUT_TIMEOUT_S)
                 else:
-                    owner.pump_for(PATIENCE_S)
+                    owner.pump_for(MAX_QUIESCENCE_S)
                     owner.reader.transport.detach(owner.remote)
                 owner.pump(lambda: owner.num_ended == 1)
             assert isinstance(owner.ended[0], ReadFailed)
             assert owner.ended[0].error.retryable
             owner.check_alive()
             owner.check_bytes()
-            owner.pump_for(PATIENCE_S)  # the cable is there again: nothing of it lands any more
+            owner.pump_for(
+                MAX_QUIESCENCE_S
+            )  # the cable is there again: nothing of it lands any more
             assert owner.num_ended == 1
 
     def writer_on(self, far: FarHost) -> WriterProcess:
@@ -94,6 +96,6 @@ class NamespaceContract(TransportKit):
         return self.make_side(SHAPES)
 
 
-def place_on(far: FarHost) -> Place:
+def place_on(far: FarHost) -> ProcessPlacement:
     """Where a process of that host is started, and what it binds."""
-    return Place(far.prefix, far.address)
+    return ProcessPlacement(far.prefix, far.address)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 
-from baton.authority.key import ClusterKey
+from baton.auth.key import ClusterKey
 from baton.errors import TransferError
 from baton.ids import new_region_handle
 from baton.testing.clocks import ManualClock
@@ -20,9 +20,9 @@ from baton.testing.transport_contract.kit import (
 )
 from baton.testing.transport_pair import TransportPair, is_about, whole_pages
 from baton.transfer.interface import (
+    GrantQuiescent,
     PageArray,
     RemoteLost,
-    WindowQuiescent,
     WriteCompleted,
     WriteFailed,
 )
@@ -40,37 +40,37 @@ class PeerContract(TransportKit):
     """Beginnings and ends of a connection."""
 
     def test_detaching_ends_the_remote_and_its_writes(self, pair: TransportPair) -> None:
-        remote, window = pair.attach(), pair.open_window(range(NUM_PAGES))
-        transfers = [self.post(pair, remote, window) for _ in range(20)]
+        remote, grant = pair.attach(), pair.open_grant(range(NUM_PAGES))
+        transfers = [self.slot(pair, remote, grant) for _ in range(20)]
         pair.writer.transport.detach(remote)
         pair.writer.transport.detach(remote)
         with pytest.raises(TransferError):
-            self.post(pair, remote, window)
+            self.slot(pair, remote, grant)
         pair.pump(lambda: len(ended(pair)) == len(transfers))
-        pair.settle()
+        pair.record_ports()
         assert sorted(ended(pair)) == transfers
         assert not pair.seen(RemoteLost)
         again = pair.attach()
-        check_write(pair, again, window, ALL_PAGES)
-        pair.reader.transport.close_window(window)
-        pair.pump(lambda: pair.seen(WindowQuiescent) == [WindowQuiescent(window)])
+        check_write(pair, again, grant, ALL_PAGES)
+        pair.reader.transport.close_grant(grant)
+        pair.pump(lambda: pair.seen(GrantQuiescent) == [GrantQuiescent(grant)])
 
-    def test_detaching_makes_the_writers_windows_quiescent(self, pair: TransportPair) -> None:
-        remote, window = pair.attach(), pair.open_window(range(NUM_PAGES))
-        check_write(pair, remote, window, ALL_PAGES)
-        pair.reader.transport.close_window(window)
+    def test_detaching_makes_the_writers_grants_quiescent(self, pair: TransportPair) -> None:
+        remote, grant = pair.attach(), pair.open_grant(range(NUM_PAGES))
+        check_write(pair, remote, grant, ALL_PAGES)
+        pair.reader.transport.close_grant(grant)
         pair.writer.transport.detach(remote)
-        pair.pump(lambda: pair.seen(WindowQuiescent) == [WindowQuiescent(window)])
+        pair.pump(lambda: pair.seen(GrantQuiescent) == [GrantQuiescent(grant)])
 
     def test_a_receiver_that_leaves_is_lost_once_and_writes_fail(self, pair: TransportPair) -> None:
-        remote, window = pair.attach(), pair.open_window(range(NUM_PAGES))
-        check_write(pair, remote, window, ALL_PAGES)
-        before = [self.post(pair, remote, window) for _ in range(5)]
+        remote, grant = pair.attach(), pair.open_grant(range(NUM_PAGES))
+        check_write(pair, remote, grant, ALL_PAGES)
+        before = [self.slot(pair, remote, grant) for _ in range(5)]
         pair.reader.transport.close()
         pair.pump(lambda: bool(pair.seen(RemoteLost)))
-        after = [self.post(pair, remote, window) for _ in range(5)]
+        after = [self.slot(pair, remote, grant) for _ in range(5)]
         pair.pump(lambda: len(ended(pair)) == 11)
-        pair.settle()
+        pair.record_ports()
         assert sorted(ended(pair))[1:] == before + after
         assert {failed.transfer for failed in pair.seen(WriteFailed)} >= set(after)
         assert [lost.remote for lost in pair.seen(RemoteLost)] == [remote]
@@ -79,16 +79,16 @@ class PeerContract(TransportKit):
         other = TransportPair.of(self.make_side(), pair.reader)
         other.writer.fill(seed=9)
         remote, remote_of_other = pair.attach(), other.attach()
-        window = pair.open_window(range(NUM_PAGES))
-        self.post(pair, remote, window)
+        grant = pair.open_grant(range(NUM_PAGES))
+        self.slot(pair, remote, grant)
         other.writer.close()
         del remote_of_other
         pair.pump(lambda: bool(pair.seen(WriteCompleted)))
-        check_write(pair, remote, window, ALL_PAGES)
+        check_write(pair, remote, grant, ALL_PAGES)
 
     def test_closing_twice_is_closing_once(self, pair: TransportPair) -> None:
-        remote, window = pair.attach(), pair.open_window(range(NUM_PAGES))
-        self.post(pair, remote, window)
+        remote, grant = pair.attach(), pair.open_grant(range(NUM_PAGES))
+        self.slot(pair, remote, grant)
         for side in (pair.writer, pair.reader):
             side.transport.close()
             side.transport.close()
@@ -162,15 +162,15 @@ class PeerContract(TransportKit):
         assert [event.remote for event in pair.seen(RemoteLost)] == [remote]
         pair.close()
 
-    def post(self, pair: TransportPair, remote: RemoteId, window: TicketId) -> TransferId:
+    def slot(self, pair: TransportPair, remote: RemoteId, grant: TicketId) -> TransferId:
         """Submit a write of all pages."""
-        return pair.writer.transport.submit(pair.write(remote, window, ALL_PAGES))
+        return pair.writer.transport.submit(pair.write(remote, grant, ALL_PAGES))
 
     def check_lost(self, pair: TransportPair, descriptor: RegionDescriptor) -> None:
         """Attaching fails, once, and nothing else is reported."""
         remote = pair.writer.transport.attach(descriptor)
         pair.pump(lambda: any(is_about(event, remote) for event in pair.writer_events))
-        pair.settle()
+        pair.record_ports()
         assert [type(event) for event in pair.writer_events] == [RemoteLost]
         assert not pair.reader_events
 

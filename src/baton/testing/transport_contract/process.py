@@ -25,35 +25,35 @@ from baton.testing.transport_pair import TIMEOUT_S, Side, whole_pages
 from baton.testing.transport_peer import OWNED_BYTE, OwnerTask, PeerTask
 from baton.transfer.interface import (
     Arrived,
-    Attached,
+    GrantQuiescent,
     PageRead,
     ReadCompleted,
     ReadFailed,
     RegionDescriptor,
+    RemoteAttached,
     RemoteLost,
-    Window,
-    WindowQuiescent,
+    WriteGrant,
 )
-from baton.transfer.readers import WatchesReaders
+from baton.transfer.readers import TracksReaders
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Mapping
 
     from numpy.typing import NDArray
 
-    from baton.authority.key import ClusterKey
+    from baton.auth.key import ClusterKey
     from baton.transfer.interface import TransferId
 
 SHAPES = ((256, 65_536),)
 """16 MiB: a write takes long enough to be interrupted."""
 NUM_WRITES_BEFORE = 5
 NUM_READS = 3
-PATIENCE_S = 0.3
+MAX_QUIESCENCE_S = 0.3
 START_TIMEOUT_S = 30.0  # a process that imports its transport's library, on a busy machine
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ProcessPlacement:
     """Where the other process lives: what its command begins with, and the address it binds.
 
     `module` is what it runs.
@@ -63,61 +63,61 @@ class Place:
     host: str
     module: str = TransportKit.peer_module
 
-    def running(self, module: str) -> Place:
+    def running(self, module: str) -> ProcessPlacement:
         """The same place, where something else is run."""
         return replace(self, module=module)
 
 
-HERE = Place((), LOOPBACK)
+THIS_HOST = ProcessPlacement((), LOOPBACK)
 
 
 class ProcessContract(TransportKit):
-    """What the end of the writer's process means to its windows."""
+    """What the end of the writer's process means to its grants."""
 
-    def test_a_killed_writers_window_becomes_quiescent(self) -> None:
+    def test_a_killed_writers_grant_becomes_quiescent(self) -> None:
         with WriterProcess(
-            self.make_side(SHAPES), self.key, self.options, HERE.running(self.peer_module)
+            self.make_side(SHAPES), self.key, self.options, THIS_HOST.running(self.peer_module)
         ) as writer:
             writer.kill()
-            writer.reader.transport.close_window(writer.window)
+            writer.reader.transport.close_grant(writer.grant)
             writer.check_quiescent()
 
-    def test_a_window_closed_before_the_kill_becomes_quiescent(self) -> None:
+    def test_a_grant_closed_before_the_kill_becomes_quiescent(self) -> None:
         with WriterProcess(
-            self.make_side(SHAPES), self.key, self.options, HERE.running(self.peer_module)
+            self.make_side(SHAPES), self.key, self.options, THIS_HOST.running(self.peer_module)
         ) as writer:
             writer.stop()
-            writer.reader.transport.close_window(writer.window)
-            writer.check_patience(is_quiescent=not self.peer_writes)
+            writer.reader.transport.close_grant(writer.grant)
+            writer.check_waits_for_writer(is_quiescent=not self.peer_writes)
             writer.kill()
             writer.check_quiescent()
 
     def test_a_stopped_writer_that_goes_on_answers(self) -> None:
         with WriterProcess(
-            self.make_side(SHAPES), self.key, self.options, HERE.running(self.peer_module)
+            self.make_side(SHAPES), self.key, self.options, THIS_HOST.running(self.peer_module)
         ) as writer:
             writer.stop()
-            writer.reader.transport.close_window(writer.window)
-            writer.check_patience(is_quiescent=not self.peer_writes)
-            writer.go_on()
+            writer.reader.transport.close_grant(writer.grant)
+            writer.check_waits_for_writer(is_quiescent=not self.peer_writes)
+            writer.resume()
             writer.check_quiescent()
             writer.check_alive()
 
     def test_a_writer_that_never_stops_writes_nothing_after_quiescence(self) -> None:
         with WriterProcess(
-            self.make_side(SHAPES), self.key, self.options, HERE.running(self.peer_module)
+            self.make_side(SHAPES), self.key, self.options, THIS_HOST.running(self.peer_module)
         ) as writer:
-            writer.reader.transport.close_window(writer.window)
+            writer.reader.transport.close_grant(writer.grant)
             writer.check_quiescent()
             writer.check_alive()
 
     def test_the_end_of_a_process_that_mapped_the_pages_is_proved(self) -> None:
-        """`WatchesReaders`: not by the end of its connection, nor while it is stopped."""
+        """`TracksReaders`: not by the end of its connection, nor while it is stopped."""
         with WriterProcess(
-            self.make_side(SHAPES), self.key, self.options, HERE.running(self.peer_module)
+            self.make_side(SHAPES), self.key, self.options, THIS_HOST.running(self.peer_module)
         ) as reader:
             transport = reader.reader.transport
-            if not isinstance(transport, WatchesReaders):
+            if not isinstance(transport, TracksReaders):
                 pytest.skip("this transport does not know who reads in place")
             assert transport.open_reader(new_epoch()) is None
             process = transport.open_reader(reader.epoch)
@@ -132,10 +132,10 @@ class ProcessContract(TransportKit):
 
     def test_a_writer_that_leaves_in_peace(self) -> None:
         with WriterProcess(
-            self.make_side(SHAPES), self.key, self.options, HERE.running(self.peer_module)
+            self.make_side(SHAPES), self.key, self.options, THIS_HOST.running(self.peer_module)
         ) as writer:
             writer.leave()
-            writer.reader.transport.close_window(writer.window)
+            writer.reader.transport.close_grant(writer.grant)
             writer.check_quiescent()
 
 
@@ -144,7 +144,7 @@ class OwnerContract(TransportKit):
 
     def test_reads_from_an_owner_that_is_killed_complete_or_fail(self) -> None:
         with OwnerProcess(
-            self.make_side(SHAPES), self.key, self.options, HERE.running(self.peer_module)
+            self.make_side(SHAPES), self.key, self.options, THIS_HOST.running(self.peer_module)
         ) as owner:
             first = [owner.read() for _ in range(NUM_READS)]
             owner.kill()
@@ -156,9 +156,9 @@ class OwnerContract(TransportKit):
             assert isinstance(owner.ended[-1], ReadFailed)
             owner.check_bytes()
 
-    def test_what_an_owner_that_is_killed_lent_stays_as_it_was(self) -> None:
+    def test_what_an_owner_that_is_killed_exported_stays_as_it_was(self) -> None:
         with OwnerProcess(
-            self.make_side(SHAPES), self.key, self.options, HERE.running(self.peer_module)
+            self.make_side(SHAPES), self.key, self.options, THIS_HOST.running(self.peer_module)
         ) as owner:
             seen = owner.view()
             owner.kill()
@@ -184,7 +184,11 @@ class OwnerProcess:
     """A `transport_peer` whose region `reader` attached; closing this ends it."""
 
     def __init__(
-        self, reader: Side, key: ClusterKey, options: Mapping[str, object], place: Place = HERE
+        self,
+        reader: Side,
+        key: ClusterKey,
+        options: Mapping[str, object],
+        place: ProcessPlacement = THIS_HOST,
     ) -> None:
         self.reader = reader
         self.events: list[object] = []
@@ -213,7 +217,7 @@ class OwnerProcess:
         with closed_on_error(self):
             descriptor = msgspec.json.decode(self._descriptor, type=RegionDescriptor)
             self.remote = self.reader.transport.attach(descriptor)
-            self.pump(lambda: Attached(self.remote) in self.events)
+            self.pump(lambda: RemoteAttached(self.remote) in self.events)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -248,8 +252,8 @@ class OwnerProcess:
 
     def view(self) -> NDArray[np.uint8]:
         """The owner's pages, in place."""
-        if not self.reader.transport.capabilities.lends:
-            pytest.skip("this transport does not lend")
+        if not self.reader.transport.capabilities.views:
+            pytest.skip("this transport does not show pages in place")
         return self.reader.transport.view(self.remote, 0)
 
     def kill(self) -> None:
@@ -299,14 +303,18 @@ class WriterProcess:
     """A `transport_peer` that is writing into `reader`; closing this ends it."""
 
     def __init__(
-        self, reader: Side, key: ClusterKey, options: Mapping[str, object], place: Place = HERE
+        self,
+        reader: Side,
+        key: ClusterKey,
+        options: Mapping[str, object],
+        place: ProcessPlacement = THIS_HOST,
     ) -> None:
-        self.reader, self.window = reader, new_ticket_id()
+        self.reader, self.grant = reader, new_ticket_id()
         self.events: list[object] = []
         self.epoch = epoch = new_epoch()
         num_pages = reader.region.arrays[0].num_pages
-        window = Window(self.window, reader.region.handle, epoch, np.arange(num_pages))
-        reader.transport.open_window(window)
+        grant = WriteGrant(self.grant, reader.region.handle, epoch, np.arange(num_pages))
+        reader.transport.open_grant(grant)
         self._process = subprocess.Popen(  # noqa: S603 -- a test kit's module
             [*place.prefix, sys.executable, "-m", place.module],
             stdin=subprocess.PIPE,
@@ -317,11 +325,11 @@ class WriterProcess:
             key.secret.hex(),
             epoch,
             reader.descriptor,
-            self.window,
+            self.grant,
             num_pages,
             place.host,
         )
-        self._say(msgspec.json.encode(task) + b"\n")
+        self._send_line(msgspec.json.encode(task) + b"\n")
 
     def __enter__(self) -> Self:
         with closed_on_error(self):
@@ -346,7 +354,7 @@ class WriterProcess:
         self._process.send_signal(signal.SIGSTOP)
         self.pump(lambda: self._state() == "T")
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         """SIGCONT."""
         self._process.send_signal(signal.SIGCONT)
 
@@ -365,19 +373,19 @@ class WriterProcess:
         """The process is still there."""
         assert self._process.poll() is None
 
-    def check_patience(self, *, is_quiescent: bool) -> None:
+    def check_waits_for_writer(self, *, is_quiescent: bool) -> None:
         """For a while nothing is reported, unless the receiver alone decides."""
-        self._poll_for(PATIENCE_S)
-        assert (WindowQuiescent(self.window) in self.events) == is_quiescent
+        self._poll_for(MAX_QUIESCENCE_S)
+        assert (GrantQuiescent(self.grant) in self.events) == is_quiescent
 
     def check_quiescent(self) -> None:
-        """The window becomes quiescent, once; from then on no byte changes."""
-        self.pump(lambda: WindowQuiescent(self.window) in self.events)
+        """The grant becomes quiescent, once; from then on no byte changes."""
+        self.pump(lambda: GrantQuiescent(self.grant) in self.events)
         num_arrived, at_quiescence = self.num_arrived, self.reader.snapshot()
-        self._poll_for(PATIENCE_S)
+        self._poll_for(MAX_QUIESCENCE_S)
         assert self.reader.snapshot() == at_quiescence
         assert self.num_arrived == num_arrived
-        assert self.events.count(WindowQuiescent(self.window)) == 1
+        assert self.events.count(GrantQuiescent(self.grant)) == 1
 
     def pump(self, until: Callable[[], bool], timeout_s: float = TIMEOUT_S) -> None:
         """Poll until something is the case."""
@@ -397,7 +405,7 @@ class WriterProcess:
         stat = Path(f"/proc/{self._process.pid}/stat").read_text(encoding="ascii")
         return stat.rpartition(")")[2].split()[0]
 
-    def _say(self, line: bytes) -> None:
+    def _send_line(self, line: bytes) -> None:
         assert self._process.stdin is not None
         self._process.stdin.write(line)
         self._process.stdin.flush()

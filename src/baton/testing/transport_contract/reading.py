@@ -128,16 +128,16 @@ class ReadingContract(ReadingKit):
     def test_reads_and_writes_are_reported_once_each_by_their_own_name(
         self, reading: TransportPair
     ) -> None:
-        remote, window = reading.attach(), reading.open_window(range(NUM_PAGES))
+        remote, grant = reading.attach(), reading.open_grant(range(NUM_PAGES))
         transport = reading.writer.transport
         reads: list[TransferId] = []
         lower = [whole_pages(range(32), range(32), PAGE_BYTES)]
         upper = [whole_pages(range(32, 64), range(32, 64), PAGE_BYTES)]
         for _ in range(10):
             reads.append(transport.read(reading.read(remote, upper)))
-            check_write(reading, remote, window, lower)  # perhaps while the read is under way
+            check_write(reading, remote, grant, lower)  # perhaps while the read is under way
         reading.pump(lambda: len(reading.seen(ReadCompleted)) == len(reads))
-        reading.settle()
+        reading.record_ports()
         assert sorted(event.transfer for event in reading.seen(ReadCompleted)) == reads
         assert len(set(reads)) == len(reads)
 
@@ -147,10 +147,10 @@ class ReadingContract(ReadingKit):
             reading.reader.paint(round_)
             check_read(reading, remote, ALL_PAGES)
 
-    def test_the_owner_hears_nothing_of_a_read(self, reading: TransportPair) -> None:
+    def test_the_owner_gets_no_event_of_a_read(self, reading: TransportPair) -> None:
         remote = reading.attach()
         check_read(reading, remote, ALL_PAGES)
-        reading.settle()
+        reading.record_ports()
         assert not reading.reader_events
 
 
@@ -216,7 +216,7 @@ class ReadRefusalContract(ReadingKit):
         reads = [transport.read(reading.read(remote, ALL_PAGES)) for _ in range(5)]
         transport.detach(remote)
         reading.pump(lambda: len(ended(reading)) == len(reads))
-        reading.settle()
+        reading.record_ports()
         assert sorted(ended(reading)) == reads
         check_read(reading, reading.attach(), ALL_PAGES)
 
@@ -276,7 +276,7 @@ def check_read_refused(pair: TransportPair, read: PageRead) -> None:
     before = pair.writer.snapshot()
     with pytest.raises(TransferError):
         pair.writer.transport.read(read)
-    pair.settle(0.01)
+    pair.record_ports(0.01)
     assert pair.writer.snapshot() == before
     assert ended(pair) == []
 

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 
+from baton.net.endpoints import ATTACH_TIMEOUT_S, MAX_UNPROVED, PROOF_TIMEOUT_S
+from baton.net.framing import PREFIX_BYTES, DialerHandshake, encode_frame
 from baton.testing.clocks import ManualClock
 from baton.testing.transport_contract.kit import (
     NUM_PAGES,
@@ -16,9 +18,6 @@ from baton.testing.transport_contract.kit import (
     check_write,
 )
 from baton.testing.transport_pair import TransportPair, whole_pages
-from baton.transfer.framing import PREFIX_BYTES, encode_frame
-from baton.transfer.handshake import DialerHandshake
-from baton.transfer.listening import ATTACH_TIMEOUT_S, MAX_UNPROVED, PROOF_TIMEOUT_S
 
 if TYPE_CHECKING:
     import socket
@@ -57,7 +56,7 @@ class StrangerContract(TransportKit):
         pair = TransportPair.of(self.make_side(), self.make_side(clock=clock))
         with self.connect_stranger(pair.reader.descriptor) as stranger:
             stranger.sendall(b"\x16")
-            pair.settle(0.01)
+            pair.record_ports(0.01)
             clock.advance(PROOF_TIMEOUT_S + 0.1)
             self.check_hung_up(pair.reader, stranger)
         self.check_unharmed(pair)
@@ -71,7 +70,7 @@ class StrangerContract(TransportKit):
             self.check_hung_up(pair.reader, one_too_many)
         for stranger in strangers:
             stranger.close()
-        pair.settle()
+        pair.record_ports()
         self.check_unharmed(pair)
 
     @pytest.mark.parametrize(
@@ -93,7 +92,7 @@ class StrangerContract(TransportKit):
         with self.connect_stranger(pair.reader.descriptor) as peer:
             self.prove(pair.reader, peer)
             peer.sendall(message)
-            pair.settle(0.01)
+            pair.record_ports(0.01)
             clock.advance(ATTACH_TIMEOUT_S + 0.1)
             self.check_hung_up(pair.reader, peer)
         self.check_unharmed(pair)
@@ -102,8 +101,8 @@ class StrangerContract(TransportKit):
     def check_unharmed(self, pair: TransportPair) -> None:
         """The transports still do their work."""
         pair.writer.fill(seed=5)
-        remote, window = pair.attach(), pair.open_window(range(NUM_PAGES))
-        check_write(pair, remote, window, ALL_PAGES)
+        remote, grant = pair.attach(), pair.open_grant(range(NUM_PAGES))
+        check_write(pair, remote, grant, ALL_PAGES)
 
     def check_hung_up(self, side: Side, stranger: socket.socket) -> None:
         """The transport ends the stranger's connection."""

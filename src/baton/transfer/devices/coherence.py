@@ -1,8 +1,8 @@
 """Which bytes of a region leave the caches, and when, where processors do not keep them right.
 
-receiver: opens a window      its pages leave its caches: no old line is written back later
-writer:   stored              the bytes it stored leave its caches, before its notice
-receiver: heard the notice    the window's pages leave its caches: the next load is fresh
+receiver: opens a grant      its pages leave its caches: no old line is written back later
+writer:   stored              the bytes it stored leave its caches, before its notification
+receiver: heard the notification    the grant's pages leave its caches: the next load is fresh
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from baton.transfer.devices.extents import find_extent
-from baton.transfer.geometry import Geometry, compute_runs
+from baton.transfer.scatter_gather import Geometry, compute_runs
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -2,7 +2,7 @@
 
 Enters: times of probes and of real transfers. Leaves: for each transfer's shape, the transport that
 is predicted to be the cheapest, with the alternatives. Pure: no clock, no socket, no thread; the
-probes themselves are made by `handoff/survey.py`.
+probes themselves are made by `handoff/link_prober.py`.
 
     seconds(shape) = latency + descriptors x cost of one + bytes / bandwidth
 
@@ -13,11 +13,11 @@ File map:
     shape.py     what a transfer's cost depends on
     model.py     the three numbers: predict, and refine from one more transfer
     fitting.py   the three numbers from a list of probes, outliers or not
-    prior.py     the three numbers of what nobody has measured yet
-    comparing.py what several would take, some of which are known better than others
-    choosing.py  the cheapest of several, without flip-flop
-    cooling.py   how long one that failed is left alone
-    scratch.py   the memory that probes use, and the bytes in it
+    default_cost.py  the three numbers of what nobody has measured yet
+    comparison.py  what several would take, some of which are known better than others
+    choice.py    the cheapest of several, without flip-flop
+    backoff.py   how long one that failed is left alone
+    probe_buffer.py  the memory that probes use, and the bytes in it
     probes.py    which probes are made, within which bounds
     outcome.py   what is recorded of choices and transfers
 """

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _FLOORS: Final = np.array([MIN_LATENCY_S, MIN_DESCRIPTOR_S, MIN_BYTE_S])
 _NUM_ROUNDS: Final = 12
-_DEAF_FROM: Final = 0.05
+_OUTLIER_FROM: Final = 0.05
 """Relative errors above this count linearly, not squared."""
 _MAX_RATIO: Final = 100.0
 _MAX_RATE_GAIN: Final = 4.0
@@ -62,7 +62,7 @@ def fit(samples: Sequence[Sample], prior: LinkModel) -> LinkModel:
         ratios = rows @ found
         # Half of what was seen is as wrong as double: else the fit would rather be too low.
         scales = 1 / np.sqrt(np.clip(ratios, 1 / _MAX_RATIO, _MAX_RATIO))
-        weights = _DEAF_FROM / np.maximum(np.abs(ratios - 1) * scales, _DEAF_FROM)
+        weights = _OUTLIER_FROM / np.maximum(np.abs(ratios - 1) * scales, _OUTLIER_FROM)
     latency, descriptor, byte = np.maximum(found * before, _FLOORS).tolist()
     best_rate = max(shape.num_bytes / taken_s for shape, taken_s in quickest.items())
     byte = max(byte, 1 / (_MAX_RATE_GAIN * best_rate))

@@ -54,13 +54,13 @@ class Correction:
         num = len(self.recent)
         return min(1.0, 0.5 + 0.5 * (num - 1) / (ENOUGH_TRANSFERS - 1)) if num else 0.0
 
-    def taught(self, error: float) -> Correction:
+    def updated(self, error: float) -> Correction:
         """After one more, which took `exp(error)` times what the probes predict."""
         error = min(MAX_LOG_RATIO, max(-MAX_LOG_RATIO, error))
         return Correction((*self.recent, error)[-NUM_REMEMBERED:])
 
 
-NOTHING_LEARNT: Final = Correction()
+NO_CORRECTION: Final = Correction()
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,13 +108,13 @@ class LinkModel:
         predicted = self.predict_uncorrected(shape)
         error = math.log(max(seconds, MIN_LATENCY_S) / predicted)
         if self.num_probes:
-            corrections = {**self.corrections, kind: self.correction(kind).taught(error)}
+            corrections = {**self.corrections, kind: self.correction(kind).updated(error)}
             return replace(self, corrections=corrections, num_transfers=self.num_transfers + 1)
         return self._move_all(shape, predicted, min(MAX_STEP, max(-MAX_STEP, error)))
 
     def correction(self, kind: SizeClass) -> Correction:
         """What was learnt of shapes of this class."""
-        return self.corrections.get(kind, NOTHING_LEARNT)
+        return self.corrections.get(kind, NO_CORRECTION)
 
     def predict_uncorrected(self, shape: TransferShape) -> float:
         """By the three numbers alone."""

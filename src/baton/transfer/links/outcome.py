@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
 if TYPE_CHECKING:
-    from baton.transfer.links.choosing import Choice
+    from baton.transfer.links.choice import Choice
     from baton.transfer.links.model import LinkModel
 
 Direction: TypeAlias = Literal["push", "pull"]
@@ -49,7 +49,7 @@ class LinkObserver(Protocol):
         ...
 
 
-class SilentObserver:
+class NullObserver:
     """Counts nothing."""
 
     def chosen(self, direction: Direction, choice: Choice) -> None:

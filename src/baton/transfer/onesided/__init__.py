@@ -1,13 +1,13 @@
 """What transports have in common whose library moves bytes one-sidedly: `nixl`, `mooncake`.
 
-The library copies between two registered memories; it knows neither windows nor keys. Here is the
+The library copies between two registered memories; it knows neither grants nor keys. Here is the
 rest: peers prove the cluster key over a connection of ours, the owner says over it which pages may
 be written and when that ends, and the writer says over it what is in place. Each peer has an engine
 (one life of the library) of its own, on both sides: closing it is what makes sure that a transfer
 that cannot be recalled moves nothing any more.
 
 File map:
-    engine.py      the seam: what a library must be able to do
+    session.py     the seam: what a library must be able to do
     transport.py   `OneSidedTransport`: the contract, listening, admission
     wire.py        the messages, and their bounds
     remote.py      the initiating end

@@ -68,8 +68,8 @@ def _bind_tcp(bind_host: str, advertise_host: str | None) -> tuple[socket.socket
     try:
         sock.bind(address)
         bound, port = sock.getsockname()[:2]
-        told = advertise_host or bound
-        endpoint = f"[{told}]:{port}" if ":" in told else f"{told}:{port}"
+        advertised = advertise_host or bound
+        endpoint = f"[{advertised}]:{port}" if ":" in advertised else f"{advertised}:{port}"
         _parse(endpoint)
     except (OSError, TransferError) as exc:
         sock.close()

@@ -7,30 +7,45 @@ from typing import TYPE_CHECKING, Any, Final, assert_never
 
 from baton.errors import TransferError
 from baton.ids import TicketId
+from baton.net.endpoints import open_peer_process
+from baton.transfer.grant_messages import (
+    CloseGrant,
+    GrantClosed,
+    GrantNotOpen,
+    GrantOpened,
+    MemoryReleased,
+    QueryGrant,
+    pack_pages,
+)
 from baton.transfer.interface import Arrived
 from baton.transfer.messages import encode
-from baton.transfer.onesided.wire import Attached, Moving, Notice, Resting, decode_from_peer
-from baton.transfer.processes import open_peer_process
-from baton.transfer.window_messages import Ask, Close, Closed, NotOpen, Opened, Released, pack_pages
+from baton.transfer.onesided.wire import (
+    Attached,
+    TransfersActive,
+    TransfersIdle,
+    WriteNotification,
+    decode_from_peer,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from baton.transfer.channel import Channel
-    from baton.transfer.connection import Connection
-    from baton.transfer.interface import PagedRegion, Window
-    from baton.transfer.ledger import WindowLedger, WriterId
-    from baton.transfer.onesided.engine import Engine
+    from baton.net.channel import Channel
+    from baton.net.connection import Connection
+    from baton.transfer.grant_ledger import GrantLedger, WriterId
+    from baton.transfer.interface import PagedRegion, WriteGrant
+    from baton.transfer.onesided.session import OneSidedSession
     from baton.transfer.reactor import Reactor
 
-MAX_LAST_WORDS_STEPS: Final = 64
+MAX_FINAL_STEPS: Final = 64
 
 
-class Inbound:
+class OneSidedInbound:
     """One peer that may write into, or read, this side's memory. Owner thread: the transport's.
 
     With the connection ends the engine that served it. Where the peer has a hand of its own in
-    this memory (`peers_hand`), this outlives the connection until the peer's process is dead.
+    this memory (`peer_process_writes`), this outlives the connection until the peer's process is
+    dead.
     `on_over` is called once, when nothing of it can land any more.
     """
 
@@ -38,48 +53,50 @@ class Inbound:
         self,
         writer: WriterId,
         connection: Connection,
-        engine: Engine[Any],
+        session: OneSidedSession[Any],
         *,
-        ledger: WindowLedger,
+        ledger: GrantLedger,
         reactor: Reactor,
         on_over: Callable[[WriterId], None],
     ) -> None:
-        self._writer, self._connection, self._engine = writer, connection, engine
+        self._writer, self._connection, self._session = writer, connection, session
         self._ledger, self._reactor, self._on_over = ledger, reactor, on_over
-        self._process = open_peer_process(connection.channel.socket) if engine.peers_hand else None
+        self._process = (
+            open_peer_process(connection.channel.socket) if session.peer_process_writes else None
+        )
         if self._process is not None:
-            reactor.watch(self._process, self._mourn)
-        self.is_moving = False
+            reactor.watch(self._process, self._process_ended)
+        self.is_active = False
         """The peer's transfers are under way, as far as it says."""
 
-    def welcome(self, region: PagedRegion, introduction: bytes, windows: list[Window]) -> None:
-        """Tell of the memory, and of the windows that are open already."""
-        self._connection.settle()
-        self._connection.become(self._read, self._disconnected)
-        self._connection.send_body(encode(Attached(region.arrays, introduction)))
-        for window in windows:
-            self.tell_open(window)
+    def send_attached(self, region: PagedRegion, metadata: bytes, grants: list[WriteGrant]) -> None:
+        """Tell of the memory, and of the grants that are open already."""
+        self._connection.cancel_deadline()
+        self._connection.set_handlers(self._read, self._disconnected)
+        self._connection.send_body(encode(Attached(region.arrays, metadata)))
+        for grant in grants:
+            self.send_grant_opened(grant)
 
-    def tell_open(self, window: Window) -> None:
-        """The peer may write into this window from now on."""
-        self._connection.send_body(encode(Opened(window.id, pack_pages(window.pages))))
+    def send_grant_opened(self, grant: WriteGrant) -> None:
+        """The peer may write into this grant from now on."""
+        self._connection.send_body(encode(GrantOpened(grant.id, pack_pages(grant.pages))))
 
-    def ask_close(self, window: TicketId) -> None:
-        """The peer must begin no other write into this window, and say when none is under way."""
-        self._connection.send_body(encode(Close(window)))
+    def send_close_grant(self, grant: TicketId) -> None:
+        """The peer must begin no other write into this grant, and say when none is under way."""
+        self._connection.send_body(encode(CloseGrant(grant)))
 
     def serve(self) -> None:
         """Give the library its turn."""
         try:
-            self._engine.serve()
+            self._session.serve()
         except TransferError as exc:
             self._connection.fail(exc)
 
     def close(self) -> None:
         """Stop serving and watching: nothing is known of this peer from now on. Idempotent."""
-        self.is_moving = False
+        self.is_active = False
         self._connection.close()
-        self._engine.close()
+        self._session.close()
         if self._process is not None:
             self._reactor.unwatch(self._process)
             os.close(self._process)
@@ -88,36 +105,36 @@ class Inbound:
     def _read(self, channel: Channel) -> None:
         for body in channel.receive_bodies():
             match decode_from_peer(body):
-                case Notice(window, notice):
-                    if self._ledger.admits(self._writer, TicketId(window)):
-                        self._reactor.report(Arrived(TicketId(window), notice))
-                case Ask(window):
-                    self._answer(TicketId(window))
-                case Closed(window):
-                    self._ledger.confirm_closed(self._writer, TicketId(window))
-                case Moving() | Resting() as said:
-                    self.is_moving = isinstance(said, Moving)
-                case Released():
+                case WriteNotification(grant, notification):
+                    if self._ledger.admits(self._writer, TicketId(grant)):
+                        self._reactor.report(Arrived(TicketId(grant), notification))
+                case QueryGrant(grant):
+                    self._answer(TicketId(grant))
+                case GrantClosed(grant):
+                    self._ledger.confirm_closed(self._writer, TicketId(grant))
+                case TransfersActive() | TransfersIdle() as message:
+                    self.is_active = isinstance(message, TransfersActive)
+                case MemoryReleased():
                     self._finish()
                     return
                 case unknown:
                     assert_never(unknown)
 
-    def _answer(self, window: TicketId) -> None:
-        """If the window was opened, `Opened` is on its way already: nothing else to say."""
-        if not self._ledger.admits(self._writer, window):
-            self._connection.send_body(encode(NotOpen(window)))
+    def _answer(self, grant: TicketId) -> None:
+        """If the grant was opened, `GrantOpened` is on its way already: nothing else to say."""
+        if not self._ledger.admits(self._writer, grant):
+            self._connection.send_body(encode(GrantNotOpen(grant)))
 
     def _disconnected(self, error: TransferError) -> None:
         del error  # that the peer is out of reach does not tell whether its own hand still writes
-        self.is_moving = False
-        self._engine.close()
-        if not self._engine.peers_hand or not self._ledger.disconnect(self._writer):
+        self.is_active = False
+        self._session.close()
+        if not self._session.peer_process_writes or not self._ledger.disconnect(self._writer):
             self._finish()
 
-    def _mourn(self) -> None:
+    def _process_ended(self) -> None:
         """The process is dead. What it said before still counts."""
-        for _ in range(MAX_LAST_WORDS_STEPS):
+        for _ in range(MAX_FINAL_STEPS):
             if not self._connection.is_open:
                 break
             self._connection.step()

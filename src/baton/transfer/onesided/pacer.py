@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 MIN_INTERVAL_S: Final = 50e-6
 MAX_INTERVAL_S: Final = 1e-3
-LOOKS_PER_AGE: Final = 32
+POLLS_PER_AGE: Final = 32
 """What has been under way for t is looked at again after t / 32: late by 3 % at most."""
 
 _CLOCK_MONOTONIC: Final = 1
@@ -48,7 +48,7 @@ class Pacer:
         self._is_set = False
         reactor.watch(self._fd, self._expired)
 
-    def stir(self) -> None:
+    def activate(self) -> None:
         """Something began, or came to an end: look again soon."""
         self._since = self._clock.now()
         if self._is_set:
@@ -62,7 +62,7 @@ class Pacer:
             return
         if not self._is_set:
             age_s = self._clock.now() - self._since
-            self._set(min(max(age_s / LOOKS_PER_AGE, MIN_INTERVAL_S), MAX_INTERVAL_S))
+            self._set(min(max(age_s / POLLS_PER_AGE, MIN_INTERVAL_S), MAX_INTERVAL_S))
 
     def close(self) -> None:
         """Release the timer; idempotent."""

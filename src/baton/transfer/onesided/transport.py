@@ -1,6 +1,7 @@
 """The contract, for any library that moves bytes one-sidedly.
 
-The owner cannot stop a posted transfer of a peer. It asks (`Close`, `Closed`), and believes
+The owner cannot stop a posted transfer of a peer. It asks (`CloseGrant`, `GrantClosed`), and
+believes
 nothing but an answer, or the end of the engine that served the peer; where the peer's process has
 a hand of its own in this memory, its death.
 """
@@ -13,44 +14,43 @@ from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
 from baton.errors import ProtocolError, TransferError
 from baton.ids import Epoch, RegionHandle
-from baton.transfer.bounds import check_copies, check_notice
-from baton.transfer.dialing import Dialer
+from baton.net.endpoints import Dialer, Listener
+from baton.transfer.bounds import check_copies, check_notification
+from baton.transfer.grant_ledger import GrantLedger, WriterId
+from baton.transfer.grant_messages import MAX_BODY_BYTES, MAX_GRANT_PAGES, NotAttached
 from baton.transfer.interface import (
     Capabilities,
+    GrantQuiescent,
     RegionDescriptor,
     RemoteId,
     TransferId,
-    WindowQuiescent,
 )
-from baton.transfer.ledger import WindowLedger, WriterId
-from baton.transfer.listening import Listener
 from baton.transfer.messages import encode
 from baton.transfer.onesided.endpoints import open_dialer, open_listener
-from baton.transfer.onesided.inbound import Inbound
+from baton.transfer.onesided.inbound import OneSidedInbound
 from baton.transfer.onesided.pacer import Pacer
-from baton.transfer.onesided.remote import Remote
+from baton.transfer.onesided.remote import OneSidedRemote
 from baton.transfer.onesided.wire import decode_attach
+from baton.transfer.page_set import check_grant_pages
 from baton.transfer.reactor import Reactor
 from baton.transfer.region import check_arrays
-from baton.transfer.window_messages import MAX_BODY_BYTES, MAX_WINDOW_PAGES, NotAttached
-from baton.transfer.windows import check_window_pages
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
     from baton.ids import TicketId
-    from baton.transfer.channel import Channel
-    from baton.transfer.connection import Connection
+    from baton.net.channel import Channel
+    from baton.net.connection import Connection
     from baton.transfer.interface import (
         PagedRegion,
         PageRead,
         PageWrite,
         TransferEvent,
         TransportContext,
-        Window,
+        WriteGrant,
     )
-    from baton.transfer.onesided.engine import Engine, Library
+    from baton.transfer.onesided.session import Library, OneSidedSession
 
 MAX_PEERS: Final = 64
 """Peers of this side's regions that have an engine here, or had one and may still store."""
@@ -81,7 +81,7 @@ class OneSidedTransport(Generic[M]):
             memory=library.memory,
             same_host_only=library.reach == "host",
             reads=True,
-            posts=True,
+            late_writes=True,
         )
         self._library, self._context = library, context
         self._process = os.getpid()
@@ -91,10 +91,10 @@ class OneSidedTransport(Generic[M]):
         self.readiness_fd: int | None = self._reactor.fd
         self._dialer = Dialer(self._reactor, context.key, kind, timeout_s=connect_timeout_s)
         self._regions: dict[RegionHandle, PagedRegion] = {}
-        self._ledger = WindowLedger()
-        self._inbound: dict[WriterId, Inbound] = {}
-        self._remotes: dict[RemoteId, Remote[M]] = {}
-        self._leaving: list[Remote[M]] = []
+        self._ledger = GrantLedger()
+        self._inbound: dict[WriterId, OneSidedInbound] = {}
+        self._remotes: dict[RemoteId, OneSidedRemote[M]] = {}
+        self._leaving: list[OneSidedRemote[M]] = []
         self._listener: Listener | None = None
         self._endpoint = ""
         self._num_remotes = self._num_transfers = self._num_writers = 0
@@ -116,7 +116,7 @@ class OneSidedTransport(Generic[M]):
             )
         check_arrays(region.arrays)
         if self._listener is None:
-            self._library.open_engine().close()
+            self._library.open_session().close()
             self._listen()
         self._regions[region.handle] = region
         return RegionDescriptor(
@@ -130,7 +130,7 @@ class OneSidedTransport(Generic[M]):
         check_arrays(descriptor.arrays)
         sock, address = open_dialer(self._library.reach, descriptor.endpoint)
         self._num_remotes += 1
-        remote = Remote(
+        remote = OneSidedRemote(
             RemoteId(self._num_remotes),
             descriptor,
             self._context.epoch,
@@ -139,7 +139,7 @@ class OneSidedTransport(Generic[M]):
         )
         self._remotes[remote.id] = remote
         try:
-            remote.own(self._dialer.dial(sock, address, remote.begin, remote.lose))
+            remote.set_connection(self._dialer.dial(sock, address, remote.send_attach, remote.lose))
         except TransferError as exc:
             remote.lose(exc)
         return remote.id
@@ -151,28 +151,28 @@ class OneSidedTransport(Generic[M]):
             known.detach()
             self._leaving = [each for each in (*self._leaving, known) if not each.is_gone]
 
-    def open_window(self, window: Window) -> None:
+    def open_grant(self, grant: WriteGrant) -> None:
         """See `Transport`."""
-        region = self._find_region(window.region)
-        check_window_pages(window.pages, region.arrays)
-        if len(window.pages) > MAX_WINDOW_PAGES:
-            raise TransferError(f"a window of more than {MAX_WINDOW_PAGES} pages")
-        for writer in self._ledger.open_window(window):
-            self._inbound[writer].tell_open(window)
+        region = self._find_region(grant.region)
+        check_grant_pages(grant.pages, region.arrays)
+        if len(grant.pages) > MAX_GRANT_PAGES:
+            raise TransferError(f"a grant of more than {MAX_GRANT_PAGES} pages")
+        for writer in self._ledger.open_grant(grant):
+            self._inbound[writer].send_grant_opened(grant)
 
-    def close_window(self, window: TicketId) -> None:
+    def close_grant(self, grant: TicketId) -> None:
         """See `Transport`."""
-        for writer in self._ledger.close_window(window):
-            self._inbound[writer].ask_close(window)
+        for writer in self._ledger.close_grant(grant):
+            self._inbound[writer].send_close_grant(grant)
         for quiescent in self._ledger.take_quiescent():
-            self._reactor.report(WindowQuiescent(quiescent))
+            self._reactor.report(GrantQuiescent(quiescent))
 
     def submit(self, write: PageWrite) -> TransferId:
         """See `Transport`."""
         self._check_process()
         remote, region = self._find_remote(write.remote), self._find_region(write.region)
         check_copies(write.copies, region.arrays, remote.descriptor.arrays)
-        check_notice(write.notice)
+        check_notification(write.notification)
         transfer = self._new_transfer()
         remote.submit(transfer, write, region)
         self._pace()
@@ -189,25 +189,25 @@ class OneSidedTransport(Generic[M]):
         return transfer
 
     def view(self, remote: RemoteId, array: int) -> NDArray[np.uint8]:
-        """See `Transport`: this one does not lend."""
+        """See `Transport`: this one does not show pages in place."""
         del remote, array
-        raise TransferError(f"{self.kind} does not lend a peer's pages; read them")
+        raise TransferError(f"{self.kind} does not show a peer's pages in place; read them")
 
     def poll(self) -> list[TransferEvent]:
         """See `Transport`."""
         self._check_process()
         for remote in list(self._remotes.values()):
-            if remote.is_moving:
+            if remote.is_active:
                 remote.advance()
         for inbound in list(self._inbound.values()):
-            if inbound.is_moving:
+            if inbound.is_active:
                 inbound.serve()
         events = self._reactor.poll()
         if self.readiness_fd is not None:
             if events:
-                self._pacer.stir()
+                self._pacer.activate()
             self._pace()
-        return [*events, *map(WindowQuiescent, self._ledger.take_quiescent())]
+        return [*events, *map(GrantQuiescent, self._ledger.take_quiescent())]
 
     def close(self) -> None:
         """See `Transport`."""
@@ -230,8 +230,8 @@ class OneSidedTransport(Generic[M]):
 
     def _pace(self) -> None:
         """Be polled again soon if a library here has something to do that wakes nobody."""
-        moving = any(remote.is_moving for remote in self._remotes.values())
-        served = any(inbound.is_moving for inbound in self._inbound.values())
+        moving = any(remote.is_active for remote in self._remotes.values())
+        served = any(inbound.is_active for inbound in self._inbound.values())
         self._pacer.pace(is_under_way=moving or served)
 
     def _listen(self) -> None:
@@ -239,13 +239,15 @@ class OneSidedTransport(Generic[M]):
             self._library.reach, self._context.bind_host, self._advertise_host
         )
         self._listener = Listener(
-            sock, self._reactor, self._context.key, self.kind, on_peer=self._welcome
+            sock, self._reactor, self._context.key, self.kind, on_peer=self._accept_peer
         )
 
-    def _welcome(self, connection: Connection) -> None:
+    def _accept_peer(self, connection: Connection) -> None:
         """A peer proved itself: its first message says which region it wants."""
         connection.channel.allow_bodies(MAX_BODY_BYTES)
-        connection.become(partial(self._admit, connection), lambda _: self._forget(connection))
+        connection.set_handlers(
+            partial(self._admit, connection), lambda _: self._forget(connection)
+        )
 
     def _admit(self, connection: Connection, channel: Channel) -> None:
         body = channel.receive_body()
@@ -259,30 +261,30 @@ class OneSidedTransport(Generic[M]):
         if self._ledger.num_writers >= MAX_PEERS:
             raise ProtocolError("too many peers hold this memory")
         try:
-            engine, introduction = self._introduce(region)
+            session, metadata = self._get_metadata(region)
         except TransferError as exc:
             connection.send_body(encode(NotAttached(str(exc)[:MAX_REASON_CHARS])))
             return
         self._num_writers += 1
         writer = WriterId(self._num_writers)
-        inbound = Inbound(
+        inbound = OneSidedInbound(
             writer,
             connection,
-            engine,
+            session,
             ledger=self._ledger,
             reactor=self._reactor,
             on_over=partial(self._peer_over, connection),
         )
         self._inbound[writer] = inbound
-        windows = self._ledger.add_writer(writer, Epoch(attach.epoch), region.handle)
-        inbound.welcome(region, introduction, windows)
+        grants = self._ledger.add_writer(writer, Epoch(attach.epoch), region.handle)
+        inbound.send_attached(region, metadata, grants)
 
-    def _introduce(self, region: PagedRegion) -> tuple[Engine[M], bytes]:
-        engine = self._library.open_engine()
+    def _get_metadata(self, region: PagedRegion) -> tuple[OneSidedSession[M], bytes]:
+        session = self._library.open_session()
         try:
-            return engine, engine.introduce(region)
+            return session, session.get_metadata(region)
         except TransferError:
-            engine.close()
+            session.close()
             raise
 
     def _peer_over(self, connection: Connection, writer: WriterId) -> None:
@@ -297,7 +299,7 @@ class OneSidedTransport(Generic[M]):
         self._num_transfers += 1
         return TransferId(self._num_transfers)
 
-    def _find_remote(self, id_: RemoteId) -> Remote[M]:
+    def _find_remote(self, id_: RemoteId) -> OneSidedRemote[M]:
         remote = self._remotes.get(id_)
         if remote is None or remote.is_attaching:
             raise TransferError("this remote is not attached")

@@ -1,6 +1,6 @@
 """What crosses a one-sided transport's connection after the handshake (docs/wire/transfer.md).
 
-Page bytes never do: the library moves them. `introduction` is the library's own description of the
+Page bytes never do: the library moves them. `metadata` is the library's own description of the
 owner's memory; nothing else in these messages is its business.
 """
 
@@ -10,11 +10,17 @@ from typing import Annotated, Final, TypeAlias
 
 import msgspec
 
+from baton.transfer.grant_messages import (
+    FromOwner,
+    GrantClosed,
+    MemoryReleased,
+    NotAttached,
+    QueryGrant,
+)
 from baton.transfer.interface import PageArray
-from baton.transfer.messages import EpochText, IdBytes, NoticeBytes, decode
-from baton.transfer.window_messages import Ask, Closed, FromOwner, NotAttached, Released
+from baton.transfer.messages import EpochText, IdBytes, NotificationBytes, decode
 
-MAX_INTRODUCTION_BYTES: Final = 1 << 16
+MAX_METADATA_BYTES: Final = 1 << 16
 
 
 class Attach(msgspec.Struct, frozen=True, tag="attach"):
@@ -28,25 +34,27 @@ class Attached(msgspec.Struct, frozen=True, tag="attached"):
     """Owner → peer: the region's arrays, to compare, and the library's words about them."""
 
     arrays: tuple[PageArray, ...]
-    introduction: Annotated[bytes, msgspec.Meta(max_length=MAX_INTRODUCTION_BYTES)]
+    metadata: Annotated[bytes, msgspec.Meta(max_length=MAX_METADATA_BYTES)]
 
 
-class Notice(msgspec.Struct, frozen=True, tag="notice"):
-    """Peer → owner: a write into this window is in place."""
+class WriteNotification(msgspec.Struct, frozen=True, tag="write_notification"):
+    """Peer → owner: a write into this grant is in place."""
 
-    window: IdBytes
-    notice: NoticeBytes
+    grant: IdBytes
+    notification: NotificationBytes
 
 
-class Moving(msgspec.Struct, frozen=True, tag="moving"):
+class TransfersActive(msgspec.Struct, frozen=True, tag="transfers_active"):
     """Peer → owner: transfers are under way that the owner's library may have to serve."""
 
 
-class Resting(msgspec.Struct, frozen=True, tag="resting"):
+class TransfersIdle(msgspec.Struct, frozen=True, tag="transfers_idle"):
     """Peer → owner: none is any more."""
 
 
-FromPeer: TypeAlias = Notice | Ask | Closed | Moving | Resting | Released
+FromPeer: TypeAlias = (
+    WriteNotification | QueryGrant | GrantClosed | TransfersActive | TransfersIdle | MemoryReleased
+)
 FirstFromOwner: TypeAlias = Attached | NotAttached
 
 _attach = msgspec.msgpack.Decoder(Attach)

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from baton.bench.architectures.analysing import Samples, analyse
-from baton.bench.architectures.arms import choose_arms
-from baton.bench.architectures.plan import Effort, Plan, read_levels
-from baton.bench.architectures.results import ArmSaid, Cell, Findings, LevelSaid, Proof, Stages
+from baton.bench.architectures.analysis import Samples, analyse
+from baton.bench.architectures.plan import Effort, Plan, choose_configurations, read_levels
+from baton.bench.architectures.results import (
+    Cell,
+    ConfigurationInfo,
+    Findings,
+    LevelInfo,
+    Proof,
+    Stages,
+)
 from baton.bench.architectures.usage import CpuUse
-from baton.bench.load.figures import Slo, compute_figures
-from baton.bench.load.record import Record
+from baton.bench.files import RunManifest
+from baton.bench.load.records import Record, Slo, compute_figures
+from baton.bench.load.runner import ClientLoad
+from baton.bench.load.server_check import RequestOptions
 from baton.bench.load.stream import Tokens
-from baton.bench.load.surveying import Approach
-from baton.bench.load.watching import ClientLoad
-from baton.bench.machine import Machine
-from baton.bench.manifest import RunManifest
-from baton.bench.workloads.lengths import Lengths, fixed_lengths
+from baton.bench.workloads.synthetic import Lengths, fixed_lengths
+from baton.rig.machine import Machine
 
 QUIET = ClientLoad(0.1, 0.0, 0.0, 0.0, 0.0, None, ())
 WINDOW_S = 10.0
@@ -26,10 +31,10 @@ def make_plan(concurrency="1,2,4,8", repetitions=5, workers=2, **changes):
         "num_workers": workers,
         "engine": "transformers",
         "model": "demo",
-        "arms": choose_arms(workers),
+        "configurations": choose_configurations(workers),
         "levels": read_levels(concurrency, None),
         "workload": fixed_lengths(Lengths(100, 10), "balanced"),
-        "approach": Approach(),
+        "request_options": RequestOptions(),
         "effort": Effort(repetitions, WINDOW_S, None, 60.0),
         "seed": "seed",
         "slo": Slo(ttft_s=1.0),
@@ -64,7 +69,7 @@ def make_proof(**changes):
 def make_samples(arm, level, repetition, num_requests, **changes):
     records = make_records(num_requests, changes.pop("ttft_s", 0.1))
     given = {
-        "arm": arm, "level": level, "repetition": repetition, "run": "run.json",
+        "configuration": arm, "level": level, "repetition": repetition, "run": "run.json",
         "figures": compute_figures(records, WINDOW_S, Slo()), "client": QUIET,
         "cpu": CpuUse({"worker-0": 4.0, "worker-1": 4.0}, 1.0, 0.5, WINDOW_S, 0.0),
         "num_tokens": 110 * num_requests, "load": (0.0, 0.0, 0.0),
@@ -94,9 +99,12 @@ def make_findings(plan, measured, troubles=()):
         engine="transformers", model="<demo>", num_workers=2, workload="balanced",
         workload_words="100 in", seed="s",
         num_repetitions=plan.effort.num_repetitions, duration_s=10.0, order=(),
-        arms=tuple(ArmSaid(a.name, a.num_both, a.num_prefill, a.num_decode, {}) for a in plan.arms),
+        configurations=tuple(
+            ConfigurationInfo(a.name, a.num_both, a.num_prefill, a.num_decode, {})
+            for a in plan.configurations
+        ),
         levels=tuple(
-            LevelSaid(v.key, v.words, v.load.concurrency, None) for v in plan.levels
+            LevelInfo(v.key, v.words, v.load.concurrency, None) for v in plan.levels
         ),
         cells=tuple(each.cell for each in measured), troubles=tuple(troubles), warnings=(),
         analysis=analyse(plan, measured, troubles),

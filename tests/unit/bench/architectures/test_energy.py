@@ -1,6 +1,6 @@
 import pytest
 
-from baton.bench.architectures.energy import Counter, EnergyMeter, joules_between
+from baton.bench.architectures.usage import Counter, EnergyMeter, joules_between
 
 
 @pytest.fixture

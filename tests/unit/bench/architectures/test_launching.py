@@ -2,7 +2,7 @@ import os
 
 import pytest
 
-from baton.bench.architectures.arms import choose_arms
+from baton.bench.architectures.plan import choose_configurations
 from baton.cli.bench_architectures import ServerFlags
 
 
@@ -13,8 +13,10 @@ def four_cores(monkeypatch):
 
 def cores_of(flags):
     return {
-        arm.name: [worker.settings["worker.cpu_affinity"] for worker in flags.plan_arm(arm).workers]
-        for arm in choose_arms(flags.workers)
+        arm.name: [
+            worker.settings["worker.cpu_affinity"] for worker in flags.plan_launch(arm).workers
+        ]
+        for arm in choose_configurations(flags.workers)
     }
 
 
@@ -30,15 +32,16 @@ def test_every_worker_of_every_arm_has_an_equal_share_of_the_machine(four_cores)
 
 
 def test_engines_get_as_many_threads_as_cores(four_cores):
-    for arm in choose_arms(2):
-        for worker in ServerFlags(workers=2).plan_arm(arm).workers:
+    for arm in choose_configurations(2):
+        for worker in ServerFlags(workers=2).plan_launch(arm).workers:
             assert worker.settings["engine.num_threads"] == 2
 
 
 def test_roles_and_a_port_that_nobody_holds(four_cores):
     flags = ServerFlags(workers=3)
     roles = {
-        arm.name: [worker.role for worker in flags.plan_arm(arm).workers] for arm in choose_arms(3)
+        arm.name: [worker.role for worker in flags.plan_launch(arm).workers]
+        for arm in choose_configurations(3)
     }
     assert roles == {
         "single": ["both"],
@@ -46,4 +49,4 @@ def test_roles_and_a_port_that_nobody_holds(four_cores):
         "1P2D": ["prefill", "decode", "decode"],
         "2P1D": ["prefill", "prefill", "decode"],
     }
-    assert flags.plan_arm(choose_arms(3)[0]).config.gateway.port == 0
+    assert flags.plan_launch(choose_configurations(3)[0]).config.gateway.port == 0

@@ -4,10 +4,10 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from baton.bench.architectures.arms import choose_arms
-from baton.bench.architectures.peers.counters import prove_by_counts, read_counts
 from baton.bench.architectures.peers.plan import Ports, plan_peer
 from baton.bench.architectures.peers.proxy import PREFILL_PARAMS, prefill_body
+from baton.bench.architectures.plan import choose_configurations
+from baton.bench.architectures.transfer_check import prove_by_counts, read_counts
 from baton.cli.bench_architectures import ServerFlags
 from baton.errors import ConfigError
 
@@ -30,11 +30,11 @@ def four_cores(monkeypatch):
 
 def launch(tmp_path, arm, engine="vllm"):
     flags = ServerFlags(workers=2, model=str(tmp_path), engine=engine)
-    return flags.plan_arm(arm)
+    return flags.plan_launch(arm)
 
 
 def arm_of(name):
-    (arm,) = choose_arms(2, [name])
+    (arm,) = choose_configurations(2, [name])
     return arm
 
 
@@ -102,7 +102,7 @@ def test_what_decode_servers_counted_is_the_proof():
     proof = prove_by_counts(msgspec.structs.replace(spent, num_bytes=4096), 8)
     assert proof.is_proved  # each of eight computed its last token itself
     assert (proof.num_needed_tokens, proof.num_received_tokens) == (2056, 2048)
-    assert (proof.num_bytes, proof.told_by) == (4096, "metrics")
+    assert (proof.num_bytes, proof.source) == (4096, "metrics")
 
 
 def test_prompts_that_decode_computed_are_no_proof():

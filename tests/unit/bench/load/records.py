@@ -1,6 +1,6 @@
 """Records for tests."""
 
-from baton.bench.load.record import Record
+from baton.bench.load.records import Record
 from baton.bench.load.stream import Failure, Tokens
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from baton.bench.load.figures import Slo, compute_figures, parse_slo, spread
+from baton.bench.load.records import Slo, compute_figures, parse_slo, spread
 from baton.errors import ConfigError
 from tests.unit.bench.load.records import cut, failed, whole
 

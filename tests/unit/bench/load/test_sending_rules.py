@@ -6,14 +6,11 @@ import msgspec
 import numpy as np
 import pytest
 
-from baton.bench.load.breaker import NUM_FAILED, Breaker
-from baton.bench.load.conducting import limit_requests, warm_up_asks
-from baton.bench.load.plan import Open
-from baton.bench.load.schedule import arrival_times
-from baton.bench.load.target import open_target
-from baton.bench.load.watching import ClientLoad, judge_client
-from baton.bench.workloads.lengths import PRESETS, Lengths, fixed_lengths
-from baton.bench.workloads.reuse import MultiTurn, multi_turn
+from baton.bench.load.client import open_target
+from baton.bench.load.plan import Open, arrival_times
+from baton.bench.load.runner import ClientLoad, judge_client, limit_requests, warm_up_requests
+from baton.bench.load.sender import NUM_FAILED, Breaker
+from baton.bench.workloads.synthetic import PRESETS, Lengths, MultiTurn, fixed_lengths, multi_turn
 from baton.errors import ConfigError
 from tests.unit.bench.load.records import cut, failed, whole
 
@@ -40,31 +37,31 @@ def test_poisson_arrivals_have_their_rate_and_their_spread():
 
 def test_a_server_that_is_gone_stops_a_run():
     breaker = Breaker()
-    whys = [breaker.see(failed("connect", at, at + 0.01, "refused")) for at in (0, 0.3, 0.6, 0.9)]
+    whys = [breaker.count(failed("connect", at, at + 0.01, "refused")) for at in (0, 0.3, 0.6, 0.9)]
     assert whys == [None] * 4
-    assert "gone" in breaker.see(failed("connect", 1.2, 1.21, "refused"))
+    assert "gone" in breaker.count(failed("connect", 1.2, 1.21, "refused"))
 
 
 def test_a_burst_of_failures_alone_does_not():
     breaker = Breaker()
-    assert all(breaker.see(failed("connect", 0.0, 0.01)) is None for _ in range(500))
-    assert all(breaker.see(failed("refused", 0.0, 0.9)) is None for _ in range(500))
-    assert "in a row" in breaker.see(failed("refused", 0.9, 1.1))
+    assert all(breaker.count(failed("connect", 0.0, 0.01)) is None for _ in range(500))
+    assert all(breaker.count(failed("refused", 0.0, 0.9)) is None for _ in range(500))
+    assert "in a row" in breaker.count(failed("refused", 0.9, 1.1))
 
 
 def test_failures_in_a_row_stop_it_and_one_answer_is_enough_to_go_on():
     breaker = Breaker()
     for at in range(NUM_FAILED - 1):
-        assert breaker.see(failed(sent_s=at, ended_s=at + 0.5)) is None
-    breaker.see(whole())
+        assert breaker.count(failed(sent_s=at, ended_s=at + 0.5)) is None
+    breaker.count(whole())
     for at in range(NUM_FAILED - 1):
-        assert breaker.see(failed(sent_s=at, ended_s=at + 0.5)) is None
-    assert breaker.see(cut()) is None
-    assert "in a row" in breaker.see(failed(sent_s=30, ended_s=31))
+        assert breaker.count(failed(sent_s=at, ended_s=at + 0.5)) is None
+    assert breaker.count(cut()) is None
+    assert "in a row" in breaker.count(failed(sent_s=30, ended_s=31))
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "reported"),
     [
         ({"cpu_share": 0.95}, "bottleneck"),
         ({"waited_for_cpu_share": 0.5}, "core of its own"),
@@ -72,10 +69,10 @@ def test_failures_in_a_row_stop_it_and_one_answer_is_enough_to_go_on():
         ({"late_p99_s": 1.0}, "after the schedule"),
     ],
 )
-def test_a_client_that_is_the_bottleneck_says_so(change, said):
+def test_a_client_that_is_the_bottleneck_says_so(change, reported):
     problems = judge_client(msgspec.structs.replace(CALM, **change)).problems
     assert len(problems) == 1
-    assert said.replace("core of its own", "one of its own") in problems[0]
+    assert reported.replace("core of its own", "one of its own") in problems[0]
 
 
 def test_a_calm_client_has_no_problems():
@@ -83,18 +80,21 @@ def test_a_calm_client_has_no_problems():
 
 
 def test_requests_are_counted_by_turns():
-    talks = multi_turn(MultiTurn(3, 10, Lengths(5, 5))).generate()
-    limited = list(limit_requests(talks, 7))
-    assert [len(talk.turns) for talk in limited] == [3, 3, 1]
+    conversations = multi_turn(MultiTurn(3, 10, Lengths(5, 5))).generate()
+    limited = list(limit_requests(conversations, 7))
+    assert [len(conversation.turns) for conversation in limited] == [3, 3, 1]
 
 
 def test_warm_up_prompts_do_not_come_again():
     workload = fixed_lengths(PRESETS["balanced"])
-    warm = {ask.prompt.parts[0].key for ask in warm_up_asks(workload, 5)}
-    later = {talk.turns[0].prompt.parts[0].key for talk in islice(workload.generate(), 20)}
+    warm = {ask.prompt.parts[0].key for ask in warm_up_requests(workload, 5)}
+    later = {
+        conversation.turns[0].prompt.parts[0].key
+        for conversation in islice(workload.generate(), 20)
+    }
     assert len(warm) == 5
     assert not warm & later
-    assert {ask.prompt.num_tokens for ask in warm_up_asks(workload, 5)} == {512}
+    assert {ask.prompt.num_tokens for ask in warm_up_requests(workload, 5)} == {512}
 
 
 @pytest.mark.parametrize(

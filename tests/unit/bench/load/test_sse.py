@@ -2,8 +2,8 @@
 
 import pytest
 
-from baton.bench.load import sse
-from baton.bench.load.sse import EventParser
+from baton.bench.load import stream
+from baton.bench.load.stream import EventParser
 from baton.errors import ProtocolError
 
 
@@ -19,14 +19,14 @@ def test_comments_and_other_fields_are_passed_over():
 
 
 def test_an_endless_event_is_refused(monkeypatch):
-    monkeypatch.setattr(sse, "MAX_EVENT_BYTES", 100)
+    monkeypatch.setattr(stream, "MAX_EVENT_BYTES", 100)
     parser = EventParser()
     with pytest.raises(ProtocolError):
         parser.feed(b"data: " + b"x" * 200)
 
 
 def test_endless_lines_of_one_event_are_refused(monkeypatch):
-    monkeypatch.setattr(sse, "MAX_EVENT_BYTES", 100)
+    monkeypatch.setattr(stream, "MAX_EVENT_BYTES", 100)
     parser = EventParser()
     with pytest.raises(ProtocolError):
         parser.feed(b"data: 1234\n" * 30)

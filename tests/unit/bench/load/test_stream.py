@@ -32,7 +32,7 @@ def test_a_whole_answer():
 
 
 @pytest.mark.parametrize(
-    ("events", "kind", "said"),
+    ("events", "kind", "reported"),
     [
         ((TOKEN, ERROR, DONE), "error_in_stream", "out of memory"),
         ((TOKEN, LAST, ERROR, DONE), "error_in_stream", "out of memory"),
@@ -47,11 +47,11 @@ def test_a_whole_answer():
         ((TOKEN, b'{"choices": 3}'), "protocol", "choices"),
     ],
 )
-def test_what_is_no_answer(events, kind, said):
+def test_what_is_no_answer(events, kind, reported):
     failure = answer_of(*events).end()
     assert failure is not None
     assert failure.kind == kind
-    assert said in failure.message
+    assert reported in failure.message
 
 
 def test_null_errors_and_null_usage_are_none():
@@ -88,7 +88,7 @@ def test_a_tool_call_is_a_token():
 
 
 @pytest.mark.parametrize(
-    ("body", "said"),
+    ("body", "reported"),
     [
         (b'{"error":{"message":"no such model"}}', "no such model"),
         (b'{"error":"text"}', "text"),
@@ -98,5 +98,5 @@ def test_a_tool_call_is_a_token():
         (b"\xff", "\ufffd"),
     ],
 )
-def test_errors_are_read_as_people_would(body, said):
-    assert read_error(body) == said
+def test_errors_are_read_as_people_would(body, reported):
+    assert read_error(body) == reported

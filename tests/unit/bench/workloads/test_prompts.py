@@ -7,10 +7,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.bench.load.bodies import BodyWriter, Manner
-from baton.bench.workloads.asking import Segment, Segments, count_context
-from baton.bench.workloads.choosing import NAMES, Wishes, choose_workload
-from baton.bench.workloads.prompts import Calibration, PromptWriter, TokenIds, calibrate
+from baton.bench.load.client import BodyWriter, RequestStyle
+from baton.bench.workloads.requests import Segment, Segments, count_context
+from baton.bench.workloads.synthetic import (
+    NAMES,
+    Calibration,
+    PromptWriter,
+    TokenIds,
+    WorkloadOptions,
+    calibrate,
+    choose_workload,
+)
 from baton.errors import ConfigError
 
 IDS = TokenIds()
@@ -58,47 +65,52 @@ def test_calibration_is_a_line_through_two_prompts():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_workload_is_the_same_again_and_its_largest_is_the_largest(name):
-    workload = choose_workload(name, Wishes())
+    workload = choose_workload(name, WorkloadOptions())
     first, again = (list(islice(workload.generate(), 12)) for _ in range(2))
     assert first == again
-    most = max(count_context(ask) for talk in first for ask in talk.turns)
+    most = max(count_context(ask) for conversation in first for ask in conversation.turns)
     assert count_context(workload.largest) == most
 
 
 def test_shared_prefixes_are_shared_in_turns():
-    wishes = Wishes(num_prefixes=2, num_prefix_tokens=8, num_input_tokens=4)
-    talks = list(islice(choose_workload("shared-prefix", wishes).generate(), 4))
-    ids = [PromptWriter("s").write_ids(talk.turns[0].prompt, IDS) for talk in talks]
+    options = WorkloadOptions(num_prefixes=2, num_prefix_tokens=8, num_input_tokens=4)
+    conversations = list(islice(choose_workload("shared-prefix", options).generate(), 4))
+    ids = [
+        PromptWriter("s").write_ids(conversation.turns[0].prompt, IDS)
+        for conversation in conversations
+    ]
     assert ids[0][:8] == ids[2][:8] != ids[1][:8]
     assert ids[0][8:] != ids[2][8:]
 
 
 def test_a_turn_repeats_everything_before_it():
-    wishes = Wishes(num_turns=3, num_prefix_tokens=8, num_input_tokens=4, num_output_tokens=5)
-    (talk,) = islice(choose_workload("multi-turn", wishes).generate(), 1)
-    ids = [PromptWriter("s").write_ids(turn.prompt, IDS) for turn in talk.turns]
+    options = WorkloadOptions(
+        num_turns=3, num_prefix_tokens=8, num_input_tokens=4, num_output_tokens=5
+    )
+    (conversation,) = islice(choose_workload("multi-turn", options).generate(), 1)
+    ids = [PromptWriter("s").write_ids(turn.prompt, IDS) for turn in conversation.turns]
     assert [len(each) for each in ids] == [12, 21, 30]
     assert ids[1][:12] == ids[0]
     assert ids[2][:21] == ids[1]
 
 
 @pytest.mark.parametrize(
-    ("name", "wishes"),
+    ("name", "options"),
     [
-        ("nothing", Wishes()),
-        ("fixed", Wishes(num_input_tokens=0)),
-        ("fixed", Wishes(num_turns=2)),
-        ("multi-turn", Wishes(pause_s=-1.0)),
+        ("nothing", WorkloadOptions()),
+        ("fixed", WorkloadOptions(num_input_tokens=0)),
+        ("fixed", WorkloadOptions(num_turns=2)),
+        ("multi-turn", WorkloadOptions(pause_s=-1.0)),
     ],
 )
-def test_wishes_that_make_no_sense(name, wishes):
+def test_wishes_that_make_no_sense(name, options):
     with pytest.raises(ConfigError):
-        choose_workload(name, wishes)
+        choose_workload(name, options)
 
 
 def test_a_body_asks_for_an_exact_length_as_a_stream_with_counts():
-    writer = BodyWriter(Manner("m", "completions", IDS), PromptWriter("s"))
-    ask = choose_workload("balanced", Wishes()).largest
+    writer = BodyWriter(RequestStyle("m", "completions", IDS), PromptWriter("s"))
+    ask = choose_workload("balanced", WorkloadOptions()).largest
     body = msgspec.json.decode(writer.prepare(ask).body)
     assert (body["model"], body["stream"], body["max_tokens"]) == ("m", True, 128)
     assert body["ignore_eos"] is True
@@ -107,6 +119,8 @@ def test_a_body_asks_for_an_exact_length_as_a_stream_with_counts():
 
 
 def test_a_chat_has_words():
-    writer = BodyWriter(Manner("m", "chat", Calibration(1.0, 0.0)), PromptWriter("s"))
-    body = msgspec.json.decode(writer.prepare(choose_workload("balanced", Wishes()).largest).body)
+    writer = BodyWriter(RequestStyle("m", "chat", Calibration(1.0, 0.0)), PromptWriter("s"))
+    body = msgspec.json.decode(
+        writer.prepare(choose_workload("balanced", WorkloadOptions()).largest).body
+    )
     assert len(body["messages"][0]["content"].split()) == 512

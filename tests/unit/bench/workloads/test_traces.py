@@ -3,9 +3,9 @@
 import msgspec
 import pytest
 
-from baton.bench.load.bodies import BodyWriter, Manner
-from baton.bench.workloads.prompts import PromptWriter, TokenIds
-from baton.bench.workloads.traces.reading import TraceFile, read_trace
+from baton.bench.load.client import BodyWriter, RequestStyle
+from baton.bench.workloads.synthetic import PromptWriter, TokenIds
+from baton.bench.workloads.traces import TraceFile, read_trace
 from baton.errors import ConfigError
 
 MOONCAKE = [
@@ -39,17 +39,17 @@ def write(tmp_path):
 
 
 def asks_of(workload):
-    return [talk.turns[0] for talk in workload.generate()]
+    return [conversation.turns[0] for conversation in workload.generate()]
 
 
 def test_mooncake_by_arrival_with_shared_blocks(write):
     workload = read_trace(TraceFile(write(*MOONCAKE)))
     assert workload.has_arrivals
-    assert [talk.arrival_s for talk in workload.generate()] == [0.0, 0.0, 2.0]
-    asks = asks_of(workload)
-    assert [ask.num_prompt_tokens for ask in asks] == [700, 700, 1030]
-    assert [ask.num_output_tokens for ask in asks] == [5, 1, 7]
-    ids = [PromptWriter("s").write_ids(ask.prompt, TokenIds()) for ask in asks]
+    assert [conversation.arrival_s for conversation in workload.generate()] == [0.0, 0.0, 2.0]
+    requests = asks_of(workload)
+    assert [ask.num_prompt_tokens for ask in requests] == [700, 700, 1030]
+    assert [ask.num_output_tokens for ask in requests] == [5, 1, 7]
+    ids = [PromptWriter("s").write_ids(ask.prompt, TokenIds()) for ask in requests]
     assert ids[0][:512] == ids[2][:512]  # the same hash id
     assert ids[0][512:700] != ids[2][512:700]
     assert ids[1][:512] != ids[0][:512]  # no ids: its own tokens
@@ -59,16 +59,19 @@ def test_mooncake_by_arrival_with_shared_blocks(write):
 
 def test_azure(write):
     workload = read_trace(TraceFile(write(AZURE.strip()), speed=2.0))
-    talks = list(workload.generate())
-    assert [talk.arrival_s for talk in talks] == [0.0, pytest.approx(4.314579 / 2, abs=1e-5)]
-    assert [talk.turns[0].num_prompt_tokens for talk in talks] == [374, 396]
-    assert [talk.turns[0].num_output_tokens for talk in talks] == [44, 109]
+    conversations = list(workload.generate())
+    assert [conversation.arrival_s for conversation in conversations] == [
+        0.0,
+        pytest.approx(4.314579 / 2, abs=1e-5),
+    ]
+    assert [conversation.turns[0].num_prompt_tokens for conversation in conversations] == [374, 396]
+    assert [conversation.turns[0].num_output_tokens for conversation in conversations] == [44, 109]
 
 
 def test_openai_batches_keep_their_text_and_get_this_model(write):
     workload = read_trace(TraceFile(write(BATCH)))
     assert not workload.has_arrivals
-    writer = BodyWriter(Manner("served", "completions", TokenIds()), PromptWriter("s"))
+    writer = BodyWriter(RequestStyle("served", "completions", TokenIds()), PromptWriter("s"))
     prepared = writer.prepare(asks_of(workload)[0])
     body = msgspec.json.decode(prepared.body)
     assert prepared.endpoint == "chat"

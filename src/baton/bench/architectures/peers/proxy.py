@@ -1,9 +1,9 @@
-"""A process before vLLM servers that hand over by a connector: prefill first, then decode.
+"""A proxy for vLLM servers with a KV connector: prefill first, then decode.
 
     client ─► prefill: max_tokens 1, do_remote_decode ─► its kv_transfer_params ─► decode ─► client
 
-As simple as vLLM's own examples: servers in turns, no queue, no retry. It runs on uvloop and
-aiohttp, as Baton's gateway does.
+As simple as vLLM's own examples: round robin, no queue, no retry. It runs on uvloop and aiohttp, as
+Baton's gateway does.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ BAD_GATEWAY: Final = 502
 MAX_BODY_BYTES: Final = 256 << 20
 CHUNK_BYTES: Final = 1 << 20
 KEEP_IDLE_S: Final = 2.0
-"""Shorter than vLLM keeps idle connections (5 s), so that none ends as one is used."""
+"""Shorter than vLLM's own timeout (5 s): it closes no connection that is in use."""
 PREFILL_PARAMS: Final[dict[str, object]] = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
@@ -40,13 +40,13 @@ _decode: Final = msgspec.json.Decoder(dict[str, object]).decode
 
 
 class PrefillAnswer(msgspec.Struct, frozen=True):
-    """What decode must be told."""
+    """Prefill's answer, for decode."""
 
     kv_transfer_params: dict[str, object]
 
 
 def prefill_body(body: dict[str, object]) -> dict[str, object]:
-    """The request as prefill gets it: one token, no stream, and KV is to be kept for decode."""
+    """The request for prefill: one token, no stream; its KV stays for decode."""
     kept = {name: value for name, value in body.items() if name != "stream_options"}
     lengths: dict[str, object] = {"max_tokens": 1}
     if "max_completion_tokens" in body:
@@ -56,14 +56,14 @@ def prefill_body(body: dict[str, object]) -> dict[str, object]:
 
 @dataclass(frozen=True, slots=True)
 class Proxy:
-    """Servers in turns. Owned by one event loop."""
+    """Servers, round robin. Owned by one event loop."""
 
     session: aiohttp.ClientSession
     prefills: Iterator[str]
     decodes: Iterator[str]
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
-        """A completion, of either kind."""
+        """A completion or a chat."""
         path, headers = request.path, _named(request)
         try:
             body = _decode(await request.read())
@@ -97,11 +97,11 @@ class Proxy:
         except (aiohttp.ClientError, OSError) as exc:
             if response is None:
                 return _refuse(BAD_GATEWAY, f"decode: {exc}")
-            raise  # the client sees a stream that was cut, as it was
+            raise  # the client receives a cut stream
         return response
 
     async def pass_on(self, request: web.Request) -> web.Response:
-        """What any of the decode servers may answer: which models there are, the version."""
+        """Requests that any decode server can answer: models, version, health."""
         try:
             async with self.session.get(next(self.decodes) + request.path) as answer:
                 return web.Response(
@@ -137,7 +137,7 @@ async def _serve(port: int, prefills: Sequence[str], decodes: Sequence[str]) -> 
         app.router.add_post("/v1/chat/completions", proxy.generate)
         for path in ("/v1/models", "/version", "/health"):
             app.router.add_get(path, proxy.pass_on)
-        # A client that has gone away ends its request on the servers too.
+        # A client that disconnects ends its request on the servers too.
         runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", port).start()

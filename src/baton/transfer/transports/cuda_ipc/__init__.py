@@ -1,8 +1,10 @@
 """`cuda_ipc`: pages on one host's GPUs, copied from device to device by the copying side.
 
-Enters: whole page index lists and, of a write, its notice. Leaves: pages copied by the GPU's copy
-engines on a stream of their own, then a notice over our own connection. What is not CUDA's own is
-in `baton.transfer.onesided`: a closed window is quiescent once its writers said that no copy is
+Enters: whole page index lists and, of a write, its notification. Leaves: pages copied by the GPU's
+copy
+engines on a stream of their own, then a notification over our own connection. What is not CUDA's
+own is
+in `baton.transfer.onesided`: a closed grant is quiescent once its writers said that no copy is
 under way, or are dead.
 
 CUDA is reached through `libcuda.so.1`, by ctypes, not through torch or the runtime's `libcudart`:
@@ -14,8 +16,8 @@ torch's means the same here.
 File map:
     options.py        what an operator may say
     copies.py         the seam: one device, for one peer
-    engine.py         pages become runs of bytes between two mapped memories
-    introduction.py   what an owner tells of its memory, and its bounds
+    session.py        pages become runs of bytes between two mapped memories
+    metadata.py       what an owner tells of its memory, and its bounds
     driver.py         `libcuda.so.1`, typed
     device.py         the seam on a real GPU
 """
@@ -26,12 +28,12 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from baton.registry import Plugin
-from baton.transfer.onesided.engine import Library
+from baton.transfer.onesided.session import Library
 from baton.transfer.onesided.transport import OneSidedTransport
 from baton.transfer.transports.cuda_ipc.device import CudaDevice
 from baton.transfer.transports.cuda_ipc.driver import load_driver
-from baton.transfer.transports.cuda_ipc.engine import CudaIpcEngine, CudaMovement, OpenDevice
 from baton.transfer.transports.cuda_ipc.options import CudaIpcOptions
+from baton.transfer.transports.cuda_ipc.session import CudaIpcHandle, CudaIpcSession, OpenDevice
 
 if TYPE_CHECKING:
     from baton.transfer.interface import Transport, TransportContext, TransportFactory
@@ -41,9 +43,9 @@ def make_transport(
     open_device: OpenDevice, options: CudaIpcOptions, context: TransportContext
 ) -> Transport:
     """The transport over a seam: tests bring one of their own."""
-    return OneSidedTransport[CudaMovement](
+    return OneSidedTransport[CudaIpcHandle](
         "cuda_ipc",
-        Library(partial(CudaIpcEngine, open_device), reach="host", memory=("cuda",)),
+        Library(partial(CudaIpcSession, open_device), reach="host", memory=("cuda",)),
         context,
         connect_timeout_s=options.connect_timeout_s,
         advertise_host=None,

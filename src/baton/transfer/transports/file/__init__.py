@@ -5,18 +5,19 @@ carry little (an NVMe that two containers mount, a fast parallel filesystem or N
 whose network is slow or filtered but for one port); or to compare. Between processes of one host
 `shared` is faster, between hosts with a good network `tcp` is.
 
-Enters: whole page index lists and their notice. Leaves: parcels (files of up to 16 MiB) in the
+Enters: whole page index lists and their notification. Leaves: part files (files of up to 16 MiB) in
+the
 receiver's own folder, then word of each over a small connection; on the other side the bytes in
-place, the parcel gone, and `Arrived`.
+place, the part file gone, and `Arrived`.
 
 File map:
     options.py     what an operator may say
     spool.py       the receiver's folder: made, proved to be seen by both, swept
-    parcel.py      one file, written or read a slice at a time
+    part_file.py   one file, written or read a slice at a time
     wire.py        the messages, and their bounds
     remote.py      the writing end
     inbound.py     the receiving end of one connection
-    transport.py   `FileTransport`: the contract, windows, admission
+    transport.py   `FileTransport`: the contract, grants, admission
 """
 
 from functools import partial

@@ -11,34 +11,31 @@ import numpy as np
 from baton.errors import PeerLostError, PeerUnreachableError, ProtocolError, TransferError
 from baton.ids import new_region_handle
 from baton.kv.copies import CopyGroup
-from baton.transfer.buffers import read_batches
-from baton.transfer.geometry import Geometry
-from baton.transfer.interface import Attached as AttachedEvent
-from baton.transfer.interface import RemoteLost, WriteCompleted, WriteFailed
+from baton.transfer.interface import RemoteAttached, RemoteLost, WriteCompleted, WriteFailed
 from baton.transfer.messages import encode
-from baton.transfer.parts import cut_parts
-from baton.transfer.transports.file.parcel import OutgoingParcel, is_aligned, remove_file
+from baton.transfer.scatter_gather import Geometry, cut_parts, read_batches
+from baton.transfer.transports.file.part_file import OutgoingPartFile, is_aligned, remove_file
 from baton.transfer.transports.file.spool import find_spool
 from baton.transfer.transports.file.wire import (
     MAX_BODY_BYTES,
-    MAX_PARCELS,
-    Abandoned,
+    MAX_PART_FILES,
     Attach,
     Attached,
-    Landed,
     NotAttached,
-    Parcel,
-    Refused,
+    PartFile,
+    PartLanded,
+    PartRefused,
+    WriteAbandoned,
     decode_from_receiver,
-    parcel_name,
+    part_file_name,
 )
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from baton.ids import Epoch
-    from baton.transfer.channel import Channel
-    from baton.transfer.connection import Connection
+    from baton.net.channel import Channel
+    from baton.net.connection import Connection
     from baton.transfer.interface import (
         PagedRegion,
         PageWrite,
@@ -49,16 +46,16 @@ if TYPE_CHECKING:
     from baton.transfer.reactor import Reactor
     from baton.transfer.transports.file.options import FileOptions
 
-PARCEL_BYTES: Final = 16 << 20
+PART_FILE_BYTES: Final = 16 << 20
 """Small enough that the peer reads one while the next is written."""
 
-_NOTHING: Final = CopyGroup(
+_EMPTY_GROUP: Final = CopyGroup(
     np.empty(0, np.int64), np.empty(0, np.int64), np.empty((0, 3), np.int64)
 )
 
 
 @dataclass(eq=False, slots=True)
-class _Writing:
+class _PendingWrite:
     """A checked write that has not ended."""
 
     transfer: TransferId
@@ -70,27 +67,28 @@ class _Writing:
 
 
 @dataclass(frozen=True, slots=True)
-class _Outgoing:
-    """The parcel that is being written."""
+class _OutgoingPart:
+    """The part file that is being written."""
 
-    writing: _Writing
+    pending: _PendingWrite
     part: CopyGroup
     number: int
-    file: OutgoingParcel
+    file: OutgoingPartFile
 
 
 @dataclass(frozen=True, slots=True)
-class _Told:
-    """A parcel that the receiver knows of and has not answered."""
+class _AnnouncedPart:
+    """A part file that the receiver knows of and has not answered."""
 
-    writing: _Writing
+    pending: _PendingWrite
     num_bytes: int
 
 
-class Remote:
+class FileRemote:
     """A peer's region as this writer sees it: attaching, attached or lost.
 
-    Writes are carried out in order, a slice of one parcel with each step of the connection. Owner
+    Writes are carried out in order, a slice of one part file with each step of the connection.
+    Owner
     thread: the transport's.
     """
 
@@ -110,10 +108,10 @@ class Remote:
         self._link = bytes(new_region_handle())
         self._connection: Connection | None = None
         self._spool: Path | None = None
-        self._queue: deque[_Writing] = deque()
-        self._writings: set[_Writing] = set()
-        self._outgoing: _Outgoing | None = None
-        self._told: dict[int, _Told] = {}
+        self._queue: deque[_PendingWrite] = deque()
+        self._pending_writes: set[_PendingWrite] = set()
+        self._outgoing: _OutgoingPart | None = None
+        self._announced: dict[int, _AnnouncedPart] = {}
         self._next_number = 0
         self._loss: TransferError | None = None
 
@@ -122,13 +120,13 @@ class Remote:
         """Neither attached nor lost yet."""
         return self._spool is None and self._loss is None
 
-    def own(self, connection: Connection) -> None:
+    def set_connection(self, connection: Connection) -> None:
         """The connection that is being opened: closed with this remote."""
         self._connection = connection
 
-    def begin(self, connection: Connection) -> None:
+    def send_attach(self, connection: Connection) -> None:
         """Both ends have proved themselves: ask for the region."""
-        connection.become(self._read, self.lose)
+        connection.set_handlers(self._read, self.lose)
         connection.channel.allow_bodies(MAX_BODY_BYTES)
         connection.send_body(encode(Attach(self._epoch, self.descriptor.handle, self._link)))
 
@@ -137,10 +135,10 @@ class Remote:
         if self._loss is not None or self._connection is None:
             self._reactor.report(WriteFailed(transfer, self._loss or _not_attached()))
             return
-        parts = [part for part in cut_parts(write.copies.groups, PARCEL_BYTES) if part.num_bytes]
-        writing = _Writing(transfer, write, region, deque(parts or [_NOTHING]))
-        self._queue.append(writing)
-        self._writings.add(writing)
+        parts = [part for part in cut_parts(write.copies.groups, PART_FILE_BYTES) if part.num_bytes]
+        pending = _PendingWrite(transfer, write, region, deque(parts or [_EMPTY_GROUP]))
+        self._queue.append(pending)
+        self._pending_writes.add(pending)
         self._connection.step_soon()
 
     def lose(self, error: TransferError) -> None:
@@ -160,13 +158,13 @@ class Remote:
             self._connection.close()
         self._withdraw_outgoing()
         if self._spool is not None:
-            for number in self._told:
-                remove_file(self._spool / parcel_name(self._link, number))
-        for writing in sorted(self._writings, key=lambda each: each.transfer):
-            self._reactor.report(WriteFailed(writing.transfer, error))
-        self._told.clear()
+            for number in self._announced:
+                remove_file(self._spool / part_file_name(self._link, number))
+        for pending in sorted(self._pending_writes, key=lambda each: each.transfer):
+            self._reactor.report(WriteFailed(pending.transfer, error))
+        self._announced.clear()
         self._queue.clear()
-        self._writings.clear()
+        self._pending_writes.clear()
 
     def _read(self, channel: Channel) -> None:
         for body in channel.receive_bodies():
@@ -181,67 +179,67 @@ class Remote:
         """Whether there is something to write, and the peer has read enough of what was written."""
         if self._outgoing is not None:
             return True
-        num_unread_bytes = sum(told.num_bytes for told in self._told.values())
+        num_unread_bytes = sum(announced.num_bytes for announced in self._announced.values())
         return bool(self._queue) and (
-            not self._told
+            not self._announced
             or (
-                len(self._told) < MAX_PARCELS
-                and num_unread_bytes + PARCEL_BYTES <= self._options.max_unread_bytes
+                len(self._announced) < MAX_PART_FILES
+                and num_unread_bytes + PART_FILE_BYTES <= self._options.max_unread_bytes
             )
         )
 
     def _work(self, spool: Path) -> None:
-        """Write one slice. A parcel that cannot be written fails its write, and no other."""
+        """Write one slice. A part file that cannot be written fails its write, and no other."""
         if not self._can_work:
             return
-        writing = self._outgoing.writing if self._outgoing is not None else self._queue[0]
+        pending = self._outgoing.pending if self._outgoing is not None else self._queue[0]
         try:
             if self._outgoing is None:
-                self._outgoing = self._open(writing, spool)
+                self._outgoing = self._open(pending, spool)
             if self._outgoing.file.write_slice():
                 outgoing, self._outgoing = self._outgoing, None
-                self._tell(outgoing)
+                self._announce(outgoing)
         except TransferError as exc:
             self._outgoing = None
-            self._abandon(writing, exc)
+            self._abandon(pending, exc)
 
-    def _open(self, writing: _Writing, spool: Path) -> _Outgoing:
-        part, number = writing.unwritten[0], self._next_number
-        array = writing.region.arrays[writing.write.copies.layer]
+    def _open(self, pending: _PendingWrite, spool: Path) -> _OutgoingPart:
+        part, number = pending.unwritten[0], self._next_number
+        array = pending.region.arrays[pending.write.copies.layer]
         geometry = Geometry(part.src_pages, part.spans[:, 0], part.spans[:, 2])
-        file = OutgoingParcel(
-            spool / parcel_name(self._link, number),
-            read_batches(geometry, writing.region.memory, array),
-            direct=self._options.direct and is_aligned(geometry, writing.region.memory, array),
+        file = OutgoingPartFile(
+            spool / part_file_name(self._link, number),
+            read_batches(geometry, pending.region.memory, array),
+            direct=self._options.direct and is_aligned(geometry, pending.region.memory, array),
             sync=self._options.sync == "data",
         )
         self._next_number += 1
-        return _Outgoing(writing, part, number, file)
+        return _OutgoingPart(pending, part, number, file)
 
-    def _tell(self, outgoing: _Outgoing) -> None:
-        writing, part = outgoing.writing, outgoing.part
-        writing.unwritten.popleft()
-        if not writing.unwritten:
+    def _announce(self, outgoing: _OutgoingPart) -> None:
+        pending, part = outgoing.pending, outgoing.part
+        pending.unwritten.popleft()
+        if not pending.unwritten:
             self._queue.popleft()
-        writing.num_unanswered += 1
-        self._told[outgoing.number] = _Told(writing, part.num_bytes)
-        parcel = Parcel(
+        pending.num_unanswered += 1
+        self._announced[outgoing.number] = _AnnouncedPart(pending, part.num_bytes)
+        part_file = PartFile(
             outgoing.number,
-            writing.write.window,
-            writing.write.copies.layer,
+            pending.write.grant,
+            pending.write.copies.layer,
             *part.packed_targets,
-            None if writing.unwritten else writing.write.notice,
+            None if pending.unwritten else pending.write.notification,
         )
-        self._say(parcel)
+        self._send(part_file)
 
-    def _abandon(self, writing: _Writing, error: TransferError) -> None:
-        writing.error = writing.error or error
-        writing.unwritten.clear()
+    def _abandon(self, pending: _PendingWrite, error: TransferError) -> None:
+        pending.error = pending.error or error
+        pending.unwritten.clear()
         self._queue.popleft()
-        self._say(Abandoned())
-        self._settle(writing)
+        self._send(WriteAbandoned())
+        self._settle(pending)
 
-    def _say(self, message: Parcel | Abandoned) -> None:
+    def _send(self, message: PartFile | WriteAbandoned) -> None:
         if self._connection is not None:
             self._connection.send_body(encode(message))
 
@@ -252,43 +250,43 @@ class Remote:
                     raise ProtocolError("the peer's region is not what its description says")
                 self._spool = find_spool(self._directory, spool, proof)
                 if self._connection is not None:
-                    self._connection.settle()
-                self._reactor.report(AttachedEvent(self.id))
+                    self._connection.cancel_deadline()
+                self._reactor.report(RemoteAttached(self.id))
             case NotAttached(reason) if self._spool is None:
                 raise PeerUnreachableError(f"the peer refused to attach: {reason}")
-            case Landed() | Refused() as answer if answer.number in self._told:
+            case PartLanded() | PartRefused() as answer if answer.number in self._announced:
                 self._answered(answer)
-            case Attached() | NotAttached() | Landed() | Refused():
+            case Attached() | NotAttached() | PartLanded() | PartRefused():
                 raise ProtocolError("the peer answered what was not asked")
             case unknown:
                 assert_never(unknown)
 
-    def _answered(self, answer: Landed | Refused) -> None:
-        writing = self._told.pop(answer.number).writing
-        writing.num_unanswered -= 1
-        if isinstance(answer, Refused):
+    def _answered(self, answer: PartLanded | PartRefused) -> None:
+        pending = self._announced.pop(answer.number).pending
+        pending.num_unanswered -= 1
+        if isinstance(answer, PartRefused):
             error = TransferError(f"the peer refused the write: {answer.reason}")
-            writing.error = writing.error or error
-            if writing.unwritten:  # it is the first in the queue: some of it was told
+            pending.error = pending.error or error
+            if pending.unwritten:  # it is the first in the queue: some of it was told
                 self._withdraw_outgoing()
-                self._abandon(writing, error)
-        self._settle(writing)
+                self._abandon(pending, error)
+        self._settle(pending)
 
     def _withdraw_outgoing(self) -> None:
         if self._outgoing is not None:
             self._outgoing.file.close()
             self._outgoing = None
 
-    def _settle(self, writing: _Writing) -> None:
+    def _settle(self, pending: _PendingWrite) -> None:
         """Report a write once nothing of it is unwritten or unanswered."""
-        if writing.unwritten or writing.num_unanswered or writing not in self._writings:
+        if pending.unwritten or pending.num_unanswered or pending not in self._pending_writes:
             return
-        self._writings.discard(writing)
-        if writing.error is not None:
-            self._reactor.report(WriteFailed(writing.transfer, writing.error))
+        self._pending_writes.discard(pending)
+        if pending.error is not None:
+            self._reactor.report(WriteFailed(pending.transfer, pending.error))
         else:
-            num_bytes = writing.write.copies.num_bytes
-            self._reactor.report(WriteCompleted(writing.transfer, num_bytes))
+            num_bytes = pending.write.copies.num_bytes
+            self._reactor.report(WriteCompleted(pending.transfer, num_bytes))
 
 
 def _not_attached() -> TransferError:

@@ -1,4 +1,4 @@
-"""The receiver's folder, in which peers leave parcels.
+"""The receiver's folder, in which peers leave part files.
 
 A locked file says that the owner lives: the kernel drops the lock with the process, however it
 ends, so what a killed worker left behind is told from what a living one uses.
@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
 from baton.errors import PeerUnreachableError, TransferError
-from baton.transfer.transports.file.parcel import remove_file
+from baton.transfer.transports.file.part_file import remove_file
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -46,13 +46,13 @@ class Spool:
             self._lock = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         except OSError as exc:
             shutil.rmtree(self.path, ignore_errors=True)
-            raise TransferError(f"cannot keep parcels in {directory}: {exc}") from exc
+            raise TransferError(f"cannot keep part files in {directory}: {exc}") from exc
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             (self.path / PROOF).write_bytes(self.proof)
         except OSError as exc:
             self.close()
-            raise TransferError(f"cannot keep parcels in {directory}: {exc}") from exc
+            raise TransferError(f"cannot keep part files in {directory}: {exc}") from exc
 
     def sweep(self, stale_after_s: float) -> None:
         """Remove other folders whose owners are dead and that are so much older than this one.
@@ -66,7 +66,7 @@ class Spool:
                 shutil.rmtree(path, ignore_errors=True)
 
     def remove(self, link: bytes) -> None:
-        """Remove all parcels of one link."""
+        """Remove all part files of one link."""
         for path in self.path.glob(f"{link.hex()}-*"):
             remove_file(path)
 

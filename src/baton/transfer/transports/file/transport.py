@@ -1,6 +1,6 @@
 """`file`: pages through a directory; the receiver reads them into place itself.
 
-Because it does, a closed window is quiescent at once: what still lies there for it is removed.
+Because it does, a closed grant is quiescent at once: what still lies there for it is removed.
 """
 
 from __future__ import annotations
@@ -11,23 +11,23 @@ from typing import TYPE_CHECKING
 
 from baton.errors import TransferError
 from baton.ids import Epoch, RegionHandle
-from baton.transfer.bounds import check_copies, check_notice
-from baton.transfer.dialing import Dialer
+from baton.net.endpoints import Dialer, Listener
+from baton.transfer.bounds import check_copies, check_notification
 from baton.transfer.interface import (
     Arrived,
     Capabilities,
+    GrantQuiescent,
     RegionDescriptor,
     RemoteId,
     TransferId,
-    WindowQuiescent,
 )
-from baton.transfer.listening import Listener
 from baton.transfer.messages import encode
 from baton.transfer.onesided.endpoints import open_dialer, open_listener
+from baton.transfer.page_set import PageSet, check_grant_pages
 from baton.transfer.reactor import Reactor
 from baton.transfer.region import check_arrays
-from baton.transfer.transports.file.inbound import Inbound, Writer
-from baton.transfer.transports.file.remote import Remote
+from baton.transfer.transports.file.inbound import FileInbound, FileWriter
+from baton.transfer.transports.file.remote import FileRemote
 from baton.transfer.transports.file.spool import Spool
 from baton.transfer.transports.file.wire import (
     MAX_BODY_BYTES,
@@ -35,22 +35,21 @@ from baton.transfer.transports.file.wire import (
     NotAttached,
     decode_attach,
 )
-from baton.transfer.windows import PageSet, check_window_pages
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
     from baton.ids import TicketId
-    from baton.transfer.channel import Channel
-    from baton.transfer.connection import Connection
+    from baton.net.channel import Channel
+    from baton.net.connection import Connection
     from baton.transfer.interface import (
         PagedRegion,
         PageRead,
         PageWrite,
         TransferEvent,
         TransportContext,
-        Window,
+        WriteGrant,
     )
     from baton.transfer.transports.file.options import FileOptions
 
@@ -75,9 +74,9 @@ class FileTransport:
             self._reactor, context.key, PURPOSE, timeout_s=options.connect_timeout_s
         )
         self._regions: dict[RegionHandle, PagedRegion] = {}
-        self._windows: dict[TicketId, tuple[Window, PageSet]] = {}
-        self._remotes: dict[RemoteId, Remote] = {}
-        self._inbound: dict[Connection, Inbound] = {}
+        self._grants: dict[TicketId, tuple[WriteGrant, PageSet]] = {}
+        self._remotes: dict[RemoteId, FileRemote] = {}
+        self._inbound: dict[Connection, FileInbound] = {}
         self._listener: Listener | None = None
         self._spool: Spool | None = None
         self._endpoint = ""
@@ -96,7 +95,7 @@ class FileTransport:
                 "network", self._context.bind_host, self._options.advertise_host
             )
             self._listener = Listener(
-                sock, self._reactor, self._context.key, PURPOSE, on_peer=self._welcome
+                sock, self._reactor, self._context.key, PURPOSE, on_peer=self._accept_peer
             )
         self._regions[region.handle] = region
         return RegionDescriptor(
@@ -110,7 +109,7 @@ class FileTransport:
         check_arrays(descriptor.arrays)
         sock, address = open_dialer("network", descriptor.endpoint)
         self._num_remotes += 1
-        remote = Remote(
+        remote = FileRemote(
             RemoteId(self._num_remotes),
             descriptor,
             self._context.epoch,
@@ -120,7 +119,7 @@ class FileTransport:
         )
         self._remotes[remote.id] = remote
         try:
-            remote.own(self._dialer.dial(sock, address, remote.begin, remote.lose))
+            remote.set_connection(self._dialer.dial(sock, address, remote.send_attach, remote.lose))
         except TransferError as exc:
             remote.lose(exc)
         return remote.id
@@ -131,21 +130,21 @@ class FileTransport:
         if known is not None:
             known.detach()
 
-    def open_window(self, window: Window) -> None:
+    def open_grant(self, grant: WriteGrant) -> None:
         """See `Transport`."""
-        if window.id in self._windows:
-            raise TransferError("this window is open already")
-        region = self._find_region(window.region)
-        check_window_pages(window.pages, region.arrays)
-        self._windows[window.id] = (window, PageSet(window.pages))
+        if grant.id in self._grants:
+            raise TransferError("this grant is open already")
+        region = self._find_region(grant.region)
+        check_grant_pages(grant.pages, region.arrays)
+        self._grants[grant.id] = (grant, PageSet(grant.pages))
 
-    def close_window(self, window: TicketId) -> None:
+    def close_grant(self, grant: TicketId) -> None:
         """See `Transport`."""
-        if self._windows.pop(window, None) is None:
+        if self._grants.pop(grant, None) is None:
             return
         for inbound in list(self._inbound.values()):
-            inbound.refuse_window(window)
-        self._reactor.report(WindowQuiescent(window))
+            inbound.refuse_grant(grant)
+        self._reactor.report(GrantQuiescent(grant))
 
     def submit(self, write: PageWrite) -> TransferId:
         """See `Transport`."""
@@ -154,7 +153,7 @@ class FileTransport:
             raise TransferError("this remote is not attached")
         region = self._find_region(write.region)
         check_copies(write.copies, region.arrays, remote.descriptor.arrays)
-        check_notice(write.notice)
+        check_notification(write.notification)
         self._num_transfers += 1
         transfer = TransferId(self._num_transfers)
         remote.submit(transfer, write, region)
@@ -166,9 +165,11 @@ class FileTransport:
         raise TransferError("file does not read a peer's pages; ask the peer to write them")
 
     def view(self, remote: RemoteId, array: int) -> NDArray[np.uint8]:
-        """See `Transport`: this one does not lend."""
+        """See `Transport`: this one does not show pages in place."""
         del remote, array
-        raise TransferError("file does not lend a peer's pages; ask the peer to write them")
+        raise TransferError(
+            "file does not show a peer's pages in place; ask the peer to write them"
+        )
 
     def poll(self) -> list[TransferEvent]:
         """See `Transport`."""
@@ -191,20 +192,20 @@ class FileTransport:
         self.readiness_fd = None
 
     def find_refusal(
-        self, window: TicketId, writer: Epoch, region: PagedRegion, pages: NDArray[np.int64]
+        self, grant: TicketId, writer: Epoch, region: PagedRegion, pages: NDArray[np.int64]
     ) -> str | None:
         """See `Admission`."""
-        found = self._windows.get(window)
+        found = self._grants.get(grant)
         if found is None:
-            return "the window is not open"
+            return "the grant is not open"
         admitted, page_set = found
         if admitted.writer != writer or admitted.region != region.handle:
-            return "the window is for another writer or region"
-        return None if page_set.covers(pages) else "a page is outside the window"
+            return "the grant is for another writer or region"
+        return None if page_set.covers(pages) else "a page is outside the grant"
 
-    def arrived(self, window: TicketId, notice: bytes) -> None:
+    def arrived(self, grant: TicketId, notification: bytes) -> None:
         """See `Admission`."""
-        self._reactor.report(Arrived(window, notice))
+        self._reactor.report(Arrived(grant, notification))
 
     def _find_region(self, handle: RegionHandle) -> PagedRegion:
         region = self._regions.get(handle)
@@ -212,10 +213,10 @@ class FileTransport:
             raise TransferError("this region was not exposed")
         return region
 
-    def _welcome(self, connection: Connection) -> None:
+    def _accept_peer(self, connection: Connection) -> None:
         """A writer proved itself: its first message says which region it wants."""
         connection.channel.allow_bodies(MAX_BODY_BYTES)
-        connection.become(partial(self._admit, connection), partial(self._forget, connection))
+        connection.set_handlers(partial(self._admit, connection), partial(self._forget, connection))
 
     def _admit(self, connection: Connection, channel: Channel) -> None:
         body = channel.receive_body()
@@ -226,17 +227,17 @@ class FileTransport:
         if region is None or self._spool is None:
             connection.send_body(encode(NotAttached("no such region")))
             return
-        inbound = Inbound(
+        inbound = FileInbound(
             connection,
-            Writer(Epoch(attach.epoch), attach.link),
+            FileWriter(Epoch(attach.epoch), attach.link),
             region,
             spool=self._spool,
             direct=self._options.direct,
             admission=self,
         )
         self._inbound[connection] = inbound
-        connection.settle()
-        connection.become(inbound.read, partial(self._forget, connection))
+        connection.cancel_deadline()
+        connection.set_handlers(inbound.read, partial(self._forget, connection))
         connection.send_body(encode(Attached(region.arrays, self._spool.name, self._spool.proof)))
 
     def _forget(self, connection: Connection, error: TransferError) -> None:

@@ -7,10 +7,10 @@ from typing import Annotated, Final, TypeAlias
 import msgspec
 
 from baton.transfer.interface import PageArray
-from baton.transfer.messages import EpochText, IdBytes, NoticeBytes, Reason, decode
+from baton.transfer.messages import EpochText, IdBytes, NotificationBytes, Reason, decode
 
 MAX_BODY_BYTES: Final = 1 << 20
-MAX_PARCELS: Final = 32
+MAX_PART_FILES: Final = 32
 """Of one connection, that were told of and not answered."""
 
 Natural: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
@@ -20,7 +20,7 @@ SpoolName: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^baton-[0-9a-f]{32}
 class Attach(msgspec.Struct, frozen=True, tag="attach"):
     """Writer → receiver, first: which life of a worker wants to write into which region.
 
-    `link` begins the names of this connection's parcels.
+    `link` begins the names of this connection's part files.
     """
 
     epoch: EpochText
@@ -29,7 +29,7 @@ class Attach(msgspec.Struct, frozen=True, tag="attach"):
 
 
 class Attached(msgspec.Struct, frozen=True, tag="attached"):
-    """Receiver → writer: leave parcels in folder `spool`, whose file `proof` has these bytes."""
+    """Receiver → writer: leave part files in folder `spool`, whose file `proof` has these bytes."""
 
     arrays: tuple[PageArray, ...]
     spool: SpoolName
@@ -42,40 +42,40 @@ class NotAttached(msgspec.Struct, frozen=True, tag="not_attached"):
     reason: Reason
 
 
-class Parcel(msgspec.Struct, frozen=True, tag="parcel"):
+class PartFile(msgspec.Struct, frozen=True, tag="part_file"):
     """Writer → receiver: one part of a write lies in the file of this number, whole.
 
     `dst_pages` is packed u32 `[n]`; `spans` is packed u32 `[s, 2]` of `(dst_byte, num_bytes)`.
-    Parcels of a write follow each other; `notice` is None in all but the last one.
+    Part files of a write follow each other; `notification` is None in all but the last one.
     """
 
     number: Natural
-    window: IdBytes
+    grant: IdBytes
     array: Natural
     dst_pages: bytes
     spans: bytes
-    notice: NoticeBytes | None
+    notification: NotificationBytes | None
 
 
-class Abandoned(msgspec.Struct, frozen=True, tag="abandoned"):
-    """Writer → receiver: the write whose parcels came last has no more."""
+class WriteAbandoned(msgspec.Struct, frozen=True, tag="write_abandoned"):
+    """Writer → receiver: the write whose part files came last has no more."""
 
 
-class Landed(msgspec.Struct, frozen=True, tag="landed"):
-    """Receiver → writer: this parcel is in place, and gone."""
+class PartLanded(msgspec.Struct, frozen=True, tag="part_landed"):
+    """Receiver → writer: this part file is in place, and gone."""
 
     number: Natural
 
 
-class Refused(msgspec.Struct, frozen=True, tag="refused"):
-    """Receiver → writer: this parcel was dropped, and so is the rest of its write."""
+class PartRefused(msgspec.Struct, frozen=True, tag="part_refused"):
+    """Receiver → writer: this part file was dropped, and so is the rest of its write."""
 
     number: Natural
     reason: Reason
 
 
-FromWriter: TypeAlias = Parcel | Abandoned
-FromReceiver: TypeAlias = Attached | NotAttached | Landed | Refused
+FromWriter: TypeAlias = PartFile | WriteAbandoned
+FromReceiver: TypeAlias = Attached | NotAttached | PartLanded | PartRefused
 
 _attach = msgspec.msgpack.Decoder(Attach)
 _from_writer: msgspec.msgpack.Decoder[FromWriter] = msgspec.msgpack.Decoder(FromWriter)
@@ -109,6 +109,6 @@ def decode_from_receiver(body: bytes) -> FromReceiver:
     return decode(_from_receiver, body)
 
 
-def parcel_name(link: bytes, number: int) -> str:
+def part_file_name(link: bytes, number: int) -> str:
     """The file's name in the spool. While it is being written, it ends in `.part` as well."""
     return f"{link.hex()}-{number}"

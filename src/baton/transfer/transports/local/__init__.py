@@ -1,13 +1,13 @@
 """`local`: two regions of one process, such as a worker's that prefills and decodes.
 
-Enters: whole page index lists and, of a write, its notice. Leaves: copies made by the owner's
+Enters: whole page index lists and, of a write, its notification. Leaves: copies made by the owner's
 thread, `Arrived` there, and the completion here. An endpoint names a transport of this process; a
 peer elsewhere is lost at once, so that another transport is tried.
 
 File map:
     options.py     what an operator may say
     mailbox.py     how transports of one process reach each other, from thread to thread
-    letters.py     what they say
+    messages.py    what they say
     remote.py      the end that asks: one region of another transport
     transport.py   `LocalTransport`: the contract, admission, the copies
 """

@@ -8,7 +8,7 @@ import threading
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from baton.transfer.transports.local.letters import Letter
+    from baton.transfer.transports.local.messages import LocalMessage
 
 _mailboxes: Final[dict[str, Mailbox]] = {}
 _lock: Final = threading.Lock()
@@ -23,7 +23,7 @@ class Mailbox:
         """Readable while there are letters; the owner's to wait on."""
         self._process = os.getpid()
         self._lock = threading.Lock()
-        self._letters: list[Letter] = []
+        self._messages: list[LocalMessage] = []
         self._is_open = True
         with _lock:
             _mailboxes[self.name] = self
@@ -33,24 +33,24 @@ class Mailbox:
         """Whether this is the process that reads it: a fork has a copy that nobody reads."""
         return self._process == os.getpid()
 
-    def post(self, letter: Letter) -> bool:
+    def post(self, message: LocalMessage) -> bool:
         """Leave a letter; False if the owner is gone."""
         with self._lock:
             if not self._is_open:
                 return False
-            if not self._letters:
+            if not self._messages:
                 os.eventfd_write(self.fd, 1)
-            self._letters.append(letter)
+            self._messages.append(message)
             return True
 
-    def take(self) -> list[Letter]:
+    def take(self) -> list[LocalMessage]:
         """All letters, in the order of posting."""
         with self._lock:
-            if not self._letters:
+            if not self._messages:
                 return []
             os.eventfd_read(self.fd)
-            letters, self._letters = self._letters, []
-            return letters
+            messages, self._messages = self._messages, []
+            return messages
 
     def close(self) -> None:
         """Take no more; idempotent. Unread letters are dropped."""
@@ -59,7 +59,7 @@ class Mailbox:
         with self._lock:
             if self._is_open:
                 self._is_open = False
-                self._letters = []
+                self._messages = []
                 os.close(self.fd)
 
 

@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING
 
 from baton.errors import PeerLostError, TransferError
 from baton.transfer.bounds import check_array
-from baton.transfer.interface import Attached as AttachedEvent
 from baton.transfer.interface import (
     ReadCompleted,
     ReadFailed,
+    RemoteAttached,
     RemoteLost,
     WriteCompleted,
     WriteFailed,
 )
 from baton.transfer.region import view_pages
-from baton.transfer.transports.local.letters import Detached, Read, Write
+from baton.transfer.transports.local.messages import Detached, ReadRequest, WriteRequest
 
 if TYPE_CHECKING:
     import numpy as np
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
         TransferId,
     )
     from baton.transfer.reactor import Reactor
-    from baton.transfer.transports.local.letters import Link
+    from baton.transfer.transports.local.messages import LocalLink
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,14 +41,14 @@ class _Unfinished:
     is_read: bool
 
 
-class Remote:
+class LocalRemote:
     """A region as this dialer sees it: attaching, attached or lost. Owner thread: the transport's.
 
     `link` is None where there is no such transport in this process.
     """
 
     def __init__(
-        self, id_: RemoteId, descriptor: RegionDescriptor, link: Link | None, reactor: Reactor
+        self, id_: RemoteId, descriptor: RegionDescriptor, link: LocalLink | None, reactor: Reactor
     ) -> None:
         self.id, self.descriptor, self.link = id_, descriptor, link
         self._reactor = reactor
@@ -69,7 +69,7 @@ class Remote:
             self.lose(TransferError("the region is not what its description says"))
             return
         self._memory = memory
-        self._reactor.report(AttachedEvent(self.id))
+        self._reactor.report(RemoteAttached(self.id))
 
     def submit(self, transfer: TransferId, write: PageWrite, region: PagedRegion) -> None:
         """Ask the owner to carry out a checked write."""
@@ -77,8 +77,10 @@ class Remote:
         if self._loss is not None or self.link is None:
             self.done(transfer, self._loss)
             return
-        letter = Write(self.link, transfer, write.window, write.copies, region, write.notice)
-        self.link.owner.post(letter)
+        message = WriteRequest(
+            self.link, transfer, write.grant, write.copies, region, write.notification
+        )
+        self.link.owner.post(message)
 
     def read(self, transfer: TransferId, copies: PageCopies, region: PagedRegion) -> None:
         """Ask the owner to carry out a checked read."""
@@ -86,7 +88,7 @@ class Remote:
         if self._loss is not None or self.link is None:
             self.done(transfer, self._loss)
             return
-        self.link.owner.post(Read(self.link, transfer, copies, region))
+        self.link.owner.post(ReadRequest(self.link, transfer, copies, region))
 
     def view(self, array: int) -> NDArray[np.uint8]:
         """One array of the region, in place and read-only.

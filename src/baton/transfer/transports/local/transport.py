@@ -1,4 +1,4 @@
-"""`local`: the owner's thread makes the copies, so a closed window is quiescent at once."""
+"""`local`: the owner's thread makes the copies, so a closed grant is quiescent at once."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ from typing import TYPE_CHECKING, Final, assert_never
 
 from baton.errors import PeerLostError, PeerUnreachableError, TransferError
 from baton.kv.copies import apply_copies
-from baton.transfer.bounds import check_copies, check_notice
+from baton.transfer.bounds import check_copies, check_notification
 from baton.transfer.interface import (
     Arrived,
     Capabilities,
+    GrantQuiescent,
     RegionDescriptor,
     RemoteId,
     TransferId,
-    WindowQuiescent,
 )
+from baton.transfer.page_set import PageSet, check_grant_pages
 from baton.transfer.reactor import Reactor
 from baton.transfer.region import check_arrays, view_pages
-from baton.transfer.transports.local.letters import (
+from baton.transfer.transports.local.mailbox import Mailbox, find_mailbox
+from baton.transfer.transports.local.messages import (
     Attach,
     Attached,
     Detached,
-    Done,
-    Link,
-    Over,
-    Read,
-    Write,
+    LinkEnded,
+    LocalLink,
+    ReadRequest,
+    TransferDone,
+    WriteRequest,
 )
-from baton.transfer.transports.local.mailbox import Mailbox, find_mailbox
-from baton.transfer.transports.local.remote import Remote
-from baton.transfer.windows import PageSet, check_window_pages
+from baton.transfer.transports.local.remote import LocalRemote
 
 if TYPE_CHECKING:
     import numpy as np
@@ -46,9 +46,9 @@ if TYPE_CHECKING:
         PageWrite,
         TransferEvent,
         TransportContext,
-        Window,
+        WriteGrant,
     )
-    from baton.transfer.transports.local.letters import Letter
+    from baton.transfer.transports.local.messages import LocalMessage
     from baton.transfer.transports.local.options import LocalOptions
 
 _log = logging.getLogger(__name__)
@@ -68,7 +68,7 @@ class LocalTransport:
         same_host_only=True,
         same_process_only=True,
         reads=True,
-        lends=True,
+        views=True,
     )
 
     def __init__(self, options: LocalOptions, context: TransportContext) -> None:
@@ -76,11 +76,11 @@ class LocalTransport:
         self._reactor = Reactor(context.clock)
         self.readiness_fd: int | None = self._reactor.fd
         self._mailbox = Mailbox()
-        self._reactor.watch(self._mailbox.fd, self._take_letters)
+        self._reactor.watch(self._mailbox.fd, self._take_messages)
         self._regions: dict[RegionHandle, PagedRegion] = {}
-        self._windows: dict[TicketId, tuple[Window, PageSet]] = {}
-        self._remotes: dict[RemoteId, Remote] = {}
-        self._links: dict[Link, tuple[Epoch, PagedRegion]] = {}
+        self._grants: dict[TicketId, tuple[WriteGrant, PageSet]] = {}
+        self._remotes: dict[RemoteId, LocalRemote] = {}
+        self._links: dict[LocalLink, tuple[Epoch, PagedRegion]] = {}
         self._num_remotes = self._num_transfers = 0
 
     def expose(self, region: PagedRegion) -> RegionDescriptor:
@@ -100,8 +100,8 @@ class LocalTransport:
         check_arrays(descriptor.arrays)
         self._num_remotes += 1
         id_, owner = RemoteId(self._num_remotes), find_mailbox(descriptor.endpoint)
-        link = Link(self._mailbox, owner) if owner is not None else None
-        remote = self._remotes[id_] = Remote(id_, descriptor, link, self._reactor)
+        link = LocalLink(self._mailbox, owner) if owner is not None else None
+        remote = self._remotes[id_] = LocalRemote(id_, descriptor, link, self._reactor)
         if link is None:
             remote.lose(PeerUnreachableError("the region is not in this process"))
             return id_
@@ -117,24 +117,24 @@ class LocalTransport:
             self._reactor.cancel_call(remote)
             known.detach()
 
-    def open_window(self, window: Window) -> None:
+    def open_grant(self, grant: WriteGrant) -> None:
         """See `Transport`."""
-        if window.id in self._windows:
-            raise TransferError("this window is open already")
-        region = self._find_region(window.region)
-        check_window_pages(window.pages, region.arrays)
-        self._windows[window.id] = (window, PageSet(window.pages))
+        if grant.id in self._grants:
+            raise TransferError("this grant is open already")
+        region = self._find_region(grant.region)
+        check_grant_pages(grant.pages, region.arrays)
+        self._grants[grant.id] = (grant, PageSet(grant.pages))
 
-    def close_window(self, window: TicketId) -> None:
+    def close_grant(self, grant: TicketId) -> None:
         """See `Transport`."""
-        if self._windows.pop(window, None) is not None:
-            self._reactor.report(WindowQuiescent(window))
+        if self._grants.pop(grant, None) is not None:
+            self._reactor.report(GrantQuiescent(grant))
 
     def submit(self, write: PageWrite) -> TransferId:
         """See `Transport`."""
         remote, region = self._find_remote(write.remote), self._find_region(write.region)
         check_copies(write.copies, region.arrays, remote.descriptor.arrays)
-        check_notice(write.notice)
+        check_notification(write.notification)
         transfer = self._new_transfer()
         remote.submit(transfer, write, region)
         return transfer
@@ -162,43 +162,43 @@ class LocalTransport:
         for remote in self._remotes.values():
             remote.detach()
         for link in self._links:
-            link.dialer.post(Over(link, PeerLostError("the peer closed its end")))
+            link.dialer.post(LinkEnded(link, PeerLostError("the peer closed its end")))
         self._links.clear()
         self._reactor.close()
         self._mailbox.close()
         self.readiness_fd = None
 
-    def _take_letters(self) -> None:
-        for letter in self._mailbox.take():
-            self._take(letter)
+    def _take_messages(self) -> None:
+        for message in self._mailbox.take():
+            self._take(message)
 
-    def _take(self, letter: Letter) -> None:
-        match letter:
+    def _take(self, message: LocalMessage) -> None:
+        match message:
             case Attach():
-                self._admit(letter)
-            case Write() | Read():
-                self._answer(letter)
+                self._admit(message)
+            case WriteRequest() | ReadRequest():
+                self._answer(message)
             case Detached(link):
                 self._links.pop(link, None)
-            case Attached() | Done() | Over():
-                self._hear(letter)
+            case Attached() | TransferDone() | LinkEnded():
+                self._hear(message)
             case unknown:
                 assert_never(unknown)
 
-    def _hear(self, letter: Attached | Done | Over) -> None:
+    def _hear(self, message: Attached | TransferDone | LinkEnded) -> None:
         """What an owner says to this dialer; nothing that was detached cares any more."""
         for remote in self._remotes.values():
-            if remote.link is letter.link:
+            if remote.link is message.link:
                 break
         else:
             return
-        match letter:
+        match message:
             case Attached(_, arrays, memory):
                 self._reactor.cancel_call(remote.id)
                 remote.attached(arrays, memory)
-            case Done(_, transfer, error):
+            case TransferDone(_, transfer, error):
                 remote.done(transfer, error)
-            case Over(_, error):
+            case LinkEnded(_, error):
                 self._reactor.cancel_call(remote.id)
                 remote.lose(error)
             case unknown:
@@ -216,46 +216,46 @@ class LocalTransport:
             readable = region.memory.toreadonly()
             attach.link.dialer.post(Attached(attach.link, region.arrays, readable))
             return
-        attach.link.dialer.post(Over(attach.link, error))
+        attach.link.dialer.post(LinkEnded(attach.link, error))
 
-    def _answer(self, letter: Write | Read) -> None:
+    def _answer(self, message: WriteRequest | ReadRequest) -> None:
         """Carry out what a dialer asks for, unless it is gone."""
-        known = self._links.get(letter.link)
+        known = self._links.get(message.link)
         if known is None:
             return
         error: TransferError | None = None
-        with letter.link.lock:
-            if letter.link.is_over:
+        with message.link.lock:
+            if message.link.is_over:
                 return
             try:
-                match letter:
-                    case Write():
-                        self._write(letter, *known)
-                    case Read():
-                        _copy(letter.copies, known[1], letter.target)
+                match message:
+                    case WriteRequest():
+                        self._write(message, *known)
+                    case ReadRequest():
+                        _copy(message.copies, known[1], message.target)
                     case unknown:
                         assert_never(unknown)
             except TransferError as exc:
                 error = exc
-        letter.link.dialer.post(Done(letter.link, letter.transfer, error))
+        message.link.dialer.post(TransferDone(message.link, message.transfer, error))
 
-    def _write(self, write: Write, writer: Epoch, region: PagedRegion) -> None:
-        found = self._windows.get(write.window)
+    def _write(self, write: WriteRequest, writer: Epoch, region: PagedRegion) -> None:
+        found = self._grants.get(write.grant)
         if found is None:
-            raise TransferError("the peer refused the write: the window is not open")
-        window, pages = found
-        if window.writer != writer or window.region != region.handle:
-            raise TransferError("the peer refused the write: the window is for another writer")
+            raise TransferError("the peer refused the write: the grant is not open")
+        grant, pages = found
+        if grant.writer != writer or grant.region != region.handle:
+            raise TransferError("the peer refused the write: the grant is for another writer")
         if not all(pages.covers(group.dst_pages) for group in write.copies.groups):
-            raise TransferError("the peer refused the write: a page is outside the window")
+            raise TransferError("the peer refused the write: a page is outside the grant")
         _copy(write.copies, write.source, region)
-        self._reactor.report(Arrived(write.window, write.notice))
+        self._reactor.report(Arrived(write.grant, write.notification))
 
     def _new_transfer(self) -> TransferId:
         self._num_transfers += 1
         return TransferId(self._num_transfers)
 
-    def _find_remote(self, id_: RemoteId) -> Remote:
+    def _find_remote(self, id_: RemoteId) -> LocalRemote:
         remote = self._remotes.get(id_)
         if remote is None or remote.is_attaching:
             raise TransferError("this remote is not attached")
@@ -278,6 +278,6 @@ def _copy(copies: PageCopies, source: PagedRegion, target: PagedRegion) -> None:
     )
 
 
-def _give_up(remote: Remote) -> None:
+def _give_up(remote: LocalRemote) -> None:
     if remote.is_attaching:
         remote.lose(PeerUnreachableError("the other transport has not answered in time"))

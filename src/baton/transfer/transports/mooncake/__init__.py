@@ -1,14 +1,15 @@
 """`mooncake`: Mooncake's transfer engine, over TCP or, striped over several devices, RDMA.
 
-Enters: whole page index lists and, of a write, its notice. Leaves: pages moved by Mooncake in a
-process of its own, then a notice over our own connection. What is not Mooncake's own is in
+Enters: whole page index lists and, of a write, its notification. Leaves: pages moved by Mooncake in
+a
+process of its own, then a notification over our own connection. What is not Mooncake's own is in
 `baton.transfer.onesided`.
 
 File map:
     options.py   what an operator may say
-    engine.py    one Mooncake, for one peer, in a process of its own
-    orders.py    what the engine and that process say to each other
-    mover.py     that process
+    session.py   one Mooncake, for one peer, in a process of its own
+    child_messages.py  what the engine and that process say to each other
+    child.py     that process
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from typing import TYPE_CHECKING
 from baton.errors import ConfigError
 from baton.registry import Plugin
 from baton.transfer.onesided.devices import find_interface
-from baton.transfer.onesided.engine import Library
+from baton.transfer.onesided.session import Library
 from baton.transfer.onesided.transport import OneSidedTransport
-from baton.transfer.transports.mooncake.engine import MooncakeEngine, MooncakeMovement
 from baton.transfer.transports.mooncake.options import MooncakeOptions
+from baton.transfer.transports.mooncake.session import MooncakeHandle, MooncakeSession
 
 if TYPE_CHECKING:
     from baton.transfer.interface import Transport, TransportContext, TransportFactory
@@ -41,16 +42,16 @@ def _build(options: MooncakeOptions) -> TransportFactory:
 
 
 def _make_transport(options: MooncakeOptions, context: TransportContext) -> Transport:
-    open_engine = partial(
-        MooncakeEngine,
+    open_session = partial(
+        MooncakeSession,
         options.advertise_host or context.bind_host,
         find_interface(context.bind_host),
         protocol=options.protocol,
         devices=",".join(options.devices),
     )
-    return OneSidedTransport[MooncakeMovement](
+    return OneSidedTransport[MooncakeHandle](
         "mooncake",
-        Library(open_engine, reach="network", memory=("shared",)),
+        Library(open_session, reach="network", memory=("shared",)),
         context,
         connect_timeout_s=options.connect_timeout_s,
         advertise_host=options.advertise_host,

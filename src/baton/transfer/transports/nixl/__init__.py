@@ -1,7 +1,7 @@
 """`nixl`: NVIDIA's transfer library over UCX; its agents read and write registered memory.
 
-Enters: whole page index lists and, of a write, its notice. Leaves: pages moved by UCX (by
-cross-memory attach on one host; by RDMA or TCP between hosts), then a notice over our own
+Enters: whole page index lists and, of a write, its notification. Leaves: pages moved by UCX (by
+cross-memory attach on one host; by RDMA or TCP between hosts), then a notification over our own
 connection. What is not NIXL's own is in `baton.transfer.onesided`.
 
 File map:
@@ -9,7 +9,7 @@ File map:
     bindings.py   the installed wheel, its errors and its logging
     agent.py      what is used of NIXL, typed
     lists.py      prepared descriptor lists
-    engine.py     one agent, for one peer: pages become transfers
+    session.py    one agent, for one peer: pages become transfers
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from baton.config.environment import read_environment
 from baton.errors import ConfigError
 from baton.registry import Plugin
 from baton.transfer.onesided.devices import find_interface
-from baton.transfer.onesided.engine import Library
+from baton.transfer.onesided.session import Library
 from baton.transfer.onesided.transport import OneSidedTransport
 from baton.transfer.transports.nixl.bindings import load_nixl
-from baton.transfer.transports.nixl.engine import NixlEngine, NixlMovement
 from baton.transfer.transports.nixl.options import NixlOptions
+from baton.transfer.transports.nixl.session import NixlHandle, NixlSession
 
 if TYPE_CHECKING:
     from baton.transfer.interface import Transport, TransportContext, TransportFactory
@@ -47,7 +47,7 @@ def _build(options: NixlOptions) -> TransportFactory:
 
 
 def _make_transport(options: NixlOptions, context: TransportContext) -> Transport:
-    return OneSidedTransport[NixlMovement](
+    return OneSidedTransport[NixlHandle](
         "nixl",
         _choose_library(options, context.bind_host),
         context,
@@ -56,17 +56,17 @@ def _make_transport(options: NixlOptions, context: TransportContext) -> Transpor
     )
 
 
-def _choose_library(options: NixlOptions, bind_host: str) -> Library[NixlMovement]:
+def _choose_library(options: NixlOptions, bind_host: str) -> Library[NixlHandle]:
     if options.lanes == "host":
         # UCX has no error handling for shared memory, and needs none: a peer's end is ours to see.
         parameters = {"engine_config": "TLS=sm", "ucx_error_handling_mode": "none"}
-        return Library(partial(NixlEngine, parameters, peers_hand=True), reach="host")
+        return Library(partial(NixlSession, parameters, peer_process_writes=True), reach="host")
     device = options.device or find_interface(bind_host)
     parameters = {
         "engine_config": f"TLS=^sm,NET_DEVICES={device}",
         "ucx_error_handling_mode": "peer",
     }
-    return Library(partial(NixlEngine, parameters, peers_hand=False), reach="network")
+    return Library(partial(NixlSession, parameters, peer_process_writes=False), reach="network")
 
 
 PLUGIN = Plugin(NixlOptions, _build)

@@ -68,7 +68,7 @@ class Agent:
         with map_errors():
             return cast("bytes", self._nixl.get_agent_metadata())
 
-    def meet(self, description: bytes) -> AgentName:
+    def load_metadata(self, description: bytes) -> AgentName:
         """Take another agent's description; the name that it gives itself."""
         with map_errors():
             return cast("AgentName", self._nixl.add_remote_agent(description))

@@ -1,7 +1,8 @@
 """`shared`: one host's memory, written or read in place by the peer.
 
-Enters: whole page index lists and, of a write, its notice. Leaves: stores into the receiver's
-pages, then a notice over a Unix socket; on the other side `Arrived`, and quiescence by answer or
+Enters: whole page index lists and, of a write, its notification. Leaves: stores into the receiver's
+pages, then a notification over a Unix socket; on the other side `Arrived`, and quiescence by answer
+or
 proof of death. Of a read: the peer's bytes in this side's pages; the other side hears nothing.
 
 File map:

@@ -6,32 +6,40 @@ import os
 from typing import TYPE_CHECKING, Final, assert_never
 
 from baton.ids import Epoch, TicketId
+from baton.net.endpoints import open_peer_process
 from baton.transfer.devices.coherence import settle_pages
 from baton.transfer.devices.extents import find_extent
+from baton.transfer.grant_messages import (
+    CloseGrant,
+    GrantClosed,
+    GrantNotOpen,
+    GrantOpened,
+    MemoryReleased,
+    QueryGrant,
+    pack_pages,
+)
 from baton.transfer.interface import Arrived
 from baton.transfer.messages import encode
-from baton.transfer.processes import open_peer_process
-from baton.transfer.transports.shared.wire import Attached, Notice, decode_from_writer
-from baton.transfer.window_messages import Ask, Close, Closed, NotOpen, Opened, Released, pack_pages
+from baton.transfer.transports.shared.wire import Attached, WriteNotification, decode_from_writer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from baton.errors import TransferError
-    from baton.transfer.channel import Channel
-    from baton.transfer.connection import Connection
-    from baton.transfer.interface import PagedRegion, Window
-    from baton.transfer.ledger import WindowLedger, WriterId
+    from baton.net.channel import Channel
+    from baton.net.connection import Connection
+    from baton.transfer.grant_ledger import GrantLedger, WriterId
+    from baton.transfer.interface import PagedRegion, WriteGrant
     from baton.transfer.reactor import Reactor
     from baton.transfer.transports.shared.wire import Attach
 
-MAX_LAST_WORDS_STEPS: Final = 64
+MAX_FINAL_STEPS: Final = 64
 
 
-class Inbound:
+class SharedInbound:
     """One writer that has this side's memory. Owner thread: the transport's.
 
-    It outlives its connection for as long as the writer's process might still store into a window
+    It outlives its connection for as long as the writer's process might still store into a grant
     that it was told of: until it is dead, or attaches again and has let go of the old mapping.
     `on_over` is called once, then.
     """
@@ -41,7 +49,7 @@ class Inbound:
         writer: WriterId,
         attach: Attach,
         connection: Connection,
-        ledger: WindowLedger,
+        ledger: GrantLedger,
         *,
         reactor: Reactor,
         on_over: Callable[[WriterId], None],
@@ -53,26 +61,26 @@ class Inbound:
         if self._process is not None:
             reactor.watch(self._process, self.finish)  # it is dead
 
-    def welcome(self, region: PagedRegion, windows: list[Window]) -> None:
-        """Hand the memory over, and tell of the windows that are open already."""
+    def send_attached(self, region: PagedRegion, grants: list[WriteGrant]) -> None:
+        """Hand the memory over, and tell of the grants that are open already."""
         self._region = region
-        self._connection.settle()
-        self._connection.become(self._read, self._disconnected)
+        self._connection.cancel_deadline()
+        self._connection.set_handlers(self._read, self._disconnected)
         extent = find_extent(region)
         if extent is not None:
             self._connection.send_body(encode(Attached(region.arrays, extent.extent.id)))
         elif region.fd is not None:
             self._connection.send_body_with_fd(encode(Attached(region.arrays)), region.fd)
-        for window in windows:
-            self.tell_open(window)
+        for grant in grants:
+            self.send_grant_opened(grant)
 
-    def tell_open(self, window: Window) -> None:
-        """The writer may write into this window from now on."""
-        self._connection.send_body(encode(Opened(window.id, pack_pages(window.pages))))
+    def send_grant_opened(self, grant: WriteGrant) -> None:
+        """The writer may write into this grant from now on."""
+        self._connection.send_body(encode(GrantOpened(grant.id, pack_pages(grant.pages))))
 
-    def ask_close(self, window: TicketId) -> None:
-        """The writer must stop writing into this window, and say so."""
-        self._connection.send_body(encode(Close(window)))
+    def send_close_grant(self, grant: TicketId) -> None:
+        """The writer must stop writing into this grant, and say so."""
+        self._connection.send_body(encode(CloseGrant(grant)))
 
     def is_superseded_by(self, attach: Attach) -> bool:
         """Whether a later `Attach` proves that this mapping is gone."""
@@ -88,7 +96,7 @@ class Inbound:
 
     def finish(self) -> None:
         """Proved: the writer stores nothing any more. What it said before still counts."""
-        for _ in range(MAX_LAST_WORDS_STEPS):
+        for _ in range(MAX_FINAL_STEPS):
             if not self._connection.is_open:
                 break
             self._connection.step()
@@ -105,26 +113,26 @@ class Inbound:
     def _read(self, channel: Channel) -> None:
         for body in channel.receive_bodies():
             match decode_from_writer(body):
-                case Notice(window, notice, layer, num_layers):
-                    if self._ledger.admits(self._writer, TicketId(window)):
-                        self._settle(TicketId(window), range(layer, layer + num_layers))
-                        self._reactor.report(Arrived(TicketId(window), notice))
-                case Ask(window):
-                    # If it was opened, `Opened` is on its way already, in front of any answer.
-                    if not self._ledger.admits(self._writer, TicketId(window)):
-                        self._connection.send_body(encode(NotOpen(window)))
-                case Closed(window):
-                    self._ledger.confirm_closed(self._writer, TicketId(window))
-                case Released():
+                case WriteNotification(grant, notification, layer, num_layers):
+                    if self._ledger.admits(self._writer, TicketId(grant)):
+                        self._settle(TicketId(grant), range(layer, layer + num_layers))
+                        self._reactor.report(Arrived(TicketId(grant), notification))
+                case QueryGrant(grant):
+                    # If it was opened, `GrantOpened` is on its way already, in front of any answer.
+                    if not self._ledger.admits(self._writer, TicketId(grant)):
+                        self._connection.send_body(encode(GrantNotOpen(grant)))
+                case GrantClosed(grant):
+                    self._ledger.confirm_closed(self._writer, TicketId(grant))
+                case MemoryReleased():
                     self._finish()
                     return
                 case unknown:
                     assert_never(unknown)
 
-    def _settle(self, window: TicketId, layers: range) -> None:
+    def _settle(self, grant: TicketId, layers: range) -> None:
         """Nothing old of what was written is read; a writer that lies of it fails by digest."""
         if self._region is not None and layers.stop <= len(self._region.arrays):
-            settle_pages(self._region, self._ledger.pages_of(window), layers)
+            settle_pages(self._region, self._ledger.pages_of(grant), layers)
 
     def _disconnected(self, error: TransferError) -> None:
         del error  # that the writer is out of reach does not tell whether it still writes

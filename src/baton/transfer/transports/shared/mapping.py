@@ -45,23 +45,25 @@ class PeerPages:
     ) -> None:
         self._mapping, self._arrays = mapping, arrays
         self._own = _Mapping(mapping, arrays, MADV_POPULATE_WRITE)
-        self._lent = None if readable is None else _Mapping(readable, arrays, MADV_POPULATE_READ)
-        self._is_lent = False
+        self._read_only = (
+            None if readable is None else _Mapping(readable, arrays, MADV_POPULATE_READ)
+        )
+        self._was_viewed = False
 
     def view(self, array: int) -> NDArray[np.uint8]:
         """One array, uint8 `[num_pages, page_bytes]`, writable; not to be kept."""
         return self._own.views[array]
 
-    def lend(self, array: int) -> NDArray[np.uint8]:
+    def view_read_only(self, array: int) -> NDArray[np.uint8]:
         """The same pages, read-only; may be kept.
 
         Raises:
             TransferError: they lie in a device.
         """
-        if self._lent is None:
-            raise TransferError("shared does not lend pages that lie in a device")
-        self._is_lent = True
-        return self._lent.views[array]
+        if self._read_only is None:
+            raise TransferError("shared does not show pages in place that lie in a device")
+        self._was_viewed = True
+        return self._read_only.views[array]
 
     def store(self, copies: PageCopies, sources: Sequence[NDArray[np.uint8]]) -> None:
         """Copy checked pages of `sources`, one for each layer, in, so far that the peer sees them.
@@ -93,16 +95,16 @@ class PeerPages:
         What was not entered when it is first written costs a page fault for each 4 KiB, in the
         middle of a handoff: a first write took eight times as long as a later one
         (benchmarks/bench_page_faults.py). The peer committed the memory, so for one that is only
-        read nothing else happens here either. Pages to be lent follow once somebody looked.
+        read nothing else happens here either. Pages to be viewed follow once somebody looked.
         """
         if self._own.prefault():
             return True
-        return self._is_lent and self._lent is not None and self._lent.prefault()
+        return self._was_viewed and self._read_only is not None and self._read_only.prefault()
 
     def unmap(self) -> bool:
         """Give the memory up; whether it is proved that this process writes no more."""
-        if self._lent is not None:
-            self._lent.unmap()  # or its last viewer does
+        if self._read_only is not None:
+            self._read_only.unmap()  # or its last viewer does
         return self._own.unmap()
 
 

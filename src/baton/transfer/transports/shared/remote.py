@@ -6,30 +6,30 @@ import os
 from typing import TYPE_CHECKING, assert_never
 
 from baton.errors import PeerLostError, PeerUnreachableError, ProtocolError, TransferError
+from baton.net.connection import InboundPoller
+from baton.net.framing import encode_frame
 from baton.transfer.bounds import check_array
-from baton.transfer.ear import Ear
-from baton.transfer.framing import encode_frame
-from baton.transfer.interface import Attached as AttachedEvent
+from baton.transfer.grant_messages import (
+    MAX_BODY_BYTES,
+    GrantClosed,
+    NotAttached,
+)
 from baton.transfer.interface import (
     ReadCompleted,
     ReadFailed,
+    RemoteAttached,
     RemoteLost,
     WriteCompleted,
     WriteFailed,
 )
 from baton.transfer.messages import encode
-from baton.transfer.peer_windows import PeerWindows, Submitted, say_farewell
+from baton.transfer.peer_grants import PeerGrants, Submitted, send_memory_released
 from baton.transfer.transports.shared.mapping import map_attached
 from baton.transfer.transports.shared.wire import (
     Attached,
-    Notice,
+    WriteNotification,
     decode_first_from_receiver,
     decode_from_receiver,
-)
-from baton.transfer.window_messages import (
-    MAX_BODY_BYTES,
-    Closed,
-    NotAttached,
 )
 
 if TYPE_CHECKING:
@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 
     from baton.ids import RegionHandle
     from baton.kv.copies import PageCopies
-    from baton.transfer.channel import Channel
-    from baton.transfer.connection import Connection
+    from baton.net.channel import Channel
+    from baton.net.connection import Connection
     from baton.transfer.devices.options import DeviceOptions
     from baton.transfer.interface import (
         PageWrite,
@@ -54,11 +54,11 @@ if TYPE_CHECKING:
     from baton.transfer.transports.shared.wire import Attach
 
 
-class Remote:
+class SharedRemote:
     """A peer's region as this writer sees it: attaching, attached or lost.
 
-    A write is copied in one go, within `submit` or when its window is heard of: between two calls
-    no store is under way, so `Closed` is true when it is said. Owner thread: the transport's.
+    A write is copied in one go, within `submit` or when its grant is heard of: between two calls
+    no store is under way, so `GrantClosed` is true when it is said. Owner thread: the transport's.
     """
 
     def __init__(
@@ -67,17 +67,17 @@ class Remote:
         descriptor: RegionDescriptor,
         reactor: Reactor,
         *,
-        introduce: Callable[[RegionHandle], Attach],
+        make_attach: Callable[[RegionHandle], Attach],
         device: DeviceOptions | None = None,
     ) -> None:
         self.id, self.descriptor = id_, descriptor
         self._device = device
-        self._reactor, self._introduce = reactor, introduce
+        self._reactor, self._make_attach = reactor, make_attach
         self._connection: Connection | None = None
-        self._ear: Ear | None = None
+        self._inbound_poller: InboundPoller | None = None
         self._pages: PeerPages | None = None
-        self._windows: PeerWindows[Sequence[NDArray[np.uint8]]] = PeerWindows(
-            reactor, self._carry_out
+        self._grants: PeerGrants[Sequence[NDArray[np.uint8]]] = PeerGrants(
+            reactor, self._start_write
         )
         self._unsent: dict[TransferId, int] = {}
         self._loss: TransferError | None = None
@@ -93,23 +93,23 @@ class Remote:
         """Whether the peer's memory is, or may come to be, in this process' address space."""
         return self._is_mapped
 
-    def own(self, connection: Connection) -> None:
+    def set_connection(self, connection: Connection) -> None:
         """The connection that is being opened: closed with this remote."""
         self._connection = connection
 
-    def begin(self, connection: Connection) -> None:
+    def send_attach(self, connection: Connection) -> None:
         """Both ends have proved themselves: ask for the region."""
-        self._ear = Ear(connection)
-        connection.become(self._read_first, self.lose)
+        self._inbound_poller = InboundPoller(connection)
+        connection.set_handlers(self._read_first, self.lose)
         connection.channel.allow_bodies(MAX_BODY_BYTES)
-        introduction = self._introduce(self.descriptor.handle)
+        attach = self._make_attach(self.descriptor.handle)
         self._is_mapped = True  # as good as: another one that attaches now is not the only one
-        connection.send_body(encode(introduction))
+        connection.send_body(encode(attach))
 
-    def heed(self) -> None:
-        """Before a transfer: a window may just have been opened, or closed, or the peer be gone."""
-        if self._ear is not None and self._loss is None:
-            self._ear.heed()
+    def poll_inbound(self) -> None:
+        """Before a transfer: a grant may just have been opened, or closed, or the peer be gone."""
+        if self._inbound_poller is not None and self._loss is None:
+            self._inbound_poller.poll_inbound()
 
     def submit(
         self, transfer: TransferId, write: PageWrite, source: Sequence[NDArray[np.uint8]]
@@ -118,7 +118,7 @@ class Remote:
         if self._loss is not None:
             self._reactor.report(WriteFailed(transfer, self._loss))
             return
-        self._windows.submit(Submitted(transfer, write, source), self._connection)
+        self._grants.submit(Submitted(transfer, write, source), self._connection)
 
     def read(self, transfer: TransferId, copies: PageCopies, target: NDArray[np.uint8]) -> None:
         """Copy checked pages of the peer into local ones, now; the event says how it went.
@@ -150,14 +150,14 @@ class Remote:
         if self._pages is None:
             raise TransferError("this remote is not attached yet")
         check_array(array, self.descriptor.arrays)
-        return self._pages.lend(array)
+        return self._pages.view_read_only(array)
 
     def prefault(self) -> bool:
         """Enter the next slice of the peer's memory into the page table; whether there was one."""
         return self._pages is not None and self._pages.prefault()
 
     def lose(self, error: TransferError) -> None:
-        """The peer is gone: report it and every write whose notice was not sent, once."""
+        """The peer is gone: report it and every write whose notification was not sent, once."""
         if self._loss is None:
             self._reactor.report(RemoteLost(self.id, error))
             self._end(error)
@@ -167,7 +167,7 @@ class Remote:
         if self._loss is not None:
             return
         was_unmapped = self._end(PeerLostError("the remote was detached"))
-        say_farewell(self._connection, has_let_go=was_unmapped)
+        send_memory_released(self._connection, is_released=was_unmapped)
 
     @property
     def is_gone(self) -> bool:
@@ -187,12 +187,12 @@ class Remote:
         for transfer in self._unsent:
             self._reactor.report(WriteFailed(transfer, error))
         self._unsent.clear()
-        self._windows.end(error)
+        self._grants.end(error)
         self._is_mapped = pages is not None and not pages.unmap()
         return not self._is_mapped
 
-    def _carry_out(self, submitted: Submitted[Sequence[NDArray[np.uint8]]]) -> None:
-        """Store the pages, then send the notice: the system call comes after the stores."""
+    def _start_write(self, submitted: Submitted[Sequence[NDArray[np.uint8]]]) -> None:
+        """Store the pages, then send the notification: the system call comes after the stores."""
         transfer, write = submitted.transfer, submitted.write
         copies = write.copies
         if self._pages is None or self._connection is None:
@@ -203,23 +203,27 @@ class Remote:
             self._reactor.report(WriteFailed(transfer, exc))
             return
         self._unsent[transfer] = copies.num_bytes
-        notice = Notice(write.window, write.notice, copies.layer, copies.num_layers)
-        frame, connection = encode_frame(encode(notice)), self._connection
+        notification = WriteNotification(
+            write.grant, write.notification, copies.layer, copies.num_layers
+        )
+        frame, connection = encode_frame(encode(notification)), self._connection
         if connection.channel.has_unsent:  # behind that; as many as there are writes may wait
-            connection.send_batches(self._notice_batches(transfer, frame))
+            connection.send_batches(self._notification_batches(transfer, frame))
             return
         connection.send_raw(frame)
         if self._connection.channel.has_unsent:
-            connection.send_batches(self._notice_batches(transfer, b""))
+            connection.send_batches(self._notification_batches(transfer, b""))
         else:
-            self._told(transfer)
+            self._write_sent(transfer)
 
-    def _notice_batches(self, transfer: TransferId, frame: bytes) -> Iterator[list[memoryview]]:
+    def _notification_batches(
+        self, transfer: TransferId, frame: bytes
+    ) -> Iterator[list[memoryview]]:
         yield [memoryview(frame)] if frame else []
-        self._told(transfer)
+        self._write_sent(transfer)
 
-    def _told(self, transfer: TransferId) -> None:
-        """A write's notice has left; unless it was lost on the way, and that reported."""
+    def _write_sent(self, transfer: TransferId) -> None:
+        """A write's notification has left; unless it was lost on the way, and that reported."""
         num_bytes = self._unsent.pop(transfer, None)
         if num_bytes is not None:
             self._reactor.report(WriteCompleted(transfer, num_bytes))
@@ -236,9 +240,9 @@ class Remote:
                         os.close(fd)
                     raise ProtocolError("the peer's region is not what its description says")
                 self._pages = map_attached(attached, fd, self._device)
-                self._connection.settle()
-                self._connection.become(self._read, self.lose)
-                self._reactor.report(AttachedEvent(self.id))
+                self._connection.cancel_deadline()
+                self._connection.set_handlers(self._read, self.lose)
+                self._reactor.report(RemoteAttached(self.id))
             case NotAttached(reason):
                 raise PeerUnreachableError(f"the peer refused to attach: {reason}")
             case unknown:
@@ -246,7 +250,7 @@ class Remote:
 
     def _read(self, channel: Channel) -> None:
         for body in channel.receive_bodies():
-            closing = self._windows.heard(decode_from_receiver(body))
+            closing = self._grants.handle(decode_from_receiver(body))
             if closing is not None and self._connection is not None:
-                self._connection.send_body(encode(Closed(closing)))
-                self._windows.told_closed(closing)
+                self._connection.send_body(encode(GrantClosed(closing)))
+                self._grants.mark_closed(closing)

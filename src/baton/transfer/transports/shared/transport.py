@@ -1,8 +1,9 @@
 """`shared`: one host's memory; a peer stores into the owner's pages, or loads from them.
 
 The receiver hands its memfd to writers that proved the key. It cannot stop a writer's hand, so it
-asks (`Close`, `Closed`), and believes nothing but an answer or the death of the writer's process.
-A reader is told of no window and keeps none waiting.
+asks (`CloseGrant`, `GrantClosed`), and believes nothing but an answer or the death of the writer's
+process.
+A reader is told of no grant and keeps none waiting.
 """
 
 from __future__ import annotations
@@ -15,42 +16,41 @@ from typing import TYPE_CHECKING, Final
 
 from baton.errors import ProtocolError, TransferError
 from baton.ids import Epoch, RegionHandle
-from baton.transfer.bounds import check_copies, check_notice
+from baton.net.endpoints import Dialer, Listener
+from baton.transfer.bounds import check_copies, check_notification
 from baton.transfer.devices.coherence import settle_pages
 from baton.transfer.devices.extents import find_extent
-from baton.transfer.dialing import Dialer
+from baton.transfer.grant_ledger import GrantLedger, WriterId
+from baton.transfer.grant_messages import MAX_BODY_BYTES, MAX_GRANT_PAGES, NotAttached
 from baton.transfer.interface import (
     Capabilities,
+    GrantQuiescent,
     RegionDescriptor,
     RemoteId,
     TransferId,
-    WindowQuiescent,
 )
-from baton.transfer.ledger import WindowLedger, WriterId
-from baton.transfer.listening import Listener
 from baton.transfer.messages import encode
+from baton.transfer.page_set import check_grant_pages
 from baton.transfer.reactor import Reactor
 from baton.transfer.region import check_arrays, view_pages
-from baton.transfer.transports.shared.inbound import Inbound
-from baton.transfer.transports.shared.remote import Remote
+from baton.transfer.transports.shared.inbound import SharedInbound
+from baton.transfer.transports.shared.remote import SharedRemote
 from baton.transfer.transports.shared.wire import Attach, decode_attach
-from baton.transfer.window_messages import MAX_BODY_BYTES, MAX_WINDOW_PAGES, NotAttached
-from baton.transfer.windows import check_window_pages
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
     from baton.ids import TicketId
-    from baton.transfer.channel import Channel
-    from baton.transfer.connection import Connection
+    from baton.net.channel import Channel
+    from baton.net.connection import Connection
     from baton.transfer.interface import (
         PagedRegion,
         PageRead,
         PageWrite,
         TransferEvent,
         TransportContext,
-        Window,
+        WriteGrant,
     )
     from baton.transfer.transports.shared.options import SharedOptions
 
@@ -75,8 +75,8 @@ class SharedTransport:
             ("shared",),
             same_host_only=True,
             reads=can_read,
-            lends=self._device is None,
-            joins=True,
+            views=self._device is None,
+            multi_array=True,
         )
         self._reactor = Reactor(context.clock)
         self.readiness_fd: int | None = self._reactor.fd
@@ -85,10 +85,10 @@ class SharedTransport:
         )
         self._regions: dict[RegionHandle, PagedRegion] = {}
         self._views: dict[RegionHandle, list[NDArray[np.uint8]]] = {}
-        self._ledger = WindowLedger()
-        self._writers: dict[WriterId, Inbound] = {}
-        self._remotes: dict[RemoteId, Remote] = {}
-        self._leaving: list[Remote] = []
+        self._ledger = GrantLedger()
+        self._writers: dict[WriterId, SharedInbound] = {}
+        self._remotes: dict[RemoteId, SharedRemote] = {}
+        self._leaving: list[SharedRemote] = []
         self._holder = secrets.token_bytes(16)
         self._unproved: set[RegionHandle] = set()
         self._listener: Listener | None = None
@@ -114,18 +114,20 @@ class SharedTransport:
             raise TransferError("this is no descriptor of the shared transport")
         check_arrays(descriptor.arrays)
         self._num_remotes += 1
-        remote = Remote(
+        remote = SharedRemote(
             RemoteId(self._num_remotes),
             descriptor,
             self._reactor,
-            introduce=self._introduce,
+            make_attach=self._make_attach,
             device=self._device,
         )
         self._remotes[remote.id] = remote
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            remote.own(
-                self._dialer.dial(sock, _address(descriptor.endpoint), remote.begin, remote.lose)
+            remote.set_connection(
+                self._dialer.dial(
+                    sock, _address(descriptor.endpoint), remote.send_attach, remote.lose
+                )
             )
         except TransferError as exc:
             remote.lose(exc)
@@ -140,31 +142,31 @@ class SharedTransport:
                 self._unproved.add(known.descriptor.handle)
             self._leaving = [each for each in (*self._leaving, known) if not each.is_gone]
 
-    def open_window(self, window: Window) -> None:
+    def open_grant(self, grant: WriteGrant) -> None:
         """See `Transport`."""
-        region = self._find_region(window.region)
-        check_window_pages(window.pages, region.arrays)
-        if len(window.pages) > MAX_WINDOW_PAGES:
-            raise TransferError(f"a window of more than {MAX_WINDOW_PAGES} pages")
-        settle_pages(region, window.pages, range(len(region.arrays)))
-        for writer in self._ledger.open_window(window):
-            self._writers[writer].tell_open(window)
+        region = self._find_region(grant.region)
+        check_grant_pages(grant.pages, region.arrays)
+        if len(grant.pages) > MAX_GRANT_PAGES:
+            raise TransferError(f"a grant of more than {MAX_GRANT_PAGES} pages")
+        settle_pages(region, grant.pages, range(len(region.arrays)))
+        for writer in self._ledger.open_grant(grant):
+            self._writers[writer].send_grant_opened(grant)
 
-    def close_window(self, window: TicketId) -> None:
+    def close_grant(self, grant: TicketId) -> None:
         """See `Transport`."""
-        for writer in self._ledger.close_window(window):
-            self._writers[writer].ask_close(window)
+        for writer in self._ledger.close_grant(grant):
+            self._writers[writer].send_close_grant(grant)
         for quiescent in self._ledger.take_quiescent():
-            self._reactor.report(WindowQuiescent(quiescent))
+            self._reactor.report(GrantQuiescent(quiescent))
 
     def submit(self, write: PageWrite) -> TransferId:
         """See `Transport`."""
         remote, region = self._find_remote(write.remote), self._find_region(write.region)
-        joins = self.capabilities.joins
-        check_copies(write.copies, region.arrays, remote.descriptor.arrays, joins=joins)
-        check_notice(write.notice)
+        multi_array = self.capabilities.multi_array
+        check_copies(write.copies, region.arrays, remote.descriptor.arrays, multi_array=multi_array)
+        check_notification(write.notification)
         transfer = self._new_transfer()
-        remote.heed()
+        remote.poll_inbound()
         layers = write.copies.layers
         remote.submit(transfer, write, self._views[region.handle][layers.start : layers.stop])
         return transfer
@@ -176,7 +178,7 @@ class SharedTransport:
         remote, region = self._find_remote(read.remote), self._find_region(read.region)
         check_copies(read.copies, remote.descriptor.arrays, region.arrays)
         transfer = self._new_transfer()
-        remote.heed()
+        remote.poll_inbound()
         remote.read(transfer, read.copies, self._views[region.handle][read.copies.layer])
         return transfer
 
@@ -185,7 +187,7 @@ class SharedTransport:
         return self._find_remote(remote).view(array)
 
     def open_reader(self, reader: Epoch) -> int | None:
-        """See `WatchesReaders`."""
+        """See `TracksReaders`."""
         for inbound in self._writers.values():
             process = inbound.open_process(reader)
             if process is not None:
@@ -197,7 +199,7 @@ class SharedTransport:
         events = self._reactor.poll()
         if not events:  # idle: one slice, of one of them
             any(remote.prefault() for remote in self._remotes.values())
-        return [*events, *map(WindowQuiescent, self._ledger.take_quiescent())]
+        return [*events, *map(GrantQuiescent, self._ledger.take_quiescent())]
 
     def close(self) -> None:
         """See `Transport`."""
@@ -222,13 +224,15 @@ class SharedTransport:
             raise TransferError(f"cannot listen on a Unix socket: {exc}") from exc
         self._endpoint = endpoint
         self._listener = Listener(
-            sock, self._reactor, self._context.key, PURPOSE, on_peer=self._welcome
+            sock, self._reactor, self._context.key, PURPOSE, on_peer=self._accept_peer
         )
 
-    def _welcome(self, connection: Connection) -> None:
+    def _accept_peer(self, connection: Connection) -> None:
         """A writer proved itself: its first message says which region it wants."""
         connection.channel.allow_bodies(MAX_BODY_BYTES)
-        connection.become(partial(self._admit, connection), lambda _: self._forget(connection))
+        connection.set_handlers(
+            partial(self._admit, connection), lambda _: self._forget(connection)
+        )
 
     def _admit(self, connection: Connection, channel: Channel) -> None:
         body = channel.receive_body()
@@ -246,7 +250,7 @@ class SharedTransport:
             raise ProtocolError("too many writers hold this memory")
         self._num_writers += 1
         writer = WriterId(self._num_writers)
-        inbound = Inbound(
+        inbound = SharedInbound(
             writer,
             attach,
             connection,
@@ -255,8 +259,8 @@ class SharedTransport:
             on_over=partial(self._writer_over, connection),
         )
         self._writers[writer] = inbound
-        windows = self._ledger.add_writer(writer, Epoch(attach.epoch), region.handle)
-        inbound.welcome(region, windows)
+        grants = self._ledger.add_writer(writer, Epoch(attach.epoch), region.handle)
+        inbound.send_attached(region, grants)
 
     def _writer_over(self, connection: Connection, writer: WriterId) -> None:
         self._forget(connection)
@@ -266,7 +270,7 @@ class SharedTransport:
         if self._listener is not None:
             self._listener.forget(connection)
 
-    def _introduce(self, region: RegionHandle) -> Attach:
+    def _make_attach(self, region: RegionHandle) -> Attach:
         mapped = (each.descriptor.handle for each in self._remotes.values() if each.is_mapped)
         is_only = region not in self._unproved and region not in mapped
         return Attach(self._context.epoch, region, self._holder, is_only)
@@ -275,7 +279,7 @@ class SharedTransport:
         self._num_transfers += 1
         return TransferId(self._num_transfers)
 
-    def _find_remote(self, id_: RemoteId) -> Remote:
+    def _find_remote(self, id_: RemoteId) -> SharedRemote:
         remote = self._remotes.get(id_)
         if remote is None or remote.is_attaching:
             raise TransferError("this remote is not attached")

@@ -9,10 +9,16 @@ from typing import Annotated, TypeAlias
 
 import msgspec
 
+from baton.transfer.grant_messages import (
+    FromOwner,
+    GrantClosed,
+    MemoryReleased,
+    NotAttached,
+    QueryGrant,
+)
 from baton.transfer.interface import PageArray
-from baton.transfer.messages import EpochText, IdBytes, NoticeBytes, decode
+from baton.transfer.messages import EpochText, IdBytes, NotificationBytes, decode
 from baton.transfer.region import MAX_ARRAYS
-from baton.transfer.window_messages import Ask, Closed, FromOwner, NotAttached, Released
 
 ArrayIndex: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=MAX_ARRAYS)]
 ArrayCount: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=MAX_ARRAYS)]
@@ -41,19 +47,19 @@ class Attached(msgspec.Struct, frozen=True, tag="attached", omit_defaults=True):
     extent: IdBytes | None = None
 
 
-class Notice(msgspec.Struct, frozen=True, tag="notice", omit_defaults=True):
-    """Writer → receiver: a write into this window is in place.
+class WriteNotification(msgspec.Struct, frozen=True, tag="write_notification", omit_defaults=True):
+    """Writer → receiver: a write into this grant is in place.
 
     Of pages of `num_layers` arrays from `layer` on.
     """
 
-    window: IdBytes
-    notice: NoticeBytes
+    grant: IdBytes
+    notification: NotificationBytes
     layer: ArrayIndex = 0
     num_layers: ArrayCount = 1
 
 
-FromWriter: TypeAlias = Notice | Ask | Closed | Released
+FromWriter: TypeAlias = WriteNotification | QueryGrant | GrantClosed | MemoryReleased
 FirstFromReceiver: TypeAlias = Attached | NotAttached
 
 _attach = msgspec.msgpack.Decoder(Attach)

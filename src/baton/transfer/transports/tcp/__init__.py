@@ -1,25 +1,21 @@
 """`tcp`: pages over ordinary sockets, between any two hosts, encrypted if that is wanted.
 
-Enters: whole page index lists and, of a write, its notice. Leaves: frames and page bytes on several
-streams; on the other side, bytes in place and `Arrived`. Of a read: page bytes on their way back.
+Enters: whole page index lists and, with a write, its notification. Leaves: frames and page bytes on
+several streams; at the receiver, bytes in place and `Arrived`. Of a read: page bytes back.
 
 File map:
-    options.py     what an operator may say
-    transport.py   `TcpTransport`: the contract, windows, admission
-    addresses.py   sockets and endpoints
-    wire.py        the messages, and their bounds
-    departure.py   a write cut into stripes, each of which one stream carries
+    transport.py   `TcpTransport`: the contract, grants, admission
+    sockets.py     options, sockets, endpoints
+    wire.py        the messages and their bounds; a write as stripes, one for each stream
     remote.py      the dialing end: one peer's region over several streams
-    stream.py      one of those: what was asked for over it, and the bytes that come back
-    inbound.py     the listening end of one connection
-    assembly.py    writes of which some stripes are missing (pure)
+    inbound.py     the listening end of one connection; writes of which stripes are missing
 """
 
 from functools import partial
 
 from baton.registry import Plugin
 from baton.transfer.interface import TransportFactory
-from baton.transfer.transports.tcp.options import TcpOptions
+from baton.transfer.transports.tcp.sockets import TcpOptions
 from baton.transfer.transports.tcp.transport import TcpTransport
 
 

@@ -1,31 +1,33 @@
-"""The listening end of one `tcp` connection: headers are checked, payloads land in place.
+"""The listening end of a `tcp` connection: headers are checked, payloads land in place.
 
-What the peer asks for is sent back from the region as the socket takes it.
+What the peer reads is sent from the region as the socket takes it.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Protocol, assert_never
 
 from baton.errors import ProtocolError
 from baton.ids import TicketId
-from baton.transfer.ahead import ReadAhead
-from baton.transfer.buffers import (
+from baton.net.channel import ReadAhead, skip_bytes
+from baton.net.framing import encode_frame
+from baton.transfer.messages import encode
+from baton.transfer.scatter_gather import (
+    Geometry,
     discard_batches,
     read_batches,
     sole_batch,
+    unpack_geometry,
+    unpack_target,
     write_batches,
 )
-from baton.transfer.channel import skip_bytes
-from baton.transfer.framing import encode_frame
-from baton.transfer.geometry import Geometry, unpack_geometry, unpack_target
-from baton.transfer.messages import encode
 from baton.transfer.transports.tcp.wire import (
     Data,
     Fetch,
-    Landed,
-    Refused,
-    Served,
+    FetchServed,
+    WriteLanded,
+    WriteRefused,
     decode_from_dialer,
 )
 
@@ -36,36 +38,96 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from baton.ids import Epoch
-    from baton.transfer.channel import Channel
-    from baton.transfer.connection import Connection
+    from baton.net.channel import Channel
+    from baton.net.connection import Connection
     from baton.transfer.interface import PageArray, PagedRegion
-    from baton.transfer.transports.tcp.assembly import Assembly
 
 MAX_STEP_BYTES: Final = 8 << 20
 """Page bytes read before other connections get their turn."""
 MAX_FETCHES: Final = 16
-"""Fetches of one connection that wait to be served: more than an honest peer has under way."""
+"""Fetches of one connection that wait to be served: more than a correct peer has in flight."""
+MAX_UNFINISHED: Final = 4096
+MAX_NOTIFICATION_BYTES_HELD: Final = 16 << 20
+"""How far one stream of a correct peer may run ahead of another."""
+
+
+@dataclass(frozen=True, slots=True)
+class WholeWrite:
+    """A write of which all stripes arrived: in place, unless a part was refused."""
+
+    notification: bytes
+    refusal: str | None
+
+
+@dataclass(slots=True)
+class _Unfinished:
+    grant: bytes
+    num_stripes: int
+    num_over: int = 0
+    notification: bytes = b""
+    refusal: str | None = None
+
+
+class WriteReassembly:
+    """Writes that travel on several streams, until all stripes arrived. Pure."""
+
+    def __init__(self) -> None:
+        self._unfinished: dict[int, _Unfinished] = {}
+        self._num_notification_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._unfinished)
+
+    def stripe_over(
+        self, last: Data, notification: bytes, refusal: str | None
+    ) -> WholeWrite | None:
+        """The last part of a stripe arrived; the write, if this was the last of its stripes.
+
+        Raises:
+            ProtocolError: the stripes of a write contradict each other, or too many writes wait.
+        """
+        write = self._unfinished.get(last.sequence)
+        if write is None:
+            if last.stripes == 1:
+                return WholeWrite(notification, refusal)
+            if len(self._unfinished) >= MAX_UNFINISHED:
+                raise ProtocolError("one stream runs too far ahead of another")
+            write = self._unfinished[last.sequence] = _Unfinished(last.grant, last.stripes)
+        is_alike = (write.grant, write.num_stripes) == (last.grant, last.stripes)
+        if not is_alike or (write.notification and notification):
+            raise ProtocolError("the stripes of a write contradict each other")
+        self._num_notification_bytes += len(notification)
+        if self._num_notification_bytes > MAX_NOTIFICATION_BYTES_HELD:
+            raise ProtocolError("one stream runs too far ahead of another")
+        write.num_over += 1
+        write.notification = write.notification or notification
+        write.refusal = write.refusal or refusal
+        if write.num_over < write.num_stripes:
+            return None
+        del self._unfinished[last.sequence]
+        self._num_notification_bytes -= len(write.notification)
+        return WholeWrite(write.notification, write.refusal)
 
 
 class Admission(Protocol):
-    """What a connection asks its transport."""
+    """A transport's grants, as its connections see them."""
 
     def find_refusal(
-        self, window: TicketId, writer: Epoch, region: PagedRegion, pages: NDArray[np.int64]
+        self, grant: TicketId, writer: Epoch, region: PagedRegion, pages: NDArray[np.int64]
     ) -> str | None:
         """Why this writer may not write there, or None: it may."""
         ...
 
-    def arrived(self, window: TicketId, notice: bytes) -> None:
+    def arrived(self, grant: TicketId, notification: bytes) -> None:
         """A whole write is in place."""
         ...
 
 
-class Inbound:
+class TcpInbound:
     """Serves one stream of one peer that attached one region. Owner thread: the transport's.
 
     A stripe's parts follow each other on the connection. Once a part is refused, so is the rest of
-    its write; the writer hears of it when the last stripe is over, on that one's connection.
+    its write; the writer is notified when the last stripe is over, on that one's connection.
     """
 
     def __init__(
@@ -74,11 +136,11 @@ class Inbound:
         writer: Epoch,
         region: PagedRegion,
         *,
-        assembly: Assembly,
+        reassembly: WriteReassembly,
         admission: Admission,
     ) -> None:
         self.connection, self.region = connection, region
-        self._writer, self._assembly, self._admission = writer, assembly, admission
+        self._writer, self._reassembly, self._admission = writer, reassembly, admission
         self._part: Data | None = None
         self._batches: Iterator[list[memoryview]] = iter(())
         self._batch: list[memoryview] = []
@@ -95,7 +157,7 @@ class Inbound:
 
         Raises:
             PeerLostError: the connection is broken or at its end.
-            ProtocolError: the peer sent what no honest peer sends.
+            ProtocolError: the peer broke the protocol.
         """
         budget = MAX_STEP_BYTES
         while budget > 0:
@@ -103,7 +165,7 @@ class Inbound:
                 body = channel.receive_body()
                 if body is None:
                     return
-                self._take(body)
+                self._handle(body)
                 budget -= len(body)
             else:
                 num_bytes = channel.receive_into(self._batch)
@@ -112,12 +174,12 @@ class Inbound:
                 budget -= num_bytes
                 self._take_payload(num_bytes)
 
-    def refuse_window(self, window: TicketId) -> None:
-        """The window was closed: what is in mid-flight for it lands nowhere."""
-        if self._part is not None and self._part.window == window:
-            self._refuse("the window was closed")
+    def refuse_grant(self, grant: TicketId) -> None:
+        """The grant was closed: drop the rest of a part that is in flight for it."""
+        if self._part is not None and self._part.grant == grant:
+            self._refuse("the grant was closed")
 
-    def _take(self, body: bytes) -> None:
+    def _handle(self, body: bytes) -> None:
         match decode_from_dialer(body):
             case Data() as part:
                 self._begin_part(part)
@@ -128,7 +190,7 @@ class Inbound:
 
     def _begin_serving(self, fetch: Fetch) -> None:
         if self._num_fetches >= MAX_FETCHES:
-            raise ProtocolError("a peer asks for more than it takes")
+            raise ProtocolError("a peer fetches more than it takes")
         array = self._find_array(fetch.array)
         geometry = unpack_geometry(fetch.src_pages, fetch.spans, array)
         self._num_fetches += 1
@@ -139,7 +201,7 @@ class Inbound:
         self, sequence: int, geometry: Geometry, array: PageArray
     ) -> Iterator[list[memoryview]]:
         payload = read_batches(geometry, self.region.memory, array)
-        header = encode_frame(encode(Served(sequence)))
+        header = encode_frame(encode(FetchServed(sequence)))
         yield [memoryview(header), *next(payload, [])]
         yield from payload
         self._num_fetches -= 1
@@ -152,7 +214,7 @@ class Inbound:
         self._num_missing_bytes = geometry.num_bytes
         self.connection.channel.expect_bytes(geometry.num_bytes)
         refusal = self._refusal or self._admission.find_refusal(
-            TicketId(part.window), self._writer, self.region, geometry.pages
+            TicketId(part.grant), self._writer, self.region, geometry.pages
         )
         if refusal is not None:
             self._refuse(refusal)
@@ -165,7 +227,7 @@ class Inbound:
             self._next_batch()
 
     def _unpack(self, part: Data, array: PageArray) -> Geometry:
-        """What a part names: layer after layer has the same pages."""
+        """The bytes of a part; consecutive layers have the same pages."""
         named = (part.dst_pages, part.spans, array.num_pages, array.page_bytes)
         if self._named is None or self._named[0] != named:
             self._named = named, unpack_target(part.dst_pages, part.spans, array)
@@ -185,7 +247,7 @@ class Inbound:
             self._refusal = None
         elif (part.sequence, part.stripes) != (begun.sequence, begun.stripes):
             raise ProtocolError("a write began before the one in front of it was whole")
-        self._unfinished = part if part.notice is None else None
+        self._unfinished = part if part.notification is None else None
 
     def _refuse(self, reason: str) -> None:
         self._refusal = reason
@@ -207,13 +269,13 @@ class Inbound:
     def _finish_part(self) -> None:
         part, self._part = self._part, None
         self._batches = iter(())
-        if part is None or part.notice is None:
+        if part is None or part.notification is None:
             return
-        write = self._assembly.stripe_over(part, part.notice, self._refusal)
+        write = self._reassembly.stripe_over(part, part.notification, self._refusal)
         if write is None:
             return
         if write.refusal is not None:
-            self.connection.send_body(encode(Refused(part.sequence, write.refusal)))
+            self.connection.send_body(encode(WriteRefused(part.sequence, write.refusal)))
             return
-        self._admission.arrived(TicketId(part.window), write.notice)
-        self.connection.send_body(encode(Landed(part.sequence)))
+        self._admission.arrived(TicketId(part.grant), write.notification)
+        self.connection.send_body(encode(WriteLanded(part.sequence)))

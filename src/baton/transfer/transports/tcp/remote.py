@@ -1,53 +1,54 @@
-"""The dialing end: one peer's region, reached over several streams."""
+"""The dialing end of `tcp`: one peer's region, reached over several streams."""
 
 from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, assert_never
+from operator import attrgetter
+from typing import TYPE_CHECKING, Final, assert_never
 
 from baton.errors import PeerLostError, PeerUnreachableError, ProtocolError, TransferError
 from baton.ids import new_region_handle
-from baton.transfer.ahead import ReadAhead
-from baton.transfer.interface import Attached as AttachedEvent
+from baton.net.channel import ReadAhead, skip_bytes
+from baton.net.connection import count_moved_bytes
 from baton.transfer.interface import (
     ReadCompleted,
     ReadFailed,
+    RemoteAttached,
     RemoteLost,
     WriteCompleted,
     WriteFailed,
 )
 from baton.transfer.messages import encode
-from baton.transfer.parts import MAX_PART_BYTES, cut_parts
-from baton.transfer.progress import count_moved_bytes
-from baton.transfer.transports.tcp.addresses import fit_buffers
-from baton.transfer.transports.tcp.departure import (
-    cut_stripes,
-    departing_batches,
-    whole_batch,
+from baton.transfer.scatter_gather import (
+    MAX_PART_BYTES,
+    cut_parts,
+    target_of,
+    write_batches,
 )
-from baton.transfer.transports.tcp.stream import (
-    MAX_FETCHES_UNDER_WAY,
-    Reading,
-    Stream,
-    Wanted,
-)
+from baton.transfer.transports.tcp.sockets import fit_buffers
 from baton.transfer.transports.tcp.wire import (
     MAX_BODY_BYTES,
     Attach,
     Attached,
-    Landed,
+    Fetch,
+    FetchServed,
     NotAttached,
-    Refused,
-    Served,
+    WriteLanded,
+    WriteRefused,
+    cut_stripes,
     decode_from_listener,
+    outgoing_batches,
+    whole_batch,
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
     from baton.ids import Epoch
     from baton.kv.copies import CopyGroup, PageCopies
-    from baton.transfer.channel import Channel
-    from baton.transfer.connection import Connection
+    from baton.net.channel import Channel
+    from baton.net.connection import Connection
     from baton.transfer.interface import (
         PageArray,
         PagedRegion,
@@ -57,23 +58,119 @@ if TYPE_CHECKING:
         TransferId,
     )
     from baton.transfer.reactor import Reactor
-    from baton.transfer.transports.tcp.options import TcpOptions
+    from baton.transfer.transports.tcp.sockets import TcpOptions
+
+MAX_FETCHES_IN_FLIGHT: Final = 4
+"""On one stream: enough that the peer always has the next one."""
+MAX_STEP_BYTES: Final = 8 << 20
+"""Page bytes read before other connections get their turn."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Posted:
-    """A write that the peer has not answered: what of it each of its streams carries."""
+@dataclass(slots=True)
+class PendingRead:
+    """A read in flight."""
 
     transfer: TransferId
     num_bytes: int
-    loads: tuple[tuple[Stream, int], ...]
+    num_missing_parts: int
 
 
-class Remote:
+@dataclass(frozen=True, slots=True)
+class FetchPart:
+    """One part of a read: one request, and where its bytes go."""
+
+    sequence: int
+    pending: PendingRead
+    part: CopyGroup
+    array: int
+    region: PagedRegion
+
+    def encode(self) -> bytes:
+        """The request."""
+        pages, spans = self.part.packed_sources
+        return encode(Fetch(self.sequence, self.array, pages, spans))
+
+    def landing_batches(self) -> Iterator[list[memoryview]]:
+        """Where the answer's bytes go."""
+        array = self.region.arrays[self.array]
+        return write_batches(target_of(self.part), self.region.memory, array)
+
+
+class TcpStream:
+    """One authenticated connection. `on_landed` is called for each part that is in place."""
+
+    def __init__(self, connection: Connection, on_landed: Callable[[FetchPart], None]) -> None:
+        self.connection, self._on_landed = connection, on_landed
+        self.is_attached = False
+        self.num_unanswered_bytes = 0
+        self._asked: deque[FetchPart] = deque()
+        self._batches: Iterator[list[memoryview]] = iter(())
+        self._batch: list[memoryview] = []
+        self._num_missing_bytes = 0
+
+    @property
+    def num_asked(self) -> int:
+        """Parts that were requested and are not in place."""
+        return len(self._asked)
+
+    def ask(self, fetch_part: FetchPart) -> None:
+        """Request one more; the answers come in this order."""
+        self._asked.append(fetch_part)
+        self.connection.send_body(fetch_part.encode())
+
+    def take_served(self, sequence: int) -> None:
+        """The bytes of the oldest part come next.
+
+        Raises:
+            ProtocolError: the peer sends something else.
+        """
+        if not self._asked or self._asked[0].sequence != sequence:
+            raise ProtocolError("the peer sent an answer without a request")
+        self._batches = self._asked[0].landing_batches()
+        self._num_missing_bytes = self._asked[0].part.num_bytes
+        self._advance()
+
+    def bodies(self, channel: Channel) -> Iterator[bytes]:
+        """Received frames, up to a bound; page bytes between them are put in place."""
+        budget = MAX_STEP_BYTES
+        while budget > 0:
+            if self._batch:
+                num_bytes = channel.receive_into(self._batch)
+                if num_bytes == 0:
+                    return
+                budget -= num_bytes
+                self._num_missing_bytes -= num_bytes
+                channel.expect_bytes(self._num_missing_bytes)
+                self._batch = skip_bytes(self._batch, num_bytes)
+                if not self._batch:
+                    self._advance()
+            else:
+                body = channel.receive_body()
+                if body is None:
+                    return
+                budget -= len(body)
+                yield body
+
+    def _advance(self) -> None:
+        self._batch = next(self._batches, [])
+        if not self._batch:
+            self._batches = iter(())
+            self._on_landed(self._asked.popleft())
+
+
+@dataclass(frozen=True, slots=True)
+class _PostedWrite:
+    """A write without an answer yet: how many bytes of it each stream carries."""
+
+    transfer: TransferId
+    num_bytes: int
+    loads: tuple[tuple[TcpStream, int], ...]
+
+
+class TcpRemote:
     """A peer's region as this side sees it: attaching, attached or lost.
 
-    It is lost as a whole when one of its streams is: a peer that is half there is not trusted to
-    answer. Owner thread: the transport's.
+    Losing one of its streams loses it as a whole. Owner thread: the transport's.
     """
 
     def __init__(
@@ -89,50 +186,48 @@ class Remote:
         self._epoch, self._options, self._reactor = epoch, options, reactor
         self._link = bytes(new_region_handle())
         self._whole_bytes = min(options.stripe_bytes, MAX_PART_BYTES)
-        self._streams: list[Stream] = []
+        self._streams: list[TcpStream] = []
         self._connections: list[Connection] = []
-        self._posted: dict[int, _Posted] = {}
-        self._readings: dict[TransferId, Reading] = {}
-        self._wanted: deque[Wanted] = deque()
+        self._posted: dict[int, _PostedWrite] = {}
+        self._pending_reads: dict[TransferId, PendingRead] = {}
+        self._fetch_parts: deque[FetchPart] = deque()
         self._next_sequence = self._num_attached = 0
         self._loss: TransferError | None = None
 
     @property
     def is_attaching(self) -> bool:
-        """Neither attached, by every stream, nor lost yet."""
+        """Neither attached by every stream nor lost."""
         return self._num_attached < self._options.streams and self._loss is None
 
-    def own(self, connection: Connection) -> None:
-        """Close this connection with the rest, whatever becomes of it."""
+    def set_connection(self, connection: Connection) -> None:
+        """Register a connection, to be closed with the rest."""
         self._connections.append(connection)
         if self._loss is not None:
             connection.close()
 
     def add_stream(self, connection: Connection) -> None:
-        """Both ends of this connection have proved themselves: ask for the region."""
+        """Both ends are authenticated: attach to the region."""
         fit_buffers(connection.channel.socket, self._options)
-        stream = Stream(connection, self._part_landed)
+        stream = TcpStream(connection, self._part_landed)
         self._streams.append(stream)
-        connection.become(lambda channel: self._read(stream, channel), self.lose)
+        connection.set_handlers(lambda channel: self._read(stream, channel), self.lose)
         connection.channel.allow_bodies(MAX_BODY_BYTES)
         connection.channel.ahead = ReadAhead()
         connection.send_body(encode(Attach(self._epoch, self.descriptor.handle, self._link)))
 
     def submit(self, transfer: TransferId, write: PageWrite, region: PagedRegion) -> None:
-        """Send a checked write over the streams that have the least to do."""
+        """Send a checked write over the least loaded streams."""
         if self._loss is not None:
             self._reactor.report(WriteFailed(transfer, self._loss))
             return
         self._watch_for_stalls()
         sequence, num_bytes = self._new_sequence(), write.copies.num_bytes
-        batch = None
-        if num_bytes <= self._whole_bytes:
-            batch = whole_batch(write, region, sequence)
+        batch = whole_batch(write, region, sequence) if num_bytes <= self._whole_bytes else None
         if batch is None:
             self._send_stripes(transfer, write, region, sequence)
             return
         stream = min(self._streams, key=_load_of)
-        self._posted[sequence] = _Posted(transfer, num_bytes, ((stream, num_bytes),))
+        self._posted[sequence] = _PostedWrite(transfer, num_bytes, ((stream, num_bytes),))
         stream.num_unanswered_bytes += num_bytes
         stream.connection.send_batch(batch)
 
@@ -149,37 +244,40 @@ class Remote:
         loads = tuple(
             (stream, stripe.num_bytes) for stream, stripe in zip(streams, stripes, strict=True)
         )
-        self._posted[sequence] = _Posted(transfer, sum(load for _, load in loads), loads)
+        self._posted[sequence] = _PostedWrite(transfer, sum(load for _, load in loads), loads)
         for stream, stripe in zip(streams, stripes, strict=True):
             stream.num_unanswered_bytes += stripe.num_bytes
-            stream.connection.send_batches(departing_batches(write, region, stripe))
+            stream.connection.send_batches(outgoing_batches(write, region, stripe))
         for stream in streams:
             stream.connection.flush()
 
     def read(self, transfer: TransferId, copies: PageCopies, region: PagedRegion) -> None:
-        """Ask for checked pages of the peer, in parts, over the streams that are free."""
+        """Request checked pages of the peer, in parts, over the least loaded streams."""
         if self._loss is not None:
             self._reactor.report(ReadFailed(transfer, self._loss))
             return
-        parts = [part for part in self._cut_read(copies) if part.num_bytes > 0]
+        max_bytes = min(MAX_PART_BYTES, self._options.stripe_bytes)
+        parts = [part for part in cut_parts(copies.groups, max_bytes) if part.num_bytes > 0]
         if not parts:
             self._reactor.report(ReadCompleted(transfer, 0))
             return
         self._watch_for_stalls()
-        reading = self._readings[transfer] = Reading(transfer, copies.num_bytes, len(parts))
+        pending = self._pending_reads[transfer] = PendingRead(
+            transfer, copies.num_bytes, len(parts)
+        )
         for part in parts:
-            wanted = Wanted(self._new_sequence(), reading, part, copies.layer, region)
-            self._wanted.append(wanted)
+            fetch_part = FetchPart(self._new_sequence(), pending, part, copies.layer, region)
+            self._fetch_parts.append(fetch_part)
         self._ask()
 
     def lose(self, error: TransferError) -> None:
-        """The peer is gone, or one of its streams: report it and every unanswered write, once."""
+        """The peer or one of its streams is gone: report it and every unanswered write, once."""
         if self._loss is None:
             self._reactor.report(RemoteLost(self.id, error))
             self._end(error)
 
     def detach(self) -> None:
-        """This side is done with the peer: what is unfinished fails."""
+        """Close the connections: unfinished transfers fail."""
         if self._loss is None:
             self._end(PeerLostError("the remote was detached"))
 
@@ -189,98 +287,89 @@ class Remote:
             connection.close()
         for posted in self._posted.values():
             self._reactor.report(WriteFailed(posted.transfer, error))
-        for transfer in self._readings:
+        for transfer in self._pending_reads:
             self._reactor.report(ReadFailed(transfer, error))
         self._posted.clear()
-        self._readings.clear()
-        self._wanted.clear()
+        self._pending_reads.clear()
+        self._fetch_parts.clear()
         self._streams.clear()
 
     def _new_sequence(self) -> int:
         self._next_sequence += 1
         return self._next_sequence - 1
 
-    def _cut_read(self, copies: PageCopies) -> list[CopyGroup]:
-        return cut_parts(copies.groups, min(MAX_PART_BYTES, self._options.stripe_bytes))
-
     def _ask(self) -> None:
-        """Ask for the next parts, as many as may be under way."""
-        while self._wanted and self._loss is None:
-            stream = min(self._streams, key=lambda stream: stream.num_asked)
-            if stream.num_asked >= MAX_FETCHES_UNDER_WAY:
+        """Request the next parts, as many as may be in flight."""
+        while self._fetch_parts and self._loss is None:
+            stream = min(self._streams, key=_num_asked_of)
+            if stream.num_asked >= MAX_FETCHES_IN_FLIGHT:
                 return
-            stream.ask(self._wanted.popleft())
+            stream.ask(self._fetch_parts.popleft())
 
     def _watch_for_stalls(self) -> None:
-        """Before something is asked of the peer: from now on it must go on answering."""
-        if not self._posted and not self._readings:
-            self._streams[0].connection.fail_unless_moving(
+        """Before a request: start the stall timer, unless it runs."""
+        if not self._posted and not self._pending_reads:
+            self._streams[0].connection.fail_unless_progress(
                 self._options.stall_timeout_s, "an answer of the peer", self._count_moved_bytes
             )
 
-    def _rest(self) -> None:
-        """After something was answered: a peer that owes nothing may be silent."""
-        if not self._posted and not self._readings and self._streams:
-            self._streams[0].connection.settle()
+    def _clear_stall_timer(self) -> None:
+        """After an answer: stop the stall timer if no other is outstanding."""
+        if not self._posted and not self._pending_reads and self._streams:
+            self._streams[0].connection.cancel_deadline()
 
     def _count_moved_bytes(self) -> int:
         return sum(count_moved_bytes(stream.connection.channel) for stream in self._streams)
 
-    def _part_landed(self, wanted: Wanted) -> None:
-        reading = wanted.reading
-        reading.num_missing_parts -= 1
-        if reading.num_missing_parts == 0:
-            del self._readings[reading.transfer]
-            self._reactor.report(ReadCompleted(reading.transfer, reading.num_bytes))
-            self._rest()
+    def _part_landed(self, fetch_part: FetchPart) -> None:
+        pending = fetch_part.pending
+        pending.num_missing_parts -= 1
+        if pending.num_missing_parts == 0:
+            del self._pending_reads[pending.transfer]
+            self._reactor.report(ReadCompleted(pending.transfer, pending.num_bytes))
+            self._clear_stall_timer()
         self._ask()
 
-    def _read(self, stream: Stream, channel: Channel) -> None:
+    def _read(self, stream: TcpStream, channel: Channel) -> None:
         for body in stream.bodies(channel):
-            self._take(stream, body)
+            self._handle(stream, body)
 
-    def _take(self, stream: Stream, body: bytes) -> None:
+    def _handle(self, stream: TcpStream, body: bytes) -> None:
         match decode_from_listener(body):
             case Attached(arrays) if not stream.is_attached:
                 self._attached(stream, arrays)
             case NotAttached(reason) if not stream.is_attached:
                 raise PeerUnreachableError(f"the peer refused to attach: {reason}")
-            case Landed() | Refused() as answer if answer.sequence in self._posted:
-                self._answered(answer)
-            case Served(sequence):
-                stream.take_served(sequence)
-            case Attached() | NotAttached() | Landed() | Refused():
-                raise ProtocolError("the peer answered what was not asked")
-            case unknown:
-                assert_never(unknown)
-
-    def _attached(self, stream: Stream, arrays: tuple[PageArray, ...]) -> None:
-        if arrays != self.descriptor.arrays:
-            raise ProtocolError("the peer's region is not what its description says")
-        stream.is_attached = True
-        self._num_attached += 1
-        stream.connection.settle()
-        if not self.is_attaching:
-            self._reactor.report(AttachedEvent(self.id))
-
-    def _answered(self, answer: Landed | Refused) -> None:
-        posted = self._take_posted(answer.sequence)
-        match answer:
-            case Landed():
+            case WriteLanded(sequence) if sequence in self._posted:
+                posted = self._take_posted(sequence)
                 self._reactor.report(WriteCompleted(posted.transfer, posted.num_bytes))
-            case Refused(_, reason):
+            case WriteRefused(sequence, reason) if sequence in self._posted:
+                posted = self._take_posted(sequence)
                 error = TransferError(f"the peer refused the write: {reason}")
                 self._reactor.report(WriteFailed(posted.transfer, error))
+            case FetchServed(sequence):
+                stream.take_served(sequence)
+            case Attached() | NotAttached() | WriteLanded() | WriteRefused():
+                raise ProtocolError("the peer sent an answer without a request")
             case unknown:
                 assert_never(unknown)
 
-    def _take_posted(self, sequence: int) -> _Posted:
+    def _attached(self, stream: TcpStream, arrays: tuple[PageArray, ...]) -> None:
+        if arrays != self.descriptor.arrays:
+            raise ProtocolError("the peer's region differs from its descriptor")
+        stream.is_attached = True
+        self._num_attached += 1
+        stream.connection.cancel_deadline()
+        if not self.is_attaching:
+            self._reactor.report(RemoteAttached(self.id))
+
+    def _take_posted(self, sequence: int) -> _PostedWrite:
         posted = self._posted.pop(sequence)
         for stream, num_bytes in posted.loads:
             stream.num_unanswered_bytes -= num_bytes
-        self._rest()
+        self._clear_stall_timer()
         return posted
 
 
-def _load_of(stream: Stream) -> int:
-    return stream.num_unanswered_bytes
+_load_of = attrgetter("num_unanswered_bytes")
+_num_asked_of = attrgetter("num_asked")

@@ -1,6 +1,6 @@
-"""`tcp`: pages over ordinary sockets; who receives them puts them in place itself.
+"""`tcp`: pages over ordinary sockets, which the receiver puts in place.
 
-Because it does, a closed window is quiescent at once: what still arrives for it is dropped.
+So a closed grant is quiescent at once: bytes that still arrive for it are dropped.
 """
 
 from __future__ import annotations
@@ -14,38 +14,36 @@ import msgspec
 
 from baton.errors import TransferError
 from baton.ids import Epoch, RegionHandle
-from baton.transfer.bounds import check_copies, check_notice
-from baton.transfer.dialing import Dialer
+from baton.net.endpoints import Dialer, Listener
+from baton.net.tls import make_contexts
+from baton.transfer.bounds import check_copies, check_notification
 from baton.transfer.interface import (
     Arrived,
     Capabilities,
+    GrantQuiescent,
     RegionDescriptor,
     RemoteId,
     TransferId,
-    WindowQuiescent,
 )
-from baton.transfer.listening import Listener
 from baton.transfer.messages import encode
+from baton.transfer.page_set import PageSet, check_grant_pages
 from baton.transfer.reactor import Reactor
 from baton.transfer.region import check_arrays
-from baton.transfer.tls import make_contexts
-from baton.transfer.transports.tcp.addresses import (
+from baton.transfer.transports.tcp.inbound import TcpInbound, WriteReassembly
+from baton.transfer.transports.tcp.remote import TcpRemote
+from baton.transfer.transports.tcp.sockets import (
     explain_small_buffers,
     fit_buffers,
     open_listener,
     open_stream,
     parse_endpoint,
 )
-from baton.transfer.transports.tcp.assembly import Assembly
-from baton.transfer.transports.tcp.inbound import Inbound
-from baton.transfer.transports.tcp.remote import Remote
 from baton.transfer.transports.tcp.wire import (
     MAX_BODY_BYTES,
     Attached,
     NotAttached,
     decode_attach,
 )
-from baton.transfer.windows import PageSet, check_window_pages
 
 if TYPE_CHECKING:
     import socket
@@ -54,18 +52,18 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from baton.ids import TicketId
-    from baton.transfer.channel import Channel
-    from baton.transfer.connection import Connection
+    from baton.net.channel import Channel
+    from baton.net.connection import Connection
+    from baton.net.tls import TlsContexts
     from baton.transfer.interface import (
         PagedRegion,
         PageRead,
         PageWrite,
         TransferEvent,
         TransportContext,
-        Window,
+        WriteGrant,
     )
-    from baton.transfer.tls import TlsContexts
-    from baton.transfer.transports.tcp.options import TcpOptions
+    from baton.transfer.transports.tcp.sockets import TcpOptions
 
 _log = logging.getLogger(__name__)
 
@@ -79,7 +77,7 @@ class TcpTransport:
 
     kind = "tcp"
     capabilities = Capabilities(
-        memory=("host", "shared"), same_host_only=False, reads=True, joins=True
+        memory=("host", "shared"), same_host_only=False, reads=True, multi_array=True
     )
 
     def __init__(self, options: TcpOptions, context: TransportContext) -> None:
@@ -94,13 +92,13 @@ class TcpTransport:
             self._reactor, context.key, PURPOSE, timeout_s=options.connect_timeout_s
         )
         self._regions: dict[RegionHandle, PagedRegion] = {}
-        self._windows: dict[TicketId, tuple[Window, PageSet]] = {}
-        self._remotes: dict[RemoteId, Remote] = {}
-        self._inbound: dict[Connection, Inbound] = {}
+        self._grants: dict[TicketId, tuple[WriteGrant, PageSet]] = {}
+        self._remotes: dict[RemoteId, TcpRemote] = {}
+        self._inbound: dict[Connection, TcpInbound] = {}
         # Of all streams of one remote of a peer; gone when the last of those is.
-        self._assemblies: WeakValueDictionary[tuple[bytes, str, RegionHandle], Assembly] = (
-            WeakValueDictionary()
-        )
+        self._reassemblies: WeakValueDictionary[
+            tuple[bytes, str, RegionHandle], WriteReassembly
+        ] = WeakValueDictionary()
         self._listener: Listener | None = None
         self._endpoint = ""
         self._num_remotes = self._num_transfers = 0
@@ -113,7 +111,7 @@ class TcpTransport:
         if self._listener is None:
             self._endpoint, sock = self._open_listener()
             self._listener = Listener(
-                sock, self._reactor, self._context.key, PURPOSE, on_peer=self._welcome
+                sock, self._reactor, self._context.key, PURPOSE, on_peer=self._accept_peer
             )
         self._regions[region.handle] = region
         return RegionDescriptor(
@@ -127,7 +125,7 @@ class TcpTransport:
         check_arrays(descriptor.arrays)
         address = self._parse_endpoint(descriptor.endpoint)
         self._num_remotes += 1
-        remote = Remote(
+        remote = TcpRemote(
             RemoteId(self._num_remotes),
             descriptor,
             self._context.epoch,
@@ -138,7 +136,9 @@ class TcpTransport:
         try:
             for _ in range(self._options.streams):
                 sock = self._open_stream(address)
-                remote.own(self._dialer.dial(sock, address, remote.add_stream, remote.lose))
+                remote.set_connection(
+                    self._dialer.dial(sock, address, remote.add_stream, remote.lose)
+                )
         except TransferError as exc:
             remote.lose(exc)
         return remote.id
@@ -149,28 +149,28 @@ class TcpTransport:
         if known is not None:
             known.detach()
 
-    def open_window(self, window: Window) -> None:
+    def open_grant(self, grant: WriteGrant) -> None:
         """See `Transport`."""
-        if window.id in self._windows:
-            raise TransferError("this window is open already")
-        region = self._find_region(window.region)
-        check_window_pages(window.pages, region.arrays)
-        self._windows[window.id] = (window, PageSet(window.pages))
+        if grant.id in self._grants:
+            raise TransferError("this grant is open already")
+        region = self._find_region(grant.region)
+        check_grant_pages(grant.pages, region.arrays)
+        self._grants[grant.id] = (grant, PageSet(grant.pages))
 
-    def close_window(self, window: TicketId) -> None:
+    def close_grant(self, grant: TicketId) -> None:
         """See `Transport`."""
-        if self._windows.pop(window, None) is None:
+        if self._grants.pop(grant, None) is None:
             return
         for inbound in self._inbound.values():
-            inbound.refuse_window(window)
-        self._reactor.report(WindowQuiescent(window))
+            inbound.refuse_grant(grant)
+        self._reactor.report(GrantQuiescent(grant))
 
     def submit(self, write: PageWrite) -> TransferId:
         """See `Transport`."""
         remote, region = self._find_remote(write.remote), self._find_region(write.region)
-        joins = self.capabilities.joins
-        check_copies(write.copies, region.arrays, remote.descriptor.arrays, joins=joins)
-        check_notice(write.notice)
+        multi_array = self.capabilities.multi_array
+        check_copies(write.copies, region.arrays, remote.descriptor.arrays, multi_array=multi_array)
+        check_notification(write.notification)
         transfer = self._new_transfer()
         remote.submit(transfer, write, region)
         return transfer
@@ -184,9 +184,9 @@ class TcpTransport:
         return transfer
 
     def view(self, remote: RemoteId, array: int) -> NDArray[np.uint8]:
-        """See `Transport`: this one does not lend."""
+        """See `Transport`: not supported."""
         del remote, array
-        raise TransferError("tcp does not lend a peer's pages; read them")
+        raise TransferError("tcp does not show a peer's pages in place; read them")
 
     def poll(self) -> list[TransferEvent]:
         """See `Transport`."""
@@ -203,26 +203,26 @@ class TcpTransport:
         self.readiness_fd = None
 
     def find_refusal(
-        self, window: TicketId, writer: Epoch, region: PagedRegion, pages: NDArray[np.int64]
+        self, grant: TicketId, writer: Epoch, region: PagedRegion, pages: NDArray[np.int64]
     ) -> str | None:
         """See `Admission`."""
-        found = self._windows.get(window)
+        found = self._grants.get(grant)
         if found is None:
-            return "the window is not open"
+            return "the grant is not open"
         admitted, page_set = found
         if admitted.writer != writer or admitted.region != region.handle:
-            return "the window is for another writer or region"
-        return None if page_set.covers(pages) else "a page is outside the window"
+            return "the grant is for another writer or region"
+        return None if page_set.covers(pages) else "a page is outside the grant"
 
-    def arrived(self, window: TicketId, notice: bytes) -> None:
+    def arrived(self, grant: TicketId, notification: bytes) -> None:
         """See `Admission`."""
-        self._reactor.report(Arrived(window, notice))
+        self._reactor.report(Arrived(grant, notification))
 
     def _new_transfer(self) -> TransferId:
         self._num_transfers += 1
         return TransferId(self._num_transfers)
 
-    def _find_remote(self, id_: RemoteId) -> Remote:
+    def _find_remote(self, id_: RemoteId) -> TcpRemote:
         remote = self._remotes.get(id_)
         if remote is None or remote.is_attaching:
             raise TransferError("this remote is not attached")
@@ -257,11 +257,11 @@ class TcpTransport:
             raise TransferError("the peer does not speak TLS, and this worker must")
         return parse_endpoint(endpoint.removesuffix(TLS_SUFFIX))
 
-    def _welcome(self, connection: Connection) -> None:
-        """A writer proved itself: its first message says which region it wants."""
+    def _accept_peer(self, connection: Connection) -> None:
+        """A peer is authenticated: its first message names a region."""
         fit_buffers(connection.channel.socket, self._options)
         connection.channel.allow_bodies(MAX_BODY_BYTES)
-        connection.become(partial(self._admit, connection), partial(self._forget, connection))
+        connection.set_handlers(partial(self._admit, connection), partial(self._forget, connection))
 
     def _admit(self, connection: Connection, channel: Channel) -> None:
         body = channel.receive_body()
@@ -273,20 +273,20 @@ class TcpTransport:
             connection.send_body(encode(NotAttached("no such region")))
             return
         link = (attach.link, attach.epoch, region.handle)
-        inbound = Inbound(
+        inbound = TcpInbound(
             connection,
             Epoch(attach.epoch),
             region,
-            assembly=self._assemblies.setdefault(link, Assembly()),
+            reassembly=self._reassemblies.setdefault(link, WriteReassembly()),
             admission=self,
         )
         self._inbound[connection] = inbound
-        connection.settle()
-        connection.become(inbound.read, partial(self._forget, connection))
+        connection.cancel_deadline()
+        connection.set_handlers(inbound.read, partial(self._forget, connection))
         connection.send_body(encode(Attached(region.arrays)))
 
     def _forget(self, connection: Connection, error: TransferError) -> None:
-        del error  # a writer that is gone is its own side's business
+        del error  # the dialing side reports it
         self._inbound.pop(connection, None)
         if self._listener is not None:
             self._listener.forget(connection)

@@ -1,18 +1,34 @@
-"""What crosses a `tcp` connection after the handshake (docs/wire/transfer.md).
+"""Messages of a `tcp` connection after the handshake, and writes encoded as such.
 
 A `Data` frame is followed by its payload, raw: for each page in order, for each span in order, its
 bytes; so is a `Served` frame, with what its `Fetch` named. A write travels on one or more streams;
-its *stripe* on each is one or more `Data` frames of one sequence number; the last has the notice.
+its *stripe* on each is one or more `Data` frames of one sequence number; the last has the
+notification (docs/wire/transfer.md).
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Final, TypeAlias
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Final, TypeAlias
 
 import msgspec
 
+from baton.net.framing import encode_frame
 from baton.transfer.interface import PageArray
-from baton.transfer.messages import EpochText, IdBytes, NoticeBytes, Reason, decode
+from baton.transfer.messages import EpochText, IdBytes, NotificationBytes, Reason, decode, encode
+from baton.transfer.scatter_gather import (
+    MAX_PART_BYTES,
+    cut_parts,
+    read_batches,
+    read_sole_batch,
+    source_of,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from baton.kv.copies import CopyGroup, PageCopies
+    from baton.transfer.interface import PagedRegion, PageWrite
 
 MAX_BODY_BYTES: Final = 1 << 20
 MAX_STREAMS: Final = 16
@@ -33,7 +49,7 @@ class Attach(msgspec.Struct, frozen=True, tag="attach"):
 
 
 class Attached(msgspec.Struct, frozen=True, tag="attached"):
-    """Listener → dialer: go ahead; the region's arrays, to compare with the description."""
+    """Listener → dialer: accepted; the region's arrays, to compare with the descriptor."""
 
     arrays: tuple[PageArray, ...]
 
@@ -48,16 +64,16 @@ class Data(msgspec.Struct, frozen=True, tag="data"):
     """Dialer → listener: one part of one stripe of a write, with its payload behind it.
 
     `dst_pages` is packed u32 `[n]`; `spans` is packed u32 `[s, 2]` of `(dst_byte, num_bytes)`.
-    `stripes` is the number of streams that this write travels on. `notice` is None in every part
+    `stripes` is the number of streams that carry this write. `notification` is None in every part
     but the last one of a stripe, and empty there in all stripes but one.
     """
 
     sequence: Natural
-    window: IdBytes
+    grant: IdBytes
     array: Natural
     dst_pages: bytes
     spans: bytes
-    notice: NoticeBytes | None
+    notification: NotificationBytes | None
     stripes: Stripes = 1
 
 
@@ -73,27 +89,27 @@ class Fetch(msgspec.Struct, frozen=True, tag="fetch"):
     spans: bytes
 
 
-class Landed(msgspec.Struct, frozen=True, tag="landed"):
-    """Listener → dialer: all of this write is in place and its notice was taken."""
+class WriteLanded(msgspec.Struct, frozen=True, tag="write_landed"):
+    """Listener → dialer: all of this write is in place and its notification was taken."""
 
     sequence: Natural
 
 
-class Refused(msgspec.Struct, frozen=True, tag="refused"):
+class WriteRefused(msgspec.Struct, frozen=True, tag="write_refused"):
     """Listener → dialer: some of this write was dropped."""
 
     sequence: Natural
     reason: Reason
 
 
-class Served(msgspec.Struct, frozen=True, tag="served"):
+class FetchServed(msgspec.Struct, frozen=True, tag="fetch_served"):
     """Listener → dialer: the oldest fetch's bytes come right behind this."""
 
     sequence: Natural
 
 
 FromDialer: TypeAlias = Data | Fetch
-FromListener: TypeAlias = Attached | NotAttached | Landed | Refused | Served
+FromListener: TypeAlias = Attached | NotAttached | WriteLanded | WriteRefused | FetchServed
 
 _attach = msgspec.msgpack.Decoder(Attach)
 _from_dialer: msgspec.msgpack.Decoder[FromDialer] = msgspec.msgpack.Decoder(FromDialer)
@@ -125,3 +141,82 @@ def decode_from_listener(body: bytes) -> FromListener:
         ProtocolError: it is none of them.
     """
     return decode(_from_listener, body)
+
+
+@dataclass(frozen=True, slots=True)
+class Stripe:
+    """What one stream carries of a write: perhaps nothing but its notification.
+
+    `parts`: of which array, and which of its pages.
+    """
+
+    sequence: int
+    num_stripes: int
+    notification: bytes
+    parts: tuple[tuple[int, CopyGroup], ...]
+    num_bytes: int
+
+
+def cut_stripes(
+    write: PageWrite, sequence: int, *, max_stripes: int, stripe_bytes: int
+) -> list[Stripe]:
+    """Cut a write into at most `max_stripes` of about `stripe_bytes` or more, alike in size."""
+    num_bytes = write.copies.num_bytes
+    num_stripes = max(1, min(max_stripes, num_bytes // stripe_bytes))
+    parts = _cut_evenly(write.copies, -(-num_bytes // num_stripes))
+    if num_stripes == 1:
+        return [Stripe(sequence, 1, write.notification, tuple(parts), num_bytes)]
+    num_shares = min(num_stripes, max(1, len(parts)))
+    shares: list[list[tuple[int, CopyGroup]]] = [[] for _ in range(num_shares)]
+    loads = [0] * len(shares)
+    for part in parts:
+        lightest = loads.index(min(loads))
+        shares[lightest].append(part)
+        loads[lightest] += part[1].num_bytes
+    notifications = [write.notification, *(b"" for _ in shares[1:])]
+    return [
+        Stripe(sequence, len(shares), notification, tuple(share), load)
+        for share, notification, load in zip(shares, notifications, loads, strict=True)
+    ]
+
+
+def whole_batch(write: PageWrite, region: PagedRegion, sequence: int) -> list[memoryview] | None:
+    """A checked write as its only stripe, if one system call takes all of it; else None."""
+    groups, layer = write.copies.groups, write.copies.layer
+    if len(groups) != 1 or write.copies.num_layers != 1:
+        return None
+    payload = read_sole_batch(source_of(groups[0]), region.memory, region.arrays[layer])
+    if not payload:
+        return None
+    pages, spans = groups[0].packed_targets
+    header = Data(sequence, write.grant, layer, pages, spans, write.notification)
+    return [memoryview(encode_frame(encode(header))), *payload]
+
+
+def outgoing_batches(
+    write: PageWrite, region: PagedRegion, stripe: Stripe
+) -> Iterator[list[memoryview]]:
+    """All buffers of a stripe of a checked write, in the order of the wire, made when needed.
+
+    The region's memory is read in place: it must not change until the receiver has answered.
+    """
+    if not stripe.parts:
+        header = Data(
+            stripe.sequence, write.grant, write.copies.layer, b"", b"", stripe.notification,
+            stripe.num_stripes,
+        )  # fmt: skip
+        yield [memoryview(encode_frame(encode(header)))]
+    for number, (array, part) in enumerate(stripe.parts, start=1):
+        pages, spans = part.packed_targets
+        notification = stripe.notification if number == len(stripe.parts) else None
+        header = Data(
+            stripe.sequence, write.grant, array, pages, spans, notification, stripe.num_stripes
+        )
+        payload = read_batches(source_of(part), region.memory, region.arrays[array])
+        yield [memoryview(encode_frame(encode(header))), *next(payload, [])]
+        yield from payload
+
+
+def _cut_evenly(copies: PageCopies, share_bytes: int) -> list[tuple[int, CopyGroup]]:
+    parts = list(cut_parts(copies.groups, max(1, min(MAX_PART_BYTES, share_bytes))))
+    return [(layer, part) for layer in copies.layers for part in parts if part.num_bytes > 0]

@@ -1,0 +1,107 @@
+"""The ticket: what one handoff is authorised to touch, signed by the gateway.
+
+On the wire a ticket is base64url text without padding of `msgpack(Ticket) + HMAC-SHA256`
+(docs/wire/ticket.md). It travels in the request body's `kv_transfer_params.baton_ticket`; the
+gateway strips that field from whatever clients send.
+
+A ticket names workers by id and epoch, never memory: pages are granted by the decode worker to
+the ticket's id, and block hashes are compared between the two workers (ADR 0004).
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias
+
+import msgspec
+
+from baton.auth.key import MAC_BYTES, ClusterKey
+from baton.errors import TicketError
+from baton.ids import Epoch, TicketId, WorkerId
+
+if TYPE_CHECKING:
+    from baton.clock import UnixTime
+
+PURPOSE: Final = "ticket"
+MAX_TICKET_CHARS: Final = 4096
+CLOCK_SKEW_S: Final = 5.0
+
+HandoffMode: TypeAlias = Literal["push", "pull", "pool", "reference"]
+"""How KV gets to the decode worker.
+
+`push`: decode reserves blocks first and each layer moves as it is computed. `pull`: prefill
+finishes and holds its blocks under a lease until decode has room. `pool`: through the store; the
+two never meet. `reference`: nothing is copied, decode attends over the prefill worker's blocks.
+"""
+
+
+class WorkerRef(msgspec.Struct, frozen=True):
+    """One life of one worker, and where its peers reach it (`host:port` of its handoff port).
+
+    `rank_addresses` has one entry for each tensor-parallel rank, the first is `address`; it is
+    empty for a worker of one rank.
+    """
+
+    worker: WorkerId
+    epoch: Epoch
+    address: str
+    rank_addresses: tuple[str, ...] = ()
+
+
+class Ticket(msgspec.Struct, frozen=True, tag="ticket", tag_field="t"):
+    """Authorises one handoff between two lives of two workers.
+
+    `expires_at` is wall-clock seconds: it bounds replay, not progress (deadlines inside a worker
+    are monotonic). `tenant_salt` enters every block hash. `first_token_early`: the client gets it
+    from the prefill worker, and the decode worker goes on from that token whatever happens.
+    """
+
+    id: TicketId
+    request_id: str
+    prefill: WorkerRef
+    decode: WorkerRef
+    mode: HandoffMode
+    expires_at: float
+    tenant_salt: str = ""
+    first_token_early: bool = False
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Ticket)
+
+
+def hash_tenant(cache_salt: str) -> str:
+    """The tenant salt of a client's `cache_salt`, of bounded length; empty for none."""
+    return hashlib.sha256(b"baton/tenant/1" + cache_salt.encode()).hexdigest() if cache_salt else ""
+
+
+def seal(ticket: Ticket, key: ClusterKey) -> str:
+    """Sign a ticket and write it as text."""
+    body = _encoder.encode(ticket)
+    return base64.urlsafe_b64encode(body + key.sign(PURPOSE, body)).rstrip(b"=").decode()
+
+
+def unseal(text: str, key: ClusterKey, now: UnixTime) -> Ticket:
+    """Read a ticket, believing nothing before its signature is checked.
+
+    Raises:
+        TicketError: malformed, forged or expired.
+    """
+    if len(text) > MAX_TICKET_CHARS:
+        raise TicketError(f"the ticket has {len(text)} characters, at most {MAX_TICKET_CHARS}")
+    try:
+        raw = base64.b64decode(text + "=" * (-len(text) % 4), altchars=b"-_", validate=True)
+    except (binascii.Error, ValueError) as exc:
+        raise TicketError("the ticket is not base64url text") from exc
+    body, mac = raw[:-MAC_BYTES], raw[-MAC_BYTES:]
+    if not key.verify(PURPOSE, body, mac):
+        raise TicketError("the ticket was not signed with this cluster's key")
+    try:
+        ticket = _decoder.decode(body)
+    except msgspec.MsgspecError as exc:
+        raise TicketError(f"the ticket does not decode: {exc}") from exc
+    if now > ticket.expires_at + CLOCK_SKEW_S:
+        raise TicketError(f"the ticket expired {now - ticket.expires_at:.1f} s ago")
+    return ticket

@@ -1,0 +1,53 @@
+"""Backends that are no transports: upper limits, and other projects driven as they document it.
+
+File map:
+    limits.py      memcpy, and one TCP connection, tuned and plain
+    engines.py     NIXL and Mooncake
+    gloo.py, serialised.py (pickle, torch.save)
+    iperf.py       iperf3, which sends bytes of its own
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Final
+
+from baton.errors import ConfigError
+from baton.rig.node import build_transport
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from baton.rig.backend import Backend, BackendContext
+    from baton.rig.messages import Build
+
+_FACTORIES: Final[Mapping[str, tuple[str, str]]] = {
+    "memcpy": ("limits", "Memcpy"),
+    "tuned socket": ("limits", "tuned_socket"),
+    "socket": ("limits", "plain_socket"),
+    "NIXL": ("engines", "nixl"),
+    "NIXL (TCP)": ("engines", "nixl_over_tcp"),
+    "Mooncake": ("engines", "Mooncake"),
+    "gloo": ("gloo", "Gloo"),
+    "pickle": ("serialised", "pickled"),
+    "torch.save": ("serialised", "torch_saved"),
+    "iperf3": ("iperf", "one_stream"),
+    "iperf3 -P 2": ("iperf", "two_streams"),
+}
+"""Module and factory of each: only what is built is imported, since some libraries are heavy."""
+
+
+def build_backend(command: Build, context: BackendContext) -> Backend:
+    """Build the backend that the command names; see `BuildBackend`.
+
+    Raises:
+        ConfigError: it is unknown, its library is not installed, or its options are wrong.
+        TransferError: it does not work here.
+    """
+    if command.kind == "transport":
+        return build_transport(command, context)
+    if command.name not in _FACTORIES:
+        raise ConfigError(f"there is nothing called {command.name!r} to measure here")
+    module, factory = _FACTORIES[command.name]
+    backend: Backend = getattr(import_module(f"{__name__}.{module}"), factory)(context)
+    return backend

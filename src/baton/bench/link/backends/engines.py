@@ -1,0 +1,226 @@
+"""Transfer engines of other projects: Mooncake over TCP, and NIXL as vLLM's connector drives it.
+
+Mooncake listens on all interfaces, so it runs in a network namespace. For NIXL all pages are
+prepared once, and each request has indices.
+"""
+
+from __future__ import annotations
+
+import importlib
+import secrets
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+import numpy as np
+
+from baton.config.environment import change_environment
+from baton.errors import ConfigError, TransferError
+from baton.rig.backend import Backend, Traits
+from baton.rig.pages import allocate_pool, layout_pool, view_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from types import ModuleType
+
+    from numpy.typing import NDArray
+
+    from baton.rig.backend import BackendContext, StopRequested
+    from baton.rig.pages import Direction, Move
+    from baton.transfer.interface import PageArray
+
+SETTINGS: Final = {"MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "16384"}
+"""By default it refuses a batch of more than some thousand descriptors (-1)."""
+
+
+class MooncakeMetadata(msgspec.Struct, frozen=True):
+    """An engine's address, and where its pool begins."""
+
+    endpoint: str
+    base: int
+
+
+class Mooncake(Backend):
+    """See `Backend`. Its own threads serve the owner's side."""
+
+    def __init__(self, context: BackendContext) -> None:
+        self._host = context.host
+        self.traits = Traits("TCP", ("push", "pull"), "tuned socket")
+        self.region = self.target = allocate_pool(("host",), context.num_pages)
+        self._base = int(view_bytes(self.region).ctypes.data)
+        self._engine: Any = _load_mooncake().TransferEngine()
+        _check(self._engine.initialize(self._host, "P2PHANDSHAKE", "tcp", ""), "initialize")
+        _check(self._engine.register_memory(self._base, len(self.region.memory)), "register")
+        self._remote, self._remote_base = "", 0
+
+    def local_metadata(self) -> bytes:
+        """See `Backend`."""
+        endpoint = f"{self._host}:{self._engine.get_rpc_port()}"
+        return msgspec.msgpack.encode(MooncakeMetadata(endpoint, self._base))
+
+    def connect(self, metadata: bytes) -> None:
+        """See `Backend`: the first transfer opens the connection."""
+        remote = msgspec.msgpack.decode(metadata, type=MooncakeMetadata)
+        self._remote, self._remote_base = remote.endpoint, remote.base
+
+    def prepare(self, move: Move, direction: Direction) -> Callable[[], None]:
+        """See `Backend`."""
+        engine, remote, ranges = self._engine, self._remote, move.ranges
+        ours, theirs = (0, 1) if direction == "push" else (1, 0)
+        here = (self._base + ranges[:, ours]).tolist()
+        there = (self._remote_base + ranges[:, theirs]).tolist()
+        lengths = ranges[:, 2].tolist()
+        if move.is_run:
+            run = engine.transfer_sync_write if direction == "push" else engine.transfer_sync_read
+            return lambda: _check(run(remote, here[0], there[0], lengths[0]), direction)
+        batch = (
+            engine.batch_transfer_sync_write
+            if direction == "push"
+            else engine.batch_transfer_sync_read
+        )
+        return lambda: _check(batch(remote, here, there, lengths), direction)
+
+    def close(self) -> None:
+        """See `Backend`. The engine uses the pool until the process ends."""
+
+
+def _check(code: int, what: str) -> None:
+    if code != 0:
+        raise TransferError(f"Mooncake: {what} gave {code}")
+
+
+def _load_mooncake() -> Any:  # noqa: ANN401 - Mooncake is untyped
+    change_environment(SETTINGS)  # read when the engine is built
+    try:
+        return importlib.import_module("mooncake.engine")
+    except ModuleNotFoundError as exc:
+        raise ConfigError("not installed: pip install mooncake-transfer-engine-non-cuda") from exc
+    except ImportError as exc:
+        raise ConfigError(f"it does not load: {exc} (Debian: libibverbs1, libnuma1)") from exc
+
+
+PACKAGES: Final = ("nixl_cu12", "nixl_cu13")
+HERE: Final = "NIXL_INIT_AGENT"
+MEMORY: Final = "DRAM"
+CHECKS_PER_CLOCK_READ: Final = 4096
+TRANSFER_TIMEOUT_S: Final = 30.0
+OPERATIONS: Final[Mapping[Direction, str]] = {"push": "WRITE", "pull": "READ"}
+
+
+class NixlMetadata(msgspec.Struct, frozen=True):
+    """An agent's metadata, and where its pool begins."""
+
+    agent: bytes
+    base: int
+
+
+class Nixl(Backend):
+    """See `Backend`. No progress thread: with one, it is slower here (both share a core)."""
+
+    def __init__(self, context: BackendContext, *, is_tcp: bool) -> None:
+        api = _load_nixl()
+        self._context = context
+        self.traits = Traits(
+            "UCX TCP" if is_tcp else "UCX",
+            ("push", "pull"),
+            "tuned socket" if is_tcp else "memcpy",
+        )
+        self.region = self.target = allocate_pool(("host",), context.num_pages)
+        self._arrays = layout_pool(context.num_pages)
+        self._base = int(view_bytes(self.region).ctypes.data)
+        config = api.nixl_agent_config(enable_prog_thread=False, backends=[])
+        self._agent: Any = api.nixl_agent(f"bench-{secrets.token_hex(8)}", config)
+        self._agent.create_backend("UCX", {"engine_config": "TLS=tcp"} if is_tcp else {})
+        self._agent.register_memory([(self._base, len(self.region.memory), 0, "")], MEMORY)
+        self._remote = ""
+        self._remote_base = 0
+        self._prepared: list[tuple[Any, Any]] = []
+
+    def local_metadata(self) -> bytes:
+        """See `Backend`."""
+        return msgspec.msgpack.encode(NixlMetadata(self._agent.get_agent_metadata(), self._base))
+
+    def connect(self, metadata: bytes) -> None:
+        """See `Backend`. The driver prepares every page of both pools."""
+        remote = msgspec.msgpack.decode(metadata, type=NixlMetadata)
+        self._remote, self._remote_base = self._agent.add_remote_agent(remote.agent), remote.base
+        if self._context.role == "driver":
+            self._agent.make_connection(self._remote)
+            for array in self._arrays:
+                ours = _describe_pages(self._base, array)
+                theirs = _describe_pages(self._remote_base, array)
+                self._prepared.append((
+                    self._agent.prep_xfer_dlist(HERE, ours, MEMORY),
+                    self._agent.prep_xfer_dlist(self._remote, theirs, MEMORY),
+                ))
+
+    def prepare(self, move: Move, direction: Direction) -> Callable[[], None]:
+        """See `Backend`. NIXL plans inside the call: each request has pages of its own."""
+        operation = OPERATIONS[direction]
+        if move.is_run:
+            src, dst, num_bytes = move.ranges[0].tolist()
+            ours, theirs = (src, dst) if direction == "push" else (dst, src)
+            return lambda: self._move_run(operation, ours, theirs, num_bytes)
+        src_pages, dst_pages = move.src_pages.astype(np.int32), move.dst_pages.astype(np.int32)
+        ordered = (src_pages, dst_pages) if direction == "push" else (dst_pages, src_pages)
+        return lambda: self._move_pages(operation, move.layer, ordered)
+
+    def serve(self, stop: StopRequested) -> None:
+        """See `Backend`. Without a thread, polling for notifications drives UCX."""
+        while not stop():
+            self._agent.get_new_notifs()
+
+    def close(self) -> None:
+        """See `Backend`. The engine uses the pool until the process ends."""
+
+    def _move_run(self, operation: str, ours: int, theirs: int, num_bytes: int) -> None:
+        agent = self._agent
+        here = agent.get_xfer_descs([(self._base + ours, num_bytes, 0)], MEMORY)
+        there = agent.get_xfer_descs([(self._remote_base + theirs, num_bytes, 0)], MEMORY)
+        self._complete(agent.initialize_xfer(operation, here, there, self._remote))
+
+    def _move_pages(
+        self, operation: str, layer: int, pages: tuple[NDArray[np.int32], NDArray[np.int32]]
+    ) -> None:
+        here, there = self._prepared[layer]
+        handle = self._agent.make_prepped_xfer(operation, here, pages[0], there, pages[1])
+        self._complete(handle)
+
+    def _complete(self, handle: Any) -> None:  # noqa: ANN401 - NIXL is untyped
+        agent, clock = self._agent, self._context.clock
+        deadline = clock.now() + TRANSFER_TIMEOUT_S
+        state, num_checks = agent.transfer(handle), 0
+        while state == "PROC":
+            state = agent.check_xfer_state(handle)
+            num_checks += 1
+            if num_checks % CHECKS_PER_CLOCK_READ == 0 and clock.now() > deadline:
+                raise TransferError(f"NIXL did not finish within {TRANSFER_TIMEOUT_S:g} s")
+        if state != "DONE":
+            raise TransferError(f"NIXL reports {state}")
+        handle.release()
+
+
+def nixl(context: BackendContext) -> Nixl:
+    """UCX with whatever it chooses."""
+    return Nixl(context, is_tcp=False)
+
+
+def nixl_over_tcp(context: BackendContext) -> Nixl:
+    """UCX, limited to TCP."""
+    return Nixl(context, is_tcp=True)
+
+
+def _describe_pages(base: int, array: PageArray) -> NDArray[np.uint64]:
+    """All pages of an array, uint64 `[n, 3]`: address, length, device."""
+    rows = np.zeros((array.num_pages, 3), np.uint64)
+    rows[:, 0] = base + array.offset_bytes + np.arange(array.num_pages) * array.page_bytes
+    rows[:, 1] = array.page_bytes
+    return rows
+
+
+def _load_nixl() -> ModuleType:
+    for package in PACKAGES:
+        try:
+            return importlib.import_module(f"{package}._api")
+        except ImportError:
+            continue
+    raise ConfigError("not installed: pip install --no-deps nixl-cu12")

@@ -1,0 +1,210 @@
+"""Gather, scatter and copy pages on one device, named by index arrays."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from typing import TYPE_CHECKING, Final, Protocol
+
+import torch
+
+from baton.errors import TransferError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+
+def view_rows(pages: torch.Tensor) -> torch.Tensor:
+    """`[n, …]`, any dtype, as uint8 `[n, page_bytes]` of the same memory; `stride(0)` in bytes.
+
+    Pages may be apart from each other; the bytes of each are adjacent.
+
+    Raises:
+        TransferError: they are not, or pages overlap.
+    """
+    size = pages.element_size()
+    page_bytes = pages[:1].numel() * size
+    stride_bytes = pages.stride(0) * size
+    if not pages[:1].is_contiguous() or (len(pages) > 1 and stride_bytes < page_bytes):
+        raise TransferError(f"pages of shape {tuple(pages.shape)} are no rows of adjacent bytes")
+    rows = torch.empty(0, dtype=torch.uint8, device=pages.device)
+    return rows.set_(
+        pages.untyped_storage(),
+        pages.storage_offset() * size,
+        (len(pages), page_bytes),
+        (max(stride_bytes, page_bytes), 1),
+    )
+
+
+def check_rows(rows: torch.Tensor, index: NDArray[np.int64], other: torch.Tensor) -> None:
+    """Refuse what would read or write outside `rows`, or between pages of two sizes.
+
+    Raises:
+        TransferError: says which.
+    """
+    if rows.shape[1] != other.shape[1]:
+        raise TransferError(f"pages of {rows.shape[1]} and {other.shape[1]} bytes")
+    if len(index) and not 0 <= int(index.min()) <= int(index.max()) < len(rows):
+        raise TransferError(f"a page is outside the {len(rows)} that there are")
+
+
+def check_pairs(
+    source: torch.Tensor,
+    source_index: NDArray[np.int64],
+    target: torch.Tensor,
+    target_index: NDArray[np.int64],
+) -> None:
+    """Refuse what is no copy from page to page.
+
+    Raises:
+        TransferError: see `check_rows`, or more pages of one than of the other.
+    """
+    check_rows(source, source_index, target)
+    check_rows(target, target_index, source)
+    if len(source_index) != len(target_index):
+        raise TransferError(f"{len(source_index)} pages from, {len(target_index)} to")
+
+
+_WIDTHS: Final = ((8, torch.int64), (4, torch.int32), (2, torch.int16))
+
+
+class PageCopier(Protocol):
+    """Moves pages between two arrays of one device. Stateless; safe to share.
+
+    Indices are int64 `[k]` on the host; those of a target name no page twice. Source and target do
+    not overlap.
+    """
+
+    def gather(self, pages: torch.Tensor, index: NDArray[np.int64], staging: torch.Tensor) -> None:
+        """`staging[i] = pages[index[i]]`; `staging` has k rows or more.
+
+        Raises:
+            TransferError: a page is out of range, or pages of two sizes; nothing was queued.
+        """
+        ...
+
+    def scatter(self, staging: torch.Tensor, index: NDArray[np.int64], pages: torch.Tensor) -> None:
+        """`pages[index[i]] = staging[i]`.
+
+        Raises:
+            TransferError: see `gather`.
+        """
+        ...
+
+    def copy(
+        self,
+        source: torch.Tensor,
+        source_index: NDArray[np.int64],
+        target: torch.Tensor,
+        target_index: NDArray[np.int64],
+    ) -> None:
+        """`target[target_index[i]] = source[source_index[i]]`; as many of one as of the other.
+
+        Raises:
+            TransferError: see `gather`.
+        """
+        ...
+
+
+class IndexedCopier:
+    """See `PageCopier`: torch's own indexed copies, on any device."""
+
+    def gather(self, pages: torch.Tensor, index: NDArray[np.int64], staging: torch.Tensor) -> None:
+        """See `PageCopier`."""
+        _check_staging(pages, index, staging)
+        source, target = _widen(pages, staging[: len(index)])
+        torch.index_select(source, 0, _upload(index, source.device), out=target)
+
+    def scatter(self, staging: torch.Tensor, index: NDArray[np.int64], pages: torch.Tensor) -> None:
+        """See `PageCopier`."""
+        _check_staging(pages, index, staging)
+        source, target = _widen(staging[: len(index)], pages)
+        target.index_copy_(0, _upload(index, target.device), source)
+
+    def copy(
+        self,
+        source: torch.Tensor,
+        source_index: NDArray[np.int64],
+        target: torch.Tensor,
+        target_index: NDArray[np.int64],
+    ) -> None:
+        """See `PageCopier`. Takes as much memory again as it moves, for a while."""
+        check_pairs(source, source_index, target, target_index)
+        wide_source, wide_target = _widen(source, target)
+        taken = wide_source.index_select(0, _upload(source_index, source.device))
+        wide_target.index_copy_(0, _upload(target_index, target.device), taken)
+
+
+class KernelCopier:
+    """See `PageCopier`: one Triton kernel, on few of a GPU's multiprocessors."""
+
+    def __init__(self) -> None:
+        """Raises ImportError where Triton is not installed."""
+        kernels = importlib.import_module("baton.engines.gpu.kernels")
+        self._launch: Callable[..., None] = kernels.launch_copy
+
+    def gather(self, pages: torch.Tensor, index: NDArray[np.int64], staging: torch.Tensor) -> None:
+        """See `PageCopier`."""
+        _check_staging(pages, index, staging)
+        self._launch(pages, _upload(index, pages.device), staging, None)
+
+    def scatter(self, staging: torch.Tensor, index: NDArray[np.int64], pages: torch.Tensor) -> None:
+        """See `PageCopier`."""
+        _check_staging(pages, index, staging)
+        self._launch(staging, None, pages, _upload(index, pages.device))
+
+    def copy(
+        self,
+        source: torch.Tensor,
+        source_index: NDArray[np.int64],
+        target: torch.Tensor,
+        target_index: NDArray[np.int64],
+    ) -> None:
+        """See `PageCopier`."""
+        check_pairs(source, source_index, target, target_index)
+        self._launch(
+            source,
+            _upload(source_index, source.device),
+            target,
+            _upload(target_index, target.device),
+        )
+
+
+def choose_copier(device: torch.device) -> PageCopier:
+    """Kernels on a CUDA device where Triton is installed; else torch's own copies."""
+    if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
+        return KernelCopier()
+    return IndexedCopier()
+
+
+def _check_staging(pages: torch.Tensor, index: NDArray[np.int64], staging: torch.Tensor) -> None:
+    check_rows(pages, index, staging)
+    if len(staging) < len(index):
+        raise TransferError(f"{len(index)} pages and room for {len(staging)}")
+
+
+def _upload(index: NDArray[np.int64], device: torch.device) -> torch.Tensor:
+    """On the device, in the order of the current stream.
+
+    From pinned memory: from other memory the host would wait for all that the stream was given.
+    """
+    is_remote = device.type == "cuda"
+    return torch.tensor(index, dtype=torch.int64, pin_memory=is_remote).to(
+        device, non_blocking=True
+    )
+
+
+def _widen(source: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both as rows of the widest words that fit both: torch copies element by element."""
+    for width, dtype in _WIDTHS:
+        if all(_fits(rows, width) for rows in (source, target)):
+            return source.view(dtype), target.view(dtype)
+    return source, target
+
+
+def _fits(rows: torch.Tensor, width: int) -> bool:
+    places = (rows.shape[1], rows.stride(0), rows.storage_offset())
+    return all(each % width == 0 for each in places)

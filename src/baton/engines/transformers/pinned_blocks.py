@@ -1,0 +1,199 @@
+"""Blocks that handoffs use: pinned for a transfer, exported to peers, or imported from them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from baton.engines.transformers.sequence import is_pulled
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence as Many
+
+    from baton.engines.transformers.sequence import Sequence
+    from baton.ids import TicketId
+    from baton.kv.guards import InFlightBlocks, QuarantinedBlocks, ReservedBlocks
+    from baton.kv.pool import BlockPool
+
+
+@dataclass(frozen=True, slots=True)
+class _Incoming:
+    sequence: Sequence
+    blocks: InFlightBlocks
+
+
+class PinnedBlocks:
+    """Who waits for, or holds blocks for, which ticket. Owned by the engine's thread.
+
+    incoming ──landed──► the sequence     └─lost──► quarantined ──quiescent──► free
+    outgoing ──returned──► the sequence
+    """
+
+    def __init__(self) -> None:
+        self._incoming: dict[TicketId, _Incoming] = {}
+        self._quarantined: dict[TicketId, QuarantinedBlocks] = {}
+        self._sending: dict[TicketId, Sequence] = {}
+
+    @property
+    def num_incoming(self) -> int:
+        """Sequences that wait for KV."""
+        return len(self._incoming)
+
+    @property
+    def sending_tickets(self) -> tuple[TicketId, ...]:
+        """Tickets whose sequences were lent and not given back, the oldest first."""
+        return tuple(self._sending)
+
+    def holds(self, ticket: TicketId) -> bool:
+        """Whether a handoff of this ticket holds blocks here."""
+        return any(ticket in held for held in (self._incoming, self._quarantined, self._sending))
+
+    def grant(self, ticket: TicketId, sequence: Sequence, blocks: ReservedBlocks) -> None:
+        """From here a peer may write into `blocks`."""
+        self._incoming[ticket] = _Incoming(sequence, blocks.grant())
+
+    def land(self, ticket: TicketId) -> tuple[Sequence, list[int]] | None:
+        """All KV landed: the sequence, and its blocks, ready.
+
+        None where nobody waits any more: then the blocks are freed, for nothing more can land.
+        """
+        incoming = self._incoming.pop(ticket, None)
+        if incoming is None:
+            self.release_quarantined(ticket)
+            return None
+        return incoming.sequence, incoming.blocks.settle().accept()
+
+    def quarantine(self, ticket: TicketId) -> Sequence | None:
+        """Stop waiting: the blocks stay untouched until they are quiescent."""
+        incoming = self._incoming.pop(ticket, None)
+        if incoming is None:
+            return None
+        self._quarantined[ticket] = incoming.blocks.quarantine()
+        return incoming.sequence
+
+    def release_quarantined(self, ticket: TicketId) -> None:
+        """Nothing can land any more: free the blocks."""
+        quarantined = self._quarantined.pop(ticket, None)
+        if quarantined is not None:
+            quarantined.release()
+
+    @property
+    def num_held_blocks(self) -> int:
+        """Blocks of prompts that wait, or will, until their decode workers pull them."""
+        return sum(len(s.blocks) for s in self._sending.values() if is_pulled(s))
+
+    def pin(self, ticket: TicketId, sequence: Sequence) -> None:
+        """A peer may read the sequence's blocks from here on."""
+        self._sending[ticket] = sequence
+
+    def find_sending(self, ticket: TicketId) -> Sequence | None:
+        """Whose blocks a handoff holds."""
+        return self._sending.get(ticket)
+
+    def unpin(self, ticket: TicketId) -> Sequence | None:
+        """Nobody reads the sequence's blocks any more."""
+        return self._sending.pop(ticket, None)
+
+
+class SharedBlocks:
+    """Who has what. Owned by the engine's thread.
+
+    exported ──ended──► released to the pool
+    imported ──the sequence needs it no more, or has a copy──► to be given back
+
+    An exported block keeps the reference of the sequence that computed it; the prefix cache may
+    share it, for all only read it.
+    """
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
+        self._exported: dict[TicketId, list[int]] = {}
+        self._importers: dict[TicketId, Sequence] = {}
+        self._revoked: set[TicketId] = set()
+        self._pending_releases: list[TicketId] = []
+
+    @property
+    def num_exported_blocks(self) -> int:
+        """References of loans; a block that is exported twice counts twice."""
+        return sum(map(len, self._exported.values()))
+
+    @property
+    def num_imported_blocks(self) -> int:
+        """Blocks of peers that sequences attend over."""
+        return sum(len(each.imported) for each in self._importers.values())
+
+    def holds(self, ticket: TicketId) -> bool:
+        """Whether something is exported or imported for this ticket."""
+        return ticket in self._exported or ticket in self._importers
+
+    def export_blocks(self, ticket: TicketId, sequence: Sequence, blocks: Many[int]) -> None:
+        """A peer attends over these blocks of an offered sequence, which holds them no more."""
+        exported = set(blocks)
+        self._exported[ticket] = [block for block in sequence.blocks if block in exported]
+        sequence.blocks = [block for block in sequence.blocks if block not in exported]
+
+    def end_export(self, ticket: TicketId) -> None:
+        """Nobody reads what was exported."""
+        self._pool.release(self._exported.pop(ticket, []))
+
+    def import_blocks(self, ticket: TicketId, sequence: Sequence) -> None:
+        """The sequence attends over blocks of a peer's."""
+        self._importers[ticket] = sequence
+
+    def reject_import(self, ticket: TicketId) -> None:
+        """What was imported came too late: nobody reads it."""
+        self._pending_releases.append(ticket)
+
+    def release(self, sequence: Sequence) -> None:
+        """A sequence ends, or restarts: free its own blocks, give back the others."""
+        own = [block for block in sequence.restart() if block < self._pool.num_blocks]
+        self._pool.release(own)
+        for ticket in [name for name, each in self._importers.items() if each is sequence]:
+            self._release_import(ticket)
+
+    def revoke(self, ticket: TicketId) -> None:
+        """The lender wants its blocks: they are copied as soon as there is room."""
+        if ticket in self._importers:
+            self._revoked.add(ticket)
+
+    def try_copy_revoked(self, spare: int) -> list[tuple[list[int], list[int]]]:
+        """Blocks to copy, `(imported, own)`, for recalled loans; `spare` free ones are not taken.
+
+        The sequences hold their own from now on: copy before anything else is computed.
+        """
+        copies: list[tuple[list[int], list[int]]] = []
+        for ticket in sorted(self._revoked):
+            sequence = self._importers[ticket]
+            range_in_table = sequence.imported
+            imported = sequence.blocks[range_in_table.start : range_in_table.stop]
+            if len(imported) + spare > self._pool.num_free:
+                break
+            own = self._pool.try_allocate(len(imported))
+            if own is None:
+                break
+            sequence.blocks[range_in_table.start : range_in_table.stop] = own
+            sequence.imported = range(0)
+            copies.append((imported, own))
+            self._release_import(ticket)
+        return copies
+
+    def take_pending_releases(self) -> list[TicketId]:
+        """Loans to be given back: nothing reads them once this step is computed."""
+        pending, self._pending_releases = self._pending_releases, []
+        return pending
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError where loans and sequences disagree."""
+        if not self._revoked <= self._importers.keys():
+            raise AssertionError("what was given back is being recalled")
+        for ticket, sequence in self._importers.items():
+            range_in_table = [
+                n for n, b in enumerate(sequence.blocks) if b >= self._pool.num_blocks
+            ]
+            if not range_in_table or range_in_table != list(sequence.imported):
+                raise AssertionError(f"{ticket.hex()}: a loan without its blocks")
+
+    def _release_import(self, ticket: TicketId) -> None:
+        del self._importers[ticket]
+        self._revoked.discard(ticket)
+        self._pending_releases.append(ticket)

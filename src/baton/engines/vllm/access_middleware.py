@@ -1,0 +1,102 @@
+"""Who may ask a vLLM server that Baton started, and until when: ASGI middleware.
+
+vLLM builds its middleware from an import path, without arguments: hence one `DRAIN_STATE` in
+each process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from starlette.types import ASGIApp, Receive, Scope, Send
+
+OPEN_PATHS: Final = frozenset({"/health"})
+
+
+@dataclass(slots=True)
+class DrainState:
+    """One process's door. Owned by the event loop's thread.
+
+    `bearer` is what `authorization` must say on every path but `/health`; None: nobody is asked.
+    """
+
+    bearer: bytes | None = None
+    num_open: int = 0
+    is_draining: bool = False
+    _is_drained: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def start_drain(self) -> None:
+        """Let no more requests in; those inside go on."""
+        self.is_draining = True
+        if self.num_open == 0:
+            self._is_drained.set()
+
+    async def wait_drained(self) -> None:
+        """Until the last request that was inside when it closed is answered."""
+        await self._is_drained.wait()
+
+    def request_started(self) -> None:
+        """One more request is inside."""
+        self.num_open += 1
+
+    def request_finished(self) -> None:
+        """One of them is answered, or its client gone."""
+        self.num_open -= 1
+        if self.is_draining and self.num_open == 0:
+            self._is_drained.set()
+
+
+DRAIN_STATE: Final = DrainState()
+
+
+class AccessMiddleware:
+    """Refuses strangers, and everybody while the server drains (docs/wire/worker-http.md)."""
+
+    def __init__(self, app: ASGIApp, drain_state: DrainState = DRAIN_STATE) -> None:
+        self._app, self._drain_state = app, drain_state
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request, as ASGI has it."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        path, drain_state = scope["path"], self._drain_state
+        if path not in OPEN_PATHS and not _is_authorized(scope["headers"], drain_state.bearer):
+            await _refuse(send, 401, _error("a bearer token is needed", "unauthorized"))
+        elif drain_state.is_draining and path in OPEN_PATHS:
+            await _refuse(send, 503, {"status": "draining"})
+        elif scope["method"] != "POST":
+            await self._app(scope, receive, send)
+        elif drain_state.is_draining:
+            await _refuse(send, 503, _error("this worker is draining", "draining"))
+        else:
+            drain_state.request_started()
+            try:
+                await self._app(scope, receive, send)
+            finally:
+                drain_state.request_finished()
+
+
+def _is_authorized(headers: Iterable[tuple[bytes, bytes]], bearer: bytes | None) -> bool:
+    if bearer is None:
+        return True
+    given = next((value for name, value in headers if name == b"authorization"), b"")
+    return hmac.compare_digest(given, b"Bearer " + bearer)
+
+
+def _error(message: str, code: str) -> Mapping[str, object]:
+    return {"error": {"message": message, "type": "server_error", "param": None, "code": code}}
+
+
+async def _refuse(send: Send, status: int, body: Mapping[str, object]) -> None:
+    headers = [(b"content-type", b"application/json"), (b"retry-after", b"1")]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": msgspec.json.encode(body)})

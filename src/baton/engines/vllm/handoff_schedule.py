@@ -1,0 +1,327 @@
+"""The scheduler's side: which requests' KV is handed over, and what each step tells the workers.
+
+    prefill:  Queued ─ scheduled ─► Computing ─ finished ─► (blocks held until the worker says)
+                 └ finished: Withdraw   ├ preempted ─► LocalCompute
+                                        └ the send failed ─► LocalCompute, blocks still held
+
+    decode:   AwaitingBlocks ─ allocated, some missing ─► Loading ─ received ─► Landed
+                 └ allocated, none missing: Decline ─► LocalCompute  │             │
+                                              finished: Abort ◄──────┘             │
+                                                          LocalCompute ◄─ scheduled ┘
+
+A request in LocalCompute is computed by this server alone. Pure: no clock, no I/O, nothing of
+vLLM's. Owned by the scheduler's thread.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final, TypeAlias, assert_never
+
+from baton.engines.vllm.step_orders import (
+    Abort,
+    Decline,
+    Finished,
+    Progress,
+    StartReceive,
+    StartSend,
+    StepOrders,
+    Withdraw,
+)
+from baton.engines.vllm.tickets import Refusal
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from baton.engines.vllm.step_orders import Prompt, VllmRequestId
+
+ALL_CACHED: Final = "all but the last token is in the decode worker's own cache"
+
+
+@dataclass(frozen=True, slots=True)
+class Queued:
+    """A prefill that nothing was told of yet."""
+
+    prompt: Prompt
+
+
+@dataclass(slots=True)
+class Computing:
+    """A prefill that was offered: its first `num_blocks` blocks and `stop` tokens were told."""
+
+    prompt: Prompt
+    num_blocks: int = 0
+    stop: int = 0
+    failure: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AwaitingBlocks:
+    """A decode whose KV is to be received, once vLLM has blocks for it."""
+
+    prompt: Prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Loading:
+    """A decode whose blocks belong to the handoff."""
+
+    prompt: Prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Landed:
+    """A decode whose handoff is over, well or not."""
+
+    prompt: Prompt
+
+
+@dataclass(frozen=True, slots=True)
+class LocalCompute:
+    """A request that has no handoff any more, or never had one. None where none is missed."""
+
+    refusal: Refusal | None
+
+
+State: TypeAlias = Queued | Computing | AwaitingBlocks | Loading | Landed | LocalCompute
+
+
+@dataclass(frozen=True, slots=True)
+class Scheduled:
+    """Tokens `[num_computed, stop)` of one request are in a step; `blocks` joined its table."""
+
+    request: VllmRequestId
+    blocks: Sequence[int]
+    num_computed: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How a request ended."""
+
+    outcome: str
+    num_output_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Offered:
+    """The prompt's KV was offered to its decode worker."""
+
+
+@dataclass(frozen=True, slots=True)
+class Released:
+    """A finished request's blocks are vLLM's to free."""
+
+    report: Offered | Refusal | None
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A finished request's blocks are held until the worker reports it as sent."""
+
+    report: Offered | Refusal
+
+
+FinishResult: TypeAlias = Released | Held
+
+
+@dataclass(slots=True)
+class _Pending:
+    """What the next step's orders will say, besides what the step itself brings."""
+
+    arrived: list[Prompt] = field(default_factory=list)
+    queued: list[Prompt] = field(default_factory=list)
+    expected: list[StartReceive] = field(default_factory=list)
+    declined: list[Decline] = field(default_factory=list)
+    withdrawn: list[Withdraw] = field(default_factory=list)
+    aborted: list[Abort] = field(default_factory=list)
+    finished: list[Finished] = field(default_factory=list)
+
+
+class HandoffSchedule:
+    """Every request that vLLM's scheduler has, as far as a handoff concerns it."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._states: dict[VllmRequestId, State] = {}
+        self._pending = _Pending()
+        self._just_held: set[VllmRequestId] = set()
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    def __contains__(self, request: VllmRequestId) -> bool:
+        return request in self._states
+
+    def add(self, request: VllmRequestId, state: Queued | AwaitingBlocks | LocalCompute) -> None:
+        """Take a new request in."""
+        self._states[request] = state
+        match state:
+            case AwaitingBlocks(prompt):
+                self._pending.queued.append(prompt)
+            case Queued(prompt):
+                self._pending.arrived.append(prompt)
+            case LocalCompute():
+                pass
+
+    def count_missing(self, request: VllmRequestId, num_cached_tokens: int) -> int:
+        """Tokens to receive beyond the cached ones: 0 where all but the last are cached.
+
+        The last token is computed here in any case. Changes nothing: vLLM asks again and again.
+        """
+        state = self._states.get(request)
+        if not isinstance(state, AwaitingBlocks):
+            return 0
+        missing = state.prompt.num_tokens - num_cached_tokens
+        return missing if missing > 1 else 0
+
+    def allocated(self, request: VllmRequestId, blocks: Sequence[int], num_tokens: int) -> None:
+        """A request was admitted: `blocks` hold it, `num_tokens` of its prompt are to be received.
+
+        The first call decides; those after it (once the KV is there) are ignored.
+        """
+        state = self._states.get(request)
+        if not isinstance(state, AwaitingBlocks):
+            return
+        prompt = state.prompt
+        if num_tokens == 0:
+            self._states[request] = LocalCompute(None)
+            self._pending.declined.append(Decline(prompt, ALL_CACHED))
+            return
+        start = prompt.num_tokens - num_tokens
+        first, stop = start // self._block_size, self._num_blocks_for(prompt.num_tokens)
+        self._states[request] = Loading(prompt)
+        self._pending.expected.append(
+            StartReceive(request, prompt, start, first, tuple(blocks[first:stop]))
+        )
+
+    def follows(self, request: VllmRequestId) -> bool:
+        """Whether `step` wants to know that this request was scheduled."""
+        return isinstance(self._states.get(request), Queued | Computing | Landed)
+
+    def step(
+        self, scheduled: Iterable[Scheduled], preempted: Iterable[VllmRequestId]
+    ) -> StepOrders:
+        """One step's orders. Preempted requests lost their blocks before anything was scheduled."""
+        preempted, just_held = tuple(preempted), self._just_held
+        lost = tuple(request for request in preempted if self._preempt(request))
+        self._just_held = set()
+        offers: list[StartSend] = []
+        progress: list[Progress] = []
+        started: list[VllmRequestId] = []
+        for work in scheduled:
+            match self._states.get(work.request):
+                case Queued(prompt):
+                    state = Computing(prompt, stop=work.num_computed)
+                    self._states[work.request] = state
+                    offers.append(StartSend(work.request, prompt, work.num_computed))
+                    progress.append(self._advance(state, work))
+                case Computing() as state if state.stop < state.prompt.num_tokens:
+                    progress.append(self._advance(state, work))
+                case Landed():
+                    started.append(work.request)
+                    self._states[work.request] = LocalCompute(None)
+                case _:
+                    pass
+        pending, self._pending = self._pending, _Pending()
+        return StepOrders(
+            preempted=lost,
+            preempted_while_held=tuple(request for request in preempted if request in just_held),
+            offers=tuple(offers),
+            progress=tuple(progress),
+            arrived=tuple(pending.arrived),
+            queued=tuple(pending.queued),
+            expected=tuple(pending.expected),
+            declined=tuple(pending.declined),
+            withdrawn=tuple(pending.withdrawn),
+            aborted=tuple(pending.aborted),
+            started=tuple(started),
+            finished=tuple(pending.finished),
+        )
+
+    def send_failed(self, request: VllmRequestId, reason: str) -> None:
+        """A worker says that an offered prompt's handoff failed; it may still be computing."""
+        state = self._states.get(request)
+        if isinstance(state, Computing) and state.failure is None:
+            state.failure = reason
+
+    def received(self, request: VllmRequestId) -> None:
+        """All workers say that a load is over, well or not: its blocks are vLLM's again."""
+        state = self._states.get(request)
+        if isinstance(state, Loading):
+            self._states[request] = Landed(state.prompt)
+
+    def finish(self, request: VllmRequestId, ending: Ending) -> FinishResult:
+        """A request is over, in whatever state; the last that is heard of it."""
+        state = self._states.pop(request, None)
+        match state:
+            case None:
+                return Released(None)
+            case Queued(prompt):
+                reason = f"{ending.outcome} before prefill began"
+                self._pending.withdrawn.append(Withdraw(prompt, reason))
+                return Released(Refusal("handoff_failed", reason))
+            case Computing():
+                return self._finish_send(request, state, ending)
+            case AwaitingBlocks(prompt):
+                self._pending.declined.append(Decline(prompt, f"{ending.outcome} before it began"))
+            case Loading():
+                self._pending.aborted.append(Abort(request, ending.outcome))
+            case Landed() | LocalCompute(None):
+                pass
+            case LocalCompute(refusal):
+                return Released(refusal)
+            case _:
+                assert_never(state)
+        self._record_finished(request, ending)
+        return Released(None)
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError where what was told of a prefill cannot be."""
+        for request, state in self._states.items():
+            if not isinstance(state, Computing):
+                continue
+            most = self._num_blocks_for(state.prompt.num_tokens)
+            if not 0 <= state.stop <= state.prompt.num_tokens or state.num_blocks > most:
+                raise AssertionError(f"{request} was told more than its prompt: {state}")
+            if state.num_blocks < self._num_blocks_for(state.stop):
+                raise AssertionError(f"{request} computes tokens without blocks: {state}")
+
+    def _finish_send(
+        self, request: VllmRequestId, state: Computing, ending: Ending
+    ) -> Released | Held:
+        if state.failure is None and state.stop < state.prompt.num_tokens:
+            state.failure = f"{ending.outcome} before prefill was done"
+            self._pending.aborted.append(Abort(request, state.failure))
+        self._record_finished(request, ending)
+        self._just_held.add(request)
+        if state.failure is not None:
+            return Held(Refusal("handoff_failed", state.failure))
+        return Held(Offered())
+
+    def _preempt(self, request: VllmRequestId) -> bool:
+        """Whether a handoff must be ended, because the blocks that it reads were taken away."""
+        match self._states.get(request):
+            case Computing():
+                self._states[request] = LocalCompute(
+                    Refusal("handoff_failed", "the prefill was preempted for want of KV blocks")
+                )
+                return True
+            case _:
+                return False
+
+    def _advance(self, state: Computing, work: Scheduled) -> Progress:
+        most = self._num_blocks_for(state.prompt.num_tokens)
+        first = state.num_blocks
+        blocks = tuple(work.blocks[: most - first])
+        state.num_blocks += len(blocks)
+        state.stop = min(work.stop, state.prompt.num_tokens)
+        is_last = state.stop == state.prompt.num_tokens
+        return Progress(work.request, first, blocks, state.stop, is_last)
+
+    def _record_finished(self, request: VllmRequestId, ending: Ending) -> None:
+        self._pending.finished.append(Finished(request, ending.outcome, ending.num_output_tokens))
+
+    def _num_blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._block_size)

@@ -1,0 +1,332 @@
+"""KV views of a vLLM worker: its own pages for equal layouts, canonical pages for all others."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from baton.engines.vllm.layouts import keep_layers, make_opaque, pages_of, read_arrangement
+from baton.errors import ConfigError
+from baton.handoff.kv_views import KVView
+from baton.transfer.region import allocate_host_region, allocate_shared_region, view_pages
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    import numpy as np
+    from numpy.typing import NDArray
+    from vllm.config import VllmConfig
+
+    from baton.engines.vllm.layouts import Arrangement, CachedLayers
+    from baton.engines.vllm.shared_kv_memory import SharedKVMemory
+    from baton.kv.layout import KVLayout
+    from baton.transfer.interface import PagedRegion
+
+_TEMPORARY_BYTES: Final = 4 << 20
+_BITS: Final[dict[int, torch.dtype]] = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+"""Numbers are moved as integers of their size: no NaN is touched, whatever the dtype."""
+
+
+class PlainPages:
+    """`Staging` that copies pages as they are, from a device's memory or this host's.
+
+    A staged page is `[head][unit]`, whatever the order of dimensions in the engine's memory.
+    """
+
+    def __init__(self, pages: Sequence[torch.Tensor], region: PagedRegion) -> None:
+        """`pages` are views `[num_blocks, head, …]`, one for each array of `region`."""
+        self._pages = tuple(tensor.view(_bits(tensor)) for tensor in pages)
+        self._staged = _staged_rows(region)
+
+    def gather(self, layer: int, blocks: NDArray[np.int64], staged: NDArray[np.int64]) -> None:
+        """Engine's blocks → staged pages."""
+        pages, rows = self._pages[layer], self._staged[layer]
+        _synchronise(pages.device)
+        for part in _bounded(len(blocks), rows):
+            taken = pages.index_select(0, _indices(blocks[part], pages.device))
+            _put_rows(rows, staged[part], taken.cpu())
+
+    def scatter(self, layer: int, staged: NDArray[np.int64], blocks: NDArray[np.int64]) -> None:
+        """Staged pages → engine's blocks, in place when this returns."""
+        pages, rows = self._pages[layer], self._staged[layer]
+        for part in _bounded(len(blocks), rows):
+            taken = rows.index_select(0, _indices(staged[part]))
+            shaped = taken.view(pages.dtype).view(-1, *pages.shape[1:]).to(pages.device)
+            pages.index_copy_(0, _indices(blocks[part], pages.device), shaped)
+        _synchronise(pages.device)
+
+
+class TransposedPages:
+    """`Staging` between canonical pages and those of vLLM's CPU kernels `vec` and `vec16`.
+
+    There, a head's unit is K as `[dim][token]`, then V as `[token][dim]`; a canonical page is K,
+    then V, both `[token][head][dim]`.
+    """
+
+    def __init__(
+        self, pages: Sequence[torch.Tensor], layout: KVLayout, region: PagedRegion
+    ) -> None:
+        """`pages` are contiguous `[num_blocks, …]`, one for each layer of canonical `layout`."""
+        self._engine = tuple(_rows(tensor.view(len(tensor), -1)) for tensor in pages)
+        self._staged = _staged_rows(region)
+        self._shapes = tuple(_page_shape(layout, layer) for layer in range(layout.num_layers))
+        self._dtype = _BITS[layout.element_bytes]
+
+    def gather(self, layer: int, blocks: NDArray[np.int64], staged: NDArray[np.int64]) -> None:
+        """Engine's blocks → staged pages, canonical."""
+        engine, rows = self._engine[layer], self._staged[layer]
+        for part in _bounded(len(blocks), rows):
+            taken = engine.index_select(0, _indices(blocks[part]))
+            converted = torch.empty_like(taken)
+            for native, canonical in self._paired(layer, taken, converted):
+                canonical.copy_(native)
+            _put_rows(rows, staged[part], converted)
+
+    def scatter(self, layer: int, staged: NDArray[np.int64], blocks: NDArray[np.int64]) -> None:
+        """Staged pages, canonical → engine's blocks."""
+        engine, rows = self._engine[layer], self._staged[layer]
+        for part in _bounded(len(blocks), rows):
+            taken = rows.index_select(0, _indices(staged[part]))
+            converted = torch.empty_like(taken)
+            for native, canonical in self._paired(layer, converted, taken):
+                native.copy_(canonical)
+            _put_rows(engine, blocks[part], converted)
+
+    def _paired(
+        self, layer: int, native: torch.Tensor, canonical: torch.Tensor
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """K, then V, of the same pages as views `[page, token, head, dim]` of either order."""
+        tokens, heads, k_dim, v_dim = self._shapes[layer]
+        num_pages = len(native)
+        units = native.view(self._dtype).view(num_pages, heads, tokens * (k_dim + v_dim))
+        k_units, v_units = units[:, :, : tokens * k_dim], units[:, :, tokens * k_dim :]
+        planes = canonical.view(self._dtype).view(num_pages, tokens * heads * (k_dim + v_dim))
+        k_bound = tokens * heads * k_dim
+        k_plane, v_plane = planes[:, :k_bound], planes[:, k_bound:]
+        yield (
+            k_units.view(num_pages, heads, k_dim, tokens).permute(0, 3, 1, 2),
+            k_plane.view(num_pages, tokens, heads, k_dim),
+        )
+        yield (
+            v_units.view(num_pages, heads, tokens, v_dim).permute(0, 2, 1, 3),
+            v_plane.view(num_pages, tokens, heads, v_dim),
+        )
+
+
+def _page_shape(layout: KVLayout, layer: int) -> tuple[int, int, int, int]:
+    """Tokens, held heads, K's dim and V's."""
+    k, v = layout.layers[layer].planes
+    return layout.block_size, len(layout.held_heads(k)), k.head_dim, v.head_dim
+
+
+def _staged_rows(region: PagedRegion) -> tuple[torch.Tensor, ...]:
+    return tuple(
+        _rows(torch.from_numpy(view_pages(region.memory, array))) for array in region.arrays
+    )
+
+
+def _rows(pages: torch.Tensor) -> torch.Tensor:
+    """Pages `[n, …]` as rows of 8-byte words: torch's indexed copies go word by word."""
+    return pages.view(torch.int64)
+
+
+def _put_rows(rows: torch.Tensor, at: NDArray[np.int64], pages: torch.Tensor) -> None:
+    rows.index_copy_(0, _indices(at), pages.reshape(len(pages), -1).view(torch.int64))
+
+
+def _bits(tensor: torch.Tensor) -> torch.dtype:
+    return _BITS[tensor.element_size()]
+
+
+def _indices(of: NDArray[np.int64], device: torch.device | None = None) -> torch.Tensor:
+    return torch.tensor(of, device=device)
+
+
+def _bounded(num_pages: int, rows: torch.Tensor) -> Iterator[slice]:
+    """Parts of so many pages, at least one each, that a copy of a part is bounded."""
+    step = max(1, _TEMPORARY_BYTES // (rows.shape[1] * rows.element_size()))
+    for start in range(0, num_pages, step):
+        yield slice(start, start + step)
+
+
+def _synchronise(device: torch.device) -> None:
+    """Wait for what other threads have launched: an accelerator's streams are not ordered."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+logger: Final = logging.getLogger(__name__)
+
+STORE_STAGING_BYTES: Final = 16 * 1024 * 1024
+"""A batch of the store's (`pool_mode.block_packer.BATCH_BYTES`), and some."""
+
+
+def build_kv_views(
+    vllm_config: VllmConfig,
+    layers: CachedLayers,
+    kv_caches: Mapping[str, torch.Tensor],
+    pool: SharedKVMemory | None,
+    *,
+    staging_bytes: int,
+) -> tuple[KVView, ...]:
+    """One worker's faces, best first: what `register_kv_caches` was given, shown to peers.
+
+    The native pages of all layers; of the main model's alone, where there is a drafter; then
+    canonical ones, unless the native ones are, or their arrangement is unknown to Baton. A face's
+    layer i is `layers.names[i]`. Each face has a region of its own, which the caller releases.
+
+    Args:
+        vllm_config: This worker's.
+        layers: From `read_layers`.
+        kv_caches: What vLLM registers, by layer name.
+        pool: The memory in which they should be; None where a device has them.
+        staging_bytes: At most so many for each region of staged pages; they are committed here.
+
+    Raises:
+        ConfigError: the tensors are not what `layers` say, or one staged block does not fit.
+        TransferError: there is no memory for staging.
+    """
+    pages = pages_of(kv_caches, layers)
+    arrangements = {
+        num_layers: _read_arrangement(vllm_config, layers.names[:num_layers], pages[0])
+        for num_layers in (len(layers.names), layers.num_main)
+    }
+    max_tokens = vllm_config.model_config.max_model_len
+    builder = KVViewBuilder(layers, pages, pool, staging=StagingBudget(staging_bytes, max_tokens))
+    faces = [builder.native(arrangement, n) for n, arrangement in arrangements.items()]
+    canonical = builder.try_canonical(arrangements[layers.num_main])
+    return (*faces,) if canonical is None else (*faces, canonical)
+
+
+def try_build_store_view(
+    vllm_config: VllmConfig,
+    layers: CachedLayers,
+    kv_caches: Mapping[str, torch.Tensor],
+    *,
+    store_block_size: int,
+) -> KVView | None:
+    """The main model's pages in canonical order, for the store's thread alone; the caller releases.
+
+    None, with a warning, where that cannot be.
+
+    Raises:
+        ConfigError: the tensors are not what `layers` say.
+        TransferError: there is no memory for staging.
+    """
+    layout = layers.main_layout
+    pages = pages_of(kv_caches, layers)[: layout.num_layers]
+    arrangement = _read_arrangement(vllm_config, layers.names[: layout.num_layers], pages[0])
+    if not (arrangement.is_canonical or arrangement.transposes_k):
+        logger.warning("pages of %s cannot be kept in a store: no mode pool here", arrangement)
+        return None
+    if any(layer.window_tokens is not None for layer in layout.layers):
+        # vLLM gives away blocks behind the window while it computes: they would be kept as garbage.
+        logger.warning("KV of layers with a sliding window is not kept in a store: no mode pool")
+        return None
+    fewest = -(-store_block_size // layout.block_size) + 1
+    num_pages = max(fewest, STORE_STAGING_BYTES // layout.block_bytes)
+    region = allocate_host_region(_shapes(layout, min(num_pages, max(fewest, layers.num_blocks))))
+    if arrangement.is_canonical:
+        return KVView(layout, region, PlainPages(pages, region))
+    return KVView(layout, region, TransposedPages(pages, layout, region))
+
+
+def _read_arrangement(
+    vllm_config: VllmConfig, names: Sequence[str], first: torch.Tensor
+) -> Arrangement:
+    return read_arrangement(
+        vllm_config.compilation_config.static_forward_context,
+        names,
+        device=first.device.type,
+        layout=vllm_config.cache_config.get_resolved_kv_cache_layout().name,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class StagingBudget:
+    """At most `num_bytes` for a region of staged pages; requests have `max_tokens` at most."""
+
+    num_bytes: int
+    max_tokens: int
+
+    def count_pages(self, layout: KVLayout) -> int:
+        """How many pages of each layer fit; warns where the longest request would not."""
+        num_pages = self.num_bytes // layout.block_bytes
+        needed = -(-self.max_tokens // layout.block_size)
+        if num_pages < needed:
+            logger.warning(
+                "staging_bytes: %d holds %d tokens in %s pages; KV of a longer request is computed "
+                "anew where it would have to be staged (%d tokens need %d bytes)",
+                self.num_bytes,
+                num_pages * layout.block_size,
+                layout.order,
+                self.max_tokens,
+                needed * layout.block_bytes,
+            )
+        return num_pages
+
+
+class KVViewBuilder:
+    """Makes the faces of one worker; `pages` are those of `pages_of`."""
+
+    def __init__(
+        self,
+        layers: CachedLayers,
+        pages: Sequence[torch.Tensor],
+        pool: SharedKVMemory | None,
+        *,
+        staging: StagingBudget,
+    ) -> None:
+        self._layers = layers
+        self._pages = pages
+        self._pool = pool
+        self._staging = staging
+
+    def native(self, arrangement: Arrangement, num_layers: int) -> KVView:
+        """The engine's own pages of the first `num_layers`: in place, if peers can reach them.
+
+        Raises:
+            ConfigError: they must be staged, and not one block of them fits.
+        """
+        layout = keep_layers(self._layers.layout, num_layers)
+        if not arrangement.is_canonical:
+            layout = make_opaque(layout, arrangement)
+        pages = self._pages[:num_layers]
+        region = None
+        if self._pool is not None:
+            region = self._pool.region_for(pages, self._layers.num_blocks)
+        if region is not None:
+            return KVView(layout, region)
+        region = self._try_stage(layout)
+        if region is None:
+            raise ConfigError(f"staging_bytes: one block alone has {layout.block_bytes}")
+        return KVView(layout, region, PlainPages(pages, region))
+
+    def try_canonical(self, arrangement: Arrangement) -> KVView | None:
+        """The main model's pages for other engines and block sizes; None where that cannot be."""
+        if arrangement.is_canonical:
+            return None
+        if not arrangement.transposes_k:
+            logger.warning(
+                "pages of %s are in an order that Baton does not know: this worker exchanges KV "
+                "with vLLM workers of the same kind and block size only",
+                arrangement,
+            )
+            return None
+        layout = self._layers.main_layout
+        region = self._try_stage(layout)
+        if region is None:
+            return None
+        pages = self._pages[: layout.num_layers]
+        return KVView(layout, region, TransposedPages(pages, layout, region))
+
+    def _try_stage(self, layout: KVLayout) -> PagedRegion | None:
+        num_pages = min(self._staging.count_pages(layout), self._layers.num_blocks)
+        return allocate_shared_region(_shapes(layout, num_pages)) if num_pages else None
+
+
+def _shapes(layout: KVLayout, num_pages: int) -> list[tuple[int, int]]:
+    return [(num_pages, layout.page_bytes(layer)) for layer in range(layout.num_layers)]

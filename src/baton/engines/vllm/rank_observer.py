@@ -1,0 +1,240 @@
+"""Traces, metrics and records of one rank's handoffs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Literal
+
+import msgspec
+
+from baton.handoff.interface import DECLINED_STAGE
+from baton.telemetry.held_block_time import HeldBlockTime
+from baton.telemetry.trace import RequestSpan, Stamp
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from baton.auth.ticket import HandoffMode
+    from baton.clock import Instant
+    from baton.engines.vllm.in_flight import LoadInProgress
+    from baton.engines.vllm.step_orders import Finished, Prompt, StepOrders, VllmRequestId
+    from baton.errors import HandoffError
+    from baton.ids import Epoch, TicketId, WorkerId
+    from baton.telemetry.held_block_time import HeldBlockSeconds
+    from baton.telemetry.metrics import HandoffInstruments
+    from baton.telemetry.trace import TraceRing
+
+_LAST_OF_ALL = frozenset({Stamp.FIRST_LAYER_LANDED, Stamp.LAST_LAYER_LANDED})
+"""What has happened only once it has for every part; of other instants the first counts."""
+
+
+def open_trace(prompt: Prompt, leg: str, worker: WorkerId, epoch: Epoch) -> RequestSpan:
+    """A trace of one leg: `prefill` or `decode`."""
+    ticket = prompt.ticket
+    peer = ticket.decode if leg == "prefill" else ticket.prefill
+    trace = RequestSpan(
+        request_id=ticket.request_id,
+        worker=worker,
+        epoch=epoch,
+        role=leg,
+        ticket=ticket.id.hex(),
+        peer=peer.worker,
+        mode=ticket.mode,
+        num_prompt_tokens=prompt.num_tokens,
+    )
+    trace.stamp(Stamp.RECEIVED, prompt.received_at)
+    return trace
+
+
+def open_partial_trace(leg: RequestSpan) -> RequestSpan:
+    """A trace for one of several tickets of a leg."""
+    return RequestSpan(request_id=leg.request_id, worker=leg.worker, epoch=leg.epoch, role=leg.role)
+
+
+def merge_traces(leg: RequestSpan, parts: Iterable[RequestSpan]) -> None:
+    """Put together what each ticket's handoff recorded; the leg itself may be the only part."""
+    for part in parts:
+        if part is leg:
+            continue
+        for stamp, at in part.stamps.items():
+            known = leg.stamps.get(stamp, at)
+            leg.stamps[stamp] = max(known, at) if stamp in _LAST_OF_ALL else min(known, at)
+        leg.peer_stamps = leg.peer_stamps or part.peer_stamps
+        is_mismatch = part.transport != part.expected_transport
+        if leg.transport is None or (is_mismatch and leg.transport == leg.expected_transport):
+            leg.transport, leg.expected_transport = part.transport, part.expected_transport
+        leg.reroutes += part.reroutes
+        leg.num_bytes += part.num_bytes
+        leg.num_pages += part.num_pages
+
+
+NO_TRANSPORT: Final = "none"
+
+
+class HandoffRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """`wait_s` is how long its blocks were held; `transfer_s` from the first layer ready to landed.
+
+    `failed_stage` is None where it ended well.
+    """
+
+    side: Literal["sent", "received"]
+    transport: str
+    expected_transport: str
+    num_bytes: int
+    num_pages: int
+    wait_s: float
+    transfer_s: float | None = None
+    failed_stage: str | None = None
+
+
+def record_sent(leg: RequestSpan, error: HandoffError | None, ended_at: float) -> HandoffRecord:
+    """A prefill request's handoff. One that was declined did not fail: nothing of it was wanted."""
+    failed = error is not None and error.stage != DECLINED_STAGE
+    return HandoffRecord(
+        side="sent",
+        transport=leg.transport or NO_TRANSPORT,
+        expected_transport=leg.expected_transport or NO_TRANSPORT,
+        num_bytes=leg.num_bytes,
+        num_pages=leg.num_pages,
+        wait_s=max(0.0, ended_at - leg.stamps.get(Stamp.ADMITTED, ended_at)),
+        failed_stage=error.stage if error is not None and failed else None,
+    )
+
+
+def record_received(leg: RequestSpan, error: HandoffError | None, ended_at: float) -> HandoffRecord:
+    """A decode request's handoff."""
+    landed = leg.stamps.get(Stamp.LAST_LAYER_LANDED)
+    ready = leg.peer_stamps.get(Stamp.FIRST_LAYER_READY)
+    done = error is None and landed is not None and ready is not None
+    return HandoffRecord(
+        side="received",
+        transport=leg.transport or NO_TRANSPORT,
+        expected_transport=leg.expected_transport or NO_TRANSPORT,
+        num_bytes=leg.num_bytes if error is None else 0,
+        num_pages=leg.num_pages if error is None else 0,
+        wait_s=max(0.0, ended_at - leg.stamps.get(Stamp.PAGES_RESERVED, ended_at)),
+        transfer_s=landed - ready if done and landed is not None and ready is not None else None,
+        failed_stage=None if error is None else error.stage,
+    )
+
+
+FALLBACK_CAUSE: Final = "computed locally"
+
+
+@dataclass(frozen=True, slots=True)
+class _Open:
+    leg: RequestSpan
+    parts: tuple[RequestSpan, ...]
+
+
+class RankObserver:
+    """Owned by vLLM's worker thread; the control server reads the ring and the instruments."""
+
+    def __init__(self, traces: TraceRing, instruments: HandoffInstruments) -> None:
+        self._traces, self._instruments = traces, instruments
+        self._open: dict[VllmRequestId, _Open] = {}
+        self._starting: list[RequestSpan] = []
+        self._records: list[HandoffRecord] = []
+        self._held = HeldBlockTime()
+
+    @property
+    def held_block_s(self) -> HeldBlockSeconds:
+        """Blocks times seconds for which offered prompts held them, until their handoffs ended."""
+        return self._held.block_seconds
+
+    def opened(
+        self, request: VllmRequestId, leg: RequestSpan, parts: Mapping[TicketId, RequestSpan]
+    ) -> None:
+        """A handoff begins; its trace can be asked for from now on."""
+        self._open[request] = _Open(leg, tuple(parts.values()))
+        self._traces.add(leg)
+
+    def stamp(self, request: VllmRequestId, stamp: Stamp, at: Instant) -> None:
+        """Note an instant."""
+        found = self._open.get(request)
+        if found is not None:
+            found.leg.stamp(stamp, at)
+        if stamp is Stamp.PREFILL_DONE:
+            self._held.prefill_done(request, at)
+
+    def offered(self, request: VllmRequestId, mode: HandoffMode, at: Instant) -> None:
+        """A prompt is held for its decode worker from now on."""
+        self._held.hold(request, mode, at)
+
+    def grew(self, request: VllmRequestId, num_blocks: int, at: Instant) -> None:
+        """An offered prompt has so many blocks from now on."""
+        self._held.resize(request, num_blocks, at)
+
+    def received(self, load: LoadInProgress, at: Instant) -> None:
+        """A load is over."""
+        request, error = load.expect.request, load.failure
+        found = self._open.get(request)
+        if found is None:
+            return
+        merge_traces(found.leg, found.parts)
+        if error is None:
+            leg = found.leg
+            num_landed = leg.num_prompt_tokens if load.num_landed is None else load.num_landed
+            leg.num_received_tokens = max(0, num_landed - leg.num_cached_tokens)
+            leg.stamp(Stamp.KV_READY, at)
+        else:
+            found.leg.fallbacks.append(f"{FALLBACK_CAUSE}: {error}")
+        self._records.append(record_received(found.leg, error, at))
+
+    def sent(self, request: VllmRequestId, error: HandoffError | None, at: Instant) -> None:
+        """An offer is over: with it this server's part in the request's trace."""
+        self._held.release(request, at)
+        found = self._open.pop(request, None)
+        if found is None:
+            return
+        leg = found.leg
+        merge_traces(leg, found.parts)
+        leg.outcome = _outcome_of(error)
+        leg.stamp(Stamp.FINISHED, at)
+        self._instruments.finished(leg)
+        self._records.append(record_sent(leg, error, at))
+
+    def step_begins(self, orders: StepOrders, at: Instant) -> None:
+        """What a step's orders say of requests whose handoffs are over."""
+        for request in orders.started:
+            self.started(request, at)
+        for finished in orders.finished:
+            self.finished(finished, at)
+
+    def started(self, request: VllmRequestId, at: Instant) -> None:
+        """A received prompt is decoded for the first time in the step that begins."""
+        found = self._open.get(request)
+        if found is not None:
+            found.leg.stamp(Stamp.DECODE_SCHEDULED, at)
+            self._starting.append(found.leg)
+
+    def step_ended(self, at: Instant) -> None:
+        """The step's tokens are there."""
+        for leg in self._starting:
+            leg.stamp(Stamp.FIRST_TOKEN, at)
+        self._starting.clear()
+
+    def finished(self, finished: Finished, at: Instant) -> None:
+        """A request is over. A prefill request's trace ends with its handoff instead."""
+        found = self._open.get(finished.request)
+        if found is None or found.leg.role != "decode":
+            return
+        del self._open[finished.request]
+        leg = found.leg
+        leg.outcome = finished.outcome
+        leg.num_output_tokens = finished.num_output_tokens
+        leg.stamp(Stamp.FINISHED, at)
+        self._instruments.finished(leg)
+
+    def take_records(self) -> list[HandoffRecord]:
+        """Handoffs that ended since the last call."""
+        records, self._records = self._records, []
+        return records
+
+
+def _outcome_of(error: HandoffError | None) -> str:
+    if error is None:
+        return "prefilled"
+    if error.stage == DECLINED_STAGE:
+        return "declined"
+    return "cancelled" if error.stage == "abort" else "failed"

@@ -1,0 +1,149 @@
+"""What the scheduler's side tells each worker in a step. Plain values, pickled by vLLM itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from baton.auth.ticket import Ticket
+    from baton.clock import Instant
+
+VllmRequestId: TypeAlias = str
+"""vLLM's internal id of a request: unlike the ticket's, it is another one on each server."""
+
+
+@dataclass(frozen=True, slots=True)
+class Occupancy:
+    """vLLM's queue and KV blocks, of `block_size` tokens each."""
+
+    num_waiting: int
+    num_blocks: int
+    num_free_blocks: int
+    block_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt whose KV is to be handed over under `ticket`; `received_at` on this host's clock.
+
+    `packed_ids` are its token ids as int32, in mode pool alone.
+    """
+
+    ticket: Ticket
+    prompt_hash: bytes
+    num_tokens: int
+    received_at: Instant
+    packed_ids: bytes | None = None
+
+    @property
+    def token_ids(self) -> NDArray[np.int32] | None:
+        """`[num_tokens]`, in mode pool alone."""
+        return None if self.packed_ids is None else np.frombuffer(self.packed_ids, np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class StartSend:
+    """Prefill begins: KV of tokens `[0, num_ready_tokens)` is cached already."""
+
+    request: VllmRequestId
+    prompt: Prompt
+    num_ready_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """This step computes an offered prompt's tokens up to `stop`.
+
+    `blocks` are those that joined its table, from logical block `first_block` on.
+    """
+
+    request: VllmRequestId
+    first_block: int
+    blocks: tuple[int, ...]
+    stop: int
+    is_last: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StartReceive:
+    """Receive KV of tokens `[start, num_tokens)` into `blocks`, all of them."""
+
+    request: VllmRequestId
+    prompt: Prompt
+    start: int
+    first_block: int
+    blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Decline:
+    """Nothing of this prompt's KV is wanted: its prefill worker may stop."""
+
+    prompt: Prompt
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Withdraw:
+    """This prompt's KV will never be offered: its decode worker should not wait."""
+
+    prompt: Prompt
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """Nobody needs this handoff any more; its blocks are held until it has ended."""
+
+    request: VllmRequestId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A request with a handoff is over: how, and after how many tokens."""
+
+    request: VllmRequestId
+    outcome: str
+    num_output_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepOrders:
+    """One step.
+
+    `preempted` lose their blocks before this step's forward, and so have
+    `preempted_while_held`, which finished since and are held until their handoffs have ended;
+    `started` are received prompts whose
+    decoding begins with it. `arrived` are prefills that wait in vLLM's queue, until `offers` or
+    `withdrawn` name them; `queued` wait there for what `expected` will ask for.
+    `is_stalled`: somebody has waited in vain for the room of computed KV that nobody takes.
+    `occupancy` is vLLM's as it planned the step.
+    """
+
+    preempted: tuple[VllmRequestId, ...] = ()
+    preempted_while_held: tuple[VllmRequestId, ...] = ()
+    offers: tuple[StartSend, ...] = ()
+    progress: tuple[Progress, ...] = ()
+    arrived: tuple[Prompt, ...] = ()
+    queued: tuple[Prompt, ...] = ()
+    expected: tuple[StartReceive, ...] = ()
+    declined: tuple[Decline, ...] = ()
+    withdrawn: tuple[Withdraw, ...] = ()
+    aborted: tuple[Abort, ...] = ()
+    started: tuple[VllmRequestId, ...] = ()
+    finished: tuple[Finished, ...] = ()
+    is_stalled: bool = False
+    occupancy: Occupancy | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """What one rank tells the scheduler: sends that failed while they were still computed."""
+
+    failed_sends: tuple[tuple[VllmRequestId, str], ...]

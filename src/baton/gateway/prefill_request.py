@@ -1,0 +1,204 @@
+"""The prefill worker's part of a request, beside the decode worker's.
+
+The leg's answer is of no interest to the client: its KV reaches the decode worker without us. What
+matters is its failure, which the decode worker must learn at once, so that it recomputes instead of
+waiting for KV that will not come. In mode pull it is asked before the decode worker is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, assert_never
+
+from baton.gateway.errors import (
+    PrefillFailedError,
+    StaleTicketError,
+    UpstreamError,
+    WorkerLostError,
+    WorkerUnreachableError,
+)
+from baton.gateway.metrics import FallbackCause, Phase
+from baton.gateway.prefill_result import (
+    PrefillDone,
+    PrefillFailed,
+    PrefillResult,
+    TicketStale,
+    read_prefill_result,
+)
+from baton.gateway.upstream import MAX_SMALL_ANSWER_BYTES, read_answer
+
+if TYPE_CHECKING:
+    from multidict import CIMultiDict
+    from yarl import URL
+
+    from baton.auth.ticket import Ticket
+    from baton.gateway.early_first_token import EarlyFirstToken, FirstToken
+    from baton.gateway.interruptible import Interruptible
+    from baton.gateway.request_context import RequestContext
+    from baton.gateway.services import Services
+    from baton.gateway.workers import Worker
+    from baton.router.fleet import WorkerProtocol
+
+ABORT_RETRY_DELAYS_S: Final = (0.05, 0.2, 1.0)
+"""The first abort can overtake the request that it is about, which then would not know of it."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Handoff:
+    """One ticket, and the two workers that it is for. The prefill worker speaks `protocol`."""
+
+    ticket: Ticket
+    protocol: WorkerProtocol
+    prefill: Worker
+    decode: Worker
+
+
+class PrefillRequest:
+    """Asks the prefill worker, in a task of its own.
+
+    `attempt` is interrupted when placing the request again is better than recomputing. `early` is
+    told of the first token, where the ticket says that the client gets it from here.
+    """
+
+    def __init__(
+        self,
+        services: Services,
+        context: RequestContext,
+        handoff: Handoff,
+        attempt: Interruptible,
+        *,
+        early: EarlyFirstToken | None = None,
+    ) -> None:
+        self._services, self._context, self._handoff = services, context, handoff
+        self._attempt, self._early = attempt, early
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self, body: bytes, headers: CIMultiDict[str]) -> None:
+        """Ask."""
+        self._task = asyncio.create_task(self._run(body, headers))
+
+    async def hold(self, body: bytes, headers: CIMultiDict[str]) -> None:
+        """Ask, and wait until the KV is computed and held for the decode worker.
+
+        Raises:
+            StaleTicketError: the ticket is for another life of the prefill worker.
+            PrefillFailedError: no KV is held.
+        """
+        try:
+            with self._handoff.prefill.cancel_scope():
+                result = await self._ask(body, headers)
+        except asyncio.CancelledError:
+            self.release("nobody waits for it")  # its answer may be on its way
+            raise
+        except UpstreamError as exc:
+            self._services.health_monitor.report(self._handoff.prefill, exc)
+            self.release(f"its answer did not come: {exc}")
+            cause = _CAUSES.get(type(exc), FallbackCause.PREFILL_FAILED)
+            raise PrefillFailedError(str(exc), cause=cause) from exc
+        match result:
+            case PrefillDone(first):
+                await self._send_first_token(first)
+            case TicketStale():
+                raise StaleTicketError(self._handoff.ticket.prefill)
+            case PrefillFailed(cause, reason):
+                raise PrefillFailedError(f"{self._handoff.prefill.name} {reason}", cause=cause)
+            case _:
+                assert_never(result)
+
+    def release(self, reason: str) -> None:
+        """What is held is wanted no more; its lease would end it, later."""
+        urls = self._handoff.prefill.control_urls
+        for url in urls:
+            self._services.background_tasks.run(self._abort(url, reason))
+
+    def cancel(self) -> None:
+        """Close the connection: the worker stops computing for this request."""
+        if self._task is not None:
+            self._task.cancel()
+        if self._handoff.ticket.first_token_early:  # it may have answered already
+            self.release("the decode worker's answer did not come")
+
+    def cancel_after_grace_period(self) -> None:
+        """The answer is complete. Its prefill worker may take a moment more to say that it is.
+
+        The answer of one token overtakes the prefill worker's own; closing the connection at once
+        would cost a new one for the next request.
+        """
+        if self._task is not None and not self._task.done():
+            loop = asyncio.get_running_loop()
+            timer = loop.call_later(
+                self._services.options.prefill_grace_period_s, self._task.cancel
+            )
+            self._task.add_done_callback(lambda _: timer.cancel())
+
+    async def _run(self, body: bytes, headers: CIMultiDict[str]) -> None:
+        try:
+            result = await self._ask(body, headers)
+        except UpstreamError as exc:
+            self._services.health_monitor.report(self._handoff.prefill, exc)
+            await self._fail(_CAUSES.get(type(exc), FallbackCause.PREFILL_FAILED), str(exc))
+            return
+        except Exception:
+            log.exception("the prefill leg of %s failed", self._context.id)
+            await self._fail(FallbackCause.PREFILL_FAILED, "internal error in the gateway")
+            return
+        match result:
+            case PrefillDone(first):
+                await self._send_first_token(first)
+                self._context.phase = Phase.DECODE
+            case TicketStale():
+                await self._retry_or_fail()
+            case PrefillFailed(cause, reason):
+                await self._fail(cause, f"{self._handoff.prefill.name} {reason}")
+            case _:
+                assert_never(result)
+
+    async def _send_first_token(self, first: FirstToken | None) -> None:
+        if self._early is not None and first is not None:
+            await self._early.send_first_token(self._handoff.decode, self._handoff.ticket, first)
+
+    async def _ask(self, body: bytes, headers: CIMultiDict[str]) -> PrefillResult:
+        url = self._handoff.prefill.completion_urls[self._context.path]
+        response = await self._services.upstream.post(url, body, headers)
+        try:
+            answer = await read_answer(response, MAX_SMALL_ANSWER_BYTES)
+            return read_prefill_result(self._handoff.protocol, response.status, answer)
+        finally:
+            response.release()
+
+    async def _retry_or_fail(self) -> None:
+        stale = StaleTicketError(self._handoff.ticket.prefill)
+        if not self._context.has_sent_bytes:
+            self._attempt.interrupt(stale)
+            return
+        await self._fail(FallbackCause.STALE_TICKET, str(stale))
+
+    async def _fail(self, cause: FallbackCause, reason: str) -> None:
+        """No KV will come: tell the decode worker, until it answers."""
+        if self._context.phase is not Phase.PREFILL:
+            return
+        self._services.fallbacks.note(self._context, cause, reason)
+        if cause is FallbackCause.HANDOFF_FAILED:
+            self._services.health_monitor.doubt(self._handoff.decode)
+        for pause_s in (*ABORT_RETRY_DELAYS_S, None):
+            urls = self._handoff.decode.control_urls
+            await asyncio.gather(*(self._abort(url, reason) for url in urls))
+            if pause_s is None or self._context.phase is not Phase.PREFILL:
+                return
+            await asyncio.sleep(pause_s)
+
+    async def _abort(self, url: URL, reason: str) -> None:
+        try:
+            await self._services.upstream.abort(url, self._handoff.ticket.id, reason)
+        except UpstreamError as exc:
+            log.warning("%s was not told of an abort: %s", url, exc)
+
+
+_CAUSES: Final[dict[type[UpstreamError], FallbackCause]] = {
+    WorkerUnreachableError: FallbackCause.PREFILL_UNREACHABLE,
+    WorkerLostError: FallbackCause.PREFILL_LOST,
+}

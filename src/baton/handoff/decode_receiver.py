@@ -1,0 +1,585 @@
+"""The decode worker's handoffs: carries out what `ReceiveSession` asks for."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, assert_never
+
+from baton.auth.ticket import seal
+from baton.clock import Instant
+from baton.errors import BatonError, ProtocolError
+from baton.handoff.digest_checks import verify_read, verify_written
+from baton.handoff.incoming import IncomingHandoff
+from baton.handoff.lease_renewer import LeaseRenewer
+from baton.handoff.messages import (
+    Available,
+    BlocksExported,
+    Declined,
+    ExportRefused,
+    Failed,
+    Finished,
+    Grant,
+    Keepalive,
+    LeaseRenewed,
+    TransferAck,
+    TransportFailed,
+    decode_notification,
+)
+from baton.handoff.page_reader import Reader
+from baton.handoff.peer_transport_table import Reachability
+from baton.handoff.session.actions import (
+    CloseWriteGrant,
+    Emit,
+    Fence,
+    ImportBlocks,
+    OpenWriteGrant,
+    ReadPages,
+    ReceiveAction,
+    SendMessage,
+    SendTransferAck,
+)
+from baton.handoff.session.receive import ReceivePhase, ReceiveSession
+from baton.handoff.session.transfer_handle import TransferHandle
+from baton.handoff.session.transfer_plan import TransferPlan
+from baton.handoff.staging import STAGING_STAGE, Holder
+from baton.handoff.tombstones import Tombstone, Tombstones
+from baton.handoff.transport_usage import REFERENCE
+from baton.telemetry.trace import Stamp
+from baton.transfer.interface import Arrived, GrantQuiescent, ReadCompleted, ReadFailed
+
+if TYPE_CHECKING:
+    from baton.auth.ticket import Ticket
+    from baton.handoff.block_importer import SharedBlockImporter
+    from baton.handoff.context import AgentContext
+    from baton.handoff.interface import ReceiveOrder
+    from baton.handoff.messages import GrantOp, Notification
+    from baton.handoff.page_reader import PendingRead
+    from baton.handoff.peer_transport_table import PeerTransportLost, PeerTransportUp
+    from baton.handoff.peers import Peer
+    from baton.handoff.session.actions import PeerMessage
+    from baton.ids import TicketId
+    from baton.transfer.interface import Transport
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ReadFailure:
+    """Why a read was of no use."""
+
+    stage: str
+    reason: str
+
+
+class DecodeReceiver:  # noqa: PLR0904 -- a method for each event (ADR 0005)
+    """All handoffs into this worker. Owner: the agent's thread."""
+
+    def __init__(self, context: AgentContext, importer: SharedBlockImporter) -> None:
+        self._context, self._importer = context, importer
+        self._reader = Reader(context.peer_transports)
+        self._incoming: dict[TicketId, IncomingHandoff] = {}
+        self._aborted = Tombstones()
+        self._lease_renewer = LeaseRenewer(context)
+
+    @property
+    def num_sessions(self) -> int:
+        """Handoffs that are not over."""
+        return len(self._incoming)
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether a read is under way."""
+        return self._reader.is_moving
+
+    def renew_lease(self, ticket: Ticket) -> None:
+        """See `HandoffPort.renew_lease`."""
+        self._lease_renewer.add(ticket)
+
+    def start_receive(self, order: ReceiveOrder) -> None:
+        """See `HandoffPort.start_receive`."""
+        context = self._context
+        self._lease_renewer.drop(order.ticket.id)
+        session = ReceiveSession(
+            order,
+            sealed_ticket=seal(order.ticket, context.key),
+            num_layers=context.num_layers,
+            deadline=Instant(min(order.deadline, context.clock.now() + context.timeout_s)),
+        )
+        incoming = self._incoming[session.ticket] = IncomingHandoff(session)
+        tombstone = self._aborted.take(session.ticket)
+        if tombstone is not None:
+            self._perform(incoming, session.fail(tombstone.reason, stage=tombstone.stage))
+            return
+        incoming.peer = context.peers.dial(order.ticket.prefill)
+        if incoming.peer is None:
+            self._perform(incoming, session.fail("cannot reach the prefill worker", stage="link"))
+        else:
+            self._try_begin(incoming)
+
+    def decline(self, ticket: Ticket, reason: str) -> None:
+        """See `HandoffPort.decline`."""
+        self._lease_renewer.drop(ticket.id)
+        peer = self._context.peers.dial(ticket.prefill)
+        if peer is not None:
+            self._context.peers.send(peer, Declined(seal(ticket, self._context.key), reason[:2000]))
+
+    def abort(self, ticket: TicketId, reason: str) -> bool:
+        """See `HandoffPort.abort`; whether the ticket is known here."""
+        incoming = self._incoming.get(ticket)
+        if incoming is None:
+            return False
+        self._perform(incoming, incoming.session.abort(reason))
+        return True
+
+    def abort_from_peer(self, ticket: TicketId, reason: str) -> None:
+        """The gateway knows that no KV will come: fail now, or as soon as it is expected."""
+        incoming = self._incoming.get(ticket)
+        if incoming is None:
+            self._aborted.add(ticket, Tombstone(reason, "prefill"))
+        else:
+            self._perform(incoming, incoming.session.fail(reason, stage="prefill"))
+
+    def peer_up(self, peer: Peer) -> None:
+        """Grant what waited for this link."""
+        self._lease_renewer.peer_connected(peer)
+        for incoming in self._of(peer):
+            self._try_begin(incoming)
+
+    def peer_gone(self, peer: Peer, error: BatonError) -> None:
+        """Fail what depended on this link."""
+        for incoming in self._of(peer):
+            session = incoming.session
+            self._perform(incoming, session.fail(str(error), stage=str(session.phase)))
+
+    def transport_up(self, event: PeerTransportUp) -> None:
+        """A peer's pages can be read."""
+        for incoming in self._of(event.peer):
+            self._try_begin(incoming)
+
+    def transport_down(self, event: PeerTransportLost) -> None:
+        """A route to a peer's pages is gone: what has not begun may be written by the peer."""
+        for incoming in self._of(event.peer):
+            if incoming.session.plan is None:
+                self._try_begin(incoming)
+            elif not self._context.peer_transports.can_read(event.peer):
+                self._stop_reading(incoming, event.transport)
+
+    def exporter_changed(self, peer: Peer) -> None:
+        """A peer's blocks can be borrowed from now on, or cannot."""
+        for incoming in self._of(peer):
+            self._try_begin(incoming)
+
+    def staged(self, ticket: TicketId) -> None:
+        """The turn of a handoff that waited for staging pages has come."""
+        incoming = self._incoming.get(ticket)
+        if incoming is not None:
+            self._try_begin(incoming)
+
+    def handle_message(
+        self,
+        peer: Peer,
+        message: Available | TransportFailed | BlocksExported | ExportRefused | Finished | Failed,
+    ) -> None:
+        """The prefill worker says something about one handoff."""
+        incoming = self._incoming.get(message.ticket)
+        if incoming is None or incoming.peer is not peer:
+            return
+        session = incoming.session
+        match message:
+            case Available():
+                self._handle_available(incoming, message)
+            case TransportFailed():
+                self._handle_transport_failed(incoming, message)
+            case BlocksExported() | ExportRefused():
+                self._handle_export(incoming, message)
+            case Finished():
+                if session.phase is ReceivePhase.GRANTED:
+                    incoming.record_sender(message)
+                self._perform(incoming, session.finished(message))
+            case Failed(_, reason):
+                self._perform(incoming, session.fail(f"prefill worker: {reason}", stage="prefill"))
+            case _:
+                assert_never(message)
+
+    def handle_keepalive(self, peer: Peer, message: LeaseRenewed | Keepalive) -> None:
+        """The prefill worker says what it holds, or what its engine has yet to compute."""
+        now = self._context.clock.now()
+        for incoming in filter(None, map(self._incoming.get, message.tickets)):
+            if incoming.peer is not peer:
+                continue
+            match message:
+                case LeaseRenewed(at) if at <= now:  # else it answers what was never said to it
+                    incoming.session.lease_holder.confirmed(Instant(at))
+                case Keepalive(idle_s):
+                    incoming.session.wait_until(Instant(now - idle_s + self._context.timeout_s))
+                case LeaseRenewed():
+                    pass
+                case _:
+                    assert_never(message)
+
+    def prefill_failed(self, peer: Peer, message: Failed) -> None:
+        """What a queued request waits for is gone: it will fail as soon as it is expected."""
+        if self._lease_renewer.is_queued_from(message.ticket, peer):
+            self._lease_renewer.drop(message.ticket)
+            self._aborted.add(
+                message.ticket, Tombstone(f"prefill worker: {message.reason}", "lease")
+            )
+
+    def handle_transfer_event(
+        self, transport: Transport, event: Arrived | ReadCompleted | ReadFailed | GrantQuiescent
+    ) -> None:
+        """A transport says something about pages of this worker."""
+        match event:
+            case Arrived(ticket, notification):
+                self._write_arrived(transport, ticket, notification)
+            case ReadCompleted(transfer):
+                self._read_completed(TransferHandle(transport.kind, transfer))
+            case ReadFailed(transfer, error):
+                self._read_failed(TransferHandle(transport.kind, transfer), error)
+            case GrantQuiescent(ticket):
+                self._grant_quiescent(transport, ticket)
+            case _:
+                assert_never(event)
+
+    def tick(self) -> None:
+        """Fail what is past its deadline; renew leases."""
+        self._lease_renewer.tick(each.session.order.ticket for each in self._incoming.values())
+        now = self._context.clock.now()
+        for incoming in tuple(self._incoming.values()):
+            self._perform(incoming, incoming.session.expire(now))
+
+    def stop(self, reason: str) -> None:
+        """Fail everything."""
+        for incoming in tuple(self._incoming.values()):
+            self._perform(incoming, incoming.session.fail(reason, stage="stop"))
+
+    def _write_arrived(self, transport: Transport, ticket: TicketId, raw_notice: bytes) -> None:
+        """A peer's write is in place: check it against what is expected and its digests."""
+        incoming = self._incoming.get(ticket)
+        if incoming is None or not incoming.admits(transport):
+            return
+        session = incoming.session
+        try:
+            notifications = decode_notification(raw_notice).split()
+            if not all(session.expects(notification) for notification in notifications):
+                return
+        except ProtocolError as exc:
+            self._perform(incoming, session.fail(str(exc), stage="landing"))
+            return
+        for notification in notifications:
+            if session.phase is not ReceivePhase.GRANTED:
+                return  # the pages are not this handoff's any more
+            self._layer_arrived(transport, incoming, notification)
+
+    def _layer_arrived(
+        self, transport: Transport, incoming: IncomingHandoff, notification: Notification
+    ) -> None:
+        """What is expected was written: see whether it is what its sender had."""
+        session = incoming.session
+        if verify_written(self._context.verification, incoming, notification, transport):
+            incoming.record_arrival(transport, notification)
+            self._accept(incoming, notification)
+        elif incoming.has_other(transport):
+            self._perform(incoming, session.exclude(transport.kind, explain_mismatch(notification)))
+        else:
+            self._perform(incoming, session.fail(explain_mismatch(notification), stage="verify"))
+
+    def _read_completed(self, handle: TransferHandle) -> None:
+        """What a peer said to be available is in this worker's pages: check its digests."""
+        pending = self._reader.take(handle)
+        if pending is None:
+            return
+        self._context.peer_transports.completed(pending.peer_transport)
+        incoming = self._incoming.get(pending.available.ticket)
+        if incoming is None:
+            return
+        session, notification = incoming.session, pending.notification
+        if session.phase is not ReceivePhase.GRANTED:
+            self._perform(incoming, session.read_ended(handle))
+        elif prefill_failed := session.check_lease(self._context.clock.now()):
+            self._perform(incoming, prefill_failed)
+            self._perform(incoming, session.read_ended(handle))
+        elif verify_read(incoming, notification, handle.transport):
+            self._penalize_others(incoming, pending)
+            self._perform(incoming, session.read_ended(handle))
+            self._accept(incoming, notification)
+            if incoming.unreadable:
+                self._stop_reading(incoming, handle.transport)
+        else:
+            self._read_again(
+                incoming, handle, pending, ReadFailure("verify", explain_mismatch(notification))
+            )
+
+    def _read_failed(self, handle: TransferHandle, error: BatonError) -> None:
+        """A read did not complete."""
+        pending = self._reader.take(handle)
+        if pending is None:
+            return
+        pending.peer_transport.failed()
+        incoming = self._incoming.get(pending.available.ticket)
+        if incoming is not None:
+            trouble = ReadFailure("read", f"{handle.transport}: {error}")
+            self._read_again(incoming, handle, pending, trouble)
+
+    def _read_again(
+        self,
+        incoming: IncomingHandoff,
+        handle: TransferHandle,
+        pending: PendingRead,
+        trouble: ReadFailure,
+    ) -> None:
+        """Read the same by another transport; without one, have it written, or fail."""
+        session, peer = incoming.session, incoming.peer
+        kind, peer_transports = handle.transport, self._context.peer_transports
+        if peer is not None and session.phase is ReceivePhase.GRANTED:
+            if peer_transports.is_up(peer, pending.tried_now):
+                self._record_reroute(incoming, kind, trouble.reason)
+                self._read(incoming, pending.available, pending.tried_now)
+            elif trouble.stage == "verify" or not peer_transports.can_be_written(
+                peer, pending.tried_now
+            ):
+                self._perform(incoming, session.fail(trouble.reason, stage=trouble.stage))
+            else:
+                incoming.unreadable |= pending.tried_now
+        self._perform(incoming, session.read_ended(handle))
+        if incoming.unreadable:
+            self._stop_reading(incoming, kind)
+
+    def _stop_reading(self, incoming: IncomingHandoff, kind: str) -> None:
+        """Have the rest written by the peer, once no read is under way; or fail."""
+        session, peer = incoming.session, incoming.peer
+        if peer is None or session.plan is None or session.plan.op != "READ":
+            return
+        incoming.unreadable.add(kind)
+        peer_transports = self._context.peer_transports
+        if not peer_transports.can_be_written(peer, incoming.unreadable):
+            self._perform(incoming, session.fail(str(peer_transports.explain(peer)), stage="read"))
+            return
+        actions = session.fall_back_to_write(incoming.unreadable)
+        if actions:
+            self._record_reroute(incoming, kind, str(peer_transports.explain(peer)))
+            incoming.record_fallback(kind)
+            self._perform(incoming, actions)
+
+    def _penalize_others(self, incoming: IncomingHandoff, pending: PendingRead) -> None:
+        """What another transport could not bring was there all the time."""
+        for kind in pending.tried:
+            if incoming.peer is not None:
+                self._context.peer_transports.penalize(
+                    incoming.peer, kind, "it read something else, or failed"
+                )
+
+    def _record_reroute(self, incoming: IncomingHandoff, kind: str, reason: str) -> None:
+        incoming.session.order.trace.reroutes.append(f"{kind}: {reason}"[:500])
+        self._context.peer_transports.observer.failed("pull", kind)
+
+    def _grant_quiescent(self, transport: Transport, ticket: TicketId) -> None:
+        """One transport says that nothing can land in a closed window."""
+        incoming = self._incoming.get(ticket)
+        if incoming is None:
+            return
+        if incoming.is_fenced(transport):
+            self._perform(incoming, incoming.session.fenced(transport.kind))
+        if incoming.is_quiescent(transport):
+            self._perform(incoming, incoming.session.grant_quiescent())
+
+    def _handle_transport_failed(self, incoming: IncomingHandoff, message: TransportFailed) -> None:
+        session = incoming.session
+        try:
+            actions = session.transport_failed(message)
+        except ProtocolError as exc:
+            actions = session.fail(str(exc), stage="landing")
+        self._perform(incoming, actions)
+
+    def _try_begin(self, incoming: IncomingHandoff) -> None:
+        """Settle the terms, if the peer is up, reachable, and the KV has pages to go to."""
+        session, peer = incoming.session, incoming.peer
+        if session.phase is not ReceivePhase.WAITING or peer is None or peer.hello is None:
+            return
+        op = self._choose_op(incoming, peer)
+        if op is None:
+            return
+        view, order = self._context.view_to(peer), session.order
+        if order.start % view.page_tokens:
+            reason = f"token {order.start} is not the first of a page of {view.page_tokens}"
+            self._perform(incoming, session.fail(reason, stage=STAGING_STAGE))
+            return
+        try:
+            incoming.mapped_pages = view.try_map_pages(
+                Holder("receive", session.ticket), order.blocks
+            )
+        except BatonError as exc:
+            self._perform(incoming, session.fail(str(exc), stage=STAGING_STAGE))
+            return
+        if incoming.mapped_pages is not None:
+            context = self._context
+            undigested = context.verification.undigested(context.transports)
+            plan = TransferPlan(op, incoming.mapped_pages.pages, view.is_staged, undigested)
+            self._perform(incoming, session.begin(plan))
+
+    def _choose_op(self, incoming: IncomingHandoff, peer: Peer) -> GrantOp | None:
+        """Who moves the bytes; None while a way to read, or to borrow, is looked for.
+
+        What is pulled is complete: reading it is no work for a core that computes another prompt.
+        """
+        order, peer_transports = incoming.session.order, self._context.peer_transports
+        if order.ticket.mode == "reference" and not incoming.reference_failed:
+            reach = self._importer.reach(peer)
+            if reach is not Reachability.NONE:
+                return "NONE" if reach is Reachability.READY else None
+            incoming.reference_failed = True
+            order.trace.reroutes.append(f"{REFERENCE}: {self._importer.explain(peer)}"[:500])
+        if self._context.preferred_op == "WRITE" and order.ticket.mode != "pull":
+            return "WRITE"
+        peer_transports.attach_all(peer)
+        match peer_transports.reach(peer):
+            case Reachability.READY:
+                return "READ"
+            case Reachability.WAITING:
+                return None
+            case Reachability.NONE:
+                return "WRITE"
+
+    def _handle_available(self, incoming: IncomingHandoff, message: Available) -> None:
+        try:
+            actions = incoming.session.available(message)
+        except ProtocolError as exc:
+            actions = incoming.session.fail(str(exc), stage="landing")
+        self._perform(incoming, actions)
+
+    def _handle_export(
+        self, incoming: IncomingHandoff, message: BlocksExported | ExportRefused
+    ) -> None:
+        session = incoming.session
+        try:
+            match message:
+                case BlocksExported():
+                    actions = session.exported(message)
+                case ExportRefused(_, reason):
+                    actions = session.export_refused(reason)
+                case _:
+                    assert_never(message)
+        except ProtocolError as exc:
+            actions = session.fail(str(exc), stage="landing")
+        self._perform(incoming, actions)
+
+    def _fetch(self, incoming: IncomingHandoff, action: ReadPages | ImportBlocks) -> None:
+        match action:
+            case ReadPages(available):
+                self._read(incoming, available)
+            case ImportBlocks(exported):
+                self._import_blocks(incoming, exported)
+            case _:
+                assert_never(action)
+
+    def _import_blocks(self, incoming: IncomingHandoff, exported: BlocksExported) -> None:
+        session = incoming.session
+        if incoming.peer is None:
+            raise AssertionError("nobody lends who was not dialed")
+        try:
+            blocks = self._importer.import_blocks(incoming.peer, session.order, exported)
+        except BatonError as exc:
+            self._perform(incoming, session.fail(str(exc), stage="borrow"))
+            return
+        trace = session.order.trace
+        trace.transport = trace.expected_transport = REFERENCE
+        actions = session.imported(blocks)
+        incoming.stamp_progress(self._context.clock.now())
+        self._perform(incoming, actions)
+
+    def _accept(self, incoming: IncomingHandoff, notification: Notification) -> None:
+        """Count what is in the pages, and is what the sender had."""
+        incoming.scatter(notification)
+        actions = incoming.session.landed(notification)
+        incoming.stamp_progress(self._context.clock.now())
+        self._perform(incoming, actions)
+
+    def _perform(self, incoming: IncomingHandoff, actions: list[ReceiveAction]) -> None:
+        for action in actions:
+            self._carry_out(incoming, action)
+        session = incoming.session
+        if session.over and self._incoming.pop(session.ticket, None) is not None:
+            holder = Holder("receive", session.ticket)
+            for view in self._context.views:
+                view.release(holder)
+            if session.may_hold_export:
+                self._importer.queue_release(session.ticket, session.order.ticket.prefill.epoch)
+
+    def _carry_out(self, incoming: IncomingHandoff, action: ReceiveAction) -> None:
+        match action:
+            case OpenWriteGrant():
+                self._open_write_grants(incoming)
+            case CloseWriteGrant():
+                self._close_write_grants(incoming)
+            case Fence(kind):
+                if incoming.fence(kind):
+                    self._perform(incoming, incoming.session.fenced(kind))
+            case ReadPages() | ImportBlocks():
+                self._fetch(incoming, action)
+            case SendMessage() | SendTransferAck():
+                self._send(incoming, action)
+            case Emit(event):
+                incoming.write_trace()
+                self._context.emit(event)
+            case _:
+                assert_never(action)
+
+    def _open_write_grants(self, incoming: IncomingHandoff) -> None:
+        """Open the window on every transport; where one refuses, the handoff ends."""
+        try:
+            incoming.open_write_grants(self._context.transports)
+        except BatonError as exc:
+            self._perform(incoming, incoming.session.fail(str(exc), stage="window"))
+
+    def _close_write_grants(self, incoming: IncomingHandoff) -> None:
+        if not incoming.close_write_grants():
+            self._perform(incoming, incoming.session.grant_quiescent())
+
+    def _read(
+        self, incoming: IncomingHandoff, available: Available, tried: frozenset[str] = frozenset()
+    ) -> None:
+        session = incoming.session
+        if incoming.unreadable:
+            return  # the peer will be asked to write it
+        try:
+            session.reading(self._reader.post(incoming, available, tried))
+        except BatonError as exc:
+            self._perform(incoming, session.fail(str(exc), stage="read"))
+
+    def _send(self, incoming: IncomingHandoff, action: SendMessage | SendTransferAck) -> None:
+        match action:
+            case SendMessage(message):
+                self._send_message(incoming, message)
+            case SendTransferAck():
+                self._send_transfer_ack(incoming)
+            case _:
+                assert_never(action)
+
+    def _send_transfer_ack(self, incoming: IncomingHandoff) -> None:
+        trace = incoming.session.order.trace
+        message = TransferAck(
+            incoming.session.ticket, trace.transport or "", trace.expected_transport or ""
+        )
+        if incoming.peer is not None:
+            self._context.peers.send(incoming.peer, message)
+
+    def _send_message(self, incoming: IncomingHandoff, message: PeerMessage) -> None:
+        if isinstance(message, Grant):
+            if incoming.session.phase is not ReceivePhase.GRANTED:
+                return  # no window could be opened
+            now = self._context.clock.now()
+            incoming.session.order.trace.stamp(Stamp.GRANTED, now)
+            if incoming.peer is not None and incoming.peer.hello is not None:
+                incoming.session.lease_holder.begin(now, incoming.peer.hello.lease_s)
+        if incoming.peer is not None:
+            self._context.peers.send(incoming.peer, message)
+
+    def _of(self, peer: Peer) -> list[IncomingHandoff]:
+        return [incoming for incoming in self._incoming.values() if incoming.peer is peer]
+
+
+def explain_mismatch(notification: Notification) -> str:
+    """What was expected, and is not there."""
+    tokens = f"[{notification.start}, {notification.stop})"
+    return f"digest mismatch in layer {notification.layer}, tokens {tokens}"

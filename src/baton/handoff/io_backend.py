@@ -1,0 +1,173 @@
+"""What an agent has of the machine it runs on: sockets, a selector, and a bell to be woken by.
+
+The simulator has surroundings of its own, so that the agent it runs is this one.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import socket
+from typing import Final, Protocol
+
+from baton.clock import read_clock_domain
+
+
+class NonBlockingSocket(Protocol):
+    """What is used of a `socket.socket` that never blocks: one connection, or a listener."""
+
+    def fileno(self) -> int:
+        """Its number: for selectors."""
+        ...
+
+    def send(self, data: bytes | bytearray, /) -> int:
+        """Send what there is room for; how many bytes."""
+        ...
+
+    def recv(self, bufsize: int, /) -> bytes:
+        """What has come, at most so many bytes; nothing at the connection's end."""
+        ...
+
+    def accept(self) -> tuple[NonBlockingSocket, object]:
+        """The next connection of a listener, and where it comes from."""
+        ...
+
+    def getsockopt(self, level: int, optname: int, /) -> int:
+        """Of use here: whether connecting failed."""
+        ...
+
+    def setsockopt(self, level: int, optname: int, value: int, /) -> None:
+        """Of use here: send at once."""
+        ...
+
+    def settimeout(self, value: float | None, /) -> None:
+        """Of use here: never block."""
+        ...
+
+    def getsockname(self) -> tuple[str, int]:
+        """Where a listener is bound, in its first two fields."""
+        ...
+
+    def close(self) -> None:
+        """Close it; idempotent."""
+        ...
+
+
+class Waker(Protocol):
+    """Wakes a thread that sleeps in `select`. `wake` may be called on any thread."""
+
+    def fileno(self) -> int:
+        """Readable once it was rung."""
+        ...
+
+    def wake(self) -> None:
+        """Wake the sleeper; again before it woke does nothing more."""
+        ...
+
+    def clear(self) -> None:
+        """The sleeper woke."""
+        ...
+
+    def close(self) -> None:
+        """Nobody sleeps here any more; ringing it does nothing then."""
+        ...
+
+
+class IoBackend(Protocol):
+    """Makes the parts; who gets one closes it."""
+
+    def clock_domain(self) -> str:
+        """See `baton.clock.read_clock_domain`."""
+        ...
+
+    def make_selector(self) -> selectors.BaseSelector:
+        """A selector for the streams and bells of these surroundings."""
+        ...
+
+    def make_waker(self) -> Waker:
+        """A bell that was not rung."""
+        ...
+
+    def connect(self, host: str, port: int) -> NonBlockingSocket:
+        """Begin to connect; whether it succeeds follows (`getsockopt`).
+
+        Raises:
+            OSError: refused at once.
+        """
+        ...
+
+    def listen(self, host: str, port: int) -> NonBlockingSocket:
+        """A listener.
+
+        Raises:
+            OSError: the address cannot be bound.
+        """
+        ...
+
+
+class OsBackend:
+    """The surroundings of every agent outside a simulation."""
+
+    def clock_domain(self) -> str:
+        """See `IoBackend`."""
+        return read_clock_domain()
+
+    def make_selector(self) -> selectors.BaseSelector:
+        """See `IoBackend`."""
+        return selectors.DefaultSelector()
+
+    def make_waker(self) -> Waker:
+        """See `IoBackend`."""
+        return _Pipe()
+
+    def connect(self, host: str, port: int) -> NonBlockingSocket:
+        """See `IoBackend`."""
+        sock = socket.socket(_family(host), socket.SOCK_STREAM)
+        sock.settimeout(0)
+        try:
+            sock.connect((host, port))
+        except BlockingIOError:
+            pass  # the usual case: it goes on in the background
+        except (OSError, ValueError, OverflowError) as exc:
+            sock.close()
+            raise OSError(str(exc)) from exc
+        return sock
+
+    def listen(self, host: str, port: int) -> NonBlockingSocket:
+        """See `IoBackend`."""
+        listener = socket.create_server((host, port), family=_family(host))
+        listener.settimeout(0)
+        return listener
+
+
+OS_BACKEND: Final = OsBackend()
+
+
+class _Pipe:
+    def __init__(self) -> None:
+        self._read, self._write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._is_closed = False
+
+    def fileno(self) -> int:
+        return self._read
+
+    def wake(self) -> None:
+        try:
+            os.write(self._write, b"\0")
+        except BlockingIOError:
+            pass  # it is full of wake-ups already
+        except OSError:
+            if not self._is_closed:
+                raise
+
+    def clear(self) -> None:
+        os.read(self._read, 65_536)
+
+    def close(self) -> None:
+        self._is_closed = True
+        os.close(self._read)
+        os.close(self._write)
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET

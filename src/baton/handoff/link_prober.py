@@ -1,0 +1,282 @@
+"""Measures the links to peers: probes into scratch memory, while no handoff waits.
+
+The side that moves the bytes surveys: one link at a time, small probes first, and each is verified
+before the next is made, so that a transport which brings wrong bytes is found here.
+
+    push:  attach ── ProbeRequest ─► ProbeReady ── write ─► completed, ProbeResult … ProbeEnd
+    pull:  attach ── own landing pages are free ── read ──► completed, looked at ── read …
+
+A peer that answers too late is not measured: its link keeps its prior.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from baton.clock import Instant
+from baton.errors import BatonError
+from baton.handoff.messages import ProbeEnd, ProbeNotification, ProbeRequest, ProbeResult, encode
+from baton.handoff.peer_transport import PeerTransportState
+from baton.ids import new_ticket_id
+from baton.transfer.interface import (
+    PageRead,
+    PageWrite,
+    ReadCompleted,
+    ReadFailed,
+    RemoteAttached,
+    RemoteLost,
+    WriteCompleted,
+    WriteFailed,
+)
+from baton.transfer.links.probe_buffer import compute_probe_digest, make_probe_copies
+from baton.transfer.links.probes import PLAN, RECOVERY, ProbeSeries
+
+if TYPE_CHECKING:
+    from baton.handoff.messages import ProbeReady
+    from baton.handoff.peer_transport import PeerTransport
+    from baton.handoff.peer_transport_table import PeerTransportTable, PeerTransportUp
+    from baton.handoff.peers import Peer, PeerTable
+    from baton.handoff.probe_target import ProbeTarget
+    from baton.ids import TicketId
+    from baton.transfer.interface import RemoteId, TransferEvent, TransferId, Transport
+    from baton.transfer.links.probes import Probe, ProbeBounds
+
+logger = logging.getLogger(__name__)
+
+STEP_TIMEOUT_S: Final = 1.0
+MAX_WAIT_FOR_IDLE_S: Final = 2.0
+"""A worker that is never idle surveys after so long, between the transfers of its handoffs."""
+
+
+@dataclass(slots=True, eq=False)
+class _ProbeRun:
+    """One link that is being measured."""
+
+    peer: Peer
+    peer_transport: PeerTransport
+    series: ProbeSeries
+    remote: RemoteId
+    deadline: Instant
+    grant: TicketId
+    is_attached: bool = False
+    is_ready: bool = False
+    transfer: TransferId | None = None
+    posted_at: Instant | None = None
+    took_s: float | None = None
+    was_intact: bool | None = None
+
+    @property
+    def is_push(self) -> bool:
+        return self.peer_transport.direction == "push"
+
+    @property
+    def is_in_flight(self) -> bool:
+        return self.posted_at is not None
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    peer: Peer
+    peer_transport: PeerTransport
+    since: Instant
+
+
+class LinkProber:
+    """The surveys of one agent. Owner: the agent's thread."""
+
+    def __init__(
+        self,
+        peer_transports: PeerTransportTable,
+        peers: PeerTable,
+        target: ProbeTarget,
+        bounds: ProbeBounds,
+    ) -> None:
+        self._peer_transports, self._peers, self._probe_target = peer_transports, peers, target
+        self._bounds = bounds
+        self._waiting: dict[tuple[int, str], _Waiting] = {}
+        self._done: set[tuple[int, str]] = set()
+        self._active: _ProbeRun | None = None
+
+    def ask(self, peer: Peer) -> None:
+        """Survey the links to a peer that were not yet, and those that are on trial."""
+        for peer_transport in self._peer_transports.of(peer):
+            key = id(peer), peer_transport.kind
+            is_new = peer_transport.state is PeerTransportState.UP and key not in self._done
+            if (
+                is_new or peer_transport.state is PeerTransportState.HALF_OPEN
+            ) and key not in self._waiting:
+                self._waiting[key] = _Waiting(peer, peer_transport, self._peer_transports.now())
+
+    def forget(self, peer: Peer) -> None:
+        """The link to a peer ended."""
+        if self._active is not None and self._active.peer is peer:
+            self._end(self._active)
+        for key in [key for key in (*self._waiting, *self._done) if key[0] == id(peer)]:
+            self._waiting.pop(key, None)
+            self._done.discard(key)
+
+    def step(self, *, num_handoffs: int, is_moving: bool) -> PeerTransportUp | None:
+        """Make the next probe, unless a handoff waits; what was found out, at the end of one."""
+        run = self._active
+        if run is not None and self._peer_transports.now() > run.deadline:
+            self._abandon(run, "no answer to a probe")
+            return None
+        if is_moving:
+            return None
+        if run is None:
+            run = self._begin_next(num_handoffs)
+        if run is None or run.is_in_flight or not self._is_ready(run):
+            return None
+        probe = run.series.next()
+        if probe is None:
+            return self._conclude(run)
+        self._post(run, probe)
+        return None
+
+    def handle_message(self, message: ProbeReady | ProbeResult) -> None:
+        """The peer answers."""
+        run = self._active
+        if run is None or run.grant != message.id:
+            return
+        if isinstance(message, ProbeResult):
+            run.was_intact = message.is_intact
+            self._take(run)
+        else:
+            run.is_ready = True
+
+    def handle_transfer_event(self, transport: Transport, event: TransferEvent) -> bool:
+        """A transport says something: whether it is about a survey."""
+        run = self._active
+        if run is None or run.peer_transport.transport is not transport:
+            return False
+        match event:
+            case RemoteAttached(remote) if remote == run.remote:
+                run.is_attached = True
+                if run.is_push:
+                    self._peers.send(run.peer, ProbeRequest(run.grant, run.peer_transport.kind))
+            case RemoteLost(remote, error) if remote == run.remote:
+                self._abandon(run, str(error))
+            case WriteCompleted(transfer) | ReadCompleted(transfer) if transfer == run.transfer:
+                run.took_s = self._peer_transports.now() - (run.posted_at or 0.0)
+                self._look(run)
+            case WriteFailed(transfer, error) | ReadFailed(transfer, error) if (
+                transfer == run.transfer
+            ):
+                self._abandon(run, str(error))
+            case _:
+                return False
+        return True
+
+    def _begin_next(self, num_handoffs: int) -> _ProbeRun | None:
+        now = self._peer_transports.now()
+        for key, waiting in tuple(self._waiting.items()):
+            peer_transport = waiting.peer_transport
+            half_open = peer_transport.state is PeerTransportState.HALF_OPEN
+            if num_handoffs and not half_open and now - waiting.since < MAX_WAIT_FOR_IDLE_S:
+                continue
+            del self._waiting[key]
+            self._done.add(key)
+            run = self._begin(waiting.peer, peer_transport, half_open=half_open)
+            if run is not None:
+                return run
+        return None
+
+    def _begin(
+        self, peer: Peer, peer_transport: PeerTransport, *, half_open: bool
+    ) -> _ProbeRun | None:
+        offered = () if peer.hello is None else peer.hello.probe_buffers
+        descriptor = next((each for each in offered if each.transport == peer_transport.kind), None)
+        is_usable = peer_transport.state in {PeerTransportState.UP, PeerTransportState.HALF_OPEN}
+        if descriptor is None or not is_usable or not self._probe_target.has_memory:
+            return None
+        bounds = self._bounds.share(max(1, len(list(self._peer_transports.of(peer)))))
+        series = ProbeSeries(bounds, peer_transport.model, RECOVERY if half_open else PLAN)
+        try:
+            remote = peer_transport.transport.attach(descriptor)
+        except BatonError as exc:
+            logger.info(
+                "handoff: %s is not measured over %s: %s", peer.name, peer_transport.kind, exc
+            )
+            return None
+        self._active = _ProbeRun(
+            peer, peer_transport, series, remote, self._deadline(), new_ticket_id()
+        )
+        return self._active
+
+    def _is_ready(self, run: _ProbeRun) -> bool:
+        if not run.is_attached:
+            return False
+        if not run.is_push and not run.is_ready:
+            run.is_ready = self._probe_target.try_take(run.grant)
+        return run.is_ready
+
+    def _post(self, run: _ProbeRun, probe: Probe) -> None:
+        copies, region = make_probe_copies(probe), self._probe_target.region
+        run.took_s = run.was_intact = None
+        run.deadline = self._deadline()
+        digest = compute_probe_digest(probe)
+        run.posted_at = self._peer_transports.now()
+        transport = run.peer_transport.transport
+        try:
+            if run.is_push:
+                notification = encode(ProbeNotification(probe.num_pages, digest))
+                run.transfer = transport.submit(
+                    PageWrite(run.remote, run.grant, region.handle, copies, notification)
+                )
+            else:
+                run.transfer = transport.read(PageRead(run.remote, region.handle, copies))
+        except BatonError as exc:
+            self._abandon(run, str(exc))
+
+    def _look(self, run: _ProbeRun) -> None:
+        """A read is here: see what it brought. A write's bytes are the peer's to look at."""
+        probe = run.series.next()
+        if not run.is_push and probe is not None:
+            run.was_intact = self._probe_target.is_intact(
+                probe.num_pages, compute_probe_digest(probe)
+            )
+        self._take(run)
+
+    def _take(self, run: _ProbeRun) -> None:
+        if run.took_s is None or run.was_intact is None:
+            return
+        if not run.was_intact:
+            self._abandon(run, "a probe brought other bytes than were sent", is_wrong=True)
+            return
+        run.series.made(run.took_s)
+        run.posted_at = run.transfer = None
+
+    def _conclude(self, run: _ProbeRun) -> PeerTransportUp | None:
+        self._end(run)
+        model, kind = run.series.model, run.peer_transport.kind
+        logger.info(
+            "handoff: %s over %s (%s): %.1f us, %.3f us a descriptor, %.2f GB/s",
+            run.peer.name,
+            kind,
+            run.peer_transport.direction,
+            model.latency_s * 1e6,
+            model.descriptor_s * 1e6,
+            model.bandwidth / 1e9,
+        )
+        return self._peer_transports.probed(run.peer, kind, model)
+
+    def _abandon(self, run: _ProbeRun, reason: str, *, is_wrong: bool = False) -> None:
+        """The link is not measured; one that is wrong, or on trial, is left alone."""
+        self._end(run)
+        kind = run.peer_transport.kind
+        logger.info("handoff: %s is not measured over %s: %s", run.peer.name, kind, reason)
+        if is_wrong or run.peer_transport.state is PeerTransportState.HALF_OPEN:
+            self._peer_transports.penalize(run.peer, kind, reason)
+
+    def _end(self, run: _ProbeRun) -> None:
+        self._active = None
+        run.peer_transport.transport.detach(run.remote)
+        if run.is_push and run.is_attached:
+            self._peers.send(run.peer, ProbeEnd(run.grant))
+        if not run.is_push and run.is_ready:
+            self._probe_target.release_window(run.grant)
+
+    def _deadline(self) -> Instant:
+        return Instant(self._peer_transports.now() + STEP_TIMEOUT_S)

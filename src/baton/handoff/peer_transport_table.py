@@ -1,0 +1,374 @@
+"""The transports that reach a peer: all of them attached, and for each transfer the best chosen.
+
+A peer is reached in one direction: this worker writes to the peers that dialed it ("push"), and
+reads from those that it dialed ("pull"). What is *expected* to carry a transfer is the best of all
+transports that both have; what is *used*, the best of those that work. They differ only where one
+failed, and then the reason is kept: no slow path is silent.
+
+    DOWN ── attach ──► ATTACHING ──► UP ── lost ──► DOWN ── its backoff is over ──► ATTACHING …
+                           └► HALF_OPEN, if it had failed ── probes are right ──► UP
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING, Final
+
+from baton.errors import BatonError, PeerUnreachableError
+from baton.handoff.peer_transport import PeerTransport, PeerTransportState
+from baton.transfer.links.choice import Choice, Chooser
+from baton.transfer.links.default_cost import default_link_model
+from baton.transfer.links.shape import TransferShape
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator
+
+    from baton.clock import Clock, Instant
+    from baton.handoff.messages import TransferOp
+    from baton.handoff.peers import Peer
+    from baton.transfer.interface import RegionDescriptor, RemoteId, Transport
+    from baton.transfer.links.choice import ChoiceRule
+    from baton.transfer.links.model import LinkModel
+    from baton.transfer.links.outcome import Direction, LinkObserver
+
+logger = logging.getLogger(__name__)
+
+TYPICAL: Final = TransferShape(1 << 20, 32)
+"""A layer of some hundred tokens: whose best route a handoff waits for before it begins."""
+
+
+class Reachability(StrEnum):
+    """Whether a peer's pages can be reached."""
+
+    READY = "ready"
+    WAITING = "waiting"  # the best route is being attached
+    NONE = "none"
+
+
+@dataclass(frozen=True, slots=True)
+class PeerTransportUp:
+    """The peer's pages can be reached, over one more route."""
+
+    peer: Peer
+
+
+@dataclass(frozen=True, slots=True)
+class PeerTransportLost:
+    """A route to the peer was not attached, or broke. There may be others."""
+
+    peer: Peer
+    transport: str
+    error: BatonError
+
+
+@dataclass(frozen=True, slots=True)
+class TransportChoice:
+    """What carries one transfer, and why."""
+
+    peer_transport: PeerTransport
+    choice: Choice
+
+
+@dataclass(slots=True)
+class _PeerTransports:
+    """All routes to one peer, in the order in which they are listed."""
+
+    peer: Peer
+    peer_transports: dict[str, PeerTransport]
+    chooser: Chooser
+    warned: set[tuple[str, str]] = field(default_factory=set)
+
+    @property
+    def models(self) -> dict[str, LinkModel]:
+        return {kind: peer_transport.model for kind, peer_transport in self.peer_transports.items()}
+
+    def in_state(self, *states: PeerTransportState) -> list[str]:
+        return [
+            kind
+            for kind, peer_transport in self.peer_transports.items()
+            if peer_transport.state in states
+        ]
+
+
+class PeerTransportTable:  # noqa: PLR0904 -- a method for each event (ADR 0005)
+    """Routes from this worker to its peers. Owner: the agent's thread.
+
+    `transports` are in the operator's order. `preferred_op` is what this worker prefers as a
+    receiver.
+    """
+
+    def __init__(
+        self,
+        transports: tuple[Transport, ...],
+        *,
+        clock: Clock,
+        rule: ChoiceRule,
+        preferred_op: TransferOp,
+        observer: LinkObserver,
+    ) -> None:
+        self.observer = observer
+        self._transports, self._clock = transports, clock
+        self._rule: ChoiceRule = rule
+        self._preferred_op = preferred_op
+        self._by_peer: dict[int, _PeerTransports] = {}
+
+    def attach_preferred(self, peer: Peer) -> list[PeerTransportLost]:
+        """A peer introduced itself: attach all that will probably be used; what failed at once."""
+        reads = peer.dialed is not None
+        if reads and self._preferred_op != "READ":
+            return []
+        wants_writes = peer.hello is not None and peer.hello.preferred_op == "WRITE"
+        return self.attach_all(peer) if reads or wants_writes else []
+
+    def attach_all(self, peer: Peer) -> list[PeerTransportLost]:
+        """Attach all routes to a peer, unless that was begun; what failed at once."""
+        if id(peer) in self._by_peer:
+            return []
+        known = self._by_peer[id(peer)] = _PeerTransports(
+            peer, self._make_transports(peer), Chooser(self._rule)
+        )
+        return [
+            lost
+            for peer_transport in known.peer_transports.values()
+            for lost in self._attach(known, peer_transport)
+        ]
+
+    def can_read(self, peer: Peer) -> bool:
+        """Whether a peer that was dialed is, or soon may be, read."""
+        known = self._by_peer.get(id(peer))
+        return bool(known and known.in_state(PeerTransportState.ATTACHING, PeerTransportState.UP))
+
+    def can_be_written(self, peer: Peer, avoid: Collection[str]) -> bool:
+        """Whether a peer that was dialed has another transport to write with."""
+        return any(kind not in avoid for kind in self._in_common(peer))
+
+    def reach(self, peer: Peer, avoid: Collection[str] = ()) -> Reachability:
+        """Whether the peer's pages can be reached, by other routes than those to avoid."""
+        known = self._by_peer.get(id(peer))
+        if known is None:
+            return Reachability.NONE
+        hopeful = [
+            kind
+            for kind, peer_transport in known.peer_transports.items()
+            if kind not in avoid
+            and (peer_transport.state is PeerTransportState.UP or peer_transport.is_new)
+        ]
+        choice = known.chooser.choose(TYPICAL, known.models, hopeful)
+        if choice is not None and known.peer_transports[choice.used].state is PeerTransportState.UP:
+            return Reachability.READY
+        attaching = set(known.in_state(PeerTransportState.ATTACHING)) - set(avoid)
+        return Reachability.WAITING if attaching else Reachability.NONE
+
+    def is_up(self, peer: Peer, avoid: Collection[str] = ()) -> bool:
+        """Whether something can be moved now, be it by the second best."""
+        known = self._by_peer.get(id(peer))
+        return bool(known and set(known.in_state(PeerTransportState.UP)) - set(avoid))
+
+    def choose(
+        self, peer: Peer, shape: TransferShape, avoid: Collection[str] = ()
+    ) -> TransportChoice | None:
+        """What carries one transfer to (or from) the peer; None if nothing can now."""
+        known = self._by_peer.get(id(peer))
+        if known is None:
+            return None
+        usable = [kind for kind in known.in_state(PeerTransportState.UP) if kind not in avoid]
+        choice = known.chooser.choose(shape, known.models, usable)
+        if choice is None:
+            return None
+        if choice.is_mismatch:
+            self._warn(known, choice)
+        peer_transport = known.peer_transports[choice.used]
+        self.observer.chosen(peer_transport.direction, choice)
+        return TransportChoice(peer_transport, choice)
+
+    def now(self) -> Instant:
+        """When a submission begins: for `submitted`."""
+        return self._clock.now()
+
+    def submitted(self, chosen: TransportChoice, began_at: Instant) -> None:
+        """A transfer was submitted over the way."""
+        chosen.peer_transport.submitted(chosen.choice, began_at, self._clock.now())
+
+    def completed(self, peer_transport: PeerTransport) -> None:
+        """A transfer over the route succeeded."""
+        outcome = peer_transport.ended(self._clock.now())
+        if outcome is not None:
+            self.observer.carried(outcome)
+
+    def penalize(self, peer: Peer, kind: str, reason: str) -> None:
+        """A route did not do what it should: leave it alone for a while."""
+        known = self._by_peer.get(id(peer))
+        peer_transport = None if known is None else known.peer_transports.get(kind)
+        if (
+            known is not None
+            and peer_transport is not None
+            and peer_transport.state is not PeerTransportState.DOWN
+        ):
+            self._back_off(known, peer_transport, reason)
+
+    def attached(self, transport: Transport, remote: RemoteId) -> PeerTransportUp | None:
+        """A transport says that a remote can be reached."""
+        found = self._find(transport, remote)
+        if found is None:
+            return None
+        known, peer_transport = found
+        half_open = peer_transport.backoff.num_failures and self._can_be_tried(
+            known.peer, peer_transport
+        )
+        peer_transport.state = PeerTransportState.HALF_OPEN if half_open else PeerTransportState.UP
+        return PeerTransportUp(known.peer)
+
+    def lost(
+        self, transport: Transport, remote: RemoteId, error: BatonError
+    ) -> PeerTransportLost | None:
+        """A remote is gone, or could not be attached."""
+        found = self._find(transport, remote)
+        if found is None:
+            return None
+        known, peer_transport = found
+        self._back_off(known, peer_transport, str(error))
+        return PeerTransportLost(known.peer, peer_transport.kind, error)
+
+    def explain(self, peer: Peer) -> BatonError:
+        """Why a peer cannot be reached."""
+        known = self._by_peer.get(id(peer))
+        if known is None or not known.peer_transports:
+            ours = ", ".join(transport.kind for transport in self._transports)
+            theirs = (
+                ", ".join(region.transport for region in peer.negotiated.theirs.regions) or "none"
+            )
+            return PeerUnreachableError(
+                f"no transport in common with {peer.name}: {ours} here, {theirs} there"
+            )
+        reasons = (f"{r.kind}: {r.reason}" for r in known.peer_transports.values() if r.reason)
+        return PeerUnreachableError("; ".join(reasons) or "no transport is left for this handoff")
+
+    def tick(self) -> list[PeerTransportLost]:
+        """Attach again what has cooled; what failed at once."""
+        now = self._clock.now()
+        return [
+            lost
+            for known in self._by_peer.values()
+            for peer_transport in known.peer_transports.values()
+            if peer_transport.state is PeerTransportState.DOWN
+            and peer_transport.backoff.is_over(now)
+            for lost in self._attach(known, peer_transport)
+        ]
+
+    def forget(self, peer: Peer) -> None:
+        """The link to a peer ended: detach, which fails its unfinished transfers."""
+        known = self._by_peer.pop(id(peer), None)
+        if known is not None:
+            for peer_transport in known.peer_transports.values():
+                peer_transport.drop()
+
+    def of(self, peer: Peer) -> Iterator[PeerTransport]:
+        """All routes to a peer."""
+        known = self._by_peer.get(id(peer))
+        yield from () if known is None else tuple(known.peer_transports.values())
+
+    def probed(self, peer: Peer, kind: str, model: LinkModel) -> PeerTransportUp | None:
+        """Probes over a route were right, and cost so much."""
+        known = self._by_peer.get(id(peer))
+        peer_transport = None if known is None else known.peer_transports.get(kind)
+        if (
+            known is None
+            or peer_transport is None
+            or peer_transport.state is PeerTransportState.DOWN
+        ):
+            return None
+        if peer_transport.state is PeerTransportState.HALF_OPEN:
+            peer_transport.state = PeerTransportState.UP
+            logger.info("handoff: %s is reached by %s again", peer.name, kind)
+        else:
+            peer_transport.model = model
+            self.observer.measured(peer_transport.direction, kind, model)
+        return PeerTransportUp(known.peer)
+
+    def _make_transports(self, peer: Peer) -> dict[str, PeerTransport]:
+        direction: Direction = "push" if peer.dialed is None else "pull"
+        in_common = self._in_common(peer)
+        if direction == "pull":
+            in_common = self._readable(in_common)
+        return {
+            kind: PeerTransport(
+                transport, descriptor, direction, default_link_model(transport.capabilities)
+            )
+            for kind, (transport, descriptor) in in_common.items()
+        }
+
+    def _readable(
+        self, in_common: dict[str, tuple[Transport, RegionDescriptor]]
+    ) -> dict[str, tuple[Transport, RegionDescriptor]]:
+        """Those that read; by the listed order none, unless the first one does."""
+        first = next(iter(in_common.values()), None)
+        if self._rule == "listed" and first and not first[0].capabilities.reads:
+            return {}
+        return {kind: pair for kind, pair in in_common.items() if pair[0].capabilities.reads}
+
+    def _in_common(self, peer: Peer) -> dict[str, tuple[Transport, RegionDescriptor]]:
+        regions = {region.transport: region for region in peer.negotiated.theirs.regions}
+        return {
+            transport.kind: (transport, regions[transport.kind])
+            for transport in self._transports
+            if transport.kind in regions
+        }
+
+    def _attach(
+        self, known: _PeerTransports, peer_transport: PeerTransport
+    ) -> list[PeerTransportLost]:
+        try:
+            peer_transport.remote = peer_transport.transport.attach(peer_transport.descriptor)
+        except BatonError as exc:
+            self._back_off(known, peer_transport, str(exc))
+            return [PeerTransportLost(known.peer, peer_transport.kind, exc)]
+        peer_transport.state = PeerTransportState.ATTACHING
+        return []
+
+    def _back_off(self, known: _PeerTransports, peer_transport: PeerTransport, reason: str) -> None:
+        """Leave a route alone; the first time in a row it is the operator's business."""
+        is_first = not peer_transport.backoff.num_failures
+        delay_s = peer_transport.backoff.record_failure(self._clock.now())
+        peer_transport.reason = reason
+        peer_transport.drop()
+        peer, kind = known.peer.name, peer_transport.kind
+        if peer_transport.direction == "pull" and not self.can_read(known.peer):
+            text = "handoff: %s cannot be read and writes instead: %s: %s"
+            logger.log(logging.WARNING if is_first else logging.INFO, text, peer, kind, reason)
+        else:
+            text = "handoff: %s is not reached by %s, tried again in %.1f s: %s"
+            logger.info(text, peer, kind, delay_s, reason)
+
+    def _warn(self, known: _PeerTransports, choice: Choice) -> None:
+        pair = choice.expected, choice.used
+        if pair in known.warned:
+            return
+        known.warned.add(pair)
+        reason = known.peer_transports[choice.expected].reason or "it failed this handoff"
+        logger.warning(
+            "handoff: %s is reached by %s, not %s: %s",
+            known.peer.name,
+            choice.used,
+            choice.expected,
+            reason,
+        )
+
+    def _can_be_tried(self, peer: Peer, peer_transport: PeerTransport) -> bool:
+        scratch = () if peer.hello is None else peer.hello.probe_buffers
+        is_measured = self._rule == "measured"
+        return is_measured and any(each.transport == peer_transport.kind for each in scratch)
+
+    def _find(
+        self, transport: Transport, remote: RemoteId
+    ) -> tuple[_PeerTransports, PeerTransport] | None:
+        for known in self._by_peer.values():
+            peer_transport = known.peer_transports.get(transport.kind)
+            if (
+                peer_transport is not None
+                and peer_transport.transport is transport
+                and peer_transport.remote == remote
+            ):
+                return known, peer_transport
+        return None

@@ -1,0 +1,197 @@
+"""KV between a worker's pages and the store's entries, some pieces at a time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from baton.errors import ConfigError
+from baton.kv.canonical import read_canonical, write_canonical
+from baton.kv.copies import BlockTable, PagedSequence, apply_copies, compute_page_copies
+from baton.kv.geometry import shared_heads
+from baton.transfer.region import view_pages
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from numpy.typing import NDArray
+
+    from baton.handoff.kv_views import KVView
+    from baton.handoff.pool_mode.token_segments import TokenSegment
+    from baton.kv.layout import KVLayout
+    from baton.store.entry_format import EntryFormat
+
+BATCH_BYTES: Final = 8 << 20
+"""Of bodies in hand at once: fits a processor's cache, and gives the others their turn."""
+
+
+@dataclass(frozen=True, slots=True)
+class EntryBodies:
+    """One part's bodies of a batch, uint8 `[num_pieces, body_bytes]`; `layout` is a body's."""
+
+    layout: KVLayout
+    rows: NDArray[np.uint8]
+
+    def leading(self, num_segments: int) -> EntryBodies:
+        """Those of the first pieces."""
+        return EntryBodies(self.layout, self.rows[:num_segments])
+
+    def pages(self) -> Iterator[NDArray[np.uint8]]:
+        """Each layer's share of them, `[num_pieces, page_bytes]`."""
+        at = 0
+        for layer in range(self.layout.num_layers):
+            stop = at + self.layout.page_bytes(layer)
+            yield self.rows[:, at:stop]
+            at = stop
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """The engine's blocks that hold some tokens, and the face's pages in which they are shown."""
+
+    blocks: NDArray[np.int64]
+    pages: BlockTable
+
+
+class BlockPacker:
+    """Carries batches: adjacent pieces of one length. Owner: the pool's thread.
+
+    Nobody else stages through the face's region.
+    """
+
+    def __init__(self, view: KVView, entry_format: EntryFormat) -> None:
+        """Check that the two fit.
+
+        Raises:
+            ConfigError: the face's pages have no canonical order, or too few of them are staged.
+        """
+        layout = view.layout
+        if layout.order == "opaque":
+            raise ConfigError(f"pages arranged as {layout.arrangement} cannot be kept in a store")
+        self._face, self._layout, self._entry_format = view, layout, entry_format
+        self._pages = [view_pages(view.region.memory, array) for array in view.region.arrays]
+        # A block's tokens may begin in the middle of a page, and end in the middle of another.
+        room = (len(self._pages[0]) - 1) * layout.block_size
+        self._max_tokens = None if view.staging is None else room
+        if view.staging is not None and room < entry_format.block_size:
+            raise ConfigError(
+                f"{len(self._pages[0])} staging pages of {layout.block_size} tokens are too few "
+                f"for a store's blocks of {entry_format.block_size}"
+            )
+        self.parts = entry_format.parts_of_shard(layout.shard)
+
+    def take_batch(self, segments: Sequence[TokenSegment]) -> Sequence[TokenSegment]:
+        """The leading pieces that can be carried at once."""
+        length = segments[0].stop - segments[0].start
+        num_bytes = sum(self._entry_format.body_bytes(part, length) for part in self.parts)
+        most = max(1, BATCH_BYTES // num_bytes)
+        if self._max_tokens is not None:
+            most = min(most, self._max_tokens // length)
+        is_tail = segments[-1].stop - segments[-1].start != length
+        return segments[: min(most, len(segments) - is_tail)]
+
+    def allocate_bodies(self, batch: Sequence[TokenSegment]) -> list[EntryBodies]:
+        """Room for the bodies of a batch, for each part."""
+        length = batch[0].stop - batch[0].start
+        layouts = [self._entry_format.part_layout(part, length) for part in self.parts]
+        return [
+            EntryBodies(layout, np.empty((len(batch), layout.block_bytes), np.uint8))
+            for layout in layouts
+        ]
+
+    def gather(self, batch: Sequence[TokenSegment], table: BlockTable) -> list[EntryBodies]:
+        """The bodies of a batch, from the engine's blocks in `table`.
+
+        Raises:
+            ProtocolError: the table does not cover it.
+        """
+        span = self._find(batch[0].start, batch[-1].stop, table)
+        self._gather_to_staging(span.blocks, span.pages.blocks)
+        here = PagedSequence(self._layout, span.pages)
+        found = self.allocate_bodies(batch)
+        for bodies in found:
+            for layer, rows in enumerate(bodies.pages()):
+                self._pack_layer(rows, batch, (bodies.layout, here, layer))
+        return found
+
+    def scatter(
+        self,
+        found: Sequence[EntryBodies],
+        batch: Sequence[TokenSegment],
+        *,
+        start: int,
+        table: BlockTable,
+    ) -> None:
+        """Put tokens of a batch, those from `start` on, into the engine's blocks in `table`.
+
+        Raises:
+            ProtocolError: the table does not cover them.
+        """
+        start = max(start, batch[0].start)
+        span = self._find(start, batch[-1].stop, table)
+        if start % self._layout.block_size:  # a page's first tokens came before: they stay
+            self._gather_to_staging(span.blocks[:1], span.pages.blocks[:1])
+        here = PagedSequence(self._layout, span.pages)
+        for bodies in found:
+            for layer, rows in enumerate(bodies.pages()):
+                self._unpack_layer(rows, batch, (bodies.layout, here, layer), start)
+        if self._face.staging is not None:
+            for layer in range(self._layout.num_layers):
+                self._face.staging.scatter(layer, span.pages.blocks, span.blocks)
+
+    def _find(self, start: int, stop: int, table: BlockTable) -> _Span:
+        PagedSequence(self._layout, table).check_covers(start, stop)
+        size = self._layout.block_size
+        first, last = start // size, -(-stop // size)
+        blocks = table.blocks[first - table.first : last - table.first]
+        staged = blocks if self._face.staging is None else np.arange(len(blocks), dtype=np.int64)
+        return _Span(blocks, BlockTable(first, staged))
+
+    def _gather_to_staging(self, blocks: NDArray[np.int64], pages: NDArray[np.int64]) -> None:
+        if self._face.staging is not None:
+            for layer in range(self._layout.num_layers):
+                self._face.staging.gather(layer, blocks, pages)
+
+    def _pack_layer(
+        self,
+        rows: NDArray[np.uint8],
+        batch: Sequence[TokenSegment],
+        between: tuple[KVLayout, PagedSequence, int],
+    ) -> None:
+        layout, here, layer = between
+        start, stop = batch[0].start, batch[-1].stop
+        pages = self._pages[layer]
+        if layout.block_size == self._entry_format.block_size:
+            theirs = PagedSequence(layout, _rows_of(batch, layout))
+            copies = compute_page_copies(here, theirs, layer, start=start, stop=stop)
+            apply_copies(copies, pages, rows)
+            return
+        heads = shared_heads(layout, self._layout, layer)
+        rows[0] = read_canonical(here, layer, pages, start=start, stop=stop, heads=heads)
+
+    def _unpack_layer(
+        self,
+        rows: NDArray[np.uint8],
+        batch: Sequence[TokenSegment],
+        between: tuple[KVLayout, PagedSequence, int],
+        start: int,
+    ) -> None:
+        layout, here, layer = between
+        stop, pages = batch[-1].stop, self._pages[layer]
+        if layout.block_size == self._entry_format.block_size:
+            theirs = PagedSequence(layout, _rows_of(batch, layout))
+            copies = compute_page_copies(theirs, here, layer, start=start, stop=stop)
+            apply_copies(copies, rows, pages)
+            return
+        heads = shared_heads(layout, self._layout, layer)
+        tail = PagedSequence(layout, BlockTable(0, np.zeros(1, np.int64)))
+        skipped = start - batch[0].start
+        data = read_canonical(tail, layer, rows, start=skipped, stop=layout.block_size)
+        write_canonical(here, layer, pages, data, start=start, heads=heads)
+
+
+def _rows_of(batch: Sequence[TokenSegment], layout: KVLayout) -> BlockTable:
+    """Full pieces as blocks of the store's size: piece i of the batch is row i."""
+    return BlockTable(batch[0].start // layout.block_size, np.arange(len(batch), dtype=np.int64))

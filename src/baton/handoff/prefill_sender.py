@@ -1,0 +1,527 @@
+"""The prefill worker's handoffs: carries out what `SendSession` asks for."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Final, assert_never
+
+from baton.clock import Instant
+from baton.errors import BatonError
+from baton.handoff.grants import (
+    EarlyGrants,
+    Granted,
+    check_fallback,
+    check_grant,
+    check_ticket,
+    epoch_of,
+)
+from baton.handoff.interface import DECLINED_STAGE, KVExported, SendFailed
+from baton.handoff.layer_writes import announce, map_granted_pages, merge_writes, write_batches
+from baton.handoff.lease_renewer import answer_renewal
+from baton.handoff.messages import (
+    BlocksExported,
+    Declined,
+    ExcludeTransport,
+    ExportRefused,
+    Failed,
+    FallbackToWrite,
+    Finished,
+    Grant,
+    RenewLease,
+    RetransmitRequest,
+    TransferAck,
+    pack_blocks,
+)
+from baton.handoff.outgoing import OutgoingHandoff
+from baton.handoff.peer_transport_table import Reachability
+from baton.handoff.session.actions import (
+    AnnounceReadable,
+    Emit,
+    ExportBlocks,
+    SendAction,
+    SendFinished,
+    SendMessage,
+    WriteLayers,
+)
+from baton.handoff.session.lease import LEASE_STAGE
+from baton.handoff.session.send import SendPhase, SendSession
+from baton.handoff.session.transfer_handle import TransferHandle
+from baton.handoff.staging import STAGING_STAGE, Holder
+from baton.handoff.tombstones import Tombstone, Tombstones
+from baton.handoff.transport_usage import REFERENCE
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from baton.handoff.block_exporter import SharedBlockExporter
+    from baton.handoff.context import AgentContext
+    from baton.handoff.heartbeat import PendingPrefills
+    from baton.handoff.interface import SampledToken, SendOrder
+    from baton.handoff.messages import Release
+    from baton.handoff.peer_transport import PeerTransport
+    from baton.handoff.peer_transport_table import PeerTransportLost, PeerTransportUp
+    from baton.handoff.peers import Peer
+    from baton.handoff.session.actions import PeerMessage
+    from baton.ids import TicketId
+    from baton.transfer.interface import TransferId, Transport
+
+logger = logging.getLogger(__name__)
+
+_WRITING: Final = frozenset({SendPhase.SENDING, SendPhase.DRAINING})
+
+
+class PrefillSender:  # noqa: PLR0904 -- a method for each event (ADR 0005)
+    """All handoffs out of this worker. Owner: the agent's thread."""
+
+    def __init__(self, context: AgentContext, exporter: SharedBlockExporter) -> None:
+        self._context, self._exporter = context, exporter
+        self._outgoing: dict[TicketId, OutgoingHandoff] = {}
+        self._early = EarlyGrants()
+        self._writes: dict[TransferHandle, tuple[PeerTransport, TicketId]] = {}
+        self._tombstones = Tombstones()
+        self.num_lapsed_leases = 0
+
+    @property
+    def num_sessions(self) -> int:
+        """Handoffs that are not over, but for prompts that wait to be pulled."""
+        return sum(not outgoing.is_held for outgoing in self._outgoing.values())
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether a write is under way."""
+        return bool(self._writes)
+
+    def start_send(self, order: SendOrder) -> None:
+        """See `HandoffPort.start_send`."""
+        context = self._context
+        session = SendSession(
+            order,
+            num_layers=context.num_layers,
+            deadline=_deadline_of(order, context),
+            lease_s=context.lease_s,
+        )
+        outgoing = self._outgoing[session.ticket] = OutgoingHandoff(session)
+        tombstone = self._tombstones.take(session.ticket, order.ticket.decode.epoch)
+        if tombstone is not None:
+            self._perform(outgoing, session.peer_failed(tombstone.reason, stage=tombstone.stage))
+            return
+        granted = self._early.take(session.ticket)
+        if granted is not None:
+            self._take_grant(outgoing, granted)
+
+    def layer_ready(self, tickets: Sequence[tuple[TicketId, int]], layer: int) -> None:
+        """See `HandoffPort.layer_ready`."""
+        for ticket, stop in tickets:
+            outgoing = self._outgoing.get(ticket)
+            if outgoing is not None:
+                self._perform(outgoing, outgoing.session.layer_ready(layer, stop))
+
+    def all_layers_ready(self, ticket: TicketId, stop: int) -> None:
+        """All layers of tokens `[0, stop)` are in place: see `short_prompts.py`."""
+        outgoing = self._outgoing.get(ticket)
+        if outgoing is not None:
+            self._perform(outgoing, outgoing.session.all_layers_ready(stop))
+
+    def prefill_done(self, ticket: TicketId, first_token: SampledToken | None) -> None:
+        """See `HandoffPort.prefill_done`."""
+        outgoing = self._outgoing.get(ticket)
+        if outgoing is not None:
+            now = self._context.clock.now()
+            outgoing.session.lease.hold(now)
+            outgoing.session.wait_until(Instant(now + self._context.timeout_s))
+            self._perform(outgoing, outgoing.session.finish(first_token))
+
+    def engine_progressed(self, pending: PendingPrefills) -> None:
+        """This worker's engine lives, and has yet to compute these: their deadlines can wait."""
+        until = Instant(pending.last_progress_at + self._context.timeout_s)
+        for ticket in pending.prompts:
+            outgoing = self._outgoing.get(ticket.id)
+            if outgoing is not None:
+                outgoing.session.wait_until(until)
+
+    def abort(self, ticket: TicketId, reason: str) -> bool:
+        """See `HandoffPort.abort`; whether the ticket is known here."""
+        outgoing = self._outgoing.get(ticket)
+        if outgoing is None:
+            return False
+        self._perform(outgoing, outgoing.session.fail(reason, stage="abort"))
+        return True
+
+    def cancel_oldest_ungranted(self, tickets: Sequence[TicketId], reason: str) -> None:
+        """See `HandoffPort.cancel_oldest_ungranted`."""
+        for outgoing in filter(None, map(self._outgoing.get, tickets)):
+            if outgoing.granted is None:
+                self._perform(outgoing, outgoing.session.fail(reason, stage="offered"))
+                return
+
+    def handle_message(
+        self,
+        peer: Peer,
+        message: Grant
+        | Declined
+        | TransferAck
+        | RetransmitRequest
+        | ExcludeTransport
+        | FallbackToWrite
+        | Failed
+        | RenewLease,
+    ) -> None:
+        """The decode worker says something about one handoff, or all of them.
+
+        Raises:
+            TicketError: this peer declined a ticket that is not its own.
+            ProtocolError: its ranges or pages are none.
+        """
+        match message:
+            case Grant():
+                self._handle_grant(peer, message)
+            case Declined(sealed, reason):
+                ticket = check_ticket(self._context, peer, sealed)
+                self._end(peer, ticket.id, reason, DECLINED_STAGE)
+            case Failed(ticket_id, reason):
+                self._end(peer, ticket_id, reason, "decode")
+            case RenewLease():
+                answer_renewal(
+                    self._context,
+                    peer,
+                    message,
+                    outgoing=self._outgoing,
+                    dead=self._tombstones,
+                    early=self._early,
+                )
+            case TransferAck() | RetransmitRequest() | ExcludeTransport() | FallbackToWrite():
+                outgoing = self._outgoing.get(message.ticket)
+                if outgoing is not None and outgoing.was_granted_by(peer):
+                    self._handle_granted(outgoing, message)
+            case _:
+                assert_never(message)
+
+    def handle_release(self, peer: Peer, message: Release) -> None:
+        """A borrower is done with these, lent already or not."""
+        for ticket in message.tickets:
+            self._end(peer, ticket, "the decode worker gave up", "decode")
+        self._exporter.released(peer, message)
+
+    def peer_gone(self, peer: Peer, error: BatonError) -> None:
+        """Fail what depended on this link."""
+        self._early.forget_peer(peer)
+        for outgoing in self._of(peer):
+            session = outgoing.session
+            self._perform(outgoing, session.peer_failed(str(error), stage=str(session.phase)))
+
+    def transport_up(self, event: PeerTransportUp) -> None:
+        """A peer's pages can be written, over one more route."""
+        for outgoing in self._of(event.peer):
+            self._try_begin(outgoing)
+            self._resume(outgoing)
+
+    def transport_down(self, event: PeerTransportLost) -> None:
+        """A transport does not reach this peer (any more): go on over another, if there is one."""
+        for outgoing in self._of(event.peer):
+            if outgoing.session.phase is SendPhase.OFFERED:
+                self._try_begin(outgoing)
+                continue
+            if outgoing.session.is_written and not self._fail_over(
+                outgoing, event.peer, event.transport
+            ):
+                error = self._context.peer_transports.explain(event.peer)
+                self._perform(outgoing, outgoing.session.fail(str(error), stage="attach"))
+            self._resume(outgoing)
+
+    def staged(self, ticket: TicketId) -> None:
+        """The turn of a handoff that waited for staging pages has come."""
+        outgoing = self._outgoing.get(ticket)
+        if outgoing is not None:
+            self._try_begin(outgoing)
+
+    def write_completed(self, transport: Transport, transfer: TransferId) -> None:
+        """A write is done."""
+        handle = TransferHandle(transport.kind, transfer)
+        peer_transport, outgoing = self._take_write(handle)
+        if peer_transport is not None:
+            self._context.peer_transports.completed(peer_transport)
+        if outgoing is not None:
+            self._perform(outgoing, outgoing.session.ended(handle))
+
+    def write_failed(self, transport: Transport, transfer: TransferId, error: BatonError) -> None:
+        """A write failed: another transport takes over, if there is one."""
+        handle = TransferHandle(transport.kind, transfer)
+        peer_transport, outgoing = self._take_write(handle)
+        if peer_transport is not None:
+            peer_transport.failed()
+        if outgoing is None or outgoing.granted is None:
+            return
+        session = outgoing.session
+        if not self._fail_over(outgoing, outgoing.granted.peer, transport.kind):
+            reason = f"{transport.kind}: {error}"
+            self._perform(outgoing, session.fail(reason, stage="transfer"))
+        self._perform(outgoing, session.ended(handle))
+
+    def tick(self) -> None:
+        """Fail what is past its deadline; forget grants for requests that never came."""
+        now = self._context.clock.now()
+        for outgoing in tuple(self._outgoing.values()):
+            self._perform(outgoing, outgoing.session.expire(now))
+        self._early.forget_expired(self._context.clock.unix_now())
+
+    def stop(self, reason: str) -> None:
+        """Fail everything."""
+        for outgoing in tuple(self._outgoing.values()):
+            self._perform(outgoing, outgoing.session.fail(reason, stage="stop"))
+
+    def _handle_grant(self, peer: Peer, grant: Grant) -> None:
+        """Take a good grant; answer a bad one, so that the decode worker need not wait."""
+        try:
+            granted = check_grant(self._context, peer, grant)
+        except BatonError as exc:
+            logger.warning("handoff: refused a grant of %s: %s", peer.name, exc)
+            self._context.peers.send(peer, Failed(grant.id, str(exc)[:2000]))
+            return
+        outgoing = self._outgoing.get(granted.ticket.id)
+        if outgoing is not None:
+            self._take_grant(outgoing, granted)
+            return
+        tombstone = self._tombstones.take(granted.ticket.id, granted.ticket.decode.epoch)
+        if tombstone is not None:
+            self._context.peers.send(peer, Failed(granted.ticket.id, tombstone.reason))
+            return
+        if granted.ticket.mode == "pull":  # it was held before decode was asked
+            self._context.peers.send(peer, Failed(granted.ticket.id, "it is held no more"))
+            return
+        self._early.add(granted)
+
+    def _take_grant(self, outgoing: OutgoingHandoff, granted: Granted) -> None:
+        if outgoing.granted is not None:
+            return
+        outgoing.granted = granted
+        outgoing.session.renew(self._context.clock.now())
+        self._perform(outgoing, outgoing.session.granted(granted.grant))
+        if outgoing.session.is_exported and not outgoing.session.over:
+            reason = self._exporter.reserve(granted)
+            if reason is not None:
+                outgoing.session.order.trace.reroutes.append(f"reference: {reason}"[:500])
+                self._context.peers.send(granted.peer, ExportRefused(granted.ticket.id, reason))
+                return  # the peer will say into what to write
+        self._try_begin(outgoing)
+
+    def _try_begin(self, outgoing: OutgoingHandoff) -> None:
+        """Begin to send, if the peer can be reached and the KV has pages to lie in."""
+        session, granted = outgoing.session, outgoing.granted
+        if session.phase is not SendPhase.OFFERED or granted is None:
+            return
+        if session.is_exported and not self._exporter.is_reserved(session.ticket):
+            return  # a loan was refused: the peer has yet to say into what to write
+        view = self._context.view_to(granted.peer)
+        stage = "attach"
+        try:
+            if session.is_written and not self._is_reachable(granted.peer):
+                return
+            stage = STAGING_STAGE
+            outgoing.mapped_pages = map_granted_pages(view, session.order, granted.grant)
+        except BatonError as exc:
+            self._perform(outgoing, session.fail(str(exc), stage=stage))
+            return
+        if outgoing.mapped_pages is not None:
+            self._perform(outgoing, session.begin(view.page_tokens))
+
+    def _is_reachable(self, peer: Peer) -> bool:
+        """Whether there is a route; if not, `route_found` or `route_lost` follows.
+
+        Raises:
+            TransferError: there is none, and none is being looked for.
+        """
+        peer_transports = self._context.peer_transports
+        peer_transports.attach_all(peer)
+        match peer_transports.reach(peer):
+            case Reachability.READY:
+                return True
+            case Reachability.WAITING:
+                return False
+            case Reachability.NONE:
+                raise peer_transports.explain(peer)
+
+    def _fail_over(self, outgoing: OutgoingHandoff, peer: Peer, kind: str) -> bool:
+        """Have a session go on without a transport; whether there is another for it."""
+        session, peer_transports = outgoing.session, self._context.peer_transports
+        if peer_transports.reach(peer, {*session.excluded, kind}) is Reachability.NONE:
+            return False
+        if kind in session.excluded or not session.is_written:
+            return True
+        outgoing.session.order.trace.reroutes.append(
+            f"{kind}: {peer_transports.explain(peer)}"[:500]
+        )
+        peer_transports.observer.failed("push", kind)
+        self._perform(outgoing, session.fail_over(kind))
+        return True
+
+    def _resume(self, outgoing: OutgoingHandoff) -> None:
+        if outgoing.waits:
+            outgoing.waits = False
+            self._perform(outgoing, outgoing.session.resume())
+
+    def _handle_granted(
+        self,
+        outgoing: OutgoingHandoff,
+        message: TransferAck | RetransmitRequest | ExcludeTransport | FallbackToWrite,
+    ) -> None:
+        """The decode worker says something about a handoff that it granted."""
+        session, granted = outgoing.session, outgoing.granted
+        if granted is None:
+            return
+        match message:
+            case TransferAck(_, transport, expected):
+                trace = session.order.trace
+                trace.transport, trace.expected_transport = transport, expected
+                self._perform(outgoing, session.acked())
+            case RetransmitRequest(_, transport):
+                # It was no refusal by a handoff that had ended over there.
+                if transport in session.excluded:
+                    self._context.peer_transports.penalize(
+                        granted.peer, transport, "writes did not arrive"
+                    )
+                self._perform(outgoing, session.retransmit(message))
+            case ExcludeTransport(_, transport, reason):
+                if not self._fail_over(outgoing, granted.peer, transport):
+                    self._perform(outgoing, session.fail(reason, stage="transfer"))
+            case FallbackToWrite():
+                outgoing.granted = check_fallback(granted, message)
+                self._context.peer_transports.attach_all(granted.peer)
+                self._perform(outgoing, session.fall_back_to_write(message))
+                self._try_begin(outgoing)
+            case _:
+                assert_never(message)
+
+    def _end(self, peer: Peer, ticket: TicketId, reason: str, stage: str) -> None:
+        """The decode worker wants no more of this ticket."""
+        outgoing = self._outgoing.get(ticket)
+        if outgoing is None:
+            self._early.forget(ticket, peer)
+            self._tombstones.add(ticket, Tombstone(reason, stage), by=epoch_of(peer))
+        elif outgoing.session.order.ticket.decode.epoch == epoch_of(peer):
+            self._perform(outgoing, outgoing.session.peer_failed(reason, stage=stage))
+
+    def _perform(self, outgoing: OutgoingHandoff, actions: list[SendAction]) -> None:
+        for action in merge_writes(actions) if len(actions) > 1 else actions:
+            self._carry_out(outgoing, action)
+        session = outgoing.session
+        if session.over and self._outgoing.pop(session.ticket, None) is not None:
+            holder = Holder("send", session.ticket)
+            for view in self._context.views:
+                view.release(holder)
+            self._exporter.forget(session.ticket)
+
+    def _carry_out(self, outgoing: OutgoingHandoff, action: SendAction) -> None:
+        match action:
+            case WriteLayers():
+                self._submit(outgoing, action)
+            case AnnounceReadable():
+                self._announce(outgoing, action)
+            case SendFinished(first_token):
+                self._send_finished(outgoing, first_token)
+            case ExportBlocks():
+                self._export(outgoing, action)
+            case SendMessage(message):
+                self._send_message(outgoing, message)
+            case Emit(event):
+                if isinstance(event, SendFailed) and event.error.stage == LEASE_STAGE:
+                    self.num_lapsed_leases += 1
+                outgoing.write_trace()
+                self._context.emit(event)
+            case _:
+                assert_never(action)
+
+    def _submit(self, outgoing: OutgoingHandoff, submit: WriteLayers) -> None:
+        """Write a range of one layer or more, in parcels; a failure ends the session."""
+        session, granted, mapped_pages = outgoing.session, outgoing.granted, outgoing.mapped_pages
+        if session.phase not in _WRITING or granted is None or mapped_pages is None:
+            return  # an earlier write of the same batch failed
+        peer_transports = self._context.peer_transports
+        peer, avoided = granted.peer, session.excluded
+        if (
+            not peer_transports.is_up(peer, avoided)
+            and peer_transports.reach(peer, avoided) is Reachability.WAITING
+        ):
+            outgoing.waits = True  # `resume` will ask for it again
+            return
+        try:
+            for write in write_batches(
+                submit,
+                peer_transports,
+                outgoing=outgoing,
+                granted=granted,
+                mapped_pages=mapped_pages,
+            ):
+                self._writes[write.handle] = write.chosen.peer_transport, session.ticket
+                for token_range in write.token_ranges:
+                    self._perform(outgoing, session.submitted(write.handle, token_range))
+                if session.phase not in _WRITING:
+                    return
+        except BatonError as exc:
+            self._perform(outgoing, session.fail(str(exc), stage="submit"))
+
+    def _announce(self, outgoing: OutgoingHandoff, action: AnnounceReadable) -> None:
+        """Say where one layer's range lies, in parcels; a failure ends the session."""
+        session, granted, mapped_pages = outgoing.session, outgoing.granted, outgoing.mapped_pages
+        if session.phase is not SendPhase.SENDING or granted is None or mapped_pages is None:
+            return
+        try:
+            for message in announce(action, outgoing, granted=granted, mapped_pages=mapped_pages):
+                self._context.peers.send(granted.peer, message)
+                self._perform(outgoing, session.announced(action.layer, message.stop))
+        except BatonError as exc:
+            self._perform(outgoing, session.fail(str(exc), stage="announce"))
+
+    def _export(self, outgoing: OutgoingHandoff, action: ExportBlocks) -> None:
+        """Lend what was promised. From here on only the borrower's word, or its end, ends it."""
+        granted, order = outgoing.granted, outgoing.session.order
+        if granted is None:
+            raise AssertionError("nothing is lent before it was granted")
+        size = self._context.view_to(granted.peer).view.layout.block_size
+        first, stop = action.start // size, -(-order.num_tokens // size)
+        blocks = order.blocks.blocks[first - order.blocks.first : stop - order.blocks.first]
+        self._exporter.export(order.ticket.id, order.deadline)
+        order.trace.transport = order.trace.expected_transport = REFERENCE
+        self._context.emit(KVExported(order.ticket.id, tuple(int(block) for block in blocks)))
+        self._context.peers.send(
+            granted.peer, BlocksExported(order.ticket.id, first, pack_blocks(blocks))
+        )
+        self._send_finished(outgoing, action.first_token)
+
+    def _send_finished(self, outgoing: OutgoingHandoff, first_token: SampledToken | None) -> None:
+        if outgoing.granted is None:
+            return
+        outgoing.write_trace()
+        trace = outgoing.session.order.trace
+        message = Finished(
+            ticket=outgoing.session.ticket,
+            first_token=first_token,
+            transport=trace.transport or "",
+            expected_transport=trace.expected_transport or "",
+            stamps=trace.stamps.copy(),
+        )
+        self._context.peers.send(outgoing.granted.peer, message)
+
+    def _send_message(self, outgoing: OutgoingHandoff, message: PeerMessage) -> None:
+        if outgoing.granted is not None:
+            self._context.peers.send(outgoing.granted.peer, message)
+        elif isinstance(message, Failed):
+            ticket = outgoing.session.order.ticket
+            self._tombstones.add(
+                ticket.id, Tombstone(message.reason, "prefill"), by=ticket.decode.epoch
+            )
+
+    def _take_write(
+        self, handle: TransferHandle
+    ) -> tuple[PeerTransport | None, OutgoingHandoff | None]:
+        found = self._writes.pop(handle, None)
+        return (None, None) if found is None else (found[0], self._outgoing.get(found[1]))
+
+    def _of(self, peer: Peer) -> list[OutgoingHandoff]:
+        return [outgoing for outgoing in self._outgoing.values() if outgoing.was_granted_by(peer)]
+
+
+def _deadline_of(order: SendOrder, context: AgentContext) -> Instant:
+    """A pull waits for decode to have room: for as long as the request may, and its lease lasts."""
+    if order.ticket.mode == "pull":
+        return order.deadline
+    return Instant(min(order.deadline, context.clock.now() + context.timeout_s))

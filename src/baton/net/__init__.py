@@ -1,0 +1,13 @@
+"""One authenticated, framed socket stack: for transports, the handoff's link and the doctor.
+
+Enters: sockets, the cluster key, frames' bodies and lists of buffers. Leaves: frames and page bytes
+of peers that have proved the key, and an error, once, where a connection ends.
+
+File map:
+    framing.py     frames on a byte stream, and the handshake in the first three (sans-I/O)
+    channel.py     a non-blocking socket that carries frames and page bytes; its read-ahead
+    connection.py  a channel inside a reactor, which fails once; whether its peer makes progress
+    endpoints.py   dial and accept peers, until they have proved the key; a peer's process
+    reactor.py     readiness, timers and queued events
+    tls.py         TLS beneath the frames
+"""

@@ -1,0 +1,264 @@
+"""What the checker sees of the production code: its books, which nobody else may open."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from baton.handoff.pool_mode import completion_marker
+from baton.handoff.pool_mode.store_handoff import StoreHandoff
+from baton.handoff.session.send import SendPhase
+from baton.handoff.staging import Holder
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from baton.auth.ticket import Ticket
+    from baton.engines.transformers.loop import EngineLoop
+    from baton.engines.transformers.pinned_blocks import PinnedBlocks
+    from baton.engines.transformers.scheduler import Scheduler
+    from baton.handoff.agent import HandoffAgent
+    from baton.handoff.mapped_pages import RegisteredView
+    from baton.handoff.messages import Message
+    from baton.handoff.peers import Peer
+    from baton.ids import Epoch, RegionHandle, TicketId
+    from baton.kv.blocks import BlockState
+    from baton.sim.handoff.process import SimProcess
+    from baton.store.interface import EntryName
+
+
+@dataclass(frozen=True, slots=True)
+class Leftover:
+    """Something that is still held: its name, and how many of it."""
+
+    what: str
+    num: int
+
+
+def find_leftovers(agent: HandoffAgent, loop: EngineLoop, scheduler: Scheduler) -> list[Leftover]:
+    """What a worker still holds for handoffs; graves are only bounded.
+
+    But for early grants, and for what it has lent.
+    """
+    receiving, sending, pinned_blocks = agent._receiving, agent._sending, scheduler.pinned_blocks
+    pool, staging = scheduler.pool, [f.staging_pool for f in agent._views if f.staging_pool]
+    counts = {
+        "sessions that receive": receiving.num_sessions,
+        "sessions that send": sending.num_sessions,
+        "writes of the sending desk": len(sending._writes),
+        "reads of the receiving desk": len(receiving._reader._pending),
+        "sequences": len(loop._sequences),
+        "tickets that are renewed": len(receiving._lease_renewer._queued),
+        "sequences that wait for KV": len(pinned_blocks._incoming),
+        "quarantined tickets": len(pinned_blocks._quarantined),
+        "sequences lent to a peer": len(pinned_blocks._sending),
+        "blocks": pool.num_blocks - pool.num_free - _count_exported(scheduler),
+        "store writes and reads": _count_store_transfers(agent),
+        "loans in use": len(agent._importer.table._exporter_of),
+        "sequences that borrow": len(scheduler.shared_blocks._importers),
+        "staging pages": sum(len(held) for pages in staging for held in pages._held.values()),
+        "handoffs that wait for staging pages": sum(pages.num_waiting for pages in staging),
+    }
+    return [Leftover(what, num) for what, num in counts.items() if num]
+
+
+def _count_store_transfers(agent: HandoffAgent) -> int:
+    handoff = agent._pool
+    return len(handoff._writes) + len(handoff._reads) if isinstance(handoff, StoreHandoff) else 0
+
+
+def find_exported(agent: HandoffAgent, scheduler: Scheduler) -> list[Leftover]:
+    """What a worker has lent and not been given back."""
+    num_loans, num_blocks = len(agent._exporter.table._exports), _count_exported(scheduler)
+    found = Leftover("loans", num_loans), Leftover("blocks that are lent", num_blocks)
+    return [each for each in found if each.num]
+
+
+def _count_exported(scheduler: Scheduler) -> int:
+    """Blocks that are somebody's only because they are lent."""
+    exported = [set(blocks) for blocks in scheduler.shared_blocks._exported.values()]
+    return len(set().union(*exported))
+
+
+def count_early_grants(agent: HandoffAgent) -> int:
+    """Grants for requests that have not come."""
+    return len(agent._sending._early._grants)
+
+
+def count_tombstones(agent: HandoffAgent) -> int:
+    """Tickets remembered as dead, on both desks."""
+    return len(agent._sending._tombstones._tombstones) + len(agent._receiving._aborted._tombstones)
+
+
+def count_links(agent: HandoffAgent) -> int:
+    """Links to peers."""
+    return len(agent._peers._peers)
+
+
+def state_of(scheduler: Scheduler, block: int) -> BlockState:
+    """The state of one block of the engine's."""
+    return scheduler.pool._ledger.state(block)
+
+
+def incoming_blocks(pinned_blocks: PinnedBlocks, ticket: TicketId) -> tuple[int, ...]:
+    """The blocks into which a ticket's KV may be stored."""
+    if ticket in pinned_blocks._incoming:
+        return pinned_blocks._incoming[ticket].blocks.blocks
+    if ticket in pinned_blocks._quarantined:
+        return pinned_blocks._quarantined[ticket].blocks
+    return ()
+
+
+def outgoing_blocks(pinned_blocks: PinnedBlocks, ticket: TicketId) -> list[int]:
+    """The blocks that are held for a ticket's reader."""
+    sequence = pinned_blocks._sending.get(ticket)
+    return [] if sequence is None else sequence.blocks
+
+
+def is_ending(agent: HandoffAgent, ticket: TicketId) -> bool:
+    """Whether a handoff out of a worker only waits for its own writes, or is over."""
+    outgoing = agent._sending._outgoing.get(ticket)
+    return outgoing is None or outgoing.session.phase in {SendPhase.ENDING, SendPhase.ENDED}
+
+
+def marker_name(ticket: TicketId) -> EntryName:
+    """The entry in which a prefill worker says that it is done with a ticket."""
+    return completion_marker._entry_name(ticket, 0)
+
+
+def find_reader(process: SimProcess, region: RegionHandle, pages: set[int]) -> TicketId | None:
+    """For which ticket a worker reads into these pages of its own."""
+    pinned_blocks, view = process.scheduler.pinned_blocks, process.view
+    for ticket in (*pinned_blocks._incoming, *pinned_blocks._quarantined):
+        if region == process.pages.region.handle:
+            known = incoming_blocks(pinned_blocks, ticket)
+        else:
+            known = tuple(staged_pages(view, Holder("receive", ticket)))
+        if pages <= set(known):
+            return ticket
+    return None
+
+
+def staged_pages(view: RegisteredView, holder: Holder) -> list[int]:
+    """The staging pages of one handoff."""
+    if view.staging_pool is None or holder not in view.staging_pool._held:
+        return []
+    pages: list[int] = view.staging_pool._held[holder].tolist()
+    return pages
+
+
+def is_staged_for_some(view: RegisteredView, pages: set[int]) -> bool:
+    """Whether each of these staging pages belongs to some handoff that receives."""
+    if view.staging_pool is None:
+        return False
+    held = (h.tolist() for holder, h in view.staging_pool._held.items() if holder.side == "receive")
+    return pages <= {page for some in held for page in some}
+
+
+def is_importing(process: SimProcess, ticket: TicketId) -> bool:
+    """Whether a worker may read what was lent for a ticket, as its agent or its engine sees it."""
+    book, loans = process.agent._importer.table, process.scheduler.shared_blocks
+    return ticket in book._exporter_of or ticket in loans._importers
+
+
+def find_pending_releases(process: SimProcess, lender: Epoch) -> int:
+    """Returns that a lender has not heard of, or not said that it has."""
+    account = process.agent._importer.table._account(lender)
+    return len(account.pending) + len(account.unacked)
+
+
+def find_read_pages(process: SimProcess, lender: Epoch) -> set[int]:
+    """The pages of a lender's that sequences of this worker attend over."""
+    known = process.agent._importer._exporters.get(lender)
+    if known is None or known.mapping is None:
+        return set()
+    mapping = known.mapping
+    blocks = {
+        block
+        for sequence in process.scheduler.shared_blocks._importers.values()
+        for block in sequence.blocks
+    }
+    return {block - mapping.first for block in blocks if mapping.first <= block < mapping.stop}
+
+
+def find_unmapped(process: SimProcess, blocks: Iterable[int]) -> int | None:
+    """One of these blocks that is neither an own one nor in an mapping; None if there is none."""
+    peer_mappings, num_own = process.pages.peer_mappings, process.plan.num_blocks
+    mapped = [] if peer_mappings is None else peer_mappings._attached
+    for block in blocks:
+        if block >= num_own and not any(each.first <= block < each.stop for each in mapped):
+            return block
+    return None
+
+
+def count_peer_mappings(process: SimProcess) -> int:
+    """Peers whose pages are mapped."""
+    return 0 if process.pages.peer_mappings is None else len(process.pages.peer_mappings._attached)
+
+
+def check_state(agent: HandoffAgent) -> None:
+    """Have every pure structure check itself.
+
+    Raises:
+        AssertionError: one of them contradicts itself.
+    """
+    for incoming in agent._receiving._incoming.values():
+        incoming.session.check_invariants()
+    for outgoing in agent._sending._outgoing.values():
+        outgoing.session.check_invariants()
+    agent._exporter.table.check_invariants()
+    agent._importer.table.check_invariants()
+    for view in agent._views:
+        if view.staging_pool is not None:
+            view.staging_pool.check_invariants()
+
+
+def peers_of(agent: HandoffAgent) -> list[Peer]:
+    """The peers that have introduced themselves."""
+    return [peer for peer in agent._peers if peer.hello is not None]
+
+
+def describe_ticket(agent: HandoffAgent, named: Ticket) -> tuple[object, ...]:
+    """All that an agent knows of a ticket, so that two moments can be compared."""
+    ticket = named.id
+    incoming = agent._receiving._incoming.get(ticket)
+    outgoing = agent._sending._outgoing.get(ticket)
+    receive = (
+        ()
+        if incoming is None
+        else (
+            incoming.session.phase,
+            incoming.session.coverage.num_missing,
+            incoming.peer,
+            incoming.session.lease_holder._until,
+            incoming.session.deadline,
+        )
+    )
+    send = (
+        ()
+        if outgoing is None
+        else (
+            outgoing.session.phase,
+            outgoing.granted,
+            int(outgoing.session._sent.sum()),
+            outgoing.session.lease._until,
+        )
+    )
+    return (
+        receive,
+        send,
+        agent._sending._early._grants.get(ticket),
+        ticket in agent._receiving._lease_renewer._queued,
+        agent._exporter.table._exports.get(ticket) is None,
+        agent._importer.table._exporter_of.get(ticket),
+        [
+            tombstones._tombstones.get((ticket, by))
+            for tombstones in (agent._sending._tombstones, agent._receiving._aborted)
+            for by in (None, named.prefill.epoch, named.decode.epoch)
+        ],
+    )
+
+
+def send(agent: HandoffAgent, peer: Peer, message: Message) -> None:
+    """Have an agent say something that it would not."""
+    agent._peers.send(peer, message)

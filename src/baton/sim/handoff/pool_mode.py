@@ -1,0 +1,98 @@
+"""The pool's half of one life: the production desk without its thread, and its copies watched."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from baton.handoff.pool_mode.block_packer import BlockPacker
+from baton.handoff.pool_mode.store_access import StoreAccess
+from baton.store.counted_tier import CountedTier
+from baton.store.entry_format import EntryFormat
+from baton.store.tiered import TieredStore
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from baton.handoff.kv_views import KVView
+    from baton.handoff.pool_mode.block_packer import EntryBodies
+    from baton.handoff.pool_mode.store_handoff import StoreHandoff
+    from baton.handoff.pool_mode.token_segments import TokenSegment
+    from baton.kv.copies import BlockTable
+    from baton.sim.handoff.process import SimProcess
+
+STEP_S: Final = 0.001
+"""At most: a batch of a simulated prompt is all of it."""
+
+
+def make_store_access(process: SimProcess, view: KVView) -> StoreAccess | None:
+    """What a worker takes part in mode pool with; None in a cluster without a store."""
+    world = process.world
+    if world.store is None or world.schedule.store is None:
+        return None
+    size = world.schedule.store.block_size
+    store = TieredStore([CountedTier("store", world.store)])
+    return StoreAccess(store, EntryFormat.of(view.layout, block_size=size, num_parts=1), view)
+
+
+class StoreHandoffDriver:
+    """Has the desk take its steps: soon after each command, and as long as it is busy."""
+
+    def __init__(self, process: SimProcess) -> None:
+        self._process = process
+        self._steps_soon = False
+
+    def wake(self) -> None:
+        """Something was asked of it."""
+        self._in(STEP_S * self._process.world.rng.random())
+
+    def _in(self, delay_s: float) -> None:
+        if not self._steps_soon:
+            self._steps_soon = True
+            process = self._process
+            process.world.timeline.after(delay_s, lambda: process.when_running(self._step))
+
+    def _step(self) -> None:
+        self._steps_soon = False
+        desk = self._process.agent.store_handoff
+        if desk is not None:
+            patience_s = desk.step(0.0)
+            if patience_s is not None:
+                self._in(patience_s + STEP_S * self._process.world.rng.random())
+
+
+class CheckedBlockPacker(BlockPacker):
+    """A `BlockPacker` whose copies from and into the engine's blocks are looked at."""
+
+    def __init__(self, process: SimProcess, pool: StoreAccess) -> None:
+        super().__init__(pool.view, pool.entry_format)
+        self._process = process
+
+    def gather(self, batch: Sequence[TokenSegment], table: BlockTable) -> list[EntryBodies]:
+        """See `BlockPacker`."""
+        process = self._process
+        process.checker.pooling.check_gather(process, self._blocks(batch, table, batch[0].start))
+        return super().gather(batch, table)
+
+    def scatter(
+        self,
+        found: Sequence[EntryBodies],
+        batch: Sequence[TokenSegment],
+        *,
+        start: int,
+        table: BlockTable,
+    ) -> None:
+        """See `BlockPacker`."""
+        process = self._process
+        blocks = self._blocks(batch, table, max(start, batch[0].start))
+        process.checker.pooling.check_scatter(process, blocks)
+        super().scatter(found, batch, start=start, table=table)
+
+    def _blocks(self, batch: Sequence[TokenSegment], table: BlockTable, start: int) -> set[int]:
+        size = self._layout.block_size
+        first, stop = start // size, -(-batch[-1].stop // size)
+        return set(table.blocks[first - table.first : stop - table.first].tolist())
+
+
+def watch(desk: StoreHandoff, process: SimProcess, pool: StoreAccess) -> None:
+    """Have a desk's copies looked at. Before `open`."""
+    desk._packer = CheckedBlockPacker(process, pool)  # noqa: SLF001 -- no one else replaces it

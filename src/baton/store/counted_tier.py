@@ -1,0 +1,174 @@
+"""Counters around a tier, and their Prometheus families `baton_store_*` (docs/store.md)."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily
+
+from baton.errors import StoreError, StoreFullError
+from baton.store.interface import PutResult, Usage
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from prometheus_client import Metric
+
+    from baton.store.interface import Body, EntryLease, EntryName, Tier, TierScan
+
+
+@dataclass(slots=True)
+class TierCounts:
+    """Since the tier was opened. Bytes are of bodies."""
+
+    num_stored: int = 0
+    num_existing: int = 0
+    num_full: int = 0
+    num_failed: int = 0
+    num_hits: int = 0
+    num_misses: int = 0
+    written_bytes: int = 0
+    read_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TierReport:
+    """One tier of a store at one moment."""
+
+    kind: str
+    counts: TierCounts
+    usage: Usage
+
+
+class CountedTier:
+    """See `Tier`. `kind` is what the tier is called in metrics.
+
+    An entry that is leased counts as read. What the tier does of itself (handing down, looking
+    before it writes) is not counted here; `inner` is the tier.
+    """
+
+    def __init__(self, kind: str, tier: Tier) -> None:
+        self.inner = tier
+        self._kind, self._counts = kind, TierCounts()
+        self._open = threading.Lock()
+        self._last: Usage | None = None
+
+    def find(self, names: Sequence[EntryName]) -> int:
+        """See `Tier`."""
+        return self.inner.find(names)
+
+    def put(self, name: EntryName, body: Body) -> PutResult:
+        """See `Tier`."""
+        counts = self._counts
+        try:
+            done = self.inner.put(name, body)
+        except StoreFullError:
+            counts.num_full += 1
+            raise
+        except StoreError:
+            counts.num_failed += 1
+            raise
+        if done is PutResult.STORED:
+            counts.num_stored += 1
+            counts.written_bytes += len(body)
+        else:
+            counts.num_existing += 1
+        return done
+
+    def try_lease(self, name: EntryName) -> EntryLease | None:
+        """See `Tier`."""
+        lease = self.inner.try_lease(name)
+        if lease is None:
+            self._counts.num_misses += 1
+            return None
+        self._counts.num_hits += 1
+        self._counts.read_bytes += lease.num_bytes
+        return lease
+
+    def discard(self, name: EntryName) -> None:
+        """See `Tier`."""
+        self.inner.discard(name)
+
+    def scan(self) -> TierScan:
+        """See `Tier`."""
+        return self.inner.scan()
+
+    def usage(self) -> Usage:
+        """See `Tier`. When it is closed: as it was then."""
+        with self._open:
+            return self._last or self.inner.usage()
+
+    def report(self) -> TierReport:
+        """What was counted. From any thread.
+
+        Raises:
+            StoreError: the tier cannot be looked at.
+        """
+        return TierReport(self._kind, replace(self._counts), self.usage())
+
+    def close(self) -> None:
+        """See `Tier`."""
+        with self._open:
+            if self._last is None:
+                self._last = self._try_usage()
+            self.inner.close()
+
+    def _try_usage(self) -> Usage:
+        try:
+            return self.inner.usage()
+        except StoreError:
+            return Usage(0, 0, 0, 0, 0)
+
+
+def make_families(reports: Sequence[TierReport]) -> Iterator[Metric]:
+    """All families, each with all tiers."""
+    yield from _counted(reports)
+    yield from _lost(reports)
+    used = GaugeMetricFamily("baton_store_used_bytes", "Taken up by entries.", labels=["tier"])
+    capacity = GaugeMetricFamily(
+        "baton_store_capacity_bytes", "That entries may take up.", labels=["tier"]
+    )
+    for report in reports:
+        used.add_metric([report.kind], report.usage.used_bytes)
+        capacity.add_metric([report.kind], report.usage.capacity_bytes)
+    yield from (used, capacity)
+
+
+def _counted(reports: Sequence[TierReport]) -> Iterator[Metric]:
+    puts = CounterMetricFamily(
+        "baton_store_puts", "Entries put by this worker.", labels=["tier", "result"]
+    )
+    leases = CounterMetricFamily(
+        "baton_store_leases", "Entries asked for by this worker.", labels=["tier", "result"]
+    )
+    moved = CounterMetricFamily(
+        "baton_store_bytes", "Of entries put or asked for.", labels=["tier", "direction"]
+    )
+    for report in reports:
+        kind, counts = report.kind, report.counts
+        puts.add_metric([kind, "stored"], counts.num_stored)
+        puts.add_metric([kind, "exists"], counts.num_existing)
+        puts.add_metric([kind, "full"], counts.num_full)
+        puts.add_metric([kind, "failed"], counts.num_failed)
+        leases.add_metric([kind, "hit"], counts.num_hits)
+        leases.add_metric([kind, "miss"], counts.num_misses)
+        moved.add_metric([kind, "written"], counts.written_bytes)
+        moved.add_metric([kind, "read"], counts.read_bytes)
+    yield from (puts, leases, moved)
+
+
+def _lost(reports: Sequence[TierReport]) -> Iterator[Metric]:
+    evictions = CounterMetricFamily(
+        "baton_store_evictions", "Entries that made room for others.", labels=["tier", "outcome"]
+    )
+    damaged = CounterMetricFamily(
+        "baton_store_damaged", "Entries that were not what was put; removed.", labels=["tier"]
+    )
+    for report in reports:
+        kind, usage = report.kind, report.usage
+        evictions.add_metric([kind, "demoted"], usage.num_demoted)
+        evictions.add_metric([kind, "dropped"], usage.num_dropped)
+        damaged.add_metric([kind], usage.num_damaged)
+    yield from (evictions, damaged)

@@ -1,0 +1,255 @@
+"""A user's private folder, shared by processes through locks, and atomic file creation in it."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import secrets
+import shutil
+import stat
+from contextlib import ExitStack, contextmanager, suppress
+from typing import TYPE_CHECKING, Final
+
+from baton.errors import ConfigError, StoreError, StoreFullError
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Iterable
+    from pathlib import Path
+
+    from baton.store.interface import Body
+
+USERS: Final = "users"
+FOLDER_MODE: Final = 0o700
+FILE_MODE: Final = 0o600
+_ATTEMPTS: Final = 100
+
+
+class Folder:
+    """An open folder, shared with its other users until `close`.
+
+    `was_unused`: nobody else worked in it when it was opened.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Make it, if it is not there, and open it.
+
+        Raises:
+            ConfigError: it cannot be made, or others than its owner can get at it.
+        """
+        self.path = path
+        self.fd, self._users, self.was_unused = _open(path)
+
+    def close(self) -> None:
+        """Leave it, with all that is in it."""
+        os.close(self._users)
+        os.close(self.fd)
+
+    def close_and_remove_unless_shared(self) -> None:
+        """Leave it; the last of its users takes it away with all that is in it."""
+        with suppress(BlockingIOError):
+            fcntl.flock(self._users, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(self.path, ignore_errors=True)
+        self.close()
+
+
+def remove_if_abandoned(path: Path) -> bool:
+    """Remove a folder of this user's that nobody works in; whether it is gone."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        if _why_unsafe(fd) is not None:
+            return False
+        users = os.open(USERS, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=fd)
+    except OSError:
+        return False  # it is being made, or is none of ours
+    finally:
+        os.close(fd)
+    try:
+        fcntl.flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(path, ignore_errors=True)
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(users)
+    return True
+
+
+def _open(path: Path) -> tuple[int, int, bool]:
+    """The folder and its users' lock; again, where its last user has just taken it away."""
+    for _ in range(_ATTEMPTS):
+        try:
+            path.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
+            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError as exc:
+            raise ConfigError(f"cannot keep KV in {path}: {exc.strerror}") from exc
+        try:
+            joined = _try_join(path, fd)
+        except BaseException:
+            os.close(fd)
+            raise
+        if joined is not None:
+            return fd, *joined
+        os.close(fd)
+    raise ConfigError(f"cannot keep KV in {path}: it is taken away again and again")
+
+
+def _try_join(path: Path, fd: int) -> tuple[int, bool] | None:
+    """The shared lock of a folder that is still there, and whether nobody else had it.
+
+    Raises:
+        ConfigError: others can get at the folder, or it cannot be written.
+    """
+    unsafe = _why_unsafe(fd)
+    if unsafe is not None:
+        raise ConfigError(f"cannot keep KV in {path}: {unsafe}")
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        users = os.open(USERS, flags, FILE_MODE, dir_fd=fd)
+    except FileNotFoundError:
+        return None
+    except OSError as exc:
+        raise ConfigError(f"cannot keep KV in {path}: {exc.strerror}") from exc
+    was_unused = _try_lock_alone(users)
+    fcntl.flock(users, fcntl.LOCK_SH)
+    if _is_still_there(path, fd, users):
+        return users, was_unused
+    os.close(users)
+    return None
+
+
+def _try_lock_alone(users: int) -> bool:
+    try:
+        fcntl.flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _is_still_there(path: Path, fd: int, users: int) -> bool:
+    """Whether nobody has taken the folder away while its lock was waited for."""
+    try:
+        is_same = os.path.samestat(path.stat(), os.fstat(fd))
+    except FileNotFoundError:
+        return False
+    return is_same and os.fstat(users).st_nlink > 0
+
+
+def _why_unsafe(fd: int) -> str | None:
+    status = os.fstat(fd)
+    if status.st_uid != os.geteuid():
+        return f"it belongs to user {status.st_uid}, not to this one ({os.geteuid()})"
+    if stat.S_IMODE(status.st_mode) & 0o077:
+        return "others may get at it: chmod 700"
+    return None
+
+
+UNFINISHED: Final = "new-"
+"""Begins the names of files that are being written, where they must have one."""
+
+_UNSUPPORTED: Final = frozenset({errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT})
+_NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM})
+
+
+class UnnamedFile:
+    """A file that is complete and has no name yet."""
+
+    def __init__(self, folder: int, source: str) -> None:
+        self._folder, self._source = folder, source
+
+    def try_link(self, name: str) -> bool:
+        """Give it its name; False if another file has it.
+
+        Raises:
+            OSError: it cannot be linked.
+        """
+        try:
+            os.link(self._source, name, src_dir_fd=self._folder, dst_dir_fd=self._folder)
+        except FileExistsError:
+            return False
+        return True
+
+
+@contextmanager
+def write_unnamed(folder: int, buffers: Iterable[Body]) -> Generator[UnnamedFile]:
+    """A file of these bytes, for the length of a block; it stays if it was given a name.
+
+    Raises:
+        StoreFullError: the filesystem is full, or allows no file so large.
+        StoreError: it cannot be written, or cannot be named.
+    """
+    try:
+        with ExitStack() as stack:
+            fd, source = _open_unfinished(folder, stack)
+            _write(fd, buffers)
+            yield UnnamedFile(folder, source)
+    except OSError as exc:
+        kind = StoreFullError if exc.errno in _NO_ROOM else StoreError
+        raise kind(f"cannot keep an entry: {exc.strerror}") from exc
+
+
+def remove_unfinished(folder: int) -> int:
+    """Remove what writers left that are dead; how many files."""
+    num_removed = 0
+    for name in os.listdir(folder):
+        if name.startswith(UNFINISHED) and _is_abandoned(folder, name):
+            _remove(folder, name)
+            num_removed += 1
+    return num_removed
+
+
+def _open_unfinished(folder: int, stack: ExitStack) -> tuple[int, str]:
+    """An empty file, and the path by which it can be linked; `stack` closes it."""
+    fd = _try_open_unnamed(folder)
+    if fd is not None:
+        stack.callback(os.close, fd)
+        return fd, f"/proc/self/fd/{fd}"
+    unfinished = f"{UNFINISHED}{secrets.token_hex(16)}"
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    fd = os.open(unfinished, flags, FILE_MODE, dir_fd=folder)
+    stack.callback(os.close, fd)
+    stack.callback(_remove, folder, unfinished)
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    return fd, unfinished
+
+
+def _remove(folder: int, name: str) -> None:
+    with suppress(FileNotFoundError):
+        os.unlink(name, dir_fd=folder)
+
+
+def _try_open_unnamed(folder: int) -> int | None:
+    """A file without a name; None where there can be none, or none could be linked (no /proc)."""
+    try:
+        fd = os.open(".", os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, FILE_MODE, dir_fd=folder)
+    except OSError as exc:
+        if exc.errno in _UNSUPPORTED:
+            return None
+        raise
+    if os.path.lexists(f"/proc/self/fd/{fd}"):
+        return fd
+    os.close(fd)
+    return None
+
+
+def _write(fd: int, buffers: Iterable[Body]) -> None:
+    for buffer in buffers:
+        rest = memoryview(buffer).cast("B")
+        while rest:
+            rest = rest[os.write(fd, rest) :]
+
+
+def _is_abandoned(folder: int, name: str) -> bool:
+    try:
+        fd = os.open(name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(fd)
+    return True

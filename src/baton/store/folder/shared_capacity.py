@@ -1,0 +1,114 @@
+"""How full a folder is, as all its users know it: two counts in a file, changed under a lock.
+
+What is about to be written is counted before it is written, and what was removed is taken off
+afterwards. So a user that is killed in between leaves too high a sum, never too low a one.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import struct
+import time
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
+
+from baton.errors import StoreError, mapped
+from baton.store.capacity import Capacity
+from baton.store.folder.directory import FILE_MODE
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator
+
+CAPACITY_FILE: Final = "capacity"
+LOCK_TIMEOUT_S: Final = 1.0
+"""A user that was stopped in the middle of a change costs the others caching, no more."""
+_PAUSE_S: Final = 0.001
+_COUNTS: Final = struct.Struct("<QQ")
+
+
+class SharedCapacity:
+    """The counts of one folder. One owner thread; other processes have their own.
+
+    Every change of an entry's name goes with the change of its count, under one lock. All methods
+    raise StoreError where the lock cannot be had, or a system call fails: then nothing has changed,
+    or the counts are too high.
+    """
+
+    def __init__(self, folder: int, capacity_bytes: int) -> None:
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        self._capacity_bytes = capacity_bytes
+        self._fd = os.open(CAPACITY_FILE, flags, FILE_MODE, dir_fd=folder)
+
+    def try_reserve(self, num_bytes: int) -> int:
+        """So much is about to be kept, if there is room: 0 then, else how much must go first."""
+        with self._locked():
+            capacity = self._read()
+            reserved = capacity.try_reserve(num_bytes)
+            if reserved is None:
+                return capacity.shortage(num_bytes)
+            self._write(reserved)
+            return 0
+
+    def release(self, num_bytes: int) -> None:
+        """So much of what was taken is not kept."""
+        with self._locked():
+            self._write(self._read().release(num_bytes))
+
+    def commit(self, num_bytes: int, try_link: Callable[[], bool]) -> bool:
+        """What was taken gets its name, if nobody else has it; whether it did."""
+        with self._locked():
+            is_new = try_link()
+            capacity = self._read()
+            self._write(capacity.commit(num_bytes) if is_new else capacity.release(num_bytes))
+            return is_new
+
+    def remove(self, try_remove: Callable[[], int]) -> None:
+        """An entry goes: `try_remove` says how many bytes it took up, 0 if it was gone already."""
+        with self._locked():
+            num_bytes = try_remove()
+            self._write(self._read().remove(num_bytes))
+
+    def recount(self, count: Callable[[], int]) -> None:
+        """Look at all entries, and set right what killed users, or others, have left wrong."""
+        with self._locked():
+            self._write(replace(self._read(), committed_bytes=count()))
+
+    def reset(self, count: Callable[[], int]) -> None:
+        """The same, where nobody else works here: so nothing is pending."""
+        with self._locked():
+            self._write(Capacity(self._capacity_bytes, count()))
+
+    def peek(self) -> Capacity:
+        """The counts, without the lock: a change of another's may be half way."""
+        with mapped({OSError: StoreError}):
+            return self._read()
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._fd)
+
+    def _read(self) -> Capacity:
+        raw = os.pread(self._fd, _COUNTS.size, 0)
+        counts = _COUNTS.unpack(raw) if len(raw) == _COUNTS.size else (0, 0)
+        return Capacity(self._capacity_bytes, *counts)
+
+    def _write(self, capacity: Capacity) -> None:
+        os.pwrite(self._fd, _COUNTS.pack(capacity.committed_bytes, capacity.reserved_bytes), 0)
+
+    @contextmanager
+    def _locked(self) -> Generator[None]:
+        for _ in range(int(LOCK_TIMEOUT_S / _PAUSE_S)):
+            try:
+                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(_PAUSE_S)
+        else:
+            raise StoreError("the store's count is locked by another process")
+        try:
+            with mapped({OSError: StoreError}):
+                yield
+        finally:
+            fcntl.flock(self._fd, fcntl.LOCK_UN)

@@ -1,0 +1,89 @@
+"""What a process tells its launcher: one JSON object a line, on a descriptor that it inherited.
+
+loading (its address is known, nothing answers yet) ─► ready ─► draining
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Final, TypeAlias
+
+import msgspec
+
+from baton.errors import ProtocolError
+
+logger = logging.getLogger(__name__)
+
+STANDARD_OUTPUT: Final = 1
+STANDARD_ERROR: Final = 2
+
+
+class Loading(msgspec.Struct, frozen=True, tag="loading", tag_field="event"):
+    """The process lives and loads `what`; it will answer at `url`.
+
+    Said again whenever `phase` changes: in a few words, what takes the time.
+    """
+
+    url: str | None = None
+    what: str | None = None
+    phase: str | None = None
+
+
+class Ready(msgspec.Struct, frozen=True, tag="ready", tag_field="event"):
+    """The process answers at `url`; the rest is a worker's, `handoff_address` as `host:port`."""
+
+    url: str
+    worker: str | None = None
+    epoch: str | None = None
+    role: str | None = None
+    handoff_address: str | None = None
+
+
+class Draining(msgspec.Struct, frozen=True, tag="draining", tag_field="event"):
+    """The process takes no more requests and ends within `timeout_s`."""
+
+    timeout_s: float | None = None
+
+
+ProcessStatus: TypeAlias = Loading | Ready | Draining
+
+_decoder: msgspec.json.Decoder[ProcessStatus] = msgspec.json.Decoder(ProcessStatus)
+
+
+class StatusReporter:
+    """Writes status_messages to a descriptor that it does not own."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
+    def report(self, status: ProcessStatus) -> None:
+        """Write one line; nobody listening any more is not an error."""
+        try:
+            os.write(self._fd, msgspec.json.encode(status) + b"\n")
+        except OSError as exc:
+            logger.warning("nobody reads what this process announces: %s", exc)
+
+
+def claim_standard_output(fd: int) -> int:
+    """Where to announce instead of `fd`, if that is standard output, which libraries print to too.
+
+    What they print goes to standard error from now on.
+    """
+    if fd != STANDARD_OUTPUT:
+        return fd
+    claimed = os.dup(STANDARD_OUTPUT)
+    os.dup2(STANDARD_ERROR, STANDARD_OUTPUT)
+    return claimed
+
+
+def read_status(line: bytes) -> ProcessStatus:
+    """Decode one line.
+
+    Raises:
+        ProtocolError: the line is no status.
+    """
+    try:
+        return _decoder.decode(line)
+    except msgspec.MsgspecError as exc:
+        raise ProtocolError(f"no status line: {line[:200]!r}: {exc}") from exc

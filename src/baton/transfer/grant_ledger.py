@@ -1,0 +1,152 @@
+"""Who may still store into which grant: the receiver's book, pure.
+
+The peer does the writing here, so a closed grant is quiescent only once every writer that was told
+of it has said that it stopped, or is proved unable to write: it has unmapped the memory, or its
+process is dead. A broken connection proves nothing.
+
+    open ── close_grant ──► closing (waits for every writer that was told) ──► quiescent
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NewType
+
+from baton.errors import ProtocolError, TransferError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from baton.ids import Epoch, RegionHandle, TicketId
+    from baton.transfer.interface import WriteGrant
+
+WriterId = NewType("WriterId", int)
+"""The receiver's name for one mapping of one region by one peer."""
+
+
+@dataclass(slots=True)
+class _Writer:
+    epoch: Epoch
+    region: RegionHandle
+    notified: set[TicketId] = field(default_factory=set)
+    is_connected: bool = True
+
+
+class GrantLedger:
+    """Grants and the writers that were told of them. Owner thread: the transport's."""
+
+    def __init__(self) -> None:
+        self._open: dict[TicketId, WriteGrant] = {}
+        self._closing: set[TicketId] = set()
+        self._quiescent: list[TicketId] = []
+        self._writers: dict[WriterId, _Writer] = {}
+
+    @property
+    def num_writers(self) -> int:
+        """Writers that may still be able to store somewhere."""
+        return len(self._writers)
+
+    def add_writer(self, writer: WriterId, epoch: Epoch, region: RegionHandle) -> list[WriteGrant]:
+        """A writer gets the memory; the open grants that it must be told of.
+
+        A grant that was closed before is not among them, so nothing can land in it.
+        """
+        added = self._writers[writer] = _Writer(epoch, region)
+        grants = [grant for grant in self._open.values() if _concerns(grant, added)]
+        added.notified.update(grant.id for grant in grants)
+        return grants
+
+    def open_grant(self, grant: WriteGrant) -> list[WriterId]:
+        """Admit writes; the connected writers that must be told.
+
+        Raises:
+            TransferError: the id is open, or closed and not quiescent yet.
+        """
+        if grant.id in self._open or grant.id in self._closing:
+            raise TransferError("this grant is open already")
+        self._open[grant.id] = grant
+        writers = [
+            writer
+            for writer, state in self._writers.items()
+            if state.is_connected and _concerns(grant, state)
+        ]
+        for writer in writers:
+            self._writers[writer].notified.add(grant.id)
+        return writers
+
+    def close_grant(self, grant: TicketId) -> list[WriterId]:
+        """Admit no more; the connected writers that must be asked to stop. Unknown: none."""
+        if self._open.pop(grant, None) is None:
+            return []
+        self._closing.add(grant)
+        self._settle(grant)
+        return [
+            writer
+            for writer, state in self._writers.items()
+            if state.is_connected and grant in state.notified
+        ]
+
+    def admits(self, writer: WriterId, grant: TicketId) -> bool:
+        """Whether a notification from this writer for this grant counts."""
+        state = self._writers.get(writer)
+        return state is not None and grant in state.notified and grant in self._open
+
+    def pages_of(self, grant: TicketId) -> NDArray[np.int64]:
+        """The pages of a grant that is open."""
+        return self._open[grant].pages
+
+    def confirm_closed(self, writer: WriterId, grant: TicketId) -> None:
+        """The writer says that it stopped.
+
+        Raises:
+            ProtocolError: nobody asked it to.
+        """
+        state = self._writers[writer]
+        if grant not in self._closing or grant not in state.notified:
+            raise ProtocolError("a writer closed a grant that it was not asked to close")
+        state.notified.discard(grant)
+        self._settle(grant)
+
+    def disconnect(self, writer: WriterId) -> bool:
+        """Its connection is gone, its mapping perhaps not; whether its death matters still."""
+        state = self._writers.get(writer)
+        if state is None:
+            return False
+        state.is_connected = False
+        if not state.notified:
+            del self._writers[writer]
+        return bool(state.notified)
+
+    def release(self, writer: WriterId) -> None:
+        """It is proved that this writer can store nothing any more. Unknown ids are ignored."""
+        state = self._writers.pop(writer, None)
+        if state is not None:
+            for grant in state.notified & self._closing:
+                self._settle(grant)
+
+    def take_quiescent(self) -> list[TicketId]:
+        """Grants that became quiescent since the last call, each once."""
+        grants, self._quiescent = self._quiescent, []
+        return grants
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError if the book contradicts itself."""
+        notified = {grant for state in self._writers.values() for grant in state.notified}
+        if self._open.keys() & self._closing:
+            raise AssertionError("a grant is open and closing")
+        if self._closing - notified:
+            raise AssertionError("a closing grant waits for nobody")
+        if notified - self._closing - self._open.keys():
+            raise AssertionError("a writer was told of a grant that does not exist")
+        if any(not (state.notified or state.is_connected) for state in self._writers.values()):
+            raise AssertionError("a writer that can do nothing is remembered")
+
+    def _settle(self, grant: TicketId) -> None:
+        if not any(grant in state.notified for state in self._writers.values()):
+            self._closing.discard(grant)
+            self._quiescent.append(grant)
+
+
+def _concerns(grant: WriteGrant, writer: _Writer) -> bool:
+    return grant.region == writer.region and grant.writer == writer.epoch

@@ -1,0 +1,84 @@
+"""What owner and peer say of grants, where the bytes do not cross the connection.
+
+Of `shared` and of every one-sided transport (docs/wire/transfer.md). A grant is opened by the
+owner of the pages; the peer writes into it, and each `WriteNotification` says that one write is in
+place.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, TypeAlias
+
+import msgspec
+import numpy as np
+
+from baton.errors import ProtocolError
+from baton.kv.copies import pack_indices
+from baton.transfer.messages import IdBytes, Reason
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+MAX_BODY_BYTES: Final = 1 << 20
+MAX_GRANT_PAGES: Final = (MAX_BODY_BYTES - 64) // 4
+_PACKED: Final = np.dtype("<u4")
+
+
+class NotAttached(msgspec.Struct, frozen=True, tag="not_attached"):
+    """Owner → peer: there is no such region here, or it cannot be reached by another peer."""
+
+    reason: Reason
+
+
+class GrantOpened(msgspec.Struct, frozen=True, tag="grant_opened"):
+    """Owner → peer: it may write these pages, packed u32 `[n]`, until it hears `CloseGrant`."""
+
+    grant: IdBytes
+    pages: bytes
+
+
+class CloseGrant(msgspec.Struct, frozen=True, tag="close_grant"):
+    """Owner → peer: it must not begin another write into this grant."""
+
+    grant: IdBytes
+
+
+class GrantNotOpen(msgspec.Struct, frozen=True, tag="grant_not_open"):
+    """Owner → peer: the grant it asked for is not open to it; else `GrantOpened` was said."""
+
+    grant: IdBytes
+
+
+class QueryGrant(msgspec.Struct, frozen=True, tag="query_grant"):
+    """Peer → owner: it has a write for a grant of which it has not heard."""
+
+    grant: IdBytes
+
+
+class GrantClosed(msgspec.Struct, frozen=True, tag="grant_closed"):
+    """Peer → owner: no write into this grant is under way, nor will one begin."""
+
+    grant: IdBytes
+
+
+class MemoryReleased(msgspec.Struct, frozen=True, tag="memory_released"):
+    """Peer → owner, last: it can no longer write the region by any way that it had."""
+
+
+FromOwner: TypeAlias = GrantOpened | CloseGrant | GrantNotOpen
+
+
+def pack_pages(pages: NDArray[np.int64]) -> bytes:
+    """Page indices as packed little-endian u32."""
+    return pack_indices(pages)
+
+
+def unpack_pages(packed: bytes) -> NDArray[np.int64]:
+    """Page indices, int64 `[n]`.
+
+    Raises:
+        ProtocolError: the bytes end in the middle of one.
+    """
+    if len(packed) % _PACKED.itemsize:
+        raise ProtocolError("packed pages end in the middle of a number")
+    return np.frombuffer(packed, _PACKED).astype(np.int64)

@@ -1,0 +1,208 @@
+"""One Mooncake, for one peer, in a process of its own: what it may touch, and its end, are ours.
+
+Mooncake listens on all addresses, reads and writes whatever address a stranger names, waits by
+spinning, and takes a second to end. In a process that maps nothing but regions of pages, those are
+the only memory at stake; the waiting costs nobody else's time; and SIGKILL ends it at once.
+"""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Final, assert_never
+
+import msgspec
+import numpy as np
+
+from baton.config.environment import read_environment
+from baton.errors import TransferError
+from baton.transfer.messages import decode, encode
+from baton.transfer.region import compute_region_bytes
+from baton.transfer.scatter_gather import compute_copy_runs
+from baton.transfer.transports.mooncake.child_messages import (
+    MAX_RUNS,
+    Failed,
+    Open,
+    Register,
+    Registered,
+    SetPeer,
+    Started,
+    StartTransfer,
+    TransferDone,
+    decode_report,
+    receive,
+)
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from baton.ids import RegionHandle
+    from baton.kv.copies import PageCopies
+    from baton.transfer.interface import PageArray, PagedRegion, RegionDescriptor
+    from baton.transfer.onesided.session import Direction
+    from baton.transfer.transports.mooncake.child_messages import Command, Report
+
+MAX_ADDRESS: Final = 1 << 57
+START_TIMEOUT_S: Final = 10.0
+ENVIRONMENT: Final = {"MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "16384", "MC_LOG_LEVEL": "ERROR"}
+
+
+class MooncakeMetadata(msgspec.Struct, frozen=True):
+    """Where the peer's Mooncake answers, on the host that was dialled, and its region's address."""
+
+    port: Annotated[int, msgspec.Meta(gt=0, lt=65_536)]
+    base: int
+
+
+_metadata = msgspec.msgpack.Decoder(MooncakeMetadata)
+
+
+@dataclass(slots=True, eq=False)
+class MooncakeHandle:
+    """A posted transfer: orders not given yet, and those that are not reported done."""
+
+    commands: list[StartTransfer]
+    unfinished: set[int] = field(default_factory=set)
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    base: int
+    arrays: tuple[PageArray, ...]
+
+
+class MooncakeSession:
+    """See `OneSidedSession`. `get_metadata` waits for the process to start, a third of a second."""
+
+    peer_process_writes = False
+
+    def __init__(self, host: str, interface: str, *, protocol: str, devices: str) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "baton.transfer.transports.mooncake.child"],
+                stdin=theirs.fileno(),
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                env={**read_environment(), **ENVIRONMENT},
+            )
+        self._socket = ours
+        self._known: set[RegionHandle] = set()
+        self._target: _Target | None = None
+        self._num_commands = 0
+        self._handles: dict[int, MooncakeHandle] = {}
+        self._socket.send(encode(Open(host, interface, protocol, devices)))
+
+    def get_metadata(self, region: PagedRegion) -> bytes:
+        """See `OneSidedSession`."""
+        self._register(region)
+        self._socket.settimeout(START_TIMEOUT_S)
+        while True:
+            match self._receive():
+                case Started():
+                    continue
+                case Registered(port, base):
+                    return encode(MooncakeMetadata(port, base))
+                case report:
+                    self._handle_report(report)
+
+    def load_metadata(self, metadata: bytes, descriptor: RegionDescriptor) -> None:
+        """See `OneSidedSession`."""
+        decoded = decode(_metadata, metadata)
+        if not 0 < decoded.base <= MAX_ADDRESS - compute_region_bytes(descriptor.arrays):
+            raise TransferError("the peer's region begins at no address")
+        host, _, _ = descriptor.endpoint.rpartition(":")
+        self._target = _Target(decoded.base, descriptor.arrays)
+        self._send(SetPeer(f"{host}:{decoded.port}", decoded.base))
+
+    def post(self, direction: Direction, region: PagedRegion, copies: PageCopies) -> MooncakeHandle:
+        """See `OneSidedSession`."""
+        self._register(region)
+        runs = self._compute_runs(direction, region, copies)
+        handle = MooncakeHandle([])
+        for at in range(0, len(runs), MAX_RUNS):
+            self._num_commands += 1
+            packed = runs[at : at + MAX_RUNS].tobytes()
+            handle.commands.append(
+                StartTransfer(self._num_commands, direction, region.handle, packed)
+            )
+            handle.unfinished.add(self._num_commands)
+            self._handles[self._num_commands] = handle
+        self._send_commands(handle)
+        return handle
+
+    def is_done(self, handle: MooncakeHandle) -> bool:
+        """See `OneSidedSession`."""
+        self._socket.settimeout(0)
+        with suppress(BlockingIOError):
+            while True:
+                self._handle_report(self._receive())
+        self._send_commands(handle)
+        return not handle.unfinished
+
+    def serve(self) -> None:
+        """See `OneSidedSession`. Mooncake's own threads do, over there."""
+
+    def close(self) -> None:
+        """See `OneSidedSession`. The process is dead when this returns."""
+        self._socket.close()
+        self._process.kill()
+        self._process.wait()
+
+    def _compute_runs(
+        self, direction: Direction, region: PagedRegion, copies: PageCopies
+    ) -> NDArray[np.int64]:
+        """Offset in our region, offset in the peer's, bytes: int64 `[r, 3]`."""
+        if self._target is None:
+            raise TransferError("Mooncake has not met its peer")
+        ours, theirs = region.arrays[copies.layer], self._target.arrays[copies.layer]
+        if direction == "write":
+            found = [compute_copy_runs(group, ours, theirs) for group in copies.groups]
+        else:
+            found = [
+                compute_copy_runs(group, theirs, ours)[:, [1, 0, 2]] for group in copies.groups
+            ]
+        return np.concatenate([np.empty((0, 3), np.int64), *found])
+
+    def _register(self, region: PagedRegion) -> None:
+        if region.handle not in self._known and region.fd is not None:
+            self._send(Register(region.handle, len(region.memory)), region.fd)
+            self._known.add(region.handle)
+
+    def _send_commands(self, handle: MooncakeHandle) -> None:
+        """Give the orders that the process takes now."""
+        self._socket.settimeout(0)
+        with suppress(BlockingIOError):
+            while handle.commands:
+                self._send(handle.commands[0])
+                handle.commands.pop(0)
+
+    def _send(self, command: Command, fd: int | None = None) -> None:
+        try:
+            socket.send_fds(self._socket, [encode(command)], [] if fd is None else [fd])
+        except BlockingIOError:
+            raise
+        except OSError as exc:
+            raise TransferError(f"Mooncake's process has ended: {exc}") from exc
+
+    def _receive(self) -> Report:
+        try:
+            return receive(self._socket, decode_report)[0]
+        except BlockingIOError:
+            raise
+        except (OSError, msgspec.MsgspecError) as exc:
+            raise TransferError(f"Mooncake's process does not answer: {exc}") from exc
+
+    def _handle_report(self, report: Report) -> None:
+        match report:
+            case TransferDone(command):
+                self._handles.pop(command).unfinished.discard(command)
+            case Failed(reason):
+                raise TransferError(f"Mooncake: {reason}")
+            case Started() | Registered():
+                return
+            case unknown:
+                assert_never(unknown)

@@ -1,0 +1,181 @@
+"""Options, sockets and endpoints of `tcp`: numeric addresses only, so no name is resolved."""
+
+from __future__ import annotations
+
+import ipaddress
+import math
+import socket
+from pathlib import Path
+from typing import Annotated, Final
+
+import msgspec
+
+from baton.errors import TransferError
+from baton.transfer.transports.tcp.wire import MAX_STREAMS
+
+_MAX_PORT: Final = 65_535
+_MAX_KEEPALIVE_S: Final = 32_767
+"""Linux' own bound."""
+_SEND_CEILING: Final = Path("/proc/sys/net/core/wmem_max")
+_RECEIVE_CEILING: Final = Path("/proc/sys/net/core/rmem_max")
+
+
+class TlsOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Files in PEM format. Both ends present a certificate, and check the other's against `ca`.
+
+    Names in certificates are ignored: `ca` should sign for this cluster's workers alone. The
+    cluster key is proved inside, as without TLS.
+    """
+
+    certificate: str
+    key: str
+    ca: str
+
+
+class TcpOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Options of the `tcp` transport.
+
+    `streams`: connections to each peer's region.
+    `stripe_bytes`: a write of twice as much or more is spread over streams, so much or more on
+    each; a read is requested in pieces of this size.
+    `socket_buffer_bytes`: asked of the kernel for each socket: a larger one means fewer wake-ups.
+    None leaves the kernel's own tuning on, and so does a kernel that allows less.
+    `local_buffer_bytes`: at most so much where both ends have one address: bytes in flight then
+    stay in the processor's caches. Ignored with the kernel's own tuning.
+    `advertise_host`: the address for peers, where the bound one is unspecified (`0.0.0.0`).
+    `connect_timeout_s`: from the start of connecting until the peer's region may be written.
+    `stall_timeout_s`: a peer with an outstanding answer that neither takes nor sends a byte for so
+    long is lost.
+    `tls`: encrypt; all workers must, or none.
+    """
+
+    streams: Annotated[int, msgspec.Meta(ge=1, le=MAX_STREAMS)] = 2
+    stripe_bytes: Annotated[int, msgspec.Meta(ge=65_536, le=1 << 30)] = 8 << 20
+    socket_buffer_bytes: Annotated[int, msgspec.Meta(ge=65_536, le=1 << 30)] | None = 4 << 20
+    local_buffer_bytes: Annotated[int, msgspec.Meta(ge=65_536, le=1 << 30)] = 1 << 20
+    advertise_host: str | None = None
+    connect_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 5.0
+    stall_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 10.0
+    tls: TlsOptions | None = None
+
+
+def open_listener(host: str, options: TcpOptions) -> tuple[socket.socket, str]:
+    """Bind to a free port of `host`; the socket and the endpoint for peers.
+
+    Raises:
+        TransferError: the address cannot be bound, or peers cannot use it.
+    """
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        sock = socket.socket(family, socket.SOCK_STREAM)
+    except OSError as exc:
+        raise TransferError(f"cannot listen on {host}: {exc}") from exc
+    _tune(sock, options)
+    try:
+        sock.bind(address)
+    except OSError as exc:
+        sock.close()
+        raise TransferError(f"cannot listen on {host}: {exc}") from exc
+    bound, port = sock.getsockname()[:2]
+    advertised = options.advertise_host or bound
+    try:
+        is_useful = not ipaddress.ip_address(advertised).is_unspecified
+    except ValueError:
+        is_useful = False
+    if not is_useful:
+        sock.close()
+        raise TransferError(
+            f"peers cannot connect to {advertised}; bind to an address of this host, or set "
+            "advertise_host to a numeric one"
+        )
+    return sock, format_endpoint(advertised, port)
+
+
+def open_stream(endpoint: tuple[str, int], options: TcpOptions) -> socket.socket:
+    """A fresh socket that can connect to `endpoint`."""
+    family = socket.AF_INET6 if ":" in endpoint[0] else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    _tune(sock, options)
+    return sock
+
+
+def fit_buffers(sock: socket.socket, options: TcpOptions) -> None:
+    """Make a connected socket's buffers smaller if its peer is on this host."""
+    try:
+        is_local = sock.getsockname()[0] == sock.getpeername()[0]
+    except OSError:  # closed already: the next read fails
+        return
+    if is_local and options.socket_buffer_bytes is not None:
+        _set_buffers(sock, min(options.socket_buffer_bytes, options.local_buffer_bytes))
+
+
+def format_endpoint(host: str, port: int) -> str:
+    """`host:port`, an IPv6 address in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def parse_endpoint(endpoint: str) -> tuple[str, int]:
+    """The numeric address and the port of an endpoint that came from a peer.
+
+    Raises:
+        TransferError: it is not one.
+    """
+    host, _, port = endpoint.rpartition(":")
+    try:
+        address = ipaddress.ip_address(host.removeprefix("[").removesuffix("]"))
+        number = int(port)
+    except ValueError as exc:
+        raise TransferError(f"{endpoint[:80]!r} is no address of a peer") from exc
+    if not 0 < number <= _MAX_PORT or address.is_unspecified or address.is_multicast:
+        raise TransferError(f"{endpoint[:80]!r} is no address of a peer")
+    return str(address), number
+
+
+def explain_small_buffers(options: TcpOptions) -> str | None:
+    """A warning for the operator if the kernel does not allow the configured buffers."""
+    asked = options.socket_buffer_bytes
+    ceilings = [_read_ceiling(path) for path in (_SEND_CEILING, _RECEIVE_CEILING)]
+    if asked is None or asked <= min(ceilings):
+        return None
+    return (
+        f"tcp: socket buffers of {asked} bytes were asked for and the kernel allows "
+        f"{ceilings[0]} to send and {ceilings[1]} to receive, so its own tuning stays on; "
+        f"sysctl -w net.core.wmem_max={asked} net.core.rmem_max={asked}"
+    )
+
+
+def _tune(sock: socket.socket, options: TcpOptions) -> None:
+    """Set options, which accepted connections inherit from their listener."""
+    _set_buffers(sock, options.socket_buffer_bytes)
+    patience_s = options.stall_timeout_s
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (
+        (socket.TCP_NODELAY, 1),
+        # The kernel detects a peer that is cut off while no transfer is in flight.
+        (socket.TCP_KEEPIDLE, _whole_seconds(patience_s / 2)),
+        (socket.TCP_KEEPINTVL, _whole_seconds(patience_s / 4)),
+        (socket.TCP_KEEPCNT, 2),
+        (socket.TCP_USER_TIMEOUT, _whole_seconds(patience_s) * 1000),
+    ):
+        sock.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+def _whole_seconds(duration_s: float) -> int:
+    return min(max(1, math.ceil(duration_s)), _MAX_KEEPALIVE_S)
+
+
+def _set_buffers(sock: socket.socket, asked: int | None) -> None:
+    for option, ceiling in (
+        (socket.SO_SNDBUF, _SEND_CEILING),
+        (socket.SO_RCVBUF, _RECEIVE_CEILING),
+    ):
+        # Asking for more gives the ceiling, and switches the kernel's own tuning off.
+        if asked is not None and asked <= _read_ceiling(ceiling):
+            sock.setsockopt(socket.SOL_SOCKET, option, asked)
+
+
+def _read_ceiling(path: Path) -> int:
+    try:
+        return int(path.read_text(encoding="ascii"))
+    except FileNotFoundError:  # some kernels show it in the first network namespace alone
+        return 0

@@ -1,0 +1,165 @@
+"""Between the engine's thread and the event loop; also who is let in, and drain.
+
+engine's thread: sink(updates of one step) ──one call_soon_threadsafe──► event loop: dispatch
+event loop:      open(request) ─► AnswerStream ─► async iteration ─► closed: cancel if unfinished
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+from baton.engines.interface import NewToken, RequestFailed
+from baton.worker.error_responses import DeadlineError, DrainingError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from baton.clock import Clock
+    from baton.engines.interface import Engine, EngineUpdate, GenerationRequest
+    from baton.errors import BatonError
+    from baton.ids import RequestId
+
+DEADLINE_MARGIN_S: Final = 0.05
+"""Deadlines are kept here, a little before the engine keeps them: its error has no status."""
+
+
+class AnswerStream:
+    """The updates of one request, in order. At most `max_tokens` of them are ever queued."""
+
+    def __init__(self, cancel: Callable[[], None]) -> None:
+        self._cancel = cancel
+        self._updates: deque[EngineUpdate] = deque()
+        self._arrived = asyncio.Event()
+        self.finished = False
+
+    def push(self, update: EngineUpdate) -> None:
+        """Queue an update; the one that ends the answer sets `finished`, later ones are lost."""
+        if self.finished:
+            return
+        self._updates.append(update)
+        self.finished = isinstance(update, RequestFailed) or update.finish is not None
+        self._arrived.set()
+
+    def fail(self, request: RequestId, error: BatonError) -> None:
+        """End an unfinished answer with an error, in the engine too."""
+        if not self.finished:
+            self._cancel()
+            self.push(RequestFailed(request, error))
+
+    def close(self) -> None:
+        """Want no more updates: cancel in the engine what is unfinished. Idempotent."""
+        if not self.finished:
+            self.finished = True
+            self._cancel()
+
+    async def tokens(self) -> list[NewToken]:
+        """Wait for at least one token, then take all that are there.
+
+        Raises:
+            BatonError: the request failed; tokens before the failure were returned earlier.
+        """
+        while not self._updates:
+            self._arrived.clear()
+            await self._arrived.wait()
+        taken: list[NewToken] = []
+        while self._updates:
+            update = self._updates[0]
+            if isinstance(update, RequestFailed):
+                if taken:
+                    break
+                raise update.error
+            taken.append(update)
+            self._updates.popleft()
+        return taken
+
+
+class EngineClient:
+    """Owned by the event loop's thread; `sink` alone is called on the engine's."""
+
+    def __init__(self, engine: Engine, clock: Clock) -> None:
+        self._engine, self._clock = engine, clock
+        self._streams: dict[RequestId, AnswerStream] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._draining = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def attach(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Say which loop updates go to, before the engine starts."""
+        self._loop = loop
+
+    def sink(self, updates: Sequence[EngineUpdate]) -> None:
+        """The engine's `UpdateSink`: one wake-up of the loop for all updates of a step."""
+        if updates and self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._dispatch, tuple(updates))
+
+    @property
+    def draining(self) -> bool:
+        """Whether new requests are refused."""
+        return self._draining
+
+    @property
+    def num_open(self) -> int:
+        """Requests that are being answered."""
+        return len(self._streams)
+
+    @contextmanager
+    def open(self, request: GenerationRequest) -> Iterator[AnswerStream]:
+        """Submit a request; leaving cancels it if it is unfinished, its deadline fails it.
+
+        Raises:
+            DrainingError: no new requests are taken.
+            OverloadedError: the engine's queue is full.
+            ContextLengthError: the request can never fit.
+        """
+        if self._draining:
+            raise DrainingError("this worker is ending; send the request to another one")
+        stream = AnswerStream(partial(self._engine.cancel, request.id))
+        self._streams[request.id] = stream
+        self._idle.clear()
+        try:
+            self._engine.submit(request)
+        except BaseException:
+            stream.finished = True  # the engine never had it
+            self._remove(request.id)
+            raise
+        expiry = self._expire_later(request, stream)
+        try:
+            yield stream
+        finally:
+            expiry.cancel()
+            stream.close()
+            self._remove(request.id)
+
+    async def drain(self, timeout_s: float) -> None:
+        """Take no more requests; wait until the open ones end, then fail the rest."""
+        self._draining = True
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._idle.wait()
+        except TimeoutError:
+            error = DrainingError(f"this worker ended before the answer did, after {timeout_s:g} s")
+            for request, stream in self._streams.items():
+                stream.fail(request, error)
+
+    def _expire_later(
+        self, request: GenerationRequest, stream: AnswerStream
+    ) -> asyncio.TimerHandle:
+        left_s = max(0.0, request.deadline - self._clock.now() - DEADLINE_MARGIN_S)
+        error = DeadlineError("the time for this request was over before its answer was complete")
+        return asyncio.get_running_loop().call_later(left_s, stream.fail, request.id, error)
+
+    def _remove(self, request: RequestId) -> None:
+        del self._streams[request]
+        if not self._streams:
+            self._idle.set()
+
+    def _dispatch(self, updates: tuple[EngineUpdate, ...]) -> None:
+        for update in updates:
+            stream = self._streams.get(update.request)
+            if stream is not None:
+                stream.push(update)

@@ -1,0 +1,99 @@
+"""The engine's own statistics, read at each scrape instead of counted twice."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from prometheus_client import Metric
+
+    from baton.engines.interface import EngineStats
+
+
+class EngineCollector(Collector):
+    """Turns a snapshot of the engine into samples. `read_stats` must be thread-safe."""
+
+    def __init__(self, read_stats: Callable[[], EngineStats]) -> None:
+        self._read_stats = read_stats
+
+    def collect(self) -> Iterable[Metric]:
+        """See `Collector`."""
+        stats = self._read_stats()
+        yield _gauge(
+            "baton_worker_inflight_requests",
+            "Requests inside the engine.",
+            "state",
+            waiting=stats.num_waiting,
+            running=stats.num_running,
+            awaiting_kv=stats.num_awaiting_kv,
+        )
+        yield _gauge(
+            "baton_worker_blocks",
+            "KV blocks; a cached one is free too, unless a request uses it.",
+            "state",
+            free=stats.num_free_blocks,
+            reserved=stats.num_reserved_blocks,
+            quarantined=stats.num_quarantined_blocks,
+            held=stats.num_held_blocks,
+            cached=stats.num_cached_blocks,
+            lent=stats.num_exported_blocks,
+            borrowed=stats.num_imported_blocks,
+        )
+        yield GaugeMetricFamily(
+            "baton_worker_blocks_capacity", "KV blocks that exist.", stats.num_blocks
+        )
+        yield from _counters(stats)
+
+    def describe(self) -> Iterable[Metric]:
+        """See `Collector`: nothing, so that registering reads no statistics."""
+        return ()
+
+
+class LeaseCollector(Collector):
+    """What became of held prompts, as the handoff agent counted it. Thread-safe."""
+
+    def __init__(self, read_num_lapsed: Callable[[], int]) -> None:
+        self._read_num_lapsed = read_num_lapsed
+
+    def collect(self) -> Iterable[Metric]:
+        """See `Collector`."""
+        yield CounterMetricFamily(
+            "baton_handoff_leases_lapsed",
+            "Computed prompts whose decode worker did not renew their lease.",
+            self._read_num_lapsed(),
+        )
+
+    def describe(self) -> Iterable[Metric]:
+        """See `Collector`."""
+        return ()
+
+
+def _counters(stats: EngineStats) -> Iterator[Metric]:
+    prompt = CounterMetricFamily(
+        "baton_worker_prompt_tokens",
+        "Prompt tokens by where their KV came from.",
+        labels=["source"],
+    )
+    reused = stats.cached_prompt_tokens + stats.received_prompt_tokens
+    prompt.add_metric(["computed"], max(0, stats.prompt_tokens - reused))
+    prompt.add_metric(["cached"], stats.cached_prompt_tokens)
+    prompt.add_metric(["received"], stats.received_prompt_tokens)
+    yield prompt
+    yield CounterMetricFamily(
+        "baton_worker_output_tokens", "Tokens sampled here.", stats.output_tokens
+    )
+    yield CounterMetricFamily(
+        "baton_worker_preemptions", "Requests that gave their blocks up.", stats.num_preemptions
+    )
+
+
+def _gauge(name: str, help_text: str, label: str, **values: int) -> GaugeMetricFamily:
+    family = GaugeMetricFamily(name, help_text, labels=[label])
+    for value, count in values.items():
+        family.add_metric([value], count)
+    return family

@@ -1,0 +1,91 @@
+"""vLLM servers of single fixtures: each may load while the tests before are still running."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from tests.chaos.vllm_pair import start_slow_prefill
+from tests.e2e_vllm.cluster import KV_BYTES_PER_TOKEN
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from baton.testing.fleet import FleetProcess
+    from tests.e2e_vllm.cluster import ClusterFactory, Starter
+
+SMALL_CONTEXT: Final = 1024
+SMALL_POOL: Final = 1536
+
+
+def start_speculating(cluster_factory: ClusterFactory) -> tuple[FleetProcess, ...]:
+    """Decode servers that guess ahead, by n-grams and by a draft model."""
+    ngram = "num_speculative_tokens = 3, prompt_lookup_max = 4, prompt_lookup_min = 2"
+    draft = f'num_speculative_tokens = 3, model = "{cluster_factory.model}"'
+    return (
+        cluster_factory.start(
+            "ngram",
+            "decode",
+            engine__speculative=f'{{method = "ngram", {ngram}}}',
+            engine__block_size=128,
+            transfer__transports=["tcp"],
+        ),
+        cluster_factory.start(
+            "draft", "decode", engine__speculative=f'{{method = "draft_model", {draft}}}'
+        ),
+    )
+
+
+def start_fp8_pair(cluster_factory: ClusterFactory) -> tuple[FleetProcess, ...]:
+    """Started as a user of vLLM starts it; native pages over sockets."""
+
+    def transfer(name: str, role: str) -> dict[str, object]:
+        return {
+            "kv_connector": "BatonConnector",
+            "kv_connector_module_path": "baton.engines.vllm",
+            "kv_role": role,
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {"name": name, "transports": ["tcp"]},
+        }
+
+    fp8 = "--kv-cache-dtype=fp8"
+    return (
+        cluster_factory.start_plain("fp8-p", fp8, transfer=transfer("fp8-p", "kv_producer")),
+        cluster_factory.start_plain("fp8-d", fp8, transfer=transfer("fp8-d", "kv_consumer")),
+    )
+
+
+def start_transformers(cluster_factory: ClusterFactory) -> tuple[FleetProcess, ...]:
+    return (cluster_factory.start_transformers("transformers", "both", block_size=24),)
+
+
+def start_two_ranks(cluster_factory: ClusterFactory) -> tuple[FleetProcess, ...]:
+    """Four processes on two cores: it takes twice as long as others to start."""
+    return (cluster_factory.start("two-ranks", "both", engine__tensor_parallel_size=2),)
+
+
+def start_small_decode(cluster_factory: ClusterFactory) -> tuple[FleetProcess, ...]:
+    """Has few blocks, and does not compute what it could not load."""
+    server = cluster_factory.start_plain(
+        "small-decode",
+        f"--max-model-len={SMALL_CONTEXT}",
+        f"--kv-cache-memory-bytes={SMALL_POOL * KV_BYTES_PER_TOKEN}",
+        transfer={
+            "kv_connector": "BatonConnector",
+            "kv_connector_module_path": "baton.engines.vllm",
+            "kv_role": "kv_consumer",
+            "kv_load_failure_policy": "fail",
+            "kv_connector_extra_config": {"name": "small-decode", "handoff_timeout_s": 20},
+        },
+    )
+    return (server,)
+
+
+STARTERS: Final[Mapping[str, Starter]] = {
+    "speculating": start_speculating,
+    "fp8_pair": start_fp8_pair,
+    "transformers": start_transformers,
+    "two_ranks": start_two_ranks,
+    "standing_pair": start_slow_prefill,
+    "small_decode": start_small_decode,
+}
+"""By the name of the fixture."""

@@ -1,0 +1,123 @@
+"""Which Python functions run, in which files, when one layer of a prompt is pushed.
+
+Two agents without engines hand over a prompt; the test's own thread steps both, so the counts do
+not depend on how threads take turns. Counted is what runs from `layer_ready` on the prefill worker
+until the decode worker has counted the layer, ticks and idle steps left out.
+
+    python -m tests.integration.layer_trace [tcp|shared]   prints the calls, in order
+"""
+
+from __future__ import annotations
+
+import sys
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import baton
+from baton.auth.key import ClusterKey
+from tests.integration.handoff_nodes import Handoff, Node, make_handoff, node
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import FrameType
+
+    from baton.handoff.agent import HandoffAgent
+
+PACKAGE = Path(baton.__file__).parent
+NUM_TOKENS = 64
+MAX_ROUNDS = 200
+
+
+@dataclass
+class LayerTrace:
+    """The calls of Baton's own functions, `(file, function)`, in order."""
+
+    calls: list[tuple[str, str]] = field(default_factory=list)
+
+    @property
+    def files(self) -> list[str]:
+        """Files in which something ran, in the order of their first call."""
+        return list(dict.fromkeys(file for file, _ in self.calls))
+
+    def ran(self, file: str, function: str) -> bool:
+        """Whether this function was called."""
+        return (file, function) in self.calls
+
+    def run(self, work: Callable[[], object]) -> None:
+        """Do `work` on this thread and add its calls."""
+        sys.setprofile(self._note)
+        try:
+            work()
+        finally:
+            sys.setprofile(None)
+
+    def _note(self, frame: FrameType, event: str, _: object) -> None:
+        path = frame.f_code.co_filename
+        if event == "call" and path.startswith(str(PACKAGE)):
+            self.calls.append((path[len(str(PACKAGE)) + 1 :], frame.f_code.co_qualname))
+
+
+def has_work(agent: HandoffAgent) -> bool:
+    """Whether a step would find something to do."""
+    return bool(agent._selector.select(0))
+
+
+def step_until(nodes: tuple[Node, Node], is_done: Callable[[], bool], trace: LayerTrace) -> None:
+    """Step whoever has work, until it is done."""
+    for _ in range(MAX_ROUNDS):
+        for each in nodes:
+            if has_work(each.agent):
+                trace.run(each.agent.step)
+        if is_done():
+            return
+    raise AssertionError("the agents came to no end")
+
+
+def trace_layer(kind: str) -> LayerTrace:
+    """Push the first layer of a prompt over the transport `kind`, and note what ran."""
+    key = ClusterKey(bytes(32))
+    with ExitStack() as stack:
+        prefill, decode = (
+            stack.enter_context(node(name, kinds=(kind,), key=key, is_stepped=True))
+            for name in ("prefill", "decode")
+        )
+        nodes = (prefill, decode)
+        prefill.scribble(3)
+        handoff = make_handoff(prefill, decode, num_tokens=NUM_TOKENS)
+        handoff.start_receive()
+        handoff.start_send()
+        ticket = handoff.sending.ticket.id
+        step_until(nodes, lambda: _is_ready(handoff), LayerTrace())
+        for each in nodes:
+            while has_work(each.agent):
+                each.agent.step()
+            each.agent._next_tick = float("inf")
+        trace = LayerTrace()
+        trace.run(lambda: prefill.agent.layer_ready([(ticket, NUM_TOKENS)], 0))
+        step_until(nodes, lambda: _has_landed(handoff), trace)
+        return trace
+
+
+def _is_ready(handoff: Handoff) -> bool:
+    outgoing = handoff.prefill.agent._sending._outgoing.get(handoff.sending.ticket.id)
+    return outgoing is not None and str(outgoing.session.phase) == "sending"
+
+
+def _has_landed(handoff: Handoff) -> bool:
+    incoming = handoff.decode.agent._receiving._incoming[handoff.sending.ticket.id]
+    return incoming.session.coverage.num_complete_layers > 0
+
+
+def main() -> None:
+    """Print the calls."""
+    kind = sys.argv[1] if len(sys.argv) > 1 else "tcp"
+    trace = trace_layer(kind)
+    for file, function in trace.calls:
+        print(f"{file:45} {function}")
+    print(f"{kind}: {len(trace.calls)} calls in {len(trace.files)} files")
+
+
+if __name__ == "__main__":
+    main()

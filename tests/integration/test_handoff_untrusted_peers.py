@@ -1,0 +1,140 @@
+"""What peers may not do, and what those of another version are told."""
+
+from __future__ import annotations
+
+import struct
+import threading
+from typing import TYPE_CHECKING
+
+import msgspec
+import pytest
+
+from baton.auth.key import ClusterKey
+from baton.auth.ticket import seal
+from baton.errors import BatonError
+from baton.handoff.interface import KVSent
+from baton.handoff.link import Link, LinkPhase
+from baton.handoff.messages import (
+    PROTOCOL_VERSION,
+    FallbackToWrite,
+    Grant,
+    HelloRefused,
+    Message,
+    RetransmitRequest,
+    TransferAck,
+)
+from tests.integration.handoff_nodes import CLOCK, FIRST, Node, make_handoff, node
+from tests.integration.held_reads import HeldReadsFactory
+from tests.integration.test_handoff_failover import wait_until
+from tests.unit.handoff.orders import PROMPT_HASH, make_ticket
+
+if TYPE_CHECKING:
+    from baton.handoff.peers import Peer
+
+SHARED = ("shared",)
+
+
+@pytest.fixture(name="key")
+def key_fixture() -> ClusterKey:
+    return ClusterKey.generate()
+
+
+def peers_of(worker: Node, name: str) -> list[Peer]:
+    return [p for p in worker.agent._peers if p.hello is not None and p.name == name]
+
+
+def meet(dialer: Node, listener: Node) -> Peer:
+    """Link the two; the listener's end."""
+    dialer.agent.decline(make_ticket(listener.ref, dialer.ref), "only to meet")
+    wait_until(lambda: bool(peers_of(listener, dialer.name) and peers_of(dialer, listener.name)))
+    (peer,) = peers_of(listener, dialer.name)
+    return peer
+
+
+def say(worker: Node, peer: Peer, message: Message) -> None:
+    worker.agent._command(lambda: worker.agent._peers.send(peer, message))
+
+
+def test_a_grant_over_a_link_that_this_side_dialed_is_refused(
+    key: ClusterKey, caplog: pytest.LogCaptureFixture
+) -> None:
+    with (
+        node("p", kinds=SHARED, key=key) as prefill,
+        node("d", kinds=SHARED, key=key) as decode,
+    ):
+        peer = meet(dialer=prefill, listener=decode)
+        ticket = make_ticket(prefill.ref, decode.ref)
+        grant = Grant(ticket.id, seal(ticket, key), PROMPT_HASH, 0, 20, 0, b"", "READ")
+        say(decode, peer, grant)
+        wait_until(lambda: "KV goes the other way" in caplog.text)
+
+
+@pytest.mark.parametrize("word", ["taken", "missing", "reversed"])
+def test_what_another_peer_says_of_a_handoff_changes_nothing(word: str, key: ClusterKey) -> None:
+    holder = HeldReadsFactory()
+    with (
+        node("p", kinds=SHARED, key=key) as prefill,
+        node("d", kinds=SHARED, key=key, op="READ", wrap=holder) as decode,
+        node("x", kinds=SHARED, key=key) as stranger,
+    ):
+        prefill.scribble(1)
+        handoff = make_handoff(prefill, decode, num_ready=101)
+        ticket = handoff.sending.ticket.id
+        handoff.start_receive()
+        handoff.start_send()
+        handoff.prefill_done()
+        holder.made[0].wait_until_held(3)
+        meet(dialer=stranger, listener=prefill)
+        (peer,) = peers_of(stranger, "p")
+        message = {
+            "taken": TransferAck(ticket, "shared", "shared"),
+            "missing": RetransmitRequest(ticket, "shared", b""),
+            "reversed": FallbackToWrite(ticket, (), 0, b"", b""),
+        }[word]
+        say(stranger, peer, message)
+        assert prefill.stays_silent()
+        holder.made[0].let_go()
+        handoff.check_landed(FIRST)
+
+
+def test_both_traces_of_a_read_handoff_say_what_carried_it(key: ClusterKey) -> None:
+    with (
+        node("p", kinds=SHARED, key=key) as prefill,
+        node("d", kinds=SHARED, key=key, op="READ") as decode,
+    ):
+        prefill.scribble(1)
+        handoff = make_handoff(prefill, decode, num_ready=101)
+        handoff.start_receive()
+        handoff.start_send()
+        handoff.prefill_done()
+        assert prefill.wait_for() == [KVSent(handoff.sending.ticket.id)]
+        trace = handoff.sending.trace
+        assert (trace.expected_transport, trace.transport) == ("shared", "shared")
+
+
+@pytest.mark.parametrize("version", [1, 3, PROTOCOL_VERSION + 1])
+def test_a_worker_of_another_version_is_told_so(
+    version: int, key: ClusterKey, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It cannot read our Hello, but `refused` is the same in all versions."""
+    with node("p", kinds=SHARED, key=key) as prefill:
+        link = Link.dial(prefill.agent.address, key, CLOCK.now())
+        hello = msgspec.msgpack.encode({"t": "hello", "version": version, "worker": "old"})
+        link._held_back += struct.pack("<I", len(hello)) + hello
+        heard: list[Message] = []
+
+        def has_heard() -> bool:
+            try:
+                link.flush()
+                if link.phase is not LinkPhase.CONNECTING:
+                    heard.extend(link.receive(CLOCK.now()))
+            except BatonError:
+                threading.Event().wait(0.01)
+            return bool(heard)
+
+        wait_until(has_heard)
+        link.close()
+    assert heard[0] == HelloRefused((
+        f"handoff protocol: version {version} on old, {PROTOCOL_VERSION} on p",
+    ))
+    assert f"handoff protocol: version {version} on old, {PROTOCOL_VERSION} on p" in caplog.text

@@ -1,0 +1,47 @@
+"""Holdings against a plain set of (medium, group, hash)."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.events.block_index import WorkerBlockIndex
+from baton.events.blocks import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    EventDomain,
+    Lost,
+    Restarted,
+)
+
+DOMAIN = EventDomain("test")
+MEDIA, GROUPS, HASHES = ["GPU", "CPU"], [0, 1], [0, 1, 2, b"a", b"b"]
+hashes = st.lists(st.sampled_from(HASHES), max_size=4).map(tuple)
+media, groups = st.sampled_from(MEDIA), st.sampled_from(GROUPS)
+events = st.one_of(
+    st.builds(lambda h, m, g: BlockStored(DOMAIN, h, None, (), 0, m, g), hashes, media, groups),
+    st.builds(lambda h, m, g: BlockRemoved(DOMAIN, h, m, g), hashes, media, groups),
+    st.sampled_from([AllBlocksCleared(), Restarted(), Lost(0)]),
+)
+
+
+@given(st.lists(events, max_size=30), st.lists(st.sampled_from(HASHES), max_size=6))
+def test_holdings_are_what_the_events_say(history, asked):
+    block_index, model = WorkerBlockIndex(DOMAIN), set()
+    for event in history:
+        block_index.apply(event)
+        block_index.check_invariants()
+        match event:
+            case BlockStored():
+                model |= {(event.medium, event.group, each) for each in event.hashes}
+            case BlockRemoved():
+                model -= {(event.medium, event.group, each) for each in event.hashes}
+            case _:
+                model.clear()
+    assert sum(block_index.num_blocks.values()) == len(model)
+    for medium in MEDIA:
+        for group in GROUPS:
+            held = [(medium, group, each) in model for each in asked]
+            expected = held.index(False) if False in held else len(held)
+            assert block_index.find_matches(asked, medium=medium, group=group) == expected

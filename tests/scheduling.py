@@ -1,0 +1,78 @@
+"""Which tests run one after another in the same process of `make test`, and which begin first.
+
+Starting a server costs seconds of processor time, so tests of the same servers stay together; all
+others stay together by file. The groups that take longest begin first: the last ones are short.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from xdist.scheduler import LoadScopeScheduling
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import pytest
+    from xdist.remote import Producer
+
+GROUPS: Final[Sequence[tuple[str, tuple[str, ...]]]] = (
+    (
+        "vLLM servers",
+        (
+            "tests/e2e_vllm/",
+            "tests/chaos/test_vllm_faults.py",
+            # Sees files in /dev/shm that vLLM's servers make while they start.
+            "tests/integration/test_up_demo.py",
+            "tests/integration/test_vllm_worker.py",
+        ),
+    ),
+    ("workers under faults", ("tests/chaos/",)),
+    ("workers", ("tests/e2e/",)),
+)
+"""Each with the beginnings of its tests' paths; the first one that fits counts."""
+
+LONG: Final = (
+    "tests/property/sim/test_handoff_simulation.py",
+    "tests/integration/test_bench_link.py",
+    "tests/integration/test_bench_architectures.py",
+    "tests/integration/test_doctor.py",
+    "tests/integration/test_by_reference.py",
+    "tests/integration/",
+    "tests/gpu/",
+    "tests/contract/",
+    "tests/property/",
+)
+"""Beginnings of the paths of files, those that take longest first; others come after them."""
+
+
+def group_of(nodeid: str) -> str:
+    """The tests that stay together with this one."""
+    for name, beginnings in GROUPS:
+        if nodeid.startswith(beginnings):
+            return name
+    return nodeid.partition("::")[0]
+
+
+def rank_of(nodeid: str) -> tuple[int, int]:
+    """Lower ones begin first; within a group, by its paths."""
+    for rank, (_, beginnings) in enumerate(GROUPS):
+        if nodeid.startswith(beginnings):
+            return rank, _first_that_fits(nodeid, beginnings)
+    return len(GROUPS), _first_that_fits(nodeid, LONG)
+
+
+def _first_that_fits(nodeid: str, beginnings: tuple[str, ...]) -> int:
+    fitting = (i for i, beginning in enumerate(beginnings) if nodeid.startswith(beginning))
+    return next(fitting, len(beginnings))
+
+
+class GroupScheduling(LoadScopeScheduling):
+    """Gives whole groups to processes, in the order in which they were collected."""
+
+    def __init__(self, config: pytest.Config, log: Producer | None = None) -> None:
+        config.option.loadscopereorder = False  # by number of tests: it tells nothing here
+        super().__init__(config, log)
+
+    def _split_scope(self, nodeid: str) -> str:
+        return group_of(nodeid)

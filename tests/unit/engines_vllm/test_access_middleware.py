@@ -1,0 +1,108 @@
+"""Who may ask a vLLM server, and until when."""
+
+import asyncio
+import json
+
+import pytest
+
+from baton.engines.vllm.access_middleware import AccessMiddleware, DrainState
+
+
+class Server:
+    """An ASGI app behind a gate, whose answers wait for `may_answer`."""
+
+    def __init__(self, **drain_state):
+        self.drain_state = DrainState(**drain_state)
+        self.may_answer = asyncio.Event()
+        self.may_answer.set()
+        self.middleware = AccessMiddleware(self.answer, self.drain_state)
+
+    async def answer(self, scope, receive, send):
+        await self.may_answer.wait()
+        if scope["path"] == "/broken":
+            raise RuntimeError("broken")
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"{}"})
+
+    async def ask(self, method, path, authorization=None):
+        """Status and body of an answer."""
+        sent = []
+
+        async def send(message):
+            sent.append(message)
+
+        headers = [] if authorization is None else [(b"authorization", authorization)]
+        scope = {"type": "http", "method": method, "path": path, "headers": headers}
+        await self.middleware(scope, None, send)
+        return sent[0]["status"], json.loads(sent[1]["body"])
+
+
+def test_an_open_door_lets_everybody_in():
+    async def scenario():
+        server = Server()
+        for method, path in (("POST", "/v1/completions"), ("GET", "/health"), ("GET", "/metrics")):
+            assert (await server.ask(method, path))[0] == 200
+        assert server.drain_state.num_open == 0
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("authorization", "status"),
+    [(None, 401), (b"Bearer no", 401), (b"Bearer yes", 200), (b"yes", 401)],
+)
+def test_strangers_are_refused_everywhere_but_at_health(authorization, status):
+    async def scenario():
+        server = Server(bearer=b"yes")
+        assert (await server.ask("POST", "/v1/completions", authorization))[0] == status
+        assert (await server.ask("GET", "/metrics", authorization))[0] == status
+        assert (await server.ask("POST", "/tokenize", authorization))[0] == status
+        assert (await server.ask("GET", "/health", authorization))[0] == 200
+
+    asyncio.run(scenario())
+
+
+def test_draining_refuses_what_is_new_and_ends_with_what_is_old():
+    async def scenario():
+        server = Server()
+        server.may_answer.clear()
+        old = asyncio.create_task(server.ask("POST", "/v1/completions"))
+        await asyncio.sleep(0)
+        server.drain_state.start_drain()
+        empty = asyncio.create_task(server.drain_state.wait_drained())
+        status, body = await server.ask("POST", "/v1/completions")
+        assert (status, body["error"]["code"]) == (503, "draining")
+        assert await server.ask("GET", "/health") == (503, {"status": "draining"})
+        assert not empty.done()
+        server.may_answer.set()
+        assert (await server.ask("GET", "/metrics"))[0] == 200
+        assert (await old)[0] == 200
+        await empty
+
+    asyncio.run(scenario())
+
+
+def test_a_door_that_nobody_is_behind_is_empty_when_it_closes():
+    async def scenario():
+        server = Server()
+        with pytest.raises(RuntimeError):
+            await server.ask("POST", "/broken")
+        server.drain_state.start_drain()
+        await server.drain_state.wait_drained()
+
+    asyncio.run(scenario())
+
+
+def test_what_is_not_http_passes():
+    async def scenario():
+        seen = []
+
+        async def app(scope, receive, send):
+            seen.append(scope["type"])
+
+        drain_state = DrainState(bearer=b"yes")
+        drain_state.start_drain()
+        await AccessMiddleware(app, drain_state)({"type": "lifespan"}, None, None)
+        assert seen == ["lifespan"]
+
+    asyncio.run(scenario())

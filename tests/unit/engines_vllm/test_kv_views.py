@@ -1,0 +1,149 @@
+"""What a worker shows to its peers: native in place where it can be, canonical for the others."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+import torch
+
+from baton.engines.vllm.kv_views import PlainPages, TransposedPages, build_kv_views
+from baton.engines.vllm.layouts import read_layers
+from baton.engines.vllm.shared_kv_memory import SharedKVMemory
+from baton.errors import ConfigError
+from baton.kv.compatibility import find_differences
+from baton.kv.layout import KVLayout, TensorParallelShard
+from baton.transfer.region import view_pages
+from tests.unit.engines_vllm.caches import (
+    BLOCK_SIZE,
+    allocate,
+    announce,
+    attention,
+    configure,
+    main_layers,
+    plan,
+    write_model,
+)
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from vllm.config import VllmConfig
+
+    from baton.engines.vllm.layouts import CachedLayers
+    from baton.handoff.kv_views import KVView
+
+MIB = 1 << 20
+DRAFTED = "draft_model.model.layers.0.self_attn.attn"
+
+
+class Worker:
+    """A worker's KV memory, as the connector meets it."""
+
+    def __init__(self, config: VllmConfig, *, drafts: bool = False, isa: str = "vec") -> None:
+        self.config = config
+        specs = main_layers() | ({DRAFTED: attention()} if drafts else {})
+        cache = plan(config, specs)
+        self.layers: CachedLayers = read_layers(config, cache, TensorParallelShard())
+        self.pool = SharedKVMemory(cache.kv_cache_tensors[0].size)
+        with self.pool.allocation():
+            self.tensors = allocate(cache)
+        announce(config, self.layers.names, isa)
+
+    def faces(self, pool: SharedKVMemory | None, staging_bytes: int = MIB) -> tuple[KVView, ...]:
+        return build_kv_views(
+            self.config, self.layers, self.tensors, pool, staging_bytes=staging_bytes
+        )
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> VllmConfig:
+    return configure(write_model(tmp_path / "m"))
+
+
+def test_native_in_place_then_canonical(config: VllmConfig) -> None:
+    worker = Worker(config)
+    native, canonical = worker.faces(worker.pool)
+    assert native.layout.arrangement == "vllm-cpu/vec/LBHNC"
+    assert native.staging is None
+    assert native.region.kind == "shared"
+    assert canonical.layout == KVLayout.gqa(3, 2, 32, block_size=BLOCK_SIZE, dtype="float32")
+    assert isinstance(canonical.staging, TransposedPages)
+    assert canonical.region.fd != native.region.fd
+    assert find_differences(native.layout, native.layout) == ()
+    assert find_differences(native.layout, canonical.layout)
+
+
+def test_a_drafter_adds_a_face_without_its_layers(tmp_path: Path) -> None:
+    draft = write_model(tmp_path / "draft", num_hidden_layers=1)
+    speculative = {"method": "draft_model", "model": draft, "num_speculative_tokens": 2}
+    worker = Worker(
+        configure(write_model(tmp_path / "m"), speculative_config=speculative), drafts=True
+    )
+    everything, main, canonical = worker.faces(worker.pool)
+    assert [f.layout.num_layers for f in (everything, main, canonical)] == [4, 3, 3]
+    assert [len(f.region.arrays) for f in (everything, main, canonical)] == [4, 3, 3]
+    worker.tensors[worker.layers.names[0]].fill_(5.0)
+    worker.tensors[DRAFTED].fill_(6.0)
+    for face in (everything, main):
+        first = view_pages(face.region.memory, face.region.arrays[0])
+        assert bool((first.view(np.float32) == 5.0).all())
+    last = view_pages(everything.region.memory, everything.region.arrays[3])
+    assert bool((last.view(np.float32) == 6.0).all())
+    plain = Worker(configure(write_model(tmp_path / "m")))
+    assert find_differences(main.layout, plain.faces(plain.pool)[0].layout) == ()
+
+
+def test_without_a_shared_pool_native_pages_are_staged(config: VllmConfig) -> None:
+    worker = Worker(config)
+    native, canonical = worker.faces(None)
+    assert isinstance(native.staging, PlainPages)
+    assert isinstance(canonical.staging, TransposedPages)
+    tensor = worker.tensors[worker.layers.names[1]]
+    tensor.copy_(torch.randn_like(tensor))
+    native.staging.gather(1, np.array([7]), np.array([2]))
+    page = view_pages(native.region.memory, native.region.arrays[1])[2]
+    assert page.tobytes() == tensor[7].numpy().tobytes()
+
+
+def test_a_cache_that_vllm_made_elsewhere_is_staged(config: VllmConfig) -> None:
+    worker = Worker(config)
+    worker.tensors = {name: tensor.clone() for name, tensor in worker.tensors.items()}
+    native, _ = worker.faces(worker.pool)
+    assert isinstance(native.staging, PlainPages)
+
+
+def test_an_unknown_arrangement_has_no_canonical_face(
+    config: VllmConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker = Worker(config, isa="amx")
+    with caplog.at_level(logging.WARNING):
+        (native,) = worker.faces(worker.pool)
+    assert native.layout.arrangement == "vllm-cpu/amx/LBHNC"
+    assert "vllm-cpu/amx/LBHNC" in caplog.text
+
+
+def test_staging_is_bounded_and_says_what_the_longest_request_needs(
+    config: VllmConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker = Worker(config)
+    block_bytes = worker.layers.layout.block_bytes
+    with caplog.at_level(logging.WARNING):
+        _, canonical = worker.faces(worker.pool, staging_bytes=3 * block_bytes + 1)
+    assert {array.num_pages for array in canonical.region.arrays} == {3}
+    # max_model_len is 512: 16 blocks of 32 tokens.
+    assert f"512 tokens need {16 * block_bytes} bytes" in caplog.text
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        _, canonical = worker.faces(worker.pool, staging_bytes=100 * block_bytes)
+    assert {a.num_pages for a in canonical.region.arrays} == {worker.layers.num_blocks}
+    assert not caplog.text
+
+
+def test_staging_that_holds_nothing(config: VllmConfig) -> None:
+    worker = Worker(config)
+    assert len(worker.faces(worker.pool, staging_bytes=100)) == 1
+    with pytest.raises(ConfigError, match="staging_bytes"):
+        worker.faces(None, staging_bytes=100)

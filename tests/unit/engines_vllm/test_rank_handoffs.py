@@ -1,0 +1,393 @@
+"""One rank with a scripted agent."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from baton.auth.ticket import Ticket, WorkerRef
+from baton.clock import Instant
+from baton.engines.vllm.rank_handoffs import RELEASE_TIMEOUT_S, RankHandoffs, RankSetting
+from baton.engines.vllm.rank_observer import RankObserver
+from baton.engines.vllm.step_orders import (
+    Abort,
+    Finished,
+    Occupancy,
+    Progress,
+    Prompt,
+    StartReceive,
+    StartSend,
+    StepOrders,
+    Withdraw,
+)
+from baton.ids import Epoch, TicketId, WorkerId
+from baton.kv.layout import KVLayout
+from baton.telemetry.metrics import HandoffInstruments
+from baton.telemetry.trace import Stamp, TraceRing
+from baton.testing.clocks import ManualClock
+from tests.unit.engines_vllm.scripted_port import ScriptedPort, SettlingEvent
+
+if TYPE_CHECKING:
+    from baton.handoff.interface import HandoffEvent
+
+BLOCK_SIZE, NUM_LAYERS = 4, 2
+ID = TicketId(b"t" * 16)
+ONE_RANK = (
+    WorkerRef(WorkerId("p"), Epoch("0" * 32), "127.0.0.1:1"),
+    WorkerRef(WorkerId("d"), Epoch("1" * 32), "127.0.0.1:2"),
+)
+FROM_TWO = (
+    WorkerRef(WorkerId("p"), Epoch("0" * 32), "127.0.0.1:1", ("127.0.0.1:1", "127.0.0.1:3")),
+    ONE_RANK[1],
+)
+
+
+@dataclass
+class RankHarness:
+    clock: ManualClock
+    port: ScriptedPort
+    traces: TraceRing
+    rank: RankHandoffs
+    wake_event: SettlingEvent
+    observer: RankObserver
+
+
+@pytest.fixture
+def harness() -> RankHarness:
+    clock, port, traces = ManualClock(), ScriptedPort(NUM_LAYERS), TraceRing(8)
+    wake_event = SettlingEvent(port, clock)
+    port.wake_event = wake_event
+    setting = RankSetting(
+        worker=WorkerId("me"),
+        epoch=Epoch("2" * 32),
+        rank=0,
+        layout=KVLayout.gqa(NUM_LAYERS, 4, 8, block_size=BLOCK_SIZE, dtype="float32"),
+        layers={"a": 0, "b": 1},
+    )
+    observer = RankObserver(traces, HandoffInstruments(CollectorRegistry(), ("shared",), ()))
+    rank = RankHandoffs(setting, port, wake_event=wake_event, clock=clock, observer=observer)
+    return RankHarness(clock, port, traces, rank, wake_event, observer)
+
+
+def prompt(
+    harness: RankHarness, num_tokens: int, ends: tuple[WorkerRef, WorkerRef] = ONE_RANK
+) -> Prompt:
+    ticket = Ticket(ID, "req-1", *ends, "push", 1.0)
+    return Prompt(ticket, b"h" * 32, num_tokens, harness.clock.now())
+
+
+def offer(harness: RankHarness, num_tokens: int, stop: int, blocks: tuple[int, ...]) -> StepOrders:
+    return StepOrders(
+        offers=(StartSend("r", prompt(harness, num_tokens), 0),),
+        progress=(Progress("r", 0, blocks, stop, is_last=stop == num_tokens),),
+    )
+
+
+def expect(harness: RankHarness, ends: tuple[WorkerRef, WorkerRef] = ONE_RANK) -> StepOrders:
+    return StepOrders(expected=(StartReceive("r", prompt(harness, 7, ends), 0, 0, (5, 6)),))
+
+
+def run(harness: RankHarness, orders: StepOrders, *layers: str) -> None:
+    harness.rank.prepare(orders)
+    harness.rank.begin_step(orders)
+    for layer in layers:
+        harness.rank.layer_done(layer)
+    harness.rank.end_step()
+
+
+def test_blocks_of_later_chunks_join_the_order_that_the_agent_has(harness: RankHarness) -> None:
+    run(harness, offer(harness, 7, 3, (5,)), "a", "b")
+    send = harness.port.sends[ID]
+    assert send.order.blocks.blocks.tolist() == [5, -1]
+    assert (send.ready, send.is_finished) == ({0: 3, 1: 3}, False)
+    run(harness, StepOrders(progress=(Progress("r", 1, (9,), 7, is_last=True),)), "a", "b")
+    assert send.order.blocks.blocks.tolist() == [5, 9]
+    assert (send.ready, send.is_finished) == ({0: 7, 1: 7}, True)
+
+
+def test_steps_that_compute_say_what_is_not_computed_yet(harness: RankHarness) -> None:
+    run(harness, StepOrders(arrived=(prompt(harness, 7),)), "a")
+    assert harness.port.uncomputed == [(ID,)]
+    run(harness, StepOrders())  # nothing ran through the model
+    assert harness.port.uncomputed == [(ID,)]
+    run(harness, offer(harness, 7, 3, (5,)), "a", "b")
+    run(harness, StepOrders(progress=(Progress("r", 1, (9,), 7, is_last=True),)), "a", "b")
+    assert harness.port.uncomputed == [(ID,)] * 3  # once in each step that computes
+    run(harness, StepOrders(), "a")
+    assert harness.port.uncomputed[3:] == [()]
+
+
+@pytest.mark.parametrize("how", ["withdrawn", "preempted", "failed"])
+def test_what_will_never_be_computed_is_not_vouched_for(harness: RankHarness, how: str) -> None:
+    run(harness, StepOrders(arrived=(prompt(harness, 7),)))
+    if how == "withdrawn":
+        run(harness, StepOrders(withdrawn=(Withdraw(prompt(harness, 7), "cancelled"),)))
+    else:
+        run(harness, offer(harness, 7, 3, (5,)))
+    if how == "failed":
+        harness.port.fail_send(ID)
+        harness.rank.get_finished(set(), 0.0)
+    run(harness, StepOrders(preempted=("r",) if how == "preempted" else ()), "a")
+    assert harness.port.uncomputed == [()]
+
+
+def test_blocks_of_an_offer_are_counted_as_they_come_until_its_handoff_ends(
+    harness: RankHarness,
+) -> None:
+    run(harness, offer(harness, 7, 3, (5,)), "a", "b")
+    harness.clock.advance(1.0)
+    run(harness, StepOrders(progress=(Progress("r", 1, (9,), 7, is_last=True),)), "a", "b")
+    harness.clock.advance(10.0)
+    harness.port.sent(ID)
+    assert harness.rank.get_finished({"r"}, 0.0) == ({"r"}, set())
+    harness.clock.advance(100.0)
+    run(harness, StepOrders())
+    sums = harness.observer.held_block_s
+    assert (sums["push", "computing"], sums["push", "waiting"]) == (1.0, 20.0)
+    assert sum(sums.values()) == 21.0
+
+
+def test_decode_need_not_wait_for_what_comes_after_the_last_layers_kv(harness: RankHarness) -> None:
+    harness.rank.begin_step(offer(harness, 4, 4, (5,)))
+    harness.rank.layer_done("b")
+    assert not harness.port.sends[ID].is_finished
+    harness.rank.layer_done("a")
+    assert harness.port.sends[ID].is_finished  # before `end`: the MLP and the sampling go on
+
+
+def test_layers_of_drafters_are_ignored_and_those_without_a_hook_are_not(
+    harness: RankHarness,
+) -> None:
+    orders = offer(harness, 4, 4, (5,))
+    harness.rank.begin_step(orders)
+    harness.rank.layer_done("draft_model.0")
+    assert harness.port.sends[ID].ready == {0: 0, 1: 0}
+    harness.rank.layer_done("a")
+    assert harness.port.sends[ID].ready == {0: 4, 1: 0}
+    harness.rank.end_step()
+    assert harness.port.sends[ID].ready == {0: 4, 1: 4}
+
+
+def test_sent_is_told_only_after_the_request_has_finished(harness: RankHarness) -> None:
+    run(harness, offer(harness, 4, 4, (5,)))
+    harness.port.sent(ID)
+    assert harness.rank.get_finished(set(), 0.0) == (set(), set())
+    assert harness.rank.get_finished({"r", "alone"}, 0.0) == ({"r"}, set())
+    assert harness.rank.get_finished(set(), 0.0) == (set(), set())
+
+
+def test_a_failed_load_names_its_blocks_once_nothing_can_land_in_them(harness: RankHarness) -> None:
+    run(harness, expect(harness))
+    harness.port.fail(ID)
+    assert harness.rank.get_finished(set(), 0.0) == (set(), set())
+    assert harness.rank.take_invalid_blocks() == set()
+    harness.port.quiesce(ID)
+    assert harness.rank.get_finished(set(), 0.0) == (set(), {"r"})
+    assert harness.rank.take_invalid_blocks() == {5, 6}
+    assert harness.rank.take_invalid_blocks() == set()
+
+
+def test_an_aborted_load_is_told_when_its_blocks_are_quiet(harness: RankHarness) -> None:
+    run(harness, expect(harness))
+    run(harness, StepOrders(aborted=(Abort("r", "cancelled"),)))
+    assert harness.rank.get_finished(set(), 0.0) == (set(), set())
+    harness.port.settle_aborted()
+    assert harness.rank.get_finished(set(), 0.0) == (set(), {"r"})
+    assert harness.rank.take_invalid_blocks() == set()
+
+
+def test_preempted_blocks_are_waited_for(harness: RankHarness) -> None:
+    run(harness, offer(harness, 7, 3, (5,)))
+    harness.rank.prepare(StepOrders(preempted=("r",)))
+    assert harness.port.sends == {}
+    assert harness.rank.get_finished({"r"}, 0.0) == (set(), set())
+
+
+def test_a_held_request_that_lost_its_blocks_is_waited_for_and_reported(
+    harness: RankHarness,
+) -> None:
+    run(harness, offer(harness, 7, 3, (5,)))
+    harness.rank.prepare(StepOrders(preempted_while_held=("r",)))
+    assert harness.port.sends == {}
+    assert harness.rank.get_finished({"r"}, 0.0) == ({"r"}, set())
+
+
+def test_a_peer_that_goes_on_reading_stops_the_engine_for_a_while_only(
+    harness: RankHarness, caplog: pytest.LogCaptureFixture
+) -> None:
+    run(harness, offer(harness, 7, 3, (5,)))
+    harness.port.settle_aborted = lambda: None  # type: ignore[method-assign]
+    begin = harness.clock.now()
+    harness.rank.prepare(StepOrders(preempted=("r",)))
+    assert harness.clock.now() - begin == pytest.approx(RELEASE_TIMEOUT_S)
+    assert "still being read" in caplog.text
+
+
+def test_an_idle_step_waits_only_where_something_can_happen(harness: RankHarness) -> None:
+    harness.rank.get_finished(set(), 0.01)
+    assert harness.wake_event.num_waits == 0
+    run(harness, expect(harness))
+    harness.rank.get_finished(set(), 0.01)
+    assert harness.wake_event.num_waits == 1
+    harness.port.land(ID)
+    harness.rank.get_finished(set(), 0.0)
+    run(harness, offer(harness, 4, 4, (5,)))
+    harness.rank.get_finished(set(), 0.01)
+    assert harness.wake_event.num_waits == 1
+    harness.rank.get_finished({"r"}, 0.01)
+    assert harness.wake_event.num_waits == 2
+
+
+def test_an_event_that_comes_during_a_look_is_not_slept_over(
+    harness: RankHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The agent adds an event, then rings: a wake_event silenced after the look would lose it."""
+    look = harness.port.poll
+
+    def look_and_miss() -> list[HandoffEvent]:
+        events = look()
+        harness.port.fail(ID)
+        return events
+
+    run(harness, expect(harness))
+    monkeypatch.setattr(harness.port, "poll", look_and_miss)
+    harness.rank.get_finished(set(), 0.0)
+    assert harness.wake_event.is_set()
+
+
+def test_a_dead_agent_fails_everything(harness: RankHarness) -> None:
+    run(harness, expect(harness))
+    harness.port.is_alive = False
+    assert harness.rank.get_finished(set(), 0.0) == (set(), {"r"})
+    assert harness.rank.take_invalid_blocks() == {5, 6}
+
+
+def test_parts_of_a_prompt_come_from_two_ranks_and_fail_together(harness: RankHarness) -> None:
+    run(harness, expect(harness, FROM_TWO))
+    first, second = harness.port.receives
+    assert ID not in {first, second}
+    harness.port.land(first)
+    assert harness.rank.get_finished(set(), 0.0) == (set(), set())
+    harness.port.fail(second)
+    harness.port.quiesce(second)
+    assert harness.rank.get_finished(set(), 0.0) == (set(), {"r"})
+    assert harness.rank.take_invalid_blocks() == {5, 6}
+
+
+def test_one_failed_part_ends_the_others(harness: RankHarness) -> None:
+    run(harness, expect(harness, FROM_TWO))
+    first, second = harness.port.receives
+    harness.port.fail(first)
+    harness.rank.get_finished(set(), 0.0)
+    assert harness.port.receives[second].is_aborted
+
+
+@pytest.mark.parametrize("is_early", [True, False])
+def test_what_the_gateway_says_reaches_all_parts(harness: RankHarness, *, is_early: bool) -> None:
+    if is_early:
+        harness.rank.abort_from_peer(ID, "prefill is gone")
+    run(harness, expect(harness, FROM_TWO))
+    if not is_early:
+        harness.rank.abort_from_peer(ID, "prefill is gone")
+    assert set(harness.port.given_up) == set(harness.port.receives)
+    assert len(harness.port.given_up) == 2
+
+
+def test_a_failed_send_is_reported_and_a_declined_one_is_not(harness: RankHarness) -> None:
+    run(harness, offer(harness, 7, 3, (5,)))
+    harness.port.fail_send(ID, "transfer")
+    harness.rank.get_finished(set(), 0.0)
+    report = harness.rank.take_report()
+    assert report is not None
+    assert report.failed_sends == (("r", "scripted"),)
+    assert harness.rank.take_report() is None
+    harness.rank.get_finished({"r"}, 0.0)
+    run(harness, offer(harness, 7, 3, (5,)))
+    harness.port.fail_send(ID, "declined")
+    harness.rank.get_finished(set(), 0.0)
+    assert harness.rank.take_report() is None
+    assert [r.failed_stage for r in harness.rank.take_records()] == ["transfer", None]
+
+
+def test_a_decode_leg_is_traced_from_its_blocks_to_its_end(harness: RankHarness) -> None:
+    run(harness, expect(harness))
+    harness.clock.advance(1.0)
+    harness.port.land(ID)
+    harness.rank.get_finished(set(), 0.0)
+    harness.clock.advance(1.0)
+    harness.rank.begin_step(StepOrders(started=("r",)))
+    harness.clock.advance(1.0)
+    harness.rank.end_step()
+    run(harness, StepOrders(finished=(Finished("r", "length", 24),)))
+    trace = harness.traces.find("req-1")
+    assert trace is not None
+    stamps = [trace.stamps[s] - trace.stamps[Stamp.RECEIVED] for s in (
+        Stamp.PAGES_RESERVED, Stamp.KV_READY, Stamp.DECODE_SCHEDULED, Stamp.FIRST_TOKEN
+    )]  # fmt: skip
+    assert stamps == [0.0, 1.0, 2.0, 3.0]
+    assert (trace.outcome, trace.num_output_tokens, trace.peer) == ("length", 24, "p")
+    assert trace.num_received_tokens == 7
+    (record,) = harness.rank.take_records()
+    assert (record.side, record.wait_s, record.failed_stage) == ("received", 1.0, None)
+
+
+@pytest.mark.parametrize(("num_landed", "missing"), [(0, {5, 6}), (3, {5, 6}), (4, {6}), (6, {6})])
+def test_a_load_that_came_in_part_names_the_blocks_that_lack_tokens(
+    harness: RankHarness, num_landed: int, missing: set[int]
+) -> None:
+    run(harness, expect(harness))
+    harness.port.land(ID, num_landed)
+    assert harness.rank.get_finished(set(), 0.0) == (set(), {"r"})
+    assert harness.rank.take_invalid_blocks() == missing
+    trace = harness.traces.find("req-1")
+    assert trace is not None
+    assert (trace.num_received_tokens, trace.fallbacks) == (num_landed, [])
+
+
+def test_a_load_that_failed_is_not_traced_as_received(harness: RankHarness) -> None:
+    run(harness, expect(harness))
+    harness.port.fail(ID)
+    harness.port.quiesce(ID)
+    harness.rank.get_finished(set(), 0.0)
+    trace = harness.traces.find("req-1")
+    assert trace is not None
+    assert trace.num_received_tokens == 0
+    assert len(trace.fallbacks) == 1
+
+
+def test_a_request_in_vllms_queue_is_kept_at_every_rank_that_will_send(
+    harness: RankHarness,
+) -> None:
+    run(harness, StepOrders(queued=(prompt(harness, 7, FROM_TWO),)))
+    kept = [ticket.id for ticket in harness.port.kept]
+    run(harness, expect(harness, FROM_TWO))
+    assert kept == list(harness.port.receives)
+    assert len(kept) == 2
+
+
+def test_in_a_stall_the_oldest_held_prompt_is_withdrawn_and_no_other(harness: RankHarness) -> None:
+    tickets = [TicketId(bytes([n]) * 16) for n in range(3)]
+    for n, ticket in enumerate(tickets):
+        asked = Prompt(Ticket(ticket, f"req-{n}", *ONE_RANK, "pull", 1.0), b"h" * 32, 4, Instant(0))
+        progress = Progress(f"r{n}", 0, (n,), 4, is_last=True)
+        run(harness, StepOrders(offers=(StartSend(f"r{n}", asked, 0),), progress=(progress,)))
+    stalled = StepOrders(is_stalled=True)
+    harness.rank.get_finished({"r1", "r2"}, 0.0)
+    run(harness, stalled)  # r0 is still vLLM's: withdrawing it would make no room
+    assert harness.rank.get_finished(set(), 0.0) == ({"r1"}, set())
+    assert set(harness.port.sends) == {tickets[0], tickets[2]}
+    run(harness, StepOrders())
+    assert harness.rank.get_finished(set(), 0.0) == (set(), set())
+    run(harness, stalled)
+    assert harness.rank.get_finished(set(), 0.0) == ({"r2"}, set())
+
+
+def test_how_full_vllm_was_at_its_last_step_can_be_asked(harness: RankHarness) -> None:
+    assert harness.rank.occupancy is None
+    for num_free in (5, 8):
+        full = Occupancy(num_waiting=1, num_blocks=8, num_free_blocks=num_free, block_size=4)
+        run(harness, StepOrders(occupancy=full))
+        assert harness.rank.occupancy == full

@@ -1,0 +1,75 @@
+"""What is found before vLLM starts, and what it says of itself when it has."""
+
+import importlib.metadata
+
+import pytest
+
+from baton.engines.vllm.arguments import check_model, check_room, find_platform
+from baton.engines.vllm.options import VllmOptions
+from baton.engines.vllm.serving import ProbedIdentity, read_identity
+from baton.errors import ConfigError, EngineError
+
+MIB = 1024 * 1024
+
+
+def test_an_identity_is_read_from_a_probes_answer():
+    body = (
+        b'{"id":"cmpl-1","choices":[],"kv_transfer_params":{"baton_info":{"worker":"w",'
+        b'"epoch":"e","handoff_address":"h:1","role":"both","layout":{}}}}'
+    )
+    assert read_identity(body) == ProbedIdentity("w", "e", "h:1")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"<html>",
+        b'{"error":{"message":"no such model"}}',
+        b'{"choices":[],"kv_transfer_params":null}',
+        b'{"kv_transfer_params":{}}',
+        b'{"kv_transfer_params":{"baton_info":{"worker":"w"}}}',
+    ],
+)
+def test_a_server_without_the_connector_is_recognised(body):
+    with pytest.raises(EngineError, match="not with what Baton's connector says"):
+        read_identity(body)
+
+
+def test_a_folder_must_hold_a_checkpoint(tmp_path):
+    with pytest.raises(ConfigError, match="no such folder"):
+        check_model(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match=r"no config\.json"):
+        check_model(tmp_path)
+    (tmp_path / "config.json").write_text("{}", "utf-8")
+    check_model(tmp_path)
+
+
+@pytest.mark.parametrize(("free_mib", "fits"), [(102, True), (101, False)])
+def test_weights_and_kv_must_fit_the_free_memory(tmp_path, free_mib, fits):
+    (tmp_path / "a.safetensors").write_bytes(bytes(2 * MIB))
+    memory = tmp_path / "meminfo"
+    memory.write_text(f"MemTotal: 9 kB\nMemAvailable:  {free_mib * 1024} kB\n", "ascii")
+    options = VllmOptions(kv_cache_bytes=100 * MIB)
+    if fits:
+        check_room(options, tmp_path, memory)
+        return
+    with pytest.raises(ConfigError, match=r"100 MiB for KV .* 2 MiB of weights, 101 MiB are free"):
+        check_room(options, tmp_path, memory)
+
+
+def test_without_knowledge_of_the_memory_nothing_is_refused(tmp_path):
+    check_room(VllmOptions(), tmp_path, tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("version", "platform"), [("0.32.0", "accelerator"), ("0.32.0+cpu", "cpu"), (None, "cpu")]
+)
+def test_the_distribution_says_what_vllm_was_built_for(monkeypatch, version, platform):
+    def find(name):
+        if version is None:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return version
+
+    monkeypatch.setattr(importlib.metadata, "version", find)
+    assert find_platform() == platform

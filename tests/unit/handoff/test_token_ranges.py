@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+from itertools import pairwise
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.handoff.coverage import Coverage
+from baton.handoff.token_ranges import (
+    LayerTokenRange,
+    intersect,
+    pack_ranges,
+    subtract,
+    unpack_ranges,
+)
+
+spans = st.tuples(st.integers(0, 2), st.integers(0, 19), st.integers(1, 6)).map(
+    lambda each: LayerTokenRange(each[0], each[1], min(20, each[1] + each[2]))
+)
+
+
+def tokens(token_ranges: list[LayerTokenRange]) -> set[tuple[int, int]]:
+    return {(s.layer, t) for s in token_ranges for t in range(s.start, s.stop)}
+
+
+def disjoint(token_ranges: list[LayerTokenRange]) -> list[LayerTokenRange]:
+    kept: list[LayerTokenRange] = []
+    for each in token_ranges:
+        if not tokens(kept) & tokens([each]):
+            kept.append(each)
+    return kept
+
+
+@given(st.lists(spans, max_size=12).map(disjoint), st.lists(spans, max_size=12).map(disjoint))
+def test_an_intersection_has_what_both_have(
+    some: list[LayerTokenRange], others: list[LayerTokenRange]
+) -> None:
+    both = intersect(some, others)
+    assert tokens(both) == tokens(some) & tokens(others)
+    assert len(tokens(both)) == sum(s.stop - s.start for s in both)
+    assert all(a.layer != b.layer or a.stop < b.start for a, b in pairwise(both))
+
+
+@given(st.lists(spans, max_size=12).map(disjoint), spans)
+def test_a_difference_has_what_is_left(some: list[LayerTokenRange], gone: LayerTokenRange) -> None:
+    assert tokens(subtract(some, gone)) == tokens(some) - tokens([gone])
+
+
+@given(st.lists(spans, max_size=12).map(disjoint))
+def test_gaps_are_what_has_not_landed(landed: list[LayerTokenRange]) -> None:
+    coverage = Coverage(num_layers=3, start=0, stop=20)
+    for each in landed:
+        coverage.add(*each)
+    everything = tokens([LayerTokenRange(layer, 0, 20) for layer in range(3)])
+    assert tokens(coverage.gaps()) == everything - tokens(landed)
+    assert unpack_ranges(pack_ranges(coverage.gaps())) == coverage.gaps()

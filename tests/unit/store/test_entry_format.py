@@ -1,0 +1,121 @@
+"""What an entry holds and how it is named; golden names are a wire format (docs/wire/store.md)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from baton.errors import ConfigError
+from baton.kv.identity import HashDomain, compute_block_hashes, compute_tail_hash
+from baton.kv.layout import KVLayout, TensorParallelShard
+from baton.store.entry_format import HEADER_BYTES, EntryFormat, has_digest, make_header, read_digest
+from baton.store.interface import EntryName
+
+VECTORS = Path(__file__).parents[2] / "vectors" / "store" / "entries.json"
+LAYOUT = KVLayout.gqa(3, 4, 8, block_size=16, dtype="float32")
+
+
+class Vector(msgspec.Struct, frozen=True):
+    """One prompt's entries in one form; the record is that of the body `00 01 02 …` of 10 bytes."""
+
+    block_size: int
+    num_parts: int
+    tenant_salt: str
+    token_ids: list[int]
+    hashes: list[str]
+    names: list[list[str]]
+    record: str
+
+
+def make_vector(block_size: int, num_parts: int, tenant_salt: str, num_tokens: int) -> Vector:
+    token_ids = np.arange(num_tokens, dtype=np.int32) * 7
+    domain = HashDomain("model", tenant_salt, block_size)
+    hashes = compute_block_hashes(domain, token_ids)
+    rest = token_ids[len(hashes) * block_size :]
+    if len(rest):
+        hashes.append(compute_tail_hash(domain, rest, hashes[-1] if hashes else None))
+    entry_format = EntryFormat.of(LAYOUT, block_size=block_size, num_parts=num_parts)
+    names = [[entry_format.name(each, part).hex() for part in range(num_parts)] for each in hashes]
+    body = bytes(range(10))
+    record = make_header(EntryName(bytes.fromhex(names[0][0])), body) + body
+    return Vector(
+        block_size,
+        num_parts,
+        tenant_salt,
+        token_ids.tolist(),
+        [each.hex() for each in hashes],
+        names,
+        record.hex(),
+    )
+
+
+@pytest.mark.parametrize("vector", msgspec.json.decode(VECTORS.read_bytes(), type=list[Vector]))
+def test_golden_vectors(vector: Vector) -> None:
+    made = make_vector(
+        vector.block_size, vector.num_parts, vector.tenant_salt, len(vector.token_ids)
+    )
+    assert made == vector
+
+
+def test_no_two_entries_share_a_name() -> None:
+    vectors = msgspec.json.decode(VECTORS.read_bytes(), type=list[Vector])
+    names = [name for vector in vectors for parts in vector.names for name in parts]
+    assert len(names) == len(set(names)) > 10
+
+
+def test_engines_that_differ_name_entries_alike() -> None:
+    entry_format = EntryFormat.of(LAYOUT, block_size=64, num_parts=2)
+    for changes in (
+        {"block_size": 24},
+        {"order": "heads_first"},
+        {"order": "opaque", "arrangement": "vllm-cpu/vec/LBHNC"},
+        {"shard": TensorParallelShard(1, 2)},
+    ):
+        other = msgspec.structs.replace(LAYOUT, **changes)
+        assert EntryFormat.of(other, block_size=64, num_parts=2) == entry_format
+
+
+def test_another_dtype_or_shape_is_another_form() -> None:
+    block_hash = compute_block_hashes(HashDomain("m", "", 64), np.arange(64, dtype=np.int32))[0]
+    layouts = [
+        LAYOUT,
+        msgspec.structs.replace(LAYOUT, dtype="bfloat16"),
+        KVLayout.gqa(3, 4, 4, block_size=16, dtype="float32"),
+        KVLayout.gqa(2, 4, 8, block_size=16, dtype="float32"),
+    ]
+    forms = [EntryFormat.of(layout, block_size=64, num_parts=1) for layout in layouts]
+    forms.append(EntryFormat.of(LAYOUT, block_size=64, num_parts=2))
+    assert len({entry_format.name(block_hash, 0) for entry_format in forms}) == len(forms)
+
+
+def test_parts_are_shared_among_ranks() -> None:
+    entry_format = EntryFormat.of(LAYOUT, block_size=64, num_parts=4)
+    assert entry_format.parts_of_shard(TensorParallelShard()) == range(4)
+    assert entry_format.parts_of_shard(TensorParallelShard(1, 2)) == range(2, 4)
+    assert (
+        sum(entry_format.body_bytes(part, 10) for part in range(4)) == LAYOUT.bytes_per_token * 10
+    )
+
+
+def test_parts_that_ranks_cannot_hold_whole_are_refused() -> None:
+    sharded = msgspec.structs.replace(LAYOUT, shard=TensorParallelShard(0, 4))
+    with pytest.raises(ConfigError, match=r"store\.num_parts"):
+        EntryFormat.of(sharded, block_size=64, num_parts=2)
+    with pytest.raises(ConfigError, match="divided"):
+        EntryFormat.of(LAYOUT, block_size=64, num_parts=3)
+
+
+def test_a_record_says_what_it_is() -> None:
+    name, other = EntryName(b"n" * 32), EntryName(b"o" * 32)
+    body = b"body"
+    header = make_header(name, body)
+    digest = read_digest(name, header, HEADER_BYTES + 4)
+    assert digest is not None
+    assert has_digest(body, digest)
+    assert not has_digest(b"bodz", digest)
+    assert read_digest(other, header, HEADER_BYTES + 4) is None
+    assert read_digest(name, header, HEADER_BYTES + 3) is None
+    assert read_digest(name, header[:-1], HEADER_BYTES + 4) is None

@@ -1,0 +1,34 @@
+"""The counts of one folder as several users change them."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from baton.store.folder.shared_capacity import SharedCapacity
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def test_looking_at_all_entries_forgets_nobody_who_is_writing(tmp_path: Path) -> None:
+    folder = os.open(tmp_path, os.O_RDONLY | os.O_DIRECTORY)
+    one, other = SharedCapacity(folder, 1000), SharedCapacity(folder, 1000)
+    assert one.try_reserve(600) == 0
+    other.recount(lambda: 0)
+    assert other.try_reserve(600) > 0
+    assert one.commit(600, lambda: True)
+    assert other.try_reserve(600) > 0
+    other.recount(lambda: 100)  # an operator has removed files
+    assert other.try_reserve(600) == 0
+    assert not other.commit(600, lambda: False)  # somebody else has the name
+    assert one.try_reserve(900) == 0
+    one.release(900)
+    one.remove(lambda: 100)
+    one.remove(lambda: 0)  # it was gone already
+    assert other.try_reserve(1000) == 0
+    other.reset(lambda: 0)
+    assert one.try_reserve(1000) == 0
+    one.close()
+    other.close()
+    os.close(folder)

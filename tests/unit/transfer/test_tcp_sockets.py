@@ -1,0 +1,80 @@
+import socket
+from contextlib import contextmanager
+
+import pytest
+
+from baton.errors import TransferError
+from baton.transfer.transports.tcp.sockets import (
+    TcpOptions,
+    fit_buffers,
+    format_endpoint,
+    open_listener,
+    open_stream,
+    parse_endpoint,
+)
+
+BUFFERS = (socket.SO_SNDBUF, socket.SO_RCVBUF)
+
+
+@pytest.mark.parametrize("address", [("127.0.0.1", 80), ("10.1.2.3", 65535), ("::1", 9)])
+def test_endpoints_are_read_as_they_were_written(address):
+    assert parse_endpoint(format_endpoint(*address)) == address
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    ["", ":", "127.0.0.1", "127.0.0.1:", "127.0.0.1:0", "127.0.0.1:65536", "localhost:80",
+     "0.0.0.0:80", "[::]:80", "224.0.0.1:80", "127.0.0.1:80:80", "1:2:3", "127.0.0.1:-1"],
+)  # fmt: skip
+def test_what_is_no_address_of_a_peer_is_refused(endpoint):
+    with pytest.raises(TransferError, match="no address"):
+        parse_endpoint(endpoint)
+
+
+@contextmanager
+def connection(options, source):
+    """Both ends of a stream to 127.0.0.1 that comes from `source`, buffers fitted."""
+    listener, endpoint = open_listener("127.0.0.1", options)
+    with listener, open_stream(parse_endpoint(endpoint), options) as dialed:
+        listener.listen()
+        dialed.bind((source, 0))
+        dialed.connect(parse_endpoint(endpoint))
+        accepted, _ = listener.accept()
+        with accepted:
+            for end in (dialed, accepted):
+                fit_buffers(end, options)
+            yield dialed, accepted
+
+
+def sizes_of(sock):
+    """Linux doubles what it is asked for, and tells that."""
+    return [sock.getsockopt(socket.SOL_SOCKET, option) // 2 for option in BUFFERS]
+
+
+@pytest.mark.parametrize(
+    ("source", "options", "expected"),
+    [
+        ("127.0.0.1", {}, 1 << 17),
+        ("127.0.0.2", {}, 1 << 18),  # another address: for all that is known, another host
+        ("127.0.0.1", {"local_buffer_bytes": 1 << 19}, 1 << 18),  # never larger than elsewhere
+    ],
+)
+def test_buffers_are_smaller_where_both_ends_are_on_one_host(source, options, expected):
+    wanted = {"socket_buffer_bytes": 1 << 18, "local_buffer_bytes": 1 << 17, **options}
+    with connection(TcpOptions(**wanted), source) as ends:
+        assert [sizes_of(end) for end in ends] == [[expected] * 2] * 2
+
+
+def test_the_kernels_own_tuning_stays_on_where_it_is_wanted():
+    options = TcpOptions(socket_buffer_bytes=None, local_buffer_bytes=1 << 17)
+    with connection(options, "127.0.0.1") as (dialed, _):
+        before = sizes_of(dialed)
+        fit_buffers(dialed, options)
+        assert sizes_of(dialed) == before != [1 << 17] * 2
+
+
+def test_a_connection_that_is_gone_is_left_to_whoever_reads_it():
+    with socket.socket() as never_connected:
+        before = sizes_of(never_connected)
+        fit_buffers(never_connected, TcpOptions())
+        assert sizes_of(never_connected) == before
