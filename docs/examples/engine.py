@@ -45,7 +45,7 @@ class EchoEngine:
             eos_token_ids=(),
         )
         self.region = context.allocate([(1, layout.page_bytes(layer)) for layer in range(1)])
-        self.annexes = None
+        self.peer_mappings = None
         self._inbox: queue.SimpleQueue = queue.SimpleQueue()
         self._cancelled: set = set()
         self._thread = threading.Thread(target=self._run, name="echo-engine", daemon=True)
@@ -62,7 +62,7 @@ class EchoEngine:
     def cancel(self, request) -> None:
         self._cancelled.add(request)
 
-    def agree(self, ticket, token):
+    def commit_first_token(self, ticket, token):
         return token
 
     def stats(self) -> EngineStats:
@@ -78,7 +78,7 @@ class EchoEngine:
 
     def _run(self) -> None:
         while (request := self._inbox.get()) is not None:
-            if not isinstance(request.leg, Colocated):
+            if not isinstance(request.kind, Colocated):
                 self._sink([RequestFailed(request.id, EngineError("echo hands nothing over"))])
                 continue
             answer = request.prompt_ids[: request.sampling.max_tokens]

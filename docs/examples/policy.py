@@ -16,8 +16,8 @@ class MostFreeBlocks:
             return Unplaceable(f"no decode worker serves the model {request.model!r} now")
         decode = max(decodes, key=_num_free_blocks)
         prefills = [w for w in _usable(served.prefills, request) if not decode.why_not_from(w)]
-        if request.undivided is not None and decode.dialect == "vllm":
-            return Placement(None, decode, undivided=request.undivided)
+        if request.non_disaggregable is not None and decode.protocol == "vllm":
+            return Placement(None, decode, non_disaggregable=request.non_disaggregable)
         if not prefills:
             return Placement(None, decode, ("no prefill worker can hand over to it",))
         prefill = max(prefills, key=_num_free_blocks)

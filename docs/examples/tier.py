@@ -6,7 +6,7 @@ import msgspec
 
 from baton.errors import StoreFullError
 from baton.registry import Plugin
-from baton.store.interface import Level, Put, Usage
+from baton.store.interface import PutResult, TierScan, Usage
 
 _places: dict[str, dict[bytes, bytes]] = {}  # insertion order is order of use
 
@@ -47,9 +47,9 @@ class DictTier:
         missing = (i for i, name in enumerate(names) if name not in self._entries)
         return next(missing, len(names))
 
-    def put(self, name, body) -> Put:
+    def put(self, name, body) -> PutResult:
         if name in self._entries:
-            return Put.ALREADY
+            return PutResult.EXISTS
         if len(body) > self._capacity:
             raise StoreFullError("the entry is larger than the tier")
         while self._used() + len(body) > self._capacity:
@@ -59,7 +59,7 @@ class DictTier:
             if self._below is not None:
                 self._below.put(oldest, dropped)
         self._entries[name] = bytes(body)
-        return Put.STORED
+        return PutResult.STORED
 
     def try_lease(self, name) -> DictLease | None:
         body = self._entries.pop(name, None)
@@ -71,13 +71,13 @@ class DictTier:
     def discard(self, name) -> None:
         self._entries.pop(name, None)
 
-    def usage(self) -> Usage:
-        return Usage(len(self._entries), self._used(), self._capacity, num_damaged=0)
+    def scan(self) -> TierScan:
+        return TierScan(len(self._entries), self._used(), self._capacity, num_damaged=0)
 
-    def level(self) -> Level:
+    def usage(self) -> Usage:
         below = self._below is not None
         demoted, dropped = (self._num_dropped, 0) if below else (0, self._num_dropped)
-        return Level(self._used(), self._capacity, demoted, dropped, 0)
+        return Usage(self._used(), self._capacity, demoted, dropped, 0)
 
     def close(self) -> None: ...
 

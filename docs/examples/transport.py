@@ -12,21 +12,21 @@ import msgspec
 from baton.errors import PeerLostError, PeerUnreachableError, TransferError
 from baton.kv.copies import apply_copies
 from baton.registry import Plugin
-from baton.transfer.bounds import check_copies, check_notice
+from baton.transfer.bounds import check_copies, check_notification
 from baton.transfer.interface import (
     Arrived,
-    Attached,
     Capabilities,
+    GrantQuiescent,
     RegionDescriptor,
+    RemoteAttached,
     RemoteId,
     RemoteLost,
     TransferId,
-    WindowQuiescent,
     WriteCompleted,
     WriteFailed,
 )
+from baton.transfer.page_set import PageSet, check_grant_pages
 from baton.transfer.region import check_arrays, view_pages
-from baton.transfer.windows import PageSet, check_window_pages
 
 if TYPE_CHECKING:
     from baton.transfer.interface import TransportContext
@@ -42,7 +42,7 @@ class LoopbackOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class LoopbackTransport:
-    """See `Transport`. Nothing is posted to hardware: a closed window is quiescent at once."""
+    """See `Transport`. Nothing is posted to hardware: a closed grant is quiescent at once."""
 
     kind = "loopback"
     capabilities = Capabilities(
@@ -54,7 +54,7 @@ class LoopbackTransport:
         self._options, self.context = options, context
         self._name = f"loopback-{secrets.token_hex(8)}"
         self.regions: dict[Any, Any] = {}
-        self.windows: dict[Any, Any] = {}
+        self.grants: dict[Any, Any] = {}
         self.events: list[Any] = []
         self.requests: list[tuple[LoopbackTransport, RemoteId, RegionDescriptor]] = []
         self._remotes: dict[RemoteId, tuple[str, RegionDescriptor, Any]] = {}
@@ -87,17 +87,17 @@ class LoopbackTransport:
     def detach(self, remote):
         self._remotes.pop(remote, None)
 
-    def open_window(self, window):
-        if window.id in self.windows:
-            raise TransferError("this window is open already")
-        check_window_pages(window.pages, self._find_region(window.region).arrays)
-        self.windows[window.id] = (window, PageSet(window.pages))
+    def open_grant(self, grant):
+        if grant.id in self.grants:
+            raise TransferError("this grant is open already")
+        check_grant_pages(grant.pages, self._find_region(grant.region).arrays)
+        self.grants[grant.id] = (grant, PageSet(grant.pages))
 
-    def close_window(self, window):
-        if self.windows.pop(window, None) is not None:
-            late = [e for e in self.events if isinstance(e, Arrived) and e.window == window]
+    def close_grant(self, grant):
+        if self.grants.pop(grant, None) is not None:
+            late = [e for e in self.events if isinstance(e, Arrived) and e.grant == grant]
             self.events = [e for e in self.events if e not in late]
-            self.events.append(WindowQuiescent(window))
+            self.events.append(GrantQuiescent(grant))
 
     def submit(self, write):
         state, descriptor, _ = self._remotes.get(write.remote, ("", None, None))
@@ -105,7 +105,7 @@ class LoopbackTransport:
             raise TransferError("this remote is not attached")
         region = self._find_region(write.region)
         check_copies(write.copies, region.arrays, descriptor.arrays)
-        check_notice(write.notice)
+        check_notification(write.notification)
         self._next_id += 1
         transfer, owner = TransferId(self._next_id), _open.get(descriptor.endpoint)
         try:
@@ -120,21 +120,21 @@ class LoopbackTransport:
 
     def receive(self, write, source, writer, handle):
         """The owner's half of a write: permission, bytes, then the notification."""
-        window, pages = self.windows.get(write.window, (None, None))
-        if window is None or (window.writer, window.region) != (writer, handle):
-            raise TransferError("no such window for this writer")
+        grant, pages = self.grants.get(write.grant, (None, None))
+        if grant is None or (grant.writer, grant.region) != (writer, handle):
+            raise TransferError("no such grant for this writer")
         if not all(pages.covers(group.dst_pages) for group in write.copies.groups):
-            raise TransferError("a page is outside the window")
+            raise TransferError("a page is outside the grant")
         target, array = self.regions[handle], write.copies.layer
         views = [view_pages(region.memory, region.arrays[array]) for region in (source, target)]
         apply_copies(write.copies, *views)
-        self.events.append(Arrived(write.window, write.notice))
+        self.events.append(Arrived(write.grant, write.notification))
 
     def read(self, read):
         raise TransferError("loopback does not read")
 
     def view(self, remote, array):
-        raise TransferError("loopback does not lend")
+        raise TransferError("loopback does not show pages in place")
 
     def poll(self):
         for dialer, id_, descriptor in self.requests:
@@ -160,7 +160,7 @@ class LoopbackTransport:
             self.lose(id_, error)
             return
         self._remotes[id_] = ("attached", self._remotes[id_][1], None)
-        self.events.append(Attached(id_))
+        self.events.append(RemoteAttached(id_))
 
     def lose(self, id_, error):
         """A remote is lost, once."""

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from baton.authority.key import ClusterKey
-from baton.authority.ticket import WorkerRef
+from baton.auth.key import ClusterKey
+from baton.auth.ticket import WorkerRef
 from baton.engines.interface import ENGINES, EngineContext
 from baton.ids import Epoch, WorkerId
 from baton.models import DEMO_MODEL_PATH
