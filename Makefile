@@ -64,7 +64,7 @@ simulate: $(RUNTIME)
 explore: $(VLLM) $(DEV)
 	$(BIN)/python -m pytest -q -n 2 --dist loadscope tests/unit tests/property --explore $(PYTEST_ARGS)
 
-check: $(DEV)
+check: $(DEV) docs
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
