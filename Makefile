@@ -20,8 +20,9 @@ CREATED := $(VENV)/.created
 RUNTIME := $(VENV)/.installed-runtime
 VLLM := $(VENV)/.installed-vllm
 DEV := $(VENV)/.installed-dev
+DOCS := $(VENV)/.installed-docs
 
-.PHONY: help up test chaos simulate explore check install install-dev format clean
+.PHONY: help up test chaos simulate explore check words docs docs-serve install install-dev format clean
 .DEFAULT_GOAL := help
 
 ifneq ($(filter-out vllm transformers,$(ENGINE)),)
@@ -37,6 +38,9 @@ help:
 	@echo 'make simulate                100,000 simulated clusters under faults: the nightly job'
 	@echo 'make explore                 property tests on examples that nobody has tried yet'
 	@echo 'make check                   the checks without the tests'
+	@echo 'make words                   refused words in code and pages (docs/glossary.md)'
+	@echo 'make docs                    the pages as a site with search, in build/site'
+	@echo 'make docs-serve              the same, served on http://127.0.0.1:8001 and rebuilt on changes'
 	@echo 'make install [ENGINE=vllm]   only install, into .venv'
 	@echo 'make install-dev             the same, and what checks need'
 	@echo 'make format                  format the code'
@@ -60,11 +64,22 @@ simulate: $(RUNTIME)
 explore: $(VLLM) $(DEV)
 	$(BIN)/python -m pytest -q -n 2 --dist loadscope tests/unit tests/property --explore $(PYTEST_ARGS)
 
-check: $(DEV)
+check: $(DEV) docs
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+words: | $(CREATED)
+	@$(BIN)/python scripts/check_words.py
+
+# A link that leads nowhere fails the build: not with --quiet, which hides warnings from --strict.
+docs: $(DOCS)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	@echo 'The site is in build/site.'
+
+docs-serve: $(DOCS)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve --strict --dev-addr 127.0.0.1:8001
 
 install: $(ENGINE_INSTALLED)
 
@@ -100,4 +115,8 @@ $(VLLM): requirements-vllm.txt $(RUNTIME)
 
 $(DEV): requirements-dev.txt $(RUNTIME)
 	$(PIP) install --quiet -r requirements-dev.txt
+	@touch $@
+
+$(DOCS): requirements-docs.txt | $(CREATED)
+	$(PIP) install --quiet -r requirements-docs.txt
 	@touch $@

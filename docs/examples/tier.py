@@ -1,0 +1,88 @@
+"""A tier in the memory of one process: the smallest that passes the contract."""
+
+from __future__ import annotations
+
+import msgspec
+
+from baton.errors import StoreFullError
+from baton.registry import Plugin
+from baton.store.interface import PutResult, TierScan, Usage
+
+_places: dict[str, dict[bytes, bytes]] = {}  # insertion order is order of use
+
+
+class DictTierOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Set by `[store.options.dict]`."""
+
+    place: str
+    capacity_bytes: int = 1 << 20
+
+
+class DictLease:
+    """Bytes never change: a lease is a reference."""
+
+    def __init__(self, body: bytes) -> None:
+        self._body, self.num_bytes = body, len(body)
+
+    def try_read(self, into: memoryview) -> bool:
+        into[:] = self._body
+        return True
+
+    def release(self) -> None: ...
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+class DictTier:
+    """See `Tier`."""
+
+    def __init__(self, options, context) -> None:
+        self._entries = _places.setdefault(options.place, {})
+        self._capacity, self._below, self._num_dropped = options.capacity_bytes, context.below, 0
+
+    def find(self, names) -> int:
+        missing = (i for i, name in enumerate(names) if name not in self._entries)
+        return next(missing, len(names))
+
+    def put(self, name, body) -> PutResult:
+        if name in self._entries:
+            return PutResult.EXISTS
+        if len(body) > self._capacity:
+            raise StoreFullError("the entry is larger than the tier")
+        while self._used() + len(body) > self._capacity:
+            oldest = next(iter(self._entries))
+            dropped = self._entries.pop(oldest)
+            self._num_dropped += 1
+            if self._below is not None:
+                self._below.put(oldest, dropped)
+        self._entries[name] = bytes(body)
+        return PutResult.STORED
+
+    def try_lease(self, name) -> DictLease | None:
+        body = self._entries.pop(name, None)
+        if body is None:
+            return None
+        self._entries[name] = body  # used last
+        return DictLease(body)
+
+    def discard(self, name) -> None:
+        self._entries.pop(name, None)
+
+    def scan(self) -> TierScan:
+        return TierScan(len(self._entries), self._used(), self._capacity, num_damaged=0)
+
+    def usage(self) -> Usage:
+        below = self._below is not None
+        demoted, dropped = (self._num_dropped, 0) if below else (0, self._num_dropped)
+        return Usage(self._used(), self._capacity, demoted, dropped, 0)
+
+    def close(self) -> None: ...
+
+    def _used(self) -> int:
+        return sum(map(len, self._entries.values()))
+
+
+PLUGIN = Plugin(DictTierOptions, lambda options: lambda context: DictTier(options, context))
