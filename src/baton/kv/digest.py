@@ -29,7 +29,7 @@ DIGEST_BYTES: Final = 16
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """Where pieces are on one side: piece i is `lengths[i]` tokens from `firsts[i]` of `blocks[i]`."""
+    """Where pieces are on one side: piece i is `lengths[i]` tokens of a block from `firsts[i]`."""
 
     blocks: list[int]
     firsts: list[int]
