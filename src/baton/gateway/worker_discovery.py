@@ -160,7 +160,7 @@ class WorkerDiscovery:
         try:
             await self._ask_control(info)
         except (UpstreamError, ProtocolError) as exc:
-            log.warning("%s cannot be told of aborts or asked for traces: %s", self._worker, exc)
+            log.warning("%s does not receive aborts or answer for traces: %s", self._worker, exc)
 
     async def _ask_control(self, info: WorkerInfo) -> WorkerInfo:
         url = URL(info.control_urls[0]).with_path(INFO_PATH)

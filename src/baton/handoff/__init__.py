@@ -9,13 +9,13 @@ any more, `BlocksQuiescent`. The protocol is drawn in `session/`, its bytes in
 File map:
     interface.py             what an engine sees: orders, events, `HandoffPort`
     kv_views.py              the ways in which a worker shows its KV to peers
-    messages.py              what two agents say to each other, decoded and bounded at the seam
-    negotiation.py           whether two workers can exchange KV, through which faces, and why not
+    messages.py              messages between two agents, decoded and bounds-checked at the seam
+    negotiation.py           whether two workers can exchange KV, through which views, and why not
     token_ranges.py          token ranges of layers: intersect, subtract, pack
     coverage.py              counting what landed against what is expected
     session/                 the two state machines of one handoff, pure
     staging.py               staging pages: who holds them, who waits
-    mapped_pages.py          the pages that one handoff has on a face
+    mapped_pages.py          the pages of a KV view that one handoff has
     write_batches.py         from a token range to page copies, digests and a notification, and back
     io_backend.py            what an agent has of its machine: sockets, a selector, a bell
     link.py                  one authenticated control connection between two agents
@@ -25,7 +25,7 @@ File map:
     link_prober.py           measures links by probes, while no handoff waits
     probe_target.py          this worker's scratch memory, where peers' probes land
     transport_usage.py       what carried one handoff, and what should have
-    peers.py                 who is linked, what they said in their Hello, whether they live
+    peers.py                 linked peers, their Hello messages, and their liveness
     decode_receiver.py       the decode worker's handoffs: carries out what `ReceiveSession` asks
                              for
     incoming.py              one of them: its peer, pages and windows
@@ -37,10 +37,10 @@ File map:
     grants.py                grants: checked, and kept until their request is here
     layer_writes.py          how a layer's range leaves: as writes, or as announcements
     context.py               what both work with
-    heartbeat.py             what this worker's engine says of itself: that it computes, and what is
+    heartbeat.py             this worker's engine heartbeat: that it computes, and what is
                              to come
-    heartbeat_publisher.py   tells decode workers of it, so that they wait for a queue
-    tombstones.py            tickets that ended before this side had heard of them
+    heartbeat_publisher.py   sends it to decode workers, so that they wait for a queue
+    tombstones.py            tickets that ended before this side received a message about them
     agent.py                 the thread that owns links, transports and sessions; implements
                              `HandoffPort`
 """

@@ -176,13 +176,13 @@ class AgentOptions:
         return tuple(modes)
 
     def __post_init__(self) -> None:
-        """Refuse faces that no engine has.
+        """Check the KV views.
 
         Raises:
             ConfigError: there is none, or they are not of one model.
         """
         if len({view.layout.num_layers for view in self.views}) != 1:
-            raise ConfigError("the faces of a worker show the same layers, and there is one face")
+            raise ConfigError("a worker needs a KV view, and all its views have the same layers")
 
 
 class HandoffAgent:  # noqa: PLR0904 - the engine's contract, and the process's
@@ -210,11 +210,11 @@ class HandoffAgent:  # noqa: PLR0904 - the engine's contract, and the process's
         return self._address
 
     def start(self, wake_engine: Callable[[], None]) -> None:
-        """Listen, expose each face on every transport, start the thread. Once.
+        """Listen, expose each KV view on every transport, start the thread. Call once.
 
         Raises:
             ConfigError: the handoff port is taken.
-            TransferError: a transport cannot expose the region of a face.
+            TransferError: a transport cannot expose the region of a view.
         """
         self.open(wake_engine)
         self._pool.start()
@@ -300,7 +300,7 @@ class HandoffAgent:  # noqa: PLR0904 - the engine's contract, and the process's
         self._thread = None
 
     def observe_links(self, observer: LinkObserver) -> None:
-        """Tell an observer of choices, transfers and failures. Before `start`."""
+        """Report choices, transfers and failures to an observer. Call before `start`."""
         self._observer = observer
 
     @property
@@ -315,7 +315,7 @@ class HandoffAgent:  # noqa: PLR0904 - the engine's contract, and the process's
 
     def renew_lease(self, ticket: Ticket) -> None:
         """See `HandoffPort`."""
-        if ticket.mode != "pool":  # nobody holds anything: it is in the store
+        if ticket.mode != "pool":  # no worker holds anything: it is in the store
             self._command(partial(self._receiving.renew_lease, ticket))
 
     def start_receive(self, order: ReceiveOrder) -> None:
@@ -369,7 +369,7 @@ class HandoffAgent:  # noqa: PLR0904 - the engine's contract, and the process's
         self._command(partial(self._sending.cancel_oldest_ungranted, tuple(tickets), reason))
 
     def abort_from_peer(self, ticket: TicketId, reason: str) -> None:
-        """The gateway says that this ticket's other half failed: recompute (or stop) now."""
+        """The gateway reports that this ticket's other half failed: recompute (or stop) now."""
         self._pool.abort_from_peer(ticket, reason)
         self._command(partial(self._abort_from_peer, ticket, reason))
 
@@ -509,7 +509,7 @@ class HandoffAgent:  # noqa: PLR0904 - the engine's contract, and the process's
             if isinstance(message, ProbeReady | ProbeResult):
                 self._prober.handle_message(message)
         except BatonError as exc:
-            logger.warning("handoff: refused what %s said: %s", peer.name, exc)
+            logger.warning("handoff: refused a message of %s: %s", peer.name, exc)
 
     def _dispatch_export_message(self, peer: Peer, message: Release | ReleaseAck | Revoke) -> None:
         match message:
@@ -622,4 +622,4 @@ def _name_this_thread(name: bytes) -> None:
 
 
 def _nothing() -> None:
-    """Before `start`, nobody waits for events."""
+    """Before `start`, no thread waits for events."""

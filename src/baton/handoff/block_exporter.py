@@ -1,6 +1,6 @@
 """Blocks of this worker that others attend over: who has them, and what proves that they end.
 
-Blocks are lent only to a worker whose end can be proved: a transport that lends keeps a descriptor
+Blocks are exported only to a worker whose end can be proved: such a transport has a descriptor
 of the process that mapped the region (`TracksReaders`). The link proves nothing.
 """
 
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 class SharedBlockExporter:
-    """What is lent by this worker. Owner: the agent's thread."""
+    """The blocks that this worker exports. Owner: the agent's thread."""
 
     def __init__(self, context: AgentContext) -> None:
         self._context = context
@@ -42,32 +42,32 @@ class SharedBlockExporter:
         """Whether a grant with op "NONE" can be served; why not, if not."""
         importer = epoch_of(granted.peer)
         if importer is None:
-            raise AssertionError("a grant of somebody who has not introduced itself")
+            raise AssertionError("a grant of a peer that sent no Hello")
         served = self._context.view_to(granted.peer)
         if served.view.peer_mappings is None:
-            return f"{self._context.me.worker} lends no blocks: its engine or its memory cannot"
+            return f"{self._context.me.worker} cannot export blocks: its engine or memory cannot"
         if granted.peer.negotiated.theirs.layout != served.view.layout:
             return "the pages of the two workers differ"
         if not self._watch(importer):
-            return "the end of the borrower's process could not be proved"
+            return "the end of the importer's process could not be proved"
         size, grant = served.view.layout.block_size, granted.grant
         num_blocks = -(-grant.num_tokens // size) - grant.start // size
         return self.table.reserve(granted.ticket.id, importer, num_blocks)
 
     def is_reserved(self, ticket: TicketId) -> bool:
-        """Whether something is set aside for it, or lent."""
+        """Whether blocks are promised or exported for it."""
         return self.table.knows(ticket)
 
     def forget(self, ticket: TicketId) -> None:
-        """A handoff is over; if it did not lend, nothing is set aside for it any more."""
+        """A handoff is over; if it exported nothing, its promise ends."""
         self.table.forget(ticket)
 
     def export(self, ticket: TicketId, revoke_at: Instant) -> None:
-        """What was promised is on its way to the borrower."""
+        """The promised blocks are announced to the importer."""
         self.table.export(ticket, revoke_at)
 
     def released(self, peer: Peer, message: Release) -> None:
-        """A borrower reads these no more, and never will. Unknown ones are over already."""
+        """An importer released these. Unknown tickets are over already."""
         importer = epoch_of(peer)
         if importer is not None:
             self._end(self.table.released(importer, message.tickets))
@@ -83,18 +83,18 @@ class SharedBlockExporter:
             lost = self.table.importer_died(importer)
             self._unwatch(importer)
             if lost:
-                logger.info("handoff: a borrower's process ended with %d loans", len(lost))
+                logger.info("handoff: an importer's process ended with %d exports", len(lost))
             self._end(lost)
         self._send_revokes(self.table.tick(self._context.clock.now()))
 
     def peer_gone(self, peer: Peer) -> None:
-        """A link ended: its borrower is watched for as long as it has something."""
+        """A link ended: its importer is watched for as long as it has exported blocks."""
         importer = epoch_of(peer)
         if importer is not None and not self.table.holds(importer):
             self._unwatch(importer)
 
     def close(self) -> None:
-        """Watch nobody any more. What is lent stays lent, to this process' end."""
+        """Stop watching. Exported blocks stay exported until this process ends."""
         for importer in tuple(self._processes):
             self._unwatch(importer)
 
@@ -137,7 +137,7 @@ class SharedBlockExporter:
 
 
 def _count_blocks(context: AgentContext) -> int:
-    """Blocks of the engine's that could be lent: the smallest pool of a face that lends."""
+    """Blocks of the engine that can be exported: the smallest pool of a view with peer mappings."""
     return min(
         (
             min(array.num_pages for array in served.view.region.arrays)

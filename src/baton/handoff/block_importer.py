@@ -1,11 +1,11 @@
 """Peers' blocks that this worker's engine attends over: mapped beside its own, and given back.
 
-    attach (a transport that lends) ──► its pages, mapped as an mapping ──► blocks borrowed from it
+    attach (a transport with views) ──► its pages, mapped ──► blocks imported from it
                                                                               │ given back
     the link is gone and nothing is held: unmapped, detached ◄────────────────┘
 
-A mapping needs neither link nor transport nor the lender's process: an answer that was begun over
-borrowed blocks ends well whatever becomes of the lender.
+A mapping needs neither link nor transport nor the exporter's process: a request that runs on
+imported blocks ends well whatever becomes of the exporter.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ REATTACH_S: Final = 1.0
 LONGEST_PAUSE_S: Final = 60.0
 """Pages that were lost while the link lasts are attached again after a pause, doubled each time."""
 RELEASE_TIMEOUT_S: Final = 60.0
-"""How long a lender out of reach is dialed; it is told over the next link, if there is one."""
+"""For how long an unreachable exporter is dialed; later it gets its releases over the next link."""
 MAX_UNREACHABLE_EXPORTERS: Final = 64
 """Of those: beyond, the oldest are forgotten, which have died by all appearance."""
 
@@ -67,14 +67,14 @@ class _Exporter:
 
 
 class SharedBlockImporter:
-    """What this worker borrows. Owner: the agent's thread."""
+    """The blocks that this worker imports. Owner: the agent's thread."""
 
     def __init__(self, context: AgentContext, table: ImportTable) -> None:
         self._context, self.table = context, table
         self._exporters: dict[Epoch, _Exporter] = {}
 
     def reach(self, peer: Peer) -> Reachability:
-        """Whether a peer's blocks can be attended over; `is_attached` tells when one waits."""
+        """Whether a peer's blocks can be attended over; while it waits, `is_attached` follows."""
         exporter = self._find(peer)
         if exporter is None or exporter.reason:
             return Reachability.NONE
@@ -87,7 +87,7 @@ class SharedBlockImporter:
         return exporter.reason if exporter is not None else self._why_not(peer)
 
     def attached(self, transport: Transport, remote: RemoteId) -> Peer | None:
-        """A transport says that a remote can be looked at: whose it is, if it is a lender's."""
+        """A remote can be viewed: its peer, if that is an exporter."""
         exporter = self._of_remote(transport, remote)
         if exporter is None:
             return None
@@ -103,7 +103,7 @@ class SharedBlockImporter:
         return exporter.peer
 
     def lost(self, transport: Transport, remote: RemoteId, error: BatonError) -> Peer | None:
-        """A transport says that a remote is out of reach: whose it is, if it is a lender's."""
+        """A remote is out of reach: its peer, if that is an exporter."""
         exporter = self._of_remote(transport, remote)
         if exporter is None:
             return None
@@ -113,19 +113,19 @@ class SharedBlockImporter:
     def import_blocks(
         self, peer: Peer, order: ReceiveOrder, exported: BlocksExported
     ) -> tuple[int, ...]:
-        """Check what a peer lends and copy the block with the last token: the borrowed others.
+        """Check what a peer exports, copy the block with the last token, and import the others.
 
         Raises:
-            ProtocolError: it lends other blocks than were asked for, or some that it has not.
+            ProtocolError: it exports other blocks than requested, or some that it does not have.
         """
         exporter = None if peer.hello is None else self._exporters.get(peer.hello.epoch)
         if exporter is None or exporter.mapping is None:
-            raise ProtocolError("blocks are lent by a worker whose pages are not mapped here")
+            raise ProtocolError("blocks are exported by a worker whose pages are not mapped here")
         blocks = unpack_blocks(exported.blocks)
         if exported.first_block != order.blocks.first or len(blocks) != len(order.blocks.blocks):
-            raise ProtocolError("other blocks are lent than were asked for")
+            raise ProtocolError("other blocks are exported than were requested")
         if int(blocks.max()) >= exporter.mapping.num_pages:
-            raise ProtocolError("a block is lent that the peer does not have")
+            raise ProtocolError("a block is exported that the peer does not have")
         self._copy(exporter, int(blocks[-1]), int(order.blocks.blocks[-1]))
         imported = tuple(int(block) for block in exporter.mapping.first + blocks[:-1])
         if imported:
@@ -135,7 +135,7 @@ class SharedBlockImporter:
         return imported
 
     def queue_release(self, ticket: TicketId, exporter: Epoch) -> None:
-        """Nothing of what may have been lent for this ticket will be read."""
+        """Nothing that may have been exported for this ticket will be read."""
         self.table.queue_release(ticket, exporter)
         self._send_releases(exporter)
 
@@ -147,18 +147,18 @@ class SharedBlockImporter:
             self._tidy(epoch)
 
     def acked(self, peer: Peer, tickets: tuple[TicketId, ...]) -> None:
-        """The lender has heard of returns."""
+        """The exporter acknowledges releases."""
         if peer.hello is not None:
             self.table.acked(peer.hello.epoch, tickets)
 
     def revoked(self, peer: Peer, tickets: tuple[TicketId, ...]) -> None:
-        """The lender wants blocks back."""
+        """The exporter wants blocks back."""
         if peer.hello is not None:
             for ticket in self.table.revoked(peer.hello.epoch, tickets):
                 self._context.emit(ImportRevoked(ticket))
 
     def peer_up(self, peer: Peer) -> None:
-        """A link is there (again): say what the lender has not heard."""
+        """A link is up: send the releases that the exporter has not acknowledged."""
         exporter = None if peer.hello is None else self._exporters.get(peer.hello.epoch)
         if exporter is not None and peer.dialed is not None:
             exporter.peer, exporter.release_before = peer, None
@@ -178,7 +178,7 @@ class SharedBlockImporter:
             self._tidy(epoch)
 
     def tick(self) -> None:
-        """Reachability for lenders that are to be told something and are not linked."""
+        """Dial exporters with pending releases that are not linked."""
         for served in self._context.views:
             if served.view.peer_mappings is not None:
                 served.view.peer_mappings.prefault()
@@ -196,7 +196,7 @@ class SharedBlockImporter:
                 exporter.redial_at = now + REDIAL_S
                 self._context.peers.dial(exporter.ref)
         for epoch in silent[:-MAX_UNREACHABLE_EXPORTERS]:
-            logger.info("handoff: %s was not told what it has back", epoch)
+            logger.info("handoff: releases for %s could not be delivered", epoch)
             self.table.drop_pending(epoch)
             self._tidy(epoch)
 
@@ -227,11 +227,11 @@ class SharedBlockImporter:
     def _why_not(self, peer: Peer) -> str:
         view = self._context.view_to(peer).view
         if view.peer_mappings is None:
-            return f"{self._context.me.worker} borrows no blocks: its engine or its memory cannot"
+            return f"{self._context.me.worker} cannot import blocks: its engine or memory cannot"
         if peer.negotiated.theirs.layout != view.layout:
             return "the pages of the two workers differ (block size, dtype or arrangement)"
         if not self._exporting_transports(peer):
-            return f"no transport in common with {peer.name} lends"
+            return f"no transport in common with {peer.name} has views"
         return ""
 
     def _exporting_transports(self, peer: Peer) -> list[tuple[Transport, RegionDescriptor]]:
@@ -244,9 +244,9 @@ class SharedBlockImporter:
         ]
 
     def _copy(self, exporter: _Exporter, source: int, target: int) -> None:
-        """One block of the lender's into one of the engine's own, all layers."""
+        """One block of the exporter's into one of the engine's own, all layers."""
         if exporter.mapping is None:
-            raise AssertionError("nothing is lent before it is mapped")
+            raise AssertionError("blocks are imported only once they are mapped")
         region = exporter.view.region
         for layer, array in enumerate(region.arrays):
             theirs = exporter.peer_mappings.view(layer)[exporter.mapping.first + source]
@@ -260,7 +260,7 @@ class SharedBlockImporter:
             self._context.peers.send(exporter.peer, Release(tuple(tickets)))
 
     def _fail(self, exporter: _Exporter, reason: str) -> None:
-        """Nothing can be borrowed from it for a while. What is mapped and held stays in use."""
+        """Nothing can be imported from it for a while. Mapped blocks in use stay in use."""
         pause_s = min(LONGEST_PAUSE_S, REATTACH_S * 2**exporter.num_failures)
         exporter.reason, exporter.retry_at = reason, self._context.clock.now() + pause_s
         exporter.num_failures = min(exporter.num_failures + 1, 16)
@@ -269,7 +269,7 @@ class SharedBlockImporter:
             exporter.remote = None
 
     def _tidy(self, epoch: Epoch) -> None:
-        """Let go of a lender that is not linked and of which nothing is held."""
+        """Unmap an exporter that is not linked and of which no block is held."""
         exporter = self._exporters.get(epoch)
         if exporter is not None and exporter.peer is None and not self.table.holds(epoch):
             self._drop(exporter)

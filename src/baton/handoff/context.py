@@ -1,4 +1,4 @@
-"""What both desks of an agent work with."""
+"""What the sender and the receiver of an agent share."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class AgentContext:
     """The parts of one agent. `emit` queues an event for the engine.
 
-    `op` is what this worker prefers as a receiver. All faces have the same number of layers.
+    `op` is the operation that this worker prefers as a receiver. All views have as many layers.
     `lease_s` is how long this worker, as a sender, holds what was computed without a renewal.
     """
 
@@ -47,5 +47,5 @@ class AgentContext:
         return self.views[0].view.layout.num_layers
 
     def view_to(self, peer: Peer) -> RegisteredView:
-        """The face of this worker that a peer sees; the peer has introduced itself."""
+        """The KV view of this worker that a peer sees; the peer has sent its Hello."""
         return self.views[peer.negotiated.ours]

@@ -166,7 +166,7 @@ class DecodeReceiver:  # noqa: PLR0904 -- a method for each event (ADR 0005)
                 self._stop_reading(incoming, event.transport)
 
     def exporter_changed(self, peer: Peer) -> None:
-        """A peer's blocks can be borrowed from now on, or cannot."""
+        """A peer's blocks can be imported from now on, or cannot."""
         for incoming in self._of(peer):
             self._try_begin(incoming)
 
@@ -181,7 +181,7 @@ class DecodeReceiver:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         peer: Peer,
         message: Available | TransportFailed | BlocksExported | ExportRefused | Finished | Failed,
     ) -> None:
-        """The prefill worker says something about one handoff."""
+        """Handle a message of the prefill worker about one handoff."""
         incoming = self._incoming.get(message.ticket)
         if incoming is None or incoming.peer is not peer:
             return
@@ -203,13 +203,13 @@ class DecodeReceiver:  # noqa: PLR0904 -- a method for each event (ADR 0005)
                 assert_never(message)
 
     def handle_keepalive(self, peer: Peer, message: LeaseRenewed | Keepalive) -> None:
-        """The prefill worker says what it holds, or what its engine has yet to compute."""
+        """The prefill worker reports what it holds, or what its engine has yet to compute."""
         now = self._context.clock.now()
         for incoming in filter(None, map(self._incoming.get, message.tickets)):
             if incoming.peer is not peer:
                 continue
             match message:
-                case LeaseRenewed(at) if at <= now:  # else it answers what was never said to it
+                case LeaseRenewed(at) if at <= now:  # else it answers a message that was never sent
                     incoming.session.lease_holder.confirmed(Instant(at))
                 case Keepalive(idle_s):
                     incoming.session.wait_until(Instant(now - idle_s + self._context.timeout_s))
@@ -229,7 +229,7 @@ class DecodeReceiver:  # noqa: PLR0904 -- a method for each event (ADR 0005)
     def handle_transfer_event(
         self, transport: Transport, event: Arrived | ReadCompleted | ReadFailed | GrantQuiescent
     ) -> None:
-        """A transport says something about pages of this worker."""
+        """Handle a transport's event about pages of this worker."""
         match event:
             case Arrived(ticket, notification):
                 self._write_arrived(transport, ticket, notification)
@@ -286,7 +286,7 @@ class DecodeReceiver:  # noqa: PLR0904 -- a method for each event (ADR 0005)
             self._perform(incoming, session.fail(explain_mismatch(notification), stage="verify"))
 
     def _read_completed(self, handle: TransferHandle) -> None:
-        """What a peer said to be available is in this worker's pages: check its digests."""
+        """Pages that a peer reported available are in this worker's pages: check their digests."""
         pending = self._reader.take(handle)
         if pending is None:
             return
@@ -375,7 +375,7 @@ class DecodeReceiver:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         self._context.peer_transports.observer.failed("pull", kind)
 
     def _grant_quiescent(self, transport: Transport, ticket: TicketId) -> None:
-        """One transport says that nothing can land in a closed window."""
+        """One transport reports that nothing can land in a closed write grant."""
         incoming = self._incoming.get(ticket)
         if incoming is None:
             return
@@ -419,7 +419,7 @@ class DecodeReceiver:  # noqa: PLR0904 -- a method for each event (ADR 0005)
             self._perform(incoming, session.begin(plan))
 
     def _choose_op(self, incoming: IncomingHandoff, peer: Peer) -> GrantOp | None:
-        """Who moves the bytes; None while a way to read, or to borrow, is looked for.
+        """The operation; None while a way to read, or to import, is looked for.
 
         What is pulled is complete: reading it is no work for a core that computes another prompt.
         """
@@ -476,11 +476,11 @@ class DecodeReceiver:  # noqa: PLR0904 -- a method for each event (ADR 0005)
     def _import_blocks(self, incoming: IncomingHandoff, exported: BlocksExported) -> None:
         session = incoming.session
         if incoming.peer is None:
-            raise AssertionError("nobody lends who was not dialed")
+            raise AssertionError("blocks are exported by a peer that was not dialed")
         try:
             blocks = self._importer.import_blocks(incoming.peer, session.order, exported)
         except BatonError as exc:
-            self._perform(incoming, session.fail(str(exc), stage="borrow"))
+            self._perform(incoming, session.fail(str(exc), stage="import"))
             return
         trace = session.order.trace
         trace.transport = trace.expected_transport = REFERENCE

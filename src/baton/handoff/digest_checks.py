@@ -35,7 +35,7 @@ def verify_written(
 
 
 def verify_read(incoming: IncomingHandoff, notification: Notification, transport: str) -> bool:
-    """Whether what a read brought is, all of it, what the peer said to be there.
+    """Whether what a read brought is, all of it, what the peer announced.
 
     Whatever the policy: its pages may have changed while they were read.
     """

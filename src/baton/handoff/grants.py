@@ -77,7 +77,7 @@ def check_fallback(granted: Granted, message: FallbackToWrite) -> Granted:
 
 
 def epoch_of(peer: Peer) -> Epoch | None:
-    """Which life of a worker a peer is, once it introduced itself."""
+    """The epoch of a peer, once it sent its Hello."""
     return peer.hello.epoch if peer.hello else None
 
 

@@ -1,8 +1,8 @@
-"""What an engine says of itself: that it computes, and which prompts it has yet to compute.
+"""An engine's heartbeat: that it computes, and which prompts it has yet to compute.
 
 One reference, replaced as a whole by the engine's thread and read by any other. The instant in it
 moves only when the thread that computes passes by: at the beginning of a step, and with each layer
-that is ready. So nobody can vouch for an engine that is stuck in a forward pass, that waits for
+that is ready. So no other thread reports for an engine that is stuck in a forward pass, waits for
 a lock, or whose process was stopped.
 """
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PendingPrefills:
-    """Prefill legs that are queued or not all computed, as the engine said last; when it lived."""
+    """Prefills that are queued or not all computed, as last reported, and when that was."""
 
     last_progress_at: Instant
     prompts: tuple[Ticket, ...]
@@ -38,7 +38,7 @@ class EngineHeartbeat:
 
     @property
     def pending(self) -> PendingPrefills:
-        """What it said last."""
+        """The last report."""
         return self._pending
 
     def report_progress(self, prompts: Sequence[Ticket]) -> None:

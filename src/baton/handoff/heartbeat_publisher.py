@@ -1,8 +1,7 @@
-"""Prefill's side of patience: decode workers hear which of their prompts its engine works on.
+"""Keepalives to decode workers: which of their prompts this worker's engine works on.
 
-The agent's thread only carries the word; what it says is the engine's own (`heartbeat.py`), with
-its
-age. Where the engine has given no sign of life since, nothing is said.
+The agent's thread only forwards the engine's own report (`heartbeat.py`), with its
+age. Where the engine reported nothing since, nothing is sent.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ def compute_interval_s(timeout_s: float) -> float:
 
 
 class HeartbeatPublisher:
-    """Says `Keepalive` now and then. Owner: the agent's thread."""
+    """Sends `Keepalive` periodically. Owner: the agent's thread."""
 
     def __init__(self, context: AgentContext, heartbeat: EngineHeartbeat) -> None:
         self._context, self._heartbeat = context, heartbeat
@@ -44,7 +43,7 @@ class HeartbeatPublisher:
         self._published: PendingPrefills | None = None
 
     def tick(self) -> PendingPrefills | None:
-        """What the engine has said since the last time; its decode workers have been told of it."""
+        """The engine's report since the last call; its decode workers have been sent it."""
         now, pending = self._context.clock.now(), self._heartbeat.pending
         if now < self._next_at or pending is self._published:
             return None

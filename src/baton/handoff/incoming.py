@@ -67,7 +67,7 @@ class IncomingHandoff:
             self._opened[transport.kind] = transport
 
     def admits(self, transport: Transport) -> bool:
-        """Whether what a transport says to have brought counts: its window is not closed."""
+        """Whether this transport's arrivals count: its write grant is not closed."""
         return transport.kind in self._opened
 
     def has_other(self, transport: Transport) -> bool:
@@ -80,7 +80,7 @@ class IncomingHandoff:
     def fence(self, kind: str) -> bool:
         """Close one transport's window; whether that is all, and nothing can land over it now.
 
-        Its writer has said that no hand of its is in the pages through it. So only a transport that
+        Its writer reported that it has no write in flight there. So only a transport that
         posts writes, which no side can recall, is waited for.
         """
         transport = self._opened.pop(kind, None)
@@ -94,7 +94,7 @@ class IncomingHandoff:
         return True
 
     def close_write_grants(self) -> bool:
-        """Admit no more; whether `is_quiescent` is to be asked when a transport says so."""
+        """Admit no more; whether to wait for each transport's `GrantQuiescent`."""
         opened, self._opened = self._opened, {}
         self._closing = {*opened, *self._fencing}
         for transport in opened.values():
@@ -102,7 +102,7 @@ class IncomingHandoff:
         return bool(self._closing)
 
     def is_fenced(self, transport: Transport) -> bool:
-        """A transport says that nothing can land over it: whether that was waited for, alone."""
+        """Nothing can land over a transport: whether that was waited for, alone."""
         kind = transport.kind
         if kind not in self._fencing:
             return False
@@ -110,7 +110,7 @@ class IncomingHandoff:
         return True
 
     def is_quiescent(self, transport: Transport) -> bool:
-        """A transport says that nothing can land over it: whether the last of those closed has."""
+        """Nothing can land over a transport: whether it was the last of those closed."""
         if transport.kind not in self._closing:
             return False
         self._closing.discard(transport.kind)
@@ -176,7 +176,7 @@ class IncomingHandoff:
         to_local = self.peer.to_local
         trace.peer_stamps = {stamp: to_local(at) for stamp, at in message.stamps.items()}
         if self.session.plan.op != "WRITE":
-            return  # the reader counts for itself; what is lent does not move
+            return  # the reader counts for itself; exported blocks do not move
         layout = self._mapped_pages.view.layout
         trace.num_bytes = (order.num_tokens - order.start) * layout.bytes_per_token
         trace.num_pages = len(order.blocks.blocks) * layout.num_layers
@@ -184,7 +184,7 @@ class IncomingHandoff:
             self.usage.record_failover(message.expected_transport, message.transport)
 
     def write_trace(self) -> None:
-        """Say in the trace what carried it."""
+        """Write into the trace which transports carried it."""
         self.usage.write_into(self.session.order.trace)
 
     @property

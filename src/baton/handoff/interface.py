@@ -1,7 +1,7 @@
 """The contract between an engine and the handoff agent of its worker.
 
 The engine's thread calls; the agent answers through `poll`, never by calling back (it only calls
-`wake`, given to it at construction, to say that `poll` has something). Blocks named here belong
+`wake`, given to it at construction, when `poll` has something to return). Blocks named here belong
 to the agent from the call until the event that gives them back:
 
     start_receive ──► KVLanded                      blocks are ready, all tokens verified
@@ -156,14 +156,14 @@ class KVExported:
 
 @dataclass(frozen=True, slots=True)
 class ExportReleased:
-    """Nobody reads the blocks that were lent for this ticket any more: they may be released."""
+    """No peer reads the blocks that were exported for this ticket: they may be released."""
 
     ticket: TicketId
 
 
 @dataclass(frozen=True, slots=True)
 class ImportRevoked:
-    """The lender wants its blocks back: copy them as soon as there is room, and give them back."""
+    """The exporter wants its blocks back: copy them as soon as there is room, then release them."""
 
     ticket: TicketId
 
@@ -184,11 +184,11 @@ class SharedBlockPort(Protocol):
     """Handing over by reference, as an engine with `KVView.peer_mappings` sees it. Thread-safe."""
 
     def release_imported(self, ticket: TicketId) -> None:
-        """This engine reads nothing any more of what it borrowed for this ticket, nor will it."""
+        """This engine will not read the blocks that it imported for this ticket any more."""
         ...
 
     def revoke_exported(self) -> None:
-        """Room is short here: ask for what was lent. `ExportReleased` follows as it comes back."""
+        """Room is short: revoke the exported blocks. `ExportReleased` follows for each ticket."""
         ...
 
 
@@ -196,7 +196,7 @@ class HandoffPort(SharedBlockPort, Protocol):
     """What an engine sees of the handoff agent. Thread-safe, never blocks."""
 
     def renew_lease(self, ticket: Ticket) -> None:
-        """A decode leg of this ticket is queued here: have its prefill worker hold the KV for it.
+        """A decode request of this ticket is queued: its prefill worker is to hold the KV for it.
 
         Until `start_receive` or `decline`. No event follows; what was lost meanwhile fails at
         `start_receive`.
@@ -212,10 +212,10 @@ class HandoffPort(SharedBlockPort, Protocol):
         ...
 
     def report_progress(self, prompts: Sequence[Ticket]) -> None:
-        """The engine computes a step; `prompts` are all prefill legs that are not computed yet.
+        """The engine computes a step; `prompts` are all prefills that are not computed yet.
 
         Queued or begun, offered or not. Called at the beginning of each step in which anything is
-        computed, and by nobody but the thread that computes: it is the proof that the engine
+        computed, and only by the thread that computes: it is the proof that the engine
         lives, for which decode workers wait longer than a handoff may take. Only takes note.
         """
         ...

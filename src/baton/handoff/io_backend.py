@@ -1,6 +1,6 @@
 """What an agent has of the machine it runs on: sockets, a selector, and a bell to be woken by.
 
-The simulator has surroundings of its own, so that the agent it runs is this one.
+The simulator has an I/O backend of its own, so that the agent it runs is this one.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Waker(Protocol):
         ...
 
     def close(self) -> None:
-        """Nobody sleeps here any more; ringing it does nothing then."""
+        """No thread sleeps here any more; waking it does nothing then."""
         ...
 
 
@@ -81,7 +81,7 @@ class IoBackend(Protocol):
         ...
 
     def make_selector(self) -> selectors.BaseSelector:
-        """A selector for the streams and bells of these surroundings."""
+        """A selector for the streams and wakers of this backend."""
         ...
 
     def make_waker(self) -> Waker:
@@ -106,7 +106,7 @@ class IoBackend(Protocol):
 
 
 class OsBackend:
-    """The surroundings of every agent outside a simulation."""
+    """The I/O backend of every agent outside a simulation."""
 
     def clock_domain(self) -> str:
         """See `IoBackend`."""

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 def map_granted_pages(view: RegisteredView, order: SendOrder, grant: Grant) -> MappedPages | None:
-    """Where the granted tokens of an order lie on a face; None while no staging page is free.
+    """The granted tokens' pages in a KV view; None while no staging page is free.
 
     Raises:
         HandoffError: there will never be room for them.
@@ -65,7 +65,7 @@ def write_batches(
     granted: Granted,
     mapped_pages: MappedPages,
 ) -> Iterator[PostedWrite]:
-    """Write a range into the peer's pages, parcel by parcel, each over the best route for it.
+    """Write a range into the peer's pages, batch by batch, each over the best transport for it.
 
     Layers whose pages are alike go together, where that route takes them so: a short prompt's
     layers cost more to be announced than to be copied.
@@ -114,7 +114,7 @@ def write_batches(
 def _choose_transports(
     batches: Iterator[WriteBatch], choose: Callable[[PageCopies], TransportChoice]
 ) -> Iterator[tuple[WriteBatch, TransportChoice]]:
-    """Each parcel with its best route; layer by layer where that takes no layers together."""
+    """Each batch with its best transport; layer by layer where that takes no layers together."""
     for batch in batches:
         chosen = choose(batch.copies)
         if batch.copies.num_layers == 1 or chosen.peer_transport.transport.capabilities.multi_array:
@@ -157,7 +157,7 @@ def announce(
     granted: Granted,
     mapped_pages: MappedPages,
 ) -> Iterator[Available]:
-    """Say of a range where it lies in this worker's pages, and its digests, parcel by parcel.
+    """Announce where a range lies in this worker's pages, with its digests, batch by batch.
 
     Raises:
         ProtocolError: the range is not in this worker's pages.

@@ -30,7 +30,7 @@ MAX_QUEUED: Final = 65_536
 
 
 class LeaseRenewer:
-    """Decode's side: which tickets are queued in the engine, and when their holders hear of it.
+    """Decode's side: which tickets are queued in the engine, and when their leases are renewed.
 
     Owner: the agent's thread.
     """
@@ -91,10 +91,10 @@ def answer_renewal(
     dead: Tombstones,
     early: EarlyGrants,
 ) -> None:
-    """Prefill's side: hold what is here, say so, and say of what is gone that it is.
+    """Prefill's side: extend the leases that are held here, and report those that are gone.
 
     A ticket that is neither may be one whose prompt has not come yet: if it was granted, its
-    lease has yet to begin, so what decode said counts for that one, too.
+    lease has yet to begin, so a renewal counts for that one, too.
     """
     now = context.clock.now()
     held: list[TicketId] = []

@@ -1,6 +1,6 @@
 """Measures the links to peers: probes into scratch memory, while no handoff waits.
 
-The side that moves the bytes surveys: one link at a time, small probes first, and each is verified
+The side that moves the bytes probes: one link at a time, small probes first, and each is verified
 before the next is made, so that a transport which brings wrong bytes is found here.
 
     push:  attach ── ProbeRequest ─► ProbeReady ── write ─► completed, ProbeResult … ProbeEnd
@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 STEP_TIMEOUT_S: Final = 1.0
 MAX_WAIT_FOR_IDLE_S: Final = 2.0
-"""A worker that is never idle surveys after so long, between the transfers of its handoffs."""
+"""A worker that is never idle probes after this time, between the transfers of its handoffs."""
 
 
 @dataclass(slots=True, eq=False)
@@ -84,7 +84,7 @@ class _Waiting:
 
 
 class LinkProber:
-    """The surveys of one agent. Owner: the agent's thread."""
+    """The link probes of one agent. Owner: the agent's thread."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class LinkProber:
         self._active: _ProbeRun | None = None
 
     def ask(self, peer: Peer) -> None:
-        """Survey the links to a peer that were not yet, and those that are on trial."""
+        """Probe the links to a peer that were not probed yet, and those that are half-open."""
         for peer_transport in self._peer_transports.of(peer):
             key = id(peer), peer_transport.kind
             is_new = peer_transport.state is PeerTransportState.UP and key not in self._done
@@ -147,7 +147,7 @@ class LinkProber:
             run.is_ready = True
 
     def handle_transfer_event(self, transport: Transport, event: TransferEvent) -> bool:
-        """A transport says something: whether it is about a survey."""
+        """Handle a transport's event: whether it belongs to a probe."""
         run = self._active
         if run is None or run.peer_transport.transport is not transport:
             return False
@@ -263,7 +263,7 @@ class LinkProber:
         return self._peer_transports.probed(run.peer, kind, model)
 
     def _abandon(self, run: _ProbeRun, reason: str, *, is_wrong: bool = False) -> None:
-        """The link is not measured; one that is wrong, or on trial, is left alone."""
+        """The link is not measured; one that is wrong, or half-open, is left alone."""
         self._end(run)
         kind = run.peer_transport.kind
         logger.info("handoff: %s is not measured over %s: %s", run.peer.name, kind, reason)

@@ -1,4 +1,4 @@
-"""The pages that one handoff has on a face, and the engine's blocks behind them."""
+"""The pages of a KV view that one handoff has, and the engine's blocks behind them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class MappedPages:
-    """Page `pages.blocks[i]` of the face's region stands for `blocks.blocks[i]` of the engine's.
+    """Page `pages.blocks[i]` of the view's region stands for `blocks.blocks[i]` of the engine's.
 
     Without staging both are the same, and `gather` and `scatter` have nothing to do. Both tables
     have the same `first`.
@@ -27,17 +27,17 @@ class MappedPages:
 
     @property
     def sequence(self) -> PagedSequence:
-        """The handoff's KV as it lies in the face's region."""
+        """The handoff's KV as it lies in the view's region."""
         return PagedSequence(self.view.layout, self.pages)
 
     def gather(self, layer: int, start: int, stop: int) -> None:
-        """The engine's blocks of tokens `[start, stop)` → pages of the face."""
+        """The engine's blocks of tokens `[start, stop)` → pages of the view."""
         if self.view.staging is not None:
             some = self._between(start, stop)
             self.view.staging.gather(layer, self.blocks.blocks[some], self.pages.blocks[some])
 
     def scatter(self, layer: int, start: int, stop: int) -> None:
-        """Pages of the face that hold tokens `[start, stop)` → the engine's blocks."""
+        """Pages of the view that hold tokens `[start, stop)` → the engine's blocks."""
         if self.view.staging is not None:
             some = self._between(start, stop)
             self.view.staging.scatter(layer, self.pages.blocks[some], self.blocks.blocks[some])
@@ -54,14 +54,14 @@ class MappedPages:
 
 @dataclass(frozen=True, slots=True)
 class RegisteredView:
-    """A face as the agent works with it: with the pages that it may give away, if it has some."""
+    """A KV view as the agent works with it, with its staging pool if it has one."""
 
     view: KVView
     staging_pool: StagingPool | None
 
     @classmethod
     def open(cls, view: KVView) -> RegisteredView:
-        """At first, nobody holds a page of it."""
+        """At first, no handoff holds a page of it."""
         return cls(view, make_staging_pool(view))
 
     @property

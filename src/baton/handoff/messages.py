@@ -1,4 +1,4 @@
-"""What two handoff agents say to each other over their link (docs/wire/handoff.md).
+"""The messages between two handoff agents over their link (docs/wire/handoff.md).
 
 Every message is one msgpack map tagged by `t`, decoded into a frozen Struct and checked here:
 nothing behind this seam meets a value that the wire format does not allow.
@@ -55,7 +55,7 @@ class _Message(msgspec.Struct, frozen=True, tag_field="t", forbid_unknown_fields
 
 
 class KVViewDescriptor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One face of a worker: pages of `layout`, and where each of its transports reaches them."""
+    """One KV view of a worker: pages of `layout`, and where each of its transports reaches them."""
 
     layout: KVLayout
     regions: Annotated[tuple[RegionDescriptor, ...], msgspec.Meta(max_length=16)]
@@ -86,7 +86,7 @@ class Hello(_Message, frozen=True, tag="hello"):
 
 
 class UnsupportedHello(_Message, frozen=True, tag="unsupported_hello"):
-    """What `decode` makes of a Hello of another version: nobody sends it."""
+    """What `decode` makes of a Hello of another version: no worker sends it."""
 
     version: int
     worker: str
@@ -101,8 +101,8 @@ class HelloRefused(_Message, frozen=True, tag="refused"):
 class Grant(_Message, frozen=True, tag="grant"):
     """Decode → prefill: I want KV of tokens `[start, num_tokens)`.
 
-    With op "WRITE" it is to be written into `blocks` of my face: little-endian int64, the
-    first of which holds logical block `first_block`. With op "READ" I read it where you say
+    With op "WRITE" it is to be written into `blocks` of my view: little-endian int64, the
+    first of which holds logical block `first_block`. With op "READ" I read it where `Available`
     that it is `Available`, and `blocks` is empty. With op "NONE" it is to be `BlocksExported`, and
     `blocks` is empty. `ticket` is the sealed text of the ticket `id`: the gateway's authority.
     What is written over a transport that `undigested` names needs no digests: they would not be
@@ -133,7 +133,7 @@ class Declined(_Message, frozen=True, tag="declined"):
 class Available(_Message, frozen=True, tag="available"):
     """Prefill → decode, op "READ": KV of tokens `[start, stop)` of `layer` can be read.
 
-    It lies in `blocks` of the sender's face, the first of which holds logical block `first_block`,
+    It lies in `blocks` of the sender's view, the first of which holds logical block `first_block`,
     and holds still until the ticket is `TransferAck` or has failed. `digests` as in a
     `Notification`.
     """
@@ -206,10 +206,10 @@ class FallbackToWrite(_Message, frozen=True, tag="fallback_to_write"):
 
 
 class BlocksExported(_Message, frozen=True, tag="blocks_exported"):
-    """Prefill → decode, op "NONE": the granted tokens' KV lies in `blocks` of my face.
+    """Prefill → decode, op "NONE": the granted tokens' KV lies in `blocks` of my view.
 
     In all layers; `first_block` as in a `Grant`. They are the decode worker's to read, and change
-    no more, until it says `Release` or its process has ended.
+    no more, until it sends `Release` or its process has ended.
     """
 
     ticket: WireTicketId
@@ -218,20 +218,20 @@ class BlocksExported(_Message, frozen=True, tag="blocks_exported"):
 
 
 class ExportRefused(_Message, frozen=True, tag="export_refused"):
-    """Prefill → decode, op "NONE": I do not lend, so let me write. `FallbackToWrite` follows."""
+    """Prefill → decode, op "NONE": I cannot export; let me write. `FallbackToWrite` follows."""
 
     ticket: WireTicketId
     reason: Text
 
 
 class Release(_Message, frozen=True, tag="release"):
-    """Decode → prefill: I read nothing any more of what was, or may have been, lent for these."""
+    """Decode → prefill: I will not read what was, or may have been, exported for these tickets."""
 
     tickets: Tickets
 
 
 class ReleaseAck(_Message, frozen=True, tag="release_ack"):
-    """Prefill → decode: answer to `Release`, of which nothing more need be said."""
+    """Prefill → decode: answer to `Release`; nothing is pending for these tickets any more."""
 
     tickets: Tickets
 
@@ -243,7 +243,7 @@ class Revoke(_Message, frozen=True, tag="revoke"):
 
 
 class Finished(_Message, frozen=True, tag="finished"):
-    """Prefill → decode: every write of this ticket is submitted, or all of it said to be available.
+    """Prefill → decode: every write of this ticket is submitted, or all of it announced.
 
     None will follow. `stamps` are instants on the sender's clock. Where `first_token` is None the
     decode worker samples it itself.
@@ -283,7 +283,7 @@ class LeaseRenewed(_Message, frozen=True, tag="lease_renewed"):
 class Keepalive(_Message, frozen=True, tag="keepalive"):
     """Prefill → decode: these prompts are queued in my engine, or being computed.
 
-    `idle_s` is for how long the engine has given no sign of life: it, and not who says this.
+    `idle_s`: for how long the engine has been silent (the engine, not the sender of this message).
     """
 
     idle_s: IdleSeconds
@@ -301,7 +301,7 @@ class ProbeRequest(_Message, frozen=True, tag="probe_request"):
 
 
 class ProbeReady(_Message, frozen=True, tag="probe_ready"):
-    """Answer: the window is open, and nobody else's."""
+    """Answer: the write grant is open, for this peer alone."""
 
     id: WireTicketId
 
@@ -374,7 +374,7 @@ class Notification(msgspec.Struct, frozen=True, array_like=True):
     """Rides on a write: KV of tokens `[start, stop)` of `num_layers` from `layer` on is in place.
 
     `digests` has 16 bytes for each piece, in the order of `kv.copies.compute_pieces`, layer after
-    layer; or none at all, where the grant says so.
+    layer; or none at all, where the grant excludes digests.
     """
 
     layer: LayerNumber
@@ -437,7 +437,7 @@ def decode(frame: bytes | memoryview) -> Message:
             raise ProtocolError(f"undecodable handoff message: {exc}") from exc
         return other
     if isinstance(message, UnsupportedHello):
-        raise ProtocolError("a message that nobody sends")
+        raise ProtocolError("a message that no worker sends")
     return message
 
 

@@ -1,4 +1,4 @@
-"""Whether two workers can exchange KV, and through which of their faces. Pure.
+"""Whether two workers can exchange KV, and through which of their KV views. Pure.
 
 KV goes from the listener (prefill) to the dialer (decode); the dialer's preference counts first.
 """
@@ -23,7 +23,7 @@ MAX_REASON_CHARS: Final = 2000
 
 @dataclass(frozen=True, slots=True)
 class ViewPair:
-    """Which face of either side: places in the `views` of their Hellos."""
+    """Which view of either side: indices into the `views` of their Hellos."""
 
     dialer: int
     listener: int
@@ -31,7 +31,7 @@ class ViewPair:
 
 @dataclass(frozen=True, slots=True)
 class NegotiatedViews:
-    """The pair as one side sees it: `ours` is a place among its own faces."""
+    """The pair as one side sees it: `ours` is an index into its own views."""
 
     ours: int
     theirs: KVViewDescriptor
@@ -47,10 +47,10 @@ def choose_views(dialer: Sequence[KVLayout], listener: Sequence[KVLayout]) -> Vi
 
 
 def negotiate(dialer: Hello, listener: Hello) -> ViewPair:
-    """The faces through which two workers exchange KV.
+    """The KV views through which two workers exchange KV.
 
     Raises:
-        LayoutMismatchError: they cannot; says why, and each trait in which they differ.
+        LayoutMismatchError: they cannot; with the reason, and each trait in which they differ.
     """
     names = f"on {dialer.worker}", f"on {listener.worker}"
     if dialer.version != listener.version:
@@ -85,8 +85,8 @@ def _explain_views(dialer: Sequence[KVLayout], listener: Sequence[KVLayout]) -> 
 def _explain_traits(dialer: Hello, listener: Hello) -> list[str]:
     ours, theirs = dialer.traits, listener.traits
     return [
-        f"{name}: {ours.get(name, 'not said')} on {dialer.worker}, "
-        f"{theirs.get(name, 'not said')} on {listener.worker}"
+        f"{name}: {ours.get(name, 'not given')} on {dialer.worker}, "
+        f"{theirs.get(name, 'not given')} on {listener.worker}"
         for name in sorted(ours.keys() | theirs.keys())
         if ours.get(name) != theirs.get(name)
     ]

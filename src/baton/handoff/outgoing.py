@@ -40,5 +40,5 @@ class OutgoingHandoff:
         return self.granted is not None and self.granted.peer is peer
 
     def write_trace(self) -> None:
-        """Say in the trace what carried it."""
+        """Write into the trace which transports carried it."""
         self.usage.write_into(self.session.order.trace)

@@ -33,8 +33,8 @@ class PendingRead:
     @property
     def notification(self) -> Notification:
         """What is in the pages, if it went well."""
-        said = self.available
-        return Notification(said.layer, said.start, said.stop, said.digests)
+        message = self.available
+        return Notification(message.layer, message.start, message.stop, message.digests)
 
     @property
     def tried_now(self) -> frozenset[str]:
@@ -61,7 +61,7 @@ class Reader:
 
         Raises:
             TransferError: there is no way to the peer any more, or it named pages that it lacks.
-            ProtocolError: the pages that it named do not hold what it says.
+            ProtocolError: the pages that it named do not hold what it announced.
         """
         peer, mapped_pages = incoming.peer, incoming.mapped_pages
         if peer is None or mapped_pages is None:

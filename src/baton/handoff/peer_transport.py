@@ -23,7 +23,7 @@ class PeerTransportState(StrEnum):
 
     ATTACHING = "attaching"
     UP = "up"
-    HALF_OPEN = "half-open"  # attached; it failed before, and a probe is to say whether it works
+    HALF_OPEN = "half-open"  # attached; it failed before, and a probe decides whether it works
     DOWN = "down"  # until its backoff is over
 
 
@@ -100,7 +100,7 @@ class PeerTransport:
     def ended(self, now: Instant) -> Outcome | None:
         """A transfer succeeded: what was carried, if it was the last one under way.
 
-        What the route did tells about it where a single transfer was under way, or where it was
+        A transfer is a measurement only where it was the only one under way, or where it was
         waited for longer than it was being filled (in which time this side did other work too).
         """
         self._num_under_way -= 1
@@ -126,6 +126,6 @@ class PeerTransport:
         )
 
     def failed(self) -> None:
-        """A transfer failed: the period that it was in tells nothing."""
+        """A transfer failed: the period that it was in is no measurement."""
         self._num_under_way -= 1
         self._period = None

@@ -115,7 +115,7 @@ class PeerTransportTable:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         self._by_peer: dict[int, _PeerTransports] = {}
 
     def attach_preferred(self, peer: Peer) -> list[PeerTransportLost]:
-        """A peer introduced itself: attach all that will probably be used; what failed at once."""
+        """A peer sent its Hello: attach all that will probably be used; what failed at once."""
         reads = peer.dialed is not None
         if reads and self._preferred_op != "READ":
             return []
@@ -209,7 +209,7 @@ class PeerTransportTable:  # noqa: PLR0904 -- a method for each event (ADR 0005)
             self._back_off(known, peer_transport, reason)
 
     def attached(self, transport: Transport, remote: RemoteId) -> PeerTransportUp | None:
-        """A transport says that a remote can be reached."""
+        """A transport reports that a remote can be reached."""
         found = self._find(transport, remote)
         if found is None:
             return None

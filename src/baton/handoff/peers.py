@@ -1,4 +1,4 @@
-"""The peers of one agent: who is linked, what they said in their Hello, and whether they live.
+"""The peers of one agent: which are linked, their Hello messages, and their liveness.
 
 Owns the listener and all links. The agent's loop calls `serve` for a ready socket and `tick` now
 and then; what happened is returned, never called back.
@@ -73,9 +73,9 @@ class Peer:
 
     @property
     def negotiated(self) -> NegotiatedViews:
-        """The faces through which KV goes."""
+        """The views through which KV goes."""
         if self.negotiated_views is None:
-            raise AssertionError(f"{self.name} has not introduced itself")
+            raise AssertionError(f"{self.name} has sent no Hello")
         return self.negotiated_views
 
     def to_local(self, at: float) -> float:
@@ -85,7 +85,7 @@ class Peer:
 
 @dataclass(frozen=True, slots=True)
 class PeerUp:
-    """A peer introduced itself and can exchange KV with this worker."""
+    """A peer sent its Hello and can exchange KV with this worker."""
 
     peer: Peer
 
@@ -100,7 +100,7 @@ class PeerGone:
 
 @dataclass(frozen=True, slots=True)
 class MessageReceived:
-    """A peer that is up said something about a handoff."""
+    """A peer that is up sent a message about a handoff."""
 
     peer: Peer
     message: Message
@@ -288,7 +288,7 @@ class PeerTable:
         peer.hello = hello
         if peer.dialed is None:
             self.send(peer, self._hello)
-        # Before anything else is said: the answer then comes before the first stamps to be shifted.
+        # Before anything else is sent: the answer then comes before the first stamps to be shifted.
         self._ping(peer)
         return [PeerUp(peer)]
 

@@ -166,7 +166,7 @@ class PrefillSender:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         | Failed
         | RenewLease,
     ) -> None:
-        """The decode worker says something about one handoff, or all of them.
+        """Handle a message of the decode worker about one handoff, or all of them.
 
         Raises:
             TicketError: this peer declined a ticket that is not its own.
@@ -197,7 +197,7 @@ class PrefillSender:  # noqa: PLR0904 -- a method for each event (ADR 0005)
                 assert_never(message)
 
     def handle_release(self, peer: Peer, message: Release) -> None:
-        """A borrower is done with these, lent already or not."""
+        """An importer is done with these, exported already or not."""
         for ticket in message.tickets:
             self._end(peer, ticket, "the decode worker gave up", "decode")
         self._exporter.released(peer, message)
@@ -301,7 +301,7 @@ class PrefillSender:  # noqa: PLR0904 -- a method for each event (ADR 0005)
             if reason is not None:
                 outgoing.session.order.trace.reroutes.append(f"reference: {reason}"[:500])
                 self._context.peers.send(granted.peer, ExportRefused(granted.ticket.id, reason))
-                return  # the peer will say into what to write
+                return  # the peer will send a grant to write
         self._try_begin(outgoing)
 
     def _try_begin(self, outgoing: OutgoingHandoff) -> None:
@@ -310,7 +310,7 @@ class PrefillSender:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         if session.phase is not SendPhase.OFFERED or granted is None:
             return
         if session.is_exported and not self._exporter.is_reserved(session.ticket):
-            return  # a loan was refused: the peer has yet to say into what to write
+            return  # an export was refused: the peer has yet to send a grant to write
         view = self._context.view_to(granted.peer)
         stage = "attach"
         try:
@@ -364,7 +364,7 @@ class PrefillSender:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         outgoing: OutgoingHandoff,
         message: TransferAck | RetransmitRequest | ExcludeTransport | FallbackToWrite,
     ) -> None:
-        """The decode worker says something about a handoff that it granted."""
+        """Handle a message of the decode worker about a handoff that it granted."""
         session, granted = outgoing.session, outgoing.granted
         if granted is None:
             return
@@ -431,7 +431,7 @@ class PrefillSender:  # noqa: PLR0904 -- a method for each event (ADR 0005)
                 assert_never(action)
 
     def _submit(self, outgoing: OutgoingHandoff, submit: WriteLayers) -> None:
-        """Write a range of one layer or more, in parcels; a failure ends the session."""
+        """Write a range of one layer or more, in batches; a failure ends the session."""
         session, granted, mapped_pages = outgoing.session, outgoing.granted, outgoing.mapped_pages
         if session.phase not in _WRITING or granted is None or mapped_pages is None:
             return  # an earlier write of the same batch failed
@@ -460,7 +460,7 @@ class PrefillSender:  # noqa: PLR0904 -- a method for each event (ADR 0005)
             self._perform(outgoing, session.fail(str(exc), stage="submit"))
 
     def _announce(self, outgoing: OutgoingHandoff, action: AnnounceReadable) -> None:
-        """Say where one layer's range lies, in parcels; a failure ends the session."""
+        """Announce where one layer's range lies, in batches; a failure ends the session."""
         session, granted, mapped_pages = outgoing.session, outgoing.granted, outgoing.mapped_pages
         if session.phase is not SendPhase.SENDING or granted is None or mapped_pages is None:
             return
@@ -472,10 +472,10 @@ class PrefillSender:  # noqa: PLR0904 -- a method for each event (ADR 0005)
             self._perform(outgoing, session.fail(str(exc), stage="announce"))
 
     def _export(self, outgoing: OutgoingHandoff, action: ExportBlocks) -> None:
-        """Lend what was promised. From here on only the borrower's word, or its end, ends it."""
+        """Export what was promised. Only the importer's release, or its end, ends it."""
         granted, order = outgoing.granted, outgoing.session.order
         if granted is None:
-            raise AssertionError("nothing is lent before it was granted")
+            raise AssertionError("blocks are exported only after a grant")
         size = self._context.view_to(granted.peer).view.layout.block_size
         first, stop = action.start // size, -(-order.num_tokens // size)
         blocks = order.blocks.blocks[first - order.blocks.first : stop - order.blocks.first]

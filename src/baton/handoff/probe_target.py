@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 MAX_WAITING: Final = 256
 MAX_BACKOFF_S: Final = 2.0
-"""One survey's use of the pages: others wait."""
+"""For how long one probe may use the pages: others wait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class _ProbeGrant:
 
 @dataclass(slots=True)
 class _Held:
-    """Who holds the landing pages. `asked` is None of a survey of this side's own."""
+    """Which probe holds the probe buffer. `asked` is None for this side's own."""
 
     grant: TicketId
     until: Instant
@@ -55,7 +55,7 @@ class _Held:
 
 
 class ProbeTarget:
-    """Owner: the agent's thread. Without scratch memory nobody is admitted."""
+    """Owner: the agent's thread. Without a probe buffer no probe is admitted."""
 
     def __init__(
         self, probe_buffer: ProbeBuffer | None, transports: tuple[Transport, ...], clock: Clock
@@ -79,7 +79,7 @@ class ProbeTarget:
         return self._probe_buffer.region
 
     def expose(self) -> tuple[RegionDescriptor, ...]:
-        """What peers are told of it; a transport that cannot show such memory is not measured."""
+        """Its descriptors for peers; a transport that cannot expose such memory is not measured."""
         found: list[RegionDescriptor] = []
         for transport in self._transports.values() if self._probe_buffer else ():
             try:
@@ -89,18 +89,18 @@ class ProbeTarget:
         return tuple(found)
 
     def connect(self, peers: PeerTable) -> None:
-        """Where answers are said. Before anything is heard."""
+        """Where answers are sent. Call before the first message."""
         self._peers = peers
 
     def try_take(self, grant: TicketId) -> bool:
-        """For a survey of this side's own; whether the pages were free."""
+        """For this side's own probe; whether the pages were free."""
         if self._held is not None:
             return self._held.grant == grant
         self._held = _Held(grant, self._latest())
         return True
 
     def release_window(self, grant: TicketId) -> None:
-        """This side's survey is over."""
+        """This side's own probe is over."""
         if self._held is not None and self._held.grant == grant:
             self._held = None
             self._serve()
@@ -129,13 +129,13 @@ class ProbeTarget:
                 if held and held.grant == grant and held.asked and held.asked.peer is peer:
                     self._close(held)
                     if not held.asked.transport.capabilities.late_writes:
-                        self._held = None  # its writer says that no hand of its is in the pages
+                        self._held = None  # its writer has no write in flight
                         self._serve()
             case _:
                 assert_never(message)
 
     def handle_transfer_event(self, transport: Transport, event: TransferEvent) -> bool:
-        """A transport says something: whether it is about probes."""
+        """Handle a transport's event: whether it belongs to a probe."""
         held = self._held
         match event:
             case Arrived(grant, notification) if held and held.asked and held.grant == grant:

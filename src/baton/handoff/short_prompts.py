@@ -1,4 +1,4 @@
-"""Short prompts leave in one piece: the agent hears of them once, when all is computed.
+"""Short prompts are sent at once: the agent is notified when all layers are computed.
 
 Each word to the agent wakes its thread in the middle of a forward pass. Where a prompt is computed
 in little more time than that takes, there is nothing to gain by sending it layer by layer.
@@ -31,7 +31,7 @@ class ShortPromptBatcher:
             self._stops[order.ticket.id] = order.num_tokens
 
     def exclude(self, tickets: Iterable[tuple[TicketId, int]]) -> tuple[tuple[TicketId, int], ...]:
-        """Those of which the agent hears layer by layer."""
+        """Those of which the agent is notified layer by layer."""
         if not self._stops:
             return tuple(tickets)
         return tuple(each for each in tickets if each[0] not in self._stops)

@@ -1,6 +1,6 @@
 """Staging pages: given to handoffs in the order of asking, as many as each needs at once. Pure.
 
-A face without staging has none to give: an order's blocks are its pages.
+A view without staging has none to give: an order's blocks are its pages.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class StagingPool:
     First come, first served, in each direction: a large handoff is not overtaken by small ones for
     ever. Once a worker has both sent and received, each direction has a half of the pages that the
     other cannot take: else two such workers could each fill theirs with what they receive, and wait
-    for what the other cannot send. A handoff larger than a half is served while nobody else holds
+    for what the other cannot send. A handoff larger than a half is served while no other holds
     a page.
     """
 
@@ -50,7 +50,7 @@ class StagingPool:
 
     @property
     def num_free(self) -> int:
-        """Pages that nobody holds."""
+        """Pages that no handoff holds."""
         return int(self._is_free.sum())
 
     @property
@@ -80,7 +80,7 @@ class StagingPool:
         return self._held.get(holder)
 
     def release(self, holder: Holder) -> None:
-        """A handoff is over: nothing can land in its pages, and nobody reads them. Idempotent."""
+        """A handoff is over: nothing can land in its pages, and none reads them. Idempotent."""
         self._waiting.get(holder.side, OrderedDict()).pop(holder, None)
         pages = self._held.pop(holder, None)
         if pages is not None:
@@ -95,7 +95,7 @@ class StagingPool:
         return served
 
     def check_invariants(self) -> None:
-        """Raise AssertionError where a page has two holders, or is lost, or waits in vain."""
+        """Raise AssertionError where a page has two holders or is lost, or a wait is needless."""
         held = np.concatenate([np.empty(0, dtype=np.int64), *self._held.values()])
         if len(np.unique(held)) != len(held) or self._is_free[held].any():
             raise AssertionError("a staging page is held twice, or held and free")
@@ -139,7 +139,7 @@ class StagingPool:
 
 
 def make_staging_pool(view: KVView) -> StagingPool | None:
-    """All pages of the face's region, if it is staging memory."""
+    """All pages of the view's region, if it is staging memory."""
     if view.staging is None:
         return None
     return StagingPool(min(array.num_pages for array in view.region.arrays))

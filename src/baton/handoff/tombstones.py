@@ -1,4 +1,4 @@
-"""Tickets that ended before this side had heard of them: remembered for a while, bounded."""
+"""Tickets that ended before this side received a message about them: kept for a while, bounded."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Tombstone:
 class Tombstones:
     """Tickets that are dead. The oldest are forgotten first: a deadline still ends those.
 
-    `by` is the life of the peer that said so, or that is to be told; None where it is not known:
-    what a life says of a ticket that does not name it changes nothing.
+    `by` is the epoch of the peer that ended it, or that must be notified; None where unknown:
+    a message of an epoch that the ticket does not name changes nothing.
     """
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class Tombstones:
             self._tombstones.popitem(last=False)
 
     def take(self, ticket: TicketId, peer: Epoch | None = None) -> Tombstone | None:
-        """The grave, if this ticket, whose other half is `peer`, is dead; it is forgotten then."""
+        """The tombstone, if this ticket, whose other half is `peer`, ended; it is removed then."""
         own, peers = (
             self._tombstones.pop((ticket, None), None),
             self._tombstones.pop((ticket, peer), None),

@@ -1,8 +1,8 @@
 """How much of what arrives is compared with its sender's digests, for each kind of path.
 
-`full`: every piece. `sampled`: a stated share of the pieces, chosen by the receiver where nobody
+`full`: every piece. `sampled`: a stated share of the pieces, chosen by the receiver where no sender
 can foresee it, and at least one of every layer. `identity`: none; who wrote what, and where, is
-still checked (ticket, epochs, window, count), but not the bytes. docs/verification.md says what
+still checked (ticket, epochs, grant, count), but not the bytes. docs/verification.md lists what
 each level finds.
 """
 
@@ -21,7 +21,7 @@ DEFAULT_SHARE: Final = 0.125
 
 
 class VerificationSettings(Protocol):
-    """Where configuration says it: `[handoff]`, or the connector's options."""
+    """Where it is configured: `[handoff]`, or the connector's options."""
 
     @property
     def verify_same_process(self) -> Level:
@@ -48,7 +48,7 @@ class VerificationSettings(Protocol):
 class VerificationPolicy:
     """A level for each kind of path. `share` is that of the pieces that `sampled` looks at.
 
-    Whatever is said here, reads of a peer's pages are verified in full (there the digest is what
+    Whatever is set here, reads of a peer's pages are verified in full (there the digest is what
     finds that the pages changed while they were read), and so is what comes out of a store.
     """
 

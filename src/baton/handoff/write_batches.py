@@ -83,7 +83,7 @@ class WriteBatchBuilder:
     planner: CopyPlanner
 
     def build(self, layers: range, start: int, stop: int) -> Iterator[WriteBatch]:
-        """Split tokens `[start, stop)` of `layers` into parcels of bounded size, in order.
+        """Split tokens `[start, stop)` of `layers` into batches of bounded size, in order.
 
         Layers whose pages are alike and small are together in one.
         """
@@ -101,7 +101,7 @@ class WriteBatchBuilder:
             yield last
 
     def digest(self, batch: WriteBatch) -> Notification:
-        """What announces a parcel, with a digest for each of its pieces."""
+        """The notification of a batch, with a digest for each of its pieces."""
         digests = b"".join(self._digest(layer, batch.bounds) for layer in batch.copies.layers)
         return _make_notification(batch, digests)
 
@@ -128,7 +128,7 @@ def _cut(bounds: NDArray[np.int64]) -> list[NDArray[np.int64]]:
 
 
 def notify_without_digests(batch: WriteBatch) -> Notification:
-    """What announces a parcel to a receiver that verifies identities only."""
+    """The notification of a batch, for a receiver that verifies identities only."""
     return _make_notification(batch, b"")
 
 
