@@ -220,7 +220,7 @@ def test_a_hello_of_this_version_is_taken_strictly() -> None:
     })
     with pytest.raises(ProtocolError):
         decode(raw)
-    with pytest.raises(ProtocolError, match="nobody sends"):
+    with pytest.raises(ProtocolError, match="no worker sends"):
         decode(encode(UnsupportedHello(2, "x")))
 
 

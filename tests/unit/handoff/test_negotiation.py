@@ -71,7 +71,7 @@ def test_another_model_is_explained_by_the_traits_that_differ() -> None:
         negotiate(decode, prefill)
     model, isa, trait = caught.value.differences
     assert model == f"another model: fingerprint {'a' * 16}… on d, {'b' * 16}… on p"
-    assert isa == "isa: amx on d, not said on p"
+    assert isa == "isa: amx on d, not given on p"
     assert trait == "model: m-1 on d, m-2 on p"
 
 
