@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.integration.layer_trace import trace_layer
+from tests.journey import read_steps
 
 MAX_FILES = {"tcp": 53, "shared": 58}
 MAX_CALLS = {"tcp": 455, "shared": 450}
@@ -17,3 +18,13 @@ def test_a_layer_runs_through_few_files_and_calls(kind):
     assert trace.ran("handoff/session/receive.py", "ReceiveSession.landed"), "no layer landed"
     assert len(trace.files) <= MAX_FILES[kind], "\n".join(trace.files)
     assert len(trace.calls) <= MAX_CALLS[kind]
+
+
+def test_the_steps_of_the_journey_run_in_its_order():
+    calls = trace_layer("tcp").calls
+    first_calls = {call: at for at, call in reversed(list(enumerate(calls)))}
+    steps = [(step.file, step.function) for step in read_steps() if step.section == "One layer"]
+    assert len(steps) > 10
+    assert [step for step in steps if step not in first_calls] == []
+    places = [first_calls[step] for step in steps]
+    assert places == sorted(places)
