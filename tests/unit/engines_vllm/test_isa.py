@@ -40,7 +40,7 @@ def test_layers_of_two_head_sizes() -> None:
     "module", [object(), None, type("Unbuilt", (), {"attn_backend": AttentionModule.attn_backend})]
 )
 def test_a_layer_that_does_not_report_it(module: object) -> None:
-    with pytest.raises(ConfigError, match="of layer a$"):
+    with pytest.raises(ConfigError, match=r"of layer a$"):
         read_arrangement({"a": module}, ["a"], device="cpu", layout="LBHNC")
 
 
