@@ -5,7 +5,7 @@ several
 streams; on the other side, bytes in place and `Arrived`. Of a read: page bytes on their way back.
 
 File map:
-    options.py     what an operator may say
+    options.py     the options
     transport.py   `TcpTransport`: the contract, grants, admission
     addresses.py   sockets and endpoints
     wire.py        the messages, and their bounds

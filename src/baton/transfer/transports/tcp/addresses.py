@@ -93,7 +93,7 @@ def parse_endpoint(endpoint: str) -> tuple[str, int]:
 
 
 def explain_small_buffers(options: TcpOptions) -> str | None:
-    """What to tell the operator if the kernel does not allow the buffers that were asked for."""
+    """A warning for the operator if the kernel does not allow the buffers that were asked for."""
     asked = options.socket_buffer_bytes
     ceilings = [_read_ceiling(path) for path in (_SEND_CEILING, _RECEIVE_CEILING)]
     if asked is None or asked <= min(ceilings):
@@ -108,15 +108,15 @@ def explain_small_buffers(options: TcpOptions) -> str | None:
 def _tune(sock: socket.socket, options: TcpOptions) -> None:
     """Set what connections inherit from their listener, too."""
     _set_buffers(sock, options.socket_buffer_bytes)
-    patience_s = options.stall_timeout_s
+    stall_s = options.stall_timeout_s
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (
         (socket.TCP_NODELAY, 1),
         # A peer that is cut off while nothing is under way is found out by the kernel.
-        (socket.TCP_KEEPIDLE, _whole_seconds(patience_s / 2)),
-        (socket.TCP_KEEPINTVL, _whole_seconds(patience_s / 4)),
+        (socket.TCP_KEEPIDLE, _whole_seconds(stall_s / 2)),
+        (socket.TCP_KEEPINTVL, _whole_seconds(stall_s / 4)),
         (socket.TCP_KEEPCNT, 2),
-        (socket.TCP_USER_TIMEOUT, _whole_seconds(patience_s) * 1000),
+        (socket.TCP_USER_TIMEOUT, _whole_seconds(stall_s) * 1000),
     ):
         sock.setsockopt(socket.IPPROTO_TCP, option, value)
 

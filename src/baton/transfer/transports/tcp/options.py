@@ -1,4 +1,4 @@
-"""What an operator may say about `tcp`."""
+"""Options of `tcp`."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ class TcpOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     None leaves the kernel's own tuning on, and so does a kernel that allows less.
     `local_buffer_bytes`: at most so much where both ends have one address. What is under way then
     stays in the processor's caches. Not looked at where the kernel's own tuning is wanted.
-    `advertise_host`: the address that peers are told, where the bound one is none (`0.0.0.0`).
+    `advertise_host`: the address that peers are sent, where the bound one is none (`0.0.0.0`).
     `connect_timeout_s`: from the start of connecting until the peer's region may be written.
-    `stall_timeout_s`: a peer that owes an answer and neither takes nor sends a byte for so long is
-    lost.
+    `stall_timeout_s`: a peer with an outstanding answer that neither takes nor sends
+    a byte for so long is lost.
     `tls`: encrypt; all workers must, or none.
     """
 

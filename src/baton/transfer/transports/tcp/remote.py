@@ -221,7 +221,7 @@ class TcpRemote:
             )
 
     def _clear_stall_timer(self) -> None:
-        """After something was answered: a peer that owes nothing may be silent."""
+        """After something was answered: a peer without outstanding answers may be silent."""
         if not self._posted and not self._pending_reads and self._streams:
             self._streams[0].connection.cancel_deadline()
 
@@ -258,7 +258,7 @@ class TcpRemote:
 
     def _attached(self, stream: TcpStream, arrays: tuple[PageArray, ...]) -> None:
         if arrays != self.descriptor.arrays:
-            raise ProtocolError("the peer's region is not what its description says")
+            raise ProtocolError("the peer's region does not match its description")
         stream.is_attached = True
         self._num_attached += 1
         stream.connection.cancel_deadline()

@@ -259,7 +259,7 @@ class TcpTransport:
         return parse_endpoint(endpoint.removesuffix(TLS_SUFFIX))
 
     def _accept_peer(self, connection: Connection) -> None:
-        """A writer proved itself: its first message says which region it wants."""
+        """A writer proved itself: its first message names the region that it wants."""
         fit_buffers(connection.channel.socket, self._options)
         connection.channel.allow_bodies(MAX_BODY_BYTES)
         connection.set_handlers(partial(self._admit, connection), partial(self._forget, connection))
