@@ -4,7 +4,7 @@ Enters: an implementation. Leaves: a verdict, or a fault made on purpose. Nothin
 this package; it needs pytest.
 
 File map:
-    clocks.py              `ManualClock`: time moves when it is told to
+    clocks.py              `ManualClock`: a clock that tests advance
     fleet.py               `Fleet`: real workers and gateways, for end-to-end tests and benchmarks
     faulty_transport.py    `FaultyTransport`: any transport, with counted, seeded faults
     corrupted_copies.py    how bytes go wrong under it

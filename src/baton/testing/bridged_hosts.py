@@ -4,7 +4,7 @@ Each is a network namespace on a bridge. What one sends to another can be lost i
 alone, in silence, as in a partition: the sender is given a link address that nobody has. This takes
 no packet filter, so it works on any kernel that has namespaces.
 
-Needs CAP_NET_ADMIN and iproute2; who has neither is told why (`NoNamespaceError`).
+Needs CAP_NET_ADMIN and iproute2; without them it raises `NoNamespaceError`.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class BridgedHost:
 
 @contextmanager
 def dropping_packets_from(listener: BridgedHost, speaker: BridgedHost) -> Iterator[None]:
-    """Nothing that the speaker sends reaches the listener, and nobody is told; the rest does.
+    """Nothing that the speaker sends reaches the listener, without an error; the rest does.
 
     Raises:
         AssertionError: it did not take effect.
@@ -80,7 +80,7 @@ def dropping_packets_from(listener: BridgedHost, speaker: BridgedHost) -> Iterat
     run(*there, "replace", *entry, "lladdr", UNUSED_LINK_ADDRESS, "nud", "permanent")
     try:
         if listener.receives_from(speaker):
-            raise AssertionError(f"{listener.address} still hears {speaker.address}")
+            raise AssertionError(f"{listener.address} still receives from {speaker.address}")
         yield
     finally:
         run(*there, "del", *entry)

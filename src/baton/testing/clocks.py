@@ -1,4 +1,4 @@
-"""Time that moves when it is told to."""
+"""A clock that tests advance by hand."""
 
 from __future__ import annotations
 

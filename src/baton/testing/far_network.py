@@ -1,6 +1,6 @@
 """Another host, as far as the network is concerned: a namespace at the end of a cable.
 
-Needs CAP_NET_ADMIN and iproute2; who has neither is told why (`NoNamespaceError`).
+Needs CAP_NET_ADMIN and iproute2; without them it raises `NoNamespaceError`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class FarHost:
 
     @contextmanager
     def cut(self) -> Iterator[None]:
-        """Pull the cable: what is sent meanwhile is lost, and nobody is told."""
+        """Pull the cable: what is sent meanwhile is lost, without an error."""
         run("ip", "link", "set", self.link, "down")
         try:
             yield

@@ -333,7 +333,7 @@ class FaultyTransport:
         return replace(write, region=region.handle)
 
     def _corrupt_read(self, transfer: TransferId) -> None:
-        """Make wrong what was read, before the owner hears of it."""
+        """Make wrong what was read, before the owner is notified."""
         corruption = self._pending_corruptions.pop(transfer, None)
         if corruption is None:
             return

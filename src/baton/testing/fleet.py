@@ -248,7 +248,7 @@ def _children(pid: int) -> list[int]:
 
 
 def get_status(url: str) -> int:
-    """The HTTP status that a GET of `url` answers with; 0 if nobody answers."""
+    """The HTTP status of a GET of `url`; 0 without an answer."""
     parts = urlsplit(url)
     connection = http.client.HTTPConnection(parts.netloc, timeout=5.0)
     try:

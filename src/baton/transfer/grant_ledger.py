@@ -4,7 +4,7 @@ The peer does the writing here, so a closed grant is quiescent only once every w
 of it has said that it stopped, or is proved unable to write: it has unmapped the memory, or its
 process is dead. A broken connection proves nothing.
 
-    open ── close_grant ──► closing (waits for every writer that was told) ──► quiescent
+    open ── close_grant ──► closing (waits for every writer that was sent it) ──► quiescent
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class _Writer:
 
 
 class GrantLedger:
-    """Grants and the writers that were told of them. Owner thread: the transport's."""
+    """Grants and the writers that were sent them. Owner thread: the transport's."""
 
     def __init__(self) -> None:
         self._open: dict[TicketId, WriteGrant] = {}
@@ -48,7 +48,7 @@ class GrantLedger:
         return len(self._writers)
 
     def add_writer(self, writer: WriterId, epoch: Epoch, region: RegionHandle) -> list[WriteGrant]:
-        """A writer gets the memory; the open grants that it must be told of.
+        """A writer gets the memory; the open grants that must be sent to it.
 
         A grant that was closed before is not among them, so nothing can land in it.
         """
@@ -58,7 +58,7 @@ class GrantLedger:
         return grants
 
     def open_grant(self, grant: WriteGrant) -> list[WriterId]:
-        """Admit writes; the connected writers that must be told.
+        """Admit writes; the connected writers that must be notified.
 
         Raises:
             TransferError: the id is open, or closed and not quiescent yet.
@@ -97,7 +97,7 @@ class GrantLedger:
         return self._open[grant].pages
 
     def confirm_closed(self, writer: WriterId, grant: TicketId) -> None:
-        """The writer says that it stopped.
+        """The writer reports that it stopped.
 
         Raises:
             ProtocolError: nobody asked it to.
@@ -136,9 +136,9 @@ class GrantLedger:
         if self._open.keys() & self._closing:
             raise AssertionError("a grant is open and closing")
         if self._closing - notified:
-            raise AssertionError("a closing grant waits for nobody")
+            raise AssertionError("a closing grant waits for no writer")
         if notified - self._closing - self._open.keys():
-            raise AssertionError("a writer was told of a grant that does not exist")
+            raise AssertionError("a writer was sent a grant that does not exist")
         if any(not (state.notified or state.is_connected) for state in self._writers.values()):
             raise AssertionError("a writer that can do nothing is remembered")
 

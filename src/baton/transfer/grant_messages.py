@@ -1,4 +1,4 @@
-"""What owner and peer say of grants, where the bytes do not cross the connection.
+"""Grant messages between owner and peer, where the bytes do not cross the connection.
 
 Of `shared` and of every one-sided transport (docs/wire/transfer.md). A grant is opened by the
 owner of the pages; the peer writes into it, and each `WriteNotification` says that one write is in
@@ -31,7 +31,7 @@ class NotAttached(msgspec.Struct, frozen=True, tag="not_attached"):
 
 
 class GrantOpened(msgspec.Struct, frozen=True, tag="grant_opened"):
-    """Owner → peer: it may write these pages, packed u32 `[n]`, until it hears `CloseGrant`."""
+    """Owner → peer: it may write these pages, packed u32 `[n]`, until it receives `CloseGrant`."""
 
     grant: IdBytes
     pages: bytes
@@ -44,7 +44,7 @@ class CloseGrant(msgspec.Struct, frozen=True, tag="close_grant"):
 
 
 class GrantNotOpen(msgspec.Struct, frozen=True, tag="grant_not_open"):
-    """Owner → peer: the grant it asked for is not open to it; else `GrantOpened` was said."""
+    """Owner → peer: the grant it asked for is not open to it; else `GrantOpened` was sent."""
 
     grant: IdBytes
 

@@ -314,7 +314,7 @@ class Transport(Protocol):
     def view(self, remote: RemoteId, array: int) -> NDArray[np.uint8]:
         """The peer's pages of one array where they lie: uint8 `[num_pages, page_bytes]`.
 
-        Nothing is copied, and the peer hears nothing: what it stores is seen at once. That pages
+        Nothing is copied, and the peer is not notified: what it stores is seen at once. That pages
         hold still while somebody looks is the peer's promise to its handoff, as for reads.
 
         The view cannot be made writable, so no mistake of who looks can reach the peer's pages. It

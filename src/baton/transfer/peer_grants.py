@@ -1,4 +1,4 @@
-"""The grants that a peer opened to this side, and the writes that wait to hear of one.
+"""The grants that a peer opened to this side, and the writes that wait for one.
 
 Of `shared` and of every one-sided transport: there a writer must know by itself what it may store.
 """
@@ -94,7 +94,7 @@ class PeerGrants(Generic[S]):
         return None
 
     def is_closing(self, grant: TicketId) -> bool:
-        """Whether the peer waits to hear that this grant is closed."""
+        """Whether the peer waits for `GrantClosed` of this grant."""
         return grant in self._closing
 
     def mark_closed(self, grant: TicketId) -> None:

@@ -126,7 +126,7 @@ class PeerMappings:
         return mapping
 
     def detach(self, mapping: PeerMapping) -> None:
-        """Unmap: nobody reads these pages here any more. Unknown ones are ignored."""
+        """Unmap: no thread reads these pages here any more. Unknown ones are ignored."""
         if mapping in self._attached:
             self._attached.remove(mapping)
             self._unfaulted = [each for each in self._unfaulted if each[0] != mapping]
@@ -149,7 +149,7 @@ class PeerMappings:
         return True
 
     def close(self) -> None:
-        """Give all addresses back; nobody uses a view any more. Idempotent."""
+        """Give all addresses back; no view is in use any more. Idempotent."""
         ranges, self._ranges = self._ranges, []
         self._attached.clear()
         self._unfaulted.clear()

@@ -58,7 +58,7 @@ def check_arrays(arrays: Sequence[PageArray]) -> None:
     """Refuse arrays that no honest peer would describe. Arrays may share memory.
 
     Raises:
-        TransferError: says which bound is broken.
+        TransferError: states which bound is broken.
     """
     if not 0 < len(arrays) <= MAX_ARRAYS:
         raise TransferError(f"a region of {len(arrays)} arrays; 1 to {MAX_ARRAYS} are possible")

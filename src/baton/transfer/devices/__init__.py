@@ -8,9 +8,9 @@ name an extent by its id and find where it lies in the table: a place in the dev
     [0, first)  the table · [first, size)  extents, each locked by its owner and whoever maps it
 
 File map:
-    options.py   what an operator may say; how engines get their memory from it
+    options.py   the options; how engines get their memory from it
     backing.py   a device or file, opened: its size, its alignment, what it can not be
-    locks.py     byte ranges of a file that nobody else holds
+    locks.py     byte ranges of a file that no other process holds
     table.py     whose extents are where, and where there is room (pure)
     extents.py   an extent as a mapping, held for as long as that lives
     claiming.py  a new region's extent · attaching.py a peer's

@@ -126,7 +126,7 @@ def _measure_dax(path: str, fd: int, device: int) -> Backing:
     try:
         align_bytes = int((at / "align").read_text(encoding="ascii"))
     except (OSError, ValueError):
-        align_bytes = EXTENT_ALIGNMENT_BYTES  # kernels before 5.10 do not say
+        align_bytes = EXTENT_ALIGNMENT_BYTES  # kernels before 5.10 do not report it
     return Backing(path, "dax", fd, size_bytes, max(align_bytes, EXTENT_ALIGNMENT_BYTES))
 
 

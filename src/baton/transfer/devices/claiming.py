@@ -53,8 +53,8 @@ def allocate_device_region(
     free again when the last process that maps it has let go of it, or is dead.
 
     Raises:
-        TransferError: the sizes make no sense, or the device has no room; says who has it.
-        ConfigError: the device is not what the operator says, or cannot be flushed.
+        TransferError: the sizes make no sense, or the device has no room; states who has it.
+        ConfigError: the device does not match the options, or cannot be flushed.
     """
     arrays = place_arrays(shapes)
     with mapped({OSError: TransferError, ValueError: TransferError}):
@@ -68,14 +68,14 @@ def forget_table(options: DeviceOptions) -> None:
     """Begin a device's table anew. The operator knows that no process uses the device.
 
     Raises:
-        ConfigError: the device is not what the operator says.
+        ConfigError: the device does not match the options.
     """
     with open_backing(options) as backing, mmap.mmap(backing.fd, backing.table_bytes) as table:
         table[:TABLE_BYTES] = bytes(TABLE_BYTES)
 
 
 def _claim(options: DeviceOptions, num_bytes: int) -> ExtentMapping:
-    """Map an extent of at least `num_bytes` that nobody else holds."""
+    """Map an extent of at least `num_bytes` that no other process holds."""
     flusher = make_flusher(options.flush)
     locks = open_locks(options)
     try:
@@ -121,7 +121,7 @@ def _lock_gap(
                 f"bytes [{start}, {start + num_bytes}) of {backing.path} are locked by a process "
                 "that its table does not know: end whoever else uses the device"
             )
-    locks.try_lock("shared", start, num_bytes)  # others may map it, nobody may claim it
+    locks.try_lock("shared", start, num_bytes)  # others may map it, none may claim it
     return start, live
 
 

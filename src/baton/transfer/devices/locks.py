@@ -1,4 +1,4 @@
-"""Byte ranges of a file that nobody else holds, by the kernel's open file description locks.
+"""Byte ranges of a file that no other process holds, by the kernel's open file description locks.
 
 Such a lock belongs to the description that took it: two descriptions of one process exclude each
 other, closing a third descriptor drops nothing (POSIX record locks do drop), and the end of the

@@ -1,4 +1,4 @@
-"""What an operator may say about the memory that regions lie in."""
+"""Options of the memory that holds the regions."""
 
 from __future__ import annotations
 

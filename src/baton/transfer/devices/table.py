@@ -1,6 +1,6 @@
 """Whose extents are where in a device, and where there is room: pure.
 
-The locks are the truth, this says what they are about: an extent that nobody locks is free,
+The locks are the truth, this says what they are about: an extent without a lock is free,
 whatever the table says. It is kept twice, and the older copy is overwritten: a process that is
 killed while it writes leaves the newer one whole.
 """

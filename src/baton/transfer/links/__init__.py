@@ -13,7 +13,7 @@ File map:
     shape.py     what a transfer's cost depends on
     model.py     the three numbers: predict, and refine from one more transfer
     fitting.py   the three numbers from a list of probes, outliers or not
-    default_cost.py  the three numbers of what nobody has measured yet
+    default_cost.py  the three numbers of links without a measurement
     comparison.py  what several would take, some of which are known better than others
     choice.py    the cheapest of several, without flip-flop
     backoff.py   how long one that failed is left alone

@@ -6,8 +6,8 @@ corrected, it would lose to whichever link nobody has tried, and what the survey
 unlearnt. So what one link taught is, up to a plausible misfit, expected of those that were not
 tried; beyond that, it is that link's own.
 
-What was learnt long ago (`freshness`) gives way to the survey: a link that was left in a burst of
-load is not remembered as slow for ever.
+What was learnt long ago (`freshness`) gives way to the probe: a link that was left in a burst of
+load is not remembered as slow without limit.
 """
 
 from __future__ import annotations

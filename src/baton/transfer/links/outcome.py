@@ -30,7 +30,7 @@ class Outcome:
 
 
 class LinkObserver(Protocol):
-    """Told by the agent's thread; must not block."""
+    """Called by the agent's thread; must not block."""
 
     def chosen(self, direction: Direction, choice: Choice) -> None:
         """A transfer goes over `choice.used`."""
@@ -45,7 +45,7 @@ class LinkObserver(Protocol):
         ...
 
     def measured(self, direction: Direction, transport: str, model: LinkModel) -> None:
-        """A link was surveyed: what it costs."""
+        """A link was probed: its measured cost."""
         ...
 
 

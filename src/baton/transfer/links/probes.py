@@ -71,7 +71,7 @@ AGREEMENT: Final = 0.1
 
 @dataclass(frozen=True, slots=True)
 class ProbeBounds:
-    """What surveying all links with one peer may cost, in one direction."""
+    """What probing all links with one peer may cost, in one direction."""
 
     seconds: float = 0.5
     num_bytes: int = 128 * 1024 * 1024

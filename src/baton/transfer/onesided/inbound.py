@@ -1,4 +1,4 @@
-"""The owner's end of one connection: what one peer says, and whether it can still store here."""
+"""The owner's end of one connection: one peer's messages, and whether it can still write here."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class OneSidedInbound:
         """The peer's transfers are under way, as far as it says."""
 
     def send_attached(self, region: PagedRegion, metadata: bytes, grants: list[WriteGrant]) -> None:
-        """Tell of the memory, and of the grants that are open already."""
+        """Send the memory's description and the grants that are already open."""
         self._connection.cancel_deadline()
         self._connection.set_handlers(self._read, self._disconnected)
         self._connection.send_body(encode(Attached(region.arrays, metadata)))
@@ -82,7 +82,7 @@ class OneSidedInbound:
         self._connection.send_body(encode(GrantOpened(grant.id, pack_pages(grant.pages))))
 
     def send_close_grant(self, grant: TicketId) -> None:
-        """The peer must begin no other write into this grant, and say when none is under way."""
+        """The peer must start no other write into this grant, and report when none is in flight."""
         self._connection.send_body(encode(CloseGrant(grant)))
 
     def serve(self) -> None:
@@ -133,7 +133,7 @@ class OneSidedInbound:
             self._finish()
 
     def _process_ended(self) -> None:
-        """The process is dead. What it said before still counts."""
+        """The process is dead. What it sent before still counts."""
         for _ in range(MAX_FINAL_STEPS):
             if not self._connection.is_open:
                 break

@@ -1,4 +1,4 @@
-"""Polling without spinning: a timer in the reactor, where a library cannot say that it is ready."""
+"""Polling without spinning: a timer in the reactor, where a library has no ready signal."""
 
 from __future__ import annotations
 

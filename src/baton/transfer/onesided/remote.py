@@ -272,7 +272,7 @@ class OneSidedRemote(Generic[M]):
         match decode_first_from_owner(body):
             case Attached(arrays, metadata):
                 if arrays != self.descriptor.arrays:
-                    raise ProtocolError("the peer's region is not what its description says")
+                    raise ProtocolError("the peer's region does not match its description")
                 session = self._library.open_session()
                 try:
                     session.load_metadata(metadata, self.descriptor)

@@ -243,7 +243,7 @@ class OneSidedTransport(Generic[M]):
         )
 
     def _accept_peer(self, connection: Connection) -> None:
-        """A peer proved itself: its first message says which region it wants."""
+        """A peer proved itself: its first message names the region that it wants."""
         connection.channel.allow_bodies(MAX_BODY_BYTES)
         connection.set_handlers(
             partial(self._admit, connection), lambda _: self._forget(connection)

@@ -14,7 +14,7 @@ ABI for decades, and `baton` need import nothing. Torch's wheels, in contrast, c
 torch's means the same here.
 
 File map:
-    options.py        what an operator may say
+    options.py        the options
     copies.py         the seam: one device, for one peer
     session.py        pages become runs of bytes between two mapped memories
     metadata.py       what an owner tells of its memory, and its bounds

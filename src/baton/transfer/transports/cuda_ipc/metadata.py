@@ -1,4 +1,4 @@
-"""What an owner tells a peer of its memory: handles, and which array is where in them."""
+"""An owner's description of its memory: handles, and the place of each array in them."""
 
 from __future__ import annotations
 

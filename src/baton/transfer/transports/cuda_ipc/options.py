@@ -1,4 +1,4 @@
-"""What an operator may say about `cuda_ipc`."""
+"""Options of `cuda_ipc`."""
 
 from __future__ import annotations
 

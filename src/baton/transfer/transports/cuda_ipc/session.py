@@ -92,7 +92,7 @@ class CudaIpcSession:
         """See `OneSidedSession`."""
         memory, peer = _memory_of(region), self._peer
         if peer is None:
-            raise TransferError("the peer has not introduced itself")
+            raise TransferError("the peer has not sent its metadata")
         lane = self._lane(memory.device, peer)
         ours, theirs = region.arrays[copies.layer], peer.arrays[copies.layer]
         our_base = memory.address

@@ -11,7 +11,7 @@ receiver's own folder, then word of each over a small connection; on the other s
 place, the part file gone, and `Arrived`.
 
 File map:
-    options.py     what an operator may say
+    options.py     the options
     spool.py       the receiver's folder: made, proved to be seen by both, swept
     part_file.py   one file, written or read a slice at a time
     wire.py        the messages, and their bounds

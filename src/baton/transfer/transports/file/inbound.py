@@ -86,7 +86,7 @@ class FileInbound:
         for body in channel.receive_bodies():
             self._waiting.append(decode_from_writer(body))
         if len(self._waiting) > 2 * MAX_PART_FILES:
-            raise ProtocolError("a writer tells of more part files than it may")
+            raise ProtocolError("a writer announced more part files than it may")
         self._work()
         if self._part_file is not None or self._waiting:
             self._connection.step_soon()

@@ -1,4 +1,4 @@
-"""What an operator may say about `file`."""
+"""Options of `file`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class FileOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     hosts' views of the filesystem meet on the device alone. `none` is enough on one host.
     `stale_after_s`: age from which a folder whose owner is dead is removed, when a worker starts.
     `max_unread_bytes`: part files of one peer that wait to be read; more wait to be written.
-    `advertise_host`: the address that peers are told, where the bound one is none (`0.0.0.0`).
+    `advertise_host`: the address that peers are sent, where the bound one is none (`0.0.0.0`).
     `connect_timeout_s`: from the start of connecting until the peer's region may be written.
     """
 

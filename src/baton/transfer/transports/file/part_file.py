@@ -120,12 +120,14 @@ class IncomingPartFile:
         except FileNotFoundError as exc:
             raise PeerLostError(f"a part file is gone: {path.name}") from exc
         except OSError as exc:
-            raise ProtocolError(f"the peer told of a part file that cannot be read: {exc}") from exc
+            raise ProtocolError(
+                f"the peer announced a part file that cannot be read: {exc}"
+            ) from exc
         status = os.fstat(self._fd)
         if not stat.S_ISREG(status.st_mode) or status.st_size != num_bytes:
             self.close()
             raise ProtocolError(
-                f"the peer told of a part file of {num_bytes} bytes, it has {status.st_size}"
+                f"the peer announced a part file of {num_bytes} bytes, it has {status.st_size}"
             )
 
     def read_slice(self) -> bool:

@@ -247,7 +247,7 @@ class FileRemote:
         match decode_from_receiver(body):
             case Attached(arrays, spool, proof) if self._spool is None:
                 if arrays != self.descriptor.arrays:
-                    raise ProtocolError("the peer's region is not what its description says")
+                    raise ProtocolError("the peer's region does not match its description")
                 self._spool = find_spool(self._directory, spool, proof)
                 if self._connection is not None:
                     self._connection.cancel_deadline()

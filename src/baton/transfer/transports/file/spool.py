@@ -96,7 +96,7 @@ def find_spool(directory: Path, name: str, proof: bytes) -> Path:
 
 
 def _is_stale(path: Path, youngest_s: float) -> bool:
-    """Whether nobody holds a folder's lock any more. An owner that cannot be asked is alive."""
+    """Whether no process holds a folder's lock any more. An owner that cannot be asked is alive."""
     try:
         if path.stat().st_mtime > youngest_s:
             return False

@@ -214,7 +214,7 @@ class FileTransport:
         return region
 
     def _accept_peer(self, connection: Connection) -> None:
-        """A writer proved itself: its first message says which region it wants."""
+        """A writer proved itself: its first message names the region that it wants."""
         connection.channel.allow_bodies(MAX_BODY_BYTES)
         connection.set_handlers(partial(self._admit, connection), partial(self._forget, connection))
 

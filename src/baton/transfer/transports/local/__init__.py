@@ -5,9 +5,9 @@ thread, `Arrived` there, and the completion here. An endpoint names a transport 
 peer elsewhere is lost at once, so that another transport is tried.
 
 File map:
-    options.py     what an operator may say
+    options.py     the options
     mailbox.py     how transports of one process reach each other, from thread to thread
-    messages.py    what they say
+    messages.py    the messages between them
     remote.py      the end that asks: one region of another transport
     transport.py   `LocalTransport`: the contract, admission, the copies
 """

@@ -30,7 +30,7 @@ class Mailbox:
 
     @property
     def is_here(self) -> bool:
-        """Whether this is the process that reads it: a fork has a copy that nobody reads."""
+        """Whether this is the process that reads it: a fork has a copy that no process reads."""
         return self._process == os.getpid()
 
     def post(self, message: LocalMessage) -> bool:

@@ -1,4 +1,4 @@
-"""What `local` transports say to each other. The dialer asked for a region; the owner has it."""
+"""Messages between `local` transports. The dialer asked for a region; the owner has it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an operator may say about `local`."""
+"""Options of `local`."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ class LocalRemote:
         if self._loss is not None:
             return
         if arrays != self.descriptor.arrays:
-            self.lose(TransferError("the region is not what its description says"))
+            self.lose(TransferError("the region does not match its description"))
             return
         self._memory = memory
         self._reactor.report(RemoteAttached(self.id))

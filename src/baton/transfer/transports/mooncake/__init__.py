@@ -6,9 +6,9 @@ process of its own, then a notification over our own connection. What is not Moo
 `baton.transfer.onesided`.
 
 File map:
-    options.py   what an operator may say
+    options.py   the options
     session.py   one Mooncake, for one peer, in a process of its own
-    child_messages.py  what the engine and that process say to each other
+    child_messages.py  the messages between the engine and that process
     child.py     that process
 """
 

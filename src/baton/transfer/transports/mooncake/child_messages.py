@@ -1,4 +1,4 @@
-"""What an engine and its mover say to each other: one packet each, over a socket pair."""
+"""Messages between an engine and its child process: one packet each, over a socket pair."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ cross-memory attach on one host; by RDMA or TCP between hosts), then a notificat
 connection. What is not NIXL's own is in `baton.transfer.onesided`.
 
 File map:
-    options.py    what an operator may say
+    options.py    the options
     bindings.py   the installed wheel, its errors and its logging
     agent.py      what is used of NIXL, typed
     lists.py      prepared descriptor lists

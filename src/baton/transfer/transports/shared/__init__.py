@@ -6,12 +6,12 @@ or
 proof of death. Of a read: the peer's bytes in this side's pages; the other side hears nothing.
 
 File map:
-    options.py     what an operator may say
+    options.py     the options
     transport.py   `SharedTransport`: the contract, listening, admission
     wire.py        the messages, and their bounds
     remote.py      the writing, or reading, end: one peer's region, mapped here
     mapping.py     a peer's pages in this process' address space
-    inbound.py     the receiving end: what one writer says, and whether it lives
+    inbound.py     the receiving end: one writer's messages, and whether it is alive
 """
 
 from functools import partial

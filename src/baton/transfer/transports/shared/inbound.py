@@ -1,4 +1,4 @@
-"""The receiving end of one `shared` connection: what one writer says, and whether it lives."""
+"""The receiving end of one `shared` connection: one writer's messages, and whether it is alive."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class SharedInbound:
             reactor.watch(self._process, self.finish)  # it is dead
 
     def send_attached(self, region: PagedRegion, grants: list[WriteGrant]) -> None:
-        """Hand the memory over, and tell of the grants that are open already."""
+        """Send the memory and the grants that are already open."""
         self._region = region
         self._connection.cancel_deadline()
         self._connection.set_handlers(self._read, self._disconnected)
@@ -79,7 +79,7 @@ class SharedInbound:
         self._connection.send_body(encode(GrantOpened(grant.id, pack_pages(grant.pages))))
 
     def send_close_grant(self, grant: TicketId) -> None:
-        """The writer must stop writing into this grant, and say so."""
+        """The writer must stop writing into this grant, and report it."""
         self._connection.send_body(encode(CloseGrant(grant)))
 
     def is_superseded_by(self, attach: Attach) -> bool:
@@ -95,7 +95,7 @@ class SharedInbound:
         return os.dup(self._process)
 
     def finish(self) -> None:
-        """Proved: the writer stores nothing any more. What it said before still counts."""
+        """Proved: the writer stores nothing any more. What it sent before still counts."""
         for _ in range(MAX_FINAL_STEPS):
             if not self._connection.is_open:
                 break

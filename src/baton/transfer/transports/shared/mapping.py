@@ -130,7 +130,7 @@ class _Mapping:
         return True
 
     def unmap(self) -> bool:
-        """Whether the mapping is proved gone: nobody kept a view."""
+        """Whether the mapping is proved gone: no view is left."""
         self.views.clear()
         try:
             self._mapping.close()

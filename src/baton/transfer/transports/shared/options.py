@@ -1,4 +1,4 @@
-"""What an operator may say about `shared`."""
+"""Options of `shared`."""
 
 from __future__ import annotations
 

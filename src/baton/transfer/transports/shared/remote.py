@@ -238,7 +238,7 @@ class SharedRemote:
                 if arrays != self.descriptor.arrays:
                     if fd is not None:
                         os.close(fd)
-                    raise ProtocolError("the peer's region is not what its description says")
+                    raise ProtocolError("the peer's region does not match its description")
                 self._pages = map_attached(attached, fd, self._device)
                 self._connection.cancel_deadline()
                 self._connection.set_handlers(self._read, self.lose)

@@ -3,7 +3,7 @@
 The receiver hands its memfd to writers that proved the key. It cannot stop a writer's hand, so it
 asks (`CloseGrant`, `GrantClosed`), and believes nothing but an answer or the death of the writer's
 process.
-A reader is told of no grant and keeps none waiting.
+A reader is sent no grant and keeps none waiting.
 """
 
 from __future__ import annotations
@@ -228,7 +228,7 @@ class SharedTransport:
         )
 
     def _accept_peer(self, connection: Connection) -> None:
-        """A writer proved itself: its first message says which region it wants."""
+        """A writer proved itself: its first message names the region that it wants."""
         connection.channel.allow_bodies(MAX_BODY_BYTES)
         connection.set_handlers(
             partial(self._admit, connection), lambda _: self._forget(connection)
