@@ -73,7 +73,7 @@ class StoreReader:
         if len(found) < len(markers):
             return None
         if any(marker.prompt_hash != order.prompt_hash for marker in found):
-            return None  # of another prompt: it says nothing about this one
+            return None  # of another prompt: no information about this one
         return found[0]
 
     def complete(self, store_read: StoreRead) -> None:
@@ -88,7 +88,7 @@ class StoreReader:
         self._end(store_read, store_read.end_early(reason, stage))
 
     def remove_markers(self, ticket: TicketId) -> None:
-        """Remove a ticket's notes: nobody else reads them."""
+        """Remove a ticket's completion markers: they have no other reader."""
         for part in self._packer.parts:
             remove_marker(self._store, ticket, part)
 
