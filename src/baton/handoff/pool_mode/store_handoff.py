@@ -21,7 +21,7 @@ from baton.clock import Instant
 from baton.errors import BatonError
 from baton.handoff.heartbeat_publisher import compute_interval_s
 from baton.handoff.interface import BlocksQuiescent
-from baton.handoff.pool_mode.block_packer import BlockPacker
+from baton.handoff.pool_mode.block_copier import BlockCopier
 from baton.handoff.pool_mode.heartbeat_entry import HeartbeatEntryReader, HeartbeatEntryWriter
 from baton.handoff.pool_mode.store_read import StoreRead
 from baton.handoff.pool_mode.store_reader import StoreReader
@@ -81,7 +81,7 @@ class StoreHandoff:
         interval_s = compute_interval_s(timeout_s)
         self._heartbeat_writer = HeartbeatEntryWriter(access.store, interval_s)
         self._heartbeat_reader = HeartbeatEntryReader(access.store, interval_s)
-        self._packer = BlockPacker(access.view, access.entry_format)
+        self._copier = BlockCopier(access.view, access.entry_format)
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._writes: dict[TicketId, StoreWrite] = {}
         self._reads: dict[TicketId, StoreRead] = {}
@@ -92,8 +92,8 @@ class StoreHandoff:
     def open(self, emit: Callable[[HandoffEvent], None]) -> None:
         """Set the receiver of events; from the thread that calls `step`. Once."""
         self._emit = emit
-        self._writer = StoreWriter(self._access, self._packer, emit)
-        self._reader = StoreReader(self._access, self._packer, clock=self._clock, emit=emit)
+        self._writer = StoreWriter(self._access, self._copier, emit)
+        self._reader = StoreReader(self._access, self._copier, clock=self._clock, emit=emit)
 
     def start(self) -> None:
         """Start the thread: the simulator calls `step` instead. Once, after `open`."""

@@ -55,7 +55,7 @@ class _Span:
     pages: BlockTable
 
 
-class BlockPacker:
+class BlockCopier:
     """Copies batches: adjacent segments of one length. Owner: the pool's thread.
 
     No other component stages through the KV view's region.
