@@ -28,7 +28,7 @@ from baton.handoff.interface import (
     SendOrder,
 )
 from baton.handoff.kv_views import KVView
-from baton.handoff.pool_mode.block_packer import BlockPacker
+from baton.handoff.pool_mode.block_copier import BlockCopier
 from baton.handoff.pool_mode.opening import open_store_access
 from baton.ids import TicketId, WorkerId, new_epoch, new_ticket_id
 from baton.kv.canonical import read_canonical
@@ -451,5 +451,5 @@ def test_pages_that_cannot_be_divided_are_refused() -> None:
     region = allocate_shared_region([(4, layout.page_bytes(layer)) for layer in range(3)])
     entry_format = EntryFormat.of(layout, block_size=4, num_parts=1)
     with pytest.raises(ConfigError, match="cannot be kept"):
-        BlockPacker(KVView(opaque, region), entry_format)
+        BlockCopier(KVView(opaque, region), entry_format)
     release_region(region)

@@ -23,7 +23,7 @@ def test_each_borrower_and_all_of_them_are_bounded() -> None:
     assert table.reserve(ticket(2), ONE, 1) is not None
     assert table.reserve(ticket(3), OTHER, 26) is not None
     assert table.reserve(ticket(4), OTHER, 25) is None
-    assert table.reserve(ticket(4), OTHER, 0) == "it was lent before"
+    assert table.reserve(ticket(4), OTHER, 0) == "it was exported before"
     table.forget(ticket(1))
     assert table.reserve(ticket(2), ONE, 1) is None
     table.check_invariants()

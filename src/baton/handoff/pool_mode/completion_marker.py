@@ -26,7 +26,7 @@ _TAG: Final = b"baton/pool-completion-marker/2"
 class CompletionMarker(msgspec.Struct, frozen=True):
     """Prefill of the prompt named by `prompt_hash` is over.
 
-    KV of tokens `[0, num_tokens)` was put into the store; `reason` says why not of all.
+    KV of tokens `[0, num_tokens)` was put into the store; `reason` states why not of all.
     """
 
     prompt_hash: bytes
@@ -53,7 +53,7 @@ def find_marker(store: Tier, ticket: TicketId, part: int) -> CompletionMarker | 
 
 
 def remove_marker(store: Tier, ticket: TicketId, part: int) -> None:
-    """It was read: nobody else will."""
+    """It was read, and it has no other reader."""
     store.discard(_entry_name(ticket, part))
 
 

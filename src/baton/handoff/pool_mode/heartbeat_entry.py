@@ -87,7 +87,7 @@ class HeartbeatEntryReader:
     def poll(
         self, store_reads: Iterable[StoreRead], now: Instant, on_alive: Callable[[TicketId], None]
     ) -> None:
-        """Tell which prompts' engines have given a sign since the last look."""
+        """Report which prompts' engines have given a sign since the last look."""
         if now < self._next_at:
             return
         self._next_at = Instant(now + self._interval_s)

@@ -1,4 +1,4 @@
-"""What workers tell each other through the store: small entries, read by who looks for them."""
+"""Small entries by which workers send each other state through the store; read by polling."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ W = TypeVar("W")
 
 
 def read_side_entry(store: Tier, name: EntryName, decoder: msgspec.msgpack.Decoder[W]) -> W | None:
-    """What an entry says; None if it is not there, was damaged, or makes no sense.
+    """An entry's content; None if it is not there, was damaged, or makes no sense.
 
     Looks before it asks: what is looked for often and has not come yet is no miss.
     """

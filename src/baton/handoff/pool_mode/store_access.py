@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class StoreAccess:
-    """The store belongs to the pool's thread, which closes it; so do the staging pages of `face`.
+    """The store belongs to the pool's thread, which closes it; so do the staging pages of `view`.
 
-    The face shows the engine's blocks in an order that can be divided into tokens and heads.
+    The KV view shows the engine's blocks in an order that can be divided into tokens and heads.
     """
 
     store: TieredStore

@@ -3,9 +3,9 @@
     engine's thread ── commands ──► pool's thread ── events ──► engine's thread (`poll`)
                                       └ the store, the engine's blocks
 
-It works on one batch of one handoff after the other, so that a long prompt holds up nobody for
-long, and looks for awaited entries every few milliseconds. Reading and writing of blocks happens
-here alone: with the event that ends a handoff, nobody touches its blocks any more.
+It works on one batch of one handoff after the other, so that a long prompt delays no other for
+long, and looks for awaited entries every few milliseconds. Blocks are read and written here alone:
+after the event that ends a handoff, no thread accesses its blocks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from baton.clock import Instant
 from baton.errors import BatonError
 from baton.handoff.heartbeat_publisher import compute_interval_s
 from baton.handoff.interface import BlocksQuiescent
-from baton.handoff.pool_mode.block_packer import BlockPacker
+from baton.handoff.pool_mode.block_copier import BlockCopier
 from baton.handoff.pool_mode.heartbeat_entry import HeartbeatEntryReader, HeartbeatEntryWriter
 from baton.handoff.pool_mode.store_read import StoreRead
 from baton.handoff.pool_mode.store_reader import StoreReader
@@ -81,7 +81,7 @@ class StoreHandoff:
         interval_s = compute_interval_s(timeout_s)
         self._heartbeat_writer = HeartbeatEntryWriter(access.store, interval_s)
         self._heartbeat_reader = HeartbeatEntryReader(access.store, interval_s)
-        self._packer = BlockPacker(access.view, access.entry_format)
+        self._copier = BlockCopier(access.view, access.entry_format)
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._writes: dict[TicketId, StoreWrite] = {}
         self._reads: dict[TicketId, StoreRead] = {}
@@ -90,10 +90,10 @@ class StoreHandoff:
         self._thread: threading.Thread | None = None
 
     def open(self, emit: Callable[[HandoffEvent], None]) -> None:
-        """Whom to tell; from the thread that calls `step`. Once."""
+        """Set the receiver of events; from the thread that calls `step`. Once."""
         self._emit = emit
-        self._writer = StoreWriter(self._access, self._packer, emit)
-        self._reader = StoreReader(self._access, self._packer, clock=self._clock, emit=emit)
+        self._writer = StoreWriter(self._access, self._copier, emit)
+        self._reader = StoreReader(self._access, self._copier, clock=self._clock, emit=emit)
 
     def start(self) -> None:
         """Start the thread: the simulator calls `step` instead. Once, after `open`."""
@@ -119,7 +119,7 @@ class StoreHandoff:
         self._commands.put(partial(self._start_send, order))
 
     def report_progress(self, prompts: Sequence[Ticket]) -> None:
-        """See `HandoffPort.report_progress`: the pulse has it, and is looked at."""
+        """See `HandoffPort.report_progress`: the engine heartbeat has it; wake the thread."""
         if any(each.mode == "pool" for each in prompts):
             self._commands.put(_nothing)
 
@@ -136,7 +136,7 @@ class StoreHandoff:
         self._commands.put(partial(self._abort, ticket, reason))
 
     def abort_from_peer(self, ticket: TicketId, reason: str) -> None:
-        """The gateway says that this ticket's other half failed."""
+        """The gateway reports that this ticket's other half failed."""
         self._commands.put(partial(self._abort_from_peer, ticket, reason))
 
     def _run(self) -> None:
@@ -147,7 +147,7 @@ class StoreHandoff:
         self._access.store.close()
 
     def step(self, wait_s: float | None) -> float | None:
-        """Wait for commands that long (None: for ever), carry them out, and one batch of each.
+        """Wait for commands that long (None: no limit), carry them out, and one batch of each.
 
         Returns how long there is nothing to do then.
         """
@@ -208,7 +208,7 @@ class StoreHandoff:
         """One batch of what has appeared for a decode; whether there was one."""
         ticket = store_read.order.ticket.id
         try:
-            # Before what it speaks of is read: if both are evicted meanwhile, nobody waits for it.
+            # Before its entries are read: if both are evicted meanwhile, no read waits for them.
             self._reader.find_marker(store_read)
             if self._reader.read_batch(store_read):
                 return True

@@ -1,7 +1,7 @@
 """Decode's half of one handoff through the store. Pure.
 
 waiting ──entries appear──► pieces in place ──all of them──► landed
-   └──the note is there, told to give up, too late──► landed in part, or failed
+   └──the marker is there, aborted, too late──► landed in part, or failed
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 class StoreRead:
     """What of one prompt has come. `segments` cover the prompt; those before `start` are not read.
 
-    `tombstone` says why nothing more will come, once somebody has said so; `marker` is the prefill
-    worker's last one, once it was seen: it may be evicted before what it speaks of is read.
+    `tombstone` states why nothing more will come, once that was reported; `marker` is the prefill
+    worker's completion marker, once it was seen: it may be evicted before the entries are read.
     """
 
     def __init__(

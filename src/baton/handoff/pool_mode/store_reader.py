@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from baton.clock import Clock
     from baton.handoff.interface import HandoffEvent, ReceiveOrder
-    from baton.handoff.pool_mode.block_packer import BlockPacker, EntryBodies
+    from baton.handoff.pool_mode.block_copier import BlockCopier, EntryBodies
     from baton.handoff.pool_mode.completion_marker import CompletionMarker
     from baton.handoff.pool_mode.store_access import StoreAccess
     from baton.handoff.pool_mode.store_read import StoreRead
@@ -26,7 +26,7 @@ class StoreReader:
     def __init__(
         self,
         access: StoreAccess,
-        packer: BlockPacker,
+        copier: BlockCopier,
         *,
         clock: Clock,
         emit: Callable[[HandoffEvent], None],
@@ -36,20 +36,20 @@ class StoreReader:
             access.entry_format,
             access.counts,
         )
-        self._packer, self._clock, self._emit = packer, clock, emit
+        self._copier, self._clock, self._emit = copier, clock, emit
 
     def read_batch(self, store_read: StoreRead) -> bool:
         """Take one batch; whether there was one."""
         segments = store_read.pending_segments
         if not segments:
             return False
-        batch = self._packer.take_batch(segments)
-        bodies = self._packer.allocate_bodies(batch)
+        batch = self._copier.take_batch(segments)
+        bodies = self._copier.allocate_bodies(batch)
         num_read = self._read(batch, bodies)
         if num_read == 0:
             return False
         order = store_read.order
-        self._packer.scatter(
+        self._copier.scatter(
             [each.leading(num_read) for each in bodies],
             batch[:num_read],
             start=order.start,
@@ -68,12 +68,12 @@ class StoreReader:
         return store_read.marker
 
     def _read_markers(self, order: ReceiveOrder) -> CompletionMarker | None:
-        markers = [find_marker(self._store, order.ticket.id, part) for part in self._packer.parts]
+        markers = [find_marker(self._store, order.ticket.id, part) for part in self._copier.parts]
         found = [marker for marker in markers if marker is not None]
         if len(found) < len(markers):
             return None
         if any(marker.prompt_hash != order.prompt_hash for marker in found):
-            return None  # of another prompt: it says nothing about this one
+            return None  # of another prompt: no information about this one
         return found[0]
 
     def complete(self, store_read: StoreRead) -> None:
@@ -88,8 +88,8 @@ class StoreReader:
         self._end(store_read, store_read.end_early(reason, stage))
 
     def remove_markers(self, ticket: TicketId) -> None:
-        """Remove a ticket's notes: nobody else reads them."""
-        for part in self._packer.parts:
+        """Remove a ticket's completion markers: they have no other reader."""
+        for part in self._copier.parts:
             remove_marker(self._store, ticket, part)
 
     def _end(self, store_read: StoreRead, events: Sequence[HandoffEvent]) -> None:
@@ -102,7 +102,7 @@ class StoreReader:
 
         Looks before it asks: what has not come yet is no miss.
         """
-        parts = self._packer.parts
+        parts = self._copier.parts
         names = [
             self._entry_format.name(segment.block_hash, part) for segment in batch for part in parts
         ]

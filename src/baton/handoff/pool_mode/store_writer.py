@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from baton.handoff.interface import HandoffEvent
-    from baton.handoff.pool_mode.block_packer import BlockPacker
+    from baton.handoff.pool_mode.block_copier import BlockCopier
     from baton.handoff.pool_mode.store_access import StoreAccess
     from baton.handoff.pool_mode.store_write import StoreWrite
     from baton.handoff.pool_mode.token_segments import TokenSegment
@@ -25,28 +25,28 @@ class StoreWriter:
     """Works on one deposit at a time. Owner: the pool's thread."""
 
     def __init__(
-        self, access: StoreAccess, packer: BlockPacker, emit: Callable[[HandoffEvent], None]
+        self, access: StoreAccess, copier: BlockCopier, emit: Callable[[HandoffEvent], None]
     ) -> None:
         self._store, self._entry_format, self._counts = (
             access.store,
             access.entry_format,
             access.counts,
         )
-        self._packer, self._emit = packer, emit
+        self._copier, self._emit = copier, emit
 
     def write_batch(self, store_write: StoreWrite) -> bool:
         """Keep one batch; whether there was one."""
         segments = store_write.pending_segments()
         if not segments:
             return False
-        batch = self._packer.take_batch(segments)
+        batch = self._copier.take_batch(segments)
         present = self._count_present(batch)
         if present:  # delta: what the store has is not written again
             store_write.add_stored(present)
             self._counts.num_present += present
             return True
         for bodies, part in zip(
-            self._packer.gather(batch, store_write.order.blocks), self._packer.parts, strict=True
+            self._copier.gather(batch, store_write.order.blocks), self._copier.parts, strict=True
         ):
             for segment, row in zip(batch, bodies.rows, strict=True):
                 self._store.put(self._entry_format.name(segment.block_hash, part), memoryview(row))
@@ -72,9 +72,9 @@ class StoreWriter:
         names = [
             self._entry_format.name(segment.block_hash, part)
             for segment in batch
-            for part in self._packer.parts
+            for part in self._copier.parts
         ]
-        return self._store.find(names) // len(self._packer.parts)
+        return self._store.find(names) // len(self._copier.parts)
 
     def _put_marker(self, store_write: StoreWrite, reason: str) -> None:
         order = store_write.order
@@ -82,7 +82,7 @@ class StoreWriter:
             order.prompt_hash, store_write.num_stored_tokens, store_write.first_token, reason[:2000]
         )
         try:
-            for part in self._packer.parts:
+            for part in self._copier.parts:
                 put_marker(self._store, order.ticket.id, part, marker)
         except StoreError as exc:
             logger.debug("pool: no note of ticket %s: %s", order.ticket.id.hex(), exc)

@@ -21,23 +21,20 @@ A transport that fails while others work is left, and what it lost is sent again
 
     fencing  ◄────────────── TransportFailed(transport) ──── leaving: its writes have all ended
        │ closed: nothing can land                               ▼
-       └─ fenced ─────────── RetransmitRequest(ranges) ─────────► owed: missing, and it carried them
+       └─ fenced ─────────── RetransmitRequest(ranges) ─────────► resend: missing ranges it carried
 
 Why what was verified stays right. Let W be a write over the failed transport T.
 
-1. TransportFailed is said only after W has ended at the sender, which by the transport's contract
-stores
-   nothing of W from then on; what is in flight is the receiving side's to drop.
-2. `fenced` follows only when T's window is closed and (`Capabilities.late_writes`: hardware may
-still
-   have W) T has reported quiescence. So after `fenced` no byte of W is stored.
+1. TransportFailed is sent only after W has ended at the sender. By the transport's contract the
+   sender stores nothing of W from then on; the receiver drops what is in flight.
+2. `fenced` follows only when T's write grant is closed and (`Capabilities.late_writes`: the NIC may
+   still hold W) T has reported quiescence. So after `fenced` no byte of W is stored.
 3. Ranges are sent again only in answer to RetransmitRequest, hence after `fenced`. KVLanded needs a
-full
-   count, and no fence awaited.
+   full count and no pending fence.
 4. A range that T carried is either counted before `fenced`, its digest checked once it was all
    stored, or not at all: T's notifications do not count any more. So bytes under a counted range
-   are
-   never stored into again and no range is counted twice; a second notification is a protocol error.
+   are never stored into again and no range is counted twice; a second notification is a protocol
+   error.
 5. Only ranges that T carried are sent again: not those that are on their way over another.
 
 With op READ there is no such hand: a read that ended is made again elsewhere. Where nothing
@@ -47,14 +44,14 @@ what has not landed is written.
 With op "NONE" (by reference) nothing is moved:
 
     GRANTED ── Grant ─────────────────────────────────►  SENDING    layer_ready: nothing is sent
-       │  ◄──────────────── BlocksExported, Finished ────────────     │  finish, all in place: Lend
+       │  ◄──────────────── BlocksExported, Finished ────────────     │  finish, all ready: Export
        ▼                                                    ▼
-    ENDED   the last block copied: KVLanded              ENDED      KVExported: now it is a loan
+    ENDED   the last block copied: KVLanded              ENDED      KVExported: blocks are exported
 
-or, by ExportRefused, it becomes a handoff with op WRITE before it has begun. The loan outlives both
-sessions: `export_table.py` and `import_table.py` draw what ends it. A receiver that asked to be
-lent and has not
-landed owes word of it (`may_hold_export`), for its peer may have lent before it heard.
+or, by ExportRefused, it becomes a handoff with op WRITE before it has begun. Exported blocks
+outlive both sessions: `export_table.py` and `import_table.py` show what releases them. A receiver
+that asked for an export and has not landed has a pending release (`may_hold_export`): its peer may
+have exported the blocks before it received the failure.
 
 Whatever ends it early (`fail`, `abort`, `expire`) leaves by one road:
 
@@ -62,17 +59,17 @@ Whatever ends it early (`fail`, `abort`, `expire`) leaves by one road:
       KVFailed   │           BlocksQuiescent                             │            SendFailed
       at once    └ pages stay quarantined                                └ source pages stay held
 
-WAITING, nothing was granted: it says Declined, for the peer may hold its KV already, and is over.
+WAITING, nothing was granted: it sends Declined, as the peer may hold its KV already, and ends.
 
 A hand in the decode worker's pages is the peer's (op WRITE: an open window, until
 `grant_quiescent`) or its own (op READ: reads, until each has ended). With staged pages the
 engine's blocks are apart from them: BlocksQuiescent comes with KVFailed, and ENDING goes on for the
 staged pages alone. LANDED is passed at once where no window is open.
 
-Finished is the sender's word that nothing will follow (but for what is owed), so pages are settled
-when the count is full and Finished is here, whichever comes last. What lands after ENDING finds its
-window closed. A sender that fails releases its pages under a reader's eyes: digests tell, and
-Failed is on its way.
+Finished states that the sender submits nothing more (except retransmissions), so pages are complete
+when the count is full and Finished was received, whichever comes last. Writes that arrive after
+ENDING find their write grant closed. A sender that fails releases its pages while the peer may read
+them: digests detect that, and Failed is on its way.
 
 How long prefill waits once all is computed is a lease (lease.py): decode renews it while its
 request is queued there, before `begin`, and until it has taken everything. One that runs out is a
@@ -83,7 +80,7 @@ How long either waits for the other is a deadline (deadline.py), which `wait_unt
 prefill's engine shows that it lives and has yet to compute the prompt.
 
 In mode pull `begin` is decode's turn to have room: nothing is reserved there before, prefill stands
-in OFFERED with all computed, and the first thing said of the ticket may be a renewal.
+in OFFERED with all computed, and the first message about the ticket may be a renewal.
 
 `decode_receiver.py` and `prefill_sender.py` of the package above carry out the actions that the
 methods return.
@@ -96,6 +93,6 @@ File map:
     transfer_plan.py    who moves the bytes, and into which pages
     receive.py          `ReceiveSession`: decode's half
     send.py             `SendSession`: prefill's half
-    export_table.py     what this worker has lent, and to whom
-    import_table.py     what it has borrowed, and owes word of
+    export_table.py     blocks that this worker has exported, and to whom
+    import_table.py     blocks that it has imported, and pending releases
 """

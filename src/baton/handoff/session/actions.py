@@ -29,7 +29,7 @@ class SendMessage:
 
 @dataclass(frozen=True, slots=True)
 class SendTransferAck:
-    """Tell the peer that all was read and verified, and what carried it."""
+    """Report to the peer that all was read and verified, and which transports carried it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Fence:
 
 @dataclass(frozen=True, slots=True)
 class ReadPages:
-    """Read what the peer says is available: then `reading`, or `fail`."""
+    """Read what the peer announced as available: then `reading`, or `fail`."""
 
     available: Available
 
@@ -65,7 +65,7 @@ class WriteLayers:
     """Write tokens `[start, stop)` of `layer`: then `submitted` for each part, or `fail`.
 
     By any transport that has not failed this session (`SendSession.excluded`). Of several layers at
-    once where `merge_writes` says so.
+    once where `merge_writes` allows it.
     """
 
     layer: int
@@ -76,7 +76,7 @@ class WriteLayers:
 
 @dataclass(frozen=True, slots=True)
 class AnnounceReadable:
-    """Say that tokens `[start, stop)` of `layer` can be read: then `announced`, or `fail`."""
+    """Announce that tokens `[start, stop)` of `layer` can be read: then `announced`, or `fail`."""
 
     layer: int
     start: int
@@ -85,14 +85,14 @@ class AnnounceReadable:
 
 @dataclass(frozen=True, slots=True)
 class ImportBlocks:
-    """Check what the peer lends, and copy the last block of it: then `imported`, or `fail`."""
+    """Check the blocks that the peer exports, copy the last one: then `imported`, or `fail`."""
 
     exported: BlocksExported
 
 
 @dataclass(frozen=True, slots=True)
 class ExportBlocks:
-    """Lend tokens `[start, num_tokens)` and say so, with the token (if any): nothing follows."""
+    """Export tokens `[start, num_tokens)`, send BlocksExported with the token (if any), and end."""
 
     start: int
     first_token: SampledToken | None
@@ -100,14 +100,14 @@ class ExportBlocks:
 
 @dataclass(frozen=True, slots=True)
 class SendFinished:
-    """Tell the peer that nothing will follow, with the token (if any) and the trace's stamps."""
+    """Send Finished: nothing will follow; with the token (if any) and the trace's stamps."""
 
     first_token: SampledToken | None
 
 
 @dataclass(frozen=True, slots=True)
 class Emit:
-    """Tell the engine."""
+    """Emit an event to the engine."""
 
     event: HandoffEvent
 

@@ -8,9 +8,9 @@
 `handoff.timeout_s` is for what a handoff does itself. For as long as the prefill worker's engine
 shows that it computes, and has the prompt in its queue or under way, both sides wait until
 `timeout_s` after its last sign of life, but never beyond the deadline of the request. An engine
-that gives none, be it stopped, stuck or gone, is waited for no longer than that, whoever else in
-its process goes on talking. What is computed is nobody's to vouch for any more: its transfer has
-`timeout_s`.
+without progress, be it stopped, stuck or gone, is waited for no longer than that, even if other
+threads of its process still send. Once the prompt is computed, engine heartbeats no longer move the
+deadline: its transfer has `timeout_s`.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
-"""What the decode worker has borrowed, and what it owes word of: pure.
+"""Blocks that the decode worker has imported, and its pending releases: pure.
 
-    borrow ──► HELD ── release ──► PENDING ── take_pending ──► UNACKED ── acked ──► (none)
-                                      ▲  ▲                  │
-      a handoff that asked to be lent ┘  └──── link_lost ───┘
-      and failed: it may have been lent
+    add ──► HELD ── release ──► PENDING ── take_pending ──► UNACKED ── acked ──► (none)
+                                 ▲  ▲                         │
+             queue_release ──────┘  └──────── link_lost ──────┘
 
-A lender counts on hearing of each loan, so it is told until it has said that it heard: over
-another link if one broke. `HELD` blocks are in use whatever becomes of link and lender: their
-memory stays mapped.
+    queue_release  a handoff that asked for an export failed: the peer may have exported
+
+An exporter waits for the release of each export, so releases are sent until the exporter has
+acknowledged them: over another link if one broke. `HELD` blocks stay in use even if the link or the
+exporter is lost: their memory stays mapped.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class _PerExporter:
-    """With one lender. The three sets are disjoint; `recalled` are held ones."""
+    """With one exporter. `held`, `pending`, `unacked` are disjoint; `revoked` are held ones."""
 
     held: set[TicketId] = field(default_factory=set)
     pending: set[TicketId] = field(default_factory=set)
@@ -37,7 +38,7 @@ class _PerExporter:
 
 
 class ImportTable:
-    """Loans by lender and ticket. Owner: the agent's thread."""
+    """Imports by exporter and ticket. Owner: the agent's thread."""
 
     def __init__(self) -> None:
         self._accounts: dict[Epoch, _PerExporter] = {}
@@ -45,25 +46,25 @@ class ImportTable:
 
     @property
     def exporters(self) -> list[Epoch]:
-        """Those with whom something is open."""
+        """Exporters with held blocks or pending releases."""
         return list(self._accounts)
 
     def holds(self, exporter: Epoch) -> bool:
-        """Whether blocks of this lender are in use."""
+        """Whether blocks of this exporter are in use."""
         return bool(self._account(exporter).held)
 
     def has_pending(self, exporter: Epoch) -> bool:
-        """Whether this lender has not heard, or not said that it heard, of a return."""
+        """Whether a release to this exporter is not sent, or not acknowledged."""
         account = self._account(exporter)
         return bool(account.pending or account.unacked)
 
     def add(self, ticket: TicketId, exporter: Epoch) -> None:
-        """From here the engine reads the lender's blocks."""
+        """From here the engine reads the exporter's blocks."""
         self._accounts.setdefault(exporter, _PerExporter()).held.add(ticket)
         self._exporter_of[ticket] = exporter
 
     def release(self, ticket: TicketId) -> Epoch | None:
-        """The engine reads them no more; whose they are, None if they are nobody's."""
+        """The engine no longer reads them; the exporter, None if the ticket is unknown."""
         exporter = self._exporter_of.pop(ticket, None)
         if exporter is not None:
             account = self._accounts[exporter]
@@ -73,12 +74,12 @@ class ImportTable:
         return exporter
 
     def queue_release(self, ticket: TicketId, exporter: Epoch) -> None:
-        """Nothing of what was or may have been lent will be read; the lender is to know."""
+        """Blocks that were or may have been exported will not be read: release them."""
         if self.release(ticket) is None:
             self._accounts.setdefault(exporter, _PerExporter()).pending.add(ticket)
 
     def take_pending(self, exporter: Epoch, num_tickets: int) -> list[TicketId]:
-        """Returns to be said now, at most that many."""
+        """Releases to send now, at most that many."""
         account = self._account(exporter)
         taken = list(islice(account.pending, num_tickets))
         account.pending.difference_update(taken)
@@ -86,42 +87,42 @@ class ImportTable:
         return taken
 
     def acked(self, exporter: Epoch, tickets: Iterable[TicketId]) -> None:
-        """The lender has heard of these."""
+        """The exporter has acknowledged these."""
         self._account(exporter).unacked.difference_update(tickets)
         self._tidy(exporter)
 
     def link_lost(self, exporter: Epoch) -> None:
-        """What was said last may not have been heard."""
+        """Unacknowledged releases may not have been received: send them again."""
         account = self._account(exporter)
         account.pending |= account.unacked
         account.unacked.clear()
 
     def drop_pending(self, exporter: Epoch) -> None:
-        """The lender cannot be told any more, or has ended: held blocks stay in use."""
+        """The exporter is unreachable or has ended: drop its releases, keep held blocks."""
         account = self._account(exporter)
         account.pending.clear()
         account.unacked.clear()
         self._tidy(exporter)
 
     def revoked(self, exporter: Epoch, tickets: Iterable[TicketId]) -> list[TicketId]:
-        """The lender wants blocks back: those of them that are held, each once."""
+        """The exporter revokes blocks: those of them that are held, each once."""
         account = self._account(exporter)
         fresh = [each for each in tickets if each in account.held - account.revoked]
         account.revoked.update(fresh)
         return fresh
 
     def check_invariants(self) -> None:
-        """Raise AssertionError where the books disagree."""
+        """Raise AssertionError where the tables disagree."""
         held = {ticket: name for name, each in self._accounts.items() for ticket in each.held}
         if held != self._exporter_of:
-            raise AssertionError("a loan is held from another lender than it says")
+            raise AssertionError("an import is held from another exporter than recorded")
         for account in self._accounts.values():
             if account.is_even:
-                raise AssertionError("an account with nothing in it is kept")
+                raise AssertionError("an empty account is kept")
             if not account.revoked <= account.held:
-                raise AssertionError("what was given back is being recalled")
+                raise AssertionError("a released import is being revoked")
             if account.held & account.pending or account.pending & account.unacked:
-                raise AssertionError("a loan is in two states")
+                raise AssertionError("an import is in two states")
 
     def _account(self, exporter: Epoch) -> _PerExporter:
         return self._accounts.get(exporter) or _PerExporter()

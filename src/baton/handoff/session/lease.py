@@ -8,13 +8,13 @@
                            ▼
                          LAPSED   its blocks may hold another prompt: a renewal comes too late
 
-No clocks are compared. Prefill's time begins when it hears a message, decode's when it said it:
+No clocks are compared. Prefill's time begins when it receives a message, decode's when it sent it:
 
-    decode   ├─ said ───────── lease_s ─────────┤ no read that ends later counts
-    prefill       ├─ heard ──────── lease_s ──────────┤ blocks may change from here on
+    decode   ├─ sent ───────── lease_s ─────────┤ no read that ends later counts
+    prefill       ├─ received ───── lease_s ──────────┤ blocks may change from here on
 
-so decode stops first, as long as both clocks run at the same rate. What decode said counts for it
-only once prefill has confirmed it; the grant is confirmed by whatever prefill says of the ticket.
+so decode stops first, as long as both clocks run at the same rate. A renewal counts for decode only
+once prefill has confirmed it; any message of prefill about the ticket confirms the grant.
 """
 
 from __future__ import annotations
@@ -62,26 +62,26 @@ class Lease:
         return True
 
     def is_over(self, now: Instant) -> bool:
-        """Whether nobody has renewed it in time; once it is over it stays so."""
+        """Whether it was not renewed in time; once it is over it stays so."""
         if self.phase is LeasePhase.HELD and now >= self._until:
             self.phase = LeasePhase.LAPSED
         return self.phase is LeasePhase.LAPSED
 
 
 class LeaseHolder:
-    """Decode's half: until when what it reads is certainly held. Without a lease, for ever."""
+    """Decode's half: until when what it reads is certainly held. Without a lease, no limit."""
 
     def __init__(self) -> None:
         self._lease_s = math.inf
         self._until = Instant(math.inf)
 
     def begin(self, sent_at: Instant, lease_s: float) -> None:
-        """The grant was said, to a worker whose leases last `lease_s`."""
+        """The grant was sent to a worker whose leases last `lease_s`."""
         self._lease_s = lease_s
         self._until = Instant(sent_at + lease_s)
 
     def confirmed(self, sent_at: Instant) -> None:
-        """Prefill held it when it heard what was said then."""
+        """Prefill held it when it received the message that was sent then."""
         self._until = Instant(max(self._until, sent_at + self._lease_s))
 
     def holds(self, now: Instant) -> bool:

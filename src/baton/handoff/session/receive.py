@@ -94,7 +94,7 @@ class ReceiveSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         self._excluded: set[str] = set()
         self._fell_back = False
         self._is_exported = self._has_landed = False
-        self._borrowed: tuple[int, ...] = ()
+        self._imported: tuple[int, ...] = ()
 
     @property
     def ticket(self) -> TicketId:
@@ -108,12 +108,12 @@ class ReceiveSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
 
     @property
     def may_hold_export(self) -> bool:
-        """Whether the peer may have lent blocks that nobody took: it is to know."""
+        """Whether the peer may have exported blocks that were not imported: release them."""
         asked = self.plan is not None and self.plan.op == "NONE"
         return asked and not self._has_landed
 
     def begin(self, plan: TransferPlan) -> list[ReceiveAction]:
-        """The peer can be talked to: ask it for the KV that this worker lacks."""
+        """The peer is connected: ask it for the KV that this worker lacks."""
         if self.phase is not ReceivePhase.WAITING:
             return []
         self.phase = ReceivePhase.GRANTED
@@ -139,10 +139,10 @@ class ReceiveSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         return True
 
     def available(self, message: Available) -> list[ReceiveAction]:
-        """The peer says where tokens can be read.
+        """The peer announces where tokens can be read.
 
         Raises:
-            ProtocolError: tokens that are not expected, or were said to be available before; or
+            ProtocolError: tokens that are not expected, or were announced before; or
                 this worker does not read.
         """
         if self.phase is not ReceivePhase.GRANTED or self.plan is None:
@@ -155,7 +155,7 @@ class ReceiveSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         return [ReadPages(message)]
 
     def exported(self, message: BlocksExported) -> list[ReceiveAction]:
-        """The peer lends the blocks in which the KV is.
+        """The peer exports the blocks that hold the KV.
 
         Raises:
             ProtocolError: it was not asked to, or did so before.
@@ -163,21 +163,21 @@ class ReceiveSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         if self.phase is not ReceivePhase.GRANTED or self.plan is None:
             return []
         if self.plan.op != "NONE" or self._is_exported:
-            raise ProtocolError("blocks are lent to a worker that did not ask for them")
+            raise ProtocolError("blocks are exported to a worker that did not ask for them")
         self._is_exported = True
         return [ImportBlocks(message)]
 
     def imported(self, blocks: tuple[int, ...]) -> list[ReceiveAction]:
-        """What is lent was checked: all KV is in these blocks, and what was copied."""
+        """The exported blocks were checked: all KV is in these and in what was copied."""
         if self.phase is not ReceivePhase.GRANTED:
             return []
-        self._borrowed = blocks
+        self._imported = blocks
         for layer in range(self._num_layers):
             self.coverage.add(layer, self.order.start, self.order.num_tokens)
         return self._complete()
 
     def export_refused(self, reason: str) -> list[ReceiveAction]:
-        """The peer does not lend: it is to write, instead."""
+        """The peer refuses the export: ask it to write instead."""
         if self.phase is not ReceivePhase.GRANTED or self.plan is None or self._is_exported:
             return []
         if self.plan.op != "NONE":
@@ -208,20 +208,20 @@ class ReceiveSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         return self._complete()
 
     def transport_failed(self, message: TransportFailed) -> list[ReceiveAction]:
-        """A transport failed the peer, and no hand of its is in the pages through it any more.
+        """A transport failed at the peer, which has no write over it outstanding.
 
         Raises:
-            ProtocolError: it was said before, or nobody writes here.
+            ProtocolError: it was reported before, or the op is not WRITE.
         """
         if self.phase is not ReceivePhase.GRANTED:
-            return []  # the peer was told how it ended
+            return []  # the peer was sent the outcome
         if not self._grant_is_open or message.transport in self._fencing | self._fenced:
             raise ProtocolError(f"{message.transport} was not written over, or left before")
         self._fencing.add(message.transport)
         return [Fence(message.transport)]
 
     def fenced(self, transport: str) -> list[ReceiveAction]:
-        """Nothing can land over a failed transport any more: say what has not."""
+        """Nothing can land over a failed transport any more: request the missing ranges."""
         if transport not in self._fencing:
             return []
         self._fencing.discard(transport)
@@ -254,7 +254,7 @@ class ReceiveSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         return [OpenWriteGrant(), SendMessage(message)]
 
     def finished(self, message: Finished) -> list[ReceiveAction]:
-        """The peer said that nothing will follow."""
+        """The peer sent Finished: nothing will follow."""
         if self.phase is not ReceivePhase.GRANTED or self._finished is not None:
             return []
         self._finished = message
@@ -279,7 +279,7 @@ class ReceiveSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
     def wait_until(self, instant: Instant) -> None:
         """The peer's engine works on it: wait for longer, but not beyond the request's deadline.
 
-        Once the peer has said that it is finished, there is nothing to be computed any more.
+        Once the peer has sent Finished, there is nothing left to compute.
         """
         if self._finished is None and self.phase not in _CLOSED:
             self.deadline = extend(self.deadline, instant, self.order.deadline)
@@ -321,7 +321,7 @@ class ReceiveSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
     def _complete(self) -> list[ReceiveAction]:
         if self._finished is None or not self.coverage.complete or self._fencing:
             return []
-        landed = Emit(KVLanded(self.ticket, self._finished.first_token, imported=self._borrowed))
+        landed = Emit(KVLanded(self.ticket, self._finished.first_token, imported=self._imported))
         self._has_landed = True
         if self._is_exported:
             self.phase = ReceivePhase.ENDED
@@ -332,17 +332,17 @@ class ReceiveSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         self.phase = ReceivePhase.ENDED  # all that was read is counted, so no read is left
         return [landed, SendTransferAck()]
 
-    def _end(self, reason: str, telling: list[ReceiveAction]) -> list[ReceiveAction]:
+    def _end(self, reason: str, events: list[ReceiveAction]) -> list[ReceiveAction]:
         quiescent = Emit(BlocksQuiescent(self.ticket))
         match self.phase:
             case ReceivePhase.WAITING:
                 self.phase = ReceivePhase.ENDED
                 # Nothing was granted, but the peer may hold its KV for us already.
                 declined = SendMessage(Declined(self._sealed_ticket, reason[:MAX_REASON_CHARS]))
-                return [declined, *telling, quiescent]
+                return [declined, *events, quiescent]
             case ReceivePhase.GRANTED:
                 self.phase = ReceivePhase.ENDING
-                actions = [SendMessage(Failed(self.ticket, reason)), *telling]
+                actions = [SendMessage(Failed(self.ticket, reason)), *events]
                 if self._blocks_are_apart:
                     actions.append(quiescent)
                 actions += [CloseWriteGrant()] if self._grant_is_open else self._settle()

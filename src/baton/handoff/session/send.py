@@ -51,8 +51,8 @@ class SendSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
     """Prefill's half of one handoff. `start` of what is sent comes with the grant.
 
     `excluded` are transports that failed it: whatever becomes of them, this session is done with
-    them. One of them is *leaving* while writes over it are under way, then *asked* until the peer
-    has said what is missing of what it carried, then its ranges are *owed* until submitted again.
+    them. One of them is *draining* while writes over it are under way, then *requested* until the
+    peer has reported what is missing of what it carried, then its missing ranges are retransmitted.
     `lease` bounds how long it waits for the peer once all is computed.
     """
 
@@ -89,7 +89,7 @@ class SendSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
 
     @property
     def is_exported(self) -> bool:
-        """Whether nobody copies: the peer is to attend over this side's blocks."""
+        """Whether nothing is copied: the peer attends over this side's blocks in place."""
         return self.grant is not None and self.grant.op == "NONE"
 
     @property
@@ -161,7 +161,7 @@ class SendSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         return self._drain()
 
     def announced(self, layer: int, stop: int) -> list[SendAction]:
-        """An `AnnounceReadable`, or its part up to `stop`, was said."""
+        """An `AnnounceReadable`, or its part up to `stop`, was sent."""
         self._sent[layer] = stop
         return self._drain()
 
@@ -184,7 +184,7 @@ class SendSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         """A transport failed, and there is another: what it may have lost is sent again.
 
         Not at once: first its writes must have ended and its end at the peer be closed. The peer
-        then says what has not landed (`missing`): nothing lands twice.
+        then reports what has not landed (`retransmit`): nothing lands twice.
         """
         if self.phase not in _MOVING or self._is_read or transport in self.excluded:
             return []
@@ -195,10 +195,10 @@ class SendSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         return self._try_report_failure(transport)
 
     def retransmit(self, message: RetransmitRequest) -> list[SendAction]:
-        """The peer has closed a transport that failed, and says what it lacks.
+        """The peer has fenced a transport that failed, and reports what it lacks.
 
         Raises:
-            ProtocolError: its ranges are none.
+            ProtocolError: its ranges are invalid.
         """
         token_ranges = unpack_ranges(message.ranges)
         if self.phase not in _MOVING or message.transport not in self._requested_missing:
@@ -210,13 +210,13 @@ class SendSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         """The peer can read no more: from now on this side writes, into the pages that it names.
 
         Raises:
-            ProtocolError: its ranges are none, or it is being lent the blocks.
+            ProtocolError: its ranges are invalid, or the blocks are being exported to it.
         """
         token_ranges = unpack_ranges(message.ranges)
         if self.phase in _CLOSED or self.grant is None or self.is_written:
             return []
         if self.is_exported and self.phase is not SendPhase.OFFERED:
-            raise ProtocolError("the peer wants written what it is about to be lent")
+            raise ProtocolError("the peer asks for writes of blocks that are being exported to it")
         self.grant = msgspec.structs.replace(
             self.grant, op="WRITE", first_block=message.first_block, blocks=message.blocks
         )
@@ -226,13 +226,13 @@ class SendSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         return self._retransmit(token_ranges, [each for each in announced if each.stop > start])
 
     def fail(self, reason: str, *, stage: str) -> list[SendAction]:
-        """End early and tell the peer."""
+        """End early and send Failed to the peer."""
         if self.phase in _CLOSED:
             return []
         return [SendMessage(Failed(self.ticket, reason)), *self.peer_failed(reason, stage=stage)]
 
     def peer_failed(self, reason: str, *, stage: str) -> list[SendAction]:
-        """End early because the peer said so, or is gone."""
+        """End early because the peer sent Failed, or is gone."""
         if self.phase in _CLOSED:
             return []
         self.phase = SendPhase.ENDING
@@ -274,11 +274,11 @@ class SendSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
 
     @property
     def _is_read(self) -> bool:
-        """Whether the peer reads: then the source pages are held until it says `TransferAck`."""
+        """Whether the peer reads: then the source pages are held until it sends `TransferAck`."""
         return self.grant is not None and self.grant.op == "READ"
 
     def _drain(self) -> list[SendAction]:
-        """Once all is submitted and the token is known, say so."""
+        """Once all is submitted and the token is known, send Finished."""
         if self.phase is not SendPhase.SENDING or self._finish is None:
             return []
         if self.is_exported:
@@ -289,7 +289,7 @@ class SendSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         return [self._finish, *self._settle()]
 
     def _export(self, finish: SendFinished) -> list[SendAction]:
-        """Once all is in place. What becomes of the loan is no matter of this session."""
+        """Export once all is in place. `ExportTable` tracks the exported blocks from then on."""
         if self.grant is None or int(self._ready.min()) < self.order.num_tokens:
             return []
         self.phase = SendPhase.ENDED
@@ -299,9 +299,9 @@ class SendSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         self, missing: list[LayerTokenRange], sent: list[LayerTokenRange]
     ) -> list[SendAction]:
         """Send again what was sent and is missing."""
-        owed = intersect(missing, sent)
-        self._to_retransmit += owed
-        return [WriteLayers(*token_range) for token_range in owed] or self._settle()
+        to_retransmit = intersect(missing, sent)
+        self._to_retransmit += to_retransmit
+        return [WriteLayers(*token_range) for token_range in to_retransmit] or self._settle()
 
     def _try_report_failure(self, transport: str) -> list[SendAction]:
         """Once no write is under way over it: the peer may close its end."""

@@ -12,9 +12,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TransferPlan:
-    """Who moves the bytes (nobody, by reference), and into which pages of this worker's face.
+    """Who moves the bytes (neither side, by reference), into which pages of this worker's KV view.
 
-    `staged`: the pages are staging memory, so that no hand but the engine's is in its own blocks.
+    `staged`: the pages are staging memory, so that only the engine accesses its own blocks.
     Else the pages are the engine's blocks. `undigested` are the transports over which no digests
     are wanted.
     """

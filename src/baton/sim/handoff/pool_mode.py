@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from baton.handoff.pool_mode.block_packer import BlockPacker
+from baton.handoff.pool_mode.block_copier import BlockCopier
 from baton.handoff.pool_mode.store_access import StoreAccess
 from baton.store.counted_tier import CountedTier
 from baton.store.entry_format import EntryFormat
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from baton.handoff.kv_views import KVView
-    from baton.handoff.pool_mode.block_packer import EntryBodies
+    from baton.handoff.pool_mode.block_copier import EntryBodies
     from baton.handoff.pool_mode.store_handoff import StoreHandoff
     from baton.handoff.pool_mode.token_segments import TokenSegment
     from baton.kv.copies import BlockTable
@@ -60,15 +60,15 @@ class StoreHandoffDriver:
                 self._in(patience_s + STEP_S * self._process.world.rng.random())
 
 
-class CheckedBlockPacker(BlockPacker):
-    """A `BlockPacker` whose copies from and into the engine's blocks are looked at."""
+class CheckedBlockCopier(BlockCopier):
+    """A `BlockCopier` whose copies from and into the engine's blocks are looked at."""
 
     def __init__(self, process: SimProcess, pool: StoreAccess) -> None:
         super().__init__(pool.view, pool.entry_format)
         self._process = process
 
     def gather(self, batch: Sequence[TokenSegment], table: BlockTable) -> list[EntryBodies]:
-        """See `BlockPacker`."""
+        """See `BlockCopier`."""
         process = self._process
         process.checker.pooling.check_gather(process, self._blocks(batch, table, batch[0].start))
         return super().gather(batch, table)
@@ -81,7 +81,7 @@ class CheckedBlockPacker(BlockPacker):
         start: int,
         table: BlockTable,
     ) -> None:
-        """See `BlockPacker`."""
+        """See `BlockCopier`."""
         process = self._process
         blocks = self._blocks(batch, table, max(start, batch[0].start))
         process.checker.pooling.check_scatter(process, blocks)
@@ -95,4 +95,4 @@ class CheckedBlockPacker(BlockPacker):
 
 def watch(desk: StoreHandoff, process: SimProcess, pool: StoreAccess) -> None:
     """Have a desk's copies looked at. Before `open`."""
-    desk._packer = CheckedBlockPacker(process, pool)  # noqa: SLF001 -- no one else replaces it
+    desk._copier = CheckedBlockCopier(process, pool)  # noqa: SLF001 -- no one else replaces it

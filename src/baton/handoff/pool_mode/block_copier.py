@@ -49,28 +49,28 @@ class EntryBodies:
 
 @dataclass(frozen=True, slots=True)
 class _Span:
-    """The engine's blocks that hold some tokens, and the face's pages in which they are shown."""
+    """The engine's blocks that hold some tokens, and the KV view's pages for them."""
 
     blocks: NDArray[np.int64]
     pages: BlockTable
 
 
-class BlockPacker:
-    """Carries batches: adjacent pieces of one length. Owner: the pool's thread.
+class BlockCopier:
+    """Copies batches: adjacent segments of one length. Owner: the pool's thread.
 
-    Nobody else stages through the face's region.
+    No other component stages through the KV view's region.
     """
 
     def __init__(self, view: KVView, entry_format: EntryFormat) -> None:
         """Check that the two fit.
 
         Raises:
-            ConfigError: the face's pages have no canonical order, or too few of them are staged.
+            ConfigError: the KV view's pages have no canonical order, or too few of them are staged.
         """
         layout = view.layout
         if layout.order == "opaque":
             raise ConfigError(f"pages arranged as {layout.arrangement} cannot be kept in a store")
-        self._face, self._layout, self._entry_format = view, layout, entry_format
+        self._view, self._layout, self._entry_format = view, layout, entry_format
         self._pages = [view_pages(view.region.memory, array) for array in view.region.arrays]
         # A block's tokens may begin in the middle of a page, and end in the middle of another.
         room = (len(self._pages[0]) - 1) * layout.block_size
@@ -137,22 +137,22 @@ class BlockPacker:
         for bodies in found:
             for layer, rows in enumerate(bodies.pages()):
                 self._unpack_layer(rows, batch, (bodies.layout, here, layer), start)
-        if self._face.staging is not None:
+        if self._view.staging is not None:
             for layer in range(self._layout.num_layers):
-                self._face.staging.scatter(layer, span.pages.blocks, span.blocks)
+                self._view.staging.scatter(layer, span.pages.blocks, span.blocks)
 
     def _find(self, start: int, stop: int, table: BlockTable) -> _Span:
         PagedSequence(self._layout, table).check_covers(start, stop)
         size = self._layout.block_size
         first, last = start // size, -(-stop // size)
         blocks = table.blocks[first - table.first : last - table.first]
-        staged = blocks if self._face.staging is None else np.arange(len(blocks), dtype=np.int64)
+        staged = blocks if self._view.staging is None else np.arange(len(blocks), dtype=np.int64)
         return _Span(blocks, BlockTable(first, staged))
 
     def _gather_to_staging(self, blocks: NDArray[np.int64], pages: NDArray[np.int64]) -> None:
-        if self._face.staging is not None:
+        if self._view.staging is not None:
             for layer in range(self._layout.num_layers):
-                self._face.staging.gather(layer, blocks, pages)
+                self._view.staging.gather(layer, blocks, pages)
 
     def _pack_layer(
         self,

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.handoff.kv_views import KVView
-from baton.handoff.pool_mode.block_packer import BlockPacker, EntryBodies
+from baton.handoff.pool_mode.block_copier import BlockCopier, EntryBodies
 from baton.handoff.pool_mode.token_segments import TokenSegment, hash_segments
 from baton.kv.canonical import read_canonical, write_canonical
 from baton.kv.copies import BlockTable, PagedSequence
@@ -64,11 +64,11 @@ class Engine:
 
 
 def batches(
-    packer: BlockPacker, segments: tuple[TokenSegment, ...]
+    copier: BlockCopier, segments: tuple[TokenSegment, ...]
 ) -> list[tuple[TokenSegment, ...]]:
     found = []
     while segments:
-        batch = packer.take_batch(segments)
+        batch = copier.take_batch(segments)
         assert batch
         assert len({segment.stop - segment.start for segment in batch}) == 1
         found.append(tuple(batch))
@@ -85,7 +85,7 @@ def test_a_page_whose_tokens_come_in_two_batches_keeps_both() -> None:
     entry_format = EntryFormat.of(layout, block_size=8, num_parts=1)
     segments = hash_segments(HashDomain("m", "", 8), np.arange(60, dtype=np.int32))
     source, target = Engine(layout, 60, 1, staged=False), Engine(layout, 60, 2, staged=True)
-    takes, gives = BlockPacker(source.view, entry_format), BlockPacker(target.view, entry_format)
+    takes, gives = BlockCopier(source.view, entry_format), BlockCopier(target.view, entry_format)
     assert [batch[-1].stop for batch in batches(takes, segments)] == [56, 60]
     for batch in batches(takes, segments):
         gives.scatter(takes.gather(batch, source.table), batch, start=0, table=target.table)
@@ -118,9 +118,9 @@ def test_what_one_engine_keeps_another_takes(
         layout = msgspec.structs.replace(source_layout, shard=shard)
         engine = Engine(layout, num_tokens, 1, staged=staged)
         copy_heads(full_layout, engine, num_tokens)
-        packer = BlockPacker(engine.view, entry_format)
-        for batch in batches(packer, segments):
-            for part, bodies in zip(packer.parts, packer.gather(batch, engine.table), strict=True):
+        copier = BlockCopier(engine.view, entry_format)
+        for batch in batches(copier, segments):
+            for part, bodies in zip(copier.parts, copier.gather(batch, engine.table), strict=True):
                 for segment, row in zip(batch, bodies.rows, strict=True):
                     add_stored[segment.block_hash, part] = row.tobytes()
         engine.close()
@@ -130,14 +130,14 @@ def test_what_one_engine_keeps_another_takes(
     staged = data.draw(st.booleans()) and 12 * target_layout.block_size >= in_store
     target = Engine(target_layout, num_tokens, 2, staged=staged)
     before = [target.read(layer, 0, start) for layer in range(len(layers))]
-    packer = BlockPacker(target.view, entry_format)
-    for batch in batches(packer, tuple(segment for segment in segments if segment.stop > start)):
-        found = packer.allocate_bodies(batch)
-        for part, bodies in zip(packer.parts, found, strict=True):
+    copier = BlockCopier(target.view, entry_format)
+    for batch in batches(copier, tuple(segment for segment in segments if segment.stop > start)):
+        found = copier.allocate_bodies(batch)
+        for part, bodies in zip(copier.parts, found, strict=True):
             fill(bodies, [add_stored[segment.block_hash, part] for segment in batch])
         first = start // target_layout.block_size
         lacking = BlockTable(first, target.table.blocks[first:])
-        packer.scatter(found, batch, start=start, table=lacking)
+        copier.scatter(found, batch, start=start, table=lacking)
     for layer in range(len(layers)):
         assert (target.read(layer, 0, start) == before[layer]).all()
         add_landed = target.read(layer, start, num_tokens)
