@@ -23,7 +23,7 @@ BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 def read_clock_domain() -> str:
     """Names this host's monotonic clock: where it is equal, instants can be subtracted.
 
-    The kernel's boot id; a random name where there is none, so that nobody is taken for equal.
+    The kernel's boot id; a random name where there is none, so that no two hosts compare equal.
     """
     try:
         return BOOT_ID.read_text().strip()
@@ -32,7 +32,7 @@ def read_clock_domain() -> str:
 
 
 class Clock(Protocol):
-    """Tells the time. Tests pass a `ManualClock`; simulators pass their own."""
+    """The current time. Tests pass a `ManualClock`; simulators pass their own."""
 
     def now(self) -> Instant:
         """The current instant, for durations and deadlines."""

@@ -8,7 +8,7 @@ BatonError
 │   ├── ContextLengthError
 │   └── ModelNotFoundError
 ├── OverloadedError                 retryable: admission was refused for want of room
-├── LayoutMismatchError             two workers cannot exchange KV; lists each difference
+├── LayoutMismatchError             two workers cannot exchange KV; names each difference
 ├── AuthenticationError             a peer or a ticket could not prove where it comes from
 │   └── TicketError                 forged, expired, replayed, or for somebody else
 ├── ProtocolError                   a peer sent what the wire format does not allow

@@ -12,7 +12,8 @@ from baton.auth.ticket import WorkerRef
 from baton.engines.interface import ENGINES, EngineContext
 from baton.ids import Epoch, WorkerId
 from baton.models import DEMO_MODEL_PATH
-from baton.router.fleet import Fleet, Role, WorkerLoad, WorkerView
+from baton.protocol.worker_http import Role, WorkerLoad
+from baton.router.fleet import Fleet, WorkerView
 from baton.router.placement import PlacementRequest, Unplaceable
 from baton.store.interface import TIERS, TierContext
 from baton.testing.clocks import ManualClock

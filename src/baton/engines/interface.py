@@ -114,7 +114,7 @@ class NewToken:
     """One token of an answer; `finish` is set on the last one.
 
     `hidden` marks a token that ended the answer and is not part of its text (an end token). A
-    prefill leg gets exactly one NewToken, with `finish` LENGTH unless it is an early one.
+    prefill request gets exactly one NewToken, with `finish` LENGTH unless it is an early one.
     """
 
     request: RequestId
@@ -179,7 +179,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
 class Engine(Protocol):
     """A loaded model that answers requests. Thread-safe; nothing here blocks but `stop`.
 
-    With `peer_mappings` it lends blocks of `region`, and attends over those of peers.
+    With `peer_mappings` it exports blocks of `region`, and attends over those of peers.
     """
 
     info: EngineInfo

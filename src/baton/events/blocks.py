@@ -26,7 +26,7 @@ class BlockStored:
     """Blocks that follow `parent` (None: the sequence starts with them), in order.
 
     `token_ids` are those of the whole run of `block_size` tokens each. It may be longer than the
-    hashes say (blocks outside a sliding window have none), and is empty, with `block_size` 0,
+    hashes cover (blocks outside a sliding window have none), and is empty, with `block_size` 0,
     where a publisher does not know them.
     """
 

@@ -99,7 +99,7 @@ def _connected(watched: list[tuple[WorkerId, tuple[MeasuredFeed, WorkerBlockInde
 def _held(watched: list[tuple[WorkerId, tuple[MeasuredFeed, WorkerBlockIndex]]]) -> Metric:
     family = GaugeMetricFamily(
         "baton_kv_blocks_held",
-        "Blocks in a worker's prefix cache, as its events tell.",
+        "Blocks in a worker's prefix cache, as its events report.",
         labels=("worker", "medium", "group"),
     )
     for worker, (_, block_index) in watched:

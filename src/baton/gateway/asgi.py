@@ -49,7 +49,7 @@ async def _discard(receive: Receive, max_bytes: int) -> None:
     """Let a client that is only a little too long finish.
 
     Closing a connection on which data still arrives resets it, and the client might lose the
-    answer that tells it why.
+    answer that gives the reason.
     """
     num_bytes = 0
     with contextlib.suppress(TimeoutError):

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from baton.gateway.request_context import Services
 
 RELEASE_TIMEOUT_S: Final = 5.0
-"""How long a client that does not read may keep us from telling it that its stream is broken."""
+"""How long a client that does not read may delay the error event that ends its stream."""
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ class Completions:
             self._account(context, code)
 
     async def _answer(self, context: RequestContext, receive: Receive, send: Send) -> int:
-        """Serve, or say why not; the status that counts."""
+        """Serve, or answer with the error; the status to count."""
         try:
             await self._within_limits(context, receive, send)
         except ClientLeftError:
@@ -106,7 +106,7 @@ class Completions:
             await RequestProxy(self._services, context, body, send).run()
 
     async def _send_failure(self, context: RequestContext, error: Exception, send: Send) -> int:
-        """Tell the client what went wrong: as a response, or as the last event of its stream."""
+        """Report the error to the client: as a response, or as the last event of its stream."""
         answer = answer_for(error)
         context.trace.outcome = f"error: {error}"
         own = (REQUEST_ID_HEADER.encode(), context.id.encode())
@@ -150,7 +150,7 @@ class Completions:
 
 
 async def _watch_client(receive: Receive, scope: Interruptible) -> None:
-    """From here to the end of the answer, a client says one thing only: that it left."""
+    """Return when the client disconnects: nothing else is expected of it until the answer ends."""
     while (await receive())["type"] != "http.disconnect":
         pass
     scope.interrupt(ClientLeftError("the client left"))

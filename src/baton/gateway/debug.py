@@ -85,7 +85,7 @@ class RequestList(msgspec.Struct, frozen=True):
 
 
 class RequestTrace(msgspec.Struct, frozen=True):
-    """The answer to `/debug/requests/{id}`. `missing` names the legs that nobody remembers."""
+    """The answer to `/debug/requests/{id}`. `missing` names the roles that kept no trace."""
 
     id: str
     status: int
@@ -178,7 +178,7 @@ class CachedBlocks(msgspec.Struct, frozen=True):
 
 
 class FollowedEvents(msgspec.Struct, frozen=True):
-    """A worker's KV events. `problem` says why they are not followed, if they are not."""
+    """A worker's KV events. `problem` is why they are not followed, if they are not."""
 
     endpoint: str
     problem: str | None = None
@@ -189,7 +189,7 @@ class FollowedEvents(msgspec.Struct, frozen=True):
 class ListedWorker(msgspec.Struct, frozen=True):
     """One worker of the operator's list.
 
-    `kv_events` is null where it publishes none, `load` where it does not say how full it is.
+    `kv_events` is null where it publishes none, `load` where it does not report its load.
     """
 
     worker: str | None

@@ -1,4 +1,4 @@
-"""What clients are told when something goes wrong: status codes and OpenAI's error JSON.
+"""What clients receive when something goes wrong: status codes and OpenAI's error JSON.
 
 GatewayError
 ├── BodyTooLargeError       413
@@ -8,13 +8,13 @@ GatewayError
 ├── UpstreamError           502: a worker did not give an answer; retryable
 │   ├── WorkerUnreachableError
 │   ├── WorkerLostError
-│   ├── WorkerFailedError   it answered with a 5xx, which the client gets if nobody else can help
+│   ├── WorkerFailedError   it answered with a 5xx, which the client gets if no other can serve
 │   ├── PrefillFailedError  a prefill worker that was asked first has no KV for decode
-│   └── StaleTicketError    a worker began another life: place the request again
-├── UnusableWorkerError     no client is told: the worker is not used
+│   └── StaleTicketError    a worker is a new incarnation: place the request again
+├── UnusableWorkerError     never sent to a client: the worker is not used
 ├── DeadlineError           504
 ├── ShuttingDownError       503, retryable
-└── ClientLeftError         nobody is told
+└── ClientLeftError         not sent: the connection is closed
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class KVLostError(UpstreamError):
 
 
 class PrefillFailedError(UpstreamError):
-    """No KV is held for the decode worker, which was not asked yet: `cause` says what to avoid."""
+    """No KV is held for the decode worker, which was not asked yet: `cause` is what to avoid."""
 
     def __init__(self, message: str, *, cause: FallbackCause) -> None:
         super().__init__(message)
@@ -164,7 +164,7 @@ _INTERNAL = _Kind(500, "server_error", "internal_error")
 
 
 def answer_for(error: Exception) -> ErrorAnswer:
-    """What the client is told. Errors that are not ours on purpose keep their text to the log."""
+    """What the client receives. The text of errors that are not ours goes to the log only."""
     if isinstance(error, WorkerFailedError):
         return error.answer
     kind = next((kind for cls, kind in _KINDS if isinstance(error, cls)), _INTERNAL)

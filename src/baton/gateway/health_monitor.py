@@ -40,7 +40,7 @@ class LoadReader:
         self._num_to_skip = 0
 
     async def read(self, health: bytes) -> WorkerLoad | None:
-        """What a well worker says of its load, `health` being its answer; None: nothing."""
+        """The load in `health`, a healthy worker's answer; None if it reports none."""
         info = self._worker.info
         if info is None or info.protocol == "baton":
             return read_load(health)
@@ -105,7 +105,7 @@ class Prober:
         self._wanted.set()
 
     def doubt(self) -> None:
-        """What it was told had no effect: find out, at the next probe, whether it began anew."""
+        """A message to it had no effect: check, at the next probe, whether it restarted."""
         self._is_doubted = True
 
     async def refresh(self, stale: Epoch) -> None:

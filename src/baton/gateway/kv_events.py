@@ -51,7 +51,7 @@ def locate_events(source: KVEventsSource, listed: URL) -> EventEndpoints:
     """What to connect to, or to bind, for a worker that the operator listed at this address.
 
     Raises:
-        ConfigError: it cannot be followed from here, or must not be; says what to change.
+        ConfigError: it cannot be followed from here, or must not be; names what to change.
     """
     replay = source.replay_endpoint
     return EventEndpoints(
@@ -148,7 +148,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Publisher:
-    """One life of a worker, and where it says that its events are had."""
+    """One incarnation of a worker, and the endpoints that it advertises for its events."""
 
     worker: WorkerId
     epoch: Epoch
@@ -167,7 +167,7 @@ class Followed:
 
 @dataclass(frozen=True, slots=True)
 class NotFollowed:
-    """It publishes, and nobody listens, for this reason."""
+    """It publishes, and its events are not followed, for this reason."""
 
     publisher: Publisher
     reason: str
@@ -180,7 +180,7 @@ Following: TypeAlias = Followed | NotFollowed
 class KVEvents:
     """Follows the workers that publish. Owner: the event loop's thread.
 
-    Whom to follow is read off the workers' states before each poll, not told by whoever changes
+    Whom to follow is read off the workers' states before each poll, not sent by whoever changes
     them. zmq is imported for the first worker that publishes.
     """
 

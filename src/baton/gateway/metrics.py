@@ -71,7 +71,7 @@ class InterTokenCollector(Collector):
 MODES: Final[tuple[Mode, ...]] = ("push", "pull", "pool", "reference", "colocated")
 COMMON_CODES: Final = (200, 400, 404, 413, 499, 500, 502, 503, 504)
 CLIENT_LEFT_CODE: Final = 499
-"""Never sent: what is counted when nobody was left to send it to."""
+"""Never sent: what is counted when the client had already left."""
 
 NO_MODEL: Final = ""
 NO_MODE: Final = "none"
@@ -209,7 +209,7 @@ class GatewayMetrics:
         )
         self.kv_events_not_followed = Counter(
             "baton_gateway_kv_events_not_followed",
-            "Lives of workers whose KV events could not be followed from where they were told.",
+            "Worker incarnations whose KV events cannot be followed at their advertised endpoint.",
             registry=self.registry,
         )
         self._worker_up = Gauge(

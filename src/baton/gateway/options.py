@@ -19,7 +19,7 @@ MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class WorkerAddress:
-    """Where the operator says that a worker is, and in which role.
+    """Where the operator configured a worker, and in which role.
 
     Raises:
         ConfigError: `url` is not `http://host:port`.
@@ -41,7 +41,7 @@ class WorkerAddress:
 class GatewayOptions:
     """Everything `run_gateway` needs. Durations in seconds.
 
-    `key_origin` says whether an operator configured the cluster key or a launcher made it up for
+    `key_origin` is whether an operator configured the cluster key or a launcher made it up for
     this machine: a gateway that others can reach insists on the former. `status_fd` is the file
     descriptor that gets the line `{"event":"ready",...}`. `mode` is how KV is handed over;
     `first_token_early` lets streams begin with the prefill worker's token.

@@ -1,6 +1,6 @@
 """The prefill worker's part of a request, beside the decode worker's.
 
-The leg's answer is of no interest to the client: its KV reaches the decode worker without us. What
+Its answer is of no interest to the client: the KV reaches the decode worker without us. What
 matters is its failure, which the decode worker must learn at once, so that it recomputes instead of
 waiting for KV that will not come. In mode pull it is asked before the decode worker is.
 """
@@ -57,7 +57,7 @@ class PrefillRequest:
     """Asks the prefill worker, in a task of its own.
 
     `attempt` is interrupted when placing the request again is better than recomputing. `early` is
-    told of the first token, where the ticket says that the client gets it from here.
+    sent the first token, where by the ticket the client gets it from here.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class PrefillRequest:
             with self._handoff.prefill.cancel_scope():
                 result = await self._ask(body, headers)
         except asyncio.CancelledError:
-            self.release("nobody waits for it")  # its answer may be on its way
+            self.release("its request was cancelled")  # its answer may be on its way
             raise
         except UpstreamError as exc:
             self._services.health_monitor.report(self._handoff.prefill, exc)
@@ -119,7 +119,7 @@ class PrefillRequest:
             self.release("the decode worker's answer did not come")
 
     def cancel_after_grace_period(self) -> None:
-        """The answer is complete. Its prefill worker may take a moment more to say that it is.
+        """The answer is complete. Its prefill worker may take a moment more to report it.
 
         The answer of one token overtakes the prefill worker's own; closing the connection at once
         would cost a new one for the next request.
@@ -139,7 +139,7 @@ class PrefillRequest:
             await self._fail(_CAUSES.get(type(exc), FallbackCause.PREFILL_FAILED), str(exc))
             return
         except Exception:
-            log.exception("the prefill leg of %s failed", self._context.id)
+            log.exception("the prefill request of %s failed", self._context.id)
             await self._fail(FallbackCause.PREFILL_FAILED, "internal error in the gateway")
             return
         match result:
@@ -174,7 +174,7 @@ class PrefillRequest:
         await self._fail(FallbackCause.STALE_TICKET, str(stale))
 
     async def _fail(self, cause: FallbackCause, reason: str) -> None:
-        """No KV will come: tell the decode worker, until it answers."""
+        """No KV will come: notify the decode worker, until it answers."""
         if self._context.phase is not Phase.PREFILL:
             return
         self._services.fallbacks.note(self._context, cause, reason)
@@ -191,7 +191,7 @@ class PrefillRequest:
         try:
             await self._services.upstream.abort(url, self._handoff.ticket.id, reason)
         except UpstreamError as exc:
-            log.warning("%s was not told of an abort: %s", url, exc)
+            log.warning("could not send an abort to %s: %s", url, exc)
 
 
 _CAUSES: Final[dict[type[UpstreamError], FallbackCause]] = {

@@ -156,7 +156,7 @@ class _Server(uvicorn.Server):
         self._ready, self._status_reporter = ready, status_reporter
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start to accept, then say so."""
+        """Start to accept, then report it."""
         await super().startup(sockets=sockets)
         self._status_reporter.report(self._ready)
         log.info("listening on %s", self._ready.url)

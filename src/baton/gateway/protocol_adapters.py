@@ -73,7 +73,7 @@ def decode_body(body: CompletionBody, ticket: str) -> bytes:
 
 
 def client_answer(answer: bytes) -> bytes:
-    """An answer in one piece without what its connector says; unchanged if it is not JSON."""
+    """An answer in one piece without its connector's fields; unchanged if it is not JSON."""
     try:
         fields = _fields_decoder.decode(answer)
     except msgspec.MsgspecError:
@@ -155,7 +155,7 @@ PrefillResult: TypeAlias = PrefillDone | TicketStale | PrefillFailed
 
 
 def read_prefill_result(protocol: WorkerProtocol, status: int, answer: bytes) -> PrefillResult:
-    """Judge the answer of a prefill leg."""
+    """Classify the answer to a prefill request."""
     if status != HTTPStatus.OK:
         return _of_error(status, answer)
     return _of_vllm(answer) if protocol == "vllm" else _of_baton(answer)
@@ -190,7 +190,7 @@ def _of_error(status: int, answer: bytes) -> PrefillResult:
 
 
 class _ConnectorStatus(msgspec.Struct, frozen=True):
-    """What Baton's connector says at the end of a prefill leg."""
+    """What Baton's connector reports at the end of a prefill request."""
 
     status: str
     code: str | None = None
@@ -247,7 +247,7 @@ _decoder = msgspec.json.Decoder(RequestSpan)
 async def find_kv_load_failure(
     upstream: Upstream, decode: Worker, ticket: Ticket
 ) -> KVLostError | None:
-    """Why the KV of a ticket did not arrive; None if it did, or nobody can say."""
+    """Why the KV of a ticket did not arrive; None if it did, or the reason is unknown."""
     for url in decode.control_urls:
         reasons = await _read_failures(upstream, url, ticket)
         if reasons:

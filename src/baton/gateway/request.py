@@ -56,7 +56,7 @@ class CompletionBody:
         return _encoder.encode(self.fields)
 
     def encode_with_ticket(self, ticket: str) -> bytes:
-        """The body for Baton workers, both legs of a handoff alike. `ticket` is base64url text."""
+        """The body for Baton workers, prefill and decode alike. `ticket` is base64url text."""
         granted = msgspec.Raw(b'{"baton_ticket":"' + ticket.encode() + b'"}')
         return _encoder.encode({**self.fields, TICKET_FIELD: granted})
 

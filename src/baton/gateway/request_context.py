@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class BackgroundTasks:
-    """Tasks that nobody waits for. Owner: the event loop's thread."""
+    """Tasks that are not awaited by a request. Owner: the event loop's thread."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[None]] = set()
@@ -87,7 +87,7 @@ class Services:
 
 
 class Interruptible:
-    """A stretch of one task that others may end: the client left, time ran out, a leg failed.
+    """A stretch of one task that others may end: client left, timeout, failed peer.
 
     The first `interrupt` cancels what the task awaits, and the block then raises that cause. A
     cancellation from anywhere else passes through unchanged, as with `asyncio.timeout`.

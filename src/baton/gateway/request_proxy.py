@@ -1,7 +1,7 @@
-"""One request and its two legs: placed, asked, and placed again if that can still help.
+"""One request, sent to prefill and decode: placed, and placed again if that can still help.
 
-Both legs are asked at once, but in modes pull and pool: there the KV waits at the prefill worker,
-or in the store, until the decode worker, asked second, has room for it.
+Both workers are asked at once, but in modes pull and pool: there the KV waits at the prefill
+worker, or in the store, until the decode worker, asked second, has room for it.
 """
 
 from __future__ import annotations
@@ -203,7 +203,7 @@ class RequestProxy:
         return Handoff(ticket, prefill.protocol, workers.of(prefill), workers.of(decode))
 
     def _wants_early(self, prefill: WorkerView, decode: WorkerView) -> bool:
-        """Only between Baton workers: of vLLM nobody can demand that it go on from a token."""
+        """Only between Baton workers: vLLM cannot be asked to continue from a token."""
         both_ours = prefill.protocol == decode.protocol == "baton"
         return self._services.options.first_token_early and self._body.stream and both_ours
 

@@ -68,8 +68,8 @@ class Upstream:
     ) -> aiohttp.ClientResponse:
         """Post JSON; returns when the answer's headers are here. No deadline of its own.
 
-        The caller releases or closes the answer. Cancelling closes the connection, and by that
-        tells the worker.
+        The caller releases or closes the answer. Cancelling closes the connection, which
+        cancels the request at the worker.
 
         Raises:
             WorkerUnreachableError: no connection.
@@ -113,10 +113,10 @@ class Upstream:
                     response.release()
 
     async def abort(self, base_url: URL, ticket: TicketId, reason: str) -> None:
-        """Tell a worker that a handoff is not going to happen.
+        """Notify a worker that a handoff is aborted.
 
         Raises:
-            UpstreamError: it could not be told.
+            UpstreamError: it could not be notified.
         """
         url = base_url.with_path(abort_path(ticket))
         with mapped_errors(url):
@@ -161,7 +161,7 @@ _error_decoder = msgspec.json.Decoder(ErrorBody)
 
 
 def read_error(body: bytes) -> ErrorDetail:
-    """An OpenAI-shaped error; one that says nothing if it is no such thing."""
+    """An OpenAI-shaped error; an empty one if `body` is no such thing."""
     try:
         return _error_decoder.decode(body).error
     except msgspec.MsgspecError:

@@ -6,7 +6,7 @@
           connector answers with `baton_info` ─► its control server, asked for the same from then on
 
 The probe costs the engine a step, so it is sent only to learn something new: who a server is, after
-it came up or when its control server does not say. That one confirms and never introduces: another
+it came up or when its control server does not report it. That server only confirms: another
 process may have taken its port.
 """
 
@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 
 class Incarnation(Enum):
-    """What a vLLM server's control server says about the life that we know."""
+    """What a vLLM server's control server reports about the known incarnation."""
 
     SAME = "same"
     ANOTHER = "another"
@@ -142,7 +142,7 @@ class WorkerDiscovery:
                 f"--kv-transfer-config '{self._connector_config()}'"
             )
         if reply.baton_info.protocol != "vllm":
-            raise UnusableWorkerError("its connector says that it is no vLLM server")
+            raise UnusableWorkerError("its connector does not identify it as a vLLM server")
         return reply.baton_info
 
     def _connector_config(self) -> str:
@@ -154,7 +154,7 @@ class WorkerDiscovery:
         })
 
     async def _check_control(self, info: WorkerInfo) -> None:
-        """Find out now whether it can be told of aborts, not when one is due."""
+        """Check now whether aborts can be sent to it, not when one is due."""
         if reason := why_not_asked(info, self._worker.url):
             raise UnusableWorkerError(reason)
         try:

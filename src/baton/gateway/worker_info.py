@@ -1,4 +1,4 @@
-"""What a worker says about itself (docs/wire/worker-http.md), checked."""
+"""A worker's description of itself (docs/wire/worker-http.md), checked."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def worker_view(
 
 
 def read_load(body: bytes) -> WorkerLoad | None:
-    """What an answer to `/health` says of a worker's load; None where it says nothing readable."""
+    """A worker's load from its answer to `/health`; None where it gives none that decodes."""
     try:
         load = _health_decoder.decode(body).load
     except msgspec.MsgspecError:
@@ -64,7 +64,7 @@ def read_info(body: bytes) -> WorkerInfo:
     try:
         return _decoder.decode(body)
     except msgspec.MsgspecError as exc:
-        raise ProtocolError(f"what it says about itself does not decode: {exc}") from exc
+        raise ProtocolError(f"its worker info does not decode: {exc}") from exc
 
 
 def why_not_used(info: WorkerInfo, listed: WorkerAddress) -> str | None:
@@ -105,7 +105,7 @@ def _origin(text: str) -> URL | None:
 
 
 def is_same_host(host: str, listed: str) -> bool:
-    """Whether what a worker says is on the host by which the operator listed it."""
+    """Whether the host that a worker reports is the one by which the operator listed it."""
     return host == listed or (is_loopback(host) and is_loopback(listed))
 
 

@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """It has not told yet who it is; `reason` is why, as far as we know."""
+    """It has not identified itself yet; `reason` is why, as far as we know."""
 
     reason: str
 
@@ -105,7 +105,7 @@ class Worker:
 
     @property
     def info(self) -> WorkerInfo | None:
-        """The last thing that it said about itself."""
+        """The last worker info that it reported."""
         match self.state:
             case Up(info) | Draining(info) | Down(info, _):
                 return info
@@ -114,7 +114,7 @@ class Worker:
 
     @property
     def control_urls(self) -> tuple[URL, ...]:
-        """Where it is told of aborts and asked for traces: itself, or each rank of vLLM's."""
+        """Where aborts and trace queries are sent: itself, or each rank of vLLM's."""
         if self.info is None or self.info.protocol == "baton":
             return (self.url,)
         return tuple(URL(url) for url in self.info.control_urls)
@@ -148,7 +148,7 @@ class Workers:
         return self._by_id.get(worker)
 
     def why_not_served(self, model: str) -> NoWorkerError | ModelNotFoundError:
-        """What to tell a client that names a model of which no worker has ever been seen."""
+        """The error for a client that names a model of which no worker has ever been seen."""
         if not self.fleet.models:
             waiting = ", ".join(str(worker) for worker in self.all)
             return NoWorkerError(f"no worker has come up yet; waiting for: {waiting}")
@@ -176,7 +176,7 @@ class Workers:
         return lengths
 
     def register(self, worker: Worker, info: WorkerInfo) -> None:
-        """It told who it is: it is up, unless it cannot be used as listed."""
+        """It identified itself: it is up, unless it cannot be used as listed."""
         reason = why_not_used(info, worker.address)
         namesake = self._by_id.get(info.worker, worker)
         if namesake is not worker:
@@ -199,18 +199,18 @@ class Workers:
         self.change(worker, Rejected(reason))
 
     def drain(self, worker: Worker) -> None:
-        """It said that it takes no more."""
+        """It reported that it takes no more requests."""
         if worker.info is not None:
             self.change(worker, Draining(worker.info))
 
     def note_load(self, worker: Worker, load: WorkerLoad | None) -> None:
-        """It said how full it is."""
+        """It reported its load."""
         if worker.load != load:
             worker.load = load
             self._make_fleet()
 
     def change(self, worker: Worker, state: WorkerState) -> None:
-        """Note a state, and tell whoever wants to know."""
+        """Set the state; update fleet and metrics if it changed."""
         before, worker.state = worker.state, state
         if before == state:
             return

@@ -10,4 +10,4 @@ from typing import Final
 DEMO_MODEL_PATH: Final[Path] = Path(__file__).parent / "demo"
 
 CONFIGS_PATH: Final[Path] = Path(__file__).parent / "configs"
-"""What of well-known models' config.json KV depends on; docs/size.md says where it is from."""
+"""What of well-known models' config.json KV depends on; docs/size.md names the source."""

@@ -21,9 +21,9 @@ PUSH_ONLY: Final[frozenset[HandoffMode]] = frozenset({"push"})
 
 @dataclass(frozen=True, slots=True)
 class WorkerView:
-    """One life of one worker. `fingerprint` is its model's, `model` the name that clients use.
+    """One incarnation of a worker. `fingerprint` is its model's, `model` the name that clients use.
 
-    `modes` are the ways of handing over that it takes part in. `load` None: it does not say.
+    `modes` are the ways of handing over that it takes part in. `load` None: not reported.
     """
 
     ref: WorkerRef
@@ -85,7 +85,7 @@ class ModelWorkers:
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """All workers that have ever told who they are, by the model that they serve."""
+    """All workers that have ever identified themselves, by the model that they serve."""
 
     models: dict[str, ModelWorkers] = field(default_factory=dict)
 

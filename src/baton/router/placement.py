@@ -48,7 +48,7 @@ class PlacementRequest:
 class Placement:
     """Who serves a request.
 
-    `prefill` is None where the decode worker prefills too; `reasons` then says why, one readable
+    `prefill` is None where the decode worker prefills too; `reasons` then gives why, one readable
     line for each cause, and is empty where that is what the operator set up. `non_disaggregable` is
     set
     where the request itself wants it so, which is no failure of anybody. `handoff` is how KV gets
@@ -71,7 +71,7 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class Unplaceable:
-    """Nobody can serve a request now; `reason` is for people."""
+    """No worker can serve a request now; `reason` is for people."""
 
     reason: str
 

@@ -89,7 +89,7 @@ class EngineClient:
         self._idle.set()
 
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Say which loop updates go to, before the engine starts."""
+        """Set the loop that updates go to, before the engine starts."""
         self._loop = loop
 
     def sink(self, updates: Sequence[EngineUpdate]) -> None:

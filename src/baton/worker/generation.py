@@ -80,7 +80,7 @@ class _Job:
 
 
 class GenerationService:
-    """Answers both generating APIs and prefill legs. Owned by the event loop's thread."""
+    """Answers both generating APIs and prefill requests. Owned by the event loop's thread."""
 
     def __init__(self, context: GenerationContext) -> None:
         self._context = context
@@ -110,8 +110,8 @@ class GenerationService:
         self, exchange: HttpExchange, adapter: ApiAdapter, body: bytes, received: Instant
     ) -> None:
         generation = await adapter.read(body)
-        leg = self._context.tickets.read(generation.ticket)
-        request = self._request(exchange, generation, leg, received)
+        kind = self._context.tickets.read(generation.ticket)
+        request = self._request(exchange, generation, kind, received)
         head = ReplyHead(
             exchange.request_id,
             self._context.options.served_model_name,
@@ -226,7 +226,7 @@ class GenerationService:
             yield chunks
 
     def _request(
-        self, exchange: HttpExchange, generation: Generation, leg: RequestKind, received: Instant
+        self, exchange: HttpExchange, generation: Generation, kind: RequestKind, received: Instant
     ) -> GenerationRequest:
         timeout_s = min(_read_timeout_s(exchange), self._context.options.request_timeout_s)
         return GenerationRequest(
@@ -234,27 +234,27 @@ class GenerationService:
             id=RequestId(f"{exchange.request_id}~{next(self._counter)}"),
             prompt_ids=generation.prompt_ids,
             sampling=generation.sampling,
-            kind=leg,
-            tenant_salt=_tenant_salt(generation, leg),
+            kind=kind,
+            tenant_salt=_tenant_salt(generation, kind),
             deadline=Instant(received + timeout_s),
-            trace=self._trace(exchange, generation, leg, received),
+            trace=self._trace(exchange, generation, kind, received),
         )
 
     def _trace(
-        self, exchange: HttpExchange, generation: Generation, leg: RequestKind, received: Instant
+        self, exchange: HttpExchange, generation: Generation, kind: RequestKind, received: Instant
     ) -> RequestSpan:
         options = self._context.options
         trace = RequestSpan(
             request_id=exchange.request_id,
             worker=options.worker,
             epoch=options.epoch,
-            role=_role_of(leg),
+            role=_role_of(kind),
             num_prompt_tokens=len(generation.prompt_ids),
         )
         trace.stamp(Stamp.RECEIVED, received)
-        if not isinstance(leg, Colocated):
-            ticket = leg.ticket
-            peer = ticket.decode if isinstance(leg, PrefillRequest) else ticket.prefill
+        if not isinstance(kind, Colocated):
+            ticket = kind.ticket
+            peer = ticket.decode if isinstance(kind, PrefillRequest) else ticket.prefill
             trace.ticket, trace.mode, trace.peer = ticket.id.hex(), ticket.mode, peer.worker
         return trace
 
@@ -269,8 +269,8 @@ def _push_all(answer: OutputProcessor, tokens: list[NewToken]) -> list[TextChunk
     return chunks
 
 
-def _role_of(leg: RequestKind) -> str:
-    match leg:
+def _role_of(kind: RequestKind) -> str:
+    match kind:
         case Colocated():
             return "colocated"
         case PrefillRequest():
@@ -278,21 +278,21 @@ def _role_of(leg: RequestKind) -> str:
         case DecodeRequest():
             return "decode"
         case _:
-            assert_never(leg)
+            assert_never(kind)
 
 
-def _tenant_salt(generation: Generation, leg: RequestKind) -> str:
-    return generation.cache_salt if isinstance(leg, Colocated) else leg.ticket.tenant_salt
+def _tenant_salt(generation: Generation, kind: RequestKind) -> str:
+    return generation.cache_salt if isinstance(kind, Colocated) else kind.ticket.tenant_salt
 
 
 def _read_created(exchange: HttpExchange) -> int | None:
-    """When the gateway says that the answer was created, so that all legs say the same."""
+    """When the answer was created by the gateway's clock, the same for prefill and decode."""
     text = exchange.header(CREATED_HEADER.encode()) or b""
     return int(text) if text.isdigit() and len(text) <= MAX_CREATED_DIGITS else None
 
 
 def _read_timeout_s(exchange: HttpExchange) -> float:
-    """Seconds that the gateway leaves for this request; infinite if it does not say."""
+    """Seconds that the gateway leaves for this request; infinite if it sets none."""
     text = exchange.header(TIMEOUT_HEADER.encode())
     if text is None:
         return math.inf

@@ -44,7 +44,7 @@ STREAM_HEADERS: Final = (
 
 
 class ClientGoneError(Exception):
-    """The client closed its connection: there is nobody to answer."""
+    """The client closed its connection: no answer can be sent."""
 
 
 class BodyTooLargeError(InvalidRequestError):
@@ -202,7 +202,7 @@ _OTHER: Final = _ErrorStatus(500, "internal_error", "internal_error")
 
 @dataclass(frozen=True, slots=True)
 class ErrorResponse:
-    """What a client is told about an error."""
+    """What a client receives about an error."""
 
     status: int
     body: ErrorBody
@@ -210,7 +210,7 @@ class ErrorResponse:
 
 
 def was_declined(error: BaseException) -> bool:
-    """Whether a prefill leg ended because the decode worker had all it needed in its own cache."""
+    """Whether a prefill request ended because the decode worker had everything cached."""
     return isinstance(error, HandoffError) and error.stage == DECLINED_STAGE
 
 

@@ -40,7 +40,7 @@ class TokenClock:
 
 
 class RequestObserver:
-    """Stamps how legs end, and counts them. Owned by the event loop's thread."""
+    """Stamps how requests end, and counts them. Owned by the event loop's thread."""
 
     def __init__(self, clock: Clock, metrics: WorkerMetrics) -> None:
         self._clock, self._metrics = clock, metrics
@@ -51,7 +51,7 @@ class RequestObserver:
 
     @contextmanager
     def watch(self, trace: RequestSpan) -> Iterator[None]:
-        """Record how the leg ends: the body sets `trace.outcome`, unless it raises."""
+        """Record how the request ends: the body sets `trace.outcome`, unless it raises."""
         try:
             yield
         except asyncio.CancelledError:

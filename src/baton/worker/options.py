@@ -46,7 +46,7 @@ class WorkerOptions:
 class ProcessOptions:
     """The process that one worker lives in. `port` 0 takes a free one.
 
-    `status_fd` is where JSON lines tell a launcher what happens (1: standard output).
+    `status_fd` is where JSON lines report to a launcher what happens (1: standard output).
     `parent_pid` set: the worker ends when that process does.
     """
 

@@ -142,7 +142,7 @@ class ProcessLife:
         logger.info("%s answers at %s, hands over at %s", options.worker, url, address)
 
     async def _watch_engine(self) -> None:
-        # An engine that ends by itself can tell nobody: there is nothing to wait for but this.
+        # An engine that ends by itself sends no event: polling is all there is.
         while self._worker.engine.is_alive():  # noqa: ASYNC110
             await asyncio.sleep(ENGINE_WATCH_S)
         logger.critical("the engine's thread has ended: this worker cannot go on")

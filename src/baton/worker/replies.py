@@ -213,7 +213,7 @@ class ApiAdapter(Protocol):
         """Read a request's body.
 
         Raises:
-            InvalidRequestError: says what, why and what to do.
+            InvalidRequestError: gives what, why and what to do.
         """
         ...
 

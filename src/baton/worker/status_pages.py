@@ -1,4 +1,4 @@
-"""What a worker says about itself, and the abort of a handoff (docs/wire/worker-http.md)."""
+"""A worker's description of itself, and the abort of a handoff (docs/wire/worker-http.md)."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ class TicketReader:
         self._used = UsedTickets()
 
     def read(self, text: str | None) -> RequestKind:
-        """The leg that a ticket authorises; without a ticket, all of the request.
+        """The kind of request that a ticket authorises; without one, colocated.
 
         Raises:
             TicketError: malformed, forged or expired, or this worker hands nothing over.
@@ -43,9 +43,9 @@ class TicketReader:
             raise TicketError("this worker was started without handoffs and reads no tickets")
         now = self._clock.unix_now()
         ticket = unseal(text, self._key, now)
-        leg = self._own_ref(ticket)
+        kind = self._own_ref(ticket)
         self._use(ticket, now)
-        return leg
+        return kind
 
     def _use(self, ticket: Ticket, now: UnixTime) -> None:
         match self._used.use(ticket, now):

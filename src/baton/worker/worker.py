@@ -108,7 +108,7 @@ def _refuse(ticket: Ticket) -> NoReturn:
 
 
 HELD_LOOK_S: Final = 0.05
-"""The engine tells nobody when the last of the prompts that it holds is taken."""
+"""Polling interval: the engine sends no event when the last prompt that it holds is taken."""
 
 FALLBACK_CAUSES: Final = ("computed locally",)
 """What engines write in front of the reason in `RequestSpan.fallbacks`."""

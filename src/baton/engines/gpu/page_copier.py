@@ -43,7 +43,7 @@ def check_rows(rows: torch.Tensor, index: NDArray[np.int64], other: torch.Tensor
     """Refuse what would read or write outside `rows`, or between pages of two sizes.
 
     Raises:
-        TransferError: says which.
+        TransferError: names the difference.
     """
     if rows.shape[1] != other.shape[1]:
         raise TransferError(f"pages of {rows.shape[1]} and {other.shape[1]} bytes")

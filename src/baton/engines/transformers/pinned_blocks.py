@@ -91,7 +91,7 @@ class PinnedBlocks:
         return self._sending.get(ticket)
 
     def unpin(self, ticket: TicketId) -> Sequence | None:
-        """Nobody reads the sequence's blocks any more."""
+        """Unpin the sequence's blocks: no transfer reads them any more."""
         return self._sending.pop(ticket, None)
 
 
@@ -114,7 +114,7 @@ class SharedBlocks:
 
     @property
     def num_exported_blocks(self) -> int:
-        """References of loans; a block that is exported twice counts twice."""
+        """References held by exports; a block that is exported twice counts twice."""
         return sum(map(len, self._exported.values()))
 
     @property
@@ -133,7 +133,7 @@ class SharedBlocks:
         sequence.blocks = [block for block in sequence.blocks if block not in exported]
 
     def end_export(self, ticket: TicketId) -> None:
-        """Nobody reads what was exported."""
+        """Release what was exported: no peer reads it any more."""
         self._pool.release(self._exported.pop(ticket, []))
 
     def import_blocks(self, ticket: TicketId, sequence: Sequence) -> None:
@@ -152,12 +152,12 @@ class SharedBlocks:
             self._release_import(ticket)
 
     def revoke(self, ticket: TicketId) -> None:
-        """The lender wants its blocks: they are copied as soon as there is room."""
+        """The exporter revoked its blocks: they are copied as soon as there is room."""
         if ticket in self._importers:
             self._revoked.add(ticket)
 
     def try_copy_revoked(self, spare: int) -> list[tuple[list[int], list[int]]]:
-        """Blocks to copy, `(imported, own)`, for recalled loans; `spare` free ones are not taken.
+        """Blocks to copy, `(imported, own)`, for revoked imports; `spare` free ones are not taken.
 
         The sequences hold their own from now on: copy before anything else is computed.
         """
@@ -178,12 +178,12 @@ class SharedBlocks:
         return copies
 
     def take_pending_releases(self) -> list[TicketId]:
-        """Loans to be given back: nothing reads them once this step is computed."""
+        """Imports to release: nothing reads them once this step is computed."""
         pending, self._pending_releases = self._pending_releases, []
         return pending
 
     def check_invariants(self) -> None:
-        """Raise AssertionError where loans and sequences disagree."""
+        """Raise AssertionError where exports, imports and sequences disagree."""
         if not self._revoked <= self._importers.keys():
             raise AssertionError("what was given back is being recalled")
         for ticket, sequence in self._importers.items():

@@ -58,7 +58,7 @@ DRAIN_STATE: Final = DrainState()
 
 
 class AccessMiddleware:
-    """Refuses strangers, and everybody while the server drains (docs/wire/worker-http.md)."""
+    """Refuses unauthenticated peers, and all requests while draining (docs/wire/worker-http.md)."""
 
     def __init__(self, app: ASGIApp, drain_state: DrainState = DRAIN_STATE) -> None:
         self._app, self._drain_state = app, drain_state

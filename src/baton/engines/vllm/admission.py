@@ -51,7 +51,7 @@ OUTCOMES: Final = {
     "FINISHED_LENGTH_CAPPED": "length",
     "FINISHED_ABORTED": "cancelled",
 }
-"""vLLM's `RequestStatus` → how a leg ended; anything else has failed."""
+"""vLLM's `RequestStatus` → how a request ended; anything else has failed."""
 
 
 class Admission:

@@ -66,7 +66,7 @@ def read_preempted(scheduler_output: object) -> frozenset[str]:
 
 
 def warn_of_policy(kv_transfer_config: object) -> None:
-    """Say what vLLM's default does with a request whose KV does not arrive."""
+    """Log what vLLM's default does with a request whose KV does not arrive."""
     if getattr(kv_transfer_config, "kv_load_failure_policy", None) == "fail":
         logger.warning(
             'kv_load_failure_policy is "fail", vLLM\'s default: a request whose KV does not arrive '

@@ -161,7 +161,7 @@ def _synchronise(device: torch.device) -> None:
 logger: Final = logging.getLogger(__name__)
 
 STORE_STAGING_BYTES: Final = 16 * 1024 * 1024
-"""A batch of the store's (`pool_mode.block_copier.BATCH_BYTES`), and some."""
+"""A write batch of the store (`BATCH_BYTES` in `pool_mode`), and some."""
 
 
 def build_kv_views(

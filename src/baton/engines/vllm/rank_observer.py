@@ -28,15 +28,15 @@ _LAST_OF_ALL = frozenset({Stamp.FIRST_LAYER_LANDED, Stamp.LAST_LAYER_LANDED})
 """What has happened only once it has for every part; of other instants the first counts."""
 
 
-def open_trace(prompt: Prompt, leg: str, worker: WorkerId, epoch: Epoch) -> RequestSpan:
-    """A trace of one leg: `prefill` or `decode`."""
+def open_trace(prompt: Prompt, role: str, worker: WorkerId, epoch: Epoch) -> RequestSpan:
+    """The trace of a request in role `prefill` or `decode`."""
     ticket = prompt.ticket
-    peer = ticket.decode if leg == "prefill" else ticket.prefill
+    peer = ticket.decode if role == "prefill" else ticket.prefill
     trace = RequestSpan(
         request_id=ticket.request_id,
         worker=worker,
         epoch=epoch,
-        role=leg,
+        role=role,
         ticket=ticket.id.hex(),
         peer=peer.worker,
         mode=ticket.mode,
@@ -46,26 +46,28 @@ def open_trace(prompt: Prompt, leg: str, worker: WorkerId, epoch: Epoch) -> Requ
     return trace
 
 
-def open_partial_trace(leg: RequestSpan) -> RequestSpan:
-    """A trace for one of several tickets of a leg."""
-    return RequestSpan(request_id=leg.request_id, worker=leg.worker, epoch=leg.epoch, role=leg.role)
+def open_partial_trace(span: RequestSpan) -> RequestSpan:
+    """A trace for one of several tickets of a request."""
+    return RequestSpan(
+        request_id=span.request_id, worker=span.worker, epoch=span.epoch, role=span.role
+    )
 
 
-def merge_traces(leg: RequestSpan, parts: Iterable[RequestSpan]) -> None:
-    """Put together what each ticket's handoff recorded; the leg itself may be the only part."""
+def merge_traces(span: RequestSpan, parts: Iterable[RequestSpan]) -> None:
+    """Put together what each ticket's handoff recorded; `span` itself may be the only part."""
     for part in parts:
-        if part is leg:
+        if part is span:
             continue
         for stamp, at in part.stamps.items():
-            known = leg.stamps.get(stamp, at)
-            leg.stamps[stamp] = max(known, at) if stamp in _LAST_OF_ALL else min(known, at)
-        leg.peer_stamps = leg.peer_stamps or part.peer_stamps
+            known = span.stamps.get(stamp, at)
+            span.stamps[stamp] = max(known, at) if stamp in _LAST_OF_ALL else min(known, at)
+        span.peer_stamps = span.peer_stamps or part.peer_stamps
         is_mismatch = part.transport != part.expected_transport
-        if leg.transport is None or (is_mismatch and leg.transport == leg.expected_transport):
-            leg.transport, leg.expected_transport = part.transport, part.expected_transport
-        leg.reroutes += part.reroutes
-        leg.num_bytes += part.num_bytes
-        leg.num_pages += part.num_pages
+        if span.transport is None or (is_mismatch and span.transport == span.expected_transport):
+            span.transport, span.expected_transport = part.transport, part.expected_transport
+        span.reroutes += part.reroutes
+        span.num_bytes += part.num_bytes
+        span.num_pages += part.num_pages
 
 
 NO_TRANSPORT: Final = "none"
@@ -87,32 +89,34 @@ class HandoffRecord(msgspec.Struct, frozen=True, kw_only=True):
     failed_stage: str | None = None
 
 
-def record_sent(leg: RequestSpan, error: HandoffError | None, ended_at: float) -> HandoffRecord:
+def record_sent(span: RequestSpan, error: HandoffError | None, ended_at: float) -> HandoffRecord:
     """A prefill request's handoff. One that was declined did not fail: nothing of it was wanted."""
     failed = error is not None and error.stage != DECLINED_STAGE
     return HandoffRecord(
         side="sent",
-        transport=leg.transport or NO_TRANSPORT,
-        expected_transport=leg.expected_transport or NO_TRANSPORT,
-        num_bytes=leg.num_bytes,
-        num_pages=leg.num_pages,
-        wait_s=max(0.0, ended_at - leg.stamps.get(Stamp.ADMITTED, ended_at)),
+        transport=span.transport or NO_TRANSPORT,
+        expected_transport=span.expected_transport or NO_TRANSPORT,
+        num_bytes=span.num_bytes,
+        num_pages=span.num_pages,
+        wait_s=max(0.0, ended_at - span.stamps.get(Stamp.ADMITTED, ended_at)),
         failed_stage=error.stage if error is not None and failed else None,
     )
 
 
-def record_received(leg: RequestSpan, error: HandoffError | None, ended_at: float) -> HandoffRecord:
+def record_received(
+    span: RequestSpan, error: HandoffError | None, ended_at: float
+) -> HandoffRecord:
     """A decode request's handoff."""
-    landed = leg.stamps.get(Stamp.LAST_LAYER_LANDED)
-    ready = leg.peer_stamps.get(Stamp.FIRST_LAYER_READY)
+    landed = span.stamps.get(Stamp.LAST_LAYER_LANDED)
+    ready = span.peer_stamps.get(Stamp.FIRST_LAYER_READY)
     done = error is None and landed is not None and ready is not None
     return HandoffRecord(
         side="received",
-        transport=leg.transport or NO_TRANSPORT,
-        expected_transport=leg.expected_transport or NO_TRANSPORT,
-        num_bytes=leg.num_bytes if error is None else 0,
-        num_pages=leg.num_pages if error is None else 0,
-        wait_s=max(0.0, ended_at - leg.stamps.get(Stamp.PAGES_RESERVED, ended_at)),
+        transport=span.transport or NO_TRANSPORT,
+        expected_transport=span.expected_transport or NO_TRANSPORT,
+        num_bytes=span.num_bytes if error is None else 0,
+        num_pages=span.num_pages if error is None else 0,
+        wait_s=max(0.0, ended_at - span.stamps.get(Stamp.PAGES_RESERVED, ended_at)),
         transfer_s=landed - ready if done and landed is not None and ready is not None else None,
         failed_stage=None if error is None else error.stage,
     )
@@ -123,7 +127,7 @@ FALLBACK_CAUSE: Final = "computed locally"
 
 @dataclass(frozen=True, slots=True)
 class _Open:
-    leg: RequestSpan
+    span: RequestSpan
     parts: tuple[RequestSpan, ...]
 
 
@@ -143,17 +147,17 @@ class RankObserver:
         return self._held.block_seconds
 
     def opened(
-        self, request: VllmRequestId, leg: RequestSpan, parts: Mapping[TicketId, RequestSpan]
+        self, request: VllmRequestId, span: RequestSpan, parts: Mapping[TicketId, RequestSpan]
     ) -> None:
         """A handoff begins; its trace can be asked for from now on."""
-        self._open[request] = _Open(leg, tuple(parts.values()))
-        self._traces.add(leg)
+        self._open[request] = _Open(span, tuple(parts.values()))
+        self._traces.add(span)
 
     def stamp(self, request: VllmRequestId, stamp: Stamp, at: Instant) -> None:
         """Note an instant."""
         found = self._open.get(request)
         if found is not None:
-            found.leg.stamp(stamp, at)
+            found.span.stamp(stamp, at)
         if stamp is Stamp.PREFILL_DONE:
             self._held.prefill_done(request, at)
 
@@ -171,15 +175,15 @@ class RankObserver:
         found = self._open.get(request)
         if found is None:
             return
-        merge_traces(found.leg, found.parts)
+        merge_traces(found.span, found.parts)
         if error is None:
-            leg = found.leg
-            num_landed = leg.num_prompt_tokens if load.num_landed is None else load.num_landed
-            leg.num_received_tokens = max(0, num_landed - leg.num_cached_tokens)
-            leg.stamp(Stamp.KV_READY, at)
+            span = found.span
+            num_landed = span.num_prompt_tokens if load.num_landed is None else load.num_landed
+            span.num_received_tokens = max(0, num_landed - span.num_cached_tokens)
+            span.stamp(Stamp.KV_READY, at)
         else:
-            found.leg.fallbacks.append(f"{FALLBACK_CAUSE}: {error}")
-        self._records.append(record_received(found.leg, error, at))
+            found.span.fallbacks.append(f"{FALLBACK_CAUSE}: {error}")
+        self._records.append(record_received(found.span, error, at))
 
     def sent(self, request: VllmRequestId, error: HandoffError | None, at: Instant) -> None:
         """An offer is over: with it this server's part in the request's trace."""
@@ -187,12 +191,12 @@ class RankObserver:
         found = self._open.pop(request, None)
         if found is None:
             return
-        leg = found.leg
-        merge_traces(leg, found.parts)
-        leg.outcome = _outcome_of(error)
-        leg.stamp(Stamp.FINISHED, at)
-        self._instruments.finished(leg)
-        self._records.append(record_sent(leg, error, at))
+        span = found.span
+        merge_traces(span, found.parts)
+        span.outcome = _outcome_of(error)
+        span.stamp(Stamp.FINISHED, at)
+        self._instruments.finished(span)
+        self._records.append(record_sent(span, error, at))
 
     def step_begins(self, orders: StepOrders, at: Instant) -> None:
         """Apply a step's orders to requests whose handoffs have ended."""
@@ -205,26 +209,26 @@ class RankObserver:
         """A received prompt is decoded for the first time in the step that begins."""
         found = self._open.get(request)
         if found is not None:
-            found.leg.stamp(Stamp.DECODE_SCHEDULED, at)
-            self._starting.append(found.leg)
+            found.span.stamp(Stamp.DECODE_SCHEDULED, at)
+            self._starting.append(found.span)
 
     def step_ended(self, at: Instant) -> None:
         """The step's tokens are there."""
-        for leg in self._starting:
-            leg.stamp(Stamp.FIRST_TOKEN, at)
+        for span in self._starting:
+            span.stamp(Stamp.FIRST_TOKEN, at)
         self._starting.clear()
 
     def finished(self, finished: Finished, at: Instant) -> None:
         """A request is over. A prefill request's trace ends with its handoff instead."""
         found = self._open.get(finished.request)
-        if found is None or found.leg.role != "decode":
+        if found is None or found.span.role != "decode":
             return
         del self._open[finished.request]
-        leg = found.leg
-        leg.outcome = finished.outcome
-        leg.num_output_tokens = finished.num_output_tokens
-        leg.stamp(Stamp.FINISHED, at)
-        self._instruments.finished(leg)
+        span = found.span
+        span.outcome = finished.outcome
+        span.num_output_tokens = finished.num_output_tokens
+        span.stamp(Stamp.FINISHED, at)
+        self._instruments.finished(span)
 
     def take_records(self) -> list[HandoffRecord]:
         """Handoffs that ended since the last call."""

@@ -70,9 +70,9 @@ class RankSetting:
     layout: KVLayout
     layers: Mapping[str, int]
 
-    def open_trace(self, prompt: Prompt, leg: str) -> RequestSpan:
-        """A trace of one leg: `prefill` or `decode`."""
-        return open_trace(prompt, leg, self.worker, self.epoch)
+    def open_trace(self, prompt: Prompt, role: str) -> RequestSpan:
+        """The trace of a request in role `prefill` or `decode`."""
+        return open_trace(prompt, role, self.worker, self.epoch)
 
     def sending_tickets(self, prompt: Prompt) -> tuple[Ticket, ...]:
         """The tickets under which this rank sends a prompt."""
@@ -122,14 +122,14 @@ class RankSends:
         setting, prompt = self._setting, offer.prompt
         tickets = self._setting.sending_tickets(prompt)
         self._uncomputed.add(prompt.ticket.id, tickets)
-        leg = self._setting.open_trace(prompt, "prefill")
-        leg.num_cached_tokens = offer.num_ready_tokens
+        span = self._setting.open_trace(prompt, "prefill")
+        span.num_cached_tokens = offer.num_ready_tokens
         num_blocks = -(-prompt.num_tokens // setting.layout.block_size)
         send = SendInProgress(
             offer,
             tickets,
             empty_table(num_blocks),
-            _open_partial_traces(leg, tickets),
+            _open_partial_traces(span, tickets),
             {ticket.id for ticket in tickets},
         )
         self.table.add(send)
@@ -142,10 +142,10 @@ class RankSends:
                 self._send_order(prompt, ticket, send, num_ready_tokens=offer.num_ready_tokens)
             )
         self._abort_fanout.known(prompt.ticket.id, [ticket.id for ticket in tickets])
-        self._observer.opened(offer.request, leg, send.traces)
+        self._observer.opened(offer.request, span, send.traces)
         self._observer.offered(offer.request, prompt.ticket.mode, self._clock.now())
-        leg.stamp(Stamp.ADMITTED, self._clock.now())
-        leg.stamp(Stamp.PREFILL_STARTED, self._clock.now())
+        span.stamp(Stamp.ADMITTED, self._clock.now())
+        span.stamp(Stamp.PREFILL_STARTED, self._clock.now())
 
     def _send_order(
         self, prompt: Prompt, ticket: Ticket, send: SendInProgress, *, num_ready_tokens: int
@@ -166,7 +166,7 @@ class RankSends:
         prompt = withdraw.prompt
         self._uncomputed.drop(prompt.ticket.id)
         for ticket in self._setting.sending_tickets(prompt):
-            leg = self._setting.open_trace(prompt, "prefill")
+            span = self._setting.open_trace(prompt, "prefill")
             self._port.start_send(
                 SendOrder(
                     ticket=ticket,
@@ -175,7 +175,7 @@ class RankSends:
                     num_ready_tokens=0,
                     blocks=BlockTable(0, empty_table(0)),
                     deadline=_deadline_of(prompt.ticket, self._clock),
-                    trace=leg,
+                    trace=span,
                 )
             )
             self._port.abort(ticket.id, withdraw.reason)
@@ -261,13 +261,13 @@ class RankLoads:
         """Give the agent a load's blocks to receive into."""
         prompt = expect.prompt
         tickets = self._setting.receiving_tickets(prompt)
-        leg = self._setting.open_trace(prompt, "decode")
-        leg.num_cached_tokens = expect.start
-        leg.stamp(Stamp.PAGES_RESERVED, self._clock.now())
+        span = self._setting.open_trace(prompt, "decode")
+        span.num_cached_tokens = expect.start
+        span.stamp(Stamp.PAGES_RESERVED, self._clock.now())
         load = LoadInProgress(
             expect,
             tickets,
-            _open_partial_traces(leg, tickets),
+            _open_partial_traces(span, tickets),
             {ticket.id for ticket in tickets},
         )
         self.table.add(load)
@@ -286,7 +286,7 @@ class RankLoads:
                 )
             )
         self._abort_fanout.known(prompt.ticket.id, [ticket.id for ticket in tickets])
-        self._observer.opened(expect.request, leg, load.traces)
+        self._observer.opened(expect.request, span, load.traces)
 
     def decline(self, prompt: Prompt, reason: str) -> None:
         """Refuse a prompt's KV: it is not needed here."""
@@ -329,11 +329,11 @@ class RankLoads:
 
 
 def _open_partial_traces(
-    leg: RequestSpan, tickets: tuple[Ticket, ...]
+    span: RequestSpan, tickets: tuple[Ticket, ...]
 ) -> dict[TicketId, RequestSpan]:
     if len(tickets) == 1:
-        return {tickets[0].id: leg}
-    return {ticket.id: open_partial_trace(leg) for ticket in tickets}
+        return {tickets[0].id: span}
+    return {ticket.id: open_partial_trace(span) for ticket in tickets}
 
 
 def _deadline_of(ticket: Ticket, clock: Clock) -> Instant:
