@@ -253,7 +253,7 @@ def _add(counters: dict[str, Counter], by_transport: dict[str, int]) -> None:
 
 
 def _result(trace: RequestSpan) -> str:
-    """How a request's handoff ended; `declined` where decode had nearly all of the prompt cached."""
+    """How a handoff ended; `declined` where decode had cached nearly all of the prompt."""
     if trace.outcome == "prefilled" or Stamp.KV_READY in trace.stamps:
         return "completed"
     if trace.outcome == "cancelled":
