@@ -18,7 +18,7 @@ def doctor(
     ] = None,
     json: Annotated[bool, Parameter(help="Print JSON.", negative="", show_default=False)] = False,
 ) -> int:
-    """Say what works on this host and what does not, why, and what fixes it."""
+    """Report what works on this host, what does not and why, and what fixes it."""
     # Here, so that --help imports nothing heavy.
     from baton.clock import MachineClock  # noqa: PLC0415
     from baton.ops.doctor.host import this_host  # noqa: PLC0415

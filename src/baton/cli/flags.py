@@ -1,4 +1,4 @@
-"""Flags as dataclasses: each field says which setting it sets."""
+"""Flags as dataclasses: each field names the setting it sets."""
 
 # Annotations are read at run time here and in the commands' modules: cyclopts parses by them.
 from collections.abc import Iterator, Sequence
@@ -99,7 +99,7 @@ class ConfigFlags:
         """All settings, from every source.
 
         Raises:
-            ConfigError: a source is unreadable, or says something that makes no sense.
+            ConfigError: a source is unreadable or has an invalid value.
         """
         given = dict(self._given())
         if self.debug:

@@ -1,4 +1,4 @@
-"""`baton up`: from settings to a running launch and what is said about it."""
+"""`baton up`: from settings to a running launch and what it prints."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from baton.config.resolve import Resolved
     from baton.config.sections import Config
 
-TRY_THIS = "Tell me a story about a house by the sea, and about those who lived in it."
+TRY_THIS = "Write me a story about a house by the sea, and about those who lived in it."
 """Longer than a block: shorter prompts are computed by the decode worker, without a handoff."""
 
 
@@ -106,7 +106,7 @@ Try it:
   curl -N {url}/v1/chat/completions -H 'content-type: application/json' \\
     -d {shlex.quote(msgspec.json.encode(request).decode())}
 
-OpenAI clients use {url}/v1 as their base URL; README.md says more.
+OpenAI clients use {url}/v1 as their base URL; more is in README.md.
 Ctrl-C drains and stops everything; a second Ctrl-C kills.
 """
 

@@ -37,7 +37,7 @@ def build_app() -> App:
     app.command("baton.cli.gateway:gateway", name="gateway", help="Start a gateway.")
     app.command("baton.cli.worker:worker", name="worker", help="Start one worker.")
     app.command(
-        "baton.cli.doctor:doctor", name="doctor", help="Say what works on this host, and why not."
+        "baton.cli.doctor:doctor", name="doctor", help="Report what works here, and why not."
     )
     app.command(
         "baton.cli.bench:app",

@@ -47,7 +47,7 @@ def make(
 ) -> int:
     """Make a Llama with random weights: real shapes and speed, no sense."""
     if not random:
-        raise ConfigError("say --random: there is no other kind yet")
+        raise ConfigError("--random is required: there is no other kind yet")
     # Here, so that --help does not import torch.
     from baton.engines.transformers.random_model import RandomModelSpec, make_random_model  # noqa: PLC0415
 

@@ -2,7 +2,7 @@
 
 Enters: a TOML file (`--config` or `BATON_CONFIG`), variables named `BATON_SECTION__KEY`, and the
 values of command-line flags. Leaves: `Config`, frozen, in which each value was checked, and
-`Resolved`, which also says where each value came from. The stronger source wins:
+`Resolved`, which also has where each value came from. The stronger source wins:
 
     flag  >  environment  >  file  >  default
 

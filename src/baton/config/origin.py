@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class FromDefault:
-    """Nobody said anything."""
+    """No source sets the value."""
 
 
 @dataclass(frozen=True, slots=True)

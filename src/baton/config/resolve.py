@@ -43,7 +43,7 @@ class Resolved:
     file: Path | None
 
     def is_default(self, name: str) -> bool:
-        """Whether nobody set this key."""
+        """Whether no source sets this key."""
         return name not in self.values or isinstance(self.values[name].origin, FromDefault)
 
     def to_config(self) -> Config:
@@ -63,7 +63,7 @@ class Resolved:
 
 @dataclass(frozen=True, slots=True)
 class CommandLine:
-    """What the command line says about configuration.
+    """The command line's configuration.
 
     `flags` maps key names to (the flag, its value); `assignments` are `--set`'s `key=value`.
     """

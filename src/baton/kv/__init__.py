@@ -1,7 +1,7 @@
 """What a block is: its name, its shape, its state, and how it is copied between two shapes.
 
 Enters: token ids, a worker's layout and its peer's, block tables. Leaves: block hashes, page
-copies for a transport, digests for a receiver, and the pool that says which block is whose.
+copies for a transport, digests for a receiver, and the pool that records who holds which block.
 Pure: no I/O, no clock, no threads, no torch.
 
 File map:

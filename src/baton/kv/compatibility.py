@@ -42,7 +42,7 @@ def check_compatible(src: KVLayout, dst: KVLayout) -> None:
     Two shards without a head in common are exchangeable: there is nothing to copy between them.
 
     Raises:
-        LayoutMismatchError: says each difference.
+        LayoutMismatchError: names each difference.
     """
     differences = find_differences(src, dst)
     if differences:

@@ -138,12 +138,12 @@ class QuiescentBlocks(_Guard):
 
 
 class QuarantinedBlocks(_Guard):
-    """Of an aborted handoff: not to be reused until the transport says that nothing can land."""
+    """Of an aborted handoff: not to be reused until the transport reports that nothing can land."""
 
     state = BlockState.QUARANTINED
 
     def release(self) -> None:
-        """The transport said so: free them.
+        """The transport reported that nothing can land: free them.
 
         Raises:
             BlockStateError: already released.

@@ -3,7 +3,7 @@
 A *page* is one layer's part of one block. Inside a page the order is fixed by `PageOrder`; the
 canonical order of a page is `[plane][token][head][dim]`, where the planes are K then V (or one
 latent plane for MLA). All sizes follow from the fields here, all offsets from `kv.geometry`:
-nobody else computes one.
+no other module computes one.
 
 Layouts come from peers: an impossible one cannot be constructed, by decoding or otherwise
 (`InvalidLayoutError`; inside a message, msgspec reports it as a ValidationError).
@@ -232,7 +232,7 @@ def _check_opaque(layout: KVLayout) -> None:
         )
     for layer in layout.layers:
         if len({plane.name == "latent" for plane in layer.planes}) > 1:
-            # A head's unit would hold all of the latent plane, or a share that nobody defined.
+            # A head's unit would hold all of the latent plane, or a share that is not defined.
             raise InvalidLayoutError("a layer of an opaque layout is latent or has heads, not both")
 
 

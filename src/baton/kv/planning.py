@@ -26,7 +26,7 @@ class _PlanKey:
     tokens: tuple[int, int]
 
     def matches(self, other: _PlanKey) -> bool:
-        """Whether the answer is the same, as far as can be told at once."""
+        """Whether the answer is the same, as far as a quick comparison shows."""
         mine, theirs = (*self.tables, *self.geometries), (*other.tables, *other.geometries)
         return self.tokens == other.tokens and all(
             one is another for one, another in zip(mine, theirs, strict=True)

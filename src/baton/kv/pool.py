@@ -152,7 +152,7 @@ class BlockPool:
 
     def _evict(self) -> None:
         block, _ = self._evictable.popitem(last=False)
-        # The hash goes before the block does: nobody may find it once its contents can change.
+        # The hash goes before the block does: no lookup may find it once its contents can change.
         del self._block_of[self._hash_of.pop(block)]
         self._ledger.move((block,), BlockState.EVICTABLE, BlockState.FREE)
 

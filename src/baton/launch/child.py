@@ -49,7 +49,7 @@ class Child:
 
     A session of its own keeps the terminal's Ctrl-C from it: the launcher alone decides how it
     ends. The `until_*` methods may be awaited by many, and cancelled. `phase` is what takes the
-    time while it loads, where it says so.
+    time while it loads, where it reports that.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Child:
 
     @property
     def is_ended(self) -> bool:
-        """Whether it has ended and everything it said was read."""
+        """Whether it has ended and all its output was read."""
         return self._ended.done()
 
     async def wait_for_url(self) -> str | ChildExited:
@@ -92,7 +92,7 @@ class Child:
         return await asyncio.shield(self._ready)
 
     async def wait_until_exited(self) -> ChildExited:
-        """Until it has ended and everything it said was read."""
+        """Until it has ended and all its output was read."""
         return await asyncio.shield(self._ended)
 
     def terminate(self) -> None:
@@ -113,7 +113,7 @@ class Child:
         if self._process.stdout is not None:
             readers.append(asyncio.create_task(self._read_lines(self._process.stdout, on_line)))
         ended = ChildExited(await self._process.wait())
-        # A grandchild could hold the pipes open for ever: what is in them is read, no more.
+        # A grandchild could hold the pipes open without limit: what is in them is read, no more.
         await asyncio.wait(readers, timeout=READ_REST_TIMEOUT_S)
         for reader in readers:
             reader.cancel()

@@ -1,4 +1,4 @@
-"""What the person at the terminal sees: what is waited for, what is said, where to go.
+"""What the person at the terminal sees: what is waited for, log lines, the address to use.
 
 Progress and log lines go to standard error; the address to use goes to standard output.
 """

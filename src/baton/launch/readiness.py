@@ -42,7 +42,7 @@ async def until_all_up(url: str, num_workers: int) -> str:
 
 
 def count_up(metrics: bytes) -> int:
-    """How many workers the gateway's metrics say are up."""
+    """How many workers are up by the gateway's metrics."""
     lines = metrics.decode(errors="replace").splitlines()
     return sum(line.startswith(UP_METRIC) and line.endswith(" 1.0") for line in lines)
 

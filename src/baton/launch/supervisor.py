@@ -156,7 +156,7 @@ class Supervisor:
         except TimeoutError as exc:
             raise ChildFailedError(
                 f"all processes are ready, but the gateway does not use all {num_workers} workers "
-                f"after {SERVING_TIMEOUT_S:g} s; its lines above say why"
+                f"after {SERVING_TIMEOUT_S:g} s; its lines above give the reason"
             ) from exc
 
     async def _fill(self, name: str, command: Callable[[Ports], tuple[str, ...]]) -> None:

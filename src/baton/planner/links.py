@@ -1,6 +1,6 @@
 """Links by their nominal rates: what a data sheet promises, in one direction, for one worker.
 
-Real transfers are slower; `baton bench link` measures. `source` says where a rate is from.
+Real transfers are slower; `baton bench link` measures. `source` is where a rate is from.
 """
 
 from __future__ import annotations

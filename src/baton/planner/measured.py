@@ -22,7 +22,7 @@ class Rate(msgspec.Struct, frozen=True):
 
 
 class RowFigures(msgspec.Struct, frozen=True):
-    """What a row's samples say."""
+    """Figures of a row's samples."""
 
     gb_per_s: Rate
     p50_us: float
@@ -37,7 +37,7 @@ class MeasuredWorkload(msgspec.Struct, frozen=True):
 
 
 class Row(msgspec.Struct, frozen=True):
-    """One contender, workload and direction."""
+    """One backend, workload and direction."""
 
     kind: str
     name: str

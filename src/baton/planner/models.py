@@ -22,10 +22,10 @@ def shipped_names() -> tuple[str, ...]:
 
 
 def find_model(model: str) -> tuple[ModelShape, Path]:
-    """What a model keeps, and the config that says so.
+    """What a model keeps, and the config that states it.
 
     Raises:
-        ConfigError: there is no such model, or its config does not say enough.
+        ConfigError: there is no such model, or its config lacks something.
     """
     path = _find_config(model)
     try:

@@ -5,7 +5,7 @@ Prometheus samples in a registry of the caller's.
 
 File map:
     trace.py         `RequestSpan`: what one process recorded; `TraceRing`: the last ones
-    summary.py       `summarize`: legs of one request → durations and facts, pure
-    process_status.py  what a process tells its launcher
+    summary.py       `summarize`: spans of one request → durations and facts, pure
+    process_status.py  what a process reports to its launcher
     metrics.py       `WorkerMetrics`: counters and histograms, every label pre-registered at 0
 """

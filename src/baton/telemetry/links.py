@@ -72,7 +72,7 @@ class LinkInstruments:
         )
         error = Histogram(
             "baton_link_model_relative_error",
-            "|predicted - observed| / observed, of transfers that tell something about the link.",
+            "|predicted - observed| / observed, of transfers that the link model learns from.",
             labels,
             buckets=ERROR_EDGES,
             registry=registry,
@@ -93,13 +93,13 @@ class LinkInstruments:
         }
         self._latency = Gauge(
             "baton_link_latency_seconds",
-            "Of the link surveyed last.",
+            "Of the link measured last.",
             labels,
             registry=registry,
         )
         self._bandwidth = Gauge(
             "baton_link_bandwidth_bytes_per_second",
-            "Of the link surveyed last.",
+            "Of the link measured last.",
             labels,
             registry=registry,
         )

@@ -81,19 +81,19 @@ class WorkerMetrics:
         self._errors.get(status, self._errors[500]).inc()
 
     def finished(self, trace: RequestSpan) -> None:
-        """Count a leg that has ended, however it did."""
+        """Count a request that has ended, whatever its outcome."""
         self._requests.finished(trace)
         if trace.role in {"prefill", "decode"}:
             self._handoffs.finished(trace)
 
 
 class RequestInstruments:
-    """Requests and their latencies, by leg."""
+    """Requests and their latencies, by role."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         requests = Counter(
             "baton_worker_requests",
-            "Legs that have ended, by outcome.",
+            "Requests that have ended, by role and outcome.",
             ["role", "outcome"],
             registry=registry,
         )
@@ -117,7 +117,7 @@ class RequestInstruments:
         self._prefill = _by_role(
             registry,
             "baton_worker_request_prefill_time_seconds",
-            "Time of prefill, as this leg saw it.",
+            "Time of prefill, as this role saw it.",
             REQUEST_EDGES_S,
         )
         self._total = _by_role(
@@ -128,7 +128,7 @@ class RequestInstruments:
         )
 
     def finished(self, trace: RequestSpan) -> None:
-        """Count a leg that has ended."""
+        """Count a request that has ended."""
         outcome = trace.outcome if trace.outcome in OUTCOMES else "failed"
         self._requests[trace.role, str(outcome)].inc()
         durations = compute_durations(trace)
@@ -215,7 +215,7 @@ class HandoffInstruments:
         )
 
     def finished(self, trace: RequestSpan) -> None:
-        """Count a leg of a handoff that has ended."""
+        """Count one role's part of a handoff that has ended."""
         transport = trace.transport if trace.transport in self._received else UNKNOWN
         self._handoffs[trace.role, str(transport), _result(trace)].inc()
         if trace.role != "decode":
@@ -253,7 +253,7 @@ def _add(counters: dict[str, Counter], by_transport: dict[str, int]) -> None:
 
 
 def _result(trace: RequestSpan) -> str:
-    """How a leg's handoff ended; `declined` where decode had nearly all of the prompt cached."""
+    """How a handoff ended; `declined` where decode had cached nearly all of the prompt."""
     if trace.outcome == "prefilled" or Stamp.KV_READY in trace.stamps:
         return "completed"
     if trace.outcome == "cancelled":

@@ -1,4 +1,4 @@
-"""What a process tells its launcher: one JSON object a line, on a descriptor that it inherited.
+"""What a process reports to its launcher: one JSON object a line, on an inherited descriptor.
 
 loading (its address is known, nothing answers yet) ─► ready ─► draining
 """
@@ -22,7 +22,7 @@ STANDARD_ERROR: Final = 2
 class Loading(msgspec.Struct, frozen=True, tag="loading", tag_field="event"):
     """The process lives and loads `what`; it will answer at `url`.
 
-    Said again whenever `phase` changes: in a few words, what takes the time.
+    Reported again whenever `phase` changes: in a few words, what takes the time.
     """
 
     url: str | None = None
@@ -58,11 +58,11 @@ class StatusReporter:
         self._fd = fd
 
     def report(self, status: ProcessStatus) -> None:
-        """Write one line; nobody listening any more is not an error."""
+        """Write one line; a launcher that no longer reads is not an error."""
         try:
             os.write(self._fd, msgspec.json.encode(status) + b"\n")
         except OSError as exc:
-            logger.warning("nobody reads what this process announces: %s", exc)
+            logger.warning("cannot report this process's status to its launcher: %s", exc)
 
 
 def claim_standard_output(fd: int) -> int:

@@ -1,7 +1,7 @@
-"""From the legs of one request to what a person asks: where did the time go? Pure.
+"""From the spans of one request to what a person asks: where did the time go? Pure.
 
-A duration is only taken between two instants on one clock: both recorded by one leg, or one of
-them by its peer and shifted to this leg's clock (`RequestSpan.peer_stamps`). What was not recorded
+A duration is only taken between two instants on one clock: both recorded in one span, or one
+by the peer and shifted to this span's clock (`RequestSpan.peer_stamps`). What was not recorded
 is None, never 0.
 
     received ─queue─► prefill started ─prefill─► prefill done ─exposed transfer─► last layer landed
@@ -23,7 +23,7 @@ _PREFILL_STAMPS: Final = (Stamp.PREFILL_STARTED, Stamp.FIRST_LAYER_READY, Stamp.
 
 
 class SpanDurations(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds between the stamps of one leg; None where an instant is missing.
+    """Seconds between the stamps of one span; None where an instant is missing.
 
     `exposed_transfer_s` is what the handoff added to prefill. It is below 0 where all KV had landed
     before prefill sampled its token: the transfer hid behind compute altogether.
@@ -39,7 +39,7 @@ class SpanDurations(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TraceSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """One request, over all its legs. Instants are seconds since the gateway received it.
+    """One request, over all its spans. Instants are seconds since the gateway received it.
 
     `first_layer_ready_s` and `last_layer_landed_s` are seconds since prefill started.
     """
@@ -67,7 +67,7 @@ class TraceSummary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def compute_durations(span: RequestSpan) -> SpanDurations:
-    """Durations that one leg saw. The queue is before prefill, or before decode if it had none."""
+    """Durations in one span. The queue is before prefill, or before decode if it had none."""
     return SpanDurations(
         queue_s=_between(span, Stamp.RECEIVED, Stamp.PREFILL_STARTED),
         prefill_s=_between(span, Stamp.PREFILL_STARTED, Stamp.PREFILL_DONE),
@@ -82,7 +82,7 @@ def compute_durations(span: RequestSpan) -> SpanDurations:
 def summarize(
     gateway: RequestSpan | None, decode: RequestSpan, prefill: RequestSpan | None
 ) -> TraceSummary:
-    """Merge the legs of one request. `decode` is the leg that answered (colocated too)."""
+    """Merge the spans of one request. `decode` is of the worker that answered (colocated too)."""
     outermost = gateway or decode
     whole = compute_durations(outermost)
     answering = compute_durations(decode)
@@ -121,7 +121,7 @@ def _between(span: RequestSpan, begin: Stamp, end: Stamp) -> float | None:
 
 
 def _instant(span: RequestSpan, stamp: Stamp) -> float | None:
-    """When it happened on this leg's clock, where it happened: prefill's stamps are the peer's.
+    """When it happened on this span's clock, where it happened: prefill's stamps are the peer's.
 
     A worker that received its KV stamps its own first decode step too; that was not prefill.
     """

@@ -32,7 +32,7 @@ class Stamp(StrEnum):
 
 
 class RequestSpan(msgspec.Struct, kw_only=True):
-    """What one process recorded for one request: `role` says which part it played."""
+    """What one process recorded for one request: `role` is the part it played."""
 
     request_id: str
     worker: str

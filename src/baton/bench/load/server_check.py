@@ -171,12 +171,12 @@ async def _read_version(client: Client) -> str | None:
 def _choose_model(models: tuple[ListedModel, ...] | None, wanted: str | None) -> ListedModel:
     if not models:
         if wanted is None:
-            raise ConfigError("the server lists no models: say which (--model)")
+            raise ConfigError("the server lists no models: name one (--model)")
         return ListedModel(wanted)
     names = ", ".join(model.id for model in models[:MOST_LISTED])
     if wanted is None:
         if len(models) > 1:
-            raise ConfigError(f"the server has several models: say which (--model): {names}")
+            raise ConfigError(f"the server has several models: name one (--model): {names}")
         return models[0]
     found = next((model for model in models if model.id == wanted), None)
     if found is None:
@@ -241,7 +241,7 @@ def _style_warnings(
     style: RequestStyle, request_options: RequestOptions, refusals: list[str]
 ) -> list[str]:
     warnings = []
-    message = f" (it says: {refusals[0]})" if refusals else ""
+    message = f" (its answer: {refusals[0]})" if refusals else ""
     if not style.has_exact_lengths:
         warnings.append(
             f"the server refuses ignore_eos: answers may be shorter than asked{message}"

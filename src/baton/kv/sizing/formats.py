@@ -37,7 +37,7 @@ class Format:
         """MLA's vector of one token.
 
         Raises:
-            ConfigError: nobody keeps latent vectors like that.
+            ConfigError: no engine keeps latent vectors like that.
         """
         if self.name == "fp8_ds_mla":
             scales = -(-latent_dim // NUM_PER_SCALE) * SCALE_BYTES

@@ -78,7 +78,7 @@ Layer: TypeAlias = tuple[Part, ...]
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """A model, as far as its KV depends on it. `dtype`: what it says its numbers are."""
+    """A model, as far as its KV depends on it. `dtype`: that of its weights, by its config."""
 
     family: str
     layers: tuple[Layer, ...]

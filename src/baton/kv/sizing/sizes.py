@@ -33,7 +33,7 @@ class Terms:
 
 
 class Sizes(msgspec.Struct, frozen=True, kw_only=True):
-    """Bytes of one request's KV; of all workers together unless it says rank.
+    """Bytes of one request's KV; of all workers together unless named for a rank.
 
     `token_bytes`: one more token, where every layer keeps it. `growing_token_bytes`: one more
     token once all windows are full. `kept_bytes`: every token in every layer, in whole blocks.
@@ -161,7 +161,7 @@ def _find_format(shape: ModelShape, terms: Terms) -> Format:
     for name in ("float32", "float16", "bfloat16"):
         if shape.dtype == name:
             return FORMATS[name]
-    raise ConfigError(f"the model's dtype is {shape.dtype!r}: say how KV is kept (--kv-dtype)")
+    raise ConfigError(f"the model's dtype is {shape.dtype!r}: give KV's dtype (--kv-dtype)")
 
 
 def _state_number_bytes(shape: ModelShape) -> int:

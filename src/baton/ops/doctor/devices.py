@@ -140,7 +140,7 @@ def _describe_dax(host: Host, name: str) -> Finding:
         f"{host.read(f'{DAX}/{name}/target_node') or '?'}, driver {driver}"
     )
     if driver != "device_dax":
-        why = "The kernel has it as ordinary memory, or nobody does: `shared` cannot map it."
+        why = "The kernel uses it as ordinary memory, or no driver has it: `shared` cannot map it."
         fix = f"sudo daxctl reconfigure-device --mode=devdax {name}"
         return _finding(name, Level.NOTE, found, why, fix=fix)
     if not host.is_usable(f"/dev/{name}"):
@@ -212,7 +212,7 @@ def _count_gpus_on_bus(host: Host) -> int:
 
 
 def _numa_node(host: Host, device: str) -> int | None:
-    """The node of a device; None where the machine has only one, or does not say (-1)."""
+    """The node of a device; None where the machine has only one, or does not report it (-1)."""
     node = host.read_number(f"{device}/numa_node")
     return None if node is None or node < 0 else node
 

@@ -1,4 +1,4 @@
-"""What the doctor says: findings, and the report that holds them. The shape of `--json`."""
+"""What the doctor reports: findings, and the report that holds them. The shape of `--json`."""
 
 from __future__ import annotations
 

@@ -165,7 +165,7 @@ def _compare_transports(used: Sequence[Summary], why: str) -> list[Finding]:
             Level.WARNING,
             f"{number} of the latest {len(used)} handoffs used {actual} where {expected} was "
             "expected",
-            why + " On each worker's host the doctor says what is wrong with the expected one.",
+            why + " The doctor on each worker's host finds what is wrong with the expected one.",
             fix="baton doctor",
         )
         for (expected, actual), number in mismatches.most_common()
@@ -233,7 +233,7 @@ def _read_metrics(gateway: Gateway) -> dict[str, Metric]:
         raise PageError(f"HTTP {status} from /metrics")
     try:
         return {family.name: family for family in text_string_to_metric_families(body.decode())}
-    except (ValueError, KeyError, IndexError) as exc:  # the parser's ways to say "not Prometheus"
+    except (ValueError, KeyError, IndexError) as exc:  # what the parser raises: "not Prometheus"
         raise PageError(f"/metrics is not in Prometheus's format: {exc}") from exc
 
 

@@ -81,7 +81,7 @@ class Host:
         return os.access(self._at(path), os.R_OK | os.W_OK)
 
     def target(self, path: str) -> str | None:
-        """What a symbolic link says; None if there is none."""
+        """The target of a symbolic link; None if there is none."""
         try:
             return str(self._at(path).readlink())
         except OSError:

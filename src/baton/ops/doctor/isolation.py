@@ -64,7 +64,7 @@ class _Running:
 def run_probes(probes: Sequence[Probe], host: Host, clock: Clock) -> list[Finding]:
     """Run all probes, several at once; their findings in the order of the probes.
 
-    Where one crashes, hangs or answers nonsense, a finding that says so stands in its place.
+    Where one crashes, hangs or answers nonsense, a finding that reports this stands in its place.
     """
     waiting = deque(enumerate(probes))
     running: dict[int, _Running] = {}
@@ -191,7 +191,7 @@ def _describe_failure(one: _Running, returncode: int | None) -> str:
 
 
 def _last_line(output: IO[bytes]) -> str:
-    """The last line that says something: of a Python traceback, the exception."""
+    """The last line that is not empty: of a Python traceback, the exception."""
     output.seek(max(0, output.seek(0, os.SEEK_END) - MAX_OUTPUT_BYTES))
     lines = output.read().decode(errors="replace").split("\n")
     return next((line.strip()[:MAX_OUTPUT_CHARS] for line in reversed(lines) if line.strip()), "")

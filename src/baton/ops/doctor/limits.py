@@ -65,7 +65,7 @@ def check_locked_memory(host: Host) -> list[Finding]:
 
 
 def read_limit(host: Host, name: str) -> tuple[int | None, int | None] | None:
-    """Soft and hard limit, each None where unlimited; None where the kernel does not say."""
+    """Soft and hard limit, each None where unlimited; None where the kernel does not report it."""
     for line in (host.read("/proc/self/limits") or "").splitlines():
         if line.startswith(name):
             words = line.removeprefix(name).split()

@@ -125,7 +125,7 @@ def check_container(host: Host) -> list[Finding]:
 
 
 def is_container(host: Host) -> bool:
-    """Whether this process lives in a container, as far as one can tell from inside."""
+    """Whether this process runs in a container, as far as is visible from inside."""
     return bool(container_signs(host))
 
 

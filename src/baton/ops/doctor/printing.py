@@ -27,7 +27,7 @@ STYLES: Final = {
 
 
 def print_report(report: Report, file: TextIO) -> None:
-    """One block for each area; why and how to fix only where something is to be said."""
+    """One block for each area; the reason and the fix only where there is one."""
     console = Console(file=file, highlight=False, markup=False, emoji=False)
     width = min(console.width, MAX_COLUMNS) if console.is_terminal else MAX_COLUMNS
     console = Console(file=file, highlight=False, markup=False, emoji=False, width=width)

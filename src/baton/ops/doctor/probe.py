@@ -19,7 +19,7 @@ _STEP: Final = 1024
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """Looks at one thing and says what it found, within `timeout_s`.
+    """Checks one thing and reports what it found, within `timeout_s`.
 
     `area` and `name` are those of the finding that stands in where `look` crashes or hangs, and
     `if_broken` is its level.

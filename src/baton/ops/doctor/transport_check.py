@@ -97,7 +97,7 @@ def run_transport_check(
 
     Raises:
         NotCheckedError: it moves no memory that could be tried.
-        TransferError: the transport does not work here; says at which step.
+        TransferError: the transport does not work here; names the step.
         ConfigError: there is no such transport, or its options make no sense.
         Exception: whatever else the plug-in raises while it is loaded or used.
     """
@@ -118,7 +118,7 @@ def run_transport_check(
         try:
             moved = _write_and_read(settings, writer, channel)
         except TransferError:
-            channel.raise_peer_error()  # why it hung up says more than that it did
+            channel.raise_peer_error()  # its error, rather than that it closed the channel
             raise
     os.waitpid(pid, 0)  # it tidies up behind itself now that the channel is closed
     return moved
@@ -150,7 +150,7 @@ def _run_owner_and_exit(settings: _CheckSettings, sock: socket.socket) -> NoRetu
                 settings.build(settings.owner), settings.clock, settings.allocate
             ) as owner:
                 _run_owner(settings, owner, channel)
-        except Exception as exc:  # noqa: BLE001 - the writer is told, whatever it was
+        except Exception as exc:  # noqa: BLE001 - the error is sent to the writer
             channel.send(CheckFailed(describe_error(exc)))
     finally:
         os._exit(0)

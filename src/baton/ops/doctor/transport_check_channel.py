@@ -1,4 +1,4 @@
-"""What the two processes of a trial say to each other, beside the transport that is tried."""
+"""What the two processes of a trial send each other, beside the transport that is tried."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ class Channel:
         self._text = b""
 
     def send(self, message: Message) -> None:
-        """Tell the other process."""
+        """Send a message to the other process."""
         self._sock.sendall(msgspec.json.encode(message) + b"\n")
 
     def read(self) -> RegionReady | PagesVerified | None:
-        """What was said, None if not all of it is here yet.
+        """The next message, None if not all of it is here yet.
 
         Raises:
             TransferError: the other process failed, or died.

@@ -62,7 +62,7 @@ class NotCheckedError(TransferError):
 
 
 class CheckEndpoint:
-    """One side's transport and region. Events that nobody waits for yet are kept.
+    """One side's transport and region. Events that no call waits for yet are kept.
 
     All that waits raises `TransferError` when the trial's time is over, or something failed.
     """
@@ -138,7 +138,7 @@ class CheckEndpoint:
 
         self._pump(is_received, what, channel.fd)
         if not isinstance(received[-1], kind):
-            raise TransferError(f"the other process said something else: waited for {what}")
+            raise TransferError(f"the other process sent another message: waited for {what}")
         return received[-1]
 
     def wait_for(self, kind: type[E], what: str) -> E:
@@ -169,7 +169,7 @@ class CheckEndpoint:
         self._poll()
         while not is_done():
             if self._clock.now() >= self._deadline:
-                raise TransferError(f"waited in vain for {what} ({CHECK_TIMEOUT_S:g} s in all)")
+                raise TransferError(f"timed out waiting for {what} ({CHECK_TIMEOUT_S:g} s in all)")
             ready_fd = self.transport.readiness_fd
             watched = [*fds, *([] if ready_fd is None else [ready_fd])]
             select.select(watched, [], [], BUSY_POLL_S if ready_fd is None else POLL_S)

@@ -56,7 +56,7 @@ def verify(pages: NDArray[np.uint8], expected: NDArray[np.uint8], verb: str) -> 
     """Compare all bytes of a region.
 
     Raises:
-        TransferError: says how many pages differ.
+        TransferError: gives how many pages differ.
     """
     num_wrong = int((pages != expected).any(axis=1).sum())
     if num_wrong:

@@ -49,7 +49,7 @@ _MISSING_LIBRARY: Final = re.compile(r"(lib[\w+-]+\.so[.\d]*): cannot open share
 
 @dataclass(frozen=True, slots=True)
 class ChosenTransports:
-    """What the configuration says: the transports to use, best first, and each one's options."""
+    """From the configuration: the transports to use, best first, and each one's options."""
 
     kinds: tuple[str, ...]
     options: Mapping[str, Mapping[str, object]]
@@ -133,7 +133,7 @@ def _unasked_listeners(kind: str, moved: TransferCheckResult) -> list[Finding]:
             area=Area.TRANSPORTS,
             name=f"{kind} listens",
             level=Level.WARNING,
-            found=f"it was told 127.0.0.1 and listened on {', '.join(moved.listeners)}",
+            found=f"it was given 127.0.0.1 and listened on {', '.join(moved.listeners)}",
             why="Its library opens a port that anybody who reaches this host may connect to.",
         )
     ]
