@@ -1,25 +1,25 @@
 """The handoff protocol, simulated: a whole cluster in one process, with a virtual clock and a seed.
 
 Enters: a seed. Leaves: an `Outcome`, and the invariant that broke, if one did. What runs is the
-production code: agent, desks, sessions, links and their bytes, routes, staging, tickets, engine
-loop, scheduler and block pool. Simulated are the network under the links, the transports, the
-model, and the gateway. docs/reliability.md says how to use it.
+production code: agent, sender and receiver, sessions, links and their bytes, routes, staging,
+tickets, engine loop, scheduler and block pool. Simulated are the network under the links, the transports, the
+model, and the gateway. docs/reliability.md describes how to use it.
 
 File map:
     plan.py       what a schedule is: workers, clients, faults
-    generating_modes.py  schedules in which blocks are lent, or kept in the store
+    generating_modes.py  schedules in which blocks are exported, or kept in the store
     generating.py    from a seed to a schedule
     timeline.py   virtual time, its order, the log, and skewed clocks
     network.py    connections between hosts, and what breaks them
     transport.py  transports that keep their contract, and nothing more
     fabric.py     what carries their bytes
     store.py      the store
-    pool_mode.py    the pool's desk, without its thread
+    pool_mode.py    the store handoff, without its thread
     transfer_faults.py    what befalls them on the way
-    memory.py     KV that says whose it is
+    memory.py     KV that names its request and incarnation
     computer.py  a model that computes such KV
     agent.py      the production agent, watched
-    process_exit.py  the end of a life, as its kernel tells it
+    process_exit.py  the end of an incarnation, as its kernel reports it
     process.py    one life of a worker, around the production engine loop
     worker_requests.py      the gateway's requests to workers
     gateway.py    who places, asks, aborts and tries again

@@ -1,4 +1,4 @@
-"""The production agent, watched: what it hears, what it tells its engine, what that tells it."""
+"""The production agent, watched: messages, engine events and engine calls."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class SimAgent(HandoffAgent):
 
     @property
     def store_handoff(self) -> StoreHandoff | None:
-        """The desk of mode pool, where there is a store."""
+        """The handler of mode pool, where there is a store."""
         return self._pool if isinstance(self._pool, StoreHandoff) else None
 
     def abort_from_peer(self, ticket: TicketId, reason: str) -> None:
@@ -49,7 +49,7 @@ class SimAgent(HandoffAgent):
         self.wake_store_handoff()
 
     def wake_store_handoff(self) -> None:
-        """Something was asked of the pool's desk."""
+        """Something was asked of the store handoff."""
         if self.store_handoff is not None:
             self._process.store_handoff_driver.wake()
 

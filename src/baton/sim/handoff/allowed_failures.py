@@ -1,4 +1,4 @@
-"""I4: every accepted request ends once and in time; and what may be said in excuse of a failure.
+"""I4: every accepted request ends once and in time; and which faults excuse a failure.
 
 Promise 1 of the design: a failure of a handoff costs time, never the request. So a request may
 fail only where its decode worker, or the gateway's way to it, was struck; and a handoff may wait
@@ -71,9 +71,11 @@ def check_failures(world: World) -> None:
             world.store is not None and internals.marker_name(event.ticket) in world.store.lost
         )
         if "deadline passed" in str(error) and not is_allowed:
-            raise ViolationError("I4", f"{worker} waited in vain: {error}")
+            raise ViolationError("I4", f"{worker} waited until its deadline: {error}")
         if error.stage == LEASE_STAGE and not any(map(_can_stop_renewals, faults)) and not is_left:
-            raise ViolationError("I4", f"{worker}: {error}, and nobody was kept from renewing it")
+            raise ViolationError(
+                "I4", f"{worker}: {error}, and no worker was kept from renewing it"
+            )
 
 
 def _may_be_evicted(world: World, ticket: TicketId) -> bool:
@@ -83,7 +85,7 @@ def _may_be_evicted(world: World, ticket: TicketId) -> bool:
 
 
 def _is_held_by_lease(world: World, ticket: TicketId, error: str) -> bool:
-    """Decode gave up a pull as its link broke, and could not say so: the lease bounds the wait.
+    """Decode gave up a pull as its link broke, and could not report it: the lease bounds the wait.
 
     Where the request's own deadline is sooner, that does.
     """
@@ -138,6 +140,6 @@ def _can_stall(fault: Fault) -> bool:
         ):
             return True
         case DuplicateRequest():
-            return True  # no gateway knows of the second leg, and none will end it
+            return True  # no gateway knows of the second request, and none will end it
         case _:
             return False

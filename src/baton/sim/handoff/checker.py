@@ -63,7 +63,7 @@ class Checker:
     fabric: Fabric | None = None
     deadlines: DeadlineChecker = field(default_factory=DeadlineChecker)
     leases: LeaseChecker = field(init=False)
-    loans: ExportChecker = field(init=False)
+    exports: ExportChecker = field(init=False)
     pooling: PoolChecker = field(default_factory=PoolChecker)
     _states: dict[tuple[Epoch, TicketId], str] = field(default_factory=dict)
     _orders: dict[tuple[Epoch, TicketId], ReceiveOrder] = field(default_factory=dict)
@@ -71,7 +71,7 @@ class Checker:
 
     def __post_init__(self) -> None:
         self.leases = LeaseChecker(self.tickets)
-        self.loans = ExportChecker()
+        self.exports = ExportChecker()
 
     def on_store(
         self, process: SimProcess, region: RegionHandle, copies: PageCopies, ticket: TicketId | None
@@ -106,7 +106,7 @@ class Checker:
         self, process: SimProcess, sequence: Sequence, chain: list[int], stop: int
     ) -> None:
         """I1: tokens `[0, stop)` of a sequence are attended to."""
-        self.loans.on_read(process, sequence.blocks)
+        self.exports.on_read(process, sequence.blocks)
         for layer in range(NUM_LAYERS):
             wrong = process.pages.find_wrong(layer, sequence.blocks, chain, stop)
             if wrong is not None:
@@ -117,7 +117,7 @@ class Checker:
         """I2: KV of the tokens of a step is written into blocks of the engine's."""
         size = work.sequence.block_size
         first, stop = work.sequence.num_computed // size, -(-work.stop // size)
-        self.loans.on_write(process, work.sequence.blocks[first:stop])
+        self.exports.on_write(process, work.sequence.blocks[first:stop])
 
     def on_start_receive(self, process: SimProcess, order: ReceiveOrder) -> None:
         """An engine asked for KV."""
@@ -136,12 +136,12 @@ class Checker:
             self._states[key] = "aborted"
 
     def on_event(self, process: SimProcess, event: HandoffEvent) -> None:
-        """I2: an agent says that pages are ready, or free: nothing may land in them any more."""
+        """I2: an agent reports that pages are ready, or free: nothing may land in them any more."""
         if not isinstance(event, BlocksQuiescent):
             self.deadlines.end(process, event.ticket)
             self._note_landing(event.ticket)
         self.leases.on_event(process, event)
-        self.loans.on_event(process, event)
+        self.exports.on_event(process, event)
         if isinstance(event, KVLanded):
             self.check_state(process)
         if isinstance(event, KVLanded | BlocksQuiescent) and not process.view.is_staged:
@@ -157,7 +157,7 @@ class Checker:
         """I4: a handoff ends once; I1: with what its ticket names."""
         key = process.epoch, event.ticket
         fate, name = self._states.get(key, "unknown"), type(event).__name__
-        process.note(f"its engine hears {name} of {event.ticket.hex()[:6]}")
+        process.note(f"its engine receives {name} of {event.ticket.hex()[:6]}")
         match event:
             case KVLanded():
                 self._transition(key, {"expected", "aborted"}, "landed", name)
@@ -182,22 +182,22 @@ class Checker:
     ) -> None:
         match event:
             case KVExported():
-                self._transition(key, {"offered"}, "lent", "KVExported")
+                self._transition(key, {"offered"}, "exported", "KVExported")
             case ExportReleased():
-                self._transition(key, {"lent"}, "sent", "ExportReleased")
+                self._transition(key, {"exported"}, "sent", "ExportReleased")
             case ImportRevoked():
                 self._transition(key, {"landed"}, "landed", "ImportRevoked")
             case _:
                 assert_never(event)
 
-    def before_message(self, process: SimProcess, heard: MessageReceived) -> Known:
+    def before_message(self, process: SimProcess, received: MessageReceived) -> Known:
         """I7: what is known of tickets before somebody who has no part in them speaks of them."""
-        process.note(f"hears {type(heard.message).__name__} from {heard.peer.name}")
-        self.messages.append(heard)
-        if heard.peer.hello is None:
+        process.note(f"receives {type(received.message).__name__} from {received.peer.name}")
+        self.messages.append(received)
+        if received.peer.hello is None:
             return {}
-        epoch, named = heard.peer.hello.epoch, tickets_of(heard, self.sealed)
-        if isinstance(heard.message, RenewLease | Grant):
+        epoch, named = received.peer.hello.epoch, tickets_of(received, self.sealed)
+        if isinstance(received.message, RenewLease | Grant):
             self.leases.on_renewed(process, epoch, named)
         tickets = [self.tickets[each] for each in named if each in self.tickets]
         return {
@@ -206,12 +206,12 @@ class Checker:
             if epoch not in {ticket.prefill.epoch, ticket.decode.epoch}
         }
 
-    def after_message(self, process: SimProcess, heard: MessageReceived, before: Known) -> None:
+    def after_message(self, process: SimProcess, received: MessageReceived, before: Known) -> None:
         """I7: it changed nothing."""
         for ticket, known in before.items():
             if internals.describe_ticket(process.agent, self.tickets[ticket]) != known:
-                what = type(heard.message).__name__
-                who = f"another life ({heard.peer.name}) than its ticket names"
+                what = type(received.message).__name__
+                who = f"another incarnation ({received.peer.name}) than its ticket names"
                 self._fail("I7", f"{process.name}: {what} from {who} changed a handoff")
 
     def on_step(self, process: SimProcess) -> None:
@@ -236,7 +236,7 @@ class Checker:
         agent = process.agent
         bounds = {
             "early grants": (internals.count_early_grants(agent), MAX_EARLY_GRANTS),
-            "graves": (internals.count_tombstones(agent), 2 * MAX_TOMBSTONES),
+            "tombstones": (internals.count_tombstones(agent), 2 * MAX_TOMBSTONES),
             "links": (internals.count_links(agent), MAX_LINKS_PER_PEER * len(self.incarnations)),
             "peer_mappings": (internals.count_peer_mappings(process), len(self.incarnations)),
         }
@@ -260,7 +260,7 @@ class Checker:
     def _check_store_in_blocks(
         self, process: SimProcess, pages: set[int], ticket: TicketId | None
     ) -> None:
-        self.loans.on_write(process, pages)
+        self.exports.on_write(process, pages)
         states = {internals.state_of(process.scheduler, page) for page in pages}
         if not states <= _WRITABLE:
             names = ", ".join(sorted(state.value for state in states))
@@ -279,12 +279,12 @@ class Checker:
         if order.ticket.mode == "pool":
             self.pooling.check_landed(process, order, landed)
             return
-        borrowed = landed.imported
+        imported = landed.imported
         expected = {self.incarnations[order.ticket.prefill.epoch]}
         size, table = process.plan.block_size, order.blocks
         first = table.first * size
-        blocks = [*borrowed, *table.blocks.tolist()[len(borrowed) :]]
-        self.loans.on_read(process, blocks)
+        blocks = [*imported, *table.blocks.tolist()[len(imported) :]]
+        self.exports.on_read(process, blocks)
         for layer in range(NUM_LAYERS):
             incarnations = process.pages.incarnations(
                 layer, blocks, order.start - first, order.num_tokens - first

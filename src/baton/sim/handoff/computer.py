@@ -1,4 +1,4 @@
-"""A model that computes KV and tokens which can be told from all others."""
+"""A model that computes KV and tokens which can be distinguished from all others."""
 
 from __future__ import annotations
 
@@ -87,5 +87,5 @@ class SamePages:
     def copy(self, source: Sequence[int], target: Sequence[int]) -> None:
         """See `loop.EnginePages`."""
         process = self._process
-        process.checker.loans.on_copy(process, source, target)
+        process.checker.exports.on_copy(process, source, target)
         process.pages.copy(source, target)

@@ -30,7 +30,7 @@ class DeadlineChecker:
         self._since_s[process.epoch, ticket] = process.world.timeline.now_s + extra_s
 
     def end(self, process: SimProcess, ticket: TicketId) -> None:
-        """Nobody waits for it there any more."""
+        """No process waits for it there any more."""
         self._since_s.pop((process.epoch, ticket), None)
 
     def engine_alive(self, process: SimProcess, prompts: Iterable[Ticket]) -> None:

@@ -1,4 +1,4 @@
-"""Blocks that peers attend over, as an onlooker sees them: I2 of what is lent."""
+"""Blocks that peers attend over, as an onlooker sees them: I2 of exported blocks."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _NAMES: Final = {KVExported: "loan", ExportReleased: "loan ended", ImportRevoked
 
 @dataclass(slots=True)
 class ExportChecker:
-    """All loans of a run. `seen` counts what happened to them."""
+    """All exports of a run. `seen` counts what happened to them."""
 
     seen: Counter[str] = field(default_factory=Counter)
 
     def on_event(self, process: SimProcess, event: HandoffEvent) -> None:
-        """A loan ends only when nobody reads it any more, whatever anybody has said."""
+        """An export ends only when no process reads it any more, whatever was reported."""
         if isinstance(event, KVExported | ExportReleased | ImportRevoked):
             self.seen[_NAMES[type(event)]] += 1
         if isinstance(event, ExportReleased):
@@ -34,7 +34,7 @@ class ExportChecker:
                 if internals.is_importing(other, event.ticket):
                     name = event.ticket.hex()[:6]
                     raise ViolationError(
-                        "I2", f"{process.name}: loan {name} ends, and {other.name} reads"
+                        "I2", f"{process.name}: export {name} ends, and {other.name} reads"
                     )
 
     def on_write(self, process: SimProcess, blocks: Iterable[int]) -> None:
@@ -51,7 +51,7 @@ class ExportChecker:
                 )
 
     def on_copy(self, process: SimProcess, source: Iterable[int], target: Iterable[int]) -> None:
-        """Blocks that were borrowed are copied into others."""
+        """Blocks that were imported are copied into others."""
         self.seen["loan copied"] += 1
         self.on_read(process, source)
         self.on_write(process, target)

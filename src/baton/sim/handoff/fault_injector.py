@@ -184,7 +184,7 @@ class FaultInjector:
         self._later(fault.for_s, _nothing)
 
     def _replay(self, fault: ReplayMessages) -> None:
-        """Lives that hold the cluster key say what they have no business to say."""
+        """Incarnations that hold the cluster key send messages that they may not send."""
         world = self._world
         for process in world.processes:
             if process.name == fault.worker and process.is_alive:
@@ -192,9 +192,9 @@ class FaultInjector:
                     self._send_forged(process)
 
     def _send_forged(self, process: SimProcess) -> None:
-        """Repeat what was said lately, or speak of a ticket that does not name this life."""
+        """Replay recent messages, or name a ticket that does not name this incarnation."""
         checker, rng = self._world.checker, self._world.rng
-        said = [h.message for h in checker.messages[-12:] if isinstance(h.message, _REPLAYED)]
+        replayed = [h.message for h in checker.messages[-12:] if isinstance(h.message, _REPLAYED)]
         foreign = [
             ticket.id
             for ticket in list(checker.tickets.values())[-4:]
@@ -202,7 +202,7 @@ class FaultInjector:
         ]
         if foreign:
             ticket, kind = rng.choice(foreign), rng.choice(self._world.schedule.kinds)
-            said += [
+            replayed += [
                 Failed(ticket, "forged"),
                 Finished(ticket, None, kind, kind, {}),
                 TransferAck(ticket, kind, kind),
@@ -218,9 +218,9 @@ class FaultInjector:
                 BlocksExported(ticket, 0, b"\0\0\0\0"),
             ]
         peers = internals.peers_of(process.agent)
-        if said and peers:
+        if replayed and peers:
             self._count("replay", 1)
-            internals.send(process.agent, rng.choice(peers), rng.choice(said))
+            internals.send(process.agent, rng.choice(peers), rng.choice(replayed))
 
     def _start(self, name: Host) -> None:
         world = self._world

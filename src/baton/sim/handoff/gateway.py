@@ -47,7 +47,7 @@ PROBE_S: Final = 1.0
 """A worker that is asked first is looked at that often: the second time it is not well, it is
 given up."""
 GRACE_PERIOD_S: Final = 0.5
-"""For how long the prefill leg may still answer once the client has its own."""
+"""For how long the prefill request may still answer once the client has its own."""
 NUM_BAD_PROBES: Final = 2
 
 
@@ -127,8 +127,8 @@ class SimRequest:
 
     def _send_decode(self, worker: str, sealed: str | None) -> None:
         turn = self._turn
-        leg = "colocated" if sealed is None else "decode"
-        self._ask(worker, leg, sealed, lambda reply: self._on_decode_reply(turn, reply))
+        role = "colocated" if sealed is None else "decode"
+        self._ask(worker, role, sealed, lambda reply: self._on_decode_reply(turn, reply))
 
     def _send_prefill_first(self, prefill: WorkerRef, decode: str, sealed: str) -> None:
         """Ask the prefill worker, then the other."""
@@ -138,7 +138,7 @@ class SimRequest:
 
         def on_reply(reply: Reply) -> None:
             if self.outcome is None and turn == self._turn and self._is_waiting_for_prefill:
-                self._note(f"its prefill worker says {reply}")
+                self._note(f"its prefill worker reports {reply}")
                 self._is_waiting_for_prefill = False
                 self._on_prefill_first_reply(decode, sealed, reply)
 
@@ -196,17 +196,17 @@ class SimRequest:
         return sealed
 
     def _ask(
-        self, worker: str, leg: str, sealed: str | None, on_reply: Callable[[Reply], None]
+        self, worker: str, role: str, sealed: str | None, on_reply: Callable[[Reply], None]
     ) -> None:
         client, world = self.client, self._world
         worker_request = WorkerRequest(
             world,
             self.name,
             worker,
-            leg,  # type: ignore[arg-type]
+            role,  # type: ignore[arg-type]
             sealed,
             client.prompt,
-            1 if leg == "prefill" else client.num_output,
+            1 if role == "prefill" else client.num_output,
             self.deadline_s - world.timeline.now_s,
             on_reply,
         )
@@ -216,7 +216,7 @@ class SimRequest:
     def _on_decode_reply(self, turn: int, reply: Reply) -> None:
         if self.outcome is not None or turn != self._turn:
             return
-        self._note(f"its decode worker says {reply}")
+        self._note(f"its decode worker reports {reply}")
         match reply:
             case TokenReply(token):
                 self._is_prefilling = False
@@ -253,7 +253,7 @@ class SimRequest:
     def _on_prefill_reply(self, turn: int, reply: Reply) -> None:
         if self.outcome is not None or turn != self._turn:
             return
-        self._note(f"its prefill worker says {reply}")
+        self._note(f"its prefill worker reports {reply}")
         match reply:
             case TokenReply() | LastToken() | ErrorReply("handoff_declined"):
                 self._is_prefilling = False
@@ -264,7 +264,7 @@ class SimRequest:
                 self._abort(str(reply))
 
     def _abort(self, reason: str) -> None:
-        """No KV will come: tell the decode worker, until it answers."""
+        """No KV will come: notify the decode worker, until it answers."""
         ticket, world = self._ticket, self._world
         if ticket is None or not self._is_prefilling:
             return

@@ -1,4 +1,4 @@
-"""From a seed to a schedule. Small ones are likely: they are fast, and say more when they fail."""
+"""From a seed to a schedule. Small ones are likely: they are fast, and show more when they fail."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def generate_schedule(seed: int) -> Schedule:
 def _overload(rng: Random, schedule: Schedule) -> Schedule:
     """Many are to be pulled by one slow worker with little room: they wait for several leases.
 
-    Nobody is struck, and nobody leaves.
+    No worker is struck, and no client leaves.
     """
     first, *_, last = schedule.workers
     prompts = [[rng.randrange(_VOCABULARY) for _ in range(MAX_PROMPT)] for _ in range(6)]
@@ -112,7 +112,7 @@ def _overload(rng: Random, schedule: Schedule) -> Schedule:
 
 
 def _generate_paused_reader(rng: Random, clients: tuple[Client, ...]) -> list[Fault]:
-    """A decode worker that oversleeps a lease while it reads, and is not told of its end."""
+    """A decode worker that oversleeps a lease while it reads, and is not notified of its end."""
     if rng.random() > _PAUSED_READER_PROBABILITY or not any(
         client.mode == "pull" for client in clients
     ):
@@ -125,7 +125,7 @@ def _generate_paused_reader(rng: Random, clients: tuple[Client, ...]) -> list[Fa
 
 
 def _generate_modes(rng: Random, clients: tuple[Client, ...]) -> tuple[Client, ...]:
-    """All requests of many schedules in one mode, which says more when it fails."""
+    """All requests of many schedules in one mode, which shows more when it fails."""
     modes = rng.choice(_MODE_MIXES)
     return tuple(replace(client, mode=rng.choice(modes)) for client in clients)
 

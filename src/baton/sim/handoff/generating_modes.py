@@ -1,4 +1,4 @@
-"""Schedules in which blocks are lent, or kept in a store: they need more than chance would give."""
+"""Schedules in which blocks are exported, or kept in a store."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _POOL_MODE_MIXES: Final[tuple[tuple[HandoffMode, ...], ...]] = (
 
 
 def add_reference_mode(rng: Random, schedule: Schedule) -> Schedule:
-    """The same schedule; of some, with workers that can lend, and requests that are to be lent."""
+    """The same schedule; of some, with workers that export, and requests in that mode."""
     if rng.random() >= REFERENCE_PROBABILITY:
         return schedule
     modes, kinds = rng.choice(_MODE_MIXES), schedule.kinds
@@ -96,7 +96,7 @@ def _pool(
 
 
 def _add_memory_pressure(rng: Random, schedule: Schedule) -> Schedule:
-    """Prefill is short of what it has lent: more clients, and slower answers."""
+    """Prefill is short of blocks, having exported many: more clients, and slower answers."""
     last = schedule.clients[-1]
     more = tuple(
         replace(
@@ -112,7 +112,7 @@ def _add_memory_pressure(rng: Random, schedule: Schedule) -> Schedule:
 
 
 def _make_exportable(rng: Random, worker: WorkerPlan, block_size: int) -> WorkerPlan:
-    """As a rule its pages can be lent: of the same size, not staged, more than one prompt's."""
+    """As a rule its pages can be exported: of the same size, not staged, more than one prompt's."""
     if rng.random() < 0.1:  # noqa: PLR2004
         return worker
     num_tokens = worker.num_blocks * worker.block_size

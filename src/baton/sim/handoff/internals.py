@@ -1,4 +1,4 @@
-"""What the checker sees of the production code: its books, which nobody else may open."""
+"""What the checker sees of the production code: private state, which no other module reads."""
 
 from __future__ import annotations
 
@@ -36,26 +36,26 @@ class Leftover:
 
 
 def find_leftovers(agent: HandoffAgent, loop: EngineLoop, scheduler: Scheduler) -> list[Leftover]:
-    """What a worker still holds for handoffs; graves are only bounded.
+    """What a worker still holds for handoffs; tombstones are only bounded.
 
-    But for early grants, and for what it has lent.
+    But for early grants, and for what it has exported.
     """
     receiving, sending, pinned_blocks = agent._receiving, agent._sending, scheduler.pinned_blocks
     pool, staging = scheduler.pool, [f.staging_pool for f in agent._views if f.staging_pool]
     counts = {
         "sessions that receive": receiving.num_sessions,
         "sessions that send": sending.num_sessions,
-        "writes of the sending desk": len(sending._writes),
-        "reads of the receiving desk": len(receiving._reader._pending),
+        "writes of the sender": len(sending._writes),
+        "reads of the receiver": len(receiving._reader._pending),
         "sequences": len(loop._sequences),
         "tickets that are renewed": len(receiving._lease_renewer._queued),
         "sequences that wait for KV": len(pinned_blocks._incoming),
         "quarantined tickets": len(pinned_blocks._quarantined),
-        "sequences lent to a peer": len(pinned_blocks._sending),
+        "sequences exported to a peer": len(pinned_blocks._sending),
         "blocks": pool.num_blocks - pool.num_free - _count_exported(scheduler),
         "store writes and reads": _count_store_transfers(agent),
-        "loans in use": len(agent._importer.table._exporter_of),
-        "sequences that borrow": len(scheduler.shared_blocks._importers),
+        "imports in use": len(agent._importer.table._exporter_of),
+        "sequences that import": len(scheduler.shared_blocks._importers),
         "staging pages": sum(len(held) for pages in staging for held in pages._held.values()),
         "handoffs that wait for staging pages": sum(pages.num_waiting for pages in staging),
     }
@@ -68,14 +68,14 @@ def _count_store_transfers(agent: HandoffAgent) -> int:
 
 
 def find_exported(agent: HandoffAgent, scheduler: Scheduler) -> list[Leftover]:
-    """What a worker has lent and not been given back."""
-    num_loans, num_blocks = len(agent._exporter.table._exports), _count_exported(scheduler)
-    found = Leftover("loans", num_loans), Leftover("blocks that are lent", num_blocks)
+    """What a worker has exported and not had released."""
+    num_exports, num_blocks = len(agent._exporter.table._exports), _count_exported(scheduler)
+    found = Leftover("exports", num_exports), Leftover("blocks that are exported", num_blocks)
     return [each for each in found if each.num]
 
 
 def _count_exported(scheduler: Scheduler) -> int:
-    """Blocks that are somebody's only because they are lent."""
+    """Blocks that are somebody's only because they are exported."""
     exported = [set(blocks) for blocks in scheduler.shared_blocks._exported.values()]
     return len(set().union(*exported))
 
@@ -86,7 +86,7 @@ def count_early_grants(agent: HandoffAgent) -> int:
 
 
 def count_tombstones(agent: HandoffAgent) -> int:
-    """Tickets remembered as dead, on both desks."""
+    """Tickets remembered as dead, by sender and receiver."""
     return len(agent._sending._tombstones._tombstones) + len(agent._receiving._aborted._tombstones)
 
 
@@ -122,7 +122,7 @@ def is_ending(agent: HandoffAgent, ticket: TicketId) -> bool:
 
 
 def marker_name(ticket: TicketId) -> EntryName:
-    """The entry in which a prefill worker says that it is done with a ticket."""
+    """The entry in which a prefill worker reports that it is done with a ticket."""
     return completion_marker._entry_name(ticket, 0)
 
 
@@ -156,20 +156,20 @@ def is_staged_for_some(view: RegisteredView, pages: set[int]) -> bool:
 
 
 def is_importing(process: SimProcess, ticket: TicketId) -> bool:
-    """Whether a worker may read what was lent for a ticket, as its agent or its engine sees it."""
-    book, loans = process.agent._importer.table, process.scheduler.shared_blocks
-    return ticket in book._exporter_of or ticket in loans._importers
+    """Whether a worker may read what was exported for a ticket, by its agent or its engine."""
+    table, shared = process.agent._importer.table, process.scheduler.shared_blocks
+    return ticket in table._exporter_of or ticket in shared._importers
 
 
-def find_pending_releases(process: SimProcess, lender: Epoch) -> int:
-    """Returns that a lender has not heard of, or not said that it has."""
-    account = process.agent._importer.table._account(lender)
+def find_pending_releases(process: SimProcess, exporter: Epoch) -> int:
+    """Releases that an exporter has not received, or not acknowledged."""
+    account = process.agent._importer.table._account(exporter)
     return len(account.pending) + len(account.unacked)
 
 
-def find_read_pages(process: SimProcess, lender: Epoch) -> set[int]:
-    """The pages of a lender's that sequences of this worker attend over."""
-    known = process.agent._importer._exporters.get(lender)
+def find_read_pages(process: SimProcess, exporter: Epoch) -> set[int]:
+    """The pages of an exporter that sequences of this worker attend over."""
+    known = process.agent._importer._exporters.get(exporter)
     if known is None or known.mapping is None:
         return set()
     mapping = known.mapping
@@ -214,7 +214,7 @@ def check_state(agent: HandoffAgent) -> None:
 
 
 def peers_of(agent: HandoffAgent) -> list[Peer]:
-    """The peers that have introduced themselves."""
+    """The peers that have sent their hello."""
     return [peer for peer in agent._peers if peer.hello is not None]
 
 
@@ -260,5 +260,5 @@ def describe_ticket(agent: HandoffAgent, named: Ticket) -> tuple[object, ...]:
 
 
 def send(agent: HandoffAgent, peer: Peer, message: Message) -> None:
-    """Have an agent say something that it would not."""
+    """Have an agent send a message that it would not."""
     agent._peers.send(peer, message)

@@ -39,7 +39,7 @@ class LeaseChecker:
         self._renewed_s[process.epoch, ticket] = process.world.timeline.now_s
 
     def on_renewed(self, process: SimProcess, by: Epoch, tickets: Iterable[TicketId]) -> None:
-        """A prefill worker hears of some tickets: those of that decode worker are held longer."""
+        """A prefill worker receives tickets: those of that decode worker are held longer."""
         now_s = process.world.timeline.now_s
         for ticket in tickets:
             known = self.tickets.get(ticket)
@@ -68,11 +68,11 @@ class LeaseChecker:
             self._read_late.add(ticket)
 
     def is_read_late(self, ticket: TicketId) -> bool:
-        """Whether what lies in its pages was read when nobody held it any more."""
+        """Whether what lies in its pages was read when no handoff held it any more."""
         return ticket in self._read_late
 
     def find_overdue(self, process: SimProcess) -> TicketId | None:
-        """One that is held although nobody has renewed it in time."""
+        """One that is held although no worker has renewed it in time."""
         world = process.world
         latest_s = world.timeline.now_s - (1 + DRIFT) * world.schedule.lease_s - SLACK_S
         for (epoch, ticket), renewed_s in self._renewed_s.items():

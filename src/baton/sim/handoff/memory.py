@@ -1,7 +1,7 @@
-"""KV of the simulation: every token's bytes say what they are, and which life computed them.
+"""KV of the simulation: every token's bytes name the token, and which incarnation computed them.
 
 A token of a layer is 16 bytes: a hash of (layer, all tokens up to it), then the name of the life
-that computed it. So whoever reads a page can tell whose it is, and digests cover both.
+that computed it. So whoever reads a page knows whose it is, and digests cover both.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def extend_chain(chain: list[int], tokens: Sequence[int]) -> None:
 
 
 def next_token(prefix: int) -> int:
-    """What the model says after a prefix, by its hash: never anything else."""
+    """What the model generates after a prefix, by its hash: never anything else."""
     return (prefix >> 17) % VOCABULARY
 
 
@@ -124,7 +124,7 @@ class Pages:
             words[list(target)] = found.reshape(len(source), self.block_size, 2)
 
     def close(self) -> None:
-        """Give shared memory back to the kernel: nobody looks at it any more."""
+        """Give shared memory back to the kernel: no process reads it any more."""
         self.words = ()
         if self.peer_mappings is not None:
             self.peer_mappings.close()

@@ -2,7 +2,7 @@
 
 TCP loses no message in the middle: here a connection is cut (with what is under way lost, at any
 byte), or stalls while its hosts are parted, and goes on afterwards. A cut may be silent: then no
-end hears of it.
+end is notified.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ class SimStream:  # noqa: PLR0904 -- a socket's methods, and what its peer needs
 
     @property
     def is_readable(self) -> bool:
-        """Whether `recv` has something to say."""
+        """Whether `recv` has something to report."""
         return bool(self._commands) or self._ends or self.error is not None
 
     @property
     def is_writable(self) -> bool:
-        """Whether `send` has something to say."""
+        """Whether `send` has something to report."""
         return self.is_connected or self.error is not None
 
     def fileno(self) -> int:
@@ -101,7 +101,7 @@ class SimStream:  # noqa: PLR0904 -- a socket's methods, and what its peer needs
         return self.owner.name, 0
 
     def close(self) -> None:
-        """What is under way still arrives; then the other end hears of it."""
+        """What is under way still arrives; then the other end is notified."""
         if not self.is_closed:
             self.is_closed = True
             self._network.forget(self)
@@ -119,7 +119,7 @@ class SimStream:  # noqa: PLR0904 -- a socket's methods, and what its peer needs
             self.fail()
 
     def fail(self) -> None:
-        """This end hears that the connection broke."""
+        """This end observes that the connection broke."""
         if not self.is_closed and self.error is None:
             self.error = ConnectionResetError("reset by peer")
             self.owner.wake()
@@ -334,7 +334,7 @@ class Network:
 
 
 class SimSelector(selectors.BaseSelector):
-    """Tells what is ready, and never sleeps: a process sleeps between its steps."""
+    """Reports what is ready, and never sleeps: a process sleeps between its steps."""
 
     def __init__(self) -> None:
         self._keys: dict[object, selectors.SelectorKey] = {}

@@ -1,4 +1,4 @@
-"""What a seed says: the cluster, its clients, and what befalls them."""
+"""What a seed gives: the cluster, its clients, and what befalls them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class WorkerPlan:
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """One request; the client leaves before the end where `leaves_after_s` says so.
+    """One request; the client leaves before the end where `leaves_after_s` is set.
 
     `mode` is what the policy names for it.
     """
@@ -50,7 +50,7 @@ class Client:
 
 @dataclass(frozen=True, slots=True)
 class Crash:
-    """A worker dies. `silently`: its host does, so that nobody hears of it."""
+    """A worker dies. `silently`: its host does, so that no peer is notified."""
 
     at_s: float
     worker: Host
@@ -137,7 +137,7 @@ class FailTransfers:
 
 @dataclass(frozen=True, slots=True)
 class DropRequest:
-    """The gateway's next call to a worker breaks: before it is heard, or before its answer is."""
+    """The gateway's next call to a worker breaks: before it arrives, or before its answer."""
 
     at_s: float
     worker: Host
@@ -154,7 +154,7 @@ class DuplicateRequest:
 
 @dataclass(frozen=True, slots=True)
 class ReplayMessages:
-    """A life of a worker says to its peers what some life said to somebody before."""
+    """An incarnation of a worker sends to its peers what another one sent before."""
 
     at_s: float
     worker: Host
@@ -203,5 +203,5 @@ class Schedule:
 
     @property
     def shares_blocks(self) -> bool:
-        """Whether workers share memory, so that blocks can be lent."""
+        """Whether workers share memory, so that blocks can be exported."""
         return any(client.mode == "reference" for client in self.clients)

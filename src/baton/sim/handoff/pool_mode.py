@@ -1,4 +1,4 @@
-"""The pool's half of one life: the production desk without its thread, and its copies watched."""
+"""The pool's half: the production handler without its thread, and its copies watched."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def make_store_access(process: SimProcess, view: KVView) -> StoreAccess | None:
 
 
 class StoreHandoffDriver:
-    """Has the desk take its steps: soon after each command, and as long as it is busy."""
+    """Has the store handoff take its steps: soon after each command, and as long as it is busy."""
 
     def __init__(self, process: SimProcess) -> None:
         self._process = process
@@ -53,11 +53,11 @@ class StoreHandoffDriver:
 
     def _step(self) -> None:
         self._steps_soon = False
-        desk = self._process.agent.store_handoff
-        if desk is not None:
-            patience_s = desk.step(0.0)
-            if patience_s is not None:
-                self._in(patience_s + STEP_S * self._process.world.rng.random())
+        handoff = self._process.agent.store_handoff
+        if handoff is not None:
+            delay_s = handoff.step(0.0)
+            if delay_s is not None:
+                self._in(delay_s + STEP_S * self._process.world.rng.random())
 
 
 class CheckedBlockCopier(BlockCopier):
@@ -93,6 +93,6 @@ class CheckedBlockCopier(BlockCopier):
         return set(table.blocks[first - table.first : stop - table.first].tolist())
 
 
-def watch(desk: StoreHandoff, process: SimProcess, pool: StoreAccess) -> None:
-    """Have a desk's copies looked at. Before `open`."""
-    desk._copier = CheckedBlockCopier(process, pool)  # noqa: SLF001 -- no one else replaces it
+def watch(handoff: StoreHandoff, process: SimProcess, pool: StoreAccess) -> None:
+    """Have a store handoff's copies looked at. Before `open`."""
+    handoff._copier = CheckedBlockCopier(process, pool)  # noqa: SLF001 -- no one else replaces it

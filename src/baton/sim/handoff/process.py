@@ -148,8 +148,8 @@ class SimProcess:
         if self.is_paused:
             self.is_paused, self.running_since_s = False, self.world.timeline.now_s
             self.note("goes on")
-            owed, self._deferred = self._deferred, []
-            for action in owed:
+            pending, self._deferred = self._deferred, []
+            for action in pending:
                 self.world.timeline.after(0.0, partial(self.when_running, action))
 
     def kill(self, *, silently: bool) -> None:
@@ -173,7 +173,7 @@ class SimProcess:
     def receive(self, worker_request: WorkerRequest) -> None:
         """The gateway asks for something."""
         try:
-            leg = self._read_leg(worker_request.sealed)
+            kind = self._read_kind(worker_request.sealed)
         except TicketError as exc:
             is_stale = "another life" in str(exc) or "before" in str(exc)
             worker_request.reply(ErrorReply("stale_ticket" if is_stale else "invalid_ticket"))
@@ -183,7 +183,7 @@ class SimProcess:
             id=RequestId(f"{worker_request.name}~{self._num_requests}"),
             prompt_ids=np.array(worker_request.prompt, np.int32),
             sampling=SamplingParams(max_tokens=worker_request.num_output, temperature=0.0, seed=0),
-            kind=leg,
+            kind=kind,
             tenant_salt="",
             deadline=type(self.clock.now())(self.clock.now() + worker_request.left_s),
             trace=RequestSpan(
@@ -206,8 +206,8 @@ class SimProcess:
     def _build_agent(self) -> None:
         world, plan = self.world, self.plan
         layout = make_layout(plan.block_size)
-        is_lent = world.schedule.shares_blocks and plan.staging_pool is None
-        allocate = Pages.share if is_lent else Pages.allocate
+        is_shared = world.schedule.shares_blocks and plan.staging_pool is None
+        allocate = Pages.share if is_shared else Pages.allocate
         self.pages = allocate(plan.block_size, plan.num_blocks, world.rng)
         view = KVView(layout, self.pages.region, peer_mappings=self.pages.peer_mappings)
         if plan.staging_pool is not None:
@@ -315,7 +315,7 @@ class SimProcess:
         self._commands.append(order)
         self.wake_engine()
 
-    def _read_leg(self, sealed: str | None) -> RequestKind:
+    def _read_kind(self, sealed: str | None) -> RequestKind:
         """As `worker.legs.TicketReader`, which belongs to another layer.
 
         Raises:
@@ -325,10 +325,10 @@ class SimProcess:
             return Colocated()
         now = self.clock.unix_now()
         ticket = unseal(sealed, self.world.key, now)
-        leg = self._mine(ticket)
+        kind = self._mine(ticket)
         if self._seen.use(ticket, now) is not TicketUse.FIRST:
             raise TicketError("used before")
-        return leg
+        return kind
 
     def _mine(self, ticket: Ticket) -> RequestKind:
         if ticket.prefill.epoch == self.epoch:

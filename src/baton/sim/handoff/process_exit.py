@@ -1,4 +1,4 @@
-"""The end of a process, as its kernel tells it to others."""
+"""The end of a process, as its kernel reports it to others."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class ProcessExit:
             os.eventfd_write(self._fd, 1)
 
     def close(self) -> None:
-        """Nobody asks any more."""
+        """No process asks any more."""
         fd, self._fd = self._fd, None
         if fd is not None:
             os.close(fd)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 RELEASE_S: Final = 8.0
 """After the last request and the last fault: everything but early grants is released by then."""
 RENEWED_S: Final = 1.0
-"""What is held for nobody is released a lease after it was renewed for the last time: by then."""
+"""What is held for no process is released a lease after its last renewal: by then."""
 FORGET_S: Final = 20.0
 """And by then, with the expiry of the last ticket, they are too."""
 _CHECK_EVERY: Final = 8
@@ -38,7 +38,7 @@ class Outcome:
     """One run.
 
     `injected` counts the faults that took effect, `ends` how requests ended, `seen` which modes
-    were asked for, and what became of leases and loans.
+    were asked for, and what became of leases and exports.
     """
 
     schedule: Schedule
@@ -76,7 +76,7 @@ def run_schedule(schedule: Schedule, *, keeps_log: bool = False) -> Outcome:
         injected=world.fabric.transfer_faults.injected
         + (Counter() if world.store is None else world.store.injected),
         ends=Counter(str(request.outcome).split(":")[0] for request in world.requests),
-        seen=world.checker.leases.seen + world.checker.loans.seen,
+        seen=world.checker.leases.seen + world.checker.exports.seen,
         log=tuple(world.timeline.log or ()),
     )
 
@@ -107,7 +107,9 @@ def _find_leftovers(world: World) -> list[str]:
         if not process.is_alive:
             continue
         left = internals.find_leftovers(process.agent, process.loop, process.scheduler)
-        if world.live[process.name] is process:  # nobody finds a life whose address is another's
+        if (
+            world.live[process.name] is process
+        ):  # none finds an incarnation whose address is another's
             left += internals.find_exported(process.agent, process.scheduler)
         num = sum(transport.num_under_way for transport in process.transports)
         found += [f"{process.name}: {each.num} {each.what}" for each in left]

@@ -18,7 +18,7 @@ MAX_STEP = 200_000
 
 
 class StuckError(BaseException):
-    """So much happened that it will go on for ever."""
+    """So much happened that it will go on without limit."""
 
 
 class Timeline:

@@ -1,4 +1,4 @@
-"""What is to befall transfers: the next ones fail, or are spoilt, or reach nobody."""
+"""What is to befall transfers: the next ones fail, or are spoilt, or reach no peer."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class TransferFaults:
         self._blocked_until: dict[tuple[str, str], float] = {}
 
     def block_transport(self, host: str, kind: str, for_s: float) -> None:
-        """From one host, a transport reaches nobody for a while."""
+        """From one host, a transport reaches no peer for a while."""
         self._blocked_until[host, kind] = self._timeline.now_s + for_s
 
     def is_blocked(self, host: str, kind: str) -> bool:

@@ -5,7 +5,7 @@ two parts, in which order writes arrive, whether the notification of a write tha
 failed
 comes after all. Each `Kind` has the habits of a family of real ones:
 
-    sim-shared  the writer stores; it is asked to stop, and answers when it runs again; reads; lends
+    sim-shared  the writer stores; asked to stop, it answers when it runs again; reads; exports
     sim-rdma    the same by hardware: what was posted lands whatever becomes of its process
     sim-tcp     the receiver stores, and drops what comes for a closed grant; does not read
 """
@@ -233,7 +233,7 @@ class SimTransport:  # noqa: PLR0904 -- the contract, and what its peers need
         peer, handle = known.peer, known.descriptor.handle
         region = None if peer is None else peer.regions[handle]
         if not self.traits.views or region is None or region.fd is None or known.is_lost:
-            raise TransferError("it does not lend, is still attaching, or was lost")
+            raise TransferError("it does not export, is still attaching, or was lost")
         if known.mapping is None:
             known.mapping = map_peer_memory(region.fd, region.arrays, mmap.PROT_READ)
         return view_pages(known.mapping, region.arrays[array])
@@ -297,7 +297,7 @@ class SimTransport:  # noqa: PLR0904 -- the contract, and what its peers need
             self.settle(grant)
 
     def allows(self, write: SimWrite) -> bool:
-        """Whether a write may be stored here, as far as this side can tell."""
+        """Whether a write may be stored here, as far as this side knows."""
         opened = self.grants.get(write.order.grant)
         if opened is None or opened.grant.writer != write.poster.process.epoch:
             return False
@@ -321,7 +321,7 @@ class SimTransport:  # noqa: PLR0904 -- the contract, and what its peers need
         refused = self._fabric.transfer_faults.is_blocked(self.process.name, self.kind)
         if peer is None or not peer.process.is_alive or refused:
             remote.is_lost = True
-            self.emit(RemoteLost(remote.id, PeerUnreachableError("nobody answers")))
+            self.emit(RemoteLost(remote.id, PeerUnreachableError("no answer")))
             return
         remote.peer, remote.is_up = peer, True
         self._fabric.link(self, peer)

@@ -49,7 +49,7 @@ Reply: TypeAlias = TokenReply | LastToken | ErrorReply | ConnectionLost
 
 @dataclass(slots=True, eq=False)
 class WorkerRequest:
-    """One request to one worker. `hear` is told what comes back, until `hang_up`."""
+    """One request to one worker. Its callback gets what comes back, until `hang_up`."""
 
     world: World
     name: str
@@ -93,7 +93,7 @@ class WorkerRequest:
             )
 
     def reply(self, reply: Reply) -> None:
-        """The worker says something."""
+        """The worker sends something."""
         if self.loses_reply:
             self.loses_reply = False
             self.break_connection()
@@ -110,7 +110,7 @@ class WorkerRequest:
         self._soon(GATEWAY, self.worker, self._cancel)
 
     def close(self) -> None:
-        """As `hang_up`, and nothing is heard from now on."""
+        """As `hang_up`, and nothing is received from now on."""
         if not self.is_closed:
             self.is_closed = True
             self.cancel()
@@ -144,4 +144,4 @@ class WorkerRequest:
 
 
 def _ignore_reply(reply: Reply) -> None:
-    """Nobody waits for the answer of a request that was sent twice."""
+    """No client waits for the answer of a request that was sent twice."""
