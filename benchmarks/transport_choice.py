@@ -61,7 +61,7 @@ from baton.rig.pages import Direction, Workload, parse_size
 from baton.rig.pair import NodePair, SampleBudget, WrongBytesError
 from baton.transfer.interface import TRANSPORTS, Transport, TransportContext
 from baton.transfer.links.model import LinkModel
-from baton.transfer.links.outcome import SilentObserver
+from baton.transfer.links.outcome import NullObserver
 from baton.transfer.region import allocate_shared_region
 
 if TYPE_CHECKING:
@@ -150,7 +150,7 @@ class AgentBackend(Backend):
         super().close()
 
 
-class _MeasuredLinks(SilentObserver):
+class _MeasuredLinks(NullObserver):
     """See `LinkObserver`. Written by the agent's thread, read by the main one."""
 
     def __init__(self) -> None:

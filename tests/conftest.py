@@ -22,6 +22,14 @@ if TYPE_CHECKING:
     from tests.e2e_vllm.cluster import ClusterFactory, VllmCluster
 
 
+pytest.register_assert_rewrite(
+    "baton.testing.transport_contract",
+    "baton.testing.transport_pair",
+    "baton.testing.store_contract",
+    "baton.testing.store_faults",
+)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--all-chaos", action="store_true", help="all of tests/chaos, not only what stands for it"

@@ -16,7 +16,7 @@ import msgspec
 
 from baton.handoff.messages import decode_notification
 from baton.registry import Plugin
-from baton.testing.corrupted_copies import Piece
+from baton.testing.corrupted_copies import ByteRange
 from baton.testing.faulty_transport import Fault, FaultPlan, FaultyTransport
 from baton.transfer.interface import TRANSPORTS
 from baton.transfer.region import view_pages
@@ -115,7 +115,7 @@ class FailpointTransport(FaultyTransport):
         array = self._regions[grant.region].arrays[notification.layer]
         pages = view_pages(self._regions[grant.region].memory, array)
         page = int(grant.pages[notification.start // BLOCK_SIZE])
-        self._spoil(pages, Piece(page, 0, array.page_bytes), fault)
+        self._spoil(pages, ByteRange(page, 0, array.page_bytes), fault)
 
     def _draw(self, faults: tuple[Fault, ...]) -> Fault | None:
         self._look()

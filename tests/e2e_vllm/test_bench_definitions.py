@@ -8,7 +8,7 @@ import pytest
 from baton.bench.load.records import Record, Slo, compute_figures
 from baton.bench.load.stream import Tokens
 from baton.kv.sizing.parts import State
-from baton.kv.sizing.sizes import NodeTerms, compute_sizes
+from baton.kv.sizing.sizes import Terms, compute_sizes
 from baton.planner.models import find_model
 
 pytest.importorskip("vllm")
@@ -69,10 +69,10 @@ def test_pages_are_as_large_as_vllms():
     from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec  # noqa: PLC0415
 
     llama = FullAttentionSpec(block_size=16, num_kv_heads=8, head_size=128, dtype=torch.bfloat16)
-    sizes = compute_sizes(find_model("llama-3.1-8b")[0], NodeTerms(160, block_size=16))
+    sizes = compute_sizes(find_model("llama-3.1-8b")[0], Terms(160, block_size=16))
     assert sizes.kept_bytes == 10 * 32 * llama.page_size_bytes
     latent = MLAAttentionSpec(block_size=64, num_kv_heads=1, head_size=576, dtype=torch.bfloat16)
-    sizes = compute_sizes(find_model("deepseek-v3")[0], NodeTerms(640, block_size=64))
+    sizes = compute_sizes(find_model("deepseek-v3")[0], Terms(640, block_size=64))
     assert sizes.kept_bytes == 10 * 61 * latent.page_size_bytes
 
 

@@ -11,8 +11,8 @@ import time
 from baton.clock import MachineClock
 from baton.events.block_index import WorkerBlockIndex
 from baton.events.blocks import EventDomain
+from baton.events.endpoint import LiveEndpoint, ReplayEndpoint
 from baton.events.subscriber import KVEventSubscriber, SubscriberOptions
-from baton.events.subscription import LiveEndpoint, ReplayEndpoint
 from baton.ids import WorkerId
 
 DOMAIN = EventDomain("vllm/sha256")

@@ -8,8 +8,9 @@ File map:
     blocks.py        the events, the batch they came in, and the feed that delivers them
     wire.py          vLLM's messages: decoded, bounds-checked
     sequence.py      `Sequencer`: gaps, replays, duplicates, restarts (pure)
-    block_index.py      `WorkerBlockIndex`: what one worker holds now (pure)
-    subscription.py  endpoints, the live socket, replay requests
+    block_index.py   `WorkerBlockIndex`: what one worker holds now (pure)
+    endpoint.py      where a publisher is
+    subscription.py  the live socket, replay requests
     subscriber.py    `KVEventSubscriber`: its thread and its bounded queue
     metrics.py       a feed, counted
 """

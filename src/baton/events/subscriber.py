@@ -30,8 +30,9 @@ if TYPE_CHECKING:
 
     from baton.clock import Clock
     from baton.events.blocks import EventDomain, FeedEvent
+    from baton.events.endpoint import LiveEndpoint, ReplayEndpoint
     from baton.events.sequence import SequencerAction
-    from baton.events.subscription import LiveEndpoint, Observation, ReplayEndpoint
+    from baton.events.subscription import Observation
     from baton.ids import WorkerId
 
 

@@ -1,10 +1,9 @@
-"""A publisher's endpoints and sockets: the live subscription and replay requests."""
+"""A publisher's sockets: the live subscription and replay requests."""
 
 from __future__ import annotations
 
-import ipaddress
 from dataclasses import dataclass
-from typing import Final, TypeAlias
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
@@ -12,60 +11,8 @@ from zmq.utils.monitor import recv_monitor_message
 from baton.errors import ConfigError
 from baton.events.wire import MAX_MESSAGE_BYTES, encode_replay_request, is_end_of_replay
 
-_SCHEMES: Final = ("ipc://", "tcp://")
-
-
-@dataclass(frozen=True, slots=True)
-class LiveEndpoint:
-    """`ipc://PATH` or `tcp://HOST:PORT`, to connect to unless `bind`. `topic` "" takes all.
-
-    Events are not authenticated: only a loopback address may be bound.
-
-    Raises:
-        ConfigError: an endpoint that cannot work.
-    """
-
-    endpoint: str
-    topic: str = ""
-    bind: bool = False
-
-    def __post_init__(self) -> None:
-        _check(self.endpoint)
-        if self.bind and not _is_loopback(self.endpoint):
-            raise ConfigError(
-                f"KV events from {self.endpoint}: they are not authenticated, so that only "
-                "tcp://127.0.0.1:PORT may be bound; let vLLM bind (tcp://*:PORT), and connect"
-            )
-
-
-@dataclass(frozen=True, slots=True)
-class ReplayEndpoint:
-    """Where missed messages can be requested: `ipc://PATH` or `tcp://HOST:PORT`.
-
-    Raises:
-        ConfigError: an endpoint that cannot work.
-    """
-
-    endpoint: str
-
-    def __post_init__(self) -> None:
-        _check(self.endpoint)
-
-
-def _check(endpoint: str) -> None:
-    if not endpoint.startswith(_SCHEMES):
-        raise ConfigError(f"KV events from {endpoint!r}: use ipc://PATH or tcp://HOST:PORT")
-    if "*" in endpoint:
-        raise ConfigError(f"KV events from {endpoint}: name the publisher's host instead of *")
-
-
-def _is_loopback(endpoint: str) -> bool:
-    host = endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]")
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
+if TYPE_CHECKING:
+    from baton.events.endpoint import LiveEndpoint, ReplayEndpoint
 
 MAX_QUEUED_REPLAYS: Final = 20_000
 """vLLM drops messages beyond this, the end marker too; the replay is then requested again."""

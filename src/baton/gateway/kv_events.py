@@ -13,8 +13,8 @@ from baton.config.cluster_key import is_loopback
 from baton.errors import ConfigError
 from baton.events.block_index import WorkerBlockIndex
 from baton.events.blocks import EventDomain
+from baton.events.endpoint import LiveEndpoint, ReplayEndpoint
 from baton.events.metrics import KVEventCollector
-from baton.events.subscription import LiveEndpoint, ReplayEndpoint
 from baton.gateway.worker_info import is_same_host
 
 if TYPE_CHECKING:

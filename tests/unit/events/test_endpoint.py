@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from baton.errors import ConfigError
-from baton.events.subscription import LiveEndpoint, ReplayEndpoint
+from baton.events.endpoint import LiveEndpoint, ReplayEndpoint
 
 
 @pytest.mark.parametrize("endpoint", ["ipc:///run/kv", "tcp://127.0.0.1:5557", "tcp://host:1"])

@@ -2,8 +2,8 @@
 
 Enters: a seed. Leaves: an `Outcome`, and the invariant that broke, if one did. What runs is the
 production code: agent, sender and receiver, sessions, links and their bytes, routes, staging,
-tickets, engine loop, scheduler and block pool. Simulated are the network under the links, the transports, the
-model, and the gateway. docs/reliability.md describes how to use it.
+tickets, engine loop, scheduler and block pool. Simulated are the network under the links, the
+transports, the model, and the gateway. docs/reliability.md describes how to use it.
 
 File map:
     plan.py       what a schedule is: workers, clients, faults
