@@ -137,7 +137,7 @@ def test_a_bit_that_flips_on_the_way_is_found(pair: Pair) -> None:
 
 def test_a_client_leaves_while_its_request_is_queued(pair: Pair) -> None:
     with ThreadPoolExecutor(NUM_SEQS) as pool:
-        filling = fill(pair.prefill, pair.prompts, pool, NUM_SEQS, max_tokens=400)
+        filling = fill(pair.prefill, pair.prompts, pool, NUM_SEQS, max_tokens=700)
         wait_until(
             lambda: read_metric(pair.prefill.url, "vllm:num_requests_running") == NUM_SEQS, 10.0
         )

@@ -8,7 +8,7 @@ import torch
 
 from baton.ids import new_region_handle
 from baton.testing.transport_pair import Side
-from baton.testing.transport_peer import Means, main
+from baton.testing.transport_peer import PeerSetup, main
 from baton.transfer.interface import TRANSPORTS, DeviceMemory, PagedRegion
 from baton.transfer.region import compute_region_bytes, place_arrays
 
@@ -58,4 +58,4 @@ class GpuSide(Side):
 
 
 if __name__ == "__main__":
-    main(Means(TRANSPORTS.build, lambda *_: allocate_region, fill_region))
+    main(PeerSetup(TRANSPORTS.build, lambda *_: allocate_region, fill_region))
