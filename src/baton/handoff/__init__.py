@@ -1,9 +1,8 @@
 """One request's KV, from the prefill worker to the decode worker.
 
 Enters: orders from the two engines (`start_receive` on decode, `start_send` on prefill) and the
-layers as they
-are computed. Leaves: `KVLanded` with every page verified, or `KVFailed` and, once nothing can land
-any more, `BlocksQuiescent`. The protocol is drawn in `session/`, its bytes in
+layers as they are computed. Leaves: `KVLanded` with every page verified, or `KVFailed` and, once
+nothing can land any more, `BlocksQuiescent`. The protocol is drawn in `session/`, its bytes in
 `docs/wire/handoff.md`.
 
 File map:

@@ -6,8 +6,7 @@
 
 The thread sleeps in one `select` over all of them, and looks for a moment before that while answers
 come quickly (`baton.transfer.adaptive_wait`). The engine's calls only queue a command and write one
-byte
-to a pipe.
+byte to a pipe.
 """
 
 from __future__ import annotations

@@ -66,11 +66,9 @@ class Hello(_Message, frozen=True, tag="hello"):
 
     `clock_domain` names the clock of its stamps: where both have the same one, none is shifted.
     `traits` are readable properties of the worker, which only explain a refusal. `preferred_op`:
-    whether
-    the sender would receive by WRITE or READ, if it can be chosen. `probe_buffers` are where
-    probes may be written (`transfer.links.scratch`), empty where the sender wants none. `lease_s`
-    is how long the
-    sender holds a computed prompt without a renewal.
+    whether the sender would receive by WRITE or READ, if it can be chosen. `probe_buffers` are
+    where probes may be written (`transfer.links.scratch`), empty where the sender wants none.
+    `lease_s` is how long the sender holds a computed prompt without a renewal.
     """
 
     version: int
@@ -162,8 +160,7 @@ class TransportFailed(_Message, frozen=True, tag="transport_failed"):
     """Prefill → decode: `transport` failed; no hand of mine is in your pages through it any more.
 
     Nothing of this ticket will be submitted over it. Answered by `RetransmitRequest`, once the
-    decode
-    worker's own end of that transport is closed for this ticket too.
+    decode worker's own end of that transport is closed for this ticket too.
     """
 
     ticket: WireTicketId
@@ -194,8 +191,7 @@ class FallbackToWrite(_Message, frozen=True, tag="fallback_to_write"):
 
     `transports` are those that I read with, which failed: take another. Write what is not in place
     (`ranges` as in `RetransmitRequest`), and all that you have not announced, into `blocks` (as in
-    a
-    `Grant`). Announcements that cross this message are void.
+    a `Grant`). Announcements that cross this message are void.
     """
 
     ticket: WireTicketId

@@ -50,9 +50,9 @@ class Placement:
 
     `prefill` is None where the decode worker prefills too; `reasons` then gives why, one readable
     line for each cause, and is empty where that is what the operator set up. `non_disaggregable` is
-    set
-    where the request itself wants it so, which is no failure of anybody. `handoff` is how KV gets
-    from one to the other, `why` the policy's lines on that; `is_degraded`: another way was wanted.
+    set where the request itself wants it so, which is no failure of anybody. `handoff` is how KV
+    gets from one to the other, `why` the policy's lines on that; `is_degraded`: another way was
+    wanted.
     """
 
     prefill: WorkerView | None

@@ -2,8 +2,7 @@
 
 Faults of a write or a read (failed, late, or other bytes than were asked for) are made where it is
 submitted, faults of a notification where it arrives: wrap the side whose misfortune is wanted. A
-view
-that is struck fails, or shows a copy that was spoilt.
+view that is struck fails, or shows a copy that was spoilt.
 """
 
 from __future__ import annotations

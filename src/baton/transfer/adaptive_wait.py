@@ -39,12 +39,11 @@ class SpinPolicy:
     """Whether the next wait is begun awake, from how the last ones went. Pure, but for draws.
 
     A *short* wait is one of up to `max_spin_s` seconds, or `SLEEP_FACTOR` times that asleep. After
-    a
-    streak of short ones waits are begun awake, for `max_spin_s` at most. One that was in vain ends
-    that, and doubles the streak that it takes to begin again; one that was not halves it. One that
-    was in vain, but would have been short asleep, is followed by `NUM_LONG_SPINS` at most that are
-    awake for as long as that; the first of those that is short without it ends them. Trials that
-    helped nothing are the rarer the more there were: some peers just take so long.
+    a streak of short ones waits are begun awake, for `max_spin_s` at most. One that was in vain
+    ends that, and doubles the streak that it takes to begin again; one that was not halves it. One
+    that was in vain, but would have been short asleep, is followed by `NUM_LONG_SPINS` at most that
+    are awake for as long as that; the first of those that is short without it ends them. Trials
+    that helped nothing are the rarer the more there were: some peers just take so long.
 
     Streaks are `MIN_STREAK` at first, and then drawn: half as long to half as long again.
     """

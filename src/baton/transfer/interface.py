@@ -1,16 +1,14 @@
 """The contract between handoff and whatever moves bytes.
 
 A write copies pages of a local region into pages of a peer's region, then delivers a
-*notification*:
-a few bytes for the peer's handoff, which arrive only after the pages are in place. The receiver
-admits writes into a *grant*: a ticket id, the pages it covers and the one life of the one worker
-that may write. What a transport can not recall it must be able to wait for: after `close_grant`
-it reports `GrantQuiescent` once, when nothing can land in that grant any more.
+*notification*: a few bytes for the peer's handoff, which arrive only after the pages are in place.
+The receiver admits writes into a *grant*: a ticket id, the pages it covers and the one life of the
+one worker that may write. What a transport can not recall it must be able to wait for: after
+`close_grant` it reports `GrantQuiescent` once, when nothing can land in that grant any more.
 
 A read copies pages of a peer's region into pages of a local one, where the transport can
 (`Capabilities.reads`). It needs no grant and no notification: the reader itself knows when it is
-done,
-and no peer's hand is in its pages.
+done, and no peer's hand is in its pages.
 
 Where two workers share memory (`Capabilities.views`) nothing has to be copied: a view shows the
 peer's pages where they lie.
@@ -174,8 +172,8 @@ class WriteFailed:
     """This write did not complete; some of its pages may have been written.
 
     Unless `Capabilities.late_writes`, this side will store nothing of it from now on, and what is
-    on its
-    way is the receiver's to drop once it has closed the grant: another transport may take over.
+    on its way is the receiver's to drop once it has closed the grant: another transport may take
+    over.
     """
 
     transfer: TransferId

@@ -9,8 +9,7 @@ whole number of pages. So page `mapping.first + i` is the peer's page `i` in eve
 the arrays' sizes are, and whoever gathers pages by index needs to know nothing of it.
 
 PeerMappings cannot be written: a store into one ends this process and changes nothing of the
-peer's.
-A mapping outlives the peer's process, and its connection.
+peer's. A mapping outlives the peer's process, and its connection.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 What the contract leaves open is drawn: when source pages are read, whether a page is stored in
 two parts, in which order writes arrive, whether the notification of a write that was reported as
-failed
-comes after all. Each `Kind` has the habits of a family of real ones:
+failed comes after all. Each `Kind` has the habits of a family of real ones:
 
     sim-shared  the writer stores; asked to stop, it answers when it runs again; reads; exports
     sim-rdma    the same by hardware: what was posted lands whatever becomes of its process
@@ -52,8 +51,7 @@ class SimTransportKind:
     """A family of transports. `receiver_stores`: else the writer does.
 
     `views`: peers on the same host can look at pages where they lie. `multi_array`: one write may
-    be of
-    several layers.
+    be of several layers.
     """
 
     name: str

@@ -45,8 +45,7 @@ class OneSidedInbound:
 
     With the connection ends the engine that served it. Where the peer has a hand of its own in
     this memory (`peer_process_writes`), this outlives the connection until the peer's process is
-    dead.
-    `on_over` is called once, when nothing of it can land any more.
+    dead. `on_over` is called once, when nothing of it can land any more.
     """
 
     def __init__(

@@ -77,9 +77,8 @@ class OneSidedRemote(Generic[M]):
     """A peer's region as this side sees it: attaching, attached or lost.
 
     A notification leaves once the engine says that its pages are in place, and `GrantClosed` once
-    nothing
-    posted into that grant is under way. An engine that fails loses the remote. Owner thread: the
-    transport's.
+    nothing posted into that grant is under way. An engine that fails loses the remote. Owner
+    thread: the transport's.
     """
 
     def __init__(

@@ -22,8 +22,7 @@ class OneSidedSession(Protocol[M]):
     the engine is of no more use and is to be closed. It starts no thread that spins.
 
     `peer_process_writes`: the peer's process stores into this side's memory by itself, so that
-    closing this
-    engine does not stop it.
+    closing this engine does not stop it.
     """
 
     peer_process_writes: bool

@@ -1,9 +1,8 @@
 """The contract, for any library that moves bytes one-sidedly.
 
 The owner cannot stop a posted transfer of a peer. It asks (`CloseGrant`, `GrantClosed`), and
-believes
-nothing but an answer, or the end of the engine that served the peer; where the peer's process has
-a hand of its own in this memory, its death.
+believes nothing but an answer, or the end of the engine that served the peer; where the peer's
+process has a hand of its own in this memory, its death.
 """
 
 from __future__ import annotations

@@ -6,8 +6,7 @@ whose network is slow or filtered but for one port); or to compare. Between proc
 `shared` is faster, between hosts with a good network `tcp` is.
 
 Enters: whole page index lists and their notification. Leaves: part files (files of up to 16 MiB) in
-the
-receiver's own folder, then word of each over a small connection; on the other side the bytes in
+the receiver's own folder, then word of each over a small connection; on the other side the bytes in
 place, the part file gone, and `Arrived`.
 
 File map:

@@ -14,8 +14,7 @@ class FileOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     `direct`: go around the page cache (O_DIRECT) where the filesystem can, for pages that begin and
     end on multiples of 4,096 bytes.
     `sync`: `data` has each part file on the device before the peer hears of it; needed where the
-    two
-    hosts' views of the filesystem meet on the device alone. `none` is enough on one host.
+    two hosts' views of the filesystem meet on the device alone. `none` is enough on one host.
     `stale_after_s`: age from which a folder whose owner is dead is removed, when a worker starts.
     `max_unread_bytes`: part files of one peer that wait to be read; more wait to be written.
     `advertise_host`: the address that peers are sent, where the bound one is none (`0.0.0.0`).

@@ -1,8 +1,7 @@
 """`mooncake`: Mooncake's transfer engine, over TCP or, striped over several devices, RDMA.
 
 Enters: whole page index lists and, of a write, its notification. Leaves: pages moved by Mooncake in
-a
-process of its own, then a notification over our own connection. What is not Mooncake's own is in
+a process of its own, then a notification over our own connection. What is not Mooncake's own is in
 `baton.transfer.onesided`.
 
 File map:

@@ -1,9 +1,8 @@
 """The process that Mooncake runs in, `python -m baton.transfer.transports.mooncake.child`.
 
 Its standard input is a socket, on which the engine that started it says what to do
-(`child_messages`). It
-maps nothing but the regions that it is handed, confines what Mooncake listens on, and ends with
-whoever started it.
+(`child_messages`). It maps nothing but the regions that it is handed, confines what Mooncake
+listens on, and ends with whoever started it.
 """
 
 from __future__ import annotations

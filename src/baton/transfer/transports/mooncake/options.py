@@ -11,9 +11,8 @@ class MooncakeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Options of the `mooncake` transport.
 
     Mooncake does not authenticate peers: a host that reaches its ports can read and write the
-    regions' pages.
-    They are confined to the network interface that has the bind address (with loopback, to this
-    host); use it where everybody who reaches that is trusted.
+    regions' pages. They are confined to the network interface that has the bind address (with
+    loopback, to this host); use it where everybody who reaches that is trusted.
 
     `protocol`: what Mooncake moves bytes by; `rdma` stripes over all devices it finds, or
     over `devices` only.

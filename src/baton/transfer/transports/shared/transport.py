@@ -2,8 +2,7 @@
 
 The receiver hands its memfd to writers that proved the key. It cannot stop a writer's hand, so it
 asks (`CloseGrant`, `GrantClosed`), and believes nothing but an answer or the death of the writer's
-process.
-A reader is sent no grant and keeps none waiting.
+process. A reader is sent no grant and keeps none waiting.
 """
 
 from __future__ import annotations
