@@ -26,14 +26,14 @@ def test_a_handoff_waits_for_its_deadline_where_a_failed_write_may_land(
     monkeypatch.setattr(fabric, "LATE_S", VERY_LATE_S)
     assert not any(outcome.violation for outcome in run_some())
     monkeypatch.setattr(Fabric, "is_late", lambda self, grant: False)
-    assert find_in_vain()
+    assert find_expired_waits()
 
 
 def test_a_handoff_that_does_not_hear_of_its_fence_is_not_excused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(ReceiveSession, "fenced", lambda self, transport: [])
-    assert find_in_vain()
+    assert find_expired_waits()
 
 
 def run_some() -> list[Outcome]:
@@ -54,10 +54,10 @@ def run_some() -> list[Outcome]:
     ]
 
 
-def find_in_vain() -> list[str]:
+def find_expired_waits() -> list[str]:
     """What the checker says of those who waited."""
     found = [outcome.violation for outcome in run_some()]
-    return [each.what for each in found if each is not None and "in vain" in each.what]
+    return [each.what for each in found if each is not None and "waited until its deadline" in each.what]
 
 
 def make_worker(name: str) -> WorkerPlan:
