@@ -57,7 +57,9 @@ def run_some() -> list[Outcome]:
 def find_expired_waits() -> list[str]:
     """What the checker says of those who waited."""
     found = [outcome.violation for outcome in run_some()]
-    return [each.what for each in found if each is not None and "waited until its deadline" in each.what]
+    return [
+        each.what for each in found if each is not None and "waited until its deadline" in each.what
+    ]
 
 
 def make_worker(name: str) -> WorkerPlan:
