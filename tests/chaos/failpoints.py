@@ -115,7 +115,7 @@ class FailpointTransport(FaultyTransport):
         array = self._regions[grant.region].arrays[notification.layer]
         pages = view_pages(self._regions[grant.region].memory, array)
         page = int(grant.pages[notification.start // BLOCK_SIZE])
-        self._spoil(pages, ByteRange(page, 0, array.page_bytes), fault)
+        self._corrupt(pages, ByteRange(page, 0, array.page_bytes), fault)
 
     def _draw(self, faults: tuple[Fault, ...]) -> Fault | None:
         self._look()
