@@ -119,7 +119,7 @@ class TestHungDevice(StandInKit):
         pair.writer.transport.submit(pair.write(remote, grant, [group]))
         pair.writer.transport.detach(remote)
         pair.reader.transport.close_grant(grant)
-        pair.record_ports()
+        pair.poll_for()
         assert hung
         assert pair.seen(WriteFailed)
         assert not pair.seen(GrantQuiescent)  # it waits for the writer's process

@@ -37,7 +37,7 @@ class TestCudaIpc(NetworkTransportContract):
         known._connection.channel.socket.shutdown(socket.SHUT_RDWR)
         pair.pump(lambda: bool(pair.seen(RemoteLost)))
         pair.reader.transport.close_grant(grant)
-        pair.record_ports()
+        pair.poll_for()
         assert not pair.seen(GrantQuiescent)  # the writer's process lives
 
     def test_a_grant_is_not_quiescent_while_copies_are_under_way(self, pair, monkeypatch):
@@ -47,7 +47,7 @@ class TestCudaIpc(NetworkTransportContract):
         monkeypatch.setattr(HostDevice, "is_done", lambda *_: False)
         pair.writer.transport.submit(pair.write(remote, grant, [group]))
         pair.reader.transport.close_grant(grant)
-        pair.record_ports()
+        pair.poll_for()
         assert not pair.seen(GrantQuiescent)
         monkeypatch.undo()
         pair.pump(lambda: pair.seen(GrantQuiescent) == [GrantQuiescent(grant)])

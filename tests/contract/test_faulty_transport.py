@@ -55,7 +55,7 @@ def write_series(pair, num_writes):
         pair.pump(
             lambda: len(pair.seen(WriteCompleted) + pair.seen(WriteFailed)) == number + 1  # noqa: B023
         )
-    pair.record_ports()
+    pair.poll_for()
     return grant
 
 
@@ -171,7 +171,7 @@ def test_quiescence_is_hidden_and_faults_end():
     for _ in range(2):
         grant = pair.open_grant([1])
         pair.reader.transport.close_grant(grant)
-        pair.record_ports(0.02)
+        pair.poll_for(0.02)
     assert pair.seen(GrantQuiescent) == [GrantQuiescent(grant)]
     assert pair.reader.transport.injected == {Fault.HIDE_QUIESCENCE: 1}
     pair.close()

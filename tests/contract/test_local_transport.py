@@ -66,7 +66,7 @@ def test_what_was_posted_before_detaching_and_not_carried_out_never_is():
     write = transport.submit(pair.write(remote, grant, ALL_PAGES))
     read = transport.read(pair.read(remote, ALL_PAGES))
     transport.detach(remote)
-    pair.record_ports()
+    pair.poll_for()
     assert [event.transfer for event in pair.seen(WriteFailed)] == [write]
     assert [event.transfer for event in pair.seen(ReadFailed)] == [read]
     assert pair.reader.snapshot() == before

@@ -121,7 +121,7 @@ def attach_one_to_another(dialer_tls, listener_tls):
     try:
         pair.writer.transport.attach(pair.reader.descriptor)
         pair.pump(lambda: bool(pair.writer_events))
-        pair.record_ports(0.02)
+        pair.poll_for(0.02)
         assert [type(event) for event in pair.writer_events] == [RemoteLost]
         assert not pair.reader_events
         return str(pair.writer_events[0].error)
@@ -201,7 +201,7 @@ def test_a_silent_tls_peer_does_not_make_the_dialer_spin(certificates):
         )
         pair = TransportPair.of(side, TcpKit(None).make_side())
         side.transport.attach(descriptor)
-        pair.record_ports(0.1)
+        pair.poll_for(0.1)
         num_ready = sum(pair._wait(0.01) for _ in range(10))
         assert num_ready == 0
         pair.close()

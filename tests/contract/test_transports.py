@@ -41,11 +41,11 @@ class TestShared(NetworkTransportContract):
         mapped._connection.channel.socket.shutdown(socket.SHUT_RDWR)
         pair.pump(lambda: bool(pair.seen(RemoteLost)))
         pair.reader.transport.close_grant(grant)
-        pair.record_ports()
+        pair.poll_for()
         assert not pair.seen(GrantQuiescent)  # a broken connection proves nothing
         pair.writer.transport.detach(remote)
         pair.attach()
-        pair.record_ports()
+        pair.poll_for()
         assert pair.seen(GrantQuiescent) == ([] if is_view_kept else [GrantQuiescent(grant)])
         del kept
 

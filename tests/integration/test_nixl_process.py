@@ -148,7 +148,7 @@ def test_it_takes_no_core_while_nothing_moves():
     pair = TransportPair.of(NetworkKit().make_side(), NetworkKit().make_side())
     pair.attach()
     before = time.process_time()
-    pair.record_ports(0.5)
+    pair.poll_for(0.5)
     assert time.process_time() - before < 0.1
     pair.close()
 

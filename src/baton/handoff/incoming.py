@@ -30,8 +30,7 @@ class IncomingHandoff:
 
     `peer` is None until the prefill worker was dialed, `mapped_pages` until the terms are settled.
     `block_tables` and `planner` keep what the layers of its reads have in common.
-    `reference_failed`: it was to be
-    handed over by reference, and cannot.
+    `reference_failed`: it was to be handed over by reference, and cannot.
     """
 
     session: ReceiveSession

@@ -108,7 +108,7 @@ class TransportPair:
             self._wait(remaining_s)
             self.poll()
 
-    def record_ports(self, duration_s: float = 0.05) -> None:
+    def poll_for(self, duration_s: float = 0.05) -> None:
         """Poll for so long: what should not happen has had its chance."""
         deadline = time.monotonic() + duration_s  # noqa: TID251 -- real sockets, real time
         while (remaining_s := deadline - time.monotonic()) > 0:  # noqa: TID251 -- see above

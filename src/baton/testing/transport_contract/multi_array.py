@@ -92,7 +92,7 @@ class MultiArrayContract(TransportKit):
         before = alike.reader.snapshot()
         alike.writer.transport.submit(alike.write(remote, grant, one_page(8), num_arrays=5))
         alike.pump(lambda: len(alike.seen(WriteFailed)) == 1)
-        alike.record_ports()
+        alike.poll_for()
         assert alike.seen(Arrived) == []
         assert alike.reader.snapshot() == before
 

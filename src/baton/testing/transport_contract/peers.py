@@ -47,7 +47,7 @@ class PeerContract(TransportKit):
         with pytest.raises(TransferError):
             self.slot(pair, remote, grant)
         pair.pump(lambda: len(ended(pair)) == len(transfers))
-        pair.record_ports()
+        pair.poll_for()
         assert sorted(ended(pair)) == transfers
         assert not pair.seen(RemoteLost)
         again = pair.attach()
@@ -70,7 +70,7 @@ class PeerContract(TransportKit):
         pair.pump(lambda: bool(pair.seen(RemoteLost)))
         after = [self.slot(pair, remote, grant) for _ in range(5)]
         pair.pump(lambda: len(ended(pair)) == 11)
-        pair.record_ports()
+        pair.poll_for()
         assert sorted(ended(pair))[1:] == before + after
         assert {failed.transfer for failed in pair.seen(WriteFailed)} >= set(after)
         assert [lost.remote for lost in pair.seen(RemoteLost)] == [remote]
@@ -170,7 +170,7 @@ class PeerContract(TransportKit):
         """Attaching fails, once, and nothing else is reported."""
         remote = pair.writer.transport.attach(descriptor)
         pair.pump(lambda: any(is_about(event, remote) for event in pair.writer_events))
-        pair.record_ports()
+        pair.poll_for()
         assert [type(event) for event in pair.writer_events] == [RemoteLost]
         assert not pair.reader_events
 

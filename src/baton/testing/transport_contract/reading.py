@@ -137,7 +137,7 @@ class ReadingContract(ReadingKit):
             reads.append(transport.read(reading.read(remote, upper)))
             check_write(reading, remote, grant, lower)  # perhaps while the read is under way
         reading.pump(lambda: len(reading.seen(ReadCompleted)) == len(reads))
-        reading.record_ports()
+        reading.poll_for()
         assert sorted(event.transfer for event in reading.seen(ReadCompleted)) == reads
         assert len(set(reads)) == len(reads)
 
@@ -150,7 +150,7 @@ class ReadingContract(ReadingKit):
     def test_the_owner_gets_no_event_of_a_read(self, reading: TransportPair) -> None:
         remote = reading.attach()
         check_read(reading, remote, ALL_PAGES)
-        reading.record_ports()
+        reading.poll_for()
         assert not reading.reader_events
 
 
@@ -216,7 +216,7 @@ class ReadRefusalContract(ReadingKit):
         reads = [transport.read(reading.read(remote, ALL_PAGES)) for _ in range(5)]
         transport.detach(remote)
         reading.pump(lambda: len(ended(reading)) == len(reads))
-        reading.record_ports()
+        reading.poll_for()
         assert sorted(ended(reading)) == reads
         check_read(reading, reading.attach(), ALL_PAGES)
 
@@ -276,7 +276,7 @@ def check_read_refused(pair: TransportPair, read: PageRead) -> None:
     before = pair.writer.snapshot()
     with pytest.raises(TransferError):
         pair.writer.transport.read(read)
-    pair.record_ports(0.01)
+    pair.poll_for(0.01)
     assert pair.writer.snapshot() == before
     assert ended(pair) == []
 

@@ -56,7 +56,7 @@ class StrangerContract(TransportKit):
         pair = TransportPair.of(self.make_side(), self.make_side(clock=clock))
         with self.connect_stranger(pair.reader.descriptor) as stranger:
             stranger.sendall(b"\x16")
-            pair.record_ports(0.01)
+            pair.poll_for(0.01)
             clock.advance(PROOF_TIMEOUT_S + 0.1)
             self.check_hung_up(pair.reader, stranger)
         self.check_unharmed(pair)
@@ -70,7 +70,7 @@ class StrangerContract(TransportKit):
             self.check_hung_up(pair.reader, one_too_many)
         for stranger in strangers:
             stranger.close()
-        pair.record_ports()
+        pair.poll_for()
         self.check_unharmed(pair)
 
     @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ class StrangerContract(TransportKit):
         with self.connect_stranger(pair.reader.descriptor) as peer:
             self.prove(pair.reader, peer)
             peer.sendall(message)
-            pair.record_ports(0.01)
+            pair.poll_for(0.01)
             clock.advance(ATTACH_TIMEOUT_S + 0.1)
             self.check_hung_up(pair.reader, peer)
         self.check_unharmed(pair)

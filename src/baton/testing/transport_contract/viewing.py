@@ -56,7 +56,7 @@ class ViewContract(TransportKit):
         for value in range(1, 4):
             viewing.reader.pages()[:] = value
             assert (seen == value).all()
-        viewing.record_ports()
+        viewing.poll_for()
         assert not viewing.reader_events
 
     def test_a_view_cannot_be_written(self, viewing: TransportPair) -> None:
@@ -108,7 +108,7 @@ class ViewContract(TransportKit):
         seen, had = transport.view(remote, 0), viewing.reader.pages().copy()
         if end == "detach":
             transport.detach(remote)
-            viewing.record_ports(0.01)
+            viewing.poll_for(0.01)
         else:
             transport.close()
         assert (seen == had).all()

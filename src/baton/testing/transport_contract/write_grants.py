@@ -132,7 +132,7 @@ class WriteGrantContract(TransportKit):
         pair.reader.transport.close_grant(grant)
         pair.reader.transport.close_grant(new_ticket_id())
         pair.pump(lambda: bool(pair.seen(GrantQuiescent)))
-        pair.record_ports()
+        pair.poll_for()
         assert pair.seen(GrantQuiescent) == [GrantQuiescent(grant)]
 
     def test_a_grant_closed_before_the_writer_attached_is_refused(
@@ -193,7 +193,7 @@ class WriteGrantContract(TransportKit):
         num_arrived = len(pair.seen(Arrived))
         transfer = pair.writer.transport.submit(pair.write(remote, grant, groups))
         pair.pump(lambda: bool(pair.seen(WriteFailed)))
-        pair.record_ports()
+        pair.poll_for()
         assert [failed.transfer for failed in pair.seen(WriteFailed)] == [transfer]
         assert len(pair.seen(Arrived)) == num_arrived
         untouched = np.delete(pair.reader.pages(), may_land or [], axis=0)

@@ -95,7 +95,7 @@ class WriteContract(TransportKit):
                 assert (pair.reader.pages()[group.dst_pages[0]] == source).all()
                 num_checked += 1
         pair.pump(lambda: len(pair.seen(WriteCompleted)) == NUM_WRITES)
-        pair.record_ports()
+        pair.poll_for()
         numbers = [int.from_bytes(arrived.notification, "little") for arrived in pair.seen(Arrived)]
         assert sorted(numbers) == list(range(NUM_WRITES))
         transfers = [completed.transfer for completed in pair.seen(WriteCompleted)]
