@@ -12,7 +12,7 @@ from baton.config.cluster_key import find_cluster_key
 from baton.config.environment import read_environment
 from baton.config.logs import configure_logging
 from baton.config.sections import Config, Role
-from baton.handoff.verification import VerificationPolicy
+from baton.handoff.verify import VerificationPolicy
 from baton.ids import WorkerId
 from baton.models import DEMO_MODEL_PATH
 from baton.worker.options import ProcessOptions

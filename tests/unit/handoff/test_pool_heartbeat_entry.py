@@ -11,7 +11,7 @@ import pytest
 
 from baton.auth.ticket import Ticket, WorkerRef
 from baton.clock import Instant
-from baton.handoff.pool_mode.heartbeat_entry import (
+from baton.handoff.pool_mode.side_entries import (
     MAX_TICKETS,
     HeartbeatEntry,
     HeartbeatEntryReader,

@@ -29,10 +29,10 @@ from baton.engines.vllm.worker_info import (
     read_traits,
 )
 from baton.handoff.agent import AgentOptions, HandoffAgent
-from baton.handoff.link_options import LinkOptions
+from baton.handoff.peer_transports import LinkOptions
 from baton.handoff.pool_mode.metrics import PoolModeCollector
-from baton.handoff.pool_mode.opening import open_store_access
-from baton.handoff.verification import VerificationPolicy
+from baton.handoff.pool_mode.store_access import open_store_access
+from baton.handoff.verify import VerificationPolicy
 from baton.kv.layout import TensorParallelShard
 from baton.telemetry.held_block_time import HeldBlockTimeCollector
 from baton.telemetry.links import LinkInstruments

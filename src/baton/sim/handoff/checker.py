@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, NoReturn, TypeAlias, assert_never
 
-from baton.handoff.grants import MAX_EARLY_GRANTS
+from baton.handoff.grants import MAX_EARLY_GRANTS, MAX_TOMBSTONES
 from baton.handoff.interface import (
     BlocksQuiescent,
     ExportReleased,
@@ -18,7 +18,6 @@ from baton.handoff.interface import (
 )
 from baton.handoff.messages import Grant, RenewLease
 from baton.handoff.staging import Holder
-from baton.handoff.tombstones import MAX_TOMBSTONES
 from baton.kv.blocks import BlockState
 from baton.sim.handoff import internals
 from baton.sim.handoff.agent import tickets_of

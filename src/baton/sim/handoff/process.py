@@ -26,7 +26,7 @@ from baton.errors import HandoffError, TicketError
 from baton.handoff.agent import AgentOptions
 from baton.handoff.interface import DECLINED_STAGE
 from baton.handoff.kv_views import KVView
-from baton.handoff.link_options import LinkOptions
+from baton.handoff.peer_transports import LinkOptions
 from baton.ids import Epoch, RequestId, WorkerId
 from baton.kv.pool import BlockPool
 from baton.sim.handoff.agent import CheckedPort, SimAgent
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from baton.auth.ticket import Ticket
     from baton.engines.interface import EngineUpdate, RequestKind
     from baton.handoff.interface import HandoffPort
-    from baton.handoff.mapped_pages import RegisteredView
+    from baton.handoff.kv_views import RegisteredView
     from baton.sim.handoff.checker import Checker
     from baton.sim.handoff.plan import WorkerPlan
     from baton.sim.handoff.worker_requests import WorkerRequest

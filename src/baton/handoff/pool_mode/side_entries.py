@@ -1,38 +1,72 @@
-"""Signs of life through the store: what a prefill worker's engine has yet to compute.
+"""Small entries by which workers send each other state through the store; read by polling.
+
+Signs of life through the store: what a prefill worker's engine has yet to compute.
 
 The two workers of a handoff through the store never meet, so this too is an entry, one for each
 life of a prefill worker: replaced now and then while its engine computes, with another number in
 it. What changes was written after the last look, so no clocks are compared (docs/wire/store.md).
+
+What the prefill worker leaves in the store beside the KV: that it is done, and its first token.
+
+So a decode worker knows what to wait for: what is missing once the note is there will not come. It
+is an entry like others, named by the ticket's id and the part of the heads that its writer holds
+(docs/wire/store.md).
 """
 
 from __future__ import annotations
 
 import hashlib
 import logging
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Final, TypeVar
 
 import msgspec
 
 from baton.clock import Instant
-from baton.errors import StoreError
+from baton.errors import ProtocolError, StoreError
+from baton.handoff.interface import SampledToken
 from baton.handoff.messages import Tickets
-from baton.handoff.pool_mode.side_entry import read_side_entry
 from baton.store.interface import EntryName
+from baton.transfer.messages import decode
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from baton.auth.ticket import Ticket
-    from baton.handoff.pool_mode.store_read import StoreRead
+    from baton.handoff.pool_mode.store_reader import StoreRead
     from baton.ids import Epoch, TicketId
     from baton.store.interface import Tier
+
+MAX_SIDE_ENTRY_BYTES: Final = 65_536
+
+W = TypeVar("W")
+
+
+def read_side_entry(store: Tier, name: EntryName, decoder: msgspec.msgpack.Decoder[W]) -> W | None:
+    """An entry's content; None if it is not there, was damaged, or makes no sense.
+
+    Looks before it asks: what is looked for often and has not come yet is no miss.
+    """
+    lease = store.try_lease(name) if store.find((name,)) else None
+    if lease is None:
+        return None
+    with lease:
+        if lease.num_bytes > MAX_SIDE_ENTRY_BYTES:
+            return None
+        body = bytearray(lease.num_bytes)
+        if not lease.try_read(memoryview(body)):
+            return None
+    try:
+        return decode(decoder, bytes(body))
+    except ProtocolError:
+        return None
+
 
 logger = logging.getLogger(__name__)
 
 MAX_TICKETS: Final = 1024
 """In one entry: those that come first are computed first."""
 LOOKS_PER_HEARTBEAT: Final = 2
-_TAG: Final = b"baton/pool-heartbeat/2"
+_HEARTBEAT_TAG: Final = b"baton/pool-heartbeat/2"
 
 
 class HeartbeatEntry(msgspec.Struct, frozen=True):
@@ -42,7 +76,7 @@ class HeartbeatEntry(msgspec.Struct, frozen=True):
     tickets: Tickets
 
 
-_decoder = msgspec.msgpack.Decoder(HeartbeatEntry)
+_heartbeat_decoder = msgspec.msgpack.Decoder(HeartbeatEntry)
 
 
 class HeartbeatEntryWriter:
@@ -62,7 +96,10 @@ class HeartbeatEntryWriter:
         self._number += 1
         first = prompts[0].prefill.epoch
         tickets = [each.id for each in prompts if each.prefill.epoch == first]
-        entry, name = HeartbeatEntry(self._number, tuple(tickets[:MAX_TICKETS])), _entry_name(first)
+        entry, name = (
+            HeartbeatEntry(self._number, tuple(tickets[:MAX_TICKETS])),
+            _heartbeat_name(first),
+        )
         try:
             self._store.discard(name)
             self._store.put(name, memoryview(msgspec.msgpack.encode(entry)))
@@ -94,7 +131,7 @@ class HeartbeatEntryReader:
         epochs = {each.order.ticket.prefill.epoch for each in store_reads}
         before, self._seen = self._seen, {}
         for epoch in epochs:
-            entry = read_side_entry(self._store, _entry_name(epoch), _decoder)
+            entry = read_side_entry(self._store, _heartbeat_name(epoch), _heartbeat_decoder)
             number = None if entry is None else entry.number
             self._seen[epoch] = before.get(epoch) if number is None else number
             # What stood there at the first look may be old.
@@ -103,5 +140,46 @@ class HeartbeatEntryReader:
                     on_alive(ticket)
 
 
-def _entry_name(epoch: Epoch) -> EntryName:
-    return EntryName(hashlib.sha256(_TAG + epoch.encode()).digest())
+def _heartbeat_name(epoch: Epoch) -> EntryName:
+    return EntryName(hashlib.sha256(_HEARTBEAT_TAG + epoch.encode()).digest())
+
+
+_MARKER_TAG: Final = b"baton/pool-completion-marker/2"
+
+
+class CompletionMarker(msgspec.Struct, frozen=True):
+    """Prefill of the prompt named by `prompt_hash` is over.
+
+    KV of tokens `[0, num_tokens)` was put into the store; `reason` states why not of all.
+    """
+
+    prompt_hash: bytes
+    num_tokens: int
+    first_token: SampledToken | None
+    reason: str = ""
+
+
+_marker_decoder = msgspec.msgpack.Decoder(CompletionMarker)
+
+
+def put_marker(store: Tier, ticket: TicketId, part: int, marker: CompletionMarker) -> None:
+    """Put a note into the store.
+
+    Raises:
+        StoreError: there is no room for it.
+    """
+    store.put(_marker_name(ticket, part), memoryview(msgspec.msgpack.encode(marker)))
+
+
+def find_marker(store: Tier, ticket: TicketId, part: int) -> CompletionMarker | None:
+    """The note of a ticket, if it is there and makes sense."""
+    return read_side_entry(store, _marker_name(ticket, part), _marker_decoder)
+
+
+def remove_marker(store: Tier, ticket: TicketId, part: int) -> None:
+    """It was read, and it has no other reader."""
+    store.discard(_marker_name(ticket, part))
+
+
+def _marker_name(ticket: TicketId, part: int) -> EntryName:
+    return EntryName(hashlib.sha256(_MARKER_TAG + ticket + part.to_bytes(4, "little")).digest())
