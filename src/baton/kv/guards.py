@@ -9,7 +9,7 @@ Each guard can be used up once; it then holds nothing and refuses a second use.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import TYPE_CHECKING, ClassVar, Self, TypeAlias
 
 from baton.errors import BlockStateError
 from baton.kv.blocks import BlockState
@@ -17,12 +17,11 @@ from baton.kv.blocks import BlockState
 if TYPE_CHECKING:
     from collections.abc import Callable
     from types import TracebackType
-    from typing import TypeAlias
 
     from baton.kv.blocks import BlockLedger
 
-    Adopt: TypeAlias = Callable[[list[int]], None]
-    """Make blocks, quiescent until now, ready with one reference each."""
+Adopt: TypeAlias = "Callable[[list[int]], None]"
+"""Make blocks, quiescent until now, ready with one reference each."""
 
 
 class _Guard:

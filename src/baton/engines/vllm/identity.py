@@ -18,7 +18,8 @@ from baton.ids import Epoch, WorkerId
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
 
-    from baton.engines.vllm.options import ConnectorOptions, Role
+    from baton.engines.vllm.options import ConnectorOptions
+    from baton.protocol.worker_http import Role
 
 EPOCH_CHARS = 32
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 import baton
 from baton.ids import Epoch, WorkerId
-from baton.protocol.worker_http import KVEventsSource, Role, WorkerInfo
+from baton.protocol.worker_http import KVEventsSource, WorkerInfo
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -53,7 +53,7 @@ def describe_worker(
         protocol="vllm",
         worker=WorkerId(identity.worker),
         epoch=Epoch(identity.epoch),
-        role=Role(identity.role),
+        role=identity.role,
         model=model.model,
         served_model_name=model.served_model_name,
         fingerprint=known[0].fingerprint,

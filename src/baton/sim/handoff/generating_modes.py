@@ -22,7 +22,7 @@ POOL_PROBABILITY: Final = 0.15
 MEMORY_PRESSURE_PROBABILITY: Final = 0.2
 """Of those."""
 EXPORTING_KIND: Final = "sim-shared"
-_MODE_MIXES: Final[tuple[tuple[HandoffMode, ...], ...]] = (
+_EXPORT_MODE_MIXES: Final[tuple[tuple[HandoffMode, ...], ...]] = (
     ("reference",),
     ("reference",),
     ("reference", "push"),
@@ -40,7 +40,7 @@ def add_reference_mode(rng: Random, schedule: Schedule) -> Schedule:
     """The same schedule; of some, with workers that export, and requests in that mode."""
     if rng.random() >= REFERENCE_PROBABILITY:
         return schedule
-    modes, kinds = rng.choice(_MODE_MIXES), schedule.kinds
+    modes, kinds = rng.choice(_EXPORT_MODE_MIXES), schedule.kinds
     if EXPORTING_KIND not in kinds:
         kinds = (EXPORTING_KIND, *kinds[1:])
     size = rng.choice((2, 4, 4, 8))
