@@ -67,8 +67,8 @@ from baton.transfer.region import allocate_shared_region
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from baton.rig.backend import Build
     from baton.rig.machine import Machine
-    from baton.rig.messages import Build
 
 NODE: Final = (sys.executable, str(Path(__file__).resolve()), "--node")
 AGENT: Final = "agent"

@@ -21,8 +21,7 @@ from baton.gateway.debug import ListedRequest, RequestList, RequestTrace
 from baton.gateway.metrics import BrokenStreamCause, FallbackCause, GatewayMetrics
 from baton.ops.doctor.finding import Area, Level, Report
 from baton.protocol.worker_http import Role
-from baton.telemetry.summary import summarize
-from baton.telemetry.trace import RequestSpan
+from baton.telemetry.trace import RequestSpan, summarize
 from baton.transfer.devices.table import TABLE_BYTES, read_table
 from tests.integration.broken_transports import install_broken_transports
 from tests.integration.gateway_cluster import run, until_true

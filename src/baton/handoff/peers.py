@@ -34,7 +34,7 @@ from baton.handoff.messages import (
     Pong,
     UnsupportedHello,
 )
-from baton.kv.compatibility import find_differences
+from baton.kv.layout import find_differences
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence

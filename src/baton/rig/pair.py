@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Self, TypeVar
 
 from baton.errors import PeerLostError, TransferError
-from baton.rig.messages import (
+from baton.rig.backend import (
     Build,
     Built,
     Call,

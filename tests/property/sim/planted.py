@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from baton.auth.ticket import unseal
-from baton.auth.used_tickets import TicketUse, UsedTickets
+from baton.auth.ticket import TicketUse, UsedTickets, unseal
 from baton.engines.stall_detector import StallDetector
 from baton.engines.transformers.pinned_blocks import PinnedBlocks
 from baton.handoff import grants

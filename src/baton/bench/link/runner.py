@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Final
 from baton import __version__
 from baton.bench.link.report import Manifest, Report, ReportBuilder
 from baton.errors import ConfigError, TransferError, UnknownPluginError
-from baton.rig.backend import BackendSpec
-from baton.rig.messages import MAX_POOL_PAGES
+from baton.rig.backend import MAX_POOL_PAGES, BackendSpec
 from baton.rig.pages import PAGE_BYTES, TINY_PAGE_BYTES, Shape, Workload, format_size, plan_pool
 from baton.rig.pair import NodePair, SampleBudget, WrongBytesError
 

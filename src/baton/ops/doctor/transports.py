@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 from baton.clock import MachineClock
 from baton.ops.doctor.devices import rdma_devices
-from baton.ops.doctor.finding import Area, Finding, Level
-from baton.ops.doctor.probe import write_bytes
+from baton.ops.doctor.finding import Area, Finding, Level, write_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -57,8 +56,10 @@ class ChosenTransports:
 
 def check_transport(kind: str, chosen: ChosenTransports, host: Host) -> list[Finding]:
     """Move pages by one transport between two processes."""
-    from baton.ops.doctor.transport_check import run_transport_check  # noqa: PLC0415 - numpy
-    from baton.ops.doctor.transport_check_endpoint import NotCheckedError  # noqa: PLC0415
+    from baton.ops.doctor.transport_check import (  # noqa: PLC0415
+        NotCheckedError,
+        run_transport_check,
+    )
 
     if kind in WITHIN_ONE_PROCESS:
         return [_not_tried(kind, "it is for one process that computes prefill and decode")]
