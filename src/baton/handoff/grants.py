@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
 from baton.auth.ticket import Ticket, unseal
@@ -18,15 +18,17 @@ from baton.handoff.messages import (
     RenewLease,
     unpack_blocks,
 )
+from baton.handoff.peer_transports import TransportUsage
 from baton.kv.copies import BlockTable
+from baton.kv.planning import CopyPlanner
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from baton.auth.ticket import WorkerRef
-    from baton.handoff.kv_views import AgentContext
+    from baton.handoff.kv_views import AgentContext, MappedPages
     from baton.handoff.peers import Peer
-    from baton.handoff.write_batches import OutgoingHandoff
+    from baton.handoff.session.send import SendSession
     from baton.ids import Epoch, TicketId, WorkerId
 
 MAX_EARLY_GRANTS: Final = 4096
@@ -281,3 +283,32 @@ class Tombstones:
             self._tombstones.pop((ticket, peer), None),
         )
         return own or peers
+
+
+@dataclass(slots=True, eq=False)
+class OutgoingHandoff:
+    """A session, what was granted, and what carries it.
+
+    `mapped_pages` is known from `SendSession.begin` on. `planner` keeps what its layers have in
+    common. `waits`: something could not be submitted before a route is attached.
+    """
+
+    session: SendSession
+    granted: Granted | None = None
+    mapped_pages: MappedPages | None = None
+    usage: TransportUsage = field(default_factory=TransportUsage)
+    planner: CopyPlanner = field(default_factory=CopyPlanner)
+    waits: bool = False
+
+    @property
+    def is_held(self) -> bool:
+        """Whether its KV waits here until the decode worker asks for it."""
+        return self.granted is None and self.session.order.ticket.mode == "pull"
+
+    def was_granted_by(self, peer: Peer) -> bool:
+        """Whether this peer granted it."""
+        return self.granted is not None and self.granted.peer is peer
+
+    def write_trace(self) -> None:
+        """Write into the trace which transports carried it."""
+        self.usage.write_into(self.session.order.trace)

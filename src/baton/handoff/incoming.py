@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, assert_never
 
 from baton.errors import PeerLostError
 from baton.handoff.messages import Notification, unpack_blocks
 from baton.handoff.peer_transports import TransportUsage
 from baton.handoff.session.actions import TransferHandle
+from baton.handoff.verify import Sampler
 from baton.handoff.write_batches import DigestVerifier
 from baton.kv.copies import BlockTable, PagedSequence
 from baton.kv.planning import CopyPlanner
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from baton.handoff.peer_transports import PeerTransport, PeerTransportTable
     from baton.handoff.peers import Peer
     from baton.handoff.session.receive import ReceiveSession
-    from baton.handoff.verify import Sampler
+    from baton.handoff.verify import VerificationPolicy
     from baton.kv.copies import PageCopies
     from baton.transfer.interface import Transport
     from baton.transfer.links.choice import Choice
@@ -302,3 +303,32 @@ class Reader:
     def take(self, handle: TransferHandle) -> PendingRead | None:
         """The read that ended; None if it is none of ours."""
         return self._pending.pop(handle, None)
+
+
+def verify_written(
+    policy: VerificationPolicy,
+    incoming: IncomingHandoff,
+    notification: Notification,
+    transport: Transport,
+) -> bool:
+    """Whether what a peer's write brought is what its sender had, as far as is looked at."""
+    level = policy.level_over(transport)
+    match level:
+        case "identity":
+            return True
+        case "sampled":
+            if incoming.sampler is None:
+                incoming.sampler = Sampler(policy.share)
+            return incoming.is_intact(notification, transport.kind, incoming.sampler)
+        case "full":
+            return incoming.is_intact(notification, transport.kind, None)
+        case _:
+            assert_never(level)
+
+
+def verify_read(incoming: IncomingHandoff, notification: Notification, transport: str) -> bool:
+    """Whether what a read brought is, all of it, what the peer announced.
+
+    Whatever the policy: its pages may have changed while they were read.
+    """
+    return incoming.is_intact(notification, transport, None)

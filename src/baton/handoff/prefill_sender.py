@@ -10,6 +10,7 @@ from baton.errors import BatonError
 from baton.handoff.grants import (
     EarlyGrants,
     Granted,
+    OutgoingHandoff,
     Tombstone,
     Tombstones,
     answer_renewal,
@@ -19,6 +20,7 @@ from baton.handoff.grants import (
     epoch_of,
 )
 from baton.handoff.interface import DECLINED_STAGE, KVExported, SendFailed
+from baton.handoff.kv_views import STAGING_STAGE, Holder
 from baton.handoff.messages import (
     BlocksExported,
     Declined,
@@ -46,14 +48,7 @@ from baton.handoff.session.actions import (
 )
 from baton.handoff.session.lease import LEASE_STAGE
 from baton.handoff.session.send import SendPhase, SendSession
-from baton.handoff.staging import STAGING_STAGE, Holder
-from baton.handoff.write_batches import (
-    OutgoingHandoff,
-    announce,
-    map_granted_pages,
-    merge_writes,
-    write_batches,
-)
+from baton.handoff.write_batches import announce, map_granted_pages, merge_writes, write_batches
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -12,15 +12,13 @@ from __future__ import annotations
 
 import secrets
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, Literal, Protocol, Self, TypeAlias, assert_never
+from typing import TYPE_CHECKING, Final, Literal, Protocol, Self, TypeAlias
 
 import numpy as np
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from baton.handoff.incoming import IncomingHandoff
-    from baton.handoff.messages import Notification
     from baton.transfer.interface import Capabilities, Transport
 
 Level: TypeAlias = Literal["full", "sampled", "identity"]
@@ -124,32 +122,3 @@ class Sampler:
             self._seen_layers.add(layer)
             is_chosen[self.chance.integers(num_segments)] = True
         return np.flatnonzero(is_chosen)
-
-
-def verify_written(
-    policy: VerificationPolicy,
-    incoming: IncomingHandoff,
-    notification: Notification,
-    transport: Transport,
-) -> bool:
-    """Whether what a peer's write brought is what its sender had, as far as is looked at."""
-    level = policy.level_over(transport)
-    match level:
-        case "identity":
-            return True
-        case "sampled":
-            if incoming.sampler is None:
-                incoming.sampler = Sampler(policy.share)
-            return incoming.is_intact(notification, transport.kind, incoming.sampler)
-        case "full":
-            return incoming.is_intact(notification, transport.kind, None)
-        case _:
-            assert_never(level)
-
-
-def verify_read(incoming: IncomingHandoff, notification: Notification, transport: str) -> bool:
-    """Whether what a read brought is, all of it, what the peer announced.
-
-    Whatever the policy: its pages may have changed while they were read.
-    """
-    return incoming.is_intact(notification, transport, None)

@@ -9,15 +9,13 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
+from baton.handoff.kv_views import Holder
 from baton.handoff.messages import DIGEST_BYTES, Available, Notification, encode, pack_blocks
-from baton.handoff.peer_transports import TransportUsage
 from baton.handoff.session.actions import TransferHandle, WriteLayers
-from baton.handoff.staging import Holder
 from baton.handoff.token_ranges import LayerTokenRange
 from baton.kv.copies import BlockTable, PageCopies, PagedSequence, compute_pieces
 from baton.kv.digest import PieceLocator, compute_digests, locate_pieces
 from baton.kv.geometry import shared_heads
-from baton.kv.planning import CopyPlanner
 from baton.transfer.interface import PageWrite
 from baton.transfer.links.shape import measure_shape
 from baton.transfer.region import view_pages
@@ -27,16 +25,15 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from baton.handoff.grants import Granted
+    from baton.handoff.grants import Granted, OutgoingHandoff
     from baton.handoff.interface import SendOrder
     from baton.handoff.kv_views import MappedPages, RegisteredView
     from baton.handoff.messages import Grant
     from baton.handoff.peer_transports import PeerTransportTable, TransportChoice
-    from baton.handoff.peers import Peer
     from baton.handoff.session.actions import AnnounceReadable, SendAction
-    from baton.handoff.session.send import SendSession
     from baton.handoff.verify import Sampler
     from baton.kv.layout import KVLayout
+    from baton.kv.planning import CopyPlanner
     from baton.telemetry.trace import RequestSpan
     from baton.transfer.interface import PagedRegion
 
@@ -360,32 +357,3 @@ def _any_target(layout: KVLayout, num_tokens: int) -> PagedSequence:
 def _count(trace: RequestSpan, copies: PageCopies) -> None:
     trace.num_bytes += copies.num_bytes
     trace.num_pages += copies.num_pages
-
-
-@dataclass(slots=True, eq=False)
-class OutgoingHandoff:
-    """A session, what was granted, and what carries it.
-
-    `mapped_pages` is known from `SendSession.begin` on. `planner` keeps what its layers have in
-    common. `waits`: something could not be submitted before a route is attached.
-    """
-
-    session: SendSession
-    granted: Granted | None = None
-    mapped_pages: MappedPages | None = None
-    usage: TransportUsage = field(default_factory=TransportUsage)
-    planner: CopyPlanner = field(default_factory=CopyPlanner)
-    waits: bool = False
-
-    @property
-    def is_held(self) -> bool:
-        """Whether its KV waits here until the decode worker asks for it."""
-        return self.granted is None and self.session.order.ticket.mode == "pull"
-
-    def was_granted_by(self, peer: Peer) -> bool:
-        """Whether this peer granted it."""
-        return self.granted is not None and self.granted.peer is peer
-
-    def write_trace(self) -> None:
-        """Write into the trace which transports carried it."""
-        self.usage.write_into(self.session.order.trace)

@@ -164,7 +164,8 @@ class StoreHandoff:
                 store_write.extend_deadline(Instant(pending.last_progress_at + self._timeout_s))
             self._heartbeat_writer.write(pooled, pending.last_progress_at)
         if self._reads:
-            self._heartbeat_reader.poll(self._reads.values(), self._clock.now(), self._engine_alive)
+            epochs = (each.order.ticket.prefill.epoch for each in self._reads.values())
+            self._heartbeat_reader.poll(epochs, self._clock.now(), self._engine_alive)
 
     def _engine_alive(self, ticket: TicketId) -> None:
         store_read = self._reads.get(ticket)

@@ -17,9 +17,9 @@ from baton.handoff.interface import (
     KVSent,
     SendFailed,
 )
+from baton.handoff.kv_views import Holder
 from baton.handoff.messages import Grant, RenewLease
 from baton.handoff.session.lease import LEASE_STAGE
-from baton.handoff.staging import Holder
 from baton.kv.blocks import BlockState
 from baton.sim.handoff import internals
 from baton.sim.handoff.agent import tickets_of

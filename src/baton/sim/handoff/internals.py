@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from baton.handoff.kv_views import Holder
 from baton.handoff.pool_mode import side_entries
 from baton.handoff.pool_mode.store_handoff import StoreHandoff
 from baton.handoff.session.send import SendPhase
-from baton.handoff.staging import Holder
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
