@@ -9,8 +9,7 @@ from baton.errors import PeerLostError
 from baton.handoff.messages import Notification, unpack_blocks
 from baton.handoff.peer_transports import TransportUsage
 from baton.handoff.session.actions import TransferHandle
-from baton.handoff.verify import Sampler
-from baton.handoff.write_batches import DigestVerifier
+from baton.handoff.write_batches import DigestVerifier, Sampler
 from baton.kv.copies import BlockTable, PagedSequence
 from baton.kv.planning import CopyPlanner
 from baton.telemetry.trace import Stamp

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import product
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     from baton.handoff.messages import Grant
     from baton.handoff.peer_transports import PeerTransportTable, TransportChoice
     from baton.handoff.session.actions import AnnounceReadable, SendAction
-    from baton.handoff.verify import Sampler
     from baton.kv.layout import KVLayout
     from baton.kv.planning import CopyPlanner
     from baton.telemetry.trace import RequestSpan
@@ -357,3 +357,28 @@ def _any_target(layout: KVLayout, num_tokens: int) -> PagedSequence:
 def _count(trace: RequestSpan, copies: PageCopies) -> None:
     trace.num_bytes += copies.num_bytes
     trace.num_pages += copies.num_pages
+
+
+@dataclass(slots=True)
+class Sampler:
+    """Chooses the pieces of one handoff that are looked at. Owner: the receiver's thread.
+
+    `chance` is seeded from the system's entropy: a peer cannot foresee the choice.
+    """
+
+    share: float
+    chance: np.random.Generator = field(
+        default_factory=lambda: np.random.default_rng(secrets.randbits(128))
+    )
+    _seen_layers: set[int] = field(default_factory=set)
+
+    def choose(self, layer: int, num_segments: int) -> NDArray[np.int64]:
+        """Indices of one notification's pieces to check, ascending; at least one of a new layer.
+
+        Every piece is chosen with probability `share` or more, independently of the others.
+        """
+        is_chosen = self.chance.random(num_segments) < self.share
+        if layer not in self._seen_layers and num_segments:
+            self._seen_layers.add(layer)
+            is_chosen[self.chance.integers(num_segments)] = True
+        return np.flatnonzero(is_chosen)
