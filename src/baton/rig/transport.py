@@ -18,6 +18,7 @@ from baton.errors import ProtocolError, TransferError
 from baton.ids import Epoch, TicketId, new_epoch, new_ticket_id
 from baton.kv.copies import PageCopies, pack_indices
 from baton.rig.backend import Backend, Traits
+from baton.rig.machine import find_open_listeners
 from baton.rig.pages import allocate_pool
 from baton.transfer.adaptive_wait import MAX_SPIN_S, AdaptiveWaiter
 from baton.transfer.bounds import are_pages_inside
@@ -25,6 +26,7 @@ from baton.transfer.devices.options import choose_allocation
 from baton.transfer.interface import (
     TRANSPORTS,
     Arrived,
+    GrantQuiescent,
     PageRead,
     PageWrite,
     ReadCompleted,
@@ -221,6 +223,20 @@ class TransportBackend(Backend):
             fd = self._transport.readiness_fd
             watched = [stop.fd] if fd is None else [stop.fd, fd]
             self._sleep(watched, BLIND_POLL_S if fd is None else POLL_S)
+
+    def call(self, name: str, payload: bytes) -> bytes:
+        """See `Backend`.
+
+        `close_grant`: no more writes; returns once nothing can land any more. `listeners`: JSON,
+        the sockets of this process that listen outside loopback.
+        """
+        if name == "listeners":
+            return msgspec.json.encode(find_open_listeners())
+        if name == "close_grant":
+            self._transport.close_grant(self._grant)
+            self._wait_for(GrantQuiescent)
+            return b""
+        return super().call(name, payload)
 
     def digest_referenced_pages(self) -> str:
         """See `ReferenceReader`."""
