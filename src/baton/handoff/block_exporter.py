@@ -15,7 +15,7 @@ from baton.handoff.grants import epoch_of
 from baton.handoff.interface import ExportReleased
 from baton.handoff.messages import MAX_BATCH, ReleaseAck, Revoke
 from baton.handoff.session.export_table import ExportLimits, ExportTable
-from baton.transfer.readers import TracksReaders
+from baton.transfer.interface import TracksReaders
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -29,6 +29,7 @@ from baton.transfer.interface import (
     RemoteLost,
     WriteCompleted,
     WriteFailed,
+    as_reader,
 )
 from baton.transfer.links.probe_buffer import compute_probe_digest, make_probe_copies
 from baton.transfer.links.probes import PLAN, RECOVERY, ProbeSeries
@@ -226,7 +227,9 @@ class LinkProber:
                     PageWrite(run.remote, run.grant, region.handle, copies, notification)
                 )
             else:
-                run.transfer = transport.read(PageRead(run.remote, region.handle, copies))
+                run.transfer = as_reader(transport).read(
+                    PageRead(run.remote, region.handle, copies)
+                )
         except BatonError as exc:
             self._abandon(run, str(exc))
 

@@ -9,7 +9,7 @@ from baton.errors import PeerLostError
 from baton.handoff.messages import Notification
 from baton.handoff.session.transfer_handle import TransferHandle
 from baton.kv.copies import PagedSequence
-from baton.transfer.interface import PageRead
+from baton.transfer.interface import PageRead, as_reader
 from baton.transfer.links.shape import measure_shape
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ class Reader:
         if chosen is None:
             raise self._peer_transports.explain(peer)
         began_at = self._peer_transports.now()
-        transfer = chosen.peer_transport.transport.read(
+        transfer = as_reader(chosen.peer_transport.transport).read(
             PageRead(chosen.peer_transport.attached, region.handle, copies)
         )
         self._peer_transports.submitted(chosen, began_at)

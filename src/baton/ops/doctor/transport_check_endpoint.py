@@ -23,6 +23,7 @@ from baton.transfer.interface import (
     RemoteLost,
     WriteCompleted,
     WriteFailed,
+    as_reader,
 )
 from baton.transfer.region import (
     allocate_host_region,
@@ -124,7 +125,7 @@ class CheckEndpoint:
         """Read them back, in another order, and wait for it."""
         src_pages, dst_pages = choose_pages()
         copies = describe_copies(dst_pages, src_pages[::-1])
-        self.transport.read(PageRead(remote, self.region.handle, copies))
+        as_reader(self.transport).read(PageRead(remote, self.region.handle, copies))
         self.wait_for(ReadCompleted, "the read's completion")
 
     def receive(self, channel: Channel, kind: type[E], what: str) -> E:
