@@ -13,7 +13,7 @@ from baton.handoff.write_batches import DigestVerifier, Sampler
 from baton.kv.copies import BlockTable, PagedSequence
 from baton.kv.planning import CopyPlanner
 from baton.telemetry.trace import Stamp
-from baton.transfer.interface import PageRead, WriteGrant
+from baton.transfer.interface import PageRead, WriteGrant, as_reader
 from baton.transfer.links.shape import measure_shape
 
 if TYPE_CHECKING:
@@ -290,7 +290,7 @@ class Reader:
         if chosen is None:
             raise self._peer_transports.explain(peer)
         began_at = self._peer_transports.now()
-        transfer = chosen.peer_transport.transport.read(
+        transfer = as_reader(chosen.peer_transport.transport).read(
             PageRead(chosen.peer_transport.attached, region.handle, copies)
         )
         self._peer_transports.submitted(chosen, began_at)

@@ -41,6 +41,7 @@ from baton.transfer.interface import (
     WriteCompleted,
     WriteFailed,
     WriteGrant,
+    as_reader,
 )
 from baton.transfer.links.probe_buffer import (
     TARGET_PAGES,
@@ -249,7 +250,9 @@ class LinkProber:
                     PageWrite(run.remote, run.grant, region.handle, copies, notification)
                 )
             else:
-                run.transfer = transport.read(PageRead(run.remote, region.handle, copies))
+                run.transfer = as_reader(transport).read(
+                    PageRead(run.remote, region.handle, copies)
+                )
         except BatonError as exc:
             self._abandon(run, str(exc))
 

@@ -39,6 +39,8 @@ from baton.transfer.interface import (
     WriteCompleted,
     WriteFailed,
     WriteGrant,
+    as_reader,
+    as_viewer,
 )
 from baton.transfer.messages import decode, encode
 
@@ -209,8 +211,10 @@ class TransportBackend(Backend):
             return push
         read = PageRead(self._remote, self.region.handle, copies)
 
+        reader = as_reader(transport)
+
         def pull() -> None:
-            transport.read(read)
+            reader.read(read)
             self._wait_for(ReadCompleted)
 
         return pull
@@ -260,14 +264,14 @@ class TransportBackend(Backend):
     def _handle(self, event: TransferEvent) -> None:
         """Owner: map the driver's region when it is attached, and pages when they are announced."""
         if isinstance(event, RemoteAttached):
-            self._transport.view(self._remote, 0)
+            as_viewer(self._transport).view(self._remote, 0)
             self._poll_idle()
             self._notify(ACK)
         elif isinstance(event, Arrived) and event.notification != ACK:
             announcement = decode_announcement(event.notification)
             if announcement.part == 0:
                 self._referenced.clear()
-            view = self._transport.view(self._remote, announcement.array)
+            view = as_viewer(self._transport).view(self._remote, announcement.array)
             self._referenced.append(map_announced(announcement, view))
             if announcement.is_last:
                 self._notify(ACK)

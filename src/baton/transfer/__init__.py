@@ -7,7 +7,6 @@ File map:
     interface.py    `Transport`, its requests and events, and the registry of kinds
     region.py       registered memory: allocate, view, check what a peer claims
     peer_mappings.py  peers' pages as further pages of one's own, by reference
-    readers.py      who reads this worker's pages in place, and what proves that it stopped
     bounds.py       one write's bounds, checked before a byte is touched
     page_set.py     what a receiver admits
     scatter_gather.py  which bytes a part of a transfer moves, and those bytes as lists of buffers

@@ -35,9 +35,6 @@ from baton.transfer.reactor import Reactor
 from baton.transfer.region import check_arrays
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
     from baton.ids import TicketId
     from baton.net.channel import Channel
     from baton.net.connection import Connection
@@ -186,11 +183,6 @@ class OneSidedTransport(Generic[M]):
         remote.read(transfer, read.copies, region)
         self._pace()
         return transfer
-
-    def view(self, remote: RemoteId, array: int) -> NDArray[np.uint8]:
-        """See `Transport`: this one does not show pages in place."""
-        del remote, array
-        raise TransferError(f"{self.kind} does not show a peer's pages in place; read them")
 
     def poll(self) -> list[TransferEvent]:
         """See `Transport`."""

@@ -45,7 +45,6 @@ if TYPE_CHECKING:
     from baton.net.connection import Connection
     from baton.transfer.interface import (
         PagedRegion,
-        PageRead,
         PageWrite,
         TransferEvent,
         TransportContext,
@@ -158,18 +157,6 @@ class FileTransport:
         transfer = TransferId(self._num_transfers)
         remote.submit(transfer, write, region)
         return transfer
-
-    def read(self, read: PageRead) -> TransferId:
-        """See `Transport`: this one does not."""
-        del read
-        raise TransferError("file does not read a peer's pages; ask the peer to write them")
-
-    def view(self, remote: RemoteId, array: int) -> NDArray[np.uint8]:
-        """See `Transport`: this one does not show pages in place."""
-        del remote, array
-        raise TransferError(
-            "file does not show a peer's pages in place; ask the peer to write them"
-        )
 
     def poll(self) -> list[TransferEvent]:
         """See `Transport`."""

@@ -183,11 +183,6 @@ class TcpTransport:
         remote.read(transfer, read.copies, region)
         return transfer
 
-    def view(self, remote: RemoteId, array: int) -> NDArray[np.uint8]:
-        """See `Transport`: not supported."""
-        del remote, array
-        raise TransferError("tcp does not show a peer's pages in place; read them")
-
     def poll(self) -> list[TransferEvent]:
         """See `Transport`."""
         return self._reactor.poll()
