@@ -15,7 +15,7 @@ from baton.handoff.staging import Holder
 from baton.handoff.write_batches import WriteBatchBuilder, notify_without_digests
 from baton.kv.copies import BlockTable, PagedSequence
 from baton.transfer.interface import PageWrite
-from baton.transfer.links.shape import measure_shape
+from baton.transfer.links.cost_model import measure_shape
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

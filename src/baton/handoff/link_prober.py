@@ -30,8 +30,13 @@ from baton.transfer.interface import (
     WriteCompleted,
     WriteFailed,
 )
-from baton.transfer.links.probe_buffer import compute_probe_digest, make_probe_copies
-from baton.transfer.links.probes import PLAN, RECOVERY, ProbeSeries
+from baton.transfer.links.probes import (
+    PLAN,
+    RECOVERY,
+    ProbeSeries,
+    compute_probe_digest,
+    make_probe_copies,
+)
 
 if TYPE_CHECKING:
     from baton.handoff.messages import ProbeReady

@@ -10,7 +10,7 @@ from baton.handoff.messages import Notification
 from baton.handoff.session.transfer_handle import TransferHandle
 from baton.kv.copies import PagedSequence
 from baton.transfer.interface import PageRead
-from baton.transfer.links.shape import measure_shape
+from baton.transfer.links.cost_model import measure_shape
 
 if TYPE_CHECKING:
     from baton.handoff.incoming import IncomingHandoff

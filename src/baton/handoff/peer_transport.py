@@ -6,16 +6,14 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from baton.transfer.links.backoff import Backoff
-from baton.transfer.links.outcome import Outcome
-from baton.transfer.links.shape import TransferShape
+from baton.transfer.links.choice import Backoff, Outcome
+from baton.transfer.links.cost_model import TransferShape
 
 if TYPE_CHECKING:
     from baton.clock import Instant
     from baton.transfer.interface import RegionDescriptor, RemoteId, Transport
-    from baton.transfer.links.choice import Choice
-    from baton.transfer.links.model import LinkModel
-    from baton.transfer.links.outcome import Direction
+    from baton.transfer.links.choice import Choice, Direction
+    from baton.transfer.links.cost_model import LinkModel
 
 
 class PeerTransportState(StrEnum):

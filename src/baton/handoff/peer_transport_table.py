@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Final
 from baton.errors import BatonError, PeerUnreachableError
 from baton.handoff.peer_transport import PeerTransport, PeerTransportState
 from baton.transfer.links.choice import Choice, Chooser
-from baton.transfer.links.default_cost import default_link_model
-from baton.transfer.links.shape import TransferShape
+from baton.transfer.links.cost_model import TransferShape, default_link_model
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
@@ -29,9 +28,8 @@ if TYPE_CHECKING:
     from baton.handoff.messages import TransferOp
     from baton.handoff.peers import Peer
     from baton.transfer.interface import RegionDescriptor, RemoteId, Transport
-    from baton.transfer.links.choice import ChoiceRule
-    from baton.transfer.links.model import LinkModel
-    from baton.transfer.links.outcome import Direction, LinkObserver
+    from baton.transfer.links.choice import ChoiceRule, Direction, LinkObserver
+    from baton.transfer.links.cost_model import LinkModel
 
 logger = logging.getLogger(__name__)
 

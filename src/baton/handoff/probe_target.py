@@ -17,7 +17,7 @@ from baton.handoff.messages import (
     decode_probe_notification,
 )
 from baton.transfer.interface import Arrived, GrantQuiescent, WriteGrant
-from baton.transfer.links.probe_buffer import TARGET_PAGES, ProbeBuffer
+from baton.transfer.links.probes import TARGET_PAGES, ProbeBuffer
 from baton.transfer.region import release_region
 
 if TYPE_CHECKING:

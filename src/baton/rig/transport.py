@@ -20,8 +20,7 @@ from baton.kv.copies import PageCopies, pack_indices
 from baton.rig.backend import Backend, Traits
 from baton.rig.pages import allocate_pool
 from baton.transfer.adaptive_wait import MAX_SPIN_S, AdaptiveWaiter
-from baton.transfer.bounds import are_pages_inside
-from baton.transfer.devices.options import choose_allocation
+from baton.transfer.devices.extents import choose_allocation
 from baton.transfer.interface import (
     TRANSPORTS,
     Arrived,
@@ -39,6 +38,7 @@ from baton.transfer.interface import (
     WriteGrant,
 )
 from baton.transfer.messages import decode, encode
+from baton.transfer.region import are_pages_inside
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -36,7 +36,7 @@ from baton.ops.doctor.transport_check_pages import (
     expect_read,
     verify,
 )
-from baton.transfer.devices.options import choose_allocation
+from baton.transfer.devices.extents import choose_allocation
 from baton.transfer.interface import (
     TRANSPORTS,
     Arrived,
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from baton.clock import Clock
-    from baton.transfer.devices.options import AllocateRegion
+    from baton.transfer.devices.extents import AllocateRegion
     from baton.transfer.interface import Transport
 
 LOOPBACK: Final = "127.0.0.1"

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from baton.clock import Clock
     from baton.ids import TicketId
     from baton.ops.doctor.transport_check_channel import Channel
-    from baton.transfer.devices.options import AllocateRegion
+    from baton.transfer.devices.extents import AllocateRegion
     from baton.transfer.interface import (
         Capabilities,
         PagedRegion,
