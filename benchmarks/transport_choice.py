@@ -60,8 +60,8 @@ from baton.rig.nodes import Address, LocalNodes, Nodes, RemoteNodes
 from baton.rig.pages import Direction, Workload, parse_size
 from baton.rig.pair import NodePair, SampleBudget, WrongBytesError
 from baton.transfer.interface import TRANSPORTS, Transport, TransportContext
-from baton.transfer.links.model import LinkModel
-from baton.transfer.links.outcome import NullObserver
+from baton.transfer.links.choice import NullObserver
+from baton.transfer.links.cost_model import LinkModel
 from baton.transfer.region import allocate_shared_region
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ import msgspec
 from baton.errors import PeerLostError, PeerUnreachableError, TransferError
 from baton.kv.copies import apply_copies
 from baton.registry import Plugin
-from baton.transfer.bounds import check_copies, check_notification
+from baton.transfer.grants import PageSet, check_grant_pages
 from baton.transfer.interface import (
     Arrived,
     Capabilities,
@@ -25,8 +25,7 @@ from baton.transfer.interface import (
     WriteCompleted,
     WriteFailed,
 )
-from baton.transfer.page_set import PageSet, check_grant_pages
-from baton.transfer.region import check_arrays, view_pages
+from baton.transfer.region import check_arrays, check_copies, check_notification, view_pages
 
 if TYPE_CHECKING:
     from baton.transfer.interface import TransportContext

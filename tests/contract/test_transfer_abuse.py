@@ -32,7 +32,7 @@ from baton.transfer.interface import (
 from baton.transfer.messages import encode
 from baton.transfer.region import compute_region_bytes
 from baton.transfer.transports.shared import wire as shared
-from baton.transfer.transports.tcp import inbound
+from baton.transfer.transports.tcp import transport
 from baton.transfer.transports.tcp import wire as tcp
 
 HOLDER = b"a raw one's page"
@@ -400,7 +400,7 @@ def test_a_reader_that_asks_and_never_takes_is_hung_up_on():
     with RawWriter(TcpKit()) as reader:
         pages = np.arange(NUM_PAGES).astype("<u4").tobytes() * 64
         with suppress(ConnectionError):
-            for number in range(inbound.MAX_FETCHES + 20):
+            for number in range(transport.MAX_FETCHES + 20):
                 reader.say(tcp.Fetch(number, 0, pages, WHOLE))
         for _ in range(50):
             reader.poll()

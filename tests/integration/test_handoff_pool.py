@@ -47,7 +47,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from baton.handoff.interface import HandoffEvent
-    from baton.store.interface import EntryName, Lease, Tier
+    from baton.handoff.session.lease import Lease
+    from baton.store.interface import EntryName, Tier
 
 CLOCK = MachineClock()
 KEY = ClusterKey(b"k" * 32)

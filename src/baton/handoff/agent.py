@@ -80,8 +80,8 @@ from baton.transfer.interface import (
     WriteCompleted,
     WriteFailed,
 )
-from baton.transfer.links.outcome import NullObserver
-from baton.transfer.links.probe_buffer import ProbeBuffer
+from baton.transfer.links.choice import NullObserver
+from baton.transfer.links.probes import ProbeBuffer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -102,7 +102,7 @@ if TYPE_CHECKING:
     from baton.handoff.pool_mode.store_access import StoreAccess
     from baton.ids import Epoch, TicketId, WorkerId
     from baton.transfer.interface import TransferEvent, Transport
-    from baton.transfer.links.outcome import LinkObserver
+    from baton.transfer.links.choice import LinkObserver
 
 logger = logging.getLogger(__name__)
 

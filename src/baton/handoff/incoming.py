@@ -14,7 +14,7 @@ from baton.kv.copies import BlockTable, PagedSequence
 from baton.kv.planning import CopyPlanner
 from baton.telemetry.trace import Stamp
 from baton.transfer.interface import PageRead, WriteGrant, as_reader
-from baton.transfer.links.shape import measure_shape
+from baton.transfer.links.cost_model import measure_shape
 
 if TYPE_CHECKING:
     from baton.clock import Instant

@@ -43,13 +43,15 @@ from baton.transfer.interface import (
     WriteGrant,
     as_reader,
 )
-from baton.transfer.links.probe_buffer import (
+from baton.transfer.links.probes import (
+    PLAN,
+    RECOVERY,
     TARGET_PAGES,
     ProbeBuffer,
+    ProbeSeries,
     compute_probe_digest,
     make_probe_copies,
 )
-from baton.transfer.links.probes import PLAN, RECOVERY, ProbeSeries
 from baton.transfer.region import release_region
 
 if TYPE_CHECKING:

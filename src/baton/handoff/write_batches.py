@@ -18,7 +18,7 @@ from baton.kv.copies import BlockTable, PageCopies, PagedSequence, compute_piece
 from baton.kv.digest import PieceLocator, compute_digests, locate_pieces
 from baton.kv.geometry import shared_heads
 from baton.transfer.interface import PageWrite
-from baton.transfer.links.shape import measure_shape
+from baton.transfer.links.cost_model import measure_shape
 from baton.transfer.region import view_pages
 
 if TYPE_CHECKING:

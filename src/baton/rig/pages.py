@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from baton.transfer.devices.options import AllocateRegion
+    from baton.transfer.devices.extents import AllocateRegion
     from baton.transfer.interface import MemoryKind, PageArray, PagedRegion
 
 PAGE_BYTES: Final = 32 * 1024

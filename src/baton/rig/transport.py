@@ -21,8 +21,7 @@ from baton.rig.backend import Backend, Traits
 from baton.rig.machine import find_open_listeners
 from baton.rig.pages import allocate_pool
 from baton.transfer.adaptive_wait import MAX_SPIN_S, AdaptiveWaiter
-from baton.transfer.bounds import are_pages_inside
-from baton.transfer.devices.options import choose_allocation
+from baton.transfer.devices.extents import choose_allocation
 from baton.transfer.interface import (
     TRANSPORTS,
     Arrived,
@@ -43,6 +42,7 @@ from baton.transfer.interface import (
     as_viewer,
 )
 from baton.transfer.messages import decode, encode
+from baton.transfer.region import are_pages_inside
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

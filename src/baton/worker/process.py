@@ -25,7 +25,7 @@ from baton.handoff.peer_transports import LinkOptions
 from baton.handoff.pool_mode.store_access import open_store_access
 from baton.ids import new_epoch
 from baton.telemetry.process_status import Draining, Loading, Ready, StatusReporter
-from baton.transfer.devices.options import choose_allocation
+from baton.transfer.devices.extents import choose_allocation
 from baton.transfer.interface import TRANSPORTS, TransportContext
 from baton.transfer.links.probes import ProbeBounds
 from baton.worker.listener import bind, is_loopback, pin_to, start_listening, url_of

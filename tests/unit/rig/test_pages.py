@@ -20,8 +20,7 @@ from baton.rig.pages import (
     plan_pool,
     view_bytes,
 )
-from baton.transfer.bounds import check_copies
-from baton.transfer.region import release_region, view_pages
+from baton.transfer.region import check_copies, release_region, view_pages
 
 
 @pytest.mark.parametrize(

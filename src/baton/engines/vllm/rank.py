@@ -37,7 +37,7 @@ from baton.kv.layout import TensorParallelShard
 from baton.telemetry.links import LinkInstruments
 from baton.telemetry.metrics import HandoffInstruments, HeldBlockTimeCollector, set_worker_info
 from baton.telemetry.trace import TraceRing
-from baton.transfer.devices.options import choose_allocation
+from baton.transfer.devices.extents import choose_allocation
 from baton.transfer.interface import TRANSPORTS, TransportContext
 from baton.transfer.links.probes import ProbeBounds
 from baton.transfer.region import release_region

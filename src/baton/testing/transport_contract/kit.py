@@ -11,7 +11,7 @@ from baton.auth.key import ClusterKey
 from baton.clock import MachineClock
 from baton.ids import new_epoch
 from baton.testing.transport_pair import Side, TransportPair, spans_of_pages
-from baton.transfer.devices.options import choose_allocation
+from baton.transfer.devices.extents import choose_allocation
 from baton.transfer.interface import (
     TRANSPORTS,
     Arrived,

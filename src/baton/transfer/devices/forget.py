@@ -9,8 +9,8 @@ from __future__ import annotations
 import sys
 
 from baton.errors import ConfigError
-from baton.transfer.devices.claiming import forget_table
-from baton.transfer.devices.options import DeviceOptions
+from baton.transfer.devices.backing import DeviceOptions
+from baton.transfer.devices.extents import forget_table
 
 
 def main() -> None:

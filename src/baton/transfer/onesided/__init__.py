@@ -7,12 +7,8 @@ be written and when that ends, and the writer says over it what is in place. Eac
 that cannot be recalled moves nothing any more.
 
 File map:
-    session.py     the seam: what a library must be able to do
-    transport.py   `OneSidedTransport`: the contract, listening, admission
-    wire.py        the messages, and their bounds
+    session.py     the interface to a library: what it must be able to do
+    transport.py   `OneSidedTransport`: the contract, admission, the owner's end, the poll timer
     remote.py      the initiating end
-    inbound.py     the owner's end
-    endpoints.py   Unix sockets on one host, TCP between hosts
-    devices.py     the network interface that has an address
-    pacer.py       polling without spinning
+    wire.py        the messages, and their bounds
 """

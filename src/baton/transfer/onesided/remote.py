@@ -12,6 +12,9 @@ from baton.transfer.grant_messages import (
     MAX_BODY_BYTES,
     GrantClosed,
     NotAttached,
+    PeerGrants,
+    Submitted,
+    send_memory_released,
 )
 from baton.transfer.interface import (
     ReadCompleted,
@@ -31,7 +34,6 @@ from baton.transfer.onesided.wire import (
     decode_first_from_owner,
     decode_from_owner,
 )
-from baton.transfer.peer_grants import PeerGrants, Submitted, send_memory_released
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

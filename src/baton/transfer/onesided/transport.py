@@ -7,17 +7,31 @@ process has a hand of its own in this memory, its death.
 
 from __future__ import annotations
 
+import ctypes
 import os
+from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Final, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar, assert_never
 
 from baton.errors import ProtocolError, TransferError
-from baton.ids import Epoch, RegionHandle
-from baton.net.endpoints import Dialer, Listener
-from baton.transfer.bounds import check_copies, check_notification
-from baton.transfer.grant_ledger import GrantLedger, WriterId
-from baton.transfer.grant_messages import MAX_BODY_BYTES, MAX_GRANT_PAGES, NotAttached
+from baton.ids import Epoch, RegionHandle, TicketId
+from baton.net.endpoints import Dialer, Listener, open_peer_process
+from baton.transfer.endpoints import open_dialer, open_listener
+from baton.transfer.grant_messages import (
+    MAX_BODY_BYTES,
+    MAX_GRANT_PAGES,
+    CloseGrant,
+    GrantClosed,
+    GrantNotOpen,
+    GrantOpened,
+    MemoryReleased,
+    NotAttached,
+    QueryGrant,
+    pack_pages,
+)
+from baton.transfer.grants import GrantLedger, WriterId, check_grant_pages
 from baton.transfer.interface import (
+    Arrived,
     Capabilities,
     GrantQuiescent,
     RegionDescriptor,
@@ -25,17 +39,22 @@ from baton.transfer.interface import (
     TransferId,
 )
 from baton.transfer.messages import encode
-from baton.transfer.onesided.endpoints import open_dialer, open_listener
-from baton.transfer.onesided.inbound import OneSidedInbound
-from baton.transfer.onesided.pacer import Pacer
 from baton.transfer.onesided.remote import OneSidedRemote
-from baton.transfer.onesided.wire import decode_attach
-from baton.transfer.page_set import check_grant_pages
+from baton.transfer.onesided.wire import (
+    Attached,
+    TransfersActive,
+    TransfersIdle,
+    WriteNotification,
+    decode_attach,
+    decode_from_peer,
+)
 from baton.transfer.reactor import Reactor
-from baton.transfer.region import check_arrays
+from baton.transfer.region import check_arrays, check_copies, check_notification
 
 if TYPE_CHECKING:
-    from baton.ids import TicketId
+    from collections.abc import Callable
+
+    from baton.clock import Clock
     from baton.net.channel import Channel
     from baton.net.connection import Connection
     from baton.transfer.interface import (
@@ -47,6 +66,184 @@ if TYPE_CHECKING:
         WriteGrant,
     )
     from baton.transfer.onesided.session import Library, OneSidedSession
+
+MIN_INTERVAL_S: Final = 50e-6
+MAX_INTERVAL_S: Final = 1e-3
+POLLS_PER_AGE: Final = 32
+"""What has been under way for t is looked at again after t / 32: late by 3 % at most."""
+
+_CLOCK_MONOTONIC: Final = 1
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class _Spec(ctypes.Structure):
+    """struct itimerspec."""
+
+    _fields_ = (
+        ("interval_s", ctypes.c_long),
+        ("interval_ns", ctypes.c_long),
+        ("value_s", ctypes.c_long),
+        ("value_ns", ctypes.c_long),
+    )
+
+
+class Pacer:
+    """Makes its reactor ready from time to time while something is under way.
+
+    Owner thread: the transport's. Python 3.11 has no `timerfd_create` of its own.
+    """
+
+    def __init__(self, reactor: Reactor, clock: Clock) -> None:
+        self._reactor, self._clock = reactor, clock
+        self._fd = _libc.timerfd_create(_CLOCK_MONOTONIC, os.O_NONBLOCK | os.O_CLOEXEC)
+        if self._fd < 0:
+            raise TransferError(f"cannot make a timer: {os.strerror(ctypes.get_errno())}")
+        self._since = clock.now()
+        self._is_set = False
+        reactor.watch(self._fd, self._expired)
+
+    def activate(self) -> None:
+        """Something began, or came to an end: look again soon."""
+        self._since = self._clock.now()
+        if self._is_set:
+            self._set(MIN_INTERVAL_S)
+
+    def pace(self, *, is_under_way: bool) -> None:
+        """Set the timer if there is something to wait for, and it is not set yet."""
+        if not is_under_way:
+            if self._is_set:
+                self._set(0.0)
+            return
+        if not self._is_set:
+            age_s = self._clock.now() - self._since
+            self._set(min(max(age_s / POLLS_PER_AGE, MIN_INTERVAL_S), MAX_INTERVAL_S))
+
+    def close(self) -> None:
+        """Release the timer; idempotent."""
+        if self._fd >= 0:
+            self._reactor.unwatch(self._fd)
+            os.close(self._fd)
+            self._fd = -1
+
+    def _expired(self) -> None:
+        with suppress(BlockingIOError):  # set anew since it expired
+            os.read(self._fd, 8)
+            self._is_set = False
+
+    def _set(self, delay_s: float) -> None:
+        """Expire once after so long, or never (0)."""
+        spec = _Spec(0, 0, 0, int(delay_s * 1e9))
+        _libc.timerfd_settime(self._fd, 0, ctypes.byref(spec), None)
+        self._is_set = delay_s > 0
+
+
+MAX_FINAL_STEPS: Final = 64
+
+
+class OneSidedInbound:
+    """One peer that may write into, or read, this side's memory. Owner thread: the transport's.
+
+    With the connection ends the engine that served it. Where the peer has a hand of its own in
+    this memory (`peer_process_writes`), this outlives the connection until the peer's process is
+    dead. `on_over` is called once, when nothing of it can land any more.
+    """
+
+    def __init__(
+        self,
+        writer: WriterId,
+        connection: Connection,
+        session: OneSidedSession[Any],
+        *,
+        ledger: GrantLedger,
+        reactor: Reactor,
+        on_over: Callable[[WriterId], None],
+    ) -> None:
+        self._writer, self._connection, self._session = writer, connection, session
+        self._ledger, self._reactor, self._on_over = ledger, reactor, on_over
+        self._process = (
+            open_peer_process(connection.channel.socket) if session.peer_process_writes else None
+        )
+        if self._process is not None:
+            reactor.watch(self._process, self._process_ended)
+        self.is_active = False
+        """The peer's transfers are under way, as far as it says."""
+
+    def send_attached(self, region: PagedRegion, metadata: bytes, grants: list[WriteGrant]) -> None:
+        """Send the memory's description and the grants that are already open."""
+        self._connection.cancel_deadline()
+        self._connection.set_handlers(self._read, self._disconnected)
+        self._connection.send_body(encode(Attached(region.arrays, metadata)))
+        for grant in grants:
+            self.send_grant_opened(grant)
+
+    def send_grant_opened(self, grant: WriteGrant) -> None:
+        """The peer may write into this grant from now on."""
+        self._connection.send_body(encode(GrantOpened(grant.id, pack_pages(grant.pages))))
+
+    def send_close_grant(self, grant: TicketId) -> None:
+        """The peer must start no other write into this grant, and report when none is in flight."""
+        self._connection.send_body(encode(CloseGrant(grant)))
+
+    def serve(self) -> None:
+        """Give the library its turn."""
+        try:
+            self._session.serve()
+        except TransferError as exc:
+            self._connection.fail(exc)
+
+    def close(self) -> None:
+        """Stop serving and watching: nothing is known of this peer from now on. Idempotent."""
+        self.is_active = False
+        self._connection.close()
+        self._session.close()
+        if self._process is not None:
+            self._reactor.unwatch(self._process)
+            os.close(self._process)
+            self._process = None
+
+    def _read(self, channel: Channel) -> None:
+        for body in channel.receive_bodies():
+            match decode_from_peer(body):
+                case WriteNotification(grant, notification):
+                    if self._ledger.admits(self._writer, TicketId(grant)):
+                        self._reactor.report(Arrived(TicketId(grant), notification))
+                case QueryGrant(grant):
+                    self._answer(TicketId(grant))
+                case GrantClosed(grant):
+                    self._ledger.confirm_closed(self._writer, TicketId(grant))
+                case TransfersActive() | TransfersIdle() as message:
+                    self.is_active = isinstance(message, TransfersActive)
+                case MemoryReleased():
+                    self._finish()
+                    return
+                case unknown:
+                    assert_never(unknown)
+
+    def _answer(self, grant: TicketId) -> None:
+        """If the grant was opened, `GrantOpened` is on its way already: nothing else to say."""
+        if not self._ledger.admits(self._writer, grant):
+            self._connection.send_body(encode(GrantNotOpen(grant)))
+
+    def _disconnected(self, error: TransferError) -> None:
+        del error  # that the peer is out of reach does not tell whether its own hand still writes
+        self.is_active = False
+        self._session.close()
+        if not self._session.peer_process_writes or not self._ledger.disconnect(self._writer):
+            self._finish()
+
+    def _process_ended(self) -> None:
+        """The process is dead. What it sent before still counts."""
+        for _ in range(MAX_FINAL_STEPS):
+            if not self._connection.is_open:
+                break
+            self._connection.step()
+        self._finish()
+
+    def _finish(self) -> None:
+        self.close()
+        self._ledger.release(self._writer)
+        self._on_over(self._writer)
+
 
 MAX_PEERS: Final = 64
 """Peers of this side's regions that have an engine here, or had one and may still store."""

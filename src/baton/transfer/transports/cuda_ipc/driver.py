@@ -8,7 +8,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Final
 
 from baton.errors import ConfigError, TransferError
-from baton.transfer.transports.cuda_ipc.copies import HANDLE_BYTES, Allocation
+from baton.transfer.transports.cuda_ipc.session import HANDLE_BYTES, Allocation
 
 if TYPE_CHECKING:
     from collections.abc import Generator

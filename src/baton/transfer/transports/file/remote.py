@@ -14,8 +14,12 @@ from baton.kv.copies import CopyGroup
 from baton.transfer.interface import RemoteAttached, RemoteLost, WriteCompleted, WriteFailed
 from baton.transfer.messages import encode
 from baton.transfer.scatter_gather import Geometry, cut_parts, read_batches
-from baton.transfer.transports.file.part_file import OutgoingPartFile, is_aligned, remove_file
-from baton.transfer.transports.file.spool import find_spool
+from baton.transfer.transports.file.spool import (
+    OutgoingPartFile,
+    find_spool,
+    is_aligned,
+    remove_file,
+)
 from baton.transfer.transports.file.wire import (
     MAX_BODY_BYTES,
     MAX_PART_FILES,
@@ -44,7 +48,7 @@ if TYPE_CHECKING:
         TransferId,
     )
     from baton.transfer.reactor import Reactor
-    from baton.transfer.transports.file.options import FileOptions
+    from baton.transfer.transports.file.transport import FileOptions
 
 PART_FILE_BYTES: Final = 16 << 20
 """Small enough that the peer reads one while the next is written."""

@@ -23,7 +23,7 @@ import numpy as np
 
 from baton.errors import TransferError
 from baton.transfer.messages import encode
-from baton.transfer.transports.mooncake.child_messages import (
+from baton.transfer.transports.mooncake.session import (
     Failed,
     Open,
     Register,
@@ -38,7 +38,7 @@ from baton.transfer.transports.mooncake.child_messages import (
 )
 
 if TYPE_CHECKING:
-    from baton.transfer.transports.mooncake.child_messages import Command
+    from baton.transfer.transports.mooncake.session import Command
 
 NUM_LISTENERS: Final = 2
 """Mooncake listens for questions about its memory, and for bytes: on all addresses."""

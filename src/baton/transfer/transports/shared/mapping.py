@@ -8,9 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 from baton.errors import ProtocolError, TransferError
 from baton.kv.copies import apply_copies
-from baton.transfer.devices.attaching import attach_extent
-from baton.transfer.devices.coherence import compute_written
-from baton.transfer.devices.extents import ExtentMapping
+from baton.transfer.devices.extents import ExtentMapping, attach_extent, compute_written
 from baton.transfer.region import map_peer_memory, view_pages
 
 if TYPE_CHECKING:
@@ -20,7 +18,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from baton.kv.copies import PageCopies
-    from baton.transfer.devices.options import DeviceOptions
+    from baton.transfer.devices.backing import DeviceOptions
     from baton.transfer.interface import PageArray
     from baton.transfer.transports.shared.wire import Attached
 

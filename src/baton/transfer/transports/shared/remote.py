@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, assert_never
 from baton.errors import PeerLostError, PeerUnreachableError, ProtocolError, TransferError
 from baton.net.connection import InboundPoller
 from baton.net.framing import encode_frame
-from baton.transfer.bounds import check_array
 from baton.transfer.grant_messages import (
     MAX_BODY_BYTES,
     GrantClosed,
     NotAttached,
+    PeerGrants,
+    Submitted,
+    send_memory_released,
 )
 from baton.transfer.interface import (
     ReadCompleted,
@@ -23,7 +25,7 @@ from baton.transfer.interface import (
     WriteFailed,
 )
 from baton.transfer.messages import encode
-from baton.transfer.peer_grants import PeerGrants, Submitted, send_memory_released
+from baton.transfer.region import check_array
 from baton.transfer.transports.shared.mapping import map_attached
 from baton.transfer.transports.shared.wire import (
     Attached,
@@ -42,7 +44,7 @@ if TYPE_CHECKING:
     from baton.kv.copies import PageCopies
     from baton.net.channel import Channel
     from baton.net.connection import Connection
-    from baton.transfer.devices.options import DeviceOptions
+    from baton.transfer.devices.backing import DeviceOptions
     from baton.transfer.interface import (
         PageWrite,
         RegionDescriptor,

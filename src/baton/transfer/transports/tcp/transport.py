@@ -1,22 +1,27 @@
-"""`tcp`: pages over ordinary sockets, which the receiver puts in place.
+"""`tcp`: pages over ordinary sockets; the receiver puts them in place.
 
-So a closed grant is quiescent at once: bytes that still arrive for it are dropped.
+So a closed grant is quiescent at once: bytes that still arrive for it are dropped. `TcpInbound` is
+the listening end of one stream: headers are checked, payloads are received in place, and what the
+peer reads is sent from the region as the socket takes it.
 """
 
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final, Protocol, assert_never
 from weakref import WeakValueDictionary
 
 import msgspec
 
-from baton.errors import TransferError
-from baton.ids import Epoch, RegionHandle
+from baton.errors import ProtocolError, TransferError
+from baton.ids import Epoch, RegionHandle, TicketId
+from baton.net.channel import ReadAhead, skip_bytes
 from baton.net.endpoints import Dialer, Listener
+from baton.net.framing import encode_frame
 from baton.net.tls import make_contexts
-from baton.transfer.bounds import check_copies, check_notification
+from baton.transfer.grants import PageSet, check_grant_pages
 from baton.transfer.interface import (
     Arrived,
     Capabilities,
@@ -26,10 +31,17 @@ from baton.transfer.interface import (
     TransferId,
 )
 from baton.transfer.messages import encode
-from baton.transfer.page_set import PageSet, check_grant_pages
 from baton.transfer.reactor import Reactor
-from baton.transfer.region import check_arrays
-from baton.transfer.transports.tcp.inbound import TcpInbound, WriteReassembly
+from baton.transfer.region import check_arrays, check_copies, check_notification
+from baton.transfer.scatter_gather import (
+    Geometry,
+    discard_batches,
+    read_batches,
+    sole_batch,
+    unpack_geometry,
+    unpack_target,
+    write_batches,
+)
 from baton.transfer.transports.tcp.remote import TcpRemote
 from baton.transfer.transports.tcp.sockets import (
     explain_small_buffers,
@@ -41,21 +53,28 @@ from baton.transfer.transports.tcp.sockets import (
 from baton.transfer.transports.tcp.wire import (
     MAX_BODY_BYTES,
     Attached,
+    Data,
+    Fetch,
+    FetchServed,
     NotAttached,
+    WriteLanded,
+    WriteRefused,
     decode_attach,
+    decode_from_dialer,
 )
 
 if TYPE_CHECKING:
     import socket
+    from collections.abc import Iterator
 
     import numpy as np
     from numpy.typing import NDArray
 
-    from baton.ids import TicketId
     from baton.net.channel import Channel
     from baton.net.connection import Connection
     from baton.net.tls import TlsContexts
     from baton.transfer.interface import (
+        PageArray,
         PagedRegion,
         PageRead,
         PageWrite,
@@ -64,6 +83,245 @@ if TYPE_CHECKING:
         WriteGrant,
     )
     from baton.transfer.transports.tcp.sockets import TcpOptions
+
+MAX_STEP_BYTES: Final = 8 << 20
+"""Page bytes read before other connections get their turn."""
+MAX_FETCHES: Final = 16
+"""Fetches of one connection that wait to be served: more than a correct peer has in flight."""
+MAX_UNFINISHED: Final = 4096
+MAX_NOTIFICATION_BYTES_HELD: Final = 16 << 20
+"""How far one stream of a correct peer may run ahead of another."""
+
+
+@dataclass(frozen=True, slots=True)
+class WholeWrite:
+    """A write of which all stripes arrived: in place, unless a part was refused."""
+
+    notification: bytes
+    refusal: str | None
+
+
+@dataclass(slots=True)
+class _Unfinished:
+    grant: bytes
+    num_stripes: int
+    num_over: int = 0
+    notification: bytes = b""
+    refusal: str | None = None
+
+
+class WriteReassembly:
+    """Writes that travel on several streams, until all stripes arrived. Pure."""
+
+    def __init__(self) -> None:
+        self._unfinished: dict[int, _Unfinished] = {}
+        self._num_notification_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._unfinished)
+
+    def stripe_over(
+        self, last: Data, notification: bytes, refusal: str | None
+    ) -> WholeWrite | None:
+        """The last part of a stripe arrived; the write, if this was the last of its stripes.
+
+        Raises:
+            ProtocolError: the stripes of a write contradict each other, or too many writes wait.
+        """
+        write = self._unfinished.get(last.sequence)
+        if write is None:
+            if last.stripes == 1:
+                return WholeWrite(notification, refusal)
+            if len(self._unfinished) >= MAX_UNFINISHED:
+                raise ProtocolError("one stream runs too far ahead of another")
+            write = self._unfinished[last.sequence] = _Unfinished(last.grant, last.stripes)
+        is_alike = (write.grant, write.num_stripes) == (last.grant, last.stripes)
+        if not is_alike or (write.notification and notification):
+            raise ProtocolError("the stripes of a write contradict each other")
+        self._num_notification_bytes += len(notification)
+        if self._num_notification_bytes > MAX_NOTIFICATION_BYTES_HELD:
+            raise ProtocolError("one stream runs too far ahead of another")
+        write.num_over += 1
+        write.notification = write.notification or notification
+        write.refusal = write.refusal or refusal
+        if write.num_over < write.num_stripes:
+            return None
+        del self._unfinished[last.sequence]
+        self._num_notification_bytes -= len(write.notification)
+        return WholeWrite(write.notification, write.refusal)
+
+
+class Admission(Protocol):
+    """A transport's grants, as its connections see them."""
+
+    def find_refusal(
+        self, grant: TicketId, writer: Epoch, region: PagedRegion, pages: NDArray[np.int64]
+    ) -> str | None:
+        """Why this writer may not write there, or None: it may."""
+        ...
+
+    def arrived(self, grant: TicketId, notification: bytes) -> None:
+        """A whole write is in place."""
+        ...
+
+
+class TcpInbound:
+    """Serves one stream of one peer that attached one region. Owner thread: the transport's.
+
+    A stripe's parts follow each other on the connection. Once a part is refused, so is the rest of
+    its write; the writer is notified when the last stripe is over, on that one's connection.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        writer: Epoch,
+        region: PagedRegion,
+        *,
+        reassembly: WriteReassembly,
+        admission: Admission,
+    ) -> None:
+        self.connection, self.region = connection, region
+        self._writer, self._reassembly, self._admission = writer, reassembly, admission
+        self._part: Data | None = None
+        self._batches: Iterator[list[memoryview]] = iter(())
+        self._batch: list[memoryview] = []
+        self._num_missing_bytes = 0
+        self._num_fetches = 0
+        self._unfinished: Data | None = None
+        self._last_sequence = -1
+        self._refusal: str | None = None
+        self._named: tuple[tuple[bytes, bytes, int, int], Geometry] | None = None
+        connection.channel.ahead = ReadAhead()
+
+    def read(self, channel: Channel) -> None:
+        """Take what has come, up to `MAX_STEP_BYTES`.
+
+        Raises:
+            PeerLostError: the connection is broken or at its end.
+            ProtocolError: the peer broke the protocol.
+        """
+        budget = MAX_STEP_BYTES
+        while budget > 0:
+            if self._part is None:
+                body = channel.receive_body()
+                if body is None:
+                    return
+                self._handle(body)
+                budget -= len(body)
+            else:
+                num_bytes = channel.receive_into(self._batch)
+                if num_bytes == 0:
+                    return
+                budget -= num_bytes
+                self._take_payload(num_bytes)
+
+    def refuse_grant(self, grant: TicketId) -> None:
+        """The grant was closed: drop the rest of a part that is in flight for it."""
+        if self._part is not None and self._part.grant == grant:
+            self._refuse("the grant was closed")
+
+    def _handle(self, body: bytes) -> None:
+        match decode_from_dialer(body):
+            case Data() as part:
+                self._begin_part(part)
+            case Fetch() as fetch:
+                self._begin_serving(fetch)
+            case unknown:
+                assert_never(unknown)
+
+    def _begin_serving(self, fetch: Fetch) -> None:
+        if self._num_fetches >= MAX_FETCHES:
+            raise ProtocolError("a peer fetches more than it takes")
+        array = self._find_array(fetch.array)
+        geometry = unpack_geometry(fetch.src_pages, fetch.spans, array)
+        self._num_fetches += 1
+        self.connection.send_batches(self._serving_batches(fetch.sequence, geometry, array))
+        self.connection.flush()
+
+    def _serving_batches(
+        self, sequence: int, geometry: Geometry, array: PageArray
+    ) -> Iterator[list[memoryview]]:
+        payload = read_batches(geometry, self.region.memory, array)
+        header = encode_frame(encode(FetchServed(sequence)))
+        yield [memoryview(header), *next(payload, [])]
+        yield from payload
+        self._num_fetches -= 1
+
+    def _begin_part(self, part: Data) -> None:
+        self._check_order(part)
+        array = self._find_array(part.array)
+        geometry = self._unpack(part, array)
+        self._part = part
+        self._num_missing_bytes = geometry.num_bytes
+        self.connection.channel.expect_bytes(geometry.num_bytes)
+        refusal = self._refusal or self._admission.find_refusal(
+            TicketId(part.grant), self._writer, self.region, geometry.pages
+        )
+        if refusal is not None:
+            self._refuse(refusal)
+            return
+        batch = sole_batch(geometry, self.region.memory, array)
+        if batch:
+            self._batch = batch
+        else:
+            self._batches = write_batches(geometry, self.region.memory, array)
+            self._next_batch()
+
+    def _unpack(self, part: Data, array: PageArray) -> Geometry:
+        """The bytes of a part; consecutive layers have the same pages."""
+        named = (part.dst_pages, part.spans, array.num_pages, array.page_bytes)
+        if self._named is None or self._named[0] != named:
+            self._named = named, unpack_target(part.dst_pages, part.spans, array)
+        return self._named[1]
+
+    def _find_array(self, number: int) -> PageArray:
+        if number >= len(self.region.arrays):
+            raise ProtocolError(f"a part names array {number}, which the region lacks")
+        return self.region.arrays[number]
+
+    def _check_order(self, part: Data) -> None:
+        begun = self._unfinished
+        if begun is None:
+            if part.sequence <= self._last_sequence:
+                raise ProtocolError("a write's number came twice, or out of order")
+            self._last_sequence = part.sequence
+            self._refusal = None
+        elif (part.sequence, part.stripes) != (begun.sequence, begun.stripes):
+            raise ProtocolError("a write began before the one in front of it was whole")
+        self._unfinished = part if part.notification is None else None
+
+    def _refuse(self, reason: str) -> None:
+        self._refusal = reason
+        self._batches = discard_batches(self._num_missing_bytes)
+        self._next_batch()
+
+    def _take_payload(self, num_bytes: int) -> None:
+        self._num_missing_bytes -= num_bytes
+        self.connection.channel.expect_bytes(self._num_missing_bytes)
+        self._batch = skip_bytes(self._batch, num_bytes)
+        if not self._batch:
+            self._next_batch()
+
+    def _next_batch(self) -> None:
+        self._batch = next(self._batches, [])
+        if not self._batch:
+            self._finish_part()
+
+    def _finish_part(self) -> None:
+        part, self._part = self._part, None
+        self._batches = iter(())
+        if part is None or part.notification is None:
+            return
+        write = self._reassembly.stripe_over(part, part.notification, self._refusal)
+        if write is None:
+            return
+        if write.refusal is not None:
+            self.connection.send_body(encode(WriteRefused(part.sequence, write.refusal)))
+            return
+        self._admission.arrived(TicketId(part.grant), write.notification)
+        self.connection.send_body(encode(WriteLanded(part.sequence)))
+
 
 _log = logging.getLogger(__name__)
 
