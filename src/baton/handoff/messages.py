@@ -103,7 +103,7 @@ class Grant(_Message, frozen=True, tag="grant"):
     first of which holds logical block `first_block`. With op "READ" I read it where `Available`
     that it is `Available`, and `blocks` is empty. With op "NONE" it is to be `BlocksExported`, and
     `blocks` is empty. `ticket` is the sealed text of the ticket `id`: the gateway's authority.
-    What is written over a transport that `undigested` names needs no digests: they would not be
+    What is written over a transport that `no_digest_transports` names needs no digests: they would not be
     looked at.
     """
 
@@ -115,7 +115,7 @@ class Grant(_Message, frozen=True, tag="grant"):
     first_block: TokenCount
     blocks: PackedBlocks
     op: GrantOp
-    undigested: Annotated[tuple[TransportName, ...], msgspec.Meta(max_length=16)] = ()
+    no_digest_transports: Annotated[tuple[TransportName, ...], msgspec.Meta(max_length=16)] = ()
 
 
 class Declined(_Message, frozen=True, tag="declined"):
