@@ -1,8 +1,8 @@
-"""Several hosts on one switch, as far as the network is concerned, and who does not hear whom.
+"""Several hosts on one switch, as far as the network is concerned, and whose packets are lost.
 
 Each is a network namespace on a bridge. What one sends to another can be lost in that direction
-alone, in silence, as in a partition: the sender is given a link address that nobody has. This takes
-no packet filter, so it works on any kernel that has namespaces.
+alone, in silence, as in a partition: the sender is given a link address that no host has. This
+takes no packet filter, so it works on any kernel that has namespaces.
 
 Needs CAP_NET_ADMIN and iproute2; without them it raises `NoNamespaceError`.
 """

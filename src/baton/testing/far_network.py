@@ -93,15 +93,15 @@ def far_host() -> Iterator[FarHost]:
         _wait_for_carrier(near)
         yield FarHost(name, far_address, near_address, near, far)
     finally:
-        # A connection that nobody has any more, with bytes that a cut cable keeps it from sending,
-        # keeps its namespace, and so the cable, for minutes.
+        # A connection that no process has any more, with bytes that a cut cable keeps it from
+        # sending, keeps its namespace, and so the cable, for minutes.
         with suppress(subprocess.CalledProcessError):
             run("ip", "link", "del", near)
         run("ip", "netns", "del", name)
 
 
 def _wait_for_carrier(link: str) -> None:
-    """The kernel notifications it a little later; until then it is as if there were no route."""
+    """The kernel notices it a little later; until then it is as if there were no route."""
     state = Path(f"/sys/class/net/{link}/operstate")
     deadline = time.monotonic() + CARRIER_TIMEOUT_S  # noqa: TID251 -- a real cable, real time
     while state.read_text(encoding="ascii").strip() != "up" or _has_tentative_address(link):
