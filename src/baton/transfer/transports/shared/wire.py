@@ -9,15 +9,9 @@ from typing import Annotated, TypeAlias
 
 import msgspec
 
-from baton.transfer.grant_messages import (
-    FromOwner,
-    GrantClosed,
-    MemoryReleased,
-    NotAttached,
-    QueryGrant,
-)
+from baton.transfer.grant_messages import FromOwner, GrantClosed, MemoryReleased, QueryGrant
 from baton.transfer.interface import PageArray
-from baton.transfer.messages import EpochText, IdBytes, NotificationBytes, decode
+from baton.transfer.messages import EpochText, IdBytes, NotAttached, NotificationBytes, decode
 from baton.transfer.region import MAX_ARRAYS
 
 ArrayIndex: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=MAX_ARRAYS)]
