@@ -3,7 +3,7 @@
 `BaseTransport` keeps this side's regions and the remotes that it attached to, and checks every
 request before a transport sees it. `ConnectedTransport` adds what all but one of them need: peers
 prove the cluster key over a connection of Baton's, and the first message on it names a region.
-A transport says the rest in a few hooks (below each class's public methods) and in its own
+A transport adds the rest in a few hooks (below each class's public methods) and in its own
 subclass of `BaseRemote`.
 """
 

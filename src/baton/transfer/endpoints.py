@@ -25,10 +25,10 @@ _MAX_PORT: Final = 65_535
 def open_listener(
     reach: Literal["host", "network"], bind_host: str, advertise_host: str | None
 ) -> tuple[socket.socket, str]:
-    """A bound socket, and the endpoint to tell peers.
+    """A bound socket, and the endpoint for peers.
 
     Raises:
-        TransferError: it cannot be bound, or the address says nothing to a peer.
+        TransferError: it cannot be bound, or no peer can use the address.
     """
     if reach == "host":
         return _bind_unix()

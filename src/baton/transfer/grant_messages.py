@@ -1,8 +1,8 @@
 """Grant messages between owner and peer, where the peer writes the pages itself.
 
 Of `shared` and of every one-sided transport (docs/wire/transfer.md). A grant is opened by the
-owner of the pages; the peer writes into it, and each `WriteNotification` says that one write is in
-place.
+owner of the pages; the peer writes into it, and sends a `WriteNotification` for each write that is
+in place.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class GrantNotOpen(msgspec.Struct, frozen=True, tag="grant_not_open"):
 
 
 class QueryGrant(msgspec.Struct, frozen=True, tag="query_grant"):
-    """Peer → owner: it has a write for a grant of which it has not heard."""
+    """Peer → owner: it has a write for a grant that was not sent to it yet."""
 
     grant: IdBytes
 

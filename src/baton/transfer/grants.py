@@ -225,7 +225,7 @@ class GrantLedger:
         """The writer reports that it stopped.
 
         Raises:
-            ProtocolError: nobody asked it to.
+            ProtocolError: it was not asked to.
         """
         state = self._writers[writer]
         if grant not in self._closing or grant not in state.notified:

@@ -73,7 +73,7 @@ class PeerGrants(Generic[S]):
     """Of one remote. Owner thread: the transport's.
 
     `begin` is called with each write that lies in an open grant, within `submit` or when the peer
-    says that its grant is open.
+    opens its grant.
     """
 
     def __init__(self, reactor: Reactor, begin: Callable[[Submitted[S]], None]) -> None:
@@ -96,7 +96,7 @@ class PeerGrants(Generic[S]):
             connection.send_body(encode(QueryGrant(grant)))
 
     def handle(self, message: FromOwner) -> TicketId | None:
-        """What the peer says; the grant that it wants to be closed, if that is it.
+        """Handle a message of the peer; the grant that it wants closed, if it is that.
 
         Raises:
             ProtocolError: it opened too many, or one twice, or closed one that was not open.
@@ -119,7 +119,7 @@ class PeerGrants(Generic[S]):
         return grant in self._closing
 
     def mark_closed(self, grant: TicketId) -> None:
-        """The peer was told; it may open the grant again."""
+        """`GrantClosed` was sent: the peer may open the grant again."""
         self._closing.discard(grant)
 
     def end(self, error: TransferError) -> None:
@@ -172,7 +172,7 @@ class PeerWritesRemote(ConnectedRemote, Generic[S]):
         return self._loss is not None and (self._connection is None or not self._connection.is_open)
 
     def detach(self) -> None:
-        """This side is done: stop writing, and tell the owner if that is certain."""
+        """This side is done: stop writing, and send `MemoryReleased` if that is certain."""
         if self._loss is None:
             self._end(PeerLostError("the remote was detached"))
             self._send_memory_released()

@@ -101,7 +101,7 @@ class OneSidedRemote(PeerWritesRemote["PagedRegion"], Generic[M]):
         connection.send_body(encode(Attach(self._epoch, self.descriptor.handle)))
 
     def submit(self, transfer: TransferId, write: PageWrite, region: PagedRegion) -> None:
-        """Begin a checked write, or hold it until its grant is heard of."""
+        """Begin a checked write, or hold it until its grant is opened."""
         self._step_connection()
         if self._loss is not None:
             self._reactor.report(WriteFailed(transfer, self._loss))
@@ -130,7 +130,7 @@ class OneSidedRemote(PeerWritesRemote["PagedRegion"], Generic[M]):
             return
         try:
             for posted in list(self._posted.values()):
-                if self._loss is not None:  # the peer was lost, telling it of the one before
+                if self._loss is not None:  # the peer was lost while the one before was reported
                     return
                 if self._session.is_done(posted.handle):
                     del self._posted[posted.transfer]
@@ -193,7 +193,7 @@ class OneSidedRemote(PeerWritesRemote["PagedRegion"], Generic[M]):
         self._notification_sent(transfer)
 
     def _answer_close(self, grant: TicketId) -> None:
-        """Say `GrantClosed` if the peer asked for it and nothing is under way there."""
+        """Send `GrantClosed` if the peer asked for it and nothing is in progress there."""
         if not self._grants.is_closing(grant) or self._connection is None:
             return
         for posted in self._posted.values():

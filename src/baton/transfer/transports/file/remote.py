@@ -239,7 +239,7 @@ class FileRemote(ConnectedRemote):
         if isinstance(answer, PartRefused):
             error = TransferError(f"the peer refused the write: {answer.reason}")
             pending.error = pending.error or error
-            if pending.unwritten:  # it is the first in the queue: some of it was told
+            if pending.unwritten:  # it is the first in the queue: some of it was announced
                 self._withdraw_outgoing()
                 self._abandon(pending, error)
         self._settle(pending)

@@ -64,7 +64,7 @@ class FileOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     `directory`: where both workers find the part files; the path may differ between them.
     `direct`: go around the page cache (O_DIRECT) where the filesystem can, for pages that begin and
     end on multiples of 4,096 bytes.
-    `sync`: `data` has each part file on the device before the peer hears of it; needed where the
+    `sync`: `data` has each part file on the device before the peer is notified; needed where the
     two hosts' views of the filesystem meet on the device alone. `none` is enough on one host.
     `stale_after_s`: age from which a folder whose owner is dead is removed, when a worker starts.
     `max_unread_bytes`: part files of one peer that wait to be read; more wait to be written.
@@ -111,7 +111,7 @@ class FileInbound:
         self._refusal: str | None = None
 
     def read(self, channel: Channel) -> None:
-        """Hear what has been said, then bring one slice to its place.
+        """Queue received messages, then put one slice in place.
 
         Raises:
             PeerLostError: the connection is broken or at its end.

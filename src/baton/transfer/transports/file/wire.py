@@ -17,7 +17,7 @@ from baton.transfer.messages import (
 )
 
 MAX_PART_FILES: Final = 32
-"""Of one connection, that were told of and not answered."""
+"""Of one connection, that were announced and not answered."""
 
 Natural: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 SpoolName: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^baton-[0-9a-f]{32}-[0-9a-f]{16}$")]

@@ -94,7 +94,7 @@ class SharedRemote(PeerWritesRemote["Sequence[NDArray[np.uint8]]"]):
         self._grants.submit(Submitted(transfer, write, source), self._connection)
 
     def read(self, transfer: TransferId, copies: PageCopies, target: NDArray[np.uint8]) -> None:
-        """Copy checked pages of the peer into local ones, now; the event says how it went.
+        """Copy checked pages of the peer into local ones, now; the event reports the result.
 
         The mapping outlives the peer's process, so a peer that was killed and not missed yet is
         read as it was when it died.

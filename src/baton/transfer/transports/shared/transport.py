@@ -124,7 +124,7 @@ class SharedTransport(PeerWritesTransport[SharedRemote, Attach, SharedWriter]):
     def __init__(self, options: SharedOptions, context: TransportContext) -> None:
         super().__init__(context, connect_timeout_s=options.connect_timeout_s)
         self._device = options.device
-        # Where caches need care, nobody tells the owner when to write back what is to be read.
+        # Where caches need care, the owner does not know when to write back what is to be read.
         can_read = self._device is None or self._device.flush != "libpmem"
         self.capabilities = Capabilities(
             ("shared",),

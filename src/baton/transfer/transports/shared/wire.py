@@ -1,6 +1,6 @@
 """What crosses a `shared` connection after the handshake (docs/wire/transfer.md).
 
-Page bytes never do: the writer stores them into the receiver's memory, then says so.
+Page bytes never do: the writer stores them into the receiver's memory, then sends a notification.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Attach(msgspec.Struct, frozen=True, tag="attach"):
     """Writer → receiver, first: which life of a worker wants to write into which region.
 
     `holder` is one transport of one process. `is_only`: it has no other mapping of the region, so
-    whatever it was told over connections that broke, it stores nothing any more.
+    whatever it was sent over connections that broke, it stores nothing any more.
     """
 
     epoch: EpochText
