@@ -6,7 +6,7 @@ thread that receives nothing, or only now and then, sleeps at once.
 
 Two threads that wait for each other can keep each other asleep: where waking takes longer than a
 spin (a virtual machine's core that its host has given away: 0.8 ms), the one that spins times out
-before the other is awake. So a spin that missed the answer by little is tried again, longer, a few
+before the other runs. So a spin that missed the answer by little is tried again, longer, a few
 times: enough for the other side to see quick answers. To keep the two from doing so in step without
 limit, streaks are drawn at random.
 """
