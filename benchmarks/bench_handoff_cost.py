@@ -43,7 +43,7 @@ from baton.handoff.interface import (
     SendOrder,
 )
 from baton.handoff.kv_views import KVView
-from baton.handoff.link_options import LinkOptions
+from baton.handoff.peer_transports import LinkOptions
 from baton.ids import WorkerId, new_epoch, new_ticket_id
 from baton.kv.copies import BlockTable
 from baton.kv.layout import KVLayout

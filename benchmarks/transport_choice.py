@@ -44,8 +44,8 @@ from baton import __version__
 from baton.auth.key import ClusterKey
 from baton.auth.ticket import Ticket, WorkerRef
 from baton.bench.link.listen import Listener, listen
-from baton.bench.link.report import Skipped
-from baton.bench.link.runner import LinkEntry, choose_transports
+from baton.bench.link.report import LinkEntry, Skipped
+from baton.bench.link.runner import choose_transports
 from baton.bench.progress import StepProgress
 from baton.clock import Clock, MachineClock
 from baton.config.environment import read_environment
@@ -67,8 +67,8 @@ from baton.transfer.region import allocate_shared_region
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from baton.rig.backend import Build
     from baton.rig.machine import Machine
-    from baton.rig.messages import Build
 
 NODE: Final = (sys.executable, str(Path(__file__).resolve()), "--node")
 AGENT: Final = "agent"

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from rich.table import Table
 
-    from baton.bench.link.runner import LinkEntry
+    from baton.bench.link.report import LinkEntry
 
 
 class MeasuredLink(msgspec.Struct, frozen=True):

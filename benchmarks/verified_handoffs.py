@@ -25,8 +25,8 @@ from baton.clock import Instant, MachineClock
 from baton.handoff.agent import AgentOptions, HandoffAgent
 from baton.handoff.interface import KVLanded, ReceiveOrder, SampledToken, SendOrder
 from baton.handoff.kv_views import KVView
-from baton.handoff.link_options import LinkOptions
-from baton.handoff.verification import Level, VerificationPolicy
+from baton.handoff.peer_transports import LinkOptions
+from baton.handoff.verify import Level, VerificationPolicy
 from baton.ids import WorkerId, new_epoch, new_ticket_id
 from baton.kv.copies import BlockTable
 from baton.kv.layout import KVLayout

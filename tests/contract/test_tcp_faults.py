@@ -16,7 +16,11 @@ from baton.kv.copies import PageCopies
 from baton.net.connection import count_moved_bytes
 from baton.testing import far_network
 from baton.testing.far_network import NoNamespaceError
-from baton.testing.transport_contract import NetworkTransportContract
+from baton.testing.transport_contract import (
+    MultiArrayContract,
+    NetworkReadingContract,
+    NetworkTransportContract,
+)
 from baton.testing.transport_contract.kit import TransportKit
 from baton.testing.transport_pair import whole_pages
 from baton.testing.transport_peer import OWNED_BYTE
@@ -39,14 +43,14 @@ SHAPES = ((512, 65_536),)
 RATE_BYTES = 16_000_000
 
 
-class TestStripedTcp(NetworkTransportContract):
+class TestStripedTcp(NetworkTransportContract, NetworkReadingContract, MultiArrayContract):
     """Three streams, and nearly every write of the suite spread over them."""
 
     kind = "tcp"
     options: ClassVar = {"streams": 3, "stripe_bytes": 65_536}
     peer_writes = False
 
-    def connect_stranger(self, descriptor):
+    def connect_unauthenticated(self, descriptor):
         host, port = descriptor.endpoint.split(":")
         return socket.create_connection((host, int(port)), timeout=5)
 

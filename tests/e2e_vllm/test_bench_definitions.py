@@ -9,7 +9,7 @@ from baton.bench.load.records import Record, Slo, compute_figures
 from baton.bench.load.stream import Tokens
 from baton.kv.sizing.parts import State
 from baton.kv.sizing.sizes import Terms, compute_sizes
-from baton.planner.models import find_model
+from baton.planner.sizing import find_model
 
 pytest.importorskip("vllm")
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of vLLM's imports

@@ -9,7 +9,7 @@ import torch
 from baton.clock import MachineClock
 from baton.errors import TransferError
 from baton.ids import new_epoch
-from baton.testing.transport_contract import NetworkTransportContract
+from baton.testing.transport_contract import NetworkReadingContract, NetworkTransportContract
 from baton.testing.transport_contract.kit import NUM_PAGES, PAGE_BYTES, TransportKit, check_write
 from baton.testing.transport_pair import TransportPair, whole_pages
 from baton.transfer.device_memory import make_device_region
@@ -26,18 +26,18 @@ class GpuKit(TransportKit):
     def allocate(self, shapes):
         return allocate_region(shapes)
 
-    def connect_stranger(self, descriptor):
-        stranger = socket.socket(socket.AF_UNIX)
-        stranger.settimeout(5)
-        stranger.connect(b"\0" + descriptor.endpoint.encode())
-        return stranger
+    def connect_unauthenticated(self, descriptor):
+        sock = socket.socket(socket.AF_UNIX)
+        sock.settimeout(5)
+        sock.connect(b"\0" + descriptor.endpoint.encode())
+        return sock
 
     @pytest.fixture(autouse=True)
     def check_descriptors(self):
         """The driver opens descriptors as it likes: nothing is checked."""
 
 
-class TestCudaIpc(GpuKit, NetworkTransportContract): ...
+class TestCudaIpc(GpuKit, NetworkTransportContract, NetworkReadingContract): ...
 
 
 class TestMemory(GpuKit):

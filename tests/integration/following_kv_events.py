@@ -9,8 +9,7 @@ import socket
 import time
 
 from baton.clock import MachineClock
-from baton.events.block_index import WorkerBlockIndex
-from baton.events.blocks import EventDomain
+from baton.events.blocks import EventDomain, WorkerBlockIndex
 from baton.events.endpoint import LiveEndpoint, ReplayEndpoint
 from baton.events.subscriber import KVEventSubscriber, SubscriberOptions
 from baton.ids import WorkerId

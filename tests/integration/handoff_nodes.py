@@ -23,8 +23,8 @@ from baton.handoff.interface import (
     TokenLogprob,
 )
 from baton.handoff.kv_views import KVView
-from baton.handoff.link_options import LinkOptions
-from baton.handoff.verification import VerificationPolicy
+from baton.handoff.peer_transports import LinkOptions
+from baton.handoff.verify import VerificationPolicy
 from baton.ids import Epoch, WorkerId, new_epoch
 from baton.kv.canonical import read_canonical, write_canonical
 from baton.kv.copies import BlockTable, PagedSequence

@@ -21,8 +21,7 @@ from baton.gateway.debug import ListedRequest, RequestList, RequestTrace
 from baton.gateway.metrics import BrokenStreamCause, FallbackCause, GatewayMetrics
 from baton.ops.doctor.finding import Area, Level, Report
 from baton.protocol.worker_http import Role
-from baton.telemetry.summary import summarize
-from baton.telemetry.trace import RequestSpan
+from baton.telemetry.trace import RequestSpan, summarize
 from baton.transfer.devices.table import TABLE_BYTES, read_table
 from tests.integration.broken_transports import install_broken_transports
 from tests.integration.gateway_cluster import run, until_true
@@ -115,9 +114,7 @@ def test_transports_that_are_broken_are_reported_with_the_reason(tmp_path):
     assert [seen[name].level for name in broken] == [Level.NOTE] * 6
     assert "SIGSEGV" in seen["crashing"].found
     assert "the moon is full" in seen["crashing"].found
-    assert seen["lying"].found == (
-        "does not work: the other process: 1 of 64 pages are wrong after they were written"
-    )
+    assert seen["lying"].found == ("does not work: 48 pages of 32 KiB, push: other pages changed")
     assert seen["device"].found == "not tried: it moves cuda memory only"
     assert "MISNAMED" in seen["misnamed"].found
     assert seen["unpackaged"].found == (

@@ -9,8 +9,7 @@ import pytest
 
 from baton.auth.key import ClusterKey
 from baton.handoff.interface import KVLanded
-from baton.handoff.link_options import LinkOptions
-from baton.handoff.peer_transport import PeerTransportState
+from baton.handoff.peer_transports import LinkOptions, PeerTransportState
 from baton.testing.faulty_transport import Fault, FaultPlan
 from baton.transfer.interface import WriteCompleted
 from baton.transfer.links.probes import ProbeBounds

@@ -29,7 +29,7 @@ from baton.handoff.interface import (
 )
 from baton.handoff.kv_views import KVView
 from baton.handoff.pool_mode.block_copier import BlockCopier
-from baton.handoff.pool_mode.opening import open_store_access
+from baton.handoff.pool_mode.store_access import open_store_access
 from baton.ids import TicketId, WorkerId, new_epoch, new_ticket_id
 from baton.kv.canonical import read_canonical
 from baton.kv.copies import BlockTable, PagedSequence
@@ -47,7 +47,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from baton.handoff.interface import HandoffEvent
-    from baton.store.interface import EntryName, Lease, Tier
+    from baton.handoff.session.lease import Lease
+    from baton.store.interface import EntryName, Tier
 
 CLOCK = MachineClock()
 KEY = ClusterKey(b"k" * 32)

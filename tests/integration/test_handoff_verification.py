@@ -9,7 +9,7 @@ import pytest
 
 from baton.auth.key import ClusterKey
 from baton.handoff.interface import KVFailed, KVLanded
-from baton.handoff.verification import VerificationPolicy
+from baton.handoff.verify import VerificationPolicy
 from baton.testing.faulty_transport import Fault, FaultPlan, FaultyTransport
 from tests.integration.handoff_nodes import make_handoff, node
 

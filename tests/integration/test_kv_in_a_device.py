@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from baton.telemetry.summary import summarize
+from baton.telemetry.trace import summarize
 from baton.transfer.devices.table import TABLE_BYTES, Extent, read_table
 from tests.integration.test_worker_legs import Pair, asking, prompt, read_trace
 from tests.integration.worker_process import ENGINE_OPTIONS, starting

@@ -3,11 +3,10 @@
 import pytest
 
 from baton.bench.link.node import COMMAND
-from baton.bench.link.runner import LinkEntry
+from baton.bench.link.report import LinkEntry
 from baton.clock import MachineClock
 from baton.errors import TransferError
-from baton.rig.backend import BackendSpec
-from baton.rig.messages import ComputeDigest
+from baton.rig.backend import BackendSpec, ComputeDigest
 from baton.rig.nodes import LocalNodes
 from baton.rig.pages import PAGE_BYTES, Workload
 from baton.rig.pair import NodePair, SampleBudget, WrongBytesError

@@ -15,7 +15,7 @@ from baton.clock import MachineClock
 from baton.config.sections import Config, GatewaySection, WorkerSection
 from baton.errors import ConfigError
 from baton.launch import supervisor as supervisor_module
-from baton.launch.restarts import RestartPolicy
+from baton.launch.child import RestartPolicy
 from baton.launch.supervisor import ChildFailedError, Ending, LaunchContext, Supervisor
 
 STUB = str(Path(__file__).with_name("stub_child.py"))

@@ -18,8 +18,7 @@ from baton.auth.key import ClusterKey
 from baton.auth.ticket import Ticket, WorkerRef, seal
 from baton.config.sections import StoreSection
 from baton.ids import Epoch
-from baton.telemetry.summary import summarize
-from baton.telemetry.trace import RequestSpan
+from baton.telemetry.trace import RequestSpan, summarize
 from tests.integration.worker_process import WorkerProcess, make_ticket, starting
 
 if TYPE_CHECKING:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.events.block_index import WorkerBlockIndex
 from baton.events.blocks import (
     AllBlocksCleared,
     BlockRemoved,
@@ -13,6 +12,7 @@ from baton.events.blocks import (
     EventDomain,
     Lost,
     Restarted,
+    WorkerBlockIndex,
 )
 
 DOMAIN = EventDomain("test")

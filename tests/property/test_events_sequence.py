@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from baton.clock import UnixTime
-from baton.events.block_index import WorkerBlockIndex
 from baton.events.blocks import (
     BlockRemoved,
     BlockStored,
@@ -18,6 +17,7 @@ from baton.events.blocks import (
     Lost,
     NumberedBatch,
     Restarted,
+    WorkerBlockIndex,
 )
 from baton.events.sequence import Deliver, ReplayCause, RequestReplay, Sequencer
 

@@ -13,6 +13,8 @@ from __future__ import annotations
 import base64
 import binascii
 import hashlib
+import heapq
+from enum import StrEnum
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 import msgspec
@@ -105,3 +107,46 @@ def unseal(text: str, key: ClusterKey, now: UnixTime) -> Ticket:
     if now > ticket.expires_at + CLOCK_SKEW_S:
         raise TicketError(f"the ticket expired {now - ticket.expires_at:.1f} s ago")
     return ticket
+
+
+MAX_REMEMBERED: Final = 65_536
+
+
+class TicketUse(StrEnum):
+    """Whether a ticket may be used: only its first use is remembered, and good."""
+
+    FIRST = "first"
+    REPEATED = "again"
+    FULL = "no room"
+
+
+class UsedTickets:
+    """Tickets that were used, each remembered until it has expired."""
+
+    def __init__(self, capacity: int = MAX_REMEMBERED) -> None:
+        self._capacity = capacity
+        self._used: set[TicketId] = set()
+        self._expiries: list[tuple[float, TicketId]] = []
+
+    def use(self, ticket: Ticket, now: UnixTime) -> TicketUse:
+        """Mark a ticket as used, if there is room to remember that it was."""
+        while self._expiries and self._expiries[0][0] < now:
+            self._used.discard(heapq.heappop(self._expiries)[1])
+        if ticket.id in self._used:
+            return TicketUse.REPEATED
+        if len(self._used) >= self._capacity:
+            return TicketUse.FULL
+        self._used.add(ticket.id)
+        heapq.heappush(self._expiries, (ticket.expires_at + CLOCK_SKEW_S, ticket.id))
+        return TicketUse.FIRST
+
+    def __len__(self) -> int:
+        return len(self._used)
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError where set and expiries disagree."""
+        ids = [ticket for _, ticket in self._expiries]
+        if len(ids) != len(set(ids)) or set(ids) != self._used:
+            raise AssertionError("remembered tickets and their expiries differ")
+        if len(self._used) > self._capacity:
+            raise AssertionError("more tickets are remembered than there is room for")

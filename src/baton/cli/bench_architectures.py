@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
-from baton.cli.bench_compare import read_share
+from baton.cli.bench import read_share
 from baton.cli.flags import ConfigFlags, Sets, Transport
 from baton.clock import MachineClock
 from baton.config.environment import read_environment

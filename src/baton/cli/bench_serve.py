@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import msgspec
 from cyclopts import Group, Parameter
 
-from baton.cli.bench_compare import read_share
+from baton.cli.bench import read_share
 from baton.clock import MachineClock
 from baton.config.environment import read_environment
 from baton.errors import ConfigError

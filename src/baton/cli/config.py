@@ -8,8 +8,7 @@ from cyclopts import App, Parameter
 from baton.cli.flags import ConfigFlags
 from baton.config.cluster_key import KEY_VARIABLE
 from baton.config.environment import read_environment
-from baton.config.origin import describe
-from baton.config.resolve import Resolved
+from baton.config.resolve import Resolved, describe
 from baton.errors import UnknownPluginError
 
 app = App(name="config", help="Look at the configuration.")

@@ -35,7 +35,7 @@ def doctor(
     if json:
         print(msgspec.json.format(msgspec.json.encode(report)).decode())
     else:
-        from baton.ops.doctor.printing import print_report  # noqa: PLC0415
+        from baton.ops.doctor.reporting import print_report  # noqa: PLC0415
 
         print_report(report, sys.stdout)
     return report.exit_code

@@ -16,8 +16,7 @@ from baton.config.cluster_key import KEY_VARIABLE, ephemeral_cluster_key
 from baton.config.environment import read_environment
 from baton.config.logs import configure_logging
 from baton.errors import ConfigError, UnknownPluginError
-from baton.launch.cores import share_cores
-from baton.launch.plan import LaunchPlan, Pinning, plan_launch, worker_groups
+from baton.launch.plan import LaunchPlan, Pinning, plan_launch, share_cores, worker_groups
 from baton.launch.progress import open_display
 from baton.launch.supervisor import LaunchContext, Service, Supervisor
 from baton.store.interface import TIERS

@@ -10,8 +10,7 @@ from baton.clock import MachineClock
 from baton.errors import ConfigError
 
 if TYPE_CHECKING:
-    from baton.sim.handoff.campaign import Tally
-    from baton.sim.handoff.running import Outcome
+    from baton.sim.handoff.campaign import Outcome, Tally
 
 FAILED = 1
 INTERRUPTED = 130
@@ -73,10 +72,12 @@ def handoff(
 
 def _replay(seed: int, *, wants_log: bool) -> int:
     # Here, so that --help imports nothing heavy.
-    from baton.sim.handoff.campaign import be_quiet  # noqa: PLC0415
+    from baton.sim.handoff.campaign import (  # noqa: PLC0415
+        be_quiet,
+        run_schedule,
+        shrink,
+    )
     from baton.sim.handoff.generating import generate_schedule  # noqa: PLC0415
-    from baton.sim.handoff.running import run_schedule  # noqa: PLC0415
-    from baton.sim.handoff.shrinking import shrink  # noqa: PLC0415
 
     be_quiet()
     outcome = run_schedule(generate_schedule(seed), keeps_log=True)

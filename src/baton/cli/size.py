@@ -66,10 +66,12 @@ def size(*, flags: SizeFlags | None = None) -> int:
     Any Hugging Face config.json: GQA, MLA, windows, hybrids with states, quantised KV.
     """
     flags = flags or SizeFlags()
-    from baton.planner.measured import read_links  # noqa: PLC0415 - too heavy for --help
-    from baton.planner.models import shipped_names  # noqa: PLC0415
+    from baton.planner.links import read_links  # noqa: PLC0415 - too heavy for --help
     from baton.planner.printing import print_sizes  # noqa: PLC0415
-    from baton.planner.sizing import make_report  # noqa: PLC0415
+    from baton.planner.sizing import (  # noqa: PLC0415
+        make_report,
+        shipped_names,
+    )
 
     if flags.list_:
         print("\n".join(shipped_names()))

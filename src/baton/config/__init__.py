@@ -10,10 +10,9 @@ Nothing else in Baton reads the environment.
 
 File map:
     sections.py     the sections and keys, their types, bounds and defaults
-    keys.py         the same, flat: `gateway.port` → its type and default; open tables
-    origin.py       where a value came from
-    sources.py      one layer of values for each source: file, environment, flags
-    resolve.py      the layers, merged and checked: `Resolved`, `Config`
+    resolve.py      the layers, merged and checked: `Resolved`, `Config`; the same, flat:
+                    `gateway.port` → its type and default; open tables; where a value came from;
+                    one layer of values for each source: file, environment, flags
     cluster_key.py  finds the cluster key, or makes one for this user
     environment.py  the one reader and writer of the environment
     logs.py         the one place that sets logging up

@@ -1,30 +1,311 @@
-"""The layers, merged and checked."""
+"""The layers, merged and checked.
+
+Every key, flat: `gateway.port` → its type and default.
+
+A *closed* key is a field of a section. An *open table* (`engine`, `transfer.options`, …) has keys
+that belong to a plug-in; below it any TOML value is accepted here and checked there.
+
+One layer of values for each source: a file, the environment, the flags.
+
+A layer maps key names to `Setting`s. Names are checked here, values where layers are merged.
+"""
 
 from __future__ import annotations
 
+import difflib
+import re
+import tomllib
 from collections import ChainMap
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final, TypeAlias, assert_never, get_origin, get_type_hints
 
 import msgspec
 
-from baton.config.keys import Key, closed_keys, parse_open_value
-from baton.config.origin import FromDefault, FromFlag, Origin, describe
+from baton.config import sections
 from baton.config.sections import Config
-from baton.config.sources import (
-    Layer,
-    Setting,
-    Text,
-    Typed,
-    read_assignments,
-    read_file,
-    read_variables,
-)
 from baton.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class FromDefault:
+    """No source sets the value."""
+
+
+@dataclass(frozen=True, slots=True)
+class FromFile:
+    """A key of the configuration file; `line` is None where it could not be found cheaply."""
+
+    path: Path
+    line: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class FromEnvironment:
+    """An environment variable."""
+
+    variable: str
+
+
+@dataclass(frozen=True, slots=True)
+class FromFlag:
+    """A command-line flag."""
+
+    flag: str
+
+
+Origin: TypeAlias = FromDefault | FromFile | FromEnvironment | FromFlag
+
+
+def describe(origin: Origin) -> str:
+    """One short phrase for messages and tables, e.g. `file baton.toml:12`."""
+    match origin:
+        case FromDefault():
+            return "default"
+        case FromFile(path, None):
+            return f"file {path}"
+        case FromFile(path, line):
+            return f"file {path}:{line}"
+        case FromEnvironment(variable):
+            return f"environment {variable}"
+        case FromFlag(flag):
+            return f"flag {flag}"
+        case _:
+            assert_never(origin)
+
+
+ENVIRONMENT_PREFIX: Final = "BATON_"
+PATH_KEYS: Final = frozenset({"cluster.key_file", "worker.model"})
+"""Keys that name files: a relative one in a file is relative to that file."""
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One closed key. `type` is what msgspec converts to."""
+
+    name: str
+    type: object
+    default: object
+
+    def convert(self, value: object) -> object:
+        """Check a value that has a type of its own already (TOML, a parsed flag).
+
+        Raises:
+            msgspec.ValidationError: the type or a bound does not fit.
+        """
+        return msgspec.convert(value, self.type)
+
+    def parse(self, text: str) -> object:
+        """Check a value that was written as text (environment, `--set`).
+
+        A list is a TOML array, or words with commas between them.
+
+        Raises:
+            msgspec.ValidationError: the text is not of this key's type.
+        """
+        if isinstance(self.default, tuple):
+            array = parse_open_value(text)
+            words = [word.strip() for word in text.split(",") if word.strip()]
+            return msgspec.convert(
+                array if isinstance(array, list) else words, self.type, strict=False
+            )
+        return msgspec.convert(text, self.type, strict=False)
+
+
+@cache
+def closed_keys() -> Mapping[str, Key]:
+    """All closed keys by name, in the order of the sections."""
+    found: dict[str, Key] = {}
+    for section, struct in _sections().items():
+        hints = get_type_hints(struct, vars(sections), include_extras=True)
+        for info in msgspec.structs.fields(struct):
+            if get_origin(hints[info.name]) is not dict:
+                name = f"{section}.{info.name}"
+                found[name] = Key(name, hints[info.name], info.default)
+    return found
+
+
+@cache
+def open_tables() -> frozenset[str]:
+    """Names of the open tables."""
+    inner = {
+        f"{section}.{field.name}"
+        for section, struct in _sections().items()
+        for field in msgspec.structs.fields(struct)
+        if f"{section}.{field.name}" not in closed_keys()
+    }
+    return frozenset(inner | {f.name for f in msgspec.structs.fields(Config)} - set(_sections()))
+
+
+def open_table_of(name: str) -> str | None:
+    """The open table that `name` lies in, if any."""
+    return next((table for table in open_tables() if name.startswith(f"{table}.")), None)
+
+
+def environment_name(key: str) -> str:
+    """The variable that sets a key: `gateway.port` → `BATON_GATEWAY__PORT`."""
+    return ENVIRONMENT_PREFIX + key.upper().replace(".", "__")
+
+
+def parse_open_value(text: str) -> object:
+    """A value below an open table, written as text: TOML if it reads as TOML, else a string."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def closest(wrong: str, known: Iterable[str]) -> str | None:
+    """What was probably meant, if anything is close."""
+    return next(iter(difflib.get_close_matches(wrong, list(known), n=1, cutoff=0.7)), None)
+
+
+@cache
+def _sections() -> Mapping[str, type[msgspec.Struct]]:
+    """The closed sections: name → its Struct."""
+    hints = get_type_hints(Config, vars(sections))
+    return {
+        name: hint
+        for name, hint in hints.items()
+        if isinstance(hint, type) and issubclass(hint, msgspec.Struct)
+    }
+
+
+NOT_SETTINGS: Final = frozenset({"BATON_CLUSTER_KEY", "BATON_CONFIG"})
+
+
+@dataclass(frozen=True, slots=True)
+class Typed:
+    """A value that has a type already."""
+
+    value: object
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A value written as text."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One source's value for one key."""
+
+    value: Typed | Text
+    origin: Origin
+
+
+Layer: TypeAlias = "dict[str, Setting]"
+
+
+def read_file(path: Path) -> Layer:
+    """The settings of a TOML file.
+
+    Raises:
+        ConfigError: unreadable, not TOML, or it names a key that does not exist.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+        document = tomllib.loads(text)
+    except OSError as exc:
+        raise ConfigError(
+            f"cannot read the configuration file {path}: {exc.strerror}; "
+            "check the path given by --config or BATON_CONFIG"
+        ) from exc
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as exc:
+        raise ConfigError(f"{path} is not TOML: {exc}") from exc
+    layer: Layer = {}
+    for name, value in _flatten(document, ""):
+        line = find_line(text, name)
+        _check_name(name, f"{path}:{line}" if line else str(path))
+        layer[name] = Setting(Typed(_resolve_path(name, value, path.parent)), FromFile(path, line))
+    return layer
+
+
+def read_variables(environment: Mapping[str, str]) -> Layer:
+    """The settings among the environment's variables.
+
+    Raises:
+        ConfigError: a variable looks like a setting and names no key.
+    """
+    layer: Layer = {}
+    for variable, text in environment.items():
+        if not variable.startswith(ENVIRONMENT_PREFIX) or variable in NOT_SETTINGS:
+            continue
+        name = variable.removeprefix(ENVIRONMENT_PREFIX).lower().replace("__", ".")
+        if name in closed_keys() or open_table_of(name) is not None:
+            layer[name] = Setting(Text(text), FromEnvironment(variable))
+        elif "." in name or name in _misspelt_variables():
+            # Others may be somebody else's; these were meant for us and would be lost silently.
+            meant = _misspelt_variables().get(name) or closest(name, closed_keys())
+            hint = f"; did you mean {environment_name(meant)!r}?" if meant else ""
+            raise ConfigError(f"the environment variable {variable} sets nothing{hint}")
+    return layer
+
+
+def read_assignments(assignments: Sequence[str]) -> Layer:
+    """The settings given as `--set section.key=value`.
+
+    Raises:
+        ConfigError: without `=`, or naming a key that does not exist.
+    """
+    layer: Layer = {}
+    for assignment in assignments:
+        name, separator, text = assignment.partition("=")
+        if not separator:
+            raise ConfigError(f"--set {assignment}: write it as section.key=value")
+        _check_name(name, "--set")
+        layer[name] = Setting(Text(text), FromFlag("--set"))
+    return layer
+
+
+def find_line(text: str, name: str) -> int | None:
+    """The line that sets `name`, counted from 1; None where the file's style hides it."""
+    table = ""
+    for number, line in enumerate(text.splitlines(), start=1):
+        if header := re.match(r"\s*\[\s*([\w.\-\"]+)\s*\]", line):
+            table = header[1].replace('"', "") + "."
+        elif (key := re.match(r"\s*([\w.\-\"]+)\s*=", line)) and (
+            table + key[1].replace('"', "") == name
+        ):
+            return number
+    return None
+
+
+def _flatten(table: Mapping[str, object], prefix: str) -> Iterator[tuple[str, object]]:
+    for key, value in table.items():
+        name = prefix + key
+        if isinstance(value, dict) and name not in closed_keys():
+            yield from _flatten(value, f"{name}.")
+        else:
+            yield name, value
+
+
+def _check_name(name: str, where: str) -> None:
+    if name in closed_keys() or open_table_of(name) is not None:
+        return
+    if name in open_tables() or any(key.startswith(f"{name}.") for key in closed_keys()):
+        raise ConfigError(f"{where}: {name!r} is a table, not a value")
+    meant = closest(name, [*closed_keys(), *open_tables()])
+    hint = f"; did you mean {meant!r}?" if meant else ""
+    raise ConfigError(f"{where}: unknown key {name!r}{hint}")
+
+
+@cache
+def _misspelt_variables() -> Mapping[str, str]:
+    """Keys by what is left of their variable's name with one underscore instead of two."""
+    return {name.replace(".", "_"): name for name in closed_keys()}
+
+
+def _resolve_path(name: str, value: object, directory: Path) -> object:
+    if name in PATH_KEYS and isinstance(value, str):
+        return str(directory / Path(value).expanduser())
+    return value
 
 
 @dataclass(frozen=True, slots=True)

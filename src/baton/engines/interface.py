@@ -18,7 +18,7 @@ import msgspec
 
 from baton.kv.layout import KVLayout
 from baton.registry import Registry
-from baton.telemetry.held_block_time import HeldBlockSeconds
+from baton.telemetry.metrics import HeldBlockSeconds
 from baton.transfer.region import allocate_shared_region
 
 if TYPE_CHECKING:

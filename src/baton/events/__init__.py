@@ -5,12 +5,12 @@ Enters: a publisher's messages (vLLM's, over ZMQ). Leaves: `BlockStored`, `Block
 known of that worker. Wire format: docs/wire/kv-events.md.
 
 File map:
-    blocks.py        the events, the batch they came in, and the feed that delivers them
-    wire.py          vLLM's messages: decoded, bounds-checked
-    sequence.py      `Sequencer`: gaps, replays, duplicates, restarts (pure)
-    block_index.py   `WorkerBlockIndex`: what one worker holds now (pure)
-    endpoint.py      where a publisher is
-    subscription.py  the live socket, replay requests
-    subscriber.py    `KVEventSubscriber`: its thread and its bounded queue
-    metrics.py       a feed, counted
+    blocks.py      the events, the batch they came in, and the feed that delivers them;
+                   `WorkerBlockIndex`: what one worker holds now (pure)
+    wire.py        vLLM's messages: decoded, bounds-checked
+    sequence.py    `Sequencer`: gaps, replays, duplicates, restarts (pure)
+    endpoint.py    where a publisher is
+    subscriber.py  `KVEventSubscriber`: its thread and its bounded queue; the live socket, replay
+                   requests
+    metrics.py     a feed, counted
 """

@@ -13,8 +13,7 @@ if TYPE_CHECKING:
 
     from prometheus_client import CollectorRegistry, Metric
 
-    from baton.events.block_index import WorkerBlockIndex
-    from baton.events.blocks import FeedEvent, FeedHealth, KVEventFeed
+    from baton.events.blocks import FeedEvent, FeedHealth, KVEventFeed, WorkerBlockIndex
     from baton.ids import WorkerId
 
 _TYPES: Final = ("BlockStored", "BlockRemoved", "AllBlocksCleared", "Restarted", "Lost")

@@ -20,8 +20,8 @@ File map, along the way of a request:
     errors.py       OpenAI's error JSON and the status codes
 
 Workers, metrics, debugging:
-    workers.py      the registry: state, epoch and load of each worker; worker_info.py: `WorkerInfo`
-    worker_discovery.py   asks a worker for its identity; health_monitor.py: probes its health
+    workers.py      the registry: state, epoch and load of each worker, and what it says of itself
+    health_monitor.py     probes each worker's health, and asks it for its identity
     kv_events.py    which blocks vLLM workers hold
     metrics.py, debug.py  Prometheus metrics; `/debug/requests` and `/debug/workers`
 """

@@ -17,8 +17,7 @@ from baton.gateway.errors import PathNotFoundError
 from baton.gateway.kv_events import Followed, NotFollowed
 from baton.gateway.workers import Down, Draining, Pending, Rejected, Up
 from baton.protocol.worker_http import Role, WorkerLoad, trace_path
-from baton.telemetry.summary import TraceSummary, summarize
-from baton.telemetry.trace import RequestSpan
+from baton.telemetry.trace import RequestSpan, TraceSummary, summarize
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

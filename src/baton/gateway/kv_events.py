@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 from baton.clock import Instant
 from baton.config.cluster_key import is_loopback
 from baton.errors import ConfigError
-from baton.events.block_index import WorkerBlockIndex
-from baton.events.blocks import EventDomain
+from baton.events.blocks import EventDomain, WorkerBlockIndex
 from baton.events.endpoint import LiveEndpoint, ReplayEndpoint
 from baton.events.metrics import KVEventCollector
-from baton.gateway.worker_info import is_same_host
+from baton.gateway.workers import is_same_host
 
 if TYPE_CHECKING:
     from yarl import URL

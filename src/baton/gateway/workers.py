@@ -11,27 +11,129 @@ new `Fleet`.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias, assert_never
+from typing import TYPE_CHECKING, Final, Self, TypeAlias, assert_never, get_args
 
+import msgspec
 from yarl import URL
 
-from baton.errors import ModelNotFoundError
+from baton.auth.ticket import HandoffMode, WorkerRef
+from baton.config.cluster_key import is_loopback
+from baton.errors import ModelNotFoundError, ProtocolError
 from baton.gateway.errors import NoWorkerError, WorkerLostError
-from baton.gateway.request_context import Interruptible
-from baton.gateway.worker_info import why_not_used, worker_view
-from baton.router.fleet import Fleet
+from baton.protocol.worker_http import Health, Role, WorkerInfo, WorkerLoad
+from baton.router.fleet import Fleet, WorkerView
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable
+    from types import TracebackType
 
     from baton.gateway.metrics import GatewayMetrics
     from baton.gateway.options import WorkerAddress
     from baton.ids import WorkerId
-    from baton.protocol.worker_http import WorkerInfo, WorkerLoad
-    from baton.router.fleet import WorkerView
+
+KNOWN_MODES: Final[frozenset[HandoffMode]] = frozenset(get_args(HandoffMode))
+KV_ROLES: Final = {
+    Role.PREFILL: "kv_producer",
+    Role.DECODE: "kv_consumer",
+    Role.BOTH: "kv_both",
+}
+
+
+_decoder = msgspec.json.Decoder(WorkerInfo)
+_health_decoder = msgspec.json.Decoder(Health)
+
+
+def worker_view(
+    info: WorkerInfo, listed_role: Role, *, available: bool, load: WorkerLoad | None = None
+) -> WorkerView:
+    """What placement uses of a worker, in the role that the operator gave it."""
+    return WorkerView(
+        ref=WorkerRef(info.worker, info.epoch, info.handoff_address, info.rank_addresses),
+        role=listed_role,
+        model=info.served_model_name,
+        fingerprint=info.fingerprint,
+        transports=frozenset(info.transports),
+        available=available,
+        protocol=info.protocol,
+        modes=KNOWN_MODES & frozenset(info.modes),
+        load=load,
+    )
+
+
+def read_load(body: bytes) -> WorkerLoad | None:
+    """A worker's load from its answer to `/health`; None where it gives none that decodes."""
+    try:
+        load = _health_decoder.decode(body).load
+    except msgspec.MsgspecError:
+        return None
+    return load
+
+
+def read_info(body: bytes) -> WorkerInfo:
+    """Decode and bounds-check.
+
+    Raises:
+        ProtocolError: not what the wire format allows.
+    """
+    try:
+        return _decoder.decode(body)
+    except msgspec.MsgspecError as exc:
+        raise ProtocolError(f"its worker info does not decode: {exc}") from exc
+
+
+def why_not_used(info: WorkerInfo, listed: WorkerAddress) -> str | None:
+    """Why a worker cannot be used as the operator listed it; None if it can."""
+    if info.role not in {listed.role, Role.BOTH}:
+        return (
+            f"it was listed as a {listed.role} worker but was started with the role {info.role}; "
+            f"list it as {_option(info.role)}, or start it with {_role_setting(info, listed.role)}"
+        )
+    return why_not_asked(info, URL(listed.url))
+
+
+def why_not_asked(info: WorkerInfo, listed: URL) -> str | None:
+    """Why its control addresses are not believed; None if they are.
+
+    They come from the worker, and get the cluster's bearer token: an answer must not be able to
+    make the gateway send that, or any request, to a host that the operator never named.
+    """
+    for text in info.control_urls:
+        if (control := _origin(text)) is None:
+            return f"its control address {text!r} is not http://host:port"
+        if not is_same_host(control.host or "", listed.host or ""):
+            return (
+                f"its control address {text} is not on the host by which it is listed, "
+                f"{listed.host}; start it with "
+                f'"kv_connector_extra_config": {{"handoff_host": "{listed.host}"}}'
+            )
+    return None
+
+
+def _origin(text: str) -> URL | None:
+    try:
+        url = URL(text)
+        is_origin = url.scheme == "http" and url.host is not None and url.user is None
+        return url if is_origin and url == url.origin() else None
+    except ValueError:
+        return None
+
+
+def is_same_host(host: str, listed: str) -> bool:
+    """Whether the host that a worker reports is the one by which the operator listed it."""
+    return host == listed or (is_loopback(host) and is_loopback(listed))
+
+
+def _option(role: Role) -> str:
+    return "--worker" if role is Role.BOTH else f"--{role}"
+
+
+def _role_setting(info: WorkerInfo, role: Role) -> str:
+    return f'"kv_role": "{KV_ROLES[role]}"' if info.protocol == "vllm" else f"the role {role}"
+
 
 log = logging.getLogger(__name__)
 
@@ -258,3 +360,42 @@ def _log_change(worker: Worker, before: WorkerState, state: WorkerState) -> None
             log.error("the worker at %s is not used: %s", worker.url, reason)
         case _:
             assert_never(state)
+
+
+class Interruptible:
+    """A stretch of one task that others may end: client left, timeout, failed peer.
+
+    The first `interrupt` cancels what the task awaits, and the block then raises that cause. A
+    cancellation from anywhere else passes through unchanged, as with `asyncio.timeout`.
+    Owner: the event loop's thread.
+    """
+
+    def __init__(self) -> None:
+        self._task: asyncio.Task[object] | None = None
+        self._cause: BaseException | None = None
+        self._outer_cancels = 0
+
+    def __enter__(self) -> Self:
+        task = asyncio.current_task()
+        if task is None:
+            raise RuntimeError("an Interruptible block belongs in a task")
+        self._task, self._outer_cancels = task, task.cancelling()
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        task, self._task = self._task, None
+        if task is None or self._cause is None:
+            return
+        if task.uncancel() <= self._outer_cancels and exc_type is asyncio.CancelledError:
+            raise self._cause from exc
+
+    def interrupt(self, cause: BaseException) -> None:
+        """End the block with `cause`; does nothing after the first time or after its end."""
+        if self._task is not None and self._cause is None:
+            self._cause = cause
+            self._task.cancel()

@@ -23,16 +23,10 @@ from typing import TYPE_CHECKING, Final, assert_never
 
 from baton.auth.ticket import WorkerRef
 from baton.errors import BatonError, ConfigError, TransferError
-from baton.handoff.block_exporter import SharedBlockExporter
-from baton.handoff.block_importer import SharedBlockImporter
-from baton.handoff.context import AgentContext
 from baton.handoff.decode_receiver import DecodeReceiver
-from baton.handoff.heartbeat import EngineHeartbeat
-from baton.handoff.heartbeat_publisher import HeartbeatPublisher
+from baton.handoff.heartbeat import EngineHeartbeat, HeartbeatPublisher
 from baton.handoff.io_backend import OS_BACKEND
-from baton.handoff.link_options import LinkOptions
-from baton.handoff.link_prober import LinkProber
-from baton.handoff.mapped_pages import RegisteredView
+from baton.handoff.kv_views import AgentContext, RegisteredView
 from baton.handoff.messages import (
     PROTOCOL_VERSION,
     Available,
@@ -60,7 +54,8 @@ from baton.handoff.messages import (
     TransferAck,
     TransportFailed,
 )
-from baton.handoff.peer_transport_table import (
+from baton.handoff.peer_transports import (
+    LinkOptions,
     PeerTransportLost,
     PeerTransportTable,
     PeerTransportUp,
@@ -69,10 +64,11 @@ from baton.handoff.peers import MessageReceived, Peer, PeerGone, PeerTable, Peer
 from baton.handoff.pool_mode.no_store import NoStoreHandoff
 from baton.handoff.pool_mode.store_handoff import StoreHandoff
 from baton.handoff.prefill_sender import PrefillSender
-from baton.handoff.probe_target import ProbeTarget
-from baton.handoff.session.import_table import ImportTable
+from baton.handoff.probing import LinkProber, ProbeTarget
+from baton.handoff.reference.exports import SharedBlockExporter
+from baton.handoff.reference.imports import ImportTable, SharedBlockImporter
 from baton.handoff.short_prompts import ShortPromptBatcher
-from baton.handoff.verification import VerificationPolicy
+from baton.handoff.verify import VerificationPolicy
 from baton.transfer.adaptive_wait import MAX_SPIN_S, AdaptiveWaiter
 from baton.transfer.interface import (
     Arrived,

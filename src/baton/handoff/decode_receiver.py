@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, assert_never
 from baton.auth.ticket import seal
 from baton.clock import Instant
 from baton.errors import BatonError, ProtocolError
-from baton.handoff.digest_checks import verify_read, verify_written
-from baton.handoff.incoming import IncomingHandoff
-from baton.handoff.lease_renewer import LeaseRenewer
+from baton.handoff.grants import LeaseRenewer, Tombstone, Tombstones
+from baton.handoff.incoming import IncomingHandoff, Reader, verify_read, verify_written
+from baton.handoff.kv_views import STAGING_STAGE, Holder
 from baton.handoff.messages import (
     Available,
     BlocksExported,
@@ -26,8 +26,7 @@ from baton.handoff.messages import (
     TransportFailed,
     decode_notification,
 )
-from baton.handoff.page_reader import Reader
-from baton.handoff.peer_transport_table import Reachability
+from baton.handoff.peer_transports import REFERENCE, Reachability
 from baton.handoff.session.actions import (
     CloseWriteGrant,
     Emit,
@@ -38,25 +37,22 @@ from baton.handoff.session.actions import (
     ReceiveAction,
     SendMessage,
     SendTransferAck,
+    TransferHandle,
+    TransferPlan,
 )
 from baton.handoff.session.receive import ReceivePhase, ReceiveSession
-from baton.handoff.session.transfer_handle import TransferHandle
-from baton.handoff.session.transfer_plan import TransferPlan
-from baton.handoff.staging import STAGING_STAGE, Holder
-from baton.handoff.tombstones import Tombstone, Tombstones
-from baton.handoff.transport_usage import REFERENCE
 from baton.telemetry.trace import Stamp
 from baton.transfer.interface import Arrived, GrantQuiescent, ReadCompleted, ReadFailed
 
 if TYPE_CHECKING:
     from baton.auth.ticket import Ticket
-    from baton.handoff.block_importer import SharedBlockImporter
-    from baton.handoff.context import AgentContext
+    from baton.handoff.incoming import PendingRead
     from baton.handoff.interface import ReceiveOrder
+    from baton.handoff.kv_views import AgentContext
     from baton.handoff.messages import GrantOp, Notification
-    from baton.handoff.page_reader import PendingRead
-    from baton.handoff.peer_transport_table import PeerTransportLost, PeerTransportUp
+    from baton.handoff.peer_transports import PeerTransportLost, PeerTransportUp
     from baton.handoff.peers import Peer
+    from baton.handoff.reference.imports import SharedBlockImporter
     from baton.handoff.session.actions import PeerMessage
     from baton.ids import TicketId
     from baton.transfer.interface import Transport

@@ -4,21 +4,31 @@ One reference, replaced as a whole by the engine's thread and read by any other.
 moves only when the thread that computes passes by: at the beginning of a step, and with each layer
 that is ready. So no other thread reports for an engine that is stuck in a forward pass, waits for
 a lock, or whose process was stopped.
+
+Keepalives to decode workers: which of their prompts this worker's engine works on.
+
+The agent's thread only forwards the engine's own report (`heartbeat.py`), with its
+age. Where the engine reported nothing since, nothing is sent.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from baton.clock import Instant
+from baton.handoff.grants import epoch_of
+from baton.handoff.messages import MAX_BATCH, Keepalive
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from baton.auth.ticket import Ticket
     from baton.clock import Clock
+    from baton.handoff.kv_views import AgentContext
+    from baton.handoff.peers import Peer
+    from baton.ids import Epoch, TicketId
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,3 +58,51 @@ class EngineHeartbeat:
     def tick(self) -> None:
         """A layer of the step is done."""
         self._pending = replace(self._pending, last_progress_at=self._clock.now())
+
+
+KEEPALIVES_PER_TIMEOUT: Final = 4
+"""Three of them may be late without harm."""
+
+MAX_KEEPALIVE_INTERVAL_S: Final = 1.0
+"""However long this worker's own timeout is: its peers may be less patient."""
+
+
+def compute_interval_s(timeout_s: float) -> float:
+    """Between two words of one engine."""
+    return min(MAX_KEEPALIVE_INTERVAL_S, timeout_s / KEEPALIVES_PER_TIMEOUT)
+
+
+class HeartbeatPublisher:
+    """Sends `Keepalive` periodically. Owner: the agent's thread."""
+
+    def __init__(self, context: AgentContext, heartbeat: EngineHeartbeat) -> None:
+        self._context, self._heartbeat = context, heartbeat
+        self._interval_s = compute_interval_s(context.timeout_s)
+        self._next_at = Instant(0.0)
+        self._published: PendingPrefills | None = None
+
+    def tick(self) -> PendingPrefills | None:
+        """The engine's report since the last call; its decode workers have been sent it."""
+        now, pending = self._context.clock.now(), self._heartbeat.pending
+        if now < self._next_at or pending is self._published:
+            return None
+        self._next_at, self._published = Instant(now + self._interval_s), pending
+        groups = _by_decode(pending.prompts)
+        for peer in self._context.peers if groups else ():
+            # KV goes to the side that dialed: this peer, where it is a ticket's decode worker.
+            if peer.dialed is None:
+                self._publish(
+                    peer, groups.get(epoch_of(peer), ()), max(0.0, now - pending.last_progress_at)
+                )
+        return pending
+
+    def _publish(self, peer: Peer, tickets: tuple[TicketId, ...], idle_s: float) -> None:
+        for first in range(0, len(tickets), MAX_BATCH):
+            self._context.peers.send(peer, Keepalive(idle_s, tickets[first : first + MAX_BATCH]))
+
+
+def _by_decode(prompts: Iterable[Ticket]) -> dict[Epoch | None, tuple[TicketId, ...]]:
+    groups: dict[Epoch | None, list[TicketId]] = {}
+    for ticket in prompts:
+        groups.setdefault(ticket.decode.epoch, []).append(ticket.id)
+    return {epoch: tuple(tickets) for epoch, tickets in groups.items()}

@@ -10,14 +10,17 @@ from baton.errors import BatonError
 from baton.handoff.grants import (
     EarlyGrants,
     Granted,
+    OutgoingHandoff,
+    Tombstone,
+    Tombstones,
+    answer_renewal,
     check_fallback,
     check_grant,
     check_ticket,
     epoch_of,
 )
 from baton.handoff.interface import DECLINED_STAGE, KVExported, SendFailed
-from baton.handoff.layer_writes import announce, map_granted_pages, merge_writes, write_batches
-from baton.handoff.lease_renewer import answer_renewal
+from baton.handoff.kv_views import STAGING_STAGE, Holder
 from baton.handoff.messages import (
     BlocksExported,
     Declined,
@@ -32,8 +35,7 @@ from baton.handoff.messages import (
     TransferAck,
     pack_blocks,
 )
-from baton.handoff.outgoing import OutgoingHandoff
-from baton.handoff.peer_transport_table import Reachability
+from baton.handoff.peer_transports import REFERENCE, Reachability
 from baton.handoff.session.actions import (
     AnnounceReadable,
     Emit,
@@ -41,26 +43,23 @@ from baton.handoff.session.actions import (
     SendAction,
     SendFinished,
     SendMessage,
+    TransferHandle,
     WriteLayers,
 )
 from baton.handoff.session.lease import LEASE_STAGE
 from baton.handoff.session.send import SendPhase, SendSession
-from baton.handoff.session.transfer_handle import TransferHandle
-from baton.handoff.staging import STAGING_STAGE, Holder
-from baton.handoff.tombstones import Tombstone, Tombstones
-from baton.handoff.transport_usage import REFERENCE
+from baton.handoff.write_batches import announce, map_granted_pages, merge_writes, write_batches
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from baton.handoff.block_exporter import SharedBlockExporter
-    from baton.handoff.context import AgentContext
     from baton.handoff.heartbeat import PendingPrefills
     from baton.handoff.interface import SampledToken, SendOrder
+    from baton.handoff.kv_views import AgentContext
     from baton.handoff.messages import Release
-    from baton.handoff.peer_transport import PeerTransport
-    from baton.handoff.peer_transport_table import PeerTransportLost, PeerTransportUp
+    from baton.handoff.peer_transports import PeerTransport, PeerTransportLost, PeerTransportUp
     from baton.handoff.peers import Peer
+    from baton.handoff.reference.exports import SharedBlockExporter
     from baton.handoff.session.actions import PeerMessage
     from baton.ids import TicketId
     from baton.transfer.interface import TransferId, Transport

@@ -5,15 +5,14 @@ copies for a transport, digests for a receiver, and the pool that records who ho
 Pure: no I/O, no clock, no threads, no torch.
 
 File map:
-    layout.py     `KVLayout`: layers, heads, block size, order, shard; sizes; the window
-    compatibility.py   what two layouts may differ in
+    layout.py     `KVLayout`: layers, heads, block size, order, shard; sizes; the window; what two
+                  layouts may differ in
     identity.py   `BlockHash`, `HashDomain`, the prompt hash
     geometry.py   where a page's bytes are; the spans and heads that two pages share
     copies.py     `BlockTable`, pieces, `PageCopies`: what one write moves; a plain executor
     planning.py   the copies that a handoff's layers have in common, computed once
     canonical.py  KV of a token range in canonical order, gathered and scattered
     digest.py     a digest for each piece, equal on both sides
-    blocks.py     `BlockState`, the ledger
-    guards.py     reserved → in flight → quiescent, quarantined
+    blocks.py     `BlockState`, the ledger; reserved → in flight → quiescent, quarantined
     pool.py       `BlockPool`: references, prefix cache, eviction
 """

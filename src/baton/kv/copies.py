@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from baton.errors import ProtocolError
-from baton.kv.compatibility import check_compatible
 from baton.kv.geometry import compute_spans, page_geometry
+from baton.kv.layout import check_compatible
 from baton.kv.runs import MAX_FEW, find_runs, merge_few
 
 if TYPE_CHECKING:

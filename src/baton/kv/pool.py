@@ -11,8 +11,7 @@ from collections import OrderedDict
 from typing import TYPE_CHECKING
 
 from baton.errors import BlockStateError, ConfigError
-from baton.kv.blocks import BlockLedger, BlockState
-from baton.kv.guards import ReservedBlocks
+from baton.kv.blocks import BlockLedger, BlockState, ReservedBlocks
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

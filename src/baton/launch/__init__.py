@@ -5,14 +5,13 @@ its own (`python -m baton.cli …`) that speaks to the launcher only by status_m
 inherited pipe, signals and its exit code. Nothing survives the launcher, however it ends.
 
 File map:
-    plan.py           which processes, with which arguments (pure)
-    cores.py          how the machine's cores are shared between workers (pure)
-    child.py          one process: spawn, status_messages, log lines, exit
-    restarts.py       when a process that died may start again (pure)
-    exit_causes.py      what an exit code and last log lines probably mean (pure)
-    ports.py          is the gateway's port free, and who holds it
-    readiness.py      does the gateway see all workers
-    progress.py       what the person at the terminal sees
-    process_slot.py           one position: its process now, and how the next one starts
-    supervisor.py     starts all, keeps all running, drains all
+    plan.py        which processes, with which arguments (pure); how the machine's cores are shared
+                   between workers (pure)
+    child.py       one process: spawn, status_messages, log lines, exit; when a process that died
+                   may start again (pure); what an exit code and last log lines probably mean
+                   (pure)
+    ports.py       is the gateway's port free, and who holds it
+    progress.py    what the person at the terminal sees; does the gateway see all workers
+    supervisor.py  starts all, keeps all running, drains all; one position: its process now, and
+                   how the next one starts
 """

@@ -15,17 +15,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Final, assert_never
 
 from baton.errors import ProtocolError
-from baton.telemetry.process_status import (
-    Draining,
-    Loading,
-    ProcessStatus,
-    Ready,
-    read_status,
-)
+from baton.telemetry.process_status import Draining, Loading, ProcessStatus, Ready, read_status
 
 if TYPE_CHECKING:
     from asyncio.subprocess import Process
     from collections.abc import Callable, Mapping, Sequence
+
+    from baton.clock import Instant
 
 PR_SET_PDEATHSIG: Final = 1
 NUM_LAST_LINES: Final = 20
@@ -236,3 +232,73 @@ async def read_line(stream: asyncio.StreamReader) -> bytes:
         return exc.partial
     except asyncio.LimitOverrunError as exc:
         return await stream.readexactly(exc.consumed)
+
+
+CAUSES: Final = (
+    ("Address already in use", "another process listens on the port; choose one with --port"),
+    ("No module named", "a dependency is missing; run `make up`, which installs what is needed"),
+    ("out of memory", "not enough memory; set engine.kv_cache_bytes or engine.num_blocks lower"),
+    ("MemoryError", "not enough memory; set engine.kv_cache_bytes or engine.num_blocks lower"),
+    ("can't allocate memory", "not enough memory; set engine.kv_cache_bytes lower"),
+    ("Permission denied", "a file or port may not be opened by this user"),
+    ("No space left on device", "a disk or memory file system is full"),
+)
+
+
+def describe_exit(returncode: int) -> str:
+    """How a process ended, in words. Negative codes are signals, as `subprocess` has it."""
+    if returncode >= 0:
+        return f"exit code {returncode}"
+    try:
+        return f"killed by {signal.Signals(-returncode).name}"
+    except ValueError:
+        return f"killed by signal {-returncode}"
+
+
+def likely_cause(returncode: int, last_lines: Sequence[str]) -> str:
+    """A guess for the person at the terminal; never empty."""
+    for line in reversed(last_lines):
+        for sign, cause in CAUSES:
+            if sign in line:
+                return cause
+    match -returncode:
+        case signal.SIGKILL:
+            return "something killed it, often the kernel for want of memory: see `dmesg`"
+        case signal.SIGSEGV | signal.SIGBUS | signal.SIGILL | signal.SIGABRT:
+            return "a crash in native code, often a broken or mismatched wheel"
+        case -2:
+            return "its configuration was refused: see its last lines"
+        case _:
+            return "see its last lines; --debug shows more"
+
+
+@dataclass(frozen=True, slots=True)
+class RestartPolicy:
+    """At most `max_restarts` in any `window_s`; each waits twice as long as the one before."""
+
+    max_restarts: int = 5
+    window_s: float = 60.0
+    first_delay_s: float = 0.5
+    max_delay_s: float = 8.0
+
+
+class RestartBudget:
+    """One process's restarts of late. Owned by the launcher's event loop."""
+
+    def __init__(self, policy: RestartPolicy) -> None:
+        self._policy = policy
+        self._recent: list[Instant] = []
+
+    def next_delay_s(self, now: Instant) -> float | None:
+        """Count one more death; how long to wait before the restart, or None: no more of them."""
+        self._recent = [at for at in self._recent if now - at < self._policy.window_s]
+        if len(self._recent) >= self._policy.max_restarts:
+            return None
+        delay_s = self._policy.first_delay_s * 2 ** len(self._recent)
+        self._recent.append(now)
+        return float(min(delay_s, self._policy.max_delay_s))
+
+    @property
+    def num_recent(self) -> int:
+        """Restarts granted within the window that ended at the last call."""
+        return len(self._recent)

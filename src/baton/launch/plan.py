@@ -13,10 +13,8 @@ from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias
 
 import msgspec
 
-from baton.config.keys import closed_keys
-from baton.config.origin import FromFlag
+from baton.config.resolve import FromFlag, closed_keys
 from baton.errors import ConfigError
-from baton.launch.cores import share_cores
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -24,6 +22,16 @@ if TYPE_CHECKING:
 
     from baton.config.resolve import Resolved
     from baton.config.sections import Config, Role
+
+
+def share_cores(cores: Sequence[int], num_workers: int) -> list[tuple[int, ...]]:
+    """Disjoint, equal runs of cores for each worker; overlapping single ones if they are few."""
+    size = max(1, len(cores) // num_workers)
+    return [
+        tuple(cores[(worker * size + i) % len(cores)] for i in range(size))
+        for worker in range(num_workers)
+    ]
+
 
 Settings: TypeAlias = "dict[str, object]"
 Pinning: TypeAlias = Literal["shared_cores", "own_cores"]

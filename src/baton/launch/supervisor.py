@@ -9,15 +9,21 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import partial
 from typing import TYPE_CHECKING, Final
+from urllib.parse import urlsplit
 
 from baton.errors import BatonError
-from baton.launch.child import Child, ChildExited, spawn
-from baton.launch.exit_causes import describe_exit, likely_cause
+from baton.launch.child import (
+    Child,
+    ChildExited,
+    RestartBudget,
+    RestartPolicy,
+    describe_exit,
+    likely_cause,
+    spawn,
+)
 from baton.launch.plan import Ports
 from baton.launch.ports import require_free_port
-from baton.launch.process_slot import ProcessSlot
-from baton.launch.readiness import until_all_up
-from baton.launch.restarts import RestartBudget, RestartPolicy
+from baton.launch.progress import until_all_up
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
@@ -26,6 +32,27 @@ if TYPE_CHECKING:
     from baton.launch.plan import LaunchPlan
     from baton.launch.progress import Display
     from baton.telemetry.process_status import Ready
+
+
+@dataclass(slots=True)
+class ProcessSlot:
+    """Owned by the launcher's event loop.
+
+    `command` gives the command line on given ports: 0 at first, then those that the first life
+    announced, so that its peers find the next one where it was.
+    """
+
+    name: str
+    command: Callable[[Ports], tuple[str, ...]]
+    child: Child
+    budget: RestartBudget
+    ports: Ports = field(default_factory=Ports)
+
+    def record_ports(self, ready: Ready) -> None:
+        """Keep the ports that this life got for the lives to come."""
+        handoff = ready.handoff_address or ":0"
+        self.ports = Ports(urlsplit(ready.url).port or 0, int(handoff.rpartition(":")[2]))
+
 
 GATEWAY: Final = "gateway"
 TICK_S: Final = 0.25

@@ -5,9 +5,14 @@ Real transfers are slower; `baton bench link` measures. `source` is where a rate
 
 from __future__ import annotations
 
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import msgspec
+
+from baton.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 class Link(msgspec.Struct, frozen=True):
@@ -45,3 +50,107 @@ NOMINAL_LINKS: Final = (
 def transfer_s(num_bytes: int, gb_per_s: float, latency_s: float = 0.0) -> float:
     """Seconds for so many bytes."""
     return latency_s + num_bytes / (gb_per_s * 1e9)
+
+
+SCHEMA: Final = "baton-bench-link/1"
+MAX_FILE_BYTES: Final = 256 << 20
+
+
+class Rate(msgspec.Struct, frozen=True):
+    """Of rounds, in GB/s."""
+
+    median: float
+
+
+class RowFigures(msgspec.Struct, frozen=True):
+    """Figures of a row's samples."""
+
+    gb_per_s: Rate
+    p50_us: float
+
+
+class MeasuredWorkload(msgspec.Struct, frozen=True):
+    """What was moved."""
+
+    name: str
+    shape: str
+    num_bytes: int
+
+
+class Row(msgspec.Struct, frozen=True):
+    """One backend, workload and direction."""
+
+    kind: str
+    name: str
+    direction: str
+    workload: MeasuredWorkload
+    figures: RowFigures
+
+
+class LinkReport(msgspec.Struct, frozen=True):
+    """As much of the report as is needed here."""
+
+    schema: str
+    rows: tuple[Row, ...]
+
+
+class MeasuredLink(msgspec.Struct, frozen=True):
+    """One transport, one direction: its rate for scattered pages, and its shortest transfer."""
+
+    name: str
+    gb_per_s: float
+    latency_s: float
+    source: str
+
+
+def read_links(path: Path) -> tuple[MeasuredLink, ...]:
+    """Every transport that moved scattered pages in this report.
+
+    Raises:
+        ConfigError: unreadable, or something else.
+    """
+    try:
+        if path.stat().st_size > MAX_FILE_BYTES:
+            raise ConfigError(f"{path}: more than {MAX_FILE_BYTES >> 20} MiB")
+        report = msgspec.json.decode(path.read_bytes(), type=LinkReport)
+    except OSError as exc:
+        raise ConfigError(f"cannot read {path}: {exc.strerror}") from exc
+    except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+        raise ConfigError(f"{path} is no report of `baton bench link --json`: {exc}") from exc
+    if report.schema != SCHEMA:
+        raise ConfigError(f"{path} is {report.schema[:60]}, not {SCHEMA}")
+    links = tuple(
+        MeasuredLink(
+            f"{row.name}, {row.direction}",
+            row.figures.gb_per_s.median,
+            _latency_s(report, row),
+            f"measured: {row.workload.name}",
+        )
+        for row in report.rows
+        if _is_bulk(row) and row.figures.gb_per_s.median > 0
+    )
+    if not links:
+        raise ConfigError(f"{path}: no transport moved scattered pages in this report")
+    return links
+
+
+def _is_bulk(row: Row) -> bool:
+    return row.kind == "transport" and row.workload.shape == "scattered"
+
+
+def _latency_s(report: LinkReport, bulk: Row) -> float:
+    """What the smallest message took, less what its bytes take at the bulk rate."""
+    smallest = min(
+        (
+            row
+            for row in report.rows
+            if (row.kind, row.name, row.direction) == (bulk.kind, bulk.name, bulk.direction)
+            and row.workload.shape == "message"
+        ),
+        key=lambda row: row.workload.num_bytes,
+        default=None,
+    )
+    if smallest is None:
+        return 0.0
+    moving_s = smallest.workload.num_bytes / (bulk.figures.gb_per_s.median * 1e9)
+    return max(0.0, smallest.figures.p50_us / 1e6 - moving_s)

@@ -10,11 +10,11 @@ compared, and the wall time of every transfer with the CPU time of both processe
 backends runs a module of its own that calls `run_node` with its own builder.
 
 File map:
-    pages.py      what is moved: messages or scattered pages; pools of random bytes, digests
-    backend.py    the interface to whatever moves bytes; transport.py: registered transports
-    messages.py   commands and replies; channel.py: framed messages over a socket, authenticated
-    nodes.py      where a pair's processes come from: child processes, or remote hosts
-    node.py       the measured process
-    pair.py       two processes and one backend: connect, verify, measure
-    isolation.py  one core, a network namespace, death with the parent; machine.py: host, versions
+    pages.py    what is moved: messages or scattered pages; pools of random bytes, digests
+    backend.py  the interface to whatever moves bytes; transport.py: registered transports;
+                commands and replies; channel.py: framed messages over a socket, authenticated
+    nodes.py    where a pair's processes come from: child processes, or remote hosts
+    node.py     the measured process; one core, a network namespace, death with the parent;
+                machine.py: host, versions
+    pair.py     two processes and one backend: connect, verify, measure
 """

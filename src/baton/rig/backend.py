@@ -9,19 +9,19 @@ from __future__ import annotations
 import select
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Annotated, Final, Literal, Protocol, TypeAlias, runtime_checkable
 
 import msgspec
 
 from baton.errors import ProtocolError
-from baton.rig.pages import PAGE_BYTES, Direction
+from baton.rig.machine import Machine
+from baton.rig.pages import PAGE_BYTES, Direction, PoolPageBytes, Side, Workload
 from baton.transfer.region import release_region
 
 if TYPE_CHECKING:
     from baton.auth.key import ClusterKey
     from baton.clock import Clock
-    from baton.rig.messages import Build
-    from baton.rig.pages import Move, Workload
+    from baton.rig.pages import Move
     from baton.transfer.interface import PagedRegion
 
 Role: TypeAlias = Literal["driver", "owner"]
@@ -164,3 +164,129 @@ class SelfTimed(Protocol):
             TransferError: it failed.
         """
         ...
+
+
+MAX_BODY_BYTES: Final = 1 << 20
+MAX_SAMPLES: Final = 10_000
+MAX_POOL_PAGES: Final = 1 << 18
+"""8 GiB of 32 KiB."""
+
+Metadata: TypeAlias = Annotated[bytes, msgspec.Meta(max_length=1 << 18)]
+
+
+class Build(msgspec.Struct, frozen=True, tag="build"):
+    """Build this backend and its pool → `Built`."""
+
+    kind: Kind
+    name: str
+    options: dict[str, object]
+    role: Role
+    num_pages: Annotated[int, msgspec.Meta(ge=1, le=MAX_POOL_PAGES)]
+    page_bytes: PoolPageBytes = PAGE_BYTES
+
+
+class Built(msgspec.Struct, frozen=True, tag="built"):
+    """The backend is built, on this machine."""
+
+    traits: Traits
+    metadata: Metadata
+    machine: Machine
+
+
+class Connect(msgspec.Struct, frozen=True, tag="connect"):
+    """Connect to the other process → `Done`."""
+
+    metadata: Metadata
+
+
+class Serve(msgspec.Struct, frozen=True, tag="serve"):
+    """Owner: serve transfers until `StopServing`. No reply."""
+
+
+class StopServing(msgspec.Struct, frozen=True, tag="stop"):
+    """Owner: stop → `Served`."""
+
+
+class Served(msgspec.Struct, frozen=True, tag="served"):
+    """CPU seconds that serving took."""
+
+    cpu_s: float
+
+
+class Clear(msgspec.Struct, frozen=True, tag="clear"):
+    """Set the bytes to 0 that the workload's first transfer will write → `Done`."""
+
+    workload: Workload
+
+
+class ComputeDigest(msgspec.Struct, frozen=True, tag="compute_digest"):
+    """Digest one side of the workload's first transfer → `Digest`."""
+
+    workload: Workload
+    side: Side
+
+
+class DigestReferenced(msgspec.Struct, frozen=True, tag="digest_referenced"):
+    """Owner: digest the pages that were announced last, in place → `Digest`."""
+
+
+class Digest(msgspec.Struct, frozen=True, tag="digest"):
+    """XXH3-128, hexadecimal."""
+
+    text: str
+
+
+class TransferOnce(msgspec.Struct, frozen=True, tag="transfer"):
+    """Driver: make the workload's first transfer → `Done`."""
+
+    workload: Workload
+    direction: Direction
+
+
+class Measure(msgspec.Struct, frozen=True, tag="measure"):
+    """Driver: repeat for `budget_s`, `min_samples` to `max_samples` times → `Measured`."""
+
+    workload: Workload
+    direction: Direction
+    budget_s: Annotated[float, msgspec.Meta(gt=0, le=60)]
+    min_samples: Annotated[int, msgspec.Meta(ge=1, le=MAX_SAMPLES)]
+    max_samples: Annotated[int, msgspec.Meta(ge=1, le=MAX_SAMPLES)]
+
+
+class Measured(msgspec.Struct, frozen=True, tag="measured"):
+    """Wall time of each transfer; CPU seconds of the driver for all of them, warm-up included."""
+
+    samples_s: tuple[float, ...]
+    num_moves: int
+    cpu_s: float
+
+
+class Call(msgspec.Struct, frozen=True, tag="call"):
+    """Run an operation that only this backend has → `Called`."""
+
+    name: str
+    payload: Metadata = b""
+
+
+class Called(msgspec.Struct, frozen=True, tag="called"):
+    """What the operation returned."""
+
+    payload: Metadata
+
+
+class Done(msgspec.Struct, frozen=True, tag="done"):
+    """The command succeeded."""
+
+
+class Failed(msgspec.Struct, frozen=True, tag="failed"):
+    """The process cannot go on; the reason, in one line. See `UnsupportedError`."""
+
+    reason: Annotated[str, msgspec.Meta(max_length=1000)]
+    is_unsupported: bool = False
+
+
+DigestCommand: TypeAlias = Clear | ComputeDigest | DigestReferenced
+Command: TypeAlias = (
+    Build | Connect | Serve | StopServing | TransferOnce | Measure | Call | DigestCommand
+)
+Reply: TypeAlias = Built | Served | Digest | Measured | Called | Done | Failed

@@ -9,7 +9,7 @@ import msgspec
 
 from baton.errors import PeerLostError, ProtocolError
 from baton.net.framing import DialerHandshake, FrameDecoder, ListenerHandshake, encode_frame
-from baton.rig.messages import MAX_BODY_BYTES, Command, Reply
+from baton.rig.backend import MAX_BODY_BYTES, Command, Reply
 from baton.transfer.messages import decode, encode
 
 if TYPE_CHECKING:

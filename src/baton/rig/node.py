@@ -6,24 +6,27 @@ Its terms (the cluster key among them) come from standard input, never from the 
 from __future__ import annotations
 
 import argparse
+import ctypes
+import fcntl
 import os
 import resource
 import select
+import signal
 import socket
+import struct
 import sys
 import time
+from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Final, assert_never
 
 import msgspec
 
 from baton.auth.key import ClusterKey
 from baton.clock import MachineClock
-from baton.errors import BatonError, ConfigError, PeerLostError, ProtocolError
-from baton.rig.backend import BackendContext, ReferenceReader, SelfTimed
-from baton.rig.channel import Channel, Frames, node_channel
-from baton.rig.isolation import die_with_parent, enter_network, pin_to_core
-from baton.rig.machine import describe_machine
-from baton.rig.messages import (
+from baton.errors import BatonError, ConfigError, PeerLostError, ProtocolError, TransferError
+from baton.rig.backend import (
+    BackendContext,
     Build,
     Built,
     Call,
@@ -38,18 +41,100 @@ from baton.rig.messages import (
     Failed,
     Measure,
     Measured,
+    ReferenceReader,
     Reply,
+    SelfTimed,
     Serve,
     Served,
     StopServing,
     TransferOnce,
 )
+from baton.rig.channel import Channel, Frames, node_channel
+from baton.rig.machine import describe_machine
 from baton.rig.nodes import NodeTerms
-from baton.rig.pages import Move, Workload, clear_target, digest, layout_moves, view_bytes
+from baton.rig.pages import (
+    Move,
+    UnsupportedError,
+    Workload,
+    clear_target,
+    digest,
+    layout_moves,
+    view_bytes,
+)
 from baton.rig.transport import TransportBackend
 
 if TYPE_CHECKING:
     from baton.rig.backend import Backend, BuildBackend, Role
+
+CLONE_NEWUSER: Final = 0x10000000
+CLONE_NEWNET: Final = 0x40000000
+SIOCGIFFLAGS: Final = 0x8913
+SIOCSIFFLAGS: Final = 0x8914
+IFF_UP: Final = 1
+PR_SET_PDEATHSIG: Final = 1
+_REQUEST: Final = struct.Struct("16sh14x")
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def die_with_parent() -> None:
+    """Ask the kernel to kill this process when its parent ends, where it can."""
+    with suppress(AttributeError, OSError):
+        _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def pin_to_core(role: Role) -> None:
+    """Pin this process to the first core of one half of the cores; before any thread starts."""
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[0 if role == "driver" else len(cores) // 2]})
+
+
+def enter_network(network_of: int | None) -> None:
+    """Choose the network namespace: None the host's, 0 a new one, else that of a process id.
+
+    Before any thread starts.
+
+    Raises:
+        TransferError: the process has ended, or this user may not.
+    """
+    if network_of == 0:
+        _enter_new_network()
+    elif network_of is not None:
+        _join_network_of(network_of)
+
+
+def _enter_new_network() -> None:
+    """Leave the host's network namespace for one with loopback only."""
+    is_root = os.geteuid() == 0
+    _check(_libc.unshare(CLONE_NEWNET | (0 if is_root else CLONE_NEWUSER)), "make")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        request = _REQUEST.pack(b"lo", 0)
+        _, flags = _REQUEST.unpack(fcntl.ioctl(sock, SIOCGIFFLAGS, request))
+        fcntl.ioctl(sock, SIOCSIFFLAGS, _REQUEST.pack(b"lo", flags | IFF_UP))
+
+
+def _join_network_of(pid: int) -> None:
+    # Without root, the network belongs to a user namespace, which must be entered first.
+    kinds = (("user", CLONE_NEWUSER), ("net", CLONE_NEWNET))
+    for name, flag in kinds[os.geteuid() == 0 :]:
+        try:
+            fd = os.open(Path("/proc") / str(pid) / "ns" / name, os.O_RDONLY)
+        except OSError as exc:
+            raise TransferError(f"cannot join a network namespace: {exc.strerror}") from exc
+        try:
+            _check(_libc.setns(fd, flag), "join")
+        finally:
+            os.close(fd)
+
+
+def _check(code: int, verb: str) -> None:
+    if code != 0:
+        reason = os.strerror(ctypes.get_errno())
+        raise TransferError(
+            f"cannot {verb} a network namespace ({reason}), and its library would listen on "
+            "all interfaces"
+        )
+
 
 COMMAND_TIMEOUT_S: Final = 3600.0
 MAX_REASON_CHARS: Final = 400
@@ -90,7 +175,7 @@ class NodeServer:
         try:
             return self._run(command)
         except Exception as exc:  # noqa: BLE001 - a library may raise anything: that is the reply
-            return Failed(_describe(exc))
+            return Failed(describe_error(exc), isinstance(exc, UnsupportedError))
 
     def _run(self, command: Command) -> Reply | None:  # noqa: PLR0911, PLR0912, C901 - flat match
         match command:
@@ -213,7 +298,7 @@ def run_node(build: BuildBackend) -> None:
         server.run()
         server.close()
     except BatonError as exc:
-        channel.send(Failed(_describe(exc)))
+        channel.send(Failed(describe_error(exc)))
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -249,7 +334,8 @@ def _spent_cpu_s() -> float:
     return time.process_time() + children.ru_utime + children.ru_stime
 
 
-def _describe(error: Exception) -> str:
+def describe_error(error: Exception) -> str:
+    """One line; with the type's name where it is none of ours."""
     text = " ".join(str(error).split())
     named = text if isinstance(error, BatonError) and text else f"{type(error).__name__}: {text}"
     return named[:MAX_REASON_CHARS]

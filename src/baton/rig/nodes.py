@@ -23,9 +23,8 @@ if TYPE_CHECKING:
 
     from baton.auth.key import ClusterKey
     from baton.clock import Clock
-    from baton.rig.backend import Role
+    from baton.rig.backend import Command, Reply, Role
     from baton.rig.channel import Channel
-    from baton.rig.messages import Command, Reply
 
 CONNECT_TIMEOUT_S: Final = 5.0
 EXIT_TIMEOUT_S: Final = 2.0

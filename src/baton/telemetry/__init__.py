@@ -4,8 +4,8 @@ Enters: instants and facts from gateway, engine and handoff agent. Leaves: `Trac
 Prometheus samples in a registry of the caller's.
 
 File map:
-    trace.py         `RequestSpan`: what one process recorded; `TraceRing`: the last ones
-    summary.py       `summarize`: spans of one request → durations and facts, pure
+    trace.py           `RequestSpan`: what one process recorded; `TraceRing`: the last ones;
+                       `summarize`: spans of one request → durations and facts, pure
     process_status.py  what a process reports to its launcher
-    metrics.py       `WorkerMetrics`: counters and histograms, every label pre-registered at 0
+    metrics.py         `WorkerMetrics`: counters and histograms, every label pre-registered at 0
 """

@@ -230,7 +230,7 @@ class BaseTransport(Generic[R]):
         """A new transfer for a checked read, the remote to read from and the region to read into.
 
         Raises:
-            TransferError: see `Transport.read`.
+            TransferError: see `ReadsPages.read`.
         """
         remote, region = self._find_remote(read.remote), self._find_region(read.region)
         check_copies(read.copies, remote.descriptor.arrays, region.arrays)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from baton.config.sections import StoreSection
-from baton.handoff.verification import VerificationPolicy
+from baton.handoff.verify import VerificationPolicy
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

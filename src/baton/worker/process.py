@@ -21,8 +21,8 @@ from baton.engines.interface import ENGINES, EngineContext
 from baton.errors import ConfigError, EngineError
 from baton.handoff.agent import AgentOptions, HandoffAgent
 from baton.handoff.kv_views import KVView
-from baton.handoff.link_options import LinkOptions
-from baton.handoff.pool_mode.opening import open_store_access
+from baton.handoff.peer_transports import LinkOptions
+from baton.handoff.pool_mode.store_access import open_store_access
 from baton.ids import new_epoch
 from baton.telemetry.process_status import Draining, Loading, Ready, StatusReporter
 from baton.transfer.devices.extents import choose_allocation

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from baton.auth.ticket import unseal
-from baton.auth.used_tickets import TicketUse, UsedTickets
+from baton.auth.ticket import TicketUse, UsedTickets, unseal
 from baton.engines.interface import Colocated, DecodeRequest, PrefillRequest
 from baton.errors import OverloadedError, TicketError
 from baton.protocol.worker_http import INFO_PATH

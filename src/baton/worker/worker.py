@@ -27,9 +27,8 @@ from baton.protocol.worker_http import (
     TRACES_PREFIX,
     VERSION_PATH,
 )
-from baton.telemetry.held_block_time import HeldBlockTimeCollector
 from baton.telemetry.links import LinkInstruments
-from baton.telemetry.metrics import WorkerMetrics, set_worker_info
+from baton.telemetry.metrics import HeldBlockTimeCollector, WorkerMetrics, set_worker_info
 from baton.telemetry.trace import TraceRing
 from baton.worker.app import Bearer, PatternRoute, Routes, WorkerApp
 from baton.worker.engine_client import EngineClient

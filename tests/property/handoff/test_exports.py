@@ -35,6 +35,8 @@ from baton.handoff.messages import (
     ReleaseAck,
     Revoke,
 )
+from baton.handoff.reference.exports import REVOKE_INTERVAL_S, ExportLimits, ExportTable
+from baton.handoff.reference.imports import ImportTable
 from baton.handoff.session.actions import (
     CloseWriteGrant,
     Emit,
@@ -44,13 +46,11 @@ from baton.handoff.session.actions import (
     ReceiveAction,
     SendAction,
     SendMessage,
+    TransferPlan,
     WriteLayers,
 )
-from baton.handoff.session.export_table import REVOKE_INTERVAL_S, ExportLimits, ExportTable
-from baton.handoff.session.import_table import ImportTable
 from baton.handoff.session.receive import ReceiveSession
 from baton.handoff.session.send import SendSession
-from baton.handoff.session.transfer_plan import TransferPlan
 from baton.ids import Epoch, TicketId
 from tests.unit.handoff.orders import make_ticket, receive_order, send_order
 

@@ -16,12 +16,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from baton.clock import Instant
-from baton.handoff.heartbeat import EngineHeartbeat
-from baton.handoff.heartbeat_publisher import HeartbeatPublisher
+from baton.handoff.heartbeat import EngineHeartbeat, HeartbeatPublisher
 from baton.handoff.messages import Finished, Keepalive
+from baton.handoff.session.actions import TransferPlan
 from baton.handoff.session.receive import ReceivePhase, ReceiveSession
 from baton.handoff.session.send import SendSession
-from baton.handoff.session.transfer_plan import TransferPlan
 from tests.unit.handoff.orders import make_ticket, receive_order, send_order
 
 TIMEOUT_S = 8.0

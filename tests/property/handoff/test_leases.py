@@ -13,11 +13,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from baton.clock import Instant
 from baton.handoff.interface import SendFailed
 from baton.handoff.messages import Failed, Grant
-from baton.handoff.session.actions import Emit, SendMessage
+from baton.handoff.session.actions import Emit, SendMessage, TransferPlan
 from baton.handoff.session.lease import LEASE_STAGE
 from baton.handoff.session.receive import ReceivePhase, ReceiveSession
 from baton.handoff.session.send import SendSession
-from baton.handoff.session.transfer_plan import TransferPlan
 from tests.unit.handoff.orders import PROMPT_HASH, make_ticket, receive_order, send_order
 
 LEASE_S = 10.0

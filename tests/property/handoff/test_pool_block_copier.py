@@ -10,8 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.handoff.kv_views import KVView
-from baton.handoff.pool_mode.block_copier import BlockCopier, EntryBodies
-from baton.handoff.pool_mode.token_segments import TokenSegment, hash_segments
+from baton.handoff.pool_mode.block_copier import (
+    BlockCopier,
+    EntryBodies,
+    TokenSegment,
+    hash_segments,
+)
 from baton.kv.canonical import read_canonical, write_canonical
 from baton.kv.copies import BlockTable, PagedSequence
 from baton.kv.geometry import shared_heads

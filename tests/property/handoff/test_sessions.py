@@ -59,12 +59,12 @@ from baton.handoff.session.actions import (
     SendFinished,
     SendMessage,
     SendTransferAck,
+    TransferHandle,
+    TransferPlan,
     WriteLayers,
 )
 from baton.handoff.session.receive import ReceivePhase, ReceiveSession
 from baton.handoff.session.send import SendPhase, SendSession
-from baton.handoff.session.transfer_handle import TransferHandle
-from baton.handoff.session.transfer_plan import TransferPlan
 from baton.handoff.token_ranges import LayerTokenRange
 from baton.transfer.interface import TransferId
 from tests.unit.handoff.orders import make_ticket, receive_order, send_order

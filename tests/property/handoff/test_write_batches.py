@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.handoff.layer_writes import merge_writes
 from baton.handoff.messages import decode_notification, encode
 from baton.handoff.session.actions import AnnounceReadable, WriteLayers
 from baton.handoff.write_batches import (
@@ -15,6 +14,7 @@ from baton.handoff.write_batches import (
     MAX_SEGMENTS,
     DigestVerifier,
     WriteBatchBuilder,
+    merge_writes,
 )
 from baton.kv.copies import BlockTable, PagedSequence, apply_copies
 from baton.kv.layout import KVLayout, LayerLayout

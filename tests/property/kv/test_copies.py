@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.kv.canonical import read_canonical, write_canonical
-from baton.kv.compatibility import check_compatible
 from baton.kv.copies import (
     BlockTable,
     PageCopies,
@@ -23,7 +22,7 @@ from baton.kv.copies import (
 )
 from baton.kv.digest import DIGEST_BYTES, compute_digests, locate_pieces
 from baton.kv.geometry import shared_heads
-from baton.kv.layout import KVLayout, LayerLayout, TensorParallelShard
+from baton.kv.layout import KVLayout, LayerLayout, TensorParallelShard, check_compatible
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

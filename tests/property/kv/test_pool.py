@@ -24,7 +24,7 @@ from baton.kv.identity import BlockHash, HashDomain, compute_block_hashes
 from baton.kv.pool import BlockPool
 
 if TYPE_CHECKING:
-    from baton.kv.guards import InFlightBlocks, QuarantinedBlocks, QuiescentBlocks, ReservedBlocks
+    from baton.kv.blocks import InFlightBlocks, QuarantinedBlocks, QuiescentBlocks, ReservedBlocks
 
 NUM_BLOCKS = 9
 CHAIN = compute_block_hashes(HashDomain("m", "", 1), np.arange(6, dtype=np.int32))

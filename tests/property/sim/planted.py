@@ -4,26 +4,22 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from baton.auth.ticket import unseal
-from baton.auth.used_tickets import TicketUse, UsedTickets
+from baton.auth.ticket import TicketUse, UsedTickets, unseal
 from baton.engines.stall_detector import StallDetector
 from baton.engines.transformers.pinned_blocks import PinnedBlocks
 from baton.handoff import grants
-from baton.handoff.coverage import Coverage
 from baton.handoff.decode_receiver import DecodeReceiver
-from baton.handoff.grants import EarlyGrants
+from baton.handoff.grants import EarlyGrants, LeaseRenewer, Tombstones
 from baton.handoff.incoming import IncomingHandoff
 from baton.handoff.interface import KVLanded
-from baton.handoff.lease_renewer import LeaseRenewer
-from baton.handoff.mapped_pages import RegisteredView
-from baton.handoff.negotiation import NegotiatedViews, negotiate
-from baton.handoff.peers import PeerTable
+from baton.handoff.kv_views import RegisteredView
+from baton.handoff.peers import NegotiatedViews, PeerTable, negotiate
 from baton.handoff.prefill_sender import PrefillSender
 from baton.handoff.session.actions import Emit
 from baton.handoff.session.lease import Lease, LeaseHolder
 from baton.handoff.session.receive import ReceiveSession
 from baton.handoff.session.send import SendSession
-from baton.handoff.tombstones import Tombstones
+from baton.handoff.token_ranges import Coverage
 from tests.property.sim.planted_in_loans import PLANTED_IN_EXPORTS
 from tests.property.sim.planted_in_pool import PLANTED_IN_POOL
 

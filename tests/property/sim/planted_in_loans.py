@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from baton.engines.transformers.pinned_blocks import SharedBlocks
-from baton.handoff.block_exporter import SharedBlockExporter
 from baton.handoff.grants import epoch_of
-from baton.handoff.session.export_table import ExportTable
-from baton.handoff.session.import_table import ImportTable
+from baton.handoff.reference.exports import ExportTable, SharedBlockExporter
+from baton.handoff.reference.imports import ImportTable
 
 if TYPE_CHECKING:
     from collections.abc import Callable

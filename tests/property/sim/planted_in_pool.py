@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 from baton.clock import Instant
 from baton.handoff.agent import HandoffAgent
 from baton.handoff.interface import KVLanded
-from baton.handoff.pool_mode import token_segments
+from baton.handoff.pool_mode import block_copier
 from baton.handoff.pool_mode.store_handoff import StoreHandoff
-from baton.handoff.pool_mode.store_read import StoreRead
-from baton.handoff.pool_mode.store_write import StoreWrite
+from baton.handoff.pool_mode.store_reader import StoreRead
+from baton.handoff.pool_mode.store_writer import StoreWrite
 from baton.kv.identity import BlockHash
 from baton.store import entry_format
 
@@ -33,7 +33,7 @@ def tails_without_tokens(patch: pytest.MonkeyPatch) -> None:
     def name_tail(domain, token_ids, parent):
         return BlockHash(hashlib.sha256((parent or b"") + bytes([len(token_ids)])).digest()[:16])
 
-    patch.setattr(token_segments, "compute_tail_hash", name_tail)
+    patch.setattr(block_copier, "compute_tail_hash", name_tail)
 
 
 def kept_before_it_is_computed(patch: pytest.MonkeyPatch) -> None:

@@ -8,10 +8,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from baton.sim.handoff.campaign import Tally, run_seeds
+from baton.sim.handoff.campaign import Tally, run_schedule, run_seeds, shrink
 from baton.sim.handoff.generating import generate_schedule
-from baton.sim.handoff.running import run_schedule
-from baton.sim.handoff.shrinking import shrink
 from tests.property.sim.planted import PLANTED, double_completion, no_digest_check
 
 if TYPE_CHECKING:

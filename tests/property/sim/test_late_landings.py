@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING
 
 from baton.handoff.session.receive import ReceiveSession
 from baton.sim.handoff import fabric
+from baton.sim.handoff.campaign import run_schedule
 from baton.sim.handoff.fabric import Fabric
 from baton.sim.handoff.plan import Client, FailTransfers, Schedule, WorkerPlan
-from baton.sim.handoff.running import run_schedule
 
 if TYPE_CHECKING:
     import pytest
 
-    from baton.sim.handoff.running import Outcome
+    from baton.sim.handoff.campaign import Outcome
 
 NUM_SEEDS = 20
 VERY_LATE_S = 6.0

@@ -4,8 +4,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from baton.auth.ticket import CLOCK_SKEW_S, Ticket, WorkerRef
-from baton.auth.used_tickets import TicketUse, UsedTickets
+from baton.auth.ticket import CLOCK_SKEW_S, Ticket, TicketUse, UsedTickets, WorkerRef
 from baton.clock import UnixTime
 from baton.ids import Epoch, TicketId, WorkerId
 

@@ -10,7 +10,7 @@ from baton.cli.gateway import _options as gateway_options
 from baton.cli.up import UpFlags
 from baton.cli.worker import WorkerFlags
 from baton.cli.worker import _options as worker_options
-from baton.config.origin import FromFlag
+from baton.config.resolve import FromFlag
 from baton.config.sections import Config
 from baton.gateway.options import GatewayOptions
 from baton.models import DEMO_MODEL_PATH

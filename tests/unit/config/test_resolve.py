@@ -6,9 +6,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.config.keys import closed_keys, environment_name, open_tables
-from baton.config.origin import FromDefault, FromEnvironment, FromFile, FromFlag
-from baton.config.resolve import CommandLine, resolve
+from baton.config.resolve import (
+    CommandLine,
+    FromDefault,
+    FromEnvironment,
+    FromFile,
+    FromFlag,
+    closed_keys,
+    environment_name,
+    open_tables,
+    resolve,
+)
 from baton.config.sections import Config
 from baton.errors import ConfigError
 

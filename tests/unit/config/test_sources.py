@@ -2,11 +2,14 @@
 
 import pytest
 
-from baton.config.origin import FromEnvironment, FromFile, FromFlag, describe
-from baton.config.sources import (
+from baton.config.resolve import (
+    FromEnvironment,
+    FromFile,
+    FromFlag,
     Setting,
     Text,
     Typed,
+    describe,
     find_line,
     read_assignments,
     read_file,

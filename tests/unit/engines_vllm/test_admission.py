@@ -11,12 +11,10 @@ import pytest
 from baton.auth.key import ClusterKey
 from baton.auth.ticket import HandoffMode, Ticket, WorkerRef, hash_tenant, seal
 from baton.engines.stall_detector import STALL_TIMEOUT_S
-from baton.engines.vllm.admission import Admission
-from baton.engines.vllm.identity import Identity
-from baton.engines.vllm.scheduler_pressure import HeldPrompts
+from baton.engines.vllm.admission import Admission, HeldPrompts
+from baton.engines.vllm.identity import Identity, ModelFacts, RankFacts
 from baton.engines.vllm.step_orders import Occupancy, StepReport
 from baton.engines.vllm.tickets import TicketReader
-from baton.engines.vllm.worker_info import ModelFacts, RankFacts
 from baton.ids import Epoch, WorkerId, new_ticket_id
 from baton.kv.identity import compute_prompt_hash
 from baton.kv.layout import KVLayout

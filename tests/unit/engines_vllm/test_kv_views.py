@@ -9,12 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from baton.engines.vllm.kv_views import PlainPages, TransposedPages, build_kv_views
+from baton.engines.vllm.kv_views import PlainPages, SharedKVMemory, TransposedPages, build_kv_views
 from baton.engines.vllm.layouts import read_layers
-from baton.engines.vllm.shared_kv_memory import SharedKVMemory
 from baton.errors import ConfigError
-from baton.kv.compatibility import find_differences
-from baton.kv.layout import KVLayout, TensorParallelShard
+from baton.kv.layout import KVLayout, TensorParallelShard, find_differences
 from baton.transfer.region import view_pages
 from tests.unit.engines_vllm.caches import (
     BLOCK_SIZE,

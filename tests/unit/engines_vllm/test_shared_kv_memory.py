@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from baton.engines.vllm.shared_kv_memory import SharedKVMemory
+from baton.engines.vllm.kv_views import SharedKVMemory
 from baton.transfer.region import map_peer_memory, release_region, view_pages
 from tests.unit.engines_vllm.caches import allocate, configure, main_layers, plan, write_model
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from baton.engines.vllm.identity import Identity
-from baton.engines.vllm.worker_info import ModelFacts, RankFacts, describe_worker
+from baton.engines.vllm.identity import Identity, ModelFacts, RankFacts, describe_worker
 from baton.ids import Epoch, WorkerId
 from baton.kv.layout import KVLayout
 

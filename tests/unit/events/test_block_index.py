@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import pytest
 
-from baton.events.block_index import WorkerBlockIndex
 from baton.events.blocks import (
     AllBlocksCleared,
     BlockRemoved,
@@ -10,6 +9,7 @@ from baton.events.blocks import (
     EventDomain,
     Lost,
     Restarted,
+    WorkerBlockIndex,
 )
 
 DOMAIN = EventDomain("vllm/sha256")

@@ -2,8 +2,7 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry
 
-from baton.events.block_index import WorkerBlockIndex
-from baton.events.blocks import BlockStored, EventDomain, FeedHealth, Lost
+from baton.events.blocks import BlockStored, EventDomain, FeedHealth, Lost, WorkerBlockIndex
 from baton.events.metrics import KVEventCollector
 from baton.ids import WorkerId
 

@@ -5,11 +5,16 @@ import json
 import msgspec
 import pytest
 
-from baton.engines.vllm.identity import Identity, compute_epoch
-from baton.engines.vllm.worker_info import ModelFacts, RankFacts, describe_worker
+from baton.engines.vllm.identity import (
+    Identity,
+    ModelFacts,
+    RankFacts,
+    compute_epoch,
+    describe_worker,
+)
 from baton.errors import ProtocolError
 from baton.gateway.options import WorkerAddress
-from baton.gateway.worker_info import read_info, why_not_used, worker_view
+from baton.gateway.workers import read_info, why_not_used, worker_view
 from baton.ids import WorkerId
 from baton.kv.layout import KVLayout
 from baton.protocol.worker_http import MAX_RANKS, Role, WorkerInfo

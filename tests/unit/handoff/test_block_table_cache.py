@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from baton.errors import ProtocolError
-from baton.handoff.block_table_cache import BlockTableCache
+from baton.handoff.incoming import BlockTableCache
 from baton.handoff.messages import Available, pack_blocks
 from baton.ids import new_ticket_id
 

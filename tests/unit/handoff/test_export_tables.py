@@ -1,13 +1,13 @@
 from __future__ import annotations
 
 from baton.clock import Instant
-from baton.handoff.session.export_table import (
+from baton.handoff.reference.exports import (
     MAX_EXPORTS,
     REVOKE_INTERVAL_S,
     ExportLimits,
     ExportTable,
 )
-from baton.handoff.session.import_table import ImportTable
+from baton.handoff.reference.imports import ImportTable
 from baton.ids import Epoch, TicketId
 
 ONE, OTHER = Epoch("one"), Epoch("other")

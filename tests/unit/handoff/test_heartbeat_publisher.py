@@ -8,8 +8,7 @@ import pytest
 
 from baton.auth.ticket import Ticket, WorkerRef
 from baton.errors import ProtocolError
-from baton.handoff.heartbeat import EngineHeartbeat
-from baton.handoff.heartbeat_publisher import MAX_KEEPALIVE_INTERVAL_S, HeartbeatPublisher
+from baton.handoff.heartbeat import MAX_KEEPALIVE_INTERVAL_S, EngineHeartbeat, HeartbeatPublisher
 from baton.handoff.messages import MAX_BATCH, Keepalive, decode, encode
 from baton.ids import Epoch, WorkerId
 from baton.testing.clocks import ManualClock

@@ -5,11 +5,10 @@ import math
 from baton.clock import Instant
 from baton.handoff.interface import KVFailed, SendFailed
 from baton.handoff.messages import Grant
-from baton.handoff.session.actions import Emit, SendFinished
+from baton.handoff.session.actions import Emit, SendFinished, TransferPlan
 from baton.handoff.session.lease import LEASE_STAGE, Lease, LeaseHolder
 from baton.handoff.session.receive import ReceivePhase, ReceiveSession
 from baton.handoff.session.send import SendSession
-from baton.handoff.session.transfer_plan import TransferPlan
 from tests.unit.handoff.orders import PROMPT_HASH, make_ticket, receive_order, send_order
 
 

@@ -6,10 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from baton.handoff.grants import EarlyGrants
-from baton.handoff.lease_renewer import answer_renewal
+from baton.handoff.grants import EarlyGrants, Tombstone, Tombstones, answer_renewal
 from baton.handoff.messages import Failed, LeaseRenewed, RenewLease
-from baton.handoff.tombstones import Tombstone, Tombstones
 from baton.ids import Epoch, new_ticket_id
 
 DECODE, STRANGER = Epoch("d" * 32), Epoch("e" * 32)

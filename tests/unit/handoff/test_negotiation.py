@@ -7,7 +7,7 @@ import pytest
 
 from baton.errors import LayoutMismatchError
 from baton.handoff.messages import PROTOCOL_VERSION, Hello, KVViewDescriptor
-from baton.handoff.negotiation import (
+from baton.handoff.peers import (
     MAX_REASON_CHARS,
     MAX_REASONS,
     ViewPair,

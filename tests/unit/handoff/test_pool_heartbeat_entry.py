@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from contextlib import nullcontext
-from types import SimpleNamespace
 
 import msgspec
 import pytest
 
 from baton.auth.ticket import Ticket, WorkerRef
 from baton.clock import Instant
-from baton.handoff.pool_mode.heartbeat_entry import (
+from baton.handoff.pool_mode.side_entries import (
     MAX_TICKETS,
     HeartbeatEntry,
     HeartbeatEntryReader,
@@ -60,8 +59,8 @@ def ticket_of(epoch: str) -> Ticket:
 
 def poll(reader: HeartbeatEntryReader, tickets: list[Ticket], now: float) -> list[TicketId]:
     on_alive: list[TicketId] = []
-    collections = [SimpleNamespace(order=SimpleNamespace(ticket=ticket)) for ticket in tickets]
-    reader.poll(collections, Instant(now), on_alive.append)  # type: ignore[arg-type]
+    epochs = [ticket.prefill.epoch for ticket in tickets]
+    reader.poll(epochs, Instant(now), on_alive.append)
     return on_alive
 
 

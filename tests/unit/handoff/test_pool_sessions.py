@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from baton.clock import Instant
 from baton.errors import ConfigError
+from baton.handoff.grants import Tombstone
 from baton.handoff.interface import BlocksQuiescent, KVFailed, KVLanded, SampledToken
-from baton.handoff.pool_mode.store_read import StoreRead
-from baton.handoff.pool_mode.store_write import StoreWrite
-from baton.handoff.pool_mode.token_segments import TokenSegment, hash_segments
-from baton.handoff.tombstones import Tombstone
+from baton.handoff.pool_mode.block_copier import TokenSegment, hash_segments
+from baton.handoff.pool_mode.store_reader import StoreRead
+from baton.handoff.pool_mode.store_writer import StoreWrite
 from baton.kv.identity import HashDomain, compute_block_hashes, compute_tail_hash
 from tests.unit.handoff.orders import make_ticket, receive_order, send_order
 

@@ -26,10 +26,10 @@ from baton.handoff.session.actions import (
     ReadPages,
     SendMessage,
     SendTransferAck,
+    TransferHandle,
+    TransferPlan,
 )
 from baton.handoff.session.receive import ReceiveSession
-from baton.handoff.session.transfer_handle import TransferHandle
-from baton.handoff.session.transfer_plan import TransferPlan
 from baton.handoff.token_ranges import unpack_ranges
 from baton.transfer.interface import TransferId
 from tests.unit.handoff.orders import make_ticket, receive_order

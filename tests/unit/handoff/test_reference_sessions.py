@@ -14,11 +14,11 @@ from baton.handoff.session.actions import (
     ImportBlocks,
     OpenWriteGrant,
     SendMessage,
+    TransferPlan,
     WriteLayers,
 )
 from baton.handoff.session.receive import ReceiveSession
 from baton.handoff.session.send import SendSession
-from baton.handoff.session.transfer_plan import TransferPlan
 from baton.handoff.token_ranges import unpack_ranges
 from tests.unit.handoff.orders import PROMPT_HASH, make_ticket, receive_order, send_order
 

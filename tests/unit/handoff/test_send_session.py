@@ -17,10 +17,10 @@ from baton.handoff.session.actions import (
     Emit,
     SendFinished,
     SendMessage,
+    TransferHandle,
     WriteLayers,
 )
 from baton.handoff.session.send import SendSession
-from baton.handoff.session.transfer_handle import TransferHandle
 from baton.handoff.token_ranges import LayerTokenRange, pack_ranges
 from baton.transfer.interface import TransferId
 from tests.unit.handoff.orders import PROMPT_HASH, make_ticket, send_order

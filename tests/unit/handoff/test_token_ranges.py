@@ -5,8 +5,8 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.handoff.coverage import Coverage
 from baton.handoff.token_ranges import (
+    Coverage,
     LayerTokenRange,
     intersect,
     pack_ranges,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from baton.handoff.tombstones import MAX_TOMBSTONES, Tombstone, Tombstones
+from baton.handoff.grants import MAX_TOMBSTONES, Tombstone, Tombstones
 from baton.ids import Epoch, new_ticket_id
 
 LIFE, OTHER = Epoch("a" * 32), Epoch("b" * 32)

@@ -6,9 +6,14 @@ import msgspec
 import pytest
 
 from baton.errors import LayoutMismatchError
-from baton.kv.compatibility import check_compatible, find_differences
 from baton.kv.geometry import shared_heads
-from baton.kv.layout import KVLayout, LayerLayout, TensorParallelShard
+from baton.kv.layout import (
+    KVLayout,
+    LayerLayout,
+    TensorParallelShard,
+    check_compatible,
+    find_differences,
+)
 
 LAYOUT = KVLayout.gqa(4, 8, 8, block_size=16, dtype="bfloat16")
 

@@ -5,9 +5,8 @@ import pytest
 from baton.clock import Instant
 from baton.errors import ProtocolError
 from baton.gateway.metrics import GatewayMetrics
-from baton.launch.exit_causes import describe_exit, likely_cause
-from baton.launch.progress import PlainDisplay
-from baton.launch.readiness import count_up, first_model
+from baton.launch.child import describe_exit, likely_cause
+from baton.launch.progress import PlainDisplay, count_up, first_model
 from baton.protocol.worker_http import Role
 from baton.telemetry.process_status import Draining, Loading, Ready, read_status
 

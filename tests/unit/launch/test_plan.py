@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from baton.cli.engine_options import engine_options
 from baton.config.resolve import CommandLine, resolve
 from baton.errors import ConfigError
-from baton.launch.cores import share_cores
-from baton.launch.plan import Ports, WorkerGroup, plan_launch, worker_groups
+from baton.launch.plan import Ports, WorkerGroup, plan_launch, share_cores, worker_groups
 
 ENGINE_KEYS = {
     "transformers": frozenset({"block_size", "num_threads"}),

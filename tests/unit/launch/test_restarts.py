@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.clock import Instant
-from baton.launch.restarts import RestartBudget, RestartPolicy
+from baton.launch.child import RestartBudget, RestartPolicy
 
 
 def test_each_restart_waits_twice_as_long_and_the_sixth_is_refused():

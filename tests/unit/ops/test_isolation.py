@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 
 from baton.clock import MachineClock
-from baton.ops.doctor.finding import Area, Finding, Level
+from baton.ops.doctor.finding import Area, Finding, Level, Probe
 from baton.ops.doctor.host import this_host
 from baton.ops.doctor.isolation import NUM_AT_ONCE, run_probes
-from baton.ops.doctor.probe import Probe
 
 
 def finding(name, found="well"):

@@ -5,10 +5,8 @@ import io
 import msgspec
 import pytest
 
-from baton.ops.doctor.finding import Area, Finding, Level, Report
-from baton.ops.doctor.printing import MAX_COLUMNS, print_report
-from baton.ops.doctor.probe import write_bytes, write_seconds
-from baton.ops.doctor.reporting import make_report
+from baton.ops.doctor.finding import Area, Finding, Level, Report, write_bytes, write_seconds
+from baton.ops.doctor.reporting import MAX_COLUMNS, make_report, print_report
 from baton.ops.doctor.transports import ChosenTransports, check_path, failure_level
 
 CHOSEN = ChosenTransports(("shared", "tcp"), {})

@@ -7,10 +7,9 @@ import pytest
 
 from baton.errors import ConfigError
 from baton.kv.sizing.sizes import Terms
-from baton.planner.measured import read_links
-from baton.planner.models import find_model, shipped_names
+from baton.planner.links import read_links
 from baton.planner.printing import print_sizes, write_bytes, write_seconds
-from baton.planner.sizing import make_report
+from baton.planner.sizing import find_model, make_report, shipped_names
 
 
 def row(name, shape, num_bytes, rate, p50_us, kind="transport"):

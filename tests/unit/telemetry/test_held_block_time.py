@@ -3,7 +3,7 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry
 
 from baton.clock import Instant
-from baton.telemetry.held_block_time import HeldBlockTime, HeldBlockTimeCollector
+from baton.telemetry.metrics import HeldBlockTime, HeldBlockTimeCollector
 
 
 def test_blocks_count_for_as_long_as_they_are_held_in_the_phase_of_the_time() -> None:

@@ -2,8 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from baton.telemetry.summary import compute_durations, summarize
-from baton.telemetry.trace import RequestSpan, Stamp
+from baton.telemetry.trace import RequestSpan, Stamp, compute_durations, summarize
 
 
 def leg(name: str, **stamps: float) -> RequestSpan:

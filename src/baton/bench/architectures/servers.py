@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from baton.bench.architectures.transfer_check import TraceCheck
-from baton.launch.restarts import RestartPolicy
+from baton.launch.child import RestartPolicy
 from baton.launch.supervisor import LaunchContext, Service, Supervisor
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ import aiohttp
 import msgspec
 
 from baton.bench.architectures.results import NO_STAGES, Proof, Stages
-from baton.telemetry.summary import TraceSummary
+from baton.telemetry.trace import TraceSummary
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

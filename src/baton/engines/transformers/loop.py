@@ -32,7 +32,7 @@ from baton.handoff.interface import (
     KVSent,
     SendFailed,
 )
-from baton.telemetry.held_block_time import HeldBlockTime
+from baton.telemetry.metrics import HeldBlockTime
 from baton.telemetry.trace import Stamp
 
 if TYPE_CHECKING:

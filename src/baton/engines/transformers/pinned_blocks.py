@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from baton.engines.transformers.sequence import Sequence
     from baton.ids import TicketId
-    from baton.kv.guards import InFlightBlocks, QuarantinedBlocks, ReservedBlocks
+    from baton.kv.blocks import InFlightBlocks, QuarantinedBlocks, ReservedBlocks
     from baton.kv.pool import BlockPool
 
 

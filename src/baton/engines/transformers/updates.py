@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from baton.errors import BatonError
     from baton.handoff.interface import SampledToken
     from baton.ids import RequestId
-    from baton.telemetry.held_block_time import HeldBlockSeconds
+    from baton.telemetry.metrics import HeldBlockSeconds
 
 _log = logging.getLogger(__name__)
 

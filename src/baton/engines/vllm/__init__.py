@@ -10,19 +10,19 @@ vLLM's own server.
 File map, in the order in which a request meets them:
     connector.py            vLLM's hooks, a line or two each; compatibility.py checks vLLM
     options.py              configuration of the connector and of a server
-    identity.py             worker name, epoch, cluster key, model fingerprint
-    admission.py            scheduler side: vLLM's objects → plain values, and results back
+    identity.py             worker name, epoch, cluster key, model fingerprint; its description
+    admission.py            scheduler side: vLLM's objects → plain values, and results back; how
+                            full its KV cache is
     tickets.py              kv_transfer_params → a role, or a refusal; one ticket per pair of ranks
     handoff_schedule.py     the scheduler side's state machine (pure)
     step_orders.py          its orders to the workers, each step
-    scheduler_pressure.py   waiting requests, held prompts, free blocks
     rank.py                 worker side: builds one rank, its agent and its control server
     rank_handoffs.py        orders in, events out; rank_prompts.py sends and loads
     in_flight.py            tables of prompts in flight
     rank_observer.py        traces and records; stats.py vLLM's log and Prometheus
-    worker_info.py          a server's description; control.py its HTTP server
-    layouts.py              what is in the KV memory; shared_kv_memory.py allocates it
-    kv_views.py             how peers read and write it
+    control.py              a rank's HTTP server
+    layouts.py              what is in the KV memory
+    kv_views.py             allocates it, and shows it to peers
     serving.py              vLLM's server in `baton worker`; arguments.py its command line
     access_middleware.py    its bearer, and its drain
     engine_process.py       set-up inside vLLM's engine process

@@ -11,6 +11,7 @@ import msgspec
 
 from baton.engines.vllm.options import ROLES
 from baton.errors import ConfigError
+from baton.protocol.worker_http import Role
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -125,7 +126,7 @@ def _transfer(config: Config) -> dict[str, object]:
     return {
         "kv_connector": "BatonConnector",
         "kv_connector_module_path": "baton.engines.vllm",
-        "kv_role": kv_roles[config.worker.role],
+        "kv_role": kv_roles[Role(config.worker.role)],
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": extra,
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Final
 
-from baton.engines.vllm.worker_info import read_vllm_version
+from baton.engines.vllm.identity import read_vllm_version
 from baton.errors import ConfigError
 
 if TYPE_CHECKING:

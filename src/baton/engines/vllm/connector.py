@@ -22,20 +22,24 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from baton.clock import MachineClock
-from baton.engines.vllm.admission import Admission
+from baton.engines.vllm.admission import Admission, HeldPrompts
 from baton.engines.vllm.compatibility import (
     check_hooks,
     join_logging,
     read_extra,
     warn_of_policy,
 )
-from baton.engines.vllm.identity import Identity, compute_epoch, default_name, load_cluster_key
+from baton.engines.vllm.identity import (
+    Identity,
+    compute_epoch,
+    default_name,
+    load_cluster_key,
+    read_model_facts,
+)
 from baton.engines.vllm.options import ConnectorOptions, read_options, read_role
-from baton.engines.vllm.scheduler_pressure import HeldPrompts
 from baton.engines.vllm.stats import BatonPromMetrics, BatonStats
 from baton.engines.vllm.step_orders import StepOrders, StepReport
 from baton.engines.vllm.tickets import TicketReader
-from baton.engines.vllm.worker_info import read_model_facts
 from baton.ids import WorkerId
 
 if TYPE_CHECKING:
@@ -50,9 +54,9 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
+    from baton.engines.vllm.identity import RankFacts
     from baton.engines.vllm.rank import Rank
     from baton.engines.vllm.rank_handoffs import RankHandoffs
-    from baton.engines.vllm.worker_info import RankFacts
 
 check_hooks(KVConnectorBase_V1)
 

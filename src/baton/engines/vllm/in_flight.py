@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from baton.handoff.tombstones import Tombstone, Tombstones
+from baton.handoff.grants import Tombstone, Tombstones
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

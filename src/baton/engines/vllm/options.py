@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Final, Literal
 
 import msgspec
 from msgspec import Meta
@@ -18,16 +18,15 @@ from baton.config.sections import (
     Verification,
 )
 from baton.errors import ConfigError
+from baton.protocol.worker_http import Role
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-Role: TypeAlias = Literal["prefill", "decode", "both"]
-
 ROLES: Final[dict[str, Role]] = {
-    "kv_producer": "prefill",
-    "kv_consumer": "decode",
-    "kv_both": "both",
+    "kv_producer": Role.PREFILL,
+    "kv_consumer": Role.DECODE,
+    "kv_both": Role.BOTH,
 }
 """vLLM's `kv_role` → the worker's role."""
 

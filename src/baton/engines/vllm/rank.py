@@ -15,28 +15,27 @@ from prometheus_client import CollectorRegistry
 import baton
 from baton.clock import MachineClock
 from baton.engines.vllm.control import ControlServer, RankView
-from baton.engines.vllm.identity import find_fingerprint, load_cluster_key
-from baton.engines.vllm.kv_views import build_kv_views, try_build_store_view
+from baton.engines.vllm.identity import (
+    RankFacts,
+    describe_worker,
+    find_fingerprint,
+    load_cluster_key,
+    read_model_facts,
+    read_traits,
+)
+from baton.engines.vllm.kv_views import SharedKVMemory, build_kv_views, try_build_store_view
 from baton.engines.vllm.layouts import read_layers
 from baton.engines.vllm.rank_handoffs import RankHandoffs
 from baton.engines.vllm.rank_observer import FALLBACK_CAUSE, RankObserver
 from baton.engines.vllm.rank_prompts import RankSetting
-from baton.engines.vllm.shared_kv_memory import SharedKVMemory
-from baton.engines.vllm.worker_info import (
-    RankFacts,
-    describe_worker,
-    read_model_facts,
-    read_traits,
-)
 from baton.handoff.agent import AgentOptions, HandoffAgent
-from baton.handoff.link_options import LinkOptions
+from baton.handoff.peer_transports import LinkOptions
 from baton.handoff.pool_mode.metrics import PoolModeCollector
-from baton.handoff.pool_mode.opening import open_store_access
-from baton.handoff.verification import VerificationPolicy
+from baton.handoff.pool_mode.store_access import open_store_access
+from baton.handoff.verify import VerificationPolicy
 from baton.kv.layout import TensorParallelShard
-from baton.telemetry.held_block_time import HeldBlockTimeCollector
 from baton.telemetry.links import LinkInstruments
-from baton.telemetry.metrics import HandoffInstruments, set_worker_info
+from baton.telemetry.metrics import HandoffInstruments, HeldBlockTimeCollector, set_worker_info
 from baton.telemetry.trace import TraceRing
 from baton.transfer.devices.extents import choose_allocation
 from baton.transfer.interface import TRANSPORTS, TransportContext

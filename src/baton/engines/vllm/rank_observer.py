@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final, Literal
 import msgspec
 
 from baton.handoff.interface import DECLINED_STAGE
-from baton.telemetry.held_block_time import HeldBlockTime
+from baton.telemetry.metrics import HeldBlockTime
 from baton.telemetry.trace import RequestSpan, Stamp
 
 if TYPE_CHECKING:
@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from baton.engines.vllm.step_orders import Finished, Prompt, StepOrders, VllmRequestId
     from baton.errors import HandoffError
     from baton.ids import Epoch, TicketId, WorkerId
-    from baton.telemetry.held_block_time import HeldBlockSeconds
-    from baton.telemetry.metrics import HandoffInstruments
+    from baton.telemetry.metrics import HandoffInstruments, HeldBlockSeconds
     from baton.telemetry.trace import TraceRing
 
 _LAST_OF_ALL = frozenset({Stamp.FIRST_LAYER_LANDED, Stamp.LAST_LAYER_LANDED})

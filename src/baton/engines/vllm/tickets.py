@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Final, Literal, TypeAlias
 
 import msgspec
 
-from baton.auth.ticket import MAX_TICKET_CHARS, WorkerRef, unseal
-from baton.auth.used_tickets import TicketUse, UsedTickets
+from baton.auth.ticket import MAX_TICKET_CHARS, TicketUse, UsedTickets, WorkerRef, unseal
 from baton.engines.vllm.identity import rank_epoch, rank_name
 from baton.errors import TicketError
 from baton.ids import TicketId

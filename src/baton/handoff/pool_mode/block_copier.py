@@ -11,6 +11,7 @@ from baton.errors import ConfigError
 from baton.kv.canonical import read_canonical, write_canonical
 from baton.kv.copies import BlockTable, PagedSequence, apply_copies, compute_page_copies
 from baton.kv.geometry import shared_heads
+from baton.kv.identity import HashDomain, compute_block_hashes, compute_tail_hash
 from baton.transfer.region import view_pages
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from baton.handoff.kv_views import KVView
-    from baton.handoff.pool_mode.token_segments import TokenSegment
+    from baton.kv.identity import BlockHash
     from baton.kv.layout import KVLayout
     from baton.store.entry_format import EntryFormat
 
@@ -195,3 +196,25 @@ class BlockCopier:
 def _rows_of(batch: Sequence[TokenSegment], layout: KVLayout) -> BlockTable:
     """Full pieces as blocks of the store's size: piece i of the batch is row i."""
     return BlockTable(batch[0].start // layout.block_size, np.arange(len(batch), dtype=np.int64))
+
+
+@dataclass(frozen=True, slots=True)
+class TokenSegment:
+    """Tokens `[start, stop)` of a prompt, kept under one hash."""
+
+    block_hash: BlockHash
+    start: int
+    stop: int
+
+
+def hash_segments(domain: HashDomain, prompt_ids: NDArray[np.int32]) -> tuple[TokenSegment, ...]:
+    """All pieces of a prompt, in order, without a gap. `domain` has the store's block size."""
+    hashes = compute_block_hashes(domain, prompt_ids)
+    size = domain.block_size
+    segments = [TokenSegment(present, i * size, (i + 1) * size) for i, present in enumerate(hashes)]
+    stop = len(hashes) * size
+    if stop < len(prompt_ids):
+        parent = hashes[-1] if hashes else None
+        tail = compute_tail_hash(domain, prompt_ids[stop:], parent)
+        segments.append(TokenSegment(tail, stop, len(prompt_ids)))
+    return tuple(segments)

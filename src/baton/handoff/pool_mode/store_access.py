@@ -3,14 +3,31 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
-from baton.handoff.pool_mode.entry_counts import EntryCounts
+from baton.store.entry_format import EntryFormat
+from baton.store.tiered import open_store
 
 if TYPE_CHECKING:
+    from baton.auth.key import ClusterKey
+    from baton.clock import Clock
+    from baton.config.sections import StoreSection
     from baton.handoff.kv_views import KVView
-    from baton.store.entry_format import EntryFormat
     from baton.store.tiered import TieredStore
+
+
+@dataclass(slots=True)
+class EntryCounts:
+    """Entries of handoffs that ended or go on. Owner: the pool's thread; others read.
+
+    Of prefills: `num_kept` were put, `num_known` were in the store already. Of decodes: `num_taken`
+    came, `num_missing` had not when their handoff ended, and were computed.
+    """
+
+    num_stored: int = 0
+    num_present: int = 0
+    num_loaded: int = 0
+    num_missing: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,3 +41,25 @@ class StoreAccess:
     entry_format: EntryFormat
     view: KVView
     counts: EntryCounts = field(default_factory=EntryCounts)
+
+
+_PURPOSE: Final = "store"
+_NAME_BYTES: Final = 8
+
+
+def open_store_access(
+    section: StoreSection, view: KVView, *, key: ClusterKey, clock: Clock
+) -> StoreAccess | None:
+    """Open the store; None where no tier is configured.
+
+    Raises:
+        ConfigError: a tier cannot be opened, or this worker's heads cannot be divided so.
+    """
+    if not section.tiers:
+        return None
+    entry_format = EntryFormat.of(
+        view.layout, block_size=section.block_size, num_parts=section.num_parts
+    )
+    cluster = key.sign(_PURPOSE, b"name")[:_NAME_BYTES].hex()
+    store = open_store(section.tiers, section.options, cluster=cluster, clock=clock)
+    return StoreAccess(store, entry_format, view)

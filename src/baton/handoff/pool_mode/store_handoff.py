@@ -19,16 +19,13 @@ from typing import TYPE_CHECKING, Final
 
 from baton.clock import Instant
 from baton.errors import BatonError
-from baton.handoff.heartbeat_publisher import compute_interval_s
+from baton.handoff.grants import Tombstone, Tombstones
+from baton.handoff.heartbeat import compute_interval_s
 from baton.handoff.interface import BlocksQuiescent
-from baton.handoff.pool_mode.block_copier import BlockCopier
-from baton.handoff.pool_mode.heartbeat_entry import HeartbeatEntryReader, HeartbeatEntryWriter
-from baton.handoff.pool_mode.store_read import StoreRead
-from baton.handoff.pool_mode.store_reader import StoreReader
-from baton.handoff.pool_mode.store_write import StoreWrite
-from baton.handoff.pool_mode.store_writer import StoreWriter
-from baton.handoff.pool_mode.token_segments import hash_segments
-from baton.handoff.tombstones import Tombstone, Tombstones
+from baton.handoff.pool_mode.block_copier import BlockCopier, hash_segments
+from baton.handoff.pool_mode.side_entries import HeartbeatEntryReader, HeartbeatEntryWriter
+from baton.handoff.pool_mode.store_reader import StoreRead, StoreReader
+from baton.handoff.pool_mode.store_writer import StoreWrite, StoreWriter
 from baton.kv.identity import HashDomain
 
 if TYPE_CHECKING:
@@ -43,8 +40,8 @@ if TYPE_CHECKING:
         SampledToken,
         SendOrder,
     )
+    from baton.handoff.pool_mode.block_copier import TokenSegment
     from baton.handoff.pool_mode.store_access import StoreAccess
-    from baton.handoff.pool_mode.token_segments import TokenSegment
     from baton.ids import TicketId
 
 logger = logging.getLogger(__name__)
@@ -167,7 +164,8 @@ class StoreHandoff:
                 store_write.extend_deadline(Instant(pending.last_progress_at + self._timeout_s))
             self._heartbeat_writer.write(pooled, pending.last_progress_at)
         if self._reads:
-            self._heartbeat_reader.poll(self._reads.values(), self._clock.now(), self._engine_alive)
+            epochs = (each.order.ticket.prefill.epoch for each in self._reads.values())
+            self._heartbeat_reader.poll(epochs, self._clock.now(), self._engine_alive)
 
     def _engine_alive(self, ticket: TicketId) -> None:
         store_read = self._reads.get(ticket)

@@ -49,7 +49,7 @@ With op "NONE" (by reference) nothing is moved:
     ENDED   the last block copied: KVLanded              ENDED      KVExported: blocks are exported
 
 or, by ExportRefused, it becomes a handoff with op WRITE before it has begun. Exported blocks
-outlive both sessions: `export_table.py` and `import_table.py` show what releases them. A receiver
+outlive both sessions: `reference/` shows what releases them. A receiver
 that asked for an export and has not landed has a pending release (`may_hold_export`): its peer may
 have exported the blocks before it received the failure.
 
@@ -76,7 +76,7 @@ request is queued there, before `begin`, and until it has taken everything. One 
 failure like any other at the sending side; what decode reads after it, by its own clock, is one
 there too.
 
-How long either waits for the other is a deadline (deadline.py), which `wait_until` moves while
+How long either waits for the other is a deadline (actions.py), which `wait_until` moves while
 prefill's engine shows that it lives and has yet to compute the prompt.
 
 In mode pull `begin` is decode's turn to have room: nothing is reserved there before, prefill stands
@@ -86,13 +86,8 @@ in OFFERED with all computed, and the first message about the ticket may be a re
 methods return.
 
 File map:
-    actions.py          what a session asks its context to do
-    deadline.py         how long each side waits: for as long as prefill's engine lives
-    lease.py            how long prefill holds what decode has not taken: each side's half
-    transfer_handle.py  a transfer's name: its transport's, and its id there
-    transfer_plan.py    who moves the bytes, and into which pages
-    receive.py          `ReceiveSession`: decode's half
-    send.py             `SendSession`: prefill's half
-    export_table.py     blocks that this worker has exported, and to whom
-    import_table.py     blocks that it has imported, and pending releases
+    actions.py  what a session asks its context to do, how long it waits, its transfers and plan
+    lease.py    how long prefill holds what decode has not taken: each side's half
+    receive.py  `ReceiveSession`: decode's half
+    send.py     `SendSession`: prefill's half
 """

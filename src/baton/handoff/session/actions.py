@@ -1,9 +1,26 @@
-"""What a session asks its context to do."""
+"""What a session asks its context to do.
+
+Until when each side of a handoff waits for the other: pure.
+
+    decode   ├ expected ── timeout_s ──┤
+    prefill's engine:  ● sign of life ── timeout_s ──┤
+                            ● another ── timeout_s ──┤
+                                 ▲ Keepalive: it has this prompt queued, or computes it
+
+`handoff.timeout_s` is for what a handoff does itself. For as long as the prefill worker's engine
+shows that it computes, and has the prompt in its queue or under way, both sides wait until
+`timeout_s` after its last sign of life, but never beyond the deadline of the request. An engine
+without progress, be it stopped, stuck or gone, is waited for no longer than that, even if other
+threads of its process still send. Once the prompt is computed, engine heartbeats no longer move the
+deadline: its transfer has `timeout_s`.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
+
+from baton.clock import Instant
 
 if TYPE_CHECKING:
     from baton.handoff.interface import HandoffEvent, SampledToken
@@ -15,9 +32,12 @@ if TYPE_CHECKING:
         Failed,
         FallbackToWrite,
         Grant,
+        GrantOp,
         RetransmitRequest,
         TransportFailed,
     )
+    from baton.kv.copies import BlockTable
+    from baton.transfer.interface import TransferId
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,3 +149,31 @@ ReceiveAction: TypeAlias = (
 SendAction: TypeAlias = (
     SendMessage | WriteLayers | AnnounceReadable | ExportBlocks | SendFinished | Emit
 )
+
+
+def extend(deadline: Instant, wanted: Instant, limit: Instant) -> Instant:
+    """The later of a deadline and what is wanted, as far as the limit allows. Never earlier."""
+    return Instant(max(deadline, min(wanted, limit)))
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class TransferHandle:
+    """A transfer's id is its transport's own: two transports give the same ones."""
+
+    transport: str
+    transfer: TransferId
+
+
+@dataclass(frozen=True, slots=True)
+class TransferPlan:
+    """Who moves the bytes (neither side, by reference), into which pages of this worker's KV view.
+
+    `staged`: the pages are staging memory, so that only the engine accesses its own blocks.
+    Else the pages are the engine's blocks. `undigested` are the transports over which no digests
+    are wanted.
+    """
+
+    op: GrantOp
+    pages: BlockTable
+    staged: bool
+    undigested: tuple[str, ...] = ()

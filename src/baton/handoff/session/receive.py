@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Final, assert_never
 import numpy as np
 
 from baton.errors import HandoffError, ProtocolError
-from baton.handoff.coverage import Coverage
 from baton.handoff.interface import BlocksQuiescent, KVFailed, KVLanded
 from baton.handoff.messages import (
     MAX_REASON_CHARS,
@@ -31,10 +30,10 @@ from baton.handoff.session.actions import (
     ReceiveAction,
     SendMessage,
     SendTransferAck,
+    extend,
 )
-from baton.handoff.session.deadline import extend
 from baton.handoff.session.lease import LEASE_STAGE, LeaseHolder
-from baton.handoff.token_ranges import pack_ranges
+from baton.handoff.token_ranges import Coverage, pack_ranges
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -48,8 +47,7 @@ if TYPE_CHECKING:
         Notification,
         TransportFailed,
     )
-    from baton.handoff.session.transfer_handle import TransferHandle
-    from baton.handoff.session.transfer_plan import TransferPlan
+    from baton.handoff.session.actions import TransferHandle, TransferPlan
     from baton.ids import TicketId
 
 MAX_NOTE_CHARS: Final = 500

@@ -20,8 +20,8 @@ from baton.handoff.session.actions import (
     SendFinished,
     SendMessage,
     WriteLayers,
+    extend,
 )
-from baton.handoff.session.deadline import extend
 from baton.handoff.session.lease import LAPSED_REASON, LEASE_STAGE, Lease
 from baton.handoff.token_ranges import LayerTokenRange, intersect, subtract, unpack_ranges
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from baton.clock import Instant
     from baton.handoff.interface import SampledToken, SendOrder
     from baton.handoff.messages import FallbackToWrite, Grant, RetransmitRequest
-    from baton.handoff.session.transfer_handle import TransferHandle
+    from baton.handoff.session.actions import TransferHandle
     from baton.ids import TicketId
 
 

@@ -7,23 +7,20 @@ that hangs is cut. Nothing on the host is changed, nothing needs root, and nothi
 loopback except what a transport's own library opens, which is reported.
 
 File map:
-    finding.py       `Finding`, `Report`, levels, exit codes
-    host.py          where probes look; tests give them recorded trees of other machines
-    probe.py         `Probe`, and how numbers are written
-    isolation.py     runs probes in processes of their own, all at once, bounded
-    reporting.py   which probes there are; host → report, gateway → report
-    machine.py       kernel, processors, NUMA, container
-    memory.py        memory, cgroup limits, /dev/shm, huge pages, overcommit
-    limits.py        open files, locked memory
-    kernel_checks.py memfd and seals, proof of death, reading another process's memory: tried
-    devices.py       GPUs, RDMA, DAX
-    network.py       network interfaces, socket buffers
-    versions.py      Python and the packages that engines and transports are made of
-    transports.py    each installed transport: does it work here, and if not, why
-    transport_check.py  one transport, checked between two processes
-    transport_check_endpoint.py  one of the two; transport_check_pages.py what they move,
-                     transport_check_channel.py the messages between them
-    listeners.py     sockets of a process that listen outside loopback
-    fleet.py         a running gateway's pages
-    printing.py      a report for a terminal
+    finding.py          `Finding`, `Report`, levels, exit codes; `Probe`, and how numbers are
+                        written
+    host.py             where probes look; tests give them recorded trees of other machines
+    isolation.py        runs probes in processes of their own, all at once, bounded
+    reporting.py        which probes there are; host → report, gateway → report; a report for a
+                        terminal
+    machine.py          kernel, processors, NUMA, container
+    memory.py           memory, cgroup limits, /dev/shm, huge pages, overcommit; open files, locked
+                        memory
+    kernel_checks.py    memfd and seals, proof of death, reading another process's memory: tried
+    devices.py          GPUs, RDMA, DAX
+    network.py          network interfaces, socket buffers
+    versions.py         Python and the packages that engines and transports are made of
+    transports.py       each installed transport: does it work here, and if not, why
+    transport_check.py  one transport, tried between two processes of `baton.rig`
+    fleet.py            a running gateway's pages
 """

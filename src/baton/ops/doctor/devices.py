@@ -6,9 +6,8 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from baton.ops.doctor.finding import Area, Finding, Level
+from baton.ops.doctor.finding import Area, Finding, Level, write_bytes
 from baton.ops.doctor.machine import is_container
-from baton.ops.doctor.probe import write_bytes
 
 if TYPE_CHECKING:
     from baton.ops.doctor.host import Host, ProgramOutput

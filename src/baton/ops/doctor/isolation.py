@@ -19,15 +19,14 @@ from typing import IO, TYPE_CHECKING, Final, NoReturn
 
 import msgspec
 
-from baton.ops.doctor.finding import Finding
-from baton.ops.doctor.probe import write_seconds
+from baton.ops.doctor.finding import Finding, write_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
     from baton.clock import Clock
+    from baton.ops.doctor.finding import Probe
     from baton.ops.doctor.host import Host
-    from baton.ops.doctor.probe import Probe
 
 NUM_AT_ONCE: Final = 6
 MAX_ANSWER_BYTES: Final = 1 << 20

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from baton.ops.doctor.finding import Area, Finding, Level
-from baton.ops.doctor.probe import write_bytes
+from baton.ops.doctor.finding import Area, Finding, Level, write_bytes
 
 if TYPE_CHECKING:
     from baton.ops.doctor.host import Host

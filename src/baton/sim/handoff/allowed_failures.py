@@ -8,7 +8,7 @@ let go of a write that it reported as failed, or a store that has lost the prefi
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 from baton.handoff.session.lease import LEASE_STAGE
 from baton.sim.handoff import internals
@@ -23,13 +23,23 @@ from baton.sim.handoff.plan import (
     ReplayMessages,
     Slow,
 )
-from baton.sim.handoff.violation import ViolationError
 
 if TYPE_CHECKING:
     from baton.ids import TicketId
     from baton.sim.handoff.gateway import SimRequest
     from baton.sim.handoff.plan import Fault
     from baton.sim.handoff.world import World
+
+Invariant: TypeAlias = Literal["I1", "I2", "I3", "I4", "I5", "I7", "I8", "stuck", "error"]
+
+
+class ViolationError(BaseException):
+    """An invariant does not hold."""
+
+    def __init__(self, invariant: Invariant, what: str) -> None:
+        super().__init__(f"{invariant}: {what}")
+        self.invariant, self.what = invariant, what
+
 
 SLACK_S: Final = 0.5
 _STALE_TWICE: Final = 2

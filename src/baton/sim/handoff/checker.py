@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, NoReturn, TypeAlias, assert_never
 
-from baton.handoff.grants import MAX_EARLY_GRANTS
+from baton.handoff.grants import MAX_EARLY_GRANTS, MAX_TOMBSTONES
 from baton.handoff.interface import (
     BlocksQuiescent,
     ExportReleased,
@@ -16,20 +17,18 @@ from baton.handoff.interface import (
     KVSent,
     SendFailed,
 )
+from baton.handoff.kv_views import Holder
 from baton.handoff.messages import Grant, RenewLease
-from baton.handoff.staging import Holder
-from baton.handoff.tombstones import MAX_TOMBSTONES
+from baton.handoff.session.lease import LEASE_STAGE
 from baton.kv.blocks import BlockState
 from baton.sim.handoff import internals
 from baton.sim.handoff.agent import tickets_of
-from baton.sim.handoff.deadline_checker import DeadlineChecker
-from baton.sim.handoff.export_checker import ExportChecker
-from baton.sim.handoff.lease_checker import LeaseChecker
-from baton.sim.handoff.memory import NUM_LAYERS
-from baton.sim.handoff.pool_checker import PoolChecker
-from baton.sim.handoff.violation import ViolationError
+from baton.sim.handoff.allowed_failures import ViolationError
+from baton.sim.handoff.memory import NUM_LAYERS, extend_chain
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from baton.auth.ticket import Ticket
     from baton.engines.transformers.scheduler import Work
     from baton.engines.transformers.sequence import Sequence
@@ -37,10 +36,208 @@ if TYPE_CHECKING:
     from baton.handoff.peers import MessageReceived
     from baton.ids import Epoch, RegionHandle, TicketId
     from baton.kv.copies import PageCopies
+    from baton.sim.handoff.allowed_failures import Invariant
     from baton.sim.handoff.fabric import Fabric
     from baton.sim.handoff.process import SimProcess
     from baton.sim.handoff.transport import SimWrite
-    from baton.sim.handoff.violation import Invariant
+
+HANDOFF_TIMEOUT_S: Final = 3.0
+REQUEST_TIMEOUT_S: Final = 10.0
+SLACK_S: Final = 0.7
+"""Deadlines are looked at now and then, by clocks that are 2 % wrong."""
+
+
+@dataclass(slots=True)
+class DeadlineChecker:
+    """From when each handoff's `HANDOFF_TIMEOUT_S` counts, by the life of its worker."""
+
+    _since_s: dict[tuple[Epoch, TicketId], float] = field(default_factory=dict)
+
+    def start(self, process: SimProcess, ticket: TicketId, *, is_held: bool) -> None:
+        """What is held to be pulled waits for as long as its request may, and its lease lasts."""
+        extra_s = REQUEST_TIMEOUT_S - HANDOFF_TIMEOUT_S if is_held else 0.0
+        self._since_s[process.epoch, ticket] = process.world.timeline.now_s + extra_s
+
+    def end(self, process: SimProcess, ticket: TicketId) -> None:
+        """No process waits for it there any more."""
+        self._since_s.pop((process.epoch, ticket), None)
+
+    def engine_alive(self, process: SimProcess, prompts: Iterable[Ticket]) -> None:
+        """An engine computes: prompts that it has yet to compute may take longer, on both sides."""
+        for ticket in prompts:
+            for key in ((process.epoch, ticket.id), (ticket.decode.epoch, ticket.id)):
+                if key in self._since_s:
+                    self._since_s[key] = max(self._since_s[key], process.world.timeline.now_s)
+
+    def find_overdue(self, process: SimProcess) -> TicketId | None:
+        """A handoff of this life that should have ended long ago."""
+        latest_s = process.world.timeline.now_s - HANDOFF_TIMEOUT_S - SLACK_S
+        if latest_s < process.running_since_s:
+            return None  # what was asked before it stood still may have begun after it
+        for (epoch, ticket), since_s in self._since_s.items():
+            if epoch == process.epoch and since_s < latest_s:
+                return ticket
+        return None
+
+
+DRIFT: Final = 0.05
+"""Of a lease: two clocks are 2 % wrong each, in opposite directions, and decode's is not ours."""
+
+
+@dataclass(slots=True)
+class LeaseChecker:
+    """All leases of a run, in true time. `seen` counts what happened to them."""
+
+    tickets: dict[TicketId, Ticket]
+    seen: Counter[str] = field(default_factory=Counter)
+    _renewed_s: dict[tuple[Epoch, TicketId], float] = field(default_factory=dict)
+    _lapsed_s: dict[TicketId, float] = field(default_factory=dict)
+    _read_late: set[TicketId] = field(default_factory=set)
+
+    def start(self, process: SimProcess, ticket: TicketId) -> None:
+        """All is computed: the prefill worker holds it."""
+        self._renewed_s[process.epoch, ticket] = process.world.timeline.now_s
+
+    def on_renewed(self, process: SimProcess, by: Epoch, tickets: Iterable[TicketId]) -> None:
+        """A prefill worker receives tickets: those of that decode worker are held longer."""
+        now_s = process.world.timeline.now_s
+        for ticket in tickets:
+            known = self.tickets.get(ticket)
+            if known is not None and known.decode.epoch == by:
+                key = process.epoch, ticket
+                if key in self._renewed_s:
+                    self.seen["lease renewed"] += 1
+                    self._renewed_s[key] = now_s
+
+    def on_event(self, process: SimProcess, event: HandoffEvent) -> None:
+        """A prefill worker holds it no more; its blocks may hold another prompt from here on."""
+        if isinstance(event, KVSent | KVExported | SendFailed):
+            self._renewed_s.pop((process.epoch, event.ticket), None)
+        if isinstance(event, SendFailed) and event.error.stage == LEASE_STAGE:
+            self.seen["lease lapsed"] += 1
+            self._lapsed_s[event.ticket] = process.world.timeline.now_s
+
+    def on_read(self, process: SimProcess, ticket: TicketId | None) -> None:
+        """A decode worker copies source pages of this ticket."""
+        if ticket is None or ticket not in self._lapsed_s:
+            return
+        world = process.world
+        late_s = world.timeline.now_s - self._lapsed_s[ticket]
+        if late_s > DRIFT * world.schedule.lease_s:
+            self.seen["read after its lease"] += 1
+            self._read_late.add(ticket)
+
+    def is_read_late(self, ticket: TicketId) -> bool:
+        """Whether what lies in its pages was read when no handoff held it any more."""
+        return ticket in self._read_late
+
+    def find_overdue(self, process: SimProcess) -> TicketId | None:
+        """One that is held although no worker has renewed it in time."""
+        world = process.world
+        latest_s = world.timeline.now_s - (1 + DRIFT) * world.schedule.lease_s - SLACK_S
+        for (epoch, ticket), renewed_s in self._renewed_s.items():
+            # It may have begun when the process went on.
+            if epoch == process.epoch and max(renewed_s, process.running_since_s) < latest_s:
+                is_ending = internals.is_ending(process.agent, ticket)
+                if not is_ending and internals.outgoing_blocks(
+                    process.scheduler.pinned_blocks, ticket
+                ):
+                    return ticket
+        return None
+
+
+_NAMES: Final = {KVExported: "loan", ExportReleased: "loan ended", ImportRevoked: "loan recalled"}
+
+
+@dataclass(slots=True)
+class ExportChecker:
+    """All exports of a run. `seen` counts what happened to them."""
+
+    seen: Counter[str] = field(default_factory=Counter)
+
+    def on_event(self, process: SimProcess, event: HandoffEvent) -> None:
+        """An export ends only when no process reads it any more, whatever was reported."""
+        if isinstance(event, KVExported | ExportReleased | ImportRevoked):
+            self.seen[_NAMES[type(event)]] += 1
+        if isinstance(event, ExportReleased):
+            for other in _others(process):
+                if internals.is_importing(other, event.ticket):
+                    name = event.ticket.hex()[:6]
+                    raise ViolationError(
+                        "I2", f"{process.name}: export {name} ends, and {other.name} reads"
+                    )
+
+    def on_write(self, process: SimProcess, blocks: Iterable[int]) -> None:
+        """Bytes are about to change in blocks of a worker's own."""
+        changed = set(blocks)
+        if not process.world.schedule.shares_blocks or not changed:
+            return
+        if max(changed) >= process.plan.num_blocks:
+            raise ViolationError("I2", f"{process.name}: it writes into blocks of a peer")
+        for other in _others(process):
+            if changed & internals.find_read_pages(other, process.epoch):
+                raise ViolationError(
+                    "I2", f"{process.name}: blocks change that {other.name} attends over"
+                )
+
+    def on_copy(self, process: SimProcess, source: Iterable[int], target: Iterable[int]) -> None:
+        """Blocks that were imported are copied into others."""
+        self.seen["loan copied"] += 1
+        self.on_read(process, source)
+        self.on_write(process, target)
+
+    def on_read(self, process: SimProcess, blocks: Iterable[int]) -> None:
+        """Blocks are looked at: own ones, or mapped ones."""
+        if process.world.schedule.shares_blocks:
+            block = internals.find_unmapped(process, blocks)
+            if block is not None:
+                raise ViolationError(
+                    "I2", f"{process.name}: block {block} is read, and mapped no more"
+                )
+
+
+def _others(process: SimProcess) -> list[SimProcess]:
+    """Who may read a worker's blocks: lives that have not ended, stopped ones too."""
+    return [each for each in process.world.processes if each.is_alive and each is not process]
+
+
+@dataclass(slots=True)
+class PoolChecker:
+    """All copies between stores and engines."""
+
+    def check_gather(self, process: SimProcess, blocks: set[int]) -> None:
+        """I2: blocks are copied into the store: they must be held for a handoff."""
+        pinned_blocks = process.scheduler.pinned_blocks
+        held = (
+            internals.outgoing_blocks(pinned_blocks, ticket)
+            for ticket in pinned_blocks.sending_tickets
+        )
+        if not blocks <= {block for some in held for block in some}:
+            raise ViolationError("I2", f"{process.name}: blocks are kept that were given back")
+
+    def check_scatter(self, process: SimProcess, blocks: set[int]) -> None:
+        """I2: bytes from the store are about to land in blocks."""
+        states = {internals.state_of(process.scheduler, block) for block in blocks}
+        if not states <= {BlockState.IN_FLIGHT, BlockState.QUARANTINED}:
+            names = ", ".join(sorted(state.value for state in states))
+            raise ViolationError("I2", f"{process.name}: entries land in blocks that are {names}")
+
+    def check_landed(self, process: SimProcess, order: ReceiveOrder, landed: KVLanded) -> None:
+        """I8: what came out of the store is the prompt's, whoever computed it."""
+        if order.prompt_ids is None:
+            return
+        size, first = process.plan.block_size, order.blocks.first
+        stop = order.num_tokens if landed.num_tokens is None else landed.num_tokens
+        chain: list[int] = []
+        extend_chain(chain, order.prompt_ids.tolist())
+        for layer in range(NUM_LAYERS):
+            wrong = process.pages.find_wrong(
+                layer, order.blocks.blocks.tolist(), chain[first * size :], stop - first * size
+            )
+            if wrong is not None and wrong + first * size >= order.start:
+                at = f"layer {layer}, token {wrong + first * size} of [{order.start}, {stop})"
+                raise ViolationError("I8", f"{process.name}: the store gave KV of others: {at}")
+
 
 MAX_LINKS_PER_PEER: Final = 8
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from baton.handoff.pool_mode import completion_marker
+from baton.handoff.kv_views import Holder
+from baton.handoff.pool_mode import side_entries
 from baton.handoff.pool_mode.store_handoff import StoreHandoff
 from baton.handoff.session.send import SendPhase
-from baton.handoff.staging import Holder
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from baton.engines.transformers.pinned_blocks import PinnedBlocks
     from baton.engines.transformers.scheduler import Scheduler
     from baton.handoff.agent import HandoffAgent
-    from baton.handoff.mapped_pages import RegisteredView
+    from baton.handoff.kv_views import RegisteredView
     from baton.handoff.messages import Message
     from baton.handoff.peers import Peer
     from baton.ids import Epoch, RegionHandle, TicketId
@@ -123,7 +123,7 @@ def is_ending(agent: HandoffAgent, ticket: TicketId) -> bool:
 
 def marker_name(ticket: TicketId) -> EntryName:
     """The entry in which a prefill worker reports that it is done with a ticket."""
-    return completion_marker._entry_name(ticket, 0)
+    return side_entries._marker_name(ticket, 0)
 
 
 def find_reader(process: SimProcess, region: RegionHandle, pages: set[int]) -> TicketId | None:

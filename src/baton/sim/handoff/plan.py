@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 if TYPE_CHECKING:
     from baton.auth.ticket import HandoffMode
     from baton.handoff.messages import TransferOp
+    from baton.sim.handoff.fabric import CorruptionKind
     from baton.sim.handoff.store import EntryFaultKind
-    from baton.sim.handoff.transfer_faults import CorruptionKind
 
 GATEWAY: Final = "gateway"
 Host: TypeAlias = str

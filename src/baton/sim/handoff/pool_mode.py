@@ -14,9 +14,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from baton.handoff.kv_views import KVView
-    from baton.handoff.pool_mode.block_copier import EntryBodies
+    from baton.handoff.pool_mode.block_copier import EntryBodies, TokenSegment
     from baton.handoff.pool_mode.store_handoff import StoreHandoff
-    from baton.handoff.pool_mode.token_segments import TokenSegment
     from baton.kv.copies import BlockTable
     from baton.sim.handoff.process import SimProcess
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from baton.auth.ticket import WorkerRef, unseal
-from baton.auth.used_tickets import TicketUse, UsedTickets
+from baton.auth.ticket import TicketUse, UsedTickets, WorkerRef, unseal
 from baton.engines.first_tokens import FirstTokens
 from baton.engines.interface import (
     Colocated,
@@ -26,19 +26,25 @@ from baton.errors import HandoffError, TicketError
 from baton.handoff.agent import AgentOptions
 from baton.handoff.interface import DECLINED_STAGE
 from baton.handoff.kv_views import KVView
-from baton.handoff.link_options import LinkOptions
+from baton.handoff.peer_transports import LinkOptions
 from baton.ids import Epoch, RequestId, WorkerId
 from baton.kv.pool import BlockPool
 from baton.sim.handoff.agent import CheckedPort, SimAgent
-from baton.sim.handoff.computer import KilledError, SamePages, SimComputer
-from baton.sim.handoff.deadline_checker import HANDOFF_TIMEOUT_S
-from baton.sim.handoff.memory import VOCABULARY, Pages, SimStaging, make_layout
+from baton.sim.handoff.checker import HANDOFF_TIMEOUT_S
+from baton.sim.handoff.gateway import ErrorReply, LastToken, Reply, TokenReply
+from baton.sim.handoff.memory import (
+    VOCABULARY,
+    KilledError,
+    Pages,
+    SamePages,
+    SimComputer,
+    SimStaging,
+    make_layout,
+)
 from baton.sim.handoff.network import SimIoBackend
 from baton.sim.handoff.pool_mode import StoreHandoffDriver, make_store_access, watch
-from baton.sim.handoff.process_exit import ProcessExit
 from baton.sim.handoff.timeline import SkewedClock
 from baton.sim.handoff.transport import KINDS, SimTransport
-from baton.sim.handoff.worker_requests import ErrorReply, LastToken, Reply, TokenReply
 from baton.telemetry.trace import RequestSpan
 
 if TYPE_CHECKING:
@@ -47,11 +53,36 @@ if TYPE_CHECKING:
     from baton.auth.ticket import Ticket
     from baton.engines.interface import EngineUpdate, RequestKind
     from baton.handoff.interface import HandoffPort
-    from baton.handoff.mapped_pages import RegisteredView
+    from baton.handoff.kv_views import RegisteredView
     from baton.sim.handoff.checker import Checker
+    from baton.sim.handoff.gateway import WorkerRequest
     from baton.sim.handoff.plan import WorkerPlan
-    from baton.sim.handoff.worker_requests import WorkerRequest
     from baton.sim.handoff.world import World
+
+
+class ProcessExit:
+    """Whether one life has ended. `open` gives what a pidfd is in production."""
+
+    def __init__(self) -> None:
+        self._fd: int | None = None
+
+    def open(self) -> int:
+        """A descriptor that becomes readable at its end; the caller closes it."""
+        if self._fd is None:
+            self._fd = os.eventfd(0, os.EFD_CLOEXEC)
+        return os.dup(self._fd)
+
+    def end(self) -> None:
+        """It is over."""
+        if self._fd is not None:
+            os.eventfd_write(self._fd, 1)
+
+    def close(self) -> None:
+        """No process asks any more."""
+        fd, self._fd = self._fd, None
+        if fd is not None:
+            os.close(fd)
+
 
 TICK_S: Final = 0.2
 MAX_WAKE_DELAY_S: Final = 0.0005

@@ -32,9 +32,9 @@ from baton.transfer.interface import (
     RegionDescriptor,
     RemoteAttached,
     RemoteLost,
+    TracksReaders,
     WriteGrant,
 )
-from baton.transfer.readers import TracksReaders
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Mapping
@@ -111,14 +111,25 @@ class ProcessContract(TransportKit):
             writer.check_quiescent()
             writer.check_alive()
 
+    def test_a_writer_that_leaves_in_peace(self) -> None:
+        with WriterProcess(
+            self.make_side(SHAPES), self.key, self.options, THIS_HOST.running(self.peer_module)
+        ) as writer:
+            writer.leave()
+            writer.reader.transport.close_grant(writer.grant)
+            writer.check_quiescent()
+
+
+class ReaderTrackingContract(TransportKit):
+    """For transports that are `TracksReaders`."""
+
     def test_the_end_of_a_process_that_mapped_the_pages_is_proved(self) -> None:
-        """`TracksReaders`: not by the end of its connection, nor while it is stopped."""
+        """Not by the end of its connection, nor while it is stopped."""
         with WriterProcess(
             self.make_side(SHAPES), self.key, self.options, THIS_HOST.running(self.peer_module)
         ) as reader:
             transport = reader.reader.transport
-            if not isinstance(transport, TracksReaders):
-                pytest.skip("this transport does not know who reads in place")
+            assert isinstance(transport, TracksReaders)
             assert transport.open_reader(new_epoch()) is None
             process = transport.open_reader(reader.epoch)
             assert process is not None
@@ -130,17 +141,9 @@ class ProcessContract(TransportKit):
             finally:
                 os.close(process)
 
-    def test_a_writer_that_leaves_in_peace(self) -> None:
-        with WriterProcess(
-            self.make_side(SHAPES), self.key, self.options, THIS_HOST.running(self.peer_module)
-        ) as writer:
-            writer.leave()
-            writer.reader.transport.close_grant(writer.grant)
-            writer.check_quiescent()
 
-
-class OwnerContract(TransportKit):
-    """What the end of the owner's process means to a reader of its region."""
+class ReadOwnerContract(TransportKit):
+    """What the end of the owner's process means to reads, for transports that claim `reads`."""
 
     def test_reads_from_an_owner_that_is_killed_complete_or_fail(self) -> None:
         with OwnerProcess(
@@ -155,6 +158,10 @@ class OwnerContract(TransportKit):
             assert [event.transfer for event in owner.ended] == [*first, *later, last]
             assert isinstance(owner.ended[-1], ReadFailed)
             owner.check_bytes()
+
+
+class ViewOwnerContract(TransportKit):
+    """What the end of the owner's process means to views, for transports that claim `views`."""
 
     def test_what_an_owner_that_is_killed_exported_stays_as_it_was(self) -> None:
         with OwnerProcess(
@@ -192,9 +199,6 @@ class OwnerProcess:
     ) -> None:
         self.reader = reader
         self.events: list[object] = []
-        if not reader.transport.capabilities.reads:
-            reader.close()
-            pytest.skip("this transport does not read")
         self._process = subprocess.Popen(  # noqa: S603 -- a test kit's module
             [*place.prefix, sys.executable, "-m", place.module],
             stdin=subprocess.PIPE,
@@ -248,13 +252,11 @@ class OwnerProcess:
         array = self.reader.region.arrays[0]
         pages = range(array.num_pages)
         copies = PageCopies(0, (whole_pages(pages, pages, array.page_bytes),))
-        return self.reader.transport.read(PageRead(self.remote, self.reader.region.handle, copies))
+        return self.reader.read(PageRead(self.remote, self.reader.region.handle, copies))
 
     def view(self) -> NDArray[np.uint8]:
         """The owner's pages, in place."""
-        if not self.reader.transport.capabilities.views:
-            pytest.skip("this transport does not show pages in place")
-        return self.reader.transport.view(self.remote, 0)
+        return self.reader.view(self.remote)
 
     def kill(self) -> None:
         """SIGKILL, and proof that it was that which ended the process."""

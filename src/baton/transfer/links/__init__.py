@@ -2,7 +2,7 @@
 
 Enters: times of probes and of real transfers. Leaves: for each transfer's shape, the transport that
 is predicted to be the cheapest, with the alternatives. Pure: no clock, no socket, no thread; the
-probes themselves are made by `handoff/link_prober.py`.
+probes themselves are made by `handoff/probing.py`.
 
     seconds(shape) = latency + descriptors x cost of one + bytes / bandwidth
 

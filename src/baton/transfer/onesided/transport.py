@@ -41,9 +41,6 @@ from baton.transfer.peer_writes import AdmittedWriter, PeerWritesTransport, Writ
 if TYPE_CHECKING:
     import socket
 
-    import numpy as np
-    from numpy.typing import NDArray
-
     from baton.clock import Clock
     from baton.net.channel import Channel
     from baton.transfer.base_transport import Reactor
@@ -241,17 +238,12 @@ class OneSidedTransport(PeerWritesTransport[OneSidedRemote[M], Attach, OneSidedW
         return transfer
 
     def read(self, read: PageRead) -> TransferId:
-        """See `Transport`."""
+        """See `ReadsPages`."""
         self._check_process()
         transfer, remote, region = self._check_read(read)
         remote.read(transfer, read.copies, region)
         self._pace()
         return transfer
-
-    def view(self, remote: RemoteId, array: int) -> NDArray[np.uint8]:
-        """See `Transport`: this one does not show pages in place."""
-        del remote, array
-        raise TransferError(f"{self.kind} does not show a peer's pages in place; read them")
 
     def poll(self) -> list[TransferEvent]:
         """See `Transport`."""

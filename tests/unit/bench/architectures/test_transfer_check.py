@@ -2,7 +2,7 @@ import msgspec
 import pytest
 
 from baton.bench.architectures.transfer_check import FetchedTrace, RequestIds, measure_stages, prove
-from baton.telemetry.summary import TraceSummary
+from baton.telemetry.trace import TraceSummary
 
 
 def make_trace(*, status=200, **changes):

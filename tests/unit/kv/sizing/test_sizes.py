@@ -9,7 +9,7 @@ from baton.kv.sizing.config import read_config
 from baton.kv.sizing.families import read_kinds, read_shape
 from baton.kv.sizing.parts import Attention, ModelShape, State
 from baton.kv.sizing.sizes import Terms, compute_sizes
-from baton.planner.models import find_model
+from baton.planner.sizing import find_model
 
 BASE = {
     "model_type": "llama", "torch_dtype": "bfloat16", "num_hidden_layers": 4,

@@ -18,8 +18,7 @@ from baton.rig.node import build_transport
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from baton.rig.backend import Backend, BackendContext
-    from baton.rig.messages import Build
+    from baton.rig.backend import Backend, BackendContext, Build
 
 _FACTORIES: Final[Mapping[str, tuple[str, str]]] = {
     "memcpy": ("limits", "Memcpy"),

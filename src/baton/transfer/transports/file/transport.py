@@ -22,7 +22,6 @@ from baton.transfer.interface import (
     Capabilities,
     RegionDescriptor,
     RemoteId,
-    TransferId,
 )
 from baton.transfer.messages import encode
 from baton.transfer.scatter_gather import unpack_target, write_batches
@@ -44,14 +43,10 @@ from baton.transfer.transports.file.wire import (
 if TYPE_CHECKING:
     import socket
 
-    import numpy as np
-    from numpy.typing import NDArray
-
     from baton.net.channel import Channel
     from baton.net.connection import Connection
     from baton.transfer.interface import (
         PagedRegion,
-        PageRead,
         TransportContext,
         WriteGrant,
     )
@@ -220,18 +215,6 @@ class FileTransport(ConnectedTransport[FileRemote, Attach]):
         if self._grants.close(grant):
             for inbound in list(self._inbound.values()):
                 inbound.refuse_grant(grant)
-
-    def read(self, read: PageRead) -> TransferId:
-        """See `Transport`: this one does not."""
-        del read
-        raise TransferError("file does not read a peer's pages; ask the peer to write them")
-
-    def view(self, remote: RemoteId, array: int) -> NDArray[np.uint8]:
-        """See `Transport`: this one does not show pages in place."""
-        del remote, array
-        raise TransferError(
-            "file does not show a peer's pages in place; ask the peer to write them"
-        )
 
     def _make_remote(self, id_: RemoteId, descriptor: RegionDescriptor) -> FileRemote:
         parse_endpoint("network", descriptor.endpoint)

@@ -194,13 +194,13 @@ class LocalTransport(BaseTransport[LocalRemote]):
         self._grants.close(grant)
 
     def read(self, read: PageRead) -> TransferId:
-        """See `Transport`."""
+        """See `ReadsPages`."""
         transfer, remote, region = self._check_read(read)
         remote.read(transfer, read.copies, region)
         return transfer
 
     def view(self, remote: RemoteId, array: int) -> NDArray[np.uint8]:
-        """See `Transport`."""
+        """See `ViewsPages`."""
         return self._find_remote(remote).view(array)
 
     def _listen(self) -> str:

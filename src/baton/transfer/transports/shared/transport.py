@@ -153,7 +153,7 @@ class SharedTransport(PeerWritesTransport[SharedRemote, Attach, SharedWriter]):
             self._unproved.add(known.descriptor.handle)
 
     def read(self, read: PageRead) -> TransferId:
-        """See `Transport`."""
+        """See `ReadsPages`."""
         if not self.capabilities.reads:
             raise TransferError("shared does not read memory whose caches need care (flush)")
         transfer, remote, _ = self._check_read(read)
@@ -161,7 +161,7 @@ class SharedTransport(PeerWritesTransport[SharedRemote, Attach, SharedWriter]):
         return transfer
 
     def view(self, remote: RemoteId, array: int) -> NDArray[np.uint8]:
-        """See `Transport`."""
+        """See `ViewsPages`."""
         return self._find_remote(remote).view(array)
 
     def open_reader(self, reader: Epoch) -> int | None:

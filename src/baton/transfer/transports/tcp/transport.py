@@ -62,9 +62,6 @@ if TYPE_CHECKING:
     import socket
     from collections.abc import Iterator
 
-    import numpy as np
-    from numpy.typing import NDArray
-
     from baton.net.channel import Channel
     from baton.net.connection import Connection
     from baton.net.tls import TlsContexts
@@ -341,15 +338,10 @@ class TcpTransport(ConnectedTransport[TcpRemote, Attach]):
                 inbound.refuse_grant(grant)
 
     def read(self, read: PageRead) -> TransferId:
-        """See `Transport`: the peer sends them, from where they lie."""
+        """See `ReadsPages`: the peer sends them, from where they lie."""
         transfer, remote, region = self._check_read(read)
         remote.read(transfer, read.copies, region)
         return transfer
-
-    def view(self, remote: RemoteId, array: int) -> NDArray[np.uint8]:
-        """See `Transport`: not supported."""
-        del remote, array
-        raise TransferError("tcp does not show a peer's pages in place; read them")
 
     def _make_remote(self, id_: RemoteId, descriptor: RegionDescriptor) -> TcpRemote:
         self._parse_endpoint(descriptor.endpoint)
