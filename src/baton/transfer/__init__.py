@@ -17,8 +17,9 @@ File map:
     What the kinds are made of (besides `baton.net`):
     messages.py     msgpack bodies, checked where they are decoded
     endpoints.py    listening sockets and their endpoints
-    grants.py       the receiver's grants, and which peers may still write into them (pure)
-    grant_messages.py  grants between owner and peer, where the peer writes the pages itself
-    reactor.py      `baton.net`'s reactor with a transport's events
+    base_transport.py  regions, remotes, checked requests, connections: each kind adds what differs
+    grants.py       the receiver's grants, and which peers may still write into them
+    peer_writes.py  both ends of transports whose peers write the pages themselves
+    grant_messages.py  the grant messages between those ends
     onesided/       what libraries that move bytes by themselves have in common
 """

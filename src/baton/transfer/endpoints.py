@@ -25,18 +25,18 @@ _MAX_PORT: Final = 65_535
 def open_listener(
     reach: Literal["host", "network"], bind_host: str, advertise_host: str | None
 ) -> tuple[socket.socket, str]:
-    """A bound socket, and the endpoint to tell peers.
+    """A bound socket, and the endpoint for peers.
 
     Raises:
-        TransferError: it cannot be bound, or the address says nothing to a peer.
+        TransferError: it cannot be bound, or no peer can use the address.
     """
     if reach == "host":
         return _bind_unix()
     return _bind_tcp(bind_host, advertise_host)
 
 
-def open_dialer(reach: Literal["host", "network"], endpoint: str) -> tuple[socket.socket, Address]:
-    """A fresh socket, and what to connect it to: an endpoint that came from a peer.
+def parse_endpoint(reach: Literal["host", "network"], endpoint: str) -> Address:
+    """What to connect to: an endpoint that came from a peer.
 
     Raises:
         TransferError: it is none of this reach.
@@ -44,11 +44,23 @@ def open_dialer(reach: Literal["host", "network"], endpoint: str) -> tuple[socke
     if reach == "host":
         if not _NAME.fullmatch(endpoint):
             raise TransferError(f"{endpoint[:80]!r} is no endpoint on this host")
-        return socket.socket(socket.AF_UNIX, socket.SOCK_STREAM), _abstract(endpoint)
-    host, port = _parse(endpoint)
-    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+        return _abstract(endpoint)
+    return _parse(endpoint)
+
+
+def open_dialer(reach: Literal["host", "network"], endpoint: str) -> tuple[socket.socket, Address]:
+    """A fresh socket, and what to connect it to.
+
+    Raises:
+        TransferError: the endpoint is none of this reach.
+    """
+    address = parse_endpoint(reach, endpoint)
+    if isinstance(address, bytes):
+        return socket.socket(socket.AF_UNIX, socket.SOCK_STREAM), address
+    family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return sock, (host, port)
+    return sock, address
 
 
 def _bind_unix() -> tuple[socket.socket, str]:

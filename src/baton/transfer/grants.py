@@ -1,8 +1,12 @@
-"""The receiver's grants: sets of pages, and which peers may still write into which grant. Pure.
+"""The receiver's grants: sets of pages, and who may write into them.
 
-Where the peer does the writing, a closed grant is quiescent only once every writer that was sent
-it has answered that it stopped, or is proved unable to write: it has unmapped the memory, or its
-process is dead. A broken connection proves nothing.
+`AdmittedGrants`: the receiver itself stores what arrives (`tcp`, `file`, `local`), so a closed
+grant is quiescent at once.
+
+`GrantLedger` (pure): the peer does the writing (`shared`, one-sided transports). Then a closed
+grant is quiescent only once every writer that was sent it has answered that it stopped, or is
+proved unable to write: it has unmapped the memory, or its process is dead. A broken connection
+proves nothing.
 
     open ── close_grant ──► closing (waits for every writer that was sent it) ──► quiescent
 """
@@ -15,6 +19,7 @@ from typing import TYPE_CHECKING, Final, NewType
 import numpy as np
 
 from baton.errors import ProtocolError, TransferError
+from baton.transfer.interface import Arrived, GrantQuiescent
 from baton.transfer.region import are_pages_inside
 
 if TYPE_CHECKING:
@@ -23,7 +28,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from baton.ids import Epoch, RegionHandle, TicketId
-    from baton.transfer.interface import PageArray, WriteGrant
+    from baton.transfer.base_transport import Reactor
+    from baton.transfer.interface import PageArray, PagedRegion, WriteGrant
 
 _MAX_SPARSENESS: Final = 8
 """A set whose extent is more times its size is searched: marking each page between would let a peer
@@ -96,6 +102,48 @@ def check_grant_pages(pages: NDArray[np.int64], arrays: Sequence[PageArray]) -> 
     num_pages = min(array.num_pages for array in arrays)
     if not are_pages_inside(pages, num_pages):
         raise TransferError(f"a grant's page is out of range: the region has {num_pages} pages")
+
+
+class AdmittedGrants:
+    """Open grants of a transport that itself stores what peers send. Owner thread: its own."""
+
+    def __init__(self, reactor: Reactor) -> None:
+        self._reactor = reactor
+        self._open: dict[TicketId, tuple[WriteGrant, PageSet]] = {}
+
+    def open(self, grant: WriteGrant, region: PagedRegion) -> None:
+        """Admit writes.
+
+        Raises:
+            TransferError: a page is out of range, or the id is open already.
+        """
+        if grant.id in self._open:
+            raise TransferError("this grant is open already")
+        check_grant_pages(grant.pages, region.arrays)
+        self._open[grant.id] = (grant, PageSet(grant.pages))
+
+    def close(self, grant: TicketId) -> bool:
+        """Admit no more, and report that the grant is quiescent; False if it was not open."""
+        if self._open.pop(grant, None) is None:
+            return False
+        self._reactor.report(GrantQuiescent(grant))
+        return True
+
+    def find_refusal(
+        self, grant: TicketId, writer: Epoch, region: PagedRegion, pages: NDArray[np.int64]
+    ) -> str | None:
+        """Why this writer may not write these pages, or None: it may."""
+        found = self._open.get(grant)
+        if found is None:
+            return "the grant is not open"
+        admitted, page_set = found
+        if admitted.writer != writer or admitted.region != region.handle:
+            return "the grant is for another writer or region"
+        return None if page_set.covers(pages) else "a page is outside the grant"
+
+    def report_arrived(self, grant: TicketId, notification: bytes) -> None:
+        """A whole write is in place."""
+        self._reactor.report(Arrived(grant, notification))
 
 
 WriterId = NewType("WriterId", int)
@@ -177,7 +225,7 @@ class GrantLedger:
         """The writer reports that it stopped.
 
         Raises:
-            ProtocolError: nobody asked it to.
+            ProtocolError: it was not asked to.
         """
         state = self._writers[writer]
         if grant not in self._closing or grant not in state.notified:

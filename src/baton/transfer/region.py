@@ -133,7 +133,7 @@ def map_peer_memory(
     """Map a region that a peer handed over, after checking that it is what `arrays` claim.
 
     The mapping is not inherited by a fork: only this process can write through it, so the death of
-    this process proves that nobody does. `protection` without `PROT_WRITE` makes it one through
+    this process proves that none does. `protection` without `PROT_WRITE` makes it one through
     which not even this process can.
 
     Raises:

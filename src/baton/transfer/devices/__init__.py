@@ -2,7 +2,7 @@
 
 A memfd belongs to whoever maps it. A device has one size and every worker of the host maps the same
 one, so each worker holds an *extent* of it, by a lock that the kernel drops when the last process
-that holds it is dead. The device's first bytes are a table that says whose the extents are. Peers
+that holds it is dead. The device's first bytes are the table of extents and their owners. Peers
 name an extent by its id and find where it lies in the table: a place in the device crosses no wire.
 
     [0, first)  the table · [first, size)  extents, each locked by its owner and whoever maps it

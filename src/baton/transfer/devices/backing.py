@@ -40,8 +40,8 @@ _TYPES: Final = {"shared": fcntl.F_RDLCK, "exclusive": fcntl.F_WRLCK, "none": fc
 class DeviceOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`transfer.options.shared.device`: where regions lie, instead of memfds.
 
-    `path` is a DAX device, or a file that the operator answers for: nobody may cut it short while
-    it is mapped. `flush` says how written bytes leave the processor's caches (`flushing.py`).
+    `path` is a DAX device, or a file that the operator answers for: it may not be truncated while
+    it is mapped. `flush` is how written bytes leave the processor's caches (`flushing.py`).
     `lock_file` is a file that all workers which use the device see: needed where they do not see
     one device node (containers).
     """
@@ -133,7 +133,7 @@ def _pack(kind: Literal["shared", "exclusive", "none"], start: int, num_bytes: i
 
 
 EXTENT_ALIGNMENT_BYTES: Final = 1 << 21
-"""What a DAX device maps in, unless it says more; on a file, huge pages fit."""
+"""What a DAX device maps in, unless it reports more; on a file, huge pages fit."""
 CHARACTER_DEVICES: Final = Path("/sys/dev/char")
 BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 
@@ -198,12 +198,12 @@ def open_locks(options: DeviceOptions) -> RangeLocks:
 
 
 def check_lock_place(options: DeviceOptions, table: Table, ours: LockPlace | None) -> None:
-    """Refuse to lock another file than the others do: nobody would be kept from anything.
+    """Refuse to lock another file than the others do: then no process would be kept from anything.
 
     What an earlier boot locked is gone, and not asked about.
 
     Raises:
-        ConfigError: says what to configure.
+        ConfigError: states what to configure.
     """
     if ours is None or table.locks is None or table.locks.boot != ours.boot:
         return
@@ -236,7 +236,7 @@ def _measure_dax(path: str, fd: int, device: int) -> Backing:
     try:
         size_bytes = int((at / "size").read_text(encoding="ascii"))
     except (OSError, ValueError) as exc:
-        raise _wrong(path, f"does not tell its size in {at}: {exc}") from exc
+        raise _wrong(path, f"does not give its size in {at}: {exc}") from exc
     try:
         align_bytes = int((at / "align").read_text(encoding="ascii"))
     except (OSError, ValueError):

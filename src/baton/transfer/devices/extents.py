@@ -64,7 +64,7 @@ if TYPE_CHECKING:
 class ExtentMapping(mmap.mmap):
     """One extent in this process' address space; the extent is held for as long as this lives.
 
-    Whoever views it keeps it alive, so nobody else gets the bytes before the last view is gone.
+    A view keeps it alive, so no other process gets the bytes before the last view is gone.
     """
 
     extent: Extent
@@ -195,7 +195,7 @@ def allocate_device_region(
 ) -> PagedRegion:
     """Zeroed memory in an extent of the device: one array for each `(num_pages, page_bytes)`.
 
-    What an earlier process left there is gone before anybody is told of the region. The extent is
+    What an earlier process left there is zeroed before the region is known to anyone. The extent is
     free again when the last process that maps it has let go of it, or is dead.
 
     Raises:
@@ -298,13 +298,13 @@ _FOREIGN: Final = {
 
 
 def attach_extent(options: DeviceOptions, id_: bytes, arrays: Sequence[PageArray]) -> ExtentMapping:
-    """Map a peer's extent: the peer says its id, this host's table says where it is.
+    """Map a peer's extent: the peer sends its id, this host's table has its place.
 
     From now on the bytes stay the extent's, also when its owner dies. The mapping is not inherited
     by a fork: only this process can write through it.
 
     Raises:
-        TransferError: no such extent, it is smaller than `arrays` say, or its table is not true.
+        TransferError: no such extent, it is smaller than `arrays`, or its table is not true.
     """
     check_arrays(arrays)
     with mapped(_FOREIGN):
@@ -323,7 +323,7 @@ def attach_extent(options: DeviceOptions, id_: bytes, arrays: Sequence[PageArray
 
 
 def _hold_peers(options: DeviceOptions, backing: Backing, locks: RangeLocks, id_: bytes) -> Extent:
-    """Lock a peer's extent against reuse: whatever the table said of it must hold after that."""
+    """Lock a peer's extent against reuse: its table entry must still hold after that."""
     with mmap.mmap(backing.fd, backing.table_bytes, prot=mmap.PROT_READ) as memory:
         table = read_table(memory[:TABLE_BYTES])
         check_lock_place(options, table, find_lock_place(options, locks))

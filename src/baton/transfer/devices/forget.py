@@ -1,6 +1,6 @@
 """`python -m baton.transfer.devices.forget PATH`: begin a device's table of extents anew.
 
-For a device whose table says that its locks are on a file that is gone. Extents that somebody
+For a device whose table names a lock file that is gone. Extents that somebody
 still maps are kept from reuse by nothing afterwards: run it only while no worker uses the device.
 """
 

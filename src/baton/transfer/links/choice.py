@@ -59,8 +59,8 @@ Direction: TypeAlias = Literal["push", "pull"]
 class Outcome:
     """A period from the first transfer over an idle link to the last one's end.
 
-    `predicted_s` is the sum of what was predicted of each. `refined` says whether the time tells
-    something about the link: not where it went by in submitting.
+    `predicted_s` is the sum of what was predicted of each. `refined`: the time is a measurement
+    of the link, not of submitting.
     """
 
     transport: str

@@ -107,7 +107,7 @@ NO_CORRECTION: Final = Correction()
 class LinkModel:
     """`latency_s + descriptors * descriptor_s + bytes * byte_s`, for one direction of one link.
 
-    Each number is above zero. `num_probes` and `num_transfers` say what it rests on: with neither
+    Each number is above zero. `num_probes` and `num_transfers` count what it rests on: with neither
     it is a prior. `corrections` are those of size classes that were transferred.
     """
 
@@ -212,7 +212,7 @@ def fit(samples: Sequence[Sample], prior: LinkModel) -> LinkModel:
 
     A machine that does something else makes a probe slower, never quicker. Where every probe of a
     shape was disturbed, reweighting sees to it that they hardly count.
-    What the probes cannot tell apart (all of one shape) is taken from the prior. Without samples,
+    What the probes cannot separate (all of one shape) is taken from the prior. Without samples,
     the prior.
     """
     if not samples:
@@ -274,5 +274,5 @@ NETWORK: Final = LinkModel(latency_s=150e-6, descriptor_s=0.6e-6, byte_s=1 / 2e9
 
 
 def default_link_model(capabilities: Capabilities) -> LinkModel:
-    """By what the transport says of itself; equal guesses leave the choice to the listed order."""
+    """By what the transport is known to be; equal defaults leave the choice to the listed order."""
     return SAME_HOST if capabilities.same_host_only else NETWORK

@@ -126,7 +126,7 @@ class ProbePlan:
     """Probes, made in rounds: all of them, small ones first, and then again.
 
     Whatever else the machine does can only make a probe slower, and does so in bursts: what a link
-    costs is what the quickest probe of a kind took, and two that agree say that it was found.
+    costs is what the quickest probe of a kind took, and two that agree confirm it.
     Rounds go on until that is so of every kind, within `least_rounds` and `most_rounds`.
     """
 
@@ -176,8 +176,7 @@ class ProbeSeries:
     """The probes of one link, one after the other. Pure.
 
     A probe that would probably leave the bounds is left out: on a slow link the small ones must do.
-    The first one's time does not count: libraries connect when they are first used, and that says
-    nothing of what follows.
+    The first one's time does not count: libraries connect when they are first used.
     """
 
     bounds: ProbeBounds
@@ -235,7 +234,7 @@ class ProbeSeries:
         )
 
     def _is_affordable(self, probe: Probe) -> bool:
-        """By the quickest of its kind so far, or else by what the others say."""
+        """By the quickest of its kind so far, or else by what the others took."""
         counting = self._counting
         if not counting:
             return True

@@ -2,8 +2,8 @@
 
 Enters: whole page index lists and, of a write, its notification. Leaves: pages copied by the GPU's
 copy engines on a stream of their own, then a notification over our own connection. What is not
-CUDA's own is in `baton.transfer.onesided`: a closed grant is quiescent once its writers said that
-no copy is under way, or are dead.
+CUDA's own is in `baton.transfer.onesided`: a closed grant is quiescent once its writers reported
+that no copy is in progress, or are dead.
 
 CUDA is reached through `libcuda.so.1`, by ctypes, not through torch or the runtime's `libcudart`:
 the driver brings exactly one such library to every host that has a GPU, its functions keep their

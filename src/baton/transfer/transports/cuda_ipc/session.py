@@ -39,7 +39,7 @@ HANDLE_BYTES: Final = 64
 """Of CUDA's IPC memory handle."""
 
 Ticket: TypeAlias = object
-"""What a device calls copies that it was given; nobody else looks inside."""
+"""What a device calls copies that it was given; opaque to all others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +132,7 @@ def encode_metadata(metadata: CudaIpcMetadata) -> bytes:
 
 
 def decode_metadata(body: bytes, arrays: Sequence[PageArray]) -> CudaIpcMetadata:
-    """What a peer tells of a region that has `arrays`. What its handles map is not known yet.
+    """What a peer sends about a region that has `arrays`. What its handles map is not known yet.
 
     Raises:
         TransferError: it is something else, places other arrays, or names no allocation.
@@ -159,7 +159,7 @@ class CudaIpcHandle:
 
 @dataclass(frozen=True, slots=True)
 class _Peer:
-    """What the peer told, and which arrays that is about."""
+    """What the peer sent, and which arrays that is about."""
 
     metadata: CudaIpcMetadata
     arrays: tuple[PageArray, ...]
@@ -286,7 +286,7 @@ def _find(mapped: Allocation, place: ArrayLocation, array: PageArray) -> int:
     """The address of a peer's array.
 
     Raises:
-        TransferError: what the peer's handle maps is shorter than it says.
+        TransferError: what the peer's handle maps is shorter than it described.
     """
     address = mapped.address + place.offset_bytes
     if not mapped.covers(address, array.num_pages * array.page_bytes):

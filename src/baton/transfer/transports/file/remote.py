@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Final, assert_never
 
 import numpy as np
 
-from baton.errors import PeerLostError, PeerUnreachableError, ProtocolError, TransferError
+from baton.errors import ProtocolError, TransferError
 from baton.ids import new_region_handle
 from baton.kv.copies import CopyGroup
-from baton.transfer.interface import RemoteAttached, RemoteLost, WriteCompleted, WriteFailed
-from baton.transfer.messages import encode
+from baton.transfer.base_transport import ConnectedRemote, refused_to_attach
+from baton.transfer.interface import WriteCompleted, WriteFailed
+from baton.transfer.messages import MAX_BODY_BYTES, NotAttached, encode
 from baton.transfer.scatter_gather import Geometry, cut_parts, read_batches
 from baton.transfer.transports.file.spool import (
     OutgoingPartFile,
@@ -21,11 +22,9 @@ from baton.transfer.transports.file.spool import (
     remove_file,
 )
 from baton.transfer.transports.file.wire import (
-    MAX_BODY_BYTES,
     MAX_PART_FILES,
     Attach,
     Attached,
-    NotAttached,
     PartFile,
     PartLanded,
     PartRefused,
@@ -40,6 +39,7 @@ if TYPE_CHECKING:
     from baton.ids import Epoch
     from baton.net.channel import Channel
     from baton.net.connection import Connection
+    from baton.transfer.base_transport import Reactor
     from baton.transfer.interface import (
         PagedRegion,
         PageWrite,
@@ -47,7 +47,6 @@ if TYPE_CHECKING:
         RemoteId,
         TransferId,
     )
-    from baton.transfer.reactor import Reactor
     from baton.transfer.transports.file.transport import FileOptions
 
 PART_FILE_BYTES: Final = 16 << 20
@@ -88,45 +87,28 @@ class _AnnouncedPart:
     num_bytes: int
 
 
-class FileRemote:
-    """A peer's region as this writer sees it: attaching, attached or lost.
-
-    Writes are carried out in order, a slice of one part file with each step of the connection.
-    Owner
-    thread: the transport's.
-    """
+class FileRemote(ConnectedRemote):
+    """See `BaseRemote`. Writes are carried out in order, a slice of one part file in each step."""
 
     def __init__(
         self,
         id_: RemoteId,
         descriptor: RegionDescriptor,
-        epoch: Epoch,
+        reactor: Reactor,
         *,
+        epoch: Epoch,
         directory: Path,
         options: FileOptions,
-        reactor: Reactor,
     ) -> None:
-        self.id, self.descriptor = id_, descriptor
-        self._epoch, self._reactor = epoch, reactor
-        self._directory, self._options = directory, options
+        super().__init__(id_, descriptor, reactor)
+        self._epoch, self._directory, self._options = epoch, directory, options
         self._link = bytes(new_region_handle())
-        self._connection: Connection | None = None
         self._spool: Path | None = None
         self._queue: deque[_PendingWrite] = deque()
         self._pending_writes: set[_PendingWrite] = set()
         self._outgoing: _OutgoingPart | None = None
         self._announced: dict[int, _AnnouncedPart] = {}
         self._next_number = 0
-        self._loss: TransferError | None = None
-
-    @property
-    def is_attaching(self) -> bool:
-        """Neither attached nor lost yet."""
-        return self._spool is None and self._loss is None
-
-    def set_connection(self, connection: Connection) -> None:
-        """The connection that is being opened: closed with this remote."""
-        self._connection = connection
 
     def send_attach(self, connection: Connection) -> None:
         """Both ends have proved themselves: ask for the region."""
@@ -145,19 +127,8 @@ class FileRemote:
         self._pending_writes.add(pending)
         self._connection.step_soon()
 
-    def lose(self, error: TransferError) -> None:
-        """The peer is gone: report it and every unfinished write, once."""
-        if self._loss is None:
-            self._reactor.report(RemoteLost(self.id, error))
-            self._end(error)
-
-    def detach(self) -> None:
-        """This side is done with the peer: unfinished writes fail."""
-        if self._loss is None:
-            self._end(PeerLostError("the remote was detached"))
-
     def _end(self, error: TransferError) -> None:
-        self._loss = error
+        super()._end(error)
         if self._connection is not None:
             self._connection.close()
         self._withdraw_outgoing()
@@ -250,14 +221,11 @@ class FileRemote:
     def _take(self, body: bytes) -> None:
         match decode_from_receiver(body):
             case Attached(arrays, spool, proof) if self._spool is None:
-                if arrays != self.descriptor.arrays:
-                    raise ProtocolError("the peer's region does not match its description")
+                self._check_arrays(arrays)
                 self._spool = find_spool(self._directory, spool, proof)
-                if self._connection is not None:
-                    self._connection.cancel_deadline()
-                self._reactor.report(RemoteAttached(self.id))
+                self._set_attached()
             case NotAttached(reason) if self._spool is None:
-                raise PeerUnreachableError(f"the peer refused to attach: {reason}")
+                raise refused_to_attach(reason)
             case PartLanded() | PartRefused() as answer if answer.number in self._announced:
                 self._answered(answer)
             case Attached() | NotAttached() | PartLanded() | PartRefused():
@@ -271,7 +239,7 @@ class FileRemote:
         if isinstance(answer, PartRefused):
             error = TransferError(f"the peer refused the write: {answer.reason}")
             pending.error = pending.error or error
-            if pending.unwritten:  # it is the first in the queue: some of it was told
+            if pending.unwritten:  # it is the first in the queue: some of it was announced
                 self._withdraw_outgoing()
                 self._abandon(pending, error)
         self._settle(pending)

@@ -1,7 +1,7 @@
 """The receiver's folder, in which peers leave part files.
 
-A locked file says that the owner lives: the kernel drops the lock with the process, however it
-ends, so what a killed worker left behind is told from what a living one uses.
+A locked file shows that the owner is alive: the kernel drops the lock with the process, however it
+ends, so what a killed worker left behind is distinguished from what a running one uses.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class IncomingPartFile:
 
         Raises:
             PeerLostError: it is gone: its writer takes back what was not read when it leaves.
-            ProtocolError: it is not what was told.
+            ProtocolError: it is not what was announced.
         """
         self._path, self._batches, self._batch = path, batches, next(batches, [])
         self._offset = 0

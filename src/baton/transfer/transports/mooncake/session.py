@@ -1,8 +1,9 @@
 """One Mooncake, for one peer, in a process of its own: what it may touch, and its end, are ours.
 
-Mooncake listens on all addresses, reads and writes whatever address a stranger names, waits by
-spinning, and takes a second to end. In a process that maps nothing but regions of pages, those are
-the only memory at stake; the waiting costs nobody else's time; and SIGKILL ends it at once.
+Mooncake listens on all addresses, reads and writes whatever address an unauthenticated peer names,
+spins while it waits, and takes a second to end. In a process that maps nothing but regions of
+pages, those are the only memory at stake; its spinning takes no time from this process; and SIGKILL
+ends it at once.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ def _build(options: NixlOptions) -> TransportFactory:
         ConfigError: NIXL is not installed, or the environment would choose other lanes.
     """
     load_nixl()
-    if "UCX_TLS" in read_environment():  # it wins over what an agent is told
+    if "UCX_TLS" in read_environment():  # it overrides what an agent is given
         raise ConfigError(
             "UCX_TLS is set, so that the transport nixl cannot know how UCX moves bytes: unset it, "
             "and set the option lanes"

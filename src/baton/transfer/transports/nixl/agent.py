@@ -182,7 +182,7 @@ class Agent:
                 raise TransferError("NIXL: a transfer failed")
 
     def drive(self) -> None:
-        """Make progress; asking for notifications, which nobody sends, is what does it."""
+        """Make progress; it does so when asked for notifications, of which there are none."""
         with map_errors():
             self._nixl.get_new_notifs()
 

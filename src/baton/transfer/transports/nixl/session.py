@@ -91,7 +91,7 @@ class _Target:
 class _Side:
     """What a group names on one side: `pages` of an array that lies at `base` in `agent`'s memory.
 
-    `agent` is `HERE` or the peer's name; `key` tells the array from all others of this engine.
+    `agent` is `HERE` or the peer's name; `key` identifies the array among all of this engine.
     """
 
     agent: AgentName

@@ -2,7 +2,7 @@
 
 Enters: whole page index lists and, of a write, its notification. Leaves: stores into the receiver's
 pages, then a notification over a Unix socket; on the other side `Arrived`, and quiescence by answer
-or proof of death. Of a read: the peer's bytes in this side's pages; the other side hears nothing.
+or proof of death. Of a read: the peer's bytes in this side's pages; the peer receives nothing.
 
 File map:
     transport.py   options; `SharedTransport`: the contract, admission, the receiving end

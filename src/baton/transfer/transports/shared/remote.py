@@ -5,26 +5,18 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, assert_never
 
-from baton.errors import PeerLostError, PeerUnreachableError, ProtocolError, TransferError
+from baton.errors import PeerLostError, ProtocolError, TransferError
 from baton.net.connection import InboundPoller
 from baton.net.framing import encode_frame
-from baton.transfer.grant_messages import (
-    MAX_BODY_BYTES,
-    GrantClosed,
-    NotAttached,
-    PeerGrants,
-    Submitted,
-    send_memory_released,
-)
+from baton.transfer.base_transport import refused_to_attach
+from baton.transfer.grant_messages import GrantClosed
 from baton.transfer.interface import (
     ReadCompleted,
     ReadFailed,
-    RemoteAttached,
-    RemoteLost,
-    WriteCompleted,
     WriteFailed,
 )
-from baton.transfer.messages import encode
+from baton.transfer.messages import MAX_BODY_BYTES, NotAttached, encode
+from baton.transfer.peer_writes import PeerWritesRemote, Submitted
 from baton.transfer.region import check_array
 from baton.transfer.transports.shared.mapping import map_attached
 from baton.transfer.transports.shared.wire import (
@@ -35,7 +27,7 @@ from baton.transfer.transports.shared.wire import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     import numpy as np
     from numpy.typing import NDArray
@@ -44,23 +36,25 @@ if TYPE_CHECKING:
     from baton.kv.copies import PageCopies
     from baton.net.channel import Channel
     from baton.net.connection import Connection
+    from baton.transfer.base_transport import Reactor
     from baton.transfer.devices.backing import DeviceOptions
     from baton.transfer.interface import (
+        PagedRegion,
         PageWrite,
         RegionDescriptor,
         RemoteId,
         TransferId,
     )
-    from baton.transfer.reactor import Reactor
     from baton.transfer.transports.shared.mapping import PeerPages
     from baton.transfer.transports.shared.wire import Attach
 
 
-class SharedRemote:
-    """A peer's region as this writer sees it: attaching, attached or lost.
+class SharedRemote(PeerWritesRemote["Sequence[NDArray[np.uint8]]"]):
+    """See `BaseRemote`.
 
-    A write is copied in one go, within `submit` or when its grant is heard of: between two calls
-    no store is under way, so `GrantClosed` is true when it is said. Owner thread: the transport's.
+    A write is copied in one go, within `submit` or when its grant is opened: between two calls no
+    store is in progress, so `GrantClosed` is true when it is sent. `local_views` are this side's
+    pages, of each region and array.
     """
 
     def __init__(
@@ -69,35 +63,16 @@ class SharedRemote:
         descriptor: RegionDescriptor,
         reactor: Reactor,
         *,
+        local_views: Mapping[RegionHandle, Sequence[NDArray[np.uint8]]],
         make_attach: Callable[[RegionHandle], Attach],
         device: DeviceOptions | None = None,
     ) -> None:
-        self.id, self.descriptor = id_, descriptor
-        self._device = device
-        self._reactor, self._make_attach = reactor, make_attach
-        self._connection: Connection | None = None
+        super().__init__(id_, descriptor, reactor)
+        self._local_views, self._make_attach, self._device = local_views, make_attach, device
         self._inbound_poller: InboundPoller | None = None
         self._pages: PeerPages | None = None
-        self._grants: PeerGrants[Sequence[NDArray[np.uint8]]] = PeerGrants(
-            reactor, self._start_write
-        )
-        self._unsent: dict[TransferId, int] = {}
-        self._loss: TransferError | None = None
-        self._is_mapped = False
-
-    @property
-    def is_attaching(self) -> bool:
-        """Neither attached nor lost yet."""
-        return self._pages is None and self._loss is None
-
-    @property
-    def is_mapped(self) -> bool:
+        self.is_mapped = False
         """Whether the peer's memory is, or may come to be, in this process' address space."""
-        return self._is_mapped
-
-    def set_connection(self, connection: Connection) -> None:
-        """The connection that is being opened: closed with this remote."""
-        self._connection = connection
 
     def send_attach(self, connection: Connection) -> None:
         """Both ends have proved themselves: ask for the region."""
@@ -105,29 +80,26 @@ class SharedRemote:
         connection.set_handlers(self._read_first, self.lose)
         connection.channel.allow_bodies(MAX_BODY_BYTES)
         attach = self._make_attach(self.descriptor.handle)
-        self._is_mapped = True  # as good as: another one that attaches now is not the only one
+        self.is_mapped = True  # as good as: another one that attaches now is not the only one
         connection.send_body(encode(attach))
 
-    def poll_inbound(self) -> None:
-        """Before a transfer: a grant may just have been opened, or closed, or the peer be gone."""
-        if self._inbound_poller is not None and self._loss is None:
-            self._inbound_poller.poll_inbound()
-
-    def submit(
-        self, transfer: TransferId, write: PageWrite, source: Sequence[NDArray[np.uint8]]
-    ) -> None:
-        """Copy a checked write, of these arrays of local pages, into the peer's; tell the peer."""
+    def submit(self, transfer: TransferId, write: PageWrite, region: PagedRegion) -> None:
+        """Copy a checked write into the peer's pages, then send its notification."""
+        self._poll_inbound()
         if self._loss is not None:
             self._reactor.report(WriteFailed(transfer, self._loss))
             return
+        layers = write.copies.layers
+        source = self._local_views[region.handle][layers.start : layers.stop]
         self._grants.submit(Submitted(transfer, write, source), self._connection)
 
     def read(self, transfer: TransferId, copies: PageCopies, target: NDArray[np.uint8]) -> None:
-        """Copy checked pages of the peer into local ones, now; the event says how it went.
+        """Copy checked pages of the peer into local ones, now; the event reports the result.
 
         The mapping outlives the peer's process, so a peer that was killed and not missed yet is
         read as it was when it died.
         """
+        self._poll_inbound()
         if self._loss is not None:
             self._reactor.report(ReadFailed(transfer, self._loss))
             return
@@ -158,43 +130,19 @@ class SharedRemote:
         """Enter the next slice of the peer's memory into the page table; whether there was one."""
         return self._pages is not None and self._pages.prefault()
 
-    def lose(self, error: TransferError) -> None:
-        """The peer is gone: report it and every write whose notification was not sent, once."""
-        if self._loss is None:
-            self._reactor.report(RemoteLost(self.id, error))
-            self._end(error)
+    def _poll_inbound(self) -> None:
+        """Before a transfer: a grant may just have been opened or closed, or the peer be lost."""
+        if self._inbound_poller is not None and self._loss is None:
+            self._inbound_poller.poll_inbound()
 
-    def detach(self) -> None:
-        """This side is done: unmap, and say so if that is true; unfinished writes fail."""
-        if self._loss is not None:
-            return
-        was_unmapped = self._end(PeerLostError("the remote was detached"))
-        send_memory_released(self._connection, is_released=was_unmapped)
-
-    @property
-    def is_gone(self) -> bool:
-        """Nothing is left of it, not even an unfinished farewell."""
-        return self._loss is not None and (self._connection is None or not self._connection.is_open)
-
-    def close(self) -> None:
-        """Detach, and do not wait for the peer to answer the farewell."""
-        self.detach()
-        if self._connection is not None:
-            self._connection.close()
-
-    def _end(self, error: TransferError) -> bool:
-        """Forget the peer's memory; whether it is proved unmapped."""
-        self._loss = error
+    def _release_memory(self, error: TransferError) -> bool:
+        del error
         pages, self._pages = self._pages, None
-        for transfer in self._unsent:
-            self._reactor.report(WriteFailed(transfer, error))
-        self._unsent.clear()
-        self._grants.end(error)
-        self._is_mapped = pages is not None and not pages.unmap()
-        return not self._is_mapped
+        self.is_mapped = pages is not None and not pages.unmap()
+        return not self.is_mapped
 
     def _start_write(self, submitted: Submitted[Sequence[NDArray[np.uint8]]]) -> None:
-        """Store the pages, then send the notification: the system call comes after the stores."""
+        """Store the pages, then send the notification: the system call orders the two."""
         transfer, write = submitted.transfer, submitted.write
         copies = write.copies
         if self._pages is None or self._connection is None:
@@ -216,19 +164,13 @@ class SharedRemote:
         if self._connection.channel.has_unsent:
             connection.send_batches(self._notification_batches(transfer, b""))
         else:
-            self._write_sent(transfer)
+            self._notification_sent(transfer)
 
     def _notification_batches(
         self, transfer: TransferId, frame: bytes
     ) -> Iterator[list[memoryview]]:
         yield [memoryview(frame)] if frame else []
-        self._write_sent(transfer)
-
-    def _write_sent(self, transfer: TransferId) -> None:
-        """A write's notification has left; unless it was lost on the way, and that reported."""
-        num_bytes = self._unsent.pop(transfer, None)
-        if num_bytes is not None:
-            self._reactor.report(WriteCompleted(transfer, num_bytes))
+        self._notification_sent(transfer)
 
     def _read_first(self, channel: Channel) -> None:
         received = channel.receive_body_and_fd()
@@ -237,16 +179,17 @@ class SharedRemote:
         body, fd = received
         match decode_first_from_receiver(body):
             case Attached(arrays) as attached:
-                if arrays != self.descriptor.arrays:
+                try:
+                    self._check_arrays(arrays)
+                except ProtocolError:
                     if fd is not None:
                         os.close(fd)
-                    raise ProtocolError("the peer's region does not match its description")
+                    raise
                 self._pages = map_attached(attached, fd, self._device)
-                self._connection.cancel_deadline()
                 self._connection.set_handlers(self._read, self.lose)
-                self._reactor.report(RemoteAttached(self.id))
+                self._set_attached()
             case NotAttached(reason):
-                raise PeerUnreachableError(f"the peer refused to attach: {reason}")
+                raise refused_to_attach(reason)
             case unknown:
                 assert_never(unknown)
 

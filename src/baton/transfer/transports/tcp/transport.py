@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Final, Protocol, assert_never
+from typing import TYPE_CHECKING, Final, assert_never
 from weakref import WeakValueDictionary
 
 import msgspec
@@ -18,21 +18,17 @@ import msgspec
 from baton.errors import ProtocolError, TransferError
 from baton.ids import Epoch, RegionHandle, TicketId
 from baton.net.channel import ReadAhead, skip_bytes
-from baton.net.endpoints import Dialer, Listener
 from baton.net.framing import encode_frame
 from baton.net.tls import make_contexts
-from baton.transfer.grants import PageSet, check_grant_pages
+from baton.transfer.base_transport import ConnectedTransport
+from baton.transfer.grants import AdmittedGrants
 from baton.transfer.interface import (
-    Arrived,
     Capabilities,
-    GrantQuiescent,
     RegionDescriptor,
     RemoteId,
     TransferId,
 )
 from baton.transfer.messages import encode
-from baton.transfer.reactor import Reactor
-from baton.transfer.region import check_arrays, check_copies, check_notification
 from baton.transfer.scatter_gather import (
     Geometry,
     discard_batches,
@@ -51,12 +47,11 @@ from baton.transfer.transports.tcp.sockets import (
     parse_endpoint,
 )
 from baton.transfer.transports.tcp.wire import (
-    MAX_BODY_BYTES,
+    Attach,
     Attached,
     Data,
     Fetch,
     FetchServed,
-    NotAttached,
     WriteLanded,
     WriteRefused,
     decode_attach,
@@ -67,9 +62,6 @@ if TYPE_CHECKING:
     import socket
     from collections.abc import Iterator
 
-    import numpy as np
-    from numpy.typing import NDArray
-
     from baton.net.channel import Channel
     from baton.net.connection import Connection
     from baton.net.tls import TlsContexts
@@ -77,8 +69,6 @@ if TYPE_CHECKING:
         PageArray,
         PagedRegion,
         PageRead,
-        PageWrite,
-        TransferEvent,
         TransportContext,
         WriteGrant,
     )
@@ -151,20 +141,6 @@ class WriteReassembly:
         return WholeWrite(write.notification, write.refusal)
 
 
-class Admission(Protocol):
-    """A transport's grants, as its connections see them."""
-
-    def find_refusal(
-        self, grant: TicketId, writer: Epoch, region: PagedRegion, pages: NDArray[np.int64]
-    ) -> str | None:
-        """Why this writer may not write there, or None: it may."""
-        ...
-
-    def arrived(self, grant: TicketId, notification: bytes) -> None:
-        """A whole write is in place."""
-        ...
-
-
 class TcpInbound:
     """Serves one stream of one peer that attached one region. Owner thread: the transport's.
 
@@ -179,10 +155,10 @@ class TcpInbound:
         region: PagedRegion,
         *,
         reassembly: WriteReassembly,
-        admission: Admission,
+        grants: AdmittedGrants,
     ) -> None:
         self.connection, self.region = connection, region
-        self._writer, self._reassembly, self._admission = writer, reassembly, admission
+        self._writer, self._reassembly, self._grants = writer, reassembly, grants
         self._part: Data | None = None
         self._batches: Iterator[list[memoryview]] = iter(())
         self._batch: list[memoryview] = []
@@ -255,7 +231,7 @@ class TcpInbound:
         self._part = part
         self._num_missing_bytes = geometry.num_bytes
         self.connection.channel.expect_bytes(geometry.num_bytes)
-        refusal = self._refusal or self._admission.find_refusal(
+        refusal = self._refusal or self._grants.find_refusal(
             TicketId(part.grant), self._writer, self.region, geometry.pages
         )
         if refusal is not None:
@@ -319,18 +295,17 @@ class TcpInbound:
         if write.refusal is not None:
             self.connection.send_body(encode(WriteRefused(part.sequence, write.refusal)))
             return
-        self._admission.arrived(TicketId(part.grant), write.notification)
+        self._grants.report_arrived(TicketId(part.grant), write.notification)
         self.connection.send_body(encode(WriteLanded(part.sequence)))
 
 
 _log = logging.getLogger(__name__)
 
-PURPOSE = "tcp"
 TLS_SUFFIX = "/tls"
 """At the end of an endpoint where TLS is spoken."""
 
 
-class TcpTransport:
+class TcpTransport(ConnectedTransport[TcpRemote, Attach]):
     """See `Transport`. Its owner is the thread that calls `poll`."""
 
     kind = "tcp"
@@ -339,166 +314,48 @@ class TcpTransport:
     )
 
     def __init__(self, options: TcpOptions, context: TransportContext) -> None:
-        self._options, self._context = options, context
+        super().__init__(context, connect_timeout_s=options.connect_timeout_s)
+        self._options = options
         self._tls: TlsContexts | None = None
         if options.tls is not None:
             self._tls = make_contexts(options.tls.certificate, options.tls.key, options.tls.ca)
             self.capabilities = msgspec.structs.replace(type(self).capabilities, encrypted=True)
-        self._reactor = Reactor(context.clock)
-        self.readiness_fd: int | None = self._reactor.fd
-        self._dialer = Dialer(
-            self._reactor, context.key, PURPOSE, timeout_s=options.connect_timeout_s
-        )
-        self._regions: dict[RegionHandle, PagedRegion] = {}
-        self._grants: dict[TicketId, tuple[WriteGrant, PageSet]] = {}
-        self._remotes: dict[RemoteId, TcpRemote] = {}
+        self._grants = AdmittedGrants(self._reactor)
         self._inbound: dict[Connection, TcpInbound] = {}
         # Of all streams of one remote of a peer; gone when the last of those is.
         self._reassemblies: WeakValueDictionary[
             tuple[bytes, str, RegionHandle], WriteReassembly
         ] = WeakValueDictionary()
-        self._listener: Listener | None = None
-        self._endpoint = ""
-        self._num_remotes = self._num_transfers = 0
-
-    def expose(self, region: PagedRegion) -> RegionDescriptor:
-        """See `Transport`."""
-        if region.kind not in self.capabilities.memory:
-            raise TransferError(f"tcp cannot expose {region.kind} memory")
-        check_arrays(region.arrays)
-        if self._listener is None:
-            self._endpoint, sock = self._open_listener()
-            self._listener = Listener(
-                sock, self._reactor, self._context.key, PURPOSE, on_peer=self._accept_peer
-            )
-        self._regions[region.handle] = region
-        return RegionDescriptor(
-            self.kind, region.handle, self._context.epoch, region.arrays, self._endpoint
-        )
-
-    def attach(self, descriptor: RegionDescriptor) -> RemoteId:
-        """See `Transport`."""
-        if descriptor.transport != self.kind:
-            raise TransferError(f"a {descriptor.transport} descriptor was given to tcp")
-        check_arrays(descriptor.arrays)
-        address = self._parse_endpoint(descriptor.endpoint)
-        self._num_remotes += 1
-        remote = TcpRemote(
-            RemoteId(self._num_remotes),
-            descriptor,
-            self._context.epoch,
-            options=self._options,
-            reactor=self._reactor,
-        )
-        self._remotes[remote.id] = remote
-        try:
-            for _ in range(self._options.streams):
-                sock = self._open_stream(address)
-                remote.set_connection(
-                    self._dialer.dial(sock, address, remote.add_stream, remote.lose)
-                )
-        except TransferError as exc:
-            remote.lose(exc)
-        return remote.id
-
-    def detach(self, remote: RemoteId) -> None:
-        """See `Transport`."""
-        known = self._remotes.pop(remote, None)
-        if known is not None:
-            known.detach()
 
     def open_grant(self, grant: WriteGrant) -> None:
         """See `Transport`."""
-        if grant.id in self._grants:
-            raise TransferError("this grant is open already")
-        region = self._find_region(grant.region)
-        check_grant_pages(grant.pages, region.arrays)
-        self._grants[grant.id] = (grant, PageSet(grant.pages))
+        self._grants.open(grant, self._find_region(grant.region))
 
     def close_grant(self, grant: TicketId) -> None:
         """See `Transport`."""
-        if self._grants.pop(grant, None) is None:
-            return
-        for inbound in self._inbound.values():
-            inbound.refuse_grant(grant)
-        self._reactor.report(GrantQuiescent(grant))
-
-    def submit(self, write: PageWrite) -> TransferId:
-        """See `Transport`."""
-        remote, region = self._find_remote(write.remote), self._find_region(write.region)
-        multi_array = self.capabilities.multi_array
-        check_copies(write.copies, region.arrays, remote.descriptor.arrays, multi_array=multi_array)
-        check_notification(write.notification)
-        transfer = self._new_transfer()
-        remote.submit(transfer, write, region)
-        return transfer
+        if self._grants.close(grant):
+            for inbound in self._inbound.values():
+                inbound.refuse_grant(grant)
 
     def read(self, read: PageRead) -> TransferId:
-        """See `Transport`: the peer sends them, from where they lie."""
-        remote, region = self._find_remote(read.remote), self._find_region(read.region)
-        check_copies(read.copies, remote.descriptor.arrays, region.arrays)
-        transfer = self._new_transfer()
+        """See `ReadsPages`: the peer sends them, from where they lie."""
+        transfer, remote, region = self._check_read(read)
         remote.read(transfer, read.copies, region)
         return transfer
 
-    def poll(self) -> list[TransferEvent]:
-        """See `Transport`."""
-        return self._reactor.poll()
+    def _make_remote(self, id_: RemoteId, descriptor: RegionDescriptor) -> TcpRemote:
+        self._parse_endpoint(descriptor.endpoint)
+        return TcpRemote(
+            id_, descriptor, self._reactor, epoch=self._context.epoch, options=self._options
+        )
 
-    def close(self) -> None:
-        """See `Transport`."""
-        for remote in self._remotes.values():
-            remote.detach()
-        if self._listener is not None:
-            self._listener.close()
-        self._inbound.clear()
-        self._reactor.close()
-        self.readiness_fd = None
-
-    def find_refusal(
-        self, grant: TicketId, writer: Epoch, region: PagedRegion, pages: NDArray[np.int64]
-    ) -> str | None:
-        """See `Admission`."""
-        found = self._grants.get(grant)
-        if found is None:
-            return "the grant is not open"
-        admitted, page_set = found
-        if admitted.writer != writer or admitted.region != region.handle:
-            return "the grant is for another writer or region"
-        return None if page_set.covers(pages) else "a page is outside the grant"
-
-    def arrived(self, grant: TicketId, notification: bytes) -> None:
-        """See `Admission`."""
-        self._reactor.report(Arrived(grant, notification))
-
-    def _new_transfer(self) -> TransferId:
-        self._num_transfers += 1
-        return TransferId(self._num_transfers)
-
-    def _find_remote(self, id_: RemoteId) -> TcpRemote:
-        remote = self._remotes.get(id_)
-        if remote is None or remote.is_attaching:
-            raise TransferError("this remote is not attached")
-        return remote
-
-    def _find_region(self, handle: RegionHandle) -> PagedRegion:
-        region = self._regions.get(handle)
-        if region is None:
-            raise TransferError("this region was not exposed")
-        return region
-
-    def _open_listener(self) -> tuple[str, socket.socket]:
-        small = explain_small_buffers(self._options)
-        if small is not None:
-            _log.warning("%s", small)
-        sock, endpoint = open_listener(self._context.bind_host, self._options)
-        if self._tls is None:
-            return endpoint, sock
-        return endpoint + TLS_SUFFIX, self._tls.wrap_listener(sock)
-
-    def _open_stream(self, address: tuple[str, int]) -> socket.socket:
-        sock = open_stream(address, self._options)
-        return sock if self._tls is None else self._tls.wrap_dialer(sock)
+    def _connect(self, remote: TcpRemote) -> None:
+        address = self._parse_endpoint(remote.descriptor.endpoint)
+        for _ in range(self._options.streams):
+            sock = open_stream(address, self._options)
+            if self._tls is not None:
+                sock = self._tls.wrap_dialer(sock)
+            remote.add_connection(self._dialer.dial(sock, address, remote.add_stream, remote.lose))
 
     def _parse_endpoint(self, endpoint: str) -> tuple[str, int]:
         is_tls = endpoint.endswith(TLS_SUFFIX)
@@ -510,36 +367,40 @@ class TcpTransport:
             raise TransferError("the peer does not speak TLS, and this worker must")
         return parse_endpoint(endpoint.removesuffix(TLS_SUFFIX))
 
-    def _accept_peer(self, connection: Connection) -> None:
-        """A peer is authenticated: its first message names a region."""
-        fit_buffers(connection.channel.socket, self._options)
-        connection.channel.allow_bodies(MAX_BODY_BYTES)
-        connection.set_handlers(partial(self._admit, connection), partial(self._forget, connection))
+    def _open_listener(self) -> tuple[socket.socket, str]:
+        small = explain_small_buffers(self._options)
+        if small is not None:
+            _log.warning("%s", small)
+        sock, endpoint = open_listener(self._context.bind_host, self._options)
+        if self._tls is None:
+            return sock, endpoint
+        return self._tls.wrap_listener(sock), endpoint + TLS_SUFFIX
 
-    def _admit(self, connection: Connection, channel: Channel) -> None:
-        body = channel.receive_body()
-        if body is None:
-            return
-        attach = decode_attach(body)
-        region = self._regions.get(RegionHandle(attach.region))
-        if region is None:
-            connection.send_body(encode(NotAttached("no such region")))
-            return
+    def _accept_peer(self, connection: Connection) -> None:
+        fit_buffers(connection.channel.socket, self._options)
+        super()._accept_peer(connection)
+
+    def _decode_attach(self, body: bytes) -> Attach:
+        return decode_attach(body)
+
+    def _admit(self, connection: Connection, attach: Attach, region: PagedRegion) -> None:
         link = (attach.link, attach.epoch, region.handle)
         inbound = TcpInbound(
             connection,
             Epoch(attach.epoch),
             region,
             reassembly=self._reassemblies.setdefault(link, WriteReassembly()),
-            admission=self,
+            grants=self._grants,
         )
         self._inbound[connection] = inbound
         connection.cancel_deadline()
-        connection.set_handlers(inbound.read, partial(self._forget, connection))
+        connection.set_handlers(inbound.read, partial(self._disconnected, connection))
         connection.send_body(encode(Attached(region.arrays)))
 
-    def _forget(self, connection: Connection, error: TransferError) -> None:
-        del error  # the dialing side reports it
+    def _disconnected(self, connection: Connection, error: TransferError) -> None:
         self._inbound.pop(connection, None)
-        if self._listener is not None:
-            self._listener.forget(connection)
+        super()._disconnected(connection, error)
+
+    def _release(self) -> None:
+        self._inbound.clear()
+        super()._release()
