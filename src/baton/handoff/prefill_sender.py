@@ -297,7 +297,7 @@ class PrefillSender:  # noqa: PLR0904 -- a method for each event (ADR 0005)
     def _take_grant(self, outgoing: OutgoingHandoff, granted: Granted) -> None:
         if outgoing.granted is not None:
             return
-        outgoing.granted = granted
+        outgoing.take_grant(granted)
         outgoing.session.renew(self._context.clock.now())
         self._perform(outgoing, outgoing.session.granted(granted.grant))
         if outgoing.session.is_exported and not outgoing.session.over:
@@ -388,7 +388,7 @@ class PrefillSender:  # noqa: PLR0904 -- a method for each event (ADR 0005)
                 if not self._fail_over(outgoing, granted.peer, transport):
                     self._perform(outgoing, session.fail(reason, stage="transfer"))
             case FallbackToWrite():
-                outgoing.granted = check_fallback(granted, message)
+                outgoing.take_grant(check_fallback(granted, message))
                 self._context.peer_transports.attach_all(granted.peer)
                 self._perform(outgoing, session.fall_back_to_write(message))
                 self._try_begin(outgoing)
@@ -436,8 +436,8 @@ class PrefillSender:  # noqa: PLR0904 -- a method for each event (ADR 0005)
 
     def _submit(self, outgoing: OutgoingHandoff, submit: WriteLayers) -> None:
         """Write a range of one layer or more, in batches; a failure ends the session."""
-        session, granted, mapped_pages = outgoing.session, outgoing.granted, outgoing.mapped_pages
-        if session.phase not in _WRITING or granted is None or mapped_pages is None:
+        session, granted = outgoing.session, outgoing.granted
+        if session.phase not in _WRITING or granted is None:
             return  # an earlier write of the same batch failed
         peer_transports = self._context.peer_transports
         peer, avoided = granted.peer, session.excluded
@@ -448,16 +448,9 @@ class PrefillSender:  # noqa: PLR0904 -- a method for each event (ADR 0005)
             outgoing.waits = True  # `resume` will ask for it again
             return
         try:
-            for write in write_batches(
-                submit,
-                peer_transports,
-                outgoing=outgoing,
-                granted=granted,
-                mapped_pages=mapped_pages,
-            ):
+            for write in write_batches(submit, peer_transports, outgoing):
                 self._writes[write.handle] = write.chosen.peer_transport, session.ticket
-                for token_range in write.token_ranges:
-                    self._perform(outgoing, session.submitted(write.handle, token_range))
+                self._perform(outgoing, session.submitted(write.handle, write.token_ranges))
                 if session.phase not in _WRITING:
                     return
         except BatonError as exc:
@@ -465,11 +458,11 @@ class PrefillSender:  # noqa: PLR0904 -- a method for each event (ADR 0005)
 
     def _announce(self, outgoing: OutgoingHandoff, action: AnnounceReadable) -> None:
         """Announce where one layer's range lies, in batches; a failure ends the session."""
-        session, granted, mapped_pages = outgoing.session, outgoing.granted, outgoing.mapped_pages
-        if session.phase is not SendPhase.SENDING or granted is None or mapped_pages is None:
+        session, granted = outgoing.session, outgoing.granted
+        if session.phase is not SendPhase.SENDING or granted is None:
             return
         try:
-            for message in announce(action, outgoing, granted=granted, mapped_pages=mapped_pages):
+            for message in announce(action, outgoing):
                 self._context.peers.send(granted.peer, message)
                 self._perform(outgoing, session.announced(action.layer, message.stop))
         except BatonError as exc:
