@@ -39,6 +39,7 @@ from baton.auth.ticket import Ticket, WorkerRef, seal, unseal
 from baton.ids import WorkerId, new_epoch, new_ticket_id
 from baton.kv.copies import BlockTable, PagedSequence, compute_pieces
 from baton.kv.digest import compute_digests, locate_pieces
+from baton.kv.geometry import page_geometry
 from baton.kv.layout import KVLayout
 from baton.testing.fleet import Fleet
 
@@ -189,7 +190,8 @@ def time_digests(own: KVLayout, peer: KVLayout) -> float:
     ]
     begun = time.process_time()
     for number, pages in enumerate(layers):
-        compute_digests(sequence.layout, number, pages, locate_pieces(sequence, bounds))
+        geometry = page_geometry(sequence.layout, number)
+        compute_digests(geometry, pages, locate_pieces(sequence, bounds))
     return time.process_time() - begun
 
 

@@ -2,9 +2,11 @@
 
 Two agents without engines hand over a prompt; the test's own thread steps both, so the counts do
 not depend on how threads take turns. Counted is what runs from `layer_ready` on the prefill worker
-until the decode worker has counted the layer, ticks and idle steps left out.
+until the decode worker has counted the layer, ticks and idle steps left out. It is layer 1, after
+layer 0 has landed and both agents are idle: what a handoff plans once, for all its layers, is in
+the trace of layer 0 (`... tcp 0`), and in that of no other.
 
-    python -m tests.integration.layer_trace [tcp|shared]   prints the calls, in order
+    python -m tests.integration.layer_trace [tcp|shared] [LAYER]   prints the calls, in order
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import sys
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,6 +31,8 @@ if TYPE_CHECKING:
 PACKAGE = Path(baton.__file__).parent
 NUM_TOKENS = 64
 MAX_ROUNDS = 200
+TYPICAL_LAYER = 1
+"""Neither the first nor the last one of the prompt."""
 
 
 @dataclass
@@ -75,8 +80,16 @@ def step_until(nodes: tuple[Node, Node], is_done: Callable[[], bool], trace: Lay
     raise AssertionError("the agents came to no end")
 
 
-def trace_layer(kind: str) -> LayerTrace:
-    """Push the first layer of a prompt over the transport `kind`, and note what ran."""
+def settle(nodes: tuple[Node, Node]) -> None:
+    """Step both until neither has anything to do."""
+    while any(has_work(each.agent) for each in nodes):
+        for each in nodes:
+            if has_work(each.agent):
+                each.agent.step()
+
+
+def trace_layer(kind: str, layer: int = TYPICAL_LAYER) -> LayerTrace:
+    """Push a prompt's layers up to this over the transport `kind`; what ran for this one."""
     key = ClusterKey(bytes(32))
     with ExitStack() as stack:
         prefill, decode = (
@@ -90,13 +103,16 @@ def trace_layer(kind: str) -> LayerTrace:
         handoff.start_send()
         ticket = handoff.sending.ticket.id
         step_until(nodes, lambda: _is_ready(handoff), LayerTrace())
+        settle(nodes)
+        for before in range(layer):
+            prefill.agent.layer_ready([(ticket, NUM_TOKENS)], before)
+            step_until(nodes, partial(_has_landed, handoff, before), LayerTrace())
+            settle(nodes)
         for each in nodes:
-            while has_work(each.agent):
-                each.agent.step()
             each.agent._next_tick = float("inf")
         trace = LayerTrace()
-        trace.run(lambda: prefill.agent.layer_ready([(ticket, NUM_TOKENS)], 0))
-        step_until(nodes, lambda: _has_landed(handoff), trace)
+        trace.run(lambda: prefill.agent.layer_ready([(ticket, NUM_TOKENS)], layer))
+        step_until(nodes, partial(_has_landed, handoff, layer), trace)
         return trace
 
 
@@ -105,15 +121,16 @@ def _is_ready(handoff: Handoff) -> bool:
     return outgoing is not None and str(outgoing.session.phase) == "sending"
 
 
-def _has_landed(handoff: Handoff) -> bool:
+def _has_landed(handoff: Handoff, layer: int) -> bool:
     incoming = handoff.decode.agent._receiving._incoming[handoff.sending.ticket.id]
-    return incoming.session.coverage.has_complete_layer
+    return all(gap.layer != layer for gap in incoming.session.coverage.gaps())
 
 
 def main() -> None:
     """Print the calls."""
     kind = sys.argv[1] if len(sys.argv) > 1 else "tcp"
-    trace = trace_layer(kind)
+    layer = int(sys.argv[2]) if len(sys.argv) > 2 else TYPICAL_LAYER
+    trace = trace_layer(kind, layer)
     for file, function in trace.calls:
         print(f"{file:45} {function}")
     print(f"{kind}: {len(trace.calls)} calls in {len(trace.files)} files")

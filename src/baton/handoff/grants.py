@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 from baton.auth.ticket import Ticket, unseal
@@ -11,24 +11,19 @@ from baton.clock import Instant
 from baton.errors import ProtocolError, TicketError
 from baton.handoff.messages import (
     MAX_BATCH,
-    Failed,
     FallbackToWrite,
     Grant,
-    LeaseRenewed,
     RenewLease,
     unpack_blocks,
 )
-from baton.handoff.peer_transports import TransportUsage
 from baton.kv.copies import BlockTable
-from baton.kv.planning import CopyPlanner
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable
 
     from baton.auth.ticket import WorkerRef
-    from baton.handoff.kv_views import AgentContext, MappedPages
+    from baton.handoff.kv_views import AgentContext
     from baton.handoff.peers import Peer
-    from baton.handoff.session.send import SendSession
     from baton.ids import Epoch, TicketId, WorkerId
 
 MAX_EARLY_GRANTS: Final = 4096
@@ -207,38 +202,6 @@ class LeaseRenewer:
             self._context.peers.send(peer, RenewLease(now, some))
 
 
-def answer_renewal(
-    context: AgentContext,
-    peer: Peer,
-    message: RenewLease,
-    *,
-    outgoing: Mapping[TicketId, OutgoingHandoff],
-    dead: Tombstones,
-    early: EarlyGrants,
-) -> None:
-    """Prefill's side: extend the leases that are held here, and report those that are gone.
-
-    A ticket that is neither may be one whose prompt has not come yet: if it was granted, its
-    lease has yet to begin, so a renewal counts for that one, too.
-    """
-    now = context.clock.now()
-    held: list[TicketId] = []
-    for ticket in message.tickets:
-        known = outgoing.get(ticket)
-        if known is not None:
-            is_its_own = known.session.order.ticket.decode.epoch == epoch_of(peer)
-            if is_its_own and known.session.renew(now):
-                held.append(ticket)
-            continue
-        if early.is_of(ticket, peer):
-            held.append(ticket)
-            continue
-        tombstone = dead.take(ticket, epoch_of(peer))
-        if tombstone is not None:
-            context.peers.send(peer, Failed(ticket, tombstone.reason))
-    context.peers.send(peer, LeaseRenewed(message.at, tuple(held)))
-
-
 def _by_prefill(
     tickets: Iterable[Ticket],
 ) -> dict[tuple[WorkerId, Epoch], tuple[WorkerRef, list[TicketId]]]:
@@ -283,32 +246,3 @@ class Tombstones:
             self._tombstones.pop((ticket, peer), None),
         )
         return own or peers
-
-
-@dataclass(slots=True, eq=False)
-class OutgoingHandoff:
-    """A session, what was granted, and what carries it.
-
-    `mapped_pages` is known from `SendSession.begin` on. `planner` keeps what its layers have in
-    common. `waits`: something could not be submitted before a route is attached.
-    """
-
-    session: SendSession
-    granted: Granted | None = None
-    mapped_pages: MappedPages | None = None
-    usage: TransportUsage = field(default_factory=TransportUsage)
-    planner: CopyPlanner = field(default_factory=CopyPlanner)
-    waits: bool = False
-
-    @property
-    def is_held(self) -> bool:
-        """Whether its KV waits here until the decode worker asks for it."""
-        return self.granted is None and self.session.order.ticket.mode == "pull"
-
-    def was_granted_by(self, peer: Peer) -> bool:
-        """Whether this peer granted it."""
-        return self.granted is not None and self.granted.peer is peer
-
-    def write_trace(self) -> None:
-        """Write into the trace which transports carried it."""
-        self.usage.write_into(self.session.order.trace)

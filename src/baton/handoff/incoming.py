@@ -58,7 +58,8 @@ class IncomingHandoff:
     """A session, its peer, its pages, and the transports that admit writes into them.
 
     `peer` is None until the prefill worker was dialed, `mapped_pages` until the terms are settled.
-    `block_tables` and `planner` keep what the layers of its reads have in common.
+    `block_tables` and `planner`, of the first read on, keep what the layers of its reads have in
+    common.
     `reference_failed`: it was to be handed over by reference, and cannot.
     """
 
@@ -67,7 +68,7 @@ class IncomingHandoff:
     mapped_pages: MappedPages | None = None
     usage: TransportUsage = field(default_factory=TransportUsage)
     block_tables: BlockTableCache = field(default_factory=BlockTableCache)
-    planner: CopyPlanner = field(default_factory=CopyPlanner)
+    planner: CopyPlanner | None = None
     unreadable: set[str] = field(default_factory=set)
     sampler: Sampler | None = None
     reference_failed: bool = False
@@ -76,6 +77,7 @@ class IncomingHandoff:
     _closing: set[str] = field(default_factory=set)
     _fenced: list[str] = field(default_factory=list)
     _token_layer_bytes: int | None = None
+    _verifier: DigestVerifier | None = None
 
     def open_write_grants(self, transports: tuple[Transport, ...]) -> None:
         """Admit the peer's writes into the pages, over each transport.
@@ -151,23 +153,15 @@ class IncomingHandoff:
 
         With a sampler: as far as it looks. What was compared is noted in the trace.
         """
-        if self.peer is None:
-            raise AssertionError("nothing is noticed before a peer was dialed")
-        pages = self._mapped_pages
-        verifier = DigestVerifier(
-            pages.view.region,
-            pages.sequence,
-            self.peer.negotiated.theirs.layout,
-            self.planner.pieces,
-        )
-        seen = verifier.verify(notification, sampler)
+        seen = self._get_verifier().verify(notification, sampler)
         trace, num_bytes = self.session.order.trace, seen.num_tokens * self._layer_bytes
         trace.verified(transport, num_bytes, is_intact=seen.is_intact)
         return seen.is_intact
 
     def scatter(self, notification: Notification) -> None:
         """Bring what a notification names, which is intact, into the engine's blocks."""
-        self._mapped_pages.scatter(notification.layer, notification.start, notification.stop)
+        layers = range(notification.layer, notification.layer + notification.num_layers)
+        self._mapped_pages.scatter(layers, notification.start, notification.stop)
 
     def stamp_progress(self, now: Instant) -> None:
         """Note in the trace how far it came."""
@@ -214,6 +208,15 @@ class IncomingHandoff:
     def write_trace(self) -> None:
         """Write into the trace which transports carried it."""
         self.usage.write_into(self.session.order.trace)
+
+    def _get_verifier(self) -> DigestVerifier:
+        """One for all that arrives: from the grant on, neither the peer nor the pages change."""
+        if self._verifier is None:
+            if self.peer is None:
+                raise AssertionError("nothing is noticed before a peer was dialed")
+            pages, theirs = self._mapped_pages, self.peer.negotiated.theirs
+            self._verifier = DigestVerifier(pages.view.region, pages.sequence, theirs.layout)
+        return self._verifier
 
     @property
     def _layer_bytes(self) -> int:
@@ -277,15 +280,18 @@ class Reader:
         peer, mapped_pages = incoming.peer, incoming.mapped_pages
         if peer is None or mapped_pages is None:
             raise PeerLostError("its pages cannot be read any more")
+        theirs, ours = peer.negotiated.theirs, mapped_pages.sequence
+        if incoming.planner is None:  # neither layout changes while there is the link
+            incoming.planner = CopyPlanner(theirs.layout, ours.layout)
         copies = incoming.planner.plan(
-            PagedSequence(peer.negotiated.theirs.layout, incoming.block_tables.find(available)),
-            mapped_pages.sequence,
+            PagedSequence(theirs.layout, incoming.block_tables.find(available)),
+            ours,
             available.layer,
             start=available.start,
             stop=available.stop,
         )
         region = mapped_pages.view.region
-        shape = measure_shape(copies, peer.negotiated.theirs.regions[0].arrays, region.arrays)
+        shape = measure_shape(copies, theirs.regions[0].arrays, region.arrays)
         chosen = self._peer_transports.choose(peer, shape, tried)
         if chosen is None:
             raise self._peer_transports.explain(peer)

@@ -212,16 +212,20 @@ class MappedPages:
         """The handoff's KV as it lies in the view's region."""
         return PagedSequence(self.view.layout, self.pages)
 
-    def gather(self, layer: int, start: int, stop: int) -> None:
-        """The engine's blocks of tokens `[start, stop)` → pages of the view."""
-        if self.view.staging is not None:
-            some = self._between(start, stop)
+    def gather(self, layers: range, start: int, stop: int) -> None:
+        """The engine's blocks of tokens `[start, stop)` of some layers → pages of the view."""
+        if self.view.staging is None:
+            return
+        some = self._between(start, stop)
+        for layer in layers:
             self.view.staging.gather(layer, self.blocks.blocks[some], self.pages.blocks[some])
 
-    def scatter(self, layer: int, start: int, stop: int) -> None:
-        """Pages of the view that hold tokens `[start, stop)` → the engine's blocks."""
-        if self.view.staging is not None:
-            some = self._between(start, stop)
+    def scatter(self, layers: range, start: int, stop: int) -> None:
+        """Pages of the view that hold tokens `[start, stop)` of some layers → the engine's."""
+        if self.view.staging is None:
+            return
+        some = self._between(start, stop)
+        for layer in layers:
             self.view.staging.scatter(layer, self.pages.blocks[some], self.blocks.blocks[some])
 
     def pages_of(self, start: int, stop: int) -> BlockTable:

@@ -10,10 +10,8 @@ from baton.errors import BatonError
 from baton.handoff.grants import (
     EarlyGrants,
     Granted,
-    OutgoingHandoff,
     Tombstone,
     Tombstones,
-    answer_renewal,
     check_fallback,
     check_grant,
     check_ticket,
@@ -30,6 +28,7 @@ from baton.handoff.messages import (
     FallbackToWrite,
     Finished,
     Grant,
+    LeaseRenewed,
     RenewLease,
     RetransmitRequest,
     TransferAck,
@@ -48,10 +47,16 @@ from baton.handoff.session.actions import (
 )
 from baton.handoff.session.lease import LEASE_STAGE
 from baton.handoff.session.send import SendPhase, SendSession
-from baton.handoff.write_batches import announce, map_granted_pages, merge_writes, write_batches
+from baton.handoff.write_batches import (
+    OutgoingHandoff,
+    announce,
+    map_granted_pages,
+    merge_writes,
+    write_batches,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from baton.handoff.heartbeat import PendingPrefills
     from baton.handoff.interface import SampledToken, SendOrder
@@ -292,7 +297,7 @@ class PrefillSender:  # noqa: PLR0904 -- a method for each event (ADR 0005)
     def _take_grant(self, outgoing: OutgoingHandoff, granted: Granted) -> None:
         if outgoing.granted is not None:
             return
-        outgoing.granted = granted
+        outgoing.take_grant(granted)
         outgoing.session.renew(self._context.clock.now())
         self._perform(outgoing, outgoing.session.granted(granted.grant))
         if outgoing.session.is_exported and not outgoing.session.over:
@@ -383,7 +388,7 @@ class PrefillSender:  # noqa: PLR0904 -- a method for each event (ADR 0005)
                 if not self._fail_over(outgoing, granted.peer, transport):
                     self._perform(outgoing, session.fail(reason, stage="transfer"))
             case FallbackToWrite():
-                outgoing.granted = check_fallback(granted, message)
+                outgoing.take_grant(check_fallback(granted, message))
                 self._context.peer_transports.attach_all(granted.peer)
                 self._perform(outgoing, session.fall_back_to_write(message))
                 self._try_begin(outgoing)
@@ -431,8 +436,8 @@ class PrefillSender:  # noqa: PLR0904 -- a method for each event (ADR 0005)
 
     def _submit(self, outgoing: OutgoingHandoff, submit: WriteLayers) -> None:
         """Write a range of one layer or more, in batches; a failure ends the session."""
-        session, granted, mapped_pages = outgoing.session, outgoing.granted, outgoing.mapped_pages
-        if session.phase not in _WRITING or granted is None or mapped_pages is None:
+        session, granted = outgoing.session, outgoing.granted
+        if session.phase not in _WRITING or granted is None:
             return  # an earlier write of the same batch failed
         peer_transports = self._context.peer_transports
         peer, avoided = granted.peer, session.excluded
@@ -443,16 +448,9 @@ class PrefillSender:  # noqa: PLR0904 -- a method for each event (ADR 0005)
             outgoing.waits = True  # `resume` will ask for it again
             return
         try:
-            for write in write_batches(
-                submit,
-                peer_transports,
-                outgoing=outgoing,
-                granted=granted,
-                mapped_pages=mapped_pages,
-            ):
+            for write in write_batches(submit, peer_transports, outgoing):
                 self._writes[write.handle] = write.chosen.peer_transport, session.ticket
-                for token_range in write.token_ranges:
-                    self._perform(outgoing, session.submitted(write.handle, token_range))
+                self._perform(outgoing, session.submitted(write.handle, write.token_ranges))
                 if session.phase not in _WRITING:
                     return
         except BatonError as exc:
@@ -460,11 +458,11 @@ class PrefillSender:  # noqa: PLR0904 -- a method for each event (ADR 0005)
 
     def _announce(self, outgoing: OutgoingHandoff, action: AnnounceReadable) -> None:
         """Announce where one layer's range lies, in batches; a failure ends the session."""
-        session, granted, mapped_pages = outgoing.session, outgoing.granted, outgoing.mapped_pages
-        if session.phase is not SendPhase.SENDING or granted is None or mapped_pages is None:
+        session, granted = outgoing.session, outgoing.granted
+        if session.phase is not SendPhase.SENDING or granted is None:
             return
         try:
-            for message in announce(action, outgoing, granted=granted, mapped_pages=mapped_pages):
+            for message in announce(action, outgoing):
                 self._context.peers.send(granted.peer, message)
                 self._perform(outgoing, session.announced(action.layer, message.stop))
         except BatonError as exc:
@@ -524,3 +522,35 @@ def _deadline_of(order: SendOrder, context: AgentContext) -> Instant:
     if order.ticket.mode == "pull":
         return order.deadline
     return Instant(min(order.deadline, context.clock.now() + context.timeout_s))
+
+
+def answer_renewal(
+    context: AgentContext,
+    peer: Peer,
+    message: RenewLease,
+    *,
+    outgoing: Mapping[TicketId, OutgoingHandoff],
+    dead: Tombstones,
+    early: EarlyGrants,
+) -> None:
+    """Prefill's side: extend the leases that are held here, and report those that are gone.
+
+    A ticket that is neither may be one whose prompt has not come yet: if it was granted, its
+    lease has yet to begin, so a renewal counts for that one, too.
+    """
+    now = context.clock.now()
+    held: list[TicketId] = []
+    for ticket in message.tickets:
+        known = outgoing.get(ticket)
+        if known is not None:
+            is_its_own = known.session.order.ticket.decode.epoch == epoch_of(peer)
+            if is_its_own and known.session.renew(now):
+                held.append(ticket)
+            continue
+        if early.is_of(ticket, peer):
+            held.append(ticket)
+            continue
+        tombstone = dead.take(ticket, epoch_of(peer))
+        if tombstone is not None:
+            context.peers.send(peer, Failed(ticket, tombstone.reason))
+    context.peers.send(peer, LeaseRenewed(message.at, tuple(held)))

@@ -4,37 +4,37 @@ from __future__ import annotations
 
 import secrets
 from dataclasses import dataclass, field
-from functools import lru_cache
-from itertools import product
+from itertools import product, repeat
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
 from baton.handoff.kv_views import Holder
 from baton.handoff.messages import DIGEST_BYTES, Available, Notification, encode, pack_blocks
+from baton.handoff.peer_transports import TransportUsage
 from baton.handoff.session.actions import TransferHandle, WriteLayers
 from baton.handoff.token_ranges import LayerTokenRange
 from baton.kv.copies import BlockTable, PageCopies, PagedSequence, compute_pieces
 from baton.kv.digest import PieceLocator, compute_digests, locate_pieces
-from baton.kv.geometry import shared_heads
+from baton.kv.planning import CopyPlanner, pair_layers
 from baton.transfer.interface import PageWrite
 from baton.transfer.links.cost_model import measure_shape
 from baton.transfer.region import view_pages
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from numpy.typing import NDArray
 
-    from baton.handoff.grants import Granted, OutgoingHandoff
+    from baton.handoff.grants import Granted
     from baton.handoff.interface import SendOrder
     from baton.handoff.kv_views import MappedPages, RegisteredView
     from baton.handoff.messages import Grant
     from baton.handoff.peer_transports import PeerTransportTable, TransportChoice
+    from baton.handoff.peers import Peer
     from baton.handoff.session.actions import AnnounceReadable, SendAction
+    from baton.handoff.session.send import SendSession
     from baton.kv.layout import KVLayout
-    from baton.kv.planning import CopyPlanner
-    from baton.telemetry.trace import RequestSpan
     from baton.transfer.interface import PagedRegion
 
 MAX_SEGMENTS: Final = 2048
@@ -45,94 +45,82 @@ MAX_JOINED_BYTES: Final = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class WriteBatch:
-    """One write: the copies, and what is in them: the pieces `bounds` of each of its layers."""
+    """One write: tokens `[start, stop)` of each of its layers, cut into the pieces `bounds`."""
 
     copies: PageCopies
     bounds: NDArray[np.int64]
+    start: int
+    stop: int
 
     @property
-    def start(self) -> int:
-        """The first token."""
-        return int(self.bounds[0])
-
-    @property
-    def stop(self) -> int:
-        """One past the last token."""
-        return int(self.bounds[-1])
-
-    @property
-    def token_ranges(self) -> tuple[LayerTokenRange, ...]:
+    def token_ranges(self) -> list[LayerTokenRange]:
         """What it carries, layer by layer."""
-        start, stop = self.start, self.stop
-        return tuple(LayerTokenRange(layer, start, stop) for layer in self.copies.layers)
+        return list(map(LayerTokenRange, self.copies.layers, repeat(self.start), repeat(self.stop)))
 
     def split(self) -> Iterator[WriteBatch]:
         """The same, layer by layer."""
-        return (WriteBatch(copies, self.bounds) for copies in self.copies.split())
-
-    def join(self, following: WriteBatch) -> WriteBatch | None:
-        """With the next layer's of the same tokens; None if they go apart."""
-        mine, theirs = self.copies, following.copies
-        num_layers = mine.num_layers + 1
-        if following.bounds is not self.bounds or theirs.groups is not mine.groups:
-            return None
-        is_large = num_layers * mine.layer_bytes > MAX_JOINED_BYTES
-        if is_large or num_layers * (len(self.bounds) - 1) > MAX_SEGMENTS:
-            return None
-        return WriteBatch(PageCopies(mine.layer, mine.groups, num_layers), self.bounds)
+        return (
+            WriteBatch(copies, self.bounds, self.start, self.stop) for copies in self.copies.split()
+        )
 
 
-@dataclass(frozen=True, slots=True)
 class WriteBatchBuilder:
     """Prefill's side of one handoff: `source` lies in `region`, `target` in the peer's.
 
-    `planner` is the handoff's.
+    Keeps what the handoff's layers have in common. Owner thread: the handoff's.
+
+    Raises:
+        LayoutMismatchError: KV cannot be copied from the one to the other.
     """
 
-    region: PagedRegion
-    source: PagedSequence
-    target: PagedSequence
-    planner: CopyPlanner
+    def __init__(self, region: PagedRegion, source: PagedSequence, target: PagedSequence) -> None:
+        self.region, self._source, self._target = region, source, target
+        self._planner = CopyPlanner(source.layout, target.layout)
+        self._locator = PieceLocator()
 
     def build(self, layers: range, start: int, stop: int) -> Iterator[WriteBatch]:
         """Split tokens `[start, stop)` of `layers` into batches of bounded size, in order.
 
         Layers whose pages are alike and small are together in one.
         """
-        sizes = self.source.layout.block_size, self.target.layout.block_size
+        sizes = self._source.layout.block_size, self._target.layout.block_size
         bounds = compute_pieces(*sizes, start, stop)
-        cuts = _cut(bounds)
-        last: WriteBatch | None = None
-        for layer, some in product(layers, cuts):
-            batch = WriteBatch(self._plan(layer, some), some)
-            joined = None if last is None else last.join(batch)
-            if last is not None and joined is None:
-                yield last
-            last = joined or batch
-        if last is not None:
-            yield last
+        if 1 < len(bounds) <= MAX_SEGMENTS + 1:
+            yield from self._join(layers, bounds, start, stop)
+            return
+        for layer, some in product(layers, _cut(bounds)):
+            low, high = int(some[0]), int(some[-1])
+            copies = self._planner.plan(self._source, self._target, layer, start=low, stop=high)
+            yield WriteBatch(copies, some, low, high)
+
+    def _join(
+        self, layers: range, bounds: NDArray[np.int64], start: int, stop: int
+    ) -> Iterator[WriteBatch]:
+        """Batches of as many layers as may go together; each has all of the pieces."""
+        max_layers = MAX_SEGMENTS // (len(bounds) - 1)
+        while layers:
+            first = layers[0]
+            copies = self._planner.plan(self._source, self._target, first, start=start, stop=stop)
+            num_layers = 1
+            if len(layers) > 1:
+                most = min(max_layers, MAX_JOINED_BYTES // max(1, copies.layer_bytes))
+                num_layers = self._planner.count_alike(layers[: max(1, most)])
+                copies = PageCopies(first, copies.groups, num_layers)
+            yield WriteBatch(copies, bounds, start, stop)
+            layers = layers[num_layers:]
 
     def digest(self, batch: WriteBatch) -> Notification:
         """The notification of a batch, with a digest for each of its pieces."""
-        digests = b"".join(self._digest(layer, batch.bounds) for layer in batch.copies.layers)
-        return _make_notification(batch, digests)
-
-    def _plan(self, layer: int, bounds: NDArray[np.int64]) -> PageCopies:
-        low, high = int(bounds[0]), int(bounds[-1])
-        return self.planner.plan(self.source, self.target, layer, start=low, stop=high)
-
-    def _digest(self, layer: int, bounds: NDArray[np.int64]) -> bytes:
-        source = self.source
-        heads = shared_heads(source.layout, self.target.layout, layer)
-        pages = _layer_pages(self.region, layer)
-        pieces = self.planner.pieces.locate(source, bounds)
-        return compute_digests(source.layout, layer, pages, pieces, heads=heads)
+        pieces = self._locator.locate(self._source, batch.bounds)
+        digests: list[bytes] = []
+        for layer in batch.copies.layers:
+            pair, pages = self._planner.pairs[layer], _layer_pages(self.region, layer)
+            digests.append(compute_digests(pair.src, pages, pieces, heads=pair.heads))
+        return _make_notification(batch, b"".join(digests))
 
 
 def _cut(bounds: NDArray[np.int64]) -> list[NDArray[np.int64]]:
-    """Pieces in runs of at most `MAX_SEGMENTS`; the same object where one run holds them all."""
-    if 1 < len(bounds) <= MAX_SEGMENTS + 1:
-        return [bounds]
+    """Pieces in runs of at most `MAX_SEGMENTS`."""
     return [
         bounds[first : first + MAX_SEGMENTS + 1]
         for first in range(0, len(bounds) - 1, MAX_SEGMENTS)
@@ -157,36 +145,39 @@ class DigestResult:
     num_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
 class DigestVerifier:
-    """Decode's side of one handoff: checks what a peer laid out as `peer` wrote."""
+    """Decode's side of one handoff: checks what a peer laid out as `peer` wrote.
 
-    region: PagedRegion
-    target: PagedSequence
-    peer: KVLayout
-    locator: PieceLocator = field(default_factory=PieceLocator)
+    Keeps what the handoff's layers have in common. Owner thread: the handoff's.
+
+    Raises:
+        LayoutMismatchError: the peer's KV cannot be what lies there.
+    """
+
+    def __init__(self, region: PagedRegion, target: PagedSequence, peer: KVLayout) -> None:
+        self._region, self._target = region, target
+        self._block_sizes = peer.block_size, target.layout.block_size
+        self._pairs = pair_layers(peer, target.layout)
+        self._locator = PieceLocator()
 
     def verify(self, notification: Notification, sampler: Sampler | None = None) -> DigestResult:
         """Whether the bytes at the tokens that the notification names have the digests it claims.
 
         With a sampler only some of the pieces are looked at; digests must be there for all.
         """
-        layer, layout = notification.layer, self.target.layout
-        bounds = compute_pieces(
-            self.peer.block_size, layout.block_size, notification.start, notification.stop
-        )
+        layer = notification.layer
+        bounds = compute_pieces(*self._block_sizes, notification.start, notification.stop)
         num_segments = len(bounds) - 1
         if len(notification.digests) != DIGEST_BYTES * num_segments:
             return DigestResult(is_intact=False, num_tokens=0)
-        pages = _layer_pages(self.region, layer)
-        heads = shared_heads(self.peer, layout, layer)
+        pages, pair = _layer_pages(self._region, layer), self._pairs[layer]
         if sampler is None:
-            pieces = self.locator.locate(self.target, bounds)
-            found = compute_digests(layout, layer, pages, pieces, heads=heads)
+            pieces = self._locator.locate(self._target, bounds)
+            found = compute_digests(pair.dst, pages, pieces, heads=pair.heads)
             return DigestResult(found == notification.digests, pieces.num_tokens)
         only = sampler.choose(layer, num_segments)
-        pieces = locate_pieces(self.target, bounds, only)
-        found = compute_digests(layout, layer, pages, pieces, heads=heads)
+        pieces = locate_pieces(self._target, bounds, only)
+        found = compute_digests(pair.dst, pages, pieces, heads=pair.heads)
         claimed = np.frombuffer(notification.digests, np.uint8).reshape(num_segments, DIGEST_BYTES)
         return DigestResult(found == claimed[only].tobytes(), pieces.num_tokens)
 
@@ -215,16 +206,11 @@ class PostedWrite:
 
     chosen: TransportChoice
     handle: TransferHandle
-    token_ranges: tuple[LayerTokenRange, ...]
+    token_ranges: list[LayerTokenRange]
 
 
 def write_batches(
-    submit: WriteLayers,
-    peer_transports: PeerTransportTable,
-    *,
-    outgoing: OutgoingHandoff,
-    granted: Granted,
-    mapped_pages: MappedPages,
+    submit: WriteLayers, peer_transports: PeerTransportTable, outgoing: OutgoingHandoff
 ) -> Iterator[PostedWrite]:
     """Write a range into the peer's pages, batch by batch, each over the best transport for it.
 
@@ -235,53 +221,55 @@ def write_batches(
         TransferError: no route is left, or a transport refuses a write.
         ProtocolError: the range is not in the pages of either side.
     """
-    trace, region = outgoing.session.order.trace, mapped_pages.view.region
-    target = PagedSequence(granted.peer.negotiated.theirs.layout, granted.target)
-    builder = WriteBatchBuilder(region, mapped_pages.sequence, target, outgoing.planner)
     layers = range(submit.layer, submit.layer + submit.num_layers)
-    for layer in layers:
-        mapped_pages.gather(layer, submit.start, submit.stop)
-    theirs = granted.peer.negotiated.theirs.regions[0].arrays
-
-    def choose(copies: PageCopies) -> TransportChoice:
-        shape = measure_shape(copies, region.arrays, theirs)
-        chosen = peer_transports.choose(granted.peer, shape, outgoing.session.excluded)
-        if chosen is None:
-            raise peer_transports.explain(granted.peer)
-        return chosen
-
-    for batch, chosen in _choose_transports(
-        builder.build(layers, submit.start, submit.stop), choose
-    ):
-        is_undigested = chosen.peer_transport.kind in granted.grant.no_digest_transports
-        notification = notify_without_digests(batch) if is_undigested else builder.digest(batch)
-        page_write = PageWrite(
-            remote=chosen.peer_transport.attached,
-            grant=granted.ticket.id,
-            region=region.handle,
-            copies=batch.copies,
-            notification=encode(notification),
-        )
-        _count(trace, batch.copies)
-        outgoing.usage.record_choice(chosen.choice)
-        began_at = peer_transports.now()
-        transfer = chosen.peer_transport.transport.submit(page_write)
-        peer_transports.submitted(chosen, began_at)
-        yield PostedWrite(
-            chosen, TransferHandle(chosen.peer_transport.kind, transfer), batch.token_ranges
-        )
-
-
-def _choose_transports(
-    batches: Iterator[WriteBatch], choose: Callable[[PageCopies], TransportChoice]
-) -> Iterator[tuple[WriteBatch, TransportChoice]]:
-    """Each batch with its best transport; layer by layer where that takes no layers together."""
-    for batch in batches:
-        chosen = choose(batch.copies)
+    outgoing.pages_to_send.gather(layers, submit.start, submit.stop)
+    for batch in outgoing.builder.build(layers, submit.start, submit.stop):
+        chosen = _choose(batch, peer_transports, outgoing)
         if batch.copies.num_layers == 1 or chosen.peer_transport.transport.capabilities.multi_array:
-            yield batch, chosen
-        else:
-            yield from ((each, choose(each.copies)) for each in batch.split())
+            yield _post(batch, chosen, peer_transports, outgoing)
+            continue
+        for each in batch.split():
+            chosen = _choose(each, peer_transports, outgoing)
+            yield _post(each, chosen, peer_transports, outgoing)
+
+
+def _choose(
+    batch: WriteBatch, peer_transports: PeerTransportTable, outgoing: OutgoingHandoff
+) -> TransportChoice:
+    peer = outgoing.grant_to_fill.peer
+    theirs = peer.negotiated.theirs.regions[0].arrays
+    shape = measure_shape(batch.copies, outgoing.builder.region.arrays, theirs)
+    chosen = peer_transports.choose(peer, shape, outgoing.session.excluded)
+    if chosen is None:
+        raise peer_transports.explain(peer)
+    return chosen
+
+
+def _post(
+    batch: WriteBatch,
+    chosen: TransportChoice,
+    peer_transports: PeerTransportTable,
+    outgoing: OutgoingHandoff,
+) -> PostedWrite:
+    granted, builder, copies = outgoing.grant_to_fill, outgoing.builder, batch.copies
+    transport = chosen.peer_transport.transport
+    is_undigested = transport.kind in granted.grant.no_digest_transports
+    notification = notify_without_digests(batch) if is_undigested else builder.digest(batch)
+    page_write = PageWrite(
+        remote=chosen.peer_transport.attached,
+        grant=granted.ticket.id,
+        region=builder.region.handle,
+        copies=copies,
+        notification=encode(notification),
+    )
+    trace = outgoing.session.order.trace
+    trace.num_bytes += chosen.choice.shape.num_bytes
+    trace.num_pages += copies.num_pages
+    outgoing.usage.record_choice(chosen.choice)
+    began_at = peer_transports.now()
+    transfer = transport.submit(page_write)
+    peer_transports.submitted(chosen, began_at)
+    return PostedWrite(chosen, TransferHandle(transport.kind, transfer), batch.token_ranges)
 
 
 def merge_writes(actions: Sequence[SendAction]) -> Iterator[SendAction]:
@@ -311,28 +299,20 @@ def _follows(submit: WriteLayers, last: WriteLayers) -> bool:
     return submit.layer == last.layer + last.num_layers and tokens == (last.start, last.stop)
 
 
-def announce(
-    action: AnnounceReadable,
-    outgoing: OutgoingHandoff,
-    *,
-    granted: Granted,
-    mapped_pages: MappedPages,
-) -> Iterator[Available]:
+def announce(action: AnnounceReadable, outgoing: OutgoingHandoff) -> Iterator[Available]:
     """Announce where a range lies in this worker's pages, with its digests, batch by batch.
 
     Raises:
         ProtocolError: the range is not in this worker's pages.
     """
-    mapped_pages.gather(action.layer, action.start, action.stop)
-    trace, num_tokens = outgoing.session.order.trace, granted.grant.num_tokens
-    target = _any_target(granted.peer.negotiated.theirs.layout, num_tokens)
-    builder = WriteBatchBuilder(
-        mapped_pages.view.region, mapped_pages.sequence, target, outgoing.planner
-    )
-    for batch in builder.build(range(action.layer, action.layer + 1), action.start, action.stop):
-        notification = builder.digest(batch)
+    granted, mapped_pages = outgoing.grant_to_fill, outgoing.pages_to_send
+    layers, trace = range(action.layer, action.layer + 1), outgoing.session.order.trace
+    mapped_pages.gather(layers, action.start, action.stop)
+    for batch in outgoing.builder.build(layers, action.start, action.stop):
+        notification = outgoing.builder.digest(batch)
         source = mapped_pages.pages_of(notification.start, notification.stop)
-        _count(trace, batch.copies)
+        trace.num_bytes += batch.copies.num_bytes
+        trace.num_pages += batch.copies.num_pages
         yield Available(
             ticket=granted.ticket.id,
             layer=notification.layer,
@@ -344,19 +324,72 @@ def announce(
         )
 
 
-@lru_cache(maxsize=16)
 def _any_target(layout: KVLayout, num_tokens: int) -> PagedSequence:
-    """Pages of the peer's: which ones is its own business; any give the same number of bytes.
-
-    The same object for all layers of a handoff.
-    """
+    """Pages of the peer's: which ones is its own business; any give the same number of bytes."""
     num_blocks = -(-num_tokens // layout.block_size)
     return PagedSequence(layout, BlockTable(0, np.arange(num_blocks, dtype=np.int64)))
 
 
-def _count(trace: RequestSpan, copies: PageCopies) -> None:
-    trace.num_bytes += copies.num_bytes
-    trace.num_pages += copies.num_pages
+@dataclass(slots=True, eq=False)
+class OutgoingHandoff:
+    """A session, what was granted, and what carries it.
+
+    `mapped_pages` is known from `SendSession.begin` on. `waits`: something could not be submitted
+    before a route is attached.
+    """
+
+    session: SendSession
+    granted: Granted | None = None
+    mapped_pages: MappedPages | None = None
+    usage: TransportUsage = field(default_factory=TransportUsage)
+    waits: bool = False
+    _builder: WriteBatchBuilder | None = None
+
+    @property
+    def is_held(self) -> bool:
+        """Whether its KV waits here until the decode worker asks for it."""
+        return self.granted is None and self.session.order.ticket.mode == "pull"
+
+    @property
+    def grant_to_fill(self) -> Granted:
+        """What was granted; nothing is sent before."""
+        if self.granted is None:
+            raise AssertionError("nothing was granted")
+        return self.granted
+
+    @property
+    def pages_to_send(self) -> MappedPages:
+        """The granted tokens' pages; nothing is sent before there are any."""
+        if self.mapped_pages is None:
+            raise AssertionError("it has no pages before its session begins")
+        return self.mapped_pages
+
+    @property
+    def builder(self) -> WriteBatchBuilder:
+        """One for all that is sent; another one once other pages are granted (`take_grant`)."""
+        if self._builder is None:
+            granted, mapped_pages = self.grant_to_fill, self.pages_to_send
+            layout = granted.peer.negotiated.theirs.layout
+            target = (
+                PagedSequence(layout, granted.target)
+                if self.session.is_written
+                else _any_target(layout, granted.grant.num_tokens)
+            )
+            region = mapped_pages.view.region
+            self._builder = WriteBatchBuilder(region, mapped_pages.sequence, target)
+        return self._builder
+
+    def take_grant(self, granted: Granted) -> None:
+        """It was granted, or the pages of its grant are others."""
+        self.granted, self._builder = granted, None
+
+    def was_granted_by(self, peer: Peer) -> bool:
+        """Whether this peer granted it."""
+        return self.granted is not None and self.granted.peer is peer
+
+    def write_trace(self) -> None:
+        """Write into the trace which transports carried it."""
+        self.usage.write_into(self.session.order.trace)
 
 
 @dataclass(slots=True)

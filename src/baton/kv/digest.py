@@ -9,32 +9,36 @@ link's authentication.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 from xxhash import xxh3_128, xxh3_128_digest
 
 from baton.errors import ProtocolError
-from baton.kv.geometry import check_page_size, page_geometry, view_planes
+from baton.kv.geometry import check_page_size, view_planes
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from baton.kv.copies import BlockTable, PagedSequence
     from baton.kv.geometry import PageGeometry
-    from baton.kv.layout import KVLayout
 
 DIGEST_BYTES: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """Where pieces are on one side: piece i is `lengths[i]` tokens of a block from `firsts[i]`."""
+    """Where pieces are on one side: piece i is `lengths[i]` tokens of a block from `firsts[i]`.
+
+    A block has `block_size` tokens.
+    """
 
     blocks: list[int]
     firsts: list[int]
     lengths: list[int]
     num_tokens: int
+    block_size: int
 
 
 class PieceLocator:
@@ -69,23 +73,22 @@ def locate_pieces(
     Raises:
         ProtocolError: the table does not cover the pieces, or one of them crosses a page.
     """
+    block_size = sequence.layout.block_size
     tokens, lengths = bounds[:-1], bounds[1:] - bounds[:-1]
     if not len(tokens):
-        return Pieces([], [], [], 0)
+        return Pieces([], [], [], 0, block_size)
     sequence.check_covers(int(bounds[0]), int(bounds[-1]))
-    block_size = sequence.layout.block_size
     in_page = tokens % block_size
     if int((in_page + lengths).max()) > block_size or int(lengths.min()) < 1:
         raise ProtocolError("a piece is empty or crosses a page")
     if only is not None:
         tokens, lengths, in_page = tokens[only], lengths[only], in_page[only]
     blocks = sequence.blocks_of(tokens).tolist()
-    return Pieces(blocks, in_page.tolist(), lengths.tolist(), int(lengths.sum()))
+    return Pieces(blocks, in_page.tolist(), lengths.tolist(), int(lengths.sum()), block_size)
 
 
 def compute_digests(
-    layout: KVLayout,
-    layer: int,
+    geometry: PageGeometry,
     layer_pages: NDArray[np.uint8],
     pieces: Pieces,
     *,
@@ -94,8 +97,7 @@ def compute_digests(
     """`DIGEST_BYTES` for each piece, concatenated.
 
     Args:
-        layout: This side's.
-        layer: Which layer the pages are of.
+        geometry: The layer's, of this side's layout.
         layer_pages: uint8 `[num_blocks, page_bytes]`.
         pieces: From `locate_pieces`, of this side's block table.
         heads: The kv heads that both sides hold (`shared_heads`); None for all that this one does.
@@ -103,13 +105,15 @@ def compute_digests(
     Raises:
         InvalidLayoutError: the pages have another size than the layout's.
     """
-    geometry, block_size = page_geometry(layout, layer), layout.block_size
     check_page_size(layer_pages, geometry)
     planes: list[NDArray[np.uint8]] = []
-    is_stored_as_digested = _is_stored_as_digested(layout, geometry, heads)
+    # Of so many tokens or more, a piece is a page as it lies.
+    page_tokens = pieces.block_size if geometry.divisible else 1
+    if not _is_stored_as_digested(geometry, heads):
+        page_tokens = pieces.block_size + 1
     digests: list[bytes] = []
     for block, first, length in zip(pieces.blocks, pieces.firsts, pieces.lengths, strict=True):
-        if is_stored_as_digested and (length == block_size or not geometry.divisible):
+        if length >= page_tokens:
             digests.append(xxh3_128_digest(layer_pages[block]))
         else:
             planes = planes or view_planes(layer_pages, geometry, heads)
@@ -126,8 +130,12 @@ def _digest_gathered(planes: list[NDArray[np.uint8]], block: int, tokens: range)
     return digest.digest()
 
 
-def _is_stored_as_digested(layout: KVLayout, geometry: PageGeometry, heads: range | None) -> bool:
-    """Whether a whole page's bytes, as they lie, are what its digest covers."""
-    return layout.order != "heads_first" and all(
-        plane.heads_among(heads) == plane.heads for plane in geometry.planes
+@lru_cache(maxsize=1024)
+def _is_stored_as_digested(geometry: PageGeometry, heads: range | None) -> bool:
+    """Whether a whole page's bytes, as they lie, are what its digest covers.
+
+    A geometry never changes and is compared as an object, so the key has all that it depends on.
+    """
+    return all(
+        plane.is_canonical and plane.heads_among(heads) == plane.heads for plane in geometry.planes
     )

@@ -47,6 +47,14 @@ class PlaneGeometry:
         """Bytes of this plane in one page."""
         return self.block_size * len(self.heads) * self.row_bytes
 
+    @property
+    def is_canonical(self) -> bool:
+        """Whether its bytes lie in canonical order: token after token, head after head."""
+        return (
+            self.head_stride == self.row_bytes
+            and self.token_stride == len(self.heads) * self.row_bytes
+        )
+
     def heads_among(self, wanted: range | None) -> range:
         """The held heads that are wanted: all, where the plane is not sharded or None is given."""
         if wanted is None or not self.sharded:

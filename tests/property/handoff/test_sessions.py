@@ -228,7 +228,7 @@ class HandoffWorld(RuleBasedStateMachine):
                     posted = self.give_id(self.pick(self.sender.excluded))
                     self.writes[posted] = Notification(layer, start, stop, b"")
                     stretch = LayerTokenRange(layer, start, stop)
-                    self.perform_sender(self.sender.submitted(posted, stretch))
+                    self.perform_sender(self.sender.submitted(posted, [stretch]))
                 case AnnounceReadable(layer, start, stop):
                     if self.sender.phase is not SendPhase.SENDING:
                         continue

@@ -21,7 +21,7 @@ from baton.kv.copies import (
     compute_pieces,
 )
 from baton.kv.digest import DIGEST_BYTES, compute_digests, locate_pieces
-from baton.kv.geometry import shared_heads
+from baton.kv.geometry import page_geometry, shared_heads
 from baton.kv.layout import KVLayout, LayerLayout, TensorParallelShard, check_compatible
 
 if TYPE_CHECKING:
@@ -150,8 +150,7 @@ def test_digests_are_equal_on_both_sides_after_the_copy(case: Case) -> None:
     apply_copies(case.copies, case.src.pages, case.dst.pages)
     sent, found = (
         compute_digests(
-            side.sequence.layout,
-            0,
+            page_geometry(side.sequence.layout, 0),
             side.pages,
             locate_pieces(side.sequence, case.bounds),
             heads=case.heads,
@@ -187,8 +186,7 @@ def test_one_changed_byte_changes_exactly_the_digest_of_its_piece(
 
 def digest_list(side: Side, case: Case) -> list[bytes]:
     raw = compute_digests(
-        side.sequence.layout,
-        0,
+        page_geometry(side.sequence.layout, 0),
         side.pages,
         locate_pieces(side.sequence, case.bounds),
         heads=case.heads,

@@ -18,7 +18,7 @@ from baton.kv.copies import (
     compute_pieces,
 )
 from baton.kv.digest import DIGEST_BYTES, compute_digests, locate_pieces
-from baton.kv.geometry import shared_heads
+from baton.kv.geometry import page_geometry, shared_heads
 from baton.kv.layout import KVLayout, LayerLayout, TensorParallelShard
 
 if TYPE_CHECKING:
@@ -71,8 +71,7 @@ class Case:
     def digests(self, side: Side) -> list[bytes]:
         heads = shared_heads(self.src.sequence.layout, self.dst.sequence.layout, 0)
         raw = compute_digests(
-            side.sequence.layout,
-            0,
+            page_geometry(side.sequence.layout, 0),
             side.pages,
             locate_pieces(side.sequence, self.bounds),
             heads=heads,

@@ -83,11 +83,12 @@ def questions(draw: st.DrawFn) -> tuple[int, int, int, int, int, int, int]:
 def test_a_planner_answers_as_if_it_remembered_nothing(
     asked: list[tuple[int, int, int, int, int, int, int]],
 ) -> None:
-    planner = CopyPlanner()
+    planners: dict[tuple[int, int], CopyPlanner] = {}
     for src_layout, dst_layout, src_table, dst_table, layer, start, stop in asked:
         # Sequences are made anew each time, as the handoff does.
         src = PagedSequence(LAYOUTS[src_layout], TABLES[src_table])
         dst = PagedSequence(LAYOUTS[dst_layout], TABLES[dst_table])
+        planner = planners.setdefault((src_layout, dst_layout), CopyPlanner(src.layout, dst.layout))
         found = planner.plan(src, dst, layer, start=start, stop=stop)
         expected = compute_page_copies(src, dst, layer, start=start, stop=stop)
         assert found.layer == expected.layer == layer
@@ -98,7 +99,7 @@ def test_a_planner_answers_as_if_it_remembered_nothing(
 
 
 def test_layers_alike_have_the_very_same_groups_and_others_do_not() -> None:
-    planner, table = CopyPlanner(), TABLES[0]
+    planner, table = CopyPlanner(LAYOUTS[0], LAYOUTS[0]), TABLES[0]
 
     def plan(layer: int) -> PageCopies:
         src, dst = (PagedSequence(LAYOUTS[0], table) for _ in range(2))
@@ -109,3 +110,6 @@ def test_layers_alike_have_the_very_same_groups_and_others_do_not() -> None:
     assert second.groups is first.groups
     assert (first.layer, second.layer) == (0, 1)
     assert narrow.groups is not first.groups
+    alike = [planner.count_alike(range(layer, len(LAYERS))) for layer in range(len(LAYERS))]
+    assert alike == [2, 1, 1, 1]
+    assert planner.count_alike(range(1)) == 1

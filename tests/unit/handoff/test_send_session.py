@@ -118,7 +118,7 @@ def make_written_session() -> SendSession:
     session.begin(1)
     for layer, kind in enumerate(("shared", "tcp")):
         session.layer_ready(layer, 9)
-        session.submitted(TransferHandle(kind, TransferId(1)), LayerTokenRange(layer, 0, 9))
+        session.submitted(TransferHandle(kind, TransferId(1)), [LayerTokenRange(layer, 0, 9)])
     session.finish(None)
     return session
 
@@ -166,7 +166,7 @@ def test_a_session_without_a_route_submits_what_it_owes_once_there_is_one() -> N
     assert session.retransmit(missing(session, "shared", LayerTokenRange(0, 2, 9))) == [
         WriteLayers(0, 2, 9)
     ]
-    session.submitted(TransferHandle("tcp", TransferId(2)), LayerTokenRange(0, 2, 5))
+    session.submitted(TransferHandle("tcp", TransferId(2)), [LayerTokenRange(0, 2, 5)])
     assert session.resume() == [WriteLayers(0, 5, 9)]
 
 

@@ -14,7 +14,6 @@ from baton.handoff.write_batches import (
 )
 from baton.kv.copies import BlockTable, PagedSequence
 from baton.kv.layout import KVLayout
-from baton.kv.planning import CopyPlanner
 from baton.transfer.interface import Capabilities
 from baton.transfer.region import allocate_host_region, view_pages
 
@@ -31,7 +30,7 @@ def received():
     pages = view_pages(region.memory, region.arrays[0])
     pages[:] = np.random.default_rng(7).integers(0, 256, pages.shape, np.uint8)
     sequence = PagedSequence(layout, BlockTable(0, np.arange(NUM_BLOCKS, dtype=np.int64)))
-    packer = WriteBatchBuilder(region, sequence, sequence, CopyPlanner())
+    packer = WriteBatchBuilder(region, sequence, sequence)
     (parcel,) = packer.build(range(1), 0, NUM_BLOCKS * layout.block_size)
     return pages, DigestVerifier(region, sequence, layout), packer.digest(parcel), parcel
 

@@ -13,6 +13,7 @@ from baton.errors import ProtocolError
 from baton.kv.canonical import read_canonical
 from baton.kv.copies import BlockTable, PagedSequence, compute_pieces
 from baton.kv.digest import compute_digests, locate_pieces
+from baton.kv.geometry import page_geometry
 from baton.kv.layout import KVLayout
 
 LAYOUT = KVLayout.gqa(1, 4, 8, block_size=4, dtype="int8")
@@ -37,7 +38,9 @@ def test_a_digest_is_xxh3_of_the_canonical_bytes(order: str, heads: range | None
         for start, stop in pairwise(bounds)
     )
     assert (
-        compute_digests(sequence.layout, 0, PAGES, locate_pieces(sequence, bounds), heads=heads)
+        compute_digests(
+            page_geometry(sequence.layout, 0), PAGES, locate_pieces(sequence, bounds), heads=heads
+        )
         == expected
     )
 
@@ -46,7 +49,10 @@ def test_a_whole_canonical_page_is_digested_as_it_lies() -> None:
     bounds = np.array([0, 4, 8], dtype=np.int64)
     expected = xxh3_128_digest(PAGES[2].tobytes()) + xxh3_128_digest(PAGES[1].tobytes())
     assert (
-        compute_digests(LAYOUT, 0, PAGES, locate_pieces(paged(LAYOUT, [2, 1]), bounds)) == expected
+        compute_digests(
+            page_geometry(LAYOUT, 0), PAGES, locate_pieces(paged(LAYOUT, [2, 1]), bounds)
+        )
+        == expected
     )
 
 
@@ -68,7 +74,10 @@ def test_a_digest_of_an_opaque_page_covers_the_units_as_they_lie(
     )
     assert (
         compute_digests(
-            OPAQUE, 0, PAGES, locate_pieces(paged(OPAQUE, [5, 0, 3]), bounds), heads=heads
+            page_geometry(OPAQUE, 0),
+            PAGES,
+            locate_pieces(paged(OPAQUE, [5, 0, 3]), bounds),
+            heads=heads,
         )
         == expected
     )
@@ -77,7 +86,9 @@ def test_a_digest_of_an_opaque_page_covers_the_units_as_they_lie(
 def test_no_piece_no_digest() -> None:
     assert (
         compute_digests(
-            LAYOUT, 0, PAGES, locate_pieces(paged(LAYOUT, []), np.array([3], dtype=np.int64))
+            page_geometry(LAYOUT, 0),
+            PAGES,
+            locate_pieces(paged(LAYOUT, []), np.array([3], dtype=np.int64)),
         )
         == b""
     )
@@ -87,5 +98,7 @@ def test_no_piece_no_digest() -> None:
 def test_pieces_that_are_none_are_refused(bounds: list[int]) -> None:
     with pytest.raises(ProtocolError):
         compute_digests(
-            LAYOUT, 0, PAGES, locate_pieces(paged(LAYOUT, [0, 1]), np.array(bounds, dtype=np.int64))
+            page_geometry(LAYOUT, 0),
+            PAGES,
+            locate_pieces(paged(LAYOUT, [0, 1]), np.array(bounds, dtype=np.int64)),
         )

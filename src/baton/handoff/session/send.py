@@ -26,6 +26,8 @@ from baton.handoff.session.lease import LAPSED_REASON, LEASE_STAGE, Lease
 from baton.handoff.token_ranges import LayerTokenRange, intersect, subtract, unpack_ranges
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from baton.clock import Instant
     from baton.handoff.interface import SampledToken, SendOrder
     from baton.handoff.messages import FallbackToWrite, Grant, RetransmitRequest
@@ -67,7 +69,7 @@ class SendSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         self._ready = np.full(num_layers, order.num_ready_tokens, dtype=np.int64)
         self._sent = np.zeros(num_layers, dtype=np.int64)
         self.excluded: set[str] = set()
-        self._outstanding: dict[TransferHandle, LayerTokenRange] = {}
+        self._outstanding: set[TransferHandle] = set()
         self._carried: dict[str, list[LayerTokenRange]] = {}
         self._draining_transports: set[str] = set()
         self._requested_missing: set[str] = set()
@@ -150,14 +152,17 @@ class SendSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         self._finish = SendFinished(first_token)
         return self._drain() if self.phase is SendPhase.SENDING else []
 
-    def submitted(self, handle: TransferHandle, token_range: LayerTokenRange) -> list[SendAction]:
+    def submitted(
+        self, handle: TransferHandle, token_ranges: Sequence[LayerTokenRange]
+    ) -> list[SendAction]:
         """A `WriteLayers`, or a part of it, was handed to a transport."""
-        self._outstanding[handle] = token_range
-        self._carried.setdefault(handle.transport, []).append(token_range)
-        if token_range.start < self._sent[token_range.layer]:
-            self._to_retransmit = subtract(self._to_retransmit, token_range)
-        else:
-            self._sent[token_range.layer] = token_range.stop
+        self._outstanding.add(handle)
+        self._carried.setdefault(handle.transport, []).extend(token_ranges)
+        for token_range in token_ranges:
+            if token_range.start < self._sent[token_range.layer]:
+                self._to_retransmit = subtract(self._to_retransmit, token_range)
+            else:
+                self._sent[token_range.layer] = token_range.stop
         return self._drain()
 
     def announced(self, layer: int, stop: int) -> list[SendAction]:
@@ -177,7 +182,7 @@ class SendSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
 
         In either case nothing of it will be stored by this side any more.
         """
-        self._outstanding.pop(handle, None)
+        self._outstanding.discard(handle)
         return [*self._try_report_failure(handle.transport), *self._settle()]
 
     def fail_over(self, transport: str) -> list[SendAction]:

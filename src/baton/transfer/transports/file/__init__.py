@@ -20,7 +20,8 @@ from functools import partial
 
 from baton.registry import Plugin
 from baton.transfer.interface import TransportFactory
-from baton.transfer.transports.file.transport import FileOptions, FileTransport
+from baton.transfer.transports.file.remote import FileOptions
+from baton.transfer.transports.file.transport import FileTransport
 
 
 def _build(options: FileOptions) -> TransportFactory:
