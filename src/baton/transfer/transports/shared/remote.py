@@ -93,7 +93,7 @@ class SharedRemote(PeerWritesRemote["Sequence[NDArray[np.uint8]]"]):
         source = self._local_views[region.handle][layers.start : layers.stop]
         self._grants.submit(Submitted(transfer, write, source), self._connection)
 
-    def read(self, transfer: TransferId, copies: PageCopies, target: NDArray[np.uint8]) -> None:
+    def read(self, transfer: TransferId, copies: PageCopies, region: PagedRegion) -> None:
         """Copy checked pages of the peer into local ones, now; the event reports the result.
 
         The mapping outlives the peer's process, so a peer that was killed and not missed yet is
@@ -106,7 +106,7 @@ class SharedRemote(PeerWritesRemote["Sequence[NDArray[np.uint8]]"]):
         if self._pages is None:
             raise TransferError("this remote is not attached yet")
         try:
-            self._pages.load(copies, target)
+            self._pages.load(copies, self._local_views[region.handle][copies.layer])
         except TransferError as exc:
             self._reactor.report(ReadFailed(transfer, exc))
         else:
@@ -131,7 +131,10 @@ class SharedRemote(PeerWritesRemote["Sequence[NDArray[np.uint8]]"]):
         return self._pages is not None and self._pages.prefault()
 
     def _poll_inbound(self) -> None:
-        """Before a transfer: a grant may just have been opened or closed, or the peer be lost."""
+        """Before a transfer: a grant may just have been opened or closed, or the peer be lost.
+
+        Views of pages are taken after this: the traceback of a loss keeps the frames it passed.
+        """
         if self._inbound_poller is not None and self._loss is None:
             self._inbound_poller.poll_inbound()
 
