@@ -129,12 +129,6 @@ class LoopbackTransport:
         apply_copies(write.copies, *views)
         self.events.append(Arrived(write.grant, write.notification))
 
-    def read(self, read):
-        raise TransferError("loopback does not read")
-
-    def view(self, remote, array):
-        raise TransferError("loopback does not show pages in place")
-
     def poll(self):
         for dialer, id_, descriptor in self.requests:
             dialer.admitted(id_, self._why_not(dialer, descriptor))
