@@ -15,17 +15,11 @@ from baton.testing.transport_pair import whole_pages
 from baton.transfer.devices.extents import find_extent
 from baton.transfer.interface import PageRead, ReadFailed, WriteFailed
 from baton.transfer.region import allocate_shared_region, release_region
-from tests.contract.shared_devices import DeviceKit
-
-DEVICE_BYTES = 16 << 20
+from tests.contract.shared_devices import SmallDeviceKit
 
 
-class TestMsync(DeviceKit):
-    device_bytes, folder, flush = (
-        DEVICE_BYTES,
-        None,
-        "msync",
-    )  # on a disk: the kernel says which pages are not there yet
+class TestMsync(SmallDeviceKit):
+    folder, flush = None, "msync"  # on a disk: the kernel says which pages are not there yet
 
     def test_what_was_written_is_on_the_disk_and_nothing_else(self, pair):
         remote, grant = pair.attach(), pair.open_grant(range(64))
@@ -40,9 +34,7 @@ class TestMsync(DeviceKit):
         assert count_dirty_bytes(extent) == 11 * PAGE_BYTES
 
 
-class TestFileCutShort(DeviceKit):
-    device_bytes = DEVICE_BYTES
-
+class TestFileCutShort(SmallDeviceKit):
     def test_writes_fail_and_the_process_lives(self, pair, device):
         remote, grant = pair.attach(), pair.open_grant([1])
         check_write(pair, remote, grant, [whole_pages([0], [1], PAGE_BYTES)])

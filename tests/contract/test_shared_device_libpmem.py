@@ -15,7 +15,7 @@ from baton.testing.transport_pair import whole_pages
 from baton.transfer.devices import flushing
 from baton.transfer.devices.extents import find_extent
 from baton.transfer.interface import Arrived, PageRead
-from tests.contract.shared_devices import DeviceKit, SharedDeviceContract
+from tests.contract.shared_devices import SharedDeviceContract, SmallDeviceKit
 
 if os.uname().machine != "x86_64":
     pytest.skip("libpmem evicts cache lines on x86 only", allow_module_level=True)
@@ -23,8 +23,6 @@ try:
     flushing.load_libpmem()
 except ConfigError as exc:
     pytest.skip(str(exc), allow_module_level=True)
-
-DEVICE_BYTES = 16 << 20
 
 
 class TestSharedDeviceLibpmem(SharedDeviceContract):
@@ -53,9 +51,8 @@ class Accounts:
         self._flusher.flush(mapping, starts, lengths)
 
 
-class TestWhatIsFlushed(DeviceKit):
+class TestWhatIsFlushed(SmallDeviceKit):
     flush = "libpmem"
-    device_bytes = DEVICE_BYTES
 
     def watch(self, pair, remote):
         """The two mappings' accounts, and the order in which they were asked."""

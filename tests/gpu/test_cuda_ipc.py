@@ -16,6 +16,9 @@ from baton.transfer.device_memory import make_device_region
 from baton.transfer.interface import TRANSPORTS, Arrived, RemoteLost, TransportContext
 from tests.gpu.gpu_memory import GpuSide, allocate_region
 
+if not torch.cuda.is_available():
+    pytest.skip(f"needs a CUDA GPU (torch {torch.__version__} sees none)", allow_module_level=True)
+
 
 class GpuKit(TransportKit):
     kind = "cuda_ipc"

@@ -410,8 +410,10 @@ class DecodeReceiver:  # noqa: PLR0904 -- a method for each event (ADR 0005)
             return
         if incoming.mapped_pages is not None:
             context = self._context
-            undigested = context.verification.undigested(context.transports)
-            plan = TransferPlan(op, incoming.mapped_pages.pages, view.is_staged, undigested)
+            no_digest_transports = context.verification.no_digest_transports(context.transports)
+            plan = TransferPlan(
+                op, incoming.mapped_pages.pages, view.is_staged, no_digest_transports
+            )
             self._perform(incoming, session.begin(plan))
 
     def _choose_op(self, incoming: IncomingHandoff, peer: Peer) -> GrantOp | None:

@@ -80,7 +80,7 @@ class VerificationPolicy:
         """The level for what a transport brings."""
         return self.level_on(path_of(transport.capabilities))
 
-    def undigested(self, transports: tuple[Transport, ...]) -> tuple[str, ...]:
+    def no_digest_transports(self, transports: tuple[Transport, ...]) -> tuple[str, ...]:
         """Over which of these no digests are wanted."""
         return tuple(t.kind for t in transports if self.level_over(t) == "identity")
 

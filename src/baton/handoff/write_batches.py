@@ -253,7 +253,7 @@ def write_batches(
     for batch, chosen in _choose_transports(
         builder.build(layers, submit.start, submit.stop), choose
     ):
-        is_undigested = chosen.peer_transport.kind in granted.grant.undigested
+        is_undigested = chosen.peer_transport.kind in granted.grant.no_digest_transports
         notification = notify_without_digests(batch) if is_undigested else builder.digest(batch)
         page_write = PageWrite(
             remote=chosen.peer_transport.attached,

@@ -3,9 +3,9 @@
 Reads one JSON line from its standard input. A `PeerTask` makes it a writer: it attaches, and writes
 into the grant's pages, all of them each time, filled with a byte that changes from write to write.
 It goes on whatever happens to its writes, until its input ends; then it detaches and leaves. One
-that is not attached within `ATTACH_TIMEOUT_S` says why, and ends with exit code 1. An
-`OwnerTask` makes it an owner: it exposes a region full of `OWNED_BYTE`, says the descriptor in one
-JSON line, and polls until its input ends.
+that is not attached within `ATTACH_TIMEOUT_S` reports why, and ends with exit code 1. An
+`OwnerTask` makes it an owner: it exposes a region full of `OWNED_BYTE`, prints the descriptor in
+one JSON line, and polls until its input ends.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def main(setup: PeerSetup = SHARED) -> None:
 
 
 def run_owner(transport: Transport, task: OwnerTask, setup: PeerSetup) -> None:
-    """Expose a region and say so, until the input ends."""
+    """Expose a region, print its descriptor, and serve it until the input ends."""
     region = setup.choose_allocation(task.kind, task.options)(task.shapes)
     setup.fill(region, OWNED_BYTE)
     sys.stdout.buffer.write(msgspec.json.encode(transport.expose(region)) + b"\n")

@@ -160,7 +160,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     load_after: tuple[float, float, float]
 
 
-class Report(msgspec.Struct, frozen=True, kw_only=True, rename={"by_reference": "lent"}):
+class Report(msgspec.Struct, frozen=True, kw_only=True):
     """Everything. `is_partial`: it was interrupted, and some rows lack rounds or are absent."""
 
     schema: str = SCHEMA

@@ -146,7 +146,11 @@ class LeaseChecker:
         return None
 
 
-_NAMES: Final = {KVExported: "loan", ExportReleased: "loan ended", ImportRevoked: "loan recalled"}
+_NAMES: Final = {
+    KVExported: "export",
+    ExportReleased: "export released",
+    ImportRevoked: "import revoked",
+}
 
 
 @dataclass(slots=True)
@@ -182,7 +186,7 @@ class ExportChecker:
 
     def on_copy(self, process: SimProcess, source: Iterable[int], target: Iterable[int]) -> None:
         """Blocks that were imported are copied into others."""
-        self.seen["loan copied"] += 1
+        self.seen["import copied"] += 1
         self.on_read(process, source)
         self.on_write(process, target)
 

@@ -77,7 +77,7 @@ class WorkerRequest:
     world: World
     name: str
     worker: str
-    leg: Literal["prefill", "decode", "colocated"]
+    part: Literal["prefill", "decode", "colocated"]
     sealed: str | None
     prompt: tuple[int, ...]
     num_output: int
@@ -103,7 +103,7 @@ class WorkerRequest:
                 world,
                 self.name,
                 self.worker,
-                self.leg,
+                self.part,
                 self.sealed,
                 self.prompt,
                 self.num_output,

@@ -221,7 +221,7 @@ class SimProcess:
                 request_id=worker_request.name,
                 worker=self.name,
                 epoch=self.epoch,
-                role=worker_request.leg,
+                role=worker_request.part,
             ),
         )
         worker_request.request = request.id
@@ -347,7 +347,7 @@ class SimProcess:
         self.wake_engine()
 
     def _read_kind(self, sealed: str | None) -> RequestKind:
-        """As `worker.legs.TicketReader`, which belongs to another layer.
+        """As `worker.ticket_reader.TicketReader`, which belongs to another layer.
 
         Raises:
             TicketError: not a ticket for this life, or used before.

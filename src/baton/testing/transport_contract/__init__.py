@@ -20,8 +20,8 @@ File map:
     reading.py       what is read, and what is seen in place
     write_grants.py  permission, and its end
     peers.py         connections begin and end, and what may come over a fresh one
-    process.py       a writer, or an owner, in another process, which is stopped and killed
-    namespace.py     the same on another host, over a cable that is cut
+    process.py       a writer, or an owner, in another process, which is stopped and killed; the
+                     same on another host, over a cable that is cut
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from baton.errors import TransferError
-from baton.testing.transport_contract.namespace import NamespaceContract
 from baton.testing.transport_contract.peers import PeerContract, UnauthenticatedPeerContract
 from baton.testing.transport_contract.process import (
+    NamespaceContract,
     ProcessContract,
     ReaderTrackingContract,
     ReadOwnerContract,
