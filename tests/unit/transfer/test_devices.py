@@ -19,7 +19,7 @@ from baton.transfer.devices.extents import (
 from baton.transfer.devices.table import TABLE_BYTES, Extent, Table, read_table, write_table
 from baton.transfer.interface import TRANSPORTS, PageArray
 from baton.transfer.region import allocate_shared_region, place_arrays, release_region, view_pages
-from baton.transfer.transports.shared.mapping import map_attached
+from baton.transfer.transports.shared.remote import map_attached
 from baton.transfer.transports.shared.wire import Attached
 
 MIB = 1 << 20

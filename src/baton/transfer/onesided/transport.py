@@ -53,6 +53,8 @@ if TYPE_CHECKING:
     )
     from baton.transfer.onesided.session import Library, OneSidedSession
 
+M = TypeVar("M")
+
 MIN_INTERVAL_S: Final = 50e-6
 MAX_INTERVAL_S: Final = 1e-3
 POLLS_PER_AGE: Final = 32
@@ -180,9 +182,6 @@ class OneSidedWriter(WriterConnection):
             super()._disconnected(error)
         else:
             self._finish()
-
-
-M = TypeVar("M")
 
 
 class OneSidedTransport(PeerWritesTransport[OneSidedRemote[M], Attach, OneSidedWriter], Generic[M]):

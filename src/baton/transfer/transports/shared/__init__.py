@@ -6,8 +6,7 @@ or proof of death. Of a read: the peer's bytes in this side's pages; the peer re
 
 File map:
     transport.py   options; `SharedTransport`: the contract, admission, the receiving end
-    remote.py      the writing, or reading, end: one peer's region, mapped here
-    mapping.py     a peer's pages in this process' address space
+    remote.py      the writing, or reading, end: one peer's region, mapped into this process
     wire.py        the messages, and their bounds
 """
 

@@ -156,8 +156,8 @@ class SharedTransport(PeerWritesTransport[SharedRemote, Attach, SharedWriter]):
         """See `ReadsPages`."""
         if not self.capabilities.reads:
             raise TransferError("shared does not read memory whose caches need care (flush)")
-        transfer, remote, _ = self._check_read(read)
-        remote.read(transfer, read.copies, self._views[read.region][read.copies.layer])
+        transfer, remote, region = self._check_read(read)
+        remote.read(transfer, read.copies, region)
         return transfer
 
     def view(self, remote: RemoteId, array: int) -> NDArray[np.uint8]:

@@ -74,6 +74,10 @@ if TYPE_CHECKING:
     )
     from baton.transfer.transports.tcp.sockets import TcpOptions
 
+_log = logging.getLogger(__name__)
+
+TLS_SUFFIX = "/tls"
+"""At the end of an endpoint where the peer uses TLS."""
 MAX_STEP_BYTES: Final = 8 << 20
 """Page bytes read before other connections get their turn."""
 MAX_FETCHES: Final = 16
@@ -297,12 +301,6 @@ class TcpInbound:
             return
         self._grants.report_arrived(TicketId(part.grant), write.notification)
         self.connection.send_body(encode(WriteLanded(part.sequence)))
-
-
-_log = logging.getLogger(__name__)
-
-TLS_SUFFIX = "/tls"
-"""At the end of an endpoint where TLS is spoken."""
 
 
 class TcpTransport(ConnectedTransport[TcpRemote, Attach]):
