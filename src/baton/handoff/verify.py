@@ -131,18 +131,18 @@ def verify_written(
     incoming: IncomingHandoff,
     notification: Notification,
     transport: Transport,
-) -> bool:
-    """Whether what a peer's write brought is what its sender had, as far as is looked at."""
+) -> list[int]:
+    """In which layers a peer's write brought something else than its sender had, as far as seen."""
     level = policy.level_over(transport)
     match level:
         case "identity":
-            return True
+            return []
         case "sampled":
             if incoming.sampler is None:
                 incoming.sampler = Sampler(policy.share)
-            return incoming.is_intact(notification, transport.kind, incoming.sampler)
+            return incoming.find_wrong_layers(notification, transport.kind, incoming.sampler)
         case "full":
-            return incoming.is_intact(notification, transport.kind, None)
+            return incoming.find_wrong_layers(notification, transport.kind, None)
         case _:
             assert_never(level)
 
@@ -152,4 +152,4 @@ def verify_read(incoming: IncomingHandoff, notification: Notification, transport
 
     Whatever the policy: its pages may have changed while they were read.
     """
-    return incoming.is_intact(notification, transport, None)
+    return not incoming.find_wrong_layers(notification, transport, None)

@@ -33,18 +33,22 @@ def compare(
     `freshness[link]`, 0 to 1: how much of what it was taught for such shapes still counts.
     """
     kind = shape.size_class
-    corrected = {link: model.correction(kind) for link, model in models.items() if model.num_probes}
-    weights = {link: each.trust * freshness[link] for link, each in corrected.items()}
-    common = sum(weights[link] * each.log_ratio for link, each in corrected.items())
-    common = min(MAX_COMMON, max(-MAX_COMMON, common / (sum(weights.values()) or 1.0)))
-    # One late transfer does not make a link a slow one: it may have waited for something else.
-    trust = {
-        link: freshness[link] if each.trust == 1.0 else 0.0 for link, each in corrected.items()
-    }
+    corrections: dict[str, tuple[float, float]] = {}
+    sum_of_weights = common = 0.0
+    for link, model in models.items():
+        if not model.num_probes:
+            continue
+        learnt = model.correction(kind)
+        log_ratio, trust = learnt.log_ratio, learnt.trust
+        weight = trust * freshness[link]
+        sum_of_weights += weight
+        common += weight * log_ratio
+        # One late transfer does not make a link a slow one: it may have waited for something else.
+        corrections[link] = log_ratio, freshness[link] if trust == 1.0 else 0.0
+    common = min(MAX_COMMON, max(-MAX_COMMON, common / (sum_of_weights or 1.0)))
     expected: dict[str, float] = {}
     for link, model in models.items():
-        known = trust.get(link, 1.0)
-        own = corrected[link].log_ratio if link in corrected else 0.0
+        own, known = corrections.get(link, (0.0, 1.0))
         correction = known * own + (1 - known) * common
         expected[link] = model.predict_uncorrected(shape) * math.exp(correction)
     return expected

@@ -125,18 +125,18 @@ class LinkModel:
         )
 
     def _move_all(self, shape: TransferShape, predicted: float, error: float) -> LinkModel:
-        shares = (
-            self.latency_s / predicted,
-            shape.num_descriptors * self.descriptor_s / predicted,
-            shape.num_bytes * self.byte_s / predicted,
-        )
-        step = _learning_rate(self.num_transfers) * error / sum(share * share for share in shares)
-        latency, descriptor, byte = (math.exp(step * share) for share in shares)
+        latency_share = self.latency_s / predicted
+        descriptor_share = shape.num_descriptors * self.descriptor_s / predicted
+        byte_share = shape.num_bytes * self.byte_s / predicted
+        step = _learning_rate(self.num_transfers) * error
+        step /= latency_share**2 + descriptor_share**2 + byte_share**2
         return replace(
             self,
-            latency_s=max(MIN_LATENCY_S, self.latency_s * latency),
-            descriptor_s=max(MIN_DESCRIPTOR_S, self.descriptor_s * descriptor),
-            byte_s=max(MIN_BYTE_S, self.byte_s * byte),
+            latency_s=max(MIN_LATENCY_S, self.latency_s * math.exp(step * latency_share)),
+            descriptor_s=max(
+                MIN_DESCRIPTOR_S, self.descriptor_s * math.exp(step * descriptor_share)
+            ),
+            byte_s=max(MIN_BYTE_S, self.byte_s * math.exp(step * byte_share)),
             num_transfers=self.num_transfers + 1,
         )
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeAlias
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from baton.kv.copies import CopyGroup, PageCopies
+    from baton.kv.copies import PageCopies
     from baton.transfer.interface import PageArray
 
 
@@ -35,12 +35,11 @@ def measure_shape(
     """The shape of copies between two regions; whole pages that follow one another count as one."""
     if not 0 <= copies.layer < min(len(source), len(target)):
         return TransferShape(copies.num_bytes, copies.num_pages)  # the transport will refuse it
-    page_bytes = source[copies.layer].page_bytes, target[copies.layer].page_bytes
-    num = sum(_count_descriptors(group, page_bytes) for group in copies.groups)
-    return TransferShape(copies.num_bytes, num * copies.num_layers)
-
-
-def _count_descriptors(group: CopyGroup, page_bytes: tuple[int, int]) -> int:
-    if group.moves_whole_pages(*page_bytes):
-        return group.num_runs
-    return len(group.src_pages) * len(group.spans)
+    src_bytes, dst_bytes = source[copies.layer].page_bytes, target[copies.layer].page_bytes
+    num_descriptors = 0
+    for group in copies.groups:
+        if group.moves_whole_pages(src_bytes, dst_bytes):
+            num_descriptors += group.num_runs
+        else:
+            num_descriptors += len(group.src_pages) * len(group.spans)
+    return TransferShape(copies.num_bytes, num_descriptors * copies.num_layers)
