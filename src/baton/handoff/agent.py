@@ -263,6 +263,7 @@ class HandoffAgent:  # noqa: PLR0904 - the engine's contract, and the process's
             self._peer_transports, self._peers, self._probe_target, options.links.bounds
         )
         self._views = context.views
+        self._has_staging = any(view.is_staged for view in context.views)
         self._importer, self._exporter = (
             SharedBlockImporter(context, ImportTable()),
             SharedBlockExporter(context),
@@ -396,8 +397,10 @@ class HandoffAgent:  # noqa: PLR0904 - the engine's contract, and the process's
         now = self.options.clock.now()
         if now >= self._next_tick:
             self._tick(now)
-        self._serve_staging()
-        self._probe()
+        if self._has_staging:
+            self._serve_staging()
+        if self._prober.has_work:
+            self._probe()
 
     def _probe(self) -> None:
         """Handoffs first: probes are made while none waits, or between their transfers."""

@@ -257,29 +257,48 @@ class DecodeReceiver:  # noqa: PLR0904 -- a method for each event (ADR 0005)
             return
         session = incoming.session
         try:
-            notifications = decode_notification(raw_notice).split()
-            if not all(session.expects(notification) for notification in notifications):
+            notification = decode_notification(raw_notice)
+            if not session.expects(notification):
                 return
         except ProtocolError as exc:
             self._perform(incoming, session.fail(str(exc), stage="landing"))
             return
-        for notification in notifications:
-            if session.phase is not ReceivePhase.GRANTED:
-                return  # the pages are not this handoff's any more
-            self._layer_arrived(transport, incoming, notification)
-
-    def _layer_arrived(
-        self, transport: Transport, incoming: IncomingHandoff, notification: Notification
-    ) -> None:
-        """What is expected was written: see whether it is what its sender had."""
-        session = incoming.session
-        if verify_written(self._context.verification, incoming, notification, transport):
+        wrong = verify_written(self._context.verification, incoming, notification, transport)
+        if not wrong:
             incoming.record_arrival(transport, notification)
             self._accept(incoming, notification)
-        elif incoming.has_other(transport):
-            self._perform(incoming, session.exclude(transport.kind, explain_mismatch(notification)))
+        elif len(wrong) == notification.num_layers:
+            self._refuse(transport, incoming, notification)
         else:
-            self._perform(incoming, session.fail(explain_mismatch(notification), stage="verify"))
+            for part in notification.split():
+                self._part_arrived(transport, incoming, part, is_intact=part.layer not in wrong)
+
+    def _part_arrived(
+        self,
+        transport: Transport,
+        incoming: IncomingHandoff,
+        part: Notification,
+        *,
+        is_intact: bool,
+    ) -> None:
+        """One layer of a write that was wrong in another one, or in this."""
+        if incoming.session.phase is not ReceivePhase.GRANTED:
+            return  # the pages are not this handoff's any more
+        if is_intact:
+            incoming.record_arrival(transport, part)
+            self._accept(incoming, part)
+        else:
+            self._refuse(transport, incoming, part)
+
+    def _refuse(
+        self, transport: Transport, incoming: IncomingHandoff, notification: Notification
+    ) -> None:
+        """What was written is not what its sender had: it comes by another way, or not at all."""
+        session, reason = incoming.session, explain_mismatch(notification)
+        if incoming.has_other(transport):
+            self._perform(incoming, session.exclude(transport.kind, reason))
+        else:
+            self._perform(incoming, session.fail(reason, stage="verify"))
 
     def _read_completed(self, handle: TransferHandle) -> None:
         """Pages that a peer reported available are in this worker's pages: check their digests."""

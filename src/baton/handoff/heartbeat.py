@@ -14,7 +14,7 @@ age. Where the engine reported nothing since, nothing is sent.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from baton.clock import Instant
@@ -57,7 +57,7 @@ class EngineHeartbeat:
 
     def tick(self) -> None:
         """A layer of the step is done."""
-        self._pending = replace(self._pending, last_progress_at=self._clock.now())
+        self._pending = PendingPrefills(self._clock.now(), self._pending.prompts)
 
 
 KEEPALIVES_PER_TIMEOUT: Final = 4

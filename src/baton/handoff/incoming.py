@@ -146,17 +146,17 @@ class IncomingHandoff:
         self._closing.discard(transport.kind)
         return not self._closing
 
-    def is_intact(
+    def find_wrong_layers(
         self, notification: Notification, transport: str, sampler: Sampler | None
-    ) -> bool:
-        """Whether the bytes that a notification names are in the pages, as their sender had them.
+    ) -> list[int]:
+        """Layers of a notification that are not in the pages as their sender had them.
 
         With a sampler: as far as it looks. What was compared is noted in the trace.
         """
         seen = self._get_verifier().verify(notification, sampler)
         trace, num_bytes = self.session.order.trace, seen.num_tokens * self._layer_bytes
-        trace.verified(transport, num_bytes, is_intact=seen.is_intact)
-        return seen.is_intact
+        trace.verified(transport, num_bytes, is_intact=not seen.wrong_layers)
+        return seen.wrong_layers
 
     def scatter(self, notification: Notification) -> None:
         """Bring what a notification names, which is intact, into the engine's blocks."""
@@ -181,7 +181,7 @@ class IncomingHandoff:
 
     def record_arrival(self, transport: Transport, notification: Notification) -> None:
         """Note what brought some of the KV: the proof of what was used."""
-        num_tokens = notification.stop - notification.start
+        num_tokens = (notification.stop - notification.start) * notification.num_layers
         self.usage.add_bytes(transport.kind, num_tokens * self._layer_bytes)
         if self._fenced:
             self.usage.record_failover(self._fenced[0], transport.kind)
@@ -315,18 +315,18 @@ def verify_written(
     incoming: IncomingHandoff,
     notification: Notification,
     transport: Transport,
-) -> bool:
-    """Whether what a peer's write brought is what its sender had, as far as is looked at."""
+) -> list[int]:
+    """In which layers a peer's write brought something else than its sender had, as far as seen."""
     level = policy.level_over(transport)
     match level:
         case "identity":
-            return True
+            return []
         case "sampled":
             if incoming.sampler is None:
                 incoming.sampler = Sampler(policy.share)
-            return incoming.is_intact(notification, transport.kind, incoming.sampler)
+            return incoming.find_wrong_layers(notification, transport.kind, incoming.sampler)
         case "full":
-            return incoming.is_intact(notification, transport.kind, None)
+            return incoming.find_wrong_layers(notification, transport.kind, None)
         case _:
             assert_never(level)
 
@@ -336,4 +336,4 @@ def verify_read(incoming: IncomingHandoff, notification: Notification, transport
 
     Whatever the policy: its pages may have changed while they were read.
     """
-    return incoming.is_intact(notification, transport, None)
+    return not incoming.find_wrong_layers(notification, transport, None)

@@ -108,7 +108,8 @@ class PeerTransport:
         if period is None:
             period = self._period = _Period(before, after, choice.shape)
         period.filled_at = after
-        period.largest = max(period.largest, choice.shape, key=lambda shape: shape.num_bytes)
+        if choice.shape.num_bytes > period.largest.num_bytes:
+            period.largest = choice.shape
         period.num_transfers += 1
         period.num_bytes += choice.shape.num_bytes
         period.num_descriptors += choice.shape.num_descriptors
@@ -134,7 +135,7 @@ class PeerTransport:
             shape = TransferShape(period.num_bytes, period.num_descriptors)
             self.model = self.model.refine(shape, observed_s, alike=period.largest)
         return Outcome(
-            transport=self.kind,
+            transport=self.transport.kind,
             direction=self.direction,
             num_transfers=period.num_transfers,
             num_bytes=period.num_bytes,
@@ -280,7 +281,10 @@ class PeerTransportTable:  # noqa: PLR0904 -- a method for each event (ADR 0005)
     def is_up(self, peer: Peer, avoid: Collection[str] = ()) -> bool:
         """Whether something can be moved now, be it by the second best."""
         known = self._by_peer.get(id(peer))
-        return bool(known and set(known.in_state(PeerTransportState.UP)) - set(avoid))
+        for kind, each in () if known is None else known.peer_transports.items():
+            if each.state is PeerTransportState.UP and kind not in avoid:
+                return True
+        return False
 
     def choose(
         self, peer: Peer, shape: TransferShape, avoid: Collection[str] = ()
@@ -289,8 +293,13 @@ class PeerTransportTable:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         known = self._by_peer.get(id(peer))
         if known is None:
             return None
-        usable = [kind for kind in known.in_state(PeerTransportState.UP) if kind not in avoid]
-        choice = known.chooser.choose(shape, known.models, usable)
+        models: dict[str, LinkModel] = {}
+        usable: list[str] = []
+        for kind, each in known.peer_transports.items():
+            models[kind] = each.model
+            if each.state is PeerTransportState.UP and kind not in avoid:
+                usable.append(kind)
+        choice = known.chooser.choose(shape, models, usable)
         if choice is None:
             return None
         if choice.is_mismatch:

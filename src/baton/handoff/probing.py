@@ -125,8 +125,15 @@ class LinkProber:
         self._done: set[tuple[int, str]] = set()
         self._active: _ProbeRun | None = None
 
+    @property
+    def has_work(self) -> bool:
+        """Whether a link is being measured, or waits for it."""
+        return self._active is not None or bool(self._waiting)
+
     def ask(self, peer: Peer) -> None:
         """Probe the links to a peer that were not probed yet, and those that are half-open."""
+        if not self._probe_target.has_memory:
+            return
         for peer_transport in self._peer_transports.of(peer):
             key = id(peer), peer_transport.kind
             is_new = peer_transport.state is PeerTransportState.UP and key not in self._done

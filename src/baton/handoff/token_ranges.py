@@ -91,44 +91,43 @@ class Coverage:
         self._landed = np.zeros((num_layers, stop - start), dtype=np.bool_)
         self._missing_in_layer = np.full(num_layers, stop - start, dtype=np.int64)
         self.num_missing = num_layers * (stop - start)
-        self._has_complete_layer = False
+        self.has_complete_layer = False
+        """Whether every token of some layer has landed."""
 
     @property
     def complete(self) -> bool:
         """Whether every token of every layer has landed."""
         return self.num_missing == 0
 
-    @property
-    def has_complete_layer(self) -> bool:
-        """Whether every token of some layer has landed."""
-        return self._has_complete_layer
-
-    def check(self, layer: int, start: int, stop: int) -> None:
-        """Refuse a range that is not expected, or that landed already.
+    def check(self, layer: int, start: int, stop: int, num_layers: int = 1) -> None:
+        """Refuse a range, of layers from `layer` on, that is not expected or landed already.
 
         Raises:
             ProtocolError: out of bounds, empty, or overlapping what landed before.
         """
-        if not 0 <= layer < len(self._landed):
-            raise ProtocolError(f"layer {layer} of {len(self._landed)}")
+        if not 0 <= layer < layer + num_layers <= len(self._landed):
+            raise ProtocolError(f"layers [{layer}, {layer + num_layers}) of {len(self._landed)}")
         if not self._start <= start < stop <= self._stop:
             raise ProtocolError(
                 f"tokens [{start}, {stop}) where [{self._start}, {self._stop}) are expected"
             )
-        if self._row(layer, start, stop).any():
+        first = self._start
+        if self._landed[layer : layer + num_layers, start - first : stop - first].any():
             raise ProtocolError(f"tokens [{start}, {stop}) of layer {layer} landed twice")
 
-    def add(self, layer: int, start: int, stop: int) -> None:
-        """Count a range as landed.
+    def add(self, layer: int, start: int, stop: int, num_layers: int = 1) -> None:
+        """Count a range of layers from `layer` on as landed.
 
         Raises:
             ProtocolError: as `check`; then nothing is counted.
         """
-        self.check(layer, start, stop)
-        self._row(layer, start, stop)[:] = True
-        self._missing_in_layer[layer] -= stop - start
-        self._has_complete_layer |= not self._missing_in_layer[layer]
-        self.num_missing -= stop - start
+        self.check(layer, start, stop, num_layers)
+        layers, first = slice(layer, layer + num_layers), self._start
+        self._landed[layers, start - first : stop - first] = True
+        missing = self._missing_in_layer[layers]
+        missing -= stop - start
+        self.has_complete_layer |= not missing.all()
+        self.num_missing -= num_layers * (stop - start)
 
     def gaps(self) -> list[LayerTokenRange]:
         """What has not landed: the longest runs, by layer and token."""
@@ -146,6 +145,3 @@ class Coverage:
             raise AssertionError("per-layer counters disagree with the bitmap")
         if int(missing.sum()) != self.num_missing:
             raise AssertionError("num_missing disagrees with the bitmap")
-
-    def _row(self, layer: int, start: int, stop: int) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-        return self._landed[layer, start - self._start : stop - self._start]

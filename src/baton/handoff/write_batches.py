@@ -139,9 +139,12 @@ def _make_notification(batch: WriteBatch, digests: bytes) -> Notification:
 
 @dataclass(frozen=True, slots=True)
 class DigestResult:
-    """What came of a look at pages: of so many tokens the bytes were compared."""
+    """What came of a look at pages: of so many tokens (of one layer each) bytes were compared.
 
-    is_intact: bool
+    `wrong_layers` have other bytes than their sender had, in one of their pieces or more.
+    """
+
+    wrong_layers: list[int]
     num_tokens: int
 
 
@@ -161,25 +164,31 @@ class DigestVerifier:
         self._locator = PieceLocator()
 
     def verify(self, notification: Notification, sampler: Sampler | None = None) -> DigestResult:
-        """Whether the bytes at the tokens that the notification names have the digests it claims.
+        """Where the bytes at the tokens that the notification names lack the digests it claims.
 
         With a sampler only some of the pieces are looked at; digests must be there for all.
         """
-        layer = notification.layer
         bounds = compute_pieces(*self._block_sizes, notification.start, notification.stop)
-        num_segments = len(bounds) - 1
-        if len(notification.digests) != DIGEST_BYTES * num_segments:
-            return DigestResult(is_intact=False, num_tokens=0)
-        pages, pair = _layer_pages(self._region, layer), self._pairs[layer]
-        if sampler is None:
-            pieces = self._locator.locate(self._target, bounds)
-            found = compute_digests(pair.dst, pages, pieces, heads=pair.heads)
-            return DigestResult(found == notification.digests, pieces.num_tokens)
-        only = sampler.choose(layer, num_segments)
-        pieces = locate_pieces(self._target, bounds, only)
-        found = compute_digests(pair.dst, pages, pieces, heads=pair.heads)
-        claimed = np.frombuffer(notification.digests, np.uint8).reshape(num_segments, DIGEST_BYTES)
-        return DigestResult(found == claimed[only].tobytes(), pieces.num_tokens)
+        layers = range(notification.layer, notification.layer + notification.num_layers)
+        num_pieces, digests = len(bounds) - 1, notification.digests
+        layer_bytes = DIGEST_BYTES * num_pieces
+        if len(digests) != layer_bytes * len(layers):
+            return DigestResult(list(layers), num_tokens=0)
+        wrong, num_tokens = [], 0
+        pieces = self._locator.locate(self._target, bounds)
+        for layer in layers:
+            at = (layer - layers.start) * layer_bytes
+            claimed = digests[at : at + layer_bytes]
+            if sampler is not None:
+                only = sampler.choose(layer, num_pieces)
+                pieces = locate_pieces(self._target, bounds, only)
+                of_each = np.frombuffer(claimed, np.uint8).reshape(num_pieces, DIGEST_BYTES)
+                claimed = of_each[only].tobytes()
+            pages, pair = _layer_pages(self._region, layer), self._pairs[layer]
+            if compute_digests(pair.dst, pages, pieces, heads=pair.heads) != claimed:
+                wrong.append(layer)
+            num_tokens += pieces.num_tokens
+        return DigestResult(wrong, num_tokens)
 
 
 def _layer_pages(region: PagedRegion, layer: int) -> NDArray[np.uint8]:

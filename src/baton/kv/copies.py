@@ -82,16 +82,12 @@ class CopyGroup:
     )
     """Between which arrays it was found to be in bounds: `(num_pages, page_bytes)` of both."""
 
-    @property
+    @cached_property
     def num_bytes(self) -> int:
         """Bytes that this group moves."""
-        if len(self.spans) == 1:  # to remember it would cost more
+        if len(self.spans) == 1:
             return len(self.src_pages) * int(self.spans[0, 2])
-        return len(self.src_pages) * self._bytes_per_page
-
-    @cached_property
-    def _bytes_per_page(self) -> int:
-        return int(self.spans[:, 2].sum())
+        return len(self.src_pages) * int(self.spans[:, 2].sum())
 
     @cached_property
     def packed_sources(self) -> tuple[bytes, bytes]:
@@ -130,9 +126,15 @@ class CopyGroup:
 
     def moves_whole_pages(self, src_page_bytes: int, dst_page_bytes: int) -> bool:
         """Whether nothing is cut from pages of these sizes, so that runs are runs of bytes."""
-        if src_page_bytes != dst_page_bytes or len(self.spans) != 1:
-            return False
-        return bool(self.spans[0].tolist() == [0, 0, src_page_bytes])
+        return src_page_bytes == dst_page_bytes == self._whole_page_bytes
+
+    @cached_property
+    def _whole_page_bytes(self) -> int:
+        """Of pages of so many bytes nothing is cut; 0 where something is of any."""
+        if len(self.spans) != 1:
+            return 0
+        src_byte, dst_byte, num_bytes = map(int, self.spans[0])
+        return num_bytes if src_byte == dst_byte == 0 else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,13 +162,18 @@ class PageCopies:
     @property
     def layer_bytes(self) -> int:
         """Bytes that all groups move, in one layer."""
-        groups = self.groups
-        return groups[0].num_bytes if len(groups) == 1 else sum(each.num_bytes for each in groups)
+        num_bytes = 0
+        for group in self.groups:
+            num_bytes += group.num_bytes
+        return num_bytes
 
     @property
     def num_pages(self) -> int:
         """Page pairs that are touched, in all layers."""
-        return sum(len(group.src_pages) for group in self.groups) * self.num_layers
+        num_pages = 0
+        for group in self.groups:
+            num_pages += len(group.src_pages)
+        return num_pages * self.num_layers
 
     def split(self) -> tuple[PageCopies, ...]:
         """The same, layer by layer."""

@@ -53,13 +53,8 @@ class SpinPolicy:
         self._num_short = self._num_long_spins = 0
         self._needed = self._streak = MIN_STREAK
         self._pause = self._num_paused = 0
-
-    @property
-    def spin_s(self) -> float:
+        self.spin_s = 0.0
         """How long the next wait spins: 0, `max_spin_s` or `SLEEP_FACTOR` times that."""
-        if self._num_long_spins:
-            return self._max_spin_s * SLEEP_FACTOR
-        return self._max_spin_s if self._num_short >= self._streak else 0.0
 
     def record(self, waited_s: float) -> None:
         """A wait is over; it took so long, spin and sleep."""
@@ -68,7 +63,7 @@ class SpinPolicy:
             self._num_short += 1
             if self._num_long_spins:
                 self._num_long_spins = self._pause = 0
-            if spin_s > 0:
+            if spin_s > 0 and self._needed > MIN_STREAK:
                 self._draw_streak(self._needed // 2)
         elif waited_s > self._max_spin_s * SLEEP_FACTOR:
             self._end_streak(spin_s)
@@ -76,6 +71,10 @@ class SpinPolicy:
             self._num_short += 1
         else:
             self._try_long_spin(spin_s)
+        if self._num_long_spins:
+            self.spin_s = self._max_spin_s * SLEEP_FACTOR
+        else:
+            self.spin_s = self._max_spin_s if self._num_short >= self._streak else 0.0
 
     def _try_long_spin(self, spin_s: float) -> None:
         """A spin missed the answer by little: begin a row of trials, or continue one."""

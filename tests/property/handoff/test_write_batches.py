@@ -13,6 +13,7 @@ from baton.handoff.write_batches import (
     MAX_JOINED_BYTES,
     MAX_SEGMENTS,
     DigestVerifier,
+    Sampler,
     WriteBatchBuilder,
     merge_writes,
 )
@@ -74,7 +75,20 @@ def test_together_is_the_same_as_one_by_one(handoff):
         for layer in batch.copies.layers:
             ours = view_pages(region.memory, region.arrays[layer])
             apply_copies(batch.copies, ours, view_pages(theirs.memory, theirs.arrays[layer]))
-        assert all(verifier.verify(each).is_intact for each in notification.split())
+        assert verifier.verify(notification).wrong_layers == []
+        assert not any(verifier.verify(each).wrong_layers for each in notification.split())
+        if not batch.copies.num_bytes:
+            continue
+        spoilt = batch.copies.layers[-1]  # only there is anything found
+        group = batch.copies.groups[-1]
+        view_pages(theirs.memory, theirs.arrays[spoilt])[
+            group.dst_pages[-1], group.spans[-1, 1]
+        ] ^= 1
+        for sampler in (None, Sampler(1.0)):
+            assert verifier.verify(notification, sampler).wrong_layers == [spoilt]
+        assert [
+            each.layer for each in notification.split() if verifier.verify(each).wrong_layers
+        ] == [spoilt]
 
 
 @given(handoffs())

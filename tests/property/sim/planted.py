@@ -94,7 +94,9 @@ def double_completion(patch: pytest.MonkeyPatch) -> None:
 
 def no_digest_check(patch: pytest.MonkeyPatch) -> None:
     """What was stored is believed."""
-    patch.setattr(IncomingHandoff, "is_intact", lambda self, notification, transport, sampler: True)
+    patch.setattr(
+        IncomingHandoff, "find_wrong_layers", lambda self, notification, transport, sampler: []
+    )
 
 
 def lost_wake(patch: pytest.MonkeyPatch) -> None:
@@ -133,7 +135,7 @@ def no_fence(patch: pytest.MonkeyPatch) -> None:
 
 def counted_twice(patch: pytest.MonkeyPatch) -> None:
     """A range that landed before counts again."""
-    patch.setattr(Coverage, "check", lambda self, layer, start, stop: None)
+    patch.setattr(Coverage, "check", lambda self, layer, start, stop, num_layers=1: None)
 
 
 def any_peer_is_heard(patch: pytest.MonkeyPatch) -> None:

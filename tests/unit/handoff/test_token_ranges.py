@@ -5,6 +5,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
+from baton.errors import ProtocolError
 from baton.handoff.token_ranges import (
     Coverage,
     LayerTokenRange,
@@ -54,3 +55,32 @@ def test_gaps_are_what_has_not_landed(landed: list[LayerTokenRange]) -> None:
     everything = tokens([LayerTokenRange(layer, 0, 20) for layer in range(3)])
     assert tokens(coverage.gaps()) == everything - tokens(landed)
     assert unpack_ranges(pack_ranges(coverage.gaps())) == coverage.gaps()
+
+
+def is_refused(coverage: Coverage, layer: int, start: int, stop: int) -> bool:
+    try:
+        coverage.check(layer, start, stop)
+    except ProtocolError:
+        return True
+    return False
+
+
+@given(st.lists(st.tuples(spans, st.integers(1, 3)), max_size=12))
+def test_layers_that_land_together_are_the_same_as_one_by_one(
+    landings: list[tuple[LayerTokenRange, int]],
+) -> None:
+    together, apart = (Coverage(num_layers=3, start=0, stop=20) for _ in range(2))
+    for (layer, start, stop), num_layers in landings:
+        layers = range(layer, layer + num_layers)
+        try:
+            together.add(layer, start, stop, num_layers)
+        except ProtocolError:
+            # All or nothing: of one of them, some of it is not expected or landed before.
+            assert any(is_refused(apart, each, start, stop) for each in layers)
+        else:
+            for each in layers:
+                apart.add(each, start, stop)
+        together.check_invariants()
+        assert together.gaps() == apart.gaps()
+        assert together.complete == apart.complete
+        assert together.has_complete_layer == apart.has_complete_layer

@@ -41,11 +41,11 @@ def sampler(share, seed=1):
 
 def test_full_finds_any_bit(received):
     pages, inspector, notification, _ = received
-    assert inspector.verify(notification).is_intact
+    assert inspector.verify(notification).wrong_layers == []
     assert inspector.verify(notification).num_tokens == NUM_BLOCKS * LAYOUT.block_size
     for page in (0, 17, NUM_BLOCKS - 1):
         pages[page, 5] ^= 1
-        assert not inspector.verify(notification).is_intact
+        assert inspector.verify(notification).wrong_layers == [0]
         pages[page, 5] ^= 1
 
 
@@ -56,7 +56,7 @@ def test_sampled_finds_a_spoilt_piece_with_its_stated_probability(received, shar
     pages[33, 0] ^= 1
     num_rounds = 3000
     num_found = sum(
-        not inspector.verify(notification, sampler(share, seed)).is_intact
+        len(inspector.verify(notification, sampler(share, seed)).wrong_layers)
         for seed in range(num_rounds)
     )
     expected = 1 - (1 - share) * (1 - 1 / NUM_BLOCKS)
@@ -68,7 +68,8 @@ def test_sampled_finds_sooner_what_is_wrong_in_many_pieces(received):
     pages, inspector, notification, _ = received
     pages[:32, 0] ^= 1
     num_found = sum(
-        not inspector.verify(notification, sampler(0.125, seed)).is_intact for seed in range(300)
+        len(inspector.verify(notification, sampler(0.125, seed)).wrong_layers)
+        for seed in range(300)
     )
     assert num_found / 300 > 1 - (1 - 0.125) ** 32 - 0.05
 
@@ -93,8 +94,8 @@ def test_sampled_wants_a_digest_of_every_piece(received):
         notification.layer, notification.start, notification.stop, notification.digests[:-16]
     )
     for level in (None, sampler(0.125)):
-        assert not inspector.verify(short, level).is_intact
-        assert not inspector.verify(notify_without_digests(parcel), level).is_intact
+        assert inspector.verify(short, level).wrong_layers == [0]
+        assert inspector.verify(notify_without_digests(parcel), level).wrong_layers == [0]
 
 
 def test_paths():

@@ -133,7 +133,9 @@ class ReceiveSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         """
         if self.phase is not ReceivePhase.GRANTED:
             return False
-        self.coverage.check(notification.layer, notification.start, notification.stop)
+        self.coverage.check(
+            notification.layer, notification.start, notification.stop, notification.num_layers
+        )
         return True
 
     def available(self, message: Available) -> list[ReceiveAction]:
@@ -170,8 +172,7 @@ class ReceiveSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         if self.phase is not ReceivePhase.GRANTED:
             return []
         self._imported = blocks
-        for layer in range(self._num_layers):
-            self.coverage.add(layer, self.order.start, self.order.num_tokens)
+        self.coverage.add(0, self.order.start, self.order.num_tokens, self._num_layers)
         return self._complete()
 
     def export_refused(self, reason: str) -> list[ReceiveAction]:
@@ -202,7 +203,9 @@ class ReceiveSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         """Tokens are in place and their digests are right: count them."""
         if self.phase is not ReceivePhase.GRANTED:
             return []
-        self.coverage.add(notification.layer, notification.start, notification.stop)
+        self.coverage.add(
+            notification.layer, notification.start, notification.stop, notification.num_layers
+        )
         return self._complete()
 
     def transport_failed(self, message: TransportFailed) -> list[ReceiveAction]:

@@ -262,20 +262,17 @@ class SendSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         return self.fail(f"the deadline passed: {what}", stage=str(self.phase))
 
     def _submit_ready(self, layers: range | tuple[int, ...]) -> list[SendAction]:
-        if self.is_exported:
+        if self.grant is None or self.grant.op == "NONE":
             return self._drain()
-        send = AnnounceReadable if self._is_read else WriteLayers
-        actions: list[SendAction] = [
-            send(layer, int(self._sent[layer]), stop)
-            for layer in layers
-            if (stop := self._sendable(layer)) > self._sent[layer]
-        ]
+        send = AnnounceReadable if self.grant.op == "READ" else WriteLayers
+        actions: list[SendAction] = []
+        for layer in layers:
+            sent, stop = int(self._sent[layer]), int(self._ready[layer])
+            if stop < self.order.num_tokens:  # a page is sent once: when it is full, or the last
+                stop -= stop % self._page_tokens
+            if stop > sent:
+                actions.append(send(layer, sent, stop))
         return actions or self._drain()
-
-    def _sendable(self, layer: int) -> int:
-        """A page is sent once: when it is full, or the last."""
-        ready = int(self._ready[layer])
-        return ready if ready >= self.order.num_tokens else ready - ready % self._page_tokens
 
     @property
     def _is_read(self) -> bool:
@@ -310,8 +307,9 @@ class SendSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
 
     def _try_report_failure(self, transport: str) -> list[SendAction]:
         """Once no write is under way over it: the peer may close its end."""
-        under_way = any(handle.transport == transport for handle in self._outstanding)
-        if transport not in self._draining_transports or under_way or self.phase not in _MOVING:
+        if transport not in self._draining_transports or self.phase not in _MOVING:
+            return []
+        if any(handle.transport == transport for handle in self._outstanding):
             return []
         self._draining_transports.discard(transport)
         self._requested_missing.add(transport)

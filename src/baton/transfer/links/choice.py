@@ -20,7 +20,7 @@ from baton.clock import Instant
 from baton.transfer.links.cost_model import NUM_REMEMBERED
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from baton.transfer.links.cost_model import LinkModel, SizeClass, TransferShape
 
@@ -120,18 +120,22 @@ def compare(
     `freshness[link]`, 0 to 1: how much of what it was taught for such shapes still counts.
     """
     kind = shape.size_class
-    corrected = {link: model.correction(kind) for link, model in models.items() if model.num_probes}
-    weights = {link: each.trust * freshness[link] for link, each in corrected.items()}
-    common = sum(weights[link] * each.log_ratio for link, each in corrected.items())
-    common = min(MAX_COMMON, max(-MAX_COMMON, common / (sum(weights.values()) or 1.0)))
-    # One late transfer does not make a link a slow one: it may have waited for something else.
-    trust = {
-        link: freshness[link] if each.trust == 1.0 else 0.0 for link, each in corrected.items()
-    }
+    corrections: dict[str, tuple[float, float]] = {}
+    sum_of_weights = common = 0.0
+    for link, model in models.items():
+        if not model.num_probes:
+            continue
+        learnt = model.correction(kind)
+        log_ratio, trust = learnt.log_ratio, learnt.trust
+        weight = trust * freshness[link]
+        sum_of_weights += weight
+        common += weight * log_ratio
+        # One late transfer does not make a link a slow one: it may have waited for something else.
+        corrections[link] = log_ratio, freshness[link] if trust == 1.0 else 0.0
+    common = min(MAX_COMMON, max(-MAX_COMMON, common / (sum_of_weights or 1.0)))
     expected: dict[str, float] = {}
     for link, model in models.items():
-        known = trust.get(link, 1.0)
-        own = corrected[link].log_ratio if link in corrected else 0.0
+        own, known = corrections.get(link, (0.0, 1.0))
         correction = known * own + (1 - known) * common
         expected[link] = model.predict_uncorrected(shape) * math.exp(correction)
     return expected
@@ -177,7 +181,10 @@ class Choice:
     @property
     def predicted_s(self) -> float:
         """What the used one is predicted to take."""
-        return next(p.seconds for p in self.predictions if p.transport == self.used)
+        for each in self.predictions:
+            if each.transport == self.used:
+                return each.seconds
+        raise AssertionError(f"{self.used} was chosen without a prediction")
 
     @property
     def is_mismatch(self) -> bool:
@@ -218,7 +225,7 @@ class Chooser:
 
     rule: ChoiceRule
     _last: dict[SizeClass, str] = field(default_factory=dict)
-    _histories: dict[tuple[SizeClass, str], _LinkHistory] = field(default_factory=dict)
+    _histories: dict[SizeClass, dict[str, _LinkHistory]] = field(default_factory=dict)
 
     def choose(
         self, shape: TransferShape, models: Mapping[str, LinkModel], usable: Sequence[str]
@@ -231,38 +238,48 @@ class Chooser:
         if not usable:
             return None
         kind_of = shape.size_class
-        freshness = {kind: self._history(kind_of, kind).freshness for kind in models}
-        seconds = compare(shape, models, freshness)
-        predictions = tuple(
-            Prediction(kind, seconds[kind], model.is_measured) for kind, model in models.items()
-        )
-        last = self._last.get(kind_of)
-        expected = self._pick(predictions, last)
-        self._last[kind_of] = expected
-        usable_ones = tuple(p for p in predictions if p.transport in usable)
-        used = self._pick(usable_ones, expected)
-        self._remember(kind_of, models, used, left=last if last != expected else None)
-        return Choice(shape, expected, used, predictions)
-
-    def _history(self, kind_of: SizeClass, transport: str) -> _LinkHistory:
-        return self._histories.setdefault((kind_of, transport), _LinkHistory())
-
-    def _remember(
-        self, kind_of: SizeClass, models: Mapping[str, LinkModel], used: str, left: str | None
-    ) -> None:
+        histories = self._histories.setdefault(kind_of, {})
+        freshness: dict[str, float] = {}
         for kind in models:
-            history = self._history(kind_of, kind)
-            if kind == used:
-                history.carried()
-            else:
-                history.was_passed_over()
-            if kind == left:
-                history.half_life = min(2 * history.half_life, MAX_HALF_LIFE_TRANSFERS)
+            if kind not in histories:
+                histories[kind] = _LinkHistory()
+            freshness[kind] = histories[kind].freshness
+        seconds = compare(shape, models, freshness)
+        predictions: list[Prediction] = []
+        for kind, model in models.items():
+            predictions.append(Prediction(kind, seconds[kind], model.is_measured))
+        last = self._last.get(kind_of)
+        expected = used = self._pick(predictions, last)
+        self._last[kind_of] = expected
+        if expected not in usable:
+            used = self._pick([p for p in predictions if p.transport in usable], expected)
+        _remember(histories, models, used, left=last if last != expected else None)
+        return Choice(shape, expected, used, tuple(predictions))
 
     def _pick(self, predictions: Sequence[Prediction], last: str | None) -> str:
+        best = predictions[0]
         if self.rule == "listed":
-            return predictions[0].transport
-        best = min(predictions, key=lambda p: p.seconds)  # the first listed, of equals
-        incumbent = next((p for p in predictions if p.transport == last), best)
+            return best.transport
+        for each in predictions:
+            if each.seconds < best.seconds:  # the first listed, of equals
+                best = each
+        incumbent = best
+        for each in predictions:
+            if each.transport == last:
+                incumbent = each
         stays = best.seconds > incumbent.seconds * (1 - MARGIN)
         return incumbent.transport if stays else best.transport
+
+
+def _remember(
+    histories: Mapping[str, _LinkHistory], among: Iterable[str], used: str, left: str | None
+) -> None:
+    """One more transfer of a class: what carried it, and what was left for that."""
+    for kind in among:
+        history = histories[kind]
+        if kind == used:
+            history.carried()
+        else:
+            history.was_passed_over()
+        if kind == left:
+            history.half_life = min(2 * history.half_life, MAX_HALF_LIFE_TRANSFERS)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from baton.kv.copies import CopyGroup, PageCopies
+    from baton.kv.copies import PageCopies
     from baton.transfer.interface import Capabilities, PageArray
 
 SizeClass: TypeAlias = tuple[int, int]
@@ -48,15 +48,14 @@ def measure_shape(
     """The shape of copies between two regions; whole pages that follow one another count as one."""
     if not 0 <= copies.layer < min(len(source), len(target)):
         return TransferShape(copies.num_bytes, copies.num_pages)  # the transport will refuse it
-    page_bytes = source[copies.layer].page_bytes, target[copies.layer].page_bytes
-    num = sum(_count_descriptors(group, page_bytes) for group in copies.groups)
-    return TransferShape(copies.num_bytes, num * copies.num_layers)
-
-
-def _count_descriptors(group: CopyGroup, page_bytes: tuple[int, int]) -> int:
-    if group.moves_whole_pages(*page_bytes):
-        return group.num_runs
-    return len(group.src_pages) * len(group.spans)
+    src_bytes, dst_bytes = source[copies.layer].page_bytes, target[copies.layer].page_bytes
+    num_descriptors = 0
+    for group in copies.groups:
+        if group.moves_whole_pages(src_bytes, dst_bytes):
+            num_descriptors += group.num_runs
+        else:
+            num_descriptors += len(group.src_pages) * len(group.spans)
+    return TransferShape(copies.num_bytes, num_descriptors * copies.num_layers)
 
 
 MIN_LATENCY_S: Final = 1e-7
@@ -165,18 +164,18 @@ class LinkModel:
         )
 
     def _move_all(self, shape: TransferShape, predicted: float, error: float) -> LinkModel:
-        shares = (
-            self.latency_s / predicted,
-            shape.num_descriptors * self.descriptor_s / predicted,
-            shape.num_bytes * self.byte_s / predicted,
-        )
-        step = _learning_rate(self.num_transfers) * error / sum(share * share for share in shares)
-        latency, descriptor, byte = (math.exp(step * share) for share in shares)
+        latency_share = self.latency_s / predicted
+        descriptor_share = shape.num_descriptors * self.descriptor_s / predicted
+        byte_share = shape.num_bytes * self.byte_s / predicted
+        step = _learning_rate(self.num_transfers) * error
+        step /= latency_share**2 + descriptor_share**2 + byte_share**2
         return replace(
             self,
-            latency_s=max(MIN_LATENCY_S, self.latency_s * latency),
-            descriptor_s=max(MIN_DESCRIPTOR_S, self.descriptor_s * descriptor),
-            byte_s=max(MIN_BYTE_S, self.byte_s * byte),
+            latency_s=max(MIN_LATENCY_S, self.latency_s * math.exp(step * latency_share)),
+            descriptor_s=max(
+                MIN_DESCRIPTOR_S, self.descriptor_s * math.exp(step * descriptor_share)
+            ),
+            byte_s=max(MIN_BYTE_S, self.byte_s * math.exp(step * byte_share)),
             num_transfers=self.num_transfers + 1,
         )
 
