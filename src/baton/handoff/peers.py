@@ -27,6 +27,7 @@ from baton.handoff.io_backend import OS_BACKEND
 from baton.handoff.link import Link, LinkPhase
 from baton.handoff.messages import (
     PROTOCOL_VERSION,
+    AddressedMessage,
     Hello,
     HelloRefused,
     Message,
@@ -184,7 +185,7 @@ class MessageReceived:
     """A peer that is up sent a message about a handoff."""
 
     peer: Peer
-    message: Message
+    message: AddressedMessage
 
 
 PeerEvent: TypeAlias = PeerUp | PeerGone | MessageReceived
