@@ -64,14 +64,14 @@ simulate: $(RUNTIME)
 explore: $(VLLM) $(DEV)
 	$(BIN)/python -m pytest -q -n 2 --dist loadscope tests/unit tests/property --explore $(PYTEST_ARGS)
 
-check: $(DEV) docs
+check: $(DEV) docs words
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
 words: | $(CREATED)
-	@$(BIN)/python scripts/check_words.py
+	$(BIN)/python scripts/check_words.py
 
 # A link that leads nowhere fails the build: not with --quiet, which hides warnings from --strict.
 docs: $(DOCS)

@@ -47,6 +47,7 @@ from baton.transfer.interface import (
     TransportContext,
     WriteCompleted,
     WriteGrant,
+    as_reader,
 )
 from baton.transfer.region import allocate_shared_region, release_region, view_pages
 
@@ -197,7 +198,7 @@ def measure_transport(
     pages = view_pages(region.memory, region.arrays[0])
 
     def read(workload: Workload) -> None:
-        transport.read(PageRead(remote, region.handle, workload.copies))
+        as_reader(transport).read(PageRead(remote, region.handle, workload.copies))
         wait_for(transport, ReadCompleted)
 
     def move(workload: Workload) -> None:

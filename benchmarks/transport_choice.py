@@ -44,8 +44,8 @@ from baton import __version__
 from baton.auth.key import ClusterKey
 from baton.auth.ticket import Ticket, WorkerRef
 from baton.bench.link.listen import Listener, listen
-from baton.bench.link.report import Skipped
-from baton.bench.link.runner import LinkEntry, choose_transports
+from baton.bench.link.report import LinkEntry, Skipped
+from baton.bench.link.runner import choose_transports
 from baton.bench.progress import StepProgress
 from baton.clock import Clock, MachineClock
 from baton.config.environment import read_environment
@@ -60,8 +60,8 @@ from baton.rig.nodes import Address, LocalNodes, Nodes, RemoteNodes
 from baton.rig.pages import Direction, Workload, parse_size
 from baton.rig.pair import NodePair, SampleBudget, WrongBytesError
 from baton.transfer.interface import TRANSPORTS, Transport, TransportContext
-from baton.transfer.links.model import LinkModel
-from baton.transfer.links.outcome import NullObserver
+from baton.transfer.links.choice import NullObserver
+from baton.transfer.links.cost_model import LinkModel
 from baton.transfer.region import allocate_shared_region
 
 if TYPE_CHECKING:

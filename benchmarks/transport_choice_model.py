@@ -20,15 +20,14 @@ from baton.bench.printing import new_table, open_console
 from baton.rig.machine import Machine
 from baton.rig.pages import Direction, Workload, format_size
 from baton.transfer.links.choice import Chooser
-from baton.transfer.links.model import LinkModel
-from baton.transfer.links.shape import TransferShape
+from baton.transfer.links.cost_model import LinkModel, TransferShape
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from rich.table import Table
 
-    from baton.bench.link.runner import LinkEntry
+    from baton.bench.link.report import LinkEntry
 
 
 class MeasuredLink(msgspec.Struct, frozen=True):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import hypothesis
 import pytest
 
-from baton.testing.far_network import FarHost, NoNamespaceError, far_host
+from baton.testing.network_namespaces import FarHost, NoNamespaceError, far_host
 from tests.scheduling import GroupScheduling, rank_of
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ import msgspec
 from baton.errors import PeerLostError, PeerUnreachableError, TransferError
 from baton.kv.copies import apply_copies
 from baton.registry import Plugin
-from baton.transfer.bounds import check_copies, check_notification
+from baton.transfer.grants import PageSet, check_grant_pages
 from baton.transfer.interface import (
     Arrived,
     Capabilities,
@@ -25,8 +25,7 @@ from baton.transfer.interface import (
     WriteCompleted,
     WriteFailed,
 )
-from baton.transfer.page_set import PageSet, check_grant_pages
-from baton.transfer.region import check_arrays, view_pages
+from baton.transfer.region import check_arrays, check_copies, check_notification, view_pages
 
 if TYPE_CHECKING:
     from baton.transfer.interface import TransportContext
@@ -129,12 +128,6 @@ class LoopbackTransport:
         views = [view_pages(region.memory, region.arrays[array]) for region in (source, target)]
         apply_copies(write.copies, *views)
         self.events.append(Arrived(write.grant, write.notification))
-
-    def read(self, read):
-        raise TransferError("loopback does not read")
-
-    def view(self, remote, array):
-        raise TransferError("loopback does not show pages in place")
 
     def poll(self):
         for dialer, id_, descriptor in self.requests:

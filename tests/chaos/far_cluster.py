@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from baton.testing.bridged_hosts import BridgedHost, bridged_hosts
-from baton.testing.far_network import NoNamespaceError
 from baton.testing.fleet import Fleet
+from baton.testing.network_namespaces import BridgedHost, NoNamespaceError, bridged_hosts
 from tests.chaos import failpoints
 from tests.chaos.clients import Prompts
 from tests.chaos.conftest import GATEWAY, KEY, ROLES, SEED, ChaosCluster, Pair

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from baton.testing.bridged_hosts import dropping_packets_from
 from baton.testing.faulty_transport import Fault
+from baton.testing.network_namespaces import dropping_packets_from
 from tests.chaos.checks import Inventory, Moved, Outcome, check_outcome
 from tests.chaos.clients import ClientRequest, ask
 from tests.chaos.conftest import LIVENESS_TIMEOUT_S, ChaosCluster, run

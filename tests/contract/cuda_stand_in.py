@@ -18,7 +18,7 @@ from baton.transfer.region import compute_region_bytes, place_arrays
 from baton.transfer.transports.cuda_ipc import make_transport
 from baton.transfer.transports.cuda_ipc.device import CudaDevice
 from baton.transfer.transports.cuda_ipc.driver import load_driver
-from baton.transfer.transports.cuda_ipc.options import CudaIpcOptions
+from baton.transfer.transports.cuda_ipc.session import CudaIpcOptions
 
 SOURCE = Path(__file__).with_name("libcuda_stand_in.c")
 COMPILER = shutil.which("cc")

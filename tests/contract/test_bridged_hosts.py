@@ -2,8 +2,12 @@
 
 import pytest
 
-from baton.testing.bridged_hosts import bridged_hosts, dropping_packets_from
-from baton.testing.far_network import NoNamespaceError, run
+from baton.testing.network_namespaces import (
+    NoNamespaceError,
+    bridged_hosts,
+    dropping_packets_from,
+    run,
+)
 
 
 def test_one_direction_is_cut_and_heals():

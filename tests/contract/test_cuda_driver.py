@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from baton.errors import ConfigError, TransferError
+from baton.testing.transport_contract import NetworkReadingContract
 from baton.testing.transport_contract.kit import (
     NUM_PAGES,
     PAGE_BYTES,
@@ -11,8 +12,7 @@ from baton.testing.transport_contract.kit import (
     check_write,
     list_open_fds,
 )
-from baton.testing.transport_contract.process import OwnerContract, ProcessContract
-from baton.testing.transport_contract.reading import ReadingContract
+from baton.testing.transport_contract.process import ProcessContract
 from baton.testing.transport_contract.writing import WriteContract
 from baton.testing.transport_pair import TransportPair, whole_pages
 from baton.transfer.interface import GrantQuiescent, RemoteLost, WriteFailed
@@ -67,11 +67,11 @@ class TestMoving(StandInKit, WriteContract): ...
 
 
 @newest
-class TestReading(StandInKit, ReadingContract): ...
+class TestReading(StandInKit, NetworkReadingContract): ...
 
 
 @newest
-class TestProcess(StandInKit, ProcessContract, OwnerContract): ...
+class TestProcess(StandInKit, ProcessContract): ...
 
 
 class TestDevice(StandInKit):

@@ -7,13 +7,13 @@ import socket
 from typing import ClassVar
 
 from baton.testing.host_device import HostDevice, allocate_region, build_transport
-from baton.testing.transport_contract import NetworkTransportContract
+from baton.testing.transport_contract import NetworkReadingContract, NetworkTransportContract
 from baton.testing.transport_contract.kit import NUM_PAGES, PAGE_BYTES, check_write
 from baton.testing.transport_pair import whole_pages
 from baton.transfer.interface import GrantQuiescent, RemoteLost, WriteCompleted
 
 
-class TestCudaIpc(NetworkTransportContract):
+class TestCudaIpc(NetworkTransportContract, NetworkReadingContract):
     kind = "cuda_ipc"
     peer_writes = True
     peer_module: ClassVar[str] = "baton.testing.host_device"
@@ -24,11 +24,11 @@ class TestCudaIpc(NetworkTransportContract):
     def allocate(self, shapes):
         return allocate_region(shapes)
 
-    def connect_stranger(self, descriptor):
-        stranger = socket.socket(socket.AF_UNIX)
-        stranger.settimeout(5)
-        stranger.connect(b"\0" + descriptor.endpoint.encode())
-        return stranger
+    def connect_unauthenticated(self, descriptor):
+        sock = socket.socket(socket.AF_UNIX)
+        sock.settimeout(5)
+        sock.connect(b"\0" + descriptor.endpoint.encode())
+        return sock
 
     def test_a_broken_connection_does_not_prove_that_copies_have_ended(self, pair):
         remote, grant = pair.attach(), pair.open_grant(range(NUM_PAGES))

@@ -5,7 +5,12 @@ import pytest
 
 from baton.errors import TransferError
 from baton.testing.faulty_transport import Fault, FaultPlan, FaultyTransport
-from baton.testing.transport_contract import TransportContract
+from baton.testing.transport_contract import (
+    MultiArrayContract,
+    ReadingContract,
+    TransportContract,
+    ViewContract,
+)
 from baton.testing.transport_contract.kit import NUM_PAGES, PAGE_BYTES, TransportKit
 from baton.testing.transport_pair import TransportPair, whole_pages
 from baton.transfer.interface import (
@@ -20,7 +25,7 @@ from baton.transfer.interface import (
 ALL_PAGES = [whole_pages(range(NUM_PAGES), range(NUM_PAGES), PAGE_BYTES)]
 
 
-class TestFaultlessWrapper(TransportContract):
+class TestFaultlessWrapper(TransportContract, ReadingContract, ViewContract, MultiArrayContract):
     """A wrapper that injects nothing is a transport like any other."""
 
     kind = "shared"

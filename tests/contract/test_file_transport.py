@@ -43,7 +43,7 @@ class FileContract(NetworkTransportContract):
     kind = "file"
     peer_writes = False
 
-    def connect_stranger(self, descriptor):
+    def connect_unauthenticated(self, descriptor):
         host, port = descriptor.endpoint.split(":")
         return socket.create_connection((host, int(port)), timeout=5)
 

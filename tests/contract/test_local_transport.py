@@ -6,7 +6,7 @@ import time
 
 import numpy as np
 
-from baton.testing.transport_contract import TransportContract
+from baton.testing.transport_contract import ReadingContract, TransportContract, ViewContract
 from baton.testing.transport_contract.kit import NUM_PAGES, PAGE_BYTES, TransportKit
 from baton.testing.transport_pair import TransportPair, whole_pages
 from baton.transfer.interface import (
@@ -21,7 +21,7 @@ from baton.transfer.interface import (
 ALL_PAGES = [whole_pages(range(NUM_PAGES), range(NUM_PAGES), PAGE_BYTES)]
 
 
-class TestLocal(TransportContract):
+class TestLocal(TransportContract, ReadingContract, ViewContract):
     kind = "local"
     peer_writes = False
 
@@ -50,9 +50,9 @@ def test_a_forked_child_is_another_process():
     side = LocalKit().make_side()
     child = os.fork()
     if child == 0:
-        stranger = LocalKit().make_side()
-        stranger.transport.attach(side.descriptor)
-        events = stranger.transport.poll()
+        other = LocalKit().make_side()
+        other.transport.attach(side.descriptor)
+        events = other.transport.poll()
         os._exit(0 if [type(event) for event in events] == [RemoteLost] else 1)
     assert os.waitpid(child, 0)[1] == 0
     side.close()

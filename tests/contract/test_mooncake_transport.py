@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from baton.testing.transport_contract import NetworkTransportContract
+from baton.testing.transport_contract import NetworkReadingContract, NetworkTransportContract
 
 LOADS = subprocess.run(
     [sys.executable, "-c", "import mooncake.engine"], capture_output=True, check=False
@@ -19,10 +19,10 @@ if LOADS.returncode != 0:
     pytest.skip(f"Mooncake does not load: {reason}", allow_module_level=True)
 
 
-class TestMooncake(NetworkTransportContract):
+class TestMooncake(NetworkTransportContract, NetworkReadingContract):
     kind = "mooncake"
     peer_writes = True
 
-    def connect_stranger(self, descriptor):
+    def connect_unauthenticated(self, descriptor):
         host, port = descriptor.endpoint.split(":")
         return socket.create_connection((host, int(port)), timeout=5)

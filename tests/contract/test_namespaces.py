@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import pytest
 
-from baton.testing.transport_contract.namespace import NamespaceContract
+from baton.testing.transport_contract import NamespaceContract
 
 
 class TestTcp(NamespaceContract):

@@ -7,8 +7,11 @@ from typing import ClassVar
 
 import pytest
 
-from baton.testing.transport_contract import NetworkTransportContract
-from baton.testing.transport_contract.reading import ReadingContract
+from baton.testing.transport_contract import (
+    NetworkReadingContract,
+    NetworkTransportContract,
+    ReadingContract,
+)
 from baton.testing.transport_contract.writing import WriteContract
 from baton.transfer.transports.nixl import session
 
@@ -16,23 +19,23 @@ if importlib.util.find_spec("nixl_cu12") is None:
     pytest.skip("NIXL is not installed", allow_module_level=True)
 
 
-class TestNixlOnOneHost(NetworkTransportContract):
+class TestNixlOnOneHost(NetworkTransportContract, NetworkReadingContract):
     kind = "nixl"
     peer_writes = True
 
-    def connect_stranger(self, descriptor):
-        stranger = socket.socket(socket.AF_UNIX)
-        stranger.settimeout(5)
-        stranger.connect(b"\0" + descriptor.endpoint.encode())
-        return stranger
+    def connect_unauthenticated(self, descriptor):
+        sock = socket.socket(socket.AF_UNIX)
+        sock.settimeout(5)
+        sock.connect(b"\0" + descriptor.endpoint.encode())
+        return sock
 
 
-class TestNixlOverTheNetwork(NetworkTransportContract):
+class TestNixlOverTheNetwork(NetworkTransportContract, NetworkReadingContract):
     kind = "nixl"
     options: ClassVar[Mapping[str, object]] = {"lanes": "network"}
     peer_writes = True
 
-    def connect_stranger(self, descriptor):
+    def connect_unauthenticated(self, descriptor):
         host, port = descriptor.endpoint.split(":")
         return socket.create_connection((host, int(port)), timeout=5)
 

@@ -13,7 +13,7 @@ from baton.ids import new_epoch, new_ticket_id
 from baton.kv.copies import PageCopies
 from baton.net.framing import FrameDecoder, ListenerHandshake, encode_frame
 from baton.testing.transport_contract.kit import NUM_PAGES, PAGE_BYTES
-from baton.testing.transport_contract.strangers import StrangerContract
+from baton.testing.transport_contract.peers import UnauthenticatedPeerContract
 from baton.testing.transport_pair import whole_pages
 from baton.transfer import grant_messages
 from baton.transfer.interface import (
@@ -37,10 +37,10 @@ from baton.transfer.transports.nixl.session import NixlMetadata, NixlSession
 PARAMETERS = {"engine_config": "TLS=sm", "ucx_error_handling_mode": "none"}
 
 
-class Kit(StrangerContract):
+class Kit(UnauthenticatedPeerContract):
     kind = "nixl"
 
-    def connect_stranger(self, descriptor):
+    def connect_unauthenticated(self, descriptor):
         sock = socket.socket(socket.AF_UNIX)
         sock.settimeout(5)
         sock.connect(b"\0" + descriptor.endpoint.encode())
@@ -54,7 +54,7 @@ class RawWriter:
         kit = Kit()
         self.kit, self.reader, self.epoch = kit, kit.make_side(), new_epoch()
         self.grant, self.events = new_ticket_id(), []
-        self.sock = kit.connect_stranger(self.reader.descriptor)
+        self.sock = kit.connect_unauthenticated(self.reader.descriptor)
         kit.prove(self.reader, self.sock)
         handle = self.reader.region.handle
         pages = np.arange(NUM_PAGES)

@@ -10,7 +10,7 @@ import pytest
 from baton.errors import ProtocolError, TransferError
 from baton.transfer.interface import PageArray
 from baton.transfer.scatter_gather import Geometry
-from baton.transfer.transports.file.part_file import IncomingPartFile, OutgoingPartFile, is_aligned
+from baton.transfer.transports.file.spool import IncomingPartFile, OutgoingPartFile, is_aligned
 
 PAYLOAD = np.random.default_rng(0).integers(0, 256, 65_536, np.uint8).tobytes()
 

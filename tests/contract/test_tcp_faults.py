@@ -14,9 +14,13 @@ import pytest
 from baton.ids import new_ticket_id
 from baton.kv.copies import PageCopies
 from baton.net.connection import count_moved_bytes
-from baton.testing import far_network
-from baton.testing.far_network import NoNamespaceError
-from baton.testing.transport_contract import NetworkTransportContract
+from baton.testing import network_namespaces
+from baton.testing.network_namespaces import NoNamespaceError
+from baton.testing.transport_contract import (
+    MultiArrayContract,
+    NetworkReadingContract,
+    NetworkTransportContract,
+)
 from baton.testing.transport_contract.kit import TransportKit
 from baton.testing.transport_pair import whole_pages
 from baton.testing.transport_peer import OWNED_BYTE
@@ -39,14 +43,14 @@ SHAPES = ((512, 65_536),)
 RATE_BYTES = 16_000_000
 
 
-class TestStripedTcp(NetworkTransportContract):
+class TestStripedTcp(NetworkTransportContract, NetworkReadingContract, MultiArrayContract):
     """Three streams, and nearly every write of the suite spread over them."""
 
     kind = "tcp"
     options: ClassVar = {"streams": 3, "stripe_bytes": 65_536}
     peer_writes = False
 
-    def connect_stranger(self, descriptor):
+    def connect_unauthenticated(self, descriptor):
         host, port = descriptor.endpoint.split(":")
         return socket.create_connection((host, int(port)), timeout=5)
 
@@ -198,7 +202,7 @@ def sockets_of(far):
 def far_host():
     """A host at the end of a slow cable: its name, its address and this end of the cable."""
     try:
-        with far_network.far_host() as far, far.limited(RATE_BYTES):
+        with network_namespaces.far_host() as far, far.limited(RATE_BYTES):
             yield far.name, far.address, far.link
     except NoNamespaceError as exc:
         pytest.skip(str(exc))
@@ -224,7 +228,7 @@ def test_what_drains_from_this_hosts_own_buffers_is_moving(far_host):
     name, address, link = far_host
     with Far(host=address, prefix=("ip", "netns", "exec", name)) as far:
         limits = ["rate", f"{RATE_BYTES // 2}bit", "burst", "64kb", "latency", "100ms"]
-        far_network.run("tc", "qdisc", "change", "dev", link, "root", "tbf", *limits)
+        network_namespaces.run("tc", "qdisc", "change", "dev", link, "root", "tbf", *limits)
         transfer = far.post("write", num_pages=48)
         far.poll_for(0.3)
         channels = [each.connection.channel for each in streams_of(far)]
@@ -244,7 +248,7 @@ def test_a_link_that_is_cut_in_mid_transfer_loses_the_peer_in_time(far_host, dir
         assert far.events == [RemoteAttached(far.remote)]  # at this rate it takes two seconds
         if direction == "read":
             assert (far.side.pages()[:8] == OWNED_BYTE).all()  # some of it has come
-        far_network.run("ip", "link", "set", link, "down")
+        network_namespaces.run("ip", "link", "set", link, "down")
         far.check_lost(transfer, direction)
         assert far.process.poll() is None
 
@@ -252,7 +256,7 @@ def test_a_link_that_is_cut_in_mid_transfer_loses_the_peer_in_time(far_host, dir
 def test_a_cut_link_is_noticed_while_nothing_moves(far_host):
     name, address, link = far_host
     with Far(host=address, prefix=("ip", "netns", "exec", name)) as far:
-        far_network.run("ip", "link", "set", link, "down")
+        network_namespaces.run("ip", "link", "set", link, "down")
         event, elapsed_s = far.wait_for(RemoteLost)
         assert event.error.retryable
         assert elapsed_s < 4 * STALL_TIMEOUT_S

@@ -7,10 +7,14 @@ import threading
 import pytest
 
 from baton.errors import ConfigError, TransferError
-from baton.testing.transport_contract import TransportContract
+from baton.testing.transport_contract import (
+    MultiArrayContract,
+    NetworkReadingContract,
+    TransportContract,
+)
 from baton.testing.transport_contract.kit import NUM_PAGES, TransportKit, check_write
-from baton.testing.transport_contract.process import OwnerContract, ProcessContract
-from baton.testing.transport_contract.strangers import ALL_PAGES, StrangerContract
+from baton.testing.transport_contract.peers import ALL_PAGES, UnauthenticatedPeerContract
+from baton.testing.transport_contract.process import ProcessContract
 from baton.testing.transport_pair import TransportPair
 from baton.transfer.interface import TRANSPORTS, RemoteLost
 from tests.contract.certificates import make_authority, make_certificate
@@ -24,11 +28,13 @@ def certificates(tmp_path_factory):
     return {
         "good": make_certificate(directory, "good", authority="ours"),
         "expired": make_certificate(directory, "expired", authority="ours", days=-1),
-        "stranger": make_certificate(directory, "stranger", authority="theirs"),
+        "foreign": make_certificate(directory, "foreign", authority="theirs"),
     }
 
 
-class TestTcpOverTls(TransportContract, ProcessContract, OwnerContract):
+class TestTcpOverTls(
+    TransportContract, ProcessContract, NetworkReadingContract, MultiArrayContract
+):
     kind = "tcp"
     peer_writes = False
 
@@ -37,7 +43,7 @@ class TestTcpOverTls(TransportContract, ProcessContract, OwnerContract):
         options = {"tls": certificates["good"], "stripe_bytes": 65_536}
         monkeypatch.setattr(type(self), "options", options)
 
-    def test_it_says_that_it_encrypts(self):
+    def test_it_claims_to_encrypt(self):
         side = self.make_side()
         assert side.transport.capabilities.encrypted
         side.close()
@@ -132,7 +138,7 @@ def attach_one_to_another(dialer_tls, listener_tls):
 @pytest.mark.parametrize(
     ("dialer", "listener", "logged"),
     [
-        ("good", "stranger", "the peer's certificate: self-signed certificate"),
+        ("good", "foreign", "the peer's certificate: self-signed certificate"),
         ("good", "expired", "the peer's certificate: certificate has expired"),
         ("expired", "good", "the peer refused this side's TLS: certificate expired"),
     ],
@@ -171,19 +177,19 @@ def test_a_plain_peer_behind_an_endpoint_that_promises_tls_is_refused(certificat
     pair.close()
 
 
-class StrangerToTls(StrangerContract):
+class KitOverTls(UnauthenticatedPeerContract):
     kind = "tcp"
 
 
 def test_a_plain_dialer_is_hung_up_on_by_tls(certificates, caplog):
-    kit = StrangerToTls()
+    kit = KitOverTls()
     kit.options = {"tls": certificates["good"]}
     side = kit.make_side()
     host, port = side.descriptor.endpoint.removesuffix("/tls").split(":")
-    with socket.create_connection((host, int(port)), timeout=5) as stranger:
-        stranger.sendall(b"\x16\0\0\0BATON\1" + bytes(16))
+    with socket.create_connection((host, int(port)), timeout=5) as dialer:
+        dialer.sendall(b"\x16\0\0\0BATON\1" + bytes(16))
         with caplog.at_level(logging.WARNING):
-            kit.check_hung_up(side, stranger)
+            kit.check_hung_up(side, dialer)
     assert "the peer does not speak TLS" in caplog.text
     side.close()
 

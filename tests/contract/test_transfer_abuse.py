@@ -15,7 +15,7 @@ from baton.kv.copies import PageCopies
 from baton.net import channel
 from baton.net.framing import FrameDecoder, ListenerHandshake, encode_frame
 from baton.testing.transport_contract.kit import NUM_PAGES, PAGE_BYTES
-from baton.testing.transport_contract.strangers import StrangerContract
+from baton.testing.transport_contract.peers import UnauthenticatedPeerContract
 from baton.testing.transport_pair import TransportPair, whole_pages
 from baton.transfer import grant_messages
 from baton.transfer.interface import (
@@ -32,7 +32,7 @@ from baton.transfer.interface import (
 from baton.transfer.messages import encode
 from baton.transfer.region import compute_region_bytes
 from baton.transfer.transports.shared import wire as shared
-from baton.transfer.transports.tcp import inbound
+from baton.transfer.transports.tcp import transport
 from baton.transfer.transports.tcp import wire as tcp
 
 HOLDER = b"a raw one's page"
@@ -40,20 +40,20 @@ PAGE = np.array([2]).astype("<u4").tobytes()
 WHOLE = np.array([0, PAGE_BYTES]).astype("<u4").tobytes()
 
 
-class SharedKit(StrangerContract):
+class SharedKit(UnauthenticatedPeerContract):
     kind = "shared"
 
-    def connect_stranger(self, descriptor):
+    def connect_unauthenticated(self, descriptor):
         sock = socket.socket(socket.AF_UNIX)
         sock.settimeout(5)
         sock.connect(b"\0" + descriptor.endpoint.encode())
         return sock
 
 
-class TcpKit(StrangerContract):
+class TcpKit(UnauthenticatedPeerContract):
     kind = "tcp"
 
-    def connect_stranger(self, descriptor):
+    def connect_unauthenticated(self, descriptor):
         host, port = descriptor.endpoint.split(":")
         return socket.create_connection((host, int(port)), timeout=5)
 
@@ -64,7 +64,7 @@ class RawWriter:
     def __init__(self, kit, *, pages=range(NUM_PAGES)):
         self.kit, self.reader, self.epoch = kit, kit.make_side(), new_epoch()
         self.grant, self.events = new_ticket_id(), []
-        self.sock = kit.connect_stranger(self.reader.descriptor)
+        self.sock = kit.connect_unauthenticated(self.reader.descriptor)
         kit.prove(self.reader, self.sock)
         handle = self.reader.region.handle
         self.reader.transport.open_grant(
@@ -269,7 +269,7 @@ def test_only_the_same_holder_that_has_no_other_mapping_proves_the_first_one_gon
         writer.receive_until(b"grant_opened")
         writer.reader.transport.close_grant(writer.grant)
         writer.sock.close()
-        writer.sock = writer.kit.connect_stranger(writer.reader.descriptor)
+        writer.sock = writer.kit.connect_unauthenticated(writer.reader.descriptor)
         writer.kit.prove(writer.reader, writer.sock)
         writer.decoder = FrameDecoder(1 << 20)
         handle = writer.reader.region.handle
@@ -400,7 +400,7 @@ def test_a_reader_that_asks_and_never_takes_is_hung_up_on():
     with RawWriter(TcpKit()) as reader:
         pages = np.arange(NUM_PAGES).astype("<u4").tobytes() * 64
         with suppress(ConnectionError):
-            for number in range(inbound.MAX_FETCHES + 20):
+            for number in range(transport.MAX_FETCHES + 20):
                 reader.say(tcp.Fetch(number, 0, pages, WHOLE))
         for _ in range(50):
             reader.poll()

@@ -1,4 +1,4 @@
-"""The kit's own processes do not outlive a test that did not get what it waited for."""
+"""The kit's own processes do not outlive a failed test, and a claim without its suite fails one."""
 
 import subprocess
 import sys
@@ -8,8 +8,10 @@ import pytest
 
 from baton.auth.key import ClusterKey
 from baton.ids import new_epoch
+from baton.testing.transport_contract import MultiArrayContract, ReadingContract, TransportContract
 from baton.testing.transport_contract.kit import TransportKit, list_open_fds
 from baton.testing.transport_contract.process import SHAPES, OwnerProcess, WriterProcess
+from baton.testing.transport_pair import TransportPair
 from baton.testing.transport_peer import PeerTask
 
 
@@ -41,3 +43,35 @@ def test_a_peer_that_cannot_attach_says_why_and_ends():
     )
     assert ended.returncode == 1
     assert "transport_peer: not attached: cannot reach the peer" in ended.stderr.decode()
+
+
+class FileSuites(TransportContract):
+    kind = "file"
+
+
+class FileSuitesAndReads(FileSuites, ReadingContract): ...
+
+
+class TcpSuitesWithoutReads(TransportContract, MultiArrayContract):
+    kind = "tcp"
+
+
+del TransportContract, MultiArrayContract, ReadingContract
+
+
+@pytest.mark.parametrize(
+    ("suites", "fits"),
+    [(FileSuites, True), (FileSuitesAndReads, False), (TcpSuitesWithoutReads, False)],
+)
+def test_a_claim_without_its_suite_or_a_suite_without_its_claim_fails(suites, fits, tmp_path):
+    kit = suites()
+    kit.options = {"directory": str(tmp_path)} if kit.kind == "file" else {}
+    pair = TransportPair.of(kit.make_side(), kit.make_side())
+    try:
+        if fits:
+            kit.test_every_claim_has_its_suite(pair)
+        else:
+            with pytest.raises(AssertionError, match="ReadingContract"):
+                kit.test_every_claim_has_its_suite(pair)
+    finally:
+        pair.close()

@@ -6,21 +6,33 @@ from pathlib import Path
 
 import pytest
 
-from baton.testing.transport_contract import NetworkTransportContract
+from baton.testing.transport_contract import (
+    MultiArrayContract,
+    NetworkReadingContract,
+    NetworkTransportContract,
+    NetworkViewContract,
+    ReaderTrackingContract,
+)
 from baton.testing.transport_contract.kit import PAGE_BYTES, check_write
 from baton.testing.transport_pair import TransportPair, whole_pages
 from baton.transfer.interface import TRANSPORTS, GrantQuiescent, RemoteAttached, RemoteLost
 
 
-class TestShared(NetworkTransportContract):
+class TestShared(
+    NetworkTransportContract,
+    NetworkReadingContract,
+    NetworkViewContract,
+    MultiArrayContract,
+    ReaderTrackingContract,
+):
     kind = "shared"
     peer_writes = True
 
-    def connect_stranger(self, descriptor):
-        stranger = socket.socket(socket.AF_UNIX)
-        stranger.settimeout(5)
-        stranger.connect(b"\0" + descriptor.endpoint.encode())
-        return stranger
+    def connect_unauthenticated(self, descriptor):
+        sock = socket.socket(socket.AF_UNIX)
+        sock.settimeout(5)
+        sock.connect(b"\0" + descriptor.endpoint.encode())
+        return sock
 
     def test_of_two_that_attach_at_once_neither_claims_to_be_the_only_one(self, pair):
         remotes = [pair.writer.transport.attach(pair.reader.descriptor) for _ in range(2)]
@@ -86,11 +98,11 @@ class TestShared(NetworkTransportContract):
         del seen
 
 
-class TestTcp(NetworkTransportContract):
+class TestTcp(NetworkTransportContract, NetworkReadingContract, MultiArrayContract):
     kind = "tcp"
     peer_writes = False
 
-    def connect_stranger(self, descriptor):
+    def connect_unauthenticated(self, descriptor):
         host, port = descriptor.endpoint.split(":")
         return socket.create_connection((host, int(port)), timeout=5)
 

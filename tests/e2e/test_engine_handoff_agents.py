@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from baton.auth.ticket import HandoffMode
     from baton.engines.interface import EngineUpdate, RequestKind
     from baton.engines.transformers.loading import LoadedModel
+    from baton.handoff.dispatcher import HandoffDispatcher
     from baton.handoff.interface import SampledToken
     from baton.handoff.messages import TransferOp
     from baton.ids import TicketId
@@ -76,7 +77,7 @@ class Node:
     """One worker without HTTP."""
 
     engine: TransformersEngine
-    agent: HandoffAgent
+    agent: HandoffAgent | HandoffDispatcher
     ref: WorkerRef
     hands_over_first_token: bool = True
     prompts: dict[str, NDArray[np.int32]] = field(default_factory=lambda: PROMPTS)

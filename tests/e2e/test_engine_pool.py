@@ -15,7 +15,8 @@ from baton.clock import MachineClock
 from baton.engines.interface import Colocated, DecodeRequest, PrefillRequest
 from baton.engines.transformers.engine import TransformersEngine
 from baton.engines.transformers.options import TransformersOptions
-from baton.handoff.agent import AgentOptions, HandoffAgent
+from baton.handoff.agent import AgentOptions
+from baton.handoff.dispatcher import open_handoffs
 from baton.handoff.kv_views import KVView
 from baton.handoff.pool_mode.store_access import StoreAccess
 from baton.ids import WorkerId, new_epoch, new_ticket_id
@@ -54,7 +55,7 @@ def pooled(name: str, place: Path, *, store_block_size: int = 16, **options: int
     entry_format = EntryFormat.of(layout, block_size=store_block_size, num_parts=1)
     epoch = new_epoch()
     view = KVView(layout, engine.region)
-    agent = HandoffAgent(
+    handoffs = open_handoffs(
         AgentOptions(
             worker=WorkerId(name),
             epoch=epoch,
@@ -64,14 +65,14 @@ def pooled(name: str, place: Path, *, store_block_size: int = 16, **options: int
             key=KEY,
             clock=CLOCK,
             timeout_s=WAIT_TIMEOUT_S,
-            pool=StoreAccess(store, entry_format, view),
-        )
+        ),
+        StoreAccess(store, entry_format, view),
     )
-    running = Node(engine, agent, WorkerRef(WorkerId(name), epoch, ""))
+    running = Node(engine, handoffs, WorkerRef(WorkerId(name), epoch, ""))
     try:
         yield running
     finally:
-        agent.stop()
+        handoffs.stop()
         engine.stop(WAIT_TIMEOUT_S)
 
 
@@ -135,7 +136,7 @@ def test_many_requests_through_the_store_give_the_tokens_of_one_engine_alone(
 
 def check_counts(prefill: Node, decode: Node) -> None:
     """What came was counted; what was waited for is no miss."""
-    kept, taken = (node.agent.options.pool for node in (prefill, decode))
+    kept, taken = (node.agent.store.access for node in (prefill, decode))
     assert kept is not None
     assert taken is not None
     assert kept.counts.num_stored > 0

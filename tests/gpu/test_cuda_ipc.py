@@ -9,12 +9,15 @@ import torch
 from baton.clock import MachineClock
 from baton.errors import TransferError
 from baton.ids import new_epoch
-from baton.testing.transport_contract import NetworkTransportContract
+from baton.testing.transport_contract import NetworkReadingContract, NetworkTransportContract
 from baton.testing.transport_contract.kit import NUM_PAGES, PAGE_BYTES, TransportKit, check_write
 from baton.testing.transport_pair import TransportPair, whole_pages
 from baton.transfer.device_memory import make_device_region
 from baton.transfer.interface import TRANSPORTS, Arrived, RemoteLost, TransportContext
 from tests.gpu.gpu_memory import GpuSide, allocate_region
+
+if not torch.cuda.is_available():
+    pytest.skip(f"needs a CUDA GPU (torch {torch.__version__} sees none)", allow_module_level=True)
 
 
 class GpuKit(TransportKit):
@@ -26,18 +29,18 @@ class GpuKit(TransportKit):
     def allocate(self, shapes):
         return allocate_region(shapes)
 
-    def connect_stranger(self, descriptor):
-        stranger = socket.socket(socket.AF_UNIX)
-        stranger.settimeout(5)
-        stranger.connect(b"\0" + descriptor.endpoint.encode())
-        return stranger
+    def connect_unauthenticated(self, descriptor):
+        sock = socket.socket(socket.AF_UNIX)
+        sock.settimeout(5)
+        sock.connect(b"\0" + descriptor.endpoint.encode())
+        return sock
 
     @pytest.fixture(autouse=True)
     def check_descriptors(self):
         """The driver opens descriptors as it likes: nothing is checked."""
 
 
-class TestCudaIpc(GpuKit, NetworkTransportContract): ...
+class TestCudaIpc(GpuKit, NetworkTransportContract, NetworkReadingContract): ...
 
 
 class TestMemory(GpuKit):

@@ -11,6 +11,9 @@ from baton.engines.gpu.copy_stream import CopyStream, pin_memory
 from baton.engines.gpu.page_copier import IndexedCopier, KernelCopier, choose_copier
 from baton.transfer.region import allocate_shared_region, release_region, view_pages
 
+if not torch.cuda.is_available():
+    pytest.skip(f"needs a CUDA GPU (torch {torch.__version__} sees none)", allow_module_level=True)
+
 DEVICE = torch.device("cuda", 0)
 BUSY_CYCLES = 200_000_000
 """A tenth of a second of a GPU's time."""

@@ -12,10 +12,8 @@ import sys
 import numpy as np
 
 from baton.errors import TransferError
-from baton.transfer.devices.attaching import attach_extent
-from baton.transfer.devices.claiming import allocate_device_region
-from baton.transfer.devices.extents import find_extent
-from baton.transfer.devices.options import DeviceOptions
+from baton.transfer.devices.backing import DeviceOptions
+from baton.transfer.devices.extents import allocate_device_region, attach_extent, find_extent
 from baton.transfer.interface import PageArray
 from baton.transfer.region import release_region
 

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from baton.auth.key import ClusterKey
     from baton.auth.ticket import HandoffMode
     from baton.handoff.messages import TransferOp
-    from baton.transfer.links.outcome import LinkObserver
+    from baton.transfer.links.choice import LinkObserver
 
 CLOCK = MachineClock()
 NUM_LAYERS = 3

@@ -7,7 +7,7 @@ from itertools import count
 from typing import TYPE_CHECKING
 
 from baton.errors import PeerLostError
-from baton.transfer.interface import ReadCompleted, ReadFailed, TransferId
+from baton.transfer.interface import ReadCompleted, ReadFailed, TransferId, as_reader, as_viewer
 
 if TYPE_CHECKING:
     import numpy as np
@@ -86,12 +86,12 @@ class HeldReads:
         return name
 
     def view(self, remote: RemoteId, array: int) -> NDArray[np.uint8]:
-        return self._inner.view(remote, array)
+        return as_viewer(self._inner).view(remote, array)
 
     def poll(self) -> list[TransferEvent]:
         if self._free.is_set():
             for name, read in self._held.items():
-                self._posted[self._inner.read(read)] = name
+                self._posted[as_reader(self._inner).read(read)] = name
             self._held.clear()
         failed, self._failed = self._failed, []
         return failed + [self._rename(event) for event in self._inner.poll()]

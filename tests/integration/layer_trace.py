@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 import baton
 from baton.auth.key import ClusterKey
+from baton.handoff.dispatcher import HandoffDispatcher
 from tests.integration.handoff_nodes import Handoff, Node, make_handoff, node
 
 if TYPE_CHECKING:
@@ -111,7 +112,8 @@ def trace_layer(kind: str, layer: int = TYPICAL_LAYER) -> LayerTrace:
         for each in nodes:
             each.agent._next_tick = float("inf")
         trace = LayerTrace()
-        trace.run(lambda: prefill.agent.layer_ready([(ticket, NUM_TOKENS)], layer))
+        port = HandoffDispatcher(prefill.agent, None)  # what an engine calls
+        trace.run(lambda: port.layer_ready([(ticket, NUM_TOKENS)], layer))
         step_until(nodes, partial(_has_landed, handoff, layer), trace)
         return trace
 

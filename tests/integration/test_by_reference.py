@@ -28,7 +28,9 @@ LIVENESS_TIMEOUT_S = 1.0
 NUM_BLOCKS = 64
 NUM_TOKENS = 200
 """Of an answer that is long enough for a fault to find it half-way."""
-LENT, BORROWED, FREE = (f'baton_worker_blocks{{state="{s}"}}' for s in ("lent", "borrowed", "free"))
+LENT, BORROWED, FREE = (
+    f'baton_worker_blocks{{state="{s}"}}' for s in ("exported", "imported", "free")
+)
 
 
 @contextmanager

@@ -114,9 +114,7 @@ def test_transports_that_are_broken_are_reported_with_the_reason(tmp_path):
     assert [seen[name].level for name in broken] == [Level.NOTE] * 6
     assert "SIGSEGV" in seen["crashing"].found
     assert "the moon is full" in seen["crashing"].found
-    assert seen["lying"].found == (
-        "does not work: the other process: 1 of 64 pages are wrong after they were written"
-    )
+    assert seen["lying"].found == ("does not work: 48 pages of 32 KiB, push: other pages changed")
     assert seen["device"].found == "not tried: it moves cuda memory only"
     assert "MISNAMED" in seen["misnamed"].found
     assert seen["unpackaged"].found == (

@@ -28,9 +28,8 @@ if TYPE_CHECKING:
 
     from baton.handoff.messages import TransferOp
     from baton.transfer.interface import Transport
-    from baton.transfer.links.choice import Choice
-    from baton.transfer.links.model import LinkModel
-    from baton.transfer.links.outcome import Direction, Outcome
+    from baton.transfer.links.choice import Choice, Direction, Outcome
+    from baton.transfer.links.cost_model import LinkModel
 
 BOTH = ("shared", "tcp")
 

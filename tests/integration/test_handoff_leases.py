@@ -11,14 +11,13 @@ import pytest
 from baton.auth.key import ClusterKey
 from baton.handoff.interface import BlocksQuiescent, KVFailed, KVSent, SendFailed
 from baton.handoff.session.lease import LAPSED_REASON, LEASE_STAGE
-from baton.transfer.links.outcome import NullObserver
+from baton.transfer.links.choice import NullObserver
 from tests.integration.handoff_nodes import Handoff, Node, make_handoff, node
 
 if TYPE_CHECKING:
     from collections.abc import Generator
 
-    from baton.transfer.links.choice import Choice
-    from baton.transfer.links.outcome import Direction
+    from baton.transfer.links.choice import Choice, Direction
 
 KEY = ClusterKey(b"k" * 32)
 LEASE_S = 0.6

@@ -16,7 +16,8 @@ from baton.auth.ticket import Ticket, WorkerRef
 from baton.clock import Instant, MachineClock
 from baton.config.sections import StoreSection
 from baton.errors import ConfigError
-from baton.handoff.agent import AgentOptions, HandoffAgent
+from baton.handoff.agent import AgentOptions
+from baton.handoff.dispatcher import HandoffDispatcher, open_handoffs
 from baton.handoff.interface import (
     BlocksQuiescent,
     KVFailed,
@@ -47,7 +48,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from baton.handoff.interface import HandoffEvent
-    from baton.store.interface import EntryName, Lease, Tier
+    from baton.handoff.session.lease import Lease
+    from baton.store.interface import EntryName, Tier
 
 CLOCK = MachineClock()
 KEY = ClusterKey(b"k" * 32)
@@ -71,7 +73,7 @@ def section(place: Path, **changes: object) -> StoreSection:
 class Node:
     """One worker without an engine, and without peers."""
 
-    agent: HandoffAgent
+    handoffs: HandoffDispatcher
     layout: KVLayout
     pages: list[NDArray[np.uint8]]
     events: list[HandoffEvent] = field(default_factory=list)
@@ -101,7 +103,7 @@ class Node:
 
     def start_send(self, ticket: Ticket, prompt: NDArray[np.int32], num_ready: int = 0) -> None:
         order = self.order(ticket, prompt, PATIENCE_S)
-        self.agent.start_send(SendOrder(**order, num_ready_tokens=num_ready, blocks=self.table))
+        self.handoffs.start_send(SendOrder(**order, num_ready_tokens=num_ready, blocks=self.table))
 
     def start_receive(
         self,
@@ -113,17 +115,17 @@ class Node:
         first = start // self.layout.block_size
         blocks = BlockTable(first, self.table.blocks[first:])
         order = self.order(ticket, prompt, patience_s)
-        self.agent.start_receive(ReceiveOrder(**order, start=start, blocks=blocks))
+        self.handoffs.start_receive(ReceiveOrder(**order, start=start, blocks=blocks))
 
     def compute(self, ticket: Ticket, stop: int) -> None:
         for layer in range(self.layout.num_layers):
-            self.agent.layer_ready([(ticket.id, stop)], layer)
+            self.handoffs.layer_ready([(ticket.id, stop)], layer)
 
     def hear(self, *kinds: type) -> list[HandoffEvent]:
         """Wait for so many events."""
 
         def heard() -> bool:
-            self.events += self.agent.poll()
+            self.events += self.handoffs.poll()
             return len(self.events) >= len(kinds)
 
         wait_until(heard, PATIENCE_S, lambda: self.events)
@@ -151,7 +153,7 @@ def node(
         each[:] = rng.integers(0, 256, each.shape, dtype=np.uint8)
     view = KVView(layout, region)
     pool = open_store_access(store, view, key=KEY, clock=CLOCK)
-    agent = HandoffAgent(
+    handoffs = open_handoffs(
         AgentOptions(
             worker=WorkerId("w"),
             epoch=new_epoch(),
@@ -161,14 +163,14 @@ def node(
             key=KEY,
             clock=CLOCK,
             timeout_s=timeout_s,
-            pool=pool and replace(pool, store=wrap(pool.store)),
-        )
+        ),
+        pool and replace(pool, store=wrap(pool.store)),
     )
-    agent.start(lambda: None)
+    handoffs.start(lambda: None)
     try:
-        yield Node(agent, layout, pages)
+        yield Node(handoffs, layout, pages)
     finally:
-        agent.stop()
+        handoffs.stop()
         pages.clear()
         release_region(region)
 
@@ -191,7 +193,7 @@ def make_prompt(seed: int = 0, num_tokens: int = NUM_TOKENS) -> NDArray[np.int32
 def prefill_all(node: Node, ticket: Ticket, prompt: NDArray[np.int32]) -> None:
     node.start_send(ticket, prompt)
     node.compute(ticket, len(prompt))
-    node.agent.prefill_done(ticket.id, FIRST)
+    node.handoffs.prefill_done(ticket.id, FIRST)
     node.hear(KVSent)
 
 
@@ -224,10 +226,10 @@ def test_decode_that_comes_first_waits_block_by_block(pair: tuple[Node, Node]) -
             ),
             PATIENCE_S,
         )
-        assert stop == NUM_TOKENS or decode.agent.poll() == []
+        assert stop == NUM_TOKENS or decode.handoffs.poll() == []
     # All is there before the first token is: that is computed anew rather than waited for.
     assert decode.hear(KVLanded) == [KVLanded(ticket.id, None)]
-    prefill.agent.prefill_done(ticket.id, None)
+    prefill.handoffs.prefill_done(ticket.id, None)
     prefill.hear(KVSent)
     assert decode.read(0, NUM_TOKENS) == prefill.read(0, NUM_TOKENS)
 
@@ -284,7 +286,7 @@ def test_nothing_at_all_fails_as_soon_as_prefill_is_over(
     ticket, prompt = make_ticket(), make_prompt()
     decode.start_receive(ticket, prompt)
     prefill.start_send(ticket, prompt)
-    prefill.agent.abort(ticket.id, "its client left")
+    prefill.handoffs.abort(ticket.id, "its client left")
     prefill.hear(SendFailed)
     failed, quiescent = decode.hear(KVFailed, BlocksQuiescent)
     assert "its client left" in str(failed.error)
@@ -298,12 +300,12 @@ def test_decode_is_told_that_prefill_failed(pair: tuple[Node, Node], is_early: b
     known, ticket, prompt = make_ticket(), make_ticket(), make_prompt()
     prefill_all(prefill, known, prompt[:20])
     if is_early:
-        decode.agent.abort_from_peer(ticket.id, "killed")
+        decode.handoffs.abort_from_peer(ticket.id, "killed")
         decode.start_receive(ticket, prompt)
     else:
         decode.start_receive(ticket, prompt)
         wait_until(lambda: decode.read(0, 20) == prefill.read(0, 20), PATIENCE_S)
-        decode.agent.abort_from_peer(ticket.id, "killed")
+        decode.handoffs.abort_from_peer(ticket.id, "killed")
     assert decode.hear(KVLanded) == [KVLanded(ticket.id, None, 20)]
 
 
@@ -330,8 +332,8 @@ def test_a_queue_is_waited_for_as_long_as_its_engine_lives(
         decode.start_receive(ticket, prompt)
         prefill.start_send(ticket, prompt)
         while CLOCK.now() < begun + 2.5 * timeout_s:
-            assert prefill.agent.poll() == decode.agent.poll() == []
-            prefill.agent.report_progress([ticket])
+            assert prefill.handoffs.poll() == decode.handoffs.poll() == []
+            prefill.handoffs.report_progress([ticket])
             threading.Event().wait(0.1)
         if is_stuck:
             failed, _ = decode.hear(KVFailed, BlocksQuiescent)
@@ -340,7 +342,7 @@ def test_a_queue_is_waited_for_as_long_as_its_engine_lives(
             prefill.hear(SendFailed)
         else:
             prefill.compute(ticket, len(prompt))
-            prefill.agent.prefill_done(ticket.id, FIRST)
+            prefill.handoffs.prefill_done(ticket.id, FIRST)
             prefill.hear(KVSent)
             decode.hear(KVLanded)
             assert decode.read(0, NUM_TOKENS) == prefill.read(0, NUM_TOKENS)
@@ -350,10 +352,10 @@ def test_an_aborted_wait_gives_the_blocks_back_once(pair: tuple[Node, Node]) -> 
     _, decode = pair
     ticket = make_ticket()
     decode.start_receive(ticket, make_prompt())
-    decode.agent.abort(ticket.id, "the client left")
-    decode.agent.abort(ticket.id, "again")
+    decode.handoffs.abort(ticket.id, "the client left")
+    decode.handoffs.abort(ticket.id, "again")
     decode.hear(BlocksQuiescent)
-    assert decode.agent.poll() == []
+    assert decode.handoffs.poll() == []
 
 
 class Emptied:
@@ -421,9 +423,9 @@ def test_an_order_that_does_not_name_its_tokens_fails(pair: tuple[Node, Node]) -
     for wrong in (None, prompt[:-1]):
         blocks = decode.table
         order = decode.order(ticket, prompt, PATIENCE_S) | {"prompt_ids": wrong}
-        decode.agent.start_receive(ReceiveOrder(**order, start=0, blocks=blocks))
+        decode.handoffs.start_receive(ReceiveOrder(**order, start=0, blocks=blocks))
         decode.hear(KVFailed, BlocksQuiescent)
-        prefill.agent.start_send(SendOrder(**order, num_ready_tokens=0, blocks=prefill.table))
+        prefill.handoffs.start_send(SendOrder(**order, num_ready_tokens=0, blocks=prefill.table))
         prefill.hear(SendFailed)
 
 
@@ -432,7 +434,7 @@ def test_stopping_ends_every_handoff(tmp_path: Path) -> None:
         sent, wanted = make_ticket(), make_ticket()
         both.start_send(sent, make_prompt())
         both.start_receive(wanted, make_prompt())
-        both.agent.stop()
+        both.handoffs.stop()
         both.hear(SendFailed, KVFailed, BlocksQuiescent)
 
 

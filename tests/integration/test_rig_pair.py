@@ -3,7 +3,7 @@
 import pytest
 
 from baton.bench.link.node import COMMAND
-from baton.bench.link.runner import LinkEntry
+from baton.bench.link.report import LinkEntry
 from baton.clock import MachineClock
 from baton.errors import TransferError
 from baton.rig.backend import BackendSpec, ComputeDigest

@@ -12,7 +12,6 @@ from baton.config.cluster_key import find_cluster_key
 from baton.config.environment import read_environment
 from baton.config.logs import configure_logging
 from baton.config.sections import Config, Role
-from baton.handoff.verify import VerificationPolicy
 from baton.ids import WorkerId
 from baton.models import DEMO_MODEL_PATH
 from baton.worker.options import ProcessOptions
@@ -78,7 +77,9 @@ def _key(config: Config) -> ClusterKey:
 
 
 def _options(config: Config, status_fd: int) -> ProcessOptions:
-    from baton.cli.engine_options import engine_options  # noqa: PLC0415 - too heavy for --help
+    # Here, so that --help imports nothing heavy.
+    from baton.cli.engine_options import engine_options  # noqa: PLC0415
+    from baton.handoff.verify import VerificationPolicy  # noqa: PLC0415
 
     section = config.worker
     return ProcessOptions(

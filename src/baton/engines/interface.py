@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from baton.ids import RequestId, TicketId
     from baton.telemetry.process_status import StatusReporter
     from baton.telemetry.trace import RequestSpan
-    from baton.transfer.devices.options import AllocateRegion
+    from baton.transfer.devices.extents import AllocateRegion
     from baton.transfer.interface import PagedRegion
     from baton.transfer.peer_mappings import PeerMappings
 

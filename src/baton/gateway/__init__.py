@@ -20,7 +20,7 @@ File map, along the way of a request:
     errors.py       OpenAI's error JSON and the status codes
 
 Workers, metrics, debugging:
-    workers.py      the registry: state, epoch and load of each worker, and what it says of itself
+    workers.py      the registry: state, epoch and load of each worker, and its description
     health_monitor.py     probes each worker's health, and asks it for its identity
     kv_events.py    which blocks vLLM workers hold
     metrics.py, debug.py  Prometheus metrics; `/debug/requests` and `/debug/workers`

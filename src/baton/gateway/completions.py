@@ -26,8 +26,9 @@ from baton.gateway.metrics import (
     BrokenStreamCause,
 )
 from baton.gateway.request import forwarded_headers_from, parse_body, request_id_from
-from baton.gateway.request_context import Interruptible, RequestContext
+from baton.gateway.request_context import RequestContext
 from baton.gateway.request_proxy import RequestProxy
+from baton.gateway.workers import Interruptible
 from baton.ids import new_epoch
 from baton.protocol.worker_http import REQUEST_ID_HEADER
 from baton.telemetry.trace import RequestSpan, Stamp

@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     from yarl import URL
 
     from baton.auth.ticket import Ticket
-    from baton.gateway.request_context import Interruptible, RequestContext, Services
+    from baton.gateway.request_context import RequestContext, Services
     from baton.gateway.response_forwarder import EarlyFirstToken
-    from baton.gateway.workers import Worker
+    from baton.gateway.workers import Interruptible, Worker
     from baton.protocol.worker_http import FirstToken, WorkerProtocol
 
 log = logging.getLogger(__name__)

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Final, Self
+from typing import TYPE_CHECKING, Final
 
 from baton.gateway.metrics import NO_MODE, NO_MODEL, Phase
 from baton.protocol.worker_http import REQUEST_ID_HEADER
@@ -14,7 +14,6 @@ from baton.telemetry.trace import Stamp
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
-    from types import TracebackType
 
     from starlette.types import Send
 
@@ -84,45 +83,6 @@ class Services:
     placement: PlacementPolicy
     fallbacks: Fallbacks
     background_tasks: BackgroundTasks
-
-
-class Interruptible:
-    """A stretch of one task that others may end: client left, timeout, failed peer.
-
-    The first `interrupt` cancels what the task awaits, and the block then raises that cause. A
-    cancellation from anywhere else passes through unchanged, as with `asyncio.timeout`.
-    Owner: the event loop's thread.
-    """
-
-    def __init__(self) -> None:
-        self._task: asyncio.Task[object] | None = None
-        self._cause: BaseException | None = None
-        self._outer_cancels = 0
-
-    def __enter__(self) -> Self:
-        task = asyncio.current_task()
-        if task is None:
-            raise RuntimeError("an Interruptible block belongs in a task")
-        self._task, self._outer_cancels = task, task.cancelling()
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        task, self._task = self._task, None
-        if task is None or self._cause is None:
-            return
-        if task.uncancel() <= self._outer_cancels and exc_type is asyncio.CancelledError:
-            raise self._cause from exc
-
-    def interrupt(self, cause: BaseException) -> None:
-        """End the block with `cause`; does nothing after the first time or after its end."""
-        if self._task is not None and self._cause is None:
-            self._cause = cause
-            self._task.cancel()
 
 
 STREAM_HEADERS: Final = (

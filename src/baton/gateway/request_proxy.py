@@ -24,8 +24,8 @@ from baton.gateway.metrics import NO_MODE, FallbackCause
 from baton.gateway.prefill_request import Handoff, PrefillRequest
 from baton.gateway.protocol_adapters import find_kv_load_failure, request_bodies
 from baton.gateway.request import estimate_prompt_tokens, find_non_disaggregable_field
-from baton.gateway.request_context import Interruptible
 from baton.gateway.response_forwarder import EarlyFirstToken, ResponseForwarder
+from baton.gateway.workers import Interruptible
 from baton.ids import new_ticket_id
 from baton.protocol.worker_http import CREATED_HEADER, REQUEST_ID_HEADER, TIMEOUT_HEADER
 from baton.router.failover import PREFILL_FIRST, Attempt, Failover, Failure

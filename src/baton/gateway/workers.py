@@ -11,10 +11,11 @@ new `Fleet`.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, TypeAlias, assert_never, get_args
+from typing import TYPE_CHECKING, Final, Self, TypeAlias, assert_never, get_args
 
 import msgspec
 from yarl import URL
@@ -23,12 +24,12 @@ from baton.auth.ticket import HandoffMode, WorkerRef
 from baton.config.cluster_key import is_loopback
 from baton.errors import ModelNotFoundError, ProtocolError
 from baton.gateway.errors import NoWorkerError, WorkerLostError
-from baton.gateway.request_context import Interruptible
 from baton.protocol.worker_http import Health, Role, WorkerInfo, WorkerLoad
 from baton.router.fleet import Fleet, WorkerView
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable
+    from types import TracebackType
 
     from baton.gateway.metrics import GatewayMetrics
     from baton.gateway.options import WorkerAddress
@@ -359,3 +360,42 @@ def _log_change(worker: Worker, before: WorkerState, state: WorkerState) -> None
             log.error("the worker at %s is not used: %s", worker.url, reason)
         case _:
             assert_never(state)
+
+
+class Interruptible:
+    """A stretch of one task that others may end: client left, timeout, failed peer.
+
+    The first `interrupt` cancels what the task awaits, and the block then raises that cause. A
+    cancellation from anywhere else passes through unchanged, as with `asyncio.timeout`.
+    Owner: the event loop's thread.
+    """
+
+    def __init__(self) -> None:
+        self._task: asyncio.Task[object] | None = None
+        self._cause: BaseException | None = None
+        self._outer_cancels = 0
+
+    def __enter__(self) -> Self:
+        task = asyncio.current_task()
+        if task is None:
+            raise RuntimeError("an Interruptible block belongs in a task")
+        self._task, self._outer_cancels = task, task.cancelling()
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        task, self._task = self._task, None
+        if task is None or self._cause is None:
+            return
+        if task.uncancel() <= self._outer_cancels and exc_type is asyncio.CancelledError:
+            raise self._cause from exc
+
+    def interrupt(self, cause: BaseException) -> None:
+        """End the block with `cause`; does nothing after the first time or after its end."""
+        if self._task is not None and self._cause is None:
+            self._cause = cause
+            self._task.cancel()

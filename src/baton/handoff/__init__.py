@@ -7,6 +7,7 @@ nothing can land any more, `BlocksQuiescent`. The protocol is drawn in `session/
 
 File map:
     interface.py        what an engine sees: orders, events, `HandoffPort`
+    dispatcher.py       what an engine holds: each order goes to whoever carries out its mode
     agent.py            the thread that owns links, transports and sessions; is a `HandoffPort`
     prefill_sender.py   the prefill worker's handoffs: carries out what `SendSession` asks for
     decode_receiver.py  the decode worker's handoffs: carries out what `ReceiveSession` asks for

@@ -61,8 +61,6 @@ from baton.handoff.peer_transports import (
     PeerTransportUp,
 )
 from baton.handoff.peers import MessageReceived, Peer, PeerGone, PeerTable, PeerUp
-from baton.handoff.pool_mode.no_store import NoStoreHandoff
-from baton.handoff.pool_mode.store_handoff import StoreHandoff
 from baton.handoff.prefill_sender import PrefillSender
 from baton.handoff.probing import LinkProber, ProbeTarget
 from baton.handoff.reference.exports import SharedBlockExporter
@@ -80,8 +78,8 @@ from baton.transfer.interface import (
     WriteCompleted,
     WriteFailed,
 )
-from baton.transfer.links.outcome import NullObserver
-from baton.transfer.links.probe_buffer import ProbeBuffer
+from baton.transfer.links.choice import NullObserver
+from baton.transfer.links.probes import ProbeBuffer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -99,10 +97,9 @@ if TYPE_CHECKING:
     from baton.handoff.kv_views import KVView
     from baton.handoff.messages import TransferOp
     from baton.handoff.peers import PeerEvent
-    from baton.handoff.pool_mode.store_access import StoreAccess
     from baton.ids import Epoch, TicketId, WorkerId
     from baton.transfer.interface import TransferEvent, Transport
-    from baton.transfer.links.outcome import LinkObserver
+    from baton.transfer.links.choice import LinkObserver
 
 logger = logging.getLogger(__name__)
 
@@ -134,8 +131,7 @@ class AgentOptions:
     `traits` are readable properties that explain why two workers cannot exchange KV (engine,
     version, dtype …): at most 32, names of 64 characters and values of 256. `lease_s` is how long
     a computed prompt is held for a decode worker that does not renew it. Prompts of at most
-    `single_send_max_tokens` are sent when they are computed, not layer by layer. Without a `pool`
-    handoffs through a store fail here.
+    `single_send_max_tokens` are sent when they are computed, not layer by layer.
     """
 
     worker: WorkerId
@@ -156,19 +152,15 @@ class AgentOptions:
     links: LinkOptions = field(default_factory=LinkOptions)
     io_backend: IoBackend = OS_BACKEND
     verification: VerificationPolicy = field(default_factory=VerificationPolicy)
-    pool: StoreAccess | None = None
     spin_s: float = MAX_SPIN_S
 
     @property
     def modes(self) -> tuple[HandoffMode, ...]:
-        """The ways of handing over that this worker takes part in, on either side."""
-        modes: list[HandoffMode] = ["push", "pull"]
-        if self.pool is not None:
-            modes.append("pool")
+        """The ways of handing over that this agent takes part in, on either side."""
         is_open = any(view.peer_mappings is not None for view in self.views)
         if is_open and any(each.capabilities.views for each in self.transports):
-            modes.append("reference")
-        return tuple(modes)
+            return "push", "pull", "reference"
+        return "push", "pull"
 
     def __post_init__(self) -> None:
         """Check the KV views.
@@ -181,7 +173,10 @@ class AgentOptions:
 
 
 class HandoffAgent:  # noqa: PLR0904 - the engine's contract, and the process's
-    """Implements `HandoffPort` (thread-safe); all else belongs to the agent's own thread."""
+    """Implements `HandoffPort` (thread-safe); all else belongs to the agent's own thread.
+
+    For orders of every mode but pool: `HandoffDispatcher` stands between it and an engine.
+    """
 
     def __init__(self, options: AgentOptions) -> None:
         self.options = options
@@ -192,7 +187,6 @@ class HandoffAgent:  # noqa: PLR0904 - the engine's contract, and the process's
         self._selector = options.io_backend.make_selector()
         self._short_prompts = ShortPromptBatcher(options.single_send_max_tokens)
         self._heartbeat = EngineHeartbeat(options.clock)
-        self._pool = _make_pool(options, self._heartbeat)
         self._waiting = AdaptiveWaiter(options.clock, options.spin_s)
         self._stopping = False
         self._thread: threading.Thread | None = None
@@ -212,7 +206,6 @@ class HandoffAgent:  # noqa: PLR0904 - the engine's contract, and the process's
             TransferError: a transport cannot expose the region of a view.
         """
         self.open(wake_engine)
-        self._pool.start()
         self._thread = threading.Thread(target=self._run, name="handoff-agent", daemon=True)
         self._thread.start()
 
@@ -221,7 +214,6 @@ class HandoffAgent:  # noqa: PLR0904 - the engine's contract, and the process's
         self._wake_engine = wake_engine
         options = self.options
         self._waker = options.io_backend.make_waker()
-        self._pool.open(self._emit)
         probe_buffer = _allocate_probe_buffer(options.links)
         self._probe_target = ProbeTarget(probe_buffer, options.transports, options.clock)
         hello = Hello(
@@ -288,7 +280,6 @@ class HandoffAgent:  # noqa: PLR0904 - the engine's contract, and the process's
         """End every handoff, close every socket and mapping, end the thread. Idempotent."""
         if self._thread is None:
             return
-        self._pool.stop()
         self._command(self._begin_stop)
         self._thread.join(STOP_TIMEOUT_S)
         if self._thread.is_alive():
@@ -311,40 +302,30 @@ class HandoffAgent:  # noqa: PLR0904 - the engine's contract, and the process's
 
     def renew_lease(self, ticket: Ticket) -> None:
         """See `HandoffPort`."""
-        if ticket.mode != "pool":  # no worker holds anything: it is in the store
-            self._command(partial(self._receiving.renew_lease, ticket))
+        self._command(partial(self._receiving.renew_lease, ticket))
 
     def start_receive(self, order: ReceiveOrder) -> None:
         """See `HandoffPort`."""
-        if order.ticket.mode == "pool":
-            self._pool.start_receive(order)
-        else:
-            self._command(partial(self._receiving.start_receive, order))
+        self._command(partial(self._receiving.start_receive, order))
 
     def start_send(self, order: SendOrder) -> None:
         """See `HandoffPort`."""
-        if order.ticket.mode == "pool":
-            self._pool.start_send(order)
-            return
         self._short_prompts.add(order)
         self._command(partial(self._sending.start_send, order))
 
     def report_progress(self, prompts: Sequence[Ticket]) -> None:
         """See `HandoffPort`."""
         self._heartbeat.report_progress(prompts)
-        self._pool.report_progress(prompts)
 
     def layer_ready(self, tickets: Sequence[tuple[TicketId, int]], layer: int) -> None:
         """See `HandoffPort`."""
         self._heartbeat.tick()
-        self._pool.layer_ready(tuple(tickets), layer)
         layerwise = self._short_prompts.exclude(tickets)
         if layerwise:
             self._command(partial(self._sending.layer_ready, layerwise, layer))
 
     def prefill_done(self, ticket: TicketId, first_token: SampledToken | None) -> None:
         """See `HandoffPort`."""
-        self._pool.prefill_done(ticket, first_token)
         stop = self._short_prompts.take(ticket)
         if stop is not None:
             self._command(partial(self._sending.all_layers_ready, ticket, stop))
@@ -352,12 +333,10 @@ class HandoffAgent:  # noqa: PLR0904 - the engine's contract, and the process's
 
     def decline(self, ticket: Ticket, reason: str) -> None:
         """See `HandoffPort`."""
-        if ticket.mode != "pool":  # there the prefill worker's work is of use to others, too
-            self._command(partial(self._receiving.decline, ticket, reason))
+        self._command(partial(self._receiving.decline, ticket, reason))
 
     def abort(self, ticket: TicketId, reason: str) -> None:
         """See `HandoffPort`."""
-        self._pool.abort(ticket, reason)
         self._command(partial(self._abort, ticket, reason))
 
     def cancel_oldest_ungranted(self, tickets: Sequence[TicketId], reason: str) -> None:
@@ -366,7 +345,6 @@ class HandoffAgent:  # noqa: PLR0904 - the engine's contract, and the process's
 
     def abort_from_peer(self, ticket: TicketId, reason: str) -> None:
         """The gateway reports that this ticket's other half failed: recompute (or stop) now."""
-        self._pool.abort_from_peer(ticket, reason)
         self._command(partial(self._abort_from_peer, ticket, reason))
 
     def release_imported(self, ticket: TicketId) -> None:
@@ -589,18 +567,6 @@ class HandoffAgent:  # noqa: PLR0904 - the engine's contract, and the process's
 
 def _offer(view: KVView, transports: tuple[Transport, ...]) -> KVViewDescriptor:
     return KVViewDescriptor(view.layout, tuple(t.expose(view.region) for t in transports))
-
-
-def _make_pool(options: AgentOptions, heartbeat: EngineHeartbeat) -> StoreHandoff | NoStoreHandoff:
-    if options.pool is None:
-        return NoStoreHandoff()
-    return StoreHandoff(
-        options.pool,
-        fingerprint=options.fingerprint,
-        clock=options.clock,
-        timeout_s=options.timeout_s,
-        heartbeat=heartbeat,
-    )
 
 
 def _allocate_probe_buffer(links: LinkOptions) -> ProbeBuffer | None:

@@ -10,7 +10,8 @@ from baton.auth.ticket import seal
 from baton.clock import Instant
 from baton.errors import BatonError, ProtocolError
 from baton.handoff.grants import LeaseRenewer, Tombstone, Tombstones
-from baton.handoff.incoming import IncomingHandoff, Reader
+from baton.handoff.incoming import IncomingHandoff, Reader, verify_read, verify_written
+from baton.handoff.kv_views import STAGING_STAGE, Holder
 from baton.handoff.messages import (
     Available,
     BlocksExported,
@@ -40,8 +41,6 @@ from baton.handoff.session.actions import (
     TransferPlan,
 )
 from baton.handoff.session.receive import ReceivePhase, ReceiveSession
-from baton.handoff.staging import STAGING_STAGE, Holder
-from baton.handoff.verify import verify_read, verify_written
 from baton.telemetry.trace import Stamp
 from baton.transfer.interface import Arrived, GrantQuiescent, ReadCompleted, ReadFailed
 
@@ -430,8 +429,10 @@ class DecodeReceiver:  # noqa: PLR0904 -- a method for each event (ADR 0005)
             return
         if incoming.mapped_pages is not None:
             context = self._context
-            undigested = context.verification.undigested(context.transports)
-            plan = TransferPlan(op, incoming.mapped_pages.pages, view.is_staged, undigested)
+            no_digest_transports = context.verification.no_digest_transports(context.transports)
+            plan = TransferPlan(
+                op, incoming.mapped_pages.pages, view.is_staged, no_digest_transports
+            )
             self._perform(incoming, session.begin(plan))
 
     def _choose_op(self, incoming: IncomingHandoff, peer: Peer) -> GrantOp | None:

@@ -11,22 +11,19 @@ from baton.clock import Instant
 from baton.errors import ProtocolError, TicketError
 from baton.handoff.messages import (
     MAX_BATCH,
-    Failed,
     FallbackToWrite,
     Grant,
-    LeaseRenewed,
     RenewLease,
     unpack_blocks,
 )
 from baton.kv.copies import BlockTable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable
 
     from baton.auth.ticket import WorkerRef
     from baton.handoff.kv_views import AgentContext
     from baton.handoff.peers import Peer
-    from baton.handoff.write_batches import OutgoingHandoff
     from baton.ids import Epoch, TicketId, WorkerId
 
 MAX_EARLY_GRANTS: Final = 4096
@@ -203,38 +200,6 @@ class LeaseRenewer:
         for first in range(0, len(tickets), MAX_BATCH):
             some = tuple(tickets[first : first + MAX_BATCH])
             self._context.peers.send(peer, RenewLease(now, some))
-
-
-def answer_renewal(
-    context: AgentContext,
-    peer: Peer,
-    message: RenewLease,
-    *,
-    outgoing: Mapping[TicketId, OutgoingHandoff],
-    dead: Tombstones,
-    early: EarlyGrants,
-) -> None:
-    """Prefill's side: extend the leases that are held here, and report those that are gone.
-
-    A ticket that is neither may be one whose prompt has not come yet: if it was granted, its
-    lease has yet to begin, so a renewal counts for that one, too.
-    """
-    now = context.clock.now()
-    held: list[TicketId] = []
-    for ticket in message.tickets:
-        known = outgoing.get(ticket)
-        if known is not None:
-            is_its_own = known.session.order.ticket.decode.epoch == epoch_of(peer)
-            if is_its_own and known.session.renew(now):
-                held.append(ticket)
-            continue
-        if early.is_of(ticket, peer):
-            held.append(ticket)
-            continue
-        tombstone = dead.take(ticket, epoch_of(peer))
-        if tombstone is not None:
-            context.peers.send(peer, Failed(ticket, tombstone.reason))
-    context.peers.send(peer, LeaseRenewed(message.at, tuple(held)))
 
 
 def _by_prefill(

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, assert_never
 
 from baton.errors import PeerLostError
 from baton.handoff.messages import Notification, unpack_blocks
 from baton.handoff.peer_transports import TransportUsage
 from baton.handoff.session.actions import TransferHandle
-from baton.handoff.write_batches import DigestVerifier
+from baton.handoff.write_batches import DigestVerifier, Sampler
 from baton.kv.copies import BlockTable, PagedSequence
 from baton.kv.planning import CopyPlanner
 from baton.telemetry.trace import Stamp
-from baton.transfer.interface import PageRead, WriteGrant
-from baton.transfer.links.shape import measure_shape
+from baton.transfer.interface import PageRead, WriteGrant, as_reader
+from baton.transfer.links.cost_model import measure_shape
 
 if TYPE_CHECKING:
     from baton.clock import Instant
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from baton.handoff.peer_transports import PeerTransport, PeerTransportTable
     from baton.handoff.peers import Peer
     from baton.handoff.session.receive import ReceiveSession
-    from baton.handoff.verify import Sampler
+    from baton.handoff.verify import VerificationPolicy
     from baton.kv.copies import PageCopies
     from baton.transfer.interface import Transport
     from baton.transfer.links.choice import Choice
@@ -296,7 +296,7 @@ class Reader:
         if chosen is None:
             raise self._peer_transports.explain(peer)
         began_at = self._peer_transports.now()
-        transfer = chosen.peer_transport.transport.read(
+        transfer = as_reader(chosen.peer_transport.transport).read(
             PageRead(chosen.peer_transport.attached, region.handle, copies)
         )
         self._peer_transports.submitted(chosen, began_at)
@@ -308,3 +308,32 @@ class Reader:
     def take(self, handle: TransferHandle) -> PendingRead | None:
         """The read that ended; None if it is none of ours."""
         return self._pending.pop(handle, None)
+
+
+def verify_written(
+    policy: VerificationPolicy,
+    incoming: IncomingHandoff,
+    notification: Notification,
+    transport: Transport,
+) -> list[int]:
+    """In which layers a peer's write brought something else than its sender had, as far as seen."""
+    level = policy.level_over(transport)
+    match level:
+        case "identity":
+            return []
+        case "sampled":
+            if incoming.sampler is None:
+                incoming.sampler = Sampler(policy.share)
+            return incoming.find_wrong_layers(notification, transport.kind, incoming.sampler)
+        case "full":
+            return incoming.find_wrong_layers(notification, transport.kind, None)
+        case _:
+            assert_never(level)
+
+
+def verify_read(incoming: IncomingHandoff, notification: Notification, transport: str) -> bool:
+    """Whether what a read brought is, all of it, what the peer announced.
+
+    Whatever the policy: its pages may have changed while they were read.
+    """
+    return not incoming.find_wrong_layers(notification, transport, None)

@@ -20,12 +20,9 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Final
 
 from baton.errors import BatonError, PeerUnreachableError
-from baton.transfer.links.backoff import Backoff
-from baton.transfer.links.choice import Choice, Chooser
-from baton.transfer.links.default_cost import default_link_model
-from baton.transfer.links.outcome import Outcome
+from baton.transfer.links.choice import Backoff, Choice, Chooser, Outcome
+from baton.transfer.links.cost_model import TransferShape, default_link_model
 from baton.transfer.links.probes import ProbeBounds
-from baton.transfer.links.shape import TransferShape
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
@@ -35,9 +32,8 @@ if TYPE_CHECKING:
     from baton.handoff.peers import Peer
     from baton.telemetry.trace import RequestSpan
     from baton.transfer.interface import RegionDescriptor, RemoteId, Transport
-    from baton.transfer.links.choice import ChoiceRule
-    from baton.transfer.links.model import LinkModel
-    from baton.transfer.links.outcome import Direction, LinkObserver
+    from baton.transfer.links.choice import ChoiceRule, Direction, LinkObserver
+    from baton.transfer.links.cost_model import LinkModel
 
 
 class PeerTransportState(StrEnum):

@@ -12,13 +12,13 @@ from baton.handoff.grants import (
     Granted,
     Tombstone,
     Tombstones,
-    answer_renewal,
     check_fallback,
     check_grant,
     check_ticket,
     epoch_of,
 )
 from baton.handoff.interface import DECLINED_STAGE, KVExported, SendFailed
+from baton.handoff.kv_views import STAGING_STAGE, Holder
 from baton.handoff.messages import (
     BlocksExported,
     Declined,
@@ -28,6 +28,7 @@ from baton.handoff.messages import (
     FallbackToWrite,
     Finished,
     Grant,
+    LeaseRenewed,
     RenewLease,
     RetransmitRequest,
     TransferAck,
@@ -46,7 +47,6 @@ from baton.handoff.session.actions import (
 )
 from baton.handoff.session.lease import LEASE_STAGE
 from baton.handoff.session.send import SendPhase, SendSession
-from baton.handoff.staging import STAGING_STAGE, Holder
 from baton.handoff.write_batches import (
     OutgoingHandoff,
     announce,
@@ -56,7 +56,7 @@ from baton.handoff.write_batches import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from baton.handoff.heartbeat import PendingPrefills
     from baton.handoff.interface import SampledToken, SendOrder
@@ -522,3 +522,35 @@ def _deadline_of(order: SendOrder, context: AgentContext) -> Instant:
     if order.ticket.mode == "pull":
         return order.deadline
     return Instant(min(order.deadline, context.clock.now() + context.timeout_s))
+
+
+def answer_renewal(
+    context: AgentContext,
+    peer: Peer,
+    message: RenewLease,
+    *,
+    outgoing: Mapping[TicketId, OutgoingHandoff],
+    dead: Tombstones,
+    early: EarlyGrants,
+) -> None:
+    """Prefill's side: extend the leases that are held here, and report those that are gone.
+
+    A ticket that is neither may be one whose prompt has not come yet: if it was granted, its
+    lease has yet to begin, so a renewal counts for that one, too.
+    """
+    now = context.clock.now()
+    held: list[TicketId] = []
+    for ticket in message.tickets:
+        known = outgoing.get(ticket)
+        if known is not None:
+            is_its_own = known.session.order.ticket.decode.epoch == epoch_of(peer)
+            if is_its_own and known.session.renew(now):
+                held.append(ticket)
+            continue
+        if early.is_of(ticket, peer):
+            held.append(ticket)
+            continue
+        tombstone = dead.take(ticket, epoch_of(peer))
+        if tombstone is not None:
+            context.peers.send(peer, Failed(ticket, tombstone.reason))
+    context.peers.send(peer, LeaseRenewed(message.at, tuple(held)))

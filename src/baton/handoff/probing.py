@@ -41,14 +41,17 @@ from baton.transfer.interface import (
     WriteCompleted,
     WriteFailed,
     WriteGrant,
+    as_reader,
 )
-from baton.transfer.links.probe_buffer import (
+from baton.transfer.links.probes import (
+    PLAN,
+    RECOVERY,
     TARGET_PAGES,
     ProbeBuffer,
+    ProbeSeries,
     compute_probe_digest,
     make_probe_copies,
 )
-from baton.transfer.links.probes import PLAN, RECOVERY, ProbeSeries
 from baton.transfer.region import release_region
 
 if TYPE_CHECKING:
@@ -256,7 +259,9 @@ class LinkProber:
                     PageWrite(run.remote, run.grant, region.handle, copies, notification)
                 )
             else:
-                run.transfer = transport.read(PageRead(run.remote, region.handle, copies))
+                run.transfer = as_reader(transport).read(
+                    PageRead(run.remote, region.handle, copies)
+                )
         except BatonError as exc:
             self._abandon(run, str(exc))
 

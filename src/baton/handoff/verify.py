@@ -1,6 +1,4 @@
-"""How much of what arrives is compared with its sender's digests, and the comparing.
-
-How much of what arrives is compared with its sender's digests, for each kind of path.
+"""How much of what arrives is compared with its sender's digests, for each kind of path.
 
 `full`: every piece. `sampled`: a stated share of the pieces, chosen by the receiver where no sender
 can foresee it, and at least one of every layer. `identity`: none; who wrote what, and where, is
@@ -10,17 +8,10 @@ each level finds.
 
 from __future__ import annotations
 
-import secrets
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, Literal, Protocol, Self, TypeAlias, assert_never
-
-import numpy as np
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Literal, Protocol, Self, TypeAlias
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from baton.handoff.incoming import IncomingHandoff
-    from baton.handoff.messages import Notification
     from baton.transfer.interface import Capabilities, Transport
 
 Level: TypeAlias = Literal["full", "sampled", "identity"]
@@ -89,7 +80,7 @@ class VerificationPolicy:
         """The level for what a transport brings."""
         return self.level_on(path_of(transport.capabilities))
 
-    def undigested(self, transports: tuple[Transport, ...]) -> tuple[str, ...]:
+    def no_digest_transports(self, transports: tuple[Transport, ...]) -> tuple[str, ...]:
         """Over which of these no digests are wanted."""
         return tuple(t.kind for t in transports if self.level_over(t) == "identity")
 
@@ -99,57 +90,3 @@ def path_of(capabilities: Capabilities) -> Path:
     if capabilities.same_process_only:
         return "same_process"
     return "same_host" if capabilities.same_host_only else "network"
-
-
-@dataclass(slots=True)
-class Sampler:
-    """Chooses the pieces of one handoff that are looked at. Owner: the receiver's thread.
-
-    `chance` is seeded from the system's entropy: a peer cannot foresee the choice.
-    """
-
-    share: float
-    chance: np.random.Generator = field(
-        default_factory=lambda: np.random.default_rng(secrets.randbits(128))
-    )
-    _seen_layers: set[int] = field(default_factory=set)
-
-    def choose(self, layer: int, num_segments: int) -> NDArray[np.int64]:
-        """Indices of one notification's pieces to check, ascending; at least one of a new layer.
-
-        Every piece is chosen with probability `share` or more, independently of the others.
-        """
-        is_chosen = self.chance.random(num_segments) < self.share
-        if layer not in self._seen_layers and num_segments:
-            self._seen_layers.add(layer)
-            is_chosen[self.chance.integers(num_segments)] = True
-        return np.flatnonzero(is_chosen)
-
-
-def verify_written(
-    policy: VerificationPolicy,
-    incoming: IncomingHandoff,
-    notification: Notification,
-    transport: Transport,
-) -> list[int]:
-    """In which layers a peer's write brought something else than its sender had, as far as seen."""
-    level = policy.level_over(transport)
-    match level:
-        case "identity":
-            return []
-        case "sampled":
-            if incoming.sampler is None:
-                incoming.sampler = Sampler(policy.share)
-            return incoming.find_wrong_layers(notification, transport.kind, incoming.sampler)
-        case "full":
-            return incoming.find_wrong_layers(notification, transport.kind, None)
-        case _:
-            assert_never(level)
-
-
-def verify_read(incoming: IncomingHandoff, notification: Notification, transport: str) -> bool:
-    """Whether what a read brought is, all of it, what the peer announced.
-
-    Whatever the policy: its pages may have changed while they were read.
-    """
-    return not incoming.find_wrong_layers(notification, transport, None)

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import secrets
 from dataclasses import dataclass, field
 from itertools import product, repeat
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
+from baton.handoff.kv_views import Holder
 from baton.handoff.messages import DIGEST_BYTES, Available, Notification, encode, pack_blocks
 from baton.handoff.peer_transports import TransportUsage
 from baton.handoff.session.actions import TransferHandle, WriteLayers
-from baton.handoff.staging import Holder
 from baton.handoff.token_ranges import LayerTokenRange
 from baton.kv.copies import BlockTable, PageCopies, PagedSequence, compute_pieces
 from baton.kv.digest import PieceLocator, compute_digests, locate_pieces
 from baton.kv.planning import CopyPlanner, pair_layers
 from baton.transfer.interface import PageWrite
-from baton.transfer.links.shape import measure_shape
+from baton.transfer.links.cost_model import measure_shape
 from baton.transfer.region import view_pages
 
 if TYPE_CHECKING:
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     from baton.handoff.peers import Peer
     from baton.handoff.session.actions import AnnounceReadable, SendAction
     from baton.handoff.session.send import SendSession
-    from baton.handoff.verify import Sampler
     from baton.kv.layout import KVLayout
     from baton.transfer.interface import PagedRegion
 
@@ -262,7 +262,7 @@ def _post(
 ) -> PostedWrite:
     granted, builder, copies = outgoing.grant_to_fill, outgoing.builder, batch.copies
     transport = chosen.peer_transport.transport
-    is_undigested = transport.kind in granted.grant.undigested
+    is_undigested = transport.kind in granted.grant.no_digest_transports
     notification = notify_without_digests(batch) if is_undigested else builder.digest(batch)
     page_write = PageWrite(
         remote=chosen.peer_transport.attached,
@@ -399,3 +399,28 @@ class OutgoingHandoff:
     def write_trace(self) -> None:
         """Write into the trace which transports carried it."""
         self.usage.write_into(self.session.order.trace)
+
+
+@dataclass(slots=True)
+class Sampler:
+    """Chooses the pieces of one handoff that are looked at. Owner: the receiver's thread.
+
+    `chance` is seeded from the system's entropy: a peer cannot foresee the choice.
+    """
+
+    share: float
+    chance: np.random.Generator = field(
+        default_factory=lambda: np.random.default_rng(secrets.randbits(128))
+    )
+    _seen_layers: set[int] = field(default_factory=set)
+
+    def choose(self, layer: int, num_segments: int) -> NDArray[np.int64]:
+        """Indices of one notification's pieces to check, ascending; at least one of a new layer.
+
+        Every piece is chosen with probability `share` or more, independently of the others.
+        """
+        is_chosen = self.chance.random(num_segments) < self.share
+        if layer not in self._seen_layers and num_segments:
+            self._seen_layers.add(layer)
+            is_chosen[self.chance.integers(num_segments)] = True
+        return np.flatnonzero(is_chosen)

@@ -279,9 +279,10 @@ class Done(msgspec.Struct, frozen=True, tag="done"):
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
-    """The process cannot go on; the reason, in one line."""
+    """The process cannot go on; the reason, in one line. See `UnsupportedError`."""
 
     reason: Annotated[str, msgspec.Meta(max_length=1000)]
+    is_unsupported: bool = False
 
 
 DigestCommand: TypeAlias = Clear | ComputeDigest | DigestReferenced

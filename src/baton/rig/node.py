@@ -52,7 +52,15 @@ from baton.rig.backend import (
 from baton.rig.channel import Channel, Frames, node_channel
 from baton.rig.machine import describe_machine
 from baton.rig.nodes import NodeTerms
-from baton.rig.pages import Move, Workload, clear_target, digest, layout_moves, view_bytes
+from baton.rig.pages import (
+    Move,
+    UnsupportedError,
+    Workload,
+    clear_target,
+    digest,
+    layout_moves,
+    view_bytes,
+)
 from baton.rig.transport import TransportBackend
 
 if TYPE_CHECKING:
@@ -167,7 +175,7 @@ class NodeServer:
         try:
             return self._run(command)
         except Exception as exc:  # noqa: BLE001 - a library may raise anything: that is the reply
-            return Failed(_describe(exc))
+            return Failed(describe_error(exc), isinstance(exc, UnsupportedError))
 
     def _run(self, command: Command) -> Reply | None:  # noqa: PLR0911, PLR0912, C901 - flat match
         match command:
@@ -290,7 +298,7 @@ def run_node(build: BuildBackend) -> None:
         server.run()
         server.close()
     except BatonError as exc:
-        channel.send(Failed(_describe(exc)))
+        channel.send(Failed(describe_error(exc)))
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -326,7 +334,8 @@ def _spent_cpu_s() -> float:
     return time.process_time() + children.ru_utime + children.ru_stime
 
 
-def _describe(error: Exception) -> str:
+def describe_error(error: Exception) -> str:
+    """One line; with the type's name where it is none of ours."""
     text = " ".join(str(error).split())
     named = text if isinstance(error, BatonError) and text else f"{type(error).__name__}: {text}"
     return named[:MAX_REASON_CHARS]

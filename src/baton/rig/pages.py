@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from baton.transfer.devices.options import AllocateRegion
+    from baton.transfer.devices.extents import AllocateRegion
     from baton.transfer.interface import MemoryKind, PageArray, PagedRegion
 
 PAGE_BYTES: Final = 32 * 1024
@@ -204,8 +204,12 @@ def _place_scattered(
     ]
 
 
-Side: TypeAlias = Literal["src", "dst"]
-_COLUMN: Final[dict[Side, int]] = {"src": 0, "dst": 1}
+Side: TypeAlias = Literal["src", "dst", "rest"]
+"""Of a move: the bytes that are read, those that are written, or all that are not written."""
+
+
+class UnsupportedError(TransferError):
+    """The backend moves only memory of kinds that the rig does not allocate."""
 
 
 def allocate_pool(
@@ -218,7 +222,8 @@ def allocate_pool(
     """Memory of the first kind that can be allocated here, filled with random bytes.
 
     Raises:
-        TransferError: none of the kinds can be allocated, or there is not enough memory.
+        UnsupportedError: none of the kinds can be allocated here.
+        TransferError: there is not enough memory.
     """
     shapes = [(array.num_pages, array.page_bytes) for array in layout_pool(num_pages, page_bytes)]
     for kind in kinds:
@@ -227,7 +232,7 @@ def allocate_pool(
             region = make(shapes)
             _fill(region)
             return region
-    raise TransferError(f"it moves {' and '.join(kinds)} memory only: not measured")
+    raise UnsupportedError(f"it moves {' and '.join(kinds)} memory only")
 
 
 def view_bytes(region: PagedRegion) -> NDArray[np.uint8]:
@@ -243,10 +248,22 @@ def clear_target(pool: NDArray[np.uint8], move: Move) -> None:
 
 def digest(pool: memoryview, move: Move, side: Side) -> str:
     """XXH3-128 of the bytes of one side of a move, in its order."""
-    hasher, column = xxhash.xxh3_128(), _COLUMN[side]
-    for row in move.ranges.tolist():
-        hasher.update(pool[row[column] : row[column] + row[2]])
+    hasher = xxhash.xxh3_128()
+    for at, num_bytes in _ranges_of(move, side, len(pool)):
+        hasher.update(pool[at : at + num_bytes])
     return hasher.hexdigest()
+
+
+def _ranges_of(move: Move, side: Side, pool_bytes: int) -> list[list[int]]:
+    """`[offset, num_bytes]` of each range."""
+    ranges = move.ranges[:, [0 if side == "src" else 1, 2]]
+    if side == "rest":
+        ranges = ranges[np.argsort(ranges[:, 0])]
+        starts = np.concatenate(([0], ranges.sum(axis=1)))
+        ends = np.concatenate((ranges[:, 0], [pool_bytes]))
+        ranges = np.stack((starts, ends - starts), axis=1)
+    listed: list[list[int]] = ranges.tolist()
+    return listed
 
 
 def _fill(region: PagedRegion) -> None:

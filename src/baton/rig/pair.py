@@ -28,13 +28,13 @@ from baton.rig.backend import (
     StopServing,
     TransferOnce,
 )
-from baton.rig.pages import PAGE_BYTES
+from baton.rig.pages import PAGE_BYTES, UnsupportedError
 
 if TYPE_CHECKING:
     from baton.rig.backend import BackendSpec, Role, Traits
     from baton.rig.machine import Machine
     from baton.rig.nodes import Node, Nodes
-    from baton.rig.pages import Direction, Workload
+    from baton.rig.pages import Direction, Side, Workload
 
 REPLY_TIMEOUT_S: Final = 60.0
 """For loading a library and filling a pool; each transfer has a shorter timeout of its own."""
@@ -73,9 +73,15 @@ class NodePair:
     """
 
     def __init__(
-        self, spec: BackendSpec, num_pages: int, nodes: Nodes, page_bytes: int = PAGE_BYTES
+        self,
+        spec: BackendSpec,
+        num_pages: int,
+        nodes: Nodes,
+        page_bytes: int = PAGE_BYTES,
+        *,
+        reply_timeout_s: float = REPLY_TIMEOUT_S,
     ) -> None:
-        self._spec, self._nodes = spec, nodes
+        self._spec, self._nodes, self._reply_timeout_s = spec, nodes, reply_timeout_s
         self._num_pages, self._page_bytes = num_pages, page_bytes
         self._open_nodes: dict[Role, Node] = {}
         self.machines: dict[Role, Machine] = {}
@@ -97,10 +103,11 @@ class NodePair:
         for node in nodes:
             node.close()
 
-    def verify(self, workload: Workload, direction: Direction) -> None:
+    def verify(self, workload: Workload, direction: Direction, *, also_rest: bool = False) -> None:
         """Make the workload's first transfer and compare digests of both sides.
 
-        By reference, the owner digests the pages in place.
+        By reference, the owner digests the pages in place. `also_rest`: the target's other bytes
+        must not have changed.
 
         Raises:
             WrongBytesError: they differ.
@@ -115,12 +122,14 @@ class NodePair:
         if direction == "pull":
             source, target = target, source
         self._ask(target, Clear(workload), Done)
+        rest = self._digest(target, workload, "rest") if also_rest else None
         self._begin_serving()
         self._ask("driver", TransferOnce(workload, direction), Done)
         self._end_serving()
-        sent = self._ask(source, ComputeDigest(workload, "src"), Digest)
-        if sent != self._ask(target, ComputeDigest(workload, "dst"), Digest):
+        if self._digest(source, workload, "src") != self._digest(target, workload, "dst"):
             raise WrongBytesError(f"{workload.name}, {direction}: other bytes arrived")
+        if rest is not None and rest != self._digest(target, workload, "rest"):
+            raise WrongBytesError(f"{workload.name}, {direction}: other pages changed")
 
     def measure(self, workload: Workload, direction: Direction, budget: SampleBudget) -> Timings:
         """Repeat the workload.
@@ -136,15 +145,29 @@ class NodePair:
         owner_cpu_s = self._end_serving()
         return Timings(measured.samples_s, measured.num_moves, measured.cpu_s, owner_cpu_s)
 
-    def call(self, role: Role, name: str, payload: bytes = b"") -> bytes:
-        """Run an operation that only this backend has, on one side; see `Backend.call`."""
-        return self._ask(role, Call(name, payload), Called).payload
+    def call(
+        self, role: Role, name: str, payload: bytes = b"", *, peer_serves: bool = False
+    ) -> bytes:
+        """Run an operation that only this backend has, on one side; see `Backend.call`.
+
+        `peer_serves`: the other side makes progress meanwhile.
+        """
+        peer: Role = "driver" if role == "owner" else "owner"
+        if not peer_serves:
+            return self._ask(role, Call(name, payload), Called).payload
+        self._open_nodes[peer].channel.send(Serve())
+        payload = self._ask(role, Call(name, payload), Called).payload
+        self._ask(peer, StopServing(), Served)
+        return payload
+
+    def _digest(self, role: Role, workload: Workload, side: Side) -> Digest:
+        return self._ask(role, ComputeDigest(workload, side), Digest)
 
     def _verify_referenced(self, workload: Workload) -> None:
         self._begin_serving()
         self._ask("driver", TransferOnce(workload, "reference"), Done)
         self._end_serving()
-        sent = self._ask("driver", ComputeDigest(workload, "src"), Digest)
+        sent = self._digest("driver", workload, "src")
         if sent != self._ask("owner", DigestReferenced(), Digest):
             raise WrongBytesError(f"{workload.name}, by reference: other bytes are seen")
 
@@ -191,12 +214,12 @@ class NodePair:
             raise TransferError("this pair was closed")
         try:
             node.channel.send(command)
-            reply = self._first_ready(node).channel.receive(REPLY_TIMEOUT_S)
+            reply = self._first_ready(node).channel.receive(self._reply_timeout_s)
         except PeerLostError as exc:
             error = node.last_error()
             raise PeerLostError(f"{exc} ({error})" if error else str(exc)) from exc
         if isinstance(reply, Failed):
-            raise TransferError(reply.reason)
+            raise (UnsupportedError if reply.is_unsupported else TransferError)(reply.reason)
         if not isinstance(reply, kind):
             raise TransferError(f"a process answered {type(reply).__name__}")
         return reply
@@ -204,5 +227,5 @@ class NodePair:
     def _first_ready(self, node: Node) -> Node:
         """The node that was asked, unless the other one fails meanwhile."""
         by_fd = {each.channel.fd: each for each in self._open_nodes.values()}
-        ready = select.select(list(by_fd), [], [], REPLY_TIMEOUT_S)[0]
+        ready = select.select(list(by_fd), [], [], self._reply_timeout_s)[0]
         return node if node.channel.fd in ready or not ready else by_fd[ready[0]]

@@ -18,13 +18,14 @@ from baton.errors import ProtocolError, TransferError
 from baton.ids import Epoch, TicketId, new_epoch, new_ticket_id
 from baton.kv.copies import PageCopies, pack_indices
 from baton.rig.backend import Backend, Traits
+from baton.rig.machine import find_open_listeners
 from baton.rig.pages import allocate_pool
 from baton.transfer.adaptive_wait import MAX_SPIN_S, AdaptiveWaiter
-from baton.transfer.bounds import are_pages_inside
-from baton.transfer.devices.options import choose_allocation
+from baton.transfer.devices.extents import choose_allocation
 from baton.transfer.interface import (
     TRANSPORTS,
     Arrived,
+    GrantQuiescent,
     PageRead,
     PageWrite,
     ReadCompleted,
@@ -37,8 +38,11 @@ from baton.transfer.interface import (
     WriteCompleted,
     WriteFailed,
     WriteGrant,
+    as_reader,
+    as_viewer,
 )
 from baton.transfer.messages import decode, encode
+from baton.transfer.region import are_pages_inside
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -207,8 +211,10 @@ class TransportBackend(Backend):
             return push
         read = PageRead(self._remote, self.region.handle, copies)
 
+        reader = as_reader(transport)
+
         def pull() -> None:
-            transport.read(read)
+            reader.read(read)
             self._wait_for(ReadCompleted)
 
         return pull
@@ -221,6 +227,20 @@ class TransportBackend(Backend):
             fd = self._transport.readiness_fd
             watched = [stop.fd] if fd is None else [stop.fd, fd]
             self._sleep(watched, BLIND_POLL_S if fd is None else POLL_S)
+
+    def call(self, name: str, payload: bytes) -> bytes:
+        """See `Backend`.
+
+        `close_grant`: no more writes; returns once nothing can land any more. `listeners`: JSON,
+        the sockets of this process that listen outside loopback.
+        """
+        if name == "listeners":
+            return msgspec.json.encode(find_open_listeners())
+        if name == "close_grant":
+            self._transport.close_grant(self._grant)
+            self._wait_for(GrantQuiescent)
+            return b""
+        return super().call(name, payload)
 
     def digest_referenced_pages(self) -> str:
         """See `ReferenceReader`."""
@@ -244,14 +264,14 @@ class TransportBackend(Backend):
     def _handle(self, event: TransferEvent) -> None:
         """Owner: map the driver's region when it is attached, and pages when they are announced."""
         if isinstance(event, RemoteAttached):
-            self._transport.view(self._remote, 0)
+            as_viewer(self._transport).view(self._remote, 0)
             self._poll_idle()
             self._notify(ACK)
         elif isinstance(event, Arrived) and event.notification != ACK:
             announcement = decode_announcement(event.notification)
             if announcement.part == 0:
                 self._referenced.clear()
-            view = self._transport.view(self._remote, announcement.array)
+            view = as_viewer(self._transport).view(self._remote, announcement.array)
             self._referenced.append(map_announced(announcement, view))
             if announcement.is_last:
                 self._notify(ACK)

@@ -32,6 +32,8 @@ from baton.transfer.interface import (
     TransferId,
     WriteCompleted,
     WriteFailed,
+    as_reader,
+    as_viewer,
 )
 from baton.transfer.region import (
     allocate_host_region,
@@ -206,15 +208,15 @@ class FaultyTransport:
             case Fault.SWAP_PAGES | Fault.TRUNCATE as fault:
                 read = replace(read, copies=self._misdirect(read.copies, fault))
             case Fault.FLIP_BIT | Fault.ZERO_PAGE as fault:
-                transfer = self._ids.give(self._inner.read(read))
+                transfer = self._ids.give(as_reader(self._inner).read(read))
                 self._pending_corruptions[transfer] = _PendingCorruption(read, fault)
                 return transfer
             case _:
                 pass
-        return self._ids.give(self._inner.read(read))
+        return self._ids.give(as_reader(self._inner).read(read))
 
     def view(self, remote: RemoteId, array: int) -> NDArray[np.uint8]:
-        seen = self._inner.view(remote, array)
+        seen = as_viewer(self._inner).view(remote, array)
         fault = self._draw(_VIEW_FAULTS)
         if fault is None:
             return seen
@@ -308,7 +310,7 @@ class FaultyTransport:
         self._held_reads = [held for held in self._held_reads if held.num_polls_left >= 0]
         for held in overdue:
             try:
-                self._ids.outer[self._inner.read(held.read)] = held.transfer
+                self._ids.outer[as_reader(self._inner).read(held.read)] = held.transfer
             except TransferError as exc:  # the remote may be gone by now
                 self._failed.append(ReadFailed(held.transfer, exc))
 

@@ -74,7 +74,7 @@ class FleetProcess:
         """Block until it announces that it answers.
 
         Raises:
-            FleetError: it ended, or said nothing in time.
+            FleetError: it ended, or sent no line in time.
         """
         deadline = self.clock.now() + self.start_timeout_s
         pipe: IO[bytes] | None = self.popen.stdout
@@ -193,7 +193,7 @@ class Fleet:
             "gateway.decode": [worker.url for worker in decode],
             "gateway.workers": [worker.url for worker in both],
         }
-        # A name of its own: `stop` tells exit statuses by name.
+        # A name of its own: `stop` gives exit statuses by name.
         name = f"gateway-{len(self.processes)}"
         gateway = self._start(name, ("gateway",), {**lists, **(settings or {})}).wait_ready()
         self._wait_serving(gateway)

@@ -26,8 +26,7 @@ from baton.testing.transport_peer import PeerSetup, fill_region, main
 from baton.transfer.interface import DeviceMemory
 from baton.transfer.region import allocate_shared_region
 from baton.transfer.transports.cuda_ipc import make_transport
-from baton.transfer.transports.cuda_ipc.copies import HANDLE_BYTES, Allocation
-from baton.transfer.transports.cuda_ipc.options import CudaIpcOptions
+from baton.transfer.transports.cuda_ipc.session import HANDLE_BYTES, Allocation, CudaIpcOptions
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from baton.transfer.interface import PagedRegion, TransportFactory
-    from baton.transfer.transports.cuda_ipc.copies import Ticket
+    from baton.transfer.transports.cuda_ipc.session import Ticket
 
 DELAY_S: Final = 0.001
 JOIN_TIMEOUT_S: Final = 5.0

@@ -57,7 +57,7 @@ def read_lease(lease: EntryLease) -> bytes | None:
 
 
 class StoreContract:
-    """A subclass says how a tier is opened, and may say that it is bounded otherwise."""
+    """A subclass defines how a tier is opened, and whether it is bounded otherwise."""
 
     @abstractmethod
     def open_tier(self, place: Path, capacity_bytes: int) -> Tier:

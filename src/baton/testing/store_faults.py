@@ -40,7 +40,7 @@ NUM_WRITERS = 4
 
 
 class FolderFaultContract(StoreContract):  # noqa: PLR0904 - a test for each fault
-    """A subclass names its `kind`, and says where in a place the entries are."""
+    """A subclass names its `kind`, and defines where in a place the entries are."""
 
     kind: str
 
@@ -150,7 +150,7 @@ class FolderFaultContract(StoreContract):  # noqa: PLR0904 - a test for each fau
             for content in "abc":
                 assert read(tier, content) is None
 
-    def test_no_room_in_the_filesystem_is_said_and_leaves_nothing(self, tmp_path: Path) -> None:
+    def test_no_room_in_the_filesystem_is_reported_and_leaves_nothing(self, tmp_path: Path) -> None:
         with self.opened(tmp_path) as tier:
             put(tier, "a")
             with files_bounded(BODY_BYTES // 2), pytest.raises(StoreFullError):
@@ -212,7 +212,7 @@ class FolderFaultContract(StoreContract):  # noqa: PLR0904 - a test for each fau
             assert int.from_bytes(counts[:8], "little") == scan.used_bytes
             assert int.from_bytes(counts[8:], "little") == 0
 
-    def test_nobody_else_can_look_inside(self, tmp_path: Path) -> None:
+    def test_no_other_user_can_look_inside(self, tmp_path: Path) -> None:
         with self.opened(tmp_path) as tier:
             put(tier, "a")
             folder = self.folder(tmp_path)

@@ -1,7 +1,7 @@
 """A writer that stops in the middle of an entry: `python -m baton.testing.store_writer`.
 
 Arguments: the tier's kind, its options as JSON, the content's word, the body's bytes, and `unnamed`
-or `named`: whether the filesystem is taken to have files without a name. It says on its standard
+or `named`: whether the filesystem is taken to have files without a name. It reports on its standard
 output how many bytes it has written when it is half-way, then waits to be killed.
 """
 

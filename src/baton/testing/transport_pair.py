@@ -11,7 +11,15 @@ import numpy as np
 
 from baton.ids import new_ticket_id
 from baton.kv.copies import CopyGroup, PageCopies
-from baton.transfer.interface import PageRead, PageWrite, RemoteAttached, RemoteLost, WriteGrant
+from baton.transfer.interface import (
+    PageRead,
+    PageWrite,
+    RemoteAttached,
+    RemoteLost,
+    WriteGrant,
+    as_reader,
+    as_viewer,
+)
 from baton.transfer.region import release_region, view_pages
 
 if TYPE_CHECKING:
@@ -25,6 +33,7 @@ if TYPE_CHECKING:
         RegionDescriptor,
         RemoteId,
         TransferEvent,
+        TransferId,
         Transport,
     )
 
@@ -65,6 +74,14 @@ class Side:
         """All bytes of the region."""
         return bytes(self.region.memory)
 
+    def read(self, read: PageRead) -> TransferId:
+        """Post a read, by a transport that reads."""
+        return as_reader(self.transport).read(read)
+
+    def view(self, remote: RemoteId, array: int = 0) -> NDArray[np.uint8]:
+        """A peer's pages of one array, by a transport that shows them."""
+        return as_viewer(self.transport).view(remote, array)
+
     def close(self) -> None:
         """Close the transport, then give the memory back."""
         self.transport.close()
@@ -94,9 +111,9 @@ class TransportPair:
         self.reader_events += self.reader.transport.poll()
 
     def pump(self, until: Callable[[], bool], timeout_s: float = TIMEOUT_S) -> None:
-        """Poll whenever a side says that it is ready, until `until()`.
+        """Poll whenever a side is ready, until `until()`.
 
-        A side that has something to do and does not say so runs into the timeout.
+        A side that has something to do and is not ready runs into the timeout.
         """
         deadline = time.monotonic() + timeout_s  # noqa: TID251 -- real sockets, real time
         while not until():
@@ -161,7 +178,7 @@ class TransportPair:
         self.reader.close()
 
     def _wait(self, timeout_s: float) -> bool:
-        """Whether a side became ready in time (one that cannot say so always may be)."""
+        """Whether a side became ready in time (one without a descriptor always may be)."""
         fds = [
             fd
             for side in (self.writer, self.reader)
@@ -173,7 +190,7 @@ class TransportPair:
 
 
 def is_about(event: TransferEvent, remote: RemoteId) -> bool:
-    """Whether the event says how attaching to `remote` ended."""
+    """Whether the event is the end of attaching to `remote`."""
     return isinstance(event, RemoteAttached | RemoteLost) and event.remote == remote
 
 

@@ -3,9 +3,9 @@
 Reads one JSON line from its standard input. A `PeerTask` makes it a writer: it attaches, and writes
 into the grant's pages, all of them each time, filled with a byte that changes from write to write.
 It goes on whatever happens to its writes, until its input ends; then it detaches and leaves. One
-that is not attached within `ATTACH_TIMEOUT_S` says why, and ends with exit code 1. An
-`OwnerTask` makes it an owner: it exposes a region full of `OWNED_BYTE`, says the descriptor in one
-JSON line, and polls until its input ends.
+that is not attached within `ATTACH_TIMEOUT_S` reports why, and ends with exit code 1. An
+`OwnerTask` makes it an owner: it exposes a region full of `OWNED_BYTE`, prints the descriptor in
+one JSON line, and polls until its input ends.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from baton.clock import MachineClock
 from baton.ids import Epoch, TicketId
 from baton.kv.copies import PageCopies
 from baton.testing.transport_pair import whole_pages
-from baton.transfer.devices.options import choose_allocation
+from baton.transfer.devices.extents import choose_allocation
 from baton.transfer.interface import (
     TRANSPORTS,
     PageWrite,
@@ -40,7 +40,7 @@ from baton.transfer.region import release_region, view_pages
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from baton.transfer.devices.options import AllocateRegion
+    from baton.transfer.devices.extents import AllocateRegion
     from baton.transfer.interface import PagedRegion, Transport, TransportFactory
 
 MAX_UNFINISHED = 4
@@ -113,7 +113,7 @@ def main(setup: PeerSetup = SHARED) -> None:
 
 
 def run_owner(transport: Transport, task: OwnerTask, setup: PeerSetup) -> None:
-    """Expose a region and say so, until the input ends."""
+    """Expose a region, print its descriptor, and serve it until the input ends."""
     region = setup.choose_allocation(task.kind, task.options)(task.shapes)
     setup.fill(region, OWNED_BYTE)
     sys.stdout.buffer.write(msgspec.json.encode(transport.expose(region)) + b"\n")

@@ -5,20 +5,21 @@ Enters: whole page index lists (`PageWrite`), grants that admit a peer's writes.
 
 File map:
     interface.py    `Transport`, its requests and events, and the registry of kinds
-    region.py       registered memory: allocate, view, check what a peer claims
-    peer_mappings.py  peers' pages as further pages of one's own, by reference
-    readers.py      who reads this worker's pages in place, and what proves that it stopped
-    bounds.py       one write's bounds, checked before a byte is touched
-    page_set.py     what a receiver admits
+    region.py       registered memory: allocate, view, check bounds and what a peer claims
     scatter_gather.py  which bytes a part of a transfer moves, and those bytes as lists of buffers
+    peer_mappings.py  peers' pages as further pages of one's own, by reference
     device_memory.py  an engine's tensors on a GPU as a region
+    devices/        regions in a DAX device or a file
     links/          what a link costs, and which one is the cheapest for a transfer
     transports/     the kinds: `shared` (one host's memory), `local` (one process), `tcp`, `file`,
                     `nixl`, `mooncake`, `cuda_ipc` (one host's GPUs)
 
-    What the kinds' connections are made of (besides `baton.net`):
+    What the kinds are made of (besides `baton.net`):
     messages.py     msgpack bodies, checked where they are decoded
-    reactor.py      `baton.net`'s reactor with a transport's events
-    grant_ledger.py  who may still store into which grant, where writers store themselves (pure)
+    endpoints.py    listening sockets and their endpoints
+    base_transport.py  regions, remotes, checked requests, connections: each kind adds what differs
+    grants.py       the receiver's grants, and which peers may still write into them
+    peer_writes.py  both ends of transports whose peers write the pages themselves
+    grant_messages.py  the grant messages between those ends
     onesided/       what libraries that move bytes by themselves have in common
 """

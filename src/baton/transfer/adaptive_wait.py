@@ -1,14 +1,14 @@
-"""How a thread waits that others talk to: it looks again for a moment before it goes to sleep.
+"""How a thread waits for peers: it polls for a moment before it sleeps in the kernel.
 
-To be woken takes several times as long as most answers of a peer on the same host take to come. So
-where answers have come quickly of late, the next one is awaited awake. What that may cost is
-bounded: a thread that has nothing to hear, or hears now and then, sleeps at once.
+Waking a thread takes several times as long as most answers of a peer on the same host. So where
+answers came quickly in the last waits, the next wait begins with a spin. Its cost is bounded: a
+thread that receives nothing, or only now and then, sleeps at once.
 
-Two that wait for each other can hold each other asleep: where to be woken takes longer than a wait
-is awake (a virtual machine's core that its host has given away: 0.8 ms), whoever is awake waits
-in vain for one who sleeps. So a wait in vain that only just was is tried again, awake for longer,
-a few times: enough for the other one to find answers quick. Neither may do so in step with the
-other for ever, so streaks are drawn.
+Two threads that wait for each other can keep each other asleep: where waking takes longer than a
+spin (a virtual machine's core that its host has given away: 0.8 ms), the one that spins times out
+before the other runs. So a spin that missed the answer by little is tried again, longer, a few
+times: enough for the other side to see quick answers. To keep the two from doing so in step without
+limit, streaks are drawn at random.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ if TYPE_CHECKING:
     from baton.clock import Clock
 
 MAX_SPIN_S: Final = 0.0005
-"""Several times what a peer on this host takes to answer that is awake itself."""
+"""Several times what a peer on this host takes to answer if it does not have to be woken."""
 MIN_STREAK: Final = 4
 MAX_STREAK: Final = 16
 SLEEP_FACTOR: Final = 4
 """How much longer the same answer takes to come to a sleeper: both sides' cores are idle then."""
 NUM_LONG_SPINS: Final = 2
-"""Waits awake for `SLEEP_FACTOR` times as long, in a row."""
+"""Spins of `SLEEP_FACTOR` times the length, in a row."""
 MAX_LONG_SPIN_PAUSE: Final = 16
-"""Waits in vain that are not followed by trials, after trials that helped nothing."""
+"""Spins without result that are not followed by trials, after trials that did not help."""
 
 R = TypeVar("R")
 
 
 class SpinPolicy:
-    """Whether the next wait is begun awake, from how the last ones went. Pure, but for draws.
+    """Whether the next wait begins with a spin, from the last waits. Pure, except for draws.
 
-    A *short* wait is one of up to `max_spin_s` seconds, or `SLEEP_FACTOR` times that asleep. After
-    a streak of short ones waits are begun awake, for `max_spin_s` at most. One that was in vain
-    ends that, and doubles the streak that it takes to begin again; one that was not halves it. One
-    that was in vain, but would have been short asleep, is followed by `NUM_LONG_SPINS` at most that
-    are awake for as long as that; the first of those that is short without it ends them. Trials
-    that helped nothing are the rarer the more there were: some peers just take so long.
+    A *short* wait takes up to `max_spin_s` seconds, or `SLEEP_FACTOR` times that if it slept. After
+    a streak of short waits, waits spin for `max_spin_s` at most. A spin without result ends that,
+    and doubles the streak needed to begin again; a spin with a result halves it. If a spin had no
+    result but the wait was short by the measure for sleep, up to `NUM_LONG_SPINS` spins of that
+    length follow; the first of those that is short by itself ends them. Trials that did not help
+    become rarer the more there were: some peers just take so long.
 
     Streaks are `MIN_STREAK` at first, and then drawn: half as long to half as long again.
     """
@@ -57,7 +57,7 @@ class SpinPolicy:
         """How long the next wait spins: 0, `max_spin_s` or `SLEEP_FACTOR` times that."""
 
     def record(self, waited_s: float) -> None:
-        """A wait is over; it took so long, awake and asleep."""
+        """A wait is over; it took so long, spin and sleep."""
         spin_s = self.spin_s
         if waited_s <= self._max_spin_s:
             self._num_short += 1
@@ -77,7 +77,7 @@ class SpinPolicy:
             self.spin_s = self._max_spin_s if self._num_short >= self._streak else 0.0
 
     def _try_long_spin(self, spin_s: float) -> None:
-        """A wait awake was in vain, and only just: begin a row of trials, or go on in one."""
+        """A spin missed the answer by little: begin a row of trials, or continue one."""
         if self._num_long_spins > 1:
             self._num_long_spins -= 1
         elif self._num_long_spins == 1:

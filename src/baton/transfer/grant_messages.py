@@ -1,8 +1,8 @@
-"""Grant messages between owner and peer, where the bytes do not cross the connection.
+"""Grant messages between owner and peer, where the peer writes the pages itself.
 
 Of `shared` and of every one-sided transport (docs/wire/transfer.md). A grant is opened by the
-owner of the pages; the peer writes into it, and each `WriteNotification` says that one write is in
-place.
+owner of the pages; the peer writes into it, and sends a `WriteNotification` for each write that is
+in place.
 """
 
 from __future__ import annotations
@@ -14,20 +14,14 @@ import numpy as np
 
 from baton.errors import ProtocolError
 from baton.kv.copies import pack_indices
-from baton.transfer.messages import IdBytes, Reason
+from baton.transfer.messages import MAX_BODY_BYTES, IdBytes
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-MAX_BODY_BYTES: Final = 1 << 20
+
 MAX_GRANT_PAGES: Final = (MAX_BODY_BYTES - 64) // 4
 _PACKED: Final = np.dtype("<u4")
-
-
-class NotAttached(msgspec.Struct, frozen=True, tag="not_attached"):
-    """Owner → peer: there is no such region here, or it cannot be reached by another peer."""
-
-    reason: Reason
 
 
 class GrantOpened(msgspec.Struct, frozen=True, tag="grant_opened"):
@@ -50,7 +44,7 @@ class GrantNotOpen(msgspec.Struct, frozen=True, tag="grant_not_open"):
 
 
 class QueryGrant(msgspec.Struct, frozen=True, tag="query_grant"):
-    """Peer → owner: it has a write for a grant of which it has not heard."""
+    """Peer → owner: it has a write for a grant that was not sent to it yet."""
 
     grant: IdBytes
 

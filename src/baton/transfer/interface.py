@@ -6,24 +6,33 @@ The receiver admits writes into a *grant*: a ticket id, the pages it covers and 
 one worker that may write. What a transport can not recall it must be able to wait for: after
 `close_grant` it reports `GrantQuiescent` once, when nothing can land in that grant any more.
 
-A read copies pages of a peer's region into pages of a local one, where the transport can
-(`Capabilities.reads`). It needs no grant and no notification: the reader itself knows when it is
-done, and no peer's hand is in its pages.
-
-Where two workers share memory (`Capabilities.views`) nothing has to be copied: a view shows the
-peer's pages where they lie.
+Two things only some transports do, and are protocols of their own. A read (`ReadsPages`,
+`Capabilities.reads`) copies pages of a peer's region into pages of a local one. It needs no grant
+and no notification: the reader itself knows when it is done, and no peer writes its pages. A view
+(`ViewsPages`, `Capabilities.views`) shows the peer's pages where they lie, where two workers share
+memory: nothing has to be copied. `as_reader` and `as_viewer` give the transport as one of these.
 
 Every transport is owned by one thread (the handoff agent's); nothing here blocks except where it
-says so, and nothing calls back: results are returned from `poll`.
+is documented, and nothing calls back: results are returned from `poll`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, Literal, NewType, Protocol, TypeAlias
+from typing import (
+    TYPE_CHECKING,
+    Final,
+    Literal,
+    NewType,
+    Protocol,
+    TypeAlias,
+    cast,
+    runtime_checkable,
+)
 
 import msgspec
 
+from baton.errors import TransferError
 from baton.ids import Epoch, RegionHandle, TicketId
 from baton.registry import Registry
 
@@ -33,7 +42,6 @@ if TYPE_CHECKING:
 
     from baton.auth.key import ClusterKey
     from baton.clock import Clock
-    from baton.errors import TransferError
     from baton.kv.copies import PageCopies
 
 MemoryKind = Literal["host", "shared", "cuda"]
@@ -99,8 +107,9 @@ class Capabilities(msgspec.Struct, frozen=True):
     """What a transport can do, before any peer is known.
 
     `late_writes`: a write may land after it was reported as failed (hardware, or another library's
-    thread, has it); only `GrantQuiescent` tells that it can not any more.
-    `views`: pages of an attached remote can be looked at in place (`Transport.view`).
+    thread, has it); only `GrantQuiescent` means that it can not any more.
+    `reads`: pages of an attached remote can be read (`ReadsPages`).
+    `views`: pages of an attached remote can be looked at in place (`ViewsPages`).
     `multi_array`: one write may be of several arrays (`PageCopies.num_layers`).
     """
 
@@ -241,7 +250,8 @@ class Transport(Protocol):
 
     `kind` is its entry point's name. `readiness_fd` becomes readable when `poll` has something to
     do, or is None: then the owner polls on a timer while anything is under way. Timeouts (of
-    connecting, of a stranger's proof) do not make it readable: poll once a second in any case.
+    connecting, of a peer's proof of the key) do not make it readable: poll once a second in any
+    case.
     """
 
     kind: str
@@ -296,39 +306,6 @@ class Transport(Protocol):
         """
         ...
 
-    def read(self, read: PageRead) -> TransferId:
-        """Post a read; `ReadCompleted` or `ReadFailed` follows once from `poll`.
-
-        The peer's pages are read whenever the transport gets to it: that they hold still until
-        then is the peer's promise to its handoff, and digests tell if it was kept.
-
-        Raises:
-            TransferError: this transport does not read (`Capabilities.reads`), unknown remote or
-                one that is still attaching, a region that was not exposed here, or a page out of
-                range.
-        """
-        ...
-
-    def view(self, remote: RemoteId, array: int) -> NDArray[np.uint8]:
-        """The peer's pages of one array where they lie: uint8 `[num_pages, page_bytes]`.
-
-        Nothing is copied, and the peer is not notified: what it stores is seen at once. That pages
-        hold still while somebody looks is the peer's promise to its handoff, as for reads.
-
-        The view cannot be made writable, so no mistake of who looks can reach the peer's pages. It
-        is good until the remote is detached or lost, or this transport closed: ask for it when it
-        is needed rather than keep it. One that is kept stays readable memory of which nobody
-        promises anything, holds that memory back from the kernel until it goes, and keeps no
-        grant from becoming quiescent. It is of no use in a forked child.
-
-        Raises:
-            PeerLostError: the remote was lost.
-            TransferError: this transport does not show pages in place (`Capabilities.views`),
-            unknown remote or
-                one that is still attaching, or no such array.
-        """
-        ...
-
     def poll(self) -> list[TransferEvent]:
         """Make progress and return what happened since the last call, each thing once."""
         ...
@@ -339,6 +316,85 @@ class Transport(Protocol):
         `readiness_fd` is None from now on.
         """
         ...
+
+
+@runtime_checkable
+class ReadsPages(Protocol):
+    """A transport that reads a peer's pages (`Capabilities.reads`)."""
+
+    def read(self, read: PageRead) -> TransferId:
+        """Post a read; `ReadCompleted` or `ReadFailed` follows once from `poll`.
+
+        The peer's pages are read whenever the transport gets to it: that they do not change until
+        then is the peer's promise to its handoff, and digests show whether it was kept.
+
+        Raises:
+            TransferError: unknown remote or one that is still attaching, a region that was not
+                exposed here, or a page out of range.
+        """
+        ...
+
+
+@runtime_checkable
+class ViewsPages(Protocol):
+    """A transport that shows a peer's pages in place (`Capabilities.views`)."""
+
+    def view(self, remote: RemoteId, array: int) -> NDArray[np.uint8]:
+        """The peer's pages of one array where they lie: uint8 `[num_pages, page_bytes]`.
+
+        Nothing is copied, and the peer is not notified: what it stores is seen at once. That pages
+        do not change while they are in use is the peer's promise to its handoff, as for reads.
+
+        The view cannot be made writable, so no mistake of its user can reach the peer's pages. It
+        is good until the remote is detached or lost, or this transport closed: ask for it when it
+        is needed rather than keep it. One that is kept stays readable memory whose content is no
+        longer defined, holds that memory back from the kernel until it goes, and keeps no grant
+        from becoming quiescent. It is of no use in a forked child.
+
+        Raises:
+            PeerLostError: the remote was lost.
+            TransferError: unknown remote or one that is still attaching, or no such array.
+        """
+        ...
+
+
+@runtime_checkable
+class TracksReaders(Protocol):
+    """A transport that knows the processes which mapped its regions (`Capabilities.views`)."""
+
+    def open_reader(self, reader: Epoch) -> int | None:
+        """A descriptor that becomes readable when that process has ended, with its mappings.
+
+        Of the worker of that life, if it is attached now; None where it is not, or where the
+        kernel cannot report it. The caller closes it; it outlives the connection.
+        """
+        ...
+
+
+def as_reader(transport: Transport) -> ReadsPages:
+    """The transport, to read with.
+
+    Raises:
+        TransferError: it does not read.
+    """
+    # Not isinstance, which costs several microseconds for a protocol.
+    if transport.capabilities.reads and hasattr(transport, "read"):
+        return cast("ReadsPages", transport)
+    raise TransferError(
+        f"{transport.kind} does not read a peer's pages; ask the peer to write them"
+    )
+
+
+def as_viewer(transport: Transport) -> ViewsPages:
+    """The transport, to view with.
+
+    Raises:
+        TransferError: it has no views.
+    """
+    if transport.capabilities.views and hasattr(transport, "view"):
+        return cast("ViewsPages", transport)
+    instead = "read them" if transport.capabilities.reads else "ask the peer to write them"
+    raise TransferError(f"{transport.kind} does not show a peer's pages in place; {instead}")
 
 
 class TransportFactory(Protocol):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, TypeAlias, TypeVar
+from typing import Annotated, Final, TypeAlias, TypeVar
 
 import msgspec
 
@@ -16,7 +16,17 @@ NotificationBytes: TypeAlias = Annotated[bytes, msgspec.Meta(max_length=MAX_NOTI
 Reason: TypeAlias = Annotated[str, msgspec.Meta(max_length=256)]
 """Text for the log of the other side; never for a decision."""
 
+MAX_BODY_BYTES: Final = 1 << 20
+"""Of one message, once its peer is authenticated."""
+
 M = TypeVar("M")
+
+
+class NotAttached(msgspec.Struct, frozen=True, tag="not_attached"):
+    """Owner → peer: there is no such region here, or it cannot be reached by another peer."""
+
+    reason: Reason
+
 
 _encoder = msgspec.msgpack.Encoder()
 

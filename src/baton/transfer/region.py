@@ -1,4 +1,4 @@
-"""Registered memory: allocate it, look at its pages, and check what a peer claims about its own.
+"""Registered memory: allocate it, view its pages, check bounds and what a peer claims of its own.
 
 A `shared` region is a memfd: memory with no name, reached only by being handed its descriptor, and
 gone with the last process that maps it (nothing is left behind by a kill). Its size is sealed, so
@@ -17,12 +17,14 @@ import numpy as np
 
 from baton.errors import TransferError
 from baton.ids import new_region_handle
-from baton.transfer.interface import PageArray, PagedRegion
+from baton.transfer.interface import MAX_NOTIFICATION_BYTES, PageArray, PagedRegion
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from numpy.typing import NDArray
+
+    from baton.kv.copies import CopyGroup, PageCopies
 
 ARRAY_ALIGNMENT_BYTES: Final = 4096
 MAX_ARRAYS: Final = 4096
@@ -131,7 +133,7 @@ def map_peer_memory(
     """Map a region that a peer handed over, after checking that it is what `arrays` claim.
 
     The mapping is not inherited by a fork: only this process can write through it, so the death of
-    this process proves that nobody does. `protection` without `PROT_WRITE` makes it one through
+    this process proves that none does. `protection` without `PROT_WRITE` makes it one through
     which not even this process can.
 
     Raises:
@@ -163,3 +165,122 @@ def view_pages(memory: memoryview | mmap.mmap, array: PageArray) -> NDArray[np.u
         memory, np.uint8, count=array.num_pages * array.page_bytes, offset=array.offset_bytes
     )
     return flat.reshape(array.num_pages, array.page_bytes)
+
+
+PAGE_OUTSIDE: Final = "a {} page is out of range: there are {}"
+SPAN_OUTSIDE: Final = "a {} span is empty or leaves its {}-byte page"
+MAX_SPANS: Final = 65_536
+"""Spans of one page pair."""
+
+
+def check_copies(
+    copies: PageCopies,
+    source: Sequence[PageArray],
+    target: Sequence[PageArray],
+    *,
+    multi_array: bool = False,
+) -> None:
+    """Refuse copies that reach outside an array of either region.
+
+    A group that passed is not checked again between arrays of the same sizes: its indices never
+    change, and every layer has the same.
+
+    Raises:
+        TransferError: an array, a page or a span is out of range, or index arrays do not match; or
+            there are several arrays without `multi_array`.
+    """
+    layers = copies.layers
+    if copies.num_layers != 1 and not (multi_array and layers):
+        raise TransferError(f"a write of {copies.num_layers} arrays, which is not supported here")
+    if not 0 <= layers.start < layers.stop <= min(len(source), len(target)):
+        raise TransferError(
+            f"there is no array {layers[-1]}: the regions have {len(source)} and {len(target)}"
+        )
+    for layer in layers:
+        src, dst = source[layer], target[layer]
+        sizes = (src.num_pages, src.page_bytes, dst.num_pages, dst.page_bytes)
+        for group in copies.groups:
+            if sizes not in group.fits:
+                _check_group(group, src, dst)
+                group.fits.add(sizes)
+
+
+def check_array(array: int, arrays: Sequence[PageArray]) -> None:
+    """Refuse the number of an array that a region does not have.
+
+    Raises:
+        TransferError: it is negative or too large.
+    """
+    if not 0 <= array < len(arrays):
+        raise TransferError(f"there is no array {array}: the region has {len(arrays)}")
+
+
+def check_notification(notification: bytes) -> None:
+    """Refuse a notification that is too long for a receiver.
+
+    Raises:
+        TransferError: longer than `MAX_NOTIFICATION_BYTES`.
+    """
+    if len(notification) > MAX_NOTIFICATION_BYTES:
+        raise TransferError(
+            f"a notification of {len(notification)} bytes; at most {MAX_NOTIFICATION_BYTES}"
+        )
+
+
+def are_pages_inside(pages: NDArray[np.int64], num_pages: int) -> bool:
+    """Whether every index is in `[0, num_pages)`."""
+    if len(pages) == 1:  # a reduction costs 2 us whatever the length
+        return 0 <= int(pages[0]) < num_pages
+    return len(pages) == 0 or (int(pages.min()) >= 0 and int(pages.max()) < num_pages)
+
+
+def are_spans_inside(
+    starts: NDArray[np.int64], num_bytes: NDArray[np.int64], page_bytes: int
+) -> bool:
+    """Whether every span holds at least a byte and lies in `[0, page_bytes)`."""
+    if len(starts) == 1:
+        start, length = int(starts[0]), int(num_bytes[0])
+        return 0 <= start < page_bytes and 0 < length <= page_bytes - start
+    return len(starts) == 0 or (
+        int(starts.min()) >= 0
+        and int(num_bytes.min()) > 0
+        and int(num_bytes.max()) <= page_bytes  # before the sum, which could overflow
+        and int((starts + num_bytes).max()) <= page_bytes
+        and int(starts.max()) < page_bytes
+    )
+
+
+def _check_group(group: CopyGroup, source: PageArray, target: PageArray) -> None:
+    if group.spans.shape[1:] != (3,) or len(group.spans) > MAX_SPANS:
+        raise TransferError(f"spans of shape {group.spans.shape}; [s, 3] with s to {MAX_SPANS}")
+    if len(group.src_pages) == len(group.dst_pages) == len(group.spans) == 1:
+        _check_pair(group, source, target)
+        return
+    if len(group.spans) > 1 and int(group.spans[:, 2].sum()) > target.page_bytes:
+        raise TransferError("destination spans overlap: they are larger than their page")
+    if len(group.src_pages) != len(group.dst_pages):
+        raise TransferError(
+            f"{len(group.src_pages)} source pages for {len(group.dst_pages)} destination pages"
+        )
+    for side, pages, array, column in (
+        ("source", group.src_pages, source, 0),
+        ("destination", group.dst_pages, target, 1),
+    ):
+        if not are_pages_inside(pages, array.num_pages):
+            raise TransferError(PAGE_OUTSIDE.format(side, array.num_pages))
+        if not are_spans_inside(group.spans[:, column], group.spans[:, 2], array.page_bytes):
+            raise TransferError(SPAN_OUTSIDE.format(side, array.page_bytes))
+
+
+def _check_pair(group: CopyGroup, source: PageArray, target: PageArray) -> None:
+    """One page pair and span, with few calls: the case of small transfers."""
+    src_page, dst_page = int(group.src_pages[0]), int(group.dst_pages[0])
+    src_byte, dst_byte, length = group.spans[0].tolist()
+    for side, page, byte, array in (
+        ("source", src_page, src_byte, source),
+        ("destination", dst_page, dst_byte, target),
+    ):
+        if not 0 <= page < array.num_pages:
+            raise TransferError(PAGE_OUTSIDE.format(side, array.num_pages))
+        if not (byte >= 0 and 0 < length <= array.page_bytes - byte):
+            raise TransferError(SPAN_OUTSIDE.format(side, array.page_bytes))

@@ -15,8 +15,7 @@ import numpy as np
 from baton.errors import ProtocolError
 from baton.kv.copies import CopyGroup, PageCopies, apply_copies
 from baton.kv.runs import MAX_FEW, merge_few, merge_runs, merge_spans
-from baton.transfer.bounds import are_pages_inside, are_spans_inside
-from baton.transfer.region import view_pages
+from baton.transfer.region import are_pages_inside, are_spans_inside, view_pages
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

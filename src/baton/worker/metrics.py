@@ -91,8 +91,8 @@ class EngineCollector(Collector):
             quarantined=stats.num_quarantined_blocks,
             held=stats.num_held_blocks,
             cached=stats.num_cached_blocks,
-            lent=stats.num_exported_blocks,
-            borrowed=stats.num_imported_blocks,
+            exported=stats.num_exported_blocks,
+            imported=stats.num_imported_blocks,
         )
         yield GaugeMetricFamily(
             "baton_worker_blocks_capacity", "KV blocks that exist.", stats.num_blocks

@@ -19,13 +19,14 @@ from prometheus_client import disable_created_metrics
 from baton.clock import MachineClock
 from baton.engines.interface import ENGINES, EngineContext
 from baton.errors import ConfigError, EngineError
-from baton.handoff.agent import AgentOptions, HandoffAgent
+from baton.handoff.agent import AgentOptions
+from baton.handoff.dispatcher import HandoffDispatcher, open_handoffs
 from baton.handoff.kv_views import KVView
 from baton.handoff.peer_transports import LinkOptions
 from baton.handoff.pool_mode.store_access import open_store_access
 from baton.ids import new_epoch
 from baton.telemetry.process_status import Draining, Loading, Ready, StatusReporter
-from baton.transfer.devices.options import choose_allocation
+from baton.transfer.devices.extents import choose_allocation
 from baton.transfer.interface import TRANSPORTS, TransportContext
 from baton.transfer.links.probes import ProbeBounds
 from baton.worker.listener import bind, is_loopback, pin_to, start_listening, url_of
@@ -135,9 +136,9 @@ class ProcessLife:
             await self._worker.stop(STOP_TIMEOUT_S)
 
     def _report_ready(self, listener: socket.socket) -> None:
-        options, agent = self._options, self._worker.agent
+        options, handoffs = self._options, self._worker.handoffs
         url = url_of(listener, options.host)
-        address = "" if agent is None else agent.address
+        address = "" if handoffs is None else handoffs.address
         self._status_reporter.report(Ready(url, options.worker, self._epoch, options.role, address))
         logger.info("%s answers at %s, hands over at %s", options.worker, url, address)
 
@@ -209,7 +210,7 @@ def _load(options: ProcessOptions, clock: Clock) -> tuple[Worker, Epoch]:
     model = options.model.resolve()
     factory = ENGINES.build(options.engine, options.engine_options)
     engine = factory(EngineContext(model, clock, choose_allocation(options.transport_options)))
-    agent = _agent(options, engine, epoch, clock)
+    handoffs = _handoffs(options, engine, epoch, clock)
     served_model_name = options.served_model_name or model.name
     worker_options = WorkerOptions(
         worker=options.worker,
@@ -220,14 +221,16 @@ def _load(options: ProcessOptions, clock: Clock) -> tuple[Worker, Epoch]:
         require_bearer=not is_loopback(options.host),
         num_traces=options.num_traces,
         transports=options.transports,
-        modes=agent.options.modes,
+        modes=handoffs.modes,
     )
-    return build_worker(worker_options, engine, agent, clock), epoch
+    return build_worker(worker_options, engine, handoffs, clock), epoch
 
 
-def _agent(options: ProcessOptions, engine: Engine, epoch: Epoch, clock: Clock) -> HandoffAgent:
+def _handoffs(
+    options: ProcessOptions, engine: Engine, epoch: Epoch, clock: Clock
+) -> HandoffDispatcher:
     view = KVView(engine.info.layout, engine.region, peer_mappings=engine.peer_mappings)
-    return HandoffAgent(
+    return open_handoffs(
         AgentOptions(
             worker=options.worker,
             epoch=epoch,
@@ -246,9 +249,9 @@ def _agent(options: ProcessOptions, engine: Engine, epoch: Epoch, clock: Clock) 
             links=LinkOptions(
                 options.transport_choice, ProbeBounds(options.probe_time_s, options.probe_bytes)
             ),
-            pool=open_store_access(options.store, view, key=options.key, clock=clock),
             spin_s=options.spin_s,
-        )
+        ),
+        open_store_access(options.store, view, key=options.key, clock=clock),
     )
 
 

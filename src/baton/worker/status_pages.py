@@ -32,7 +32,7 @@ from baton.worker.http_exchange import UnknownPathError
 
 if TYPE_CHECKING:
     from baton.engines.interface import Engine
-    from baton.handoff.agent import HandoffAgent
+    from baton.handoff.dispatcher import HandoffDispatcher
     from baton.telemetry.trace import TraceRing
     from baton.worker.engine_client import EngineClient
     from baton.worker.http_exchange import HttpExchange
@@ -47,7 +47,7 @@ class StatusPages:
 
     options: WorkerOptions
     engine: Engine
-    agent: HandoffAgent | None
+    handoffs: HandoffDispatcher | None
     engine_client: EngineClient
     traces: TraceRing
     registry: CollectorRegistry
@@ -88,7 +88,7 @@ class StatusPages:
                 served_model_name=self.options.served_model_name,
                 fingerprint=info.fingerprint,
                 max_context_tokens=info.max_context_tokens,
-                handoff_address="" if self.agent is None else self.agent.address,
+                handoff_address="" if self.handoffs is None else self.handoffs.address,
                 layout=info.layout,
                 transports=self.options.transports,
                 version=baton.__version__,
@@ -112,8 +112,8 @@ class StatusPages:
         text = exchange.path.removeprefix(HANDOFFS_PREFIX).removesuffix(ABORT_SUFFIX)
         order = _read_abort(await exchange.read_body(MAX_ABORT_BYTES))
         ticket = _read_ticket_id(text)
-        if self.agent is not None:
-            self.agent.abort_from_peer(ticket, order.reason[:MAX_REASON_CHARS])
+        if self.handoffs is not None:
+            self.handoffs.abort_from_peer(ticket, order.reason[:MAX_REASON_CHARS])
         await exchange.send_nothing()
 
     async def first_token(self, exchange: HttpExchange) -> None:
@@ -125,7 +125,7 @@ class StatusPages:
     def _health(self) -> Health:
         if self.engine_client.draining:
             return Health("draining")
-        if self.agent is not None and not self.agent.is_alive:
+        if self.handoffs is not None and not self.handoffs.is_alive:
             return Health("failed", "the handoff agent's thread has ended")
         if not self.engine.is_alive():
             return Health("failed", "the engine's thread has ended; the log has the reason")

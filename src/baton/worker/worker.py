@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from baton.auth.ticket import Ticket
     from baton.clock import Clock
     from baton.engines.interface import Engine
-    from baton.handoff.agent import HandoffAgent
+    from baton.handoff.dispatcher import HandoffDispatcher
     from baton.handoff.interface import (
         HandoffEvent,
         HandoffPort,
@@ -120,10 +120,10 @@ class Worker:
     app: WorkerApp
     engine_client: EngineClient
     engine: Engine
-    agent: HandoffAgent | None
+    handoffs: HandoffDispatcher | None
 
     async def start(self) -> None:
-        """Start the handoff agent, then the engine; updates go to the running loop.
+        """Start the handoffs, then the engine; updates go to the running loop.
 
         Raises:
             ConfigError: the handoff port is taken.
@@ -131,9 +131,9 @@ class Worker:
         """
         self.engine_client.attach(asyncio.get_running_loop())
         port: HandoffPort = DisabledHandoffs()
-        if self.agent is not None:
-            self.agent.start(self.engine.wake)
-            port = self.agent
+        if self.handoffs is not None:
+            self.handoffs.start(self.engine.wake)
+            port = self.handoffs
         self.engine.start(self.engine_client.sink, port)
 
     async def drain(self, timeout_s: float) -> None:
@@ -145,16 +145,16 @@ class Worker:
             await asyncio.sleep(HELD_LOOK_S)
 
     async def stop(self, timeout_s: float) -> None:
-        """End the agent, whose transports expose the engine's memory, then the engine."""
-        if self.agent is not None:
-            await asyncio.to_thread(self.agent.stop)
+        """End the handoffs, whose transports expose the engine's memory, then the engine."""
+        if self.handoffs is not None:
+            await asyncio.to_thread(self.handoffs.stop)
         await asyncio.to_thread(self.engine.stop, timeout_s)
 
 
 def build_worker(
     options: WorkerOptions,
     engine: Engine,
-    agent: HandoffAgent | None,
+    handoffs: HandoffDispatcher | None,
     clock: Clock | None = None,
 ) -> Worker:
     """Assemble a worker; starts nothing.
@@ -169,11 +169,11 @@ def build_worker(
     registry.register(EngineCollector(engine.stats))
     registry.register(HeldBlockTimeCollector(lambda: engine.stats().held_block_s))
     set_worker_info(registry, _facts(options, engine))
-    if agent is not None:
-        agent.observe_links(LinkInstruments(registry, options.transports))
-        registry.register(LeaseCollector(lambda: agent.num_lapsed_leases))
-        if agent.options.pool is not None:
-            registry.register(PoolModeCollector(agent.options.pool))
+    if handoffs is not None:
+        handoffs.agent.observe_links(LinkInstruments(registry, options.transports))
+        registry.register(LeaseCollector(lambda: handoffs.agent.num_lapsed_leases))
+        if handoffs.store is not None:
+            registry.register(PoolModeCollector(handoffs.store.access))
     engine_client, traces = EngineClient(engine, clock), TraceRing(options.num_traces)
     reader = PromptReader(
         served_model_name=options.served_model_name,
@@ -187,7 +187,7 @@ def build_worker(
         clock=clock,
         tokenizer=reader.tokenizer,
         tickets=TicketReader(
-            options.worker, options.epoch, options.key if agent is not None else None, clock
+            options.worker, options.epoch, options.key if handoffs is not None else None, clock
         ),
         engine_client=engine_client,
         traces=traces,
@@ -196,7 +196,7 @@ def build_worker(
     pages = StatusPages(
         options=options,
         engine=engine,
-        agent=agent,
+        handoffs=handoffs,
         engine_client=engine_client,
         traces=traces,
         registry=registry,
@@ -204,7 +204,7 @@ def build_worker(
     )
     bearer = Bearer(options.key) if options.require_bearer and options.key is not None else None
     app = WorkerApp(_routes(pages, GenerationService(context), reader), bearer, metrics)
-    return Worker(app, engine_client, engine, agent)
+    return Worker(app, engine_client, engine, handoffs)
 
 
 def _routes(pages: StatusPages, generation: GenerationService, reader: PromptReader) -> Routes:

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from baton.handoff.messages import decode_notification, encode
 from baton.handoff.session.actions import AnnounceReadable, WriteLayers
-from baton.handoff.verify import Sampler
 from baton.handoff.write_batches import (
     MAX_JOINED_BYTES,
     MAX_SEGMENTS,
     DigestVerifier,
+    Sampler,
     WriteBatchBuilder,
     merge_writes,
 )

@@ -7,7 +7,7 @@ import math
 from typing import TYPE_CHECKING
 
 from baton.clock import Instant
-from baton.handoff.agent import HandoffAgent
+from baton.handoff.dispatcher import HandoffDispatcher
 from baton.handoff.interface import KVLanded
 from baton.handoff.pool_mode import block_copier
 from baton.handoff.pool_mode.store_handoff import StoreHandoff
@@ -73,9 +73,9 @@ def pooled_tickets_are_renewed(patch: pytest.MonkeyPatch) -> None:
     """Decode renews what nobody holds, for ever."""
 
     def renew_lease(self, ticket):
-        self._command(lambda: self._receiving.renew_lease(ticket))
+        self.agent.renew_lease(ticket)
 
-    patch.setattr(HandoffAgent, "renew_lease", renew_lease)
+    patch.setattr(HandoffDispatcher, "renew_lease", renew_lease)
 
 
 PLANTED_IN_POOL: dict[str, Callable[[pytest.MonkeyPatch], None]] = {

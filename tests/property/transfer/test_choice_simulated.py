@@ -16,8 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.transfer.links.choice import Chooser
-from baton.transfer.links.model import LinkModel
-from baton.transfer.links.shape import TransferShape
+from baton.transfer.links.cost_model import LinkModel, TransferShape
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

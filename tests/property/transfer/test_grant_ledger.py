@@ -7,7 +7,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from baton.errors import ProtocolError, TransferError
 from baton.ids import Epoch, RegionHandle, TicketId
-from baton.transfer.grant_ledger import GrantLedger, WriterId
+from baton.transfer.grants import GrantLedger, WriterId
 from baton.transfer.interface import WriteGrant
 
 EPOCHS = [Epoch("a" * 32), Epoch("b" * 32)]

@@ -9,11 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.transfer.links.choice import Chooser
-from baton.transfer.links.default_cost import NETWORK, SAME_HOST
-from baton.transfer.links.fitting import Sample, fit
-from baton.transfer.links.model import LinkModel
+from baton.transfer.links.cost_model import (
+    NETWORK,
+    SAME_HOST,
+    LinkModel,
+    Sample,
+    TransferShape,
+    fit,
+)
 from baton.transfer.links.probes import PLAN, ProbeBounds, ProbeSeries
-from baton.transfer.links.shape import TransferShape
 
 models = st.builds(
     LinkModel,

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.transfer.page_set import PageSet
+from baton.transfer.grants import PageSet
 
 DENSE = st.lists(st.integers(100, 140), max_size=60)
 SPARSE = st.lists(st.sampled_from([0, 3, 1 << 20, 1 << 31, (1 << 32) - 2]), max_size=6)

@@ -4,8 +4,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from baton.transfer.grants import PageSet
 from baton.transfer.interface import PageArray
-from baton.transfer.page_set import PageSet
 from baton.transfer.scatter_gather import (
     Geometry,
     compute_runs,

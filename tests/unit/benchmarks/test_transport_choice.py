@@ -7,7 +7,7 @@ import pytest
 from baton.bench.link.report import Skipped
 from baton.bench.printing import MAX_COLUMNS
 from baton.rig.pages import Workload
-from baton.transfer.links.model import LinkModel
+from baton.transfer.links.cost_model import LinkModel
 from benchmarks.transport_choice_model import (
     PAGE_SIZES,
     THOROUGH,

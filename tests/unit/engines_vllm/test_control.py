@@ -9,11 +9,12 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter
 
 from baton.auth.key import ClusterKey
-from baton.engines.vllm.control import MAX_ABORT_BYTES, ControlApp, RankView
+from baton.engines.vllm.control import ControlApp, RankView
 from baton.engines.vllm.identity import Identity, ModelFacts, RankFacts, describe_worker
 from baton.engines.vllm.step_orders import Occupancy
 from baton.ids import Epoch, TicketId, WorkerId
 from baton.kv.layout import KVLayout
+from baton.protocol.worker_http import MAX_ABORT_BYTES
 from baton.telemetry.trace import RequestSpan, TraceRing
 
 KEY = ClusterKey(b"k" * 32)

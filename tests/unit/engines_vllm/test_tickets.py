@@ -12,7 +12,7 @@ from baton.ids import Epoch, WorkerId, new_ticket_id
 from baton.testing.clocks import ManualClock
 
 if TYPE_CHECKING:
-    from baton.engines.vllm.options import Role
+    from baton.protocol.worker_http import Role
 
 KEY = ClusterKey(b"k" * 32)
 ME = WorkerRef(WorkerId("v0"), Epoch("0" * 32), "127.0.0.1:1")

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from baton.gateway.errors import ClientLeftError, DeadlineError
-from baton.gateway.request_context import Interruptible
+from baton.gateway.workers import Interruptible
 
 
 def test_the_cause_surfaces_where_the_block_ends():

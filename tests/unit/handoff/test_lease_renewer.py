@@ -6,8 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from baton.handoff.grants import EarlyGrants, Tombstone, Tombstones, answer_renewal
+from baton.handoff.grants import EarlyGrants, Tombstone, Tombstones
 from baton.handoff.messages import Failed, LeaseRenewed, RenewLease
+from baton.handoff.prefill_sender import answer_renewal
 from baton.ids import Epoch, new_ticket_id
 
 DECODE, STRANGER = Epoch("d" * 32), Epoch("e" * 32)

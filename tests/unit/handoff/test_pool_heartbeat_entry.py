@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from contextlib import nullcontext
-from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -60,8 +59,8 @@ def ticket_of(epoch: str) -> Ticket:
 
 def poll(reader: HeartbeatEntryReader, tickets: list[Ticket], now: float) -> list[TicketId]:
     on_alive: list[TicketId] = []
-    collections = [SimpleNamespace(order=SimpleNamespace(ticket=ticket)) for ticket in tickets]
-    reader.poll(collections, Instant(now), on_alive.append)  # type: ignore[arg-type]
+    epochs = [ticket.prefill.epoch for ticket in tickets]
+    reader.poll(epochs, Instant(now), on_alive.append)
     return on_alive
 
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.errors import HandoffError
-from baton.handoff.staging import Holder, StagingPool
+from baton.handoff.kv_views import Holder, StagingPool
 from baton.ids import TicketId
 
 NUM_PAGES = 8

@@ -5,8 +5,13 @@ import pytest
 
 from baton.config.sections import HandoffSection
 from baton.handoff.messages import Notification
-from baton.handoff.verify import Sampler, VerificationPolicy, path_of
-from baton.handoff.write_batches import DigestVerifier, WriteBatchBuilder, notify_without_digests
+from baton.handoff.verify import VerificationPolicy, path_of
+from baton.handoff.write_batches import (
+    DigestVerifier,
+    Sampler,
+    WriteBatchBuilder,
+    notify_without_digests,
+)
 from baton.kv.copies import BlockTable, PagedSequence
 from baton.kv.layout import KVLayout
 from baton.transfer.interface import Capabilities

@@ -20,8 +20,7 @@ from baton.rig.pages import (
     plan_pool,
     view_bytes,
 )
-from baton.transfer.bounds import check_copies
-from baton.transfer.region import release_region, view_pages
+from baton.transfer.region import check_copies, release_region, view_pages
 
 
 @pytest.mark.parametrize(
@@ -84,3 +83,24 @@ def test_ranges_and_copies_say_the_same(workload):
     del pages
     release_region(source)
     release_region(target)
+
+
+@pytest.mark.parametrize("shape", ["message", "scattered", "descriptors"])
+def test_the_rest_is_every_byte_that_is_not_written(shape):
+    workload = Workload(shape, 200_000)
+    num_pages = plan_pool([workload], 16)
+    (move, *_) = layout_moves(workload, num_pages)
+    region = allocate_pool(("host",), num_pages)
+    pool = view_bytes(region)
+    before = digest(region.memory, move, "rest")
+    clear_target(pool, move)
+    assert digest(region.memory, move, "rest") == before
+    written = np.zeros(len(pool), np.bool_)
+    for _, at, num_bytes in move.ranges.tolist():
+        written[at : at + num_bytes] = True
+    for at in (*np.flatnonzero(~written)[[0, -1]], np.flatnonzero(np.diff(written))[0]):
+        pool[at] ^= 1
+        assert (digest(region.memory, move, "rest") == before) == written[at]
+        pool[at] ^= 1
+    del pool
+    release_region(region)

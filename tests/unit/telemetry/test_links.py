@@ -3,10 +3,8 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry
 
 from baton.telemetry.links import LinkInstruments
-from baton.transfer.links.choice import Chooser
-from baton.transfer.links.model import LinkModel
-from baton.transfer.links.outcome import LinkObserver, Outcome
-from baton.transfer.links.shape import TransferShape
+from baton.transfer.links.choice import Chooser, LinkObserver, Outcome
+from baton.transfer.links.cost_model import LinkModel, TransferShape
 
 MODELS = {"shared": LinkModel(1e-5, 1e-7, 1e-10), "tcp": LinkModel(1e-4, 1e-7, 1e-9)}
 

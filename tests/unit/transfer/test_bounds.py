@@ -5,8 +5,8 @@ import pytest
 
 from baton.errors import ProtocolError, TransferError
 from baton.kv.copies import CopyGroup, PageCopies, apply_copies
-from baton.transfer.bounds import check_array, check_copies
 from baton.transfer.interface import PageArray
+from baton.transfer.region import check_array, check_copies
 
 
 def make_group(num_pages=4):

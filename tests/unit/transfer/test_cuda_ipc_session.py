@@ -10,15 +10,15 @@ from baton.ids import Epoch, new_region_handle
 from baton.kv.copies import CopyGroup, PageCopies
 from baton.transfer.interface import DeviceMemory, PageArray, PagedRegion, RegionDescriptor
 from baton.transfer.messages import encode
-from baton.transfer.transports.cuda_ipc.copies import Allocation
-from baton.transfer.transports.cuda_ipc.metadata import (
+from baton.transfer.transports.cuda_ipc.session import (
     MAX_ALLOCATIONS,
+    Allocation,
     ArrayLocation,
     CudaIpcMetadata,
+    CudaIpcSession,
     decode_metadata,
     encode_metadata,
 )
-from baton.transfer.transports.cuda_ipc.session import CudaIpcSession
 
 ARRAYS = (PageArray(4096, 64, 10), PageArray(0, 128, 10))
 OURS, THEIRS = 0x7F00_0000_0000, 0x7E00_0000_0000

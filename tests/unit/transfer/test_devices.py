@@ -9,16 +9,17 @@ import pytest
 
 from baton.errors import ConfigError, ProtocolError, TransferError
 from baton.transfer.devices import backing as backing_module
-from baton.transfer.devices.attaching import attach_extent
-from baton.transfer.devices.backing import open_backing
-from baton.transfer.devices.claiming import allocate_device_region
-from baton.transfer.devices.extents import find_extent
-from baton.transfer.devices.locks import RangeLocks
-from baton.transfer.devices.options import DeviceOptions, choose_allocation
+from baton.transfer.devices.backing import DeviceOptions, RangeLocks, open_backing
+from baton.transfer.devices.extents import (
+    allocate_device_region,
+    attach_extent,
+    choose_allocation,
+    find_extent,
+)
 from baton.transfer.devices.table import TABLE_BYTES, Extent, Table, read_table, write_table
 from baton.transfer.interface import TRANSPORTS, PageArray
 from baton.transfer.region import allocate_shared_region, place_arrays, release_region, view_pages
-from baton.transfer.transports.shared.mapping import map_attached
+from baton.transfer.transports.shared.remote import map_attached
 from baton.transfer.transports.shared.wire import Attached
 
 MIB = 1 << 20

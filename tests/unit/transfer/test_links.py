@@ -6,19 +6,28 @@ import pytest
 from baton.clock import Instant
 from baton.kv.copies import CopyGroup, PageCopies
 from baton.transfer.interface import Capabilities, PageArray
-from baton.transfer.links.backoff import MAX_BACKOFF_S, MIN_BACKOFF_S, Backoff
-from baton.transfer.links.choice import Chooser
-from baton.transfer.links.default_cost import NETWORK, SAME_HOST, default_link_model
-from baton.transfer.links.fitting import Sample, fit
-from baton.transfer.links.model import LinkModel
-from baton.transfer.links.probe_buffer import (
+from baton.transfer.links.choice import MAX_BACKOFF_S, MIN_BACKOFF_S, Backoff, Chooser
+from baton.transfer.links.cost_model import (
+    NETWORK,
+    SAME_HOST,
+    LinkModel,
+    Sample,
+    TransferShape,
+    default_link_model,
+    fit,
+    measure_shape,
+)
+from baton.transfer.links.probes import (
     NUM_PATTERN_PAGES,
+    PLAN,
+    RECOVERY,
+    Probe,
+    ProbeBounds,
     ProbeBuffer,
+    ProbeSeries,
     compute_probe_digest,
     make_probe_copies,
 )
-from baton.transfer.links.probes import PLAN, RECOVERY, Probe, ProbeBounds, ProbeSeries
-from baton.transfer.links.shape import TransferShape, measure_shape
 from baton.transfer.region import release_region, view_pages
 
 FAST_START = LinkModel(10e-6, 1e-6, 1 / 1e9)

@@ -3,7 +3,7 @@
 import pytest
 
 from baton.errors import TransferError
-from baton.transfer.onesided.endpoints import open_dialer, open_listener
+from baton.transfer.endpoints import open_dialer, open_listener
 
 NAME = "baton-" + "0123456789abcdef" * 2
 

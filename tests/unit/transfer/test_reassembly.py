@@ -3,8 +3,8 @@
 import pytest
 
 from baton.errors import ProtocolError
-from baton.transfer.transports.tcp import inbound
-from baton.transfer.transports.tcp.inbound import WholeWrite, WriteReassembly
+from baton.transfer.transports.tcp import transport
+from baton.transfer.transports.tcp.transport import WholeWrite, WriteReassembly
 from baton.transfer.transports.tcp.wire import Data
 
 GRANT = bytes(range(16))
@@ -60,11 +60,11 @@ def test_stripes_that_contradict_each_other_are_an_error(second, notification):
 
 def test_what_one_stream_may_be_ahead_is_bounded(monkeypatch):
     book = WriteReassembly()
-    for sequence in range(inbound.MAX_UNFINISHED):
+    for sequence in range(transport.MAX_UNFINISHED):
         book.stripe_over(stripe(sequence, 2), b"", None)
     with pytest.raises(ProtocolError, match="too far ahead"):
-        book.stripe_over(stripe(inbound.MAX_UNFINISHED, 2), b"", None)
-    monkeypatch.setattr(inbound, "MAX_NOTIFICATION_BYTES_HELD", 100)
+        book.stripe_over(stripe(transport.MAX_UNFINISHED, 2), b"", None)
+    monkeypatch.setattr(transport, "MAX_NOTIFICATION_BYTES_HELD", 100)
     book = WriteReassembly()
     for round_ in range(50):  # what is whole counts no more
         book.stripe_over(stripe(round_, 2), bytes(60), None)

@@ -8,7 +8,7 @@ import pytest
 
 from baton.errors import ProtocolError
 from baton.net.framing import FrameDecoder, encode_frame
-from baton.transfer import grant_messages
+from baton.transfer import grant_messages, messages
 from baton.transfer.interface import PageArray
 from baton.transfer.messages import encode
 from baton.transfer.onesided import wire as onesided
@@ -70,7 +70,7 @@ SHARED = {
     "attached_extent": (shared.decode_first_from_receiver, shared.Attached(ARRAYS, HOLDER)),
     "not_attached": (
         shared.decode_first_from_receiver,
-        grant_messages.NotAttached("no such region"),
+        messages.NotAttached("no such region"),
     ),
     "grant_opened": (shared.decode_from_receiver, grant_messages.GrantOpened(GRANT, PAGES)),
     "close_grant": (shared.decode_from_receiver, grant_messages.CloseGrant(GRANT)),
@@ -89,7 +89,7 @@ ONE_SIDED = {
     "attached": (onesided.decode_first_from_owner, onesided.Attached(ARRAYS, b"the library")),
     "not_attached": (
         onesided.decode_first_from_owner,
-        grant_messages.NotAttached("no such region"),
+        messages.NotAttached("no such region"),
     ),
     "grant_opened": (onesided.decode_from_owner, grant_messages.GrantOpened(GRANT, PAGES)),
     "close_grant": (onesided.decode_from_owner, grant_messages.CloseGrant(GRANT)),

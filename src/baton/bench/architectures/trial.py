@@ -280,7 +280,7 @@ async def _measure(bench: Bench, trial: Trial, fleet: Servers, outcome: TrialOut
         f"{trial.configuration.name}, repetition {trial.repetition}: first requests"
     )
     target = open_target(fleet.url, None)
-    prompts = PromptWriter(f"{bench.plan.seed}/{trial.repetition}/survey")
+    prompts = PromptWriter(f"{bench.plan.seed}/{trial.repetition}/probe")
     async with Client(target, bench.clock, bench.plan.effort.request_timeout_s) as client:
         checked = await check_server(
             client, bench.plan.workload, bench.plan.request_options, prompts

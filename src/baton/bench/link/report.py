@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import math
 import statistics
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from baton.rig.backend import Kind, LimitName
+from baton.rig.backend import BackendSpec, Kind, LimitName
 from baton.rig.machine import Machine
 from baton.rig.pages import Direction, Shape
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from baton.bench.link.runner import LinkEntry
     from baton.rig.backend import Traits
     from baton.rig.pages import Workload
     from baton.rig.pair import Timings
@@ -160,7 +160,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     load_after: tuple[float, float, float]
 
 
-class Report(msgspec.Struct, frozen=True, kw_only=True, rename={"by_reference": "lent"}):
+class Report(msgspec.Struct, frozen=True, kw_only=True):
     """Everything. `is_partial`: it was interrupted, and some rows lack rounds or are absent."""
 
     schema: str = SCHEMA
@@ -251,3 +251,11 @@ class ReportBuilder:
 
 def _describe(workload: Workload) -> Measurement:
     return Measurement(workload.name, workload.shape, workload.num_bytes, workload.num_descriptors)
+
+
+@dataclass(frozen=True, slots=True)
+class LinkEntry(BackendSpec):
+    """A backend, and the workloads that it is measured with."""
+
+    shapes: tuple[Shape, ...] = ("message", "scattered", "descriptors")
+    least_bytes: int = 0

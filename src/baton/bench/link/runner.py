@@ -11,9 +11,9 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Final
 
 from baton import __version__
-from baton.bench.link.report import Manifest, Report, ReportBuilder
+from baton.bench.link.report import LinkEntry, Manifest, Report, ReportBuilder
 from baton.errors import ConfigError, TransferError, UnknownPluginError
-from baton.rig.backend import MAX_POOL_PAGES, BackendSpec
+from baton.rig.backend import MAX_POOL_PAGES
 from baton.rig.pages import PAGE_BYTES, TINY_PAGE_BYTES, Shape, Workload, format_size, plan_pool
 from baton.rig.pair import NodePair, SampleBudget, WrongBytesError
 
@@ -28,14 +28,6 @@ if TYPE_CHECKING:
 
 DEFAULT_SIZES: Final = (32 << 10, 1 << 20, 16 << 20, 100 * 10**6)
 QUICK_SIZES: Final = (32 << 10, 1 << 20)
-
-
-@dataclass(frozen=True, slots=True)
-class LinkEntry(BackendSpec):
-    """A backend, and the workloads that it is measured with."""
-
-    shapes: tuple[Shape, ...] = ("message", "scattered", "descriptors")
-    least_bytes: int = 0
 
 
 BULK: Final[tuple[Shape, ...]] = ("message", "scattered")

@@ -213,7 +213,7 @@ async def _find_style(
         ready = style
         if isinstance(style.form, Calibration):
             ready = replace(style, form=await _calibrate(client, style, prompts))
-        ask = Request(Segments((Segment("survey", 16),)), 2)
+        ask = Request(Segments((Segment("check", 16),)), 2)
         found = await client.exchange(BodyWriter(ready, prompts).prepare(ask))
         if found.failure is None:
             return ready, _style_warnings(ready, request_options, refusals)

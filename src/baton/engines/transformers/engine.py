@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from baton.engines.transformers.options import TransformersOptions
     from baton.handoff.interface import HandoffPort, SampledToken
     from baton.ids import RequestId, TicketId
-    from baton.transfer.devices.options import AllocateRegion
+    from baton.transfer.devices.extents import AllocateRegion
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from baton.engines.transformers.shape import ModelShape
     from baton.kv.geometry import PlaneGeometry
     from baton.kv.layout import DType, KVLayout
-    from baton.transfer.devices.options import AllocateRegion
+    from baton.transfer.devices.extents import AllocateRegion
     from baton.transfer.interface import PagedRegion
 
 TORCH_DTYPES: Final[dict[DType, torch.dtype]] = {

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
     from baton.engines.vllm.layouts import Arrangement, CachedLayers
     from baton.kv.layout import KVLayout
-    from baton.transfer.devices.options import AllocateRegion
+    from baton.transfer.devices.extents import AllocateRegion
 
 _TEMPORARY_BYTES: Final = 4 << 20
 _BITS: Final[dict[int, torch.dtype]] = {1: torch.uint8, 2: torch.int16, 4: torch.int32}

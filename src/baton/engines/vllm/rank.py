@@ -28,7 +28,8 @@ from baton.engines.vllm.layouts import read_layers
 from baton.engines.vllm.rank_handoffs import RankHandoffs
 from baton.engines.vllm.rank_observer import FALLBACK_CAUSE, RankObserver
 from baton.engines.vllm.rank_prompts import RankSetting
-from baton.handoff.agent import AgentOptions, HandoffAgent
+from baton.handoff.agent import AgentOptions
+from baton.handoff.dispatcher import HandoffDispatcher, open_handoffs
 from baton.handoff.peer_transports import LinkOptions
 from baton.handoff.pool_mode.metrics import PoolModeCollector
 from baton.handoff.pool_mode.store_access import open_store_access
@@ -37,7 +38,7 @@ from baton.kv.layout import TensorParallelShard
 from baton.telemetry.links import LinkInstruments
 from baton.telemetry.metrics import HandoffInstruments, HeldBlockTimeCollector, set_worker_info
 from baton.telemetry.trace import TraceRing
-from baton.transfer.devices.options import choose_allocation
+from baton.transfer.devices.extents import choose_allocation
 from baton.transfer.interface import TRANSPORTS, TransportContext
 from baton.transfer.links.probes import ProbeBounds
 from baton.transfer.region import release_region
@@ -91,7 +92,7 @@ class Rank:
         self._pool: SharedKVMemory | None = None
         self._kv_views: tuple[KVView, ...] = ()
         self._store_view: KVView | None = None
-        self._agent: HandoffAgent | None = None
+        self._dispatcher: HandoffDispatcher | None = None
         self._control: ControlServer | None = None
 
     @property
@@ -132,15 +133,16 @@ class Rank:
                 plan.vllm_config, self._layers, kv_caches, store_block_size=options.store.block_size
             )
         fingerprint = options.fingerprint or find_fingerprint(plan.vllm_config.model_config)
-        agent = HandoffAgent(self._agent_options(fingerprint))
+        dispatcher = open_handoffs(self._agent_options(fingerprint), self._open_pool())
+        agent = dispatcher.agent
         registry = CollectorRegistry()
         agent.observe_links(LinkInstruments(registry, options.transports))
-        if agent.options.pool is not None:
-            registry.register(PoolModeCollector(agent.options.pool))
-        agent.start(self._wake_event.set)
-        self._agent = agent
+        if dispatcher.store is not None:
+            registry.register(PoolModeCollector(dispatcher.store.access))
+        dispatcher.start(self._wake_event.set)
+        self._dispatcher = dispatcher
         traces = TraceRing(NUM_TRACES)
-        handoffs = self._handoffs(agent, traces, registry)
+        handoffs = self._handoffs(dispatcher, traces, registry)
         control = ControlServer(
             options.handoff_host, _port_of(options.control_port, plan.rank), key=self._key
         )
@@ -150,7 +152,7 @@ class Rank:
             control.url,
             fingerprint,
             self._layers.main_layout,
-            agent.options.modes,
+            dispatcher.modes,
         )
         model = read_model_facts(plan.vllm_config, options.transports)
         info = describe_worker(plan.identity, model, {plan.rank: facts})
@@ -167,7 +169,7 @@ class Rank:
         control.start(
             RankView(
                 info=lambda: info,
-                is_alive=lambda: agent.is_alive,
+                is_alive=lambda: dispatcher.is_alive,
                 occupancy=lambda: handoffs.occupancy,
                 abort_from_peer=handoffs.abort_from_peer,
                 traces=traces,
@@ -184,9 +186,9 @@ class Rank:
         if self._control is not None:
             self._control.stop()
             self._control = None
-        if self._agent is not None:
-            self._agent.stop()
-            self._agent = None
+        if self._dispatcher is not None:
+            self._dispatcher.stop()
+            self._dispatcher = None
         store_views = () if self._store_view is None else (self._store_view,)
         for view in (*self._kv_views, *store_views):
             release_region(view.region)
@@ -196,7 +198,7 @@ class Rank:
             self._pool = None
 
     def _handoffs(
-        self, agent: HandoffAgent, traces: TraceRing, registry: CollectorRegistry
+        self, dispatcher: HandoffDispatcher, traces: TraceRing, registry: CollectorRegistry
     ) -> RankHandoffs:
         plan = self._plan
         worker, epoch = plan.identity.of_rank(plan.rank)
@@ -212,7 +214,7 @@ class Rank:
         )
         return RankHandoffs(
             setting,
-            agent,
+            dispatcher,
             wake_event=self._wake_event,
             clock=self._clock,
             observer=observer,
@@ -244,7 +246,6 @@ class Rank:
             links=LinkOptions(
                 options.choice, ProbeBounds(options.probe_time_s, options.probe_bytes)
             ),
-            pool=self._open_pool(),
             spin_s=options.spin_s,
         )
 

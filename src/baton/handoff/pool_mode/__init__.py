@@ -4,7 +4,7 @@ Enters: the same orders as in other modes. Leaves: the same events, though KV ma
 
 File map:
     store_access.py   what a worker takes part with, and what became of its entries
-    store_handoff.py  the thread that deposits and collects; no_store.py a worker without a store
+    store_handoff.py  the thread that deposits and collects
     store_writer.py   prefill's half of one handoff (pure), and what carries it out
     store_reader.py   decode's half (pure), and what carries it out
     block_copier.py   between a worker's pages and bodies of entries

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from baton.auth.ticket import Ticket
-    from baton.handoff.pool_mode.store_reader import StoreRead
     from baton.ids import Epoch, TicketId
     from baton.store.interface import Tier
 
@@ -122,15 +121,17 @@ class HeartbeatEntryReader:
         self._seen: dict[Epoch, int | None] = {}
 
     def poll(
-        self, store_reads: Iterable[StoreRead], now: Instant, on_alive: Callable[[TicketId], None]
+        self, epochs: Iterable[Epoch], now: Instant, on_alive: Callable[[TicketId], None]
     ) -> None:
-        """Report which prompts' engines have given a sign since the last look."""
+        """Report which prompts' engines have given a sign since the last look.
+
+        `epochs` are those of the prefill workers that are waited for.
+        """
         if now < self._next_at:
             return
         self._next_at = Instant(now + self._interval_s)
-        epochs = {each.order.ticket.prefill.epoch for each in store_reads}
         before, self._seen = self._seen, {}
-        for epoch in epochs:
+        for epoch in set(epochs):
             entry = read_side_entry(self._store, _heartbeat_name(epoch), _heartbeat_decoder)
             number = None if entry is None else entry.number
             self._seen[epoch] = before.get(epoch) if number is None else number

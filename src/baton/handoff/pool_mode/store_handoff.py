@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Final
 from baton.clock import Instant
 from baton.errors import BatonError
 from baton.handoff.grants import Tombstone, Tombstones
-from baton.handoff.heartbeat import compute_interval_s
+from baton.handoff.heartbeat import EngineHeartbeat, compute_interval_s
 from baton.handoff.interface import BlocksQuiescent
 from baton.handoff.pool_mode.block_copier import BlockCopier, hash_segments
 from baton.handoff.pool_mode.side_entries import HeartbeatEntryReader, HeartbeatEntryWriter
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from baton.auth.ticket import Ticket
     from baton.clock import Clock
-    from baton.handoff.heartbeat import EngineHeartbeat, PendingPrefills
+    from baton.handoff.heartbeat import PendingPrefills
     from baton.handoff.interface import (
         HandoffEvent,
         ReceiveOrder,
@@ -65,15 +65,15 @@ class StoreHandoff:
         fingerprint: str,
         clock: Clock,
         timeout_s: float,
-        heartbeat: EngineHeartbeat,
     ) -> None:
         """Check that the worker's pages and the store fit; starts nothing.
 
         Raises:
             ConfigError: KV in such pages cannot be kept in the store.
         """
-        self._access, self._fingerprint = access, fingerprint
-        self._clock, self._timeout_s, self._heartbeat = clock, timeout_s, heartbeat
+        self.access, self._fingerprint = access, fingerprint
+        self._clock, self._timeout_s = clock, timeout_s
+        self._heartbeat = EngineHeartbeat(clock)
         self._last_reported: PendingPrefills | None = None
         interval_s = compute_interval_s(timeout_s)
         self._heartbeat_writer = HeartbeatEntryWriter(access.store, interval_s)
@@ -89,8 +89,8 @@ class StoreHandoff:
     def open(self, emit: Callable[[HandoffEvent], None]) -> None:
         """Set the receiver of events; from the thread that calls `step`. Once."""
         self._emit = emit
-        self._writer = StoreWriter(self._access, self._copier, emit)
-        self._reader = StoreReader(self._access, self._copier, clock=self._clock, emit=emit)
+        self._writer = StoreWriter(self.access, self._copier, emit)
+        self._reader = StoreReader(self.access, self._copier, clock=self._clock, emit=emit)
 
     def start(self) -> None:
         """Start the thread: the simulator calls `step` instead. Once, after `open`."""
@@ -116,13 +116,16 @@ class StoreHandoff:
         self._commands.put(partial(self._start_send, order))
 
     def report_progress(self, prompts: Sequence[Ticket]) -> None:
-        """See `HandoffPort.report_progress`: the engine heartbeat has it; wake the thread."""
+        """See `HandoffPort.report_progress`: the heartbeat has it; wake the thread."""
+        self._heartbeat.report_progress(prompts)
         if any(each.mode == "pool" for each in prompts):
             self._commands.put(_nothing)
 
     def layer_ready(self, tickets: Sequence[tuple[TicketId, int]], layer: int) -> None:
-        """See `HandoffPort.layer_ready`."""
-        self._commands.put(partial(self._layer_ready, tickets, layer))
+        """See `HandoffPort.layer_ready`; `tickets` may be none of this mode."""
+        self._heartbeat.tick()
+        if tickets:
+            self._commands.put(partial(self._layer_ready, tickets, layer))
 
     def prefill_done(self, ticket: TicketId, first_token: SampledToken | None) -> None:
         """See `HandoffPort.prefill_done`."""
@@ -141,7 +144,7 @@ class StoreHandoff:
         while not self._is_stopping:
             wait_s = self.step(wait_s)
         self._heartbeat_writer.remove()
-        self._access.store.close()
+        self.access.store.close()
 
     def step(self, wait_s: float | None) -> float | None:
         """Wait for commands that long (None: no limit), carry them out, and one batch of each.
@@ -164,7 +167,8 @@ class StoreHandoff:
                 store_write.extend_deadline(Instant(pending.last_progress_at + self._timeout_s))
             self._heartbeat_writer.write(pooled, pending.last_progress_at)
         if self._reads:
-            self._heartbeat_reader.poll(self._reads.values(), self._clock.now(), self._engine_alive)
+            epochs = (each.order.ticket.prefill.epoch for each in self._reads.values())
+            self._heartbeat_reader.poll(epochs, self._clock.now(), self._engine_alive)
 
     def _engine_alive(self, ticket: TicketId) -> None:
         store_read = self._reads.get(ticket)
@@ -251,7 +255,7 @@ class StoreHandoff:
         self._writes[ticket] = StoreWrite(
             order,
             segments,
-            num_layers=self._access.entry_format.full_layout.num_layers,
+            num_layers=self.access.entry_format.full_layout.num_layers,
             deadline=self._deadline(order),
         )
         tombstone = self._tombstones.take(ticket)
@@ -265,7 +269,7 @@ class StoreHandoff:
         if order.prompt_ids is None or len(order.prompt_ids) != order.num_tokens:
             return ()
         salt = order.ticket.tenant_salt
-        domain = HashDomain(self._fingerprint, salt, self._access.entry_format.block_size)
+        domain = HashDomain(self._fingerprint, salt, self.access.entry_format.block_size)
         return hash_segments(domain, order.prompt_ids)
 
     def _layer_ready(self, tickets: Sequence[tuple[TicketId, int]], layer: int) -> None:

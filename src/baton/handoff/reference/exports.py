@@ -33,7 +33,7 @@ from baton.clock import Instant
 from baton.handoff.grants import epoch_of
 from baton.handoff.interface import ExportReleased
 from baton.handoff.messages import MAX_BATCH, ReleaseAck, Revoke
-from baton.transfer.readers import TracksReaders
+from baton.transfer.interface import TracksReaders
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

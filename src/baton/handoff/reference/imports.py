@@ -32,6 +32,7 @@ from baton.errors import BatonError, ProtocolError
 from baton.handoff.interface import ImportRevoked
 from baton.handoff.messages import MAX_BATCH, Release, unpack_blocks
 from baton.handoff.peer_transports import Reachability
+from baton.transfer.interface import as_viewer
 from baton.transfer.region import view_pages
 
 if TYPE_CHECKING:
@@ -106,8 +107,9 @@ class SharedBlockImporter:
             return None
         try:
             if exporter.mapping is None:
+                viewer = as_viewer(transport)
                 exporter.mapping = exporter.peer_mappings.attach([
-                    transport.view(remote, n) for n in range(len(exporter.view.region.arrays))
+                    viewer.view(remote, n) for n in range(len(exporter.view.region.arrays))
                 ])
         except BatonError as exc:
             self._fail(exporter, str(exc))

@@ -169,11 +169,11 @@ class TransferPlan:
     """Who moves the bytes (neither side, by reference), into which pages of this worker's KV view.
 
     `staged`: the pages are staging memory, so that only the engine accesses its own blocks.
-    Else the pages are the engine's blocks. `undigested` are the transports over which no digests
-    are wanted.
+    Else the pages are the engine's blocks. Over `no_digest_transports` no digests are
+    wanted.
     """
 
     op: GrantOp
     pages: BlockTable
     staged: bool
-    undigested: tuple[str, ...] = ()
+    no_digest_transports: tuple[str, ...] = ()

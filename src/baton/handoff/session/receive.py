@@ -316,7 +316,7 @@ class ReceiveSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
             first_block=plan.pages.first,
             blocks=pack_blocks(blocks),
             op=plan.op,
-            undigested=plan.undigested,
+            no_digest_transports=plan.no_digest_transports,
         )
 
     def _complete(self) -> list[ReceiveAction]:

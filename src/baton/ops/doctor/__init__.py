@@ -18,12 +18,9 @@ File map:
                         memory
     kernel_checks.py    memfd and seals, proof of death, reading another process's memory: tried
     devices.py          GPUs, RDMA, DAX
-    network.py          network interfaces, socket buffers; sockets of a process that listen
-                        outside loopback
+    network.py          network interfaces, socket buffers
     versions.py         Python and the packages that engines and transports are made of
     transports.py       each installed transport: does it work here, and if not, why
-    transport_check.py  one transport, checked between two processes; one of the two;
-                        transport_check_pages.py what they move, transport_check_channel.py the
-                        messages between them
+    transport_check.py  one transport, tried between two processes of `baton.rig`
     fleet.py            a running gateway's pages
 """

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import ipaddress
-import sys
-from pathlib import Path
-from typing import TYPE_CHECKING, Final, TypeAlias
+from typing import TYPE_CHECKING, Final
 
 from baton.ops.doctor.finding import Area, Finding, Level, write_bytes
 
@@ -110,59 +107,3 @@ def _check_tcp_mem(host: Host) -> list[Finding]:
             fix=None if is_enough else "sudo sysctl -w net.ipv4.tcp_mem='65536 131072 262144'",
         )
     ]
-
-
-Address: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
-
-OWN_PROCESS: Final = Path("/proc/self")
-LISTENING: Final = "0A"
-
-
-def find_open_listeners(process: Path = OWN_PROCESS) -> tuple[str, ...]:
-    """`address:port` of each one; none where there is no /proc, since nothing is known then."""
-    own = _own_sockets(process / "fd")
-    found: set[str] = set()
-    for name in ("tcp", "tcp6"):
-        for row in _rows(process / "net" / name):
-            address, port = parse_address(row[1])
-            if row[3] == LISTENING and row[9] in own and not _is_loopback(address):
-                found.add(f"[{address}]:{port}" if address.version == 6 else f"{address}:{port}")  # noqa: PLR2004
-    return tuple(sorted(found))
-
-
-def parse_address(text: str) -> tuple[Address, int]:
-    """`0100007F:1F90` → 127.0.0.1, 8080: the kernel prints words as this machine stores them."""
-    digits, _, port = text.partition(":")
-    words = [int(digits[at : at + 8], 16) for at in range(0, len(digits), 8)]
-    packed = b"".join(word.to_bytes(4, sys.byteorder) for word in words)
-    return ipaddress.ip_address(packed), int(port, 16)
-
-
-def _is_loopback(address: Address) -> bool:
-    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
-    return (mapped or address).is_loopback
-
-
-def _rows(table: Path) -> list[list[str]]:
-    try:
-        lines = table.read_text("ascii").splitlines()[1:]
-    except OSError:
-        return []
-    return [line.split() for line in lines]
-
-
-def _own_sockets(descriptors: Path) -> set[str]:
-    """Inodes of the process's sockets."""
-    inodes: set[str] = set()
-    try:
-        entries = list(descriptors.iterdir())
-    except OSError:
-        return inodes
-    for entry in entries:
-        try:
-            target = str(entry.readlink())
-        except OSError:  # closed meanwhile: the listing's own descriptor
-            continue
-        if target.startswith("socket:["):
-            inodes.add(target.removeprefix("socket:[").removesuffix("]"))
-    return inodes

@@ -56,16 +56,14 @@ class ChosenTransports:
 
 def check_transport(kind: str, chosen: ChosenTransports, host: Host) -> list[Finding]:
     """Move pages by one transport between two processes."""
-    from baton.ops.doctor.transport_check import (  # noqa: PLC0415
-        NotCheckedError,
-        run_transport_check,
-    )
+    from baton.ops.doctor.transport_check import run_transport_check  # noqa: PLC0415 - numpy
+    from baton.rig.pages import UnsupportedError  # noqa: PLC0415
 
     if kind in WITHIN_ONE_PROCESS:
         return [_not_tried(kind, "it is for one process that computes prefill and decode")]
     try:
         moved = run_transport_check(kind, chosen.options.get(kind, {}), MachineClock())
-    except NotCheckedError as exc:
+    except UnsupportedError as exc:
         return [_not_tried(kind, str(exc))]
     except Exception as exc:  # noqa: BLE001 - a plug-in may raise anything: that is the finding
         option = _MISSING_OPTION.search(str(exc))
@@ -179,7 +177,7 @@ def _failed(kind: str, chosen: ChosenTransports, host: Host, error: Exception) -
 
 def _explain(kind: str, host: Host, error: Exception) -> tuple[str, str | None]:
     """Why a transport does not work, and the command that helps."""
-    from baton.ops.doctor.transport_check import describe_error  # noqa: PLC0415 - numpy
+    from baton.rig.node import describe_error  # noqa: PLC0415 - numpy
 
     reason = describe_error(error)
     if module := _MISSING_MODULE.search(reason):

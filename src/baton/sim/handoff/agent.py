@@ -1,10 +1,11 @@
-"""The production agent, watched: messages, engine events and engine calls."""
+"""The production agent and dispatcher, watched: messages, engine events and engine calls."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from baton.handoff.agent import HandoffAgent
+from baton.handoff.dispatcher import HandoffDispatcher
 from baton.handoff.messages import (
     Declined,
     Grant,
@@ -17,7 +18,6 @@ from baton.handoff.messages import (
     RenewLease,
     Revoke,
 )
-from baton.handoff.pool_mode.store_handoff import StoreHandoff
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from baton.handoff.agent import AgentOptions
     from baton.handoff.interface import HandoffEvent, ReceiveOrder, SampledToken, SendOrder
     from baton.handoff.peers import MessageReceived
+    from baton.handoff.pool_mode.store_handoff import StoreHandoff
     from baton.ids import TicketId
     from baton.sim.handoff.checker import Checker
     from baton.sim.handoff.process import SimProcess
@@ -37,21 +38,6 @@ class SimAgent(HandoffAgent):
     def __init__(self, options: AgentOptions, process: SimProcess, checker: Checker) -> None:
         super().__init__(options)
         self._process, self._checker = process, checker
-
-    @property
-    def store_handoff(self) -> StoreHandoff | None:
-        """The handler of mode pool, where there is a store."""
-        return self._pool if isinstance(self._pool, StoreHandoff) else None
-
-    def abort_from_peer(self, ticket: TicketId, reason: str) -> None:
-        """See `HandoffAgent`."""
-        super().abort_from_peer(ticket, reason)
-        self.wake_store_handoff()
-
-    def wake_store_handoff(self) -> None:
-        """Something was asked of the store handoff."""
-        if self.store_handoff is not None:
-            self._process.store_handoff_driver.wake()
 
     def _dispatch_message(self, event: MessageReceived) -> None:
         message = event.message
@@ -66,72 +52,96 @@ class SimAgent(HandoffAgent):
         super()._emit(event)
 
 
-class CheckedPort:
-    """Between an engine and its agent; implements `HandoffPort`."""
+class SimDispatcher(HandoffDispatcher):
+    """A `HandoffDispatcher` whose process is watched."""
 
-    def __init__(self, agent: SimAgent, process: SimProcess, checker: Checker) -> None:
-        self._agent, self._process, self._checker = agent, process, checker
+    def __init__(
+        self, agent: SimAgent, store: StoreHandoff | None, process: SimProcess, checker: Checker
+    ) -> None:
+        super().__init__(agent, store)
+        self._process, self._checker = process, checker
+
+    def abort_from_peer(self, ticket: TicketId, reason: str) -> None:
+        """See `HandoffDispatcher`."""
+        super().abort_from_peer(ticket, reason)
+        self.wake_store_handoff()
+
+    def wake_store_handoff(self) -> None:
+        """Something was asked of the store handoff."""
+        if self.store is not None:
+            self._process.store_handoff_driver.wake()
+
+    def _emit(self, event: HandoffEvent) -> None:
+        self._checker.on_event(self._process, event)
+        super()._emit(event)
+
+
+class CheckedPort:
+    """Between an engine and its dispatcher; implements `HandoffPort`."""
+
+    def __init__(self, handoffs: SimDispatcher, process: SimProcess, checker: Checker) -> None:
+        self._handoffs, self._process, self._checker = handoffs, process, checker
         self._uncomputed: tuple[Ticket, ...] = ()
 
     def start_receive(self, order: ReceiveOrder) -> None:
         """See `HandoffPort`."""
         self._checker.on_start_receive(self._process, order)
-        self._agent.start_receive(order)
-        self._agent.wake_store_handoff()
+        self._handoffs.start_receive(order)
+        self._handoffs.wake_store_handoff()
 
     def start_send(self, order: SendOrder) -> None:
         """See `HandoffPort`."""
         self._checker.on_start_send(self._process, order)
-        self._agent.start_send(order)
-        self._agent.wake_store_handoff()
+        self._handoffs.start_send(order)
+        self._handoffs.wake_store_handoff()
 
     def report_progress(self, prompts: Sequence[Ticket]) -> None:
         """See `HandoffPort`."""
         self._uncomputed = tuple(prompts)
         self._checker.deadlines.engine_alive(self._process, self._uncomputed)
-        self._agent.report_progress(prompts)
+        self._handoffs.report_progress(prompts)
 
     def layer_ready(self, tickets: Sequence[tuple[TicketId, int]], layer: int) -> None:
         """See `HandoffPort`."""
         self._checker.deadlines.engine_alive(self._process, self._uncomputed)
-        self._agent.layer_ready(tickets, layer)
-        self._agent.wake_store_handoff()
+        self._handoffs.layer_ready(tickets, layer)
+        self._handoffs.wake_store_handoff()
 
     def prefill_done(self, ticket: TicketId, first_token: SampledToken | None) -> None:
         """See `HandoffPort`."""
         self._checker.leases.start(self._process, ticket)
-        self._agent.prefill_done(ticket, first_token)
-        self._agent.wake_store_handoff()
+        self._handoffs.prefill_done(ticket, first_token)
+        self._handoffs.wake_store_handoff()
 
     def decline(self, ticket: Ticket, reason: str) -> None:
         """See `HandoffPort`."""
-        self._agent.decline(ticket, reason)
+        self._handoffs.decline(ticket, reason)
 
     def abort(self, ticket: TicketId, reason: str) -> None:
         """See `HandoffPort`."""
         self._checker.on_abort(self._process, ticket)
-        self._agent.abort(ticket, reason)
-        self._agent.wake_store_handoff()
+        self._handoffs.abort(ticket, reason)
+        self._handoffs.wake_store_handoff()
 
     def renew_lease(self, ticket: Ticket) -> None:
         """See `HandoffPort`."""
-        self._agent.renew_lease(ticket)
+        self._handoffs.renew_lease(ticket)
 
     def release_imported(self, ticket: TicketId) -> None:
         """See `SharedBlockPort`."""
-        self._agent.release_imported(ticket)
+        self._handoffs.release_imported(ticket)
 
     def revoke_exported(self) -> None:
         """See `SharedBlockPort`."""
-        self._agent.revoke_exported()
+        self._handoffs.revoke_exported()
 
     def cancel_oldest_ungranted(self, tickets: Sequence[TicketId], reason: str) -> None:
         """See `HandoffPort`."""
-        self._agent.cancel_oldest_ungranted(tickets, reason)
+        self._handoffs.cancel_oldest_ungranted(tickets, reason)
 
     def poll(self) -> list[HandoffEvent]:
         """See `HandoffPort`."""
-        events = self._agent.poll()
+        events = self._handoffs.poll()
         for event in events:
             self._checker.on_engine_event(self._process, event)
         return events

@@ -119,7 +119,7 @@ def _find_leftovers(world: World) -> list[str]:
     for process in world.processes:
         if not process.is_alive:
             continue
-        left = internals.find_leftovers(process.agent, process.loop, process.scheduler)
+        left = internals.find_leftovers(process.handoffs, process.loop, process.scheduler)
         if (
             world.live[process.name] is process
         ):  # none finds an incarnation whose address is another's

@@ -17,9 +17,9 @@ from baton.handoff.interface import (
     KVSent,
     SendFailed,
 )
+from baton.handoff.kv_views import Holder
 from baton.handoff.messages import Grant, RenewLease
 from baton.handoff.session.lease import LEASE_STAGE
-from baton.handoff.staging import Holder
 from baton.kv.blocks import BlockState
 from baton.sim.handoff import internals
 from baton.sim.handoff.agent import tickets_of
@@ -146,7 +146,11 @@ class LeaseChecker:
         return None
 
 
-_NAMES: Final = {KVExported: "loan", ExportReleased: "loan ended", ImportRevoked: "loan recalled"}
+_NAMES: Final = {
+    KVExported: "export",
+    ExportReleased: "export released",
+    ImportRevoked: "import revoked",
+}
 
 
 @dataclass(slots=True)
@@ -182,7 +186,7 @@ class ExportChecker:
 
     def on_copy(self, process: SimProcess, source: Iterable[int], target: Iterable[int]) -> None:
         """Blocks that were imported are copied into others."""
-        self.seen["loan copied"] += 1
+        self.seen["import copied"] += 1
         self.on_read(process, source)
         self.on_write(process, target)
 

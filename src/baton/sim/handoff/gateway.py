@@ -77,7 +77,7 @@ class WorkerRequest:
     world: World
     name: str
     worker: str
-    leg: Literal["prefill", "decode", "colocated"]
+    part: Literal["prefill", "decode", "colocated"]
     sealed: str | None
     prompt: tuple[int, ...]
     num_output: int
@@ -103,7 +103,7 @@ class WorkerRequest:
                 world,
                 self.name,
                 self.worker,
-                self.leg,
+                self.part,
                 self.sealed,
                 self.prompt,
                 self.num_output,
@@ -303,7 +303,7 @@ class SimRequest:
         process = None if ticket is None else world.live.get(ticket.prefill.worker)
         if self._is_kv_held and ticket is not None and process is not None:
             self._is_kv_held = False
-            notify = process.agent.abort_from_peer
+            notify = process.handoffs.abort_from_peer
             world.fabric.later(process, GATEWAY, lambda: notify(ticket.id, "no answer came"))
 
     def _authorise(self, prefill: WorkerRef, decode: WorkerRef) -> str:
@@ -400,7 +400,7 @@ class SimRequest:
         def abort() -> None:
             process = world.live.get(worker)
             if self._is_prefilling and self.outcome is None and process is not None:
-                notify = process.agent.abort_from_peer
+                notify = process.handoffs.abort_from_peer
                 world.fabric.later(process, GATEWAY, lambda: notify(ticket.id, reason))
 
         for delay_s in accumulate(ABORT_RETRY_DELAYS_S, initial=0.0):

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from baton.handoff.kv_views import Holder
 from baton.handoff.pool_mode import side_entries
-from baton.handoff.pool_mode.store_handoff import StoreHandoff
 from baton.handoff.session.send import SendPhase
-from baton.handoff.staging import Holder
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -18,9 +17,11 @@ if TYPE_CHECKING:
     from baton.engines.transformers.pinned_blocks import PinnedBlocks
     from baton.engines.transformers.scheduler import Scheduler
     from baton.handoff.agent import HandoffAgent
+    from baton.handoff.dispatcher import HandoffDispatcher
     from baton.handoff.kv_views import RegisteredView
     from baton.handoff.messages import Message
     from baton.handoff.peers import Peer
+    from baton.handoff.pool_mode.store_handoff import StoreHandoff
     from baton.ids import Epoch, RegionHandle, TicketId
     from baton.kv.blocks import BlockState
     from baton.sim.handoff.process import SimProcess
@@ -35,11 +36,14 @@ class Leftover:
     num: int
 
 
-def find_leftovers(agent: HandoffAgent, loop: EngineLoop, scheduler: Scheduler) -> list[Leftover]:
+def find_leftovers(
+    handoffs: HandoffDispatcher, loop: EngineLoop, scheduler: Scheduler
+) -> list[Leftover]:
     """What a worker still holds for handoffs; tombstones are only bounded.
 
     But for early grants, and for what it has exported.
     """
+    agent = handoffs.agent
     receiving, sending, pinned_blocks = agent._receiving, agent._sending, scheduler.pinned_blocks
     pool, staging = scheduler.pool, [f.staging_pool for f in agent._views if f.staging_pool]
     counts = {
@@ -53,7 +57,8 @@ def find_leftovers(agent: HandoffAgent, loop: EngineLoop, scheduler: Scheduler) 
         "quarantined tickets": len(pinned_blocks._quarantined),
         "sequences exported to a peer": len(pinned_blocks._sending),
         "blocks": pool.num_blocks - pool.num_free - _count_exported(scheduler),
-        "store writes and reads": _count_store_transfers(agent),
+        "store writes and reads": _count_store_transfers(handoffs.store),
+        "tickets of mode pool": len(handoffs._through_store),
         "imports in use": len(agent._importer.table._exporter_of),
         "sequences that import": len(scheduler.shared_blocks._importers),
         "staging pages": sum(len(held) for pages in staging for held in pages._held.values()),
@@ -62,9 +67,8 @@ def find_leftovers(agent: HandoffAgent, loop: EngineLoop, scheduler: Scheduler) 
     return [Leftover(what, num) for what, num in counts.items() if num]
 
 
-def _count_store_transfers(agent: HandoffAgent) -> int:
-    handoff = agent._pool
-    return len(handoff._writes) + len(handoff._reads) if isinstance(handoff, StoreHandoff) else 0
+def _count_store_transfers(store: StoreHandoff | None) -> int:
+    return 0 if store is None else len(store._writes) + len(store._reads)
 
 
 def find_exported(agent: HandoffAgent, scheduler: Scheduler) -> list[Leftover]:

@@ -52,7 +52,7 @@ class StoreHandoffDriver:
 
     def _step(self) -> None:
         self._steps_soon = False
-        handoff = self._process.agent.store_handoff
+        handoff = self._process.handoffs.store
         if handoff is not None:
             delay_s = handoff.step(0.0)
             if delay_s is not None:

@@ -24,12 +24,13 @@ from baton.engines.transformers.loop import EngineLoop
 from baton.engines.transformers.scheduler import Limits, Scheduler
 from baton.errors import HandoffError, TicketError
 from baton.handoff.agent import AgentOptions
+from baton.handoff.dispatcher import open_store_handoff
 from baton.handoff.interface import DECLINED_STAGE
 from baton.handoff.kv_views import KVView
 from baton.handoff.peer_transports import LinkOptions
 from baton.ids import Epoch, RequestId, WorkerId
 from baton.kv.pool import BlockPool
-from baton.sim.handoff.agent import CheckedPort, SimAgent
+from baton.sim.handoff.agent import CheckedPort, SimAgent, SimDispatcher
 from baton.sim.handoff.checker import HANDOFF_TIMEOUT_S
 from baton.sim.handoff.gateway import ErrorReply, LastToken, Reply, TokenReply
 from baton.sim.handoff.memory import (
@@ -221,7 +222,7 @@ class SimProcess:
                 request_id=worker_request.name,
                 worker=self.name,
                 epoch=self.epoch,
-                role=worker_request.leg,
+                role=worker_request.part,
             ),
         )
         worker_request.request = request.id
@@ -264,13 +265,15 @@ class SimProcess:
             preferred_op=world.schedule.op,
             lease_s=world.schedule.lease_s,
             links=LinkOptions(rule="listed"),
-            pool=pool,
             spin_s=0.0,  # the clock stands still while a thread looks
             io_backend=SimIoBackend(world.network, self),
         )
         self.agent = SimAgent(options, self, self.checker)
-        if pool is not None and self.agent.store_handoff is not None:
-            watch(self.agent.store_handoff, self, pool)
+        store = None if pool is None else open_store_handoff(options, pool)
+        if store is not None and pool is not None:
+            watch(store, self, pool)
+        self.handoffs = SimDispatcher(self.agent, store, self, self.checker)
+        self.handoffs.open_store(self.wake_engine)
         self.agent.open(self.wake_engine)
 
     @property
@@ -280,7 +283,7 @@ class SimProcess:
 
     def _build_engine(self) -> None:
         plan = self.plan
-        port: HandoffPort = CheckedPort(self.agent, self, self.checker)
+        port: HandoffPort = CheckedPort(self.handoffs, self, self.checker)
         layout = make_layout(plan.block_size)
         limits = Limits(
             max_batch_tokens=12,
@@ -347,7 +350,7 @@ class SimProcess:
         self.wake_engine()
 
     def _read_kind(self, sealed: str | None) -> RequestKind:
-        """As `worker.legs.TicketReader`, which belongs to another layer.
+        """As `worker.ticket_reader.TicketReader`, which belongs to another layer.
 
         Raises:
             TicketError: not a ticket for this life, or used before.

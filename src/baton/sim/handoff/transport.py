@@ -215,7 +215,7 @@ class SimTransport:  # noqa: PLR0904 -- the contract, and what its peers need
         return transfer
 
     def read(self, read: PageRead) -> TransferId:
-        """See `Transport`."""
+        """See `ReadsPages`."""
         remote = self._find(read.remote)
         if not self.traits.reads or remote.peer is None:
             raise TransferError("it does not read, or is still attaching")
@@ -226,7 +226,7 @@ class SimTransport:  # noqa: PLR0904 -- the contract, and what its peers need
         return transfer
 
     def view(self, remote: RemoteId, array: int) -> NDArray[np.uint8]:
-        """See `Transport`: a mapping of the memory itself, which cannot be written."""
+        """See `ViewsPages`: a mapping of the memory itself, which cannot be written."""
         known = self._find(remote)
         peer, handle = known.peer, known.descriptor.handle
         region = None if peer is None else peer.regions[handle]

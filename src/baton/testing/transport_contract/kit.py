@@ -11,7 +11,7 @@ from baton.auth.key import ClusterKey
 from baton.clock import MachineClock
 from baton.ids import new_epoch
 from baton.testing.transport_pair import Side, TransportPair, spans_of_pages
-from baton.transfer.devices.options import choose_allocation
+from baton.transfer.devices.extents import choose_allocation
 from baton.transfer.interface import (
     TRANSPORTS,
     Arrived,
@@ -40,13 +40,12 @@ LOOPBACK = "127.0.0.1"
 
 
 class TransportKit:
-    """What a subclass says about its transport.
+    """What a subclass states about its transport.
 
     `kind` names an installed one; override `make_transport` to wrap it. `peer_writes` is set where
     the writer itself stores into the receiver's memory, so that a grant's quiescence depends on
     it. `peer_module` is run where a peer lives in a process of its own. `side_type` looks at memory
-    that this process can not view. `host` is the address that this process's
-    transports bind.
+    that this process can not view. `host` is the address that this process's transports bind.
     """
 
     kind: ClassVar[str]
@@ -65,8 +64,8 @@ class TransportKit:
         """Memory that the transport can expose."""
         return choose_allocation({self.kind: self.options})(shapes)
 
-    def connect_stranger(self, descriptor: RegionDescriptor) -> socket.socket:
-        """A blocking socket to the transport's listener, with a timeout and nothing said yet."""
+    def connect_unauthenticated(self, descriptor: RegionDescriptor) -> socket.socket:
+        """A blocking socket to the transport's listener, with a timeout and nothing sent yet."""
         raise NotImplementedError
 
     def make_side(
@@ -127,7 +126,7 @@ def check_write(
 def apply_slowly(
     groups: Sequence[CopyGroup], source: NDArray[np.uint8], target: NDArray[np.uint8]
 ) -> None:
-    """The copies as their definition says them, one span at a time."""
+    """The copies as they are defined, one span at a time."""
     for group in groups:
         for src_page, dst_page in zip(group.src_pages, group.dst_pages, strict=True):
             for src_byte, dst_byte, num_bytes in group.spans:

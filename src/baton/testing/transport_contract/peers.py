@@ -1,8 +1,9 @@
-"""Connections begin with peers that are what they say, and end without disturbing others."""
+"""Connections begin with authenticated peers only, and end without disturbing others."""
 
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -11,6 +12,8 @@ import pytest
 from baton.auth.key import ClusterKey
 from baton.errors import TransferError
 from baton.ids import new_region_handle
+from baton.net.endpoints import ATTACH_TIMEOUT_S, MAX_UNPROVED, PROOF_TIMEOUT_S
+from baton.net.framing import PREFIX_BYTES, DialerHandshake, encode_frame
 from baton.testing.clocks import ManualClock
 from baton.testing.transport_contract.kit import (
     NUM_PAGES,
@@ -28,11 +31,15 @@ from baton.transfer.interface import (
 )
 
 if TYPE_CHECKING:
+    import socket
     from collections.abc import Callable
 
     from baton.ids import TicketId
+    from baton.testing.transport_pair import Side
     from baton.transfer.interface import RegionDescriptor, RemoteId, TransferId
 
+STEP_S = 0.005
+NUM_STEPS = 200
 ALL_PAGES = [whole_pages(range(NUM_PAGES), range(NUM_PAGES), PAGE_BYTES)]
 
 
@@ -75,7 +82,7 @@ class PeerContract(TransportKit):
         assert {failed.transfer for failed in pair.seen(WriteFailed)} >= set(after)
         assert [lost.remote for lost in pair.seen(RemoteLost)] == [remote]
 
-    def test_a_writer_that_leaves_disturbs_nobody(self, pair: TransportPair) -> None:
+    def test_a_writer_that_leaves_disturbs_no_peer(self, pair: TransportPair) -> None:
         other = TransportPair.of(self.make_side(), pair.reader)
         other.writer.fill(seed=9)
         remote, remote_of_other = pair.attach(), other.attach()
@@ -95,12 +102,12 @@ class PeerContract(TransportKit):
             assert side.transport.poll() == []
 
     def test_another_cluster_key_is_refused(self, caplog: pytest.LogCaptureFixture) -> None:
-        stranger = self.make_side(key=ClusterKey.generate())
-        pair = TransportPair.of(stranger, self.make_side())
+        other = self.make_side(key=ClusterKey.generate())
+        pair = TransportPair.of(other, self.make_side())
         with caplog.at_level(logging.WARNING):
             self.check_lost(pair, pair.reader.descriptor)
         assert "cluster" in caplog.text
-        assert stranger.epoch not in caplog.text
+        assert other.epoch not in caplog.text
         pair.close()
 
     @pytest.mark.parametrize(
@@ -175,8 +182,111 @@ class PeerContract(TransportKit):
         assert not pair.reader_events
 
 
+class UnauthenticatedPeerContract(TransportKit):
+    """What may come over a fresh connection costs that connection, and nothing else."""
+
+    @pytest.mark.parametrize(
+        "opening",
+        [
+            b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n",
+            b"\xff" * 64,
+            encode_frame(b""),
+            encode_frame(b"\0" * 22),
+            (1 << 31).to_bytes(PREFIX_BYTES, "little"),
+        ],
+        ids=["http", "huge", "empty", "zeros", "2 GiB"],
+    )
+    def test_an_unauthenticated_peer_that_sends_nonsense_is_hung_up_on(
+        self, pair: TransportPair, opening: bytes
+    ) -> None:
+        with self.connect_unauthenticated(pair.reader.descriptor) as peer:
+            peer.sendall(opening)
+            self.check_hung_up(pair.reader, peer)
+        self.check_unharmed(pair)
+
+    def test_a_silent_unauthenticated_peer_is_hung_up_on(self) -> None:
+        clock = ManualClock()
+        pair = TransportPair.of(self.make_side(), self.make_side(clock=clock))
+        with self.connect_unauthenticated(pair.reader.descriptor) as peer:
+            peer.sendall(b"\x16")
+            pair.poll_for(0.01)
+            clock.advance(PROOF_TIMEOUT_S + 0.1)
+            self.check_hung_up(pair.reader, peer)
+        self.check_unharmed(pair)
+        pair.close()
+
+    def test_a_crowd_of_unauthenticated_peers_leaves_room(self, pair: TransportPair) -> None:
+        peers = [self.connect_unauthenticated(pair.reader.descriptor) for _ in range(MAX_UNPROVED)]
+        for _ in peers:
+            pair.poll()
+        with self.connect_unauthenticated(pair.reader.descriptor) as one_too_many:
+            self.check_hung_up(pair.reader, one_too_many)
+        for peer in peers:
+            peer.close()
+        pair.poll_for()
+        self.check_unharmed(pair)
+
+    @pytest.mark.parametrize(
+        "message",
+        [
+            b"",
+            encode_frame(b""),
+            encode_frame(b"\xc1"),
+            encode_frame(b"\x91" * 5000),
+            encode_frame(msgspec.msgpack.encode({"type": "attach"})),
+            ((1 << 20) + 1).to_bytes(PREFIX_BYTES, "little"),
+            (1 << 20).to_bytes(PREFIX_BYTES, "little") + b"half of it",
+        ],
+        ids=["nothing", "empty", "no msgpack", "deep", "no fields", "too large", "truncated"],
+    )
+    def test_a_peer_with_the_key_that_sends_nonsense_is_hung_up_on(self, message: bytes) -> None:
+        clock = ManualClock()
+        pair = TransportPair.of(self.make_side(), self.make_side(clock=clock))
+        with self.connect_unauthenticated(pair.reader.descriptor) as peer:
+            self.prove(pair.reader, peer)
+            peer.sendall(message)
+            pair.poll_for(0.01)
+            clock.advance(ATTACH_TIMEOUT_S + 0.1)
+            self.check_hung_up(pair.reader, peer)
+        self.check_unharmed(pair)
+        pair.close()
+
+    def check_unharmed(self, pair: TransportPair) -> None:
+        """The transports still do their work."""
+        pair.writer.fill(seed=5)
+        remote, grant = pair.attach(), pair.open_grant(range(NUM_PAGES))
+        check_write(pair, remote, grant, ALL_PAGES)
+
+    def check_hung_up(self, side: Side, peer: socket.socket) -> None:
+        """The transport ends the peer's connection."""
+        peer.settimeout(STEP_S)
+        for _ in range(NUM_STEPS):
+            side.transport.poll()
+            try:
+                if not peer.recv(4096):
+                    return
+            except TimeoutError:
+                continue
+            except ConnectionResetError:
+                return
+        pytest.fail("the connection is still open")
+
+    def prove(self, side: Side, peer: socket.socket) -> None:
+        """Do a dialer's part of the handshake over a blocking socket."""
+        handshake = DialerHandshake(self.key, self.kind)
+        peer.sendall(handshake.opening())
+        peer.settimeout(STEP_S)
+        received = b""
+        while len(received) < PREFIX_BYTES or len(received) < PREFIX_BYTES + received[0]:
+            side.transport.poll()
+            with suppress(TimeoutError):
+                received += peer.recv(1024)
+        peer.sendall(handshake.reply(received[PREFIX_BYTES:]))
+        side.transport.poll()
+
+
 def ended(pair: TransportPair) -> list[TransferId]:
-    """Transfers of which the writer has heard."""
+    """Transfers whose end was reported to the writer."""
     return [
         event.transfer
         for event in pair.writer_events

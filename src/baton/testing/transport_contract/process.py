@@ -1,4 +1,7 @@
-"""A writer, or an owner, in another process: stopped, killed, or gone in peace, in mid-transfer."""
+"""A writer, or an owner, in another process: stopped, killed, or gone in peace, in mid-transfer.
+
+The other process runs on this host, or on another one: a network namespace at the end of a cable.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,9 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Self
+from typing import IO, TYPE_CHECKING, ClassVar, Self
 
 import msgspec
 import numpy as np
@@ -32,9 +35,9 @@ from baton.transfer.interface import (
     RegionDescriptor,
     RemoteAttached,
     RemoteLost,
+    TracksReaders,
     WriteGrant,
 )
-from baton.transfer.readers import TracksReaders
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Mapping
@@ -42,6 +45,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from baton.auth.key import ClusterKey
+    from baton.testing.network_namespaces import FarHost
     from baton.transfer.interface import TransferId
 
 SHAPES = ((256, 65_536),)
@@ -49,6 +53,7 @@ SHAPES = ((256, 65_536),)
 NUM_WRITES_BEFORE = 5
 NUM_READS = 3
 MAX_QUIESCENCE_S = 0.3
+CUT_TIMEOUT_S = 8.0
 START_TIMEOUT_S = 30.0  # a process that imports its transport's library, on a busy machine
 
 
@@ -63,29 +68,38 @@ class ProcessPlacement:
     host: str
     module: str = TransportKit.peer_module
 
-    def running(self, module: str) -> ProcessPlacement:
-        """The same place, where something else is run."""
-        return replace(self, module=module)
-
 
 THIS_HOST = ProcessPlacement((), LOOPBACK)
 
 
-class ProcessContract(TransportKit):
+class ProcessKit(TransportKit):
+    """Starts the other process, on this host or on another one."""
+
+    def start_writer(self, far: FarHost | None = None) -> WriterProcess:
+        """A writer there, which writes into a region here."""
+        return WriterProcess(self.make_side(SHAPES), self.key, self.options, self._place_on(far))
+
+    def start_owner(self, far: FarHost | None = None) -> OwnerProcess:
+        """An owner there, whose region is read from here."""
+        return OwnerProcess(self.make_side(SHAPES), self.key, self.options, self._place_on(far))
+
+    def _place_on(self, far: FarHost | None) -> ProcessPlacement:
+        if far is None:
+            return ProcessPlacement((), LOOPBACK, self.peer_module)
+        return ProcessPlacement(far.prefix, far.address, self.peer_module)
+
+
+class ProcessContract(ProcessKit):
     """What the end of the writer's process means to its grants."""
 
     def test_a_killed_writers_grant_becomes_quiescent(self) -> None:
-        with WriterProcess(
-            self.make_side(SHAPES), self.key, self.options, THIS_HOST.running(self.peer_module)
-        ) as writer:
+        with self.start_writer() as writer:
             writer.kill()
             writer.reader.transport.close_grant(writer.grant)
             writer.check_quiescent()
 
     def test_a_grant_closed_before_the_kill_becomes_quiescent(self) -> None:
-        with WriterProcess(
-            self.make_side(SHAPES), self.key, self.options, THIS_HOST.running(self.peer_module)
-        ) as writer:
+        with self.start_writer() as writer:
             writer.stop()
             writer.reader.transport.close_grant(writer.grant)
             writer.check_waits_for_writer(is_quiescent=not self.peer_writes)
@@ -93,9 +107,7 @@ class ProcessContract(TransportKit):
             writer.check_quiescent()
 
     def test_a_stopped_writer_that_goes_on_answers(self) -> None:
-        with WriterProcess(
-            self.make_side(SHAPES), self.key, self.options, THIS_HOST.running(self.peer_module)
-        ) as writer:
+        with self.start_writer() as writer:
             writer.stop()
             writer.reader.transport.close_grant(writer.grant)
             writer.check_waits_for_writer(is_quiescent=not self.peer_writes)
@@ -104,21 +116,26 @@ class ProcessContract(TransportKit):
             writer.check_alive()
 
     def test_a_writer_that_never_stops_writes_nothing_after_quiescence(self) -> None:
-        with WriterProcess(
-            self.make_side(SHAPES), self.key, self.options, THIS_HOST.running(self.peer_module)
-        ) as writer:
+        with self.start_writer() as writer:
             writer.reader.transport.close_grant(writer.grant)
             writer.check_quiescent()
             writer.check_alive()
 
+    def test_a_writer_that_leaves_in_peace(self) -> None:
+        with self.start_writer() as writer:
+            writer.leave()
+            writer.reader.transport.close_grant(writer.grant)
+            writer.check_quiescent()
+
+
+class ReaderTrackingContract(ProcessKit):
+    """For transports that are `TracksReaders`."""
+
     def test_the_end_of_a_process_that_mapped_the_pages_is_proved(self) -> None:
-        """`TracksReaders`: not by the end of its connection, nor while it is stopped."""
-        with WriterProcess(
-            self.make_side(SHAPES), self.key, self.options, THIS_HOST.running(self.peer_module)
-        ) as reader:
+        """Not by the end of its connection, nor while it is stopped."""
+        with self.start_writer() as reader:
             transport = reader.reader.transport
-            if not isinstance(transport, TracksReaders):
-                pytest.skip("this transport does not know who reads in place")
+            assert isinstance(transport, TracksReaders)
             assert transport.open_reader(new_epoch()) is None
             process = transport.open_reader(reader.epoch)
             assert process is not None
@@ -130,22 +147,12 @@ class ProcessContract(TransportKit):
             finally:
                 os.close(process)
 
-    def test_a_writer_that_leaves_in_peace(self) -> None:
-        with WriterProcess(
-            self.make_side(SHAPES), self.key, self.options, THIS_HOST.running(self.peer_module)
-        ) as writer:
-            writer.leave()
-            writer.reader.transport.close_grant(writer.grant)
-            writer.check_quiescent()
 
-
-class OwnerContract(TransportKit):
-    """What the end of the owner's process means to a reader of its region."""
+class ReadOwnerContract(ProcessKit):
+    """What the end of the owner's process means to reads, for transports that claim `reads`."""
 
     def test_reads_from_an_owner_that_is_killed_complete_or_fail(self) -> None:
-        with OwnerProcess(
-            self.make_side(SHAPES), self.key, self.options, THIS_HOST.running(self.peer_module)
-        ) as owner:
+        with self.start_owner() as owner:
             first = [owner.read() for _ in range(NUM_READS)]
             owner.kill()
             later = [owner.read() for _ in range(NUM_READS)]
@@ -156,10 +163,12 @@ class OwnerContract(TransportKit):
             assert isinstance(owner.ended[-1], ReadFailed)
             owner.check_bytes()
 
+
+class ViewOwnerContract(ProcessKit):
+    """What the end of the owner's process means to views, for transports that claim `views`."""
+
     def test_what_an_owner_that_is_killed_exported_stays_as_it_was(self) -> None:
-        with OwnerProcess(
-            self.make_side(SHAPES), self.key, self.options, THIS_HOST.running(self.peer_module)
-        ) as owner:
+        with self.start_owner() as owner:
             seen = owner.view()
             owner.kill()
             assert (seen == OWNED_BYTE).all()
@@ -168,6 +177,65 @@ class OwnerContract(TransportKit):
                 owner.view()
             assert (seen == OWNED_BYTE).all()
             del seen  # the error's traceback keeps this frame, and the mapping has a descriptor
+
+
+class NamespaceContract(ProcessKit):
+    """For transports between hosts. The cable is a fixture of the session, `far_cable`.
+
+    Laid before the first test of a process: UCX reads the routes once, when it is first used.
+    `notices_cuts`: whether the transport itself finds out that a cable was cut. Where it does not,
+    the handoff's own link does (`AgentOptions.liveness_timeout_s`), and detaches.
+    """
+
+    notices_cuts: ClassVar[bool]
+
+    @pytest.fixture
+    def far(self, far_cable: FarHost, monkeypatch: pytest.MonkeyPatch) -> FarHost:
+        """The other host; this process's transports bind this end of the cable."""
+        monkeypatch.setattr(type(self), "host", far_cable.near_address)
+        return far_cable
+
+    def test_a_writer_on_another_host_that_is_killed_leaves_a_quiescent_grant(
+        self, far: FarHost
+    ) -> None:
+        with self.start_writer(far) as writer:
+            assert (writer.reader.pages() != 0).all()
+            writer.kill()
+            writer.reader.transport.close_grant(writer.grant)
+            writer.check_quiescent()
+
+    def test_an_owner_on_another_host_is_read_until_it_is_killed(self, far: FarHost) -> None:
+        with self.start_owner(far) as owner:
+            first = owner.read()
+            owner.pump(lambda: owner.num_ended == 1)
+            assert owner.ended[0] == ReadCompleted(first, SHAPES[0][0] * SHAPES[0][1])
+            owner.check_bytes()
+            owner.kill()
+            for _ in range(NUM_READS):
+                owner.read()
+            owner.pump(lambda: owner.is_lost and owner.num_ended == 1 + NUM_READS)
+            assert isinstance(owner.ended[-1], ReadFailed)
+            owner.check_bytes()
+
+    def test_a_cut_cable_fails_a_read_in_mid_transfer(self, far: FarHost) -> None:
+        """16 MiB at 8 MB/s: the cable is cut when some of it has come."""
+        with self.start_owner(far) as owner, far.limited(8_000_000):
+            owner.read()
+            owner.pump_for(0.4)
+            assert not owner.ended
+            with far.cut():
+                if self.notices_cuts:
+                    owner.pump(lambda: owner.is_lost, CUT_TIMEOUT_S)
+                else:
+                    owner.pump_for(MAX_QUIESCENCE_S)
+                    owner.reader.transport.detach(owner.remote)
+                owner.pump(lambda: owner.num_ended == 1)
+            assert isinstance(owner.ended[0], ReadFailed)
+            assert owner.ended[0].error.retryable
+            owner.check_alive()
+            owner.check_bytes()
+            owner.pump_for(MAX_QUIESCENCE_S)  # on a whole cable: nothing of it lands any more
+            assert owner.num_ended == 1
 
 
 @contextmanager
@@ -192,9 +260,6 @@ class OwnerProcess:
     ) -> None:
         self.reader = reader
         self.events: list[object] = []
-        if not reader.transport.capabilities.reads:
-            reader.close()
-            pytest.skip("this transport does not read")
         self._process = subprocess.Popen(  # noqa: S603 -- a test kit's module
             [*place.prefix, sys.executable, "-m", place.module],
             stdin=subprocess.PIPE,
@@ -248,13 +313,11 @@ class OwnerProcess:
         array = self.reader.region.arrays[0]
         pages = range(array.num_pages)
         copies = PageCopies(0, (whole_pages(pages, pages, array.page_bytes),))
-        return self.reader.transport.read(PageRead(self.remote, self.reader.region.handle, copies))
+        return self.reader.read(PageRead(self.remote, self.reader.region.handle, copies))
 
     def view(self) -> NDArray[np.uint8]:
         """The owner's pages, in place."""
-        if not self.reader.transport.capabilities.views:
-            pytest.skip("this transport does not show pages in place")
-        return self.reader.transport.view(self.remote, 0)
+        return self.reader.view(self.remote)
 
     def kill(self) -> None:
         """SIGKILL, and proof that it was that which ended the process."""

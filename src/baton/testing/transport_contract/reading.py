@@ -1,18 +1,18 @@
-"""What is read from a peer's region is what it has, is reported once, and disturbs nobody.
+"""A peer's pages, read (`ReadsPages`) or seen in place (`ViewsPages`), where a transport claims it.
 
-The side that attaches is the pair's `writer`: here it reads. The pair's `reader` is the owner of
-what is read.
+The side that attaches is the pair's `writer`: here it reads, or looks. The pair's `reader` is the
+owner of the pages.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
 import pytest
 
-from baton.errors import TransferError
+from baton.errors import PeerLostError, TransferError
 from baton.ids import new_region_handle
 from baton.kv.copies import PageCopies
 from baton.testing.transport_contract.kit import (
@@ -27,6 +27,7 @@ from baton.testing.transport_contract.kit import (
 )
 from baton.testing.transport_pair import TransportPair, is_about, spans_of_pages, whole_pages
 from baton.transfer.interface import (
+    GrantQuiescent,
     PageArray,
     PageRead,
     ReadCompleted,
@@ -39,6 +40,8 @@ from baton.transfer.region import view_pages
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
 
+    from numpy.typing import NDArray
+
     from baton.kv.copies import CopyGroup
     from baton.transfer.interface import RegionDescriptor, TransferId
 
@@ -50,7 +53,7 @@ ALL_PAGES = [whole_pages(range(NUM_PAGES), range(NUM_PAGES), PAGE_BYTES)]
 
 
 class ReadingKit(TransportKit):
-    """Pairs for reads; a test that asks for one is skipped for a transport that does not read."""
+    """Pairs for reads."""
 
     @pytest.fixture
     def reading(self) -> Generator[TransportPair]:
@@ -72,26 +75,14 @@ class ReadingKit(TransportKit):
     ) -> Generator[TransportPair]:
         """Yields a pair whose regions have such arrays, and closes it."""
         pair = TransportPair.of(self.make_side(mine), self.make_side(theirs))
-        try:
-            if not pair.writer.transport.capabilities.reads:
-                pytest.skip("this transport does not read")
-            pair.writer.fill(seed=1)
-            pair.reader.fill(seed=2)
-            yield pair
-        finally:
-            pair.close()
+        pair.writer.fill(seed=1)
+        pair.reader.fill(seed=2)
+        yield pair
+        pair.close()
 
 
-class ReadingContract(ReadingKit):
-    """Reads, of transports that read; others refuse."""
-
-    def test_a_transport_that_does_not_read_says_so(self, pair: TransportPair) -> None:
-        if pair.writer.transport.capabilities.reads:
-            pytest.skip("this transport reads")
-        remote, before = pair.attach(), pair.writer.snapshot()
-        with pytest.raises(TransferError, match="does not read"):
-            pair.writer.transport.read(pair.read(remote, ALL_PAGES))
-        assert pair.writer.snapshot() == before
+class CompletedReadContract(ReadingKit):
+    """Correct reads."""
 
     def test_scattered_pages_are_read(self, reading: TransportPair) -> None:
         remote, rng = reading.attach(), np.random.default_rng(2)
@@ -120,7 +111,7 @@ class ReadingContract(ReadingKit):
         num_pages, _ = LARGE_SHAPES[0]
         sources = np.random.default_rng(3).permutation(num_pages)
         groups = [whole_pages(sources, range(num_pages), LARGE_PAGE_BYTES)]
-        transfer = large.writer.transport.read(large.read(large.attach(), groups))
+        transfer = large.writer.read(large.read(large.attach(), groups))
         large.pump(lambda: bool(large.seen(ReadCompleted)))
         assert large.seen(ReadCompleted) == [ReadCompleted(transfer, num_pages * LARGE_PAGE_BYTES)]
         assert (large.writer.pages() == large.reader.pages()[sources]).all()
@@ -129,12 +120,11 @@ class ReadingContract(ReadingKit):
         self, reading: TransportPair
     ) -> None:
         remote, grant = reading.attach(), reading.open_grant(range(NUM_PAGES))
-        transport = reading.writer.transport
         reads: list[TransferId] = []
         lower = [whole_pages(range(32), range(32), PAGE_BYTES)]
         upper = [whole_pages(range(32, 64), range(32, 64), PAGE_BYTES)]
         for _ in range(10):
-            reads.append(transport.read(reading.read(remote, upper)))
+            reads.append(reading.writer.read(reading.read(remote, upper)))
             check_write(reading, remote, grant, lower)  # perhaps while the read is under way
         reading.pump(lambda: len(reading.seen(ReadCompleted)) == len(reads))
         reading.poll_for()
@@ -154,7 +144,7 @@ class ReadingContract(ReadingKit):
         assert not reading.reader_events
 
 
-class ReadRefusalContract(ReadingKit):
+class FailedReadContract(ReadingKit):
     """Reads that are not taken, and reads that fail."""
 
     @pytest.mark.parametrize(
@@ -213,7 +203,7 @@ class ReadRefusalContract(ReadingKit):
 
     def test_detaching_ends_reads_once(self, reading: TransportPair) -> None:
         remote, transport = reading.attach(), reading.writer.transport
-        reads = [transport.read(reading.read(remote, ALL_PAGES)) for _ in range(5)]
+        reads = [reading.writer.read(reading.read(remote, ALL_PAGES)) for _ in range(5)]
         transport.detach(remote)
         reading.pump(lambda: len(ended(reading)) == len(reads))
         reading.poll_for()
@@ -221,12 +211,12 @@ class ReadRefusalContract(ReadingKit):
         check_read(reading, reading.attach(), ALL_PAGES)
 
     def test_an_owner_that_leaves_is_lost_and_reads_fail(self, reading: TransportPair) -> None:
-        remote, transport = reading.attach(), reading.writer.transport
+        remote = reading.attach()
         check_read(reading, remote, ALL_PAGES)
         reading.reader.transport.close()
         reading.pump(lambda: bool(reading.seen(RemoteLost)))
         before = reading.writer.snapshot()
-        transfer = transport.read(reading.read(remote, ALL_PAGES))
+        transfer = reading.writer.read(reading.read(remote, ALL_PAGES))
         reading.pump(lambda: bool(reading.seen(ReadFailed)))
         assert [failed.transfer for failed in reading.seen(ReadFailed)] == [transfer]
         assert reading.writer.snapshot() == before
@@ -244,17 +234,114 @@ class ReadRefusalContract(ReadingKit):
         ],
         ids=["another region", "more pages", "elsewhere"],
     )
-    def test_a_region_that_is_not_what_it_was_said_to_be_is_not_read(
+    def test_a_region_that_is_not_what_was_described_is_not_read(
         self, reading: TransportPair, lie: Callable[[RegionDescriptor], RegionDescriptor]
     ) -> None:
         transport, before = reading.writer.transport, reading.writer.snapshot()
         remote = transport.attach(lie(reading.reader.descriptor))
         reading.pump(lambda: any(is_about(event, remote) for event in reading.writer_events))
         assert [lost.remote for lost in reading.seen(RemoteLost)] == [remote]
-        transfer = transport.read(reading.read(remote, ALL_PAGES))
+        transfer = reading.writer.read(reading.read(remote, ALL_PAGES))
         reading.pump(lambda: bool(reading.seen(ReadFailed)))
         assert [failed.transfer for failed in reading.seen(ReadFailed)] == [transfer]
         assert reading.writer.snapshot() == before
+
+
+class ReadingContract(CompletedReadContract, FailedReadContract):
+    """For transports that claim `Capabilities.reads`."""
+
+
+class ViewContract(TransportKit):
+    """For transports that claim `Capabilities.views`."""
+
+    @pytest.fixture
+    def viewing(self) -> Generator[TransportPair]:
+        """Two regions alike, full of different bytes."""
+        pair = TransportPair.of(self.make_side(), self.make_side())
+        pair.writer.fill(seed=1)
+        pair.reader.fill(seed=2)
+        yield pair
+        pair.close()
+
+    @pytest.mark.parametrize("array", [0, 1])
+    def test_a_view_shows_the_owners_pages(self, viewing: TransportPair, array: int) -> None:
+        seen = viewing.writer.view(viewing.attach(), array)
+        assert (seen.dtype, seen.shape) == (np.dtype("u1"), viewing.reader.pages(array).shape)
+        assert (seen == viewing.reader.pages(array)).all()
+
+    def test_a_view_is_no_copy_and_the_owner_gets_no_event(self, viewing: TransportPair) -> None:
+        seen = viewing.writer.view(viewing.attach(), 0)
+        for value in range(1, 4):
+            viewing.reader.pages()[:] = value
+            assert (seen == value).all()
+        viewing.poll_for()
+        assert not viewing.reader_events
+
+    def test_a_view_cannot_be_written(self, viewing: TransportPair) -> None:
+        seen = viewing.writer.view(viewing.attach(), 0)
+        before = viewing.reader.snapshot()
+        for attempt in WRITING_ATTEMPTS:
+            with pytest.raises((ValueError, TypeError, BufferError)):
+                attempt(seen)
+        assert viewing.reader.snapshot() == before
+
+    def test_writes_and_reads_go_on_beside_a_view(self, viewing: TransportPair) -> None:
+        remote, grant = viewing.attach(), viewing.open_grant(range(NUM_PAGES))
+        seen = viewing.writer.view(remote, 0)
+        check_write(viewing, remote, grant, ALL_PAGES)
+        assert (seen == viewing.writer.pages()).all()
+
+    @pytest.mark.parametrize("array", [-1, 2, 1 << 40])
+    def test_an_array_that_is_not_there_is_not_shown(
+        self, viewing: TransportPair, array: int
+    ) -> None:
+        remote = viewing.attach()
+        with pytest.raises(TransferError, match="no array"):
+            viewing.writer.view(remote, array)
+
+    def test_nothing_is_shown_of_an_unknown_attaching_or_detached_remote(
+        self, viewing: TransportPair
+    ) -> None:
+        transport = viewing.writer.transport
+        attaching = transport.attach(viewing.reader.descriptor)
+        for remote in (RemoteId(99), attaching):
+            with pytest.raises(TransferError, match="not attached"):
+                viewing.writer.view(remote, 0)
+        detached = viewing.attach()
+        transport.detach(detached)
+        with pytest.raises(TransferError, match="not attached"):
+            viewing.writer.view(detached, 0)
+
+    def test_nothing_is_shown_of_an_owner_that_left(self, viewing: TransportPair) -> None:
+        remote = viewing.attach()
+        viewing.writer.view(remote, 0)
+        viewing.reader.transport.close()
+        viewing.pump(lambda: bool(viewing.seen(RemoteLost)))
+        with pytest.raises(PeerLostError):
+            viewing.writer.view(remote, 0)
+
+    @pytest.mark.parametrize("end", ["detach", "close"])
+    def test_a_view_that_is_kept_stays_readable(self, viewing: TransportPair, end: str) -> None:
+        remote, transport = viewing.attach(), viewing.writer.transport
+        seen, had = viewing.writer.view(remote, 0), viewing.reader.pages().copy()
+        if end == "detach":
+            transport.detach(remote)
+            viewing.poll_for(0.01)
+        else:
+            transport.close()
+        assert (seen == had).all()
+
+    def test_a_view_that_is_kept_keeps_no_grant_from_quiescence(
+        self, viewing: TransportPair
+    ) -> None:
+        remote, grant = viewing.attach(), viewing.open_grant(range(NUM_PAGES))
+        seen = viewing.writer.view(remote, 0)
+        check_write(viewing, remote, grant, ALL_PAGES)
+        viewing.reader.transport.close_grant(grant)
+        viewing.writer.transport.detach(remote)
+        viewing.pump(lambda: viewing.seen(GrantQuiescent) == [GrantQuiescent(grant)])
+        again = viewing.attach()
+        assert (viewing.writer.view(again, 0) == seen).all()
 
 
 def check_read(
@@ -265,7 +352,7 @@ def check_read(
     target = view_pages(memoryview(expected), pair.writer.region.arrays[array])
     apply_slowly(groups, pair.reader.pages(array), target)
     read = pair.read(remote, groups, array=array)
-    done = ReadCompleted(pair.writer.transport.read(read), read.copies.num_bytes)
+    done = ReadCompleted(pair.writer.read(read), read.copies.num_bytes)
     pair.pump(lambda: done in pair.writer_events)
     assert pair.writer.snapshot() == expected
     assert pair.reader.snapshot() == theirs
@@ -275,7 +362,7 @@ def check_read_refused(pair: TransportPair, read: PageRead) -> None:
     """The read is not taken: nothing changes, and nothing is reported of it."""
     before = pair.writer.snapshot()
     with pytest.raises(TransferError):
-        pair.writer.transport.read(read)
+        pair.writer.read(read)
     pair.poll_for(0.01)
     assert pair.writer.snapshot() == before
     assert ended(pair) == []
@@ -288,3 +375,26 @@ def ended(pair: TransportPair) -> list[TransferId]:
         for event in pair.writer_events
         if isinstance(event, ReadCompleted | ReadFailed)
     ]
+
+
+def _make_writable(seen: NDArray[np.uint8]) -> None:
+    seen.flags.writeable = True
+
+
+def _store(seen: NDArray[np.uint8]) -> None:
+    seen[3] = 0
+
+
+def _store_behind(seen: NDArray[np.uint8]) -> None:
+    """Through what the view stands on."""
+    behind: Any = seen
+    while isinstance(behind, np.ndarray):
+        behind = behind.base
+    memoryview(behind).cast("B")[:1] = b"x"
+
+
+WRITING_ATTEMPTS: list[Callable[[NDArray[np.uint8]], None]] = [
+    _store,
+    _make_writable,
+    _store_behind,
+]

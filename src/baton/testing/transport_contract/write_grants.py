@@ -1,4 +1,4 @@
-"""A grant admits what it says; closed, it becomes quiescent, and then nothing lands."""
+"""A grant admits its pages only; closed, it becomes quiescent, and then nothing lands."""
 
 from __future__ import annotations
 

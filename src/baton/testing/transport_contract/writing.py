@@ -21,9 +21,12 @@ from baton.transfer.interface import (
     MAX_NOTIFICATION_BYTES,
     Arrived,
     WriteCompleted,
+    WriteFailed,
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Generator, Sequence
+
     from baton.kv.copies import CopyGroup
 
 OTHER_SHAPES = ((NUM_PAGES, 3 * PAGE_BYTES), (NUM_PAGES, 640))
@@ -31,9 +34,27 @@ OTHER_SHAPES = ((NUM_PAGES, 3 * PAGE_BYTES), (NUM_PAGES, 640))
 LARGE_PAGE_BYTES = 32_768
 LARGE_SHAPES = ((2048, LARGE_PAGE_BYTES),)
 NUM_WRITES = 300
+ALIKE = ((NUM_PAGES, PAGE_BYTES),) * 5
+LARGE = ((512, LARGE_PAGE_BYTES),) * 4
 
 
-class WriteContract(TransportKit):
+class PairOfAlike(TransportKit):
+    """Arrays whose pages are alike: some transports take one write of several."""
+
+    @pytest.fixture
+    def alike(self) -> Generator[TransportPair]:
+        """Two sides with five arrays alike, the writer's full of random bytes."""
+        yield from self.make_pair(ALIKE)
+
+    def make_pair(self, shapes: Sequence[tuple[int, int]]) -> Generator[TransportPair]:
+        """Two sides, the writer's region full of random bytes."""
+        pair = TransportPair.of(self.make_side(shapes), self.make_side(shapes))
+        pair.writer.fill(seed=1)
+        yield pair
+        pair.close()
+
+
+class WriteContract(PairOfAlike):
     """Correct writes."""
 
     def test_scattered_pages(self, pair: TransportPair) -> None:
@@ -136,8 +157,70 @@ class WriteContract(TransportKit):
             pair.pump(lambda: len(pair.seen(Arrived)) == round_ + 1)  # noqa: B023 -- at once
             assert (pair.reader.pages()[:32] == round_).all()
 
+    @pytest.mark.parametrize("seed", range(3))
+    def test_several_arrays_at_once_land_or_are_refused(
+        self, alike: TransportPair, seed: int
+    ) -> None:
+        remote, grant = alike.attach(), alike.open_grant(range(NUM_PAGES))
+        groups = random_groups(np.random.default_rng(seed), PAGE_BYTES, PAGE_BYTES)
+        if alike.writer.transport.capabilities.multi_array:
+            check_write(alike, remote, grant, groups, array=1, num_arrays=3)
+            check_write(alike, remote, grant, groups, num_arrays=5)
+            return
+        with pytest.raises(TransferError, match="3 arrays"):
+            alike.writer.transport.submit(alike.write(remote, grant, groups, num_arrays=3))
+
+    @pytest.mark.parametrize(("array", "num_arrays"), [(0, 6), (4, 2), (0, 0), (1, -1)])
+    def test_arrays_that_are_not_there(
+        self, alike: TransportPair, array: int, num_arrays: int
+    ) -> None:
+        remote, grant = alike.attach(), alike.open_grant(range(NUM_PAGES))
+        wrong = alike.write(remote, grant, one_page(0), array=array, num_arrays=num_arrays)
+        with pytest.raises(TransferError):
+            alike.writer.transport.submit(wrong)
+
+
+class MultiArrayContract(PairOfAlike):
+    """For transports that claim `Capabilities.multi_array`: all of a write lands, or none."""
+
+    @pytest.fixture
+    def large_alike(self) -> Generator[TransportPair]:
+        """Two sides with four large arrays."""
+        yield from self.make_pair(LARGE)
+
+    def test_a_large_write_of_several_arrays(self, large_alike: TransportPair) -> None:
+        remote, grant = large_alike.attach(), large_alike.open_grant(range(512))
+        sources = np.random.default_rng(3).permutation(512)
+        groups = [whole_pages(sources, range(512), LARGE_PAGE_BYTES)]
+        transfer = large_alike.writer.transport.submit(
+            large_alike.write(remote, grant, groups, num_arrays=4)
+        )
+        large_alike.pump(
+            lambda: len(large_alike.seen(WriteCompleted)) == 1 == len(large_alike.seen(Arrived))
+        )
+        num_bytes = 4 * 512 * LARGE_PAGE_BYTES
+        assert large_alike.seen(WriteCompleted) == [WriteCompleted(transfer, num_bytes)]
+        for array in range(4):
+            assert (
+                large_alike.reader.pages(array) == large_alike.writer.pages(array)[sources]
+            ).all()
+
+    def test_pages_outside_the_grant_are_refused_in_every_array(self, alike: TransportPair) -> None:
+        remote, grant = alike.attach(), alike.open_grant([7])
+        before = alike.reader.snapshot()
+        alike.writer.transport.submit(alike.write(remote, grant, one_page(8), num_arrays=5))
+        alike.pump(lambda: len(alike.seen(WriteFailed)) == 1)
+        alike.poll_for()
+        assert alike.seen(Arrived) == []
+        assert alike.reader.snapshot() == before
+
 
 def one_page_of(number: int) -> CopyGroup:
     """Write `number` of a series: any 32 that follow each other have different destinations."""
     src_page, dst_page = number * 7 % NUM_PAGES, number % 32
     return spans_of_pages([src_page], [dst_page], [(0, 0, PAGE_BYTES)])
+
+
+def one_page(number: int) -> list[CopyGroup]:
+    """The same page on both sides."""
+    return [whole_pages([number], [number], PAGE_BYTES)]

@@ -14,7 +14,7 @@ import mmap
 import platform
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Protocol, assert_never
+from typing import TYPE_CHECKING, Final, Literal, Protocol, TypeAlias, assert_never
 
 import numpy as np
 
@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from baton.transfer.devices.options import Flush
+
+Flush: TypeAlias = Literal["none", "msync", "libpmem"]
 
 LINE_BYTES: Final = 64
 LIBPMEM: Final = "libpmem.so.1"

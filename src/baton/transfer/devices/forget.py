@@ -1,6 +1,6 @@
 """`python -m baton.transfer.devices.forget PATH`: begin a device's table of extents anew.
 
-For a device whose table says that its locks are on a file that is gone. Extents that somebody
+For a device whose table names a lock file that is gone. Extents that somebody
 still maps are kept from reuse by nothing afterwards: run it only while no worker uses the device.
 """
 
@@ -9,8 +9,8 @@ from __future__ import annotations
 import sys
 
 from baton.errors import ConfigError
-from baton.transfer.devices.claiming import forget_table
-from baton.transfer.devices.options import DeviceOptions
+from baton.transfer.devices.backing import DeviceOptions
+from baton.transfer.devices.extents import forget_table
 
 
 def main() -> None:

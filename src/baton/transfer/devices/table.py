@@ -1,7 +1,7 @@
 """Whose extents are where in a device, and where there is room: pure.
 
-The locks are the truth, this says what they are about: an extent without a lock is free,
-whatever the table says. It is kept twice, and the older copy is overwritten: a process that is
+The locks decide, the table describes what they protect: an extent without a lock is free even if
+it is in the table. It is kept twice, and the older copy is overwritten: a process that is
 killed while it writes leaves the newer one whole.
 """
 

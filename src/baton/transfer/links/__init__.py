@@ -10,14 +10,7 @@ Push and pull are links of their own: one side writes, the other side's transpor
 two may differ a hundredfold.
 
 File map:
-    shape.py     what a transfer's cost depends on
-    model.py     the three numbers: predict, and refine from one more transfer
-    fitting.py   the three numbers from a list of probes, outliers or not
-    default_cost.py  the three numbers of links without a measurement
-    comparison.py  what several would take, some of which are known better than others
-    choice.py    the cheapest of several, without flip-flop
-    backoff.py   how long one that failed is left alone
-    probe_buffer.py  the memory that probes use, and the bytes in it
-    probes.py    which probes are made, within which bounds
-    outcome.py   what is recorded of choices and transfers
+    cost_model.py  a transfer's shape, and the three numbers: defaults, fit, predict, update
+    choice.py      the cheapest of several links, without flip-flop; backoff; the record of both
+    probes.py      which probes are made, within which bounds, and the memory they use
 """

@@ -1,18 +1,145 @@
-"""Which transport carries a transfer: the cheapest predicted one, without flip-flop."""
+"""Which transport carries a transfer: the cheapest predicted one, with hysteresis and backoff.
+
+Links are compared on an equal base. Probes run on memory that caches hold, requests do not: for
+some shapes all links are slower than probed, by much the same factor. Only the link that carries
+such transfers measures that. If it alone were corrected, it would lose to whichever link was not
+used yet. So the correction that one link measured is, up to a plausible limit, also applied to
+links without transfers of that shape; beyond the limit, it is that link's own.
+
+Old measurements (`freshness`) lose weight against the probe: a link that was left during a burst
+of load does not stay slow in the model without limit.
+"""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Final, Literal, Protocol, TypeAlias
 
-from baton.transfer.links.comparison import compare
-from baton.transfer.links.model import NUM_REMEMBERED
+from baton.clock import Instant
+from baton.transfer.links.cost_model import NUM_REMEMBERED
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from baton.transfer.links.model import LinkModel
-    from baton.transfer.links.shape import SizeClass, TransferShape
+    from baton.transfer.links.cost_model import LinkModel, SizeClass, TransferShape
+
+MIN_BACKOFF_S: Final = 0.5
+MAX_BACKOFF_S: Final = 60.0
+_LONG_AGO: Final = Instant(0.0)
+
+
+@dataclass(slots=True)
+class Backoff:
+    """One link's failures in a row."""
+
+    num_failures: int = 0
+    until: Instant = _LONG_AGO
+
+    def record_failure(self, now: Instant) -> float:
+        """One more failure: for how many seconds it cools."""
+        delay_s = min(MAX_BACKOFF_S, MIN_BACKOFF_S * 2.0**self.num_failures)
+        self.num_failures = min(self.num_failures + 1, 16)
+        self.until = Instant(now + delay_s)
+        return delay_s
+
+    def record_success(self) -> None:
+        """It carried something: the next failure is a first one."""
+        self.num_failures = 0
+
+    def is_over(self, now: Instant) -> bool:
+        """Whether it may be tried again."""
+        return now >= self.until
+
+
+Direction: TypeAlias = Literal["push", "pull"]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A period from the first transfer over an idle link to the last one's end.
+
+    `predicted_s` is the sum of what was predicted of each. `refined`: the time is a measurement
+    of the link, not of submitting.
+    """
+
+    transport: str
+    direction: Direction
+    num_transfers: int
+    num_bytes: int
+    predicted_s: float
+    observed_s: float
+    refined: bool
+
+
+class LinkObserver(Protocol):
+    """Called by the agent's thread; must not block."""
+
+    def chosen(self, direction: Direction, choice: Choice) -> None:
+        """A transfer goes over `choice.used`."""
+        ...
+
+    def carried(self, outcome: Outcome) -> None:
+        """A link carried what it was given."""
+        ...
+
+    def failed(self, direction: Direction, transport: str) -> None:
+        """A transport failed in the middle of a handoff, and another one takes over."""
+        ...
+
+    def measured(self, direction: Direction, transport: str, model: LinkModel) -> None:
+        """A link was probed: its measured cost."""
+        ...
+
+
+class NullObserver:
+    """Counts nothing."""
+
+    def chosen(self, direction: Direction, choice: Choice) -> None:
+        """See `LinkObserver`."""
+
+    def carried(self, outcome: Outcome) -> None:
+        """See `LinkObserver`."""
+
+    def failed(self, direction: Direction, transport: str) -> None:
+        """See `LinkObserver`."""
+
+    def measured(self, direction: Direction, transport: str, model: LinkModel) -> None:
+        """See `LinkObserver`."""
+
+
+MAX_COMMON: Final = math.log(1.3)
+"""By how much the probes may be off for a shape, whichever the link."""
+
+
+def compare(
+    shape: TransferShape, models: Mapping[str, LinkModel], freshness: Mapping[str, float]
+) -> dict[str, float]:
+    """Seconds that each link is expected to take.
+
+    `freshness[link]`, 0 to 1: how much of what it was taught for such shapes still counts.
+    """
+    kind = shape.size_class
+    corrections: dict[str, tuple[float, float]] = {}
+    sum_of_weights = common = 0.0
+    for link, model in models.items():
+        if not model.num_probes:
+            continue
+        learnt = model.correction(kind)
+        log_ratio, trust = learnt.log_ratio, learnt.trust
+        weight = trust * freshness[link]
+        sum_of_weights += weight
+        common += weight * log_ratio
+        # One late transfer does not make a link a slow one: it may have waited for something else.
+        corrections[link] = log_ratio, freshness[link] if trust == 1.0 else 0.0
+    common = min(MAX_COMMON, max(-MAX_COMMON, common / (sum_of_weights or 1.0)))
+    expected: dict[str, float] = {}
+    for link, model in models.items():
+        own, known = corrections.get(link, (0.0, 1.0))
+        correction = known * own + (1 - known) * common
+        expected[link] = model.predict_uncorrected(shape) * math.exp(correction)
+    return expected
+
 
 ChoiceRule: TypeAlias = Literal["measured", "listed"]
 """By the models, or simply the first that is listed."""
@@ -93,7 +220,7 @@ class Chooser:
 
     Remembers its last choice for each class of shapes (powers of two of bytes and of bytes a
     descriptor): noise of a few percent does not move transfers to and fro. How it compares links of
-    which one is known better than the other: `comparison.py`.
+    which one is known better than the other: `compare`.
     """
 
     rule: ChoiceRule

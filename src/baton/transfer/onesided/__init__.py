@@ -1,18 +1,14 @@
 """What transports have in common whose library moves bytes one-sidedly: `nixl`, `mooncake`.
 
 The library copies between two registered memories; it knows neither grants nor keys. Here is the
-rest: peers prove the cluster key over a connection of ours, the owner says over it which pages may
-be written and when that ends, and the writer says over it what is in place. Each peer has an engine
-(one life of the library) of its own, on both sides: closing it is what makes sure that a transfer
-that cannot be recalled moves nothing any more.
+rest: peers prove the cluster key over a connection of Baton's; over it the owner sends which pages
+may be written and when that ends, and the writer reports what is in place. On both sides each peer
+has a session (one instance of the library) of its own: closing it is what makes sure that a
+transfer that cannot be cancelled moves nothing any more.
 
 File map:
-    session.py     the seam: what a library must be able to do
-    transport.py   `OneSidedTransport`: the contract, listening, admission
-    wire.py        the messages, and their bounds
+    session.py     the interface to a library: what it must be able to do
+    transport.py   `OneSidedTransport`: the contract, admission, the owner's end, the poll timer
     remote.py      the initiating end
-    inbound.py     the owner's end
-    endpoints.py   Unix sockets on one host, TCP between hosts
-    devices.py     the network interface that has an address
-    pacer.py       polling without spinning
+    wire.py        the messages, and their bounds
 """

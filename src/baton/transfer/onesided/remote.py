@@ -6,22 +6,16 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar, assert_never
 
-from baton.errors import PeerLostError, PeerUnreachableError, ProtocolError, TransferError
+from baton.errors import PeerLostError, TransferError
 from baton.net.framing import encode_frame
-from baton.transfer.grant_messages import (
-    MAX_BODY_BYTES,
-    GrantClosed,
-    NotAttached,
-)
+from baton.transfer.base_transport import refused_to_attach
+from baton.transfer.grant_messages import GrantClosed
 from baton.transfer.interface import (
     ReadCompleted,
     ReadFailed,
-    RemoteAttached,
-    RemoteLost,
-    WriteCompleted,
     WriteFailed,
 )
-from baton.transfer.messages import encode
+from baton.transfer.messages import MAX_BODY_BYTES, NotAttached, encode
 from baton.transfer.onesided.wire import (
     Attach,
     Attached,
@@ -31,7 +25,7 @@ from baton.transfer.onesided.wire import (
     decode_first_from_owner,
     decode_from_owner,
 )
-from baton.transfer.peer_grants import PeerGrants, Submitted, send_memory_released
+from baton.transfer.peer_writes import PeerWritesRemote, Submitted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -40,6 +34,7 @@ if TYPE_CHECKING:
     from baton.kv.copies import PageCopies
     from baton.net.channel import Channel
     from baton.net.connection import Connection
+    from baton.transfer.base_transport import Reactor
     from baton.transfer.interface import (
         PagedRegion,
         PageWrite,
@@ -48,7 +43,6 @@ if TYPE_CHECKING:
         TransferId,
     )
     from baton.transfer.onesided.session import Library, OneSidedSession
-    from baton.transfer.reactor import Reactor
 
 logger: Final = logging.getLogger(__name__)
 
@@ -73,46 +67,32 @@ class _Read(Generic[M]):
     handle: M
 
 
-class OneSidedRemote(Generic[M]):
-    """A peer's region as this side sees it: attaching, attached or lost.
+class OneSidedRemote(PeerWritesRemote["PagedRegion"], Generic[M]):
+    """See `BaseRemote`.
 
-    A notification leaves once the engine says that its pages are in place, and `GrantClosed` once
-    nothing posted into that grant is under way. An engine that fails loses the remote. Owner
-    thread: the transport's.
+    A notification leaves once the session reports that its pages are in place, and `GrantClosed`
+    once nothing posted into that grant is in progress. A session that fails loses the remote.
     """
 
     def __init__(
         self,
         id_: RemoteId,
         descriptor: RegionDescriptor,
-        epoch: Epoch,
-        *,
-        library: Library[M],
         reactor: Reactor,
+        *,
+        epoch: Epoch,
+        library: Library[M],
     ) -> None:
-        self.id, self.descriptor = id_, descriptor
-        self._epoch, self._library, self._reactor = epoch, library, reactor
-        self._connection: Connection | None = None
+        super().__init__(id_, descriptor, reactor)
+        self._epoch, self._library = epoch, library
         self._session: OneSidedSession[M] | None = None
-        self._grants: PeerGrants[PagedRegion] = PeerGrants(reactor, self._start_write)
         self._posted: dict[TransferId, _Write[M] | _Read[M]] = {}
-        self._unsent: dict[TransferId, int] = {}
         self._is_active_sent = False
-        self._loss: TransferError | None = None
-
-    @property
-    def is_attaching(self) -> bool:
-        """Neither attached nor lost yet."""
-        return self._session is None and self._loss is None
 
     @property
     def is_active(self) -> bool:
         """Whether the engine has something under way."""
         return bool(self._posted)
-
-    def set_connection(self, connection: Connection) -> None:
-        """The connection that is being opened: closed with this remote."""
-        self._connection = connection
 
     def send_attach(self, connection: Connection) -> None:
         """Both ends have proved themselves: ask for the region."""
@@ -121,8 +101,8 @@ class OneSidedRemote(Generic[M]):
         connection.send_body(encode(Attach(self._epoch, self.descriptor.handle)))
 
     def submit(self, transfer: TransferId, write: PageWrite, region: PagedRegion) -> None:
-        """Begin a checked write, or hold it until its grant is heard of."""
-        self._listen()
+        """Begin a checked write, or hold it until its grant is opened."""
+        self._step_connection()
         if self._loss is not None:
             self._reactor.report(WriteFailed(transfer, self._loss))
             return
@@ -130,7 +110,7 @@ class OneSidedRemote(Generic[M]):
 
     def read(self, transfer: TransferId, copies: PageCopies, region: PagedRegion) -> None:
         """Begin a checked read."""
-        self._listen()
+        self._step_connection()
         if self._loss is not None or self._session is None:
             error = self._loss or TransferError("this remote is not attached yet")
             self._reactor.report(ReadFailed(transfer, error))
@@ -150,7 +130,7 @@ class OneSidedRemote(Generic[M]):
             return
         try:
             for posted in list(self._posted.values()):
-                if self._loss is not None:  # the peer was lost, telling it of the one before
+                if self._loss is not None:  # the peer was lost while the one before was reported
                     return
                 if self._session.is_done(posted.handle):
                     del self._posted[posted.transfer]
@@ -168,52 +148,19 @@ class OneSidedRemote(Generic[M]):
         else:
             self.lose(error)
 
-    def lose(self, error: TransferError) -> None:
-        """The peer is gone: report it and every transfer that was not done, once."""
-        if self._loss is None:
-            self._reactor.report(RemoteLost(self.id, error))
-            self._end(error)
-
-    def detach(self) -> None:
-        """This side is done: let go of the peer's memory, and say so; unfinished transfers fail."""
-        if self._loss is not None:
-            return
-        is_released = self._end(PeerLostError("the remote was detached"))
-        send_memory_released(self._connection, is_released=is_released)
-
-    @property
-    def is_gone(self) -> bool:
-        """Nothing is left of it, not even an unfinished farewell."""
-        return self._loss is not None and (self._connection is None or not self._connection.is_open)
-
-    def close(self) -> None:
-        """Detach, and do not wait for the peer to answer the farewell."""
-        self.detach()
-        if self._connection is not None:
-            self._connection.close()
-
-    def _listen(self) -> None:
-        """The grant may just have been opened, or closed; the peer may just have gone."""
+    def _step_connection(self) -> None:
+        """Before a transfer: a grant may just have been opened or closed, or the peer be lost."""
         if self._connection is not None and self._loss is None:
             self._connection.step()
 
-    def _end(self, error: TransferError) -> bool:
-        """Close the engine, so that nothing moves any more; then report what did not get done.
-
-        Returns:
-            Whether it is certain that nothing moves.
-        """
-        self._loss = error
+    def _release_memory(self, error: TransferError) -> bool:
+        """Close the session, so that nothing moves any more; then report what was posted."""
         posted, self._posted = list(self._posted.values()), {}
         session, self._session = self._session, None
         is_released = session is None or _has_closed(session)
         for each in posted:
             failed = WriteFailed if isinstance(each, _Write) else ReadFailed
             self._reactor.report(failed(each.transfer, error))
-        for transfer in self._unsent:
-            self._reactor.report(WriteFailed(transfer, error))
-        self._unsent.clear()
-        self._grants.end(error)
         return is_released
 
     def _start_write(self, submitted: Submitted[PagedRegion]) -> None:
@@ -243,12 +190,10 @@ class OneSidedRemote(Generic[M]):
         self, transfer: TransferId, write: PageWrite
     ) -> Iterator[list[memoryview]]:
         yield [memoryview(encode_frame(encode(WriteNotification(write.grant, write.notification))))]
-        num_bytes = self._unsent.pop(transfer, None)
-        if num_bytes is not None:
-            self._reactor.report(WriteCompleted(transfer, num_bytes))
+        self._notification_sent(transfer)
 
     def _answer_close(self, grant: TicketId) -> None:
-        """Say `GrantClosed` if the peer asked for it and nothing is under way there."""
+        """Send `GrantClosed` if the peer asked for it and nothing is in progress there."""
         if not self._grants.is_closing(grant) or self._connection is None:
             return
         for posted in self._posted.values():
@@ -270,8 +215,7 @@ class OneSidedRemote(Generic[M]):
             return
         match decode_first_from_owner(body):
             case Attached(arrays, metadata):
-                if arrays != self.descriptor.arrays:
-                    raise ProtocolError("the peer's region does not match its description")
+                self._check_arrays(arrays)
                 session = self._library.open_session()
                 try:
                     session.load_metadata(metadata, self.descriptor)
@@ -279,11 +223,10 @@ class OneSidedRemote(Generic[M]):
                     session.close()
                     raise
                 self._session = session
-                self._connection.cancel_deadline()
                 self._connection.set_handlers(self._read, self.lose)
-                self._reactor.report(RemoteAttached(self.id))
+                self._set_attached()
             case NotAttached(reason):
-                raise PeerUnreachableError(f"the peer refused to attach: {reason}")
+                raise refused_to_attach(reason)
             case unknown:
                 assert_never(unknown)
 

@@ -28,7 +28,7 @@ class OneSidedSession(Protocol[M]):
     peer_process_writes: bool
 
     def get_metadata(self, region: PagedRegion) -> bytes:
-        """Let the peer at `region`; what the peer's engine must be told (`load_metadata`)."""
+        """Let the peer at `region`; what the peer's engine needs (`load_metadata`)."""
         ...
 
     def load_metadata(self, metadata: bytes, descriptor: RegionDescriptor) -> None:
@@ -60,9 +60,8 @@ class OneSidedSession(Protocol[M]):
         here by this process' own hand or by a device's (but see `peer_process_writes`).
 
         Raises:
-            TransferError: that is not certain; only an engine with a `peer_process_writes` may say
-            so. Then
-                the peer is never told that this side has let go.
+            TransferError: that is not certain; only one with `peer_process_writes` may raise
+                this. Then the peer is never sent `MemoryReleased`.
         """
         ...
 

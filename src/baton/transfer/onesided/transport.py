@@ -1,23 +1,24 @@
-"""The contract, for any library that moves bytes one-sidedly.
+"""The transport over any library that moves bytes one-sidedly, and the owner's end of it.
 
-The owner cannot stop a posted transfer of a peer. It asks (`CloseGrant`, `GrantClosed`), and
-believes nothing but an answer, or the end of the engine that served the peer; where the peer's
-process has a hand of its own in this memory, its death.
+When a grant closes, only a peer's answer, or the end of the session that served the peer, proves
+that no transfer of the peer writes any more; where the peer's process writes into this memory by
+itself, only the end of that process (`peer_writes.py`).
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
-from functools import partial
-from typing import TYPE_CHECKING, Final, Generic, TypeVar
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar, assert_never
 
-from baton.errors import ProtocolError, TransferError
-from baton.ids import Epoch, RegionHandle
-from baton.net.endpoints import Dialer, Listener
-from baton.transfer.bounds import check_copies, check_notification
-from baton.transfer.grant_ledger import GrantLedger, WriterId
-from baton.transfer.grant_messages import MAX_BODY_BYTES, MAX_GRANT_PAGES, NotAttached
+from baton.errors import TransferError
+from baton.ids import TicketId
+from baton.net.endpoints import open_peer_process
+from baton.transfer.endpoints import open_dialer, open_listener, parse_endpoint
+from baton.transfer.grant_messages import GrantClosed, MemoryReleased, QueryGrant
 from baton.transfer.interface import (
+    Arrived,
     Capabilities,
     GrantQuiescent,
     RegionDescriptor,
@@ -25,46 +26,172 @@ from baton.transfer.interface import (
     TransferId,
 )
 from baton.transfer.messages import encode
-from baton.transfer.onesided.endpoints import open_dialer, open_listener
-from baton.transfer.onesided.inbound import OneSidedInbound
-from baton.transfer.onesided.pacer import Pacer
 from baton.transfer.onesided.remote import OneSidedRemote
-from baton.transfer.onesided.wire import decode_attach
-from baton.transfer.page_set import check_grant_pages
-from baton.transfer.reactor import Reactor
-from baton.transfer.region import check_arrays
+from baton.transfer.onesided.wire import (
+    Attach,
+    Attached,
+    TransfersActive,
+    TransfersIdle,
+    WriteNotification,
+    decode_attach,
+    decode_from_peer,
+)
+from baton.transfer.peer_writes import AdmittedWriter, PeerWritesTransport, WriterConnection
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
+    import socket
 
-    from baton.ids import TicketId
+    from baton.clock import Clock
     from baton.net.channel import Channel
-    from baton.net.connection import Connection
+    from baton.transfer.base_transport import Reactor
     from baton.transfer.interface import (
         PagedRegion,
         PageRead,
         PageWrite,
         TransferEvent,
         TransportContext,
-        WriteGrant,
     )
     from baton.transfer.onesided.session import Library, OneSidedSession
 
-MAX_PEERS: Final = 64
-"""Peers of this side's regions that have an engine here, or had one and may still store."""
-
-MAX_REASON_CHARS: Final = 256
-
 M = TypeVar("M")
 
+MIN_INTERVAL_S: Final = 50e-6
+MAX_INTERVAL_S: Final = 1e-3
+POLLS_PER_AGE: Final = 32
+"""What has been under way for t is looked at again after t / 32: late by 3 % at most."""
 
-class OneSidedTransport(Generic[M]):
+_CLOCK_MONOTONIC: Final = 1
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class _Spec(ctypes.Structure):
+    """struct itimerspec."""
+
+    _fields_ = (
+        ("interval_s", ctypes.c_long),
+        ("interval_ns", ctypes.c_long),
+        ("value_s", ctypes.c_long),
+        ("value_ns", ctypes.c_long),
+    )
+
+
+class Pacer:
+    """Makes its reactor ready from time to time while something is under way.
+
+    Owner thread: the transport's. Python 3.11 has no `timerfd_create` of its own.
+    """
+
+    def __init__(self, reactor: Reactor, clock: Clock) -> None:
+        self._reactor, self._clock = reactor, clock
+        self._fd = _libc.timerfd_create(_CLOCK_MONOTONIC, os.O_NONBLOCK | os.O_CLOEXEC)
+        if self._fd < 0:
+            raise TransferError(f"cannot make a timer: {os.strerror(ctypes.get_errno())}")
+        self._since = clock.now()
+        self._is_set = False
+        reactor.watch(self._fd, self._expired)
+
+    def activate(self) -> None:
+        """Something began, or came to an end: look again soon."""
+        self._since = self._clock.now()
+        if self._is_set:
+            self._set(MIN_INTERVAL_S)
+
+    def pace(self, *, is_under_way: bool) -> None:
+        """Set the timer if there is something to wait for, and it is not set yet."""
+        if not is_under_way:
+            if self._is_set:
+                self._set(0.0)
+            return
+        if not self._is_set:
+            age_s = self._clock.now() - self._since
+            self._set(min(max(age_s / POLLS_PER_AGE, MIN_INTERVAL_S), MAX_INTERVAL_S))
+
+    def close(self) -> None:
+        """Release the timer; idempotent."""
+        if self._fd >= 0:
+            self._reactor.unwatch(self._fd)
+            os.close(self._fd)
+            self._fd = -1
+
+    def _expired(self) -> None:
+        with suppress(BlockingIOError):  # set anew since it expired
+            os.read(self._fd, 8)
+            self._is_set = False
+
+    def _set(self, delay_s: float) -> None:
+        """Expire once after so long, or never (0)."""
+        spec = _Spec(0, 0, 0, int(delay_s * 1e9))
+        _libc.timerfd_settime(self._fd, 0, ctypes.byref(spec), None)
+        self._is_set = delay_s > 0
+
+
+class OneSidedWriter(WriterConnection):
+    """A peer that may write into, or read, this side's memory, and the session that serves it.
+
+    The session ends with the connection. Where the peer's own process writes into this memory
+    (`peer_process_writes`), that process has to end, too.
+    """
+
+    def __init__(
+        self, writer: AdmittedWriter, session: OneSidedSession[Any], metadata: bytes
+    ) -> None:
+        is_watched = session.peer_process_writes
+        super().__init__(
+            writer, open_peer_process(writer.connection.channel.socket) if is_watched else None
+        )
+        self._session, self._metadata = session, metadata
+        self.is_active = False
+        """The peer's transfers are in progress, as far as it reports."""
+
+    def serve(self) -> None:
+        """Give the library its turn."""
+        try:
+            self._session.serve()
+        except TransferError as exc:
+            self._connection.fail(exc)
+
+    def close(self) -> None:
+        """See `WriterConnection`."""
+        self.is_active = False
+        super().close()
+        self._session.close()
+
+    def _send_attached(self) -> None:
+        self._connection.send_body(encode(Attached(self._region.arrays, self._metadata)))
+
+    def _read(self, channel: Channel) -> None:
+        for body in channel.receive_bodies():
+            match decode_from_peer(body):
+                case WriteNotification(grant, notification):
+                    if self._ledger.admits(self._writer, TicketId(grant)):
+                        self._reactor.report(Arrived(TicketId(grant), notification))
+                case TransfersActive() | TransfersIdle() as message:
+                    self.is_active = isinstance(message, TransfersActive)
+                case MemoryReleased() as message:
+                    self._handle_grant_message(message)
+                    return
+                case QueryGrant() | GrantClosed() as message:
+                    self._handle_grant_message(message)
+                case unknown:
+                    assert_never(unknown)
+
+    def _disconnected(self, error: TransferError) -> None:
+        self.is_active = False
+        self._session.close()
+        if self._session.peer_process_writes:
+            super()._disconnected(error)
+        else:
+            self._finish()
+
+
+class OneSidedTransport(PeerWritesTransport[OneSidedRemote[M], Attach, OneSidedWriter], Generic[M]):
     """See `Transport`. Owner thread: whoever calls `poll`; `submit` and `read` may copy.
 
     A forked child has copies of the library's sockets and must leave them alone: there, moving and
     polling raise, and closing does nothing.
     """
+
+    max_writers = 64
 
     def __init__(
         self,
@@ -76,27 +203,16 @@ class OneSidedTransport(Generic[M]):
         advertise_host: str | None,
     ) -> None:
         self.kind = kind
+        super().__init__(context, connect_timeout_s=connect_timeout_s)
         self.capabilities = Capabilities(
             memory=library.memory,
             same_host_only=library.reach == "host",
             reads=True,
             late_writes=True,
         )
-        self._library, self._context = library, context
+        self._library, self._advertise_host = library, advertise_host
         self._process = os.getpid()
-        self._advertise_host = advertise_host
-        self._reactor = Reactor(context.clock)
         self._pacer = Pacer(self._reactor, context.clock)
-        self.readiness_fd: int | None = self._reactor.fd
-        self._dialer = Dialer(self._reactor, context.key, kind, timeout_s=connect_timeout_s)
-        self._regions: dict[RegionHandle, PagedRegion] = {}
-        self._ledger = GrantLedger()
-        self._inbound: dict[WriterId, OneSidedInbound] = {}
-        self._remotes: dict[RemoteId, OneSidedRemote[M]] = {}
-        self._leaving: list[OneSidedRemote[M]] = []
-        self._listener: Listener | None = None
-        self._endpoint = ""
-        self._num_remotes = self._num_transfers = self._num_writers = 0
 
     def expose(self, region: PagedRegion) -> RegionDescriptor:
         """See `Transport`. The first call starts the library once: it takes a while, and may fail.
@@ -105,92 +221,28 @@ class OneSidedTransport(Generic[M]):
             TransferError: this kind of memory cannot be exposed, the library does not work here,
                 or a listener cannot be opened.
         """
-        if region.kind not in self.capabilities.memory:
-            raise TransferError(f"{self.kind} cannot expose {region.kind} memory")
         needs_descriptor = "host" not in self.capabilities.memory
         if needs_descriptor and region.kind == "shared" and region.fd is None:
             raise TransferError(
                 f"{self.kind} needs memory with a descriptor of its own; this region lies in a "
                 f"device: take {self.kind} out of transfer.transports"
             )
-        check_arrays(region.arrays)
-        if self._listener is None:
-            self._library.open_session().close()
-            self._listen()
-        self._regions[region.handle] = region
-        return RegionDescriptor(
-            self.kind, region.handle, self._context.epoch, region.arrays, self._endpoint
-        )
-
-    def attach(self, descriptor: RegionDescriptor) -> RemoteId:
-        """See `Transport`."""
-        if descriptor.transport != self.kind:
-            raise TransferError(f"a {descriptor.transport} descriptor was given to {self.kind}")
-        check_arrays(descriptor.arrays)
-        sock, address = open_dialer(self._library.reach, descriptor.endpoint)
-        self._num_remotes += 1
-        remote = OneSidedRemote(
-            RemoteId(self._num_remotes),
-            descriptor,
-            self._context.epoch,
-            library=self._library,
-            reactor=self._reactor,
-        )
-        self._remotes[remote.id] = remote
-        try:
-            remote.set_connection(self._dialer.dial(sock, address, remote.send_attach, remote.lose))
-        except TransferError as exc:
-            remote.lose(exc)
-        return remote.id
-
-    def detach(self, remote: RemoteId) -> None:
-        """See `Transport`."""
-        known = self._remotes.pop(remote, None)
-        if known is not None:
-            known.detach()
-            self._leaving = [each for each in (*self._leaving, known) if not each.is_gone]
-
-    def open_grant(self, grant: WriteGrant) -> None:
-        """See `Transport`."""
-        region = self._find_region(grant.region)
-        check_grant_pages(grant.pages, region.arrays)
-        if len(grant.pages) > MAX_GRANT_PAGES:
-            raise TransferError(f"a grant of more than {MAX_GRANT_PAGES} pages")
-        for writer in self._ledger.open_grant(grant):
-            self._inbound[writer].send_grant_opened(grant)
-
-    def close_grant(self, grant: TicketId) -> None:
-        """See `Transport`."""
-        for writer in self._ledger.close_grant(grant):
-            self._inbound[writer].send_close_grant(grant)
-        for quiescent in self._ledger.take_quiescent():
-            self._reactor.report(GrantQuiescent(quiescent))
+        return super().expose(region)
 
     def submit(self, write: PageWrite) -> TransferId:
         """See `Transport`."""
         self._check_process()
-        remote, region = self._find_remote(write.remote), self._find_region(write.region)
-        check_copies(write.copies, region.arrays, remote.descriptor.arrays)
-        check_notification(write.notification)
-        transfer = self._new_transfer()
-        remote.submit(transfer, write, region)
+        transfer = super().submit(write)
         self._pace()
         return transfer
 
     def read(self, read: PageRead) -> TransferId:
-        """See `Transport`."""
+        """See `ReadsPages`."""
         self._check_process()
-        remote, region = self._find_remote(read.remote), self._find_region(read.region)
-        check_copies(read.copies, remote.descriptor.arrays, region.arrays)
-        transfer = self._new_transfer()
+        transfer, remote, region = self._check_read(read)
         remote.read(transfer, read.copies, region)
         self._pace()
         return transfer
-
-    def view(self, remote: RemoteId, array: int) -> NDArray[np.uint8]:
-        """See `Transport`: this one does not show pages in place."""
-        del remote, array
-        raise TransferError(f"{self.kind} does not show a peer's pages in place; read them")
 
     def poll(self) -> list[TransferEvent]:
         """See `Transport`."""
@@ -198,9 +250,9 @@ class OneSidedTransport(Generic[M]):
         for remote in list(self._remotes.values()):
             if remote.is_active:
                 remote.advance()
-        for inbound in list(self._inbound.values()):
-            if inbound.is_active:
-                inbound.serve()
+        for writer in list(self._writers.values()):
+            if writer.is_active:
+                writer.serve()
         events = self._reactor.poll()
         if self.readiness_fd is not None:
             if events:
@@ -210,102 +262,44 @@ class OneSidedTransport(Generic[M]):
 
     def close(self) -> None:
         """See `Transport`."""
-        if self.readiness_fd is None or self._process != os.getpid():
-            return
-        for remote in (*self._remotes.values(), *self._leaving):
-            remote.close()
-        if self._listener is not None:
-            self._listener.close()
-        for inbound in self._inbound.values():
-            inbound.close()
-        self._inbound.clear()
+        if self._process == os.getpid():
+            super().close()
+
+    def _release(self) -> None:
+        super()._release()
         self._pacer.close()
-        self._reactor.close()
-        self.readiness_fd = None
 
     def _check_process(self) -> None:
         if self._process != os.getpid():
             raise TransferError(f"this {self.kind} transport belongs to the parent process")
 
     def _pace(self) -> None:
-        """Be polled again soon if a library here has something to do that wakes nobody."""
+        """Be polled again soon if a library here has work for which no descriptor gets ready."""
         moving = any(remote.is_active for remote in self._remotes.values())
-        served = any(inbound.is_active for inbound in self._inbound.values())
+        served = any(writer.is_active for writer in self._writers.values())
         self._pacer.pace(is_under_way=moving or served)
 
-    def _listen(self) -> None:
-        sock, self._endpoint = open_listener(
-            self._library.reach, self._context.bind_host, self._advertise_host
-        )
-        self._listener = Listener(
-            sock, self._reactor, self._context.key, self.kind, on_peer=self._accept_peer
+    def _make_remote(self, id_: RemoteId, descriptor: RegionDescriptor) -> OneSidedRemote[M]:
+        parse_endpoint(self._library.reach, descriptor.endpoint)
+        return OneSidedRemote(
+            id_, descriptor, self._reactor, epoch=self._context.epoch, library=self._library
         )
 
-    def _accept_peer(self, connection: Connection) -> None:
-        """A peer proved itself: its first message names the region that it wants."""
-        connection.channel.allow_bodies(MAX_BODY_BYTES)
-        connection.set_handlers(
-            partial(self._admit, connection), lambda _: self._forget(connection)
-        )
+    def _connect(self, remote: OneSidedRemote[M]) -> None:
+        self._dial(remote, *open_dialer(self._library.reach, remote.descriptor.endpoint))
 
-    def _admit(self, connection: Connection, channel: Channel) -> None:
-        body = channel.receive_body()
-        if body is None:
-            return
-        attach = decode_attach(body)
-        region = self._regions.get(RegionHandle(attach.region))
-        if region is None:
-            connection.send_body(encode(NotAttached("no such region")))
-            return
-        if self._ledger.num_writers >= MAX_PEERS:
-            raise ProtocolError("too many peers hold this memory")
-        try:
-            session, metadata = self._get_metadata(region)
-        except TransferError as exc:
-            connection.send_body(encode(NotAttached(str(exc)[:MAX_REASON_CHARS])))
-            return
-        self._num_writers += 1
-        writer = WriterId(self._num_writers)
-        inbound = OneSidedInbound(
-            writer,
-            connection,
-            session,
-            ledger=self._ledger,
-            reactor=self._reactor,
-            on_over=partial(self._peer_over, connection),
-        )
-        self._inbound[writer] = inbound
-        grants = self._ledger.add_writer(writer, Epoch(attach.epoch), region.handle)
-        inbound.send_attached(region, metadata, grants)
+    def _open_listener(self) -> tuple[socket.socket, str]:
+        self._library.open_session().close()  # does it work here?
+        return open_listener(self._library.reach, self._context.bind_host, self._advertise_host)
 
-    def _get_metadata(self, region: PagedRegion) -> tuple[OneSidedSession[M], bytes]:
+    def _decode_attach(self, body: bytes) -> Attach:
+        return decode_attach(body)
+
+    def _make_writer(self, writer: AdmittedWriter, attach: Attach) -> OneSidedWriter:
+        del attach
         session = self._library.open_session()
         try:
-            return session, session.get_metadata(region)
+            return OneSidedWriter(writer, session, session.get_metadata(writer.region))
         except TransferError:
             session.close()
             raise
-
-    def _peer_over(self, connection: Connection, writer: WriterId) -> None:
-        self._forget(connection)
-        self._inbound.pop(writer, None)
-
-    def _forget(self, connection: Connection) -> None:
-        if self._listener is not None:
-            self._listener.forget(connection)
-
-    def _new_transfer(self) -> TransferId:
-        self._num_transfers += 1
-        return TransferId(self._num_transfers)
-
-    def _find_remote(self, id_: RemoteId) -> OneSidedRemote[M]:
-        remote = self._remotes.get(id_)
-        if remote is None or remote.is_attaching:
-            raise TransferError("this remote is not attached")
-        return remote
-
-    def _find_region(self, handle: RegionHandle) -> PagedRegion:
-        region = self._regions.get(handle)
-        if region is None:
-            raise TransferError("this region was not exposed")
-        return region

@@ -10,15 +10,9 @@ from typing import Annotated, Final, TypeAlias
 
 import msgspec
 
-from baton.transfer.grant_messages import (
-    FromOwner,
-    GrantClosed,
-    MemoryReleased,
-    NotAttached,
-    QueryGrant,
-)
+from baton.transfer.grant_messages import FromOwner, GrantClosed, MemoryReleased, QueryGrant
 from baton.transfer.interface import PageArray
-from baton.transfer.messages import EpochText, IdBytes, NotificationBytes, decode
+from baton.transfer.messages import EpochText, IdBytes, NotAttached, NotificationBytes, decode
 
 MAX_METADATA_BYTES: Final = 1 << 16
 

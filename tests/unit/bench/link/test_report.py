@@ -5,15 +5,8 @@ import io
 import msgspec
 import pytest
 
-from baton.bench.link.report import Manifest, Report, ReportBuilder
-from baton.bench.link.runner import (
-    LIMITS,
-    PEERS,
-    QUICK,
-    LinkEntry,
-    choose_transports,
-    make_workloads,
-)
+from baton.bench.link.report import LinkEntry, Manifest, Report, ReportBuilder
+from baton.bench.link.runner import LIMITS, PEERS, QUICK, choose_transports, make_workloads
 from baton.bench.printing import MAX_COLUMNS, print_link_report
 from baton.errors import ConfigError, UnknownPluginError
 from baton.rig.backend import Traits

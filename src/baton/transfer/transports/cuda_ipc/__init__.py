@@ -2,8 +2,8 @@
 
 Enters: whole page index lists and, of a write, its notification. Leaves: pages copied by the GPU's
 copy engines on a stream of their own, then a notification over our own connection. What is not
-CUDA's own is in `baton.transfer.onesided`: a closed grant is quiescent once its writers said that
-no copy is under way, or are dead.
+CUDA's own is in `baton.transfer.onesided`: a closed grant is quiescent once its writers reported
+that no copy is in progress, or are dead.
 
 CUDA is reached through `libcuda.so.1`, by ctypes, not through torch or the runtime's `libcudart`:
 the driver brings exactly one such library to every host that has a GPU, its functions keep their
@@ -12,12 +12,10 @@ ABI for decades, and `baton` need import nothing. Torch's wheels, in contrast, c
 torch's means the same here.
 
 File map:
-    options.py        the options
-    copies.py         the seam: one device, for one peer
-    session.py        pages become runs of bytes between two mapped memories
-    metadata.py       what an owner tells of its memory, and its bounds
-    driver.py         `libcuda.so.1`, typed
-    device.py         the seam on a real GPU
+    session.py   options; pages become runs of bytes between two mapped memories; the metadata
+                 that an owner sends of its memory; the interface to one device (`CopyDevice`)
+    device.py    `CopyDevice` on a real GPU
+    driver.py    `libcuda.so.1`, typed
 """
 
 from __future__ import annotations
@@ -30,8 +28,12 @@ from baton.transfer.onesided.session import Library
 from baton.transfer.onesided.transport import OneSidedTransport
 from baton.transfer.transports.cuda_ipc.device import CudaDevice
 from baton.transfer.transports.cuda_ipc.driver import load_driver
-from baton.transfer.transports.cuda_ipc.options import CudaIpcOptions
-from baton.transfer.transports.cuda_ipc.session import CudaIpcHandle, CudaIpcSession, OpenDevice
+from baton.transfer.transports.cuda_ipc.session import (
+    CudaIpcHandle,
+    CudaIpcOptions,
+    CudaIpcSession,
+    OpenDevice,
+)
 
 if TYPE_CHECKING:
     from baton.transfer.interface import Transport, TransportContext, TransportFactory

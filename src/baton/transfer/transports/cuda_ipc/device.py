@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from baton.transfer.transports.cuda_ipc.copies import Allocation, Ticket
     from baton.transfer.transports.cuda_ipc.driver import Driver
+    from baton.transfer.transports.cuda_ipc.session import Allocation, Ticket
 
 MAX_BATCH: Final = 4096
 """Copies that the driver gets at once."""

@@ -8,7 +8,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Final
 
 from baton.errors import ConfigError, TransferError
-from baton.transfer.transports.cuda_ipc.copies import HANDLE_BYTES, Allocation
+from baton.transfer.transports.cuda_ipc.session import HANDLE_BYTES, Allocation
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -20,7 +20,7 @@ LIBRARY: Final = "libcuda.so.1"
 
 _NOT_READY: Final = 600
 _NON_BLOCKING_STREAM: Final = 1
-"""Not ordered with the stream that everybody uses who says nothing."""
+"""Not ordered with the default stream."""
 _EVENT_WITHOUT_TIME: Final = 2
 _LAZY_PEER_ACCESS: Final = 1
 _IS_LEGACY_IPC_CAPABLE: Final = 10
@@ -82,7 +82,7 @@ _OPTIONAL_PROTOTYPES: Final[dict[str, tuple[type, ...]]] = {
     "cuMemcpyBatchAsync_v2": (*_BATCH, _POINTER),
     "cuMemcpyBatchAsync": (*_BATCH, ctypes.POINTER(_SIZE), _POINTER),
 }
-"""Of CUDA 13.0 and 12.8. The older one also says which copy was wrong."""
+"""Of CUDA 13.0 and 12.8. The older one also reports which copy was wrong."""
 
 
 @cache
@@ -144,7 +144,7 @@ class Driver:
         return count.value
 
     def is_shared_by_mps(self, number: int) -> bool:
-        """Whether processes share one context there; older drivers cannot tell."""
+        """Whether processes share one context there; older drivers do not report it."""
         device, value = _INT(), _INT()
         self.call("cuDeviceGet", ctypes.byref(device), number)
         result = self._library.cuDeviceGetAttribute(ctypes.byref(value), _MPS_ENABLED, device)

@@ -5,32 +5,145 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Final, Protocol, TypeAlias
 
+import msgspec
 import numpy as np
 
 from baton.errors import TransferError
+from baton.transfer.messages import decode, encode
+from baton.transfer.onesided.wire import MAX_METADATA_BYTES
+from baton.transfer.region import MAX_ARRAYS, MAX_REGION_BYTES
 from baton.transfer.scatter_gather import compute_copy_runs
-from baton.transfer.transports.cuda_ipc.copies import Allocation, CopyDevice
-from baton.transfer.transports.cuda_ipc.metadata import (
-    ArrayLocation,
-    CudaIpcMetadata,
-    decode_metadata,
-    encode_metadata,
-)
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from numpy.typing import NDArray
 
     from baton.kv.copies import PageCopies
-    from baton.transfer.interface import (
-        DeviceMemory,
-        PageArray,
-        PagedRegion,
-        RegionDescriptor,
-    )
+    from baton.transfer.interface import DeviceMemory, PageArray, PagedRegion, RegionDescriptor
     from baton.transfer.onesided.session import Direction
-    from baton.transfer.transports.cuda_ipc.copies import Ticket
+
+
+class CudaIpcOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Options of the `cuda_ipc` transport.
+
+    `connect_timeout_s`: from the start of connecting until the peer's region may be written.
+    """
+
+    connect_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 5.0
+
+
+HANDLE_BYTES: Final = 64
+"""Of CUDA's IPC memory handle."""
+
+Ticket: TypeAlias = object
+"""What a device calls copies that it was given; opaque to all others."""
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """Memory that CUDA allocated in one piece, as this process sees it."""
+
+    address: int
+    num_bytes: int
+
+    def covers(self, address: int, num_bytes: int) -> bool:
+        """Whether all of these bytes are in it."""
+        return self.address <= address and address + num_bytes <= self.address + self.num_bytes
+
+
+class CopyDevice(Protocol):
+    """One device of this process, used for one peer. Owner thread: the transport's.
+
+    Every method may raise `TransferError`: then it is of no more use and is to be closed.
+    """
+
+    def export(self, address: int) -> tuple[Allocation, bytes]:
+        """The allocation that has this address, and the handle by which a peer may map it.
+
+        A handle has `HANDLE_BYTES`. It needs not be given back.
+        """
+        ...
+
+    def map(self, handle: bytes) -> Allocation:
+        """A peer's allocation, in this process; `handle` is untrusted and may be refused."""
+        ...
+
+    def enqueue(self, runs: NDArray[np.uint64]) -> Ticket:
+        """Begin to copy, in no order: uint64 `[r, 3]` of (source, destination, bytes).
+
+        Addresses are checked already. Copies go beside those of others and beside computing.
+        """
+        ...
+
+    def is_done(self, ticket: Ticket) -> bool:
+        """Whether all of its copies are in place; does not wait. Asked until it is true, once."""
+        ...
+
+    def close(self) -> None:
+        """Wait until nothing is under way, then unmap all that was mapped; idempotent.
+
+        The wait is that of copies that were begun: the owner begins no new ones. It ends after a
+        while in any case.
+
+        Raises:
+            TransferError: copies may still be under way, so nothing was unmapped.
+        """
+        ...
+
+
+MAX_ALLOCATIONS: Final = 512
+
+Handle = Annotated[bytes, msgspec.Meta(min_length=HANDLE_BYTES, max_length=HANDLE_BYTES)]
+
+
+class ArrayLocation(msgspec.Struct, frozen=True, array_like=True):
+    """Where an array begins: in which of the allocations, at which of its bytes."""
+
+    allocation: Annotated[int, msgspec.Meta(ge=0, lt=MAX_ALLOCATIONS)]
+    offset_bytes: Annotated[int, msgspec.Meta(ge=0, le=MAX_REGION_BYTES)]
+
+
+class CudaIpcMetadata(msgspec.Struct, frozen=True):
+    """`handles[i]` maps allocation number i; array j of the region is at `locations[j]`."""
+
+    handles: Annotated[tuple[Handle, ...], msgspec.Meta(max_length=MAX_ALLOCATIONS)]
+    locations: Annotated[tuple[ArrayLocation, ...], msgspec.Meta(max_length=MAX_ARRAYS)]
+
+
+_metadata = msgspec.msgpack.Decoder(CudaIpcMetadata)
+
+
+def encode_metadata(metadata: CudaIpcMetadata) -> bytes:
+    """For the wire.
+
+    Raises:
+        TransferError: the region lies in more allocations than a peer would take.
+    """
+    body = encode(metadata)
+    if len(metadata.handles) > MAX_ALLOCATIONS or len(body) > MAX_METADATA_BYTES:
+        raise TransferError(
+            f"the region lies in {len(metadata.handles)} allocations of the GPU's memory; at "
+            f"most {MAX_ALLOCATIONS} can be shared: allocate its layers together"
+        )
+    return body
+
+
+def decode_metadata(body: bytes, arrays: Sequence[PageArray]) -> CudaIpcMetadata:
+    """What a peer sends about a region that has `arrays`. What its handles map is not known yet.
+
+    Raises:
+        TransferError: it is something else, places other arrays, or names no allocation.
+    """
+    decoded = decode(_metadata, body)
+    if len(decoded.locations) != len(arrays):
+        raise TransferError("the peer placed another number of arrays than its region has")
+    if any(place.allocation >= len(decoded.handles) for place in decoded.locations):
+        raise TransferError("the peer placed an array in no allocation")
+    return decoded
+
 
 OpenDevice: TypeAlias = Callable[[int], CopyDevice]
 """CUDA's number of a device in this process → that device, for one peer."""
@@ -46,7 +159,7 @@ class CudaIpcHandle:
 
 @dataclass(frozen=True, slots=True)
 class _Peer:
-    """What the peer told, and which arrays that is about."""
+    """What the peer sent, and which arrays that is about."""
 
     metadata: CudaIpcMetadata
     arrays: tuple[PageArray, ...]
@@ -173,7 +286,7 @@ def _find(mapped: Allocation, place: ArrayLocation, array: PageArray) -> int:
     """The address of a peer's array.
 
     Raises:
-        TransferError: what the peer's handle maps is shorter than it says.
+        TransferError: what the peer's handle maps is shorter than it described.
     """
     address = mapped.address + place.offset_bytes
     if not mapped.covers(address, array.num_pages * array.page_bytes):

@@ -10,20 +10,17 @@ the receiver's own folder, then word of each over a small connection; on the oth
 place, the part file gone, and `Arrived`.
 
 File map:
-    options.py     the options
-    spool.py       the receiver's folder: made, proved to be seen by both, swept
-    part_file.py   one file, written or read a slice at a time
-    wire.py        the messages, and their bounds
+    transport.py   options; `FileTransport`: the contract, admission, the receiving end
     remote.py      the writing end
-    inbound.py     the receiving end of one connection
-    transport.py   `FileTransport`: the contract, grants, admission
+    spool.py       the receiver's directory, and its files, written or read a slice at a time
+    wire.py        the messages, and their bounds
 """
 
 from functools import partial
 
 from baton.registry import Plugin
 from baton.transfer.interface import TransportFactory
-from baton.transfer.transports.file.options import FileOptions
+from baton.transfer.transports.file.remote import FileOptions
 from baton.transfer.transports.file.transport import FileTransport
 
 

@@ -4,24 +4,28 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, assert_never
+from typing import TYPE_CHECKING, Annotated, Final, Literal, assert_never
 
+import msgspec
 import numpy as np
 
-from baton.errors import PeerLostError, PeerUnreachableError, ProtocolError, TransferError
+from baton.errors import ProtocolError, TransferError
 from baton.ids import new_region_handle
 from baton.kv.copies import CopyGroup
-from baton.transfer.interface import RemoteAttached, RemoteLost, WriteCompleted, WriteFailed
-from baton.transfer.messages import encode
+from baton.transfer.base_transport import ConnectedRemote, refused_to_attach
+from baton.transfer.interface import WriteCompleted, WriteFailed
+from baton.transfer.messages import MAX_BODY_BYTES, NotAttached, encode
 from baton.transfer.scatter_gather import Geometry, cut_parts, read_batches
-from baton.transfer.transports.file.part_file import OutgoingPartFile, is_aligned, remove_file
-from baton.transfer.transports.file.spool import find_spool
+from baton.transfer.transports.file.spool import (
+    OutgoingPartFile,
+    find_spool,
+    is_aligned,
+    remove_file,
+)
 from baton.transfer.transports.file.wire import (
-    MAX_BODY_BYTES,
     MAX_PART_FILES,
     Attach,
     Attached,
-    NotAttached,
     PartFile,
     PartLanded,
     PartRefused,
@@ -36,6 +40,7 @@ if TYPE_CHECKING:
     from baton.ids import Epoch
     from baton.net.channel import Channel
     from baton.net.connection import Connection
+    from baton.transfer.base_transport import Reactor
     from baton.transfer.interface import (
         PagedRegion,
         PageWrite,
@@ -43,8 +48,7 @@ if TYPE_CHECKING:
         RemoteId,
         TransferId,
     )
-    from baton.transfer.reactor import Reactor
-    from baton.transfer.transports.file.options import FileOptions
+
 
 PART_FILE_BYTES: Final = 16 << 20
 """Small enough that the peer reads one while the next is written."""
@@ -84,45 +88,28 @@ class _AnnouncedPart:
     num_bytes: int
 
 
-class FileRemote:
-    """A peer's region as this writer sees it: attaching, attached or lost.
-
-    Writes are carried out in order, a slice of one part file with each step of the connection.
-    Owner
-    thread: the transport's.
-    """
+class FileRemote(ConnectedRemote):
+    """See `BaseRemote`. Writes are carried out in order, a slice of one part file in each step."""
 
     def __init__(
         self,
         id_: RemoteId,
         descriptor: RegionDescriptor,
-        epoch: Epoch,
+        reactor: Reactor,
         *,
+        epoch: Epoch,
         directory: Path,
         options: FileOptions,
-        reactor: Reactor,
     ) -> None:
-        self.id, self.descriptor = id_, descriptor
-        self._epoch, self._reactor = epoch, reactor
-        self._directory, self._options = directory, options
+        super().__init__(id_, descriptor, reactor)
+        self._epoch, self._directory, self._options = epoch, directory, options
         self._link = bytes(new_region_handle())
-        self._connection: Connection | None = None
         self._spool: Path | None = None
         self._queue: deque[_PendingWrite] = deque()
         self._pending_writes: set[_PendingWrite] = set()
         self._outgoing: _OutgoingPart | None = None
         self._announced: dict[int, _AnnouncedPart] = {}
         self._next_number = 0
-        self._loss: TransferError | None = None
-
-    @property
-    def is_attaching(self) -> bool:
-        """Neither attached nor lost yet."""
-        return self._spool is None and self._loss is None
-
-    def set_connection(self, connection: Connection) -> None:
-        """The connection that is being opened: closed with this remote."""
-        self._connection = connection
 
     def send_attach(self, connection: Connection) -> None:
         """Both ends have proved themselves: ask for the region."""
@@ -141,19 +128,8 @@ class FileRemote:
         self._pending_writes.add(pending)
         self._connection.step_soon()
 
-    def lose(self, error: TransferError) -> None:
-        """The peer is gone: report it and every unfinished write, once."""
-        if self._loss is None:
-            self._reactor.report(RemoteLost(self.id, error))
-            self._end(error)
-
-    def detach(self) -> None:
-        """This side is done with the peer: unfinished writes fail."""
-        if self._loss is None:
-            self._end(PeerLostError("the remote was detached"))
-
     def _end(self, error: TransferError) -> None:
-        self._loss = error
+        super()._end(error)
         if self._connection is not None:
             self._connection.close()
         self._withdraw_outgoing()
@@ -246,14 +222,11 @@ class FileRemote:
     def _take(self, body: bytes) -> None:
         match decode_from_receiver(body):
             case Attached(arrays, spool, proof) if self._spool is None:
-                if arrays != self.descriptor.arrays:
-                    raise ProtocolError("the peer's region does not match its description")
+                self._check_arrays(arrays)
                 self._spool = find_spool(self._directory, spool, proof)
-                if self._connection is not None:
-                    self._connection.cancel_deadline()
-                self._reactor.report(RemoteAttached(self.id))
+                self._set_attached()
             case NotAttached(reason) if self._spool is None:
-                raise PeerUnreachableError(f"the peer refused to attach: {reason}")
+                raise refused_to_attach(reason)
             case PartLanded() | PartRefused() as answer if answer.number in self._announced:
                 self._answered(answer)
             case Attached() | NotAttached() | PartLanded() | PartRefused():
@@ -267,7 +240,7 @@ class FileRemote:
         if isinstance(answer, PartRefused):
             error = TransferError(f"the peer refused the write: {answer.reason}")
             pending.error = pending.error or error
-            if pending.unwritten:  # it is the first in the queue: some of it was told
+            if pending.unwritten:  # it is the first in the queue: some of it was announced
                 self._withdraw_outgoing()
                 self._abandon(pending, error)
         self._settle(pending)
@@ -291,3 +264,26 @@ class FileRemote:
 
 def _not_attached() -> TransferError:
     return TransferError("this remote is not attached")
+
+
+class FileOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Options of the `file` transport.
+
+    `directory`: where both workers find the part files; the path may differ between them.
+    `direct`: go around the page cache (O_DIRECT) where the filesystem can, for pages that begin and
+    end on multiples of 4,096 bytes.
+    `sync`: `data` has each part file on the device before the peer is notified; needed where the
+    two hosts' views of the filesystem meet on the device alone. `none` is enough on one host.
+    `stale_after_s`: age from which a folder whose owner is dead is removed, when a worker starts.
+    `max_unread_bytes`: part files of one peer that wait to be read; more wait to be written.
+    `advertise_host`: the address that peers are sent, where the bound one is none (`0.0.0.0`).
+    `connect_timeout_s`: from the start of connecting until the peer's region may be written.
+    """
+
+    directory: str
+    direct: bool = False
+    sync: Literal["none", "data"] = "none"
+    stale_after_s: Annotated[float, msgspec.Meta(ge=0)] = 60.0
+    max_unread_bytes: Annotated[int, msgspec.Meta(ge=1)] = 256 << 20
+    advertise_host: str | None = None
+    connect_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 5.0

@@ -7,11 +7,17 @@ from typing import Annotated, Final, TypeAlias
 import msgspec
 
 from baton.transfer.interface import PageArray
-from baton.transfer.messages import EpochText, IdBytes, NotificationBytes, Reason, decode
+from baton.transfer.messages import (
+    EpochText,
+    IdBytes,
+    NotAttached,
+    NotificationBytes,
+    Reason,
+    decode,
+)
 
-MAX_BODY_BYTES: Final = 1 << 20
 MAX_PART_FILES: Final = 32
-"""Of one connection, that were told of and not answered."""
+"""Of one connection, that were announced and not answered."""
 
 Natural: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 SpoolName: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^baton-[0-9a-f]{32}-[0-9a-f]{16}$")]
@@ -34,12 +40,6 @@ class Attached(msgspec.Struct, frozen=True, tag="attached"):
     arrays: tuple[PageArray, ...]
     spool: SpoolName
     proof: IdBytes
-
-
-class NotAttached(msgspec.Struct, frozen=True, tag="not_attached"):
-    """Receiver → writer: there is no such region here."""
-
-    reason: Reason
 
 
 class PartFile(msgspec.Struct, frozen=True, tag="part_file"):

@@ -5,19 +5,15 @@ thread, `Arrived` there, and the completion here. An endpoint names a transport 
 peer elsewhere is lost at once, so that another transport is tried.
 
 File map:
-    options.py     the options
-    mailbox.py     how transports of one process reach each other, from thread to thread
-    messages.py    the messages between them
-    remote.py      the end that asks: one region of another transport
-    transport.py   `LocalTransport`: the contract, admission, the copies
+    transport.py   options; `LocalTransport`: the contract, admission, the copies; `LocalRemote`
+    mailbox.py     messages between the transports of one process, from thread to thread
 """
 
 from functools import partial
 
 from baton.registry import Plugin
 from baton.transfer.interface import TransportFactory
-from baton.transfer.transports.local.options import LocalOptions
-from baton.transfer.transports.local.transport import LocalTransport
+from baton.transfer.transports.local.transport import LocalOptions, LocalTransport
 
 
 def _build(options: LocalOptions) -> TransportFactory:

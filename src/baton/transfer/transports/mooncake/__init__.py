@@ -5,9 +5,7 @@ a process of its own, then a notification over our own connection. What is not M
 `baton.transfer.onesided`.
 
 File map:
-    options.py   the options
-    session.py   one Mooncake, for one peer, in a process of its own
-    child_messages.py  the messages between the engine and that process
+    session.py   options; one Mooncake, for one peer, in a process of its own; the messages to it
     child.py     that process
 """
 
@@ -19,11 +17,14 @@ from typing import TYPE_CHECKING
 
 from baton.errors import ConfigError
 from baton.registry import Plugin
-from baton.transfer.onesided.devices import find_interface
+from baton.transfer.endpoints import find_interface
 from baton.transfer.onesided.session import Library
 from baton.transfer.onesided.transport import OneSidedTransport
-from baton.transfer.transports.mooncake.options import MooncakeOptions
-from baton.transfer.transports.mooncake.session import MooncakeHandle, MooncakeSession
+from baton.transfer.transports.mooncake.session import (
+    MooncakeHandle,
+    MooncakeOptions,
+    MooncakeSession,
+)
 
 if TYPE_CHECKING:
     from baton.transfer.interface import Transport, TransportContext, TransportFactory

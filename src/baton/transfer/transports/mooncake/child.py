@@ -1,6 +1,6 @@
 """The process that Mooncake runs in, `python -m baton.transfer.transports.mooncake.child`.
 
-Its standard input is a socket, on which the engine that started it says what to do
+Its standard input is a socket, on which the engine that started it sends commands
 (`child_messages`). It maps nothing but the regions that it is handed, confines what Mooncake
 listens on, and ends with whoever started it.
 """
@@ -23,7 +23,7 @@ import numpy as np
 
 from baton.errors import TransferError
 from baton.transfer.messages import encode
-from baton.transfer.transports.mooncake.child_messages import (
+from baton.transfer.transports.mooncake.session import (
     Failed,
     Open,
     Register,
@@ -38,7 +38,7 @@ from baton.transfer.transports.mooncake.child_messages import (
 )
 
 if TYPE_CHECKING:
-    from baton.transfer.transports.mooncake.child_messages import Command
+    from baton.transfer.transports.mooncake.session import Command
 
 NUM_LISTENERS: Final = 2
 """Mooncake listens for questions about its memory, and for bytes: on all addresses."""
@@ -149,7 +149,7 @@ def _duplicate_socket(fd: int) -> socket.socket:
 def _end_with_parent() -> None:
     """Whatever Mooncake is doing."""
     poller = select.poll()
-    poller.register(sys.stdin.fileno(), 0)  # told when the other end has gone, and of nothing else
+    poller.register(sys.stdin.fileno(), 0)  # ready when the other end is closed
     poller.poll()
     os._exit(0)
 

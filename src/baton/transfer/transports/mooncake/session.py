@@ -1,8 +1,9 @@
 """One Mooncake, for one peer, in a process of its own: what it may touch, and its end, are ours.
 
-Mooncake listens on all addresses, reads and writes whatever address a stranger names, waits by
-spinning, and takes a second to end. In a process that maps nothing but regions of pages, those are
-the only memory at stake; the waiting costs nobody else's time; and SIGKILL ends it at once.
+Mooncake listens on all addresses, reads and writes whatever address an unauthenticated peer names,
+spins while it waits, and takes a second to end. In a process that maps nothing but regions of
+pages, those are the only memory at stake; its spinning takes no time from this process; and SIGKILL
+ends it at once.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import subprocess
 import sys
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Final, assert_never
+from typing import TYPE_CHECKING, Annotated, Final, Literal, TypeAlias, TypeVar, assert_never
 
 import msgspec
 import numpy as np
@@ -22,28 +23,121 @@ from baton.errors import TransferError
 from baton.transfer.messages import decode, encode
 from baton.transfer.region import compute_region_bytes
 from baton.transfer.scatter_gather import compute_copy_runs
-from baton.transfer.transports.mooncake.child_messages import (
-    MAX_RUNS,
-    Failed,
-    Open,
-    Register,
-    Registered,
-    SetPeer,
-    Started,
-    StartTransfer,
-    TransferDone,
-    decode_report,
-    receive,
-)
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from numpy.typing import NDArray
 
     from baton.ids import RegionHandle
     from baton.kv.copies import PageCopies
     from baton.transfer.interface import PageArray, PagedRegion, RegionDescriptor
     from baton.transfer.onesided.session import Direction
-    from baton.transfer.transports.mooncake.child_messages import Command, Report
+
+
+class MooncakeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Options of the `mooncake` transport.
+
+    Mooncake does not authenticate peers: a host that reaches its ports can read and write the
+    regions' pages. They are confined to the network interface that has the bind address (with
+    loopback, to this host); use it where everybody who reaches that is trusted.
+
+    `protocol`: what Mooncake moves bytes by; `rdma` stripes over all devices it finds, or
+    over `devices` only.
+    `advertise_host`: the address that peers are sent, where the bound one is none (`0.0.0.0`).
+    `connect_timeout_s`: from the start of connecting until the peer's region may be written.
+    """
+
+    protocol: Literal["tcp", "rdma"] = "tcp"
+    devices: tuple[str, ...] = ()
+    advertise_host: str | None = None
+    connect_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 5.0
+
+
+MAX_RUNS: Final = 2048
+"""Of one order, which is one packet: 48 KiB."""
+MAX_PACKET_BYTES: Final = 1 << 16
+
+M = TypeVar("M")
+
+
+class Open(msgspec.Struct, frozen=True, tag="open"):
+    """Start Mooncake, reachable over one interface."""
+
+    host: str
+    interface: str
+    protocol: str
+    devices: str
+
+
+class Register(msgspec.Struct, frozen=True, tag="register"):
+    """With a memfd: know this region."""
+
+    region: bytes
+    num_bytes: int
+
+
+class SetPeer(msgspec.Struct, frozen=True, tag="set_peer"):
+    """Where the peer's Mooncake answers (`host:port`), and its region's address there."""
+
+    name: str
+    base: int
+
+
+class StartTransfer(msgspec.Struct, frozen=True, tag="start_transfer"):
+    """Move runs, int64 `[r, 3]`: offset in our region, offset in the peer's, bytes."""
+
+    id: int
+    direction: Literal["write", "read"]
+    region: bytes
+    runs: bytes
+
+
+class Started(msgspec.Struct, frozen=True, tag="started"):
+    """Mooncake runs, and is confined."""
+
+
+class Registered(msgspec.Struct, frozen=True, tag="registered"):
+    """Where peers ask for it, and the address that they need."""
+
+    port: int
+    base: int
+
+
+class TransferDone(msgspec.Struct, frozen=True, tag="transfer_done"):
+    """All of it is in place."""
+
+    id: int
+
+
+class Failed(msgspec.Struct, frozen=True, tag="failed"):
+    """The last word."""
+
+    reason: str
+
+
+Command: TypeAlias = Open | Register | SetPeer | StartTransfer
+Report: TypeAlias = Started | Registered | TransferDone | Failed
+
+_commands: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
+_reports: msgspec.msgpack.Decoder[Report] = msgspec.msgpack.Decoder(Report)
+
+decode_command = _commands.decode
+decode_report = _reports.decode
+
+
+def receive(sock: socket.socket, decode: Callable[[bytes], M]) -> tuple[M, int | None]:
+    """One packet, and the descriptor that came along.
+
+    Raises:
+        TransferError: the other side is gone.
+        BlockingIOError: there is none yet, and the socket does not wait.
+    """
+    body, fds, _, _ = socket.recv_fds(sock, MAX_PACKET_BYTES, 1)
+    if not body:
+        raise TransferError("Mooncake's process, or the one that started it, has ended")
+    return decode(body), fds[0] if fds else None
+
 
 MAX_ADDRESS: Final = 1 << 57
 START_TIMEOUT_S: Final = 10.0

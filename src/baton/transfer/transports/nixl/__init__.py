@@ -5,11 +5,9 @@ cross-memory attach on one host; by RDMA or TCP between hosts), then a notificat
 connection. What is not NIXL's own is in `baton.transfer.onesided`.
 
 File map:
-    options.py    the options
-    bindings.py   the installed wheel, its errors and its logging
-    agent.py      what is used of NIXL, typed
+    agent.py      the installed wheel, its errors and its logging; what is used of NIXL, typed
     lists.py      prepared descriptor lists
-    session.py    one agent, for one peer: pages become transfers
+    session.py    options; one agent, for one peer: pages become transfers
 """
 
 from __future__ import annotations
@@ -20,12 +18,11 @@ from typing import TYPE_CHECKING
 from baton.config.environment import read_environment
 from baton.errors import ConfigError
 from baton.registry import Plugin
-from baton.transfer.onesided.devices import find_interface
+from baton.transfer.endpoints import find_interface
 from baton.transfer.onesided.session import Library
 from baton.transfer.onesided.transport import OneSidedTransport
-from baton.transfer.transports.nixl.bindings import load_nixl
-from baton.transfer.transports.nixl.options import NixlOptions
-from baton.transfer.transports.nixl.session import NixlHandle, NixlSession
+from baton.transfer.transports.nixl.agent import load_nixl
+from baton.transfer.transports.nixl.session import NixlHandle, NixlOptions, NixlSession
 
 if TYPE_CHECKING:
     from baton.transfer.interface import Transport, TransportContext, TransportFactory
@@ -38,7 +35,7 @@ def _build(options: NixlOptions) -> TransportFactory:
         ConfigError: NIXL is not installed, or the environment would choose other lanes.
     """
     load_nixl()
-    if "UCX_TLS" in read_environment():  # it wins over what an agent is told
+    if "UCX_TLS" in read_environment():  # it overrides what an agent is given
         raise ConfigError(
             "UCX_TLS is set, so that the transport nixl cannot know how UCX moves bytes: unset it, "
             "and set the option lanes"

@@ -1,4 +1,4 @@
-"""Prepared descriptor lists: what NIXL is told of an array once, and then chooses from by index.
+"""Prepared descriptor lists: what NIXL gets about an array once, and then chooses from by index.
 
 A list names, for each span of a page (the whole page is one span), every page of the array: item
 `span * num_pages + page`. NIXL takes it as one strided row for each span.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Final, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Final, Literal, TypeAlias
 
 import msgspec
 import numpy as np
@@ -13,8 +13,7 @@ import numpy as np
 from baton.errors import TransferError
 from baton.transfer.messages import decode
 from baton.transfer.region import compute_region_bytes
-from baton.transfer.transports.nixl.agent import HERE, Agent, Selection
-from baton.transfer.transports.nixl.bindings import map_errors
+from baton.transfer.transports.nixl.agent import HERE, Agent, Selection, map_errors
 from baton.transfer.transports.nixl.lists import (
     MAX_LIST_ITEMS,
     PreparedLists,
@@ -34,6 +33,25 @@ if TYPE_CHECKING:
     from baton.transfer.interface import PageArray, PagedRegion, RegionDescriptor
     from baton.transfer.onesided.session import Direction
     from baton.transfer.transports.nixl.agent import AgentName, Handle, Operation
+
+
+class NixlOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Options of the `nixl` transport.
+
+    `lanes`: how UCX may reach peers. `host`: memory of this host only, no listener. `network`:
+    RDMA and TCP. UCX does not authenticate peers: a host that reaches its ports can write this
+    process' memory, so `network` belongs on a network where all hosts are trusted.
+    `device`: UCX's name of the network device to use (`mlx5_0:1`, `eth0`), for `network`; None
+    means the interface that has the bind address. For several set `UCX_NET_DEVICES`, which wins.
+    `advertise_host`: the address that peers are sent, where the bound one is none (`0.0.0.0`).
+    `connect_timeout_s`: from the start of connecting until the peer's region may be written.
+    """
+
+    lanes: Literal["host", "network"] = "host"
+    device: Annotated[str, msgspec.Meta(pattern=r"^[\w.:-]+$")] | None = None
+    advertise_host: str | None = None
+    connect_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 5.0
+
 
 _Half: TypeAlias = "tuple[NDArray[np.int64], Spans]"
 
@@ -73,7 +91,7 @@ class _Target:
 class _Side:
     """What a group names on one side: `pages` of an array that lies at `base` in `agent`'s memory.
 
-    `agent` is `HERE` or the peer's name; `key` tells the array from all others of this engine.
+    `agent` is `HERE` or the peer's name; `key` identifies the array among all of this engine.
     """
 
     agent: AgentName

@@ -2,23 +2,19 @@
 
 Enters: whole page index lists and, of a write, its notification. Leaves: stores into the receiver's
 pages, then a notification over a Unix socket; on the other side `Arrived`, and quiescence by answer
-or proof of death. Of a read: the peer's bytes in this side's pages; the other side hears nothing.
+or proof of death. Of a read: the peer's bytes in this side's pages; the peer receives nothing.
 
 File map:
-    options.py     the options
-    transport.py   `SharedTransport`: the contract, listening, admission
+    transport.py   options; `SharedTransport`: the contract, admission, the receiving end
+    remote.py      the writing, or reading, end: one peer's region, mapped into this process
     wire.py        the messages, and their bounds
-    remote.py      the writing, or reading, end: one peer's region, mapped here
-    mapping.py     a peer's pages in this process' address space
-    inbound.py     the receiving end: one writer's messages, and whether it is alive
 """
 
 from functools import partial
 
 from baton.registry import Plugin
 from baton.transfer.interface import TransportFactory
-from baton.transfer.transports.shared.options import SharedOptions
-from baton.transfer.transports.shared.transport import SharedTransport
+from baton.transfer.transports.shared.transport import SharedOptions, SharedTransport
 
 
 def _build(options: SharedOptions) -> TransportFactory:

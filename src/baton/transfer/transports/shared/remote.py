@@ -1,30 +1,25 @@
-"""The writing, or reading, end: one peer's region, mapped here."""
+"""The writing, or reading, end of `shared`: one peer's region, mapped here.
+
+A memfd is mapped twice: once to be written, once read-only for views (`PeerPages`).
+"""
 
 from __future__ import annotations
 
+import mmap
 import os
-from typing import TYPE_CHECKING, assert_never
+from typing import TYPE_CHECKING, Final, assert_never
 
-from baton.errors import PeerLostError, PeerUnreachableError, ProtocolError, TransferError
+from baton.errors import PeerLostError, ProtocolError, TransferError
+from baton.kv.copies import apply_copies
 from baton.net.connection import InboundPoller
 from baton.net.framing import encode_frame
-from baton.transfer.bounds import check_array
-from baton.transfer.grant_messages import (
-    MAX_BODY_BYTES,
-    GrantClosed,
-    NotAttached,
-)
-from baton.transfer.interface import (
-    ReadCompleted,
-    ReadFailed,
-    RemoteAttached,
-    RemoteLost,
-    WriteCompleted,
-    WriteFailed,
-)
-from baton.transfer.messages import encode
-from baton.transfer.peer_grants import PeerGrants, Submitted, send_memory_released
-from baton.transfer.transports.shared.mapping import map_attached
+from baton.transfer.base_transport import refused_to_attach
+from baton.transfer.devices.extents import ExtentMapping, attach_extent, compute_written
+from baton.transfer.grant_messages import GrantClosed
+from baton.transfer.interface import ReadCompleted, ReadFailed, WriteFailed
+from baton.transfer.messages import MAX_BODY_BYTES, NotAttached, encode
+from baton.transfer.peer_writes import PeerWritesRemote, Submitted
+from baton.transfer.region import check_array, map_peer_memory, view_pages
 from baton.transfer.transports.shared.wire import (
     Attached,
     WriteNotification,
@@ -33,7 +28,7 @@ from baton.transfer.transports.shared.wire import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     import numpy as np
     from numpy.typing import NDArray
@@ -42,23 +37,171 @@ if TYPE_CHECKING:
     from baton.kv.copies import PageCopies
     from baton.net.channel import Channel
     from baton.net.connection import Connection
-    from baton.transfer.devices.options import DeviceOptions
+    from baton.transfer.base_transport import Reactor
+    from baton.transfer.devices.backing import DeviceOptions
     from baton.transfer.interface import (
+        PageArray,
+        PagedRegion,
         PageWrite,
         RegionDescriptor,
         RemoteId,
         TransferId,
     )
-    from baton.transfer.reactor import Reactor
-    from baton.transfer.transports.shared.mapping import PeerPages
     from baton.transfer.transports.shared.wire import Attach
 
+MADV_POPULATE_READ: Final = 22
+MADV_POPULATE_WRITE: Final = 23
+"""From Linux's mman.h; Python's mmap does not name them yet."""
+PREFAULT_BYTES: Final = 8 * 1024 * 1024
+"""About 2 ms of work."""
 
-class SharedRemote:
-    """A peer's region as this writer sees it: attaching, attached or lost.
 
-    A write is copied in one go, within `submit` or when its grant is heard of: between two calls
-    no store is under way, so `GrantClosed` is true when it is said. Owner thread: the transport's.
+class PeerPages:
+    """Owns the mappings of a peer's region. Owner thread: the transport's.
+
+    A memfd is mapped a second time to be looked at, without the right to write: a view that
+    somebody keeps can neither change the peer's pages nor hold back the first mapping, whose end
+    proves that this process writes no more.
+    """
+
+    def __init__(
+        self, mapping: mmap.mmap, arrays: Sequence[PageArray], readable: mmap.mmap | None = None
+    ) -> None:
+        self._mapping, self._arrays = mapping, arrays
+        self._own = _Mapping(mapping, arrays, MADV_POPULATE_WRITE)
+        self._read_only = (
+            None if readable is None else _Mapping(readable, arrays, MADV_POPULATE_READ)
+        )
+        self._was_viewed = False
+
+    def view(self, array: int) -> NDArray[np.uint8]:
+        """One array, uint8 `[num_pages, page_bytes]`, writable; not to be kept."""
+        return self._own.views[array]
+
+    def view_read_only(self, array: int) -> NDArray[np.uint8]:
+        """The same pages, read-only; may be kept.
+
+        Raises:
+            TransferError: they lie in a device.
+        """
+        if self._read_only is None:
+            raise TransferError("shared does not show pages in place that lie in a device")
+        self._was_viewed = True
+        return self._read_only.views[array]
+
+    def store(self, copies: PageCopies, sources: Sequence[NDArray[np.uint8]]) -> None:
+        """Copy checked pages of `sources`, one for each layer, in, so far that the peer sees them.
+
+        Raises:
+            TransferError: the memory behind the mapping is not what it was.
+        """
+        device = self._mapping if isinstance(self._mapping, ExtentMapping) else None
+        if device is not None:
+            device.check_size()
+        for layer, source in zip(copies.layers, sources, strict=True):
+            apply_copies(copies, source, self.view(layer))
+            if device is not None:
+                device.flush_ranges(*compute_written(copies, self._arrays[layer]))
+
+    def load(self, copies: PageCopies, target: NDArray[np.uint8]) -> None:
+        """Copy checked pages of the peer out into `target`.
+
+        Raises:
+            TransferError: the memory behind the mapping is not what it was.
+        """
+        if isinstance(self._mapping, ExtentMapping):
+            self._mapping.check_size()
+        apply_copies(copies, self.view(copies.layer), target)
+
+    def prefault(self) -> bool:
+        """Enter the next slice into this process's page table; whether there was one.
+
+        What was not entered when it is first written costs a page fault for each 4 KiB, in the
+        middle of a handoff: a first write took eight times as long as a later one
+        (benchmarks/bench_page_faults.py). The peer committed the memory, so for one that is only
+        read nothing else happens here either. Pages to be viewed follow once somebody looked.
+        """
+        if self._own.prefault():
+            return True
+        return self._was_viewed and self._read_only is not None and self._read_only.prefault()
+
+    def unmap(self) -> bool:
+        """Give the memory up; whether it is proved that this process writes no more."""
+        if self._read_only is not None:
+            self._read_only.unmap()  # or its last viewer does
+        return self._own.unmap()
+
+
+class _Mapping:
+    """One mapping, its arrays, and how much of it was entered into the page table."""
+
+    def __init__(self, mapping: mmap.mmap, arrays: Sequence[PageArray], advice: int) -> None:
+        self.views = [view_pages(mapping, array) for array in arrays]
+        self._mapping, self._advice = mapping, advice
+        self._num_faulted_bytes = 0
+
+    def prefault(self) -> bool:
+        """The next slice; whether there was one."""
+        start = self._num_faulted_bytes
+        if start >= len(self._mapping):
+            return False
+        length = min(PREFAULT_BYTES, len(self._mapping) - start)
+        try:
+            self._mapping.madvise(self._advice, start, length)
+        except OSError:  # a kernel before 5.14: pages fault in as they are used
+            length = len(self._mapping) - start
+        self._num_faulted_bytes = start + length
+        return True
+
+    def unmap(self) -> bool:
+        """Whether the mapping is proved gone: no view is left."""
+        self.views.clear()
+        try:
+            self._mapping.close()
+        except BufferError:
+            return False
+        return True
+
+
+def map_attached(attached: Attached, fd: int | None, device: DeviceOptions | None) -> PeerPages:
+    """Map what a peer granted, a memfd or an extent; `fd` is closed, also on failure.
+
+    Raises:
+        ProtocolError: it granted neither, or both.
+        TransferError: the memory is not what the arrays claim, or lies where this side has none.
+    """
+    try:
+        match fd, attached.extent:
+            case int(), None:
+                arrays = attached.arrays
+                readable = map_peer_memory(fd, arrays, mmap.PROT_READ)
+                return PeerPages(map_peer_memory(fd, arrays), arrays, readable)
+            case None, bytes():
+                return PeerPages(_attach(attached.extent, attached.arrays, device), attached.arrays)
+            case _:
+                raise ProtocolError("the peer granted a region, and not one memory with it")
+    finally:
+        if fd is not None:
+            os.close(fd)
+
+
+def _attach(
+    extent: bytes, arrays: Sequence[PageArray], device: DeviceOptions | None
+) -> ExtentMapping:
+    if device is None:
+        raise TransferError(
+            "the peer's memory lies in a device, and this worker has none: give both the same "
+            "transfer.options.shared.device"
+        )
+    return attach_extent(device, extent, arrays)
+
+
+class SharedRemote(PeerWritesRemote["Sequence[NDArray[np.uint8]]"]):
+    """See `BaseRemote`.
+
+    A write is copied in one go, within `submit` or when its grant is opened: between two calls no
+    store is in progress, so `GrantClosed` is true when it is sent. `local_views` are this side's
+    pages, of each region and array.
     """
 
     def __init__(
@@ -67,35 +210,16 @@ class SharedRemote:
         descriptor: RegionDescriptor,
         reactor: Reactor,
         *,
+        local_views: Mapping[RegionHandle, Sequence[NDArray[np.uint8]]],
         make_attach: Callable[[RegionHandle], Attach],
         device: DeviceOptions | None = None,
     ) -> None:
-        self.id, self.descriptor = id_, descriptor
-        self._device = device
-        self._reactor, self._make_attach = reactor, make_attach
-        self._connection: Connection | None = None
+        super().__init__(id_, descriptor, reactor)
+        self._local_views, self._make_attach, self._device = local_views, make_attach, device
         self._inbound_poller: InboundPoller | None = None
         self._pages: PeerPages | None = None
-        self._grants: PeerGrants[Sequence[NDArray[np.uint8]]] = PeerGrants(
-            reactor, self._start_write
-        )
-        self._unsent: dict[TransferId, int] = {}
-        self._loss: TransferError | None = None
-        self._is_mapped = False
-
-    @property
-    def is_attaching(self) -> bool:
-        """Neither attached nor lost yet."""
-        return self._pages is None and self._loss is None
-
-    @property
-    def is_mapped(self) -> bool:
+        self.is_mapped = False
         """Whether the peer's memory is, or may come to be, in this process' address space."""
-        return self._is_mapped
-
-    def set_connection(self, connection: Connection) -> None:
-        """The connection that is being opened: closed with this remote."""
-        self._connection = connection
 
     def send_attach(self, connection: Connection) -> None:
         """Both ends have proved themselves: ask for the region."""
@@ -103,36 +227,33 @@ class SharedRemote:
         connection.set_handlers(self._read_first, self.lose)
         connection.channel.allow_bodies(MAX_BODY_BYTES)
         attach = self._make_attach(self.descriptor.handle)
-        self._is_mapped = True  # as good as: another one that attaches now is not the only one
+        self.is_mapped = True  # as good as: another one that attaches now is not the only one
         connection.send_body(encode(attach))
 
-    def poll_inbound(self) -> None:
-        """Before a transfer: a grant may just have been opened, or closed, or the peer be gone."""
-        if self._inbound_poller is not None and self._loss is None:
-            self._inbound_poller.poll_inbound()
-
-    def submit(
-        self, transfer: TransferId, write: PageWrite, source: Sequence[NDArray[np.uint8]]
-    ) -> None:
-        """Copy a checked write, of these arrays of local pages, into the peer's; tell the peer."""
+    def submit(self, transfer: TransferId, write: PageWrite, region: PagedRegion) -> None:
+        """Copy a checked write into the peer's pages, then send its notification."""
+        self._poll_inbound()
         if self._loss is not None:
             self._reactor.report(WriteFailed(transfer, self._loss))
             return
+        layers = write.copies.layers
+        source = self._local_views[region.handle][layers.start : layers.stop]
         self._grants.submit(Submitted(transfer, write, source), self._connection)
 
-    def read(self, transfer: TransferId, copies: PageCopies, target: NDArray[np.uint8]) -> None:
-        """Copy checked pages of the peer into local ones, now; the event says how it went.
+    def read(self, transfer: TransferId, copies: PageCopies, region: PagedRegion) -> None:
+        """Copy checked pages of the peer into local ones, now; the event reports the result.
 
         The mapping outlives the peer's process, so a peer that was killed and not missed yet is
         read as it was when it died.
         """
+        self._poll_inbound()
         if self._loss is not None:
             self._reactor.report(ReadFailed(transfer, self._loss))
             return
         if self._pages is None:
             raise TransferError("this remote is not attached yet")
         try:
-            self._pages.load(copies, target)
+            self._pages.load(copies, self._local_views[region.handle][copies.layer])
         except TransferError as exc:
             self._reactor.report(ReadFailed(transfer, exc))
         else:
@@ -156,43 +277,22 @@ class SharedRemote:
         """Enter the next slice of the peer's memory into the page table; whether there was one."""
         return self._pages is not None and self._pages.prefault()
 
-    def lose(self, error: TransferError) -> None:
-        """The peer is gone: report it and every write whose notification was not sent, once."""
-        if self._loss is None:
-            self._reactor.report(RemoteLost(self.id, error))
-            self._end(error)
+    def _poll_inbound(self) -> None:
+        """Before a transfer: a grant may just have been opened or closed, or the peer be lost.
 
-    def detach(self) -> None:
-        """This side is done: unmap, and say so if that is true; unfinished writes fail."""
-        if self._loss is not None:
-            return
-        was_unmapped = self._end(PeerLostError("the remote was detached"))
-        send_memory_released(self._connection, is_released=was_unmapped)
+        Views of pages are taken after this: the traceback of a loss keeps the frames it passed.
+        """
+        if self._inbound_poller is not None and self._loss is None:
+            self._inbound_poller.poll_inbound()
 
-    @property
-    def is_gone(self) -> bool:
-        """Nothing is left of it, not even an unfinished farewell."""
-        return self._loss is not None and (self._connection is None or not self._connection.is_open)
-
-    def close(self) -> None:
-        """Detach, and do not wait for the peer to answer the farewell."""
-        self.detach()
-        if self._connection is not None:
-            self._connection.close()
-
-    def _end(self, error: TransferError) -> bool:
-        """Forget the peer's memory; whether it is proved unmapped."""
-        self._loss = error
+    def _release_memory(self, error: TransferError) -> bool:
+        del error
         pages, self._pages = self._pages, None
-        for transfer in self._unsent:
-            self._reactor.report(WriteFailed(transfer, error))
-        self._unsent.clear()
-        self._grants.end(error)
-        self._is_mapped = pages is not None and not pages.unmap()
-        return not self._is_mapped
+        self.is_mapped = pages is not None and not pages.unmap()
+        return not self.is_mapped
 
     def _start_write(self, submitted: Submitted[Sequence[NDArray[np.uint8]]]) -> None:
-        """Store the pages, then send the notification: the system call comes after the stores."""
+        """Store the pages, then send the notification: the system call orders the two."""
         transfer, write = submitted.transfer, submitted.write
         copies = write.copies
         if self._pages is None or self._connection is None:
@@ -214,19 +314,13 @@ class SharedRemote:
         if self._connection.channel.has_unsent:
             connection.send_batches(self._notification_batches(transfer, b""))
         else:
-            self._write_sent(transfer)
+            self._notification_sent(transfer)
 
     def _notification_batches(
         self, transfer: TransferId, frame: bytes
     ) -> Iterator[list[memoryview]]:
         yield [memoryview(frame)] if frame else []
-        self._write_sent(transfer)
-
-    def _write_sent(self, transfer: TransferId) -> None:
-        """A write's notification has left; unless it was lost on the way, and that reported."""
-        num_bytes = self._unsent.pop(transfer, None)
-        if num_bytes is not None:
-            self._reactor.report(WriteCompleted(transfer, num_bytes))
+        self._notification_sent(transfer)
 
     def _read_first(self, channel: Channel) -> None:
         received = channel.receive_body_and_fd()
@@ -235,16 +329,17 @@ class SharedRemote:
         body, fd = received
         match decode_first_from_receiver(body):
             case Attached(arrays) as attached:
-                if arrays != self.descriptor.arrays:
+                try:
+                    self._check_arrays(arrays)
+                except ProtocolError:
                     if fd is not None:
                         os.close(fd)
-                    raise ProtocolError("the peer's region does not match its description")
+                    raise
                 self._pages = map_attached(attached, fd, self._device)
-                self._connection.cancel_deadline()
                 self._connection.set_handlers(self._read, self.lose)
-                self._reactor.report(RemoteAttached(self.id))
+                self._set_attached()
             case NotAttached(reason):
-                raise PeerUnreachableError(f"the peer refused to attach: {reason}")
+                raise refused_to_attach(reason)
             case unknown:
                 assert_never(unknown)
 

@@ -1,27 +1,27 @@
 """`shared`: one host's memory; a peer stores into the owner's pages, or loads from them.
 
-The receiver hands its memfd to writers that proved the key. It cannot stop a writer's hand, so it
-asks (`CloseGrant`, `GrantClosed`), and believes nothing but an answer or the death of the writer's
-process. A reader is sent no grant and keeps none waiting.
+The owner sends its memfd to peers that are authenticated. When a grant closes, only a writer's
+answer, its next `Attach` without the old mapping, or the end of its process proves that it writes
+no more (`peer_writes.py`). A reader is sent no grant and keeps none waiting.
 """
 
 from __future__ import annotations
 
-import re
+import os
 import secrets
-import socket
-from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Annotated, assert_never
 
-from baton.errors import ProtocolError, TransferError
-from baton.ids import Epoch, RegionHandle
-from baton.net.endpoints import Dialer, Listener
-from baton.transfer.bounds import check_copies, check_notification
-from baton.transfer.devices.coherence import settle_pages
-from baton.transfer.devices.extents import find_extent
-from baton.transfer.grant_ledger import GrantLedger, WriterId
-from baton.transfer.grant_messages import MAX_BODY_BYTES, MAX_GRANT_PAGES, NotAttached
+import msgspec
+
+from baton.errors import TransferError
+from baton.ids import Epoch, RegionHandle, TicketId
+from baton.net.endpoints import open_peer_process
+from baton.transfer.devices.backing import DeviceOptions
+from baton.transfer.devices.extents import find_extent, settle_pages
+from baton.transfer.endpoints import open_dialer, open_listener, parse_endpoint
+from baton.transfer.grant_messages import GrantClosed, MemoryReleased, QueryGrant
 from baton.transfer.interface import (
+    Arrived,
     Capabilities,
     GrantQuiescent,
     RegionDescriptor,
@@ -29,46 +29,102 @@ from baton.transfer.interface import (
     TransferId,
 )
 from baton.transfer.messages import encode
-from baton.transfer.page_set import check_grant_pages
-from baton.transfer.reactor import Reactor
-from baton.transfer.region import check_arrays, view_pages
-from baton.transfer.transports.shared.inbound import SharedInbound
+from baton.transfer.peer_writes import AdmittedWriter, PeerWritesTransport, WriterConnection
+from baton.transfer.region import view_pages
 from baton.transfer.transports.shared.remote import SharedRemote
-from baton.transfer.transports.shared.wire import Attach, decode_attach
+from baton.transfer.transports.shared.wire import (
+    Attach,
+    Attached,
+    WriteNotification,
+    decode_attach,
+    decode_from_writer,
+)
 
 if TYPE_CHECKING:
+    import socket
+
     import numpy as np
     from numpy.typing import NDArray
 
-    from baton.ids import TicketId
     from baton.net.channel import Channel
     from baton.net.connection import Connection
     from baton.transfer.interface import (
         PagedRegion,
         PageRead,
-        PageWrite,
         TransferEvent,
         TransportContext,
         WriteGrant,
     )
-    from baton.transfer.transports.shared.options import SharedOptions
-
-PURPOSE: Final = "shared"
-MAX_WRITERS: Final = 512
-"""Mappings that are out: connected, or lost and not proved gone."""
-
-_ENDPOINT: Final = re.compile(r"baton-[0-9a-f]{32}")
 
 
-class SharedTransport:
+class SharedOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Options of the `shared` transport.
+
+    `connect_timeout_s`: from the start of connecting until the peer's region may be written.
+    `device`: where this host's engines have their regions, if not in memfds.
+    """
+
+    connect_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 5.0
+    device: DeviceOptions | None = None
+
+
+class SharedWriter(WriterConnection):
+    """A peer that mapped this side's memory, until it is proved that it has no such mapping."""
+
+    def __init__(self, writer: AdmittedWriter, attach: Attach) -> None:
+        super().__init__(writer, open_peer_process(writer.connection.channel.socket))
+        self._attach = attach
+
+    def is_superseded_by(self, attach: Attach) -> bool:
+        """Whether a later `Attach` proves that this mapping is gone."""
+        mine = self._attach
+        same = (attach.holder, attach.region) == (mine.holder, mine.region)
+        return same and attach.is_only
+
+    def open_process(self, epoch: Epoch) -> int | None:
+        """A descriptor of the peer's process, if it is that life of a worker and can be watched."""
+        if self._attach.epoch != epoch or self._process is None:
+            return None
+        return os.dup(self._process)
+
+    def _send_attached(self) -> None:
+        region, extent = self._region, find_extent(self._region)
+        if extent is not None:
+            self._connection.send_body(encode(Attached(region.arrays, extent.extent.id)))
+        elif region.fd is not None:
+            self._connection.send_body_with_fd(encode(Attached(region.arrays)), region.fd)
+
+    def _read(self, channel: Channel) -> None:
+        for body in channel.receive_bodies():
+            match decode_from_writer(body):
+                case WriteNotification(grant, notification, layer, num_layers):
+                    if self._ledger.admits(self._writer, TicketId(grant)):
+                        self._settle(TicketId(grant), range(layer, layer + num_layers))
+                        self._reactor.report(Arrived(TicketId(grant), notification))
+                case MemoryReleased() as message:
+                    self._handle_grant_message(message)
+                    return
+                case QueryGrant() | GrantClosed() as message:
+                    self._handle_grant_message(message)
+                case unknown:
+                    assert_never(unknown)
+
+    def _settle(self, grant: TicketId, layers: range) -> None:
+        """Read nothing stale of what was written; if a writer names other layers, digests fail."""
+        if layers.stop <= len(self._region.arrays):
+            settle_pages(self._region, self._ledger.pages_of(grant), layers)
+
+
+class SharedTransport(PeerWritesTransport[SharedRemote, Attach, SharedWriter]):
     """See `Transport`. Owner thread: whoever calls `poll`; `submit` and `read` copy the pages."""
 
     kind = "shared"
+    max_writers = 512
 
     def __init__(self, options: SharedOptions, context: TransportContext) -> None:
-        self._context = context
+        super().__init__(context, connect_timeout_s=options.connect_timeout_s)
         self._device = options.device
-        # Where caches need care, nobody tells the owner when to write back what is to be read.
+        # Where caches need care, the owner does not know when to write back what is to be read.
         can_read = self._device is None or self._device.flush != "libpmem"
         self.capabilities = Capabilities(
             ("shared",),
@@ -77,118 +133,41 @@ class SharedTransport:
             views=self._device is None,
             multi_array=True,
         )
-        self._reactor = Reactor(context.clock)
-        self.readiness_fd: int | None = self._reactor.fd
-        self._dialer = Dialer(
-            self._reactor, context.key, PURPOSE, timeout_s=options.connect_timeout_s
-        )
-        self._regions: dict[RegionHandle, PagedRegion] = {}
         self._views: dict[RegionHandle, list[NDArray[np.uint8]]] = {}
-        self._ledger = GrantLedger()
-        self._writers: dict[WriterId, SharedInbound] = {}
-        self._remotes: dict[RemoteId, SharedRemote] = {}
-        self._leaving: list[SharedRemote] = []
         self._holder = secrets.token_bytes(16)
         self._unproved: set[RegionHandle] = set()
-        self._listener: Listener | None = None
-        self._endpoint = ""
-        self._num_remotes = self._num_transfers = self._num_writers = 0
 
     def expose(self, region: PagedRegion) -> RegionDescriptor:
         """See `Transport`."""
-        if region.kind != "shared" or not _can_be_handed_over(region):
+        if region.fd is None and find_extent(region) is None:
             raise TransferError(f"shared cannot expose {region.kind} memory without a descriptor")
-        check_arrays(region.arrays)
-        if self._listener is None:
-            self._listen()
-        self._regions[region.handle] = region
+        descriptor = super().expose(region)
         self._views[region.handle] = [view_pages(region.memory, array) for array in region.arrays]
-        return RegionDescriptor(
-            self.kind, region.handle, self._context.epoch, region.arrays, self._endpoint
-        )
-
-    def attach(self, descriptor: RegionDescriptor) -> RemoteId:
-        """See `Transport`."""
-        if descriptor.transport != self.kind or not _ENDPOINT.fullmatch(descriptor.endpoint):
-            raise TransferError("this is no descriptor of the shared transport")
-        check_arrays(descriptor.arrays)
-        self._num_remotes += 1
-        remote = SharedRemote(
-            RemoteId(self._num_remotes),
-            descriptor,
-            self._reactor,
-            make_attach=self._make_attach,
-            device=self._device,
-        )
-        self._remotes[remote.id] = remote
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            remote.set_connection(
-                self._dialer.dial(
-                    sock, _address(descriptor.endpoint), remote.send_attach, remote.lose
-                )
-            )
-        except TransferError as exc:
-            remote.lose(exc)
-        return remote.id
+        return descriptor
 
     def detach(self, remote: RemoteId) -> None:
         """See `Transport`."""
-        known = self._remotes.pop(remote, None)
-        if known is not None:
-            known.detach()
-            if known.is_mapped:  # somebody kept a view
-                self._unproved.add(known.descriptor.handle)
-            self._leaving = [each for each in (*self._leaving, known) if not each.is_gone]
-
-    def open_grant(self, grant: WriteGrant) -> None:
-        """See `Transport`."""
-        region = self._find_region(grant.region)
-        check_grant_pages(grant.pages, region.arrays)
-        if len(grant.pages) > MAX_GRANT_PAGES:
-            raise TransferError(f"a grant of more than {MAX_GRANT_PAGES} pages")
-        settle_pages(region, grant.pages, range(len(region.arrays)))
-        for writer in self._ledger.open_grant(grant):
-            self._writers[writer].send_grant_opened(grant)
-
-    def close_grant(self, grant: TicketId) -> None:
-        """See `Transport`."""
-        for writer in self._ledger.close_grant(grant):
-            self._writers[writer].send_close_grant(grant)
-        for quiescent in self._ledger.take_quiescent():
-            self._reactor.report(GrantQuiescent(quiescent))
-
-    def submit(self, write: PageWrite) -> TransferId:
-        """See `Transport`."""
-        remote, region = self._find_remote(write.remote), self._find_region(write.region)
-        multi_array = self.capabilities.multi_array
-        check_copies(write.copies, region.arrays, remote.descriptor.arrays, multi_array=multi_array)
-        check_notification(write.notification)
-        transfer = self._new_transfer()
-        remote.poll_inbound()
-        layers = write.copies.layers
-        remote.submit(transfer, write, self._views[region.handle][layers.start : layers.stop])
-        return transfer
+        known = self._remotes.get(remote)
+        super().detach(remote)
+        if known is not None and known.is_mapped:  # somebody kept a view
+            self._unproved.add(known.descriptor.handle)
 
     def read(self, read: PageRead) -> TransferId:
-        """See `Transport`."""
+        """See `ReadsPages`."""
         if not self.capabilities.reads:
             raise TransferError("shared does not read memory whose caches need care (flush)")
-        remote, region = self._find_remote(read.remote), self._find_region(read.region)
-        check_copies(read.copies, remote.descriptor.arrays, region.arrays)
-        transfer = self._new_transfer()
-        remote.poll_inbound()
-        remote.read(transfer, read.copies, self._views[region.handle][read.copies.layer])
+        transfer, remote, region = self._check_read(read)
+        remote.read(transfer, read.copies, region)
         return transfer
 
     def view(self, remote: RemoteId, array: int) -> NDArray[np.uint8]:
-        """See `Transport`."""
+        """See `ViewsPages`."""
         return self._find_remote(remote).view(array)
 
     def open_reader(self, reader: Epoch) -> int | None:
         """See `TracksReaders`."""
-        for inbound in self._writers.values():
-            process = inbound.open_process(reader)
+        for writer in self._writers.values():
+            process = writer.open_process(reader)
             if process is not None:
                 return process
         return None
@@ -200,101 +179,43 @@ class SharedTransport:
             any(remote.prefault() for remote in self._remotes.values())
         return [*events, *map(GrantQuiescent, self._ledger.take_quiescent())]
 
-    def close(self) -> None:
-        """See `Transport`."""
-        for remote in (*self._remotes.values(), *self._leaving):
-            remote.close()
-        if self._listener is not None:
-            self._listener.close()
-        for writer in self._writers.values():
-            writer.close()
-        self._writers.clear()
-        self._views.clear()
-        self._reactor.close()
-        self.readiness_fd = None
-
-    def _listen(self) -> None:
-        endpoint = f"baton-{secrets.token_hex(16)}"
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            sock.bind(_address(endpoint))
-        except OSError as exc:
-            sock.close()
-            raise TransferError(f"cannot listen on a Unix socket: {exc}") from exc
-        self._endpoint = endpoint
-        self._listener = Listener(
-            sock, self._reactor, self._context.key, PURPOSE, on_peer=self._accept_peer
+    def _make_remote(self, id_: RemoteId, descriptor: RegionDescriptor) -> SharedRemote:
+        parse_endpoint("host", descriptor.endpoint)
+        return SharedRemote(
+            id_,
+            descriptor,
+            self._reactor,
+            local_views=self._views,
+            make_attach=self._make_attach,
+            device=self._device,
         )
 
-    def _accept_peer(self, connection: Connection) -> None:
-        """A writer proved itself: its first message names the region that it wants."""
-        connection.channel.allow_bodies(MAX_BODY_BYTES)
-        connection.set_handlers(
-            partial(self._admit, connection), lambda _: self._forget(connection)
-        )
-
-    def _admit(self, connection: Connection, channel: Channel) -> None:
-        body = channel.receive_body()
-        if body is None:
-            return
-        attach = decode_attach(body)
-        region = self._regions.get(RegionHandle(attach.region))
-        if region is None:
-            connection.send_body(encode(NotAttached("no such region")))
-            return
-        for earlier in tuple(self._writers.values()):
-            if earlier.is_superseded_by(attach):
-                earlier.finish()
-        if self._ledger.num_writers >= MAX_WRITERS:
-            raise ProtocolError("too many writers hold this memory")
-        self._num_writers += 1
-        writer = WriterId(self._num_writers)
-        inbound = SharedInbound(
-            writer,
-            attach,
-            connection,
-            self._ledger,
-            reactor=self._reactor,
-            on_over=partial(self._writer_over, connection),
-        )
-        self._writers[writer] = inbound
-        grants = self._ledger.add_writer(writer, Epoch(attach.epoch), region.handle)
-        inbound.send_attached(region, grants)
-
-    def _writer_over(self, connection: Connection, writer: WriterId) -> None:
-        self._forget(connection)
-        self._writers.pop(writer, None)
-
-    def _forget(self, connection: Connection) -> None:
-        if self._listener is not None:
-            self._listener.forget(connection)
+    def _connect(self, remote: SharedRemote) -> None:
+        self._dial(remote, *open_dialer("host", remote.descriptor.endpoint))
 
     def _make_attach(self, region: RegionHandle) -> Attach:
         mapped = (each.descriptor.handle for each in self._remotes.values() if each.is_mapped)
         is_only = region not in self._unproved and region not in mapped
         return Attach(self._context.epoch, region, self._holder, is_only)
 
-    def _new_transfer(self) -> TransferId:
-        self._num_transfers += 1
-        return TransferId(self._num_transfers)
+    def _open_listener(self) -> tuple[socket.socket, str]:
+        return open_listener("host", self._context.bind_host, None)
 
-    def _find_remote(self, id_: RemoteId) -> SharedRemote:
-        remote = self._remotes.get(id_)
-        if remote is None or remote.is_attaching:
-            raise TransferError("this remote is not attached")
-        return remote
+    def _decode_attach(self, body: bytes) -> Attach:
+        return decode_attach(body)
 
-    def _find_region(self, handle: RegionHandle) -> PagedRegion:
-        region = self._regions.get(handle)
-        if region is None:
-            raise TransferError("this region was not exposed")
-        return region
+    def _admit(self, connection: Connection, attach: Attach, region: PagedRegion) -> None:
+        for earlier in tuple(self._writers.values()):
+            if earlier.is_superseded_by(attach):
+                earlier.finish()
+        super()._admit(connection, attach, region)
 
+    def _make_writer(self, writer: AdmittedWriter, attach: Attach) -> SharedWriter:
+        return SharedWriter(writer, attach)
 
-def _can_be_handed_over(region: PagedRegion) -> bool:
-    return region.fd is not None or find_extent(region) is not None
+    def _prepare_pages(self, grant: WriteGrant, region: PagedRegion) -> None:
+        settle_pages(region, grant.pages, range(len(region.arrays)))
 
-
-def _address(endpoint: str) -> bytes:
-    """The name in the abstract namespace: no file, gone with the socket."""
-    return b"\0" + endpoint.encode()
+    def _release(self) -> None:
+        super()._release()
+        self._views.clear()

@@ -1,6 +1,6 @@
 """What crosses a `shared` connection after the handshake (docs/wire/transfer.md).
 
-Page bytes never do: the writer stores them into the receiver's memory, then says so.
+Page bytes never do: the writer stores them into the receiver's memory, then sends a notification.
 """
 
 from __future__ import annotations
@@ -9,15 +9,9 @@ from typing import Annotated, TypeAlias
 
 import msgspec
 
-from baton.transfer.grant_messages import (
-    FromOwner,
-    GrantClosed,
-    MemoryReleased,
-    NotAttached,
-    QueryGrant,
-)
+from baton.transfer.grant_messages import FromOwner, GrantClosed, MemoryReleased, QueryGrant
 from baton.transfer.interface import PageArray
-from baton.transfer.messages import EpochText, IdBytes, NotificationBytes, decode
+from baton.transfer.messages import EpochText, IdBytes, NotAttached, NotificationBytes, decode
 from baton.transfer.region import MAX_ARRAYS
 
 ArrayIndex: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=MAX_ARRAYS)]
@@ -28,7 +22,7 @@ class Attach(msgspec.Struct, frozen=True, tag="attach"):
     """Writer → receiver, first: which life of a worker wants to write into which region.
 
     `holder` is one transport of one process. `is_only`: it has no other mapping of the region, so
-    whatever it was told over connections that broke, it stores nothing any more.
+    whatever it was sent over connections that broke, it stores nothing any more.
     """
 
     epoch: EpochText

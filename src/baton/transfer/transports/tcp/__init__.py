@@ -4,11 +4,10 @@ Enters: whole page index lists and, with a write, its notification. Leaves: fram
 several streams; at the receiver, bytes in place and `Arrived`. Of a read: page bytes back.
 
 File map:
-    transport.py   `TcpTransport`: the contract, grants, admission
+    transport.py   `TcpTransport`: the contract, admission, the listening end, reassembly
+    remote.py      the dialing end: one peer's region over several streams
     sockets.py     options, sockets, endpoints
     wire.py        the messages and their bounds; a write as stripes, one for each stream
-    remote.py      the dialing end: one peer's region over several streams
-    inbound.py     the listening end of one connection; writes of which stripes are missing
 """
 
 from functools import partial

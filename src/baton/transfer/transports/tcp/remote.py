@@ -7,19 +7,18 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import TYPE_CHECKING, Final, assert_never
 
-from baton.errors import PeerLostError, PeerUnreachableError, ProtocolError, TransferError
+from baton.errors import ProtocolError, TransferError
 from baton.ids import new_region_handle
 from baton.net.channel import ReadAhead, skip_bytes
 from baton.net.connection import count_moved_bytes
+from baton.transfer.base_transport import BaseRemote, refused_to_attach
 from baton.transfer.interface import (
     ReadCompleted,
     ReadFailed,
-    RemoteAttached,
-    RemoteLost,
     WriteCompleted,
     WriteFailed,
 )
-from baton.transfer.messages import encode
+from baton.transfer.messages import MAX_BODY_BYTES, NotAttached, encode
 from baton.transfer.scatter_gather import (
     MAX_PART_BYTES,
     cut_parts,
@@ -28,12 +27,10 @@ from baton.transfer.scatter_gather import (
 )
 from baton.transfer.transports.tcp.sockets import fit_buffers
 from baton.transfer.transports.tcp.wire import (
-    MAX_BODY_BYTES,
     Attach,
     Attached,
     Fetch,
     FetchServed,
-    NotAttached,
     WriteLanded,
     WriteRefused,
     cut_stripes,
@@ -49,6 +46,7 @@ if TYPE_CHECKING:
     from baton.kv.copies import CopyGroup, PageCopies
     from baton.net.channel import Channel
     from baton.net.connection import Connection
+    from baton.transfer.base_transport import Reactor
     from baton.transfer.interface import (
         PageArray,
         PagedRegion,
@@ -57,7 +55,6 @@ if TYPE_CHECKING:
         RemoteId,
         TransferId,
     )
-    from baton.transfer.reactor import Reactor
     from baton.transfer.transports.tcp.sockets import TcpOptions
 
 MAX_FETCHES_IN_FLIGHT: Final = 4
@@ -167,23 +164,20 @@ class _PostedWrite:
     loads: tuple[tuple[TcpStream, int], ...]
 
 
-class TcpRemote:
-    """A peer's region as this side sees it: attaching, attached or lost.
-
-    Losing one of its streams loses it as a whole. Owner thread: the transport's.
-    """
+class TcpRemote(BaseRemote):
+    """See `BaseRemote`. Losing one of its streams loses it as a whole."""
 
     def __init__(
         self,
         id_: RemoteId,
         descriptor: RegionDescriptor,
-        epoch: Epoch,
-        *,
-        options: TcpOptions,
         reactor: Reactor,
+        *,
+        epoch: Epoch,
+        options: TcpOptions,
     ) -> None:
-        self.id, self.descriptor = id_, descriptor
-        self._epoch, self._options, self._reactor = epoch, options, reactor
+        super().__init__(id_, descriptor, reactor)
+        self._epoch, self._options = epoch, options
         self._link = bytes(new_region_handle())
         self._whole_bytes = min(options.stripe_bytes, MAX_PART_BYTES)
         self._streams: list[TcpStream] = []
@@ -192,15 +186,9 @@ class TcpRemote:
         self._pending_reads: dict[TransferId, PendingRead] = {}
         self._fetch_parts: deque[FetchPart] = deque()
         self._next_sequence = self._num_attached = 0
-        self._loss: TransferError | None = None
 
-    @property
-    def is_attaching(self) -> bool:
-        """Neither attached by every stream nor lost."""
-        return self._num_attached < self._options.streams and self._loss is None
-
-    def set_connection(self, connection: Connection) -> None:
-        """Register a connection, to be closed with the rest."""
+    def add_connection(self, connection: Connection) -> None:
+        """A connection that is being opened: closed with the rest."""
         self._connections.append(connection)
         if self._loss is not None:
             connection.close()
@@ -270,19 +258,8 @@ class TcpRemote:
             self._fetch_parts.append(fetch_part)
         self._ask()
 
-    def lose(self, error: TransferError) -> None:
-        """The peer or one of its streams is gone: report it and every unanswered write, once."""
-        if self._loss is None:
-            self._reactor.report(RemoteLost(self.id, error))
-            self._end(error)
-
-    def detach(self) -> None:
-        """Close the connections: unfinished transfers fail."""
-        if self._loss is None:
-            self._end(PeerLostError("the remote was detached"))
-
     def _end(self, error: TransferError) -> None:
-        self._loss = error
+        super()._end(error)
         for connection in self._connections:
             connection.close()
         for posted in self._posted.values():
@@ -339,7 +316,7 @@ class TcpRemote:
             case Attached(arrays) if not stream.is_attached:
                 self._attached(stream, arrays)
             case NotAttached(reason) if not stream.is_attached:
-                raise PeerUnreachableError(f"the peer refused to attach: {reason}")
+                raise refused_to_attach(reason)
             case WriteLanded(sequence) if sequence in self._posted:
                 posted = self._take_posted(sequence)
                 self._reactor.report(WriteCompleted(posted.transfer, posted.num_bytes))
@@ -355,13 +332,12 @@ class TcpRemote:
                 assert_never(unknown)
 
     def _attached(self, stream: TcpStream, arrays: tuple[PageArray, ...]) -> None:
-        if arrays != self.descriptor.arrays:
-            raise ProtocolError("the peer's region differs from its descriptor")
+        self._check_arrays(arrays)
         stream.is_attached = True
         self._num_attached += 1
         stream.connection.cancel_deadline()
-        if not self.is_attaching:
-            self._reactor.report(RemoteAttached(self.id))
+        if self._num_attached == self._options.streams and self._loss is None:
+            self._set_attached()
 
     def _take_posted(self, sequence: int) -> _PostedWrite:
         posted = self._posted.pop(sequence)

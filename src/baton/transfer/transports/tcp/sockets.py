@@ -147,15 +147,15 @@ def explain_small_buffers(options: TcpOptions) -> str | None:
 def _tune(sock: socket.socket, options: TcpOptions) -> None:
     """Set options, which accepted connections inherit from their listener."""
     _set_buffers(sock, options.socket_buffer_bytes)
-    patience_s = options.stall_timeout_s
+    timeout_s = options.stall_timeout_s
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (
         (socket.TCP_NODELAY, 1),
         # The kernel detects a peer that is cut off while no transfer is in flight.
-        (socket.TCP_KEEPIDLE, _whole_seconds(patience_s / 2)),
-        (socket.TCP_KEEPINTVL, _whole_seconds(patience_s / 4)),
+        (socket.TCP_KEEPIDLE, _whole_seconds(timeout_s / 2)),
+        (socket.TCP_KEEPINTVL, _whole_seconds(timeout_s / 4)),
         (socket.TCP_KEEPCNT, 2),
-        (socket.TCP_USER_TIMEOUT, _whole_seconds(patience_s) * 1000),
+        (socket.TCP_USER_TIMEOUT, _whole_seconds(timeout_s) * 1000),
     ):
         sock.setsockopt(socket.IPPROTO_TCP, option, value)
 

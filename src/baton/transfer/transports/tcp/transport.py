@@ -1,35 +1,43 @@
-"""`tcp`: pages over ordinary sockets, which the receiver puts in place.
+"""`tcp`: pages over ordinary sockets; the receiver puts them in place.
 
-So a closed grant is quiescent at once: bytes that still arrive for it are dropped.
+So a closed grant is quiescent at once: bytes that still arrive for it are dropped. `TcpInbound` is
+the listening end of one stream: headers are checked, payloads are received in place, and what the
+peer reads is sent from the region as the socket takes it.
 """
 
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final, assert_never
 from weakref import WeakValueDictionary
 
 import msgspec
 
-from baton.errors import TransferError
-from baton.ids import Epoch, RegionHandle
-from baton.net.endpoints import Dialer, Listener
+from baton.errors import ProtocolError, TransferError
+from baton.ids import Epoch, RegionHandle, TicketId
+from baton.net.channel import ReadAhead, skip_bytes
+from baton.net.framing import encode_frame
 from baton.net.tls import make_contexts
-from baton.transfer.bounds import check_copies, check_notification
+from baton.transfer.base_transport import ConnectedTransport
+from baton.transfer.grants import AdmittedGrants
 from baton.transfer.interface import (
-    Arrived,
     Capabilities,
-    GrantQuiescent,
     RegionDescriptor,
     RemoteId,
     TransferId,
 )
 from baton.transfer.messages import encode
-from baton.transfer.page_set import PageSet, check_grant_pages
-from baton.transfer.reactor import Reactor
-from baton.transfer.region import check_arrays
-from baton.transfer.transports.tcp.inbound import TcpInbound, WriteReassembly
+from baton.transfer.scatter_gather import (
+    Geometry,
+    discard_batches,
+    read_batches,
+    sole_batch,
+    unpack_geometry,
+    unpack_target,
+    write_batches,
+)
 from baton.transfer.transports.tcp.remote import TcpRemote
 from baton.transfer.transports.tcp.sockets import (
     explain_small_buffers,
@@ -39,27 +47,28 @@ from baton.transfer.transports.tcp.sockets import (
     parse_endpoint,
 )
 from baton.transfer.transports.tcp.wire import (
-    MAX_BODY_BYTES,
+    Attach,
     Attached,
-    NotAttached,
+    Data,
+    Fetch,
+    FetchServed,
+    WriteLanded,
+    WriteRefused,
     decode_attach,
+    decode_from_dialer,
 )
 
 if TYPE_CHECKING:
     import socket
+    from collections.abc import Iterator
 
-    import numpy as np
-    from numpy.typing import NDArray
-
-    from baton.ids import TicketId
     from baton.net.channel import Channel
     from baton.net.connection import Connection
     from baton.net.tls import TlsContexts
     from baton.transfer.interface import (
+        PageArray,
         PagedRegion,
         PageRead,
-        PageWrite,
-        TransferEvent,
         TransportContext,
         WriteGrant,
     )
@@ -67,12 +76,234 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-PURPOSE = "tcp"
 TLS_SUFFIX = "/tls"
-"""At the end of an endpoint where TLS is spoken."""
+"""At the end of an endpoint where the peer uses TLS."""
+MAX_STEP_BYTES: Final = 8 << 20
+"""Page bytes read before other connections get their turn."""
+MAX_FETCHES: Final = 16
+"""Fetches of one connection that wait to be served: more than a correct peer has in flight."""
+MAX_UNFINISHED: Final = 4096
+MAX_NOTIFICATION_BYTES_HELD: Final = 16 << 20
+"""How far one stream of a correct peer may run ahead of another."""
 
 
-class TcpTransport:
+@dataclass(frozen=True, slots=True)
+class WholeWrite:
+    """A write of which all stripes arrived: in place, unless a part was refused."""
+
+    notification: bytes
+    refusal: str | None
+
+
+@dataclass(slots=True)
+class _Unfinished:
+    grant: bytes
+    num_stripes: int
+    num_over: int = 0
+    notification: bytes = b""
+    refusal: str | None = None
+
+
+class WriteReassembly:
+    """Writes that travel on several streams, until all stripes arrived. Pure."""
+
+    def __init__(self) -> None:
+        self._unfinished: dict[int, _Unfinished] = {}
+        self._num_notification_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._unfinished)
+
+    def stripe_over(
+        self, last: Data, notification: bytes, refusal: str | None
+    ) -> WholeWrite | None:
+        """The last part of a stripe arrived; the write, if this was the last of its stripes.
+
+        Raises:
+            ProtocolError: the stripes of a write contradict each other, or too many writes wait.
+        """
+        write = self._unfinished.get(last.sequence)
+        if write is None:
+            if last.stripes == 1:
+                return WholeWrite(notification, refusal)
+            if len(self._unfinished) >= MAX_UNFINISHED:
+                raise ProtocolError("one stream runs too far ahead of another")
+            write = self._unfinished[last.sequence] = _Unfinished(last.grant, last.stripes)
+        is_alike = (write.grant, write.num_stripes) == (last.grant, last.stripes)
+        if not is_alike or (write.notification and notification):
+            raise ProtocolError("the stripes of a write contradict each other")
+        self._num_notification_bytes += len(notification)
+        if self._num_notification_bytes > MAX_NOTIFICATION_BYTES_HELD:
+            raise ProtocolError("one stream runs too far ahead of another")
+        write.num_over += 1
+        write.notification = write.notification or notification
+        write.refusal = write.refusal or refusal
+        if write.num_over < write.num_stripes:
+            return None
+        del self._unfinished[last.sequence]
+        self._num_notification_bytes -= len(write.notification)
+        return WholeWrite(write.notification, write.refusal)
+
+
+class TcpInbound:
+    """Serves one stream of one peer that attached one region. Owner thread: the transport's.
+
+    A stripe's parts follow each other on the connection. Once a part is refused, so is the rest of
+    its write; the writer is notified when the last stripe is over, on that one's connection.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        writer: Epoch,
+        region: PagedRegion,
+        *,
+        reassembly: WriteReassembly,
+        grants: AdmittedGrants,
+    ) -> None:
+        self.connection, self.region = connection, region
+        self._writer, self._reassembly, self._grants = writer, reassembly, grants
+        self._part: Data | None = None
+        self._batches: Iterator[list[memoryview]] = iter(())
+        self._batch: list[memoryview] = []
+        self._num_missing_bytes = 0
+        self._num_fetches = 0
+        self._unfinished: Data | None = None
+        self._last_sequence = -1
+        self._refusal: str | None = None
+        self._named: tuple[tuple[bytes, bytes, int, int], Geometry] | None = None
+        connection.channel.ahead = ReadAhead()
+
+    def read(self, channel: Channel) -> None:
+        """Take what has come, up to `MAX_STEP_BYTES`.
+
+        Raises:
+            PeerLostError: the connection is broken or at its end.
+            ProtocolError: the peer broke the protocol.
+        """
+        budget = MAX_STEP_BYTES
+        while budget > 0:
+            if self._part is None:
+                body = channel.receive_body()
+                if body is None:
+                    return
+                self._handle(body)
+                budget -= len(body)
+            else:
+                num_bytes = channel.receive_into(self._batch)
+                if num_bytes == 0:
+                    return
+                budget -= num_bytes
+                self._take_payload(num_bytes)
+
+    def refuse_grant(self, grant: TicketId) -> None:
+        """The grant was closed: drop the rest of a part that is in flight for it."""
+        if self._part is not None and self._part.grant == grant:
+            self._refuse("the grant was closed")
+
+    def _handle(self, body: bytes) -> None:
+        match decode_from_dialer(body):
+            case Data() as part:
+                self._begin_part(part)
+            case Fetch() as fetch:
+                self._begin_serving(fetch)
+            case unknown:
+                assert_never(unknown)
+
+    def _begin_serving(self, fetch: Fetch) -> None:
+        if self._num_fetches >= MAX_FETCHES:
+            raise ProtocolError("a peer fetches more than it takes")
+        array = self._find_array(fetch.array)
+        geometry = unpack_geometry(fetch.src_pages, fetch.spans, array)
+        self._num_fetches += 1
+        self.connection.send_batches(self._serving_batches(fetch.sequence, geometry, array))
+        self.connection.flush()
+
+    def _serving_batches(
+        self, sequence: int, geometry: Geometry, array: PageArray
+    ) -> Iterator[list[memoryview]]:
+        payload = read_batches(geometry, self.region.memory, array)
+        header = encode_frame(encode(FetchServed(sequence)))
+        yield [memoryview(header), *next(payload, [])]
+        yield from payload
+        self._num_fetches -= 1
+
+    def _begin_part(self, part: Data) -> None:
+        self._check_order(part)
+        array = self._find_array(part.array)
+        geometry = self._unpack(part, array)
+        self._part = part
+        self._num_missing_bytes = geometry.num_bytes
+        self.connection.channel.expect_bytes(geometry.num_bytes)
+        refusal = self._refusal or self._grants.find_refusal(
+            TicketId(part.grant), self._writer, self.region, geometry.pages
+        )
+        if refusal is not None:
+            self._refuse(refusal)
+            return
+        batch = sole_batch(geometry, self.region.memory, array)
+        if batch:
+            self._batch = batch
+        else:
+            self._batches = write_batches(geometry, self.region.memory, array)
+            self._next_batch()
+
+    def _unpack(self, part: Data, array: PageArray) -> Geometry:
+        """The bytes of a part; consecutive layers have the same pages."""
+        named = (part.dst_pages, part.spans, array.num_pages, array.page_bytes)
+        if self._named is None or self._named[0] != named:
+            self._named = named, unpack_target(part.dst_pages, part.spans, array)
+        return self._named[1]
+
+    def _find_array(self, number: int) -> PageArray:
+        if number >= len(self.region.arrays):
+            raise ProtocolError(f"a part names array {number}, which the region lacks")
+        return self.region.arrays[number]
+
+    def _check_order(self, part: Data) -> None:
+        begun = self._unfinished
+        if begun is None:
+            if part.sequence <= self._last_sequence:
+                raise ProtocolError("a write's number came twice, or out of order")
+            self._last_sequence = part.sequence
+            self._refusal = None
+        elif (part.sequence, part.stripes) != (begun.sequence, begun.stripes):
+            raise ProtocolError("a write began before the one in front of it was whole")
+        self._unfinished = part if part.notification is None else None
+
+    def _refuse(self, reason: str) -> None:
+        self._refusal = reason
+        self._batches = discard_batches(self._num_missing_bytes)
+        self._next_batch()
+
+    def _take_payload(self, num_bytes: int) -> None:
+        self._num_missing_bytes -= num_bytes
+        self.connection.channel.expect_bytes(self._num_missing_bytes)
+        self._batch = skip_bytes(self._batch, num_bytes)
+        if not self._batch:
+            self._next_batch()
+
+    def _next_batch(self) -> None:
+        self._batch = next(self._batches, [])
+        if not self._batch:
+            self._finish_part()
+
+    def _finish_part(self) -> None:
+        part, self._part = self._part, None
+        self._batches = iter(())
+        if part is None or part.notification is None:
+            return
+        write = self._reassembly.stripe_over(part, part.notification, self._refusal)
+        if write is None:
+            return
+        if write.refusal is not None:
+            self.connection.send_body(encode(WriteRefused(part.sequence, write.refusal)))
+            return
+        self._grants.report_arrived(TicketId(part.grant), write.notification)
+        self.connection.send_body(encode(WriteLanded(part.sequence)))
+
+
+class TcpTransport(ConnectedTransport[TcpRemote, Attach]):
     """See `Transport`. Its owner is the thread that calls `poll`."""
 
     kind = "tcp"
@@ -81,171 +312,48 @@ class TcpTransport:
     )
 
     def __init__(self, options: TcpOptions, context: TransportContext) -> None:
-        self._options, self._context = options, context
+        super().__init__(context, connect_timeout_s=options.connect_timeout_s)
+        self._options = options
         self._tls: TlsContexts | None = None
         if options.tls is not None:
             self._tls = make_contexts(options.tls.certificate, options.tls.key, options.tls.ca)
             self.capabilities = msgspec.structs.replace(type(self).capabilities, encrypted=True)
-        self._reactor = Reactor(context.clock)
-        self.readiness_fd: int | None = self._reactor.fd
-        self._dialer = Dialer(
-            self._reactor, context.key, PURPOSE, timeout_s=options.connect_timeout_s
-        )
-        self._regions: dict[RegionHandle, PagedRegion] = {}
-        self._grants: dict[TicketId, tuple[WriteGrant, PageSet]] = {}
-        self._remotes: dict[RemoteId, TcpRemote] = {}
+        self._grants = AdmittedGrants(self._reactor)
         self._inbound: dict[Connection, TcpInbound] = {}
         # Of all streams of one remote of a peer; gone when the last of those is.
         self._reassemblies: WeakValueDictionary[
             tuple[bytes, str, RegionHandle], WriteReassembly
         ] = WeakValueDictionary()
-        self._listener: Listener | None = None
-        self._endpoint = ""
-        self._num_remotes = self._num_transfers = 0
-
-    def expose(self, region: PagedRegion) -> RegionDescriptor:
-        """See `Transport`."""
-        if region.kind not in self.capabilities.memory:
-            raise TransferError(f"tcp cannot expose {region.kind} memory")
-        check_arrays(region.arrays)
-        if self._listener is None:
-            self._endpoint, sock = self._open_listener()
-            self._listener = Listener(
-                sock, self._reactor, self._context.key, PURPOSE, on_peer=self._accept_peer
-            )
-        self._regions[region.handle] = region
-        return RegionDescriptor(
-            self.kind, region.handle, self._context.epoch, region.arrays, self._endpoint
-        )
-
-    def attach(self, descriptor: RegionDescriptor) -> RemoteId:
-        """See `Transport`."""
-        if descriptor.transport != self.kind:
-            raise TransferError(f"a {descriptor.transport} descriptor was given to tcp")
-        check_arrays(descriptor.arrays)
-        address = self._parse_endpoint(descriptor.endpoint)
-        self._num_remotes += 1
-        remote = TcpRemote(
-            RemoteId(self._num_remotes),
-            descriptor,
-            self._context.epoch,
-            options=self._options,
-            reactor=self._reactor,
-        )
-        self._remotes[remote.id] = remote
-        try:
-            for _ in range(self._options.streams):
-                sock = self._open_stream(address)
-                remote.set_connection(
-                    self._dialer.dial(sock, address, remote.add_stream, remote.lose)
-                )
-        except TransferError as exc:
-            remote.lose(exc)
-        return remote.id
-
-    def detach(self, remote: RemoteId) -> None:
-        """See `Transport`."""
-        known = self._remotes.pop(remote, None)
-        if known is not None:
-            known.detach()
 
     def open_grant(self, grant: WriteGrant) -> None:
         """See `Transport`."""
-        if grant.id in self._grants:
-            raise TransferError("this grant is open already")
-        region = self._find_region(grant.region)
-        check_grant_pages(grant.pages, region.arrays)
-        self._grants[grant.id] = (grant, PageSet(grant.pages))
+        self._grants.open(grant, self._find_region(grant.region))
 
     def close_grant(self, grant: TicketId) -> None:
         """See `Transport`."""
-        if self._grants.pop(grant, None) is None:
-            return
-        for inbound in self._inbound.values():
-            inbound.refuse_grant(grant)
-        self._reactor.report(GrantQuiescent(grant))
-
-    def submit(self, write: PageWrite) -> TransferId:
-        """See `Transport`."""
-        remote, region = self._find_remote(write.remote), self._find_region(write.region)
-        multi_array = self.capabilities.multi_array
-        check_copies(write.copies, region.arrays, remote.descriptor.arrays, multi_array=multi_array)
-        check_notification(write.notification)
-        transfer = self._new_transfer()
-        remote.submit(transfer, write, region)
-        return transfer
+        if self._grants.close(grant):
+            for inbound in self._inbound.values():
+                inbound.refuse_grant(grant)
 
     def read(self, read: PageRead) -> TransferId:
-        """See `Transport`: the peer sends them, from where they lie."""
-        remote, region = self._find_remote(read.remote), self._find_region(read.region)
-        check_copies(read.copies, remote.descriptor.arrays, region.arrays)
-        transfer = self._new_transfer()
+        """See `ReadsPages`: the peer sends them, from where they lie."""
+        transfer, remote, region = self._check_read(read)
         remote.read(transfer, read.copies, region)
         return transfer
 
-    def view(self, remote: RemoteId, array: int) -> NDArray[np.uint8]:
-        """See `Transport`: not supported."""
-        del remote, array
-        raise TransferError("tcp does not show a peer's pages in place; read them")
+    def _make_remote(self, id_: RemoteId, descriptor: RegionDescriptor) -> TcpRemote:
+        self._parse_endpoint(descriptor.endpoint)
+        return TcpRemote(
+            id_, descriptor, self._reactor, epoch=self._context.epoch, options=self._options
+        )
 
-    def poll(self) -> list[TransferEvent]:
-        """See `Transport`."""
-        return self._reactor.poll()
-
-    def close(self) -> None:
-        """See `Transport`."""
-        for remote in self._remotes.values():
-            remote.detach()
-        if self._listener is not None:
-            self._listener.close()
-        self._inbound.clear()
-        self._reactor.close()
-        self.readiness_fd = None
-
-    def find_refusal(
-        self, grant: TicketId, writer: Epoch, region: PagedRegion, pages: NDArray[np.int64]
-    ) -> str | None:
-        """See `Admission`."""
-        found = self._grants.get(grant)
-        if found is None:
-            return "the grant is not open"
-        admitted, page_set = found
-        if admitted.writer != writer or admitted.region != region.handle:
-            return "the grant is for another writer or region"
-        return None if page_set.covers(pages) else "a page is outside the grant"
-
-    def arrived(self, grant: TicketId, notification: bytes) -> None:
-        """See `Admission`."""
-        self._reactor.report(Arrived(grant, notification))
-
-    def _new_transfer(self) -> TransferId:
-        self._num_transfers += 1
-        return TransferId(self._num_transfers)
-
-    def _find_remote(self, id_: RemoteId) -> TcpRemote:
-        remote = self._remotes.get(id_)
-        if remote is None or remote.is_attaching:
-            raise TransferError("this remote is not attached")
-        return remote
-
-    def _find_region(self, handle: RegionHandle) -> PagedRegion:
-        region = self._regions.get(handle)
-        if region is None:
-            raise TransferError("this region was not exposed")
-        return region
-
-    def _open_listener(self) -> tuple[str, socket.socket]:
-        small = explain_small_buffers(self._options)
-        if small is not None:
-            _log.warning("%s", small)
-        sock, endpoint = open_listener(self._context.bind_host, self._options)
-        if self._tls is None:
-            return endpoint, sock
-        return endpoint + TLS_SUFFIX, self._tls.wrap_listener(sock)
-
-    def _open_stream(self, address: tuple[str, int]) -> socket.socket:
-        sock = open_stream(address, self._options)
-        return sock if self._tls is None else self._tls.wrap_dialer(sock)
+    def _connect(self, remote: TcpRemote) -> None:
+        address = self._parse_endpoint(remote.descriptor.endpoint)
+        for _ in range(self._options.streams):
+            sock = open_stream(address, self._options)
+            if self._tls is not None:
+                sock = self._tls.wrap_dialer(sock)
+            remote.add_connection(self._dialer.dial(sock, address, remote.add_stream, remote.lose))
 
     def _parse_endpoint(self, endpoint: str) -> tuple[str, int]:
         is_tls = endpoint.endswith(TLS_SUFFIX)
@@ -257,36 +365,40 @@ class TcpTransport:
             raise TransferError("the peer does not speak TLS, and this worker must")
         return parse_endpoint(endpoint.removesuffix(TLS_SUFFIX))
 
-    def _accept_peer(self, connection: Connection) -> None:
-        """A peer is authenticated: its first message names a region."""
-        fit_buffers(connection.channel.socket, self._options)
-        connection.channel.allow_bodies(MAX_BODY_BYTES)
-        connection.set_handlers(partial(self._admit, connection), partial(self._forget, connection))
+    def _open_listener(self) -> tuple[socket.socket, str]:
+        small = explain_small_buffers(self._options)
+        if small is not None:
+            _log.warning("%s", small)
+        sock, endpoint = open_listener(self._context.bind_host, self._options)
+        if self._tls is None:
+            return sock, endpoint
+        return self._tls.wrap_listener(sock), endpoint + TLS_SUFFIX
 
-    def _admit(self, connection: Connection, channel: Channel) -> None:
-        body = channel.receive_body()
-        if body is None:
-            return
-        attach = decode_attach(body)
-        region = self._regions.get(RegionHandle(attach.region))
-        if region is None:
-            connection.send_body(encode(NotAttached("no such region")))
-            return
+    def _accept_peer(self, connection: Connection) -> None:
+        fit_buffers(connection.channel.socket, self._options)
+        super()._accept_peer(connection)
+
+    def _decode_attach(self, body: bytes) -> Attach:
+        return decode_attach(body)
+
+    def _admit(self, connection: Connection, attach: Attach, region: PagedRegion) -> None:
         link = (attach.link, attach.epoch, region.handle)
         inbound = TcpInbound(
             connection,
             Epoch(attach.epoch),
             region,
             reassembly=self._reassemblies.setdefault(link, WriteReassembly()),
-            admission=self,
+            grants=self._grants,
         )
         self._inbound[connection] = inbound
         connection.cancel_deadline()
-        connection.set_handlers(inbound.read, partial(self._forget, connection))
+        connection.set_handlers(inbound.read, partial(self._disconnected, connection))
         connection.send_body(encode(Attached(region.arrays)))
 
-    def _forget(self, connection: Connection, error: TransferError) -> None:
-        del error  # the dialing side reports it
+    def _disconnected(self, connection: Connection, error: TransferError) -> None:
         self._inbound.pop(connection, None)
-        if self._listener is not None:
-            self._listener.forget(connection)
+        super()._disconnected(connection, error)
+
+    def _release(self) -> None:
+        self._inbound.clear()
+        super()._release()

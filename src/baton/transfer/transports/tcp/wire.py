@@ -15,7 +15,15 @@ import msgspec
 
 from baton.net.framing import encode_frame
 from baton.transfer.interface import PageArray
-from baton.transfer.messages import EpochText, IdBytes, NotificationBytes, Reason, decode, encode
+from baton.transfer.messages import (
+    EpochText,
+    IdBytes,
+    NotAttached,
+    NotificationBytes,
+    Reason,
+    decode,
+    encode,
+)
 from baton.transfer.scatter_gather import (
     MAX_PART_BYTES,
     cut_parts,
@@ -30,7 +38,6 @@ if TYPE_CHECKING:
     from baton.kv.copies import CopyGroup, PageCopies
     from baton.transfer.interface import PagedRegion, PageWrite
 
-MAX_BODY_BYTES: Final = 1 << 20
 MAX_STREAMS: Final = 16
 
 Natural: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
@@ -52,12 +59,6 @@ class Attached(msgspec.Struct, frozen=True, tag="attached"):
     """Listener → dialer: accepted; the region's arrays, to compare with the descriptor."""
 
     arrays: tuple[PageArray, ...]
-
-
-class NotAttached(msgspec.Struct, frozen=True, tag="not_attached"):
-    """Listener → dialer: there is no such region here."""
-
-    reason: Reason
 
 
 class Data(msgspec.Struct, frozen=True, tag="data"):

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from baton.ops.doctor.network import find_open_listeners, parse_address
+from baton.rig.machine import find_open_listeners, parse_address
 
 HEAD = "  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid inode"
 REST = "00000000:00000000 00:00000000 00000000     0        0"

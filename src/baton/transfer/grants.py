@@ -1,8 +1,12 @@
-"""Who may still store into which grant: the receiver's book, pure.
+"""The receiver's grants: sets of pages, and who may write into them.
 
-The peer does the writing here, so a closed grant is quiescent only once every writer that was told
-of it has said that it stopped, or is proved unable to write: it has unmapped the memory, or its
-process is dead. A broken connection proves nothing.
+`AdmittedGrants`: the receiver itself stores what arrives (`tcp`, `file`, `local`), so a closed
+grant is quiescent at once.
+
+`GrantLedger` (pure): the peer does the writing (`shared`, one-sided transports). Then a closed
+grant is quiescent only once every writer that was sent it has answered that it stopped, or is
+proved unable to write: it has unmapped the memory, or its process is dead. A broken connection
+proves nothing.
 
     open ── close_grant ──► closing (waits for every writer that was sent it) ──► quiescent
 """
@@ -10,16 +14,137 @@ process is dead. A broken connection proves nothing.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NewType
+from typing import TYPE_CHECKING, Final, NewType
+
+import numpy as np
 
 from baton.errors import ProtocolError, TransferError
+from baton.transfer.interface import Arrived, GrantQuiescent
+from baton.transfer.region import are_pages_inside
 
 if TYPE_CHECKING:
-    import numpy as np
+    from collections.abc import Sequence
+
     from numpy.typing import NDArray
 
     from baton.ids import Epoch, RegionHandle, TicketId
-    from baton.transfer.interface import WriteGrant
+    from baton.transfer.base_transport import Reactor
+    from baton.transfer.interface import PageArray, PagedRegion, WriteGrant
+
+_MAX_SPARSENESS: Final = 8
+"""A set whose extent is more times its size is searched: marking each page between would let a peer
+take memory by naming two pages. Up to here the marks are no larger than the indices."""
+
+
+class PageSet:
+    """Page indices that are asked "are all of these in you?" once for each write.
+
+    Consecutive writes of one handoff, layer by layer, ask with the very same array, which never
+    changes: it is recognised.
+    """
+
+    def __init__(self, pages: NDArray[np.int64]) -> None:
+        self._sorted = np.unique(pages)
+        self._covered: NDArray[np.int64] | None = None
+        self._is_in: NDArray[np.bool_] | None = None
+        if len(self._sorted):
+            self._is_in = _mark(self._sorted)
+
+    def __len__(self) -> int:
+        return len(self._sorted)
+
+    def covers(self, pages: NDArray[np.int64]) -> bool:
+        """Whether every one of `pages` (any order, repeats allowed) is in the set."""
+        if pages is self._covered or len(pages) == 0:
+            return True
+        if self._find_all(pages):
+            self._covered = pages
+            return True
+        return False
+
+    def _find_all(self, pages: NDArray[np.int64]) -> bool:
+        if len(self._sorted) == 0:
+            return False
+        low, high = _extent(pages)
+        first, last = int(self._sorted[0]), int(self._sorted[-1])
+        if low < first or high > last:
+            return False
+        if last - first + 1 == len(self._sorted):
+            return True  # an interval
+        if self._is_in is not None:
+            return bool(self._is_in[pages - first].all())
+        found = np.minimum(np.searchsorted(self._sorted, pages), len(self._sorted) - 1)
+        return bool((self._sorted[found] == pages).all())
+
+
+def _mark(ascending: NDArray[np.int64]) -> NDArray[np.bool_] | None:
+    """For each page from the first one on, whether it is in the set; None if few of them are."""
+    first, num_pages = int(ascending[0]), int(ascending[-1] - ascending[0]) + 1
+    if num_pages > _MAX_SPARSENESS * len(ascending):
+        return None
+    marks = np.zeros(num_pages, np.bool_)
+    marks[ascending - first] = True
+    return marks
+
+
+def _extent(pages: NDArray[np.int64]) -> tuple[int, int]:
+    if len(pages) == 1:
+        return int(pages[0]), int(pages[0])
+    return int(pages.min()), int(pages.max())
+
+
+def check_grant_pages(pages: NDArray[np.int64], arrays: Sequence[PageArray]) -> None:
+    """Refuse a grant that reaches outside one of its region's arrays.
+
+    Raises:
+        TransferError: a page is out of range in some array.
+    """
+    num_pages = min(array.num_pages for array in arrays)
+    if not are_pages_inside(pages, num_pages):
+        raise TransferError(f"a grant's page is out of range: the region has {num_pages} pages")
+
+
+class AdmittedGrants:
+    """Open grants of a transport that itself stores what peers send. Owner thread: its own."""
+
+    def __init__(self, reactor: Reactor) -> None:
+        self._reactor = reactor
+        self._open: dict[TicketId, tuple[WriteGrant, PageSet]] = {}
+
+    def open(self, grant: WriteGrant, region: PagedRegion) -> None:
+        """Admit writes.
+
+        Raises:
+            TransferError: a page is out of range, or the id is open already.
+        """
+        if grant.id in self._open:
+            raise TransferError("this grant is open already")
+        check_grant_pages(grant.pages, region.arrays)
+        self._open[grant.id] = (grant, PageSet(grant.pages))
+
+    def close(self, grant: TicketId) -> bool:
+        """Admit no more, and report that the grant is quiescent; False if it was not open."""
+        if self._open.pop(grant, None) is None:
+            return False
+        self._reactor.report(GrantQuiescent(grant))
+        return True
+
+    def find_refusal(
+        self, grant: TicketId, writer: Epoch, region: PagedRegion, pages: NDArray[np.int64]
+    ) -> str | None:
+        """Why this writer may not write these pages, or None: it may."""
+        found = self._open.get(grant)
+        if found is None:
+            return "the grant is not open"
+        admitted, page_set = found
+        if admitted.writer != writer or admitted.region != region.handle:
+            return "the grant is for another writer or region"
+        return None if page_set.covers(pages) else "a page is outside the grant"
+
+    def report_arrived(self, grant: TicketId, notification: bytes) -> None:
+        """A whole write is in place."""
+        self._reactor.report(Arrived(grant, notification))
+
 
 WriterId = NewType("WriterId", int)
 """The receiver's name for one mapping of one region by one peer."""
@@ -100,7 +225,7 @@ class GrantLedger:
         """The writer reports that it stopped.
 
         Raises:
-            ProtocolError: nobody asked it to.
+            ProtocolError: it was not asked to.
         """
         state = self._writers[writer]
         if grant not in self._closing or grant not in state.notified:

@@ -1,11 +1,14 @@
-"""Where a one-sided transport's owner listens: a Unix socket on one host, TCP between hosts."""
+"""Listening sockets and their endpoints: a Unix socket on one host, TCP between hosts."""
 
 from __future__ import annotations
 
+import fcntl
 import ipaddress
 import re
 import secrets
 import socket
+import struct
+from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 from baton.errors import TransferError
@@ -22,18 +25,18 @@ _MAX_PORT: Final = 65_535
 def open_listener(
     reach: Literal["host", "network"], bind_host: str, advertise_host: str | None
 ) -> tuple[socket.socket, str]:
-    """A bound socket, and the endpoint to tell peers.
+    """A bound socket, and the endpoint for peers.
 
     Raises:
-        TransferError: it cannot be bound, or the address says nothing to a peer.
+        TransferError: it cannot be bound, or no peer can use the address.
     """
     if reach == "host":
         return _bind_unix()
     return _bind_tcp(bind_host, advertise_host)
 
 
-def open_dialer(reach: Literal["host", "network"], endpoint: str) -> tuple[socket.socket, Address]:
-    """A fresh socket, and what to connect it to: an endpoint that came from a peer.
+def parse_endpoint(reach: Literal["host", "network"], endpoint: str) -> Address:
+    """What to connect to: an endpoint that came from a peer.
 
     Raises:
         TransferError: it is none of this reach.
@@ -41,11 +44,23 @@ def open_dialer(reach: Literal["host", "network"], endpoint: str) -> tuple[socke
     if reach == "host":
         if not _NAME.fullmatch(endpoint):
             raise TransferError(f"{endpoint[:80]!r} is no endpoint on this host")
-        return socket.socket(socket.AF_UNIX, socket.SOCK_STREAM), _abstract(endpoint)
-    host, port = _parse(endpoint)
-    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+        return _abstract(endpoint)
+    return _parse(endpoint)
+
+
+def open_dialer(reach: Literal["host", "network"], endpoint: str) -> tuple[socket.socket, Address]:
+    """A fresh socket, and what to connect it to.
+
+    Raises:
+        TransferError: the endpoint is none of this reach.
+    """
+    address = parse_endpoint(reach, endpoint)
+    if isinstance(address, bytes):
+        return socket.socket(socket.AF_UNIX, socket.SOCK_STREAM), address
+    family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return sock, (host, port)
+    return sock, address
 
 
 def _bind_unix() -> tuple[socket.socket, str]:
@@ -95,3 +110,44 @@ def _parse(endpoint: str) -> tuple[str, int]:
 def _abstract(name: str) -> bytes:
     """A name in the abstract namespace: no file, gone with the socket."""
     return b"\0" + name.encode()
+
+
+_SIOCGIFADDR: Final = 0x8915
+_IPV6_ADDRESSES: Final = Path("/proc/net/if_inet6")
+
+
+def find_interface(host: str) -> str:
+    """The name of the interface that `host`, an address of this machine, belongs to.
+
+    Raises:
+        TransferError: no interface has it (`0.0.0.0` neither).
+    """
+    try:
+        wanted = ipaddress.ip_address(socket.getaddrinfo(host, 0)[0][4][0])
+    except (OSError, ValueError) as exc:
+        raise TransferError(f"cannot find the address of {host}: {exc}") from exc
+    for _, name in socket.if_nameindex():
+        if wanted == _find_ipv4(name) or (wanted.is_loopback and name == "lo"):
+            return name
+    for line in _read_ipv6():
+        digits, *_, name = line.split()
+        if wanted == ipaddress.IPv6Address(bytes.fromhex(digits)):
+            return name
+    raise TransferError(f"no network interface has the address {host}")
+
+
+def _find_ipv4(name: str) -> ipaddress.IPv4Address | None:
+    request = struct.pack("16s24x", name.encode())
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        try:
+            answer = fcntl.ioctl(sock, _SIOCGIFADDR, request)
+        except OSError:  # it has none
+            return None
+    return ipaddress.IPv4Address(answer[20:24])
+
+
+def _read_ipv6() -> list[str]:
+    try:
+        return _IPV6_ADDRESSES.read_text(encoding="ascii").splitlines()
+    except FileNotFoundError:  # a kernel without IPv6
+        return []

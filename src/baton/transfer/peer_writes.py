@@ -1,0 +1,398 @@
+"""What transports have in common whose peers write the pages themselves: `shared`, one-sided ones.
+
+The owner of the pages cannot stop a peer's write. It sends every writer the grants that concern it
+(`GrantOpened`), later asks it to stop (`CloseGrant`), and takes a grant for quiescent only when
+each has answered (`GrantClosed`), or can be proved to write no more (`GrantLedger`).
+
+The owner's side: `PeerWritesTransport`, and a `WriterConnection` for each peer.
+The writer's side: `PeerWritesRemote`, whose `PeerGrants` hold a write back until its grant is open.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar, assert_never
+
+from baton.errors import PeerLostError, ProtocolError, TransferError
+from baton.ids import Epoch, TicketId
+from baton.transfer.base_transport import A, ConnectedRemote, ConnectedTransport
+from baton.transfer.grant_messages import (
+    MAX_GRANT_PAGES,
+    CloseGrant,
+    GrantClosed,
+    GrantNotOpen,
+    GrantOpened,
+    MemoryReleased,
+    QueryGrant,
+    pack_pages,
+    unpack_pages,
+)
+from baton.transfer.grants import GrantLedger, PageSet, WriterId, check_grant_pages
+from baton.transfer.interface import GrantQuiescent, WriteCompleted, WriteFailed
+from baton.transfer.messages import NotAttached, encode
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from baton.net.channel import Channel
+    from baton.net.connection import Connection
+    from baton.transfer.base_transport import Reactor
+    from baton.transfer.grant_messages import FromOwner
+    from baton.transfer.interface import (
+        PagedRegion,
+        PageWrite,
+        RegionDescriptor,
+        RemoteId,
+        TransferId,
+        TransportContext,
+        WriteGrant,
+    )
+
+MAX_GRANTS: Final = 65_536
+MAX_OPEN_PAGES: Final = 1 << 24
+"""Of all grants of one remote: what a peer can make this side remember."""
+RELEASE_TIMEOUT_S: Final = 5.0
+MAX_FINAL_STEPS: Final = 64
+MAX_REASON_CHARS: Final = 256
+
+S = TypeVar("S")
+
+
+@dataclass(frozen=True, slots=True)
+class Submitted(Generic[S]):
+    """A checked write, and where its bytes are."""
+
+    transfer: TransferId
+    write: PageWrite
+    source: S
+
+
+class PeerGrants(Generic[S]):
+    """Of one remote. Owner thread: the transport's.
+
+    `begin` is called with each write that lies in an open grant, within `submit` or when the peer
+    opens its grant.
+    """
+
+    def __init__(self, reactor: Reactor, begin: Callable[[Submitted[S]], None]) -> None:
+        self._reactor, self._begin = reactor, begin
+        self._open: dict[TicketId, PageSet] = {}
+        self._num_pages = 0
+        self._closing: set[TicketId] = set()
+        self._held: dict[TicketId, list[Submitted[S]]] = {}
+
+    def submit(self, submitted: Submitted[S], connection: Connection | None) -> None:
+        """Begin a write; or keep it, and ask the peer whether its grant is open."""
+        grant = submitted.write.grant
+        pages = self._open.get(grant)
+        if pages is not None:
+            self._begin_within(submitted, pages)
+            return
+        waiting = self._held.setdefault(grant, [])
+        waiting.append(submitted)
+        if len(waiting) == 1 and connection is not None:
+            connection.send_body(encode(QueryGrant(grant)))
+
+    def handle(self, message: FromOwner) -> TicketId | None:
+        """Handle a message of the peer; the grant that it wants closed, if it is that.
+
+        Raises:
+            ProtocolError: it opened too many, or one twice, or closed one that was not open.
+        """
+        match message:
+            case GrantOpened(grant, packed):
+                self._opened(TicketId(grant), PageSet(unpack_pages(packed)))
+            case GrantNotOpen(grant):
+                error = TransferError("the grant is not open")
+                for held in self._held.pop(TicketId(grant), []):
+                    self._reactor.report(WriteFailed(held.transfer, error))
+            case CloseGrant(grant):
+                return self._close(TicketId(grant))
+            case unknown:
+                assert_never(unknown)
+        return None
+
+    def is_closing(self, grant: TicketId) -> bool:
+        """Whether the peer waits for `GrantClosed` of this grant."""
+        return grant in self._closing
+
+    def mark_closed(self, grant: TicketId) -> None:
+        """`GrantClosed` was sent: the peer may open the grant again."""
+        self._closing.discard(grant)
+
+    def end(self, error: TransferError) -> None:
+        """Forget all of them; what was held fails."""
+        self._open.clear()
+        self._closing.clear()
+        for held in [each for waiting in self._held.values() for each in waiting]:
+            self._reactor.report(WriteFailed(held.transfer, error))
+        self._held.clear()
+
+    def _opened(self, grant: TicketId, pages: PageSet) -> None:
+        self._num_pages += len(pages)
+        if len(self._open) >= MAX_GRANTS or self._num_pages > MAX_OPEN_PAGES:
+            raise ProtocolError("the peer opened more grants than can be remembered")
+        if grant in self._open or grant in self._closing:
+            raise ProtocolError("the peer opened a grant twice")
+        self._open[grant] = pages
+        for held in self._held.pop(grant, []):
+            self._begin_within(held, pages)
+
+    def _close(self, grant: TicketId) -> TicketId:
+        pages = self._open.pop(grant, None)
+        if pages is None:
+            raise ProtocolError("the peer closed a grant that it had not opened")
+        self._num_pages -= len(pages)
+        self._closing.add(grant)
+        return grant
+
+    def _begin_within(self, submitted: Submitted[S], grant: PageSet) -> None:
+        if all(grant.covers(group.dst_pages) for group in submitted.write.copies.groups):
+            self._begin(submitted)
+        else:
+            error = TransferError("a page is outside the grant")
+            self._reactor.report(WriteFailed(submitted.transfer, error))
+
+
+class PeerWritesRemote(ConnectedRemote, Generic[S]):
+    """See `BaseRemote`. A write starts (`_start_write`) once its grant is known to be open."""
+
+    def __init__(self, id_: RemoteId, descriptor: RegionDescriptor, reactor: Reactor) -> None:
+        super().__init__(id_, descriptor, reactor)
+        self._grants: PeerGrants[S] = PeerGrants(reactor, self._start_write)
+        self._unsent: dict[TransferId, int] = {}
+        """Bytes of each write that is in place and whose notification has not left."""
+        self._has_released = True
+
+    @property
+    def is_gone(self) -> bool:
+        """Nothing is left of it, not even an unanswered `MemoryReleased`."""
+        return self._loss is not None and (self._connection is None or not self._connection.is_open)
+
+    def detach(self) -> None:
+        """This side is done: stop writing, and send `MemoryReleased` if that is certain."""
+        if self._loss is None:
+            self._end(PeerLostError("the remote was detached"))
+            self._send_memory_released()
+
+    def close(self) -> None:
+        """Detach, and do not wait for the owner to answer `MemoryReleased`."""
+        self.detach()
+        if self._connection is not None:
+            self._connection.close()
+
+    def _start_write(self, submitted: Submitted[S]) -> None:
+        """Begin a write that lies in an open grant."""
+        raise NotImplementedError
+
+    def _release_memory(self, error: TransferError) -> bool:
+        """Stop what is in progress and report it as failed; whether nothing writes any more."""
+        raise NotImplementedError
+
+    def _end(self, error: TransferError) -> None:
+        super()._end(error)
+        self._has_released = self._release_memory(error)
+        for transfer in self._unsent:
+            self._reactor.report(WriteFailed(transfer, error))
+        self._unsent.clear()
+        self._grants.end(error)
+
+    def _notification_sent(self, transfer: TransferId) -> None:
+        """A write's notification has left; a lost remote's write was reported already."""
+        num_bytes = self._unsent.pop(transfer, None)
+        if num_bytes is not None:
+            self._reactor.report(WriteCompleted(transfer, num_bytes))
+
+    def _send_memory_released(self) -> None:
+        """If that is not true, close instead: the owner waits for the end of this process."""
+        connection = self._connection
+        if connection is None or not connection.is_open:
+            return
+        if not self._has_released:
+            connection.close()
+            return
+        connection.set_handlers(_ignore_bodies, _ignore_loss)
+        connection.fail_after(RELEASE_TIMEOUT_S, "the peer's answer to memory_released")
+        connection.send_body(encode(MemoryReleased()))
+
+
+def _ignore_bodies(channel: Channel) -> None:
+    channel.receive_bodies()
+
+
+def _ignore_loss(error: TransferError) -> None:
+    del error
+
+
+@dataclass(frozen=True, slots=True)
+class AdmittedWriter:
+    """A peer that attached to a region, and what its `WriterConnection` reports to."""
+
+    id: WriterId
+    connection: Connection
+    region: PagedRegion
+    ledger: GrantLedger
+    reactor: Reactor
+    on_over: Callable[[WriterId], None]
+
+
+class WriterConnection:
+    """The owner's end of one connection: a peer's messages, and whether it can still write here.
+
+    Where the peer's own process writes (`process`, a pidfd), this outlives the connection until
+    that process is dead. `on_over` is called once, when nothing of the peer can land any more.
+    Owner thread: the transport's.
+    """
+
+    def __init__(self, writer: AdmittedWriter, process: int | None) -> None:
+        self._writer, self._connection, self._region = writer.id, writer.connection, writer.region
+        self._ledger, self._reactor, self._on_over = writer.ledger, writer.reactor, writer.on_over
+        self._process = process
+        if process is not None:
+            self._reactor.watch(process, self.finish)
+
+    def start(self, grants: list[WriteGrant]) -> None:
+        """Send the memory and the grants that are already open."""
+        self._connection.cancel_deadline()
+        self._connection.set_handlers(self._read, self._disconnected)
+        self._send_attached()
+        for grant in grants:
+            self.send_grant_opened(grant)
+
+    def send_grant_opened(self, grant: WriteGrant) -> None:
+        """The peer may write into this grant from now on."""
+        self._connection.send_body(encode(GrantOpened(grant.id, pack_pages(grant.pages))))
+
+    def send_close_grant(self, grant: TicketId) -> None:
+        """The peer must begin no other write into this grant, and answer when none is left."""
+        self._connection.send_body(encode(CloseGrant(grant)))
+
+    def finish(self) -> None:
+        """It is proved that the peer writes no more. What it sent before still counts."""
+        for _ in range(MAX_FINAL_STEPS):
+            if not self._connection.is_open:
+                break
+            self._connection.step()
+        self._finish()
+
+    def close(self) -> None:
+        """Stop watching: nothing is known of this peer from now on. Idempotent."""
+        self._connection.close()
+        if self._process is not None:
+            self._reactor.unwatch(self._process)
+            os.close(self._process)
+            self._process = None
+
+    def _send_attached(self) -> None:
+        raise NotImplementedError
+
+    def _read(self, channel: Channel) -> None:
+        """Handle the peer's messages: its own kinds, and `_handle_grant_message` for the others."""
+        raise NotImplementedError
+
+    def _handle_grant_message(self, message: QueryGrant | GrantClosed | MemoryReleased) -> None:
+        match message:
+            case QueryGrant(grant):
+                # If it was opened, `GrantOpened` is on its way already, in front of any answer.
+                if not self._ledger.admits(self._writer, TicketId(grant)):
+                    self._connection.send_body(encode(GrantNotOpen(grant)))
+            case GrantClosed(grant):
+                self._ledger.confirm_closed(self._writer, TicketId(grant))
+            case MemoryReleased():
+                self._finish()
+            case unknown:
+                assert_never(unknown)
+
+    def _disconnected(self, error: TransferError) -> None:
+        """That the peer is out of reach does not mean that it writes no more."""
+        del error
+        if not self._ledger.disconnect(self._writer):
+            self._finish()
+
+    def _finish(self) -> None:
+        self.close()
+        self._ledger.release(self._writer)
+        self._on_over(self._writer)
+
+
+G = TypeVar("G", bound=PeerWritesRemote[Any])
+W = TypeVar("W", bound=WriterConnection)
+
+
+class PeerWritesTransport(ConnectedTransport[G, A], Generic[G, A, W]):
+    """See `Transport`: grants, and the peers that may write into them."""
+
+    max_writers: int
+    """Peers that hold this side's memory: connected, or lost and not proved gone."""
+
+    def __init__(self, context: TransportContext, *, connect_timeout_s: float) -> None:
+        super().__init__(context, connect_timeout_s=connect_timeout_s)
+        self._ledger = GrantLedger()
+        self._writers: dict[WriterId, W] = {}
+        self._leaving: list[G] = []
+        self._num_writers = 0
+
+    def detach(self, remote: RemoteId) -> None:
+        """See `Transport`."""
+        known = self._remotes.get(remote)
+        super().detach(remote)
+        if known is not None:
+            self._leaving = [each for each in (*self._leaving, known) if not each.is_gone]
+
+    def open_grant(self, grant: WriteGrant) -> None:
+        """See `Transport`."""
+        region = self._find_region(grant.region)
+        check_grant_pages(grant.pages, region.arrays)
+        if len(grant.pages) > MAX_GRANT_PAGES:
+            raise TransferError(f"a grant of more than {MAX_GRANT_PAGES} pages")
+        self._prepare_pages(grant, region)
+        for writer in self._ledger.open_grant(grant):
+            self._writers[writer].send_grant_opened(grant)
+
+    def close_grant(self, grant: TicketId) -> None:
+        """See `Transport`."""
+        for writer in self._ledger.close_grant(grant):
+            self._writers[writer].send_close_grant(grant)
+        for quiescent in self._ledger.take_quiescent():
+            self._reactor.report(GrantQuiescent(quiescent))
+
+    def _prepare_pages(self, grant: WriteGrant, region: PagedRegion) -> None:
+        """Before peers may write into a grant."""
+
+    def _make_writer(self, writer: AdmittedWriter, attach: A) -> W:
+        """The owner's end for a peer that attached.
+
+        Raises:
+            TransferError: the region cannot be reached; the peer gets the reason.
+        """
+        raise NotImplementedError
+
+    def _admit(self, connection: Connection, attach: A, region: PagedRegion) -> None:
+        if self._ledger.num_writers >= self.max_writers:
+            raise ProtocolError("too many peers hold this memory")
+        self._num_writers += 1
+        id_ = WriterId(self._num_writers)
+        on_over = partial(self._writer_over, connection)
+        admitted = AdmittedWriter(id_, connection, region, self._ledger, self._reactor, on_over)
+        try:
+            writer = self._make_writer(admitted, attach)
+        except TransferError as exc:
+            connection.send_body(encode(NotAttached(str(exc)[:MAX_REASON_CHARS])))
+            return
+        self._writers[id_] = writer
+        writer.start(self._ledger.add_writer(id_, Epoch(attach.epoch), region.handle))
+
+    def _writer_over(self, connection: Connection, writer: WriterId) -> None:
+        if self._listener is not None:
+            self._listener.forget(connection)
+        self._writers.pop(writer, None)
+
+    def _release(self) -> None:
+        for remote in self._leaving:
+            remote.close()
+        super()._release()
+        for writer in self._writers.values():
+            writer.close()
+        self._writers.clear()

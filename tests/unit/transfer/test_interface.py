@@ -1,0 +1,64 @@
+"""What a transport has to implement, and how the rest of it is found."""
+
+import inspect
+from dataclasses import dataclass
+
+import pytest
+
+from baton.errors import TransferError
+from baton.transfer.interface import Capabilities, Transport, as_reader, as_viewer
+
+
+def claim(**claims):
+    return Capabilities(memory=("host",), same_host_only=False, **claims)
+
+
+@dataclass
+class Writer:
+    capabilities: Capabilities
+    kind: str = "pigeon"
+
+
+class Both(Writer):
+    def read(self, read): ...
+
+    def view(self, remote, array): ...
+
+
+def test_a_transport_has_eight_methods():
+    methods = {name for name, _ in inspect.getmembers(Transport, inspect.isfunction)}
+    assert {name for name in methods if not name.startswith("_")} == {
+        "attach",
+        "close",
+        "close_grant",
+        "detach",
+        "expose",
+        "open_grant",
+        "poll",
+        "submit",
+    }
+
+
+def test_who_claims_reads_and_views_is_used_for_them():
+    transport = Both(claim(reads=True, views=True))
+    assert as_reader(transport) is transport
+    assert as_viewer(transport) is transport
+
+
+@pytest.mark.parametrize(
+    "transport",
+    [Writer(claim()), Writer(claim(reads=True, views=True)), Both(claim())],
+    ids=["neither", "claim without method", "method without claim"],
+)
+def test_a_claim_and_a_method_are_needed(transport):
+    with pytest.raises(TransferError, match="pigeon does not read a peer's pages"):
+        as_reader(transport)
+    with pytest.raises(TransferError, match="pigeon does not show a peer's pages in place"):
+        as_viewer(transport)
+
+
+def test_a_refusal_names_what_is_possible():
+    with pytest.raises(TransferError, match="; read them"):
+        as_viewer(Writer(claim(reads=True)))
+    with pytest.raises(TransferError, match="; ask the peer to write them"):
+        as_viewer(Writer(claim()))
