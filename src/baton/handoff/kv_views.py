@@ -216,26 +216,25 @@ class MappedPages:
         """The engine's blocks of tokens `[start, stop)` of some layers → pages of the view."""
         if self.view.staging is None:
             return
-        some = self._between(start, stop)
+        blocks, pages = self.blocks_of(start, stop).blocks, self.pages_of(start, stop).blocks
         for layer in layers:
-            self.view.staging.gather(layer, self.blocks.blocks[some], self.pages.blocks[some])
+            self.view.staging.gather(layer, blocks, pages)
 
     def scatter(self, layers: range, start: int, stop: int) -> None:
         """Pages of the view that hold tokens `[start, stop)` of some layers → the engine's."""
         if self.view.staging is None:
             return
-        some = self._between(start, stop)
+        blocks, pages = self.blocks_of(start, stop).blocks, self.pages_of(start, stop).blocks
         for layer in layers:
-            self.view.staging.scatter(layer, self.pages.blocks[some], self.blocks.blocks[some])
+            self.view.staging.scatter(layer, pages, blocks)
 
     def pages_of(self, start: int, stop: int) -> BlockTable:
         """The pages that hold tokens `[start, stop)`."""
-        some = self._between(start, stop)
-        return BlockTable(self.pages.first + some.start, self.pages.blocks[some])
+        return self.pages.slice_tokens(start, stop, self.view.layout.block_size)
 
-    def _between(self, start: int, stop: int) -> slice:
-        size, first = self.view.layout.block_size, self.pages.first
-        return slice(start // size - first, -(-stop // size) - first)
+    def blocks_of(self, start: int, stop: int) -> BlockTable:
+        """The engine's blocks that hold tokens `[start, stop)`."""
+        return self.blocks.slice_tokens(start, stop, self.view.layout.block_size)
 
 
 @dataclass(frozen=True, slots=True)

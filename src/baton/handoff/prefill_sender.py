@@ -462,13 +462,13 @@ class PrefillSender:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         if granted is None:
             raise AssertionError("blocks are exported only after a grant")
         size = self._context.view_to(granted.peer).view.layout.block_size
-        first, stop = action.start // size, -(-order.num_tokens // size)
-        blocks = order.blocks.blocks[first - order.blocks.first : stop - order.blocks.first]
+        exported = order.blocks.slice_tokens(action.start, order.num_tokens, size)
+        blocks = exported.blocks
         self._exporter.export(order.ticket.id, order.deadline)
         order.trace.transport = order.trace.expected_transport = REFERENCE
         self._context.emit(KVExported(order.ticket.id, tuple(int(block) for block in blocks)))
         self._context.peers.send(
-            granted.peer, BlocksExported(order.ticket.id, first, pack_blocks(blocks))
+            granted.peer, BlocksExported(order.ticket.id, exported.first, pack_blocks(blocks))
         )
         self._send_finished(outgoing, action.first_token)
 

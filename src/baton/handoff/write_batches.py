@@ -14,7 +14,7 @@ from baton.handoff.messages import DIGEST_BYTES, Available, Notification, encode
 from baton.handoff.peer_transports import TransportUsage
 from baton.handoff.session.actions import TransferHandle, WriteLayers
 from baton.handoff.token_ranges import LayerTokenRange
-from baton.kv.copies import BlockTable, PageCopies, PagedSequence, compute_pieces
+from baton.kv.copies import BlockTable, PageCopies, PagedSequence, compute_pieces, count_blocks
 from baton.kv.digest import PieceLocator, compute_digests, locate_pieces
 from baton.kv.planning import CopyPlanner, pair_layers
 from baton.transfer.interface import PageWrite
@@ -203,9 +203,8 @@ def map_granted_pages(view: RegisteredView, order: SendOrder, grant: Grant) -> M
     """
     if not view.is_staged:
         return view.try_map_pages(Holder("send", order.ticket.id), order.blocks)
-    size, table = view.view.layout.block_size, order.blocks
-    first, stop = grant.start // size, -(-grant.num_tokens // size)
-    granted = BlockTable(first, table.blocks[first - table.first : stop - table.first])
+    size = view.view.layout.block_size
+    granted = order.blocks.slice_tokens(grant.start, grant.num_tokens, size)
     return view.try_map_pages(Holder("send", order.ticket.id), granted)
 
 
@@ -335,7 +334,7 @@ def announce(action: AnnounceReadable, outgoing: OutgoingHandoff) -> Iterator[Av
 
 def _any_target(layout: KVLayout, num_tokens: int) -> PagedSequence:
     """Pages of the peer's: which ones is its own business; any give the same number of bytes."""
-    num_blocks = -(-num_tokens // layout.block_size)
+    num_blocks = count_blocks(num_tokens, layout.block_size)
     return PagedSequence(layout, BlockTable(0, np.arange(num_blocks, dtype=np.int64)))
 
 

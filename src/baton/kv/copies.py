@@ -38,6 +38,22 @@ class BlockTable:
     first: int
     blocks: NDArray[np.int64]
 
+    def slice_tokens(self, start: int, stop: int, block_size: int) -> BlockTable:
+        """The blocks that hold tokens `[start, stop)`, all of which the table has."""
+        held, first = blocks_holding(start, stop, block_size), self.first
+        return BlockTable(held.start, self.blocks[held.start - first : held.stop - first])
+
+
+def blocks_holding(start: int, stop: int, block_size: int) -> range:
+    """Which of a sequence's blocks hold tokens `[start, stop)`: none, where that is empty."""
+    first = start // block_size
+    return range(first, count_blocks(stop, block_size) if start < stop else first)
+
+
+def count_blocks(num_tokens: int, block_size: int) -> int:
+    """Blocks that hold a sequence's first `num_tokens` tokens; the last may be partly filled."""
+    return -(-num_tokens // block_size)
+
 
 @dataclass(frozen=True, slots=True)
 class PagedSequence:

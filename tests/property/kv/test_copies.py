@@ -17,8 +17,10 @@ from baton.kv.copies import (
     PageCopies,
     PagedSequence,
     apply_copies,
+    blocks_holding,
     compute_page_copies,
     compute_pieces,
+    count_blocks,
 )
 from baton.kv.digest import DIGEST_BYTES, compute_digests, locate_pieces
 from baton.kv.geometry import page_geometry, shared_heads
@@ -227,3 +229,30 @@ def test_canonical_round_trip_is_independent_of_the_layout(case: Case) -> None:
     data = read_canonical(sequence, 0, pages, start=case.start, stop=case.stop)
     write_canonical(sequence, 0, pages, data, start=case.start)
     assert np.array_equal(pages, case.src.pages)
+
+
+@given(st.integers(0, 60), st.integers(0, 60), st.integers(1, 20))
+def test_blocks_of_tokens_are_those_that_hold_one_of_them(
+    start: int, num_tokens: int, block_size: int
+) -> None:
+    stop = start + num_tokens
+    holding = {token // block_size for token in range(start, stop)}
+    assert list(blocks_holding(start, stop, block_size)) == sorted(holding)
+    assert count_blocks(stop, block_size) == len(blocks_holding(0, stop, block_size))
+
+
+@given(st.integers(0, 3), st.integers(0, 60), st.integers(0, 60), st.integers(1, 20))
+def test_a_slice_of_a_table_holds_the_same_tokens_in_the_same_blocks(
+    skipped: int, at: int, num_tokens: int, block_size: int
+) -> None:
+    start = skipped * block_size + at
+    stop = start + num_tokens
+    num_blocks = count_blocks(stop, block_size) - skipped
+    table = BlockTable(skipped, np.random.default_rng(3).permutation(num_blocks))
+    layout = KVLayout.gqa(1, 1, 8, block_size=block_size, dtype="int8")
+    part = table.slice_tokens(start, stop, block_size)
+    tokens = np.arange(start, stop)
+    whole, some = (PagedSequence(layout, each) for each in (table, part))
+    some.check_covers(start, stop)
+    assert np.array_equal(some.blocks_of(tokens), whole.blocks_of(tokens))
+    assert len(part.blocks) == len(set(part.blocks)) == len(set(some.blocks_of(tokens)))

@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the name that torch's own documentation uses
 from transformers import AttentionInterface
 
+from baton.kv.copies import count_blocks
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -66,7 +68,7 @@ class Step:
 
     def __init__(self, spans: Sequence[Span], block_size: int, device: torch.device) -> None:
         positions = [np.arange(s.start, s.context_tokens) for s in spans]
-        used_blocks = [s.blocks[: -(-s.context_tokens // block_size)] for s in spans]
+        used_blocks = [s.blocks[: count_blocks(s.context_tokens, block_size)] for s in spans]
         write_blocks = [s.blocks[p // block_size] for s, p in zip(spans, positions, strict=True)]
         flat_positions = np.concatenate(positions)
 

@@ -26,6 +26,7 @@ from baton.errors import (
     TransferError,
     mapped,
 )
+from baton.kv.copies import count_blocks
 from baton.kv.pool import BlockPool
 from baton.transfer.region import allocate_shared_region, release_region
 
@@ -247,7 +248,7 @@ class TransformersEngine:
                 code="context_length_exceeded",
             )
         # The last token's KV is never needed.
-        num_blocks = -(-(num_tokens - 1) // self.info.layout.block_size)
+        num_blocks = count_blocks(num_tokens - 1, self.info.layout.block_size)
         if num_blocks > self.info.num_blocks:
             raise ContextLengthError(
                 f"the prompt and max_tokens need {num_blocks} blocks of KV, this worker has "

@@ -32,6 +32,7 @@ from baton.handoff.interface import (
     KVSent,
     SendFailed,
 )
+from baton.kv.copies import blocks_holding
 from baton.telemetry.metrics import HeldBlockTime
 from baton.telemetry.trace import Stamp
 
@@ -301,8 +302,8 @@ class EngineLoop:
         num_prompt = sequence.num_prompt_tokens
         num_landed = num_prompt if landed.num_tokens is None else landed.num_tokens
         num_received = num_landed - sequence.num_cached_tokens
-        first = sequence.num_cached_tokens // sequence.block_size
-        self._pages.load_blocks(sequence.blocks[first : sequence.num_blocks_for(num_landed)])
+        held = blocks_holding(sequence.num_cached_tokens, num_landed, sequence.block_size)
+        self._pages.load_blocks(sequence.blocks[held.start : held.stop])
         sequence.request.trace.num_received_tokens = num_received
         self._counts.received += num_received
         self._stamp(sequence, Stamp.KV_READY)

@@ -15,6 +15,7 @@ from baton.engines.interface import (
     PrefillRequest,
     RequestKind,
 )
+from baton.kv.copies import count_blocks
 from baton.kv.identity import HashDomain, compute_block_hashes
 
 if TYPE_CHECKING:
@@ -100,7 +101,7 @@ class Sequence:
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold `num_tokens` tokens."""
-        return -(-num_tokens // self.block_size)
+        return count_blocks(num_tokens, self.block_size)
 
     def token_ids(self, start: int, stop: int) -> NDArray[np.int32]:
         """Tokens `[start, stop)`."""

@@ -28,6 +28,7 @@ from baton.engines.vllm.handoff_schedule import (
 from baton.engines.vllm.identity import describe_worker
 from baton.engines.vllm.step_orders import Occupancy, Prompt
 from baton.engines.vllm.tickets import NoHandoff, Probe, Receive, Refusal, RefusalCounter, Send
+from baton.kv.copies import count_blocks
 from baton.kv.identity import compute_prompt_hash
 
 if TYPE_CHECKING:
@@ -308,7 +309,7 @@ class Admission:
         self._schedule.add(request.request_id, state(prompt))
 
     def _may_be_held(self, request: Request) -> bool:
-        num_blocks = -(-request.num_prompt_tokens // self._block_size)
+        num_blocks = count_blocks(request.num_prompt_tokens, self._block_size)
         return self._held.try_add(request.request_id, num_blocks)
 
     def _refuse(self, request: VllmRequestId, refusal: Refusal) -> None:

@@ -29,6 +29,7 @@ from baton.engines.vllm.step_orders import (
     Withdraw,
 )
 from baton.engines.vllm.tickets import Refusal
+from baton.kv.copies import blocks_holding, count_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -190,10 +191,10 @@ class HandoffSchedule:
             self._pending.declined.append(Decline(prompt, ALL_CACHED))
             return
         start = prompt.num_tokens - num_tokens
-        first, stop = start // self._block_size, self._num_blocks_for(prompt.num_tokens)
+        held = blocks_holding(start, prompt.num_tokens, self._block_size)
         self._states[request] = Loading(prompt)
         self._pending.expected.append(
-            StartReceive(request, prompt, start, first, tuple(blocks[first:stop]))
+            StartReceive(request, prompt, start, held.start, tuple(blocks[held.start : held.stop]))
         )
 
     def follows(self, request: VllmRequestId) -> bool:
@@ -324,4 +325,4 @@ class HandoffSchedule:
         self._pending.finished.append(Finished(request, ending.outcome, ending.num_output_tokens))
 
     def _num_blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self._block_size)
+        return count_blocks(num_tokens, self._block_size)

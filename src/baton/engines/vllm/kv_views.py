@@ -22,6 +22,7 @@ from baton.engines.vllm.layouts import keep_layers, make_opaque, pages_of, read_
 from baton.errors import ConfigError, TransferError
 from baton.handoff.kv_views import KVView
 from baton.ids import new_region_handle
+from baton.kv.copies import count_blocks
 from baton.transfer.interface import PageArray, PagedRegion
 from baton.transfer.region import (
     ARRAY_ALIGNMENT_BYTES,
@@ -245,7 +246,7 @@ def try_build_store_view(
         # vLLM gives away blocks behind the window while it computes: they would be kept as garbage.
         logger.warning("KV of layers with a sliding window is not kept in a store: no mode pool")
         return None
-    fewest = -(-store_block_size // layout.block_size) + 1
+    fewest = count_blocks(store_block_size, layout.block_size) + 1
     num_pages = max(fewest, STORE_STAGING_BYTES // layout.block_bytes)
     region = allocate_host_region(_shapes(layout, min(num_pages, max(fewest, layers.num_blocks))))
     if arrangement.is_canonical:
@@ -274,7 +275,7 @@ class StagingBudget:
     def count_pages(self, layout: KVLayout) -> int:
         """How many pages of each layer fit; warns where the longest request would not."""
         num_pages = self.num_bytes // layout.block_bytes
-        needed = -(-self.max_tokens // layout.block_size)
+        needed = count_blocks(self.max_tokens, layout.block_size)
         if num_pages < needed:
             logger.warning(
                 "staging_bytes: %d holds %d tokens in %s pages; KV of a longer request is computed "

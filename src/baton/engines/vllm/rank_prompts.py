@@ -22,7 +22,7 @@ from baton.engines.vllm.in_flight import (
 from baton.engines.vllm.rank_observer import open_partial_trace, open_trace
 from baton.engines.vllm.tickets import compute_receiving_subtickets, compute_subtickets
 from baton.handoff.interface import DECLINED_STAGE, HandoffPort, ReceiveOrder, SendOrder
-from baton.kv.copies import BlockTable
+from baton.kv.copies import BlockTable, count_blocks
 from baton.telemetry.trace import RequestSpan, Stamp
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ class RankSends:
         self._uncomputed.add(prompt.ticket.id, tickets)
         span = self._setting.open_trace(prompt, "prefill")
         span.num_cached_tokens = offer.num_ready_tokens
-        num_blocks = -(-prompt.num_tokens // setting.layout.block_size)
+        num_blocks = count_blocks(prompt.num_tokens, setting.layout.block_size)
         send = SendInProgress(
             offer,
             tickets,

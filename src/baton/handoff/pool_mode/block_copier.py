@@ -144,11 +144,10 @@ class BlockCopier:
 
     def _find(self, start: int, stop: int, table: BlockTable) -> _Span:
         PagedSequence(self._layout, table).check_covers(start, stop)
-        size = self._layout.block_size
-        first, last = start // size, -(-stop // size)
-        blocks = table.blocks[first - table.first : last - table.first]
+        found = table.slice_tokens(start, stop, self._layout.block_size)
+        blocks = found.blocks
         staged = blocks if self._view.staging is None else np.arange(len(blocks), dtype=np.int64)
-        return _Span(blocks, BlockTable(first, staged))
+        return _Span(blocks, BlockTable(found.first, staged))
 
     def _gather_to_staging(self, blocks: NDArray[np.int64], pages: NDArray[np.int64]) -> None:
         if self._view.staging is not None:

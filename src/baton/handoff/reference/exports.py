@@ -33,6 +33,7 @@ from baton.clock import Instant
 from baton.handoff.grants import epoch_of
 from baton.handoff.interface import ExportReleased
 from baton.handoff.messages import MAX_BATCH, ReleaseAck, Revoke
+from baton.kv.copies import blocks_holding
 from baton.transfer.interface import TracksReaders
 
 if TYPE_CHECKING:
@@ -191,7 +192,7 @@ class SharedBlockExporter:
         if not self._watch(importer):
             return "the end of the importer's process could not be proved"
         size, grant = served.view.layout.block_size, granted.grant
-        num_blocks = -(-grant.num_tokens // size) - grant.start // size
+        num_blocks = len(blocks_holding(grant.start, grant.num_tokens, size))
         return self.table.reserve(granted.ticket.id, importer, num_blocks)
 
     def is_reserved(self, ticket: TicketId) -> bool:

@@ -21,6 +21,7 @@ from baton.handoff.kv_views import Holder
 from baton.handoff.messages import Grant, RenewLease
 from baton.handoff.session.lease import LEASE_STAGE
 from baton.kv.blocks import BlockState
+from baton.kv.copies import blocks_holding
 from baton.sim.handoff import internals
 from baton.sim.handoff.agent import tickets_of
 from baton.sim.handoff.allowed_failures import ViolationError
@@ -316,9 +317,9 @@ class Checker:
 
     def on_compute(self, process: SimProcess, work: Work) -> None:
         """I2: KV of the tokens of a step is written into blocks of the engine's."""
-        size = work.sequence.block_size
-        first, stop = work.sequence.num_computed // size, -(-work.stop // size)
-        self.exports.on_write(process, work.sequence.blocks[first:stop])
+        sequence = work.sequence
+        held = blocks_holding(sequence.num_computed, work.stop, sequence.block_size)
+        self.exports.on_write(process, sequence.blocks[held.start : held.stop])
 
     def on_start_receive(self, process: SimProcess, order: ReceiveOrder) -> None:
         """An engine asked for KV."""

@@ -6,6 +6,7 @@ from dataclasses import replace
 from random import Random
 from typing import TYPE_CHECKING, Final
 
+from baton.kv.copies import count_blocks
 from baton.sim.handoff.memory import VOCABULARY
 from baton.sim.handoff.plan import (
     GATEWAY,
@@ -215,7 +216,7 @@ def _overload(rng: Random, schedule: Schedule) -> Schedule:
         schedule,
         workers=(
             replace(first, num_blocks=2 * len(prompts) * first.num_blocks),
-            replace(last, num_blocks=-(-(MAX_PROMPT + MAX_OUTPUT) // size)),
+            replace(last, num_blocks=count_blocks(MAX_PROMPT + MAX_OUTPUT, size)),
         ),
         clients=tuple(
             Client(0.03 * rng.random(), tuple(prompt), MAX_OUTPUT, None, "pull")
@@ -246,7 +247,7 @@ def _generate_modes(rng: Random, clients: tuple[Client, ...]) -> tuple[Client, .
 
 
 def _generate_worker(rng: Random, name: Host, block_size: int, *, is_staged: bool) -> WorkerPlan:
-    most = -(-(MAX_PROMPT + MAX_OUTPUT) // block_size)  # blocks of the largest request
+    most = count_blocks(MAX_PROMPT + MAX_OUTPUT, block_size)  # blocks of the largest request
     return WorkerPlan(
         name=name,
         block_size=block_size,

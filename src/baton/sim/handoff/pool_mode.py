@@ -87,9 +87,8 @@ class CheckedBlockCopier(BlockCopier):
         super().scatter(found, batch, start=start, table=table)
 
     def _blocks(self, batch: Sequence[TokenSegment], table: BlockTable, start: int) -> set[int]:
-        size = self._layout.block_size
-        first, stop = start // size, -(-batch[-1].stop // size)
-        return set(table.blocks[first - table.first : stop - table.first].tolist())
+        held = table.slice_tokens(start, batch[-1].stop, self._layout.block_size)
+        return set(held.blocks.tolist())
 
 
 def watch(handoff: StoreHandoff, process: SimProcess, pool: StoreAccess) -> None:

@@ -220,7 +220,7 @@ class Chooser:
 
     Remembers its last choice for each class of shapes (powers of two of bytes and of bytes a
     descriptor): noise of a few percent does not move transfers to and fro. How it compares links of
-    which one is known better than the other: `comparison.py`.
+    which one is known better than the other: `compare`.
     """
 
     rule: ChoiceRule
