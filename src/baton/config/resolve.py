@@ -323,10 +323,6 @@ class Resolved:
     values: Mapping[str, Value]
     file: Path | None
 
-    def is_default(self, name: str) -> bool:
-        """Whether no source sets this key."""
-        return name not in self.values or isinstance(self.values[name].origin, FromDefault)
-
     def to_config(self) -> Config:
         """The same as a tree of sections.
 

@@ -90,11 +90,6 @@ class PeerTransport:
         """Whether it is being attached and never failed: worth waiting for."""
         return self.state is PeerTransportState.ATTACHING and not self.backoff.num_failures
 
-    @property
-    def is_idle(self) -> bool:
-        """Whether it carries nothing just now."""
-        return self._num_under_way == 0
-
     def drop(self) -> None:
         """Forget the remote, whose transfers fail."""
         remote, self.remote = self.remote, None
