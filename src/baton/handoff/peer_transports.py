@@ -1,6 +1,4 @@
-"""One transport to one peer, in one direction: how it stands, what it costs, what it carries.
-
-The transports that reach a peer: all of them attached, and for each transfer the best chosen.
+"""The transports that reach a peer: all of them attached, and for each transfer the best chosen.
 
 A peer is reached in one direction: this worker writes to the peers that dialed it ("push"), and
 reads from those that it dialed ("pull"). What is *expected* to carry a transfer is the best of all

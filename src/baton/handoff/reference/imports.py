@@ -7,7 +7,7 @@
 A mapping needs neither link nor transport nor the exporter's process: a request that runs on
 imported blocks ends well whatever becomes of the exporter.
 
-Blocks that the decode worker has imported, and its pending releases: pure.
+`ImportTable` has what was imported, and pending releases:
 
     add ──► HELD ── release ──► PENDING ── take_pending ──► UNACKED ── acked ──► (none)
                                  ▲  ▲                         │

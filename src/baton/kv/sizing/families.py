@@ -1,8 +1,7 @@
 """A config → what each layer keeps. A layer of a kind that is not known is refused, not guessed.
 
-The states of layers without attention, from whichever names a family gave their sizes.
-
-Shapes are those that vLLM allocates (`MambaStateShapeCalculator`), without speculative tokens.
+States of layers without attention come from whichever names a family gave their sizes. Shapes are
+those that vLLM allocates (`MambaStateShapeCalculator`), without speculative tokens.
 """
 
 from __future__ import annotations
