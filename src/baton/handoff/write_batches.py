@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from baton.handoff.session.actions import AnnounceReadable, SendAction
     from baton.handoff.session.send import SendSession
     from baton.kv.layout import KVLayout
-    from baton.transfer.interface import PagedRegion
+    from baton.transfer.interface import PageArray, PagedRegion
 
 MAX_SEGMENTS: Final = 2048
 """Pieces of one write: keeps its notification far below `MAX_NOTIFICATION_BYTES`."""
@@ -73,8 +73,15 @@ class WriteBatchBuilder:
         LayoutMismatchError: KV cannot be copied from the one to the other.
     """
 
-    def __init__(self, region: PagedRegion, source: PagedSequence, target: PagedSequence) -> None:
+    def __init__(
+        self,
+        region: PagedRegion,
+        source: PagedSequence,
+        target: PagedSequence,
+        target_arrays: Sequence[PageArray] = (),
+    ) -> None:
         self.region, self._source, self._target = region, source, target
+        self.target_arrays = target_arrays
         self._planner = CopyPlanner(source.layout, target.layout)
         self._locator = PieceLocator()
 
@@ -244,9 +251,8 @@ def write_batches(
 def _choose(
     batch: WriteBatch, peer_transports: PeerTransportTable, outgoing: OutgoingHandoff
 ) -> TransportChoice:
-    peer = outgoing.grant_to_fill.peer
-    theirs = peer.negotiated.theirs.regions[0].arrays
-    shape = measure_shape(batch.copies, outgoing.builder.region.arrays, theirs)
+    peer, builder = outgoing.grant_to_fill.peer, outgoing.builder
+    shape = measure_shape(batch.copies, builder.region.arrays, builder.target_arrays)
     chosen = peer_transports.choose(peer, shape, outgoing.session.excluded)
     if chosen is None:
         raise peer_transports.explain(peer)
@@ -282,29 +288,23 @@ def _post(
 
 def merge_writes(actions: Sequence[SendAction]) -> Iterator[SendAction]:
     """The same actions; writes of the same tokens of layers that follow each other are one."""
-    last: WriteLayers | None = None
+    first: WriteLayers | None = None
+    num_layers = 0
     for action in actions:
-        if not isinstance(action, WriteLayers):
-            if last is not None:
-                yield last
-            last = None
+        if isinstance(action, WriteLayers) and first is not None:
+            tokens = first.start == action.start and first.stop == action.stop
+            if tokens and action.layer == first.layer + num_layers:
+                num_layers += action.num_layers
+                continue
+        if first is not None:
+            yield WriteLayers(first.layer, first.start, first.stop, num_layers)
+        first = None
+        if isinstance(action, WriteLayers):
+            first, num_layers = action, action.num_layers
+        else:
             yield action
-            continue
-        if last is not None and _follows(action, last):
-            last = WriteLayers(
-                last.layer, last.start, last.stop, last.num_layers + action.num_layers
-            )
-            continue
-        if last is not None:
-            yield last
-        last = action
-    if last is not None:
-        yield last
-
-
-def _follows(submit: WriteLayers, last: WriteLayers) -> bool:
-    tokens = (submit.start, submit.stop)
-    return submit.layer == last.layer + last.num_layers and tokens == (last.start, last.stop)
+    if first is not None:
+        yield WriteLayers(first.layer, first.start, first.stop, num_layers)
 
 
 def announce(action: AnnounceReadable, outgoing: OutgoingHandoff) -> Iterator[Available]:
@@ -377,14 +377,17 @@ class OutgoingHandoff:
         """One for all that is sent; another one once other pages are granted (`take_grant`)."""
         if self._builder is None:
             granted, mapped_pages = self.grant_to_fill, self.pages_to_send
-            layout = granted.peer.negotiated.theirs.layout
+            theirs = granted.peer.negotiated.theirs
+            layout = theirs.layout
             target = (
                 PagedSequence(layout, granted.target)
                 if self.session.is_written
                 else _any_target(layout, granted.grant.num_tokens)
             )
             region = mapped_pages.view.region
-            self._builder = WriteBatchBuilder(region, mapped_pages.sequence, target)
+            self._builder = WriteBatchBuilder(
+                region, mapped_pages.sequence, target, theirs.regions[0].arrays
+            )
         return self._builder
 
     def take_grant(self, granted: Granted) -> None:
