@@ -52,7 +52,7 @@ class WorkerRef(msgspec.Struct, frozen=True):
     rank_addresses: tuple[str, ...] = ()
 
 
-class Ticket(msgspec.Struct, frozen=True, tag="ticket", tag_field="t"):
+class Ticket(msgspec.Struct, frozen=True, tag="ticket", tag_field="t", dict=True):
     """Authorises one handoff between two lives of two workers.
 
     `expires_at` is wall-clock seconds: it bounds replay, not progress (deadlines inside a worker
@@ -72,6 +72,8 @@ class Ticket(msgspec.Struct, frozen=True, tag="ticket", tag_field="t"):
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Ticket)
+_READ_FROM: Final = "read_from"
+"""In a ticket that was read: the key that signed it, and its text. No part of its value."""
 
 
 def hash_tenant(cache_salt: str) -> str:
@@ -80,7 +82,11 @@ def hash_tenant(cache_salt: str) -> str:
 
 
 def seal(ticket: Ticket, key: ClusterKey) -> str:
-    """Sign a ticket and write it as text."""
+    """Sign a ticket and write it as text; one that was read is the text that it was read from."""
+    read = vars(ticket).get(_READ_FROM)
+    if read is not None and read[0] == key:
+        text: str = read[1]
+        return text
     body = _encoder.encode(ticket)
     return base64.urlsafe_b64encode(body + key.sign(PURPOSE, body)).rstrip(b"=").decode()
 
@@ -106,6 +112,7 @@ def unseal(text: str, key: ClusterKey, now: UnixTime) -> Ticket:
         raise TicketError(f"the ticket does not decode: {exc}") from exc
     if now > ticket.expires_at + CLOCK_SKEW_S:
         raise TicketError(f"the ticket expired {now - ticket.expires_at:.1f} s ago")
+    vars(ticket)[_READ_FROM] = key, text
     return ticket
 
 

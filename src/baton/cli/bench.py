@@ -1,4 +1,4 @@
-"""`baton bench link`."""
+"""`baton bench link` and `baton bench compare`."""
 
 import sys
 from collections.abc import Sequence

@@ -1,13 +1,10 @@
-"""The layers, merged and checked.
-
-Every key, flat: `gateway.port` → its type and default.
+"""Every key, flat; one layer of values for each source; and the layers, merged and checked.
 
 A *closed* key is a field of a section. An *open table* (`engine`, `transfer.options`, …) has keys
 that belong to a plug-in; below it any TOML value is accepted here and checked there.
 
-One layer of values for each source: a file, the environment, the flags.
-
-A layer maps key names to `Setting`s. Names are checked here, values where layers are merged.
+Sources are a file, the environment and the flags. A layer maps key names to `Setting`s. Names are
+checked here, values where layers are merged.
 """
 
 from __future__ import annotations
@@ -322,10 +319,6 @@ class Resolved:
 
     values: Mapping[str, Value]
     file: Path | None
-
-    def is_default(self, name: str) -> bool:
-        """Whether no source sets this key."""
-        return name not in self.values or isinstance(self.values[name].origin, FromDefault)
 
     def to_config(self) -> Config:
         """The same as a tree of sections.

@@ -1,6 +1,6 @@
 """Probes each worker: health, load, and now and then its identity.
 
-How a worker is asked who it is: a Baton worker at once, a vLLM server in three steps.
+A Baton worker is asked who it is at once, a vLLM server in three steps:
 
     /baton/v1/info ──200──► a Baton worker
           │404

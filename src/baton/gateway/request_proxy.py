@@ -230,7 +230,7 @@ _MODE_FAILURES: Final = frozenset({
 })
 
 
-def _failure_of(error: UpstreamError) -> Failure:  # noqa: PLR0911 - one match over the errors
+def _failure_of(error: UpstreamError) -> Failure:
     """What failover must know of an error."""
     match error:
         case PrefillFailedError(cause=FallbackCause.PREFILL_REJECTED):

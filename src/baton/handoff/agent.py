@@ -29,30 +29,13 @@ from baton.handoff.io_backend import OS_BACKEND
 from baton.handoff.kv_views import AgentContext, RegisteredView
 from baton.handoff.messages import (
     PROTOCOL_VERSION,
-    Available,
-    BlocksExported,
-    Declined,
-    ExcludeTransport,
-    ExportRefused,
-    Failed,
-    FallbackToWrite,
-    Finished,
-    Grant,
     Hello,
-    Keepalive,
     KVViewDescriptor,
-    LeaseRenewed,
-    ProbeEnd,
-    ProbeReady,
-    ProbeRequest,
-    ProbeResult,
-    Release,
-    ReleaseAck,
-    RenewLease,
-    RetransmitRequest,
-    Revoke,
-    TransferAck,
-    TransportFailed,
+    ToImporter,
+    ToProber,
+    ToProbeTarget,
+    ToReceiver,
+    ToSender,
 )
 from baton.handoff.peer_transports import (
     LinkOptions,
@@ -107,20 +90,6 @@ TICK_S: Final = 0.05
 STOP_TIMEOUT_S: Final = 5.0
 THREAD_NAME: Final = b"baton-handoff"
 _PR_SET_NAME: Final = 15
-
-_TO_RECEIVERS: Final = (
-    Available | TransportFailed | BlocksExported | ExportRefused | Finished | Failed
-)
-_TO_SENDERS: Final = (
-    Grant
-    | Declined
-    | TransferAck
-    | RetransmitRequest
-    | ExcludeTransport
-    | FallbackToWrite
-    | Failed
-    | RenewLease
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -470,33 +439,18 @@ class HandoffAgent:  # noqa: PLR0904 - the engine's contract, and the process's
     def _dispatch_message(self, event: MessageReceived) -> None:
         peer, message = event.peer, event.message
         try:
-            if isinstance(message, Failed):
-                self._receiving.prefill_failed(peer, message)
-            if isinstance(message, LeaseRenewed | Keepalive):
-                self._receiving.handle_keepalive(peer, message)
-            if isinstance(message, _TO_RECEIVERS):
+            if isinstance(message, ToReceiver):
                 self._receiving.handle_message(peer, message)
-            if isinstance(message, _TO_SENDERS):
+            if isinstance(message, ToSender):
                 self._sending.handle_message(peer, message)
-            if isinstance(message, Release | ReleaseAck | Revoke):
-                self._dispatch_export_message(peer, message)
-            if isinstance(message, ProbeRequest | ProbeEnd):
+            if isinstance(message, ToImporter):
+                self._importer.handle_message(peer, message)
+            if isinstance(message, ToProbeTarget):
                 self._probe_target.handle_message(peer, message)
-            if isinstance(message, ProbeReady | ProbeResult):
+            if isinstance(message, ToProber):
                 self._prober.handle_message(message)
         except BatonError as exc:
             logger.warning("handoff: refused a message of %s: %s", peer.name, exc)
-
-    def _dispatch_export_message(self, peer: Peer, message: Release | ReleaseAck | Revoke) -> None:
-        match message:
-            case Release():
-                self._sending.handle_release(peer, message)
-            case ReleaseAck(tickets):
-                self._importer.acked(peer, tickets)
-            case Revoke(tickets):
-                self._importer.revoked(peer, tickets)
-            case _:
-                assert_never(message)
 
     def _dispatch_transfer_event(self, transport: Transport, event: TransferEvent) -> None:
         if self._prober.handle_transfer_event(

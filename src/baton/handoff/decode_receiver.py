@@ -45,11 +45,13 @@ from baton.telemetry.trace import Stamp
 from baton.transfer.interface import Arrived, GrantQuiescent, ReadCompleted, ReadFailed
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from baton.auth.ticket import Ticket
     from baton.handoff.incoming import PendingRead
     from baton.handoff.interface import ReceiveOrder
     from baton.handoff.kv_views import AgentContext
-    from baton.handoff.messages import GrantOp, Notification
+    from baton.handoff.messages import GrantOp, Notification, ToReceiver
     from baton.handoff.peer_transports import PeerTransportLost, PeerTransportUp
     from baton.handoff.peers import Peer
     from baton.handoff.reference.imports import SharedBlockImporter
@@ -172,55 +174,52 @@ class DecodeReceiver:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         if incoming is not None:
             self._try_begin(incoming)
 
-    def handle_message(
-        self,
-        peer: Peer,
-        message: Available | TransportFailed | BlocksExported | ExportRefused | Finished | Failed,
-    ) -> None:
-        """Handle a message of the prefill worker about one handoff."""
-        incoming = self._incoming.get(message.ticket)
-        if incoming is None or incoming.peer is not peer:
-            return
-        session = incoming.session
+    def handle_message(self, peer: Peer, message: ToReceiver) -> None:
+        """Handle a message of a prefill worker, about one handoff or several."""
         match message:
-            case Available():
-                self._handle_available(incoming, message)
-            case TransportFailed():
-                self._handle_transport_failed(incoming, message)
-            case BlocksExported() | ExportRefused():
-                self._handle_export(incoming, message)
-            case Finished():
-                if session.phase is ReceivePhase.GRANTED:
-                    incoming.record_sender(message)
-                self._perform(incoming, session.finished(message))
-            case Failed(_, reason):
-                self._perform(incoming, session.fail(f"prefill worker: {reason}", stage="prefill"))
+            case LeaseRenewed(at, tickets):
+                # One from the future answers a message that was never sent.
+                if at <= self._context.clock.now():
+                    for incoming in self._among(tickets, peer):
+                        incoming.session.lease_holder.confirmed(Instant(at))
+            case Keepalive(idle_s, tickets):
+                until = Instant(self._context.clock.now() - idle_s + self._context.timeout_s)
+                for incoming in self._among(tickets, peer):
+                    incoming.session.wait_until(until)
+            case Failed(ticket, reason) if self._lease_renewer.is_queued_from(ticket, peer):
+                # What a queued request waits for is gone: it fails as soon as it is expected.
+                self._lease_renewer.drop(ticket)
+                self._aborted.add(ticket, Tombstone(f"prefill worker: {reason}", "lease"))
             case _:
-                assert_never(message)
+                for incoming in self._among((message.ticket,), peer):
+                    self._perform(incoming, self._advance(incoming, message))
 
-    def handle_keepalive(self, peer: Peer, message: LeaseRenewed | Keepalive) -> None:
-        """The prefill worker reports what it holds, or what its engine has yet to compute."""
-        now = self._context.clock.now()
-        for incoming in filter(None, map(self._incoming.get, message.tickets)):
-            if incoming.peer is not peer:
-                continue
+    def _advance(
+        self,
+        incoming: IncomingHandoff,
+        message: Available | TransportFailed | BlocksExported | ExportRefused | Finished | Failed,
+    ) -> list[ReceiveAction]:
+        session = incoming.session
+        try:
             match message:
-                case LeaseRenewed(at) if at <= now:  # else it answers a message that was never sent
-                    incoming.session.lease_holder.confirmed(Instant(at))
-                case Keepalive(idle_s):
-                    incoming.session.wait_until(Instant(now - idle_s + self._context.timeout_s))
-                case LeaseRenewed():
-                    pass
+                case Available():
+                    return session.available(message)
+                case TransportFailed():
+                    return session.transport_failed(message)
+                case BlocksExported():
+                    return session.exported(message)
+                case ExportRefused(_, reason):
+                    return session.export_refused(reason)
+                case Finished():
+                    if session.phase is ReceivePhase.GRANTED:
+                        incoming.record_sender(message)
+                    return session.finished(message)
+                case Failed(_, reason):
+                    return session.fail(f"prefill worker: {reason}", stage="prefill")
                 case _:
                     assert_never(message)
-
-    def prefill_failed(self, peer: Peer, message: Failed) -> None:
-        """What a queued request waits for is gone: it will fail as soon as it is expected."""
-        if self._lease_renewer.is_queued_from(message.ticket, peer):
-            self._lease_renewer.drop(message.ticket)
-            self._aborted.add(
-                message.ticket, Tombstone(f"prefill worker: {message.reason}", "lease")
-            )
+        except ProtocolError as exc:
+            return session.fail(str(exc), stage="landing")
 
     def handle_transfer_event(
         self, transport: Transport, event: Arrived | ReadCompleted | ReadFailed | GrantQuiescent
@@ -399,14 +398,6 @@ class DecodeReceiver:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         if incoming.is_quiescent(transport):
             self._perform(incoming, incoming.session.grant_quiescent())
 
-    def _handle_transport_failed(self, incoming: IncomingHandoff, message: TransportFailed) -> None:
-        session = incoming.session
-        try:
-            actions = session.transport_failed(message)
-        except ProtocolError as exc:
-            actions = session.fail(str(exc), stage="landing")
-        self._perform(incoming, actions)
-
     def _try_begin(self, incoming: IncomingHandoff) -> None:
         """Settle the terms, if the peer is up, reachable, and the KV has pages to go to."""
         session, peer = incoming.session, incoming.peer
@@ -458,38 +449,6 @@ class DecodeReceiver:  # noqa: PLR0904 -- a method for each event (ADR 0005)
             case Reachability.NONE:
                 return "WRITE"
 
-    def _handle_available(self, incoming: IncomingHandoff, message: Available) -> None:
-        try:
-            actions = incoming.session.available(message)
-        except ProtocolError as exc:
-            actions = incoming.session.fail(str(exc), stage="landing")
-        self._perform(incoming, actions)
-
-    def _handle_export(
-        self, incoming: IncomingHandoff, message: BlocksExported | ExportRefused
-    ) -> None:
-        session = incoming.session
-        try:
-            match message:
-                case BlocksExported():
-                    actions = session.exported(message)
-                case ExportRefused(_, reason):
-                    actions = session.export_refused(reason)
-                case _:
-                    assert_never(message)
-        except ProtocolError as exc:
-            actions = session.fail(str(exc), stage="landing")
-        self._perform(incoming, actions)
-
-    def _fetch(self, incoming: IncomingHandoff, action: ReadPages | ImportBlocks) -> None:
-        match action:
-            case ReadPages(available):
-                self._read(incoming, available)
-            case ImportBlocks(exported):
-                self._import_blocks(incoming, exported)
-            case _:
-                assert_never(action)
-
     def _import_blocks(self, incoming: IncomingHandoff, exported: BlocksExported) -> None:
         session = incoming.session
         if incoming.peer is None:
@@ -524,34 +483,32 @@ class DecodeReceiver:  # noqa: PLR0904 -- a method for each event (ADR 0005)
                 self._importer.queue_release(session.ticket, session.order.ticket.prefill.epoch)
 
     def _carry_out(self, incoming: IncomingHandoff, action: ReceiveAction) -> None:
+        session = incoming.session
         match action:
             case OpenWriteGrant():
-                self._open_write_grants(incoming)
+                try:
+                    incoming.open_write_grants(self._context.transports)
+                except BatonError as exc:
+                    self._perform(incoming, session.fail(str(exc), stage="window"))
             case CloseWriteGrant():
-                self._close_write_grants(incoming)
+                if not incoming.close_write_grants():
+                    self._perform(incoming, session.grant_quiescent())
             case Fence(kind):
                 if incoming.fence(kind):
-                    self._perform(incoming, incoming.session.fenced(kind))
-            case ReadPages() | ImportBlocks():
-                self._fetch(incoming, action)
-            case SendMessage() | SendTransferAck():
-                self._send(incoming, action)
+                    self._perform(incoming, session.fenced(kind))
+            case ReadPages(available):
+                self._read(incoming, available)
+            case ImportBlocks(exported):
+                self._import_blocks(incoming, exported)
+            case SendMessage(message):
+                self._send_message(incoming, message)
+            case SendTransferAck():
+                self._send_transfer_ack(incoming)
             case Emit(event):
                 incoming.write_trace()
                 self._context.emit(event)
             case _:
                 assert_never(action)
-
-    def _open_write_grants(self, incoming: IncomingHandoff) -> None:
-        """Open the window on every transport; where one refuses, the handoff ends."""
-        try:
-            incoming.open_write_grants(self._context.transports)
-        except BatonError as exc:
-            self._perform(incoming, incoming.session.fail(str(exc), stage="window"))
-
-    def _close_write_grants(self, incoming: IncomingHandoff) -> None:
-        if not incoming.close_write_grants():
-            self._perform(incoming, incoming.session.grant_quiescent())
 
     def _read(
         self, incoming: IncomingHandoff, available: Available, tried: frozenset[str] = frozenset()
@@ -563,15 +520,6 @@ class DecodeReceiver:  # noqa: PLR0904 -- a method for each event (ADR 0005)
             session.reading(self._reader.post(incoming, available, tried))
         except BatonError as exc:
             self._perform(incoming, session.fail(str(exc), stage="read"))
-
-    def _send(self, incoming: IncomingHandoff, action: SendMessage | SendTransferAck) -> None:
-        match action:
-            case SendMessage(message):
-                self._send_message(incoming, message)
-            case SendTransferAck():
-                self._send_transfer_ack(incoming)
-            case _:
-                assert_never(action)
 
     def _send_transfer_ack(self, incoming: IncomingHandoff) -> None:
         trace = incoming.session.order.trace
@@ -591,6 +539,11 @@ class DecodeReceiver:  # noqa: PLR0904 -- a method for each event (ADR 0005)
                 incoming.session.lease_holder.begin(now, incoming.peer.hello.lease_s)
         if incoming.peer is not None:
             self._context.peers.send(incoming.peer, message)
+
+    def _among(self, tickets: Iterable[TicketId], peer: Peer) -> list[IncomingHandoff]:
+        """Those of these tickets that come from this peer."""
+        found = filter(None, map(self._incoming.get, tickets))
+        return [incoming for incoming in found if incoming.peer is peer]
 
     def _of(self, peer: Peer) -> list[IncomingHandoff]:
         return [incoming for incoming in self._incoming.values() if incoming.peer is peer]

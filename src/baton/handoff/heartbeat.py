@@ -5,10 +5,9 @@ moves only when the thread that computes passes by: at the beginning of a step, 
 that is ready. So no other thread reports for an engine that is stuck in a forward pass, waits for
 a lock, or whose process was stopped.
 
-Keepalives to decode workers: which of their prompts this worker's engine works on.
-
-The agent's thread only forwards the engine's own report (`heartbeat.py`), with its
-age. Where the engine reported nothing since, nothing is sent.
+`HeartbeatPublisher` sends it to decode workers as keepalives: which of their prompts this worker's
+engine works on. The agent's thread only forwards the engine's own report, with its age. Where the
+engine reported nothing since, nothing is sent.
 """
 
 from __future__ import annotations

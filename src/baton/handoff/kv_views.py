@@ -4,8 +4,7 @@ An engine whose pages only its own kind can read (`KVLayout.order` "opaque") has
 everybody else: pages in canonical order, in staging memory of its own. Two workers use the first
 pair of views, in the dialer's order of preference, between which KV can be exchanged.
 
-Staging pages: given to handoffs in the order of asking, as many as each needs at once. Pure.
-
+`StagingPool` gives staging pages to handoffs in the order of asking, as many as each needs at once.
 A view without staging has none to give: an order's blocks are its pages.
 """
 

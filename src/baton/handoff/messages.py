@@ -328,35 +328,41 @@ class Pong(_Message, frozen=True, tag="pong"):
     at: float
 
 
-Message: TypeAlias = (
-    Hello
-    | UnsupportedHello
-    | HelloRefused
-    | Grant
-    | Declined
-    | Available
-    | TransferAck
+ToReceiver: TypeAlias = (
+    Available
     | TransportFailed
+    | BlocksExported
+    | ExportRefused
+    | Finished
+    | Failed
+    | LeaseRenewed
+    | Keepalive
+)
+"""From a prefill worker, about what this worker receives."""
+
+ToSender: TypeAlias = (
+    Grant
+    | Declined
+    | TransferAck
     | RetransmitRequest
     | ExcludeTransport
     | FallbackToWrite
-    | BlocksExported
-    | ExportRefused
-    | Release
-    | ReleaseAck
-    | Revoke
-    | Finished
     | Failed
     | RenewLease
-    | LeaseRenewed
-    | Keepalive
-    | ProbeRequest
-    | ProbeReady
-    | ProbeResult
-    | ProbeEnd
-    | Ping
-    | Pong
+    | Release
 )
+"""From a decode worker, about what this worker sends. `Failed` may be about either."""
+
+ToImporter: TypeAlias = ReleaseAck | Revoke
+ToProber: TypeAlias = ProbeReady | ProbeResult
+ToProbeTarget: TypeAlias = ProbeRequest | ProbeEnd
+AddressedMessage: TypeAlias = ToReceiver | ToSender | ToImporter | ToProber | ToProbeTarget
+"""What peers that are linked send each other."""
+
+LinkMessage: TypeAlias = Hello | UnsupportedHello | HelloRefused | Ping | Pong
+"""About the link itself."""
+
+Message: TypeAlias = LinkMessage | AddressedMessage
 
 
 class ProbeNotification(msgspec.Struct, frozen=True, array_like=True):

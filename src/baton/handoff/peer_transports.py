@@ -1,6 +1,4 @@
-"""One transport to one peer, in one direction: how it stands, what it costs, what it carries.
-
-The transports that reach a peer: all of them attached, and for each transfer the best chosen.
+"""The transports that reach a peer: all of them attached, and for each transfer the best chosen.
 
 A peer is reached in one direction: this worker writes to the peers that dialed it ("push"), and
 reads from those that it dialed ("pull"). What is *expected* to carry a transfer is the best of all
@@ -89,11 +87,6 @@ class PeerTransport:
     def is_new(self) -> bool:
         """Whether it is being attached and never failed: worth waiting for."""
         return self.state is PeerTransportState.ATTACHING and not self.backoff.num_failures
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether it carries nothing just now."""
-        return self._num_under_way == 0
 
     def drop(self) -> None:
         """Forget the remote, whose transfers fail."""

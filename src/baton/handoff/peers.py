@@ -3,9 +3,8 @@
 Owns the listener and all links. The agent's loop calls `serve` for a ready socket and `tick` now
 and then; what happened is returned, never called back.
 
-Whether two workers can exchange KV, and through which of their KV views. Pure.
-
-KV goes from the listener (prefill) to the dialer (decode); the dialer's preference counts first.
+`negotiate`: whether two workers can exchange KV, and through which of their KV views. KV goes from
+the listener (prefill) to the dialer (decode); the dialer's preference counts first.
 """
 
 from __future__ import annotations
@@ -27,6 +26,7 @@ from baton.handoff.io_backend import OS_BACKEND
 from baton.handoff.link import Link, LinkPhase
 from baton.handoff.messages import (
     PROTOCOL_VERSION,
+    AddressedMessage,
     Hello,
     HelloRefused,
     Message,
@@ -184,7 +184,7 @@ class MessageReceived:
     """A peer that is up sent a message about a handoff."""
 
     peer: Peer
-    message: Message
+    message: AddressedMessage
 
 
 PeerEvent: TypeAlias = PeerUp | PeerGone | MessageReceived

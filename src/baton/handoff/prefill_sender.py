@@ -29,6 +29,7 @@ from baton.handoff.messages import (
     Finished,
     Grant,
     LeaseRenewed,
+    Release,
     RenewLease,
     RetransmitRequest,
     TransferAck,
@@ -61,7 +62,7 @@ if TYPE_CHECKING:
     from baton.handoff.heartbeat import PendingPrefills
     from baton.handoff.interface import SampledToken, SendOrder
     from baton.handoff.kv_views import AgentContext
-    from baton.handoff.messages import Release
+    from baton.handoff.messages import ToSender
     from baton.handoff.peer_transports import PeerTransport, PeerTransportLost, PeerTransportUp
     from baton.handoff.peers import Peer
     from baton.handoff.reference.exports import SharedBlockExporter
@@ -158,19 +159,8 @@ class PrefillSender:  # noqa: PLR0904 -- a method for each event (ADR 0005)
                 self._perform(outgoing, outgoing.session.fail(reason, stage="offered"))
                 return
 
-    def handle_message(
-        self,
-        peer: Peer,
-        message: Grant
-        | Declined
-        | TransferAck
-        | RetransmitRequest
-        | ExcludeTransport
-        | FallbackToWrite
-        | Failed
-        | RenewLease,
-    ) -> None:
-        """Handle a message of the decode worker about one handoff, or all of them.
+    def handle_message(self, peer: Peer, message: ToSender) -> None:
+        """Handle a message of a decode worker, about one handoff or several.
 
         Raises:
             TicketError: this peer declined a ticket that is not its own.
@@ -193,18 +183,16 @@ class PrefillSender:  # noqa: PLR0904 -- a method for each event (ADR 0005)
                     dead=self._tombstones,
                     early=self._early,
                 )
+            case Release(tickets):  # exported already or not
+                for ticket_id in tickets:
+                    self._end(peer, ticket_id, "the decode worker gave up", "decode")
+                self._exporter.released(peer, message)
             case TransferAck() | RetransmitRequest() | ExcludeTransport() | FallbackToWrite():
                 outgoing = self._outgoing.get(message.ticket)
                 if outgoing is not None and outgoing.was_granted_by(peer):
                     self._handle_granted(outgoing, message)
             case _:
                 assert_never(message)
-
-    def handle_release(self, peer: Peer, message: Release) -> None:
-        """An importer is done with these, exported already or not."""
-        for ticket in message.tickets:
-            self._end(peer, ticket, "the decode worker gave up", "decode")
-        self._exporter.released(peer, message)
 
     def peer_gone(self, peer: Peer, error: BatonError) -> None:
         """Fail what depended on this link."""

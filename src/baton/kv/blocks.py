@@ -5,7 +5,7 @@
 
 Every block is in exactly one state, and leaves it only by a move that names that state.
 
-Blocks that a peer may write: one class for each state, so that the next step is a method.
+Blocks that a peer may write have one class for each state, so that the next step is a method:
 
     ReservedBlocks ─grant─► InFlightBlocks ─settle─► QuiescentBlocks ─accept─► list of ready blocks
          │ (leaving)             └─quarantine─► QuarantinedBlocks          └─discard─► free

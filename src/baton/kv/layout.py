@@ -8,8 +8,7 @@ no other module computes one.
 Layouts come from peers: an impossible one cannot be constructed, by decoding or otherwise
 (`InvalidLayoutError`; inside a message, msgspec reports it as a ValidationError).
 
-What two layouts may differ in: block size, page order and tensor-parallel shard; no more.
-
+Two layouts may differ in block size, page order and tensor-parallel shard, no more.
 Opaque pages move as they are: arrangement and block size must be equal too.
 """
 

@@ -1,4 +1,4 @@
-"""One process: spawn, status_messages, log lines, exit."""
+"""One process: spawn, status messages, log lines, exit and its probable cause, the next start."""
 
 from __future__ import annotations
 

@@ -177,7 +177,7 @@ class NodeServer:
         except Exception as exc:  # noqa: BLE001 - a library may raise anything: that is the reply
             return Failed(describe_error(exc), isinstance(exc, UnsupportedError))
 
-    def _run(self, command: Command) -> Reply | None:  # noqa: PLR0911, PLR0912, C901 - flat match
+    def _run(self, command: Command) -> Reply | None:  # noqa: PLR0911 - flat match
         match command:
             case Build():
                 return self._build(command)

@@ -4,7 +4,7 @@ No request or peer ids in labels. Every combination of labels exists from the st
 children are kept: counting looks up no label. Edges of latency buckets are vLLM's, so that boards
 can show both.
 
-Memory that handoffs hold on prefill workers: blocks times seconds, by mode.
+`HeldBlockTime`: memory that handoffs hold on prefill workers, in blocks times seconds, by mode.
 
     hold ──resize (as blocks are allocated, or some freed)──► prefill_done ──► release
     └─────────────── `computing` ───────────────┘└──── `waiting` ────┘

@@ -3,11 +3,9 @@
 Instants are seconds on the recording host's monotonic clock; instants that came from a peer were
 shifted by the clock offset measured on the link to it.
 
-From the spans of one request to what a person asks: where did the time go? Pure.
-
-A duration is only taken between two instants on one clock: both recorded in one span, or one
-by the peer and shifted to this span's clock (`RequestSpan.peer_stamps`). What was not recorded
-is None, never 0.
+`summarize` answers what a person asks: where did the time go? A duration is only taken between two
+instants on one clock: both recorded in one span, or one by the peer and shifted to this span's
+clock (`RequestSpan.peer_stamps`). What was not recorded is None, never 0.
 
     received ─queue─► prefill started ─prefill─► prefill done ─exposed transfer─► last layer landed
                                                        └─ transfer that hid behind compute is free

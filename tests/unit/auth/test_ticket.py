@@ -71,3 +71,12 @@ def test_the_key_is_never_shown_and_short_ones_are_refused() -> None:
         ClusterKey(b"short")
     with pytest.raises(ConfigError, match="hexadecimal"):
         ClusterKey.from_hex("not hex")
+
+
+def test_a_ticket_that_was_read_is_not_sealed_again_unless_for_another_key() -> None:
+    text = seal(TICKET, KEY)
+    read = unseal(text, KEY, UnixTime(0.0))
+    assert read == TICKET
+    assert seal(read, KEY) is text
+    assert seal(read, ClusterKey.generate()) != text
+    assert seal(msgspec.structs.replace(read, request_id="another"), KEY) != text

@@ -10,7 +10,7 @@ from baton.cli.gateway import _options as gateway_options
 from baton.cli.up import UpFlags
 from baton.cli.worker import WorkerFlags
 from baton.cli.worker import _options as worker_options
-from baton.config.resolve import FromFlag
+from baton.config.resolve import FromDefault, FromFlag
 from baton.config.sections import Config
 from baton.gateway.options import GatewayOptions
 from baton.models import DEMO_MODEL_PATH
@@ -40,7 +40,7 @@ def test_a_flag_sets_its_key_and_says_so():
     assert resolved.values["up.prefill"].origin == FromFlag("--prefill")
     assert resolved.values["worker.model"].value == "m"
     assert resolved.values["gateway.port"].value == 0
-    assert resolved.is_default("up.decode")
+    assert resolved.values["up.decode"].origin == FromDefault()
 
 
 @pytest.mark.parametrize(

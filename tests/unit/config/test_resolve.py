@@ -26,7 +26,7 @@ DOCS = Path(__file__).parents[3] / "docs" / "configuration.md"
 def test_with_no_source_everything_is_default():
     resolved = resolve(CommandLine(), {})
     assert resolved.to_config() == Config()
-    assert all(resolved.is_default(name) for name in closed_keys())
+    assert all(resolved.values[name].origin == FromDefault() for name in closed_keys())
 
 
 @given(st.sets(st.sampled_from(["file", "environment", "flag"])))

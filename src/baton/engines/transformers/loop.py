@@ -263,7 +263,7 @@ class EngineLoop:
         self._counts.output += 1
         self._updates.add_token(sequence, token, finish)
 
-    def _handle_event(self, event: HandoffEvent) -> None:  # noqa: PLR0912 - one match over a union
+    def _handle_event(self, event: HandoffEvent) -> None:
         match event:
             case KVLanded():
                 self._handle_landed(event)

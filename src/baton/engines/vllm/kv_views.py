@@ -1,11 +1,10 @@
 """KV views of a vLLM worker: its own pages for equal layouts, canonical pages for all others.
 
-vLLM's KV cache in memory that peers on this host can map.
-
-On CPUs, vLLM 0.32 makes its whole KV cache with one `torch.zeros(n, dtype=torch.int8)` and hands
-each layer a view of it (`vllm.v1.worker.utils.allocate_kv_cache`), inside a context that a
-connector may provide. `SharedKVMemory.allocation` is that context: it answers this one call with a
-sealed, committed memfd, or an extent of a device.
+`SharedKVMemory`: vLLM's KV cache in memory that peers on this host can map. On CPUs, vLLM 0.32
+makes its whole KV cache with one `torch.zeros(n, dtype=torch.int8)` and hands each layer a view of
+it (`vllm.v1.worker.utils.allocate_kv_cache`), inside a context that a connector may provide.
+`SharedKVMemory.allocation` is that context: it answers this one call with a sealed, committed
+memfd, or an extent of a device.
 """
 
 from __future__ import annotations

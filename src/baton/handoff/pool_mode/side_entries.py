@@ -1,16 +1,14 @@
 """Small entries by which workers send each other state through the store; read by polling.
 
-Signs of life through the store: what a prefill worker's engine has yet to compute.
+**A heartbeat**: what a prefill worker's engine has yet to compute. The two workers of a handoff
+through the store never meet, so this too is an entry, one for each life of a prefill worker:
+replaced now and then while its engine computes, with another number in it. What changes was written
+after the last look, so no clocks are compared (docs/wire/store.md).
 
-The two workers of a handoff through the store never meet, so this too is an entry, one for each
-life of a prefill worker: replaced now and then while its engine computes, with another number in
-it. What changes was written after the last look, so no clocks are compared (docs/wire/store.md).
-
-What the prefill worker leaves in the store beside the KV: that it is done, and its first token.
-
-So a decode worker knows what to wait for: what is missing once the note is there will not come. It
-is an entry like others, named by the ticket's id and the part of the heads that its writer holds
-(docs/wire/store.md).
+**A completion marker**: what the prefill worker leaves in the store beside the KV, that it is done,
+and its first token. So a decode worker knows what to wait for: what is missing once the note is
+there will not come. It is an entry like others, named by the ticket's id and the part of the heads
+that its writer holds (docs/wire/store.md).
 """
 
 from __future__ import annotations

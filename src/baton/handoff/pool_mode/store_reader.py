@@ -1,6 +1,6 @@
 """Decode's handoffs through the store: what has appeared is taken, a batch at a time.
 
-Decode's half of one handoff through the store. Pure.
+`StoreRead` is the state of one of them:
 
 waiting ──entries appear──► pieces in place ──all of them──► landed
    └──the marker is there, aborted, too late──► landed in part, or failed

@@ -1,6 +1,6 @@
 """Prefill's handoffs through the store: what is computed is kept, a batch at a time.
 
-Prefill's half of one handoff through the store. Pure.
+`StoreWrite` is the state of one of them:
 
 offered ──layers ready──► pieces to keep ──kept, and finished──► left a note, over
    └──failed, aborted, too late──────────────────────────────────┘

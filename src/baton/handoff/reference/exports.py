@@ -1,4 +1,8 @@
-"""Blocks that the prefill worker has exported, and to whom: pure.
+"""Blocks of this worker that others attend over: who has them, and what proves that they end.
+
+Blocks are exported only to a worker whose end can be proved: such a transport has a descriptor
+of the process that mapped the region (`TracksReaders`). The link proves nothing. `ExportTable` has
+the state of each export:
 
     reserve ──► RESERVED ── export ──► EXPORTED ── revoke, or `revoke_at` passed ──► REVOKED
                    │ forget               │                                             │ sent again
@@ -13,11 +17,6 @@ Nothing else releases an export: not a lost link, as the peer's mapping outlives
 as an importer that was stopped (SIGSTOP) may read the moment it continues. Time only triggers a
 revoke. So the number of blocks that an importer may hold is bounded instead; a worker at its limit
 refuses the export and is asked to write.
-
-Blocks of this worker that others attend over: who has them, and what proves that they end.
-
-Blocks are exported only to a worker whose end can be proved: such a transport has a descriptor
-of the process that mapped the region (`TracksReaders`). The link proves nothing.
 """
 
 from __future__ import annotations

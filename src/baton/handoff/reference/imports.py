@@ -7,7 +7,7 @@
 A mapping needs neither link nor transport nor the exporter's process: a request that runs on
 imported blocks ends well whatever becomes of the exporter.
 
-Blocks that the decode worker has imported, and its pending releases: pure.
+`ImportTable` has what was imported, and pending releases:
 
     add ──► HELD ── release ──► PENDING ── take_pending ──► UNACKED ── acked ──► (none)
                                  ▲  ▲                         │
@@ -25,12 +25,12 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, assert_never
 
 from baton.clock import Instant
 from baton.errors import BatonError, ProtocolError
 from baton.handoff.interface import ImportRevoked
-from baton.handoff.messages import MAX_BATCH, Release, unpack_blocks
+from baton.handoff.messages import MAX_BATCH, Release, ReleaseAck, Revoke, unpack_blocks
 from baton.handoff.peer_transports import Reachability
 from baton.transfer.interface import as_viewer
 from baton.transfer.region import view_pages
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from baton.auth.ticket import WorkerRef
     from baton.handoff.interface import ReceiveOrder
     from baton.handoff.kv_views import AgentContext, KVView
-    from baton.handoff.messages import BlocksExported
+    from baton.handoff.messages import BlocksExported, ToImporter
     from baton.handoff.peers import Peer
     from baton.ids import Epoch, TicketId
     from baton.transfer.interface import RegionDescriptor, RemoteId, Transport
@@ -161,16 +161,18 @@ class SharedBlockImporter:
             self._send_releases(epoch)
             self._tidy(epoch)
 
-    def acked(self, peer: Peer, tickets: tuple[TicketId, ...]) -> None:
-        """The exporter acknowledges releases."""
-        if peer.hello is not None:
-            self.table.acked(peer.hello.epoch, tickets)
-
-    def revoked(self, peer: Peer, tickets: tuple[TicketId, ...]) -> None:
-        """The exporter wants blocks back."""
-        if peer.hello is not None:
-            for ticket in self.table.revoked(peer.hello.epoch, tickets):
-                self._context.emit(ImportRevoked(ticket))
+    def handle_message(self, peer: Peer, message: ToImporter) -> None:
+        """The exporter acknowledges releases, or wants blocks back."""
+        if peer.hello is None:
+            return
+        match message:
+            case ReleaseAck(tickets):
+                self.table.acked(peer.hello.epoch, tickets)
+            case Revoke(tickets):
+                for ticket in self.table.revoked(peer.hello.epoch, tickets):
+                    self._context.emit(ImportRevoked(ticket))
+            case _:
+                assert_never(message)
 
     def peer_up(self, peer: Peer) -> None:
         """A link is up: send the releases that the exporter has not acknowledged."""

@@ -1,6 +1,4 @@
-"""What a session asks its context to do.
-
-Until when each side of a handoff waits for the other: pure.
+"""What a session asks its context to do; its plan; and until when it waits for the other side.
 
     decode   ├ expected ── timeout_s ──┤
     prefill's engine:  ● sign of life ── timeout_s ──┤

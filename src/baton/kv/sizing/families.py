@@ -1,8 +1,7 @@
 """A config → what each layer keeps. A layer of a kind that is not known is refused, not guessed.
 
-The states of layers without attention, from whichever names a family gave their sizes.
-
-Shapes are those that vLLM allocates (`MambaStateShapeCalculator`), without speculative tokens.
+States of layers without attention come from whichever names a family gave their sizes. Shapes are
+those that vLLM allocates (`MambaStateShapeCalculator`), without speculative tokens.
 """
 
 from __future__ import annotations
@@ -169,7 +168,7 @@ def read_shape(config: HfConfig) -> ModelShape:
     )
 
 
-def read_kinds(config: HfConfig) -> list[Kind]:  # noqa: PLR0911 - a way of writing it each
+def read_kinds(config: HfConfig) -> list[Kind]:
     """Each layer's kind, whichever way this family writes it."""
     if config.hybrid_override_pattern:
         return _checked(config, [_letter(each) for each in config.hybrid_override_pattern])
@@ -196,9 +195,7 @@ def read_kinds(config: HfConfig) -> list[Kind]:  # noqa: PLR0911 - a way of writ
     return [_windowed(config, place) for place in range(num_layers)]
 
 
-def _attending_layers(  # noqa: PLR0911 - a way of writing it each
-    config: HfConfig, num_layers: int
-) -> frozenset[int] | None:
+def _attending_layers(config: HfConfig, num_layers: int) -> frozenset[int] | None:
     """Which layers attend, in families where others keep a state; None: all do."""
     places = range(num_layers)
     if config.attn_layer_indices is not None:
@@ -232,9 +229,7 @@ def _windowed(config: HfConfig, place: int) -> Kind:
     return "full" if period and (place + 1) % period == 0 else "sliding"
 
 
-def _read_layer(  # noqa: PLR0911 - a kind each
-    config: HfConfig, kind: Kind, place: int
-) -> Layer:
+def _read_layer(config: HfConfig, kind: Kind, place: int) -> Layer:
     hidden_size = _first("hidden_size", config.hidden_size, config.n_embd, config.d_model)
     match kind:
         case "nothing":

@@ -1,11 +1,9 @@
 """Parts, a format, a number of tokens → bytes. Pure.
 
-Numbers → bytes. Quantised formats keep scales beside their numbers, and those count.
-
-`fp8` has one scale for a whole tensor. `fp8_token`, `int8_token` and `int4_token` keep a float32
-for each token, head and plane, inside the page, as vLLM does for its `…_per_token_head` types.
-`fp8_ds_mla` is DeepSeek's packed row: 512 FP8 numbers, a float32 for each 128 of them, and the
-rotary part in bfloat16.
+Quantised formats keep scales beside their numbers, and those count: `fp8` has one scale for a whole
+tensor. `fp8_token`, `int8_token` and `int4_token` keep a float32 for each token, head and plane,
+inside the page, as vLLM does for its `…_per_token_head` types. `fp8_ds_mla` is DeepSeek's packed
+row: 512 FP8 numbers, a float32 for each 128 of them, and the rotary part in bfloat16.
 """
 
 from __future__ import annotations

@@ -11,8 +11,6 @@ from baton.handoff.messages import (
     Grant,
     Keepalive,
     LeaseRenewed,
-    Ping,
-    Pong,
     Release,
     ReleaseAck,
     RenewLease,
@@ -40,9 +38,6 @@ class SimAgent(HandoffAgent):
         self._process, self._checker = process, checker
 
     def _dispatch_message(self, event: MessageReceived) -> None:
-        message = event.message
-        if isinstance(message, Ping | Pong):
-            return
         before = self._checker.before_message(self._process, event)
         super()._dispatch_message(event)
         self._checker.after_message(self._process, event, before)

@@ -165,12 +165,6 @@ def is_importing(process: SimProcess, ticket: TicketId) -> bool:
     return ticket in table._exporter_of or ticket in shared._importers
 
 
-def find_pending_releases(process: SimProcess, exporter: Epoch) -> int:
-    """Releases that an exporter has not received, or not acknowledged."""
-    account = process.agent._importer.table._account(exporter)
-    return len(account.pending) + len(account.unacked)
-
-
 def find_read_pages(process: SimProcess, exporter: Epoch) -> set[int]:
     """The pages of an exporter that sequences of this worker attend over."""
     known = process.agent._importer._exporters.get(exporter)
