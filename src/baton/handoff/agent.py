@@ -514,6 +514,8 @@ class HandoffAgent:  # noqa: PLR0904 - the engine's contract, and the process's
         for transport in self.options.transports:
             transport.close()
         self._exporter.close()
+        for view in self._views:
+            view.close()
         self._probe_target.release()
         self._selector.close()
         self._waker.close()

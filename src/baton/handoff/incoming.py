@@ -215,7 +215,7 @@ class IncomingHandoff:
             if self.peer is None:
                 raise AssertionError("nothing is noticed before a peer was dialed")
             pages, theirs = self._mapped_pages, self.peer.negotiated.theirs
-            self._verifier = DigestVerifier(pages.view.region, pages.sequence, theirs.layout)
+            self._verifier = DigestVerifier(pages.layer_pages, pages.sequence, theirs.layout)
         return self._verifier
 
     @property

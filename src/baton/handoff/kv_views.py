@@ -18,6 +18,7 @@ import numpy as np
 
 from baton.errors import HandoffError
 from baton.kv.copies import BlockTable, PagedSequence
+from baton.transfer.region import view_pages
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -199,10 +200,11 @@ class MappedPages:
     """Page `pages.blocks[i]` of the view's region stands for `blocks.blocks[i]` of the engine's.
 
     Without staging both are the same, and `gather` and `scatter` have nothing to do. Both tables
-    have the same `first`.
+    have the same `first`. `layer_pages` are the view's (`RegisteredView`).
     """
 
     view: KVView
+    layer_pages: list[NDArray[np.uint8]]
     pages: BlockTable
     blocks: BlockTable
 
@@ -238,15 +240,25 @@ class MappedPages:
 
 @dataclass(frozen=True, slots=True)
 class RegisteredView:
-    """A KV view as the agent works with it, with its staging pool if it has one."""
+    """A KV view as the agent works with it, with its staging pool if it has one.
+
+    `layer_pages[layer]` are the region's pages, uint8 `[num_blocks, page_bytes]`, until `close`.
+    """
 
     view: KVView
     staging_pool: StagingPool | None
+    layer_pages: list[NDArray[np.uint8]]
 
     @classmethod
     def open(cls, view: KVView) -> RegisteredView:
         """At first, no handoff holds a page of it."""
-        return cls(view, make_staging_pool(view))
+        region = view.region
+        pages = [view_pages(region.memory, array) for array in region.arrays]
+        return cls(view, make_staging_pool(view), pages)
+
+    def close(self) -> None:
+        """Look at the region's memory no more: it can be given back. Idempotent."""
+        self.layer_pages.clear()
 
     @property
     def is_staged(self) -> bool:
@@ -266,11 +278,12 @@ class RegisteredView:
             HandoffError: there will never be so many.
         """
         if self.staging_pool is None:
-            return MappedPages(self.view, blocks, blocks)
+            return MappedPages(self.view, self.layer_pages, blocks, blocks)
         pages = self.staging_pool.try_reserve(holder, len(blocks.blocks))
         if pages is None:
             return None
-        return MappedPages(self.view, BlockTable(blocks.first, pages), blocks)
+        staged = BlockTable(blocks.first, pages)
+        return MappedPages(self.view, self.layer_pages, staged, blocks)
 
     def release(self, holder: Holder) -> None:
         """A handoff is over. Idempotent."""

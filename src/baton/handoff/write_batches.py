@@ -19,7 +19,6 @@ from baton.kv.digest import PieceLocator, compute_digests, locate_pieces
 from baton.kv.planning import CopyPlanner, pair_layers
 from baton.transfer.interface import PageWrite
 from baton.transfer.links.cost_model import measure_shape
-from baton.transfer.region import view_pages
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
     from baton.handoff.session.actions import AnnounceReadable, SendAction
     from baton.handoff.session.send import SendSession
     from baton.kv.layout import KVLayout
-    from baton.transfer.interface import PageArray, PagedRegion
+    from baton.transfer.interface import PageArray
 
 MAX_SEGMENTS: Final = 2048
 """Pieces of one write: keeps its notification far below `MAX_NOTIFICATION_BYTES`."""
@@ -65,9 +64,10 @@ class WriteBatch:
 
 
 class WriteBatchBuilder:
-    """Prefill's side of one handoff: `source` lies in `region`, `target` in the peer's.
+    """Prefill's side of one handoff: `source` lies in `layer_pages`, `target` in the peer's.
 
-    Keeps what the handoff's layers have in common. Owner thread: the handoff's.
+    `target_arrays` are the peer's region. Keeps what the handoff's layers have in common. Owner
+    thread: the handoff's.
 
     Raises:
         LayoutMismatchError: KV cannot be copied from the one to the other.
@@ -75,12 +75,12 @@ class WriteBatchBuilder:
 
     def __init__(
         self,
-        region: PagedRegion,
+        layer_pages: Sequence[NDArray[np.uint8]],
         source: PagedSequence,
         target: PagedSequence,
         target_arrays: Sequence[PageArray] = (),
     ) -> None:
-        self.region, self._source, self._target = region, source, target
+        self._layer_pages, self._source, self._target = layer_pages, source, target
         self.target_arrays = target_arrays
         self._planner = CopyPlanner(source.layout, target.layout)
         self._locator = PieceLocator()
@@ -121,7 +121,7 @@ class WriteBatchBuilder:
         pieces = self._locator.locate(self._source, batch.bounds)
         digests: list[bytes] = []
         for layer in batch.copies.layers:
-            pair, pages = self._planner.pairs[layer], _layer_pages(self.region, layer)
+            pair, pages = self._planner.pairs[layer], self._layer_pages[layer]
             digests.append(compute_digests(pair.src, pages, pieces, heads=pair.heads))
         return _make_notification(batch, b"".join(digests))
 
@@ -164,8 +164,10 @@ class DigestVerifier:
         LayoutMismatchError: the peer's KV cannot be what lies there.
     """
 
-    def __init__(self, region: PagedRegion, target: PagedSequence, peer: KVLayout) -> None:
-        self._region, self._target = region, target
+    def __init__(
+        self, layer_pages: Sequence[NDArray[np.uint8]], target: PagedSequence, peer: KVLayout
+    ) -> None:
+        self._layer_pages, self._target = layer_pages, target
         self._block_sizes = peer.block_size, target.layout.block_size
         self._pairs = pair_layers(peer, target.layout)
         self._locator = PieceLocator()
@@ -191,15 +193,11 @@ class DigestVerifier:
                 pieces = locate_pieces(self._target, bounds, only)
                 of_each = np.frombuffer(claimed, np.uint8).reshape(num_pieces, DIGEST_BYTES)
                 claimed = of_each[only].tobytes()
-            pages, pair = _layer_pages(self._region, layer), self._pairs[layer]
+            pages, pair = self._layer_pages[layer], self._pairs[layer]
             if compute_digests(pair.dst, pages, pieces, heads=pair.heads) != claimed:
                 wrong.append(layer)
             num_tokens += pieces.num_tokens
         return DigestResult(wrong, num_tokens)
-
-
-def _layer_pages(region: PagedRegion, layer: int) -> NDArray[np.uint8]:
-    return view_pages(region.memory, region.arrays[layer])
 
 
 def map_granted_pages(view: RegisteredView, order: SendOrder, grant: Grant) -> MappedPages | None:
@@ -252,7 +250,8 @@ def _choose(
     batch: WriteBatch, peer_transports: PeerTransportTable, outgoing: OutgoingHandoff
 ) -> TransportChoice:
     peer, builder = outgoing.grant_to_fill.peer, outgoing.builder
-    shape = measure_shape(batch.copies, builder.region.arrays, builder.target_arrays)
+    region = outgoing.pages_to_send.view.region
+    shape = measure_shape(batch.copies, region.arrays, builder.target_arrays)
     chosen = peer_transports.choose(peer, shape, outgoing.session.excluded)
     if chosen is None:
         raise peer_transports.explain(peer)
@@ -272,7 +271,7 @@ def _post(
     page_write = PageWrite(
         remote=chosen.peer_transport.attached,
         grant=granted.ticket.id,
-        region=builder.region.handle,
+        region=outgoing.pages_to_send.view.region.handle,
         copies=copies,
         notification=encode(notification),
     )
@@ -384,9 +383,11 @@ class OutgoingHandoff:
                 if self.session.is_written
                 else _any_target(layout, granted.grant.num_tokens)
             )
-            region = mapped_pages.view.region
             self._builder = WriteBatchBuilder(
-                region, mapped_pages.sequence, target, theirs.regions[0].arrays
+                mapped_pages.layer_pages,
+                mapped_pages.sequence,
+                target,
+                theirs.regions[0].arrays,
             )
         return self._builder
 

@@ -303,9 +303,12 @@ def _group_alike(
     tokens, lengths = bounds[:-1], np.diff(bounds)
     # One number for (src offset, dst offset, length); block sizes are below 2**17, so it fits.
     alike = (tokens % src_block_size * dst_block_size + tokens % dst_block_size) << 17 | lengths
+    if not len(alike):
+        return []
+    if (alike == alike[0]).all():
+        return [np.arange(len(alike))]
     order = np.argsort(alike, kind="stable")
-    cuts = np.flatnonzero(np.diff(alike[order])) + 1
-    return np.split(order, cuts) if len(order) else []
+    return np.split(order, np.flatnonzero(np.diff(alike[order])) + 1)
 
 
 def _check_group(

@@ -54,12 +54,16 @@ def make_region(layout, seed, num_blocks=NUM_BLOCKS):
     return region
 
 
+def view_layers(region):
+    return [view_pages(region.memory, array) for array in region.arrays]
+
+
 @given(handoffs())
 def test_together_is_the_same_as_one_by_one(handoff):
     source, target, start, stop = handoff
     num_layers = source.layout.num_layers
     region, theirs = make_region(source.layout, 1), make_region(target.layout, 2)
-    builder = WriteBatchBuilder(region, source, target)
+    builder = WriteBatchBuilder(view_layers(region), source, target)
     batches = list(builder.build(range(num_layers), start, stop))
     singles = [range(layer, layer + 1) for layer in range(num_layers)]
     alone = [batch for single in singles for batch in builder.build(single, start, stop)]
@@ -70,7 +74,7 @@ def test_together_is_the_same_as_one_by_one(handoff):
     ]
     notifications = [decode_notification(encode(builder.digest(p))) for p in batches]
     assert [each for n in notifications for each in n.split()] == [builder.digest(p) for p in alone]
-    verifier = DigestVerifier(theirs, target, source.layout)
+    verifier = DigestVerifier(view_layers(theirs), target, source.layout)
     for batch, notification in zip(batches, notifications, strict=True):
         for layer in batch.copies.layers:
             ours = view_pages(region.memory, region.arrays[layer])
@@ -96,7 +100,7 @@ def test_layers_whose_pages_differ_go_apart_and_others_do_not(handoff):
     source, target, start, stop = handoff
     if start == stop:
         return
-    builder = WriteBatchBuilder(make_region(source.layout, 1), source, target)
+    builder = WriteBatchBuilder(view_layers(make_region(source.layout, 1)), source, target)
     heads = [layer.planes[0].num_heads for layer in source.layout.layers]
     runs = 1 + sum(one != other for one, other in itertools.pairwise(heads))
     batches = list(builder.build(range(len(heads)), start, stop))
@@ -120,7 +124,7 @@ def test_what_is_together_is_bounded(block_size, num_tokens, token_bytes, num_to
     layout = KVLayout.gqa(num_layers, 1, token_bytes // 8, block_size=block_size, dtype="float32")
     num_blocks = -(-num_tokens // block_size)
     sequence = PagedSequence(layout, BlockTable(0, np.arange(num_blocks, dtype=np.int64)))
-    builder = WriteBatchBuilder(make_region(layout, 1, num_blocks), sequence, sequence)
+    builder = WriteBatchBuilder(view_layers(make_region(layout, 1, num_blocks)), sequence, sequence)
     batches = list(builder.build(range(num_layers), 0, num_tokens))
     assert max(batch.copies.num_layers for batch in batches) == num_together
     assert sum(batch.copies.num_bytes for batch in batches) == num_layers * num_tokens * token_bytes

@@ -27,12 +27,13 @@ def received():
     layout = LAYOUT
     page_bytes = [layout.page_bytes(layer) for layer in range(layout.num_layers)]
     region = allocate_host_region([(NUM_BLOCKS, size) for size in page_bytes])
-    pages = view_pages(region.memory, region.arrays[0])
+    layer_pages = [view_pages(region.memory, array) for array in region.arrays]
+    pages = layer_pages[0]
     pages[:] = np.random.default_rng(7).integers(0, 256, pages.shape, np.uint8)
     sequence = PagedSequence(layout, BlockTable(0, np.arange(NUM_BLOCKS, dtype=np.int64)))
-    packer = WriteBatchBuilder(region, sequence, sequence)
+    packer = WriteBatchBuilder(layer_pages, sequence, sequence)
     (parcel,) = packer.build(range(1), 0, NUM_BLOCKS * layout.block_size)
-    return pages, DigestVerifier(region, sequence, layout), packer.digest(parcel), parcel
+    return pages, DigestVerifier(layer_pages, sequence, layout), packer.digest(parcel), parcel
 
 
 def sampler(share, seed=1):
