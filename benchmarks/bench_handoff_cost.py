@@ -30,7 +30,7 @@ from rich.console import Console
 from baton.auth.key import ClusterKey
 from baton.auth.ticket import Ticket, WorkerRef
 from baton.clock import Instant, MachineClock
-from baton.handoff.agent import AgentOptions, HandoffAgent
+from baton.handoff.agent import HandoffAgent
 from baton.handoff.interface import (
     ExportReleased,
     KVExported,
@@ -43,6 +43,7 @@ from baton.handoff.interface import (
     SendOrder,
 )
 from baton.handoff.kv_views import KVView
+from baton.handoff.options import AgentOptions
 from baton.handoff.peer_transports import LinkOptions
 from baton.ids import WorkerId, new_epoch, new_ticket_id
 from baton.kv.copies import BlockTable

@@ -50,8 +50,9 @@ from baton.bench.progress import StepProgress
 from baton.clock import Clock, MachineClock
 from baton.config.environment import read_environment
 from baton.errors import BatonError, ConfigError, ProtocolError, TransferError
-from baton.handoff.agent import AgentOptions, HandoffAgent
+from baton.handoff.agent import HandoffAgent
 from baton.handoff.kv_views import KVView
+from baton.handoff.options import AgentOptions
 from baton.ids import WorkerId, new_epoch, new_ticket_id
 from baton.kv.layout import KVLayout
 from baton.rig.backend import Backend, BackendContext, BackendSpec, Role, Traits

@@ -22,9 +22,10 @@ import numpy as np
 from baton.auth.key import ClusterKey
 from baton.auth.ticket import Ticket, WorkerRef
 from baton.clock import Instant, MachineClock
-from baton.handoff.agent import AgentOptions, HandoffAgent
+from baton.handoff.agent import HandoffAgent
 from baton.handoff.interface import KVLanded, ReceiveOrder, SampledToken, SendOrder
 from baton.handoff.kv_views import KVView
+from baton.handoff.options import AgentOptions
 from baton.handoff.peer_transports import LinkOptions
 from baton.handoff.verify import Level, VerificationPolicy
 from baton.ids import WorkerId, new_epoch, new_ticket_id

@@ -199,10 +199,10 @@ def test_pages_that_are_lost_while_the_link_lasts_are_attached_again(
 
         assert hand_one_over() == "reference"
         agent = both.decode.agent
-        (exporter,) = agent._importer._exporters.values()
+        (exporter,) = agent.loop.importer._exporters.values()
         remote = exporter.transport._remotes[exporter.remote]
         cut = PeerLostError("cut by the test")
-        agent._command(lambda: remote._connection.fail(cut))
+        agent.loop.call(lambda: remote._connection.fail(cut))
         until(lambda: exporter.remote is None)
         assert hand_one_over() == "shared"  # the link is up, and its pages are not
         until(lambda: hand_one_over() == "reference")

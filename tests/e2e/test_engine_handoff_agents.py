@@ -25,8 +25,9 @@ from baton.engines.interface import (
 )
 from baton.engines.transformers.engine import TransformersEngine
 from baton.engines.transformers.options import TransformersOptions
-from baton.handoff.agent import AgentOptions, HandoffAgent
+from baton.handoff.agent import HandoffAgent
 from baton.handoff.kv_views import KVView
+from baton.handoff.options import AgentOptions
 from baton.ids import RequestId, WorkerId, new_epoch, new_ticket_id
 from baton.telemetry.trace import RequestSpan, Stamp
 from baton.transfer.interface import TRANSPORTS, TransportContext

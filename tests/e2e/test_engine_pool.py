@@ -15,9 +15,9 @@ from baton.clock import MachineClock
 from baton.engines.interface import Colocated, DecodeRequest, PrefillRequest
 from baton.engines.transformers.engine import TransformersEngine
 from baton.engines.transformers.options import TransformersOptions
-from baton.handoff.agent import AgentOptions
 from baton.handoff.dispatcher import open_handoffs
 from baton.handoff.kv_views import KVView
+from baton.handoff.options import AgentOptions
 from baton.handoff.pool_mode.store_access import StoreAccess
 from baton.ids import WorkerId, new_epoch, new_ticket_id
 from baton.store.entry_format import EntryFormat

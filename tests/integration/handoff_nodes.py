@@ -12,7 +12,7 @@ import numpy as np
 
 from baton.auth.ticket import WorkerRef
 from baton.clock import Clock, MachineClock
-from baton.handoff.agent import AgentOptions, HandoffAgent
+from baton.handoff.agent import HandoffAgent
 from baton.handoff.interface import (
     HandoffEvent,
     KVLanded,
@@ -23,6 +23,7 @@ from baton.handoff.interface import (
     TokenLogprob,
 )
 from baton.handoff.kv_views import KVView
+from baton.handoff.options import AgentOptions
 from baton.handoff.peer_transports import LinkOptions
 from baton.handoff.verify import VerificationPolicy
 from baton.ids import Epoch, WorkerId, new_epoch
@@ -243,7 +244,7 @@ def node(
         try:
             yield running
         finally:
-            agent._close()
+            agent.loop.close()
         return
     agent.start(woken.set)
     try:

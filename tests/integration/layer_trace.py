@@ -67,7 +67,7 @@ class LayerTrace:
 
 def has_work(agent: HandoffAgent) -> bool:
     """Whether a step would find something to do."""
-    return bool(agent._selector.select(0))
+    return bool(agent.loop._selector.select(0))
 
 
 def step_until(nodes: tuple[Node, Node], is_done: Callable[[], bool], trace: LayerTrace) -> None:
@@ -75,7 +75,7 @@ def step_until(nodes: tuple[Node, Node], is_done: Callable[[], bool], trace: Lay
     for _ in range(MAX_ROUNDS):
         for each in nodes:
             if has_work(each.agent):
-                trace.run(each.agent.step)
+                trace.run(each.agent.loop.step)
         if is_done():
             return
     raise AssertionError("the agents came to no end")
@@ -86,7 +86,7 @@ def settle(nodes: tuple[Node, Node]) -> None:
     while any(has_work(each.agent) for each in nodes):
         for each in nodes:
             if has_work(each.agent):
-                each.agent.step()
+                each.agent.loop.step()
 
 
 def trace_layer(kind: str, layer: int = TYPICAL_LAYER) -> LayerTrace:
@@ -110,7 +110,7 @@ def trace_layer(kind: str, layer: int = TYPICAL_LAYER) -> LayerTrace:
             step_until(nodes, partial(_has_landed, handoff, before), LayerTrace())
             settle(nodes)
         for each in nodes:
-            each.agent._next_tick = float("inf")
+            each.agent.loop._next_tick = float("inf")
         trace = LayerTrace()
         port = HandoffDispatcher(prefill.agent, None)  # what an engine calls
         trace.run(lambda: port.layer_ready([(ticket, NUM_TOKENS)], layer))
@@ -119,12 +119,12 @@ def trace_layer(kind: str, layer: int = TYPICAL_LAYER) -> LayerTrace:
 
 
 def _is_ready(handoff: Handoff) -> bool:
-    outgoing = handoff.prefill.agent._sending._outgoing.get(handoff.sending.ticket.id)
+    outgoing = handoff.prefill.agent.loop.sending._outgoing.get(handoff.sending.ticket.id)
     return outgoing is not None and str(outgoing.session.phase) == "sending"
 
 
 def _has_landed(handoff: Handoff, layer: int) -> bool:
-    incoming = handoff.decode.agent._receiving._incoming[handoff.sending.ticket.id]
+    incoming = handoff.decode.agent.loop.receiving._incoming[handoff.sending.ticket.id]
     return all(gap.layer != layer for gap in incoming.session.coverage.gaps())
 
 

@@ -253,4 +253,4 @@ def test_an_abort_while_it_is_rerouted_leaves_nothing_behind(key: ClusterKey) ->
         decode.agent.abort(handoff.sending.ticket.id, "the client left")
         assert decode.wait_for() == [BlocksQuiescent(handoff.sending.ticket.id)]
         assert isinstance(prefill.wait_for()[0], SendFailed)
-        wait_until(lambda: not decode.agent._receiving.num_sessions)
+        wait_until(lambda: not decode.agent.loop.receiving.num_sessions)

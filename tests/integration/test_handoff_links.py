@@ -173,7 +173,7 @@ def test_one_that_was_cut_is_on_trial_before_it_is_used_again(key: ClusterKey) -
         cut(prefill, "shared")
         threading.Event().wait(0.1)
         assert hand_over(prefill, decode, 2)[1] == "tcp"
-        (peer_transport, _) = prefill.agent._peer_transports.of(peers_of(prefill, "d")[0])
+        (peer_transport, _) = prefill.agent.loop._peer_transports.of(peers_of(prefill, "d")[0])
         assert peer_transport.state is not PeerTransportState.UP
         wait_until(lambda: peer_transport.state is PeerTransportState.UP)
         assert peer_transport.backoff.num_failures == 1, (
@@ -192,7 +192,9 @@ def test_surveys_stay_in_their_bounds(key: ClusterKey) -> None:
     ):
         decode.agent.decline(make_ticket(prefill.ref, decode.ref), "only to meet")
         wait_until(lambda: len(tally.probed) == 2)
-        for peer_transport in prefill.agent._peer_transports.of(next(iter(prefill.agent._peers))):
+        for peer_transport in prefill.agent.loop._peer_transports.of(
+            next(iter(prefill.agent.loop._peers))
+        ):
             assert 1 <= peer_transport.model.num_probes <= 12
 
 

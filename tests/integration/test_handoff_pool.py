@@ -16,7 +16,6 @@ from baton.auth.ticket import Ticket, WorkerRef
 from baton.clock import Instant, MachineClock
 from baton.config.sections import StoreSection
 from baton.errors import ConfigError
-from baton.handoff.agent import AgentOptions
 from baton.handoff.dispatcher import HandoffDispatcher, open_handoffs
 from baton.handoff.interface import (
     BlocksQuiescent,
@@ -29,6 +28,7 @@ from baton.handoff.interface import (
     SendOrder,
 )
 from baton.handoff.kv_views import KVView
+from baton.handoff.options import AgentOptions
 from baton.handoff.pool_mode.block_copier import BlockCopier
 from baton.handoff.pool_mode.store_access import open_store_access
 from baton.ids import TicketId, WorkerId, new_epoch, new_ticket_id

@@ -308,7 +308,7 @@ def test_many_handoffs_at_once(key: ClusterKey) -> None:
 
 
 def cut_links(worker: Node) -> None:
-    for peer in worker.agent._peers:
+    for peer in worker.agent.loop._peers:
         peer.link.sock.shutdown(2)
 
 

@@ -40,7 +40,7 @@ def key_fixture() -> ClusterKey:
 
 
 def peers_of(worker: Node, name: str) -> list[Peer]:
-    return [p for p in worker.agent._peers if p.hello is not None and p.name == name]
+    return [p for p in worker.agent.loop._peers if p.hello is not None and p.name == name]
 
 
 def meet(dialer: Node, listener: Node) -> Peer:
@@ -52,7 +52,7 @@ def meet(dialer: Node, listener: Node) -> Peer:
 
 
 def say(worker: Node, peer: Peer, message: Message) -> None:
-    worker.agent._command(lambda: worker.agent._peers.send(peer, message))
+    worker.agent.loop.call(lambda: worker.agent.loop._peers.send(peer, message))
 
 
 def test_a_grant_over_a_link_that_this_side_dialed_is_refused(

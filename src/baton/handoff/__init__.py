@@ -8,7 +8,9 @@ nothing can land any more, `BlocksQuiescent`. The protocol is drawn in `session/
 File map:
     interface.py        what an engine sees: orders, events, `HandoffPort`
     dispatcher.py       what an engine holds: each order goes to whoever carries out its mode
-    agent.py            the thread that owns links, transports and sessions; is a `HandoffPort`
+    agent.py            a `HandoffPort`: queues what the engine orders, and its thread
+    agent_loop.py       what that thread owns: links, transports, sessions; dispatches their events
+    options.py          what an agent is built from
     prefill_sender.py   the prefill worker's handoffs: carries out what `SendSession` asks for
     decode_receiver.py  the decode worker's handoffs: carries out what `ReceiveSession` asks for
     session/            the two state machines of one handoff, pure
@@ -25,7 +27,6 @@ File map:
     heartbeat.py        that this worker's engine computes, and what is to come: sent to peers
     peer_transports.py  the transports that reach a peer: attached, chosen from, cooled down
     probing.py          measures links, while no handoff waits; scratch memory for peers' probes
-    short_prompts.py    short prompts are sent at once
     io_backend.py       what an agent has of its machine: sockets, a selector, a bell
     reference/          mode reference: blocks that one worker exports and another attends over
     pool_mode/          mode pool: through the store

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from baton.auth.ticket import HandoffMode, Ticket
-    from baton.handoff.agent import AgentOptions
     from baton.handoff.interface import HandoffEvent, ReceiveOrder, SampledToken, SendOrder
+    from baton.handoff.options import AgentOptions
     from baton.handoff.pool_mode.store_access import StoreAccess
     from baton.ids import TicketId
 

@@ -122,7 +122,7 @@ class PrefillSender:  # noqa: PLR0904 -- a method for each event (ADR 0005)
                 self._perform(outgoing, outgoing.session.layer_ready(layer, stop))
 
     def all_layers_ready(self, ticket: TicketId, stop: int) -> None:
-        """All layers of tokens `[0, stop)` are in place: see `short_prompts.py`."""
+        """All layers of tokens `[0, stop)` are in place: see `ShortPromptBatcher`."""
         outgoing = self._outgoing.get(ticket)
         if outgoing is not None:
             self._perform(outgoing, outgoing.session.all_layers_ready(stop))

@@ -19,9 +19,9 @@ from prometheus_client import disable_created_metrics
 from baton.clock import MachineClock
 from baton.engines.interface import ENGINES, EngineContext
 from baton.errors import ConfigError, EngineError
-from baton.handoff.agent import AgentOptions
 from baton.handoff.dispatcher import HandoffDispatcher, open_handoffs
 from baton.handoff.kv_views import KVView
+from baton.handoff.options import AgentOptions
 from baton.handoff.peer_transports import LinkOptions
 from baton.handoff.pool_mode.store_access import open_store_access
 from baton.ids import new_epoch

@@ -28,8 +28,8 @@ from baton.engines.vllm.layouts import read_layers
 from baton.engines.vllm.rank_handoffs import RankHandoffs
 from baton.engines.vllm.rank_observer import FALLBACK_CAUSE, RankObserver
 from baton.engines.vllm.rank_prompts import RankSetting
-from baton.handoff.agent import AgentOptions
 from baton.handoff.dispatcher import HandoffDispatcher, open_handoffs
+from baton.handoff.options import AgentOptions
 from baton.handoff.peer_transports import LinkOptions
 from baton.handoff.pool_mode.metrics import PoolModeCollector
 from baton.handoff.pool_mode.store_access import open_store_access

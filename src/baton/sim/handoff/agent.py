@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from baton.handoff.agent import HandoffAgent
+from baton.handoff.agent_loop import AgentLoop
 from baton.handoff.dispatcher import HandoffDispatcher
 from baton.handoff.messages import (
     Declined,
@@ -21,13 +22,25 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from baton.auth.ticket import Ticket
-    from baton.handoff.agent import AgentOptions
     from baton.handoff.interface import HandoffEvent, ReceiveOrder, SampledToken, SendOrder
+    from baton.handoff.options import AgentOptions
     from baton.handoff.peers import MessageReceived
     from baton.handoff.pool_mode.store_handoff import StoreHandoff
     from baton.ids import TicketId
     from baton.sim.handoff.checker import Checker
     from baton.sim.handoff.process import SimProcess
+
+
+class _SimAgentLoop(AgentLoop):
+    """An `AgentLoop` whose messages are watched. Set `process` before the first step."""
+
+    process: SimProcess
+
+    def _dispatch_message(self, event: MessageReceived) -> None:
+        checker = self.process.checker
+        before = checker.before_message(self.process, event)
+        super()._dispatch_message(event)
+        checker.after_message(self.process, event, before)
 
 
 class SimAgent(HandoffAgent):
@@ -37,10 +50,12 @@ class SimAgent(HandoffAgent):
         super().__init__(options)
         self._process, self._checker = process, checker
 
-    def _dispatch_message(self, event: MessageReceived) -> None:
-        before = self._checker.before_message(self._process, event)
-        super()._dispatch_message(event)
-        self._checker.after_message(self._process, event, before)
+    def _make_loop(self) -> AgentLoop:
+        loop = _SimAgentLoop(
+            self.options, heartbeat=self._heartbeat, observer=self._observer, emit=self._emit
+        )
+        loop.process = self._process
+        return loop
 
     def _emit(self, event: HandoffEvent) -> None:
         self._checker.on_event(self._process, event)

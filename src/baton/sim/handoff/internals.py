@@ -44,8 +44,12 @@ def find_leftovers(
     But for early grants, and for what it has exported.
     """
     agent = handoffs.agent
-    receiving, sending, pinned_blocks = agent._receiving, agent._sending, scheduler.pinned_blocks
-    pool, staging = scheduler.pool, [f.staging_pool for f in agent._views if f.staging_pool]
+    receiving, sending, pinned_blocks = (
+        agent.loop.receiving,
+        agent.loop.sending,
+        scheduler.pinned_blocks,
+    )
+    pool, staging = scheduler.pool, [f.staging_pool for f in agent.loop._views if f.staging_pool]
     counts = {
         "sessions that receive": receiving.num_sessions,
         "sessions that send": sending.num_sessions,
@@ -59,7 +63,7 @@ def find_leftovers(
         "blocks": pool.num_blocks - pool.num_free - _count_exported(scheduler),
         "store writes and reads": _count_store_transfers(handoffs.store),
         "tickets of mode pool": len(handoffs._through_store),
-        "imports in use": len(agent._importer.table._exporter_of),
+        "imports in use": len(agent.loop.importer.table._exporter_of),
         "sequences that import": len(scheduler.shared_blocks._importers),
         "staging pages": sum(len(held) for pages in staging for held in pages._held.values()),
         "handoffs that wait for staging pages": sum(pages.num_waiting for pages in staging),
@@ -73,7 +77,7 @@ def _count_store_transfers(store: StoreHandoff | None) -> int:
 
 def find_exported(agent: HandoffAgent, scheduler: Scheduler) -> list[Leftover]:
     """What a worker has exported and not had released."""
-    num_exports, num_blocks = len(agent._exporter.table._exports), _count_exported(scheduler)
+    num_exports, num_blocks = len(agent.loop.exporter.table._exports), _count_exported(scheduler)
     found = Leftover("exports", num_exports), Leftover("blocks that are exported", num_blocks)
     return [each for each in found if each.num]
 
@@ -86,17 +90,19 @@ def _count_exported(scheduler: Scheduler) -> int:
 
 def count_early_grants(agent: HandoffAgent) -> int:
     """Grants for requests that have not come."""
-    return len(agent._sending._early._grants)
+    return len(agent.loop.sending._early._grants)
 
 
 def count_tombstones(agent: HandoffAgent) -> int:
     """Tickets remembered as dead, by sender and receiver."""
-    return len(agent._sending._tombstones._tombstones) + len(agent._receiving._aborted._tombstones)
+    return len(agent.loop.sending._tombstones._tombstones) + len(
+        agent.loop.receiving._aborted._tombstones
+    )
 
 
 def count_links(agent: HandoffAgent) -> int:
     """Links to peers."""
-    return len(agent._peers._peers)
+    return len(agent.loop._peers._peers)
 
 
 def state_of(scheduler: Scheduler, block: int) -> BlockState:
@@ -121,7 +127,7 @@ def outgoing_blocks(pinned_blocks: PinnedBlocks, ticket: TicketId) -> list[int]:
 
 def is_ending(agent: HandoffAgent, ticket: TicketId) -> bool:
     """Whether a handoff out of a worker only waits for its own writes, or is over."""
-    outgoing = agent._sending._outgoing.get(ticket)
+    outgoing = agent.loop.sending._outgoing.get(ticket)
     return outgoing is None or outgoing.session.phase in {SendPhase.ENDING, SendPhase.ENDED}
 
 
@@ -161,13 +167,13 @@ def is_staged_for_some(view: RegisteredView, pages: set[int]) -> bool:
 
 def is_importing(process: SimProcess, ticket: TicketId) -> bool:
     """Whether a worker may read what was exported for a ticket, by its agent or its engine."""
-    table, shared = process.agent._importer.table, process.scheduler.shared_blocks
+    table, shared = process.agent.loop.importer.table, process.scheduler.shared_blocks
     return ticket in table._exporter_of or ticket in shared._importers
 
 
 def find_read_pages(process: SimProcess, exporter: Epoch) -> set[int]:
     """The pages of an exporter that sequences of this worker attend over."""
-    known = process.agent._importer._exporters.get(exporter)
+    known = process.agent.loop.importer._exporters.get(exporter)
     if known is None or known.mapping is None:
         return set()
     mapping = known.mapping
@@ -200,27 +206,27 @@ def check_state(agent: HandoffAgent) -> None:
     Raises:
         AssertionError: one of them contradicts itself.
     """
-    for incoming in agent._receiving._incoming.values():
+    for incoming in agent.loop.receiving._incoming.values():
         incoming.session.check_invariants()
-    for outgoing in agent._sending._outgoing.values():
+    for outgoing in agent.loop.sending._outgoing.values():
         outgoing.session.check_invariants()
-    agent._exporter.table.check_invariants()
-    agent._importer.table.check_invariants()
-    for view in agent._views:
+    agent.loop.exporter.table.check_invariants()
+    agent.loop.importer.table.check_invariants()
+    for view in agent.loop._views:
         if view.staging_pool is not None:
             view.staging_pool.check_invariants()
 
 
 def peers_of(agent: HandoffAgent) -> list[Peer]:
     """The peers that have sent their hello."""
-    return [peer for peer in agent._peers if peer.hello is not None]
+    return [peer for peer in agent.loop._peers if peer.hello is not None]
 
 
 def describe_ticket(agent: HandoffAgent, named: Ticket) -> tuple[object, ...]:
     """All that an agent knows of a ticket, so that two moments can be compared."""
     ticket = named.id
-    incoming = agent._receiving._incoming.get(ticket)
-    outgoing = agent._sending._outgoing.get(ticket)
+    incoming = agent.loop.receiving._incoming.get(ticket)
+    outgoing = agent.loop.sending._outgoing.get(ticket)
     receive = (
         ()
         if incoming is None
@@ -245,13 +251,13 @@ def describe_ticket(agent: HandoffAgent, named: Ticket) -> tuple[object, ...]:
     return (
         receive,
         send,
-        agent._sending._early._grants.get(ticket),
-        ticket in agent._receiving._lease_renewer._queued,
-        agent._exporter.table._exports.get(ticket) is None,
-        agent._importer.table._exporter_of.get(ticket),
+        agent.loop.sending._early._grants.get(ticket),
+        ticket in agent.loop.receiving._lease_renewer._queued,
+        agent.loop.exporter.table._exports.get(ticket) is None,
+        agent.loop.importer.table._exporter_of.get(ticket),
         [
             tombstones._tombstones.get((ticket, by))
-            for tombstones in (agent._sending._tombstones, agent._receiving._aborted)
+            for tombstones in (agent.loop.sending._tombstones, agent.loop.receiving._aborted)
             for by in (None, named.prefill.epoch, named.decode.epoch)
         ],
     )
@@ -259,4 +265,4 @@ def describe_ticket(agent: HandoffAgent, named: Ticket) -> tuple[object, ...]:
 
 def send(agent: HandoffAgent, peer: Peer, message: Message) -> None:
     """Have an agent send a message that it would not."""
-    agent._peers.send(peer, message)
+    agent.loop._peers.send(peer, message)

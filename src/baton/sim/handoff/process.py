@@ -23,10 +23,10 @@ from baton.engines.interface import (
 from baton.engines.transformers.loop import EngineLoop
 from baton.engines.transformers.scheduler import Limits, Scheduler
 from baton.errors import HandoffError, TicketError
-from baton.handoff.agent import AgentOptions
 from baton.handoff.dispatcher import open_store_handoff
 from baton.handoff.interface import DECLINED_STAGE
 from baton.handoff.kv_views import KVView
+from baton.handoff.options import AgentOptions
 from baton.handoff.peer_transports import LinkOptions
 from baton.ids import Epoch, RequestId, WorkerId
 from baton.kv.pool import BlockPool
@@ -198,7 +198,7 @@ class SimProcess:
 
     def close(self) -> None:
         """The run is over: give back what is the kernel's."""
-        self.agent._exporter.close()  # noqa: SLF001 -- `stop` is for agents with a thread
+        self.agent.loop.exporter.close()
         self.pages.close()
         self.process_exit.close()
 
@@ -279,7 +279,7 @@ class SimProcess:
     @property
     def view(self) -> RegisteredView:
         """The only one, as the agent works with it."""
-        return self.agent._views[0]  # noqa: SLF001 -- the checker asks
+        return self.agent.loop._views[0]  # noqa: SLF001 -- the checker asks
 
     def _build_engine(self) -> None:
         plan = self.plan
@@ -325,7 +325,7 @@ class SimProcess:
 
     def _step(self) -> None:
         self._steps_soon = False
-        self.agent.step()
+        self.agent.loop.step()
         self.checker.on_step(self)
 
     def _turn(self) -> None:

@@ -1,0 +1,354 @@
+"""What the handoff agent's thread owns: links, transports and sessions, and the loop over them.
+
+The thread sleeps in one `select` over all of them, and looks for a moment before that while answers
+come quickly (`baton.transfer.adaptive_wait`).
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import selectors
+from typing import TYPE_CHECKING, Final, assert_never
+
+from baton.auth.ticket import WorkerRef
+from baton.errors import BatonError, TransferError
+from baton.handoff.decode_receiver import DecodeReceiver
+from baton.handoff.heartbeat import EngineHeartbeat, HeartbeatPublisher
+from baton.handoff.kv_views import AgentContext, RegisteredView
+from baton.handoff.messages import (
+    PROTOCOL_VERSION,
+    Hello,
+    KVViewDescriptor,
+    ToImporter,
+    ToProber,
+    ToProbeTarget,
+    ToReceiver,
+    ToSender,
+)
+from baton.handoff.peer_transports import (
+    LinkOptions,
+    PeerTransportLost,
+    PeerTransportTable,
+    PeerTransportUp,
+)
+from baton.handoff.peers import MessageReceived, Peer, PeerGone, PeerTable, PeerUp
+from baton.handoff.prefill_sender import PrefillSender
+from baton.handoff.probing import LinkProber, ProbeTarget
+from baton.handoff.reference.exports import SharedBlockExporter
+from baton.handoff.reference.imports import ImportTable, SharedBlockImporter
+from baton.transfer.adaptive_wait import AdaptiveWaiter
+from baton.transfer.interface import (
+    Arrived,
+    GrantQuiescent,
+    ReadCompleted,
+    ReadFailed,
+    RemoteAttached,
+    RemoteLost,
+    WriteCompleted,
+    WriteFailed,
+)
+from baton.transfer.links.probes import ProbeBuffer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from baton.clock import Instant
+    from baton.handoff.interface import (
+        HandoffEvent,
+    )
+    from baton.handoff.kv_views import KVView
+    from baton.handoff.options import AgentOptions
+    from baton.handoff.peers import PeerEvent
+    from baton.ids import TicketId
+    from baton.transfer.interface import RemoteId, TransferEvent, Transport
+    from baton.transfer.links.choice import LinkObserver
+
+logger = logging.getLogger(__name__)
+
+TICK_S: Final = 0.05
+
+
+class AgentLoop:
+    """Owner: the agent's thread; `call` alone is for every thread."""
+
+    def __init__(
+        self,
+        options: AgentOptions,
+        *,
+        heartbeat: EngineHeartbeat,
+        observer: LinkObserver,
+        emit: Callable[[HandoffEvent], None],
+    ) -> None:
+        """Listen, and expose each KV view on every transport.
+
+        Raises:
+            ConfigError: the handoff port is taken.
+            TransferError: a transport cannot expose the region of a view.
+        """
+        self.options = options
+        self.is_stopping = False
+        self._commands: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
+        self._selector = options.io_backend.make_selector()
+        self._waker = options.io_backend.make_waker()
+        self._waiting = AdaptiveWaiter(options.clock, options.spin_s)
+        self._next_tick = 0.0
+        probe_buffer = _allocate_probe_buffer(options.links)
+        self._probe_target = ProbeTarget(probe_buffer, options.transports, options.clock)
+        self._peers = PeerTable(
+            _make_hello(options, self._probe_target),
+            key=options.key,
+            clock=options.clock,
+            selector=self._selector,
+            liveness_timeout_s=options.liveness_timeout_s,
+            io_backend=options.io_backend,
+        )
+        self.address = self._peers.listen(options.host, options.port)
+        self._peer_transports = PeerTransportTable(
+            options.transports,
+            clock=options.clock,
+            rule=options.links.rule,
+            preferred_op=options.preferred_op,
+            observer=observer,
+        )
+        context = AgentContext(
+            me=WorkerRef(options.worker, options.epoch, self.address),
+            key=options.key,
+            clock=options.clock,
+            views=tuple(RegisteredView.open(view) for view in options.views),
+            preferred_op=options.preferred_op,
+            peers=self._peers,
+            peer_transports=self._peer_transports,
+            transports=options.transports,
+            timeout_s=options.timeout_s,
+            lease_s=options.lease_s,
+            verification=options.verification,
+            emit=emit,
+        )
+        self._probe_target.connect(self._peers)
+        self._prober = LinkProber(
+            self._peer_transports, self._peers, self._probe_target, options.links.bounds
+        )
+        self._views = context.views
+        self._has_staging = any(view.is_staged for view in context.views)
+        self.importer, self.exporter = (
+            SharedBlockImporter(context, ImportTable()),
+            SharedBlockExporter(context),
+        )
+        self.receiving = DecodeReceiver(context, self.importer)
+        self.sending = PrefillSender(context, self.exporter)
+        self._heartbeat_publisher = HeartbeatPublisher(context, heartbeat)
+        self._selector.register(self._waker, selectors.EVENT_READ, self._waker)
+        for transport in options.transports:
+            if transport.readiness_fd is not None:
+                self._selector.register(transport.readiness_fd, selectors.EVENT_READ, transport)
+
+    def call(self, command: Callable[[], object]) -> None:
+        """Have the thread do something: queues it and writes one byte to a pipe. Thread-safe."""
+        self._commands.put(command)
+        self._waker.wake()
+
+    def step(self) -> None:
+        """Sleep until something is to be done, `TICK_S` at most, and do it."""
+        ready = self._waiting.wait(self._selector.select, TICK_S)
+        for key, mask in ready:
+            if key.data is self._waker:
+                self._waker.clear()
+            elif isinstance(key.data, Peer | PeerTable):
+                self._dispatch_all(self._peers.serve(key.data, mask))
+        self._run_commands()
+        for transport in self.options.transports:
+            for event in transport.poll():
+                self._dispatch_transfer_event(transport, event)
+        now = self.options.clock.now()
+        if now >= self._next_tick:
+            self._tick(now)
+        if self._has_staging:
+            self._serve_staging()
+        if self._prober.has_work:
+            self._probe()
+
+    def _probe(self) -> None:
+        """Handoffs first: probes are made while none waits, or between their transfers."""
+        receiving, sending = self.receiving, self.sending
+        found = self._prober.step(
+            num_handoffs=receiving.num_sessions + sending.num_sessions,
+            is_moving=receiving.is_moving or sending.is_moving,
+        )
+        if found is not None:
+            self._transport_up(found)
+
+    def _run_commands(self) -> None:
+        """Carry out what was queued before this call, and no more, so that sockets get a turn."""
+        for _ in range(self._commands.qsize()):
+            try:
+                self._commands.get_nowait()()
+            except BatonError as exc:
+                logger.warning("handoff: %s", exc)
+
+    def _tick(self, now: Instant) -> None:
+        self._next_tick = now + TICK_S
+        self._dispatch_all(self._peers.tick())
+        for lost in self._peer_transports.tick():
+            self._transport_down(lost)
+        self._probe_target.tick()
+        pending = self._heartbeat_publisher.tick()
+        if pending is not None:
+            self.sending.engine_progressed(pending)
+        self.receiving.tick()
+        self.sending.tick()
+        self.importer.tick()
+        self.exporter.tick()
+
+    def _serve_staging(self) -> None:
+        """Let those begin whose turn it is; one that ends at once may serve the next."""
+        while served := [holder for view in self._views for holder in view.take_granted()]:
+            for holder in served:
+                match holder.side:
+                    case "receive":
+                        self.receiving.staged(holder.ticket)
+                    case "send":
+                        self.sending.staged(holder.ticket)
+                    case _:
+                        assert_never(holder.side)
+
+    def _dispatch_all(self, events: list[PeerEvent]) -> None:
+        for event in events:
+            match event:
+                case PeerUp(peer):
+                    for lost in self._peer_transports.attach_preferred(peer):
+                        self._transport_down(lost)
+                    self.importer.peer_up(peer)
+                    self.receiving.peer_up(peer)
+                case PeerGone(peer, error):
+                    self._prober.forget(peer)
+                    self._probe_target.forget(peer)
+                    self._peer_transports.forget(peer)
+                    self.receiving.peer_gone(peer, error)
+                    self.sending.peer_gone(peer, error)
+                    self.importer.peer_gone(peer)
+                    self.exporter.peer_gone(peer)
+                case MessageReceived():
+                    self._dispatch_message(event)
+                case _:
+                    assert_never(event)
+
+    def _dispatch_message(self, event: MessageReceived) -> None:
+        peer, message = event.peer, event.message
+        try:
+            if isinstance(message, ToReceiver):
+                self.receiving.handle_message(peer, message)
+            if isinstance(message, ToSender):
+                self.sending.handle_message(peer, message)
+            if isinstance(message, ToImporter):
+                self.importer.handle_message(peer, message)
+            if isinstance(message, ToProbeTarget):
+                self._probe_target.handle_message(peer, message)
+            if isinstance(message, ToProber):
+                self._prober.handle_message(message)
+        except BatonError as exc:
+            logger.warning("handoff: refused a message of %s: %s", peer.name, exc)
+
+    def _dispatch_transfer_event(self, transport: Transport, event: TransferEvent) -> None:
+        if self._prober.handle_transfer_event(
+            transport, event
+        ) or self._probe_target.handle_transfer_event(transport, event):
+            return
+        match event:
+            case Arrived() | ReadCompleted() | ReadFailed() | GrantQuiescent():
+                self.receiving.handle_transfer_event(transport, event)
+            case WriteCompleted(transfer):
+                self.sending.write_completed(transport, transfer)
+            case WriteFailed(transfer, error):
+                self.sending.write_failed(transport, transfer, error)
+            case RemoteAttached(remote):
+                self._remote_attached(transport, remote)
+            case RemoteLost(remote, error):
+                self._remote_lost(transport, remote, error)
+            case _:
+                assert_never(event)
+
+    def _remote_attached(self, transport: Transport, remote: RemoteId) -> None:
+        exporter = self.importer.attached(transport, remote)
+        if exporter is not None:
+            self.receiving.exporter_changed(exporter)
+            return
+        found = self._peer_transports.attached(transport, remote)
+        if found is not None:
+            self._transport_up(found)
+
+    def _remote_lost(self, transport: Transport, remote: RemoteId, error: BatonError) -> None:
+        exporter = self.importer.lost(transport, remote, error)
+        if exporter is not None:
+            self.receiving.exporter_changed(exporter)
+            return
+        lost = self._peer_transports.lost(transport, remote, error)
+        if lost is not None:
+            self._transport_down(lost)
+
+    def _transport_up(self, found: PeerTransportUp) -> None:
+        self.receiving.transport_up(found)
+        self.sending.transport_up(found)
+        self._prober.ask(found.peer)
+
+    def _transport_down(self, lost: PeerTransportLost) -> None:
+        self.receiving.transport_down(lost)
+        self.sending.transport_down(lost)
+
+    def abort(self, ticket: TicketId, reason: str) -> None:
+        """See `HandoffPort.abort`."""
+        if not self.receiving.abort(ticket, reason):
+            self.sending.abort(ticket, reason)
+
+    def abort_from_peer(self, ticket: TicketId, reason: str) -> None:
+        """See `HandoffAgent.abort_from_peer`."""
+        if not self.sending.abort(ticket, reason):
+            self.receiving.abort_from_peer(ticket, reason)
+
+    def begin_stop(self) -> None:
+        """Fail every handoff; `close` follows."""
+        self.receiving.stop("the worker is stopping")
+        self.sending.stop("the worker is stopping")
+        self.is_stopping = True
+
+    def close(self) -> None:
+        """Close every socket and mapping."""
+        self._peers.close()
+        for transport in self.options.transports:
+            transport.close()
+        self.exporter.close()
+        for view in self._views:
+            view.close()
+        self._probe_target.release()
+        self._selector.close()
+        self._waker.close()
+
+
+def _make_hello(options: AgentOptions, probe_target: ProbeTarget) -> Hello:
+    return Hello(
+        version=PROTOCOL_VERSION,
+        worker=options.worker,
+        epoch=options.epoch,
+        clock_domain=options.io_backend.clock_domain(),
+        fingerprint=options.fingerprint,
+        views=tuple(_offer(view, options.transports) for view in options.views),
+        traits=dict(options.traits),
+        preferred_op=options.preferred_op,
+        probe_buffers=probe_target.expose(),
+        lease_s=options.lease_s,
+    )
+
+
+def _offer(view: KVView, transports: tuple[Transport, ...]) -> KVViewDescriptor:
+    return KVViewDescriptor(view.layout, tuple(t.expose(view.region) for t in transports))
+
+
+def _allocate_probe_buffer(links: LinkOptions) -> ProbeBuffer | None:
+    """Memory for probes, if links are to be measured; one that cannot be had costs only that."""
+    if links.rule == "listed":
+        return None
+    try:
+        return ProbeBuffer.allocate()
+    except TransferError as exc:
+        logger.warning("handoff: links are not measured: %s", exc)
+        return None

@@ -1,0 +1,73 @@
+"""What a handoff agent is built from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from baton.errors import ConfigError
+from baton.handoff.io_backend import OS_BACKEND
+from baton.handoff.peer_transports import LinkOptions
+from baton.handoff.verify import VerificationPolicy
+from baton.transfer.adaptive_wait import MAX_SPIN_S
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from baton.auth.key import ClusterKey
+    from baton.auth.ticket import HandoffMode
+    from baton.clock import Clock
+    from baton.handoff.io_backend import IoBackend
+    from baton.handoff.kv_views import KVView
+    from baton.handoff.messages import TransferOp
+    from baton.ids import Epoch, WorkerId
+    from baton.transfer.interface import Transport
+
+
+@dataclass(frozen=True, slots=True)
+class AgentOptions:
+    """Who this agent is and what it works with; `views` and `transports` in order of preference.
+
+    `preferred_op` is who moves the bytes where this worker receives, if the transport can do both.
+    `traits` are readable properties that explain why two workers cannot exchange KV (engine,
+    version, dtype …): at most 32, names of 64 characters and values of 256. `lease_s` is how long
+    a computed prompt is held for a decode worker that does not renew it. Prompts of at most
+    `single_send_max_tokens` are sent when they are computed, not layer by layer.
+    """
+
+    worker: WorkerId
+    epoch: Epoch
+    fingerprint: str
+    views: tuple[KVView, ...]
+    transports: tuple[Transport, ...]
+    key: ClusterKey
+    clock: Clock
+    host: str = "127.0.0.1"
+    port: int = 0
+    timeout_s: float = 60.0
+    liveness_timeout_s: float = 3.0
+    lease_s: float = 10.0
+    single_send_max_tokens: int = 0
+    preferred_op: TransferOp = "WRITE"
+    traits: Mapping[str, str] = field(default_factory=dict)
+    links: LinkOptions = field(default_factory=LinkOptions)
+    io_backend: IoBackend = OS_BACKEND
+    verification: VerificationPolicy = field(default_factory=VerificationPolicy)
+    spin_s: float = MAX_SPIN_S
+
+    @property
+    def modes(self) -> tuple[HandoffMode, ...]:
+        """The ways of handing over that this agent takes part in, on either side."""
+        is_open = any(view.peer_mappings is not None for view in self.views)
+        if is_open and any(each.capabilities.views for each in self.transports):
+            return "push", "pull", "reference"
+        return "push", "pull"
+
+    def __post_init__(self) -> None:
+        """Check the KV views.
+
+        Raises:
+            ConfigError: there is none, or they are not of one model.
+        """
+        if len({view.layout.num_layers for view in self.views}) != 1:
+            raise ConfigError("a worker needs a KV view, and all its views have the same layers")
