@@ -15,7 +15,8 @@ File map:
     decode_receiver.py  the decode worker's handoffs: carries out what `ReceiveSession` asks for
     session/            the two state machines of one handoff, pure
     write_batches.py    how a layer's range leaves: page copies, digests, notification; and back
-    incoming.py         one handoff into this worker: its peer, pages, windows and reads
+    incoming.py         one handoff into this worker: its peer, pages and windows
+    page_reads.py       reads of peers' pages: posted, verified, made again elsewhere
     verify.py           how much of what arrives is compared with its sender's digests
     kv_views.py         how a worker shows its KV to peers, and the pages that one handoff has
     staging.py          staging pages: who holds them, who waits

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, assert_never
 
 from baton.auth.ticket import seal
 from baton.clock import Instant
 from baton.errors import BatonError, ProtocolError
 from baton.handoff.grants import LeaseRenewer, Tombstone, Tombstones
-from baton.handoff.incoming import IncomingHandoff, Reader, verify_read, verify_written
+from baton.handoff.incoming import IncomingHandoff, explain_mismatch, verify_written
 from baton.handoff.kv_views import STAGING_STAGE, Holder
 from baton.handoff.messages import (
     Available,
@@ -26,6 +25,7 @@ from baton.handoff.messages import (
     TransportFailed,
     decode_notification,
 )
+from baton.handoff.page_reads import PageReads
 from baton.handoff.peer_transports import REFERENCE, Reachability
 from baton.handoff.session.actions import (
     CloseWriteGrant,
@@ -48,7 +48,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from baton.auth.ticket import Ticket
-    from baton.handoff.incoming import PendingRead
     from baton.handoff.interface import ReceiveOrder
     from baton.handoff.kv_views import AgentContext
     from baton.handoff.messages import GrantOp, Notification, ToReceiver
@@ -62,20 +61,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class ReadFailure:
-    """Why a read was of no use."""
-
-    stage: str
-    reason: str
-
-
 class DecodeReceiver:  # noqa: PLR0904 -- a method for each event (ADR 0005)
     """All handoffs into this worker. Owner: the agent's thread."""
 
     def __init__(self, context: AgentContext, importer: SharedBlockImporter) -> None:
         self._context, self._importer = context, importer
-        self._reader = Reader(context.peer_transports)
+        self._reads = PageReads(context, perform=self._perform, accept=self._accept)
         self._incoming: dict[TicketId, IncomingHandoff] = {}
         self._aborted = Tombstones()
         self._lease_renewer = LeaseRenewer(context)
@@ -88,7 +79,7 @@ class DecodeReceiver:  # noqa: PLR0904 -- a method for each event (ADR 0005)
     @property
     def is_moving(self) -> bool:
         """Whether a read is under way."""
-        return self._reader.is_moving
+        return self._reads.is_moving
 
     def renew_lease(self, ticket: Ticket) -> None:
         """See `HandoffPort.renew_lease`."""
@@ -161,7 +152,7 @@ class DecodeReceiver:  # noqa: PLR0904 -- a method for each event (ADR 0005)
             if incoming.session.plan is None:
                 self._try_begin(incoming)
             elif not self._context.peer_transports.can_read(event.peer):
-                self._stop_reading(incoming, event.transport)
+                self._reads.stop(incoming, event.transport)
 
     def exporter_changed(self, peer: Peer) -> None:
         """A peer's blocks can be imported from now on, or cannot."""
@@ -229,9 +220,9 @@ class DecodeReceiver:  # noqa: PLR0904 -- a method for each event (ADR 0005)
             case Arrived(ticket, notification):
                 self._write_arrived(transport, ticket, notification)
             case ReadCompleted(transfer):
-                self._read_completed(TransferHandle(transport.kind, transfer))
+                self._reads.completed(TransferHandle(transport.kind, transfer))
             case ReadFailed(transfer, error):
-                self._read_failed(TransferHandle(transport.kind, transfer), error)
+                self._reads.failed(TransferHandle(transport.kind, transfer), error)
             case GrantQuiescent(ticket):
                 self._grant_quiescent(transport, ticket)
             case _:
@@ -298,95 +289,6 @@ class DecodeReceiver:  # noqa: PLR0904 -- a method for each event (ADR 0005)
             self._perform(incoming, session.exclude(transport.kind, reason))
         else:
             self._perform(incoming, session.fail(reason, stage="verify"))
-
-    def _read_completed(self, handle: TransferHandle) -> None:
-        """Pages that a peer reported available are in this worker's pages: check their digests."""
-        pending = self._reader.take(handle)
-        if pending is None:
-            return
-        self._context.peer_transports.completed(pending.peer_transport)
-        incoming = self._incoming.get(pending.available.ticket)
-        if incoming is None:
-            return
-        session, notification = incoming.session, pending.notification
-        if session.phase is not ReceivePhase.GRANTED:
-            self._perform(incoming, session.read_ended(handle))
-        elif prefill_failed := session.check_lease(self._context.clock.now()):
-            self._perform(incoming, prefill_failed)
-            self._perform(incoming, session.read_ended(handle))
-        elif verify_read(incoming, notification, handle.transport):
-            self._penalize_others(incoming, pending)
-            self._perform(incoming, session.read_ended(handle))
-            self._accept(incoming, notification)
-            if incoming.unreadable:
-                self._stop_reading(incoming, handle.transport)
-        else:
-            self._read_again(
-                incoming, handle, pending, ReadFailure("verify", explain_mismatch(notification))
-            )
-
-    def _read_failed(self, handle: TransferHandle, error: BatonError) -> None:
-        """A read did not complete."""
-        pending = self._reader.take(handle)
-        if pending is None:
-            return
-        pending.peer_transport.failed()
-        incoming = self._incoming.get(pending.available.ticket)
-        if incoming is not None:
-            trouble = ReadFailure("read", f"{handle.transport}: {error}")
-            self._read_again(incoming, handle, pending, trouble)
-
-    def _read_again(
-        self,
-        incoming: IncomingHandoff,
-        handle: TransferHandle,
-        pending: PendingRead,
-        trouble: ReadFailure,
-    ) -> None:
-        """Read the same by another transport; without one, have it written, or fail."""
-        session, peer = incoming.session, incoming.peer
-        kind, peer_transports = handle.transport, self._context.peer_transports
-        if peer is not None and session.phase is ReceivePhase.GRANTED:
-            if peer_transports.is_up(peer, pending.tried_now):
-                self._record_reroute(incoming, kind, trouble.reason)
-                self._read(incoming, pending.available, pending.tried_now)
-            elif trouble.stage == "verify" or not peer_transports.can_be_written(
-                peer, pending.tried_now
-            ):
-                self._perform(incoming, session.fail(trouble.reason, stage=trouble.stage))
-            else:
-                incoming.unreadable |= pending.tried_now
-        self._perform(incoming, session.read_ended(handle))
-        if incoming.unreadable:
-            self._stop_reading(incoming, kind)
-
-    def _stop_reading(self, incoming: IncomingHandoff, kind: str) -> None:
-        """Have the rest written by the peer, once no read is under way; or fail."""
-        session, peer = incoming.session, incoming.peer
-        if peer is None or session.plan is None or session.plan.op != "READ":
-            return
-        incoming.unreadable.add(kind)
-        peer_transports = self._context.peer_transports
-        if not peer_transports.can_be_written(peer, incoming.unreadable):
-            self._perform(incoming, session.fail(str(peer_transports.explain(peer)), stage="read"))
-            return
-        actions = session.fall_back_to_write(incoming.unreadable)
-        if actions:
-            self._record_reroute(incoming, kind, str(peer_transports.explain(peer)))
-            incoming.record_fallback(kind)
-            self._perform(incoming, actions)
-
-    def _penalize_others(self, incoming: IncomingHandoff, pending: PendingRead) -> None:
-        """What another transport could not bring was there all the time."""
-        for kind in pending.tried:
-            if incoming.peer is not None:
-                self._context.peer_transports.penalize(
-                    incoming.peer, kind, "it read something else, or failed"
-                )
-
-    def _record_reroute(self, incoming: IncomingHandoff, kind: str, reason: str) -> None:
-        incoming.session.order.trace.reroutes.append(f"{kind}: {reason}"[:500])
-        self._context.peer_transports.observer.failed("pull", kind)
 
     def _grant_quiescent(self, transport: Transport, ticket: TicketId) -> None:
         """One transport reports that nothing can land in a closed write grant."""
@@ -497,7 +399,7 @@ class DecodeReceiver:  # noqa: PLR0904 -- a method for each event (ADR 0005)
                 if incoming.fence(kind):
                     self._perform(incoming, session.fenced(kind))
             case ReadPages(available):
-                self._read(incoming, available)
+                self._reads.read(incoming, available)
             case ImportBlocks(exported):
                 self._import_blocks(incoming, exported)
             case SendMessage(message):
@@ -509,17 +411,6 @@ class DecodeReceiver:  # noqa: PLR0904 -- a method for each event (ADR 0005)
                 self._context.emit(event)
             case _:
                 assert_never(action)
-
-    def _read(
-        self, incoming: IncomingHandoff, available: Available, tried: frozenset[str] = frozenset()
-    ) -> None:
-        session = incoming.session
-        if incoming.unreadable:
-            return  # the peer will be asked to write it
-        try:
-            session.reading(self._reader.post(incoming, available, tried))
-        except BatonError as exc:
-            self._perform(incoming, session.fail(str(exc), stage="read"))
 
     def _send_transfer_ack(self, incoming: IncomingHandoff) -> None:
         trace = incoming.session.order.trace
@@ -547,9 +438,3 @@ class DecodeReceiver:  # noqa: PLR0904 -- a method for each event (ADR 0005)
 
     def _of(self, peer: Peer) -> list[IncomingHandoff]:
         return [incoming for incoming in self._incoming.values() if incoming.peer is peer]
-
-
-def explain_mismatch(notification: Notification) -> str:
-    """What was expected, and is not there."""
-    tokens = f"[{notification.start}, {notification.stop})"
-    return f"digest mismatch in layer {notification.layer}, tokens {tokens}"

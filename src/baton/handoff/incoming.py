@@ -5,26 +5,22 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, assert_never
 
-from baton.errors import PeerLostError
 from baton.handoff.messages import Notification, unpack_blocks
 from baton.handoff.peer_transports import TransportUsage
-from baton.handoff.session.actions import TransferHandle
 from baton.handoff.write_batches import DigestVerifier, Sampler
-from baton.kv.copies import BlockTable, PagedSequence
-from baton.kv.planning import CopyPlanner
+from baton.kv.copies import BlockTable
 from baton.telemetry.trace import Stamp
-from baton.transfer.interface import PageRead, WriteGrant, as_reader
-from baton.transfer.links.cost_model import measure_shape
+from baton.transfer.interface import WriteGrant
 
 if TYPE_CHECKING:
     from baton.clock import Instant
     from baton.handoff.kv_views import MappedPages
     from baton.handoff.messages import Available, Finished
-    from baton.handoff.peer_transports import PeerTransport, PeerTransportTable
     from baton.handoff.peers import Peer
     from baton.handoff.session.receive import ReceiveSession
     from baton.handoff.verify import VerificationPolicy
     from baton.kv.copies import PageCopies
+    from baton.kv.planning import CopyPlanner
     from baton.transfer.interface import Transport
     from baton.transfer.links.choice import Choice
 
@@ -233,83 +229,6 @@ class IncomingHandoff:
         return self.mapped_pages
 
 
-@dataclass(frozen=True, slots=True)
-class PendingRead:
-    """A read that was posted: what it will have brought, and over what.
-
-    `tried` are the transports by which it failed, or brought something else, before.
-    """
-
-    available: Available
-    peer_transport: PeerTransport
-    tried: frozenset[str]
-
-    @property
-    def notification(self) -> Notification:
-        """What is in the pages, if it went well."""
-        message = self.available
-        return Notification(message.layer, message.start, message.stop, message.digests)
-
-    @property
-    def tried_now(self) -> frozenset[str]:
-        """`tried`, and this one."""
-        return self.tried | {self.peer_transport.kind}
-
-
-class Reader:
-    """The reads of one receiving context that are under way. Owner: the agent's thread."""
-
-    def __init__(self, peer_transports: PeerTransportTable) -> None:
-        self._peer_transports = peer_transports
-        self._pending: dict[TransferHandle, PendingRead] = {}
-
-    @property
-    def is_moving(self) -> bool:
-        """Whether a read is under way."""
-        return bool(self._pending)
-
-    def post(
-        self, incoming: IncomingHandoff, available: Available, tried: frozenset[str] = frozenset()
-    ) -> TransferHandle:
-        """Read what is available into the handoff's pages, by a transport that was not tried.
-
-        Raises:
-            TransferError: there is no way to the peer any more, or it named pages that it lacks.
-            ProtocolError: the pages that it named do not hold what it announced.
-        """
-        peer, mapped_pages = incoming.peer, incoming.mapped_pages
-        if peer is None or mapped_pages is None:
-            raise PeerLostError("its pages cannot be read any more")
-        theirs, ours = peer.negotiated.theirs, mapped_pages.sequence
-        if incoming.planner is None:  # neither layout changes while there is the link
-            incoming.planner = CopyPlanner(theirs.layout, ours.layout)
-        copies = incoming.planner.plan(
-            PagedSequence(theirs.layout, incoming.block_tables.find(available)),
-            ours,
-            available.layer,
-            start=available.start,
-            stop=available.stop,
-        )
-        region = mapped_pages.view.region
-        shape = measure_shape(copies, theirs.regions[0].arrays, region.arrays)
-        chosen = self._peer_transports.choose(peer, shape, tried)
-        if chosen is None:
-            raise self._peer_transports.explain(peer)
-        began_at = self._peer_transports.now()
-        transfer = as_reader(chosen.peer_transport.transport).read(
-            PageRead(chosen.peer_transport.attached, region.handle, copies)
-        )
-        self._peer_transports.submitted(chosen, began_at)
-        incoming.record_read(chosen.choice, copies)
-        handle = TransferHandle(chosen.peer_transport.kind, transfer)
-        self._pending[handle] = PendingRead(available, chosen.peer_transport, tried)
-        return handle
-
-    def take(self, handle: TransferHandle) -> PendingRead | None:
-        """The read that ended; None if it is none of ours."""
-        return self._pending.pop(handle, None)
-
-
 def verify_written(
     policy: VerificationPolicy,
     incoming: IncomingHandoff,
@@ -337,3 +256,9 @@ def verify_read(incoming: IncomingHandoff, notification: Notification, transport
     Whatever the policy: its pages may have changed while they were read.
     """
     return not incoming.find_wrong_layers(notification, transport, None)
+
+
+def explain_mismatch(notification: Notification) -> str:
+    """What was expected, and is not there."""
+    tokens = f"[{notification.start}, {notification.stop})"
+    return f"digest mismatch in layer {notification.layer}, tokens {tokens}"

@@ -54,7 +54,7 @@ def find_leftovers(
         "sessions that receive": receiving.num_sessions,
         "sessions that send": sending.num_sessions,
         "writes of the sender": len(sending._writes),
-        "reads of the receiver": len(receiving._reader._pending),
+        "reads of the receiver": len(receiving._reads._pending),
         "sequences": len(loop._sequences),
         "tickets that are renewed": len(receiving._lease_renewer._queued),
         "sequences that wait for KV": len(pinned_blocks._incoming),
