@@ -18,13 +18,14 @@ from baton.handoff.heartbeat import EngineHeartbeat, HeartbeatPublisher
 from baton.handoff.kv_views import AgentContext, RegisteredView
 from baton.handoff.messages import (
     PROTOCOL_VERSION,
+    Failed,
     Hello,
+    ImporterMessage,
     KVViewDescriptor,
-    ToImporter,
-    ToProber,
-    ToProbeTarget,
-    ToReceiver,
-    ToSender,
+    ProberMessage,
+    ProbeTargetMessage,
+    ReceiverMessage,
+    SenderMessage,
 )
 from baton.handoff.peer_transports import (
     LinkOptions,
@@ -236,16 +237,23 @@ class AgentLoop:
     def _dispatch_message(self, event: MessageReceived) -> None:
         peer, message = event.peer, event.message
         try:
-            if isinstance(message, ToReceiver):
-                self.receiving.handle_message(peer, message)
-            if isinstance(message, ToSender):
-                self.sending.handle_message(peer, message)
-            if isinstance(message, ToImporter):
-                self.importer.handle_message(peer, message)
-            if isinstance(message, ToProbeTarget):
-                self._probe_target.handle_message(peer, message)
-            if isinstance(message, ToProber):
-                self._prober.handle_message(message)
+            match message:
+                case ReceiverMessage():
+                    self.receiving.handle_message(peer, message)
+                case SenderMessage():
+                    self.sending.handle_message(peer, message)
+                case Failed() if peer.dialed is None:  # it receives from this worker
+                    self.sending.handle_message(peer, message)
+                case Failed():
+                    self.receiving.handle_message(peer, message)
+                case ImporterMessage():
+                    self.importer.handle_message(peer, message)
+                case ProberMessage():
+                    self._prober.handle_message(message)
+                case ProbeTargetMessage():
+                    self._probe_target.handle_message(peer, message)
+                case _:
+                    assert_never(message)
         except BatonError as exc:
             logger.warning("handoff: refused a message of %s: %s", peer.name, exc)
 

@@ -51,7 +51,27 @@ GrantOp = Literal["WRITE", "READ", "NONE"]
 
 
 class _Message(msgspec.Struct, frozen=True, tag_field="t", forbid_unknown_fields=True):
-    """A message on the link."""
+    """A message on the link. Its subclasses say for which part of an agent it is."""
+
+
+class ReceiverMessage(_Message, frozen=True):
+    """Prefill → decode, for the `DecodeReceiver`."""
+
+
+class SenderMessage(_Message, frozen=True):
+    """Decode → prefill, for the `PrefillSender`."""
+
+
+class ImporterMessage(_Message, frozen=True):
+    """Prefill → decode, for the `SharedBlockImporter`: about blocks that are read in place."""
+
+
+class ProberMessage(_Message, frozen=True):
+    """For the `LinkProber` of the side that probes."""
+
+
+class ProbeTargetMessage(_Message, frozen=True):
+    """For the `ProbeTarget` of the side that is probed."""
 
 
 class KVViewDescriptor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -96,7 +116,7 @@ class HelloRefused(_Message, frozen=True, tag="refused"):
     reasons: Annotated[tuple[Text, ...], msgspec.Meta(max_length=64)]
 
 
-class Grant(_Message, frozen=True, tag="grant"):
+class Grant(SenderMessage, frozen=True, tag="grant"):
     """Decode → prefill: I want KV of tokens `[start, num_tokens)`.
 
     With op "WRITE" it is to be written into `blocks` of my view: little-endian int64, the
@@ -118,7 +138,7 @@ class Grant(_Message, frozen=True, tag="grant"):
     no_digest_transports: Annotated[tuple[TransportName, ...], msgspec.Meta(max_length=16)] = ()
 
 
-class Declined(_Message, frozen=True, tag="declined"):
+class Declined(SenderMessage, frozen=True, tag="declined"):
     """Decode → prefill: nothing is granted (all is cached here, or it ended early); stop computing.
 
     Carries the sealed ticket, as a Grant does: only its own decode worker may decline it.
@@ -128,7 +148,7 @@ class Declined(_Message, frozen=True, tag="declined"):
     reason: Text
 
 
-class Available(_Message, frozen=True, tag="available"):
+class Available(ReceiverMessage, frozen=True, tag="available"):
     """Prefill → decode, op "READ": KV of tokens `[start, stop)` of `layer` can be read.
 
     It lies in `blocks` of the sender's view, the first of which holds logical block `first_block`,
@@ -145,7 +165,7 @@ class Available(_Message, frozen=True, tag="available"):
     digests: bytes
 
 
-class TransferAck(_Message, frozen=True, tag="transfer_ack"):
+class TransferAck(SenderMessage, frozen=True, tag="transfer_ack"):
     """Decode → prefill, op "READ": all was read and verified; the source may change.
 
     `transport` is what read it (most of it), `expected_transport` what should have.
@@ -156,7 +176,7 @@ class TransferAck(_Message, frozen=True, tag="transfer_ack"):
     expected_transport: TransportName
 
 
-class TransportFailed(_Message, frozen=True, tag="transport_failed"):
+class TransportFailed(ReceiverMessage, frozen=True, tag="transport_failed"):
     """Prefill → decode: `transport` failed; no hand of mine is in your pages through it any more.
 
     Nothing of this ticket will be submitted over it. Answered by `RetransmitRequest`, once the
@@ -167,7 +187,7 @@ class TransportFailed(_Message, frozen=True, tag="transport_failed"):
     transport: TransportName
 
 
-class RetransmitRequest(_Message, frozen=True, tag="retransmit_request"):
+class RetransmitRequest(SenderMessage, frozen=True, tag="retransmit_request"):
     """Decode → prefill: `transport` is closed for this ticket; these ranges have not landed.
 
     `ranges` are little-endian int32 `[n][3]`: layer, start, stop.
@@ -178,7 +198,7 @@ class RetransmitRequest(_Message, frozen=True, tag="retransmit_request"):
     ranges: PackedBlocks
 
 
-class ExcludeTransport(_Message, frozen=True, tag="exclude_transport"):
+class ExcludeTransport(SenderMessage, frozen=True, tag="exclude_transport"):
     """Decode → prefill: what came over `transport` was wrong. `TransportFailed` follows."""
 
     ticket: WireTicketId
@@ -186,7 +206,7 @@ class ExcludeTransport(_Message, frozen=True, tag="exclude_transport"):
     reason: Text
 
 
-class FallbackToWrite(_Message, frozen=True, tag="fallback_to_write"):
+class FallbackToWrite(SenderMessage, frozen=True, tag="fallback_to_write"):
     """Decode → prefill, op "READ": I can read no more; from now on the op is "WRITE".
 
     `transports` are those that I read with, which failed: take another. Write what is not in place
@@ -201,7 +221,7 @@ class FallbackToWrite(_Message, frozen=True, tag="fallback_to_write"):
     ranges: PackedBlocks
 
 
-class BlocksExported(_Message, frozen=True, tag="blocks_exported"):
+class BlocksExported(ReceiverMessage, frozen=True, tag="blocks_exported"):
     """Prefill → decode, op "NONE": the granted tokens' KV lies in `blocks` of my view.
 
     In all layers; `first_block` as in a `Grant`. They are the decode worker's to read, and change
@@ -213,32 +233,32 @@ class BlocksExported(_Message, frozen=True, tag="blocks_exported"):
     blocks: PackedBlocks
 
 
-class ExportRefused(_Message, frozen=True, tag="export_refused"):
+class ExportRefused(ReceiverMessage, frozen=True, tag="export_refused"):
     """Prefill → decode, op "NONE": I cannot export; let me write. `FallbackToWrite` follows."""
 
     ticket: WireTicketId
     reason: Text
 
 
-class Release(_Message, frozen=True, tag="release"):
+class Release(SenderMessage, frozen=True, tag="release"):
     """Decode → prefill: I will not read what was, or may have been, exported for these tickets."""
 
     tickets: Tickets
 
 
-class ReleaseAck(_Message, frozen=True, tag="release_ack"):
+class ReleaseAck(ImporterMessage, frozen=True, tag="release_ack"):
     """Prefill → decode: answer to `Release`; nothing is pending for these tickets any more."""
 
     tickets: Tickets
 
 
-class Revoke(_Message, frozen=True, tag="revoke"):
+class Revoke(ImporterMessage, frozen=True, tag="revoke"):
     """Prefill → decode: return these as soon as you have room for a copy of your own."""
 
     tickets: Tickets
 
 
-class Finished(_Message, frozen=True, tag="finished"):
+class Finished(ReceiverMessage, frozen=True, tag="finished"):
     """Prefill → decode: every write of this ticket is submitted, or all of it announced.
 
     None will follow. `stamps` are instants on the sender's clock. Where `first_token` is None the
@@ -259,7 +279,7 @@ class Failed(_Message, frozen=True, tag="failed"):
     reason: Text
 
 
-class RenewLease(_Message, frozen=True, tag="renew_lease"):
+class RenewLease(SenderMessage, frozen=True, tag="renew_lease"):
     """Decode → prefill: these are queued or being read here; hold them. `at` is my clock.
 
     Answered by a `LeaseRenewed`, and a `Failed` for each ticket whose lease ran out before.
@@ -269,14 +289,14 @@ class RenewLease(_Message, frozen=True, tag="renew_lease"):
     tickets: Tickets
 
 
-class LeaseRenewed(_Message, frozen=True, tag="lease_renewed"):
+class LeaseRenewed(ReceiverMessage, frozen=True, tag="lease_renewed"):
     """Answer: these are held. `at` is the `RenewLease`'s."""
 
     at: float
     tickets: Tickets
 
 
-class Keepalive(_Message, frozen=True, tag="keepalive"):
+class Keepalive(ReceiverMessage, frozen=True, tag="keepalive"):
     """Prefill → decode: these prompts are queued in my engine, or being computed.
 
     `idle_s`: for how long the engine has been silent (the engine, not the sender of this message).
@@ -286,7 +306,7 @@ class Keepalive(_Message, frozen=True, tag="keepalive"):
     tickets: Tickets
 
 
-class ProbeRequest(_Message, frozen=True, tag="probe_request"):
+class ProbeRequest(ProbeTargetMessage, frozen=True, tag="probe_request"):
     """The side that writes: let me write probes over `transport` into your scratch landing pages.
 
     `id` names the window.
@@ -296,20 +316,20 @@ class ProbeRequest(_Message, frozen=True, tag="probe_request"):
     transport: TransportName
 
 
-class ProbeReady(_Message, frozen=True, tag="probe_ready"):
+class ProbeReady(ProberMessage, frozen=True, tag="probe_ready"):
     """Answer: the write grant is open, for this peer alone."""
 
     id: WireTicketId
 
 
-class ProbeResult(_Message, frozen=True, tag="probe_result"):
+class ProbeResult(ProberMessage, frozen=True, tag="probe_result"):
     """Answer to the notification of one probe: whether its bytes were right."""
 
     id: WireTicketId
     is_intact: bool
 
 
-class ProbeEnd(_Message, frozen=True, tag="probe_end"):
+class ProbeEnd(ProbeTargetMessage, frozen=True, tag="probe_end"):
     """The side that writes: close the window."""
 
     id: WireTicketId
@@ -351,7 +371,11 @@ ToSender: TypeAlias = (
     | RenewLease
     | Release
 )
-"""From a decode worker, about what this worker sends. `Failed` may be about either."""
+"""From a decode worker, about what this worker sends.
+
+`Failed` goes either way: from a peer that was dialed here it is for the receiver, from one that
+dialed it is for the sender, as KV goes to the side that dials.
+"""
 
 ToImporter: TypeAlias = ReleaseAck | Revoke
 ToProber: TypeAlias = ProbeReady | ProbeResult

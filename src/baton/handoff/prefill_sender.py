@@ -187,10 +187,16 @@ class PrefillSender:  # noqa: PLR0904 -- a method for each event (ADR 0005)
                 for ticket_id in tickets:
                     self._end(peer, ticket_id, "the decode worker gave up", "decode")
                 self._exporter.released(peer, message)
-            case TransferAck() | RetransmitRequest() | ExcludeTransport() | FallbackToWrite():
-                outgoing = self._outgoing.get(message.ticket)
-                if outgoing is not None and outgoing.was_granted_by(peer):
-                    self._handle_granted(outgoing, message)
+            case TransferAck():
+                self._handle_transfer_ack(peer, message)
+            case RetransmitRequest():
+                self._handle_retransmit_request(peer, message)
+            case ExcludeTransport(ticket_id, transport, reason):
+                outgoing = self._find_granted(peer, ticket_id)
+                if outgoing is not None and not self._fail_over(outgoing, peer, transport):
+                    self._perform(outgoing, outgoing.session.fail(reason, stage="transfer"))
+            case FallbackToWrite():
+                self._handle_fallback(peer, message)
             case _:
                 assert_never(message)
 
@@ -351,37 +357,36 @@ class PrefillSender:  # noqa: PLR0904 -- a method for each event (ADR 0005)
             outgoing.waits = False
             self._perform(outgoing, outgoing.session.resume())
 
-    def _handle_granted(
-        self,
-        outgoing: OutgoingHandoff,
-        message: TransferAck | RetransmitRequest | ExcludeTransport | FallbackToWrite,
-    ) -> None:
-        """Handle a message of the decode worker about a handoff that it granted."""
-        session, granted = outgoing.session, outgoing.granted
-        if granted is None:
+    def _handle_transfer_ack(self, peer: Peer, message: TransferAck) -> None:
+        outgoing = self._find_granted(peer, message.ticket)
+        if outgoing is not None:
+            trace = outgoing.session.order.trace
+            trace.transport = message.transport
+            trace.expected_transport = message.expected_transport
+            self._perform(outgoing, outgoing.session.acked())
+
+    def _handle_retransmit_request(self, peer: Peer, message: RetransmitRequest) -> None:
+        outgoing = self._find_granted(peer, message.ticket)
+        if outgoing is None:
             return
-        match message:
-            case TransferAck(_, transport, expected):
-                trace = session.order.trace
-                trace.transport, trace.expected_transport = transport, expected
-                self._perform(outgoing, session.acked())
-            case RetransmitRequest(_, transport):
-                # It was no refusal by a handoff that had ended over there.
-                if transport in session.excluded:
-                    self._context.peer_transports.penalize(
-                        granted.peer, transport, "writes did not arrive"
-                    )
-                self._perform(outgoing, session.retransmit(message))
-            case ExcludeTransport(_, transport, reason):
-                if not self._fail_over(outgoing, granted.peer, transport):
-                    self._perform(outgoing, session.fail(reason, stage="transfer"))
-            case FallbackToWrite():
-                outgoing.take_grant(check_fallback(granted, message))
-                self._context.peer_transports.attach_all(granted.peer)
-                self._perform(outgoing, session.fall_back_to_write(message))
-                self._try_begin(outgoing)
-            case _:
-                assert_never(message)
+        if message.transport in outgoing.session.excluded:
+            # It was no refusal by a handoff that had ended over there.
+            self._context.peer_transports.penalize(peer, message.transport, "writes did not arrive")
+        self._perform(outgoing, outgoing.session.retransmit(message))
+
+    def _handle_fallback(self, peer: Peer, message: FallbackToWrite) -> None:
+        outgoing = self._find_granted(peer, message.ticket)
+        if outgoing is None or outgoing.granted is None:
+            return
+        outgoing.take_grant(check_fallback(outgoing.granted, message))
+        self._context.peer_transports.attach_all(peer)
+        self._perform(outgoing, outgoing.session.fall_back_to_write(message))
+        self._try_begin(outgoing)
+
+    def _find_granted(self, peer: Peer, ticket: TicketId) -> OutgoingHandoff | None:
+        """The handoff that this peer granted."""
+        outgoing = self._outgoing.get(ticket)
+        return outgoing if outgoing is not None and outgoing.was_granted_by(peer) else None
 
     def _end(self, peer: Peer, ticket: TicketId, reason: str, stage: str) -> None:
         """The decode worker wants no more of this ticket."""

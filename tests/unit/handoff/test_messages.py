@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING, get_args
 
 import msgspec
 import numpy as np
@@ -10,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.errors import ProtocolError
+from baton.handoff import messages
 from baton.handoff.interface import SampledToken, TokenLogprob
 from baton.handoff.messages import (
     PROTOCOL_VERSION,
@@ -56,6 +58,9 @@ from baton.ids import Epoch, RegionHandle, TicketId, WorkerId
 from baton.kv.layout import KVLayout
 from baton.telemetry.trace import Stamp
 from baton.transfer.interface import PageArray, RegionDescriptor
+
+if TYPE_CHECKING:
+    from types import UnionType
 
 ID = TicketId(b"0123456789abcdef")
 GOLDEN = Path(__file__).parents[2] / "vectors" / "handoff" / "messages.json"
@@ -237,3 +242,17 @@ def test_ranges_that_are_none_are_refused(rows: list[tuple[int, int, int]]) -> N
         unpack_ranges(np.array(rows, dtype="<i4").tobytes())
     with pytest.raises(ProtocolError):
         unpack_ranges(b"12345")
+
+
+@pytest.mark.parametrize(
+    ("base", "union"),
+    [
+        (messages.ReceiverMessage, messages.ToReceiver),
+        (messages.SenderMessage, messages.ToSender),
+        (messages.ImporterMessage, messages.ToImporter),
+        (messages.ProberMessage, messages.ToProber),
+        (messages.ProbeTargetMessage, messages.ToProbeTarget),
+    ],
+)
+def test_a_message_is_in_the_union_of_its_addressee(base: type, union: UnionType) -> None:
+    assert set(get_args(union)) - {Failed} == set(base.__subclasses__())

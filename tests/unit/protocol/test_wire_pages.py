@@ -64,6 +64,7 @@ HANDOFF_STRUCTS = {
     for struct in structs_in(messages)
     for tag in tags_of(struct)
     if not struct.__name__.startswith("_") and struct is not messages.UnsupportedHello
+    if not struct.__subclasses__()  # it says who a message is for
 }
 
 
