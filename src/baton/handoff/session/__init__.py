@@ -89,5 +89,5 @@ File map:
     actions.py  what a session asks its context to do, how long it waits, its transfers and plan
     lease.py    how long prefill holds what decode has not taken: each side's half
     receive.py  `ReceiveSession`: decode's half
-    send.py     `SendSession`: prefill's half
+    send.py     `SendSession`: prefill's half; `CarriedWrites`: what each transport carries
 """

@@ -74,6 +74,7 @@ class ReceiveSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         self, order: ReceiveOrder, *, sealed_ticket: str, num_layers: int, deadline: Instant
     ) -> None:
         self.order = order
+        self.ticket: TicketId = order.ticket.id
         self.deadline = deadline
         self.phase = ReceivePhase.WAITING
         self.plan: TransferPlan | None = None
@@ -93,11 +94,6 @@ class ReceiveSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         self._fell_back = False
         self._is_exported = self._has_landed = False
         self._imported: tuple[int, ...] = ()
-
-    @property
-    def ticket(self) -> TicketId:
-        """The ticket's id."""
-        return self.order.ticket.id
 
     @property
     def over(self) -> bool:

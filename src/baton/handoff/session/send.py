@@ -49,30 +49,85 @@ _CLOSED: Final = frozenset({SendPhase.ENDING, SendPhase.ENDED})
 _MOVING: Final = frozenset({SendPhase.SENDING, SendPhase.DRAINING})
 
 
+class CarriedWrites:
+    """A session's writes by the transport that carries them, and the transports that failed it.
+
+    `excluded` are those that failed: whatever becomes of them, the session is done with them. One
+    that carried something is *draining* while writes over it are under way, then *requested* until
+    the peer has reported what is missing of what it carried.
+    """
+
+    def __init__(self) -> None:
+        self.excluded: set[str] = set()
+        self._under_way: set[TransferHandle] = set()
+        self._carried: dict[str, list[LayerTokenRange]] = {}
+        self._draining: set[str] = set()
+        self._requested: set[str] = set()
+
+    @property
+    def are_under_way(self) -> bool:
+        """Whether a write holds its source pages."""
+        return bool(self._under_way)
+
+    def submitted(self, handle: TransferHandle, token_ranges: Sequence[LayerTokenRange]) -> None:
+        """A transport carries these."""
+        self._under_way.add(handle)
+        self._carried.setdefault(handle.transport, []).extend(token_ranges)
+
+    def ended(self, handle: TransferHandle) -> None:
+        """A write is done with its source pages, or failed."""
+        self._under_way.discard(handle)
+
+    def exclude(self, transport: str) -> None:
+        """A transport failed."""
+        self.excluded.add(transport)
+        if transport in self._carried:
+            self._draining.add(transport)
+
+    def take_drained(self, transport: str) -> bool:
+        """Whether a failed transport has no write under way any more: true once."""
+        if transport not in self._draining:
+            return False
+        if any(handle.transport == transport for handle in self._under_way):
+            return False
+        self._draining.discard(transport)
+        self._requested.add(transport)
+        return True
+
+    def take_reported(self, transport: str) -> list[LayerTokenRange]:
+        """The peer reports what is missing: what a drained transport carried; nothing but once."""
+        if transport not in self._requested:
+            return []
+        self._requested.discard(transport)
+        return self._carried.pop(transport)
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError where the books disagree."""
+        if (
+            self._draining & self._requested
+            or not self._draining | self._requested <= self.excluded
+        ):
+            raise AssertionError("a transport is left that did not fail")
+
+
 class SendSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
     """Prefill's half of one handoff. `start` of what is sent comes with the grant.
 
-    `excluded` are transports that failed it: whatever becomes of them, this session is done with
-    them. One of them is *draining* while writes over it are under way, then *requested* until the
-    peer has reported what is missing of what it carried, then its missing ranges are retransmitted.
-    `lease` bounds how long it waits for the peer once all is computed.
+    What is missing of what a failed transport carried is sent again (`CarriedWrites`). `lease` bounds how long it waits for the peer once all is computed.
     """
 
     def __init__(
         self, order: SendOrder, *, num_layers: int, deadline: Instant, lease_s: float = math.inf
     ) -> None:
         self.order = order
+        self.ticket: TicketId = order.ticket.id
         self.deadline = deadline
         self.lease = Lease(lease_s)
         self.phase = SendPhase.OFFERED
         self.grant: Grant | None = None
         self._ready = np.full(num_layers, order.num_ready_tokens, dtype=np.int64)
         self._sent = np.zeros(num_layers, dtype=np.int64)
-        self.excluded: set[str] = set()
-        self._outstanding: set[TransferHandle] = set()
-        self._carried: dict[str, list[LayerTokenRange]] = {}
-        self._draining_transports: set[str] = set()
-        self._requested_missing: set[str] = set()
+        self._writes = CarriedWrites()
         self._to_retransmit: list[LayerTokenRange] = []
         self._is_acked = False
         self._page_tokens = 1
@@ -80,9 +135,9 @@ class SendSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         self._error: HandoffError | None = None
 
     @property
-    def ticket(self) -> TicketId:
-        """The ticket's id."""
-        return self.order.ticket.id
+    def excluded(self) -> set[str]:
+        """Transports that failed it: nothing is sent over them any more."""
+        return self._writes.excluded
 
     @property
     def is_written(self) -> bool:
@@ -156,8 +211,7 @@ class SendSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         self, handle: TransferHandle, token_ranges: Sequence[LayerTokenRange]
     ) -> list[SendAction]:
         """A `WriteLayers`, or a part of it, was handed to a transport."""
-        self._outstanding.add(handle)
-        self._carried.setdefault(handle.transport, []).extend(token_ranges)
+        self._writes.submitted(handle, token_ranges)
         for token_range in token_ranges:
             if token_range.start < self._sent[token_range.layer]:
                 self._to_retransmit = subtract(self._to_retransmit, token_range)
@@ -182,7 +236,7 @@ class SendSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
 
         In either case nothing of it will be stored by this side any more.
         """
-        self._outstanding.discard(handle)
+        self._writes.ended(handle)
         return [*self._try_report_failure(handle.transport), *self._settle()]
 
     def fail_over(self, transport: str) -> list[SendAction]:
@@ -193,10 +247,7 @@ class SendSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         """
         if self.phase not in _MOVING or self._is_read or transport in self.excluded:
             return []
-        self.excluded.add(transport)
-        if transport not in self._carried:
-            return []
-        self._draining_transports.add(transport)
+        self._writes.exclude(transport)
         return self._try_report_failure(transport)
 
     def retransmit(self, message: RetransmitRequest) -> list[SendAction]:
@@ -206,10 +257,10 @@ class SendSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
             ProtocolError: its ranges are invalid.
         """
         token_ranges = unpack_ranges(message.ranges)
-        if self.phase not in _MOVING or message.transport not in self._requested_missing:
+        if self.phase not in _MOVING:
             return []
-        self._requested_missing.discard(message.transport)
-        return self._retransmit(token_ranges, self._carried.pop(message.transport))
+        carried = self._writes.take_reported(message.transport)
+        return self._retransmit(token_ranges, carried) if carried else []
 
     def fall_back_to_write(self, message: FallbackToWrite) -> list[SendAction]:
         """The peer can read no more: from now on this side writes, into the pages that it names.
@@ -307,29 +358,21 @@ class SendSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
 
     def _try_report_failure(self, transport: str) -> list[SendAction]:
         """Once no write is under way over it: the peer may close its end."""
-        if transport not in self._draining_transports or self.phase not in _MOVING:
+        if self.phase not in _MOVING or not self._writes.take_drained(transport):
             return []
-        if any(handle.transport == transport for handle in self._outstanding):
-            return []
-        self._draining_transports.discard(transport)
-        self._requested_missing.add(transport)
         return [SendMessage(TransportFailed(self.ticket, transport))]
 
     def _settle(self) -> list[SendAction]:
         """End, once no write holds the source pages, and the peer needs them no more."""
         is_settled = self.phase is SendPhase.ENDING or (not self.over and self._is_acked)
-        return self._over() if is_settled and not self._outstanding else []
+        return self._over() if is_settled and not self._writes.are_under_way else []
 
     def check_invariants(self) -> None:
         """Raise AssertionError where the books of what was sent disagree."""
         if any(stop > self._sent[layer] for layer, _, stop in self._to_retransmit):
             raise AssertionError("it is to be sent again, and was never sent")
-        if (
-            self._draining_transports & self._requested_missing
-            or not self._draining_transports | self._requested_missing <= self.excluded
-        ):
-            raise AssertionError("a transport is left that did not fail")
-        if self.over and self._outstanding:
+        self._writes.check_invariants()
+        if self.over and self._writes.are_under_way:
             raise AssertionError("it is over, and a write holds its source pages")
 
     def _over(self) -> list[SendAction]:
