@@ -103,17 +103,16 @@ class CarriedWrites:
 
     def check_invariants(self) -> None:
         """Raise AssertionError where the books disagree."""
-        if (
-            self._draining & self._requested
-            or not self._draining | self._requested <= self.excluded
-        ):
+        failed = self._draining | self._requested
+        if self._draining & self._requested or not failed <= self.excluded:
             raise AssertionError("a transport is left that did not fail")
 
 
 class SendSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
     """Prefill's half of one handoff. `start` of what is sent comes with the grant.
 
-    What is missing of what a failed transport carried is sent again (`CarriedWrites`). `lease` bounds how long it waits for the peer once all is computed.
+    What is missing of what a failed transport carried is sent again: see `CarriedWrites`. `lease`
+    bounds how long it waits for the peer once all is computed.
     """
 
     def __init__(
