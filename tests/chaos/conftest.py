@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 import signal
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 
     from baton.config.sections import Role
 
-KEY = "ab" * 32
+KEY = secrets.token_hex(32)
 BEARER = {"authorization": f"Bearer {ClusterKey.from_hex(KEY).sign('http', b'worker').hex()}"}
 """What workers beyond loopback want of whoever asks them."""
 SEED = 20261121

@@ -7,6 +7,7 @@ The model has random weights, made so that one foreign page of KV changes the ne
 from __future__ import annotations
 
 import os
+import secrets
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -60,7 +61,7 @@ class WorkerCluster:
 
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerCluster]:
-    environment = dict(os.environ, BATON_CLUSTER_KEY="ab" * 32)
+    environment = dict(os.environ, BATON_CLUSTER_KEY=secrets.token_hex(32))
     model = tmp_path_factory.mktemp("model") / "demo"
     make_random_model(model, SPEC)
     engine = ENGINE | {"worker.model": str(model), "worker.served_model_name": "demo"}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import socket
 import subprocess
 import sys
@@ -30,7 +31,8 @@ if TYPE_CHECKING:
 
     Starter = Callable[["ClusterFactory"], tuple[FleetProcess, ...]]
 
-KEY: Final = "ab" * 32
+KEY: Final = secrets.token_hex(32)
+"""Of this run alone: a store belongs to a key, and another run on this host may have one."""
 MODEL: Final = "demo"
 NUM_LAYERS: Final = 4
 SPEC: Final = RandomModelSpec(

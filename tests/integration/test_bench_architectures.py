@@ -74,9 +74,15 @@ def check_measured(findings, out):
     # By tokens that the client knows of: none of these prompts was cached.
     num_tokens = sum(record.num_prompt_tokens for record in run.records)
     assert num_tokens == 64 * len(run.records) > 0
-    assert cell.proof.is_proved, cell.proof.problem
-    assert cell.proof.num_needed_tokens == cell.proof.num_received_tokens == num_tokens
-    assert cell.proof.num_bytes == num_tokens * BYTES_PER_TOKEN
+    # On a busy machine decode may give up on a prefill worker and compute: that is counted too.
+    proof = cell.proof
+    num_computed = proof.num_not_handed_over
+    assert num_computed == sum(proof.fallbacks.values()) < proof.num_requests == len(run.records)
+    assert proof.is_proved == (num_computed == 0), proof.problem
+    num_handed_over = num_tokens - 64 * num_computed
+    assert proof.num_needed_tokens == num_tokens
+    assert proof.num_received_tokens == num_handed_over
+    assert proof.num_bytes == num_handed_over * BYTES_PER_TOKEN
 
 
 def until(condition):
