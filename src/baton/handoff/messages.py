@@ -51,7 +51,7 @@ GrantOp = Literal["WRITE", "READ", "NONE"]
 
 
 class _Message(msgspec.Struct, frozen=True, tag_field="t", forbid_unknown_fields=True):
-    """A message on the link. Its subclasses say for which part of an agent it is."""
+    """A message on the link. Its subclasses are for one part of an agent each."""
 
 
 class ReceiverMessage(_Message, frozen=True):
