@@ -5,7 +5,10 @@ from __future__ import annotations
 import secrets
 import time
 from pathlib import Path
-from typing import Final, NewType, Protocol
+from typing import TYPE_CHECKING, Final, NewType, Protocol, cast
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 Instant = NewType("Instant", float)
 """Seconds on a monotonic clock whose zero means nothing.
@@ -46,9 +49,8 @@ class Clock(Protocol):
 class MachineClock:
     """The machine's clocks."""
 
-    def now(self) -> Instant:
-        """See `Clock`."""
-        return Instant(time.monotonic())  # noqa: TID251
+    # The function itself: a wrapper would be a tenth of the calls of a layer's way.
+    now = staticmethod(cast("Callable[[], Instant]", time.monotonic))  # noqa: TID251
 
     def unix_now(self) -> UnixTime:
         """See `Clock`."""

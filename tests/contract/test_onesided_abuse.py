@@ -11,7 +11,7 @@ import pytest
 
 from baton.ids import new_epoch, new_ticket_id
 from baton.kv.copies import PageCopies
-from baton.net.framing import FrameDecoder, ListenerHandshake, encode_frame
+from baton.net.framing import FrameDecoder, ListenerHandshake, encode, encode_frame
 from baton.testing.transport_contract.kit import NUM_PAGES, PAGE_BYTES
 from baton.testing.transport_contract.peers import UnauthenticatedPeerContract
 from baton.testing.transport_pair import whole_pages
@@ -26,7 +26,6 @@ from baton.transfer.interface import (
     RemoteLost,
     WriteGrant,
 )
-from baton.transfer.messages import encode
 from baton.transfer.onesided import wire
 
 if importlib.util.find_spec("nixl_cu12") is None:

@@ -13,7 +13,7 @@ import pytest
 from baton.ids import new_epoch, new_ticket_id
 from baton.kv.copies import PageCopies
 from baton.net import channel
-from baton.net.framing import FrameDecoder, ListenerHandshake, encode_frame
+from baton.net.framing import FrameDecoder, ListenerHandshake, encode, encode_frame
 from baton.testing.transport_contract.kit import NUM_PAGES, PAGE_BYTES
 from baton.testing.transport_contract.peers import UnauthenticatedPeerContract
 from baton.testing.transport_pair import TransportPair, whole_pages
@@ -29,7 +29,6 @@ from baton.transfer.interface import (
     WriteCompleted,
     WriteGrant,
 )
-from baton.transfer.messages import encode
 from baton.transfer.region import compute_region_bytes
 from baton.transfer.transports.shared import wire as shared
 from baton.transfer.transports.tcp import transport

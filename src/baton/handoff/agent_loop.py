@@ -166,7 +166,7 @@ class AgentLoop:
             self._tick(now)
         if self._has_staging:
             self._serve_staging()
-        if self._prober.has_work:
+        if self._prober.active is not None or self._prober.waiting:
             self._probe()
 
     def _probe(self) -> None:
@@ -257,10 +257,15 @@ class AgentLoop:
         except BatonError as exc:
             logger.warning("handoff: refused a message of %s: %s", peer.name, exc)
 
+    def _is_of_probe(self, transport: Transport, event: TransferEvent) -> bool:
+        """Whether an event was of a probe, and is handled."""
+        prober, target = self._prober, self._probe_target
+        return (prober.active is not None and prober.handle_transfer_event(transport, event)) or (
+            target.held is not None and target.handle_transfer_event(transport, event)
+        )
+
     def _dispatch_transfer_event(self, transport: Transport, event: TransferEvent) -> None:
-        if self._prober.handle_transfer_event(
-            transport, event
-        ) or self._probe_target.handle_transfer_event(transport, event):
+        if self._is_of_probe(transport, event):
             return
         match event:
             case Arrived() | ReadCompleted() | ReadFailed() | GrantQuiescent():

@@ -18,9 +18,8 @@ if TYPE_CHECKING:
     from baton.handoff.messages import Available, Finished
     from baton.handoff.peers import Peer
     from baton.handoff.session.receive import ReceiveSession
-    from baton.handoff.verify import VerificationPolicy
-    from baton.kv.copies import PageCopies
-    from baton.kv.planning import CopyPlanner
+    from baton.handoff.verify import Level, VerificationPolicy
+    from baton.kv.copies import CopyPlanner, PageCopies
     from baton.transfer.interface import Transport
     from baton.transfer.links.choice import Choice
 
@@ -66,6 +65,7 @@ class IncomingHandoff:
     block_tables: BlockTableCache = field(default_factory=BlockTableCache)
     planner: CopyPlanner | None = None
     unreadable: set[str] = field(default_factory=set)
+    levels: dict[str, Level] = field(default_factory=dict)
     sampler: Sampler | None = None
     reference_failed: bool = False
     _opened: dict[str, Transport] = field(default_factory=dict)
@@ -236,7 +236,9 @@ def verify_written(
     transport: Transport,
 ) -> list[int]:
     """In which layers a peer's write brought something else than its sender had, as far as seen."""
-    level = policy.level_over(transport)
+    level = incoming.levels.get(transport.kind)
+    if level is None:
+        level = incoming.levels[transport.kind] = policy.level_over(transport)
     match level:
         case "identity":
             return []

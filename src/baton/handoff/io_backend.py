@@ -5,12 +5,12 @@ The simulator has an I/O backend of its own, so that the agent it runs is this o
 
 from __future__ import annotations
 
-import os
 import selectors
 import socket
 from typing import Final, Protocol
 
 from baton.clock import read_clock_domain
+from baton.transfer.adaptive_wait import PipeWaker, Waker
 
 
 class NonBlockingSocket(Protocol):
@@ -50,26 +50,6 @@ class NonBlockingSocket(Protocol):
 
     def close(self) -> None:
         """Close it; idempotent."""
-        ...
-
-
-class Waker(Protocol):
-    """Wakes a thread that sleeps in `select`. `wake` may be called on any thread."""
-
-    def fileno(self) -> int:
-        """Readable once it was rung."""
-        ...
-
-    def wake(self) -> None:
-        """Wake the sleeper; again before it woke does nothing more."""
-        ...
-
-    def clear(self) -> None:
-        """The sleeper woke."""
-        ...
-
-    def close(self) -> None:
-        """No thread sleeps here any more; waking it does nothing then."""
         ...
 
 
@@ -118,7 +98,7 @@ class OsBackend:
 
     def make_waker(self) -> Waker:
         """See `IoBackend`."""
-        return _Pipe()
+        return PipeWaker()
 
     def connect(self, host: str, port: int) -> NonBlockingSocket:
         """See `IoBackend`."""
@@ -141,32 +121,6 @@ class OsBackend:
 
 
 OS_BACKEND: Final = OsBackend()
-
-
-class _Pipe:
-    def __init__(self) -> None:
-        self._read, self._write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self._is_closed = False
-
-    def fileno(self) -> int:
-        return self._read
-
-    def wake(self) -> None:
-        try:
-            os.write(self._write, b"\0")
-        except BlockingIOError:
-            pass  # it is full of wake-ups already
-        except OSError:
-            if not self._is_closed:
-                raise
-
-    def clear(self) -> None:
-        os.read(self._read, 65_536)
-
-    def close(self) -> None:
-        self._is_closed = True
-        os.close(self._read)
-        os.close(self._write)
 
 
 def _family(host: str) -> socket.AddressFamily:

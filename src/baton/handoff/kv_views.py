@@ -18,6 +18,7 @@ import numpy as np
 
 from baton.errors import HandoffError
 from baton.kv.copies import BlockTable, PagedSequence
+from baton.kv.geometry import check_page_size, page_geometry
 from baton.transfer.region import view_pages
 
 if TYPE_CHECKING:
@@ -251,9 +252,15 @@ class RegisteredView:
 
     @classmethod
     def open(cls, view: KVView) -> RegisteredView:
-        """At first, no handoff holds a page of it."""
+        """At first, no handoff holds a page of it.
+
+        Raises:
+            InvalidLayoutError: the region's pages have other sizes than the layout's.
+        """
         region = view.region
         pages = [view_pages(region.memory, array) for array in region.arrays]
+        for layer, layer_pages in enumerate(pages):
+            check_page_size(layer_pages, page_geometry(view.layout, layer))
         return cls(view, make_staging_pool(view), pages)
 
     def close(self) -> None:

@@ -17,8 +17,7 @@ from baton.handoff.incoming import explain_mismatch, verify_read
 from baton.handoff.messages import Notification
 from baton.handoff.session.actions import TransferHandle
 from baton.handoff.session.receive import ReceivePhase
-from baton.kv.copies import PagedSequence
-from baton.kv.planning import CopyPlanner
+from baton.kv.copies import CopyPlanner, PagedSequence
 from baton.transfer.interface import PageRead, as_reader
 from baton.transfer.links.cost_model import measure_shape
 

@@ -110,7 +110,10 @@ class _Waiting:
 
 
 class LinkProber:
-    """The link probes of one agent. Owner: the agent's thread."""
+    """The link probes of one agent. Owner: the agent's thread.
+
+    `active` is the link that is being measured, `waiting` are those whose turn will come.
+    """
 
     def __init__(
         self,
@@ -121,14 +124,9 @@ class LinkProber:
     ) -> None:
         self._peer_transports, self._peers, self._probe_target = peer_transports, peers, target
         self._bounds = bounds
-        self._waiting: dict[tuple[int, str], _Waiting] = {}
+        self.waiting: dict[tuple[int, str], _Waiting] = {}
         self._done: set[tuple[int, str]] = set()
-        self._active: _ProbeRun | None = None
-
-    @property
-    def has_work(self) -> bool:
-        """Whether a link is being measured, or waits for it."""
-        return self._active is not None or bool(self._waiting)
+        self.active: _ProbeRun | None = None
 
     def ask(self, peer: Peer) -> None:
         """Probe the links to a peer that were not probed yet, and those that are half-open."""
@@ -139,20 +137,20 @@ class LinkProber:
             is_new = peer_transport.state is PeerTransportState.UP and key not in self._done
             if (
                 is_new or peer_transport.state is PeerTransportState.HALF_OPEN
-            ) and key not in self._waiting:
-                self._waiting[key] = _Waiting(peer, peer_transport, self._peer_transports.now())
+            ) and key not in self.waiting:
+                self.waiting[key] = _Waiting(peer, peer_transport, self._peer_transports.now())
 
     def forget(self, peer: Peer) -> None:
         """The link to a peer ended."""
-        if self._active is not None and self._active.peer is peer:
-            self._end(self._active)
-        for key in [key for key in (*self._waiting, *self._done) if key[0] == id(peer)]:
-            self._waiting.pop(key, None)
+        if self.active is not None and self.active.peer is peer:
+            self._end(self.active)
+        for key in [key for key in (*self.waiting, *self._done) if key[0] == id(peer)]:
+            self.waiting.pop(key, None)
             self._done.discard(key)
 
     def step(self, *, num_handoffs: int, is_moving: bool) -> PeerTransportUp | None:
         """Make the next probe, unless a handoff waits; what was found out, at the end of one."""
-        run = self._active
+        run = self.active
         if run is not None and self._peer_transports.now() > run.deadline:
             self._abandon(run, "no answer to a probe")
             return None
@@ -170,7 +168,7 @@ class LinkProber:
 
     def handle_message(self, message: ProbeReady | ProbeResult) -> None:
         """The peer answers."""
-        run = self._active
+        run = self.active
         if run is None or run.grant != message.id:
             return
         if isinstance(message, ProbeResult):
@@ -181,7 +179,7 @@ class LinkProber:
 
     def handle_transfer_event(self, transport: Transport, event: TransferEvent) -> bool:
         """Handle a transport's event: whether it belongs to a probe."""
-        run = self._active
+        run = self.active
         if run is None or run.peer_transport.transport is not transport:
             return False
         match event:
@@ -204,12 +202,12 @@ class LinkProber:
 
     def _begin_next(self, num_handoffs: int) -> _ProbeRun | None:
         now = self._peer_transports.now()
-        for key, waiting in tuple(self._waiting.items()):
+        for key, waiting in tuple(self.waiting.items()):
             peer_transport = waiting.peer_transport
             half_open = peer_transport.state is PeerTransportState.HALF_OPEN
             if num_handoffs and not half_open and now - waiting.since < MAX_WAIT_FOR_IDLE_S:
                 continue
-            del self._waiting[key]
+            del self.waiting[key]
             self._done.add(key)
             run = self._begin(waiting.peer, peer_transport, half_open=half_open)
             if run is not None:
@@ -233,10 +231,10 @@ class LinkProber:
                 "handoff: %s is not measured over %s: %s", peer.name, peer_transport.kind, exc
             )
             return None
-        self._active = _ProbeRun(
+        self.active = _ProbeRun(
             peer, peer_transport, series, remote, self._deadline(), new_ticket_id()
         )
-        return self._active
+        return self.active
 
     def _is_ready(self, run: _ProbeRun) -> bool:
         if not run.is_attached:
@@ -306,7 +304,7 @@ class LinkProber:
             self._peer_transports.penalize(run.peer, kind, reason)
 
     def _end(self, run: _ProbeRun) -> None:
-        self._active = None
+        self.active = None
         run.peer_transport.transport.detach(run.remote)
         if run.is_push and run.is_attached:
             self._peers.send(run.peer, ProbeEnd(run.grant))
@@ -339,7 +337,10 @@ class _Held:
 
 
 class ProbeTarget:
-    """Owner: the agent's thread. Without a probe buffer no probe is admitted."""
+    """Owner: the agent's thread. Without a probe buffer no probe is admitted.
+
+    `held` is the probe that has the probe buffer now.
+    """
 
     def __init__(
         self, probe_buffer: ProbeBuffer | None, transports: tuple[Transport, ...], clock: Clock
@@ -348,7 +349,7 @@ class ProbeTarget:
         self._transports = {transport.kind: transport for transport in transports}
         self._peers: PeerTable | None = None
         self._waiting: OrderedDict[TicketId, _ProbeGrant] = OrderedDict()
-        self._held: _Held | None = None
+        self.held: _Held | None = None
 
     @property
     def has_memory(self) -> bool:
@@ -378,15 +379,15 @@ class ProbeTarget:
 
     def try_take(self, grant: TicketId) -> bool:
         """For this side's own probe; whether the pages were free."""
-        if self._held is not None:
-            return self._held.grant == grant
-        self._held = _Held(grant, self._latest())
+        if self.held is not None:
+            return self.held.grant == grant
+        self.held = _Held(grant, self._latest())
         return True
 
     def release_window(self, grant: TicketId) -> None:
         """This side's own probe is over."""
-        if self._held is not None and self._held.grant == grant:
-            self._held = None
+        if self.held is not None and self.held.grant == grant:
+            self.held = None
             self._serve()
 
     def is_intact(self, num_pages: int, digest: bytes) -> bool:
@@ -402,31 +403,31 @@ class ProbeTarget:
         match message:
             case ProbeRequest(grant, kind):
                 transport = self._transports.get(kind)
-                in_use = grant in self._waiting or (self._held and self._held.grant == grant)
+                in_use = grant in self._waiting or (self.held and self.held.grant == grant)
                 if transport is None or in_use or len(self._waiting) >= MAX_WAITING:
                     raise ProtocolError(f"a probe over {kind}, which cannot be made here")
                 self._waiting[grant] = _ProbeGrant(peer, transport)
                 self._serve()
             case ProbeEnd(grant):
                 self._waiting.pop(grant, None)
-                held = self._held
+                held = self.held
                 if held and held.grant == grant and held.asked and held.asked.peer is peer:
                     self._close(held)
                     if not held.asked.transport.capabilities.late_writes:
-                        self._held = None  # its writer has no write in flight
+                        self.held = None  # its writer has no write in flight
                         self._serve()
             case _:
                 assert_never(message)
 
     def handle_transfer_event(self, transport: Transport, event: TransferEvent) -> bool:
         """Handle a transport's event: whether it belongs to a probe."""
-        held = self._held
+        held = self.held
         match event:
             case Arrived(grant, notification) if held and held.asked and held.grant == grant:
                 self._answer(held.asked, grant, notification)
             case GrantQuiescent(grant) if held and held.grant == grant and held.asked:
                 if held.asked.transport is transport:
-                    self._held = None
+                    self.held = None
                     self._serve()
             case _:
                 return False
@@ -437,8 +438,8 @@ class ProbeTarget:
         for grant, asked in tuple(self._waiting.items()):
             if asked.peer is peer:
                 del self._waiting[grant]
-        if self._held and self._held.asked and self._held.asked.peer is peer:
-            self._close(self._held)
+        if self.held and self.held.asked and self.held.asked.peer is peer:
+            self._close(self.held)
 
     def release(self) -> None:
         """Give the memory back, once every transport is closed."""
@@ -447,7 +448,7 @@ class ProbeTarget:
 
     def tick(self) -> None:
         """Close the grant of a peer that takes too long."""
-        held = self._held
+        held = self.held
         if held is not None and held.asked is not None and self._clock.now() > held.until:
             self._close(held)
 
@@ -462,7 +463,7 @@ class ProbeTarget:
             self._peers.send(asked.peer, ProbeResult(grant, is_intact))
 
     def _serve(self) -> None:
-        while self._held is None and self._waiting:
+        while self.held is None and self._waiting:
             grant, asked = self._waiting.popitem(last=False)
             hello = asked.peer.hello
             if self._peers is None or hello is None:
@@ -474,7 +475,7 @@ class ProbeTarget:
             except BatonError as exc:
                 logger.info("handoff: %s cannot be probed: %s", asked.transport.kind, exc)
                 continue
-            self._held = _Held(grant, self._latest(), asked)
+            self.held = _Held(grant, self._latest(), asked)
             self._peers.send(asked.peer, ProbeReady(grant))
 
     def _close(self, held: _Held) -> None:

@@ -14,9 +14,16 @@ from baton.handoff.messages import DIGEST_BYTES, Available, Notification, encode
 from baton.handoff.peer_transports import TransportUsage
 from baton.handoff.session.actions import TransferHandle, WriteLayers
 from baton.handoff.token_ranges import LayerTokenRange
-from baton.kv.copies import BlockTable, PageCopies, PagedSequence, compute_pieces, count_blocks
+from baton.kv.copies import (
+    BlockTable,
+    CopyPlanner,
+    PageCopies,
+    PagedSequence,
+    compute_pieces,
+    count_blocks,
+    pair_layers,
+)
 from baton.kv.digest import PieceLocator, compute_digests, locate_pieces
-from baton.kv.planning import CopyPlanner, pair_layers
 from baton.transfer.interface import PageWrite
 from baton.transfer.links.cost_model import measure_shape
 

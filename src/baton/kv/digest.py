@@ -16,7 +16,7 @@ import numpy as np
 from xxhash import xxh3_128, xxh3_128_digest
 
 from baton.errors import ProtocolError
-from baton.kv.geometry import check_page_size, view_planes
+from baton.kv.geometry import view_planes
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -98,14 +98,10 @@ def compute_digests(
 
     Args:
         geometry: The layer's, of this side's layout.
-        layer_pages: uint8 `[num_blocks, page_bytes]`.
+        layer_pages: uint8 `[num_blocks, page_bytes]`, of that geometry (`check_page_size`).
         pieces: From `locate_pieces`, of this side's block table.
         heads: The kv heads that both sides hold (`shared_heads`); None for all that this one does.
-
-    Raises:
-        InvalidLayoutError: the pages have another size than the layout's.
     """
-    check_page_size(layer_pages, geometry)
     planes: list[NDArray[np.uint8]] = []
     # Of so many tokens or more, a piece is a page as it lies.
     page_tokens = pieces.block_size if geometry.divisible else 1

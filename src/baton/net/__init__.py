@@ -4,10 +4,10 @@ Enters: sockets, the cluster key, frames' bodies and lists of buffers. Leaves: f
 of peers that have proved the key, and an error, once, where a connection ends.
 
 File map:
-    framing.py     frames on a byte stream, and the handshake in the first three (sans-I/O)
+    framing.py     frames on a byte stream, the messages in them, and the handshake (sans-I/O)
     channel.py     a non-blocking socket that carries frames and page bytes; its read-ahead
-    connection.py  a channel inside a reactor, which fails once; whether its peer makes progress
+    connection.py  the reactor: readiness, timers, queued events; a channel inside it, which fails
+                   once; whether its peer makes progress
     endpoints.py   dial and accept peers, until they have proved the key; a peer's process
-    reactor.py     readiness, timers and queued events
     tls.py         TLS beneath the frames
 """

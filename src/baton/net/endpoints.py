@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from baton.auth.key import ClusterKey
-    from baton.net.reactor import EventReactor
+    from baton.net.connection import EventReactor
 
 _log = logging.getLogger(__name__)
 

@@ -11,7 +11,9 @@ prove that they hold the cluster key (`baton.auth.challenge` defines the bytes):
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeVar
+
+import msgspec
 
 from baton.auth.challenge import PROOF_BYTES, DialerChallenge, ListenerChallenge
 from baton.errors import ProtocolError
@@ -142,3 +144,26 @@ def _strip_magic(body: bytes) -> bytes:
     if not body.startswith(MAGIC):
         raise ProtocolError("the peer speaks another protocol, or another version of this one")
     return body[len(MAGIC) :]
+
+
+M = TypeVar("M")
+
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+def encode(message: msgspec.Struct) -> bytes:
+    """A message as a frame's body."""
+    return _encoder.encode(message)
+
+
+def decode(decoder: msgspec.msgpack.Decoder[M], body: bytes) -> M:
+    """Read one body with the decoder of its protocol and direction.
+
+    Raises:
+        ProtocolError: it is none of that direction's messages.
+    """
+    try:
+        return decoder.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
+        raise ProtocolError(f"the peer sent a message that does not decode: {exc}") from exc

@@ -8,9 +8,15 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 import msgspec
 
 from baton.errors import PeerLostError, ProtocolError
-from baton.net.framing import DialerHandshake, FrameDecoder, ListenerHandshake, encode_frame
+from baton.net.framing import (
+    DialerHandshake,
+    FrameDecoder,
+    ListenerHandshake,
+    decode,
+    encode,
+    encode_frame,
+)
 from baton.rig.backend import MAX_BODY_BYTES, Command, Reply
-from baton.transfer.messages import decode, encode
 
 if TYPE_CHECKING:
     import socket

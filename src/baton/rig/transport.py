@@ -17,6 +17,7 @@ import xxhash
 from baton.errors import ProtocolError, TransferError
 from baton.ids import Epoch, TicketId, new_epoch, new_ticket_id
 from baton.kv.copies import PageCopies, pack_indices
+from baton.net.framing import decode, encode
 from baton.rig.backend import Backend, Traits
 from baton.rig.machine import find_open_listeners
 from baton.rig.pages import allocate_pool
@@ -41,7 +42,6 @@ from baton.transfer.interface import (
     as_reader,
     as_viewer,
 )
-from baton.transfer.messages import decode, encode
 from baton.transfer.region import are_pages_inside
 
 if TYPE_CHECKING:

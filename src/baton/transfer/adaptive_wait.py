@@ -1,4 +1,4 @@
-"""How a thread waits for peers: it polls for a moment before it sleeps in the kernel.
+"""How a thread waits for peers and is woken: it polls for a moment before it sleeps.
 
 Waking a thread takes several times as long as most answers of a peer on the same host. So where
 answers came quickly in the last waits, the next wait begins with a spin. Its cost is bounded: a
@@ -13,8 +13,9 @@ limit, streaks are drawn at random.
 
 from __future__ import annotations
 
+import os
 from random import Random
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -124,3 +125,55 @@ class AdaptiveWaiter:
             found = poll(timeout_s)
         self._policy.record(clock.now() - began)
         return found
+
+
+class Waker(Protocol):
+    """Wakes a thread that sleeps in `select`. `wake` may be called on any thread."""
+
+    def fileno(self) -> int:
+        """Readable once it was rung."""
+        ...
+
+    def wake(self) -> None:
+        """Wake the sleeper; again before it woke does nothing more."""
+        ...
+
+    def clear(self) -> None:
+        """The sleeper woke."""
+        ...
+
+    def close(self) -> None:
+        """No thread sleeps here any more; waking it does nothing then."""
+        ...
+
+
+class PipeWaker:
+    """See `Waker`."""
+
+    def __init__(self) -> None:
+        self._read, self._write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._is_closed = False
+
+    def fileno(self) -> int:
+        """See `Waker`."""
+        return self._read
+
+    def wake(self) -> None:
+        """See `Waker`."""
+        try:
+            os.write(self._write, b"\0")
+        except BlockingIOError:
+            pass  # it is full of wake-ups already
+        except OSError:
+            if not self._is_closed:
+                raise
+
+    def clear(self) -> None:
+        """See `Waker`."""
+        os.read(self._read, 65_536)
+
+    def close(self) -> None:
+        """See `Waker`."""
+        self._is_closed = True
+        os.close(self._read)
+        os.close(self._write)

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeAlias, TypeVar
 
 from baton.errors import PeerLostError, PeerUnreachableError, ProtocolError, TransferError
 from baton.ids import RegionHandle
+from baton.net.connection import EventReactor
 from baton.net.endpoints import Dialer, Listener
-from baton.net.reactor import EventReactor
+from baton.net.framing import encode
 from baton.transfer.interface import (
     RegionDescriptor,
     RemoteAttached,
@@ -24,7 +25,7 @@ from baton.transfer.interface import (
     TransferEvent,
     TransferId,
 )
-from baton.transfer.messages import MAX_BODY_BYTES, NotAttached, encode
+from baton.transfer.messages import MAX_BODY_BYTES, NotAttached
 from baton.transfer.region import check_arrays, check_copies, check_notification
 
 if TYPE_CHECKING:

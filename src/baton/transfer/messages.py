@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Final, TypeAlias, TypeVar
+from typing import Annotated, Final, TypeAlias
 
 import msgspec
 
-from baton.errors import ProtocolError
 from baton.transfer.interface import MAX_NOTIFICATION_BYTES
 
 IdBytes: TypeAlias = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
@@ -19,30 +18,8 @@ Reason: TypeAlias = Annotated[str, msgspec.Meta(max_length=256)]
 MAX_BODY_BYTES: Final = 1 << 20
 """Of one message, once its peer is authenticated."""
 
-M = TypeVar("M")
-
 
 class NotAttached(msgspec.Struct, frozen=True, tag="not_attached"):
     """Owner → peer: there is no such region here, or it cannot be reached by another peer."""
 
     reason: Reason
-
-
-_encoder = msgspec.msgpack.Encoder()
-
-
-def encode(message: msgspec.Struct) -> bytes:
-    """A message as a frame's body."""
-    return _encoder.encode(message)
-
-
-def decode(decoder: msgspec.msgpack.Decoder[M], body: bytes) -> M:
-    """Read one body with the decoder of its protocol and direction.
-
-    Raises:
-        ProtocolError: it is none of that direction's messages.
-    """
-    try:
-        return decoder.decode(body)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
-        raise ProtocolError(f"the peer sent a message that does not decode: {exc}") from exc

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar, assert_never
 
 from baton.errors import PeerLostError, ProtocolError, TransferError
 from baton.ids import Epoch, TicketId
+from baton.net.framing import encode
 from baton.transfer.base_transport import A, ConnectedRemote, ConnectedTransport
 from baton.transfer.grant_messages import (
     MAX_GRANT_PAGES,
@@ -31,7 +32,7 @@ from baton.transfer.grant_messages import (
 )
 from baton.transfer.grants import GrantLedger, PageSet, WriterId, check_grant_pages
 from baton.transfer.interface import GrantQuiescent, WriteCompleted, WriteFailed
-from baton.transfer.messages import NotAttached, encode
+from baton.transfer.messages import NotAttached
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from baton.kv.copies import (
     BlockTable,
     CopyGroup,
+    CopyPlanner,
     PageCopies,
     PagedSequence,
     apply_copies,
     compute_page_copies,
 )
 from baton.kv.layout import KVLayout, LayerLayout
-from baton.kv.planning import CopyPlanner
 
 QUICK = settings(max_examples=150, deadline=None)
 NUM_PAGES = 300

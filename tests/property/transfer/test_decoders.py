@@ -13,10 +13,10 @@ from baton.net.framing import (
     DialerHandshake,
     FrameDecoder,
     ListenerHandshake,
+    encode,
     encode_frame,
 )
 from baton.transfer.interface import PageArray
-from baton.transfer.messages import encode
 from baton.transfer.onesided import wire as onesided_wire
 from baton.transfer.scatter_gather import unpack_geometry, unpack_target
 from baton.transfer.transports.file import wire as file_wire

@@ -5,9 +5,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.errors import HandoffError
-from baton.handoff.kv_views import Holder, StagingPool
+from baton.errors import HandoffError, InvalidLayoutError
+from baton.handoff.kv_views import Holder, KVView, RegisteredView, StagingPool
 from baton.ids import TicketId
+from baton.kv.geometry import page_geometry
+from baton.transfer.region import allocate_host_region, release_region
+from tests.integration.handoff_nodes import make_layout
 
 NUM_PAGES = 8
 
@@ -105,3 +108,18 @@ def test_no_page_has_two_holders_and_none_is_lost(
         del asked[number]
         pages.check_invariants()
     assert (pages.num_free, pages.num_waiting) == (NUM_PAGES, 0)
+
+
+def test_a_view_whose_pages_have_another_size_is_refused() -> None:
+    layout = make_layout(16)
+    sizes = [page_geometry(layout, layer).page_bytes for layer in range(layout.num_layers)]
+    for num_bytes in (0, -1, 1):
+        region = allocate_host_region([(4, size) for size in (*sizes[:-1], sizes[-1] + num_bytes)])
+        try:
+            if num_bytes:
+                with pytest.raises(InvalidLayoutError, match="where the layout has"):
+                    RegisteredView.open(KVView(layout, region))
+            else:
+                RegisteredView.open(KVView(layout, region)).close()
+        finally:
+            release_region(region)

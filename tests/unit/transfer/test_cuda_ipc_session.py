@@ -8,8 +8,8 @@ import pytest
 from baton.errors import BatonError, TransferError
 from baton.ids import Epoch, new_region_handle
 from baton.kv.copies import CopyGroup, PageCopies
+from baton.net.framing import encode
 from baton.transfer.interface import DeviceMemory, PageArray, PagedRegion, RegionDescriptor
-from baton.transfer.messages import encode
 from baton.transfer.transports.cuda_ipc.session import (
     MAX_ALLOCATIONS,
     Allocation,

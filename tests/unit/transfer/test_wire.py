@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 
 from baton.errors import ProtocolError
-from baton.net.framing import FrameDecoder, encode_frame
+from baton.net.framing import FrameDecoder, encode, encode_frame
 from baton.transfer import grant_messages, messages
 from baton.transfer.interface import PageArray
-from baton.transfer.messages import encode
 from baton.transfer.onesided import wire as onesided
 from baton.transfer.scatter_gather import unpack_target
 from baton.transfer.transports.file import wire as file

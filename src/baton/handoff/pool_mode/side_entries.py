@@ -23,8 +23,8 @@ from baton.clock import Instant
 from baton.errors import ProtocolError, StoreError
 from baton.handoff.interface import SampledToken
 from baton.handoff.messages import Tickets
+from baton.net.framing import decode
 from baton.store.interface import EntryName
-from baton.transfer.messages import decode
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar, assert_never
 
 from baton.errors import PeerLostError, TransferError
-from baton.net.framing import encode_frame
+from baton.net.framing import encode, encode_frame
 from baton.transfer.base_transport import refused_to_attach
 from baton.transfer.grant_messages import GrantClosed
 from baton.transfer.interface import (
@@ -15,7 +15,7 @@ from baton.transfer.interface import (
     ReadFailed,
     WriteFailed,
 )
-from baton.transfer.messages import MAX_BODY_BYTES, NotAttached, encode
+from baton.transfer.messages import MAX_BODY_BYTES, NotAttached
 from baton.transfer.onesided.wire import (
     Attach,
     Attached,

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar, assert_never
 from baton.errors import TransferError
 from baton.ids import TicketId
 from baton.net.endpoints import open_peer_process
+from baton.net.framing import encode
 from baton.transfer.endpoints import open_dialer, open_listener, parse_endpoint
 from baton.transfer.grant_messages import GrantClosed, MemoryReleased, QueryGrant
 from baton.transfer.interface import (
@@ -25,7 +26,6 @@ from baton.transfer.interface import (
     RemoteId,
     TransferId,
 )
-from baton.transfer.messages import encode
 from baton.transfer.onesided.remote import OneSidedRemote
 from baton.transfer.onesided.wire import (
     Attach,

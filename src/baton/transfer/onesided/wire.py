@@ -10,9 +10,10 @@ from typing import Annotated, Final, TypeAlias
 
 import msgspec
 
+from baton.net.framing import decode
 from baton.transfer.grant_messages import FromOwner, GrantClosed, MemoryReleased, QueryGrant
 from baton.transfer.interface import PageArray
-from baton.transfer.messages import EpochText, IdBytes, NotAttached, NotificationBytes, decode
+from baton.transfer.messages import EpochText, IdBytes, NotAttached, NotificationBytes
 
 MAX_METADATA_BYTES: Final = 1 << 16
 

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from baton.errors import TransferError
-from baton.transfer.messages import decode, encode
+from baton.net.framing import decode, encode
 from baton.transfer.onesided.wire import MAX_METADATA_BYTES
 from baton.transfer.region import MAX_ARRAYS, MAX_REGION_BYTES
 from baton.transfer.scatter_gather import compute_copy_runs

@@ -12,9 +12,10 @@ import numpy as np
 from baton.errors import ProtocolError, TransferError
 from baton.ids import new_region_handle
 from baton.kv.copies import CopyGroup
+from baton.net.framing import encode
 from baton.transfer.base_transport import ConnectedRemote, refused_to_attach
 from baton.transfer.interface import WriteCompleted, WriteFailed
-from baton.transfer.messages import MAX_BODY_BYTES, NotAttached, encode
+from baton.transfer.messages import MAX_BODY_BYTES, NotAttached
 from baton.transfer.scatter_gather import Geometry, cut_parts, read_batches
 from baton.transfer.transports.file.spool import (
     OutgoingPartFile,

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, assert_never
 
 from baton.errors import ProtocolError, TransferError
 from baton.ids import Epoch, TicketId
+from baton.net.framing import encode
 from baton.transfer.base_transport import ConnectedTransport
 from baton.transfer.endpoints import open_dialer, open_listener, parse_endpoint
 from baton.transfer.grants import AdmittedGrants
@@ -21,7 +22,6 @@ from baton.transfer.interface import (
     RegionDescriptor,
     RemoteId,
 )
-from baton.transfer.messages import encode
 from baton.transfer.scatter_gather import unpack_target, write_batches
 from baton.transfer.transports.file.remote import FileRemote
 from baton.transfer.transports.file.spool import IncomingPartFile, Spool, is_aligned

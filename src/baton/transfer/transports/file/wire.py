@@ -6,15 +6,9 @@ from typing import Annotated, Final, TypeAlias
 
 import msgspec
 
+from baton.net.framing import decode
 from baton.transfer.interface import PageArray
-from baton.transfer.messages import (
-    EpochText,
-    IdBytes,
-    NotAttached,
-    NotificationBytes,
-    Reason,
-    decode,
-)
+from baton.transfer.messages import EpochText, IdBytes, NotAttached, NotificationBytes, Reason
 
 MAX_PART_FILES: Final = 32
 """Of one connection, that were announced and not answered."""

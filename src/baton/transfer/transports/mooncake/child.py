@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Final, assert_never
 import numpy as np
 
 from baton.errors import TransferError
-from baton.transfer.messages import encode
+from baton.net.framing import encode
 from baton.transfer.transports.mooncake.session import (
     Failed,
     Open,

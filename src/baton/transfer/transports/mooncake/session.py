@@ -20,7 +20,7 @@ import numpy as np
 
 from baton.config.environment import read_environment
 from baton.errors import TransferError
-from baton.transfer.messages import decode, encode
+from baton.net.framing import decode, encode
 from baton.transfer.region import compute_region_bytes
 from baton.transfer.scatter_gather import compute_copy_runs
 

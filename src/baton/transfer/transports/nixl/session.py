@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from baton.errors import TransferError
-from baton.transfer.messages import decode
+from baton.net.framing import decode
 from baton.transfer.region import compute_region_bytes
 from baton.transfer.transports.nixl.agent import HERE, Agent, Selection, map_errors
 from baton.transfer.transports.nixl.lists import (

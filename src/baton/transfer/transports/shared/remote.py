@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Final, assert_never
 from baton.errors import PeerLostError, ProtocolError, TransferError
 from baton.kv.copies import apply_copies
 from baton.net.connection import InboundPoller
-from baton.net.framing import encode_frame
+from baton.net.framing import encode, encode_frame
 from baton.transfer.base_transport import refused_to_attach
 from baton.transfer.devices.extents import ExtentMapping, attach_extent, compute_written
 from baton.transfer.grant_messages import GrantClosed
 from baton.transfer.interface import ReadCompleted, ReadFailed, WriteFailed
-from baton.transfer.messages import MAX_BODY_BYTES, NotAttached, encode
+from baton.transfer.messages import MAX_BODY_BYTES, NotAttached
 from baton.transfer.peer_writes import PeerWritesRemote, Submitted
 from baton.transfer.region import check_array, map_peer_memory, view_pages
 from baton.transfer.transports.shared.wire import (

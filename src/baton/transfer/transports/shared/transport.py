@@ -16,6 +16,7 @@ import msgspec
 from baton.errors import TransferError
 from baton.ids import Epoch, RegionHandle, TicketId
 from baton.net.endpoints import open_peer_process
+from baton.net.framing import encode
 from baton.transfer.devices.backing import DeviceOptions
 from baton.transfer.devices.extents import find_extent, settle_pages
 from baton.transfer.endpoints import open_dialer, open_listener, parse_endpoint
@@ -28,7 +29,6 @@ from baton.transfer.interface import (
     RemoteId,
     TransferId,
 )
-from baton.transfer.messages import encode
 from baton.transfer.peer_writes import AdmittedWriter, PeerWritesTransport, WriterConnection
 from baton.transfer.region import view_pages
 from baton.transfer.transports.shared.remote import SharedRemote
@@ -111,7 +111,7 @@ class SharedWriter(WriterConnection):
 
     def _settle(self, grant: TicketId, layers: range) -> None:
         """Read nothing stale of what was written; if a writer names other layers, digests fail."""
-        if layers.stop <= len(self._region.arrays):
+        if self._region.fd is None and layers.stop <= len(self._region.arrays):
             settle_pages(self._region, self._ledger.pages_of(grant), layers)
 
 

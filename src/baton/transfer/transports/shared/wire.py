@@ -9,9 +9,10 @@ from typing import Annotated, TypeAlias
 
 import msgspec
 
+from baton.net.framing import decode
 from baton.transfer.grant_messages import FromOwner, GrantClosed, MemoryReleased, QueryGrant
 from baton.transfer.interface import PageArray
-from baton.transfer.messages import EpochText, IdBytes, NotAttached, NotificationBytes, decode
+from baton.transfer.messages import EpochText, IdBytes, NotAttached, NotificationBytes
 from baton.transfer.region import MAX_ARRAYS
 
 ArrayIndex: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=MAX_ARRAYS)]

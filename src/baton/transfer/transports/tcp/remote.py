@@ -11,6 +11,7 @@ from baton.errors import ProtocolError, TransferError
 from baton.ids import new_region_handle
 from baton.net.channel import ReadAhead, skip_bytes
 from baton.net.connection import count_moved_bytes
+from baton.net.framing import encode
 from baton.transfer.base_transport import BaseRemote, refused_to_attach
 from baton.transfer.interface import (
     ReadCompleted,
@@ -18,7 +19,7 @@ from baton.transfer.interface import (
     WriteCompleted,
     WriteFailed,
 )
-from baton.transfer.messages import MAX_BODY_BYTES, NotAttached, encode
+from baton.transfer.messages import MAX_BODY_BYTES, NotAttached
 from baton.transfer.scatter_gather import (
     MAX_PART_BYTES,
     cut_parts,

@@ -18,7 +18,7 @@ import msgspec
 from baton.errors import ProtocolError, TransferError
 from baton.ids import Epoch, RegionHandle, TicketId
 from baton.net.channel import ReadAhead, skip_bytes
-from baton.net.framing import encode_frame
+from baton.net.framing import encode, encode_frame
 from baton.net.tls import make_contexts
 from baton.transfer.base_transport import ConnectedTransport
 from baton.transfer.grants import AdmittedGrants
@@ -28,7 +28,6 @@ from baton.transfer.interface import (
     RemoteId,
     TransferId,
 )
-from baton.transfer.messages import encode
 from baton.transfer.scatter_gather import (
     Geometry,
     discard_batches,

@@ -13,17 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Final, TypeAlias
 
 import msgspec
 
-from baton.net.framing import encode_frame
+from baton.net.framing import decode, encode, encode_frame
 from baton.transfer.interface import PageArray
-from baton.transfer.messages import (
-    EpochText,
-    IdBytes,
-    NotAttached,
-    NotificationBytes,
-    Reason,
-    decode,
-    encode,
-)
+from baton.transfer.messages import EpochText, IdBytes, NotAttached, NotificationBytes, Reason
 from baton.transfer.scatter_gather import (
     MAX_PART_BYTES,
     cut_parts,
