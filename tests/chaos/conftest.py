@@ -30,6 +30,7 @@ from tests.chaos.process_state import (
     read_shm_files,
     until,
 )
+from tests.preloaded import start_preloaded
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
@@ -269,7 +270,7 @@ def cluster(standing_cluster: ChaosCluster) -> ChaosCluster:
 def oracle(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FleetProcess]:
     """A worker to which nothing happens."""
     environment = dict(os.environ, BATON_CLUSTER_KEY=KEY)
-    with Fleet(tmp_path_factory.mktemp("oracle"), environment) as fleet:
+    with Fleet(tmp_path_factory.mktemp("oracle"), environment, start=start_preloaded) as fleet:
         yield fleet.start_worker("oracle", "both", ENGINE)
         fleet.stop()
 
@@ -279,7 +280,7 @@ def standing_cluster(
     tmp_path_factory: pytest.TempPathFactory, oracle: FleetProcess
 ) -> Iterator[ChaosCluster]:
     environment = dict(os.environ, BATON_CLUSTER_KEY=KEY)
-    with Fleet(tmp_path_factory.mktemp("logs"), environment) as fleet:
+    with Fleet(tmp_path_factory.mktemp("logs"), environment, start=start_preloaded) as fleet:
         shared, tcp = (
             Pair(kind, fleet, start(fleet, kind, "prefill"), start(fleet, kind, "decode"))
             for kind in ("shared", "tcp")

@@ -8,12 +8,13 @@ from __future__ import annotations
 import os
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
-from baton.testing.fleet import Fleet
+from baton.testing.fleet import Fleet, start_command
 from baton.testing.network_namespaces import BridgedHost, NoNamespaceError, bridged_hosts
 from tests.chaos import failpoints
 from tests.chaos.clients import Prompts
@@ -59,7 +60,9 @@ def open_far_cluster(folder: Path, oracle: FleetProcess) -> Iterator[ChaosCluste
         for role, host in by_role.items():
             logs = folder / role
             logs.mkdir()
-            fleets[role] = stack.enter_context(Fleet(logs, environment, prefix=host.prefix))
+            fleets[role] = stack.enter_context(
+                Fleet(logs, environment, start=partial(start_command, prefix=host.prefix))
+            )
         points = {role: Failpoint(folder / role) for role in ("prefill", "decode")}
         prefill = _start(fleets["prefill"], "prefill", by_role["prefill"], points["prefill"])
         decode = _start(fleets["decode"], "decode", by_role["decode"], points["decode"])

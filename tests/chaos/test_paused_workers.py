@@ -34,7 +34,7 @@ from tests.chaos.process_state import (
 if TYPE_CHECKING:
     import aiohttp
 
-NOTICE_S = 1.0
+NOTICE_S = 2.0
 """From the liveness timeout to the first recomputed step, on a busy machine."""
 
 

@@ -15,6 +15,7 @@ import pytest
 
 from baton.engines.transformers.random_model import RandomModelSpec, make_random_model
 from baton.testing.fleet import Fleet, FleetProcess
+from tests.preloaded import start_preloaded
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -68,7 +69,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerCluster]
     tcp = engine | {"transfer.transports": ["tcp"]}
     # Not measured: on a busy machine another transport may be the cheapest for a while.
     shared = engine | {"transfer.choice": "listed"}
-    with Fleet(tmp_path_factory.mktemp("logs"), environment) as fleet:
+    with Fleet(tmp_path_factory.mktemp("logs"), environment, start=start_preloaded) as fleet:
         workers = [
             fleet.start_worker("colocated", "both", engine),
             fleet.start_worker("prefill", "prefill", shared),

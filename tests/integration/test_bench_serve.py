@@ -206,7 +206,7 @@ def test_what_is_no_whole_answer_is_a_failure(script, kind):
     async def every_other(ask):
         await (script if ask.number % 2 else answering())(ask)
 
-    report = measure(after_survey(every_other), plan_of(Closed(1), 4, timeout_s=0.5))
+    report = measure(after_survey(every_other), plan_of(Closed(1), 4, timeout_s=1.5))
     assert kinds_of(report) == {kind: 2}
     assert report.figures.num_complete == 2
     assert report.figures.goodput.share == 0.5

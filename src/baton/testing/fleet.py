@@ -15,7 +15,7 @@ import sys
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Final, Self
+from typing import IO, TYPE_CHECKING, Final, Protocol, Self
 from urllib.parse import urlsplit
 
 import msgspec
@@ -42,12 +42,64 @@ class FleetError(BatonError):
     """A process of the fleet did not do what the test needs; its log's end is in the message."""
 
 
+class Child(Protocol):
+    """What is used of a `subprocess.Popen[bytes]`."""
+
+    stdout: IO[bytes] | None
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        ...
+
+    @property
+    def returncode(self) -> int | None:
+        """Its exit status, minus the signal that ended it; None before `poll` or `wait` saw it."""
+        ...
+
+    def poll(self) -> int | None:
+        """Its exit status, if it has ended."""
+        ...
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Its exit status; raises subprocess.TimeoutExpired."""
+        ...
+
+
+class StartChild(Protocol):
+    """Starts `baton` in a session of its own, with a pipe as its standard output."""
+
+    def __call__(
+        self, arguments: Sequence[str], environment: Mapping[str, str], stderr: IO[bytes]
+    ) -> Child:
+        """Start it."""
+        ...
+
+
+def start_command(
+    arguments: Sequence[str],
+    environment: Mapping[str, str],
+    stderr: IO[bytes],
+    prefix: Sequence[str] = (),
+) -> subprocess.Popen[bytes]:
+    """Start `baton` as a user does."""
+    return subprocess.Popen(  # noqa: S603 - our own command line
+        [*prefix, sys.executable, "-m", "baton.cli", *arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=stderr,
+        env=dict(environment),
+        start_new_session=True,
+        bufsize=0,
+    )
+
+
 @dataclass(eq=False)
 class FleetProcess:
     """One process. `log` is the file that gets its standard error."""
 
     name: str
-    popen: subprocess.Popen[bytes]
+    popen: Child
     log: Path
     clock: Clock
     ready: Ready | None = None
@@ -138,14 +190,15 @@ class FleetProcess:
 class Fleet:
     """Processes that share a cluster key. Use as a context manager; `logs` is a folder.
 
-    `prefix` is what their commands begin with: `ip netns exec …` makes them those of another host.
+    `start` starts each of them; with a `prefix` (`partial(start_command, prefix=…)`), `ip netns
+    exec …` makes them those of another host.
     """
 
     logs: Path
     environment: Mapping[str, str]
     clock: Clock = field(default_factory=MachineClock)
     processes: list[FleetProcess] = field(default_factory=list)
-    prefix: tuple[str, ...] = ()
+    start: StartChild = start_command
 
     def __enter__(self) -> Self:
         """Nothing is started yet."""
@@ -223,21 +276,13 @@ class Fleet:
     def _start(
         self, name: str, command: Sequence[str], settings: Mapping[str, object]
     ) -> FleetProcess:
-        words = [*self.prefix, sys.executable, "-m", "baton.cli", *command, "--status-fd", "1"]
+        words = [*command, "--status-fd", "1"]
         for key, value in settings.items():
             words += ["--set", f"{key}={_as_toml(value)}"]
         log = self.logs / f"{name}-{len(self.processes)}.log"
         with log.open("wb") as log_file:
-            popen = subprocess.Popen(  # noqa: S603 - our own command line
-                words,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=log_file,
-                env=dict(self.environment),
-                start_new_session=True,
-                bufsize=0,
-            )
-        process = FleetProcess(name, popen, log, self.clock)
+            child = self.start(words, self.environment, log_file)
+        process = FleetProcess(name, child, log, self.clock)
         self.processes.append(process)
         return process
 

@@ -76,6 +76,17 @@ class FarHost:
                 run(*command, "qdisc", "del", "dev", device, "root")
 
 
+def _free_network(beginning: str) -> str:
+    """One that no link has: neither of another process, nor left by one that was killed."""
+    used = run("ip", "-4", "-o", "addr").decode()
+    numbers = (number % 250 for number in range(os.getpid(), os.getpid() + 250))
+    return next(
+        network
+        for network in (f"{beginning}.{number}" for number in numbers)
+        if f" {network}." not in used
+    )
+
+
 @contextmanager
 def far_host() -> Iterator[FarHost]:
     """Gone, with its cable, at the end; so are processes' connections to it.
@@ -83,12 +94,7 @@ def far_host() -> Iterator[FarHost]:
     Raises:
         NoNamespaceError: see there.
     """
-    number = next(_NUMBERS)
-    name = f"bt{os.getpid() % 10_000}-{number}"
-    # Four addresses of those that RFC 2544 keeps for measuring. Several hosts may be there, also of
-    # other processes whose tests run at this time.
-    network, first = f"198.18.{os.getpid() % 250}", number % 63 * 4
-    near_address, far_address = f"{network}.{first + 1}", f"{network}.{first + 2}"
+    name = f"bt{os.getpid() % 10_000}-{next(_NUMBERS)}"
     try:
         run("ip", "netns", "add", name)
     except (OSError, subprocess.CalledProcessError) as exc:
@@ -96,6 +102,8 @@ def far_host() -> Iterator[FarHost]:
         raise NoNamespaceError(f"cannot make a network namespace: {stderr.strip()}") from exc
     near, far = f"{name}n", f"{name}f"
     try:
+        network = _free_network("198.18")  # of those that RFC 2544 keeps for measuring
+        near_address, far_address = f"{network}.1", f"{network}.2"
         run("ip", "link", "add", near, "type", "veth", "peer", "name", far, "netns", name)
         run("ip", "addr", "add", f"{near_address}/30", "dev", near)
         run("ip", "-n", name, "addr", "add", f"{far_address}/30", "dev", far)
@@ -199,8 +207,6 @@ def bridged_hosts(num_hosts: int) -> Iterator[tuple[BridgedHost, ...]]:
         NoNamespaceError: see there.
     """
     bridge = f"btb{os.getpid() % 100_000}-{next(_NUMBERS)}"
-    # Of those that RFC 2544 keeps for measuring; another third of them than `far_host` takes.
-    network = f"198.19.{os.getpid() % 250}"
     with ExitStack() as undo:
         try:
             run("ip", "link", "add", bridge, "type", "bridge")
@@ -208,6 +214,7 @@ def bridged_hosts(num_hosts: int) -> Iterator[tuple[BridgedHost, ...]]:
             stderr = exc.stderr.decode(errors="replace") if hasattr(exc, "stderr") else str(exc)
             raise NoNamespaceError(f"cannot make a bridge: {stderr.strip()}") from exc
         undo.callback(run, "ip", "link", "del", bridge)
+        network = _free_network("198.19")  # as above; others than `far_host` takes
         run("ip", "addr", "add", f"{network}.1/24", "dev", bridge)
         run("ip", "link", "set", bridge, "up")
         hosts: list[BridgedHost] = []
