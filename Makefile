@@ -50,9 +50,9 @@ up: $(ENGINE_INSTALLED)
 	@$(BIN)/baton up $(if $(ENGINE),--engine $(ENGINE)) $(ARGS)
 
 # On two cores: vLLM's servers, other servers and all else (tests/scheduling.py), each of which waits
-# for much of its time.
+# for much of its time. Hundreds of processes start: not one of them compiles again what another did.
 test: check $(VLLM)
-	$(BIN)/python -m pytest -q -n 3 --dist loadscope $(PYTEST_ARGS)
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n 3 --dist loadscope $(PYTEST_ARGS)
 
 # CI runs what stands for the others. Network namespaces need root; without, those tests skip.
 chaos: $(DEV)

@@ -144,7 +144,9 @@ class ClusterFactory:
         kv = () if transfer is None else ("--kv-transfer-config", json.dumps(transfer))
         log = self.fleet.logs / f"{name}.log"
         offline = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
-        threads = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+        settings = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+        if transfer is None:  # only its answers count: without a worker process, which spins
+            settings["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         with log.open("wb") as stream:
             popen = subprocess.Popen(
                 [
@@ -156,7 +158,7 @@ class ClusterFactory:
                 stdin=subprocess.DEVNULL,
                 stdout=stream,
                 stderr=subprocess.STDOUT,
-                env={**self.fleet.environment, **offline, **threads},
+                env={**self.fleet.environment, **offline, **settings},
                 start_new_session=True,
             )
         ready = Ready(f"http://127.0.0.1:{port}")

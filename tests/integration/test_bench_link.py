@@ -214,7 +214,7 @@ def test_wrong_flags_are_refused_before_anything_is_measured(arguments, reported
 
 def test_a_transport_that_cannot_be_built_is_skipped_with_the_reason(environment):
     asked = ["--transport", "file", "--transport", "shared", "--json"]
-    ended = run([*QUICK, *asked], environment)
+    ended = run([*SMALL, *asked], environment)
     assert ended.returncode == 1  # it was asked for
     report = msgspec.json.decode(ended.stdout, type=Report)
     assert "shared" in {row.name for row in report.rows}
