@@ -13,7 +13,7 @@ from hypothesis import given  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
 from baton.engines.interface import SamplingParams  # noqa: E402
-from baton.engines.transformers.model_runner import Draw, compute_uniform, sample  # noqa: E402
+from baton.engines.transformers.model_runner import Draw, draw_noise, sample  # noqa: E402
 
 ODDS = torch.tensor([0.5, 0.3, 0.15, 0.05])
 NUM_DRAWS = 4000
@@ -79,11 +79,19 @@ def test_a_token_depends_on_its_seed_index_and_logits_alone(
 
 def test_the_random_numbers_are_fixed_for_ever() -> None:
     # A worker of another version must draw the same first token.
-    assert [compute_uniform(seed, index) for seed, index in ((0, 0), (0, 1), (-1, 0))] == [
-        0.044677981169000125,
-        0.9898504479606106,
-        0.7941932349525695,
+    assert [draw_noise(seed, index, 2).tolist() for seed, index in ((0, 0), (0, 1), (-1, 0))] == [
+        pytest.approx([-1.1381671294670763, -0.11833448375195114], rel=1e-12),
+        pytest.approx([0.6989162820377599, 1.9311797482055946], rel=1e-12),
+        pytest.approx([0.23840484544384988, 0.20866348937968862], rel=1e-12),
     ]
+
+
+def test_rounding_does_not_change_what_is_drawn() -> None:
+    torch.manual_seed(7)
+    logits = torch.randn(1500, 4096) * 3
+    rounded = logits + torch.randn(1500, 4096) * 1e-5
+    draws = [draw(seed=3, index=i) for i in range(1500)]
+    assert sample(logits, draws) == sample(rounded, draws)
 
 
 def test_logprobs_are_the_models_own() -> None:
