@@ -77,7 +77,7 @@ def test_a_token_depends_on_its_seed_index_and_logits_alone(
     assert alone == among
 
 
-def test_the_random_numbers_are_fixed_for_ever() -> None:
+def test_the_random_numbers_never_change() -> None:
     # A worker of another version must draw the same first token.
     assert [draw_noise(seed, index, 2).tolist() for seed, index in ((0, 0), (0, 1), (-1, 0))] == [
         pytest.approx([-1.1381671294670763, -0.11833448375195114], rel=1e-12),

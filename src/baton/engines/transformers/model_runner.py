@@ -65,7 +65,7 @@ def draw_noise(seed: int, index: int, vocabulary: int) -> NDArray[np.float64]:
     key = int.from_bytes(
         blake3(struct.pack("<Qq", seed % 2**64, index)).digest(length=16), "little"
     )
-    # The raw stream: numpy promises it for ever, and its floating-point draws only per version.
+    # The raw stream: numpy never changes it; its floating-point draws it may.
     uniform = ((np.random.Philox(key=key).random_raw(vocabulary) >> 11) + 0.5) * 2.0**-53
     return -np.log(-np.log(uniform))  # type: ignore[no-any-return]
 
