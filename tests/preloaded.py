@@ -1,51 +1,69 @@
-"""`baton` processes that begin with torch loaded: forked from one process that has imported it.
+"""`baton` and vLLM processes that begin with torch or vLLM loaded: forked from one that has it.
 
-To import torch and transformers takes seconds of processor time, and the tests start tens of
-workers. From its command line on, such a process is as any other: a session, a log and an exit
-status of its own, ended by the same signals. tests/integration/test_worker_process.py and
-test_up_demo.py start workers by their command.
+To import torch and transformers takes seconds of processor time, and vLLM 12 s in each of the three
+processes of a server; the tests start tens of them. From its command line on, such a process is as
+any other: a session, a log and an exit status of its own, ended by the same signals. What differs:
+vLLM forks its engine and its worker, as it does by default where there are GPUs.
+tests/integration/test_worker_process.py, test_vllm_worker.py and test_up_demo.py start workers by
+their command.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import subprocess
 import sys
 from dataclasses import dataclass
-from functools import lru_cache
-from multiprocessing import get_context
+from multiprocessing import get_context, resource_tracker
 from multiprocessing.reduction import DupFd
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
-    from multiprocessing.context import ForkServerContext
-
-
-@lru_cache(maxsize=1)
-def _forkserver() -> ForkServerContext:
-    context = get_context("forkserver")
-    context.set_forkserver_preload(["tests.preloaded_modules"])
-    return context
 
 
 def start_preloaded(
     arguments: Sequence[str], environment: Mapping[str, str], stderr: IO[bytes]
 ) -> PreloadedProcess:
-    """Start `baton` with these arguments."""
-    return PreloadedProcess(arguments, environment, stderr)
+    """Start `baton` with these arguments, torch loaded."""
+    return PreloadedProcess("tests.preloaded_modules", "baton", arguments, environment, stderr)
+
+
+def start_preloaded_vllm(
+    arguments: Sequence[str], environment: Mapping[str, str], stderr: IO[bytes]
+) -> PreloadedProcess:
+    """Start `baton` with these arguments, vLLM loaded."""
+    return PreloadedProcess("tests.preloaded_vllm", "baton", arguments, environment, stderr)
+
+
+def start_plain_vllm(
+    arguments: Sequence[str], environment: Mapping[str, str], stderr: IO[bytes]
+) -> PreloadedProcess:
+    """Start vLLM's own server with these arguments, vLLM loaded."""
+    return PreloadedProcess("tests.preloaded_vllm", "vllm", arguments, environment, stderr)
 
 
 class PreloadedProcess:
-    """See `baton.testing.fleet.Child`."""
+    """See `baton.testing.fleet.Child`.
+
+    All of one test process are forked from the same one, which loads `modules` of the first.
+    """
 
     def __init__(
-        self, arguments: Sequence[str], environment: Mapping[str, str], stderr: IO[bytes]
+        self,
+        modules: str,
+        program: str,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        stderr: IO[bytes],
     ) -> None:
+        context = get_context("forkserver")
+        context.set_forkserver_preload([modules])
         read, write = os.pipe()
-        given = (list(arguments), dict(environment), str(Path.cwd()))
-        self._process = _forkserver().Process(
+        given = (program, list(arguments), dict(environment), str(Path.cwd()))
+        self._process = context.Process(
             target=_run, args=(*given, _Inherited(write), _Inherited(stderr.fileno())), daemon=True
         )
         try:
@@ -89,7 +107,12 @@ def _detach(inherited: DupFd) -> int:
 
 
 def _run(
-    arguments: list[str], environment: dict[str, str], folder: str, stdout: int, stderr: int
+    program: str,
+    arguments: list[str],
+    environment: dict[str, str],
+    folder: str,
+    stdout: int,
+    stderr: int,
 ) -> None:
     os.setsid()
     os.chdir(folder)
@@ -98,7 +121,22 @@ def _run(
         os.close(source)
     os.environ.clear()
     os.environ.update(environment)
-    sys.argv = ["baton", *arguments]
+    sys.argv = [program, *arguments]
+    _forget_the_tests()
+    if program == "vllm":
+        from vllm.entrypoints.launchers.api_server.entry import main  # noqa: PLC0415
+
+        main()
+        return
     from baton.cli.main import run  # noqa: PLC0415 - in the new process
 
     sys.exit(run(arguments))
+
+
+def _forget_the_tests() -> None:
+    """As for a process that a command began: it may have children, and is nobody's."""
+    multiprocessing.current_process()._config["daemon"] = False
+    multiprocessing.process._parent_process = None
+    resource_tracker._resource_tracker = tracker = resource_tracker.ResourceTracker()
+    for name in ("ensure_running", "register", "unregister", "getfd"):
+        setattr(resource_tracker, name, getattr(tracker, name))

@@ -10,8 +10,6 @@ import json
 import os
 import secrets
 import socket
-import subprocess
-import sys
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
@@ -22,6 +20,7 @@ from baton.telemetry.process_status import Ready
 from baton.testing.fleet import Fleet, FleetProcess, get_status
 from tests.chaos.process_state import find_processes_of_sessions
 from tests.e2e_vllm.client import get_text, wait_until
+from tests.preloaded import start_plain_vllm, start_preloaded_vllm
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -122,7 +121,7 @@ class ClusterFactory:
             "XDG_RUNTIME_DIR": str(run_directory),
             "XDG_STATE_HOME": str(run_directory),
         }
-        with Fleet(logs, environment) as fleet:
+        with Fleet(logs, environment, start=start_preloaded_vllm) as fleet:
             yield cls(fleet, folder / "model", run_directory)
 
     def start(self, name: str, role: Role, **changes: object) -> FleetProcess:
@@ -147,22 +146,16 @@ class ClusterFactory:
         settings = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
         if transfer is None:  # only its answers count: without a worker process, which spins
             settings["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        words = [
+            *("--model", str(self.model), "--served-model-name", MODEL),
+            *("--host", "127.0.0.1", "--port", str(port)),
+            *(*PLAIN_ARGUMENTS, *kv, *arguments),
+        ]
+        environment = {**self.fleet.environment, **offline, **settings}
         with log.open("wb") as stream:
-            popen = subprocess.Popen(
-                [
-                    *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
-                    *("--model", str(self.model), "--served-model-name", MODEL),
-                    *("--host", "127.0.0.1", "--port", str(port)),
-                    *(*PLAIN_ARGUMENTS, *kv, *arguments),
-                ],
-                stdin=subprocess.DEVNULL,
-                stdout=stream,
-                stderr=subprocess.STDOUT,
-                env={**self.fleet.environment, **offline, **settings},
-                start_new_session=True,
-            )
+            child = start_plain_vllm(words, environment, stream)
         ready = Ready(f"http://127.0.0.1:{port}")
-        process = FleetProcess(name, popen, log, MachineClock(), ready=ready)
+        process = FleetProcess(name, child, log, MachineClock(), ready=ready)
         self.fleet.processes.append(process)
         if transfer is None:
             self.plain.add(process.pid)

@@ -80,6 +80,9 @@ def server_environment(
         "DO_NOT_TRACK": "1",
         "VLLM_LOGGING_STREAM": "ext://sys.stderr",
         "VLLM_LOGGING_LEVEL": LOG_LEVELS[level],
+        # With "fork", its default beside GPUs, no plug-in is loaded in the engine's process
+        # (`engine_process`), and threads of this one would be in the middle of something.
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
     }
     if platform == "cpu":
         num_threads = options.num_threads or max(1, len(cores) // options.tensor_parallel_size)

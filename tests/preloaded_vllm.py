@@ -1,0 +1,35 @@
+"""What a vLLM server and its processes import before their model loads (`tests.preloaded`)."""
+
+import multiprocessing
+import os
+import signal
+import warnings
+from importlib import import_module
+
+os.environ |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}  # read on import
+os.environ |= {"VLLM_LOGGING_STREAM": "ext://sys.stderr", "VLLM_NO_USAGE_STATS": "1"}
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    for _name in (
+        "vllm.entrypoints.launchers.api_server.entry",
+        "vllm.model_executor.models.llama",
+        "vllm.v1.worker.cpu_worker",
+    ):
+        import_module(_name)
+    from vllm import plugins
+    from vllm.v1.engine import coordinator, utils
+    from vllm.v1.executor import multiproc_executor
+
+for _module in (coordinator, utils, multiproc_executor):
+    # For CPUs vLLM sets the method "spawn" by itself, and that would import all of it again.
+    _module.get_mp_context = lambda: multiprocessing.get_context("fork")
+
+
+def _be_as_new() -> None:
+    """As a process that was not forked: the server's signals are its own; plug-ins are loaded."""
+    signal.set_wakeup_fd(-1)
+    plugins.plugins_loaded = False  # `baton.engines.vllm.engine_process` is one
+
+
+os.register_at_fork(after_in_child=_be_as_new)
