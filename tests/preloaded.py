@@ -15,54 +15,61 @@ import os
 import subprocess
 import sys
 from dataclasses import dataclass
+from importlib import import_module
 from multiprocessing import get_context, resource_tracker
 from multiprocessing.reduction import DupFd
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+
+
+TORCH: Final = "tests.preloaded_modules"
+VLLM: Final = "tests.preloaded_vllm"
+VLLM_MAIN: Final = "vllm.entrypoints.launchers.api_server.entry"
 
 
 def start_preloaded(
     arguments: Sequence[str], environment: Mapping[str, str], stderr: IO[bytes]
 ) -> PreloadedProcess:
     """Start `baton` with these arguments, torch loaded."""
-    return PreloadedProcess("tests.preloaded_modules", "baton", arguments, environment, stderr)
+    return PreloadedProcess(TORCH, "baton.cli.main", arguments, environment, stderr)
 
 
 def start_preloaded_vllm(
     arguments: Sequence[str], environment: Mapping[str, str], stderr: IO[bytes]
 ) -> PreloadedProcess:
     """Start `baton` with these arguments, vLLM loaded."""
-    return PreloadedProcess("tests.preloaded_vllm", "baton", arguments, environment, stderr)
+    return PreloadedProcess(VLLM, "baton.cli.main", arguments, environment, stderr)
 
 
 def start_plain_vllm(
     arguments: Sequence[str], environment: Mapping[str, str], stderr: IO[bytes]
 ) -> PreloadedProcess:
     """Start vLLM's own server with these arguments, vLLM loaded."""
-    return PreloadedProcess("tests.preloaded_vllm", "vllm", arguments, environment, stderr)
+    return PreloadedProcess(VLLM, VLLM_MAIN, arguments, environment, stderr)
 
 
 class PreloadedProcess:
-    """See `baton.testing.fleet.Child`.
+    """Runs `main` of a module; see `baton.testing.fleet.Child`.
 
-    All of one test process are forked from the same one, which loads `modules` of the first.
+    All of one test process are forked from the same one, which has loaded what the first wanted:
+    `loaded`, a module that imports it.
     """
 
     def __init__(
         self,
-        modules: str,
-        program: str,
+        loaded: str,
+        module: str,
         arguments: Sequence[str],
         environment: Mapping[str, str],
         stderr: IO[bytes],
     ) -> None:
         context = get_context("forkserver")
-        context.set_forkserver_preload([modules])
+        context.set_forkserver_preload([loaded])
         read, write = os.pipe()
-        given = (program, list(arguments), dict(environment), str(Path.cwd()))
+        given = (module, list(arguments), dict(environment), str(Path.cwd()))
         self._process = context.Process(
             target=_run, args=(*given, _Inherited(write), _Inherited(stderr.fileno())), daemon=True
         )
@@ -83,6 +90,10 @@ class PreloadedProcess:
 
     def poll(self) -> int | None:
         return self._process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
 
     def wait(self, timeout: float | None = None) -> int:
         self._process.join(timeout)
@@ -107,7 +118,7 @@ def _detach(inherited: DupFd) -> int:
 
 
 def _run(
-    program: str,
+    module: str,
     arguments: list[str],
     environment: dict[str, str],
     folder: str,
@@ -121,16 +132,11 @@ def _run(
         os.close(source)
     os.environ.clear()
     os.environ.update(environment)
-    sys.argv = [program, *arguments]
+    places = environment.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[:0] = [place for place in places if place and place not in sys.path]
+    sys.argv = [module, *arguments]
     _forget_the_tests()
-    if program == "vllm":
-        from vllm.entrypoints.launchers.api_server.entry import main  # noqa: PLC0415
-
-        main()
-        return
-    from baton.cli.main import run  # noqa: PLC0415 - in the new process
-
-    sys.exit(run(arguments))
+    import_module(module).main()
 
 
 def _forget_the_tests() -> None:

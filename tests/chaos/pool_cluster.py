@@ -29,6 +29,7 @@ from tests.chaos.clients import Prompts
 from tests.chaos.conftest import KEY, ROLES, SEED, ChaosCluster, Pair, start
 from tests.chaos.process_state import read_descriptors
 from tests.chaos.store_failpoints import StorePoint
+from tests.preloaded import start_preloaded
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -157,7 +158,7 @@ def open_pool_cluster(
         memory = Path(tempfile.mkdtemp(prefix="tmp-chaos-", dir="/dev/shm"))
         stack.callback(shutil.rmtree, memory, ignore_errors=True)
         places = {"shared": memory, "file": folder / "entries"}
-        fleet = stack.enter_context(Fleet(logs, environment))
+        fleet = stack.enter_context(Fleet(logs, environment, start=start_preloaded))
         pairs = tuple(_start(fleet, tier, places[tier], folder) for tier in tiers)
         for pair, tier in zip(pairs, tiers, strict=True):
             pair.settle()

@@ -6,11 +6,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
+import os
+import signal
 import sys
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 import msgspec
@@ -23,6 +23,7 @@ from baton.ids import Epoch, WorkerId, new_ticket_id
 from baton.models import DEMO_MODEL_PATH
 from baton.worker.options import ProcessOptions
 from baton.worker.process import run_worker
+from tests.preloaded import TORCH, PreloadedProcess
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -36,7 +37,7 @@ ENGINE_OPTIONS = {"num_threads": 1, "num_blocks": 256, "dtype": "float32"}
 class WorkerProcess:
     """A worker's process. `ready` is what it announced, once it was waited for."""
 
-    popen: subprocess.Popen[str]
+    popen: PreloadedProcess
     ready: dict[str, Any]
 
     @property
@@ -57,7 +58,7 @@ class WorkerProcess:
             self.ready = self.next_event()
 
     def next_event(self) -> dict[str, Any]:
-        stdout: IO[str] = self.popen.stdout  # type: ignore[assignment]
+        stdout: IO[bytes] = self.popen.stdout  # type: ignore[assignment]
         line = stdout.readline()
         if not line:
             raise AssertionError(f"the worker ended with {self.popen.wait(10)}")
@@ -65,7 +66,7 @@ class WorkerProcess:
 
     def end(self) -> int:
         """SIGTERM, then its exit code."""
-        self.popen.terminate()
+        self.popen.send_signal(signal.SIGTERM)
         return self.popen.wait(30)
 
 
@@ -73,16 +74,13 @@ class WorkerProcess:
 def starting(name: str, **options: Any) -> Generator[WorkerProcess]:
     """A worker that is starting; it is gone afterwards."""
     given = {"worker": name, "engine_options": ENGINE_OPTIONS} | options
-    popen = subprocess.Popen(
-        [sys.executable, "-m", "tests.integration.worker_process", json.dumps(given)],
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=Path(__file__).parents[2],
-    )
+    command = (TORCH, __name__, [json.dumps(given)], os.environ)
+    with open(2, "wb", closefd=False) as stderr:
+        popen = PreloadedProcess(*command, stderr)
     try:
         yield WorkerProcess(popen, {})
     finally:
-        popen.kill()
+        popen.send_signal(signal.SIGKILL)
         popen.wait(10)
         if popen.stdout is not None:
             popen.stdout.close()
