@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
+import signal
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -56,6 +57,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # A shell's background job ignores it, and so would each process that a test interrupts.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     # A busy machine is slow, and how fast code is, is measured in benchmarks/.
     # Each change is judged by the same examples; who looks for new ones asks for that.
     explores = config.getoption("--explore")
