@@ -12,7 +12,7 @@ from tests.e2e.client import Answer, ask_all, make_prompts, read_trace, stream
 if TYPE_CHECKING:
     from tests.e2e.conftest import WorkerCluster
 
-NUM_PROMPTS = 100
+NUM_PROMPTS = 50
 
 
 @pytest.fixture(scope="module", name="prompts")
@@ -39,12 +39,12 @@ def count_received(
 
 
 @pytest.mark.parametrize("transport", ["shared", "tcp"])
-def test_a_hundred_prompts_sixteen_at_a_time(
+def test_fifty_prompts_sixteen_at_a_time(
     cluster: WorkerCluster, prompts: list[list[int]], expected: list[Answer], transport: str
 ) -> None:
     assert {len(p) for p in prompts} >= {1, 4000}
-    if transport == "tcp":  # the bytes do not depend on the transport: every second one
-        prompts, expected = prompts[::2], expected[::2]
+    if transport == "tcp":  # the bytes do not depend on the transport: every third one
+        prompts, expected = prompts[::3], expected[::3]
     answers = ask_all(cluster.gateway(transport).url, prompts)
     assert answers == expected
     for answer, oracle in zip(answers, expected, strict=True):
