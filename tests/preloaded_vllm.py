@@ -3,8 +3,11 @@
 import multiprocessing
 import os
 import signal
+import socket
+import stat
 import warnings
 from importlib import import_module
+from pathlib import Path
 
 os.environ |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}  # read on import
 os.environ |= {"VLLM_LOGGING_STREAM": "ext://sys.stderr", "VLLM_NO_USAGE_STATS": "1"}
@@ -27,9 +30,24 @@ for _module in (coordinator, utils, multiproc_executor):
 
 
 def _be_as_new() -> None:
-    """As a process that was not forked: the server's signals are its own; plug-ins are loaded."""
+    """As a process that was not forked: its server's signals and port are not its own."""
     signal.set_wakeup_fd(-1)
     plugins.plugins_loaded = False  # `baton.engines.vllm.engine_process` is one
+    nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+    for entry in Path("/proc/self/fd").iterdir():
+        if _is_listening(int(entry.name)):
+            os.dup2(nothing, int(entry.name), inheritable=False)  # its object here will close it
+    os.close(nothing)
+
+
+def _is_listening(fd: int) -> bool:
+    try:
+        if not stat.S_ISSOCK(os.fstat(fd).st_mode):
+            return False
+    except OSError:  # the one that lists the folder
+        return False
+    with socket.socket(fileno=os.dup(fd)) as copy:
+        return bool(copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
 
 
 os.register_at_fork(after_in_child=_be_as_new)
