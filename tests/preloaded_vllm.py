@@ -35,19 +35,26 @@ def _be_as_new() -> None:
     plugins.plugins_loaded = False  # `baton.engines.vllm.engine_process` is one
     nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
     for entry in Path("/proc/self/fd").iterdir():
-        if _is_listening(int(entry.name)):
+        if _is_a_servers(int(entry.name)):
             os.dup2(nothing, int(entry.name), inheritable=False)  # its object here will close it
     os.close(nothing)
 
 
-def _is_listening(fd: int) -> bool:
+def _is_a_servers(fd: int) -> bool:
+    """Whether it listens at a port, or is about to: vLLM binds its port first, and forks then."""
     try:
         if not stat.S_ISSOCK(os.fstat(fd).st_mode):
             return False
     except OSError:  # the one that lists the folder
         return False
     with socket.socket(fileno=os.dup(fd)) as copy:
-        return bool(copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+        if copy.family not in (socket.AF_INET, socket.AF_INET6):
+            return False
+        try:
+            copy.getpeername()
+        except OSError:
+            return bool(copy.getsockname()[1])
+        return False
 
 
 os.register_at_fork(after_in_child=_be_as_new)

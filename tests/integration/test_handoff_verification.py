@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
 import pytest
 
 from baton.auth.key import ClusterKey
@@ -104,9 +103,8 @@ def test_sampled_finds_what_is_spoilt_throughout_and_looks_at_a_part() -> None:
     assert is_right
     total = handoff.receiving.trace.num_bytes
     assert 0 < handoff.receiving.trace.verified_bytes["tcp"] < total
-    # One spoilt page in every write: six pieces each, so found with 1/6 or more by each layer.
-    results = [
+    # One spoilt page of all that are written together: found by a handoff in six or so.
+    assert any(
         isinstance(hand_over("network", policy, Spoiler(Fault.FLIP_BIT, 1 << 30))[1], KVFailed)
-        for _ in range(8)
-    ]
-    assert np.count_nonzero(results) > 0
+        for _ in range(100)
+    )
