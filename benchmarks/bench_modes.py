@@ -124,7 +124,7 @@ def parse() -> argparse.Namespace:
     options = parser.parse_args()
     if options.quick:
         options.repetitions, options.lengths = 1, (512, 1024)
-    options.configurations = options.configurations or ENGINE_CONFIGURATIONS[options.engine]
+    options.arms = options.arms or ENGINE_CONFIGURATIONS[options.engine]
     return options
 
 
@@ -176,13 +176,13 @@ def measure(folder: Path, options: argparse.Namespace) -> list[Sample]:
         cluster = WorkerCluster(options.engine, prefill, read_info(prefill))
         configurations = {
             configuration: start_gateway(fleet, configuration, prefill, decode)
-            for configuration in options.configurations
+            for configuration in options.arms
         }
         for configuration, gateway in configurations.items():
             cluster.ask(configuration, gateway, rng.integers(300, 4000, 300).tolist())  # warm-up
         for repetition in range(options.repetitions):
             for num_tokens in options.lengths:
-                for configuration in turned(options.configurations, repetition):
+                for configuration in turned(options.arms, repetition):
                     prompt = rng.integers(300, 4000, num_tokens).tolist()
                     sample = cluster.ask(configuration, configurations[configuration], prompt)
                     samples.append(sample)

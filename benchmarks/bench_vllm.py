@@ -139,7 +139,7 @@ def make_model(folder: Path, dtype: str) -> Path:
 def start_configurations(setting: Setting, failures: dict[str, str]) -> list[Configuration]:
     """Start one arm after the other, so that each has the machine to itself; it is paused then."""
     configurations = []
-    for name in setting.options.configurations:
+    for name in setting.options.arms:
         try:
             configuration = CONFIGURATIONS[name](setting)
             configuration.ask(make_body(np.random.default_rng(9), 64))
