@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 from baton.auth.key import ClusterKey
-from baton.auth.ticket import Ticket, WorkerRef, seal
+from baton.auth.ticket import Ticket, TicketIssuer, WorkerRef, seal
 from baton.clock import MachineClock
 from baton.ids import Epoch, WorkerId, new_ticket_id
 from baton.telemetry.trace import Stamp
@@ -125,6 +125,9 @@ def measure(folder: Path, model: Path, options: argparse.Namespace) -> list[Samp
     return samples
 
 
+ISSUER = TicketIssuer(MachineClock())
+
+
 @dataclass
 class Pair:
     """Two workers, and the key with which tickets for them are sealed."""
@@ -159,9 +162,13 @@ class Pair:
         )
 
     def _run_handoff(self, mode: HandoffMode, request: str, prompt: list[int]) -> None:
-        expires_at = MachineClock().unix_now() + 600
         ticket = Ticket(
-            new_ticket_id(), request, ref_of(self.prefill), ref_of(self.decode), mode, expires_at
+            new_ticket_id(),
+            request,
+            ref_of(self.prefill),
+            ref_of(self.decode),
+            mode,
+            ISSUER.issue(600),
         )
         sealed = seal(ticket, self.key)
         legs = [

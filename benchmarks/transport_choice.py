@@ -42,7 +42,7 @@ from transport_choice_model import (
 
 from baton import __version__
 from baton.auth.key import ClusterKey
-from baton.auth.ticket import Ticket, WorkerRef
+from baton.auth.ticket import Ticket, TicketIssuer, WorkerRef
 from baton.bench.link.listen import Listener, listen
 from baton.bench.link.report import LinkEntry, Skipped
 from baton.bench.link.runner import choose_transports
@@ -104,6 +104,7 @@ class AgentBackend(Backend):
 
     def __init__(self, options: Mapping[str, object], context: BackendContext) -> None:
         self._clock = context.clock
+        self._issuer = TicketIssuer(context.clock)
         self.traits = Traits(AGENT, (), "memcpy", bytes_of="its own")
         self.region = self.target = allocate_shared_region([(NUM_BLOCKS, LAYOUT.page_bytes(0))])
         epoch = new_epoch()
@@ -136,8 +137,9 @@ class AgentBackend(Backend):
         """See `Backend`: `dial` another agent, or wait for `links`."""
         if name == "dial":
             ref = msgspec.msgpack.decode(payload, type=AgentMetadata).ref
-            expires_at = self._clock.unix_now() + TICKET_LIFE_S
-            ticket = Ticket(new_ticket_id(), "bench", ref, self._ref, "push", expires_at)
+            ticket = Ticket(
+                new_ticket_id(), "bench", ref, self._ref, "push", self._issuer.issue(TICKET_LIFE_S)
+            )
             self._agent.decline(ticket, "only to connect")
             return b""
         if name == "links":

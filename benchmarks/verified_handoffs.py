@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 
 from baton.auth.key import ClusterKey
-from baton.auth.ticket import Ticket, WorkerRef
+from baton.auth.ticket import Ticket, TicketIssuer, WorkerRef
 from baton.clock import Instant, MachineClock
 from baton.handoff.agent import HandoffAgent
 from baton.handoff.interface import KVLanded, ReceiveOrder, SampledToken, SendOrder
@@ -44,6 +44,7 @@ NUM_TOKENS = NUM_BLOCKS * LAYOUT.block_size
 NUM_BYTES = NUM_TOKENS * LAYOUT.bytes_per_token
 TIMEOUT_S = 120.0
 CLOCK = MachineClock()
+ISSUER = TicketIssuer(CLOCK)
 
 
 class Hello(msgspec.Struct, tag=True):
@@ -158,8 +159,7 @@ def measure(kind: str, levels: tuple[Level, ...], num_rounds: int) -> dict[str, 
 def _run_handoff(
     child: subprocess.Popen[bytes], sender: AgentEndpoint, level: str, receiver: WorkerRef
 ) -> Received:
-    expires_at = CLOCK.unix_now() + TIMEOUT_S
-    ticket = Ticket(new_ticket_id(), "bench", sender.ref, receiver, "push", expires_at)
+    ticket = Ticket(new_ticket_id(), "bench", sender.ref, receiver, "push", ISSUER.issue(TIMEOUT_S))
     sender.agent.start_send(
         SendOrder(
             ticket=ticket,

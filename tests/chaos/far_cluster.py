@@ -76,7 +76,11 @@ def open_far_cluster(folder: Path, oracle: FleetProcess) -> Iterator[ChaosCluste
             [prefill],
             [decode],
             settings=GATEWAY
-            | {"gateway.host": address, "gateway.abandon_after_s": ABANDON_AFTER_S},
+            | {
+                "gateway.host": address,
+                "gateway.insecure": True,
+                "gateway.abandon_after_s": ABANDON_AFTER_S,
+            },
         )
         print(f"seed {SEED}, logs in {folder}")
         yield ChaosCluster(oracle.wait_ready(), (pair,), Prompts(SEED))

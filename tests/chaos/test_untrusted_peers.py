@@ -6,7 +6,6 @@ import asyncio
 import os
 import random
 import socket
-import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -24,6 +23,7 @@ from tests.chaos.process_state import (
     until_footprint,
     until_idle,
 )
+from tests.tickets import issue
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -66,17 +66,16 @@ def test_tickets_that_are_not_good(cluster: ChaosCluster) -> None:
             prefill=prefill,
             decode=decode,
             mode="push",
-            expires_at=time.time() + 60,
+            issue=issue(60),
         )
         key, stranger = ClusterKey.from_hex(KEY), ClusterKey.from_hex("cd" * 32)
         sealed = seal(good, key)
         request = ClientRequest(cluster.prompts.make(100))
         damaged = sealed[:40] + ("A" if sealed[40] != "A" else "B") + sealed[41:]
-        expired = seal(msgspec.structs.replace(good, expires_at=time.time() - 60), key)
         past_life = msgspec.structs.replace(decode, epoch=new_epoch())
         past = seal(msgspec.structs.replace(good, decode=past_life, prefill=past_life), key)
         for worker in (pair.prefill, pair.decode):
-            for bad in (seal(good, stranger), damaged, expired, "", "?", "A" * 5000):
+            for bad in (seal(good, stranger), damaged, "", "?", "A" * 5000):
                 status, code = await use(session, worker, request, bad)
                 assert status == 403, (bad[:20], code)
             assert await use(session, worker, request, past) == (409, "stale_ticket")
@@ -90,6 +89,12 @@ def test_tickets_that_are_not_good(cluster: ChaosCluster) -> None:
         for worker in (pair.prefill, pair.decode):
             status, _ = await use(session, worker, request, sealed)
             assert status == 409
+        late = msgspec.structs.replace(
+            good.issue, number=good.issue.number + 1, at=good.issue.at - 61
+        )
+        expired = seal(msgspec.structs.replace(good, id=new_ticket_id(), issue=late), key)
+        for worker in (pair.prefill, pair.decode):
+            assert await use(session, worker, request, expired) == (409, "stale_ticket")
         await until_idle(session, pair.prefill, pair.decode, within_s=10.0)
 
     run_on_both(cluster, scenario)

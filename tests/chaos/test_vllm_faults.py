@@ -14,7 +14,7 @@ import pytest
 from baton.auth.key import ClusterKey
 from baton.auth.ticket import seal
 from baton.engines.vllm.options import ConnectorOptions
-from baton.ids import new_epoch
+from baton.ids import new_epoch, new_ticket_id
 from tests.chaos.clients import check_error
 from tests.chaos.vllm_pair import LONG, NUM_SEQS, Pair, fill
 from tests.e2e_vllm.ahead import start_small_decode
@@ -204,7 +204,6 @@ def test_bad_tickets_cost_time_only_and_are_counted(pair: Pair) -> None:
             sealed[:40] + ("A" if sealed[40] != "A" else "B") + sealed[41:],
             "invalid_ticket",
         ),
-        "expired": (seal(make_ticket(prefill.ref, decode.ref, valid_s=-60), key), "invalid_ticket"),
         "of a past life": (seal(make_ticket(past, past), key), "stale_ticket"),
     }
     for what, (text, code) in bad.items():
@@ -235,6 +234,18 @@ def test_a_ticket_is_good_once(pair: Pair) -> None:
     again = read_tokens(handoff.ask_decode(cache_salt="again").result())
     check_same([again], [expected])
     assert read_metric(pair.decode.url, name, code="replayed_ticket") == before + 1
+    # One that was issued longer ago than it lives, by the clock of its gateway.
+    used = handoff.ticket
+    late = msgspec.structs.replace(used.issue, number=used.issue.number + 1, at=used.issue.at - 61)
+    expired = msgspec.structs.replace(used, id=new_ticket_id(), issue=late)
+    before = read_metric(pair.decode.url, name, code="stale_ticket")
+    answered = decode.complete(
+        handoff.prompt,
+        {"baton_ticket": seal(expired, ClusterKey.from_hex(KEY)), "do_remote_prefill": True},
+        cache_salt="expired",
+    )
+    check_same([read_tokens(answered)], [expected])
+    assert read_metric(pair.decode.url, name, code="stale_ticket") == before + 1
     pair.wait_settled()
 
 

@@ -210,6 +210,23 @@ def test_what_a_killed_worker_left_is_removed_once_it_is_old_and_what_lives_is_n
     assert list(tmp_path.iterdir()) == []
 
 
+def test_no_folder_is_removed_that_is_not_a_dead_workers(tmp_path):
+    """A neighbour's folder, a store's (its lock has another name), and one that died young."""
+    epoch, token = "0" * 32, "0" * 16
+    neighbour, store = tmp_path / "baton-llama3-results", tmp_path / f"baton-{epoch}-store"
+    unlocked, empty = tmp_path / f"baton-{epoch}-{token}", tmp_path / f"baton-{epoch}-{'1' * 16}"
+    for folder in (neighbour, store, unlocked):
+        folder.mkdir()
+        (folder / "users").write_text("data")
+    (neighbour / "lock").touch()  # nobody holds it
+    empty.mkdir()
+    FileKit(tmp_path, stale_after_s=0).make_side().close()
+    assert {path.name for path in tmp_path.iterdir()} == {
+        path.name for path in (neighbour, store, unlocked)
+    }
+    assert (store / "users").read_text() == "data"
+
+
 def test_a_killed_writers_unread_part_files_are_removed_by_the_receiver(tmp_path):
     kit = FileKit(tmp_path)
     with WriterProcess(kit.make_side(SHAPES), kit.key, kit.options) as writer:

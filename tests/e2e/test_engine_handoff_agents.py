@@ -31,6 +31,7 @@ from baton.handoff.options import AgentOptions
 from baton.ids import RequestId, WorkerId, new_epoch, new_ticket_id
 from baton.telemetry.trace import RequestSpan, Stamp
 from baton.transfer.interface import TRANSPORTS, TransportContext
+from tests.tickets import issue
 from tests.unit.engines.harness import make_prompt, tiny_llama
 
 if TYPE_CHECKING:
@@ -178,9 +179,7 @@ def node(
 
 
 def make_ticket(prefill: Node, decode: Node, mode: HandoffMode = "push") -> Ticket:
-    return Ticket(
-        new_ticket_id(), "r", prefill.ref, decode.ref, mode, CLOCK.unix_now() + WAIT_TIMEOUT_S
-    )
+    return Ticket(new_ticket_id(), "r", prefill.ref, decode.ref, mode, issue(WAIT_TIMEOUT_S))
 
 
 @pytest.fixture(scope="module", name="expected")

@@ -23,6 +23,7 @@ from baton.ids import WorkerId, new_epoch, new_ticket_id
 from baton.store.entry_format import EntryFormat
 from baton.store.tiered import open_store
 from tests.e2e.test_engine_handoff_agents import NUM_PROMPTS, PROMPTS, WAIT_TIMEOUT_S, Node
+from tests.tickets import issue
 from tests.unit.engines.harness import tiny_llama
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ def pooled(name: str, place: Path, *, store_block_size: int = 16, **options: int
 def make_ticket(prefill: Node, decode: Node) -> Ticket:
     nowhere = "127.0.0.1:1"  # nobody dials it
     refs = (WorkerRef(node.ref.worker, node.ref.epoch, nowhere) for node in (prefill, decode))
-    return Ticket(new_ticket_id(), "r", *refs, "pool", CLOCK.unix_now() + WAIT_TIMEOUT_S)
+    return Ticket(new_ticket_id(), "r", *refs, "pool", issue(WAIT_TIMEOUT_S))
 
 
 @pytest.fixture(scope="module", name="expected")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +16,7 @@ from baton.ids import new_ticket_id
 from baton.telemetry.trace import RequestSpan
 from tests.e2e_vllm.client import get_text, make_body, post, read_answer, read_info
 from tests.e2e_vllm.cluster import KEY
+from tests.tickets import issue
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -100,7 +100,7 @@ def make_ticket(prefill: WorkerRef, decode: WorkerRef, *, valid_s: float = 60) -
         prefill=prefill,
         decode=decode,
         mode="push",
-        expires_at=time.time() + valid_s,
+        issue=issue(valid_s),
     )
 
 

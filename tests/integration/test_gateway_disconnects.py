@@ -85,7 +85,9 @@ def test_while_the_request_is_being_sent():
     async def scenario(cluster: Cluster):
         host, port = cluster.url.removeprefix("http://").split(":")
         _reader, writer = await asyncio.open_connection(host, int(port))
-        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
+        writer.write(
+            b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 100\r\n\r\n{"
+        )
         await writer.drain()
         await asyncio.sleep(0.05)
         writer.close()
@@ -108,8 +110,8 @@ def test_a_client_that_does_not_read_is_let_go_at_its_deadline():
         host, port = cluster.url.removeprefix("http://").split(":")
         _reader, writer = await asyncio.open_connection(host, int(port), limit=1024)
         body = b'{"model":"demo","stream":true}'
-        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n"
-                     % len(body) + body)  # fmt: skip
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n"
+        writer.write(head % len(body) + body)
         await until(lambda: cluster.decodes[0].visits and cluster.decodes[0].visits[0].left_at)
         assert cluster.prefills[0].visits[0].left_at
         writer.close()

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 
 import pytest
 
 from baton.ids import new_epoch
+from baton.router.failover import PER_REQUEST, PER_SECOND
 from tests.integration.gateway_cluster import PROMPT, STREAM, Cluster, run, until, until_true
 from tests.integration.scripted_worker import (
     MODEL,
@@ -59,6 +61,39 @@ def test_prefill_answers_an_error(status, code, cause):
         assert str(status) in reason
         assert await cluster.metric(f'baton_gateway_fallbacks_total{{cause="{cause}"}}') == 1
         assert await cluster.metric('baton_gateway_requests_total{code="200",mode="push"') == 1
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("status", [401, 403])
+def test_a_decode_worker_that_refuses_the_ticket_serves_without_one(status):
+    async def scenario(cluster: Cluster):
+        async def refuse(visit: Visit):
+            if visit.ticket is not None:
+                await visit.fail(status, "invalid_ticket")
+            else:
+                await say_abc(visit)
+
+        cluster.decodes[0].script = refuse
+        text = await streamed(cluster)
+        assert text.endswith("[DONE]\n\n")
+        assert not errors_in(text)
+        fallbacks = 'baton_gateway_fallbacks_total{cause="ticket_refused"}'
+        assert await cluster.metric(fallbacks) == 1
+
+    run(scenario)
+
+
+def test_an_error_has_one_content_type():
+    async def refuse(visit: Visit):
+        await visit.fail(503, "overloaded")
+
+    async def scenario(cluster: Cluster):
+        for decode in cluster.decodes:
+            decode.script = refuse
+        async with cluster.post(PROMPT) as response:
+            assert response.status == 503
+            assert response.headers.getall("content-type") == ["application/json"]
 
     run(scenario)
 
@@ -210,6 +245,28 @@ def test_an_overloaded_decode_worker_is_passed_over():
         assert (await streamed(cluster)).endswith("[DONE]\n\n")
 
     run(scenario, decodes=2)
+
+
+def test_a_fleet_that_fails_gets_a_bounded_number_of_retries():
+    """Else it would get twice the load when it can bear none."""
+
+    async def fail(visit: Visit):
+        await visit.fail(500, "engine_failed")
+
+    async def scenario(cluster: Cluster):
+        for decode in cluster.decodes:
+            decode.script = fail
+        begun = time.monotonic()
+        for _ in range(40):
+            async with cluster.post(STREAM) as response:
+                assert response.status in {500, 502}
+        num_asked = sum(len(decode.visits) for decode in cluster.decodes)
+        refused = await cluster.metric("baton_gateway_refused_retries_total")
+        granted = 2 * 2 + 40 * PER_REQUEST + (time.monotonic() - begun) * PER_SECOND
+        assert 40 < num_asked <= 40 + granted
+        assert refused == 40 - (num_asked - 40)
+
+    run(scenario, decodes=2, max_inflight_requests=2)
 
 
 def test_the_only_decode_worker_is_overloaded():

@@ -15,12 +15,9 @@ import aiohttp
 import pytest
 
 from baton.errors import ConfigError
-from baton.gateway.options import GatewayOptions, WorkerAddress
-from baton.gateway.process import bind
-from baton.protocol.worker_http import Role
+from baton.net.http_server import bind
 from tests.integration.gateway_cluster import STREAM, until, until_true
 from tests.integration.scripted_worker import (
-    KEY,
     ScriptedWorker,
     Visit,
     one_token_and_wait,
@@ -35,7 +32,7 @@ from baton.gateway.options import GatewayOptions, WorkerAddress
 from baton.gateway.process import run_gateway
 from baton.protocol.worker_http import (Role)
 
-url, drain_timeout_s, status_fd = sys.argv[1:]
+url, drain_timeout_s, status_fd, management_port = sys.argv[1:]
 run_gateway(GatewayOptions(
     workers=(WorkerAddress(url, Role.BOTH),),
     cluster_key=ClusterKey(b"k" * 32),
@@ -43,6 +40,7 @@ run_gateway(GatewayOptions(
     status_fd=int(status_fd),
     drain_timeout_s=float(drain_timeout_s),
     probe_interval_s=0.1,
+    management_port=int(management_port) if management_port else None,
 ))
 """
 
@@ -53,10 +51,13 @@ class Gateway:
 
 
 @contextlib.asynccontextmanager
-async def gateway_process(worker: ScriptedWorker, drain_timeout_s: float = 10.0):
+async def gateway_process(
+    worker: ScriptedWorker, drain_timeout_s: float = 10.0, management_port: str = ""
+):
     reading, writing = os.pipe()
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-c", PROGRAM, worker.url, str(drain_timeout_s), str(writing),
+        management_port,
         pass_fds=(writing,),
     )  # fmt: skip
     os.close(writing)
@@ -161,23 +162,48 @@ def test_a_second_signal_is_obeyed_at_once():
     run(scenario)
 
 
-def options(**changes) -> GatewayOptions:
-    workers = (WorkerAddress("http://127.0.0.1:1", Role.BOTH),)
-    return GatewayOptions(**{"workers": workers, "cluster_key": KEY, **changes})
+def test_operators_have_a_listener_of_their_own():
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    management = f"http://127.0.0.1:{port}"
+
+    async def scenario():
+        worker = ScriptedWorker("worker-0", "both", say_abc)
+        async with (
+            worker.running(),
+            gateway_process(worker, management_port=str(port)) as gateway,
+            aiohttp.ClientSession() as client,
+        ):
+
+            async def ask(url: str, path: str) -> int:
+                async with client.get(url + path) as response:
+                    return response.status
+
+            for path in ("/metrics", "/debug/requests", "/debug/workers"):
+                assert await ask(management, path) == 200
+                assert await ask(gateway.url, path) == 404
+            assert await ask(management, "/v1/models") == 404
+            assert await ask(gateway.url, "/v1/models") == 200
+            gateway.process.send_signal(signal.SIGTERM)
+            assert await gateway.process.wait() == 0
+            with pytest.raises(aiohttp.ClientConnectorError):
+                await ask(management, "/metrics")
+
+    asyncio.run(scenario())
 
 
 def test_a_taken_port_is_named():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"127.0.0.1:{port} is taken"):
-            bind(options(port=port))
+            bind("127.0.0.1", port)
 
 
 def test_an_address_of_another_machine_is_named():
     with pytest.raises(ConfigError, match=r"cannot listen on 192\.0\.2\.1"):
-        bind(options(host="192.0.2.1", port=0, key_origin="configured"))
+        bind("192.0.2.1", 0)
 
 
 def test_ipv6():
-    with contextlib.closing(bind(options(host="::1", port=0))) as listener:
+    with contextlib.closing(bind("::1", 0)) as listener:
         assert listener.family == socket.AF_INET6

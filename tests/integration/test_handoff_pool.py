@@ -40,6 +40,7 @@ from baton.store.entry_format import EntryFormat
 from baton.telemetry.trace import RequestSpan
 from baton.transfer.region import allocate_shared_region, release_region, view_pages
 from tests.e2e_vllm.client import wait_until
+from tests.tickets import issue
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -183,7 +184,7 @@ def pair_fixture(tmp_path: Path) -> Iterator[tuple[Node, Node]]:
 
 
 def make_ticket(salt: str = "") -> Ticket:
-    return Ticket(new_ticket_id(), "r", *REFS, "pool", CLOCK.unix_now() + 60, salt)
+    return Ticket(new_ticket_id(), "r", *REFS, "pool", issue(60), salt)
 
 
 def make_prompt(seed: int = 0, num_tokens: int = NUM_TOKENS) -> NDArray[np.int32]:

@@ -15,12 +15,13 @@ import pytest
 
 from baton.auth.key import ClusterKey
 from baton.clock import MachineClock
+from baton.config.cluster_key import is_loopback
 from baton.engines.interface import NewToken
 from baton.errors import ConfigError, EngineError
 from baton.handoff.interface import SampledToken
 from baton.ids import WorkerId
+from baton.net.http_server import bind, start_listening
 from baton.telemetry.process_status import StatusReporter
-from baton.worker.listener import bind, is_loopback, start_listening
 from baton.worker.options import ProcessOptions, WorkerOptions
 from baton.worker.process import ProcessLife
 from baton.worker.worker import Worker, build_worker
@@ -117,8 +118,8 @@ def test_a_body_that_is_too_large_is_answered_before_it_is_read() -> None:
                     yield b"x" * 65_536
 
             async with session.post(f"{url}/v1/completions", data=endless()) as reply:
-                assert reply.status == 413
-                assert (await reply.json())["error"]["code"] == "body_too_large"
+                assert reply.status == 400  # of what fits this model's context, none is so long
+                assert (await reply.json())["error"]["code"] == "context_length_exceeded"
             async with session.get(f"{url}/health") as health:
                 assert health.status == 200
             assert worker.engine_client.num_open == 0

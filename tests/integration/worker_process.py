@@ -17,13 +17,13 @@ import msgspec
 
 from baton.auth.key import ClusterKey
 from baton.auth.ticket import HandoffMode, Ticket, WorkerRef, seal
-from baton.clock import MachineClock
 from baton.config.sections import StoreSection
 from baton.ids import Epoch, WorkerId, new_ticket_id
 from baton.models import DEMO_MODEL_PATH
 from baton.worker.options import ProcessOptions
 from baton.worker.process import run_worker
 from tests.preloaded import TORCH, PreloadedProcess
+from tests.tickets import issue
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -95,9 +95,8 @@ def make_ticket(
     early: bool = False,
 ) -> tuple[Ticket, str]:
     """A ticket as the gateway would sign it, and its text."""
-    expires_at = MachineClock().unix_now() + 60
     ticket = Ticket(
-        new_ticket_id(), "req-test", prefill, decode, mode, expires_at, tenant_salt, early
+        new_ticket_id(), "req-test", prefill, decode, mode, issue(60), tenant_salt, early
     )
     return ticket, seal(ticket, KEY)
 

@@ -36,6 +36,7 @@ from baton.kv.layout import KVLayout
 from baton.telemetry.metrics import HandoffInstruments
 from baton.telemetry.trace import TraceRing
 from baton.testing.clocks import ManualClock
+from tests.tickets import issue
 from tests.unit.engines_vllm.scripted_port import ScriptedPort, SettlingEvent
 
 BLOCK_SIZE = 4
@@ -111,7 +112,7 @@ class VllmMachine(RuleBasedStateMachine):
         request = Request(f"r{self.count}", num_tokens, part, num_tokens=num_tokens)
         self.requests[request.id] = request
         ends = (ME, PEER) if part == "send" else (PEER, ME)
-        ticket = Ticket(new_ticket_id(), request.id, *ends, "push", 1e12)
+        ticket = Ticket(new_ticket_id(), request.id, *ends, "push", issue(600))
         prompt = Prompt(ticket, b"h" * 32, num_tokens, self.clock.now())
         match part:
             case "send":

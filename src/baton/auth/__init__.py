@@ -5,7 +5,7 @@ that a peer on a socket holds the same key.
 
 File map:
     key.py        `ClusterKey`: derives one sub-key for each purpose, signs, compares
-    ticket.py     `Ticket`: what one handoff is authorised to touch; `seal` and `open`;
-                  `UsedTickets`: no ticket is used twice
+    ticket.py     `Ticket`: what one handoff is authorised to touch; `seal` and `unseal`
+    replay.py     `UsedTickets`: no ticket is used twice
     challenge.py  mutual proof of the key on a fresh connection (sans-I/O)
 """

@@ -13,22 +13,23 @@ from __future__ import annotations
 import base64
 import binascii
 import hashlib
-import heapq
-from enum import StrEnum
-from typing import TYPE_CHECKING, Final, Literal, TypeAlias
+import itertools
+from typing import TYPE_CHECKING, Annotated, Final, Literal, TypeAlias
 
 import msgspec
+from msgspec import Meta
 
 from baton.auth.key import MAC_BYTES, ClusterKey
 from baton.errors import TicketError
-from baton.ids import Epoch, TicketId, WorkerId
+from baton.ids import Epoch, TicketId, WorkerId, new_epoch
 
 if TYPE_CHECKING:
-    from baton.clock import UnixTime
+    from baton.clock import Clock
 
 PURPOSE: Final = "ticket"
 MAX_TICKET_CHARS: Final = 4096
-CLOCK_SKEW_S: Final = 5.0
+MIN_LIFETIME_S: Final = 0.001
+MAX_LIFETIME_S: Final = 86_400.0
 
 HandoffMode: TypeAlias = Literal["push", "pull", "pool", "reference"]
 """How KV gets to the decode worker.
@@ -52,12 +53,36 @@ class WorkerRef(msgspec.Struct, frozen=True):
     rank_addresses: tuple[str, ...] = ()
 
 
+class TicketIssue(msgspec.Struct, frozen=True):
+    """Which ticket of which gateway, and when: no clock is compared with another host's.
+
+    `issuer` is one life of a gateway, `number` counts its tickets and `at` are its monotonic
+    seconds. `lifetime_s` is how long the request may take. See `baton.auth.replay`.
+    """
+
+    issuer: Annotated[Epoch, Meta(min_length=32, max_length=32)]
+    number: Annotated[int, Meta(ge=0, le=2**63 - 1)]
+    at: float
+    lifetime_s: Annotated[float, Meta(gt=0, le=MAX_LIFETIME_S)]
+
+
+class TicketIssuer:
+    """Numbers the tickets of one life of a gateway. Owner: one thread."""
+
+    def __init__(self, clock: Clock, epoch: Epoch | None = None) -> None:
+        self._clock, self._epoch, self._numbers = clock, epoch or new_epoch(), itertools.count()
+
+    def issue(self, lifetime_s: float) -> TicketIssue:
+        """For the next ticket."""
+        bounded_s = min(max(lifetime_s, MIN_LIFETIME_S), MAX_LIFETIME_S)
+        return TicketIssue(self._epoch, next(self._numbers), self._clock.now(), bounded_s)
+
+
 class Ticket(msgspec.Struct, frozen=True, tag="ticket", tag_field="t", dict=True):
     """Authorises one handoff between two lives of two workers.
 
-    `expires_at` is wall-clock seconds: it bounds replay, not progress (deadlines inside a worker
-    are monotonic). `tenant_salt` enters every block hash. `first_token_early`: the client gets it
-    from the prefill worker, and the decode worker goes on from that token whatever happens.
+    `tenant_salt` enters every block hash. `first_token_early`: the client gets it from the prefill
+    worker, and the decode worker goes on from that token whatever happens.
     """
 
     id: TicketId
@@ -65,7 +90,7 @@ class Ticket(msgspec.Struct, frozen=True, tag="ticket", tag_field="t", dict=True
     prefill: WorkerRef
     decode: WorkerRef
     mode: HandoffMode
-    expires_at: float
+    issue: TicketIssue
     tenant_salt: str = ""
     first_token_early: bool = False
 
@@ -91,11 +116,11 @@ def seal(ticket: Ticket, key: ClusterKey) -> str:
     return base64.urlsafe_b64encode(body + key.sign(PURPOSE, body)).rstrip(b"=").decode()
 
 
-def unseal(text: str, key: ClusterKey, now: UnixTime) -> Ticket:
+def unseal(text: str, key: ClusterKey) -> Ticket:
     """Read a ticket, believing nothing before its signature is checked.
 
     Raises:
-        TicketError: malformed, forged or expired.
+        TicketError: malformed or forged.
     """
     if len(text) > MAX_TICKET_CHARS:
         raise TicketError(f"the ticket has {len(text)} characters, at most {MAX_TICKET_CHARS}")
@@ -110,50 +135,5 @@ def unseal(text: str, key: ClusterKey, now: UnixTime) -> Ticket:
         ticket = _decoder.decode(body)
     except msgspec.MsgspecError as exc:
         raise TicketError(f"the ticket does not decode: {exc}") from exc
-    if now > ticket.expires_at + CLOCK_SKEW_S:
-        raise TicketError(f"the ticket expired {now - ticket.expires_at:.1f} s ago")
     vars(ticket)[_READ_FROM] = key, text
     return ticket
-
-
-MAX_REMEMBERED: Final = 65_536
-
-
-class TicketUse(StrEnum):
-    """Whether a ticket may be used: only its first use is remembered, and good."""
-
-    FIRST = "first"
-    REPEATED = "again"
-    FULL = "no room"
-
-
-class UsedTickets:
-    """Tickets that were used, each remembered until it has expired."""
-
-    def __init__(self, capacity: int = MAX_REMEMBERED) -> None:
-        self._capacity = capacity
-        self._used: set[TicketId] = set()
-        self._expiries: list[tuple[float, TicketId]] = []
-
-    def use(self, ticket: Ticket, now: UnixTime) -> TicketUse:
-        """Mark a ticket as used, if there is room to remember that it was."""
-        while self._expiries and self._expiries[0][0] < now:
-            self._used.discard(heapq.heappop(self._expiries)[1])
-        if ticket.id in self._used:
-            return TicketUse.REPEATED
-        if len(self._used) >= self._capacity:
-            return TicketUse.FULL
-        self._used.add(ticket.id)
-        heapq.heappush(self._expiries, (ticket.expires_at + CLOCK_SKEW_S, ticket.id))
-        return TicketUse.FIRST
-
-    def __len__(self) -> int:
-        return len(self._used)
-
-    def check_invariants(self) -> None:
-        """Raise AssertionError where set and expiries disagree."""
-        ids = [ticket for _, ticket in self._expiries]
-        if len(ids) != len(set(ids)) or set(ids) != self._used:
-            raise AssertionError("remembered tickets and their expiries differ")
-        if len(self._used) > self._capacity:
-            raise AssertionError("more tickets are remembered than there is room for")

@@ -42,6 +42,16 @@ Mode = Annotated[
     Sets("gateway.mode"),
     Parameter(help="How KV is handed over [default: auto]."),
 ]
+ClientKeys = Annotated[
+    Path | None,
+    Sets("gateway.client_keys_file"),
+    Parameter(help="File of API keys (baton key client add); needed beyond loopback."),
+]
+Insecure = Annotated[
+    bool | None,
+    Sets("gateway.insecure"),
+    Parameter(help="Listen beyond loopback without API keys.", negative=""),
+]
 Transport = Annotated[
     tuple[str, ...] | None,
     Sets("transfer.transports"),

@@ -1,14 +1,15 @@
 """`baton gateway`."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
 
 from baton.auth.key import ClusterKey
-from baton.cli.flags import ConfigFlags, Mode, Sets, StatusFd
-from baton.config.cluster_key import find_cluster_key
-from baton.config.environment import read_environment
+from baton.cli.flags import ClientKeys, ConfigFlags, Insecure, Mode, Sets, StatusFd
+from baton.config.cluster_key import KEY_VARIABLE, find_cluster_key
+from baton.config.environment import change_environment, read_environment
 from baton.config.logs import configure_logging
 from baton.config.sections import Config
 from baton.gateway.options import GatewayOptions, WorkerAddress
@@ -41,6 +42,8 @@ class GatewayFlags(ConfigFlags):
         Sets("gateway.port"),
         Parameter(help="The port [default: 8000]; 0 takes a free one."),
     ] = None
+    client_keys: ClientKeys = None
+    insecure: Insecure = None
     mode: Mode = None
     status_fd: StatusFd = 1
 
@@ -52,7 +55,9 @@ def gateway(flags: GatewayFlags | None = None) -> int:
     flags = flags or GatewayFlags()
     config = flags.resolve().to_config()
     configure_logging(config.log)
-    run_gateway(_options(config, flags.status_fd))
+    options = _options(config, flags.status_fd)
+    change_environment({}, (KEY_VARIABLE,))
+    run_gateway(options)
     return 0
 
 
@@ -70,8 +75,11 @@ def _options(config: Config, status_fd: int) -> GatewayOptions:
         host=section.host,
         port=section.port,
         status_fd=status_fd,
+        max_connections=section.max_connections,
+        max_connections_per_address=section.max_connections_per_address,
         max_inflight_requests=section.max_inflight_requests,
         max_body_bytes=section.max_body_bytes,
+        max_total_body_bytes=section.max_total_body_bytes,
         max_answer_bytes=section.max_answer_bytes,
         request_timeout_s=section.request_timeout_s,
         first_byte_timeout_s=section.first_byte_timeout_s,
@@ -84,4 +92,11 @@ def _options(config: Config, status_fd: int) -> GatewayOptions:
         num_records=config.trace.ring_size,
         mode=section.mode,
         first_token_early=section.first_token_early,
+        client_keys_file=Path(section.client_keys_file) if section.client_keys_file else None,
+        insecure=section.insecure,
+        audit_log=Path(section.audit_log) if section.audit_log else None,
+        management_host=section.management_host,
+        management_port=section.management_port,
+        allowed_hosts=section.allowed_hosts,
+        allowed_origins=section.allowed_origins,
     )

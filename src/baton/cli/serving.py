@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from baton.cli.engine_options import engine_options
-from baton.config.environment import read_environment, run_directory
+from baton.config.environment import pin_to, read_environment, run_directory
 from baton.engines.interface import ENGINE_SERVERS, ServerContext
 from baton.models import DEMO_MODEL_PATH
+from baton.net.http_server import bind, url_of
 from baton.telemetry.process_status import StatusReporter, claim_standard_output
-from baton.worker.listener import bind, pin_to, url_of
 
 if TYPE_CHECKING:
     from baton.auth.key import ClusterKey

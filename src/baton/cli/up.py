@@ -5,7 +5,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from baton.cli.flags import ConfigFlags, Mode, Sets, Store, Transport
+from baton.cli.flags import ClientKeys, ConfigFlags, Insecure, Mode, Sets, Store, Transport
 
 
 @Parameter(name="*")
@@ -47,6 +47,8 @@ class UpFlags(ConfigFlags):
         Sets("gateway.port"),
         Parameter(help="The gateway's port [default: 8000]; 0 takes a free one."),
     ] = None
+    client_keys: ClientKeys = None
+    insecure: Insecure = None
     mode: Mode = None
     pin: Annotated[
         bool,

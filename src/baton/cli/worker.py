@@ -8,8 +8,8 @@ from cyclopts import Parameter
 
 from baton.auth.key import ClusterKey
 from baton.cli.flags import ConfigFlags, Sets, StatusFd, Store, Transport
-from baton.config.cluster_key import find_cluster_key
-from baton.config.environment import read_environment
+from baton.config.cluster_key import KEY_VARIABLE, find_cluster_key
+from baton.config.environment import change_environment, read_environment
 from baton.config.logs import configure_logging
 from baton.config.sections import Config, Role
 from baton.ids import WorkerId
@@ -67,7 +67,9 @@ def worker(flags: WorkerFlags | None = None) -> int:
     else:
         from baton.worker.process import run_worker  # noqa: PLC0415
 
-        run_worker(_options(config, flags.status_fd))
+        options = _options(config, flags.status_fd)
+        change_environment({}, (KEY_VARIABLE,))  # what a worker starts needs no key
+        run_worker(options)
     return 0
 
 

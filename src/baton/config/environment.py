@@ -1,10 +1,12 @@
-"""The one reader, and the one writer, of the process's environment."""
+"""The one reader, and the one writer, of the process's environment; the cores it runs on."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
+
+from baton.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -40,3 +42,20 @@ def change_environment(values: Mapping[str, str], removed: Sequence[str] = ()) -
     os.environ.update(values)  # noqa: TID251 - the one writer
     for name in removed:
         os.environ.pop(name, None)  # noqa: TID251
+
+
+def pin_to(cores: tuple[int, ...]) -> None:
+    """Before an engine loads: it counts the cores it has. None given: nothing changes.
+
+    Raises:
+        ConfigError: this machine, or this process, does not have one of them.
+    """
+    if not cores:
+        return
+    try:
+        os.sched_setaffinity(0, cores)
+    except OSError as exc:
+        raise ConfigError(
+            f"cannot run on the cores {list(cores)}: {exc.strerror}; this process may use "
+            f"{sorted(os.sched_getaffinity(0))}"
+        ) from exc

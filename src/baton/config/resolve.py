@@ -76,7 +76,12 @@ def describe(origin: Origin) -> str:
 
 
 ENVIRONMENT_PREFIX: Final = "BATON_"
-PATH_KEYS: Final = frozenset({"cluster.key_file", "worker.model"})
+PATH_KEYS: Final = frozenset({
+    "cluster.key_file",
+    "worker.model",
+    "gateway.client_keys_file",
+    "gateway.audit_log",
+})
 """Keys that name files: a relative one in a file is relative to that file."""
 
 
@@ -149,11 +154,23 @@ def environment_name(key: str) -> str:
 
 
 def parse_open_value(text: str) -> object:
-    """A value below an open table, written as text: TOML if it reads as TOML, else a string."""
+    """A value below an open table, as text: TOML or JSON if it reads as such, else a string.
+
+    Raises:
+        ConfigError: it begins like a table and is none.
+    """
     try:
         return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        return text
+    except tomllib.TOMLDecodeError as exc:
+        if not text.startswith("{"):
+            return text
+        reason = exc
+    try:
+        return msgspec.json.decode(text)
+    except msgspec.DecodeError:
+        raise ConfigError(
+            f'{text!r} is no inline table: {reason}; write {{key = "value", other = 1}}'
+        ) from reason
 
 
 def closest(wrong: str, known: Iterable[str]) -> str | None:
@@ -246,7 +263,7 @@ def read_variables(environment: Mapping[str, str]) -> Layer:
 
 
 def read_assignments(assignments: Sequence[str]) -> Layer:
-    """The settings given as `--set section.key=value`.
+    """The settings given as `--set section.key=value`; a value may be an inline table.
 
     Raises:
         ConfigError: without `=`, or naming a key that does not exist.
@@ -256,8 +273,16 @@ def read_assignments(assignments: Sequence[str]) -> Layer:
         name, separator, text = assignment.partition("=")
         if not separator:
             raise ConfigError(f"--set {assignment}: write it as section.key=value")
-        _check_name(name, "--set")
-        layer[name] = Setting(Text(text), FromFlag("--set"))
+        value = parse_open_value(text)
+        if isinstance(value, dict) and name not in closed_keys():  # an inline table, as in a file
+            settings: dict[str, Typed | Text] = {
+                inner: Typed(typed) for inner, typed in _flatten(value, f"{name}.")
+            }
+        else:
+            settings = {name: Text(text)}
+        for inner, setting in settings.items():
+            _check_name(inner, "--set")
+            layer[inner] = Setting(setting, FromFlag("--set"))
     return layer
 
 

@@ -41,8 +41,11 @@ class GatewaySection(Struct, frozen=True, kw_only=True):
     prefill: tuple[str, ...] = ()
     decode: tuple[str, ...] = ()
     workers: tuple[str, ...] = ()
+    max_connections: PositiveCount = 4096
+    max_connections_per_address: PositiveCount = 1024
     max_inflight_requests: PositiveCount = 1024
     max_body_bytes: PositiveCount = 32 * 1024 * 1024
+    max_total_body_bytes: PositiveCount = 512 * 1024 * 1024
     max_answer_bytes: PositiveCount = 64 * 1024 * 1024
     request_timeout_s: Seconds = 600.0
     first_byte_timeout_s: Seconds = 300.0
@@ -54,6 +57,13 @@ class GatewaySection(Struct, frozen=True, kw_only=True):
     drain_timeout_s: Seconds = 30.0
     mode: Mode = "auto"
     first_token_early: bool = False
+    client_keys_file: str | None = None
+    insecure: bool = False
+    audit_log: str | None = None
+    management_host: Host = "127.0.0.1"
+    management_port: Port | None = None
+    allowed_hosts: tuple[str, ...] = ()
+    allowed_origins: tuple[str, ...] = ()
 
 
 class WorkerSection(Struct, frozen=True, kw_only=True):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Final
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Self, TypeAlias
 
 import msgspec
 
@@ -12,7 +13,13 @@ from baton.clock import Instant
 from baton.config.cluster_key import is_loopback
 from baton.errors import BatonError
 from baton.gateway.asgi import JSON, send_error, send_whole
-from baton.gateway.errors import MethodNotAllowedError, NoWorkerError, PathNotFoundError, answer_for
+from baton.gateway.errors import (
+    ForbiddenError,
+    MethodNotAllowedError,
+    NoWorkerError,
+    PathNotFoundError,
+    answer_for,
+)
 from baton.gateway.workers import Pending
 from baton.protocol import worker_http
 from baton.protocol.worker_http import (
@@ -26,12 +33,18 @@ from baton.protocol.worker_http import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    Headers: TypeAlias = Iterable[tuple[bytes, bytes]]
+
     from starlette.types import Receive, Scope, Send
 
     from baton.clock import Clock
+    from baton.gateway.clients import Clients
     from baton.gateway.completions import Completions
     from baton.gateway.debug import RequestTraces, WorkerList
     from baton.gateway.metrics import GatewayMetrics
+    from baton.gateway.options import GatewayOptions
     from baton.gateway.workers import Workers
 
 
@@ -64,7 +77,53 @@ class Readiness:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class RequestOrigin:
+    """Which `Host` and `Origin` headers are taken: against DNS rebinding and other sites' pages.
+
+    `hosts` None: any, as on an address that other machines reach. Browsers name the page's origin
+    with each request that a page sends; other clients name none.
+    """
+
+    hosts: frozenset[str] | None
+    origins: frozenset[str]
+
+    @classmethod
+    def of(cls, options: GatewayOptions) -> Self:
+        """What the operator allows; on loopback, only names of loopback besides."""
+        listed = {host.lower() for host in options.allowed_hosts}
+        hosts = frozenset(listed) if listed or is_loopback(options.host) else None
+        return cls(hosts, frozenset(options.allowed_origins))
+
+    def check(self, headers: Headers) -> None:
+        """Pass, or raise.
+
+        Raises:
+            ForbiddenError: the request names a host or an origin that is not allowed.
+        """
+        for name, value in headers:
+            if name == b"host" and self.hosts is not None:
+                self._check_host(value.decode("latin-1"))
+            elif name == b"origin" and value.decode("latin-1") not in self.origins:
+                raise ForbiddenError(
+                    f"pages of {value[:200]!r} may not use this gateway; list their origin in "
+                    "gateway.allowed_origins"
+                )
+
+    def _check_host(self, text: str) -> None:
+        host = text.rpartition(":")[0] if text.rpartition(":")[2].isdigit() else text
+        host = host.strip("[]").lower()
+        if self.hosts is not None and host not in self.hosts and not is_loopback(host):
+            raise ForbiddenError(
+                f"this gateway is not called {host[:200]!r}; if a proxy in front of it is, list "
+                "the name in gateway.allowed_hosts"
+            )
+
+
 COMPLETION_PATHS: Final = frozenset({CHAT_COMPLETIONS_PATH, COMPLETIONS_PATH})
+CLIENT_PATHS: Final = "/v1/"
+DEBUG_PATHS: Final = "/debug/"
+MANAGEMENT_PATHS: Final = ("/metrics", DEBUG_PATHS)
 REQUESTS_PATH: Final = "/debug/requests"
 WORKERS_PATH: Final = "/debug/workers"
 PROMETHEUS_TEXT: Final = (b"content-type", b"text/plain; version=0.0.4; charset=utf-8")
@@ -78,6 +137,54 @@ class Status(msgspec.Struct, frozen=True):
     status: str
 
 
+@dataclass(frozen=True, slots=True)
+class Access:
+    """Who may ask for what. Owner: the event loop's thread.
+
+    `is_managed_here`: whether /metrics and /debug are answered, not by a listener of their own.
+    """
+
+    origin: RequestOrigin
+    clients: Clients
+    is_managed_here: bool
+
+    def check(self, path: str, scope: Scope) -> None:
+        """Pass, or raise. Completions look for the client themselves, and count it.
+
+        Raises:
+            ForbiddenError: see `RequestOrigin`.
+            UnauthorizedError: an API key is needed.
+            PathNotFoundError: the path is not answered here.
+        """
+        headers: Headers = scope["headers"]
+        self.origin.check(headers)
+        if path.startswith(CLIENT_PATHS) and path not in COMPLETION_PATHS:
+            self.clients.authenticate(headers)
+        elif path.startswith(MANAGEMENT_PATHS) and not self.is_managed_here:
+            raise PathNotFoundError(f"{path} is answered by the management listener alone")
+        elif path.startswith(DEBUG_PATHS) and not _is_local(scope):
+            raise PathNotFoundError(f"{path} does not exist here")
+
+    def check_management(self, path: str, headers: Headers) -> None:
+        """Pass, or raise: for the management listener.
+
+        Raises:
+            ForbiddenError: see `RequestOrigin`.
+            PathNotFoundError: the path is for clients.
+        """
+        self.origin.check(headers)
+        if path.startswith(CLIENT_PATHS):
+            raise PathNotFoundError(f"{path} is not answered by the management listener")
+
+
+@dataclass(frozen=True, slots=True)
+class DebugPages:
+    """What an operator may look at."""
+
+    traces: RequestTraces
+    workers: WorkerList
+
+
 class GatewayApp:
     """An ASGI application. Completions go straight to their handler; all else is a short answer."""
 
@@ -87,23 +194,35 @@ class GatewayApp:
         workers: Workers,
         metrics: GatewayMetrics,
         *,
-        traces: RequestTraces,
-        worker_list: WorkerList,
+        debug: DebugPages,
         readiness: Readiness,
+        access: Access,
     ) -> None:
-        self._completions, self._workers = completions, workers
-        self._metrics, self._traces, self._worker_list = metrics, traces, worker_list
-        self._ready = readiness
+        self._completions, self._workers, self.metrics = completions, workers, metrics
+        self._debug_pages, self._ready, self._access = debug, readiness, access
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one ASGI connection."""
         if scope["type"] != "http":
             return
         path: str = scope["path"]
-        if path in COMPLETION_PATHS and scope["method"] == "POST":
-            await self._completions.serve(path, scope, receive, send)
-            return
         try:
+            self._access.check(path, scope)
+            if path in COMPLETION_PATHS and scope["method"] == "POST":
+                await self._completions.serve(path, scope, receive, send)
+                return
+            await self._answer(path, scope, send)
+        except BatonError as exc:
+            await send_error(send, answer_for(exc))
+        except Exception as exc:
+            log.exception("%s failed", path)
+            await send_error(send, answer_for(exc))
+
+    async def manage(self, scope: Scope, send: Send) -> None:
+        """Answer a request to the management listener."""
+        path: str = scope["path"]
+        try:
+            self._access.check_management(path, scope["headers"])
             await self._answer(path, scope, send)
         except BatonError as exc:
             await send_error(send, answer_for(exc))
@@ -116,7 +235,7 @@ class GatewayApp:
             raise MethodNotAllowedError(f"{path} takes POST", allowed="POST")
         if path == METRICS_PATH:
             _need_get(path, scope)
-            await send_whole(send, 200, self._metrics.exposition(), (PROMETHEUS_TEXT,))
+            await send_whole(send, 200, self.metrics.exposition(), (PROMETHEUS_TEXT,))
             return
         answer = await self._json_answer(path, scope)
         await send_whole(send, 200, msgspec.json.encode(answer), (JSON,))
@@ -131,10 +250,10 @@ class GatewayApp:
                 answer = Version(__version__)
             case worker_http.MODELS_PATH:
                 answer = self._models()
-            case _ if f"{path}/".startswith(f"{REQUESTS_PATH}/") and _is_local(scope):
+            case _ if f"{path}/".startswith(f"{REQUESTS_PATH}/"):
                 answer = await self._debug(path)
-            case _ if path == WORKERS_PATH and _is_local(scope):
-                answer = self._worker_list.show()
+            case _ if path == WORKERS_PATH:
+                answer = self._debug_pages.workers.show()
             case _:
                 raise PathNotFoundError(f"{path} does not exist here")
         _need_get(path, scope)
@@ -156,8 +275,21 @@ class GatewayApp:
 
     async def _debug(self, path: str) -> msgspec.Struct:
         if path == REQUESTS_PATH:
-            return self._traces.latest()
-        return await self._traces.of(path.removeprefix(f"{REQUESTS_PATH}/"))
+            return self._debug_pages.traces.latest()
+        return await self._debug_pages.traces.of(path.removeprefix(f"{REQUESTS_PATH}/"))
+
+
+class ManagementApp:
+    """What an operator looks at, on a listener of its own: all but completions."""
+
+    def __init__(self, app: GatewayApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one ASGI connection."""
+        del receive
+        if scope["type"] == "http":
+            await self._app.manage(scope, send)
 
 
 def _need_get(path: str, scope: Scope) -> None:

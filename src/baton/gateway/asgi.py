@@ -6,10 +6,11 @@ import asyncio
 import contextlib
 from typing import TYPE_CHECKING, Final
 
+from baton.errors import OverloadedError
 from baton.gateway.errors import BodyTooLargeError, ClientLeftError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Generator, Iterable
 
     from starlette.types import Receive, Send
 
@@ -20,11 +21,53 @@ DISCARD_TIMEOUT_S: Final = 2.0
 JSON: Header = (b"content-type", b"application/json")
 
 
-async def read_body(receive: Receive, max_bytes: int) -> bytes:
+class BodyBudget:
+    """Bytes of request bodies that are held at once. Owner: the event loop's thread."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self.num_bytes = 0
+
+    @contextlib.contextmanager
+    def hold(self) -> Generator[HeldBody]:
+        """One request's share: taken part by part, given back at the end."""
+        held = HeldBody(self)
+        try:
+            yield held
+        finally:
+            self.num_bytes -= held.num_bytes
+
+    def take(self, num_bytes: int) -> None:
+        """Take some more.
+
+        Raises:
+            OverloadedError: so much is not there.
+        """
+        if self.num_bytes + num_bytes > self._max_bytes:
+            raise OverloadedError(
+                f"the bodies of the requests that are being served have {self._max_bytes} bytes"
+            )
+        self.num_bytes += num_bytes
+
+
+class HeldBody:
+    """What one request holds of a `BodyBudget`."""
+
+    def __init__(self, budget: BodyBudget) -> None:
+        self._budget, self.num_bytes = budget, 0
+
+    def take(self, num_bytes: int) -> None:
+        """See `BodyBudget.take`."""
+        self._budget.take(num_bytes)
+        self.num_bytes += num_bytes
+
+
+async def read_body(receive: Receive, max_bytes: int, held: HeldBody) -> bytes:
     """Read a whole request body.
 
     Raises:
         BodyTooLargeError: it is longer than `max_bytes`.
+        OverloadedError: all bodies together are too long.
         ClientLeftError: the client left before its end.
     """
     parts: list[bytes] = []
@@ -40,6 +83,7 @@ async def read_body(receive: Receive, max_bytes: int) -> bytes:
             if more:
                 await _discard(receive, max_bytes)
             raise BodyTooLargeError(f"the body has more than {max_bytes} bytes")
+        held.take(len(part))
         if not more:
             return part if not parts else b"".join((*parts, part))
         parts.append(part)

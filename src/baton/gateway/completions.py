@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Final
 
 from baton.clock import Instant
 from baton.errors import BatonError, OverloadedError
-from baton.gateway.asgi import read_body, send_error
+from baton.gateway.asgi import BodyBudget, read_body, send_error
+from baton.gateway.audit import AuditRecord
 from baton.gateway.debug import RequestHistory, RequestRecord
 from baton.gateway.errors import (
     ClientLeftError,
@@ -34,12 +35,19 @@ from baton.protocol.worker_http import REQUEST_ID_HEADER
 from baton.telemetry.trace import RequestSpan, Stamp
 
 if TYPE_CHECKING:
+    from collections.abc import Generator
+
     from starlette.types import Receive, Scope, Send
 
+    from baton.clock import UnixTime
+    from baton.gateway.clients import Client
     from baton.gateway.request_context import Services
 
 RELEASE_TIMEOUT_S: Final = 5.0
 """How long a client that does not read may delay the error event that ends its stream."""
+
+MAX_OUTCOME_CHARS: Final = 500
+"""A message may quote what a client sent, and outcomes are kept."""
 
 log = logging.getLogger(__name__)
 
@@ -50,24 +58,27 @@ class Completions:
     def __init__(self, services: Services, records: RequestHistory) -> None:
         self._services, self._records = services, records
         self._num_inflight = 0
+        self._bodies = BodyBudget(services.options.max_total_body_bytes)
         self._epoch = new_epoch()
         services.metrics.inflight.set_function(lambda: self._num_inflight)
 
     async def serve(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request, whatever happens to it."""
         context = self._make_context(path, scope)
-        self._num_inflight += 1
         code: int = HTTPStatus.SERVICE_UNAVAILABLE  # unless the gateway's end cuts it short
         try:
-            code = await self._answer(context, receive, send)
+            code = await self._answer(context, scope, receive, send)
         finally:
-            self._num_inflight -= 1
             self._account(context, code)
 
-    async def _answer(self, context: RequestContext, receive: Receive, send: Send) -> int:
+    async def _answer(
+        self, context: RequestContext, scope: Scope, receive: Receive, send: Send
+    ) -> int:
         """Serve, or answer with the error; the status to count."""
         try:
-            await self._within_limits(context, receive, send)
+            context.client = self._services.clients.authenticate(scope["headers"])
+            with self._services.clients.admit(context.client):
+                await self._within_limits(context, receive, send)
         except ClientLeftError:
             self._services.metrics.disconnects[context.phase].inc()
             context.trace.outcome = f"client left ({context.phase})"
@@ -87,16 +98,18 @@ class Completions:
 
     async def _within_limits(self, context: RequestContext, receive: Receive, send: Send) -> None:
         options = self._services.options
-        if self._num_inflight > options.max_inflight_requests:
-            raise OverloadedError(
-                f"this gateway serves {options.max_inflight_requests} requests at once already"
-            )
+        self._check_room(context.client)
         loop = asyncio.get_running_loop()
         with Interruptible() as scope, ExitStack() as at_end:
             whole_s, first_s = options.request_timeout_s, options.first_byte_timeout_s
             timer = loop.call_later(whole_s, _expire, scope, context, "complete", whole_s)
             at_end.callback(timer.cancel)
-            body = parse_body(await read_body(receive, options.max_body_bytes))
+            held = at_end.enter_context(self._bodies.hold())
+            whole = await read_body(receive, options.max_body_bytes, held)
+            body = parse_body(whole, context.client.tenant)
+            at_end.enter_context(
+                self._take_place(context.client)
+            )  # only now: a slow client takes none
             at_end.callback(loop.create_task(_watch_client(receive, scope)).cancel)
             if body.stream:
                 timer = loop.call_later(first_s, _expire, scope, context, "begun", first_s)
@@ -106,10 +119,24 @@ class Completions:
             context.trace.stamp(Stamp.ADMITTED, self._services.clock.now())
             await RequestProxy(self._services, context, body, send).run()
 
+    @contextmanager
+    def _take_place(self, client: Client) -> Generator[None]:
+        self._check_room(client)
+        self._num_inflight += 1
+        try:
+            yield
+        finally:
+            self._num_inflight -= 1
+
+    def _check_room(self, client: Client) -> None:
+        limit = max(1, int(self._services.options.max_inflight_requests * client.share))
+        if self._num_inflight >= limit:
+            raise OverloadedError(f"this gateway serves {limit} requests at once already")
+
     async def _send_failure(self, context: RequestContext, error: Exception, send: Send) -> int:
         """Report the error to the client: as a response, or as the last event of its stream."""
         answer = answer_for(error)
-        context.trace.outcome = f"error: {error}"
+        context.trace.outcome = f"error: {error}"[:MAX_OUTCOME_CHARS]
         own = (REQUEST_ID_HEADER.encode(), context.id.encode())
         try:
             async with asyncio.timeout(RELEASE_TIMEOUT_S):
@@ -138,6 +165,7 @@ class Completions:
                 request_id=request_id, worker="gateway", epoch=self._epoch, role="gateway"
             ),
             metrics=self._services.metrics.of(NO_MODEL, NO_MODE),
+            address=scope["client"][0] if scope.get("client") else "",
         )
         context.trace.stamp(Stamp.RECEIVED, now)
         return context
@@ -148,6 +176,23 @@ class Completions:
         context.metrics.count(code)
         context.metrics.duration.observe(now - context.received_at)
         self._records.add(RequestRecord(context.trace, context.placement, code))
+        if self._services.audit is not None:
+            self._services.audit.add(_audit(context, code, now, self._services.clock.unix_now()))
+
+
+def _audit(context: RequestContext, code: int, now: Instant, at: UnixTime) -> AuditRecord:
+    return AuditRecord(
+        at=at,
+        request_id=context.id,
+        client=context.client.id,
+        tenant=context.client.tenant,
+        address=context.address,
+        path=context.path,
+        model=context.model,
+        mode=context.mode,
+        status=code,
+        duration_s=now - context.received_at,
+    )
 
 
 async def _watch_client(receive: Receive, scope: Interruptible) -> None:

@@ -4,12 +4,16 @@ GatewayError
 ├── BodyTooLargeError       413
 ├── PathNotFoundError       404
 ├── MethodNotAllowedError   405
+├── UnauthorizedError       401
+├── ForbiddenError          403
+├── QuotaError              429, retryable
 ├── NoWorkerError           503, retryable
 ├── UpstreamError           502: a worker did not give an answer; retryable
 │   ├── WorkerUnreachableError
 │   ├── WorkerLostError
 │   ├── WorkerFailedError   it answered with a 5xx, which the client gets if no other can serve
 │   ├── PrefillFailedError  a prefill worker that was asked first has no KV for decode
+│   ├── TicketRefusedError  a worker does not accept the ticket: it computes the prompt itself
 │   └── StaleTicketError    a worker is a new incarnation: place the request again
 ├── UnusableWorkerError     never sent to a client: the worker is not used
 ├── DeadlineError           504
@@ -60,6 +64,28 @@ class MethodNotAllowedError(GatewayError):
         self.allowed = allowed
 
 
+class UnauthorizedError(GatewayError):
+    """The client shows no key, or none that is good: `code` names which."""
+
+    def __init__(self, message: str, *, code: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class ForbiddenError(GatewayError):
+    """The request comes from where none may come."""
+
+
+class QuotaError(GatewayError):
+    """The client has used up what its key allows for now."""
+
+    retryable = True
+
+    def __init__(self, message: str, *, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
 class NoWorkerError(GatewayError):
     """No worker can serve this now."""
 
@@ -108,6 +134,10 @@ class StaleTicketError(UpstreamError):
         self.worker = worker
 
 
+class TicketRefusedError(UpstreamError):
+    """A worker does not accept the ticket, or the gateway. Nothing was computed."""
+
+
 class UnusableWorkerError(GatewayError):
     """An address on the operator's list cannot be used as it was started."""
 
@@ -153,6 +183,9 @@ _KINDS: tuple[tuple[type[BatonError], _Kind], ...] = (
     (BodyTooLargeError, _Kind(413, "invalid_request_error", "request_too_large")),
     (PathNotFoundError, _Kind(404, "invalid_request_error", "not_found")),
     (MethodNotAllowedError, _Kind(405, "invalid_request_error", "method_not_allowed")),
+    (UnauthorizedError, _Kind(401, "authentication_error", "invalid_api_key")),
+    (ForbiddenError, _Kind(403, "permission_error", "forbidden")),
+    (QuotaError, _Kind(429, "rate_limit_error", "rate_limit_exceeded")),
     (OverloadedError, _Kind(503, "server_error", "overloaded")),
     (NoWorkerError, _Kind(503, "server_error", "no_worker")),
     (KVLostError, _Kind(502, "server_error", "handoff_failed")),
@@ -172,12 +205,16 @@ def answer_for(error: Exception) -> ErrorAnswer:
     param, code = None, kind.code
     if isinstance(error, InvalidRequestError):
         param, code = error.param, error.code or kind.code
+    elif isinstance(error, UnauthorizedError):
+        code = error.code
     body = msgspec.json.encode(ErrorBody(ErrorDetail(message, kind.type, param, code)))
     return ErrorAnswer(kind.status, body, _headers(error))
 
 
 def _headers(error: Exception) -> tuple[tuple[bytes, bytes], ...]:
-    if isinstance(error, OverloadedError):
+    if isinstance(error, UnauthorizedError):
+        return ((b"www-authenticate", b"Bearer"),)
+    if isinstance(error, OverloadedError | QuotaError):
         return ((b"retry-after", b"%d" % math.ceil(error.retry_after_s)),)
     if isinstance(error, NoWorkerError):
         return ((b"retry-after", b"%d" % math.ceil(RETRY_AFTER_NO_WORKER_S)),)

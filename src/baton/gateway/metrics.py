@@ -99,6 +99,7 @@ class FallbackCause(StrEnum):
     DECODE_LOST = "decode_lost"
     DECODE_FAILED = "decode_failed"
     STALE_TICKET = "stale_ticket"
+    TICKET_REFUSED = "ticket_refused"
     MODE_UNUSABLE = "mode_unusable"
 
 
@@ -202,6 +203,11 @@ class GatewayMetrics:
             registry=self.registry,
         )
         self.broken_streams = {cause: broken.labels(cause) for cause in BrokenStreamCause}
+        self.refused_retries = Counter(
+            "baton_gateway_refused_retries",
+            "Requests that failed without another attempt: too many others had needed one.",
+            registry=self.registry,
+        )
         self.early_first_tokens = Counter(
             "baton_gateway_early_first_tokens",
             "Streams that began with the prefill worker's token, before decode's.",

@@ -11,6 +11,8 @@ from baton.errors import ConfigError
 from baton.protocol.worker_http import Role
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from baton.auth.key import ClusterKey
     from baton.router.modes import ModeSetting
 
@@ -45,6 +47,10 @@ class GatewayOptions:
     this machine: a gateway that others can reach insists on the former. `status_fd` is the file
     descriptor that gets the line `{"event":"ready",...}`. `mode` is how KV is handed over;
     `first_token_early` lets streams begin with the prefill worker's token.
+    `client_keys_file`: see `baton.gateway.clients`; beyond loopback it is needed unless `insecure`.
+    `management_port` None: /metrics and /debug on the gateway's own port, if that is loopback's
+    or `insecure`.
+    `allowed_hosts` and `allowed_origins`: see `baton.gateway.app.RequestOrigin`.
 
     Raises:
         ConfigError: no worker can decode, a limit is not positive, or the gateway would be
@@ -57,8 +63,11 @@ class GatewayOptions:
     host: str = "127.0.0.1"
     port: int = 8000
     status_fd: int = 1
+    max_connections: int = 4096
+    max_connections_per_address: int = 1024
     max_inflight_requests: int = 1024
     max_body_bytes: int = 32 * MIB
+    max_total_body_bytes: int = 512 * MIB
     max_answer_bytes: int = 64 * MIB
     request_timeout_s: float = 600.0
     first_byte_timeout_s: float = 300.0
@@ -71,6 +80,13 @@ class GatewayOptions:
     num_records: int = 1024
     mode: ModeSetting = "auto"
     first_token_early: bool = False
+    client_keys_file: Path | None = None
+    insecure: bool = False
+    audit_log: Path | None = None
+    management_host: str = "127.0.0.1"
+    management_port: int | None = None
+    allowed_hosts: tuple[str, ...] = ()
+    allowed_origins: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not any(worker.role is not Role.PREFILL for worker in self.workers):
@@ -87,11 +103,25 @@ class GatewayOptions:
                 f"refusing to listen on {self.host}: other machines could reach this gateway, and "
                 "no cluster key is configured; set BATON_CLUSTER_KEY or listen on 127.0.0.1"
             )
+        if not (is_loopback(self.host) or self.client_keys_file or self.insecure):
+            raise ConfigError(
+                f"refusing to listen on {self.host} without API keys: everybody who reaches it "
+                "could use it; make some with: baton key client add --tenant NAME, and name the "
+                "file with --client-keys; or give --insecure"
+            )
+
+    @property
+    def is_managed_here(self) -> bool:
+        """Whether /metrics and /debug are answered on the gateway's own port."""
+        return self.management_port is None and (is_loopback(self.host) or self.insecure)
 
     def _check_limits(self) -> None:
         for name in (
+            "max_connections",
+            "max_connections_per_address",
             "max_inflight_requests",
             "max_body_bytes",
+            "max_total_body_bytes",
             "max_answer_bytes",
             "request_timeout_s",
             "first_byte_timeout_s",

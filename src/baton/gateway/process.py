@@ -8,20 +8,28 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
+import ctypes
 import logging
 import os
 import signal
-import socket
 from typing import TYPE_CHECKING, Final
 
 import uvicorn
 import uvloop
 from prometheus_client import disable_created_metrics
 
+from baton.auth.ticket import TicketIssuer
 from baton.clock import MachineClock
-from baton.errors import ConfigError
-from baton.gateway.app import GatewayApp, Readiness
+from baton.gateway.app import (
+    Access,
+    DebugPages,
+    GatewayApp,
+    ManagementApp,
+    Readiness,
+    RequestOrigin,
+)
+from baton.gateway.audit import AuditLog
+from baton.gateway.clients import Clients
 from baton.gateway.completions import Completions
 from baton.gateway.debug import RequestHistory, RequestTraces, WorkerList
 from baton.gateway.health_monitor import HealthMonitor
@@ -30,17 +38,30 @@ from baton.gateway.metrics import GatewayMetrics
 from baton.gateway.request_context import BackgroundTasks, Fallbacks, Services
 from baton.gateway.upstream import Upstream
 from baton.gateway.workers import Workers
+from baton.net.http_server import (
+    Connections,
+    HttpLimits,
+    allow_descriptors,
+    bind,
+    count_refusals,
+    make_server_config,
+    start_listening,
+    url_of,
+)
+from baton.router.failover import RetryBudget
 from baton.router.round_robin import RoundRobin
 from baton.telemetry.process_status import Ready, StatusReporter
 
 if TYPE_CHECKING:
+    import socket
     from collections.abc import AsyncGenerator, Generator
 
     from baton.clock import Clock
     from baton.gateway.options import GatewayOptions
 
-BACKLOG: Final = 2048
-KEEP_ALIVE_S: Final = 75
+M_MMAP_THRESHOLD: Final = -3
+LARGE_BYTES: Final = 1 << 20
+MANAGEMENT_LIMITS: Final = HttpLimits(max_connections=64, max_connections_per_address=64)
 
 log = logging.getLogger(__name__)
 
@@ -52,35 +73,22 @@ def run_gateway(options: GatewayOptions) -> None:
         ConfigError: the address cannot be listened on.
     """
     disable_created_metrics()  # type: ignore[no-untyped-call]  # they would double the series
+    _give_large_bodies_back()
     with (
-        contextlib.closing(bind(options)) as listener,
+        contextlib.closing(bind(options.host, options.port)) as listener,
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
     ):
+        start_listening(listener)
         runner.run(_serve(options, listener))
 
 
-def bind(options: GatewayOptions) -> socket.socket:
-    """The listening socket.
+def _give_large_bodies_back() -> None:
+    """Have the C library map large blocks one by one, so that their memory is free at once.
 
-    Raises:
-        ConfigError: the port is taken, or the address is not this machine's.
+    By itself it keeps some, once large blocks were freed (mallopt(3), M_MMAP_THRESHOLD).
     """
-    family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((options.host, options.port))
-        listener.listen(BACKLOG)
-    except OSError as exc:
-        listener.close()
-        where = f"{options.host}:{options.port}"
-        if exc.errno == errno.EADDRINUSE:
-            raise ConfigError(
-                f"{where} is taken by another process; stop it or choose another --port"
-            ) from exc
-        raise ConfigError(f"cannot listen on {where}: {exc.strerror}") from exc
-    listener.settimeout(0)
-    return listener
+    with contextlib.suppress(AttributeError):  # another C library
+        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, LARGE_BYTES)
 
 
 @contextlib.asynccontextmanager
@@ -100,6 +108,10 @@ async def open_gateway(options: GatewayOptions, clock: Clock) -> AsyncGenerator[
         placement=RoundRobin(options.mode),
         fallbacks=Fallbacks(metrics, clock),
         background_tasks=BackgroundTasks(),
+        ticket_issuer=TicketIssuer(clock),
+        retry_budget=RetryBudget(clock.now(), 2 * options.max_inflight_requests),
+        clients=Clients(options.client_keys_file, clock),
+        audit=AuditLog(options.audit_log) if options.audit_log else None,
     )
     records = RequestHistory(options.num_records)
     events = KVEvents(workers, metrics, clock)
@@ -113,37 +125,69 @@ async def open_gateway(options: GatewayOptions, clock: Clock) -> AsyncGenerator[
             Completions(services, records),
             workers,
             metrics,
-            traces=traces,
-            worker_list=worker_list,
+            debug=DebugPages(traces, worker_list),
             readiness=Readiness(workers, clock),
+            access=Access(
+                RequestOrigin.of(options),
+                services.clients,
+                is_managed_here=options.is_managed_here,
+            ),
         )
     finally:
         await health_monitor.stop()
         await services.background_tasks.stop()
         await events.stop()
         await upstream.close()
+        if services.audit is not None:
+            services.audit.close()
 
 
 async def _serve(options: GatewayOptions, listener: socket.socket) -> None:
+    limits = HttpLimits(
+        max_connections=options.max_connections,
+        max_connections_per_address=options.max_connections_per_address,
+    )
     async with open_gateway(options, MachineClock()) as app:
+        connections = Connections(
+            allow_descriptors(limits),
+            MachineClock(),
+            count_refusals(app.metrics.registry, "baton_gateway"),
+        )
         server = _Server(
-            uvicorn.Config(
-                app,
-                http="httptools",
-                ws="none",
-                lifespan="off",
-                interface="asgi3",
-                access_log=False,
-                log_config=None,
-                server_header=False,
-                proxy_headers=False,
-                timeout_keep_alive=KEEP_ALIVE_S,
-                timeout_graceful_shutdown=max(1, round(options.drain_timeout_s)),
+            make_server_config(
+                app, connections, drain_timeout_s=max(1, round(options.drain_timeout_s))
             ),
-            Ready(_url_of(listener, options)),
+            Ready(url_of(listener, options.host)),
             StatusReporter(options.status_fd),
         )
-        await server.serve(sockets=[listener])
+        async with _managing(options, app):
+            await server.serve(sockets=[listener])
+
+
+@contextlib.asynccontextmanager
+async def _managing(options: GatewayOptions, app: GatewayApp) -> AsyncGenerator[None]:
+    """The management listener, if there is one, for as long as the block runs."""
+    if options.management_port is None:
+        yield
+        return
+    with contextlib.closing(bind(options.management_host, options.management_port)) as listener:
+        start_listening(listener)
+        connections = Connections(
+            MANAGEMENT_LIMITS,
+            MachineClock(),
+            count_refusals(app.metrics.registry, "baton_management"),
+        )
+        server = uvicorn.Server(
+            make_server_config(ManagementApp(app), connections, drain_timeout_s=1)
+        )
+        server.config.load()
+        server.lifespan = server.config.lifespan_class(server.config)
+        await server.startup(sockets=[listener])
+        log.info("management: %s", url_of(listener, options.management_host))
+        try:
+            yield
+        finally:
+            await server.shutdown(sockets=[listener])
 
 
 class _Server(uvicorn.Server):
@@ -180,8 +224,3 @@ class _Server(uvicorn.Server):
             os._exit(128 + number)
         log.info("signal %s: no more requests, draining", signal.Signals(number).name)
         self.should_exit = True
-
-
-def _url_of(listener: socket.socket, options: GatewayOptions) -> str:
-    host = f"[{options.host}]" if ":" in options.host else options.host
-    return f"http://{host}:{listener.getsockname()[1]}"

@@ -7,13 +7,15 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from baton.auth.ticket import hash_tenant
 from baton.errors import InvalidRequestError
 from baton.ids import RequestId, new_request_id
+from baton.protocol.prompt_bounds import check_ids, check_messages, lists_ids
 from baton.protocol.worker_http import REQUEST_ID_HEADER
 from baton.router.placement import NonDisaggregableField
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
 
 TICKET_FIELD: Final = "kv_transfer_params"
@@ -24,6 +26,9 @@ EXTRA_ARGUMENTS_FIELD: Final = "vllm_xargs"
 """vLLM merges these into the same place as `kv_transfer_params` and its like."""
 
 MAX_REQUEST_ID_CHARS: Final = 128
+MAX_MODEL_CHARS: Final = 256
+MAX_ESCAPED_CHAR_BYTES: Final = 12
+"""Of one character outside Unicode's first plane, written as two escapes."""
 FORWARDED_HEADERS: Final = frozenset({b"traceparent", b"tracestate"})
 _PRINTABLE: Final = frozenset(range(0x21, 0x7F))
 
@@ -51,6 +56,16 @@ class CompletionBody:
         except msgspec.MsgspecError:
             return ""  # its worker refuses the request, or ignores the field
 
+    def check_ids(self, max_context_tokens: Callable[[], int]) -> None:
+        """Refuse more token ids than the model's workers have room for.
+
+        Raises:
+            InvalidRequestError: the prompt has more.
+        """
+        prompt = self.fields.get("prompt")
+        if prompt is not None and lists_ids(memoryview(prompt)):
+            check_ids(bytes(prompt), max_context_tokens())
+
     def encode(self) -> bytes:
         """The body for a worker that prefills and decodes itself."""
         return _encoder.encode(self.fields)
@@ -61,13 +76,16 @@ class CompletionBody:
         return _encoder.encode({**self.fields, TICKET_FIELD: granted})
 
 
-def parse_body(body: bytes) -> CompletionBody:
-    """Read the top level.
+def parse_body(body: bytes, tenant: str = "") -> CompletionBody:
+    """Read the top level. A `tenant`'s requests share KV with no other's, whatever their salts.
 
     Raises:
-        InvalidRequestError: not a JSON object, or `model` or `stream` has another type.
+        InvalidRequestError: not a JSON object in UTF-8, or `model` or `stream` has another type, or
+            the model's name is too long.
     """
     try:
+        if not body.isascii():
+            body.decode()  # what is forwarded as it came is text, too
         fields = _fields_decoder.decode(body)
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as exc:
         raise InvalidRequestError(f"the body is not a JSON object: {exc}") from exc
@@ -75,7 +93,20 @@ def parse_body(body: bytes) -> CompletionBody:
         fields.pop(name, None)
     if EXTRA_ARGUMENTS_FIELD in fields:
         _strip_nested(fields)
+    if "messages" in fields:
+        check_messages(bytes(fields["messages"]))
+    if tenant:
+        fields["cache_salt"] = _bind_salt(fields, tenant)
     return CompletionBody(_model(fields), _stream(fields), fields)
+
+
+def _bind_salt(fields: dict[str, msgspec.Raw], tenant: str) -> msgspec.Raw:
+    """The client's salt within its tenant's."""
+    try:
+        own = msgspec.json.decode(fields.get("cache_salt", b"null"), type=str | None) or ""
+    except msgspec.MsgspecError as exc:
+        raise InvalidRequestError("cache_salt must be a string", param="cache_salt") from exc
+    return msgspec.Raw(_encoder.encode(hash_tenant(f"{tenant}\0{own}")))
 
 
 def _strip_nested(fields: dict[str, msgspec.Raw]) -> None:
@@ -93,10 +124,22 @@ def _strip_nested(fields: dict[str, msgspec.Raw]) -> None:
 def _model(fields: dict[str, msgspec.Raw]) -> str:
     if "model" not in fields:
         raise InvalidRequestError("you must name a model", param="model")
+    raw = fields["model"]
+    if len(memoryview(raw)) > MAX_ESCAPED_CHAR_BYTES * MAX_MODEL_CHARS + 2:
+        raise _model_too_long()
     try:
-        return _text_decoder.decode(fields["model"])
+        model = _text_decoder.decode(raw)
     except msgspec.MsgspecError as exc:
         raise InvalidRequestError("model must be a string", param="model") from exc
+    if len(model) > MAX_MODEL_CHARS:
+        raise _model_too_long()
+    return model
+
+
+def _model_too_long() -> InvalidRequestError:
+    return InvalidRequestError(
+        f"the model's name has more than {MAX_MODEL_CHARS} characters", param="model"
+    )
 
 
 def _stream(fields: dict[str, msgspec.Raw]) -> bool:

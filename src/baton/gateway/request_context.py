@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Final
 
+from baton.gateway.clients import EVERYBODY
 from baton.gateway.metrics import NO_MODE, NO_MODEL, Phase
 from baton.protocol.worker_http import REQUEST_ID_HEADER
+from baton.telemetry.log_limit import LimitedLog
 from baton.telemetry.trace import Stamp
 
 if TYPE_CHECKING:
@@ -17,13 +19,17 @@ if TYPE_CHECKING:
 
     from starlette.types import Send
 
+    from baton.auth.ticket import TicketIssuer
     from baton.clock import Clock, Instant
+    from baton.gateway.audit import AuditLog
+    from baton.gateway.clients import Client, Clients
     from baton.gateway.health_monitor import HealthMonitor
     from baton.gateway.metrics import FallbackCause, GatewayMetrics, ModelMetrics
     from baton.gateway.options import GatewayOptions
     from baton.gateway.upstream import Upstream
     from baton.gateway.workers import Workers
     from baton.ids import RequestId
+    from baton.router.failover import RetryBudget
     from baton.router.placement import Placement, PlacementPolicy
     from baton.telemetry.trace import RequestSpan
 
@@ -56,18 +62,13 @@ class Fallbacks:
     """Notes that a request is served in another way than intended."""
 
     def __init__(self, metrics: GatewayMetrics, clock: Clock) -> None:
-        self._metrics, self._clock = metrics, clock
-        self._logged_at: dict[FallbackCause, Instant] = {}
+        self._metrics, self._log = metrics, LimitedLog(log, clock, LOG_AGAIN_AFTER_S)
 
     def note(self, context: RequestContext, cause: FallbackCause, reason: str) -> None:
         """Note one, for people (`reason`) and for machines (`cause`)."""
         self._metrics.fallbacks[cause].inc()
         context.trace.fallbacks.append(f"{cause}: {reason}")
-        now = self._clock.now()
-        last = self._logged_at.get(cause)
-        if last is None or now - last >= LOG_AGAIN_AFTER_S:
-            self._logged_at[cause] = now
-            log.warning("falling back (%s): %s [request %s]", cause, reason, context.id)
+        self._log.warning(cause, f"falling back ({cause}): {reason} [request {context.id}]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +84,10 @@ class Services:
     placement: PlacementPolicy
     fallbacks: Fallbacks
     background_tasks: BackgroundTasks
+    ticket_issuer: TicketIssuer
+    retry_budget: RetryBudget
+    clients: Clients
+    audit: AuditLog | None
 
 
 STREAM_HEADERS: Final = (
@@ -107,6 +112,8 @@ class RequestContext:
     forwarded_headers: dict[str, str]
     trace: RequestSpan
     metrics: ModelMetrics
+    address: str = ""
+    client: Client = EVERYBODY
     phase: Phase = Phase.QUEUED
     model: str = NO_MODEL
     mode: str = NO_MODE

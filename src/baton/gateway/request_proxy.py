@@ -15,6 +15,7 @@ from baton.gateway.errors import (
     NoWorkerError,
     PrefillFailedError,
     StaleTicketError,
+    TicketRefusedError,
     UpstreamError,
     WorkerFailedError,
     WorkerLostError,
@@ -59,8 +60,13 @@ class RequestProxy:
             NoWorkerError: none of those that do is available.
             UpstreamError: the workers that were asked failed.
         """
+        services = self._services
         failover, failed = Failover(), None
+        services.retry_budget.add_request()
         while failover.may_retry and not self._context.has_sent_bytes:
+            if failed is not None and not services.retry_budget.take(services.clock.now()):
+                services.metrics.refused_retries.inc()
+                break
             placement = self._place(failover, failed)
             try:
                 await self._attempt(placement)
@@ -68,7 +74,7 @@ class RequestProxy:
                 failed = exc
                 failover.record(_attempt_at(placement), _failure_of(exc))
                 if isinstance(exc, StaleTicketError):
-                    await self._services.health_monitor.refresh(exc.worker)
+                    await services.health_monitor.refresh(exc.worker)
             else:
                 return
         if failed is not None:
@@ -79,6 +85,7 @@ class RequestProxy:
         fleet = services.workers.fleet
         if context.model not in fleet.models:
             raise services.workers.why_not_served(context.model)
+        self._body.check_ids(partial(services.workers.largest_context, context.model))
         context.metrics = services.metrics.of(context.model, NO_MODE)
         speaks_vllm = "vllm" in fleet.models[context.model].decode_protocols
         non_disaggregable = find_non_disaggregable_field(self._body) if speaks_vllm else None
@@ -194,7 +201,7 @@ class RequestProxy:
             prefill=prefill.ref,
             decode=decode.ref,
             mode=mode,
-            expires_at=services.clock.unix_now() + context.left_s(services.clock.now()),
+            issue=services.ticket_issuer.issue(context.left_s(services.clock.now())),
             first_token_early=self._wants_early(prefill, decode),
             tenant_salt=hash_tenant(self._body.cache_salt),
         )
@@ -219,6 +226,7 @@ class RequestProxy:
 _CAUSES: Final[dict[type[UpstreamError], FallbackCause]] = {
     StaleTicketError: FallbackCause.STALE_TICKET,
     KVLostError: FallbackCause.HANDOFF_FAILED,
+    TicketRefusedError: FallbackCause.TICKET_REFUSED,
     WorkerUnreachableError: FallbackCause.DECODE_UNREACHABLE,
     WorkerLostError: FallbackCause.DECODE_LOST,
 }
@@ -241,6 +249,8 @@ def _failure_of(error: UpstreamError) -> Failure:
             return Failure.PREFILL_FAILED
         case StaleTicketError():
             return Failure.STALE_TICKET
+        case TicketRefusedError():
+            return Failure.TICKET_REFUSED
         case KVLostError():
             return Failure.KV_LOST
         case _:

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from baton.gateway.asgi import Header, send_whole
+from baton.gateway.asgi import JSON, Header, send_whole
 from baton.gateway.errors import (
     ErrorAnswer,
     StaleTicketError,
+    TicketRefusedError,
     UpstreamError,
     WorkerFailedError,
     WorkerLostError,
@@ -104,6 +105,8 @@ EVENT_STREAM: Final = "text/event-stream"
 ERROR_EVENT: Final = b'data: {"error"'
 DONE: Final = b"data: [DONE]"
 TAIL_BYTES: Final = 32
+REFUSALS: Final = frozenset({HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN})
+"""Of who asks: that is the gateway, never its client."""
 ANSWER_HEADERS: Final = ("content-type", "retry-after")
 
 
@@ -127,6 +130,7 @@ class ResponseForwarder:
 
         Raises:
             StaleTicketError: it refuses the ticket. Nothing was sent.
+            TicketRefusedError: it believes neither ticket nor gateway. Nothing was sent.
             WorkerFailedError: it is a 5xx, or a stream of vLLM's that begins with one. Of a stream
                 its headers may have been sent.
             WorkerLostError: it was cut off. A stream may have been sent in part.
@@ -188,13 +192,18 @@ class ResponseForwarder:
         body = await read_answer(response, self._services.options.max_answer_bytes)
         if response.status == HTTPStatus.CONFLICT and read_error(body).code == STALE_TICKET:
             raise StaleTicketError(self._decode.ref)
+        if response.status in REFUSALS:
+            detail = read_error(body).message
+            raise TicketRefusedError(f"{self._decode.id} answered {response.status}: {detail}")
         headers = _forwarded_headers(response)
         if context.status is not None:
             raise UpstreamError(f"{self._decode.id} answered {response.status} to a second attempt")
         if response.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
             raise WorkerFailedError(
                 f"{self._decode.id} answered {response.status}",
-                answer=ErrorAnswer(response.status, body, headers),
+                answer=ErrorAnswer(
+                    response.status, body, tuple(h for h in headers if h[0] != JSON[0])
+                ),
             )
         if self._decode.protocol == "vllm":
             body = client_answer(body)

@@ -277,6 +277,13 @@ class Workers:
                 lengths[info.served_model_name] = min(known, info.max_context_tokens)
         return lengths
 
+    def largest_context(self, model: str) -> int:
+        """Tokens that some worker of a model has room for."""
+        infos = (worker.info for worker in self.all)
+        return max(
+            (i.max_context_tokens for i in infos if i and i.served_model_name == model), default=0
+        )
+
     def register(self, worker: Worker, info: WorkerInfo) -> None:
         """It identified itself: it is up, unless it cannot be used as listed."""
         reason = why_not_used(info, worker.address)

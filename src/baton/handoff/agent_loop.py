@@ -12,7 +12,7 @@ import selectors
 from typing import TYPE_CHECKING, Final, assert_never
 
 from baton.auth.ticket import WorkerRef
-from baton.errors import BatonError, TransferError
+from baton.errors import BatonError, PeerLostError, TransferError
 from baton.handoff.decode_receiver import DecodeReceiver
 from baton.handoff.heartbeat import EngineHeartbeat, HeartbeatPublisher
 from baton.handoff.kv_views import AgentContext, RegisteredView
@@ -89,6 +89,8 @@ class AgentLoop:
         """
         self.options = options
         self.is_stopping = False
+        self.reraises = False
+        """Unexpected errors: a simulation looks for those that this thread survives."""
         self._commands: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._selector = options.io_backend.make_selector()
         self._waker = options.io_backend.make_waker()
@@ -160,7 +162,7 @@ class AgentLoop:
         self._run_commands()
         for transport in self.options.transports:
             for event in transport.poll():
-                self._dispatch_transfer_event(transport, event)
+                self._guard_transfer_event(transport, event)
         now = self.options.clock.now()
         if now >= self._next_tick:
             self._tick(now)
@@ -215,24 +217,34 @@ class AgentLoop:
 
     def _dispatch_all(self, events: list[PeerEvent]) -> None:
         for event in events:
-            match event:
-                case PeerUp(peer):
-                    for lost in self._peer_transports.attach_preferred(peer):
-                        self._transport_down(lost)
-                    self.importer.peer_up(peer)
-                    self.receiving.peer_up(peer)
-                case PeerGone(peer, error):
-                    self._prober.forget(peer)
-                    self._probe_target.forget(peer)
-                    self._peer_transports.forget(peer)
-                    self.receiving.peer_gone(peer, error)
-                    self.sending.peer_gone(peer, error)
-                    self.importer.peer_gone(peer)
-                    self.exporter.peer_gone(peer)
-                case MessageReceived():
-                    self._dispatch_message(event)
-                case _:
-                    assert_never(event)
+            try:
+                self._dispatch(event)
+            except Exception:
+                if self.reraises:
+                    raise
+                # What its peer's handoffs have missed is unknown: they end, others go on.
+                logger.exception("handoff: an event of %s could not be handled", event.peer.name)
+                self._peers.end(event.peer, PeerLostError("an event of it could not be handled"))
+
+    def _dispatch(self, event: PeerEvent) -> None:
+        match event:
+            case PeerUp(peer):
+                for lost in self._peer_transports.attach_preferred(peer):
+                    self._transport_down(lost)
+                self.importer.peer_up(peer)
+                self.receiving.peer_up(peer)
+            case PeerGone(peer, error):
+                self._prober.forget(peer)
+                self._probe_target.forget(peer)
+                self._peer_transports.forget(peer)
+                self.receiving.peer_gone(peer, error)
+                self.sending.peer_gone(peer, error)
+                self.importer.peer_gone(peer)
+                self.exporter.peer_gone(peer)
+            case MessageReceived():
+                self._dispatch_message(event)
+            case _:
+                assert_never(event)
 
     def _dispatch_message(self, event: MessageReceived) -> None:
         peer, message = event.peer, event.message
@@ -263,6 +275,17 @@ class AgentLoop:
         return (prober.active is not None and prober.handle_transfer_event(transport, event)) or (
             target.held is not None and target.handle_transfer_event(transport, event)
         )
+
+    def _guard_transfer_event(self, transport: Transport, event: TransferEvent) -> None:
+        try:
+            self._dispatch_transfer_event(transport, event)
+        except Exception:
+            if self.reraises:
+                raise
+            logger.exception("handoff: %r could not be handled", event)
+            if isinstance(event, WriteCompleted):  # else its pages would be held without end
+                error = TransferError("its completion could not be handled")
+                self.sending.write_failed(transport, event.transfer, error)
 
     def _dispatch_transfer_event(self, transport: Transport, event: TransferEvent) -> None:
         if self._is_of_probe(transport, event):

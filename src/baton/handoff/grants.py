@@ -31,21 +31,25 @@ MAX_EARLY_GRANTS: Final = 4096
 
 @dataclass(frozen=True, slots=True)
 class Granted:
-    """A grant, checked, and who gave it. `target` are the pages to write into, if it names any."""
+    """A grant, checked, and who gave it. `target` are the pages to write into, if it names any.
+
+    `forget_at`: when its request has ended, wherever it was sent.
+    """
 
     peer: Peer
     ticket: Ticket
     grant: Grant
     target: BlockTable
+    forget_at: Instant
 
 
 def check_ticket(context: AgentContext, peer: Peer, sealed: str) -> Ticket:
     """The ticket, if it is one for this prefill worker and that decode worker.
 
     Raises:
-        TicketError: forged, expired, or for somebody else.
+        TicketError: forged, or for somebody else.
     """
-    ticket = unseal(sealed, context.key, context.clock.unix_now())
+    ticket = unseal(sealed, context.key)
     if (ticket.prefill.worker, ticket.prefill.epoch) != (context.me.worker, context.me.epoch):
         raise TicketError(f"a ticket for another prefill worker, {ticket.prefill.worker}")
     if ticket.decode.epoch != epoch_of(peer):
@@ -72,7 +76,8 @@ def check_grant(context: AgentContext, peer: Peer, grant: Grant) -> Granted:
         _check_holds(target, peer.negotiated.theirs.layout.block_size, grant)
     elif len(target.blocks):
         raise ProtocolError("a grant of pages by a worker that reads by itself")
-    return Granted(peer, ticket, grant, target)
+    forget_at = Instant(context.clock.now() + ticket.issue.lifetime_s)
+    return Granted(peer, ticket, grant, target, forget_at)
 
 
 def check_fallback(granted: Granted, message: FallbackToWrite) -> Granted:
@@ -123,10 +128,10 @@ class EarlyGrants:
             if granted.peer is peer:
                 del self._grants[ticket]
 
-    def forget_expired(self, unix_now: float) -> None:
+    def forget_expired(self, now: Instant) -> None:
         """Drop grants for requests that never came."""
         for ticket, granted in tuple(self._grants.items()):
-            if unix_now > granted.ticket.expires_at:
+            if now > granted.forget_at:
                 del self._grants[ticket]
 
 

@@ -16,7 +16,7 @@ peer in which the KV is: `SharedBlockPort` is how they go back.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Final, Protocol, TypeAlias
 
 import msgspec
 
@@ -38,10 +38,14 @@ DECLINED_STAGE: Final = "declined"
 """Stage of the `HandoffError` that ends an offer which the decode worker did not need."""
 
 
+MAX_TOKEN_ID: Final = 2**31 - 1
+TokenId: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKEN_ID)]
+
+
 class TokenLogprob(msgspec.Struct, frozen=True):
     """A token and its natural-log probability."""
 
-    token_id: int
+    token_id: TokenId
     logprob: float
 
 
@@ -52,7 +56,7 @@ class SampledToken(msgspec.Struct, frozen=True):
     empty when the request asked for none.
     """
 
-    token_id: int
+    token_id: TokenId
     logprob: float | None = None
     top: tuple[TokenLogprob, ...] = ()
 

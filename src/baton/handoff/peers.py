@@ -14,6 +14,7 @@ import selectors
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, TypeAlias
 
+from baton.clock import Instant
 from baton.errors import (
     BatonError,
     ConfigError,
@@ -35,6 +36,8 @@ from baton.handoff.messages import (
     UnsupportedHello,
 )
 from baton.kv.layout import find_differences
+from baton.net.endpoints import OUT_OF_RESOURCES
+from baton.telemetry.log_limit import LimitedLog
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -125,8 +128,12 @@ def _explain_traits(dialer: Hello, listener: Hello) -> list[str]:
 logger = logging.getLogger(__name__)
 
 MAX_LINKS: Final = 1024
+MAX_UNPROVED: Final = 128
+"""Places for those that dialed and have not proved the key: they take none of the others'."""
 MAX_WARNINGS: Final = 256
 AUTHENTICATION_TIMEOUT_S: Final = 2.0
+ACCEPT_PAUSE_S: Final = 0.5
+"""Where no descriptor is left: a listener that stays readable would spin."""
 EVERY_INTERFACE: Final = frozenset({"", "0.0.0.0", "::", "[::]"})  # noqa: S104 - refused
 
 
@@ -212,6 +219,9 @@ class PeerTable:
         self._dialed: dict[tuple[WorkerId, Epoch], Peer] = {}
         self._ended: list[PeerGone] = []
         self._warned: set[str] = set()
+        self._unproved: dict[Peer, None] = {}  # of those that dialed; the oldest first
+        self._accepts_at: Instant | None = None  # set while accepting is paused
+        self._log = LimitedLog(logger, clock)
 
     def __iter__(self) -> Iterator[Peer]:
         """Every peer with an open link."""
@@ -281,6 +291,12 @@ class PeerTable:
     def tick(self) -> list[PeerEvent]:
         """Ping, and give up on peers that were silent for too long."""
         now = self._clock.now()
+        if self._accepts_at is not None and now >= self._accepts_at:
+            self._resume_accepting()
+        for peer in tuple(self._unproved):
+            if now - peer.link.opened_at > AUTHENTICATION_TIMEOUT_S:
+                text = f"it has not proved the cluster key within {AUTHENTICATION_TIMEOUT_S:g} s"
+                self._drop(peer, PeerLostError(text))
         for peer in self:
             silent_s = now - peer.link.received_at
             limit_s = self._liveness_timeout_s if peer.hello else AUTHENTICATION_TIMEOUT_S
@@ -291,10 +307,15 @@ class PeerTable:
         ended, self._ended = self._ended, []
         return list(ended)
 
+    def end(self, peer: Peer, error: BatonError) -> None:
+        """End the link to a peer; the next `tick` reports it."""
+        self._drop(peer, error)
+
     def close(self) -> None:
         """Close the listener and every link."""
         if self._listener is not None:
-            self._selector.unregister(self._listener)
+            if self._accepts_at is None:
+                self._selector.unregister(self._listener)
             self._listener.close()
             self._listener = None
         for peer in self:
@@ -306,12 +327,38 @@ class PeerTable:
             return
         try:
             sock, _ = self._listener.accept()
-        except OSError:
-            return  # it left again before it was accepted
-        if len(self._peers) >= MAX_LINKS:
+        except OSError as exc:
+            if exc.errno in OUT_OF_RESOURCES:
+                self._pause_accepting(exc)
+            return  # or it left again before it was accepted
+        if len(self._peers) - len(self._unproved) >= MAX_LINKS:
+            self._log.warning("links", f"refused a peer: {MAX_LINKS} are linked")
             sock.close()
             return
-        self._admit(Peer(Link.accept(sock, self._key, self._clock.now()), dialed=None))
+        if len(self._unproved) >= MAX_UNPROVED:
+            self._drop_oldest_unproved(f"{MAX_UNPROVED} others have not proved the key either")
+        peer = Peer(Link.accept(sock, self._key, self._clock.now()), dialed=None)
+        self._unproved[peer] = None
+        self._admit(peer)
+
+    def _pause_accepting(self, exc: OSError) -> None:
+        if self._listener is None or self._accepts_at is not None:
+            return
+        self._log.warning("accept", f"handoff: no peer can be accepted: {exc.strerror}")
+        self._selector.unregister(self._listener)
+        self._accepts_at = Instant(self._clock.now() + ACCEPT_PAUSE_S)
+        self._drop_oldest_unproved("no file descriptor is left")
+
+    def _resume_accepting(self) -> None:
+        if self._listener is not None:
+            self._accepts_at = None
+            self._selector.register(self._listener, selectors.EVENT_READ, self)
+
+    def _drop_oldest_unproved(self, reason: str) -> None:
+        oldest = next(iter(self._unproved), None)
+        if oldest is not None:
+            self._log.warning("unproved", f"handoff: a connection was closed: {reason}")
+            self._drop(oldest, PeerLostError(reason))
 
     def _admit(self, peer: Peer) -> None:
         self._peers[peer] = None
@@ -325,7 +372,10 @@ class PeerTable:
             if mask & selectors.EVENT_WRITE:
                 peer.link.flush()
             if mask & selectors.EVENT_READ:
-                for message in peer.link.receive(self._clock.now()):
+                messages = peer.link.receive(self._clock.now())
+                if peer.link.phase is LinkPhase.UP:
+                    self._unproved.pop(peer, None)
+                for message in messages:
                     events += self._handle(peer, message)
         except BatonError as exc:
             self._drop(peer, exc)
@@ -404,6 +454,7 @@ class PeerTable:
         if peer not in self._peers:
             return
         del self._peers[peer]
+        self._unproved.pop(peer, None)
         self._selector.unregister(peer.link.sock)
         peer.link.close()
         if peer.dialed is not None:

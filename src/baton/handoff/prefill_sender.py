@@ -260,7 +260,7 @@ class PrefillSender:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         now = self._context.clock.now()
         for outgoing in tuple(self._outgoing.values()):
             self._perform(outgoing, outgoing.session.expire(now))
-        self._early.forget_expired(self._context.clock.unix_now())
+        self._early.forget_expired(now)
 
     def stop(self, reason: str) -> None:
         """Fail everything."""

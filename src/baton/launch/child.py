@@ -12,6 +12,7 @@ from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Final, assert_never
 
 from baton.errors import ProtocolError
@@ -27,6 +28,8 @@ PR_SET_PDEATHSIG: Final = 1
 NUM_LAST_LINES: Final = 20
 MAX_LINE_BYTES: Final = 64 * 1024
 READ_REST_TIMEOUT_S: Final = 1.0
+REAPED_POLL_S: Final = 0.005
+MAX_KILL_ROUNDS: Final = 20
 
 log = logging.getLogger(__name__)
 
@@ -96,8 +99,10 @@ class Child:
         self._signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """End it, and all processes of its group, at once."""
+        """End it, and all processes of its session, at once."""
         self._signal(signal.SIGKILL)
+        if self._process.returncode is None:
+            kill_session(self.pid)
 
     def _signal(self, number: signal.Signals) -> None:
         if self._process.returncode is None:
@@ -108,8 +113,9 @@ class Child:
         readers = [asyncio.create_task(self._read_status_messages(status_messages.stream))]
         if self._process.stdout is not None:
             readers.append(asyncio.create_task(self._read_lines(self._process.stdout, on_line)))
-        ended = ChildExited(await self._process.wait())
-        # A grandchild could hold the pipes open without limit: what is in them is read, no more.
+        ended = ChildExited(await _wait_for_exit(self._process))
+        kill_session(self.pid)
+        # Who left the session could hold the pipes open without limit: what is in them is read.
         await asyncio.wait(readers, timeout=READ_REST_TIMEOUT_S)
         for reader in readers:
             reader.cancel()
@@ -152,6 +158,53 @@ class Child:
             line = raw.decode(errors="replace").rstrip("\n")
             self.last_lines.append(line)
             on_line(line)
+
+
+async def _wait_for_exit(process: Process) -> int:
+    """Its exit status, as soon as it has one.
+
+    By its pidfd: asyncio's own `wait`, in Python 3.11, returns when no process holds its pipes any
+    more, and a process that it started and left behind holds them.
+    """
+    with suppress(ProcessLookupError):  # asyncio has reaped it
+        pidfd = os.pidfd_open(process.pid)
+        loop, ended = asyncio.get_running_loop(), asyncio.Event()
+        try:
+            loop.add_reader(pidfd, ended.set)
+            await ended.wait()
+        finally:
+            loop.remove_reader(pidfd)
+            os.close(pidfd)
+    while process.returncode is None:  # noqa: ASYNC110 - asyncio's thread is about to report it
+        await asyncio.sleep(REAPED_POLL_S)
+    return process.returncode
+
+
+def kill_session(session: int) -> None:
+    """End every process of a session, whatever its group and its parent.
+
+    A worker's children tie themselves to it once they run; this reaches those that did not yet.
+    """
+    for _ in range(MAX_KILL_ROUNDS):  # some may be forking meanwhile
+        members = _find_members(session)
+        if not members:
+            return
+        for pid in members:
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def _find_members(session: int) -> list[int]:
+    """Processes of a session that are not dead: fields 3 and 6 of proc(5)'s `stat`."""
+    members = []
+    for folder in Path("/proc").iterdir():
+        if not folder.name.isdigit():
+            continue
+        with suppress(OSError):
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+            if int(fields[3]) == session and fields[0] not in {"Z", "X"}:
+                members.append(int(folder.name))
+    return members
 
 
 async def spawn(

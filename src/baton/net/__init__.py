@@ -1,4 +1,4 @@
-"""One authenticated, framed socket stack: for transports, the handoff's link and the doctor.
+"""One authenticated, framed socket stack for transports, links and doctor; one HTTP server.
 
 Enters: sockets, the cluster key, frames' bodies and lists of buffers. Leaves: frames and page bytes
 of peers that have proved the key, and an error, once, where a connection ends.
@@ -10,4 +10,5 @@ File map:
                    once; whether its peer makes progress
     endpoints.py   dial and accept peers, until they have proved the key; a peer's process
     tls.py         TLS beneath the frames
+    http_server.py an HTTP server's socket, and its bounds on connections, heads and bodies
 """

@@ -9,10 +9,12 @@ import socket
 import struct
 from typing import TYPE_CHECKING, Any, Final
 
+from baton.clock import MachineClock
 from baton.errors import PeerUnreachableError, TransferError
 from baton.net.channel import Channel
 from baton.net.connection import Connection
 from baton.net.framing import MAX_HANDSHAKE_BYTES, DialerHandshake, ListenerHandshake
+from baton.telemetry.log_limit import LimitedLog
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,9 +26,12 @@ _log = logging.getLogger(__name__)
 
 BACKLOG: Final = 128
 MAX_CONNECTIONS: Final = 256
-MAX_UNPROVED: Final = 64
-"""A limit of its own: unauthenticated peers cannot use up the connections of authenticated ones."""
+MAX_UNPROVED: Final = 128
+"""Places of their own, of which a new one takes the oldest's: they take none of proved peers'."""
 PROOF_TIMEOUT_S: Final = 2.0
+ACCEPT_PAUSE_S: Final = 0.5
+"""Where no descriptor is left: a listener that stays readable would spin."""
+OUT_OF_RESOURCES: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 ATTACH_TIMEOUT_S: Final = 5.0
 _STARTED: Final = (0, errno.EINPROGRESS)
 """A Unix socket whose listener has a full backlog answers EAGAIN instead: that is unreachable."""
@@ -99,11 +104,12 @@ class Listener:
     ) -> None:
         self._socket, self._reactor = sock, reactor
         self._key, self._purpose, self._on_peer = key, purpose, on_peer
-        self._unproved: set[Connection] = set()
+        self._unproved: dict[Connection, None] = {}  # the oldest first
+        self._log = LimitedLog(_log, MachineClock())
         self._peers: set[Connection] = set()
         sock.settimeout(0)
         sock.listen(BACKLOG)
-        reactor.watch(sock.fileno(), self._accept)
+        self._watch()
 
     def forget(self, connection: Connection) -> None:
         """A peer's connection is over: it counts no longer."""
@@ -112,8 +118,9 @@ class Listener:
     def close(self) -> None:
         """Close the listener and all its connections."""
         self._reactor.unwatch(self._socket.fileno())
+        self._reactor.cancel_call(self._socket.fileno())
         self._socket.close()
-        for connection in self._unproved | self._peers:
+        for connection in (*self._unproved, *self._peers):
             connection.close()
         self._unproved.clear()
         self._peers.clear()
@@ -121,15 +128,34 @@ class Listener:
     def _accept(self) -> None:
         try:
             sock, _ = self._socket.accept()
-        except OSError as exc:  # gone again, or no descriptors left: serve the others
-            _log.warning("could not accept a transfer connection: %s", exc)
-            return
-        if len(self._unproved) >= MAX_UNPROVED or len(self._peers) >= MAX_CONNECTIONS:
-            _log.warning("refused a transfer connection: too many are open")
+        except OSError as exc:
+            if exc.errno in OUT_OF_RESOURCES:
+                self._pause(exc)
+            return  # or it left again before it was accepted
+        if len(self._peers) >= MAX_CONNECTIONS:
+            self._log.warning("peers", f"refused a transfer connection: {MAX_CONNECTIONS} are open")
             sock.close()
             return
+        if len(self._unproved) >= MAX_UNPROVED:
+            self._close_oldest_unproved(f"{MAX_UNPROVED} others have not proved the key either")
         sock.settimeout(0)
         self._challenge(sock)
+
+    def _watch(self) -> None:
+        self._reactor.watch(self._socket.fileno(), self._accept)
+
+    def _pause(self, exc: OSError) -> None:
+        self._log.warning("accept", f"no transfer connection can be accepted: {exc.strerror}")
+        self._reactor.unwatch(self._socket.fileno())
+        self._reactor.call_after(self._socket.fileno(), ACCEPT_PAUSE_S, self._watch)
+        self._close_oldest_unproved("no file descriptor is left")
+
+    def _close_oldest_unproved(self, reason: str) -> None:
+        oldest = next(iter(self._unproved), None)
+        if oldest is not None:
+            del self._unproved[oldest]
+            self._log.warning("unproved", f"a transfer connection was closed: {reason}")
+            oldest.close()
 
     def _challenge(self, sock: socket.socket) -> None:
         handshake = ListenerHandshake(self._key, self._purpose)
@@ -142,17 +168,17 @@ class Listener:
             if not handshake.done:
                 connection.send_raw(reply)
                 return
-            self._unproved.discard(connection)
+            self._unproved.pop(connection, None)
             self._peers.add(connection)
             connection.fail_after(ATTACH_TIMEOUT_S, "attaching")
             self._on_peer(connection)
 
         def lose(_: TransferError) -> None:
-            self._unproved.discard(connection)
+            self._unproved.pop(connection, None)
 
         connection = Connection(self._reactor, Channel(sock, MAX_HANDSHAKE_BYTES), check, lose)
         connection.fail_after(PROOF_TIMEOUT_S, "a peer's proof of the key")
-        self._unproved.add(connection)
+        self._unproved[connection] = None
 
 
 def open_peer_process(sock: socket.socket) -> int | None:

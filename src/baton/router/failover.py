@@ -3,6 +3,7 @@
     decode failed       avoid that worker                            costs an attempt
     stale ticket        the same workers, with a new ticket          costs an attempt
     KV lost             no handoff: the decode worker computes all   costs an attempt
+    ticket refused      the same                                     costs an attempt
     prefill failed      avoid it, its mode, or every handoff         bounded by its own count
 
 Used by the gateway and by the simulator. Nothing is tried again once a part of an answer was sent;
@@ -11,7 +12,7 @@ the caller checks that.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Final, get_args
 
@@ -29,6 +30,10 @@ PREFILL_FIRST: Final[frozenset[HandoffMode]] = frozenset({"pull", "pool"})
 
 EVERY_MODE: Final[frozenset[HandoffMode]] = frozenset(get_args(HandoffMode))
 
+PER_REQUEST: Final = 0.2
+PER_SECOND: Final = 1.0
+"""What a `RetryBudget` gets."""
+
 ABORT_RETRY_DELAYS_S: Final = (0.05, 0.2, 1.0)
 """Pauses after each abort sent to decode but the last: the first abort can overtake the request
 that it is about, which then would not know of it."""
@@ -40,6 +45,7 @@ class Failure(StrEnum):
     DECODE_FAILED = "decode_failed"
     STALE_TICKET = "stale_ticket"
     KV_LOST = "kv_lost"
+    TICKET_REFUSED = "ticket_refused"
     PREFILL_FAILED = "prefill_failed"
     PREFILL_REJECTED = "prefill_rejected"
     MODE_FAILED = "mode_failed"
@@ -74,9 +80,9 @@ class Failover:
             case Failure.PREFILL_FAILED | Failure.PREFILL_REJECTED | Failure.MODE_FAILED:
                 self._record_prefill(attempt, failure)
                 return
-            case Failure.KV_LOST:  # the same worker may compute it all
-                self.failed_modes = EVERY_MODE
-            case Failure.DECODE_FAILED:
+            case Failure.KV_LOST | Failure.TICKET_REFUSED if attempt.prefill is not None:
+                self.failed_modes = EVERY_MODE  # the same worker may compute it all
+            case Failure.DECODE_FAILED | Failure.KV_LOST | Failure.TICKET_REFUSED:
                 self.avoid |= {attempt.decode}
             case Failure.STALE_TICKET:
                 pass  # its worker's new epoch is all that the next attempt needs
@@ -91,3 +97,32 @@ class Failover:
             self.failed_modes |= {attempt.mode}
         elif attempt.prefill is not None:
             self.avoid |= {attempt.prefill}
+
+
+@dataclass(slots=True)
+class RetryBudget:
+    """Bounds what retries add to the load of a fleet that fails: a bucket of whole retries.
+
+    It begins full: `capacity` covers the requests under way at workers that die. Each request adds
+    `PER_REQUEST`, and each second `PER_SECOND`: rare failures are always retried.
+    """
+
+    at: float
+    capacity: float
+    left: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.left = self.capacity
+
+    def add_request(self) -> None:
+        """A request arrived."""
+        self.left = min(self.capacity, self.left + PER_REQUEST)
+
+    def take(self, now: float) -> bool:
+        """Whether a retry may be made, which is then counted."""
+        self.left = min(self.capacity, self.left + (now - self.at) * PER_SECOND)
+        self.at = now
+        if self.left < 1:
+            return False
+        self.left -= 1
+        return True

@@ -136,13 +136,15 @@ class Tier(Protocol):
 class TierContext:
     """What every tier is built from, besides its own options.
 
-    `cluster` names the cluster in paths: printable, and no secret. Entries that must go are handed
-    to `below`, if there is such a tier.
+    `cluster` names the cluster in paths: printable, and no secret once it is used; `other_names`
+    are for where another user took that path, and cannot be foreseen. Entries that must go are
+    handed to `below`, if there is such a tier.
     """
 
     cluster: str
     clock: Clock
     below: Tier | None = None
+    other_names: tuple[str, ...] = ()
 
 
 class TierFactory(Protocol):

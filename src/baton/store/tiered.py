@@ -118,7 +118,12 @@ class TieredStore:
 
 
 def open_store(
-    kinds: Sequence[str], options: Mapping[str, Mapping[str, object]], *, cluster: str, clock: Clock
+    kinds: Sequence[str],
+    options: Mapping[str, Mapping[str, object]],
+    *,
+    cluster: str,
+    clock: Clock,
+    other_names: tuple[str, ...] = (),
 ) -> TieredStore:
     """Open the tiers of these kinds, the quickest first, from the last to the first.
 
@@ -130,7 +135,9 @@ def open_store(
         for kind in reversed(kinds):
             below = tiers[0] if tiers else None
             factory = TIERS.build(kind, options.get(kind, {}))
-            tiers.insert(0, CountedTier(kind, factory(TierContext(cluster, clock, below))))
+            tiers.insert(
+                0, CountedTier(kind, factory(TierContext(cluster, clock, below, other_names)))
+            )
             opened.callback(tiers[0].close)
         opened.pop_all()
     return TieredStore(tiers)

@@ -7,5 +7,6 @@ File map:
     trace.py           `RequestSpan`: what one process recorded; `TraceRing`: the last ones;
                        `summarize`: spans of one request → durations and facts, pure
     process_status.py  what a process reports to its launcher
+    log_limit.py       `LimitedLog`: lines that any client can cause
     metrics.py         `WorkerMetrics`: counters and histograms, every label pre-registered at 0
 """

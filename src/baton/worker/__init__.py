@@ -16,6 +16,6 @@ File map, along the way of a request:
     status_pages.py   health, models, info, metrics, traces; abort of a handoff
     metrics.py        metrics and traces of requests; the engine's own statistics
     worker.py         `build_worker`: all of it around an engine and a handoff agent
-    process.py        `run_worker`: the process; listener.py: its port and cores
+    process.py        `run_worker`: the process, from its port to its end
     options.py        `WorkerOptions`, `ProcessOptions`
 """

@@ -9,6 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from baton.errors import InvalidRequestError
+from baton.protocol.prompt_bounds import check_ids, check_messages, lists_ids
 
 MAX_STOPS = 16
 MAX_LOGPROBS = 20
@@ -224,22 +225,35 @@ def _shown(raw: msgspec.Raw) -> str:
     return text if len(text) <= _MAX_SHOWN_CHARS else text[:_MAX_SHOWN_CHARS] + "…"
 
 
+class _Heads(msgspec.Struct, frozen=True):
+    """What may be long, as JSON text."""
+
+    prompt: msgspec.Raw = ABSENT
+    messages: msgspec.Raw = ABSENT
+
+
 F = TypeVar("F", bound=GenerationFields)
+S = TypeVar("S")
 
 _AT: Final = re.compile(r"^(?P<what>.*?)(?: - at `(?P<path>.*)`)?$", re.DOTALL)
 _MISSING: Final = re.compile(r"missing required field `(?P<field>[^`]+)`")
 
+_heads: Final = msgspec.json.Decoder(_Heads)
 _unsupported: Final = msgspec.json.Decoder(UnsupportedFields)
 _completion: Final = msgspec.json.Decoder(CompletionFields)
 _chat: Final = msgspec.json.Decoder(ChatFields)
 
 
-def parse_completion(body: bytes) -> CompletionFields:
+def parse_completion(body: bytes, max_context_tokens: int) -> CompletionFields:
     """Decode the body of `POST /v1/completions`.
 
     Raises:
-        InvalidRequestError: not JSON, a wrong type or value, or an unsupported field.
+        InvalidRequestError: not JSON, a wrong type or value, or an unsupported field, or more token
+            ids than `max_context_tokens`.
     """
+    prompt = _decode(body, _heads).prompt
+    if lists_ids(memoryview(prompt)):
+        check_ids(bytes(prompt), max_context_tokens)
     return _parse(body, _completion)
 
 
@@ -249,13 +263,19 @@ def parse_chat(body: bytes) -> ChatFields:
     Raises:
         InvalidRequestError: not JSON, a wrong type or value, or an unsupported field.
     """
+    check_messages(bytes(_decode(body, _heads).messages))
     return _parse(body, _chat)
 
 
 def _parse(body: bytes, decoder: msgspec.json.Decoder[F]) -> F:
+    fields = _decode(body, decoder)
+    refuse_unsupported(_decode(body, _unsupported))
+    return fields
+
+
+def _decode(body: bytes, decoder: msgspec.json.Decoder[S]) -> S:
     try:
-        fields = decoder.decode(body)
-        refuse_unsupported(_unsupported.decode(body))
+        return decoder.decode(body)
     except msgspec.ValidationError as exc:
         raise _explain(str(exc)) from exc
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
@@ -264,7 +284,6 @@ def _parse(body: bytes, decoder: msgspec.json.Decoder[F]) -> F:
             "'content-type: application/json'.",
             code="invalid_json",
         ) from exc
-    return fields
 
 
 def _explain(message: str) -> InvalidRequestError:

@@ -19,11 +19,11 @@ from msgspec import UNSET
 
 from baton.clock import Instant
 from baton.engines.interface import Colocated, DecodeRequest, GenerationRequest, PrefillRequest
-from baton.errors import BatonError, EngineError, InvalidRequestError
+from baton.errors import BatonError, ContextLengthError, EngineError, InvalidRequestError
 from baton.ids import RequestId
 from baton.protocol.worker_http import CREATED_HEADER, TIMEOUT_HEADER, FirstToken, PrefillReply
 from baton.telemetry.trace import RequestSpan, Stamp
-from baton.worker.http_exchange import describe
+from baton.worker.http_exchange import BodyTooLargeError, describe
 from baton.worker.output_processor import OutputProcessor
 from baton.worker.replies import (
     DONE,
@@ -60,6 +60,7 @@ class GenerationContext:
     """What serving a request needs. One for each worker."""
 
     options: WorkerOptions
+    max_body_bytes: int
     clock: Clock
     tokenizer: Tokenizer
     tickets: TicketReader
@@ -94,7 +95,7 @@ class GenerationService:
             ClientGoneError: the client left while its body was read.
         """
         received = self._context.clock.now()
-        body = await exchange.read_body(self._context.options.max_body_bytes)
+        body = await self._read_body(exchange)
         answering = asyncio.create_task(self._answer(exchange, adapter, body, received))
         watching = asyncio.create_task(exchange.wait_until_gone())
         try:
@@ -105,6 +106,18 @@ class GenerationService:
             await asyncio.gather(answering, watching, return_exceptions=True)
         if not answering.cancelled():
             answering.result()
+
+    async def _read_body(self, exchange: HttpExchange) -> bytes:
+        context = self._context
+        try:
+            return await exchange.read_body(context.max_body_bytes)
+        except BodyTooLargeError as exc:
+            if context.max_body_bytes == context.options.max_body_bytes:
+                raise
+            raise ContextLengthError(
+                f"{exc}: no prompt that fits this model's context needs more",
+                code="context_length_exceeded",
+            ) from exc
 
     async def _answer(
         self, exchange: HttpExchange, adapter: ApiAdapter, body: bytes, received: Instant

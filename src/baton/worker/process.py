@@ -17,6 +17,8 @@ import uvloop
 from prometheus_client import disable_created_metrics
 
 from baton.clock import MachineClock
+from baton.config.cluster_key import is_loopback
+from baton.config.environment import pin_to
 from baton.engines.interface import ENGINES, EngineContext
 from baton.errors import ConfigError, EngineError
 from baton.handoff.dispatcher import HandoffDispatcher, open_handoffs
@@ -25,11 +27,11 @@ from baton.handoff.options import AgentOptions
 from baton.handoff.peer_transports import LinkOptions
 from baton.handoff.pool_mode.store_access import open_store_access
 from baton.ids import new_epoch
+from baton.net.http_server import bind, make_server_config, start_listening, url_of
 from baton.telemetry.process_status import Draining, Loading, Ready, StatusReporter
 from baton.transfer.devices.extents import choose_allocation
 from baton.transfer.interface import TRANSPORTS, TransportContext
 from baton.transfer.links.probes import ProbeBounds
-from baton.worker.listener import bind, is_loopback, pin_to, start_listening, url_of
 from baton.worker.options import WorkerOptions
 from baton.worker.worker import Worker, build_worker
 
@@ -78,7 +80,6 @@ def _watch(fd: int, parent_pid: int) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-KEEP_ALIVE_S: Final = 75
 FLUSH_TIMEOUT_S: Final = 5
 """After drain: how long uvicorn waits for the last bytes of answers to leave."""
 STOP_TIMEOUT_S: Final = 10.0
@@ -116,7 +117,9 @@ class ProcessLife:
     ) -> None:
         self._options, self._worker = options, worker
         self._epoch, self._status_reporter = epoch, status_reporter
-        self._server = _Server(_uvicorn_config(worker))
+        self._server = _Server(
+            make_server_config(worker.app, worker.connections, drain_timeout_s=FLUSH_TIMEOUT_S)
+        )
         self._ending: asyncio.Task[None] | None = None
 
     async def run(self, listener: socket.socket) -> None:
@@ -187,22 +190,6 @@ class _Server(uvicorn.Server):
     def capture_signals(self) -> Generator[None]:
         """See `uvicorn.Server`."""
         yield
-
-
-def _uvicorn_config(worker: Worker) -> uvicorn.Config:
-    return uvicorn.Config(
-        worker.app,
-        http="httptools",
-        ws="none",
-        lifespan="off",
-        interface="asgi3",
-        access_log=False,
-        log_config=None,
-        server_header=False,
-        proxy_headers=False,
-        timeout_keep_alive=KEEP_ALIVE_S,
-        timeout_graceful_shutdown=FLUSH_TIMEOUT_S,
-    )
 
 
 def _load(options: ProcessOptions, clock: Clock) -> tuple[Worker, Epoch]:

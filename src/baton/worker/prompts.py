@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from functools import partial
+from typing import TYPE_CHECKING, Final, TypeVar
 
 import numpy as np
 
@@ -13,6 +14,9 @@ from baton.errors import ContextLengthError, InvalidRequestError, ModelNotFoundE
 from baton.worker.tokenizer import TemplateMessage
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+    from concurrent.futures import Executor
+
     from numpy.typing import NDArray
 
     from baton.engines.interface import EngineInfo
@@ -20,9 +24,20 @@ if TYPE_CHECKING:
     from baton.worker.tokenizer import ChatTemplate, Tokenizer
 
 NUM_INLINE_CHARS: Final = 4096
-"""Texts up to here are tokenized on the event loop: handing them to a thread would cost more."""
+"""Texts up to here are handled on the event loop: handing them to a thread would cost more."""
+MAX_BYTES_PER_CHAR: Final = 6
+MAX_OTHER_BYTES: Final = 1 << 20
+"""Of a body: its other fields, and what surrounds each of many messages."""
+NUM_THREADS: Final = 2
+"""For longer ones: how many are rendered or tokenized at once."""
+USUAL_CHARS_PER_TOKEN: Final = 4
+MIN_PIECE_CHARS: Final = 16_384
+MAX_TOKENS_PER_CUT: Final = 16
 DEFAULT_COMPLETION_TOKENS: Final = 16
 """OpenAI's default for completions."""
+
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +56,25 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class PromptReader:
-    """Knows one model: its name, tokenizer, template and limits. Immutable."""
+    """Knows one model: its name, tokenizer, template and limits. `threads` has `NUM_THREADS`."""
 
     served_model_name: str
     tokenizer: Tokenizer
     template: ChatTemplate | None
     info: EngineInfo
     max_default_tokens: int
+    threads: Executor
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        """What fits the model's context and this worker's blocks."""
+        return min(self.info.max_context_tokens, self.info.num_blocks * self.info.layout.block_size)
+
+    @property
+    def max_body_bytes(self) -> int:
+        """No longer body can have a prompt that fits: every character escaped, and all else."""
+        longest = self.tokenizer.longest_token_chars * MAX_BYTES_PER_CHAR
+        return self.max_prompt_tokens * longest + MAX_OTHER_BYTES
 
     async def read_completion(self, fields: CompletionFields) -> Generation:
         """Check and tokenize a completion request.
@@ -82,7 +109,9 @@ class PromptReader:
                 code="no_chat_template",
             )
         messages = [_template_message(i, m) for i, m in enumerate(fields.messages)]
-        text = self.template.render(messages, fields.chat_template_kwargs or {})
+        variables = fields.chat_template_kwargs or {}
+        num_chars = sum(len(message.content) for message in messages)
+        text = await self._run(num_chars, partial(self.template.render, messages, variables))
         # The template writes the special tokens itself.
         special = fields.add_special_tokens is True
         prompt = await self._encode(text, add_special_tokens=special)
@@ -98,11 +127,30 @@ class PromptReader:
             )
 
     async def _encode(self, text: str, *, add_special_tokens: bool) -> NDArray[np.int32]:
-        if len(text) <= NUM_INLINE_CHARS:
-            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        return await asyncio.to_thread(
-            self.tokenizer.encode, text, add_special_tokens=add_special_tokens
-        )
+        limit = self.max_prompt_tokens
+        await self._refuse_long(text, limit)
+        encode = partial(self.tokenizer.encode, text, add_special_tokens=add_special_tokens)
+        return await self._run(len(text), encode)
+
+    async def _refuse_long(self, text: str, limit: int) -> None:
+        """Refuse a text that is far too long at the cost of one that is a little too long."""
+        piece_chars = max(MIN_PIECE_CHARS, limit * USUAL_CHARS_PER_TOKEN)
+        if len(text) <= piece_chars:
+            return
+        num_tokens = 0
+        for start in range(0, len(text), piece_chars):
+            piece = text[start : start + piece_chars]
+            encode = partial(self.tokenizer.encode, piece, add_special_tokens=False)
+            num_tokens += len(await self._run(len(piece), encode))
+            # Cut in two, a word has a few tokens more.
+            if num_tokens - MAX_TOKENS_PER_CUT * (start // piece_chars) > limit:
+                raise _too_long(limit, f"more than {limit}", None)
+
+    async def _run(self, num_chars: int, work: Callable[[], T]) -> T:
+        """Off the event loop, except for what is short; not at all if the client leaves first."""
+        if num_chars <= NUM_INLINE_CHARS:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self.threads, work)
 
     def _one_prompt(self, prompt: list[int | str | list[int]]) -> NDArray[np.int32]:
         ids = [item for item in prompt if isinstance(item, int)]
@@ -153,18 +201,24 @@ class PromptReader:
                 param="prompt",
                 code="invalid_value",
             )
-        info = self.info
-        limit = min(info.max_context_tokens, info.num_blocks * info.layout.block_size)
+        limit = self.max_prompt_tokens
         room = limit - num_prompt
         if room < (wanted or 1):
-            asked = f" and {wanted} tokens for the answer" if wanted else ""
-            raise ContextLengthError(
-                f"this model's context holds {limit} tokens; the prompt has {num_prompt}{asked}. "
-                "Shorten the prompt" + (" or lower max_tokens." if wanted and room > 0 else "."),
-                param="max_tokens" if wanted and room > 0 else None,
-                code="context_length_exceeded",
-            )
+            raise _too_long(limit, f"{num_prompt}", wanted, has_room=room > 0)
         return wanted or min(room, self.max_default_tokens)
+
+
+def _too_long(
+    limit: int, num_prompt: str, wanted: int | None, *, has_room: bool = False
+) -> ContextLengthError:
+    asked = f" and {wanted} tokens for the answer" if wanted else ""
+    may_lower = bool(wanted and has_room)
+    return ContextLengthError(
+        f"this model's context holds {limit} tokens; the prompt has {num_prompt}{asked}. "
+        "Shorten the prompt" + (" or lower max_tokens." if may_lower else "."),
+        param="max_tokens" if may_lower else None,
+        code="context_length_exceeded",
+    )
 
 
 def _sampling(

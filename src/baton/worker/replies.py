@@ -236,7 +236,9 @@ class CompletionAdapter:
 
     async def read(self, body: bytes) -> Generation:
         """See `ApiAdapter`."""
-        return await self._reader.read_completion(parse_completion(body))
+        return await self._reader.read_completion(
+            parse_completion(body, self._reader.max_prompt_tokens)
+        )
 
     def logprobs(self, entries: Sequence[TokenEntry]) -> CompletionLogprobs:
         """See `ApiAdapter`."""

@@ -45,7 +45,10 @@ class _TokenizerFile(msgspec.Struct, frozen=True):
 
 
 class Tokenizer:
-    """Encodes prompts and decodes runs of tokens. Immutable after construction."""
+    """Encodes prompts and decodes runs of tokens. Immutable after construction.
+
+    `longest_token_chars`: of the vocabulary's own spelling, in which a character may be one byte.
+    """
 
     def __init__(self, fast: FastTokenizer, *, spells_bytes: bool) -> None:
         self._fast = fast
@@ -53,6 +56,7 @@ class Tokenizer:
         self._special = frozenset(
             token for token, added in fast.get_added_tokens_decoder().items() if added.special
         )
+        self.longest_token_chars = max(map(len, fast.get_vocab(with_added_tokens=True)), default=1)
 
     @property
     def vocab_size(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,6 +15,12 @@ import baton
 from baton.clock import MachineClock
 from baton.errors import HandoffError
 from baton.handoff.pool_mode.metrics import PoolModeCollector
+from baton.net.http_server import (
+    WORKER_LIMITS,
+    Connections,
+    allow_descriptors,
+    count_refusals,
+)
 from baton.protocol.worker_http import (
     ABORT_SUFFIX,
     CHAT_COMPLETIONS_PATH,
@@ -34,7 +41,7 @@ from baton.worker.app import Bearer, PatternRoute, Routes, WorkerApp
 from baton.worker.engine_client import EngineClient
 from baton.worker.generation import GenerationContext, GenerationService
 from baton.worker.metrics import EngineCollector, LeaseCollector, RequestObserver
-from baton.worker.prompts import PromptReader
+from baton.worker.prompts import NUM_THREADS, PromptReader
 from baton.worker.replies import ChatAdapter, CompletionAdapter
 from baton.worker.status_pages import StatusPages
 from baton.worker.ticket_reader import TicketReader
@@ -118,6 +125,7 @@ class Worker:
     """A worker that is built. Owned by the event loop's thread."""
 
     app: WorkerApp
+    connections: Connections
     engine_client: EngineClient
     engine: Engine
     handoffs: HandoffDispatcher | None
@@ -181,13 +189,15 @@ def build_worker(
         template=load_chat_template(model, clock),
         info=engine.info,
         max_default_tokens=options.max_default_tokens,
+        threads=ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="prompts"),
     )
     context = GenerationContext(
         options=options,
+        max_body_bytes=min(options.max_body_bytes, reader.max_body_bytes),
         clock=clock,
         tokenizer=reader.tokenizer,
         tickets=TicketReader(
-            options.worker, options.epoch, options.key if handoffs is not None else None, clock
+            options.worker, options.epoch, options.key if handoffs is not None else None
         ),
         engine_client=engine_client,
         traces=traces,
@@ -204,7 +214,10 @@ def build_worker(
     )
     bearer = Bearer(options.key) if options.require_bearer and options.key is not None else None
     app = WorkerApp(_routes(pages, GenerationService(context), reader), bearer, metrics)
-    return Worker(app, engine_client, engine, handoffs)
+    connections = Connections(
+        allow_descriptors(WORKER_LIMITS), clock, count_refusals(registry, "baton_worker")
+    )
+    return Worker(app, connections, engine_client, engine, handoffs)
 
 
 def _routes(pages: StatusPages, generation: GenerationService, reader: PromptReader) -> Routes:

@@ -45,7 +45,9 @@ def test_every_request_ends_and_no_cause_of_a_failure_is_asked_again(data: st.Da
         match failure:
             case Failure.DECODE_FAILED:
                 assert decode in failover.avoid
-            case Failure.KV_LOST | Failure.PREFILL_REJECTED:
+            case Failure.KV_LOST | Failure.TICKET_REFUSED if attempt.prefill is None:
+                assert decode in failover.avoid
+            case Failure.KV_LOST | Failure.TICKET_REFUSED | Failure.PREFILL_REJECTED:
                 assert failover.failed_modes == EVERY_MODE
             case Failure.MODE_FAILED:
                 assert attempt.mode in failover.failed_modes

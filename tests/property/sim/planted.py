@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from baton.auth.ticket import TicketUse, UsedTickets, unseal
+from baton.auth.replay import TicketUse, UsedTickets
+from baton.auth.ticket import unseal
 from baton.engines.stall_detector import StallDetector
 from baton.engines.transformers.pinned_blocks import PinnedBlocks
 from baton.handoff import grants
@@ -55,7 +56,7 @@ def no_epoch_check(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
         grants,
         "check_ticket",
-        lambda context, peer, text: unseal(text, context.key, context.clock.unix_now()),
+        lambda context, peer, text: unseal(text, context.key),
     )
 
 
@@ -156,7 +157,7 @@ def forgotten_graves(patch: pytest.MonkeyPatch) -> None:
 
 def replayed_tickets(patch: pytest.MonkeyPatch) -> None:
     """A ticket may be used again."""
-    patch.setattr(UsedTickets, "use", lambda self, ticket, now: TicketUse.FIRST)
+    patch.setattr(UsedTickets, "use", lambda self, issue: TicketUse.FIRST)
 
 
 def no_stall_detector(patch: pytest.MonkeyPatch) -> None:

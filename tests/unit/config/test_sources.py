@@ -3,6 +3,7 @@
 import pytest
 
 from baton.config.resolve import (
+    CommandLine,
     FromEnvironment,
     FromFile,
     FromFlag,
@@ -14,6 +15,7 @@ from baton.config.resolve import (
     read_assignments,
     read_file,
     read_variables,
+    resolve,
 )
 from baton.errors import ConfigError
 
@@ -99,6 +101,29 @@ def test_variables_become_settings_and_others_are_left_alone():
 def test_a_variable_that_would_be_lost_is_refused(variable, message):
     with pytest.raises(ConfigError, match=message):
         read_variables({variable: "1"})
+
+
+@pytest.mark.parametrize(
+    "text", ['{method = "ngram", size.max = 3}', '{"method": "ngram", "size": {"max": 3}}']
+)
+def test_an_inline_table_is_that_of_a_file(text: str) -> None:
+    resolved = resolve(CommandLine(assignments=[f"engine.speculative={text}"]), {})
+    assert resolved.to_config().engine["speculative"] == {"method": "ngram", "size": {"max": 3}}
+    assert read_assignments(["gateway={port=1}"]) == {
+        "gateway.port": Setting(Typed(1), FromFlag("--set"))
+    }
+
+
+@pytest.mark.parametrize(
+    ("assignment", "says"),
+    [
+        ('engine.a={method="ngram"', "no inline table"),
+        ("gateway={prot=1}", "did you mean 'gateway.port'"),
+    ],
+)
+def test_a_table_that_is_none_is_said(assignment: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        read_assignments([assignment])
 
 
 def test_assignments():

@@ -44,6 +44,7 @@ from baton.engines.transformers.shape import discover_shape
 from baton.ids import Epoch, RequestId, TicketId, WorkerId
 from baton.telemetry.trace import RequestSpan
 from baton.testing.clocks import ManualClock
+from tests.tickets import issue
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -168,7 +169,7 @@ def make_ticket(number: int = 1) -> Ticket:
         for name, digit in (("prefill-0", "a"), ("decode-0", "b"))
     )
     return Ticket(
-        TicketId(number.to_bytes(16, "big")), f"r{number}", prefill, decode, "push", 1.9e9
+        TicketId(number.to_bytes(16, "big")), f"r{number}", prefill, decode, "push", issue(600)
     )
 
 

@@ -18,10 +18,12 @@ from baton.handoff.interface import (
     KVSent,
     SampledToken,
     SendFailed,
+    TokenLogprob,
 )
 from baton.telemetry.trace import Stamp
 from baton.transfer.region import view_pages
 from tests.unit.engines.harness import (
+    VOCAB_SIZE,
     Driver,
     RecordingHandoff,
     make_prompt,
@@ -217,6 +219,46 @@ def test_a_landed_first_token_is_an_answer_at_once() -> None:
     driver.step()
     assert (driver.tokens("d"), driver.finish("d")) == ([7], FinishReason.LENGTH)
     assert driver.traces["d"].num_received_tokens == 40
+    driver.check_all_blocks_are_free()
+
+
+@pytest.mark.parametrize(
+    "token",
+    [
+        SampledToken(VOCAB_SIZE),
+        SampledToken(2**31 - 1),
+        SampledToken(7, -0.5, (TokenLogprob(VOCAB_SIZE, -0.5),)),
+    ],
+)
+def test_a_first_token_outside_the_vocabulary_is_computed_here(token: SampledToken) -> None:
+    driver, handoff = drive()
+    driver.submit("d", PROMPT, DecodeRequest(TICKET), max_tokens=1)
+    driver.step()
+    handoff.events = [KVLanded(TICKET.id, token)]
+    driver.step()
+    (computed,) = driver.tokens("d")
+    assert 0 <= computed < VOCAB_SIZE
+    assert driver.finish("d") is FinishReason.LENGTH
+    driver.check_all_blocks_are_free()
+
+
+def test_a_handoff_that_fails_in_the_engine_ends_its_request_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    driver, handoff = drive()
+
+    def broken(*_: object) -> None:
+        raise OverflowError("what nobody thought of")
+
+    monkeypatch.setattr(type(driver.loop._pages), "load_blocks", broken)
+    driver.submit("other", PROMPT)
+    driver.submit("d", PROMPT, DecodeRequest(TICKET), max_tokens=1)
+    driver.step()
+    handoff.events = [KVLanded(TICKET.id, SampledToken(7))]
+    driver.step()
+    assert "the handoff failed" in str(driver.failure("d"))
+    driver.run()
+    assert driver.finish("other") is FinishReason.LENGTH
     driver.check_all_blocks_are_free()
 
 

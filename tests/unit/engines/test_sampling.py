@@ -86,6 +86,12 @@ def test_the_random_numbers_never_change() -> None:
     ]
 
 
+@pytest.mark.parametrize("temperature", [1e-5, 1e-300, 5e-324])
+def test_a_temperature_near_zero_is_greedy(temperature: float) -> None:
+    draws = [draw(seed=3, index=i, temperature=temperature) for i in range(200)]
+    assert {s.token_id for s in sample(ODDS.log().expand(200, -1), draws)} == {0}
+
+
 def test_rounding_does_not_change_what_is_drawn() -> None:
     torch.manual_seed(7)
     logits = torch.randn(1500, 4096) * 3

@@ -93,7 +93,28 @@ def test_a_door_that_nobody_is_behind_is_empty_when_it_closes():
     asyncio.run(scenario())
 
 
-def test_what_is_not_http_passes():
+def test_a_websocket_is_refused_bearer_or_not():
+    """vLLM serves `/v1/realtime` to websockets, which its HTTP gate does not see."""
+
+    async def scenario():
+        sent = []
+
+        async def app(scope, receive, send):
+            raise AssertionError("it got in")
+
+        async def send(message):
+            sent.append(message)
+
+        for bearer in (None, b"yes"):
+            middleware = AccessMiddleware(app, DrainState(bearer=bearer))
+            scope = {"type": "websocket", "path": "/v1/realtime"}
+            await middleware(scope | {"headers": [(b"authorization", b"Bearer yes")]}, None, send)
+        assert sent == [{"type": "websocket.close", "code": 1008}] * 2
+
+    asyncio.run(scenario())
+
+
+def test_the_lifespan_passes():
     async def scenario():
         seen = []
 

@@ -20,6 +20,7 @@ from baton.kv.identity import compute_prompt_hash
 from baton.kv.layout import KVLayout
 from baton.protocol.worker_http import KVEventsSource
 from baton.testing.clocks import ManualClock
+from tests.tickets import issue
 
 KEY = ClusterKey(b"k" * 32)
 ME = WorkerRef(WorkerId("v0"), Epoch("0" * 32), "127.0.0.1:1")
@@ -42,7 +43,7 @@ def clock() -> ManualClock:
 
 @pytest.fixture
 def admission(clock: ManualClock) -> Admission:
-    reader = TicketReader(IDENTITY, KEY, clock)
+    reader = TicketReader(IDENTITY, KEY)
     held = HeldPrompts(max_blocks=5)
     made = Admission(IDENTITY, MODEL, block_size=4, held=held, reader=reader, clock=clock)
     made.set_ranks({0: FACTS})
@@ -52,8 +53,7 @@ def admission(clock: ManualClock) -> Admission:
 def sealed(
     prefill: WorkerRef, decode: WorkerRef, mode: HandoffMode = "push", salt: str = "salt"
 ) -> str:
-    expires_at = ManualClock().unix_now() + 60
-    return seal(Ticket(new_ticket_id(), "req-1", prefill, decode, mode, expires_at, salt), KEY)
+    return seal(Ticket(new_ticket_id(), "req-1", prefill, decode, mode, issue(60), salt), KEY)
 
 
 def request(params: dict[str, object] | None, name: str = "r", **changes: object) -> Any:

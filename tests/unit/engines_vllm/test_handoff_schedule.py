@@ -20,6 +20,7 @@ from baton.engines.vllm.handoff_schedule import (
 from baton.engines.vllm.step_orders import Progress, Prompt, StepOrders
 from baton.engines.vllm.tickets import Refusal
 from baton.ids import Epoch, TicketId, WorkerId
+from tests.tickets import issue
 
 BLOCK_SIZE = 4
 DONE = Ending("length", 1)
@@ -29,8 +30,11 @@ ENDS = (
 )
 
 
+ISSUE = issue(60)
+
+
 def prompt(num_tokens: int) -> Prompt:
-    ticket = Ticket(TicketId(b"t" * 16), "req-1", *ENDS, "push", 1.0)
+    ticket = Ticket(TicketId(b"t" * 16), "req-1", *ENDS, "push", ISSUE)
     return Prompt(ticket, b"h" * 32, num_tokens, Instant(0.0))
 
 

@@ -29,6 +29,7 @@ from baton.kv.layout import KVLayout
 from baton.telemetry.metrics import HandoffInstruments
 from baton.telemetry.trace import Stamp, TraceRing
 from baton.testing.clocks import ManualClock
+from tests.tickets import issue
 from tests.unit.engines_vllm.scripted_port import ScriptedPort, SettlingEvent
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ def harness() -> RankHarness:
 def prompt(
     harness: RankHarness, num_tokens: int, ends: tuple[WorkerRef, WorkerRef] = ONE_RANK
 ) -> Prompt:
-    ticket = Ticket(ID, "req-1", *ends, "push", 1.0)
+    ticket = Ticket(ID, "req-1", *ends, "push", issue(60))
     return Prompt(ticket, b"h" * 32, num_tokens, harness.clock.now())
 
 
@@ -372,7 +373,9 @@ def test_a_request_in_vllms_queue_is_kept_at_every_rank_that_will_send(
 def test_in_a_stall_the_oldest_held_prompt_is_withdrawn_and_no_other(harness: RankHarness) -> None:
     tickets = [TicketId(bytes([n]) * 16) for n in range(3)]
     for n, ticket in enumerate(tickets):
-        asked = Prompt(Ticket(ticket, f"req-{n}", *ONE_RANK, "pull", 1.0), b"h" * 32, 4, Instant(0))
+        asked = Prompt(
+            Ticket(ticket, f"req-{n}", *ONE_RANK, "pull", issue(60)), b"h" * 32, 4, Instant(0)
+        )
         progress = Progress(f"r{n}", 0, (n,), 4, is_last=True)
         run(harness, StepOrders(offers=(StartSend(f"r{n}", asked, 0),), progress=(progress,)))
     stalled = StepOrders(is_stalled=True)

@@ -15,6 +15,7 @@ from baton.engines.vllm.tickets import (
 )
 from baton.ids import Epoch, WorkerId, new_ticket_id
 from baton.kv.layout import KVLayout
+from tests.tickets import issue
 
 
 def worker(name: str, num_ranks: int) -> WorkerRef:
@@ -25,7 +26,7 @@ def worker(name: str, num_ranks: int) -> WorkerRef:
 
 def ticket(num_prefill: int, num_decode: int) -> Ticket:
     ends = worker("p", num_prefill), worker("d", num_decode)
-    return Ticket(new_ticket_id(), "req-1", *ends, "push", 1.0)
+    return Ticket(new_ticket_id(), "req-1", *ends, "push", issue(60))
 
 
 def layout(num_heads: int) -> KVLayout:
@@ -89,4 +90,4 @@ def test_a_derived_ticket_names_the_two_ranks() -> None:
     epoch = rank_epoch(whole.prefill.epoch, 1, 2)
     assert second.prefill == WorkerRef(WorkerId("p/1"), epoch, "127.0.0.1:9001")
     assert second.decode == whole.decode
-    assert (second.request_id, second.expires_at) == (whole.request_id, whole.expires_at)
+    assert (second.request_id, second.issue) == (whole.request_id, whole.issue)

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.gateway.asgi import read_body
+from baton.errors import OverloadedError
+from baton.gateway.asgi import BodyBudget, read_body
 from baton.gateway.errors import BodyTooLargeError, ClientLeftError
 
 
@@ -14,7 +15,8 @@ def read(messages, max_bytes: int) -> bytes:
     async def receive():
         return messages.pop(0)
 
-    return asyncio.run(read_body(receive, max_bytes))
+    with BodyBudget(1000).hold() as held:
+        return asyncio.run(read_body(receive, max_bytes, held))
 
 
 def in_parts(parts: list[bytes]):
@@ -41,3 +43,17 @@ def test_a_client_that_leaves_is_noticed():
     first = {"type": "http.request", "body": b"{", "more_body": True}
     with pytest.raises(ClientLeftError):
         read([first, {"type": "http.disconnect"}], 100)
+
+
+def test_bodies_share_a_budget_and_give_it_back():
+    budget = BodyBudget(10)
+    with budget.hold() as one:
+        one.take(6)
+        with budget.hold() as other:
+            other.take(4)
+            with pytest.raises(OverloadedError):
+                other.take(1)
+        assert budget.num_bytes == 6
+        with budget.hold() as other:
+            other.take(4)
+    assert budget.num_bytes == 0

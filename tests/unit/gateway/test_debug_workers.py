@@ -7,7 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from baton.gateway.app import GatewayApp
+from baton.gateway.app import Access, DebugPages, GatewayApp, RequestOrigin
+from baton.gateway.clients import Clients
 from baton.gateway.debug import ListedWorker, WorkerList
 from baton.gateway.kv_events import KVEvents
 from baton.gateway.metrics import GatewayMetrics
@@ -71,11 +72,12 @@ def get(
     async def send(message: Any) -> None:
         sent.append(message)
 
-    app = GatewayApp(
-        None, workers, GatewayMetrics(), traces=None, worker_list=worker_list, readiness=None
-    )
+    access = Access(RequestOrigin(None, frozenset()), Clients(None, ManualClock()), True)
+    pages = DebugPages(None, worker_list)
+    app = GatewayApp(None, workers, GatewayMetrics(), debug=pages, readiness=None, access=access)
     scope = {
-        "type": "http", "path": "/debug/workers", "method": method, "client": (client, 1)
+        "type": "http", "path": "/debug/workers", "method": method, "client": (client, 1),
+        "headers": [],
     }  # fmt: skip
     asyncio.run(app(scope, None, send))
     return sent[0]["status"], json.loads(b"".join(m.get("body", b"") for m in sent))

@@ -21,7 +21,8 @@ def test_loopback_needs_no_configured_key(host):
 def test_elsewhere_a_configured_key_is_needed(host):
     with pytest.raises(ConfigError, match="no cluster key is configured"):
         GatewayOptions(workers=(DECODE,), cluster_key=KEY, host=host)
-    GatewayOptions(workers=(DECODE,), cluster_key=KEY, host=host, key_origin="configured")
+    settings = {"workers": (DECODE,), "cluster_key": KEY, "key_origin": "configured"}
+    GatewayOptions(**settings, host=host, insecure=True)
 
 
 @pytest.mark.parametrize("workers", [(), (PREFILL,)])

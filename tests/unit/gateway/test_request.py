@@ -47,6 +47,27 @@ def test_a_ticket_that_a_client_sends_is_gone(body):
     }
 
 
+@pytest.mark.parametrize("name", ["x" * 257, "\U0001f600" * 257, "x" * (24 << 20)])
+def test_a_models_name_has_at_most_256_characters(name):
+    with pytest.raises(InvalidRequestError, match="more than 256 characters"):
+        parse_body(json.dumps({"model": name}).encode())
+
+
+@pytest.mark.parametrize("name", ["x" * 256, "\U0001f600" * 256])
+def test_a_models_name_of_256_characters_is_read(name):
+    for is_ascii in (True, False):
+        body = json.dumps({"model": name}, ensure_ascii=is_ascii).encode()
+        assert parse_body(body).model == name
+
+
+@pytest.mark.parametrize("field", ["model", "cache_salt", "vllm_xargs", "messages"])
+def test_what_is_not_utf_8_is_the_clients_fault(field):
+    value = b'{"a":"\xff"}' if field == "vllm_xargs" else b'"\xff"'
+    body = b'{"model":"m","%s":%s}' % (field.encode(), value)
+    with pytest.raises(InvalidRequestError, match="not a JSON object"):
+        parse_body(body)
+
+
 def test_harmless_extra_arguments_are_kept():
     body = b'{"model":"m","vllm_xargs":{"kv_transfer_params":1,"a":[1,2]}}'
     assert json.loads(parse_body(body).encode())["vllm_xargs"] == {"a": [1, 2]}

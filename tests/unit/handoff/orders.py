@@ -10,6 +10,7 @@ from baton.handoff.interface import ReceiveOrder, SendOrder
 from baton.ids import Epoch, WorkerId, new_ticket_id
 from baton.kv.copies import BlockTable
 from baton.telemetry.trace import RequestSpan
+from tests.tickets import issue
 
 PROMPT_HASH = b"h" * 32
 FAR = Instant(1e9)
@@ -24,7 +25,7 @@ def make_ticket(
         prefill=prefill or WorkerRef(WorkerId("p"), Epoch("ep"), "127.0.0.1:1"),
         decode=decode or WorkerRef(WorkerId("d"), Epoch("ed"), "127.0.0.1:2"),
         mode=mode,
-        expires_at=1e12,
+        issue=issue(600),
     )
 
 

@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from baton.clock import Instant
 from baton.handoff.grants import MAX_EARLY_GRANTS, EarlyGrants, Granted
 from baton.handoff.messages import Grant
 from baton.kv.copies import BlockTable
@@ -13,7 +14,7 @@ NO_BLOCKS = BlockTable(0, np.empty(0, np.int64))
 def granted_by(peer):
     ticket = make_ticket()
     grant = Grant(ticket.id, "sealed", PROMPT_HASH, 0, 16, 0, b"", "READ")
-    return Granted(peer, ticket, grant, NO_BLOCKS)
+    return Granted(peer, ticket, grant, NO_BLOCKS, Instant(60.0))
 
 
 def test_the_oldest_of_too_many_are_forgotten():
@@ -33,5 +34,5 @@ def test_they_end_with_their_peer_and_with_their_ticket():
     early.add(of_here)
     early.forget_peer(gone)
     assert early.take(of_gone.ticket.id) is None
-    early.forget_expired(of_here.ticket.expires_at + 1)
+    early.forget_expired(Instant(61.0))
     assert early.take(of_here.ticket.id) is None

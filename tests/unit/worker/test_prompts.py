@@ -2,6 +2,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,10 +13,16 @@ from baton.errors import ContextLengthError, InvalidRequestError, ModelNotFoundE
 from baton.models import DEMO_MODEL_PATH
 from baton.testing.clocks import ManualClock
 from baton.worker.fields import parse_chat, parse_completion
-from baton.worker.prompts import DEFAULT_COMPLETION_TOKENS, Generation, PromptReader
+from baton.worker.prompts import (
+    DEFAULT_COMPLETION_TOKENS,
+    NUM_THREADS,
+    Generation,
+    PromptReader,
+)
 from baton.worker.tokenizer import load_chat_template
 from tests.unit.worker.scripted_engine import TOKENIZER, ScriptedEngine, silent, token_ids
 
+THREADS = ThreadPoolExecutor(NUM_THREADS)
 BEGIN = TOKENIZER.encode("", add_special_tokens=True)[0]
 
 
@@ -24,12 +33,14 @@ def reader(max_context_tokens: int = 1024, max_default_tokens: int = 4096) -> Pr
         template=load_chat_template(DEMO_MODEL_PATH, ManualClock()),
         info=ScriptedEngine(silent, max_context_tokens=max_context_tokens).info,
         max_default_tokens=max_default_tokens,
+        threads=THREADS,
     )
 
 
 def completion(at: PromptReader | None = None, **fields: Any) -> Generation:
     body = json.dumps({"model": "demo", "prompt": "a b"} | fields).encode()
-    return asyncio.run((at or reader()).read_completion(parse_completion(body)))
+    at = at or reader()
+    return asyncio.run(at.read_completion(parse_completion(body, at.max_prompt_tokens)))
 
 
 def chat(at: PromptReader | None = None, **fields: Any) -> Generation:
@@ -190,6 +201,57 @@ def test_a_model_without_a_template_cannot_chat() -> None:
         template=None,
         info=base.info,
         max_default_tokens=9,
+        threads=THREADS,
     )
     with pytest.raises(InvalidRequestError, match="use /v1/completions"):
         chat(bare)
+
+
+class CountingTokenizer:
+    """Counts what was encoded."""
+
+    longest_token_chars = TOKENIZER.longest_token_chars
+
+    def __init__(self) -> None:
+        self.num_chars = 0
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> Any:
+        self.num_chars += len(text)
+        return TOKENIZER.encode(text, add_special_tokens=add_special_tokens)
+
+
+def test_of_a_text_far_too_long_only_a_part_is_tokenized() -> None:
+    counting = CountingTokenizer()
+    limited = replace(reader(64), tokenizer=counting)
+    with pytest.raises(ContextLengthError, match="the prompt has more than 64"):
+        completion(limited, prompt="one word after another " * 10_000)
+    assert counting.num_chars < 20_000  # of 230,000
+
+
+def test_a_long_text_of_few_tokens_is_served() -> None:
+    words = "e" * 400  # the demo's tokenizer has long pieces of no kind: so many are too many
+    long = len(token_ids(words))
+    assert len(completion(reader(2 * long), prompt=words).prompt_ids) == long + 1
+
+
+def test_who_leaves_while_queued_costs_nothing_more() -> None:
+    counting = CountingTokenizer()
+    at = replace(reader(), tokenizer=counting, threads=(threads := ThreadPoolExecutor(1)))
+    body = json.dumps({"model": "demo", "prompt": "word " * 900}).encode()
+    fields = parse_completion(body, 1024)
+    gate = threading.Event()
+
+    async def leave() -> None:
+        threads.submit(gate.wait)
+        reading = asyncio.create_task(at.read_completion(fields))
+        await asyncio.sleep(0.05)
+        assert not reading.done()
+        reading.cancel()
+        await asyncio.gather(reading, return_exceptions=True)
+
+    try:
+        asyncio.run(leave())
+    finally:
+        gate.set()
+        threads.shutdown(wait=True)
+    assert counting.num_chars == 0

@@ -5,9 +5,14 @@ import json
 import pytest
 
 from baton.errors import InvalidRequestError
-from baton.worker.fields import parse_chat, parse_completion
+from baton.worker import fields as worker_fields
+from baton.worker.fields import parse_chat
 
 MESSAGES = [{"role": "user", "content": "hello"}]
+
+
+def parse_completion(body: bytes) -> worker_fields.CompletionFields:
+    return worker_fields.parse_completion(body, max_context_tokens=64)
 
 
 @pytest.mark.parametrize(
@@ -150,3 +155,18 @@ def test_fields_that_say_off_or_that_change_nothing_are_taken() -> None:
     body = json.dumps({"model": "demo", "prompt": "a", "messages": MESSAGES} | off).encode()
     assert parse_completion(body).prompt == "a"
     assert parse_chat(body).messages[0].content == "hello"
+
+
+def test_what_is_too_long_is_refused_before_it_is_built() -> None:
+    too_many = json.dumps({"model": "demo", "prompt": [1] * 65}).encode()
+    with pytest.raises(InvalidRequestError, match="holds 64 tokens; the prompt has 65"):
+        parse_completion(too_many)
+    assert len(parse_completion(too_many.replace(b"[1, ", b"[", 1)).prompt) == 64
+    message = {"role": "user", "content": 'says "role", and then "role"'}
+    for num_messages in (4096, 4097):
+        body = json.dumps({"model": "demo", "messages": [message] * num_messages}).encode()
+        if num_messages == 4096:
+            assert len(parse_chat(body).messages) == num_messages
+            continue
+        with pytest.raises(InvalidRequestError, match="4097 messages"):
+            parse_chat(body)

@@ -109,11 +109,20 @@ class EngineLoop:
         self._counts = TokenCounts()
         self._stall_detector = StallDetector()
         self._held = HeldBlockTime()
+        self.reraises = False
+        """See `AgentLoop`."""
 
     def step(self) -> bool:
         """Handle handoff events, compute one step, deliver. Returns whether it computed."""
         for event in self._handoff.poll():
-            self._handle_event(event)
+            try:
+                self._handle_event(event)
+            except Exception as exc:
+                if self.reraises:
+                    raise
+                # One handoff's, whatever it was: the others go on.
+                _log.exception("the handoff %s failed in the engine", event.ticket.hex())
+                self._fail_handoff(event.ticket, EngineError(f"the handoff failed: {exc}"))
         self._expire()
         self.deliver()  # a first token that landed does not wait for the step that follows it
         plan = self._scheduler.schedule()
@@ -291,7 +300,7 @@ class EngineLoop:
                 assert_never(event)
 
     def _handle_landed(self, landed: KVLanded) -> None:
-        first_token = landed.first_token
+        first_token = self._check_first_token(landed)
         # Without a first token the last prompt token is computed here: its logits give one.
         num_to_compute = 1 if first_token is None else 0
         sequence = self._scheduler.land(landed, num_to_compute)
@@ -309,6 +318,22 @@ class EngineLoop:
         self._stamp(sequence, Stamp.KV_READY)
         if first_token is not None:
             self._accept(sequence, first_token)
+
+    def _check_first_token(self, landed: KVLanded) -> SampledToken | None:
+        """What the prefill worker sampled, if it is a token of this model."""
+        token = landed.first_token
+        if token is None:
+            return None
+        ids = (token.token_id, *(each.token_id for each in token.top))
+        if max(ids) < self._info.vocab_size and min(ids) >= 0:
+            return token
+        _log.warning("the handoff %s brought a first token that is none", landed.ticket.hex())
+        return None
+
+    def _fail_handoff(self, ticket: TicketId, error: BatonError) -> None:
+        sequence = self._sequences.find_by_ticket(ticket)
+        if sequence is not None and sequence.status is not Status.ENDED:
+            self._fail(sequence, error)
 
     def _release_imports(self) -> None:
         """Release imported blocks that no request needs; no step is reading them."""

@@ -78,7 +78,8 @@ def _sample_row(logits: torch.Tensor, draw: Draw) -> int:
     4,096. Here only two tokens that draw level can change places.
     """
     params = draw.params
-    noisy = logits.double() / params.temperature
+    # Differences to the likeliest: however low the temperature, that one stays 0.
+    noisy = (logits.double() - logits.max()) / params.temperature
     num_kept = min(params.top_k or len(logits), len(logits))
     if num_kept < len(logits) or params.top_p < 1:
         # Sorted by a stable order: equal logits keep the order of their ids on every worker.

@@ -223,7 +223,7 @@ class SequenceTable:
     def __init__(self, info: EngineInfo) -> None:
         self._info = info
         self._sequences: dict[RequestId, Sequence] = {}
-        self._tickets: set[TicketId] = set()
+        self._tickets: dict[TicketId, Sequence] = {}
         self._num_arrived = 0
 
     def __len__(self) -> int:
@@ -247,7 +247,7 @@ class SequenceTable:
         )
         self._num_arrived += 1
         if sequence.ticket is not None:
-            self._tickets.add(sequence.ticket.id)
+            self._tickets[sequence.ticket.id] = sequence
         request.trace.num_prompt_tokens = sequence.num_prompt_tokens
         self._sequences[request.id] = sequence
         return sequence
@@ -259,6 +259,10 @@ class SequenceTable:
     def has_ticket(self, ticket: TicketId) -> bool:
         """Whether an unfinished request has this ticket."""
         return ticket in self._tickets
+
+    def find_by_ticket(self, ticket: TicketId) -> Sequence | None:
+        """The sequence of the unfinished request that has this ticket."""
+        return self._tickets.get(ticket)
 
     def find_expired(self, now: Instant) -> list[Sequence]:
         """Requests whose deadline has passed."""
@@ -275,11 +279,12 @@ class SequenceTable:
     def remove(self, sequence: Sequence) -> None:
         """Forget a request."""
         if sequence.ticket is not None:
-            self._tickets.discard(sequence.ticket.id)
+            self._tickets.pop(sequence.ticket.id, None)
         del self._sequences[sequence.request.id]
 
     def clear(self) -> list[RequestId]:
         """Forget all requests; their ids."""
         requests = list(self._sequences)
         self._sequences.clear()
+        self._tickets.clear()
         return requests

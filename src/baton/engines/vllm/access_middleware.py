@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
 
 OPEN_PATHS: Final = frozenset({"/health"})
+POLICY_VIOLATION: Final = 1008
+"""RFC 6455, section 7.4.1. Before a websocket is accepted, the server answers 403."""
 
 
 @dataclass(slots=True)
@@ -65,8 +67,11 @@ class AccessMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request, as ASGI has it."""
-        if scope["type"] != "http":
+        if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
+            return
+        if scope["type"] != "http":  # a websocket: no gateway of Baton's asks for one
+            await send({"type": "websocket.close", "code": POLICY_VIOLATION})
             return
         path, drain_state = scope["path"], self._drain_state
         if path not in OPEN_PATHS and not _is_authorized(scope["headers"], drain_state.bearer):

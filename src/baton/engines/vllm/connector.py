@@ -284,7 +284,7 @@ def _admit(
         read_model_facts(vllm_config, options.transports),
         block_size=int(vllm_config.cache_config.block_size),
         held=held,
-        reader=TicketReader(identity, load_cluster_key(options), clock),
+        reader=TicketReader(identity, load_cluster_key(options)),
         clock=clock,
     )
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
-import socket
 import threading
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,9 +18,18 @@ import msgspec
 import uvicorn
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
+from baton.clock import MachineClock
 from baton.config.cluster_key import is_loopback
-from baton.errors import ConfigError
 from baton.ids import TicketId
+from baton.net.http_server import (
+    Connections,
+    HttpLimits,
+    bind,
+    count_refusals,
+    make_server_config,
+    start_listening,
+    url_of,
+)
 from baton.protocol import worker_http
 from baton.protocol.worker_http import (
     ABORT_SUFFIX,
@@ -52,6 +60,7 @@ logger = logging.getLogger(__name__)
 
 TICKET_ID_BYTES: Final = 16
 STOP_TIMEOUT_S: Final = 5.0
+CONTROL_LIMITS: Final = HttpLimits(max_connections=64, max_connections_per_address=64)
 JSON: Final = b"application/json"
 
 
@@ -168,32 +177,24 @@ class ControlServer:
             ConfigError: the port is taken, or the address is not this machine's.
         """
         self._host, self._key = host, key
-        self._listener = _bind(host, port)
+        self._listener = bind(host, port)
+        start_listening(self._listener)
         self._server: uvicorn.Server | None = None
         self._thread: threading.Thread | None = None
 
     @property
     def url(self) -> str:
         """Where it answers."""
-        shown = f"[{self._host}]" if ":" in self._host else self._host
-        return f"http://{shown}:{self._listener.getsockname()[1]}"
+        return url_of(self._listener, self._host)
 
     def start(self, view: RankView) -> None:
         """Answer from now on."""
         app = ControlApp(view, None if is_loopback(self._host) else self._key)
+        connections = Connections(
+            CONTROL_LIMITS, MachineClock(), count_refusals(view.registry, "baton_worker")
+        )
         self._server = _Server(
-            uvicorn.Config(
-                app,
-                http="httptools",
-                ws="none",
-                loop="asyncio",
-                lifespan="off",
-                interface="asgi3",
-                access_log=False,
-                log_config=None,
-                server_header=False,
-                proxy_headers=False,
-            )
+            make_server_config(app, connections, drain_timeout_s=round(STOP_TIMEOUT_S))
         )
         self._thread = threading.Thread(
             target=self._run, args=(self._server,), name="baton-control", daemon=True
@@ -221,22 +222,6 @@ class _Server(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Generator[None]:
         yield
-
-
-def _bind(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
-        listener.listen()
-    except OSError as exc:
-        listener.close()
-        raise ConfigError(
-            f"cannot listen on {host}:{port} for control: {exc.strerror or exc}; choose another "
-            "control_port, or 0 for a free one"
-        ) from exc
-    return listener
 
 
 async def _read_body(receive: Receive) -> bytes | None:

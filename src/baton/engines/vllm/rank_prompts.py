@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from baton.auth.ticket import CLOCK_SKEW_S
 from baton.clock import Instant
 from baton.engines.vllm.in_flight import (
     AbortFanout,
@@ -337,6 +336,5 @@ def _open_partial_traces(
 
 
 def _deadline_of(ticket: Ticket, clock: Clock) -> Instant:
-    """The ticket's expiry, as vLLM has no deadlines. The agent's own timeouts are shorter."""
-    left_s = ticket.expires_at + CLOCK_SKEW_S - clock.unix_now()
-    return Instant(clock.now() + max(0.0, left_s))
+    """The ticket's lifetime, as vLLM has no deadlines. The agent's own timeouts are shorter."""
+    return Instant(clock.now() + ticket.issue.lifetime_s)

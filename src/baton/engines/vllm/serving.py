@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 import msgspec
 import uvloop
 
+from baton.clock import MachineClock
 from baton.config.cluster_key import is_loopback
 from baton.config.environment import change_environment
 from baton.engines.vllm.access_middleware import DRAIN_STATE
@@ -34,6 +35,12 @@ from baton.engines.vllm.arguments import (
 from baton.engines.vllm.engine_process import server_variables
 from baton.engines.vllm.options import VllmOptions, require_cpu_block_size
 from baton.errors import BatonError, ConfigError, EngineError
+from baton.net.http_server import (
+    WORKER_LIMITS,
+    Connections,
+    allow_descriptors,
+    bounded_protocol,
+)
 from baton.registry import Plugin
 from baton.telemetry.process_status import Draining, Loading, Ready
 
@@ -178,7 +185,12 @@ class ServerLifecycle:
         from vllm.entrypoints.launchers.api_server.entry import run_server_worker  # noqa: PLC0415
 
         server = asyncio.create_task(
-            run_server_worker(self._context.url, self._context.listener, args)
+            run_server_worker(
+                self._context.url,
+                self._context.listener,
+                args,
+                http=bounded_protocol(_connections()),
+            )
         )
         ready = asyncio.create_task(self._announce_ready())
         await asyncio.wait({server, ready}, return_when=asyncio.FIRST_COMPLETED)
@@ -263,6 +275,10 @@ class _ServerLoop(uvloop.Loop):  # type: ignore[misc]
 
     def add_signal_handler(self, sig: int, callback: Callable[..., object], *args: object) -> None:
         super().add_signal_handler(sig, self._on_signal, sig, partial(callback, *args))
+
+
+def _connections() -> Connections:
+    return Connections(allow_descriptors(WORKER_LIMITS), MachineClock(), lambda _: None)
 
 
 def _parse(arguments: Sequence[str]) -> Namespace:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Final, Literal, TypeAlias
 
 import msgspec
 
-from baton.auth.ticket import MAX_TICKET_CHARS, TicketUse, UsedTickets, WorkerRef, unseal
+from baton.auth.replay import TicketUse, UsedTickets
+from baton.auth.ticket import MAX_TICKET_CHARS, WorkerRef, unseal
 from baton.engines.vllm.identity import rank_epoch, rank_name
 from baton.errors import TicketError
 from baton.ids import TicketId
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 
     from baton.auth.key import ClusterKey
     from baton.auth.ticket import Ticket
-    from baton.clock import Clock
     from baton.engines.vllm.identity import Identity
     from baton.kv.layout import KVLayout
 
@@ -114,9 +114,9 @@ NO_HANDOFF: Final = NoHandoff()
 class TicketReader:
     """Reads tickets for this server and epoch. Owned by the scheduler's thread."""
 
-    def __init__(self, identity: Identity, key: ClusterKey, clock: Clock) -> None:
-        self._identity, self._key, self._clock = identity, key, clock
-        self._seen = UsedTickets()
+    def __init__(self, identity: Identity, key: ClusterKey) -> None:
+        self._identity, self._key = identity, key
+        self._used = UsedTickets()
 
     def read(self, params: Mapping[str, object] | None) -> HandoffRole:
         """The part that a request's parameters authorise; a ticket is used up by reading it."""
@@ -128,7 +128,7 @@ class TicketReader:
                 return Probe()
             if asked.baton_ticket is None:
                 return NO_HANDOFF
-            ticket = unseal(asked.baton_ticket, self._key, self._clock.unix_now())
+            ticket = unseal(asked.baton_ticket, self._key)
         except (msgspec.ValidationError, TicketError) as exc:
             return Refusal("invalid_ticket", str(exc))
         return self._check_addressee(ticket, asked)
@@ -153,13 +153,13 @@ class TicketReader:
         return self._use(ticket) or (Send(ticket) if sends else Receive(ticket))
 
     def _use(self, ticket: Ticket) -> Refusal | None:
-        match self._seen.use(ticket, self._clock.unix_now()):
+        match self._used.use(ticket.issue):
             case TicketUse.FIRST:
                 return None
             case TicketUse.REPEATED:
                 return Refusal("replayed_ticket", "this ticket was used before")
-            case TicketUse.FULL:
-                return Refusal("replayed_ticket", "too many unexpired tickets are remembered")
+            case TicketUse.EXPIRED:
+                return Refusal("stale_ticket", "this ticket has expired")
 
 
 def _name(ref: WorkerRef) -> str:

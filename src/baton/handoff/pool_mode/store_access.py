@@ -44,7 +44,7 @@ class StoreAccess:
 
 
 _PURPOSE: Final = "store"
-_NAME_BYTES: Final = 8
+_NAME_CHARS: Final = 16
 
 
 def open_store_access(
@@ -60,6 +60,9 @@ def open_store_access(
     entry_format = EntryFormat.of(
         view.layout, block_size=section.block_size, num_parts=section.num_parts
     )
-    cluster = key.sign(_PURPOSE, b"name")[:_NAME_BYTES].hex()
-    store = open_store(section.tiers, section.options, cluster=cluster, clock=clock)
+    names = key.sign(_PURPOSE, b"name").hex()
+    cluster, *others = (names[at : at + _NAME_CHARS] for at in range(0, len(names), _NAME_CHARS))
+    store = open_store(
+        section.tiers, section.options, cluster=cluster, clock=clock, other_names=tuple(others)
+    )
     return StoreAccess(store, entry_format, view)

@@ -55,6 +55,7 @@ class SimAgent(HandoffAgent):
             self.options, heartbeat=self._heartbeat, observer=self._observer, emit=self._emit
         )
         loop.process = self._process
+        loop.reraises = True
         return loop
 
     def _emit(self, event: HandoffEvent) -> None:

@@ -13,7 +13,6 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 from baton.auth.ticket import Ticket, WorkerRef, seal
-from baton.clock import UnixTime
 from baton.ids import TicketId, WorkerId
 from baton.router.failover import (
     ABORT_RETRY_DELAYS_S,
@@ -27,7 +26,6 @@ from baton.router.failover import (
 from baton.sim.handoff.checker import REQUEST_TIMEOUT_S
 from baton.sim.handoff.memory import extend_chain, next_token
 from baton.sim.handoff.plan import GATEWAY
-from baton.sim.handoff.timeline import EPOCH_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -314,7 +312,7 @@ class SimRequest:
             prefill=prefill,
             decode=decode,
             mode=self._mode,
-            expires_at=UnixTime(EPOCH_S + self.deadline_s),
+            issue=world.ticket_issuer.issue(self.deadline_s - world.timeline.now_s),
         )
         sealed = seal(ticket, world.key)
         world.checker.tickets[ticket.id] = ticket

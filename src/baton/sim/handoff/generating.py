@@ -255,7 +255,7 @@ def _generate_worker(rng: Random, name: Host, block_size: int, *, is_staged: boo
         staging_pool=rng.choice((most, 2 * most)) if is_staged else None,
         offset_s=rng.uniform(0, 10_000),
         rate=rng.choice((1.0, 1.0, rng.uniform(0.98, 1.02))),
-        unix_skew_s=rng.choice((0.0, 0.0, rng.uniform(-2.0, 2.0))),
+        unix_skew_s=rng.choice((0.0, 0.0, rng.uniform(-3600.0, 3600.0))),
     )
 
 

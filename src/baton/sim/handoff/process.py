@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from baton.auth.ticket import TicketUse, UsedTickets, WorkerRef, unseal
+from baton.auth.replay import TicketUse, UsedTickets
+from baton.auth.ticket import WorkerRef, unseal
 from baton.engines.first_tokens import FirstTokens
 from baton.engines.interface import (
     Colocated,
@@ -313,6 +314,7 @@ class SimProcess:
             clock=self.clock,
             first_tokens=FirstTokens(),
         )
+        self.loop.reraises = True
 
     def _tick(self) -> None:
         if self.is_alive:
@@ -357,10 +359,9 @@ class SimProcess:
         """
         if sealed is None:
             return Colocated()
-        now = self.clock.unix_now()
-        ticket = unseal(sealed, self.world.key, now)
+        ticket = unseal(sealed, self.world.key)
         kind = self._mine(ticket)
-        if self._seen.use(ticket, now) is not TicketUse.FIRST:
+        if self._seen.use(ticket.issue) is not TicketUse.FIRST:
             raise TicketError("used before")
         return kind
 

@@ -6,6 +6,8 @@ from random import Random
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 from baton.auth.key import ClusterKey
+from baton.auth.ticket import TicketIssuer
+from baton.ids import Epoch
 from baton.sim.handoff.checker import Checker
 from baton.sim.handoff.fabric import Fabric
 from baton.sim.handoff.fault_injector import FaultInjector
@@ -14,7 +16,7 @@ from baton.sim.handoff.network import Network
 from baton.sim.handoff.plan import GATEWAY
 from baton.sim.handoff.process import SimProcess
 from baton.sim.handoff.store import SimStore
-from baton.sim.handoff.timeline import Timeline
+from baton.sim.handoff.timeline import SkewedClock, Timeline
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,6 +38,9 @@ class World:
         self.key = KEY
         self.timeline = Timeline(self.rng, keeps_log=keeps_log)
         self.network = Network(self.timeline)
+        self.ticket_issuer = TicketIssuer(
+            SkewedClock(self.timeline, 0.0, 1.0, 0.0), Epoch("9" * 32)
+        )
         self.checker = Checker()
         self.fabric = Fabric(self.timeline, self.network, self.checker)
         self.checker.fabric = self.fabric

@@ -192,12 +192,8 @@ def write_unnamed(folder: int, buffers: Iterable[Body]) -> Generator[UnnamedFile
 
 def remove_unfinished(folder: int) -> int:
     """Remove what writers left that are dead; how many files."""
-    num_removed = 0
-    for name in os.listdir(folder):
-        if name.startswith(UNFINISHED) and _is_abandoned(folder, name):
-            _remove(folder, name)
-            num_removed += 1
-    return num_removed
+    names = [name for name in os.listdir(folder) if name.startswith(UNFINISHED)]
+    return sum(_remove_if_abandoned(folder, name) for name in names)
 
 
 def _open_unfinished(folder: int, stack: ExitStack) -> tuple[int, str]:
@@ -206,13 +202,16 @@ def _open_unfinished(folder: int, stack: ExitStack) -> tuple[int, str]:
     if fd is not None:
         stack.callback(os.close, fd)
         return fd, f"/proc/self/fd/{fd}"
-    unfinished = f"{UNFINISHED}{secrets.token_hex(16)}"
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    fd = os.open(unfinished, flags, FILE_MODE, dir_fd=folder)
-    stack.callback(os.close, fd)
-    stack.callback(_remove, folder, unfinished)
-    fcntl.flock(fd, fcntl.LOCK_EX)
-    return fd, unfinished
+    while True:
+        unfinished = f"{UNFINISHED}{secrets.token_hex(16)}"
+        fd = os.open(unfinished, flags, FILE_MODE, dir_fd=folder)
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        if os.fstat(fd).st_nlink:
+            stack.callback(os.close, fd)
+            stack.callback(_remove, folder, unfinished)
+            return fd, unfinished
+        os.close(fd)  # another process met it before it was locked, and took it for abandoned
 
 
 def _remove(folder: int, name: str) -> None:
@@ -241,13 +240,15 @@ def _write(fd: int, buffers: Iterable[Body]) -> None:
             rest = rest[os.write(fd, rest) :]
 
 
-def _is_abandoned(folder: int, name: str) -> bool:
+def _remove_if_abandoned(folder: int, name: str) -> bool:
+    """Remove a file that no process has locked; whether it was one. Locked meanwhile."""
     try:
         fd = os.open(name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
     except OSError:
         return False
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _remove(folder, name)
     except BlockingIOError:
         return False
     finally:

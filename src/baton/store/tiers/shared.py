@@ -19,6 +19,8 @@ from baton.store.folder.directory import Folder, remove_if_abandoned
 from baton.store.folder.tier import FolderTier
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from baton.store.interface import TierContext, TierFactory
 
 logger = logging.getLogger(__name__)
@@ -47,7 +49,7 @@ class SharedTier(FolderTier):
             ConfigError: the folder cannot be used.
         """
         parent = Path(options.directory)
-        self._own_folder = Folder(parent / f"{_PREFIX}{context.cluster}{_SUFFIX}")
+        self._own_folder = Folder(_choose_path(parent, (context.cluster, *context.other_names)))
         _remove_abandoned(parent)
         super().__init__(self._own_folder, options.capacity_bytes, context)
         self._is_closed = False
@@ -58,6 +60,19 @@ class SharedTier(FolderTier):
             self._is_closed = True
             super().close()
             self._own_folder.close_and_remove_unless_shared()
+
+
+def _choose_path(parent: Path, names: Sequence[str]) -> Path:
+    """The first that no other user has taken: every worker of the cluster finds the same."""
+    paths = [parent / f"{_PREFIX}{name}{_SUFFIX}" for name in names]
+    for path in paths:
+        try:
+            if path.lstat().st_uid == os.geteuid():
+                return path
+        except OSError:  # it is not there, or opening it gives the reason
+            return path
+        logger.warning("store: %s is another user's; another name is used", path)
+    return paths[0]
 
 
 def _remove_abandoned(parent: Path) -> None:

@@ -219,10 +219,13 @@ class UnauthenticatedPeerContract(TransportKit):
         peers = [self.connect_unauthenticated(pair.reader.descriptor) for _ in range(MAX_UNPROVED)]
         for _ in peers:
             pair.poll()
-        with self.connect_unauthenticated(pair.reader.descriptor) as one_too_many:
-            self.check_hung_up(pair.reader, one_too_many)
-        for peer in peers:
-            peer.close()
+        try:
+            with self.connect_unauthenticated(pair.reader.descriptor) as newest:
+                self.check_hung_up(pair.reader, peers[0])  # the oldest gives its place
+                self.prove(pair.reader, newest)
+        finally:
+            for peer in peers:
+                peer.close()
         pair.poll_for()
         self.check_unharmed(pair)
 

@@ -10,6 +10,7 @@ import errno
 import fcntl
 import logging
 import os
+import re
 import secrets
 import shutil
 import stat
@@ -209,6 +210,7 @@ def _move(
 
 _log = logging.getLogger(__name__)
 
+NAME: Final = re.compile("baton-[0-9a-f]{32}-[0-9a-f]{16}")
 LOCK: Final = "lock"
 PROOF: Final = "proof"
 PROOF_BYTES: Final = 16
@@ -245,8 +247,10 @@ class Spool:
         Ages are told by the filesystem's own clock.
         """
         born_s = os.fstat(self._lock).st_mtime
-        for path in self.path.parent.glob("baton-*-*"):
-            if path != self.path and _is_stale(path, born_s - stale_after_s):
+        for path in self.path.parent.iterdir():
+            if path == self.path or not NAME.fullmatch(path.name):
+                continue
+            if _is_stale(path, born_s - stale_after_s):
                 _log.info("file: removing what a dead worker left: %s", path)
                 shutil.rmtree(path, ignore_errors=True)
 
@@ -281,13 +285,19 @@ def find_spool(directory: Path, name: str, proof: bytes) -> Path:
 
 
 def _is_stale(path: Path, youngest_s: float) -> bool:
-    """Whether no process holds a folder's lock any more. An owner that cannot be asked is alive."""
+    """Whether a folder has a lock and no process holds it any more.
+
+    An owner that cannot be asked is alive. Of one that died before it made its lock an empty folder
+    is left, which is removed here; a folder without a lock that is not empty is somebody else's.
+    """
     try:
-        if path.stat().st_mtime > youngest_s:
+        if path.lstat().st_mtime > youngest_s:
             return False
         lock = os.open(path / LOCK, os.O_RDWR | os.O_NOFOLLOW)
     except FileNotFoundError:
-        return not (path / LOCK).exists() and path.is_dir()  # it died between two steps
+        with suppress(OSError):
+            path.rmdir()
+        return False
     except OSError:
         return False
     try:

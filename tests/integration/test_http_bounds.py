@@ -1,0 +1,276 @@
+"""What strangers may hold of an HTTP server: heads, bodies, places; and that others are served."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import resource
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import uvicorn
+from prometheus_client import CollectorRegistry
+
+from baton.clock import MachineClock
+from baton.net.http_server import (
+    Connections,
+    HttpLimits,
+    allow_descriptors,
+    bind,
+    count_refusals,
+    make_server_config,
+    start_listening,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Awaitable, Callable
+
+LIMITS = HttpLimits(
+    max_head_bytes=4096,
+    head_timeout_s=0.6,
+    body_window_s=0.6,
+    min_body_bytes=1000,
+    max_connections=8,
+    max_connections_per_address=6,
+)
+REQUEST = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
+OTHER_HOST = "127.0.0.2"
+
+
+class Bounded:
+    """A server that answers each request with the length of its body."""
+
+    def __init__(self, port: int, registry: CollectorRegistry) -> None:
+        self.port, self._registry = port, registry
+        self._clients: list[Client] = []
+
+    async def connect(self, sent: bytes = b"", host: str = "127.0.0.1") -> Client:
+        reader, writer = await asyncio.open_connection(
+            "127.0.0.1", self.port, local_addr=(host, 0), limit=1 << 20
+        )
+        client = Client(reader, writer)
+        self._clients.append(client)
+        await client.send(sent)
+        return client
+
+    async def close(self) -> None:
+        """Close what was opened."""
+        for client in self._clients:
+            client.writer.close()
+            with contextlib.suppress(ConnectionError):
+                await client.writer.wait_closed()
+
+    def num_refused(self, reason: str) -> float:
+        name = "test_refused_connections_total"
+        return self._registry.get_sample_value(name, {"reason": reason}) or 0.0
+
+
+class Client:
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader, self.writer = reader, writer
+
+    async def send(self, data: bytes) -> None:
+        self.writer.write(data)
+        with contextlib.suppress(ConnectionError):
+            await self.writer.drain()
+
+    async def read_answer(self) -> tuple[int, Any]:
+        """Status and JSON body of the next answer; (0, None) if the server closed."""
+        try:
+            head = await asyncio.wait_for(self.reader.readuntil(b"\r\n\r\n"), 5)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            return 0, None
+        lines = head.decode().lower().split("\r\n")
+        (length,) = [line[15:] for line in lines if line.startswith("content-length:")]
+        assert sum(line.startswith("content-type:") for line in lines) == 1
+        return int(lines[0].split()[1]), json.loads(await self.reader.readexactly(int(length)))
+
+    async def ask(self) -> int:
+        await self.send(REQUEST)
+        status, _ = await self.read_answer()
+        return status
+
+    async def is_closed(self) -> bool:
+        """Read to the end; a connection that stays open is a `TimeoutError`."""
+        with contextlib.suppress(ConnectionError):
+            await asyncio.wait_for(self.reader.read(), 5)
+        return True
+
+
+async def answer_with_length(scope: Any, receive: Any, send: Any) -> None:
+    num_bytes = 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return
+        num_bytes += len(message.get("body", b""))
+        if not message.get("more_body"):
+            break
+    body = json.dumps(num_bytes).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+@contextlib.asynccontextmanager
+async def serving(limits: HttpLimits = LIMITS) -> AsyncGenerator[Bounded]:
+    registry = CollectorRegistry()
+    connections = Connections(limits, MachineClock(), count_refusals(registry, "test"))
+    server = uvicorn.Server(make_server_config(answer_with_length, connections, drain_timeout_s=1))
+    with contextlib.closing(bind("127.0.0.1", 0)) as listener:
+        start_listening(listener)
+        config = server.config
+        config.load()
+        server.lifespan = config.lifespan_class(config)
+        await server.startup(sockets=[listener])
+        try:
+            bounded = Bounded(listener.getsockname()[1], registry)
+            yield bounded
+        finally:
+            await bounded.close()
+            await server.shutdown(sockets=[listener])
+        await asyncio.sleep(0.05)  # a close is reported by the loop's next turns
+        assert connections.num_open == 0
+
+
+def run(scenario: Callable[[Bounded], Awaitable[None]], limits: HttpLimits = LIMITS) -> None:
+    async def whole() -> None:
+        async with serving(limits) as server:
+            await scenario(server)
+
+    asyncio.run(whole())
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"GET / HTTP/1.1\r\n" + b"".join(b"h%d: x\r\n" % n for n in range(1000)),
+        b"GET / HTTP/1.1\r\nlong: " + b"x" * 6000,
+        b"GET /" + b"x" * 6000,
+        b"GET / HTTP/1.1\r\nlong: " + b"x" * 6000 + b"\r\n\r\n",
+    ],
+    ids=["many", "one", "path", "complete"],
+)
+def test_a_head_without_end_is_refused_with_the_reason(head: bytes) -> None:
+    async def scenario(server: Bounded) -> None:
+        client = await server.connect(head)
+        status, body = await client.read_answer()
+        assert status == 431
+        assert body["error"]["code"] == "head_too_large"
+        assert await client.is_closed()
+        assert server.num_refused("head_too_large") == 1
+
+    run(scenario)
+
+
+def test_what_is_no_http_gets_an_answer_in_json() -> None:
+    async def scenario(server: Bounded) -> None:
+        client = await server.connect(b"\x00\x01\x02 nonsense\r\n\r\n")
+        status, body = await client.read_answer()
+        assert (status, body["error"]["code"]) == (400, "malformed")
+
+    run(scenario)
+
+
+def test_half_a_head_ends_in_time_however_slowly_it_grows() -> None:
+    async def scenario(server: Bounded) -> None:
+        client = await server.connect(b"GET / HTTP/1.1\r\n")
+        since = time.monotonic()
+        for _ in range(30):
+            await client.send(b"x")
+            await asyncio.sleep(0.05)
+        assert (await client.read_answer())[0] in {408, 0}
+        assert await client.is_closed()
+        assert server.num_refused("head_timeout") == 1
+        # A second request's head on a connection that was served has the same time.
+        client = await server.connect()
+        assert await client.ask() == 200
+        await client.send(b"GET / HTTP/1.1\r\n")
+        status, _ = await client.read_answer()
+        assert status == 408
+        assert time.monotonic() - since < 10
+
+    run(scenario)
+
+
+def test_a_body_must_move() -> None:
+    async def scenario(server: Bounded) -> None:
+        head = b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 5000\r\n\r\n"
+        slow = await server.connect(head)
+        for _ in range(8):
+            await slow.send(b"x")
+            await asyncio.sleep(0.05)
+        status, body = await slow.read_answer()
+        assert (status, body["error"]["code"]) == (408, "body_timeout")
+        steady = await server.connect(head)  # longer than a window, and fast enough
+        for _ in range(10):
+            await steady.send(b"x" * 500)
+            await asyncio.sleep(0.1)
+        assert await steady.read_answer() == (200, 5000)
+        assert server.num_refused("body_timeout") == 1
+
+    run(scenario)
+
+
+def test_who_waits_longest_without_a_request_gives_its_place_to_a_new_one() -> None:
+    async def scenario(server: Bounded) -> None:
+        kept = await server.connect()
+        assert await kept.ask() == 200
+        idle = [await server.connect() for _ in range(5)]  # six from this address: all it may have
+        fresh = await server.connect()
+        assert await fresh.ask() == 200
+        assert await idle[0].is_closed()  # the oldest that has never asked
+        others = [await server.connect(host=OTHER_HOST) for _ in range(2)]
+        assert await kept.ask() == 200
+        late = await server.connect(host=OTHER_HOST)  # nine in all
+        assert await late.ask() == 200
+        assert await idle[1].is_closed()
+        assert [await other.ask() for other in others] == [200, 200]
+        assert await kept.ask() == 200
+        assert server.num_refused("too_many_connections") == 2
+
+    run(scenario)
+
+
+def test_requests_that_run_keep_their_places(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario(server: Bounded) -> None:
+        head = b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 10\r\n\r\n"
+        running = [await server.connect(head) for _ in range(6)]
+        await asyncio.sleep(0.05)
+        refused = await server.connect()
+        status, body = await refused.read_answer()
+        assert (status, body["error"]["type"]) == (503, "overloaded_error")
+        assert await refused.is_closed()
+        for client in running:
+            await client.send(b"x" * 10)
+            assert await client.read_answer() == (200, 10)
+        again = await server.connect()
+        assert await again.ask() == 200
+
+    with caplog.at_level(logging.WARNING, "baton.net.http_server"):
+        run(scenario)
+    assert "closed a connection from 127.0.0.1" in caplog.text
+
+
+def test_requests_in_one_packet_are_each_answered() -> None:
+    async def scenario(server: Bounded) -> None:
+        client = await server.connect(REQUEST * 3)
+        assert [await client.read_answer() for _ in range(3)] == [(200, 0)] * 3
+        await asyncio.sleep(2 * LIMITS.head_timeout_s)  # idle, not half a head: it stays
+        assert await client.ask() == 200
+
+    run(scenario)
+
+
+def test_no_more_connections_than_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    limit = [256, 512]
+    monkeypatch.setattr(resource, "getrlimit", lambda _: tuple(limit))
+    monkeypatch.setattr(resource, "setrlimit", lambda _, new: limit.__setitem__(0, new[0]))
+    assert allow_descriptors(HttpLimits(max_connections=4096)).max_connections == 128
+    assert limit == [512, 512]
+    limit[:] = [256, resource.RLIM_INFINITY]
+    assert allow_descriptors(HttpLimits(max_connections=4096)).max_connections == 4096
+    assert limit[0] == 4096 * 3 + 128
