@@ -52,6 +52,20 @@ def test_prefill_dies_in_mid_handoff(cluster: ChaosCluster) -> None:
     run_on_both(cluster, scenario)
 
 
+async def until_mapped(session: aiohttp.ClientSession, pair: Pair, request_id: str) -> None:
+    """Until the prefill worker has mapped the decode worker's memory."""
+    own = pair.unlinked[pair.prefill.pid].memories
+
+    async def mapped() -> bool:
+        return read_memories(pair.prefill.pid) > own
+
+    try:
+        await until("decode's memory is mapped", mapped, 2.0)
+    except AssertionError as exc:
+        exc.add_note(f"the handoff: {await find_trace(session, pair.prefill, request_id)}")
+        raise
+
+
 def test_decode_dies_in_mid_handoff_and_in_mid_stream(cluster: ChaosCluster) -> None:
     async def scenario(session: aiohttp.ClientSession, pair: Pair) -> None:
         streaming = Streaming()
@@ -70,8 +84,7 @@ def test_decode_dies_in_mid_handoff_and_in_mid_stream(cluster: ChaosCluster) -> 
         ]
         await until_mid_handoff(session, pair.prefill, pair.decode, whole.id)
         if pair.transport == "shared":
-            own = pair.unlinked[pair.prefill.pid].memories
-            assert read_memories(pair.prefill.pid) > own, "decode's memory is mapped"
+            await until_mapped(session, pair, whole.id)
         pair.decode.kill()
         assert not any(task.done() for task in (streamed, *waiting))
 

@@ -12,7 +12,7 @@ import pytest
 from baton.auth.key import ClusterKey
 from baton.auth.ticket import seal
 from baton.errors import BatonError
-from baton.handoff.interface import KVSent
+from baton.handoff.interface import KVFailed, KVLanded, KVSent
 from baton.handoff.link import Link, LinkPhase
 from baton.handoff.messages import (
     PROTOCOL_VERSION,
@@ -138,3 +138,38 @@ def test_a_worker_of_another_version_is_told_so(
         f"handoff protocol: version {version} on old, {PROTOCOL_VERSION} on p",
     ))
     assert f"handoff protocol: version {version} on old, {PROTOCOL_VERSION} on p" in caplog.text
+
+
+def test_a_message_that_cannot_be_handled_ends_its_own_link(
+    key: ClusterKey, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever it was: the handoffs of other peers go on."""
+    with (
+        node("p", kinds=SHARED, key=key) as broken,
+        node("q", kinds=SHARED, key=key) as well,
+        node("d", kinds=SHARED, key=key) as decode,
+    ):
+        receiving = decode.agent.loop.receiving
+        handle = receiving.handle_message
+
+        def fail_for_p(peer: Peer, message: Message) -> None:
+            if peer.name == "p":
+                raise KeyError("a defect")
+            handle(peer, message)
+
+        monkeypatch.setattr(receiving, "handle_message", fail_for_p)
+        ended = hand_over(broken, decode)
+        assert isinstance(ended, KVFailed)
+        assert "an event of p could not be handled" in caplog.text
+        assert isinstance(hand_over(well, decode), KVLanded)
+
+
+def hand_over(prefill: Node, decode: Node) -> object:
+    """How a handoff ends for the decode worker."""
+    prefill.scribble(1)
+    handoff = make_handoff(prefill, decode, num_tokens=101)
+    handoff.start_receive()
+    handoff.start_send()
+    handoff.compute(101)
+    handoff.prefill_done()
+    return decode.wait_for()[0]
