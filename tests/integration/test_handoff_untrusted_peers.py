@@ -12,7 +12,7 @@ import pytest
 from baton.auth.key import ClusterKey
 from baton.auth.ticket import seal
 from baton.errors import BatonError
-from baton.handoff.interface import KVFailed, KVLanded, KVSent
+from baton.handoff.interface import BlocksQuiescent, KVFailed, KVLanded, KVSent
 from baton.handoff.link import Link, LinkPhase
 from baton.handoff.messages import (
     PROTOCOL_VERSION,
@@ -172,4 +172,7 @@ def hand_over(prefill: Node, decode: Node) -> object:
     handoff.start_send()
     handoff.compute(101)
     handoff.prefill_done()
-    return decode.wait_for()[0]
+    while True:
+        for event in decode.wait_for():
+            if not isinstance(event, BlocksQuiescent):
+                return event
