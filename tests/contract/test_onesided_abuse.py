@@ -54,7 +54,7 @@ class RawWriter:
         self.kit, self.reader, self.epoch = kit, kit.make_side(), new_epoch()
         self.grant, self.events = new_ticket_id(), []
         self.sock = kit.connect_unauthenticated(self.reader.descriptor)
-        kit.prove(self.reader, self.sock)
+        self.frames = kit.prove(self.reader, self.sock)
         handle = self.reader.region.handle
         pages = np.arange(NUM_PAGES)
         self.reader.transport.open_grant(WriteGrant(self.grant, handle, self.epoch, pages))
@@ -71,7 +71,7 @@ class RawWriter:
         self.reader.close()
 
     def say(self, message):
-        self.sock.sendall(encode_frame(encode(message)))
+        self.sock.sendall(self.frames.seal(encode(message)))
         self.poll()
 
     def poll(self):
@@ -82,7 +82,7 @@ class RawWriter:
             self.poll()
             body = self.decoder.take()
             if body is not None:
-                assert kind in body
+                assert kind in self.frames.open(body)
                 return
             with suppress(TimeoutError):
                 self.sock.settimeout(0.005)

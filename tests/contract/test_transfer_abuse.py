@@ -64,7 +64,7 @@ class RawWriter:
         self.kit, self.reader, self.epoch = kit, kit.make_side(), new_epoch()
         self.grant, self.events = new_ticket_id(), []
         self.sock = kit.connect_unauthenticated(self.reader.descriptor)
-        kit.prove(self.reader, self.sock)
+        self.frames = kit.prove(self.reader, self.sock)
         handle = self.reader.region.handle
         self.reader.transport.open_grant(
             WriteGrant(self.grant, handle, self.epoch, np.array(pages))
@@ -84,7 +84,7 @@ class RawWriter:
         self.reader.close()
 
     def say(self, message, payload=b""):
-        self.send(encode_frame(encode(message)) + payload)
+        self.send(self.frames.seal(encode(message)) + payload)
 
     def send(self, data):
         while data:
@@ -101,6 +101,7 @@ class RawWriter:
             self.poll()
             body = self.decoder.take()
             if body is not None:
+                body = self.frames.open(body)
                 assert word in body
                 return body
             with suppress(TimeoutError):
@@ -269,7 +270,7 @@ def test_only_the_same_holder_that_has_no_other_mapping_proves_the_first_one_gon
         writer.reader.transport.close_grant(writer.grant)
         writer.sock.close()
         writer.sock = writer.kit.connect_unauthenticated(writer.reader.descriptor)
-        writer.kit.prove(writer.reader, writer.sock)
+        writer.frames = writer.kit.prove(writer.reader, writer.sock)
         writer.decoder = FrameDecoder(1 << 20)
         handle = writer.reader.region.handle
         writer.say(shared.Attach(writer.epoch, handle, holder, is_only))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 import threading
 from typing import TYPE_CHECKING
 
@@ -120,7 +119,7 @@ def test_a_worker_of_another_version_is_told_so(
     with node("p", kinds=SHARED, key=key) as prefill:
         link = Link.dial(prefill.agent.address, key, CLOCK.now())
         hello = msgspec.msgpack.encode({"t": "hello", "version": version, "worker": "old"})
-        link._held_back += struct.pack("<I", len(hello)) + hello
+        link._held_back.append(hello)
         heard: list[Message] = []
 
         def has_heard() -> bool:

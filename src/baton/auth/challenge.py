@@ -14,6 +14,7 @@ from __future__ import annotations
 import secrets
 from typing import TYPE_CHECKING, Final
 
+from baton.auth.session import Session
 from baton.errors import AuthenticationError, ProtocolError
 
 if TYPE_CHECKING:
@@ -27,7 +28,12 @@ ANSWER_BYTES: Final = MAC_BYTES
 
 
 class DialerChallenge:
-    """The side that connected: sends `hello`, checks the proof, sends the answer."""
+    """The side that connected: sends `hello`, checks the proof, sends the answer.
+
+    `session` is there once the proof was checked.
+    """
+
+    session: Session | None = None
 
     def __init__(self, key: ClusterKey, purpose: str) -> None:
         self._key, self._purpose = key, purpose
@@ -46,11 +52,17 @@ class DialerChallenge:
         """
         nonces = _both_nonces(self._nonce, proof, PROOF_BYTES)
         _check(self._key, _message(b"listener", self._purpose, nonces), proof[NONCE_BYTES:])
+        self.session = _open_session(self._key, self._purpose, nonces, is_dialer=True)
         return self._key.sign("challenge", _message(b"dialer", self._purpose, nonces))
 
 
 class ListenerChallenge:
-    """The side that accepted: reads the hello, proves itself, checks the answer."""
+    """The side that accepted: reads the hello, proves itself, checks the answer.
+
+    `session` is there once the answer was checked.
+    """
+
+    session: Session | None = None
 
     def __init__(self, key: ClusterKey, purpose: str) -> None:
         self._key, self._purpose = key, purpose
@@ -82,6 +94,7 @@ class ListenerChallenge:
             AuthenticationError: the dialer does not hold the key.
         """
         _check(self._key, _message(b"dialer", self._purpose, self._nonces), answer)
+        self.session = _open_session(self._key, self._purpose, self._nonces, is_dialer=False)
 
 
 def _both_nonces(dialer_nonce: bytes, proof: bytes, expected: int) -> bytes:
@@ -92,6 +105,10 @@ def _both_nonces(dialer_nonce: bytes, proof: bytes, expected: int) -> bytes:
 
 def _message(role: bytes, purpose: str, nonces: bytes) -> bytes:
     return role + b"|" + purpose.encode() + b"|" + nonces
+
+
+def _open_session(key: ClusterKey, purpose: str, nonces: bytes, *, is_dialer: bool) -> Session:
+    return Session.derive(key, purpose.encode() + b"|" + nonces, is_dialer=is_dialer)
 
 
 def _check(key: ClusterKey, message: bytes, mac: bytes) -> None:

@@ -11,6 +11,7 @@ import socket
 from enum import StrEnum
 from typing import TYPE_CHECKING, Final
 
+from baton.auth.session import TAG_BYTES
 from baton.errors import PeerLostError, PeerUnreachableError
 from baton.handoff.io_backend import OS_BACKEND
 from baton.handoff.messages import MAX_MESSAGE_BYTES, Message, decode, encode
@@ -24,6 +25,7 @@ from baton.net.framing import (
 
 if TYPE_CHECKING:
     from baton.auth.key import ClusterKey
+    from baton.auth.session import Session
     from baton.clock import Instant
     from baton.handoff.io_backend import IoBackend, NonBlockingSocket
 
@@ -55,7 +57,8 @@ class Link:
         self._handshake = handshake
         self._decoder = FrameDecoder(MAX_HANDSHAKE_BYTES)
         self._unsent = bytearray()
-        self._held_back = bytearray()  # frames sent before the handshake is over
+        self._held_back: list[bytes] = []  # messages sent before the handshake is over
+        self._session: Session | None = None
         if isinstance(handshake, DialerHandshake):
             self.phase = LinkPhase.CONNECTING
             self._unsent += handshake.opening()
@@ -92,12 +95,14 @@ class Link:
         Raises:
             PeerLostError: the connection broke, or the peer has not read for too long.
         """
-        queue = self._unsent if self.phase is LinkPhase.UP else self._held_back
-        queue += encode_frame(encode(message))
-        if len(queue) > MAX_UNSENT_BYTES:
-            raise PeerLostError(f"the peer does not read: {len(queue)} bytes are queued")
-        if self.phase is LinkPhase.UP:
-            self.flush()
+        body = encode(message)
+        if self._session is None:
+            self._held_back.append(body)
+            return
+        self._unsent += encode_frame(self._session.seal(body))
+        if len(self._unsent) > MAX_UNSENT_BYTES:
+            raise PeerLostError(f"the peer does not read: {len(self._unsent)} bytes are queued")
+        self.flush()
 
     def flush(self) -> None:
         """Send what the socket takes.
@@ -137,8 +142,8 @@ class Link:
         self._decoder.feed(data)
         messages: list[Message] = []
         while (body := self._decoder.take()) is not None:
-            if self.phase is LinkPhase.UP:
-                messages.append(decode(body))
+            if self._session is not None:
+                messages.append(decode(self._session.open(body)))
             else:
                 self._authenticate(body)
         return messages
@@ -158,8 +163,10 @@ class Link:
         """Take one frame of the handshake."""
         self._unsent += self._handshake.reply(body)
         if isinstance(self._handshake, DialerHandshake) or self._handshake.done:
-            self._decoder.max_body_bytes = MAX_MESSAGE_BYTES
-            self._unsent += self._held_back
+            self._decoder.max_body_bytes = MAX_MESSAGE_BYTES + TAG_BYTES
+            self._session = self._handshake.session
+            for held_back in self._held_back:
+                self._unsent += encode_frame(self._session.seal(held_back))
             self._held_back.clear()
             self.phase = LinkPhase.UP
         self.flush()

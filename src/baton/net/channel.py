@@ -8,12 +8,15 @@ from collections import deque
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final, TypeAlias
 
+from baton.auth.session import TAG_BYTES
 from baton.errors import PeerLostError
 from baton.net.framing import PREFIX_BYTES, FrameDecoder, encode_frame
 from baton.net.tls import TlsSocket, WaitsForPeerError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
+
+    from baton.auth.session import Session
 
 MAX_UNSENT_FRAMES_BYTES: Final = 4 << 20
 RECEIVE_BYTES: Final = 65_536
@@ -47,6 +50,8 @@ class Channel:
         """Unsent bytes can leave only after something was read (a TLS handshake)."""
         self._received_fds: list[int] = []
         self._num_awaited_bytes = 1
+        self.session: Session | None = None
+        """Set once the peer has proved the key, where frames need tags (`needs_tags`)."""
         self.ahead: ReadAhead | None = None
         """Set where a read may take more than was asked for; never where descriptors arrive."""
 
@@ -64,32 +69,31 @@ class Channel:
 
     def allow_bodies(self, max_body_bytes: int) -> None:
         """Change the bound on frames: an authenticated peer may send larger ones."""
-        self._decoder.max_body_bytes = max_body_bytes
+        self._decoder.max_body_bytes = max_body_bytes + (TAG_BYTES if self.session else 0)
 
-    def send_raw(self, frame: bytes) -> None:
-        """Queue encoded frames and send what the kernel takes.
+    def seal(self, body: bytes) -> bytes:
+        """The frame that is sent next: not for later, since frames are numbered."""
+        return encode_frame(body if self.session is None else self.session.seal(body))
+
+    def send_message(self, body: bytes, payload: Sequence[memoryview] = ()) -> None:
+        """Queue a frame, with page bytes behind it, and send what the kernel takes.
 
         Raises:
             PeerLostError: the connection is broken, or the peer does not read.
         """
-        if self._num_unsent_frame_bytes + len(frame) > MAX_UNSENT_FRAMES_BYTES:
+        num_bytes = 0 if payload else len(body)  # what waits in the pages themselves costs nothing
+        if self._num_unsent_frame_bytes + num_bytes > MAX_UNSENT_FRAMES_BYTES:
             raise PeerLostError("the peer has stopped to read")
-        batch = self._send_at_once([memoryview(frame)])
-        if batch:
-            self._num_unsent_frame_bytes += len(batch[0])
-            self._queue.append(self._frame_batches(batch))
-            self.flush()
-
-    def send_batch(self, batch: list[memoryview]) -> None:
-        """Queue page bytes in memory and send what the kernel takes.
-
-        Raises:
-            PeerLostError: the connection is broken.
-        """
-        batch = self._send_at_once(batch)
-        if batch:
-            self._queue.append(iter((batch,)))
-            self.flush()
+        if self._queue:
+            self._num_unsent_frame_bytes += num_bytes
+            self._queue.append(self._message_batches(body, payload, num_bytes))
+        else:
+            rest = self._send_at_once([memoryview(self.seal(body)), *payload])
+            if not rest:
+                return
+            self._num_unsent_frame_bytes += num_bytes
+            self._queue.append(self._counted_batches(rest, num_bytes))
+        self.flush()
 
     def send_body_with_fd(self, body: bytes, fd: int) -> None:
         """Send one frame and a descriptor with it. Only while nothing else is unsent.
@@ -97,13 +101,14 @@ class Channel:
         Raises:
             PeerLostError: the connection is broken, or the peer does not read.
         """
-        frame = encode_frame(body)
+        frame = self.seal(body)
         try:
             num_sent = socket.send_fds(self.socket, [frame], [fd])
         except OSError as exc:
             raise PeerLostError(f"the connection broke: {exc}") from exc
         if num_sent < len(frame):
-            self.send_raw(frame[num_sent:])
+            self._queue.append(self._counted_batches([memoryview(frame)[num_sent:]], 0))
+            self.flush()
 
     def send_batches(self, batches: Iterator[list[memoryview]]) -> None:
         """Queue a stream of batches.
@@ -151,7 +156,7 @@ class Channel:
                 break
         bodies: list[bytes] = []
         while (body := self._decoder.take()) is not None:
-            bodies.append(body)
+            bodies.append(self._open(body))
         return bodies
 
     def receive_body(self) -> bytes | None:
@@ -168,7 +173,7 @@ class Channel:
             body = self._decoder.cut(there)
             if body is not None:
                 self.ahead.skip(PREFIX_BYTES + len(body))
-                return body
+                return self._open(body)
         while (num_missing := self._decoder.num_missing_bytes) > 0:
             if self.ahead is None:
                 data = self._receive(num_missing)
@@ -177,7 +182,8 @@ class Channel:
             if data is None:
                 return None
             self._decoder.feed(data)
-        return self._decoder.take()
+        body = self._decoder.take()
+        return None if body is None else self._open(body)
 
     def receive_body_and_fd(self) -> tuple[bytes, int | None] | None:
         """Like `receive_body`, and the descriptor that came along, which the caller must close.
@@ -200,7 +206,7 @@ class Channel:
         body = self._decoder.take()
         if body is None:
             return None
-        return body, self._received_fds.pop() if self._received_fds else None
+        return self._open(body), self._received_fds.pop() if self._received_fds else None
 
     def receive_into(self, buffers: list[memoryview]) -> int:
         """Read page bytes straight into place: how many, 0 when none are there yet.
@@ -283,10 +289,25 @@ class Channel:
                 return True
         return False
 
-    def _frame_batches(self, batch: list[memoryview]) -> Iterator[list[memoryview]]:
-        num_bytes = len(batch[0])
+    def _open(self, body: bytes) -> bytes:
+        return body if self.session is None else self.session.open(body)
+
+    def _message_batches(
+        self, body: bytes, payload: Sequence[memoryview], num_bytes: int
+    ) -> Iterator[list[memoryview]]:
+        yield [memoryview(self.seal(body)), *payload]
+        self._num_unsent_frame_bytes -= num_bytes
+
+    def _counted_batches(
+        self, batch: list[memoryview], num_bytes: int
+    ) -> Iterator[list[memoryview]]:
         yield batch
         self._num_unsent_frame_bytes -= num_bytes
+
+
+def needs_tags(sock: socket.socket) -> bool:
+    """Whether bytes could be changed on their way, or come from another process than they seem."""
+    return sock.family != socket.AF_UNIX and not isinstance(sock, TlsSocket)
 
 
 def skip_bytes(buffers: list[memoryview], num_bytes: int) -> list[memoryview]:

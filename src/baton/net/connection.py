@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any, Final, Generic, ParamSpec, TypeAlias, Typ
 
 from baton.clock import Instant
 from baton.errors import BatonError, PeerLostError, TransferError
-from baton.net.framing import encode_frame
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from baton.clock import Clock
     from baton.net.channel import Channel
@@ -213,20 +212,21 @@ class Connection:
 
     def send_body(self, body: bytes) -> None:
         """Queue one frame. A broken connection is reported through `on_lost`, not raised."""
-        self._guard(self.channel.send_raw, encode_frame(body))
+        self._guard(self.channel.send_message, body)
+
+    def send_body_with_pages(self, body: bytes, payload: Sequence[memoryview]) -> None:
+        """Queue one frame, and page bytes in memory behind it; like `send_body`."""
+        self._guard(self.channel.send_message, body, payload)
 
     def send_raw(self, frame: bytes) -> None:
-        """Queue encoded frames; like `send_body`."""
-        self._guard(self.channel.send_raw, frame)
+        """Queue a frame of the handshake; like `send_body`."""
+        self.send_batches(iter(([memoryview(frame)],)))
+        self.flush()
 
     def send_batches(self, batches: Iterator[list[memoryview]]) -> None:
         """Queue a stream of page bytes (see `Channel`); nothing leaves before `flush`."""
         if self.is_open:
             self.channel.send_batches(batches)
-
-    def send_batch(self, batch: list[memoryview]) -> None:
-        """Queue page bytes in memory; like `send_body`."""
-        self._guard(self.channel.send_batch, batch)
 
     def flush(self) -> None:
         """Send what the kernel takes now. A broken connection is reported through `on_lost`."""

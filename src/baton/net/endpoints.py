@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from baton.clock import MachineClock
 from baton.errors import PeerUnreachableError, TransferError
-from baton.net.channel import Channel
+from baton.net.channel import Channel, needs_tags
 from baton.net.connection import Connection
 from baton.net.framing import MAX_HANDSHAKE_BYTES, DialerHandshake, ListenerHandshake
 from baton.telemetry.log_limit import LimitedLog
@@ -75,6 +75,7 @@ class Dialer:
             body = channel.receive_body()
             if body is not None:
                 connection.send_raw(handshake.reply(body))
+                channel.session = handshake.session if needs_tags(channel.socket) else None
                 on_proved(connection)
 
         def fail(error: TransferError) -> None:
@@ -168,6 +169,7 @@ class Listener:
             if not handshake.done:
                 connection.send_raw(reply)
                 return
+            channel.session = handshake.session if needs_tags(channel.socket) else None
             self._unproved.pop(connection, None)
             self._peers.add(connection)
             connection.fail_after(ATTACH_TIMEOUT_S, "attaching")

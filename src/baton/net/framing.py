@@ -7,6 +7,8 @@ prove that they hold the cluster key (`baton.auth.challenge` defines the bytes):
       | -- MAGIC + hello -----------------------> |
       | <-------------------- MAGIC + proof ----- |
       | -- answer ------------------------------> |
+
+Each body after that ends with a tag (`baton.auth.session`), except on Unix sockets and within TLS.
 """
 
 from __future__ import annotations
@@ -20,9 +22,10 @@ from baton.errors import ProtocolError
 
 if TYPE_CHECKING:
     from baton.auth.key import ClusterKey
+    from baton.auth.session import Session
 
 PREFIX_BYTES: Final = 4
-MAGIC: Final = b"BATON\x02"
+MAGIC: Final = b"BATON\x03"
 """Protocol and version: distinguishes a foreign program from an older peer."""
 MAX_HANDSHAKE_BYTES: Final = len(MAGIC) + PROOF_BYTES
 """The largest body of an unauthenticated peer."""
@@ -100,10 +103,15 @@ class FrameDecoder:
 
 
 class DialerHandshake:
-    """The side that connected."""
+    """The side that connected. Frames after the last one have the session's tags."""
 
     def __init__(self, key: ClusterKey, purpose: str) -> None:
         self._challenge = DialerChallenge(key, purpose)
+
+    @property
+    def session(self) -> Session:
+        """Of the connection, once `reply` has returned."""
+        return _session_of(self._challenge)
 
     def opening(self) -> bytes:
         """The first frame to send."""
@@ -126,6 +134,11 @@ class ListenerHandshake:
         self._challenge = ListenerChallenge(key, purpose)
         self.done = False
 
+    @property
+    def session(self) -> Session:
+        """Of the connection, once it is `done`."""
+        return _session_of(self._challenge)
+
     def reply(self, body: bytes) -> bytes:
         """Take one frame's body; the bytes to send back (none after the last one).
 
@@ -138,6 +151,12 @@ class ListenerHandshake:
         self._challenge.finish(body)
         self.done = True
         return b""
+
+
+def _session_of(challenge: DialerChallenge | ListenerChallenge) -> Session:
+    if challenge.session is None:
+        raise AssertionError("the peer has not proved the key")
+    return challenge.session
 
 
 def _strip_magic(body: bytes) -> bytes:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 import msgspec
 
+from baton.auth.session import TAG_BYTES
 from baton.errors import PeerLostError, ProtocolError
 from baton.net.framing import (
     DialerHandshake,
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     import socket
 
     from baton.auth.key import ClusterKey
+    from baton.auth.session import Session
     from baton.clock import Clock
 
 PURPOSE = "bench"
@@ -37,7 +39,9 @@ class Frames:
 
     def __init__(self, sock: socket.socket, clock: Clock) -> None:
         self._socket, self._clock = sock, clock
-        self._decoder = FrameDecoder(MAX_BODY_BYTES)
+        self._decoder = FrameDecoder(MAX_BODY_BYTES + TAG_BYTES)
+        self.session: Session | None = None
+        """Set once the peer has proved the key; a pipe between parent and child needs none."""
 
     @property
     def fd(self) -> int:
@@ -56,10 +60,15 @@ class Frames:
         except OSError as exc:
             raise PeerLostError(f"the connection broke: {exc}") from exc
 
+    def send_body(self, body: bytes) -> None:
+        """Send one frame; see `send`."""
+        self.send(encode_frame(body if self.session is None else self.session.seal(body)))
+
     def receive(self, timeout_s: float) -> bytes:
         """Receive one body, and no byte after it.
 
         Raises:
+            AuthenticationError: the frame is not the one that the peer sent next.
             PeerLostError: the connection is broken or closed, or it took too long.
             ProtocolError: the frame is too large.
         """
@@ -78,7 +87,7 @@ class Frames:
         body = self._decoder.take()
         if body is None:
             raise ProtocolError("a frame without an end")
-        return body
+        return body if self.session is None else self.session.open(body)
 
     def close(self) -> None:
         """Close the connection."""
@@ -99,7 +108,7 @@ class Channel(Generic[Sent, Received]):
 
     def send(self, message: Sent) -> None:
         """Send one message; see `Frames.send`."""
-        self._frames.send(encode_frame(encode(message)))
+        self._frames.send_body(encode(message))
 
     def receive(self, timeout_s: float) -> Received:
         """Receive one message; see `Frames.receive`."""
@@ -127,6 +136,7 @@ def authenticate_as_dialer(frames: Frames, key: ClusterKey) -> None:
     handshake = DialerHandshake(key, PURPOSE)
     frames.send(handshake.opening())
     frames.send(handshake.reply(frames.receive(HANDSHAKE_TIMEOUT_S)))
+    frames.session = handshake.session
 
 
 def authenticate_as_listener(frames: Frames, key: ClusterKey) -> None:
@@ -136,3 +146,4 @@ def authenticate_as_listener(frames: Frames, key: ClusterKey) -> None:
         reply = handshake.reply(frames.receive(HANDSHAKE_TIMEOUT_S))
         if reply:
             frames.send(reply)
+    frames.session = handshake.session

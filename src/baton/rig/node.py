@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Final, assert_never
 import msgspec
 
 from baton.auth.key import ClusterKey
+from baton.auth.session import Session
 from baton.clock import MachineClock
 from baton.errors import BatonError, ConfigError, PeerLostError, ProtocolError, TransferError
 from baton.rig.backend import (
@@ -291,7 +292,10 @@ def run_node(build: BuildBackend) -> None:
     fd: int = parser.parse_known_args()[0].fd
     die_with_parent()
     terms = msgspec.json.decode(sys.stdin.buffer.read(), type=NodeTerms)
-    channel = node_channel(Frames(socket.socket(fileno=fd), MachineClock()))
+    frames = Frames(socket.socket(fileno=fd), MachineClock())
+    if terms.session_keys is not None:
+        frames.session = Session.from_keys(*terms.session_keys)
+    channel = node_channel(frames)
     try:
         enter_network(terms.network_of)
         server = NodeServer(terms, channel, build)

@@ -38,11 +38,13 @@ class NodeTerms(msgspec.Struct, frozen=True):
     """What a node reads from standard input: the key is never on a command line.
 
     `network_of`: None the host's network, 0 a new namespace, else that of this process id.
+    `session_keys`: of the connection (`Session.keys`), where another host dialed it.
     """
 
     key_hex: str
     host: str
     network_of: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    session_keys: tuple[bytes, bytes] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,10 @@ from hypothesis import strategies as st
 
 from baton.ids import new_region_handle, new_ticket_id
 from baton.kv.copies import CopyGroup, PageCopies
+from baton.net.framing import encode_frame
 from baton.transfer.interface import PageWrite, RemoteId
 from baton.transfer.region import allocate_host_region
-from baton.transfer.transports.tcp.wire import cut_stripes, outgoing_batches, whole_batch
+from baton.transfer.transports.tcp.wire import cut_stripes, outgoing_batches, whole_write
 
 NUM_PAGES, PAGE_BYTES, STRIPE_BYTES = 80, 8192, 1 << 20
 REGION = allocate_host_region([(NUM_PAGES, PAGE_BYTES)])
@@ -29,11 +30,13 @@ def test_one_batch_is_the_only_stripe(pages, spans, notification, num_groups):
         RemoteId(1), new_ticket_id(), new_region_handle(), PageCopies(0, (group,) * num_groups),
         notification,
     )  # fmt: skip
-    batch = whole_batch(write, REGION, 7)
-    if batch is None:
+    whole = whole_write(write, REGION, 7)
+    if whole is None:
         lengths = [length for _, _, length in spans]
         assert num_groups == 2 or not pages or len(pages) * len(spans) > 64 or min(lengths) < 8192
         return
     (stripe,) = cut_stripes(write, 7, max_stripes=1, stripe_bytes=STRIPE_BYTES)
-    batches = outgoing_batches(write, REGION, stripe)
-    assert b"".join(batch) == b"".join(buffer for each in batches for buffer in each)
+    batches = outgoing_batches(write, REGION, stripe, encode_frame)
+    assert b"".join((encode_frame(whole[0]), *whole[1])) == b"".join(
+        buffer for each in batches for buffer in each
+    )

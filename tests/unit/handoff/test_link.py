@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.auth.key import ClusterKey
+from baton.auth.session import TAG_BYTES
 from baton.clock import Instant
 from baton.errors import AuthenticationError, BatonError, PeerLostError, ProtocolError
 from baton.handoff.link import PURPOSE, Link, LinkPhase
@@ -94,7 +95,7 @@ def test_a_stranger_gets_nothing_but_an_error(garbage: bytes) -> None:
 def test_an_oversized_frame_is_refused_before_it_is_read() -> None:
     dialer, listener = pair()
     pump(dialer, listener)
-    dialer.sock.sendall(struct.pack("<I", MAX_MESSAGE_BYTES + 1))
+    dialer.sock.sendall(struct.pack("<I", MAX_MESSAGE_BYTES + TAG_BYTES + 1))
     with pytest.raises(ProtocolError, match="at most"):
         receive(listener)
     close(dialer, listener)

@@ -45,13 +45,15 @@ class Listener:
             if is_full:
                 self.log(f"refused {peer[0]}: {MAX_NODES} processes run already")
                 return None
+            frames = Frames(sock, self.clock)
             try:
-                authenticate_as_listener(Frames(sock, self.clock), self.key)
+                authenticate_as_listener(frames, self.key)
             except BatonError as exc:
                 self.log(f"refused {peer[0]}: {exc}")
                 return None
             # The other node can reach this one at the address that the runner connected to.
-            terms = NodeTerms(self.key.secret.hex(), sock.getsockname()[0])
+            keys = None if frames.session is None else frames.session.keys
+            terms = NodeTerms(self.key.secret.hex(), sock.getsockname()[0], session_keys=keys)
             self.log(f"a process for {peer[0]}")
             return start_node(sock, terms, self.command)
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import logging
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import msgspec
 import pytest
 
 from baton.auth.key import ClusterKey
+from baton.auth.session import TAG_BYTES
 from baton.errors import TransferError
 from baton.ids import new_region_handle
+from baton.net.channel import needs_tags
 from baton.net.endpoints import ATTACH_TIMEOUT_S, MAX_UNPROVED, PROOF_TIMEOUT_S
 from baton.net.framing import PREFIX_BYTES, DialerHandshake, encode_frame
 from baton.testing.clocks import ManualClock
@@ -34,6 +37,7 @@ if TYPE_CHECKING:
     import socket
     from collections.abc import Callable
 
+    from baton.auth.session import Session
     from baton.ids import TicketId
     from baton.testing.transport_pair import Side
     from baton.transfer.interface import RegionDescriptor, RemoteId, TransferId
@@ -182,6 +186,21 @@ class PeerContract(TransportKit):
         assert not pair.reader_events
 
 
+@dataclass(frozen=True)
+class ProvedFrames:
+    """Makes and reads the frames of a peer that is a socket of the test's."""
+
+    session: Session | None
+
+    def seal(self, body: bytes) -> bytes:
+        """The next frame."""
+        return encode_frame(body if self.session is None else self.session.seal(body))
+
+    def open(self, body: bytes) -> bytes:
+        """What the next frame's body was."""
+        return body if self.session is None else self.session.open(body)
+
+
 class UnauthenticatedPeerContract(TransportKit):
     """What may come over a fresh connection costs that connection, and nothing else."""
 
@@ -230,24 +249,26 @@ class UnauthenticatedPeerContract(TransportKit):
         self.check_unharmed(pair)
 
     @pytest.mark.parametrize(
-        "message",
+        ("body", "rest"),
         [
-            b"",
-            encode_frame(b""),
-            encode_frame(b"\xc1"),
-            encode_frame(b"\x91" * 5000),
-            encode_frame(msgspec.msgpack.encode({"type": "attach"})),
-            ((1 << 20) + 1).to_bytes(PREFIX_BYTES, "little"),
-            (1 << 20).to_bytes(PREFIX_BYTES, "little") + b"half of it",
+            (None, b""),
+            (b"", b""),
+            (b"\xc1", b""),
+            (b"\x91" * 5000, b""),
+            (msgspec.msgpack.encode({"type": "attach"}), b""),
+            (None, ((1 << 20) + TAG_BYTES + 1).to_bytes(PREFIX_BYTES, "little")),
+            (None, (1 << 20).to_bytes(PREFIX_BYTES, "little") + b"half of it"),
         ],
         ids=["nothing", "empty", "no msgpack", "deep", "no fields", "too large", "truncated"],
     )
-    def test_a_peer_with_the_key_that_sends_nonsense_is_hung_up_on(self, message: bytes) -> None:
+    def test_a_peer_with_the_key_that_sends_nonsense_is_hung_up_on(
+        self, body: bytes | None, rest: bytes
+    ) -> None:
         clock = ManualClock()
         pair = TransportPair.of(self.make_side(), self.make_side(clock=clock))
         with self.connect_unauthenticated(pair.reader.descriptor) as peer:
-            self.prove(pair.reader, peer)
-            peer.sendall(message)
+            frames = self.prove(pair.reader, peer)
+            peer.sendall((b"" if body is None else frames.seal(body)) + rest)
             pair.poll_for(0.01)
             clock.advance(ATTACH_TIMEOUT_S + 0.1)
             self.check_hung_up(pair.reader, peer)
@@ -274,8 +295,8 @@ class UnauthenticatedPeerContract(TransportKit):
                 return
         pytest.fail("the connection is still open")
 
-    def prove(self, side: Side, peer: socket.socket) -> None:
-        """Do a dialer's part of the handshake over a blocking socket."""
+    def prove(self, side: Side, peer: socket.socket) -> ProvedFrames:
+        """Do a dialer's part of the handshake over a blocking socket; what its frames need then."""
         handshake = DialerHandshake(self.key, self.kind)
         peer.sendall(handshake.opening())
         peer.settimeout(STEP_S)
@@ -286,6 +307,7 @@ class UnauthenticatedPeerContract(TransportKit):
                 received += peer.recv(1024)
         peer.sendall(handshake.reply(received[PREFIX_BYTES:]))
         side.transport.poll()
+        return ProvedFrames(handshake.session if needs_tags(peer) else None)
 
 
 def ended(pair: TransportPair) -> list[TransferId]:

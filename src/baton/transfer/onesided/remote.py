@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar, assert_never
 
 from baton.errors import PeerLostError, TransferError
-from baton.net.framing import encode, encode_frame
+from baton.net.framing import encode
 from baton.transfer.base_transport import refused_to_attach
 from baton.transfer.grant_messages import GrantClosed
 from baton.transfer.interface import (
@@ -189,7 +189,9 @@ class OneSidedRemote(PeerWritesRemote["PagedRegion"], Generic[M]):
     def _notification_batches(
         self, transfer: TransferId, write: PageWrite
     ) -> Iterator[list[memoryview]]:
-        yield [memoryview(encode_frame(encode(WriteNotification(write.grant, write.notification))))]
+        if self._connection is not None:
+            notification = encode(WriteNotification(write.grant, write.notification))
+            yield [memoryview(self._connection.channel.seal(notification))]
         self._notification_sent(transfer)
 
     def _answer_close(self, grant: TicketId) -> None:

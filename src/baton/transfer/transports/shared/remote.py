@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final, assert_never
 from baton.errors import PeerLostError, ProtocolError, TransferError
 from baton.kv.copies import apply_copies
 from baton.net.connection import InboundPoller
-from baton.net.framing import encode, encode_frame
+from baton.net.framing import encode
 from baton.transfer.base_transport import refused_to_attach
 from baton.transfer.devices.extents import ExtentMapping, attach_extent, compute_written
 from baton.transfer.grant_messages import GrantClosed
@@ -306,20 +306,20 @@ class SharedRemote(PeerWritesRemote["Sequence[NDArray[np.uint8]]"]):
         notification = WriteNotification(
             write.grant, write.notification, copies.layer, copies.num_layers
         )
-        frame, connection = encode_frame(encode(notification)), self._connection
+        body, connection = encode(notification), self._connection
         if connection.channel.has_unsent:  # behind that; as many as there are writes may wait
-            connection.send_batches(self._notification_batches(transfer, frame))
+            connection.send_batches(self._notification_batches(transfer, connection, body))
             return
-        connection.send_raw(frame)
+        connection.send_body(body)
         if self._connection.channel.has_unsent:
-            connection.send_batches(self._notification_batches(transfer, b""))
+            connection.send_batches(self._notification_batches(transfer, connection))
         else:
             self._notification_sent(transfer)
 
     def _notification_batches(
-        self, transfer: TransferId, frame: bytes
+        self, transfer: TransferId, connection: Connection, body: bytes = b""
     ) -> Iterator[list[memoryview]]:
-        yield [memoryview(frame)] if frame else []
+        yield [memoryview(connection.channel.seal(body))] if body else []
         self._notification_sent(transfer)
 
     def _read_first(self, channel: Channel) -> None:

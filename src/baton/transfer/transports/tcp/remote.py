@@ -37,7 +37,7 @@ from baton.transfer.transports.tcp.wire import (
     cut_stripes,
     decode_from_listener,
     outgoing_batches,
-    whole_batch,
+    whole_write,
 )
 
 if TYPE_CHECKING:
@@ -211,14 +211,14 @@ class TcpRemote(BaseRemote):
             return
         self._watch_for_stalls()
         sequence, num_bytes = self._new_sequence(), write.copies.num_bytes
-        batch = whole_batch(write, region, sequence) if num_bytes <= self._whole_bytes else None
-        if batch is None:
+        whole = whole_write(write, region, sequence) if num_bytes <= self._whole_bytes else None
+        if whole is None:
             self._send_stripes(transfer, write, region, sequence)
             return
         stream = min(self._streams, key=_load_of)
         self._posted[sequence] = _PostedWrite(transfer, num_bytes, ((stream, num_bytes),))
         stream.num_unanswered_bytes += num_bytes
-        stream.connection.send_batch(batch)
+        stream.connection.send_body_with_pages(*whole)
 
     def _send_stripes(
         self, transfer: TransferId, write: PageWrite, region: PagedRegion, sequence: int
@@ -236,7 +236,8 @@ class TcpRemote(BaseRemote):
         self._posted[sequence] = _PostedWrite(transfer, sum(load for _, load in loads), loads)
         for stream, stripe in zip(streams, stripes, strict=True):
             stream.num_unanswered_bytes += stripe.num_bytes
-            stream.connection.send_batches(outgoing_batches(write, region, stripe))
+            seal = stream.connection.channel.seal
+            stream.connection.send_batches(outgoing_batches(write, region, stripe, seal))
         for stream in streams:
             stream.connection.flush()
 

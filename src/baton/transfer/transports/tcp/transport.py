@@ -18,7 +18,7 @@ import msgspec
 from baton.errors import ProtocolError, TransferError
 from baton.ids import Epoch, RegionHandle, TicketId
 from baton.net.channel import ReadAhead, skip_bytes
-from baton.net.framing import encode, encode_frame
+from baton.net.framing import encode
 from baton.net.tls import make_contexts
 from baton.transfer.base_transport import ConnectedTransport
 from baton.transfer.grants import AdmittedGrants
@@ -222,8 +222,8 @@ class TcpInbound:
         self, sequence: int, geometry: Geometry, array: PageArray
     ) -> Iterator[list[memoryview]]:
         payload = read_batches(geometry, self.region.memory, array)
-        header = encode_frame(encode(FetchServed(sequence)))
-        yield [memoryview(header), *next(payload, [])]
+        header = encode(FetchServed(sequence))
+        yield [memoryview(self.connection.channel.seal(header)), *next(payload, [])]
         yield from payload
         self._num_fetches -= 1
 

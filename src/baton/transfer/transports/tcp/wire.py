@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Final, TypeAlias
 
 import msgspec
 
-from baton.net.framing import decode, encode, encode_frame
+from baton.net.framing import decode, encode
 from baton.transfer.interface import PageArray
 from baton.transfer.messages import EpochText, IdBytes, NotAttached, NotificationBytes, Reason
 from baton.transfer.scatter_gather import (
@@ -25,7 +25,7 @@ from baton.transfer.scatter_gather import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from baton.kv.copies import CopyGroup, PageCopies
     from baton.transfer.interface import PagedRegion, PageWrite
@@ -173,8 +173,10 @@ def cut_stripes(
     ]
 
 
-def whole_batch(write: PageWrite, region: PagedRegion, sequence: int) -> list[memoryview] | None:
-    """A checked write as its only stripe, if one system call takes all of it; else None."""
+def whole_write(
+    write: PageWrite, region: PagedRegion, sequence: int
+) -> tuple[bytes, list[memoryview]] | None:
+    """A checked write's only stripe, a body and its pages, if one system call takes all of it."""
     groups, layer = write.copies.groups, write.copies.layer
     if len(groups) != 1 or write.copies.num_layers != 1:
         return None
@@ -183,13 +185,15 @@ def whole_batch(write: PageWrite, region: PagedRegion, sequence: int) -> list[me
         return None
     pages, spans = groups[0].packed_targets
     header = Data(sequence, write.grant, layer, pages, spans, write.notification)
-    return [memoryview(encode_frame(encode(header))), *payload]
+    return encode(header), payload
 
 
 def outgoing_batches(
-    write: PageWrite, region: PagedRegion, stripe: Stripe
+    write: PageWrite, region: PagedRegion, stripe: Stripe, seal: Callable[[bytes], bytes]
 ) -> Iterator[list[memoryview]]:
     """All buffers of a stripe of a checked write, in the order of the wire, made when needed.
+
+    `seal`: the channel's, which makes a frame of a body.
 
     The region's memory is read in place: it must not change until the receiver has answered.
     """
@@ -198,7 +202,7 @@ def outgoing_batches(
             stripe.sequence, write.grant, write.copies.layer, b"", b"", stripe.notification,
             stripe.num_stripes,
         )  # fmt: skip
-        yield [memoryview(encode_frame(encode(header)))]
+        yield [memoryview(seal(encode(header)))]
     for number, (array, part) in enumerate(stripe.parts, start=1):
         pages, spans = part.packed_targets
         notification = stripe.notification if number == len(stripe.parts) else None
@@ -206,7 +210,7 @@ def outgoing_batches(
             stripe.sequence, write.grant, array, pages, spans, notification, stripe.num_stripes
         )
         payload = read_batches(source_of(part), region.memory, region.arrays[array])
-        yield [memoryview(encode_frame(encode(header))), *next(payload, [])]
+        yield [memoryview(seal(encode(header))), *next(payload, [])]
         yield from payload
 
 
