@@ -10,11 +10,17 @@ from typing import TYPE_CHECKING
 import aiohttp
 import numpy as np
 
+from baton.auth.certificates import make_identity
+from baton.auth.key import ClusterKey
+from baton.net.tls import contexts_of
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 NUM_ANSWER_TOKENS = 10
 TIMEOUT = aiohttp.ClientTimeout(total=240)
+KEY = ClusterKey.generate()
+TLS = contexts_of(make_identity(KEY, "test")).dialing
 
 
 @dataclass(frozen=True)
@@ -61,7 +67,8 @@ def ask_all(url: str, prompts: Sequence[list[int]], *, at_once: int = 16) -> lis
 
     async def run() -> list[Answer]:
         gate = asyncio.Semaphore(at_once)
-        async with aiohttp.ClientSession(timeout=TIMEOUT) as session:
+        connector = aiohttp.TCPConnector(ssl=TLS)
+        async with aiohttp.ClientSession(timeout=TIMEOUT, connector=connector) as session:
 
             async def one(prompt: list[int]) -> Answer:
                 async with gate:

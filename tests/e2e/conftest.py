@@ -7,7 +7,6 @@ The model has random weights, made so that one foreign page of KV changes the ne
 from __future__ import annotations
 
 import os
-import secrets
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,6 +14,7 @@ import pytest
 
 from baton.engines.transformers.random_model import RandomModelSpec, make_random_model
 from baton.testing.fleet import Fleet, FleetProcess
+from tests.e2e.client import KEY
 from tests.preloaded import start_preloaded
 
 if TYPE_CHECKING:
@@ -62,13 +62,13 @@ class WorkerCluster:
 
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerCluster]:
-    environment = dict(os.environ, BATON_CLUSTER_KEY=secrets.token_hex(32))
+    environment = dict(os.environ, BATON_CLUSTER_KEY=KEY.secret.hex())
     model = tmp_path_factory.mktemp("model") / "demo"
     make_random_model(model, SPEC)
     engine = ENGINE | {"worker.model": str(model), "worker.served_model_name": "demo"}
-    tcp = engine | {"transfer.transports": ["tcp"]}
+    tcp = engine | {"transfer.transports": ["tcp"], "security.tls": "all"}
     # Not measured: on a busy machine another transport may be the cheapest for a while.
-    shared = engine | {"transfer.choice": "listed"}
+    shared = engine | {"transfer.choice": "listed", "security.tls": "control"}
     with Fleet(tmp_path_factory.mktemp("logs"), environment, start=start_preloaded) as fleet:
         workers = [
             fleet.start_worker("colocated", "both", engine),
@@ -82,18 +82,19 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerCluster]
         for worker in workers:
             worker.wait_ready()
         _, prefill, decode, tcp_prefill, tcp_decode = workers
+        tls = {"security.tls": "control"}
         yield WorkerCluster(
             *workers,
             # Where decode has a queue, `auto` would lend instead of moving anything.
             shared_gateway=fleet.start_gateway(
-                [prefill], [decode], settings={"gateway.mode": "push"}
+                [prefill], [decode], settings=tls | {"gateway.mode": "push"}
             ),
-            tcp_gateway=fleet.start_gateway([tcp_prefill], [tcp_decode]),
+            tcp_gateway=fleet.start_gateway([tcp_prefill], [tcp_decode], settings=tls),
             pulling_gateway=fleet.start_gateway(
-                [prefill], [decode], settings={"gateway.mode": "pull"}
+                [prefill], [decode], settings=tls | {"gateway.mode": "pull"}
             ),
             early_gateway=fleet.start_gateway(
-                [prefill], [decode], settings={"gateway.first_token_early": True}
+                [prefill], [decode], settings=tls | {"gateway.first_token_early": True}
             ),
         )
         assert set(fleet.stop().values()) == {0}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import secrets
 import time
 import urllib.error
 import urllib.request
@@ -14,6 +15,10 @@ import aiohttp
 import numpy as np
 from prometheus_client.parser import text_string_to_metric_families
 
+from baton.auth.certificates import make_identity
+from baton.auth.key import ClusterKey
+from baton.net.tls import contexts_of
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -21,6 +26,8 @@ if TYPE_CHECKING:
 
 NUM_ANSWER_TOKENS = 16
 TIMEOUT = aiohttp.ClientTimeout(total=120)
+KEY = secrets.token_hex(32)
+TLS = contexts_of(make_identity(ClusterKey.from_hex(KEY), "test")).dialing
 TIMEOUT_S = 120.0
 LOGPROB_TOLERANCE = 2e-3
 
@@ -88,7 +95,7 @@ def ask_all(
 
     async def run() -> list[Answer]:
         gate = asyncio.Semaphore(at_once)
-        async with aiohttp.ClientSession(timeout=TIMEOUT) as session:
+        async with open_session() as session:
 
             async def one(prompt: object) -> Answer:
                 async with gate:
@@ -113,13 +120,18 @@ def check_same(answers: Sequence[Answer], expected: Sequence[Answer]) -> None:
         assert far < LOGPROB_TOLERANCE, (answer, oracle)
 
 
+def open_session() -> aiohttp.ClientSession:
+    """Requests to workers and gateways alike."""
+    return aiohttp.ClientSession(timeout=TIMEOUT, connector=aiohttp.TCPConnector(ssl=TLS))
+
+
 def post(url: str, body: Json, *, timeout_s: float = TIMEOUT_S) -> tuple[int, Json]:
     """Status and answer, also of an error."""
     request = urllib.request.Request(
         url, json.dumps(body).encode(), {"content-type": "application/json"}
     )
     try:
-        with urllib.request.urlopen(request, timeout=timeout_s) as response:
+        with urllib.request.urlopen(request, timeout=timeout_s, context=TLS) as response:
             return response.status, json.load(response)
     except urllib.error.HTTPError as error:
         with error:
@@ -127,7 +139,7 @@ def post(url: str, body: Json, *, timeout_s: float = TIMEOUT_S) -> tuple[int, Js
 
 
 def get_text(url: str) -> str:
-    with urllib.request.urlopen(url, timeout=10) as response:
+    with urllib.request.urlopen(url, timeout=10, context=TLS) as response:
         return response.read().decode()
 
 

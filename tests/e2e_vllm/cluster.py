@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import socket
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,7 +18,7 @@ from baton.engines.transformers.random_model import RandomModelSpec, make_random
 from baton.telemetry.process_status import Ready
 from baton.testing.fleet import Fleet, FleetProcess, get_status
 from tests.chaos.process_state import find_processes_of_sessions
-from tests.e2e_vllm.client import get_text, wait_until
+from tests.e2e_vllm.client import KEY, get_text, wait_until
 from tests.preloaded import start_plain_vllm, start_preloaded_vllm
 
 if TYPE_CHECKING:
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
 
     Starter = Callable[["ClusterFactory"], tuple[FleetProcess, ...]]
 
-KEY: Final = secrets.token_hex(32)
 """Of this run alone: a store belongs to a key, and another run on this host may have one."""
 MODEL: Final = "demo"
 NUM_LAYERS: Final = 4
@@ -121,7 +119,7 @@ class ClusterFactory:
             "XDG_RUNTIME_DIR": str(run_directory),
             "XDG_STATE_HOME": str(run_directory),
         }
-        with Fleet(logs, environment, start=start_preloaded_vllm) as fleet:
+        with Fleet(logs, environment, start=start_preloaded_vllm, tls="control") as fleet:
             yield cls(fleet, folder / "model", run_directory)
 
     def start(self, name: str, role: Role, **changes: object) -> FleetProcess:
@@ -168,7 +166,11 @@ class ClusterFactory:
         **changes: object,
     ) -> FleetProcess:
         """Start a gateway in front of servers that answer, and wait until it has met them all."""
-        gateway = self.fleet.start_gateway(prefill, decode, settings={**GATEWAY, **changes})
+        # vLLM's own server, as a user of vLLM starts it, has no TLS.
+        is_plain = any(each.url.startswith("http:") for each in (*prefill, *decode))
+        tls = {"security.tls": "off"} if is_plain else {}
+        settings = {**GATEWAY, **tls, **changes}
+        gateway = self.fleet.start_gateway(prefill, decode, settings=settings)
         wait_until(lambda: read_states(gateway) == {"up"}, 20.0, gateway.tail)
         return gateway
 

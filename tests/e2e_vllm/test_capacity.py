@@ -10,12 +10,10 @@ import json
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
-import aiohttp
 import pytest
 
 from baton.engines.stall_detector import STALL_REASON
 from tests.e2e_vllm.client import (
-    TIMEOUT,
     ask,
     ask_all,
     ask_one,
@@ -23,6 +21,7 @@ from tests.e2e_vllm.client import (
     get_text,
     make_body,
     make_prompts,
+    open_session,
     read_request,
     wait_idle,
     wait_until,
@@ -32,6 +31,8 @@ from tests.e2e_vllm.tickets import Handoff, Server, read_prefill_result, read_to
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
+
+    import aiohttp
 
     from tests.e2e_vllm.client import Answer, Json
     from tests.e2e_vllm.cluster import ClusterFactory, VllmCluster
@@ -99,7 +100,7 @@ def test_auto_pulls_where_a_vllm_server_is_full_and_says_how_full(
         return known is not None and expected.items() <= known.items()
 
     async def run() -> list[Answer]:
-        async with aiohttp.ClientSession(timeout=TIMEOUT) as session:
+        async with open_session() as session:
             await until(lambda: is_known({"num_free_blocks": NUM_BLOCKS, "num_waiting": 0}))
             first = await ask(session, gateway.url, roomy)
             async with filled(prefill, decode):
@@ -128,7 +129,7 @@ def test_auto_pulls_where_a_vllm_server_is_full_and_says_how_full(
 async def filled(prefill: Server, decode: Server) -> AsyncIterator[None]:
     """All but `NUM_LEFT` blocks of a decode server wait for KV that nobody is asked to compute."""
     prompts = make_prompts(NUM_HOLDERS, seed=44, shortest=HELD_TOKENS, longest=HELD_TOKENS)
-    async with aiohttp.ClientSession(timeout=TIMEOUT) as session:
+    async with open_session() as session:
         handoffs = [Handoff.make(prefill, decode, prompt) for prompt in prompts]
         holders = [asyncio.create_task(hold(session, handoff)) for handoff in handoffs]
         try:

@@ -14,8 +14,7 @@ from baton.auth.key import ClusterKey
 from baton.auth.ticket import Ticket, WorkerRef, seal
 from baton.ids import new_ticket_id
 from baton.telemetry.trace import RequestSpan
-from tests.e2e_vllm.client import get_text, make_body, post, read_answer, read_info
-from tests.e2e_vllm.cluster import KEY
+from tests.e2e_vllm.client import KEY, TLS, get_text, make_body, post, read_answer, read_info
 from tests.tickets import issue
 
 if TYPE_CHECKING:
@@ -126,5 +125,7 @@ def _get(url: str) -> tuple[int, bytes]:
 
 
 def _post(url: str, body: bytes) -> tuple[int, bytes]:
-    with urllib.request.urlopen(urllib.request.Request(url, body), timeout=10) as response:
+    with urllib.request.urlopen(
+        urllib.request.Request(url, body), timeout=10, context=TLS
+    ) as response:
         return response.status, response.read()

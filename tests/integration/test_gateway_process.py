@@ -40,6 +40,7 @@ run_gateway(GatewayOptions(
     status_fd=int(status_fd),
     drain_timeout_s=float(drain_timeout_s),
     probe_interval_s=0.1,
+    tls="off",
     management_port=int(management_port) if management_port else None,
 ))
 """

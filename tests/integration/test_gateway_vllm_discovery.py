@@ -130,7 +130,7 @@ def test_a_control_address_that_is_not_believed_is_sent_nothing():
     server.extra_info["control_urls"] = [f"{server.controls[0].url}/elsewhere"]
 
     async def scenario(cluster: Cluster, server: ScriptedVllm):
-        await until_told(cluster, "is not http://host:port")
+        await until_told(cluster, "is not https://host:port")
         await asyncio.sleep(0.1)
         assert server.controls[0].num_requests == 0
         assert server.num_discoveries == 1

@@ -17,6 +17,10 @@ from pathlib import Path
 
 import pytest
 
+from baton.auth.certificates import make_identity
+from baton.auth.key import ClusterKey
+from baton.net.tls import contexts_of
+
 START_TIMEOUT_S = 240
 POOL = "engine.kv_cache_bytes=134217728"
 
@@ -132,12 +136,18 @@ def test_ctrl_c_while_loading_leaves_at_once_and_nothing_behind(runtime, phase):
         assert not list(runtime.glob("baton/worker-*"))
 
 
-def ask(url, **fields):
+def tls_of(runtime):
+    """Of a holder of the key that the worker has made up."""
+    key = ClusterKey.from_hex((runtime / "baton" / "cluster.key").read_text("ascii"))
+    return contexts_of(make_identity(key, "test")).dialing
+
+
+def ask(url, tls, **fields):
     body = {"model": "demo", "prompt": "Once upon a time", "temperature": 0, **fields}
     request = urllib.request.Request(
         f"{url}/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"}
     )
-    return urllib.request.urlopen(request, timeout=120)
+    return urllib.request.urlopen(request, timeout=120, context=tls)
 
 
 def status_of(question):
@@ -150,7 +160,7 @@ def status_of(question):
 def test_a_worker_starts_answers_and_drains(runtime):
     with worker(runtime, "--name", "v", "--set", POOL, "--set", "engine.num_threads=1") as process:
         ready = until_said(process, runtime, "ready")
-        url, engines = ready["url"], descendants(process.pid)
+        url, engines, tls = ready["url"], descendants(process.pid), tls_of(runtime)
         assert (ready["worker"], ready["role"]) == ("v", "both")
         assert ready["epoch"]
         assert int(ready["handoff_address"].rpartition(":")[2]) > 0
@@ -159,13 +169,17 @@ def test_a_worker_starts_answers_and_drains(runtime):
         assert directory.stat().st_mode & 0o077 == 0
 
         usage = {"include_usage": True}  # a busy server sends several tokens at once
-        with ask(url, stream=True, stream_options=usage, max_tokens=200, ignore_eos=True) as answer:
+        with ask(
+            url, tls, stream=True, stream_options=usage, max_tokens=200, ignore_eos=True
+        ) as answer:
             assert answer.readline().startswith(b"data: ")
             os.killpg(process.pid, signal.SIGTERM)
             until_said(process, runtime, "draining")
-            health = status_of(lambda: urllib.request.urlopen(f"{url}/health", timeout=10))
+            health = status_of(
+                lambda: urllib.request.urlopen(f"{url}/health", timeout=10, context=tls)
+            )
             assert health == (503, {"status": "draining"})
-            code, body = status_of(lambda: ask(url, max_tokens=1))
+            code, body = status_of(lambda: ask(url, tls, max_tokens=1))
             assert (code, body["error"]["code"]) == (503, "draining")
             lines = [line for line in answer if line.startswith(b"data: ")]
         assert lines[-1] == b"data: [DONE]\n"

@@ -44,7 +44,7 @@ async def living(
     """A worker that serves: its URL and the task that ends with it."""
     key = ClusterKey(b"k" * 32)
     names: dict[str, Any] = {"worker": WorkerId("w0"), "key": key}
-    at = ProcessOptions(model=Path(engine.info.model_path), **names, **options)
+    at = ProcessOptions(tls="off", model=Path(engine.info.model_path), **names, **options)
     worker = build_worker(
         WorkerOptions(epoch=EPOCH, served_model_name="demo", **names), engine, None, MachineClock()
     )

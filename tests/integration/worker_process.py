@@ -108,7 +108,7 @@ def main() -> None:
             given[name] = tuple(given[name])
     if "store" in given:
         given["store"] = msgspec.convert(given["store"], StoreSection)
-    run_worker(ProcessOptions(model=DEMO_MODEL_PATH, key=KEY, **given))
+    run_worker(ProcessOptions(**({"model": DEMO_MODEL_PATH, "key": KEY, "tls": "off"} | given)))
 
 
 if __name__ == "__main__":

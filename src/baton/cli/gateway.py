@@ -91,6 +91,7 @@ def _options(config: Config, status_fd: int) -> GatewayOptions:
         drain_timeout_s=section.drain_timeout_s,
         num_records=config.trace.ring_size,
         mode=section.mode,
+        tls=config.security.tls,
         first_token_early=section.first_token_early,
         client_keys_file=Path(section.client_keys_file) if section.client_keys_file else None,
         insecure=section.insecure,

@@ -1,10 +1,12 @@
-"""`baton key`: keys of clients."""
+"""`baton key`: keys of clients, certificates for programs that are not Baton's."""
 
+import os
 from pathlib import Path
 from typing import Annotated, Literal
 
 from cyclopts import App, Parameter
 
+from baton.cli.flags import ConfigFlags
 from baton.config.environment import read_environment, state_directory
 from baton.errors import ConfigError
 
@@ -95,6 +97,39 @@ def remove(
     if len(left) == len(keys):
         raise ConfigError(f"{path} has no key with the id {wanted!r}; see: baton key client list")
     write_keys(path, left)
+    return 0
+
+
+@app.command(name="certificate")
+def certificate(
+    *,
+    directory: Annotated[Path, Parameter(help="Where its three files go; made if need be.")],
+    name: Annotated[str, Parameter(help="Whose it is, in logs.")] = "client",
+    flags: ConfigFlags | None = None,
+) -> int:
+    """Write a certificate of the cluster, by which vllm serve, Prometheus or curl take part."""
+    from baton.auth.certificates import make_identity  # noqa: PLC0415
+    from baton.auth.key import ClusterKey  # noqa: PLC0415
+    from baton.config.cluster_key import find_cluster_key  # noqa: PLC0415
+
+    section = (flags or ConfigFlags()).resolve().to_config().cluster
+    key = ClusterKey.from_hex(find_cluster_key(section, read_environment(), ()).text)
+    identity = make_identity(key, name)
+    files = {
+        "certificate.pem": identity.certificate,
+        "key.pem": identity.private_key,
+        "authority.pem": identity.authority,
+    }
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for file_name, content in files.items():
+            (directory / file_name).unlink(missing_ok=True)
+            flags_and_mode = os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600
+            with os.fdopen(os.open(directory / file_name, *flags_and_mode), "wb") as file:
+                file.write(content)
+    except OSError as exc:
+        raise ConfigError(f"cannot write to {directory}: {exc.strerror}") from exc
+    print("\n".join(str(directory / file_name) for file_name in files))
     return 0
 
 

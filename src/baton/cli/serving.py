@@ -36,7 +36,7 @@ def run_engine_server(config: Config, key: ClusterKey, status_fd: int) -> None:
                 model=Path(worker.model).resolve() if worker.model else DEMO_MODEL_PATH,
                 key=key,
                 listener=listener,
-                url=url_of(listener, worker.host),
+                url=url_of(listener, worker.host, is_tls=config.security.tls != "off"),
                 status_reporter=StatusReporter(claim_standard_output(status_fd)),
                 # By port, which no other process here has: what a killed life left is found again.
                 run_directory=run_directory(read_environment()) / f"worker-{port}",

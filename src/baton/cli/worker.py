@@ -92,6 +92,7 @@ def _options(config: Config, status_fd: int) -> ProcessOptions:
         host=section.host,
         port=section.port,
         key=_key(config),
+        tls=config.security.tls,
         engine=section.engine,
         engine_options=engine_options(section.engine, config.engine),
         handoff_host=section.handoff_host,

@@ -23,6 +23,8 @@ Role: TypeAlias = Literal["prefill", "decode", "both"]
 Mode: TypeAlias = Literal["auto", "push", "pull", "pool", "reference", "colocated"]
 Verification: TypeAlias = Literal["full", "sampled", "identity"]
 Share: TypeAlias = Annotated[float, Meta(gt=0, le=1)]
+Tls: TypeAlias = Literal["off", "control", "all"]
+"""What is encrypted: HTTP between gateway and workers (`control`), and pages over `tcp` (`all`)."""
 LogLevel: TypeAlias = Literal["debug", "info", "warning", "error"]
 LogFormat: TypeAlias = Literal["text", "json"]
 
@@ -31,6 +33,12 @@ class ClusterSection(Struct, frozen=True, kw_only=True):
     """What gateway and workers share. The key itself is a secret and never stands in a file."""
 
     key_file: str | None = None
+
+
+class SecuritySection(Struct, frozen=True, kw_only=True):
+    """How processes of the cluster speak with each other."""
+
+    tls: Tls = "control"
 
 
 class GatewaySection(Struct, frozen=True, kw_only=True):
@@ -158,6 +166,7 @@ class Config(Struct, frozen=True, kw_only=True):
     """The whole configuration."""
 
     cluster: ClusterSection = msgspec.field(default_factory=ClusterSection)
+    security: SecuritySection = msgspec.field(default_factory=SecuritySection)
     gateway: GatewaySection = msgspec.field(default_factory=GatewaySection)
     worker: WorkerSection = msgspec.field(default_factory=WorkerSection)
     engine: Table = {}

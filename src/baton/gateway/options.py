@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from baton.auth.key import ClusterKey
+    from baton.config.sections import Tls
     from baton.router.modes import ModeSetting
 
 MIB = 1 << 20
@@ -24,7 +25,7 @@ class WorkerAddress:
     """Where the operator configured a worker, and in which role.
 
     Raises:
-        ConfigError: `url` is not `http://host:port`.
+        ConfigError: `url` is not `https://host:port` (or http).
     """
 
     url: str
@@ -35,7 +36,7 @@ class WorkerAddress:
         is_origin = parts.hostname and parts.path in {"", "/"} and not parts.query
         if parts.scheme not in {"http", "https"} or not is_origin:
             raise ConfigError(
-                f"{self.url!r} is not a worker's address; write it as http://host:port"
+                f"{self.url!r} is not a worker's address; write it as https://host:port"
             )
 
 
@@ -79,6 +80,7 @@ class GatewayOptions:
     drain_timeout_s: float = 30.0
     num_records: int = 1024
     mode: ModeSetting = "auto"
+    tls: Tls = "control"
     first_token_early: bool = False
     client_keys_file: Path | None = None
     insecure: bool = False
@@ -98,6 +100,13 @@ class GatewayOptions:
         if twice:
             raise ConfigError(f"listed twice: {', '.join(sorted(twice))}")
         self._check_limits()
+        plain = [url for url in urls if url.startswith("http:")]
+        if plain and self.tls != "off":
+            raise ConfigError(
+                f"{plain[0]} does not prove who answers there: workers speak TLS, write https://; "
+                'or set security.tls = "off" for workers and gateway alike, within a network that '
+                "encrypts by itself"
+            )
         if self.key_origin == "generated" and not is_loopback(self.host):
             raise ConfigError(
                 f"refusing to listen on {self.host}: other machines could reach this gateway, and "

@@ -12,7 +12,9 @@ import aiohttp
 import msgspec
 from multidict import CIMultiDict
 
+from baton.auth.certificates import make_identity
 from baton.gateway.errors import UpstreamError, WorkerLostError, WorkerUnreachableError
+from baton.net.tls import contexts_of
 from baton.protocol.worker_http import ErrorBody, ErrorDetail, abort_path
 
 if TYPE_CHECKING:
@@ -41,12 +43,15 @@ class Upstream:
     def __init__(self, options: GatewayOptions) -> None:
         self._options = options
         self._authorization = "Bearer " + worker_token(options.cluster_key)
+        self._tls = contexts_of(make_identity(options.cluster_key, "gateway"))
         self._session: aiohttp.ClientSession | None = None
 
     async def open(self) -> None:
         """Create the pool; connections are made when they are needed."""
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
+            connector=aiohttp.TCPConnector(
+                limit=0, keepalive_timeout=KEEP_ALIVE_S, ssl=self._tls.dialing
+            ),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._options.connect_timeout_s),
             cookie_jar=aiohttp.DummyCookieJar(),
             auto_decompress=False,
@@ -173,6 +178,11 @@ def mapped_errors(url: URL) -> Generator[None]:
     """Translate what aiohttp raises."""
     try:
         yield
+    except aiohttp.ClientSSLError as exc:
+        raise WorkerUnreachableError(
+            f"{url.origin()} did not prove that it is of this cluster ({exc}): give it the "
+            'gateway\'s BATON_CLUSTER_KEY, and the same security.tls (http:// is for "off")'
+        ) from exc
     except aiohttp.ClientConnectorError as exc:
         reason = os.strerror(exc.errno) if exc.errno else exc.strerror
         raise WorkerUnreachableError(f"{url.origin()} cannot be reached: {reason}") from exc

@@ -103,7 +103,9 @@ def why_not_asked(info: WorkerInfo, listed: URL) -> str | None:
     """
     for text in info.control_urls:
         if (control := _origin(text)) is None:
-            return f"its control address {text!r} is not http://host:port"
+            return f"its control address {text!r} is not https://host:port"
+        if listed.scheme == "https" != control.scheme:
+            return f"its control address {text} has no TLS, as {listed.origin()} has"
         if not is_same_host(control.host or "", listed.host or ""):
             return (
                 f"its control address {text} is not on the host by which it is listed, "
@@ -116,7 +118,7 @@ def why_not_asked(info: WorkerInfo, listed: URL) -> str | None:
 def _origin(text: str) -> URL | None:
     try:
         url = URL(text)
-        is_origin = url.scheme == "http" and url.host is not None and url.user is None
+        is_origin = url.scheme in {"http", "https"} and url.host is not None and url.user is None
         return url if is_origin and url == url.origin() else None
     except ValueError:
         return None

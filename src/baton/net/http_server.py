@@ -12,6 +12,7 @@ import errno
 import logging
 import resource
 import socket
+import ssl
 from collections import Counter
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -24,8 +25,10 @@ import msgspec
 import uvicorn
 from prometheus_client import Counter as PrometheusCounter
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.utils import get_remote_addr
 
 from baton.errors import ConfigError
+from baton.net.tls import TlsTransport
 from baton.protocol.worker_http import ErrorBody, ErrorDetail
 from baton.telemetry.log_limit import LimitedLog
 
@@ -59,6 +62,7 @@ class Refusal(StrEnum):
     BODY_TIMEOUT = "body_timeout"
     TOO_MANY_CONNECTIONS = "too_many_connections"
     MALFORMED = "malformed"
+    NOT_TRUSTED = "not_trusted"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,12 +106,19 @@ def allow_descriptors(limits: HttpLimits) -> HttpLimits:
 
 
 class Connections:
-    """The connections of one server. Owner: its event loop's thread."""
+    """The connections of one server. Owner: its event loop's thread.
+
+    With `tls`, clients prove who they are before anything of theirs is read.
+    """
 
     def __init__(
-        self, limits: HttpLimits, clock: Clock, on_refused: Callable[[Refusal], None]
+        self,
+        limits: HttpLimits,
+        clock: Clock,
+        on_refused: Callable[[Refusal], None],
+        tls: ssl.SSLContext | None = None,
     ) -> None:
-        self.limits = limits
+        self.limits, self.tls = limits, tls
         self._log, self._on_refused = LimitedLog(log, clock), on_refused
         # The longest wait first. One that was served before is likely to be an honest client's.
         self._new: dict[BoundedHttpProtocol, None] = {}
@@ -179,13 +190,18 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._num_body_bytes = 0
         self._is_in_head = False
         self._refusal: Refusal | None = None
+        self._tls: TlsTransport | None = None
 
     # The connection
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """See `asyncio.Protocol`."""
-        super().connection_made(transport)
-        self.address = self.client[0] if self.client else UNKNOWN_ADDRESS
+        peer = get_remote_addr(transport)
+        self.address = peer[0] if peer else UNKNOWN_ADDRESS
+        if self._table.tls is None:
+            super().connection_made(transport)
+        else:
+            self.transport = self._tls = TlsTransport(transport, self._table.tls)
         if self._table.admit(self):
             self._await_head()
         else:
@@ -195,10 +211,28 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         """See `asyncio.Protocol`."""
         self._stop_timer()
         self._table.leave(self)
-        super().connection_lost(exc)
+        if self._tls is None or self._tls.is_established:
+            super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         """See `asyncio.Protocol`."""
+        if self.transport.is_closing():
+            return
+        if self._tls is None:
+            self._receive(data)
+            return
+        was_established = self._tls.is_established
+        try:
+            parts = self._tls.decrypt(data)
+        except ssl.SSLError as exc:
+            self.refuse(Refusal.NOT_TRUSTED, f"it does not hold this cluster's key: {exc}")
+            return
+        if self._tls.is_established and not was_established:
+            super().connection_made(self._tls)
+        for part in parts:
+            self._receive(part)
+
+    def _receive(self, data: bytes) -> None:
         if self.transport.is_closing():
             return
         if self._timer is None and not self._is_answering:
@@ -215,6 +249,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             return
         self._stop_timer()
         self._table.report(refusal, self.address, reason)
+        if self._tls is not None and not self._tls.is_established:
+            self.transport.close()
+            return
         cycle = cast("RequestResponseCycle | None", self.cycle)  # None before the first request
         if not self._is_answering:
             can_answer = refusal is not Refusal.BODY_TIMEOUT  # of a request that was answered
@@ -330,6 +367,7 @@ _STATUSES: Final = {
     Refusal.BODY_TIMEOUT: HTTPStatus.REQUEST_TIMEOUT,
     Refusal.TOO_MANY_CONNECTIONS: HTTPStatus.SERVICE_UNAVAILABLE,
     Refusal.MALFORMED: HTTPStatus.BAD_REQUEST,
+    Refusal.NOT_TRUSTED: HTTPStatus.UNAUTHORIZED,
 }
 
 
@@ -389,7 +427,8 @@ def bind(host: str, port: int) -> socket.socket:
         ConfigError: the port is taken, or the address is not this machine's.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
+    # With the protocol's number, by which asyncio knows where to set TCP_NODELAY.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.settimeout(0)
     try:
@@ -424,7 +463,7 @@ def _explain(exc: OSError, host: str, port: int) -> ConfigError:
     return ConfigError(f"cannot listen on {where}: {exc.strerror or exc}")
 
 
-def url_of(listener: socket.socket, host: str) -> str:
+def url_of(listener: socket.socket, host: str, *, is_tls: bool = False) -> str:
     """The URL under which a bound socket is reached; `host` as the operator wrote it."""
     shown = f"[{host}]" if ":" in host else host
-    return f"http://{shown}:{listener.getsockname()[1]}"
+    return f"{'https' if is_tls else 'http'}://{shown}:{listener.getsockname()[1]}"

@@ -5,15 +5,21 @@ The cluster key is proved inside, as without TLS: TLS encrypts, the key authenti
 
 from __future__ import annotations
 
+import asyncio
+import os
 import ssl
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from baton.errors import AuthenticationError, ConfigError
 
 if TYPE_CHECKING:
     import socket
-    from collections.abc import Sequence
+    from collections.abc import Generator, Sequence
+
+    from baton.auth.certificates import Identity
 
 MAX_BUFFER_BYTES: Final = 64 << 10
 """Of one OpenSSL call, which makes records of 16 KiB."""
@@ -85,6 +91,83 @@ class TlsSocket(ssl.SSLSocket):
             raise _translate(exc) from exc
 
 
+class TlsTransport(asyncio.Transport):
+    """The listener's end of TLS between an asyncio protocol and its transport.
+
+    The event loops' own TLS hands a protocol its connection after the handshake only, so that
+    those who never finish one would be counted nowhere. The protocol passes `decrypt` what it
+    receives; it may write once `is_established`.
+    """
+
+    def __init__(self, transport: asyncio.Transport, context: ssl.SSLContext) -> None:
+        super().__init__()
+        self._transport = transport
+        self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=True)
+        self.is_established = False
+
+    def decrypt(self, data: bytes) -> list[bytes]:
+        """What the peer wrote; empty while the handshake goes on.
+
+        Raises:
+            ssl.SSLError: the peer cannot be trusted, or broke the protocol.
+        """
+        self._incoming.write(data)
+        parts: list[bytes] = []
+        try:
+            if not self.is_established:
+                self._tls.do_handshake()
+                self.is_established = True
+            while part := self._tls.read(MAX_BUFFER_BYTES):
+                parts.append(part)
+            self._transport.close()  # the peer is at its end
+        except ssl.SSLWantReadError:
+            pass
+        finally:
+            self._send()  # an alert too
+        return parts
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        """See `asyncio.WriteTransport`."""
+        if data:
+            self._tls.write(data)
+            self._send()
+
+    def close(self) -> None:
+        """See `asyncio.BaseTransport`; the peer sees that nothing was cut off."""
+        if not self._transport.is_closing() and self.is_established:
+            with suppress(ssl.SSLError):  # the peer's answer is not waited for
+                self._tls.unwrap()
+            self._send()
+        self._transport.close()
+
+    def abort(self) -> None:
+        """See `asyncio.WriteTransport`."""
+        self._transport.abort()
+
+    def is_closing(self) -> bool:
+        """See `asyncio.BaseTransport`."""
+        return self._transport.is_closing()
+
+    def pause_reading(self) -> None:
+        """See `asyncio.ReadTransport`."""
+        self._transport.pause_reading()
+
+    def resume_reading(self) -> None:
+        """See `asyncio.ReadTransport`."""
+        self._transport.resume_reading()
+
+    def get_extra_info(self, name: str, default: object = None) -> object:
+        """See `asyncio.BaseTransport`."""
+        if name == "sslcontext":
+            return self._tls.context
+        return self._transport.get_extra_info(name, default)
+
+    def _send(self) -> None:
+        if self._outgoing.pending:
+            self._transport.write(self._outgoing.read())
+
+
 @dataclass(frozen=True, slots=True)
 class TlsContexts:
     """What a dialer and a listener wrap their sockets with."""
@@ -101,6 +184,28 @@ class TlsContexts:
         return self.listening.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
 
 
+def contexts_of(identity: Identity) -> TlsContexts:
+    """For a process that shows this identity and trusts those of the same authority."""
+    with _shown_as_file(identity.certificate + identity.private_key) as own:
+        dialing, listening = (
+            _make_context(protocol, own, own, identity.authority.decode())
+            for protocol in (ssl.PROTOCOL_TLS_CLIENT, ssl.PROTOCOL_TLS_SERVER)
+        )
+    listening.num_tickets = 0
+    return TlsContexts(dialing, listening)
+
+
+@contextmanager
+def _shown_as_file(content: bytes) -> Generator[str]:
+    """The path of a file in memory: OpenSSL's key loading takes paths only."""
+    fd = os.memfd_create("baton-identity", os.MFD_CLOEXEC)
+    try:
+        os.write(fd, content)
+        yield f"/proc/self/fd/{fd}"
+    finally:
+        os.close(fd)
+
+
 def make_contexts(certificate: str, key: str, authority: str) -> TlsContexts:
     """Read files in PEM format.
 
@@ -109,10 +214,10 @@ def make_contexts(certificate: str, key: str, authority: str) -> TlsContexts:
     """
     try:
         dialing, listening = (
-            _make_context(protocol, certificate, key, authority)
+            _make_context(protocol, certificate, key, Path(authority).read_text(encoding="ascii"))
             for protocol in (ssl.PROTOCOL_TLS_CLIENT, ssl.PROTOCOL_TLS_SERVER)
         )
-    except OSError as exc:  # ssl.SSLError is one
+    except (OSError, UnicodeDecodeError) as exc:  # ssl.SSLError is one
         raise ConfigError(
             f"tls: cannot use certificate {certificate}, key {key}, ca {authority}: {exc}"
         ) from exc
@@ -126,7 +231,7 @@ def _make_context(protocol: int, certificate: str, key: str, authority: str) -> 
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False  # workers have addresses; the authority is the cluster's own
     context.verify_mode = ssl.CERT_REQUIRED
-    context.load_verify_locations(authority)
+    context.load_verify_locations(cadata=authority)
     context.load_cert_chain(certificate, key)
     return context
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from baton.clock import Clock
-    from baton.config.sections import Role
+    from baton.config.sections import Role, Tls
 
 START_TIMEOUT_S: Final = 180.0
 SERVER_START_TIMEOUT_S: Final = 240.0
@@ -199,6 +199,8 @@ class Fleet:
     clock: Clock = field(default_factory=MachineClock)
     processes: list[FleetProcess] = field(default_factory=list)
     start: StartChild = start_command
+    tls: Tls = "off"
+    """Off, since tests and benchmarks ask workers themselves."""
 
     def __enter__(self) -> Self:
         """Nothing is started yet."""
@@ -277,7 +279,7 @@ class Fleet:
         self, name: str, command: Sequence[str], settings: Mapping[str, object]
     ) -> FleetProcess:
         words = [*command, "--status-fd", "1"]
-        for key, value in settings.items():
+        for key, value in {"security.tls": self.tls, **settings}.items():
             words += ["--set", f"{key}={_as_toml(value)}"]
         log = self.logs / f"{name}-{len(self.processes)}.log"
         with log.open("wb") as log_file:

@@ -32,17 +32,20 @@ from typing import (
 
 import msgspec
 
-from baton.errors import TransferError
+from baton.errors import ConfigError, TransferError
 from baton.ids import Epoch, RegionHandle, TicketId
 from baton.registry import Registry
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     import numpy as np
     from numpy.typing import NDArray
 
     from baton.auth.key import ClusterKey
     from baton.clock import Clock
     from baton.kv.copies import PageCopies
+    from baton.net.tls import TlsContexts
 
 MemoryKind = Literal["host", "shared", "cuda"]
 TransferId = NewType("TransferId", int)
@@ -237,12 +240,14 @@ class TransportContext:
     """What every transport is built from, besides its own options.
 
     `bind_host` is the only address it may listen on. `clock` bounds connecting and authenticating.
+    `tls` set: bytes that leave the host are to be encrypted.
     """
 
     key: ClusterKey
     epoch: Epoch
     bind_host: str
     clock: Clock
+    tls: TlsContexts | None = None
 
 
 class Transport(Protocol):
@@ -406,3 +411,28 @@ class TransportFactory(Protocol):
 
 
 TRANSPORTS: Final[Registry[TransportFactory]] = Registry("baton.transports", "transfer.options")
+
+
+def build_transports(
+    kinds: Sequence[str], options: Mapping[str, Mapping[str, object]], context: TransportContext
+) -> tuple[Transport, ...]:
+    """Every configured transport, in that order; `options` are by kind.
+
+    Raises:
+        ConfigError: an unknown kind or option, or `context.tls` asks for what one cannot do.
+        TransferError: one cannot work on this machine.
+    """
+    transports = tuple(TRANSPORTS.build(kind, options.get(kind, {}))(context) for kind in kinds)
+    if context.tls is not None and (plain := [t.kind for t in transports if _is_plain(t)]):
+        for transport in transports:
+            transport.close()
+        raise ConfigError(
+            f'security.tls = "all", and {", ".join(plain)} cannot encrypt what leaves the host: '
+            "leave it out of transfer.transports"
+        )
+    return transports
+
+
+def _is_plain(transport: Transport) -> bool:
+    can = transport.capabilities
+    return not (can.encrypted or can.same_host_only or can.same_process_only)

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from baton.auth.key import ClusterKey
     from baton.auth.ticket import HandoffMode
+    from baton.config.sections import Tls
     from baton.ids import Epoch, WorkerId
 
 Role: TypeAlias = Literal["prefill", "decode", "both"]
@@ -23,7 +24,8 @@ Role: TypeAlias = Literal["prefill", "decode", "both"]
 class WorkerOptions:
     """One life of one worker, as HTTP shows it.
 
-    `key` None serves without handoffs. `require_bearer` is for listeners beyond loopback.
+    `key` None serves without handoffs. `is_tls`: only holders of the key can connect; else
+    `require_bearer` is for listeners beyond loopback.
     `max_default_tokens` bounds chat answers whose request sets no limit. `modes` are the ways of
     handing over that it takes part in, on either side.
     """
@@ -34,6 +36,7 @@ class WorkerOptions:
     served_model_name: str
     key: ClusterKey | None = None
     require_bearer: bool = False
+    is_tls: bool = False
     max_body_bytes: int = 32 * 1024 * 1024
     max_default_tokens: int = 4096
     request_timeout_s: float = 600.0
@@ -57,6 +60,7 @@ class ProcessOptions:
     host: str = "127.0.0.1"
     port: int = 0
     key: ClusterKey
+    tls: Tls = "control"
     engine: str = "transformers"
     engine_options: Mapping[str, object] = field(default_factory=dict)
     handoff_host: str = "127.0.0.1"

@@ -16,6 +16,7 @@ import uvicorn
 import uvloop
 from prometheus_client import disable_created_metrics
 
+from baton.auth.certificates import make_identity
 from baton.clock import MachineClock
 from baton.config.cluster_key import is_loopback
 from baton.config.environment import pin_to
@@ -28,9 +29,10 @@ from baton.handoff.peer_transports import LinkOptions
 from baton.handoff.pool_mode.store_access import open_store_access
 from baton.ids import new_epoch
 from baton.net.http_server import bind, make_server_config, start_listening, url_of
+from baton.net.tls import contexts_of
 from baton.telemetry.process_status import Draining, Loading, Ready, StatusReporter
 from baton.transfer.devices.extents import choose_allocation
-from baton.transfer.interface import TRANSPORTS, TransportContext
+from baton.transfer.interface import TransportContext, build_transports
 from baton.transfer.links.probes import ProbeBounds
 from baton.worker.options import WorkerOptions
 from baton.worker.worker import Worker, build_worker
@@ -100,7 +102,7 @@ def run_worker(options: ProcessOptions) -> None:
     disable_created_metrics()  # type: ignore[no-untyped-call]
     status_reporter = StatusReporter(options.status_fd)
     with closing(bind(options.host, options.port)) as listener:
-        url = url_of(listener, options.host)
+        url = url_of(listener, options.host, is_tls=options.tls != "off")
         what = f"model {options.model} with engine {options.engine}"
         status_reporter.report(Loading(url, what))
         worker, epoch = _load(options, MachineClock())
@@ -140,7 +142,7 @@ class ProcessLife:
 
     def _report_ready(self, listener: socket.socket) -> None:
         options, handoffs = self._options, self._worker.handoffs
-        url = url_of(listener, options.host)
+        url = url_of(listener, options.host, is_tls=options.tls != "off")
         address = "" if handoffs is None else handoffs.address
         self._status_reporter.report(Ready(url, options.worker, self._epoch, options.role, address))
         logger.info("%s answers at %s, hands over at %s", options.worker, url, address)
@@ -205,7 +207,8 @@ def _load(options: ProcessOptions, clock: Clock) -> tuple[Worker, Epoch]:
         role=options.role,
         served_model_name=served_model_name,
         key=options.key,
-        require_bearer=not is_loopback(options.host),
+        is_tls=options.tls != "off",
+        require_bearer=options.tls == "off" and not is_loopback(options.host),
         num_traces=options.num_traces,
         transports=options.transports,
         modes=handoffs.modes,
@@ -243,13 +246,15 @@ def _handoffs(
 
 
 def _transports(options: ProcessOptions, epoch: Epoch, clock: Clock) -> tuple[Transport, ...]:
+    tls = options.tls == "all"
     context = TransportContext(
-        key=options.key, epoch=epoch, bind_host=options.handoff_host, clock=clock
+        key=options.key,
+        epoch=epoch,
+        bind_host=options.handoff_host,
+        clock=clock,
+        tls=contexts_of(make_identity(options.key, options.worker)) if tls else None,
     )
-    return tuple(
-        TRANSPORTS.build(kind, options.transport_options.get(kind, {}))(context)
-        for kind in options.transports
-    )
+    return build_transports(options.transports, options.transport_options, context)
 
 
 def _freeze_garbage_collector() -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final, NoReturn
 from prometheus_client import CollectorRegistry
 
 import baton
+from baton.auth.certificates import make_identity
 from baton.clock import MachineClock
 from baton.errors import HandoffError
 from baton.handoff.pool_mode.metrics import PoolModeCollector
@@ -21,6 +22,7 @@ from baton.net.http_server import (
     allow_descriptors,
     count_refusals,
 )
+from baton.net.tls import contexts_of
 from baton.protocol.worker_http import (
     ABORT_SUFFIX,
     CHAT_COMPLETIONS_PATH,
@@ -214,9 +216,11 @@ def build_worker(
     )
     bearer = Bearer(options.key) if options.require_bearer and options.key is not None else None
     app = WorkerApp(_routes(pages, GenerationService(context), reader), bearer, metrics)
-    connections = Connections(
-        allow_descriptors(WORKER_LIMITS), clock, count_refusals(registry, "baton_worker")
-    )
+    tls = None
+    if options.is_tls and options.key is not None:
+        tls = contexts_of(make_identity(options.key, options.worker)).listening
+    refused = count_refusals(registry, "baton_worker")
+    connections = Connections(allow_descriptors(WORKER_LIMITS), clock, refused, tls)
     return Worker(app, connections, engine_client, engine, handoffs)
 
 

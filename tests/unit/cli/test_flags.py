@@ -60,7 +60,7 @@ def test_repeated_flags_make_lists():
 
 
 def test_the_gateways_defaults_are_those_of_its_options():
-    flags = parse(GatewayFlags, "--worker", "http://127.0.0.1:1")
+    flags = parse(GatewayFlags, "--worker", "https://127.0.0.1:1")
     options = gateway_options(flags.resolve().to_config(), status_fd=1)
     bare = GatewayOptions(workers=options.workers, cluster_key=options.cluster_key)
     assert dataclasses.replace(options, key_origin="generated") == bare

@@ -120,5 +120,16 @@ def test_every_key_is_documented():
     sections = {name.partition(".")[0] for name in closed_keys()}
     missing = [name for name in (*closed_keys(), *open_tables()) if f"`{name}`" not in text]
     assert not missing
-    shown = {"cluster", "gateway", "worker", "handoff", "store", "transfer", "up", "trace", "log"}
+    shown = {
+        "cluster",
+        "security",
+        "gateway",
+        "worker",
+        "handoff",
+        "store",
+        "transfer",
+        "up",
+        "trace",
+        "log",
+    }
     assert shown == sections

@@ -8,8 +8,8 @@ from baton.gateway.options import GatewayOptions, WorkerAddress
 from baton.protocol.worker_http import Role
 
 KEY = ClusterKey(b"k" * 32)
-DECODE = WorkerAddress("http://127.0.0.1:9000", Role.DECODE)
-PREFILL = WorkerAddress("http://127.0.0.1:9001", Role.PREFILL)
+DECODE = WorkerAddress("https://127.0.0.1:9000", Role.DECODE)
+PREFILL = WorkerAddress("https://127.0.0.1:9001", Role.PREFILL)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "::1", "localhost"])
@@ -32,8 +32,8 @@ def test_somebody_must_decode(workers):
 
 
 def test_a_worker_is_listed_once():
-    again = WorkerAddress("http://127.0.0.1:9000/", Role.PREFILL)
-    with pytest.raises(ConfigError, match=r"listed twice: http://127\.0\.0\.1:9000"):
+    again = WorkerAddress("https://127.0.0.1:9000/", Role.PREFILL)
+    with pytest.raises(ConfigError, match=r"listed twice: https://127\.0\.0\.1:9000"):
         GatewayOptions(workers=(DECODE, again), cluster_key=KEY)
 
 
@@ -49,3 +49,10 @@ def test_a_workers_address_is_an_origin(url):
 def test_limits_are_above_zero(name):
     with pytest.raises(ConfigError, match=name):
         GatewayOptions(workers=(DECODE,), cluster_key=KEY, **{name: 0})
+
+
+def test_a_worker_that_proves_nothing_is_listed_only_where_tls_is_off():
+    plain = WorkerAddress("http://127.0.0.1:9001", Role.PREFILL)
+    with pytest.raises(ConfigError, match=r"http://127\.0\.0\.1:9001 does not prove who answers"):
+        GatewayOptions(workers=(DECODE, plain), cluster_key=KEY)
+    GatewayOptions(workers=(DECODE, plain), cluster_key=KEY, tls="off")

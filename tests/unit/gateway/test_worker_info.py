@@ -91,7 +91,8 @@ def test_a_description_that_makes_no_sense_is_refused(changes):
         ("http://gpu-1:7100", "http://GPU-1:8000"),
         ("http://127.0.0.1:7100", "http://localhost:8000"),
         ("http://[::1]:7100", "http://127.0.0.1:8000"),
-        ("http://10.0.0.5:7100", "https://10.0.0.5:8000"),
+        ("https://10.0.0.5:7100", "https://10.0.0.5:8000"),
+        ("https://10.0.0.5:7100", "http://10.0.0.5:8000"),
     ],
 )
 def test_a_control_address_on_the_servers_own_host_is_used(control, worker):
@@ -105,7 +106,7 @@ def test_a_control_address_on_the_servers_own_host_is_used(control, worker):
         ("http://169.254.169.254:80", "http://10.0.0.5:8000"),
         ("http://127.0.0.1:7100", "http://10.0.0.5:8000"),
         ("http://10.0.0.5:7100", "http://127.0.0.1:8000"),
-        ("https://10.0.0.5:7100", "http://10.0.0.5:8000"),
+        ("http://10.0.0.5:7100", "https://10.0.0.5:8000"),
         ("file:///etc/passwd", "http://10.0.0.5:8000"),
         ("http://10.0.0.5:7100/admin", "http://10.0.0.5:8000"),
         ("http://10.0.0.5:7100?q=1", "http://10.0.0.5:8000"),

@@ -123,6 +123,7 @@ def _transfer(config: Config) -> dict[str, object]:
         "probe_bytes": config.transfer.probe_bytes,
         "store": config.store,
         "spin_s": config.transfer.spin_s,
+        "tls": config.security.tls,
     }
     if config.cluster.key_file is not None:
         extra["key_file"] = config.cluster.key_file

@@ -46,6 +46,7 @@ from baton.protocol.worker_http import (
 )
 
 if TYPE_CHECKING:
+    import ssl
     from collections.abc import Callable, Generator
 
     from prometheus_client import CollectorRegistry
@@ -86,7 +87,7 @@ class RankView:
 
 
 class ControlApp:
-    """The ASGI callable. `bearer_key` None trusts everybody who can connect (loopback)."""
+    """The ASGI callable. `bearer_key` None trusts everybody who can connect (TLS, loopback)."""
 
     def __init__(self, view: RankView, bearer_key: ClusterKey | None) -> None:
         self._view = view
@@ -170,13 +171,15 @@ class ControlApp:
 class ControlServer:
     """The server's socket and thread. Built and stopped on vLLM's worker thread."""
 
-    def __init__(self, host: str, port: int, *, key: ClusterKey) -> None:
-        """Take the port; nothing answers before `start`.
+    def __init__(
+        self, host: str, port: int, *, key: ClusterKey, tls: ssl.SSLContext | None
+    ) -> None:
+        """Take the port; nothing answers before `start`. With `tls`, no bearer is needed.
 
         Raises:
             ConfigError: the port is taken, or the address is not this machine's.
         """
-        self._host, self._key = host, key
+        self._host, self._key, self._tls = host, key, tls
         self._listener = bind(host, port)
         start_listening(self._listener)
         self._server: uvicorn.Server | None = None
@@ -185,14 +188,14 @@ class ControlServer:
     @property
     def url(self) -> str:
         """Where it answers."""
-        return url_of(self._listener, self._host)
+        return url_of(self._listener, self._host, is_tls=self._tls is not None)
 
     def start(self, view: RankView) -> None:
         """Answer from now on."""
-        app = ControlApp(view, None if is_loopback(self._host) else self._key)
-        connections = Connections(
-            CONTROL_LIMITS, MachineClock(), count_refusals(view.registry, "baton_worker")
-        )
+        needs_bearer = self._tls is None and not is_loopback(self._host)
+        app = ControlApp(view, self._key if needs_bearer else None)
+        refused = count_refusals(view.registry, "baton_worker")
+        connections = Connections(CONTROL_LIMITS, MachineClock(), refused, self._tls)
         self._server = _Server(
             make_server_config(app, connections, drain_timeout_s=round(STOP_TIMEOUT_S))
         )

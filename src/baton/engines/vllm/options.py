@@ -15,6 +15,7 @@ from baton.config.sections import (
     Share,
     StoreSection,
     Table,
+    Tls,
     Verification,
 )
 from baton.errors import ConfigError
@@ -64,6 +65,7 @@ class ConnectorOptions(msgspec.Struct, frozen=True, kw_only=True):
     poll_interval_ms: Annotated[float, Meta(ge=0, le=1000)] = 10.0
     fingerprint: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
     key_file: str | None = None
+    tls: Tls = "control"
     store: StoreSection = msgspec.field(default_factory=StoreSection)
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final
 from prometheus_client import CollectorRegistry
 
 import baton
+from baton.auth.certificates import make_identity
 from baton.clock import MachineClock
 from baton.engines.vllm.control import ControlServer, RankView
 from baton.engines.vllm.identity import (
@@ -35,11 +36,12 @@ from baton.handoff.pool_mode.metrics import PoolModeCollector
 from baton.handoff.pool_mode.store_access import open_store_access
 from baton.handoff.verify import VerificationPolicy
 from baton.kv.layout import TensorParallelShard
+from baton.net.tls import contexts_of
 from baton.telemetry.links import LinkInstruments
 from baton.telemetry.metrics import HandoffInstruments, HeldBlockTimeCollector, set_worker_info
 from baton.telemetry.trace import TraceRing
 from baton.transfer.devices.extents import choose_allocation
-from baton.transfer.interface import TRANSPORTS, TransportContext
+from baton.transfer.interface import TransportContext, build_transports
 from baton.transfer.links.probes import ProbeBounds
 from baton.transfer.region import release_region
 
@@ -56,6 +58,7 @@ if TYPE_CHECKING:
     from baton.handoff.kv_views import KVView
     from baton.handoff.pool_mode.store_access import StoreAccess
     from baton.ids import Epoch
+    from baton.net.tls import TlsContexts
     from baton.transfer.interface import Transport
 
 logger = logging.getLogger(__name__)
@@ -87,6 +90,10 @@ class Rank:
         shard = TensorParallelShard(plan.rank, plan.identity.num_ranks)
         self._layers = read_layers(plan.vllm_config, plan.kv_cache_config, shard)
         self._key = load_cluster_key(plan.options)
+        self._tls: TlsContexts | None = None
+        if plan.options.tls != "off":
+            name, _ = plan.identity.of_rank(plan.rank)
+            self._tls = contexts_of(make_identity(self._key, name))
         self._clock = MachineClock()
         self._wake_event = threading.Event()
         self._pool: SharedKVMemory | None = None
@@ -144,7 +151,10 @@ class Rank:
         traces = TraceRing(NUM_TRACES)
         handoffs = self._handoffs(dispatcher, traces, registry)
         control = ControlServer(
-            options.handoff_host, _port_of(options.control_port, plan.rank), key=self._key
+            options.handoff_host,
+            _port_of(options.control_port, plan.rank),
+            key=self._key,
+            tls=None if self._tls is None else self._tls.listening,
         )
         self._control = control
         facts = RankFacts(
@@ -258,12 +268,13 @@ class Rank:
     def _transports(self, epoch: Epoch) -> tuple[Transport, ...]:
         options = self._plan.options
         context = TransportContext(
-            key=self._key, epoch=epoch, bind_host=options.handoff_host, clock=self._clock
+            key=self._key,
+            epoch=epoch,
+            bind_host=options.handoff_host,
+            clock=self._clock,
+            tls=self._tls if options.tls == "all" else None,
         )
-        return tuple(
-            TRANSPORTS.build(kind, options.transport_options.get(kind, {}))(context)
-            for kind in options.transports
-        )
+        return build_transports(options.transports, options.transport_options, context)
 
 
 def _port_of(first: int, rank: int) -> int:

@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 import msgspec
 import uvloop
 
+from baton.auth.certificates import make_identity
 from baton.clock import MachineClock
 from baton.config.cluster_key import is_loopback
 from baton.config.environment import change_environment
@@ -41,14 +42,17 @@ from baton.net.http_server import (
     allow_descriptors,
     bounded_protocol,
 )
+from baton.net.tls import contexts_of
 from baton.registry import Plugin
 from baton.telemetry.process_status import Draining, Loading, Ready
 
 if TYPE_CHECKING:
+    import ssl
     from argparse import Namespace
     from collections.abc import Callable, Mapping, Sequence
 
     from baton.engines.interface import EngineServer, ServerContext
+    from baton.net.tls import TlsContexts
 
 RETRY_INTERVAL_S: Final = 0.1
 REQUEST_TIMEOUT_S: Final = 60.0
@@ -71,20 +75,22 @@ class _Completion(msgspec.Struct, frozen=True):
     kv_transfer_params: _Params
 
 
-async def wait_healthy(url: str) -> None:
+async def wait_healthy(url: str, tls: ssl.SSLContext | None) -> None:
     """Until the server answers that its engine is well. Never, if it never does."""
     # Polled, as vLLM gives no notification.
-    while await asyncio.to_thread(_status, url, "/health") != HTTPStatus.OK:  # noqa: ASYNC110
+    while await asyncio.to_thread(_status, url, "/health", tls) != HTTPStatus.OK:  # noqa: ASYNC110
         await asyncio.sleep(RETRY_INTERVAL_S)
 
 
-async def fetch_identity(url: str, model: str, headers: Mapping[str, str]) -> ProbedIdentity:
+async def fetch_identity(
+    url: str, model: str, headers: Mapping[str, str], tls: ssl.SSLContext | None
+) -> ProbedIdentity:
     """The discovery probe: a completion of one token, answered with who the server is.
 
     Raises:
         EngineError: the server answers, but Baton's connector in it does not.
     """
-    return read_identity(await asyncio.to_thread(_complete, url, model, headers))
+    return read_identity(await asyncio.to_thread(_complete, url, model, headers, tls))
 
 
 def read_identity(body: bytes) -> ProbedIdentity:
@@ -101,7 +107,9 @@ def read_identity(body: bytes) -> ProbedIdentity:
         ) from exc
 
 
-def _complete(url: str, model: str, headers: Mapping[str, str]) -> bytes:
+def _complete(
+    url: str, model: str, headers: Mapping[str, str], tls: ssl.SSLContext | None
+) -> bytes:
     question = {
         "model": model,
         "prompt": [0],
@@ -109,7 +117,7 @@ def _complete(url: str, model: str, headers: Mapping[str, str]) -> bytes:
         "temperature": 0,
         "kv_transfer_params": {"baton_info": True},
     }
-    connection = _connect(url, REQUEST_TIMEOUT_S)
+    connection = _connect(url, tls)
     try:
         body = msgspec.json.encode(question)
         connection.request(
@@ -122,9 +130,9 @@ def _complete(url: str, model: str, headers: Mapping[str, str]) -> bytes:
         connection.close()
 
 
-def _status(url: str, path: str) -> int:
+def _status(url: str, path: str, tls: ssl.SSLContext | None) -> int:
     """The HTTP status of a GET; 0 without an answer."""
-    connection = _connect(url, REQUEST_TIMEOUT_S)
+    connection = _connect(url, tls)
     try:
         connection.request("GET", path)
         return connection.getresponse().status
@@ -134,11 +142,13 @@ def _status(url: str, path: str) -> int:
         connection.close()
 
 
-def _connect(url: str, timeout_s: float) -> http.client.HTTPConnection:
+def _connect(url: str, tls: ssl.SSLContext | None) -> http.client.HTTPConnection:
     parts = urlsplit(url)
     host = parts.hostname or ""
     reached = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104 - not bound here
-    return http.client.HTTPConnection(reached, parts.port, timeout=timeout_s)
+    if tls is None:
+        return http.client.HTTPConnection(reached, parts.port, timeout=REQUEST_TIMEOUT_S)
+    return http.client.HTTPSConnection(reached, parts.port, timeout=REQUEST_TIMEOUT_S, context=tls)
 
 
 logger = logging.getLogger(__name__)
@@ -158,6 +168,9 @@ class ServerLifecycle:
         self._status_reporter = context.status_reporter
         self._ending: asyncio.Task[None] | None = None
         self._is_ready = False
+        self._tls: TlsContexts | None = None
+        if context.config.security.tls != "off":
+            self._tls = contexts_of(make_identity(context.key, context.config.worker.name))
 
     def run(self, arguments: Sequence[str]) -> None:
         """Import vLLM, start it, serve until a signal.
@@ -189,7 +202,7 @@ class ServerLifecycle:
                 self._context.url,
                 self._context.listener,
                 args,
-                http=bounded_protocol(_connections()),
+                http=bounded_protocol(_connections(self._tls)),
             )
         )
         ready = asyncio.create_task(self._announce_ready())
@@ -201,14 +214,15 @@ class ServerLifecycle:
 
     async def _announce_ready(self) -> None:
         context, url = self._context, self._context.url
-        await wait_healthy(url)
+        tls = None if self._tls is None else self._tls.dialing
+        await wait_healthy(url, tls)
         self._announce_loading("first request")
         bearer = (
             {}
             if DRAIN_STATE.bearer is None
             else {"authorization": f"Bearer {DRAIN_STATE.bearer.decode()}"}
         )
-        identity = await fetch_identity(url, context.served_model_name, bearer)
+        identity = await fetch_identity(url, context.served_model_name, bearer, tls)
         self._is_ready = True
         worker = context.config.worker
         self._status_reporter.report(
@@ -277,8 +291,9 @@ class _ServerLoop(uvloop.Loop):  # type: ignore[misc]
         super().add_signal_handler(sig, self._on_signal, sig, partial(callback, *args))
 
 
-def _connections() -> Connections:
-    return Connections(allow_descriptors(WORKER_LIMITS), MachineClock(), lambda _: None)
+def _connections(tls: TlsContexts | None) -> Connections:
+    context = None if tls is None else tls.listening
+    return Connections(allow_descriptors(WORKER_LIMITS), MachineClock(), lambda _: None, context)
 
 
 def _parse(arguments: Sequence[str]) -> Namespace:
@@ -311,7 +326,7 @@ def serve(options: VllmOptions, context: ServerContext) -> None:
     # Before anything imports torch or vLLM: they read the environment on import.
     environment = server_environment(options, config.log.level, cores, platform)
     change_environment({**environment, **server_variables(config.log)}, REMOVED_VARIABLES)
-    if not is_loopback(config.worker.host):
+    if config.security.tls == "off" and not is_loopback(config.worker.host):
         DRAIN_STATE.bearer = context.key.sign("http", b"worker").hex().encode()
     launch = LaunchParameters(
         model=context.model,

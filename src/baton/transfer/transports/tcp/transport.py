@@ -63,7 +63,6 @@ if TYPE_CHECKING:
 
     from baton.net.channel import Channel
     from baton.net.connection import Connection
-    from baton.net.tls import TlsContexts
     from baton.transfer.interface import (
         PageArray,
         PagedRegion,
@@ -313,9 +312,10 @@ class TcpTransport(ConnectedTransport[TcpRemote, Attach]):
     def __init__(self, options: TcpOptions, context: TransportContext) -> None:
         super().__init__(context, connect_timeout_s=options.connect_timeout_s)
         self._options = options
-        self._tls: TlsContexts | None = None
+        self._tls = context.tls
         if options.tls is not None:
             self._tls = make_contexts(options.tls.certificate, options.tls.key, options.tls.ca)
+        if self._tls is not None:
             self.capabilities = msgspec.structs.replace(type(self).capabilities, encrypted=True)
         self._grants = AdmittedGrants(self._reactor)
         self._inbound: dict[Connection, TcpInbound] = {}
@@ -358,7 +358,7 @@ class TcpTransport(ConnectedTransport[TcpRemote, Attach]):
         is_tls = endpoint.endswith(TLS_SUFFIX)
         if is_tls and self._tls is None:
             raise TransferError(
-                "the peer speaks TLS; this worker has no certificate (transfer.options.tcp.tls)"
+                "the peer speaks TLS, and this worker does not: give both the same security.tls"
             )
         if self._tls is not None and not is_tls:
             raise TransferError("the peer does not speak TLS, and this worker must")

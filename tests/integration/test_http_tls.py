@@ -1,0 +1,265 @@
+"""HTTP between gateway and workers: first of all each side proves that it holds the key."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+import ssl
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+import pytest
+import uvicorn
+
+from baton.auth.certificates import make_identity
+from baton.auth.key import ClusterKey
+from baton.cli.main import run
+from baton.clock import MachineClock
+from baton.gateway.options import GatewayOptions, WorkerAddress
+from baton.gateway.process import open_gateway
+from baton.net.http_server import (
+    Connections,
+    HttpLimits,
+    Refusal,
+    bind,
+    make_server_config,
+    start_listening,
+    url_of,
+)
+from baton.net.tls import contexts_of
+from baton.protocol.worker_http import Role
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator
+    from pathlib import Path
+
+KEY, OTHER_KEY = ClusterKey(b"k" * 32), ClusterKey(b"o" * 32)
+LIMITS = HttpLimits(head_timeout_s=0.5, max_connections=8, max_connections_per_address=8)
+
+
+def holder_of(key: ClusterKey) -> ssl.SSLContext:
+    return contexts_of(make_identity(key, "test")).dialing
+
+
+def anonymous() -> ssl.SSLContext:
+    """Trusts everybody and shows nothing."""
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    return context
+
+
+class Server:
+    """Answers each request with its body."""
+
+    def __init__(self, key: ClusterKey) -> None:
+        self.refused: list[Refusal] = []
+        self.served: list[bytes] = []
+        tls = contexts_of(make_identity(key, "server")).listening
+        self.connections = Connections(LIMITS, MachineClock(), self.refused.append, tls)
+        self.url, self.port = "", 0
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncGenerator[Server]:
+        with contextlib.closing(bind("127.0.0.1", 0)) as listener:
+            start_listening(listener)
+            self.url = url_of(listener, "127.0.0.1", is_tls=True)
+            self.port = listener.getsockname()[1]
+            server = uvicorn.Server(
+                make_server_config(self._serve, self.connections, drain_timeout_s=1)
+            )
+            running = asyncio.create_task(server.serve(sockets=[listener]))
+            try:
+                yield self
+            finally:
+                server.should_exit = True
+                await running
+
+    async def _serve(self, scope: Any, receive: Any, send: Any) -> None:
+        del scope
+        body = b""
+        while (message := await receive()).get("more_body"):
+            body += message["body"]
+        body += message["body"]
+        self.served.append(body)
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": body})
+
+    async def echo(self, body: bytes, context: ssl.SSLContext) -> bytes:
+        connector = aiohttp.TCPConnector(ssl=context)
+        async with (
+            aiohttp.ClientSession(connector=connector) as session,
+            session.post(self.url, data=io.BytesIO(body)) as response,
+        ):
+            return await response.read()
+
+    async def until_left(self) -> None:
+        async with asyncio.timeout(5):
+            while self.connections.num_open:
+                await asyncio.sleep(0.01)
+
+
+def test_who_holds_the_key_is_served() -> None:
+    async def main() -> None:
+        async with Server(KEY).running() as server:
+            bodies = [bytes([n]) * (1 + n * 100_000) for n in range(30)]
+            ours = holder_of(KEY)
+            # One after another: at most eight have a place at once.
+            assert [await server.echo(body, ours) for body in bodies] == bodies
+            await server.until_left()
+            assert not server.refused
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("context", [anonymous(), holder_of(OTHER_KEY)])
+def test_who_does_not_is_not_served(context: ssl.SSLContext) -> None:
+    async def main() -> None:
+        async with Server(KEY).running() as server:
+            with pytest.raises(aiohttp.ClientError):
+                await server.echo(b"let me in", context)
+            assert await server.echo(b"ours", holder_of(KEY)) == b"ours"
+            assert server.served == [b"ours"]
+            await server.until_left()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("sent", [b"GET / HTTP/1.1\r\nhost: x\r\n\r\n", b"\0" * 50, b"\x16\x03"])
+def test_other_protocols_and_half_a_handshake_end_in_time(sent: bytes) -> None:
+    async def main() -> None:
+        async with Server(KEY).running() as server:
+            reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+            writer.write(sent)
+            async with asyncio.timeout(5):
+                answer = await reader.read()
+            assert b"HTTP" not in answer
+            assert server.refused in ([Refusal.NOT_TRUSTED], [Refusal.HEAD_TIMEOUT])
+            writer.close()
+            await server.until_left()
+            assert not server.served
+
+    asyncio.run(main())
+
+
+def test_connections_without_a_handshake_take_nobodys_place() -> None:
+    async def main() -> None:
+        async with Server(KEY).running() as server:
+            silent = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(20)]
+            assert await server.echo(b"ours", holder_of(KEY)) == b"ours"
+            assert Refusal.TOO_MANY_CONNECTIONS in server.refused
+            for _, writer in silent:
+                writer.close()
+            await server.until_left()
+
+    asyncio.run(main())
+
+
+def test_a_client_that_ends_its_side_leaves_nothing_that_runs() -> None:
+    async def main() -> None:
+        async with Server(KEY).running() as server:
+            for _ in range(3):
+                _, writer = await asyncio.open_connection(
+                    "127.0.0.1", server.port, ssl=holder_of(KEY)
+                )
+                writer.close()  # close_notify, then the end of the stream
+            await server.until_left()
+            assert await server.echo(b"ours", holder_of(KEY)) == b"ours"
+
+    asyncio.run(main())
+
+
+async def probe(url: str, until: list[Any]) -> str:
+    """What a gateway with that worker says of it, once `until` has something."""
+    worker = WorkerAddress(url, Role.BOTH)
+    options = GatewayOptions(
+        workers=(worker,), cluster_key=KEY, probe_interval_s=0.05, probe_timeout_s=1.0
+    )
+    async with open_gateway(options, MachineClock()) as app, asyncio.timeout(10):
+        while not until:
+            await asyncio.sleep(0.02)
+        await asyncio.sleep(0.3)  # some more probes
+        return app._ready.why_not() or ""
+
+
+def test_an_impostor_sees_nothing_of_the_gateways() -> None:
+    """Whoever took a worker's port, with a certificate of another cluster's."""
+
+    async def main() -> None:
+        impostor = Server(OTHER_KEY)
+        seen: list[int] = []
+
+        async with impostor.running():
+            admit = impostor.connections.admit
+
+            def count(connection: Any) -> bool:
+                seen.append(1)
+                return admit(connection)
+
+            impostor.connections.admit = count  # type: ignore[method-assign]
+            state = await probe(impostor.url, seen)
+        assert not impostor.served
+        assert "did not prove that it is of this cluster" in state
+
+    asyncio.run(main())
+
+
+def test_an_impostor_without_tls_sees_a_greeting_and_no_more() -> None:
+    async def main() -> None:
+        received: list[bytes] = []
+
+        async def take(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            received.append(await reader.read(65_536))
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok")
+            received.append(await reader.read(65_536))
+            writer.close()
+
+        server = await asyncio.start_server(take, "127.0.0.1", 0)
+        async with server:
+            port = server.sockets[0].getsockname()[1]
+            state = await probe(f"https://127.0.0.1:{port}", received)
+        everything = b"".join(received)
+        assert everything.startswith(b"\x16\x03")
+        assert b"HTTP" not in everything
+        assert b"earer" not in everything
+        assert "did not prove that it is of this cluster" in state
+
+    asyncio.run(main())
+
+
+def test_files_for_programs_that_are_not_batons(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `vllm serve --ssl-certfile … --ssl-cert-reqs 2` gives them to uvicorn."""
+    monkeypatch.setenv("BATON_CLUSTER_KEY", KEY.secret.hex())
+    assert run(["key", "certificate", "--directory", str(tmp_path / "certificates")]) == 0
+    names = ("certificate.pem", "key.pem", "authority.pem")
+    certificate, key, authority = (tmp_path / "certificates" / name for name in names)
+    assert {path.stat().st_mode & 0o777 for path in (certificate, key, authority)} == {0o600}
+
+    async def main() -> None:
+        server = Server(KEY)
+        with contextlib.closing(bind("127.0.0.1", 0)) as listener:
+            start_listening(listener)
+            server.url = url_of(listener, "127.0.0.1", is_tls=True)
+            config = uvicorn.Config(
+                server._serve,
+                interface="asgi3",
+                lifespan="off",
+                log_config=None,
+                ssl_certfile=certificate,
+                ssl_keyfile=key,
+                ssl_ca_certs=str(authority),
+                ssl_cert_reqs=ssl.CERT_REQUIRED,
+            )
+            running = uvicorn.Server(config)
+            task = asyncio.create_task(running.serve(sockets=[listener]))
+            assert await server.echo(b"ours", holder_of(KEY)) == b"ours"
+            for context in (anonymous(), holder_of(OTHER_KEY)):
+                with pytest.raises(aiohttp.ClientError):
+                    await server.echo(b"let me in", context)
+            assert server.served == [b"ours"]
+            running.should_exit = True
+            await task
+
+    asyncio.run(main())
