@@ -162,12 +162,9 @@ def test_engines_mix(vllm, stream):
 @pytest.mark.parametrize(
     ("extra", "field"),
     [
-        ({"n": 2}, "n"),
-        ({"best_of": 3}, "best_of"),
         ({"use_beam_search": True}, "use_beam_search"),
         ({"echo": True}, "echo"),
         ({"prompt_logprobs": 0}, "prompt_logprobs"),
-        ({"prompt": ["one", "two"]}, "prompt"),
     ],
 )
 def test_a_request_for_which_a_handoff_makes_no_sense_goes_to_decode_alone(extra, field):
@@ -187,16 +184,6 @@ def test_a_request_for_which_a_handoff_makes_no_sense_goes_to_decode_alone(extra
         assert f"'{field}'" in shown["placement"][0]
 
     run_vllm(scenario)
-
-
-def test_a_baton_decode_worker_judges_such_a_request_itself():
-    async def scenario(cluster: Cluster):
-        await text_of(cluster, {**PROMPT, "n": 2})
-        assert cluster.decodes[0].visits[0].ticket is not None
-        assert cluster.decodes[0].visits[0].body["n"] == 2
-        assert "n" not in cluster.prefills[0].visits[0].body
-
-    run_vllm(scenario, decodes=1)
 
 
 # What comes of a prefill leg's answer ------------------------------------------------------------

@@ -1,16 +1,19 @@
 """The gateway: OpenAI's API in, one placed and forwarded request out.
 
-Enters: a client's HTTP request. Leaves: the decode worker's bytes, unchanged, as they arrive. The
-gateway parses only the top level of the body, strips the fields that clients may not send, signs a
-ticket, sends the request to the prefill and the decode worker, and cancels both when the client
-disconnects. It reaches workers over the network (docs/wire/worker-http.md), never by import, and
-supports two protocols: Baton workers, and vLLM's own server with Baton's connector.
+Enters: a client's HTTP request. Leaves: the decode worker's bytes, unchanged, as they arrive;
+several answers are merged. The gateway parses only the top level of the body, strips the fields
+that clients may not send, signs a ticket, sends the request to the prefill and the decode worker,
+and cancels both when the client disconnects. It reaches workers over the network
+(docs/wire/worker-http.md), never by import, and supports two protocols: Baton workers, and vLLM's
+own server with Baton's connector.
 
 File map, along the way of a request:
     process.py      `run_gateway`: socket, server, signals, drain; options.py: `GatewayOptions`
     app.py          `GatewayApp`: the allow-list of paths, readiness; asgi.py: ASGI messages
     completions.py  one completion request: admission, deadlines, errors, accounting
     request.py      parse, strip and rewrite the body; the request id; facts read from the body
+    answer_plan.py  `n` and lists of prompts: which answers a body asks for
+    several_answers.py    a request for each of them; answer_merge.py: one answer of all
     request_context.py    what is recorded about one request, and what all requests share
     request_proxy.py      placement, ticket, prefill and decode request, retry
     prefill_request.py    the prefill worker's part; aborts at decode when it fails

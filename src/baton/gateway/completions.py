@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Final
 
 from baton.clock import Instant
 from baton.errors import BatonError, OverloadedError
+from baton.gateway.answer_plan import plan_answers
 from baton.gateway.asgi import BodyBudget, read_body, send_error
 from baton.gateway.audit import AuditRecord
 from baton.gateway.debug import RequestHistory, RequestRecord
 from baton.gateway.errors import (
+    AnswerError,
     ClientLeftError,
     DeadlineError,
     ShuttingDownError,
@@ -29,6 +31,7 @@ from baton.gateway.metrics import (
 from baton.gateway.request import forwarded_headers_from, parse_body, request_id_from
 from baton.gateway.request_context import RequestContext
 from baton.gateway.request_proxy import RequestProxy
+from baton.gateway.several_answers import SeveralAnswers
 from baton.gateway.workers import Interruptible
 from baton.ids import new_epoch
 from baton.protocol.worker_http import REQUEST_ID_HEADER
@@ -107,9 +110,10 @@ class Completions:
             held = at_end.enter_context(self._bodies.hold())
             whole = await read_body(receive, options.max_body_bytes, held)
             body = parse_body(whole, context.client.tenant)
-            at_end.enter_context(
-                self._take_place(context.client)
-            )  # only now: a slow client takes none
+            plan = plan_answers(body, min(options.max_answers, self._limit(context.client)))
+            held.take(max(0, plan.num_bytes - held.num_bytes))
+            # Only now: a slow client takes none.
+            at_end.enter_context(self._take_places(context.client, plan.num_total))
             at_end.callback(loop.create_task(_watch_client(receive, scope)).cancel)
             if body.stream:
                 timer = loop.call_later(first_s, _expire, scope, context, "begun", first_s)
@@ -117,20 +121,29 @@ class Completions:
                 context.first_byte_timer = timer
             context.model = body.model
             context.trace.stamp(Stamp.ADMITTED, self._services.clock.now())
-            await RequestProxy(self._services, context, body, send).run()
+            if plan.num_total == 1:
+                await RequestProxy(self._services, context, plan.prompts[0], send).run()
+            else:
+                await SeveralAnswers(
+                    self._services, context, plan, send, record=self._record_part
+                ).run()
 
     @contextmanager
-    def _take_place(self, client: Client) -> Generator[None]:
-        self._check_room(client)
-        self._num_inflight += 1
+    def _take_places(self, client: Client, num: int) -> Generator[None]:
+        """One for each answer: that is what the workers are asked for."""
+        self._check_room(client, num)
+        self._num_inflight += num
         try:
             yield
         finally:
-            self._num_inflight -= 1
+            self._num_inflight -= num
 
-    def _check_room(self, client: Client) -> None:
-        limit = max(1, int(self._services.options.max_inflight_requests * client.share))
-        if self._num_inflight >= limit:
+    def _limit(self, client: Client) -> int:
+        return max(1, int(self._services.options.max_inflight_requests * client.share))
+
+    def _check_room(self, client: Client, num: int = 1) -> None:
+        limit = self._limit(client)
+        if self._num_inflight + num > limit:
             raise OverloadedError(f"this gateway serves {limit} requests at once already")
 
     async def _send_failure(self, context: RequestContext, error: Exception, send: Send) -> int:
@@ -144,7 +157,8 @@ class Completions:
                     context.status = answer.status
                     await send_error(send, answer, (own,))
                 else:
-                    self._services.metrics.broken_streams[_cause_of(error)].inc()
+                    if not isinstance(error, AnswerError):  # it is counted where it was read
+                        self._services.metrics.broken_streams[_cause_of(error)].inc()
                     lead = b"" if context.tail.endswith(b"\n\n") or not context.tail else b"\n\n"
                     await send({"type": "http.response.body", "body": lead + answer.event})
         except TimeoutError:
@@ -169,6 +183,9 @@ class Completions:
         )
         context.trace.stamp(Stamp.RECEIVED, now)
         return context
+
+    def _record_part(self, part: RequestContext) -> None:
+        self._records.add(RequestRecord(part.trace, part.placement, part.status or 0))
 
     def _account(self, context: RequestContext, code: int) -> None:
         now = self._services.clock.now()

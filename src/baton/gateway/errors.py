@@ -16,6 +16,7 @@ GatewayError
 │   ├── TicketRefusedError  a worker does not accept the ticket: it computes the prompt itself
 │   └── StaleTicketError    a worker is a new incarnation: place the request again
 ├── UnusableWorkerError     never sent to a client: the worker is not used
+├── AnswerError             one of several answers failed: the error that its worker gave
 ├── DeadlineError           504
 ├── ShuttingDownError       503, retryable
 └── ClientLeftError         not sent: the connection is closed
@@ -114,6 +115,14 @@ class WorkerFailedError(UpstreamError):
         self.answer = answer
 
 
+class AnswerError(GatewayError):
+    """One of several answers ended with an error: `answer`."""
+
+    def __init__(self, answer: ErrorAnswer) -> None:
+        super().__init__(f"one of the answers is an error, {answer.status}")
+        self.answer = answer
+
+
 class KVLostError(UpstreamError):
     """The worker was to go on from KV that did not arrive, and does not compute it itself."""
 
@@ -198,7 +207,7 @@ _INTERNAL = _Kind(500, "server_error", "internal_error")
 
 def answer_for(error: Exception) -> ErrorAnswer:
     """What the client receives. The text of errors that are not ours goes to the log only."""
-    if isinstance(error, WorkerFailedError):
+    if isinstance(error, WorkerFailedError | AnswerError):
         return error.answer
     kind = next((kind for cls, kind in _KINDS if isinstance(error, cls)), _INTERNAL)
     message = "internal error; see the gateway's log" if kind is _INTERNAL else str(error)

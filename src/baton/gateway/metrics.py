@@ -170,7 +170,7 @@ class GatewayMetrics:
     def _add_totals(self) -> None:
         self.inflight = Gauge(
             "baton_gateway_inflight_requests",
-            "Completion requests that are being served.",
+            "Completion requests that are being served; of several answers each counts.",
             registry=self.registry,
         )
         disconnects = Counter(

@@ -70,6 +70,7 @@ class GatewayOptions:
     max_body_bytes: int = 32 * MIB
     max_total_body_bytes: int = 512 * MIB
     max_answer_bytes: int = 64 * MIB
+    max_answers: int = 128
     request_timeout_s: float = 600.0
     first_byte_timeout_s: float = 300.0
     connect_timeout_s: float = 3.0
@@ -132,6 +133,7 @@ class GatewayOptions:
             "max_body_bytes",
             "max_total_body_bytes",
             "max_answer_bytes",
+            "max_answers",
             "request_timeout_s",
             "first_byte_timeout_s",
             "connect_timeout_s",

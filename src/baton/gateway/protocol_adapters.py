@@ -26,44 +26,14 @@ if TYPE_CHECKING:
     from baton.protocol.worker_http import WorkerProtocol
 
 
-NOT_FOR_ONE_TOKEN: Final = frozenset({
-    "stream_options",
-    "stream_interval",
-    "n",
-    "best_of",
-    "use_beam_search",
-    "min_tokens",
-    "echo",
-    "logprobs",
-    "top_logprobs",
-    "prompt_logprobs",
-    "logprob_token_ids",
-    "return_token_ids",
-    "return_tokens_as_token_ids",
-    "return_prompt_text",
-    "response_format",
-    "structured_outputs",
-})
-"""Refused together with one token or without a stream, or work for nothing.
-
-What shapes the prompt must stay (`tools`, `tool_choice`, `truncate_prompt_tokens`, chat template
-settings), and sampling does no harm.
-"""
-
-_ONE: Final = msgspec.Raw(b"1")
 _encoder = msgspec.json.Encoder()
 _fields_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 def prefill_body(body: CompletionBody, ticket: str) -> bytes:
     """The body for vLLM as the ticket's prefill worker. `ticket` is base64url text."""
-    fields = {name: raw for name, raw in body.fields.items() if name not in NOT_FOR_ONE_TOKEN}
-    fields["max_tokens"] = _ONE
-    if "max_completion_tokens" in fields:  # it would win
-        fields["max_completion_tokens"] = _ONE
-    fields["stream"] = msgspec.Raw(b"false")
-    fields["kv_transfer_params"] = _transfer(ticket, "do_remote_decode")
-    return _encoder.encode(fields)
+    transfer = _transfer(ticket, "do_remote_decode")
+    return _encoder.encode({**body.for_one_token().fields, "kv_transfer_params": transfer})
 
 
 def decode_body(body: CompletionBody, ticket: str) -> bytes:

@@ -10,6 +10,7 @@ import msgspec
 from baton.auth.ticket import hash_tenant
 from baton.errors import InvalidRequestError
 from baton.ids import RequestId, new_request_id
+from baton.protocol.engine_fields import REMOVED_FIELDS, VLLM_FIELDS, is_off, unsupported
 from baton.protocol.prompt_bounds import check_ids, check_messages, lists_ids
 from baton.protocol.worker_http import REQUEST_ID_HEADER
 from baton.router.placement import NonDisaggregableField
@@ -24,6 +25,32 @@ TRANSFER_FIELDS: Final = (TICKET_FIELD, "ec_transfer_params")
 
 EXTRA_ARGUMENTS_FIELD: Final = "vllm_xargs"
 """vLLM merges these into the same place as `kv_transfer_params` and its like."""
+
+NOT_FOR_ONE_TOKEN: Final = frozenset({
+    "stream_options",
+    "stream_interval",
+    "n",
+    "best_of",
+    "use_beam_search",
+    "min_tokens",
+    "echo",
+    "logprobs",
+    "top_logprobs",
+    "prompt_logprobs",
+    "logprob_token_ids",
+    "return_token_ids",
+    "return_tokens_as_token_ids",
+    "return_prompt_text",
+    "response_format",
+    "structured_outputs",
+})
+"""Refused together with one token or without a stream, or work for nothing.
+
+What shapes the prompt must stay (`tools`, `tool_choice`, `truncate_prompt_tokens`, chat template
+settings), and sampling does no harm.
+"""
+
+_ONE: Final = msgspec.Raw(b"1")
 
 MAX_REQUEST_ID_CHARS: Final = 128
 MAX_MODEL_CHARS: Final = 256
@@ -66,6 +93,15 @@ class CompletionBody:
         if prompt is not None and lists_ids(memoryview(prompt)):
             check_ids(bytes(prompt), max_context_tokens())
 
+    def for_one_token(self) -> CompletionBody:
+        """The same prompt, for one token of which nothing matters."""
+        fields = {name: raw for name, raw in self.fields.items() if name not in NOT_FOR_ONE_TOKEN}
+        fields["max_tokens"] = _ONE
+        if "max_completion_tokens" in fields:  # it would win
+            fields["max_completion_tokens"] = _ONE
+        fields["stream"] = msgspec.Raw(b"false")
+        return CompletionBody(self.model, stream=False, fields=fields)
+
     def encode(self) -> bytes:
         """The body for a worker that prefills and decodes itself."""
         return _encoder.encode(self.fields)
@@ -93,11 +129,21 @@ def parse_body(body: bytes, tenant: str = "") -> CompletionBody:
         fields.pop(name, None)
     if EXTRA_ARGUMENTS_FIELD in fields:
         _strip_nested(fields)
+    _strip_no_tools(fields)
     if "messages" in fields:
         check_messages(bytes(fields["messages"]))
     if tenant:
         fields["cache_salt"] = _bind_salt(fields, tenant)
     return CompletionBody(_model(fields), _stream(fields), fields)
+
+
+def _strip_no_tools(fields: dict[str, msgspec.Raw]) -> None:
+    """Leave out an empty list of tools, which vLLM refuses, and how to choose from it."""
+    if "tools" in fields and is_off("tools", fields["tools"]):
+        del fields["tools"]
+    choice = fields.get("tool_choice")
+    if choice is not None and "tools" not in fields and is_off("tool_choice", choice):
+        del fields["tool_choice"]
 
 
 def _bind_salt(fields: dict[str, msgspec.Raw], tenant: str) -> msgspec.Raw:
@@ -184,21 +230,15 @@ def estimate_prompt_tokens(body: CompletionBody) -> int:
 
 
 _FALSE: Final = frozenset({b"false", b"null"})
-_ONE: Final = frozenset({b"1", b"null"})
 _NULL: Final = frozenset({b"null"})
 
 HARMLESS: Final = {
-    NonDisaggregableField.N: _ONE,
-    NonDisaggregableField.BEST_OF: _ONE,
     NonDisaggregableField.USE_BEAM_SEARCH: _FALSE,
     NonDisaggregableField.ECHO: _FALSE,
     NonDisaggregableField.PROMPT_LOGPROBS: _NULL,
     NonDisaggregableField.PROMPT_EMBEDS: _NULL,
 }
 """The values with which a field changes nothing."""
-
-HEAD_BYTES: Final = 64
-_items_decoder = msgspec.json.Decoder(list[msgspec.Raw])
 
 
 def find_non_disaggregable_field(body: CompletionBody) -> NonDisaggregableField | None:
@@ -208,14 +248,17 @@ def find_non_disaggregable_field(body: CompletionBody) -> NonDisaggregableField 
         for field, harmless in HARMLESS.items():
             if field in fields and bytes(fields[field]) not in harmless:
                 return field
-    if "prompt" in fields and _has_several(fields["prompt"]):
-        return NonDisaggregableField.PROMPTS
     return None
 
 
-def _has_several(prompt: msgspec.Raw) -> bool:
-    """Whether it is a list of texts or of token lists. One prompt may be a long list of numbers."""
-    head = bytes(memoryview(prompt)[:HEAD_BYTES])
-    if not head.startswith(b"[") or head[1:].lstrip()[:1].isdigit():
-        return False
-    return len(_items_decoder.decode(prompt)) > 1
+def find_vllm_field(body: CompletionBody) -> str | None:
+    """The first field that is on and that only vLLM serves; None for nearly all requests.
+
+    Raises:
+        InvalidRequestError: a field is on that nothing serves.
+    """
+    for name in REMOVED_FIELDS & body.fields.keys():
+        if not is_off(name, body.fields[name]):
+            raise unsupported(name, body.fields[name])
+    named = VLLM_FIELDS & body.fields.keys()
+    return next((name for name in sorted(named) if not is_off(name, body.fields[name])), None)

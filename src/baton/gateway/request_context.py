@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Final
 
 from baton.gateway.clients import EVERYBODY
 from baton.gateway.metrics import NO_MODE, NO_MODEL, Phase
+from baton.gateway.request import MAX_REQUEST_ID_CHARS
+from baton.ids import RequestId
 from baton.protocol.worker_http import REQUEST_ID_HEADER
 from baton.telemetry.log_limit import LimitedLog
-from baton.telemetry.trace import Stamp
+from baton.telemetry.trace import RequestSpan, Stamp
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
@@ -28,10 +30,8 @@ if TYPE_CHECKING:
     from baton.gateway.options import GatewayOptions
     from baton.gateway.upstream import Upstream
     from baton.gateway.workers import Workers
-    from baton.ids import RequestId
     from baton.router.failover import RetryBudget
     from baton.router.placement import Placement, PlacementPolicy
-    from baton.telemetry.trace import RequestSpan
 
 
 class BackgroundTasks:
@@ -102,7 +102,8 @@ class RequestContext:
     """One request: where it stands. Owner: the task that serves it.
 
     `status` is what was sent to the client, None before. `tail` holds the last bytes of the body
-    that went to the client, and is empty as long as another worker could still answer.
+    that went to the client, and is empty as long as another worker could still answer. Where this
+    is one part of a client's request, `whole` is that.
     """
 
     id: RequestId
@@ -121,6 +122,28 @@ class RequestContext:
     tail: bytes = b""
     placement: Placement | None = None
     first_byte_timer: asyncio.TimerHandle | None = None
+    whole: RequestContext | None = None
+
+    def part(self, name: str, now: Instant) -> RequestContext:
+        """The context of one of several requests that are made of this one; "" is its own id."""
+        suffix = f"-{name}" if name else ""
+        request_id = RequestId(self.id[: MAX_REQUEST_ID_CHARS - len(suffix)] + suffix)
+        span = self.trace
+        part = RequestContext(
+            id=request_id,
+            path=self.path,
+            received_at=now,
+            deadline=self.deadline,
+            forwarded_headers=self.forwarded_headers,
+            trace=RequestSpan(
+                request_id=request_id, worker=span.worker, epoch=span.epoch, role=span.role
+            ),
+            metrics=self.metrics,
+            model=self.model,
+            whole=self,
+        )
+        part.trace.stamp(Stamp.RECEIVED, now)
+        return part
 
     @property
     def has_sent_bytes(self) -> bool:
@@ -138,6 +161,8 @@ class RequestContext:
         self.trace.mode = placement.mode
         prefill, decode = placement.prefill, placement.decode
         self.trace.peer = decode.id if prefill is None else f"{prefill.id} → {decode.id}"
+        if self.whole is not None and self.whole.placement is None:
+            self.whole.begin_attempt(placement, metrics)
 
     async def start_stream(self, send: Send) -> None:
         """Send a stream's headers, unless they were sent."""
@@ -150,6 +175,7 @@ class RequestContext:
         """The first byte of the answer is here."""
         self.phase = Phase.DECODE
         self.trace.stamp(Stamp.FIRST_TOKEN, now)
-        self.metrics.time_to_first_token.observe(now - self.received_at)
+        if self.whole is None:
+            self.metrics.time_to_first_token.observe(now - self.received_at)
         if self.first_byte_timer is not None:
             self.first_byte_timer.cancel()

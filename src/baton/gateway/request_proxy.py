@@ -24,10 +24,15 @@ from baton.gateway.errors import (
 from baton.gateway.metrics import NO_MODE, FallbackCause
 from baton.gateway.prefill_request import Handoff, PrefillRequest
 from baton.gateway.protocol_adapters import find_kv_load_failure, request_bodies
-from baton.gateway.request import estimate_prompt_tokens, find_non_disaggregable_field
+from baton.gateway.request import (
+    estimate_prompt_tokens,
+    find_non_disaggregable_field,
+    find_vllm_field,
+)
 from baton.gateway.response_forwarder import EarlyFirstToken, ResponseForwarder
 from baton.gateway.workers import Interruptible
 from baton.ids import new_ticket_id
+from baton.protocol.engine_fields import unsupported
 from baton.protocol.worker_http import CREATED_HEADER, REQUEST_ID_HEADER, TIMEOUT_HEADER
 from baton.router.failover import PREFILL_FIRST, Attempt, Failover, Failure
 from baton.router.placement import Placement, PlacementRequest, Unplaceable
@@ -40,16 +45,28 @@ if TYPE_CHECKING:
 
     from baton.gateway.request import CompletionBody
     from baton.gateway.request_context import RequestContext, Services
-    from baton.router.fleet import WorkerView
+    from baton.router.fleet import Fleet, WorkerView
 
 
 class RequestProxy:
-    """Serves one parsed request. Once a part of an answer has left, nothing is tried again."""
+    """Serves one parsed request. Once a part of an answer has left, nothing is tried again.
+
+    `beside` is a worker that holds the prompt's KV: it is asked first, without a handoff.
+    `excluded_modes` are not used.
+    """
 
     def __init__(
-        self, services: Services, context: RequestContext, body: CompletionBody, send: Send
+        self,
+        services: Services,
+        context: RequestContext,
+        body: CompletionBody,
+        send: Send,
+        *,
+        beside: WorkerView | None = None,
+        excluded_modes: frozenset[HandoffMode] = frozenset(),
     ) -> None:
         self._services, self._context, self._body, self._send = services, context, body, send
+        self._beside, self._excluded_modes = beside, excluded_modes
         self._created = str(int(services.clock.unix_now()))
 
     async def run(self) -> None:
@@ -61,7 +78,7 @@ class RequestProxy:
             UpstreamError: the workers that were asked failed.
         """
         services = self._services
-        failover, failed = Failover(), None
+        failover, failed = Failover(failed_modes=self._excluded_modes), None
         services.retry_budget.add_request()
         while failover.may_retry and not self._context.has_sent_bytes:
             if failed is not None and not services.retry_budget.take(services.clock.now()):
@@ -87,6 +104,7 @@ class RequestProxy:
             raise services.workers.why_not_served(context.model)
         self._body.check_ids(partial(services.workers.largest_context, context.model))
         context.metrics = services.metrics.of(context.model, NO_MODE)
+        fleet = self._serving(fleet)
         speaks_vllm = "vllm" in fleet.models[context.model].decode_protocols
         non_disaggregable = find_non_disaggregable_field(self._body) if speaks_vllm else None
         request = PlacementRequest(
@@ -96,7 +114,8 @@ class RequestProxy:
             num_prompt_tokens=estimate_prompt_tokens(self._body),
             failed_modes=failover.failed_modes,
         )
-        placement = services.placement.place(fleet, request)
+        held = self._place_beside(fleet) if failed is None else None
+        placement = held or services.placement.place(fleet, request)
         if isinstance(placement, Unplaceable):
             raise failed or NoWorkerError(placement.reason)
         if failed is not None:
@@ -110,6 +129,26 @@ class RequestProxy:
             services.fallbacks.note(context, FallbackCause.MODE_UNUSABLE, "; ".join(placement.why))
         context.begin_attempt(placement, services.metrics.of(context.model, placement.mode))
         return placement
+
+    def _serving(self, fleet: Fleet) -> Fleet:
+        """Without the workers that do not serve the request's fields."""
+        field = find_vllm_field(self._body)
+        if field is None:
+            return fleet
+        model = self._context.model
+        if "vllm" not in fleet.models[model].decode_protocols:
+            raise unsupported(field, self._body.fields[field])
+        return fleet.only(model, "vllm")
+
+    def _place_beside(self, fleet: Fleet) -> Placement | None:
+        wanted = self._beside
+        if wanted is None:
+            return None
+        decodes = fleet.models[self._context.model].decodes
+        for decode in decodes:
+            if decode.available and decode.ref == wanted.ref:
+                return Placement(None, decode, why=(f"{decode.id} holds the prompt's KV",))
+        return None
 
     async def _attempt(self, placement: Placement) -> None:
         if placement.prefill is None:

@@ -97,6 +97,12 @@ class Fleet:
             by_model.setdefault(worker.model, []).append(worker)
         return cls({model: ModelWorkers.of(served) for model, served in by_model.items()})
 
+    def only(self, model: str, protocol: WorkerProtocol) -> Fleet:
+        """A fleet of those workers of a model that speak `protocol`."""
+        served = self.models[model]
+        listed = (*served.prefills, *served.decodes)
+        return Fleet({model: ModelWorkers.of(w for w in listed if w.protocol == protocol)})
+
     @property
     def can_decode(self) -> bool:
         """Whether any answer at all can be given."""

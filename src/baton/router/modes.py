@@ -90,7 +90,7 @@ def _why_not(
 ) -> str | None:
     """Why a mode cannot be used; None if it can."""
     if mode in request.failed_modes:
-        return f"{mode} has just failed this request"
+        return f"{mode} has just failed this request, or is not for it"
     for worker in (prefill, decode):
         if mode not in worker.modes:
             return f"{worker.id} does not know the mode {mode}"

@@ -21,20 +21,17 @@ class NonDisaggregableField(StrEnum):
     requests of one, of which a ticket could serve the first only.
     """
 
-    N = "n"
-    BEST_OF = "best_of"
     USE_BEAM_SEARCH = "use_beam_search"
     ECHO = "echo"
     PROMPT_LOGPROBS = "prompt_logprobs"
     PROMPT_EMBEDS = "prompt_embeds"
-    PROMPTS = "prompt"
 
 
 @dataclass(frozen=True, slots=True)
 class PlacementRequest:
     """What placement may look at. `avoid` and `failed_modes` have just failed this request.
 
-    `num_prompt_tokens` is an estimate.
+    `num_prompt_tokens` is an estimate. `failed_modes` may name modes that are not for this request.
     """
 
     model: str

@@ -9,6 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from baton.errors import InvalidRequestError
+from baton.protocol.engine_fields import ABSENT, is_off, unsupported
 from baton.protocol.prompt_bounds import check_ids, check_messages, lists_ids
 
 MAX_STOPS = 16
@@ -132,9 +133,6 @@ class ChatFields(GenerationFields, frozen=True, kw_only=True):
     ) = None
 
 
-ABSENT: Final = msgspec.Raw(b"null")
-
-
 class UnsupportedFields(msgspec.Struct, frozen=True, kw_only=True):
     """Raw values of the fields that Baton does not serve."""
 
@@ -174,24 +172,7 @@ class UnsupportedFields(msgspec.Struct, frozen=True, kw_only=True):
     web_search_options: msgspec.Raw = ABSENT
 
 
-_MAX_SHOWN_CHARS: Final = 40
-_OFF: Final[dict[str, tuple[object, ...]]] = {
-    "n": (1,),
-    "best_of": (1,),
-    "tool_choice": ("none", "auto"),
-    "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "min_p": (0,),
-    "add_generation_prompt": (True,),
-    "modalities": (["text"],),
-}
-_WHY: Final = {
-    "n": "Baton gives one answer a request; send several requests",
-    "best_of": "Baton samples one answer a request; send several requests and choose",
-}
+_SEVERAL: Final = "a worker gives one answer; the gateway makes several requests of one"
 
 
 def refuse_unsupported(fields: UnsupportedFields) -> None:
@@ -202,27 +183,13 @@ def refuse_unsupported(fields: UnsupportedFields) -> None:
     """
     for name in UnsupportedFields.__struct_fields__:
         raw: msgspec.Raw = getattr(fields, name)
-        if _is_off(name, msgspec.json.decode(raw)):
+        if is_off(name, raw):
             continue
-        why = _WHY.get(name, "Baton would have to ignore it, and the answer would not be yours")
-        raise InvalidRequestError(
-            f"{name}={_shown(raw)} is not supported: {why}. Leave {name} out.",
-            param=name,
-            code="unsupported_parameter",
-        )
-
-
-def _is_off(name: str, value: object) -> bool:
-    if value is None:
-        return True
-    if name in _OFF:
-        return value in _OFF[name]
-    return value is False or value in ("", [], {})
-
-
-def _shown(raw: msgspec.Raw) -> str:
-    text = bytes(raw).decode()
-    return text if len(text) <= _MAX_SHOWN_CHARS else text[:_MAX_SHOWN_CHARS] + "…"
+        if name in {"n", "best_of"}:
+            raise InvalidRequestError(
+                f"{name} is not supported: {_SEVERAL}", param=name, code="unsupported_parameter"
+            )
+        raise unsupported(name, raw)
 
 
 class _Heads(msgspec.Struct, frozen=True):

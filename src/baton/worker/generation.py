@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Final, assert_never
 import msgspec
 from msgspec import UNSET
 
+from baton.auth.ticket import hash_tenant
 from baton.clock import Instant
 from baton.engines.interface import Colocated, DecodeRequest, GenerationRequest, PrefillRequest
 from baton.errors import BatonError, ContextLengthError, EngineError, InvalidRequestError
@@ -295,7 +296,9 @@ def _role_of(kind: RequestKind) -> str:
 
 
 def _tenant_salt(generation: Generation, kind: RequestKind) -> str:
-    return generation.cache_salt if isinstance(kind, Colocated) else kind.ticket.tenant_salt
+    if isinstance(kind, Colocated):
+        return hash_tenant(generation.cache_salt)  # as in tickets: KV that came by one is found
+    return kind.ticket.tenant_salt
 
 
 def _read_created(exchange: HttpExchange) -> int | None:

@@ -156,8 +156,8 @@ class PromptReader:
         ids = [item for item in prompt if isinstance(item, int)]
         if len(ids) != len(prompt):
             raise InvalidRequestError(
-                "prompt holds several prompts; Baton answers one prompt a request: send a string "
-                "or one flat list of token ids, and several requests for several prompts",
+                "prompt is neither a string nor a flat list of token ids; lists of prompts are for "
+                "the gateway, which makes several requests of them",
                 param="prompt",
                 code="invalid_value",
             )
@@ -260,7 +260,7 @@ def _template_message(index: int, message: ChatMessage) -> TemplateMessage:
     where = f"messages[{index}]"
     if bytes(message.tool_calls) not in {b"null", b"[]"}:
         raise InvalidRequestError(
-            f"{where}.tool_calls: tools are not supported",
+            f"{where}.tool_calls: tools are not supported by this engine; vllm can",
             param=f"{where}.tool_calls",
             code="unsupported_parameter",
         )

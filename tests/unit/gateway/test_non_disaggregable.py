@@ -34,16 +34,10 @@ def test_most_requests_can_be_handed_over(fields):
 @pytest.mark.parametrize(
     ("fields", "field"),
     [
-        ('"n":2', NonDisaggregableField.N),
-        ('"n":"2"', NonDisaggregableField.N),
-        ('"best_of":2', NonDisaggregableField.BEST_OF),
         ('"use_beam_search":true', NonDisaggregableField.USE_BEAM_SEARCH),
         ('"echo":true', NonDisaggregableField.ECHO),
         ('"prompt_logprobs":0', NonDisaggregableField.PROMPT_LOGPROBS),
         ('"prompt_embeds":"abc"', NonDisaggregableField.PROMPT_EMBEDS),
-        ('"prompt":["one","two"]', NonDisaggregableField.PROMPTS),
-        ('"prompt":[[1],[2]]', NonDisaggregableField.PROMPTS),
-        ('"prompt":[' + " " * 100 + '"one","two"]', NonDisaggregableField.PROMPTS),
     ],
 )
 def test_some_are_served_whole(fields, field):

@@ -5,13 +5,12 @@ import json
 import pytest
 
 from baton.gateway.protocol_adapters import (
-    NOT_FOR_ONE_TOKEN,
     client_answer,
     decode_body,
     prefill_body,
     request_bodies,
 )
-from baton.gateway.request import parse_body
+from baton.gateway.request import NOT_FOR_ONE_TOKEN, parse_body
 
 
 def body(**fields: object):
@@ -39,7 +38,7 @@ def test_the_limit_that_wins_is_set_too():
     "shaping",
     [
         {"tools": [{"type": "function"}]},
-        {"tool_choice": "auto"},
+        {"tool_choice": "required"},
         {"truncate_prompt_tokens": -1},
         {"add_special_tokens": False},
         {"chat_template_kwargs": {"thinking": True}},

@@ -56,11 +56,11 @@ def test_workers_take_turns_in_the_listed_order():
 def test_an_undivided_request_is_vllms_alone_and_takes_no_prefill_workers_turn():
     v0 = worker("v0", Role.DECODE, protocol="vllm")
     policy, fleet = RoundRobin(), fleet_of(P0, P1, v0)
-    whole = PlacementRequest("demo", non_disaggregable=NonDisaggregableField.N)
+    whole = PlacementRequest("demo", non_disaggregable=NonDisaggregableField.ECHO)
     placements = [placed(policy, fleet, request) for request in (DEMO, whole, DEMO, whole)]
     assert [p.prefill and p.prefill.id for p in placements] == ["p0", None, "p1", None]
-    assert [p.non_disaggregable for p in placements] == [None, NonDisaggregableField.N] * 2
-    assert placements[1].reasons == ("v0 serves the request alone, because of its field 'n'",)
+    assert [p.non_disaggregable for p in placements] == [None, NonDisaggregableField.ECHO] * 2
+    assert placements[1].reasons == ("v0 serves the request alone, because of its field 'echo'",)
     assert placements[1].mode == "colocated"
 
 
@@ -68,7 +68,7 @@ def test_an_undivided_request_goes_to_any_other_worker_as_ever():
     placement = placed(
         RoundRobin(),
         fleet_of(P0, D0),
-        PlacementRequest("demo", non_disaggregable=NonDisaggregableField.N),
+        PlacementRequest("demo", non_disaggregable=NonDisaggregableField.ECHO),
     )
     assert (placement.prefill, placement.non_disaggregable, placement.reasons) == (P0, None, ())
 
@@ -85,7 +85,7 @@ def test_where_there_are_no_prefill_workers_an_undivided_request_is_nothing_spec
     placement = placed(
         RoundRobin(),
         fleet_of(v0),
-        PlacementRequest("demo", non_disaggregable=NonDisaggregableField.N),
+        PlacementRequest("demo", non_disaggregable=NonDisaggregableField.ECHO),
     )
     assert (placement.non_disaggregable, placement.reasons) == (None, ())
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from baton.auth.ticket import hash_tenant
 from baton.engines.interface import FinishReason, NewToken
 from baton.errors import ContextLengthError, EngineError, HandoffError, OverloadedError
 from baton.handoff.interface import SampledToken
@@ -353,7 +354,7 @@ def test_what_the_engine_is_asked() -> None:
                 logprobs=2,
             )
             (request,) = engine.requests
-        assert request.tenant_salt == "tenant-1"
+        assert request.tenant_salt == hash_tenant("tenant-1")
         assert request.deadline == clock.now() + 600
         assert json.loads(json.dumps(request.sampling.__struct_fields__)) is not None
         sampling = request.sampling
