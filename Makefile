@@ -8,9 +8,13 @@ ENGINE ?=
 # Extra arguments of the one `pip install torch==…`, e.g. where to find a CPU-only build.
 TORCH_ARGS ?=
 PYTEST_ARGS ?=
-# Of `make simulate`: other seeds each night find more than the same ones again.
+# Of `make simulate` and `make fuzz`: other seeds each night find more than the same ones again.
 SCHEDULES ?= 100000
 FIRST_SEED ?= 0
+# Of `make fuzz`; TARGET: a decoder's name, all of them where it is empty.
+INPUTS ?= 10000000
+SEED ?= 0
+TARGET ?=
 JOBS ?= $(shell nproc)
 
 VENV := .venv
@@ -22,7 +26,7 @@ VLLM := $(VENV)/.installed-vllm
 DEV := $(VENV)/.installed-dev
 DOCS := $(VENV)/.installed-docs
 
-.PHONY: help up test chaos simulate explore check words docs docs-serve install install-dev format clean
+.PHONY: help up test chaos simulate fuzz explore check words docs docs-serve install install-dev format clean
 .DEFAULT_GOAL := help
 
 ifneq ($(filter-out vllm transformers,$(ENGINE)),)
@@ -36,6 +40,7 @@ help:
 	@echo 'make test                    install what tests need, run every check and test'
 	@echo 'make chaos                   every fault, to everybody, at every stage: an hour on 2 busy cores'
 	@echo 'make simulate                100,000 simulated clusters under faults: the nightly job'
+	@echo 'make fuzz                    10 million damaged inputs for every decoder: the nightly job'
 	@echo 'make explore                 property tests on examples that nobody has tried yet'
 	@echo 'make check                   the checks without the tests'
 	@echo 'make words                   refused words in code and pages (docs/glossary.md)'
@@ -60,6 +65,10 @@ chaos: $(DEV)
 
 simulate: $(RUNTIME)
 	$(BIN)/baton sim handoff --schedules $(SCHEDULES) --first-seed $(FIRST_SEED) --jobs $(JOBS)
+
+# What fails is kept in build/fuzz, and printed with the command that shows it again.
+fuzz: $(DEV)
+	$(BIN)/python -m tests.fuzz --count $(INPUTS) --seed $(SEED) --jobs $(JOBS) $(addprefix --target ,$(TARGET))
 
 explore: $(VLLM) $(DEV)
 	$(BIN)/python -m pytest -q -n 2 --dist loadscope tests/unit tests/property --explore $(PYTEST_ARGS)

@@ -25,10 +25,15 @@ BatonError
 from __future__ import annotations
 
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Final
+
+import msgspec
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Mapping
+
+UNDECODABLE: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""What msgspec raises for bytes that are no value of the type: text that is not UTF-8, nesting."""
 
 
 class BatonError(Exception):

@@ -11,7 +11,7 @@ import numpy as np
 import openai
 import pytest
 
-from tests.e2e.client import read_trace
+from tests.e2e.client import TLS, read_trace
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -150,6 +150,6 @@ def test_a_client_that_leaves_leaves_nothing_behind(cluster: WorkerCluster) -> N
 
 
 def is_idle(url: str) -> bool:
-    with urllib.request.urlopen(f"{url}/health") as response:
+    with urllib.request.urlopen(f"{url}/health", context=TLS) as response:
         load = json.load(response)["load"]
     return (load["num_waiting"], load["num_free_blocks"]) == (0, load["num_blocks"])

@@ -19,15 +19,19 @@ from baton.handoff.messages import (
     Grant,
     HelloRefused,
     Message,
+    ProbeRequest,
     RetransmitRequest,
     TransferAck,
 )
+from baton.handoff.peer_transports import LinkOptions
+from baton.ids import new_ticket_id
 from tests.integration.handoff_nodes import CLOCK, FIRST, Node, make_handoff, node
 from tests.integration.held_reads import HeldReadsFactory
 from tests.integration.test_handoff_failover import wait_until
 from tests.unit.handoff.orders import PROMPT_HASH, make_ticket
 
 if TYPE_CHECKING:
+    from baton.auth.ticket import HandoffMode
     from baton.handoff.peers import Peer
 
 SHARED = ("shared",)
@@ -109,6 +113,41 @@ def test_both_traces_of_a_read_handoff_say_what_carried_it(key: ClusterKey) -> N
         assert prefill.wait_for() == [KVSent(handoff.sending.ticket.id)]
         trace = handoff.sending.trace
         assert (trace.expected_transport, trace.transport) == ("shared", "shared")
+
+
+@pytest.mark.parametrize("mode", ["push", "pull"])
+def test_a_probe_that_is_named_like_a_ticket_takes_nothing_of_that_ticket(
+    mode: HandoffMode, key: ClusterKey
+) -> None:
+    """What is written would be taken for a probe, and its pages never be free again."""
+    measured = LinkOptions()
+    with (
+        node("p", kinds=SHARED, key=key) as prefill,
+        node("d", kinds=SHARED, key=key, links=measured) as decode,
+        node("x", kinds=SHARED, key=key) as other,
+    ):
+        prefill.scribble(1)
+        peer = meet(dialer=decode, listener=other)
+        handoff = make_handoff(prefill, decode, num_ready=101, mode=mode)
+        say(other, peer, ProbeRequest(handoff.sending.ticket.id, "shared"))
+        wait_until(lambda: decode.agent.loop._probe_target.held is not None)
+        handoff.start_send()
+        handoff.prefill_done()
+        handoff.start_receive()
+        handoff.check_landed(FIRST)
+
+
+def test_a_probe_where_links_are_not_measured_is_refused_and_its_link_lives(
+    key: ClusterKey, caplog: pytest.LogCaptureFixture
+) -> None:
+    with (
+        node("p", kinds=SHARED, key=key) as prefill,
+        node("d", kinds=SHARED, key=key) as decode,
+    ):
+        peer = meet(dialer=prefill, listener=decode)
+        say(decode, peer, ProbeRequest(new_ticket_id(), "shared"))
+        wait_until(lambda: "which cannot be made here" in caplog.text)
+        assert peers_of(prefill, "d")
 
 
 @pytest.mark.parametrize("version", [1, 3, PROTOCOL_VERSION + 1])

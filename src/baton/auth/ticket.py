@@ -20,7 +20,7 @@ import msgspec
 from msgspec import Meta
 
 from baton.auth.key import MAC_BYTES, ClusterKey
-from baton.errors import TicketError
+from baton.errors import UNDECODABLE, TicketError
 from baton.ids import Epoch, TicketId, WorkerId, new_epoch
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ def unseal(text: str, key: ClusterKey) -> Ticket:
         raise TicketError("the ticket was not signed with this cluster's key")
     try:
         ticket = _decoder.decode(body)
-    except msgspec.MsgspecError as exc:
+    except UNDECODABLE as exc:
         raise TicketError(f"the ticket does not decode: {exc}") from exc
     vars(ticket)[_READ_FROM] = key, text
     return ticket

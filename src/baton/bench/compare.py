@@ -14,7 +14,7 @@ import numpy as np
 from baton.bench.load.job import SCHEMA as REPORT_SCHEMA
 from baton.bench.load.job import Report
 from baton.bench.statistics import Run, Statistic, contrast
-from baton.errors import ConfigError
+from baton.errors import UNDECODABLE, ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -333,5 +333,5 @@ def _read(path: Path) -> Report:
                 f"{path} is {shown}, not {REPORT_SCHEMA}: `baton bench serve --output`"
             )
         return msgspec.json.decode(data, type=Report)
-    except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+    except UNDECODABLE as exc:
         raise ConfigError(f"{path} is no report of `baton bench serve`: {exc}") from exc

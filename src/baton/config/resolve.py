@@ -22,7 +22,7 @@ import msgspec
 
 from baton.config import sections
 from baton.config.sections import Config
-from baton.errors import ConfigError
+from baton.errors import UNDECODABLE, ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -161,13 +161,13 @@ def parse_open_value(text: str) -> object:
     """
     try:
         return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError as exc:
+    except (tomllib.TOMLDecodeError, RecursionError) as exc:
         if not text.startswith("{"):
             return text
         reason = exc
     try:
         return msgspec.json.decode(text)
-    except msgspec.DecodeError:
+    except UNDECODABLE:
         raise ConfigError(
             f'{text!r} is no inline table: {reason}; write {{key = "value", other = 1}}'
         ) from reason
@@ -231,7 +231,7 @@ def read_file(path: Path) -> Layer:
             f"cannot read the configuration file {path}: {exc.strerror}; "
             "check the path given by --config or BATON_CONFIG"
         ) from exc
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as exc:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as exc:
         raise ConfigError(f"{path} is not TOML: {exc}") from exc
     layer: Layer = {}
     for name, value in _flatten(document, ""):
@@ -325,9 +325,12 @@ def _misspelt_variables() -> Mapping[str, str]:
 
 
 def _resolve_path(name: str, value: object, directory: Path) -> object:
-    if name in PATH_KEYS and isinstance(value, str):
+    if name not in PATH_KEYS or not isinstance(value, str):
+        return value
+    try:
         return str(directory / Path(value).expanduser())
-    return value
+    except RuntimeError as exc:
+        raise ConfigError(f"{name}: {value!r} begins with the home of no user: {exc}") from exc
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ import msgspec
 import xxhash
 
 from baton.clock import UnixTime
-from baton.errors import ProtocolError
+from baton.errors import UNDECODABLE, ProtocolError
 from baton.events.blocks import (
     DEFAULT_MEDIUM,
     AllBlocksCleared,
@@ -161,5 +161,5 @@ def _decode_event(raw: msgspec.Raw, domain: EventDomain) -> BlockEvent | None:
 def _decode(decoder: msgspec.msgpack.Decoder[T], raw: bytes | msgspec.Raw) -> T:
     try:
         return decoder.decode(raw)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
+    except UNDECODABLE as exc:
         raise ProtocolError(f"a KV event message does not decode: {exc}") from exc

@@ -7,6 +7,7 @@ from typing import Final, TypeAlias
 
 import msgspec
 
+from baton.errors import UNDECODABLE
 from baton.gateway.errors import AnswerError, ErrorAnswer, UpstreamError
 from baton.protocol.worker_http import CHAT_COMPLETIONS_PATH
 
@@ -130,7 +131,7 @@ class AnswerMerger:
 def _decode(text: bytes) -> Fields:
     try:
         return _fields_decoder.decode(text)
-    except msgspec.MsgspecError as exc:
+    except UNDECODABLE as exc:
         raise UpstreamError(f"a worker's answer does not decode: {exc}") from exc
 
 
@@ -138,7 +139,7 @@ def _choices(fields: Fields, index: int) -> list[Fields]:
     """The choices of the answer `index`, named so."""
     try:
         choices = _choices_decoder.decode(fields.get("choices", b"[]"))
-    except msgspec.MsgspecError as exc:
+    except UNDECODABLE as exc:
         raise UpstreamError(f"a worker's choices do not decode: {exc}") from exc
     for choice in choices:
         choice["index"] = msgspec.Raw(b"%d" % index)
@@ -148,7 +149,7 @@ def _choices(fields: Fields, index: int) -> list[Fields]:
 def _read_usage(fields: Fields) -> Usage | None:
     try:
         usage: Usage | None = _usage_decoder.decode(fields.get("usage", b"null"))
-    except msgspec.MsgspecError as exc:
+    except UNDECODABLE as exc:
         raise UpstreamError(f"a worker's usage does not decode: {exc}") from exc
     return usage
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import msgspec
 
-from baton.errors import InvalidRequestError
+from baton.errors import UNDECODABLE, InvalidRequestError
 from baton.protocol.engine_fields import ABSENT, is_off
 from baton.protocol.prompt_bounds import MAX_IDS, check_ids
 
@@ -54,7 +54,7 @@ class AnswerPlan:
             return body
         try:
             seed = _seed_decoder.decode(body.fields["seed"]) + answer
-        except msgspec.MsgspecError:
+        except UNDECODABLE:
             return body  # its worker refuses it
         if seed > MAX_SEED:
             seed -= 2 * (MAX_SEED + 1)
@@ -107,7 +107,7 @@ def _read_count(name: str, raw: msgspec.Raw) -> int:
         return 1
     try:
         count: int = _count_decoder.decode(raw)
-    except msgspec.MsgspecError as exc:
+    except UNDECODABLE as exc:
         raise InvalidRequestError(
             f"{name} must be a whole number of at least 1", param=name, code="invalid_value"
         ) from exc
@@ -127,7 +127,7 @@ def _read_prompts(prompt: msgspec.Raw, max_prompts: int, *, texts: bool) -> list
             _check_total(raw.count(b"[") - 1, 1, max_prompts)
             check_ids(raw, MAX_IDS)
             items = _ids_decoder.decode(raw)
-    except msgspec.MsgspecError as exc:
+    except UNDECODABLE as exc:
         raise InvalidRequestError(
             "prompt must be a string or a list of token ids, or a list of one of these",
             param="prompt",

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Final, Literal, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from baton.errors import ConfigError
+from baton.errors import UNDECODABLE, ConfigError
 from baton.gateway.errors import QuotaError, UnauthorizedError
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ def read_keys(path: Path) -> tuple[ClientKey, ...]:
         ) from exc
     try:
         keys = msgspec.json.decode(data, type=ClientKeyFile).keys
-    except (msgspec.MsgspecError, UnicodeDecodeError) as exc:
+    except UNDECODABLE as exc:
         raise ConfigError(f"{path} is no file of clients' keys: {exc}") from exc
     if len({key.id for key in keys}) < len(keys):
         raise ConfigError(f"{path} has two keys with the same id")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final, assert_never
 
 import msgspec
 
-from baton.errors import BatonError
+from baton.errors import UNDECODABLE, BatonError
 from baton.events.blocks import FeedHealth
 from baton.gateway.errors import PathNotFoundError
 from baton.gateway.kv_events import Followed, NotFollowed
@@ -142,7 +142,7 @@ class RequestTraces:
                 )
                 if status == OK:
                     return _trace_decoder.decode(body)
-            except (BatonError, msgspec.MsgspecError) as exc:
+            except (BatonError, *UNDECODABLE) as exc:
                 log.info("no trace of %s from %s: %s", request_id, worker, exc)
         return None
 

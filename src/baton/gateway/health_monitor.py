@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 from yarl import URL
 
-from baton.errors import BatonError, ProtocolError
+from baton.errors import UNDECODABLE, BatonError, ProtocolError
 from baton.gateway.errors import (
     UnusableWorkerError,
     UpstreamError,
@@ -144,7 +144,7 @@ class WorkerDiscovery:
             raise UpstreamError(f"it answered {status} to the discovery probe: {read_error(body)}")
         try:
             reply = _discovery_reply_decoder.decode(body).kv_transfer_params
-        except msgspec.MsgspecError as exc:
+        except UNDECODABLE as exc:
             raise UnusableWorkerError(
                 f"its answer to the discovery probe does not decode: {exc}"
             ) from exc
@@ -227,7 +227,7 @@ def _first_model(body: bytes) -> str:
     """The served model's name; adapters come after it."""
     try:
         models = _models_decoder.decode(body).data
-    except msgspec.MsgspecError as exc:
+    except UNDECODABLE as exc:
         raise ProtocolError(f"its /v1/models does not decode: {exc}") from exc
     if not models:
         raise ProtocolError("its /v1/models is empty")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Final, TypeAlias
 
 import msgspec
 
-from baton.errors import BatonError
+from baton.errors import UNDECODABLE, BatonError
 from baton.gateway.errors import ErrorAnswer, KVLostError
 from baton.gateway.metrics import FallbackCause
 from baton.gateway.request import TRANSFER_FIELDS
@@ -46,7 +46,7 @@ def client_answer(answer: bytes) -> bytes:
     """An answer in one piece without its connector's fields; unchanged if it is not JSON."""
     try:
         fields = _fields_decoder.decode(answer)
-    except msgspec.MsgspecError:
+    except UNDECODABLE:
         return answer
     for name in TRANSFER_FIELDS:
         fields.pop(name, None)
@@ -58,7 +58,7 @@ def first_error(event: bytes) -> ErrorAnswer | None:
     text = event.partition(b"\n")[0].removeprefix(b"data: ")
     try:
         status = _error_decoder.decode(text).error.code
-    except msgspec.MsgspecError:
+    except UNDECODABLE:
         return None
     return ErrorAnswer(status, text, ((b"content-type", b"application/json"),))
 
@@ -137,7 +137,7 @@ _prefill_reply_decoder = msgspec.json.Decoder(PrefillReply)
 def _of_baton(answer: bytes) -> PrefillResult:
     try:
         return PrefillDone(_prefill_reply_decoder.decode(answer).first or None)
-    except msgspec.MsgspecError as exc:
+    except UNDECODABLE as exc:
         return PrefillFailed(FallbackCause.PREFILL_FAILED, f"answered what does not decode: {exc}")
 
 
@@ -190,7 +190,7 @@ _REFUSALS: Final = {
 def _of_vllm(answer: bytes) -> PrefillResult:
     try:
         params = _completion_decoder.decode(answer).kv_transfer_params
-    except msgspec.MsgspecError as exc:
+    except UNDECODABLE as exc:
         return PrefillFailed(FallbackCause.PREFILL_FAILED, f"answered what does not decode: {exc}")
     offer = None if params is None else params.baton
     if offer is None:
@@ -232,6 +232,6 @@ async def _read_failures(upstream: Upstream, url: URL, ticket: Ticket) -> list[s
         if status != HTTPStatus.OK:
             return []
         trace = _decoder.decode(body)
-    except (BatonError, msgspec.MsgspecError):
+    except (BatonError, *UNDECODABLE):
         return []
     return trace.fallbacks if trace.ticket == ticket.id.hex() else []

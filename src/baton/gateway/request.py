@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from baton.auth.ticket import hash_tenant
-from baton.errors import InvalidRequestError
+from baton.errors import UNDECODABLE, InvalidRequestError
 from baton.ids import RequestId, new_request_id
 from baton.protocol.engine_fields import REMOVED_FIELDS, VLLM_FIELDS, is_off, unsupported
 from baton.protocol.prompt_bounds import check_ids, check_messages, lists_ids
@@ -80,7 +80,7 @@ class CompletionBody:
         """What keeps this client's KV apart from others'; empty where it names none, or no text."""
         try:
             return _text_decoder.decode(self.fields.get("cache_salt", b'""'))
-        except msgspec.MsgspecError:
+        except UNDECODABLE:
             return ""  # its worker refuses the request, or ignores the field
 
     def check_ids(self, max_context_tokens: Callable[[], int]) -> None:
@@ -123,7 +123,7 @@ def parse_body(body: bytes, tenant: str = "") -> CompletionBody:
         if not body.isascii():
             body.decode()  # what is forwarded as it came is text, too
         fields = _fields_decoder.decode(body)
-    except (msgspec.MsgspecError, UnicodeError, RecursionError) as exc:
+    except (UnicodeError, *UNDECODABLE) as exc:
         raise InvalidRequestError(f"the body is not a JSON object: {exc}") from exc
     for name in TRANSFER_FIELDS:
         fields.pop(name, None)
@@ -150,7 +150,7 @@ def _bind_salt(fields: dict[str, msgspec.Raw], tenant: str) -> msgspec.Raw:
     """The client's salt within its tenant's."""
     try:
         own = msgspec.json.decode(fields.get("cache_salt", b"null"), type=str | None) or ""
-    except msgspec.MsgspecError as exc:
+    except UNDECODABLE as exc:
         raise InvalidRequestError("cache_salt must be a string", param="cache_salt") from exc
     return msgspec.Raw(_encoder.encode(hash_tenant(f"{tenant}\0{own}")))
 
@@ -158,7 +158,7 @@ def _bind_salt(fields: dict[str, msgspec.Raw], tenant: str) -> msgspec.Raw:
 def _strip_nested(fields: dict[str, msgspec.Raw]) -> None:
     try:
         nested = _fields_decoder.decode(fields[EXTRA_ARGUMENTS_FIELD])
-    except msgspec.MsgspecError as exc:
+    except UNDECODABLE as exc:
         raise InvalidRequestError(
             f"{EXTRA_ARGUMENTS_FIELD} must be an object", param=EXTRA_ARGUMENTS_FIELD
         ) from exc
@@ -175,7 +175,7 @@ def _model(fields: dict[str, msgspec.Raw]) -> str:
         raise _model_too_long()
     try:
         model = _text_decoder.decode(raw)
-    except msgspec.MsgspecError as exc:
+    except UNDECODABLE as exc:
         raise InvalidRequestError("model must be a string", param="model") from exc
     if len(model) > MAX_MODEL_CHARS:
         raise _model_too_long()

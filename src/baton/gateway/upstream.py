@@ -13,6 +13,7 @@ import msgspec
 from multidict import CIMultiDict
 
 from baton.auth.certificates import make_identity
+from baton.errors import UNDECODABLE
 from baton.gateway.errors import UpstreamError, WorkerLostError, WorkerUnreachableError
 from baton.net.tls import contexts_of
 from baton.protocol.worker_http import ErrorBody, ErrorDetail, abort_path
@@ -169,7 +170,7 @@ def read_error(body: bytes) -> ErrorDetail:
     """An OpenAI-shaped error; an empty one if `body` is no such thing."""
     try:
         return _error_decoder.decode(body).error
-    except msgspec.MsgspecError:
+    except UNDECODABLE:
         return ErrorDetail()
 
 

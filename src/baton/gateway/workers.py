@@ -22,7 +22,7 @@ from yarl import URL
 
 from baton.auth.ticket import HandoffMode, WorkerRef
 from baton.config.cluster_key import is_loopback
-from baton.errors import ModelNotFoundError, ProtocolError
+from baton.errors import UNDECODABLE, ModelNotFoundError, ProtocolError
 from baton.gateway.errors import NoWorkerError, WorkerLostError
 from baton.protocol.worker_http import Health, Role, WorkerInfo, WorkerLoad
 from baton.router.fleet import Fleet, WorkerView
@@ -68,7 +68,7 @@ def read_load(body: bytes) -> WorkerLoad | None:
     """A worker's load from its answer to `/health`; None where it gives none that decodes."""
     try:
         load = _health_decoder.decode(body).load
-    except msgspec.MsgspecError:
+    except UNDECODABLE:
         return None
     return load
 
@@ -81,7 +81,7 @@ def read_info(body: bytes) -> WorkerInfo:
     """
     try:
         return _decoder.decode(body)
-    except msgspec.MsgspecError as exc:
+    except UNDECODABLE as exc:
         raise ProtocolError(f"its worker info does not decode: {exc}") from exc
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Final, Literal, TypeAlias
 import msgspec
 import numpy as np
 
-from baton.errors import ProtocolError
+from baton.errors import UNDECODABLE, ProtocolError
 from baton.handoff.interface import SampledToken
 from baton.ids import Epoch, TicketId, WorkerId
 from baton.kv.layout import KVLayout
@@ -457,7 +457,7 @@ def decode(frame: bytes | memoryview) -> Message:
     """
     try:
         message = _decoder.decode(frame)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as exc:
+    except UNDECODABLE as exc:
         other = _try_other_hello(frame)
         if other is None:
             raise ProtocolError(f"undecodable handoff message: {exc}") from exc
@@ -470,7 +470,7 @@ def decode(frame: bytes | memoryview) -> Message:
 def _try_other_hello(frame: bytes | memoryview) -> UnsupportedHello | None:
     try:
         hello = _any_hello_decoder.decode(frame)
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+    except UNDECODABLE:
         return None
     if hello.version == PROTOCOL_VERSION:
         return None
@@ -485,7 +485,7 @@ def decode_notification(notification: bytes) -> Notification:
     """
     try:
         return _notice_decoder.decode(notification)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as exc:
+    except UNDECODABLE as exc:
         raise ProtocolError(f"undecodable notification: {exc}") from exc
 
 
@@ -497,7 +497,7 @@ def decode_probe_notification(notification: bytes) -> ProbeNotification:
     """
     try:
         return _probe_notice_decoder.decode(notification)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as exc:
+    except UNDECODABLE as exc:
         raise ProtocolError(f"undecodable notification of a probe: {exc}") from exc
 
 

@@ -223,6 +223,11 @@ class PeerTable:
         self._accepts_at: Instant | None = None  # set while accepting is paused
         self._log = LimitedLog(logger, clock)
 
+    @property
+    def epoch(self) -> Epoch:
+        """This worker's own."""
+        return self._hello.epoch
+
     def __iter__(self) -> Iterator[Peer]:
         """Every peer with an open link."""
         return iter(tuple(self._peers))

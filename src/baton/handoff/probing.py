@@ -11,6 +11,7 @@ A peer that answers too late is not measured: its link keeps its prior.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ from baton.handoff.messages import (
     encode,
 )
 from baton.handoff.peer_transports import PeerTransportState
-from baton.ids import new_ticket_id
+from baton.ids import Epoch, TicketId, new_ticket_id
 from baton.transfer.interface import (
     Arrived,
     GrantQuiescent,
@@ -58,7 +59,6 @@ if TYPE_CHECKING:
     from baton.clock import Clock
     from baton.handoff.peer_transports import PeerTransport, PeerTransportTable, PeerTransportUp
     from baton.handoff.peers import Peer, PeerTable
-    from baton.ids import TicketId
     from baton.transfer.interface import (
         PagedRegion,
         RegionDescriptor,
@@ -254,7 +254,13 @@ class LinkProber:
             if run.is_push:
                 notification = encode(ProbeNotification(probe.num_pages, digest))
                 run.transfer = transport.submit(
-                    PageWrite(run.remote, run.grant, region.handle, copies, notification)
+                    PageWrite(
+                        run.remote,
+                        compute_probe_grant(self._peers.epoch, run.grant),
+                        region.handle,
+                        copies,
+                        notification,
+                    )
                 )
             else:
                 run.transfer = as_reader(transport).read(
@@ -324,6 +330,13 @@ MAX_BACKOFF_S: Final = 2.0
 class _ProbeGrant:
     peer: Peer
     transport: Transport
+    probe: TicketId
+
+
+def compute_probe_grant(prober: Epoch, probe: TicketId) -> TicketId:
+    """The write grant of a probe: no peer can name it like a ticket's, or like another peer's."""
+    digest = hashlib.sha256(b"baton/probe/1" + prober.encode() + probe).digest()
+    return TicketId(digest[: len(probe)])
 
 
 @dataclass(slots=True)
@@ -398,19 +411,21 @@ class ProbeTarget:
         """A peer wants to land probes, or is done.
 
         Raises:
-            ProtocolError: over a transport that is not here, or with an id that is in use.
+            ProtocolError: over a transport that is not here, with an id that is in use, or where
+                no probe is admitted.
         """
         match message:
-            case ProbeRequest(grant, kind):
-                transport = self._transports.get(kind)
+            case ProbeRequest(probe, kind):
+                transport, grant = self._transports.get(kind), _grant_of(peer, probe)
                 in_use = grant in self._waiting or (self.held and self.held.grant == grant)
-                if transport is None or in_use or len(self._waiting) >= MAX_WAITING:
+                can_take = self.has_memory and len(self._waiting) < MAX_WAITING
+                if transport is None or in_use or not can_take:
                     raise ProtocolError(f"a probe over {kind}, which cannot be made here")
-                self._waiting[grant] = _ProbeGrant(peer, transport)
+                self._waiting[grant] = _ProbeGrant(peer, transport, probe)
                 self._serve()
-            case ProbeEnd(grant):
+            case ProbeEnd(probe):
+                grant, held = _grant_of(peer, probe), self.held
                 self._waiting.pop(grant, None)
-                held = self.held
                 if held and held.grant == grant and held.asked and held.asked.peer is peer:
                     self._close(held)
                     if not held.asked.transport.capabilities.late_writes:
@@ -424,7 +439,7 @@ class ProbeTarget:
         held = self.held
         match event:
             case Arrived(grant, notification) if held and held.asked and held.grant == grant:
-                self._answer(held.asked, grant, notification)
+                self._answer(held.asked, notification)
             case GrantQuiescent(grant) if held and held.grant == grant and held.asked:
                 if held.asked.transport is transport:
                     self.held = None
@@ -452,7 +467,7 @@ class ProbeTarget:
         if held is not None and held.asked is not None and self._clock.now() > held.until:
             self._close(held)
 
-    def _answer(self, asked: _ProbeGrant, grant: TicketId, raw: bytes) -> None:
+    def _answer(self, asked: _ProbeGrant, raw: bytes) -> None:
         try:
             notification = decode_probe_notification(raw)
         except ProtocolError:
@@ -460,7 +475,7 @@ class ProbeTarget:
         else:
             is_intact = self.is_intact(notification.num_pages, notification.digest)
         if self._peers is not None:
-            self._peers.send(asked.peer, ProbeResult(grant, is_intact))
+            self._peers.send(asked.peer, ProbeResult(asked.probe, is_intact))
 
     def _serve(self) -> None:
         while self.held is None and self._waiting:
@@ -476,7 +491,7 @@ class ProbeTarget:
                 logger.info("handoff: %s cannot be probed: %s", asked.transport.kind, exc)
                 continue
             self.held = _Held(grant, self._latest(), asked)
-            self._peers.send(asked.peer, ProbeReady(grant))
+            self._peers.send(asked.peer, ProbeReady(asked.probe))
 
     def _close(self, held: _Held) -> None:
         if held.asked is not None and not held.is_closing:
@@ -485,3 +500,9 @@ class ProbeTarget:
 
     def _latest(self) -> Instant:
         return Instant(self._clock.now() + MAX_BACKOFF_S)
+
+
+def _grant_of(peer: Peer, probe: TicketId) -> TicketId:
+    if peer.hello is None:
+        raise ProtocolError("a probe before Hello")
+    return compute_probe_grant(peer.hello.epoch, probe)

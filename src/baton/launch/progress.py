@@ -15,7 +15,7 @@ import msgspec
 from rich.console import Console
 
 from baton.clock import Instant
-from baton.errors import PeerUnreachableError, ProtocolError
+from baton.errors import UNDECODABLE, PeerUnreachableError, ProtocolError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -163,7 +163,7 @@ def first_model(models: bytes) -> str:
     """
     try:
         return msgspec.json.decode(models, type=ModelList).data[0].id
-    except (msgspec.MsgspecError, IndexError) as exc:
+    except (IndexError, *UNDECODABLE) as exc:
         raise ProtocolError(f"the gateway's model list makes no sense: {models[:200]!r}") from exc
 
 

@@ -76,7 +76,8 @@ class Dialer:
             if body is not None:
                 connection.send_raw(handshake.reply(body))
                 channel.session = handshake.session if needs_tags(channel.socket) else None
-                on_proved(connection)
+                if connection.is_open:  # the peer may be gone by now: `on_failed` was called
+                    on_proved(connection)
 
         def fail(error: TransferError) -> None:
             on_failed(PeerUnreachableError(f"cannot reach the peer: {error}"))

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 import msgspec
 
 from baton.auth.challenge import PROOF_BYTES, DialerChallenge, ListenerChallenge
-from baton.errors import ProtocolError
+from baton.errors import UNDECODABLE, ProtocolError
 
 if TYPE_CHECKING:
     from baton.auth.key import ClusterKey
@@ -184,5 +184,5 @@ def decode(decoder: msgspec.msgpack.Decoder[M], body: bytes) -> M:
     """
     try:
         return decoder.decode(body)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
+    except UNDECODABLE as exc:
         raise ProtocolError(f"the peer sent a message that does not decode: {exc}") from exc

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from baton.errors import ConfigError
+from baton.errors import UNDECODABLE, ConfigError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -115,7 +115,7 @@ def read_links(path: Path) -> tuple[MeasuredLink, ...]:
         report = msgspec.json.decode(path.read_bytes(), type=LinkReport)
     except OSError as exc:
         raise ConfigError(f"cannot read {path}: {exc.strerror}") from exc
-    except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+    except UNDECODABLE as exc:
         raise ConfigError(f"{path} is no report of `baton bench link --json`: {exc}") from exc
     if report.schema != SCHEMA:
         raise ConfigError(f"{path} is {report.schema[:60]}, not {SCHEMA}")

@@ -6,7 +6,7 @@ from typing import Final
 
 import msgspec
 
-from baton.errors import InvalidRequestError
+from baton.errors import UNDECODABLE, InvalidRequestError
 
 ABSENT: Final = msgspec.Raw(b"null")
 
@@ -67,7 +67,7 @@ def is_off(name: str, raw: msgspec.Raw) -> bool:
     """
     try:
         value = msgspec.json.decode(raw)
-    except (msgspec.DecodeError, RecursionError) as exc:
+    except UNDECODABLE as exc:
         raise InvalidRequestError(f"{name} cannot be read: {exc}", param=name) from exc
     if value is None:
         return True

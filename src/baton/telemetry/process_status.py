@@ -11,7 +11,7 @@ from typing import Final, TypeAlias
 
 import msgspec
 
-from baton.errors import ProtocolError
+from baton.errors import UNDECODABLE, ProtocolError
 
 logger = logging.getLogger(__name__)
 
@@ -85,5 +85,5 @@ def read_status(line: bytes) -> ProcessStatus:
     """
     try:
         return _decoder.decode(line)
-    except msgspec.MsgspecError as exc:
+    except UNDECODABLE as exc:
         raise ProtocolError(f"no status line: {line[:200]!r}: {exc}") from exc

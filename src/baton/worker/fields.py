@@ -8,7 +8,7 @@ from typing import Annotated, Any, Final, TypeAlias, TypeVar, get_type_hints
 import msgspec
 from msgspec import Meta
 
-from baton.errors import InvalidRequestError
+from baton.errors import UNDECODABLE, InvalidRequestError
 from baton.protocol.engine_fields import ABSENT, is_off, unsupported
 from baton.protocol.prompt_bounds import check_ids, check_messages, lists_ids
 
@@ -245,7 +245,7 @@ def _decode(body: bytes, decoder: msgspec.json.Decoder[S]) -> S:
         return decoder.decode(body)
     except msgspec.ValidationError as exc:
         raise _explain(str(exc)) from exc
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+    except UNDECODABLE as exc:
         raise InvalidRequestError(
             f"the body is not valid JSON: {exc}. Send one JSON object with "
             "'content-type: application/json'.",

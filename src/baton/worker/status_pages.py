@@ -9,7 +9,7 @@ import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
 import baton
-from baton.errors import InvalidRequestError
+from baton.errors import UNDECODABLE, InvalidRequestError
 from baton.handoff.interface import SampledToken
 from baton.ids import TicketId
 from baton.protocol.worker_http import (
@@ -144,7 +144,7 @@ class StatusPages:
 def _read_abort(body: bytes) -> AbortOrder:
     try:
         return msgspec.json.decode(body, type=AbortOrder)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as exc:
+    except UNDECODABLE as exc:
         raise InvalidRequestError(
             f'the body is not what is expected here: {exc}. Send {{"reason": "…"}}.',
             param="reason",
@@ -155,7 +155,7 @@ def _read_abort(body: bytes) -> AbortOrder:
 def _read_token(body: bytes, vocab_size: int) -> SampledToken:
     try:
         token = msgspec.json.decode(body, type=SampledToken)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as exc:
+    except UNDECODABLE as exc:
         raise InvalidRequestError(f"not a token: {exc}", code="invalid_value") from exc
     if not 0 <= token.token_id < vocab_size:
         raise InvalidRequestError(f"token ids go from 0 to {vocab_size - 1}", code="invalid_value")

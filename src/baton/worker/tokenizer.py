@@ -15,7 +15,7 @@ from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as FastTokenizer
 
-from baton.errors import ConfigError, InvalidRequestError
+from baton.errors import UNDECODABLE, ConfigError, InvalidRequestError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -222,7 +222,7 @@ def _read_config(path: Path) -> _TokenizerConfig:
         return msgspec.json.decode(path.read_bytes(), type=_TokenizerConfig)
     except FileNotFoundError:
         return _TokenizerConfig()
-    except (OSError, msgspec.MsgspecError) as exc:
+    except (OSError, *UNDECODABLE) as exc:
         raise ConfigError(f"{path} cannot be read: {exc}") from exc
 
 

@@ -17,6 +17,7 @@ import aiohttp
 import msgspec
 
 from baton.bench.architectures.results import NO_STAGES, Proof, Stages
+from baton.errors import UNDECODABLE
 from baton.telemetry.trace import TraceSummary
 
 if TYPE_CHECKING:
@@ -116,7 +117,7 @@ async def fetch_traces(
                 session.get(f"{url}/debug/requests/{name}", timeout=timeout) as response,
             ):
                 return decoder.decode(await response.read()) if response.status == OK else None
-        except (aiohttp.ClientError, TimeoutError, OSError, msgspec.MsgspecError):
+        except (aiohttp.ClientError, TimeoutError, OSError, *UNDECODABLE):
             return None
 
     return await asyncio.gather(*(fetch(name) for name in names))

@@ -21,7 +21,7 @@ from baton.bench.workloads.requests import (
     count_context,
 )
 from baton.bench.workloads.synthetic import Calibration, PromptWriter, TokenIds, calibrate
-from baton.errors import BatonError, ConfigError, PeerUnreachableError
+from baton.errors import UNDECODABLE, BatonError, ConfigError, PeerUnreachableError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -151,7 +151,7 @@ async def _list(client: Client) -> _Listing:
         ) from exc
     try:
         models = msgspec.json.decode(body, type=ModelList).data
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except UNDECODABLE:
         models = None
     return _Listing(models, await _read_version(client), software)
 
@@ -164,7 +164,7 @@ async def _read_version(client: Client) -> str | None:
         ) as response:
             body = await response.content.read(MAX_ANSWER_BYTES)
         return msgspec.json.decode(body, type=VersionAnswer).version[:100]
-    except (aiohttp.ClientError, TimeoutError, OSError, msgspec.DecodeError, UnicodeDecodeError):
+    except (aiohttp.ClientError, TimeoutError, OSError, *UNDECODABLE):
         return None
 
 

@@ -11,7 +11,7 @@ from typing import Final, Literal
 
 import msgspec
 
-from baton.errors import ProtocolError
+from baton.errors import UNDECODABLE, ProtocolError
 
 MAX_EVENT_BYTES: Final = 16 << 20
 
@@ -164,7 +164,7 @@ class Answer:
             return
         try:
             chunk = _decode(event)
-        except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+        except UNDECODABLE as exc:
             shown = event[:80].decode(errors="replace")
             self.failure = Failure("protocol", f"{exc}: {shown!r}")
             return
@@ -209,7 +209,7 @@ def read_error(body: bytes) -> str:
     """The message of an error body: OpenAI's format, or its first characters."""
     try:
         found = msgspec.json.decode(body, type=_ErrorBody)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except UNDECODABLE:
         found = _ErrorBody()
     error = found.error.message if isinstance(found.error, ErrorText) else found.error
     if error or found.message:

@@ -27,7 +27,7 @@ from baton.bench.workloads.requests import (
     Workload,
 )
 from baton.bench.workloads.synthetic import Lengths, new_request
-from baton.errors import BatonError, ConfigError
+from baton.errors import UNDECODABLE, BatonError, ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -155,7 +155,7 @@ class MooncakeReader:
         """See `LineReader`."""
         try:
             found = _decode_mooncake(line)
-        except (msgspec.DecodeError, UnicodeEncodeError) as exc:
+        except (UnicodeEncodeError, *UNDECODABLE) as exc:
             raise BrokenLineError(str(exc)) from exc
         check_length("timestamp", int(found.timestamp), 0, 10**15)
         check_length("input_length", found.input_length, 1, MAX_INPUT_TOKENS)
@@ -254,7 +254,7 @@ class BatchReader:
         try:
             found = _decode_batch(line)
             limits = msgspec.convert(found.body, Limits)
-        except (msgspec.DecodeError, UnicodeEncodeError) as exc:
+        except (UnicodeEncodeError, *UNDECODABLE) as exc:
             raise BrokenLineError(str(exc)) from exc
         endpoint = ENDPOINTS.get(found.url)
         if endpoint is None:

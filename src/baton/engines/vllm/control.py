@@ -20,6 +20,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from baton.clock import MachineClock
 from baton.config.cluster_key import is_loopback
+from baton.errors import UNDECODABLE
 from baton.ids import TicketId
 from baton.net.http_server import (
     Connections,
@@ -160,7 +161,7 @@ class ControlApp:
             return _not_found(f"{text[:64]!r} is not a ticket id of 32 hex digits")
         try:
             order = msgspec.json.decode(body or b"", type=AbortOrder)
-        except (msgspec.MsgspecError, UnicodeDecodeError):
+        except UNDECODABLE:
             return _error_response(
                 400, "invalid_request_error", "invalid_value", 'the body must be {"reason": TEXT}'
             )

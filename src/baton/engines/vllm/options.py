@@ -84,7 +84,7 @@ def read_options(extra: Mapping[str, object]) -> ConnectorOptions:
         )
     try:
         return msgspec.convert(dict(extra), ConnectorOptions)
-    except msgspec.ValidationError as exc:
+    except (msgspec.ValidationError, UnicodeEncodeError) as exc:
         raise ConfigError(f"kv_connector_extra_config: {exc}") from exc
 
 

@@ -35,7 +35,7 @@ from baton.engines.vllm.arguments import (
 )
 from baton.engines.vllm.engine_process import server_variables
 from baton.engines.vllm.options import VllmOptions, require_cpu_block_size
-from baton.errors import BatonError, ConfigError, EngineError
+from baton.errors import UNDECODABLE, BatonError, ConfigError, EngineError
 from baton.net.http_server import (
     WORKER_LIMITS,
     Connections,
@@ -101,7 +101,7 @@ def read_identity(body: bytes) -> ProbedIdentity:
     """
     try:
         return msgspec.json.decode(body, type=_Completion).kv_transfer_params.baton_info
-    except msgspec.MsgspecError as exc:
+    except UNDECODABLE as exc:
         raise EngineError(
             f"vLLM answers, but not with what Baton's connector answers: {body[:300]!r}"
         ) from exc

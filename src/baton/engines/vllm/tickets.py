@@ -129,7 +129,7 @@ class TicketReader:
             if asked.baton_ticket is None:
                 return NO_HANDOFF
             ticket = unseal(asked.baton_ticket, self._key)
-        except (msgspec.ValidationError, TicketError) as exc:
+        except (msgspec.ValidationError, UnicodeEncodeError, TicketError) as exc:
             return Refusal("invalid_ticket", str(exc))
         return self._check_addressee(ticket, asked)
 

@@ -7,7 +7,7 @@ from typing import Annotated, Final, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from baton.errors import ConfigError
+from baton.errors import UNDECODABLE, ConfigError
 
 Count: TypeAlias = Annotated[int, Meta(ge=0, le=1 << 24)]
 MAX_BYTES: Final = 16 << 20
@@ -140,7 +140,7 @@ def read_config(data: bytes, source: str) -> tuple[HfConfig, tuple[str, ...]]:
     try:
         inner, way = _unwrap(data)
         return msgspec.json.decode(inner, type=HfConfig), way
-    except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+    except UNDECODABLE as exc:
         raise ConfigError(f"{source} is not a model's config.json: {exc}") from exc
 
 

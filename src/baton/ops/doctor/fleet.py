@@ -13,7 +13,7 @@ from urllib.parse import quote, urlsplit
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
-from baton.errors import ConfigError
+from baton.errors import UNDECODABLE, ConfigError
 from baton.ops.doctor.finding import Area, Finding, Level
 from baton.protocol.worker_http import ErrorBody
 
@@ -259,14 +259,14 @@ def _decode(status: int, body: bytes, kind: type[T]) -> T:
         raise PageError(f"HTTP {status} from /debug/requests: {_refusal(body)}")
     try:
         return msgspec.json.decode(body, type=kind)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as exc:
+    except UNDECODABLE as exc:
         raise PageError(f"/debug/requests does not make sense: {exc}") from exc
 
 
 def _refusal(body: bytes) -> str:
     try:
         text = msgspec.json.decode(body, type=ErrorBody).error.message or ""
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+    except UNDECODABLE:
         text = body[:MAX_REASON_CHARS].decode(errors="replace")
     return re.sub(r"\s+", " ", text)[:MAX_REASON_CHARS]
 

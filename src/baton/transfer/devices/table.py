@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Final
 import msgspec
 from xxhash import xxh3_128_digest
 
+from baton.errors import UNDECODABLE
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -100,5 +102,5 @@ def _read_copy(packed: bytes) -> Table | None:
         return None
     try:
         return _decoder.decode(body)
-    except msgspec.DecodeError:
+    except UNDECODABLE:
         return None

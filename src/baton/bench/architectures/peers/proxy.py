@@ -19,6 +19,8 @@ import msgspec
 import uvloop
 from aiohttp import web
 
+from baton.errors import UNDECODABLE
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
@@ -67,7 +69,7 @@ class Proxy:
         path, headers = request.path, _named(request)
         try:
             body = _decode(await request.read())
-        except msgspec.DecodeError as exc:
+        except UNDECODABLE as exc:
             return _refuse(400, str(exc))
         try:
             async with self.session.post(
@@ -79,7 +81,7 @@ class Proxy:
                         status=answer.status, body=raw, content_type="application/json"
                     )
             params = msgspec.json.decode(raw, type=PrefillAnswer).kv_transfer_params
-        except (aiohttp.ClientError, OSError, msgspec.DecodeError) as exc:
+        except (aiohttp.ClientError, OSError, *UNDECODABLE) as exc:
             return _refuse(BAD_GATEWAY, f"prefill: {exc}")
         return await self._decode(request, {**body, "kv_transfer_params": params})
 

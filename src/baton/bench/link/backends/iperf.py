@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 import msgspec
 
-from baton.errors import ConfigError, TransferError
+from baton.errors import UNDECODABLE, ConfigError, TransferError
 from baton.rig.backend import Backend, TimedBatch, Traits
 from baton.rig.pages import allocate_pool
 
@@ -161,7 +161,7 @@ def two_streams(context: BackendContext) -> Iperf:
 def _decode(output: bytes, kind: type[S]) -> S:
     try:
         return msgspec.json.decode(output, type=kind)
-    except msgspec.MsgspecError as exc:
+    except UNDECODABLE as exc:
         raise TransferError(f"iperf3 reported no result: {exc}") from exc
 
 

@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 
 from baton.config.environment import read_environment
-from baton.errors import TransferError
+from baton.errors import UNDECODABLE, TransferError
 from baton.net.framing import decode, encode
 from baton.transfer.region import compute_region_bytes
 from baton.transfer.scatter_gather import compute_copy_runs
@@ -287,7 +287,7 @@ class MooncakeSession:
             return receive(self._socket, decode_report)[0]
         except BlockingIOError:
             raise
-        except (OSError, msgspec.MsgspecError) as exc:
+        except (OSError, *UNDECODABLE) as exc:
             raise TransferError(f"Mooncake's process does not answer: {exc}") from exc
 
     def _handle_report(self, report: Report) -> None:
