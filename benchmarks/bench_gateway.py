@@ -5,6 +5,7 @@ Arms, each in front of the same scripted upstream processes:
     proxy       uvicorn + raw ASGI + aiohttp client, no parsing, no counting
     colocated   the gateway, one worker of both roles: one upstream call
     push        the gateway, prefill and decode worker: two upstream calls and a signed ticket
+    *-tls       the same with workers that speak TLS (security.tls = "control", the default)
 
 Two loads: requests that are answered in one chunk (closed loop), and streams of events at a fixed
 rate. What is read is the server process's own CPU time (/proc/PID/task/*/schedstat, nanoseconds),
@@ -35,11 +36,14 @@ import uvicorn
 import uvloop
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from baton.auth.certificates import make_identity
 from baton.auth.key import ClusterKey
 from baton.clock import MachineClock
 from baton.gateway.options import GatewayOptions, WorkerAddress
 from baton.gateway.process import open_gateway
 from baton.ids import new_epoch
+from baton.net.http_server import WORKER_LIMITS, Connections, bounded_protocol
+from baton.net.tls import contexts_of
 from baton.protocol.worker_http import Role
 
 if TYPE_CHECKING:
@@ -166,20 +170,27 @@ async def cancel_when_left(receive: Receive, task: asyncio.Task[object]) -> None
 # Processes ----------------------------------------------------------------------------------------
 
 
-def serve(make_app: MakeApp, args: tuple[object, ...], port_out: Connection) -> None:
+def serve(
+    make_app: MakeApp, args: tuple[object, ...], port_out: Connection, *, is_tls: bool
+) -> None:
     """Body of a server process."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(serve_async(make_app, args, port_out))
+        runner.run(serve_async(make_app, args, port_out, is_tls=is_tls))
 
 
-async def serve_async(make_app: MakeApp, args: tuple[object, ...], port_out: Connection) -> None:
+async def serve_async(
+    make_app: MakeApp, args: tuple[object, ...], port_out: Connection, *, is_tls: bool
+) -> None:
     """Serve what `make_app` makes."""
+    tls = contexts_of(make_identity(KEY, "upstream")).listening
+    protocol = bounded_protocol(Connections(WORKER_LIMITS, MachineClock(), print, tls))
     sock = socket.create_server(("127.0.0.1", 0), backlog=1024)
     port = sock.getsockname()[1]
     async with make_app(*args) as app:
         server = uvicorn.Server(
             uvicorn.Config(
-                app, http="httptools", ws="none", lifespan="off", log_config=None,
+                app, http=protocol if is_tls else "httptools", ws="none", lifespan="off",
+                log_config=None,
                 access_log=False, server_header=False, timeout_keep_alive=75,
             )
         )  # fmt: skip
@@ -202,7 +213,9 @@ async def proxy_app(url: str) -> AsyncGenerator[ASGIApp]:
 def gateway_app(*workers: tuple[str, str]) -> AbstractAsyncContextManager[ASGIApp]:
     """The gateway before these workers, each a URL and a role."""
     options = GatewayOptions(
-        workers=tuple(WorkerAddress(url, Role(role)) for url, role in workers), cluster_key=KEY
+        workers=tuple(WorkerAddress(url, Role(role)) for url, role in workers),
+        cluster_key=KEY,
+        tls="control" if workers[0][0].startswith("https:") else "off",
     )
     return open_gateway(options, MachineClock())
 
@@ -210,12 +223,14 @@ def gateway_app(*workers: tuple[str, str]) -> AbstractAsyncContextManager[ASGIAp
 class ServerProcess:
     """A server in a process of its own."""
 
-    def __init__(self, make_app: MakeApp, *args: object) -> None:
+    def __init__(self, make_app: MakeApp, *args: object, is_tls: bool = False) -> None:
         reading, writing = multiprocessing.Pipe(duplex=False)
         context = multiprocessing.get_context("spawn")
-        self._process = context.Process(target=serve, args=(make_app, args, writing), daemon=True)
+        self._process = context.Process(
+            target=serve, args=(make_app, args, writing), kwargs={"is_tls": is_tls}, daemon=True
+        )
         self._process.start()
-        self.url = f"http://127.0.0.1:{reading.recv()}"
+        self.url = f"http{'s' if is_tls else ''}://127.0.0.1:{reading.recv()}"
 
     def cpu_s(self) -> float:
         """User and system time of the process so far."""
@@ -355,9 +370,9 @@ def main() -> None:
     finally:
         for server in servers:
             server.stop()
-    print(f"{'load':8} {'configuration':10} {'CPU us':>8} {'spread':>7} {'ratio':>6}")
+    print(f"{'load':8} {'configuration':14} {'CPU us':>8} {'spread':>7} {'ratio':>6}")
     for r in results:
-        print(f"{r.load:8} {r.configuration:10} {r.median_us:8.1f} {r.spread:7.0%} {r.ratio:6.2f}")
+        print(f"{r.load:8} {r.configuration:14} {r.median_us:8.1f} {r.spread:7.0%} {r.ratio:6.2f}")
     if args.json:
         setup = {k: v for k, v in vars(args).items() if k != "json"}
         report = {"setup": setup, "results": [asdict(r) for r in results]}
@@ -367,20 +382,21 @@ def main() -> None:
 def start_configurations(servers: list[ServerProcess]) -> dict[str, ServerProcess]:
     """Start everything; `servers` gets each process as soon as it exists."""
 
-    def start(make_app: MakeApp, *args: object) -> ServerProcess:
-        servers.append(ServerProcess(make_app, *args))
+    def start(make_app: MakeApp, *args: object, is_tls: bool = False) -> ServerProcess:
+        servers.append(ServerProcess(make_app, *args, is_tls=is_tls))
         return servers[-1]
 
-    both = start(upstream_app, "both-0", "both")
-    prefill = start(upstream_app, "prefill-0", "prefill")
-    decode = start(upstream_app, "decode-0", "decode")
-    configurations = {
-        "proxy": start(proxy_app, both.url),
-        "colocated": start(gateway_app, (both.url, "both")),
-        "push": start(gateway_app, (prefill.url, "prefill"), (decode.url, "decode")),
-    }
-    for name in ("colocated", "push"):
-        wait_until_ready(configurations[name].url)
+    configurations: dict[str, ServerProcess] = {}
+    for suffix, is_tls in (("", False), ("-tls", True)):
+        both, prefill, decode = (
+            (start(upstream_app, f"{role}-0", role, is_tls=is_tls).url, role)
+            for role in ("both", "prefill", "decode")
+        )
+        if not is_tls:
+            configurations["proxy"] = start(proxy_app, both[0])
+        for name, workers in (("colocated", (both,)), ("push", (prefill, decode))):
+            configurations[name + suffix] = start(gateway_app, *workers)
+            wait_until_ready(configurations[name + suffix].url)
     return configurations
 
 

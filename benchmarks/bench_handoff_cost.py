@@ -28,7 +28,7 @@ import numpy as np
 from rich.console import Console
 
 from baton.auth.key import ClusterKey
-from baton.auth.ticket import Ticket, WorkerRef
+from baton.auth.ticket import Ticket, TicketIssuer, WorkerRef
 from baton.clock import Instant, MachineClock
 from baton.handoff.agent import HandoffAgent
 from baton.handoff.interface import (
@@ -63,6 +63,7 @@ HEAD_DIM = 16
 """With the 16 layers and heads of the defaults 32 KiB a token, in pages of 32 KiB."""
 TIMEOUT_S = 60.0
 CLOCK = MachineClock()
+ISSUER = TicketIssuer(CLOCK)
 console = Console(stderr=True)
 
 
@@ -142,7 +143,7 @@ def node(
 def run_handoff(prefill: Node, decode: Node, mode: HandoffMode, num_tokens: int) -> Sample:
     """One handoff of a prompt that is computed already."""
     ticket = Ticket(
-        new_ticket_id(), "bench", prefill.ref, decode.ref, mode, CLOCK.unix_now() + TIMEOUT_S
+        new_ticket_id(), "bench", prefill.ref, decode.ref, mode, ISSUER.issue(TIMEOUT_S)
     )
     table = BlockTable(0, np.arange(-(-num_tokens // BLOCK_SIZE), dtype=np.int64))
     common = {"ticket": ticket, "prompt_hash": bytes(32), "num_tokens": num_tokens}

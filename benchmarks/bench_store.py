@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 TOTAL_BYTES = 256 << 20
+KEY = bytes(32)
 BODY_BYTES = (64 << 10, 1 << 20, 8 << 20)
 
 
@@ -95,7 +96,7 @@ def read_mapped(path: Path, name: EntryName, into: NDArray[np.uint8]) -> None:
         view = np.frombuffer(mapping, np.uint8, offset=HEADER_BYTES)
         np.copyto(into, view)
         del view
-    assert has_digest(memoryview(into), digest)
+    assert has_digest(KEY, name, memoryview(into), digest)
 
 
 def measure(bench: Bench, num_rounds: int) -> dict[str, dict[str, float]]:
@@ -129,7 +130,7 @@ def main() -> None:
     found: dict[str, object] = {}
     with tempfile.TemporaryDirectory(dir="/dev/shm") as place:
         options = SharedTierOptions(directory=place, capacity_bytes=2 * TOTAL_BYTES)
-        tier = SharedTier(options, TierContext("bench", MachineClock()))
+        tier = SharedTier(options, TierContext("bench", KEY, MachineClock()))
         for body_bytes in BODY_BYTES:
             bench = Bench(tier, Path(place) / "baton-bench-store", body_bytes)
             found[str(body_bytes)] = rates = measure(bench, given.rounds)

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from baton.auth.key import ClusterKey
 from baton.clock import MachineClock
 from baton.store.entry_format import HEADER_BYTES
 from baton.store.folder.directory import UNFINISHED
@@ -56,7 +57,9 @@ class OtherStoreUser:
     def __init__(self, folder: Path) -> None:
         options = {"directory": str(folder), "capacity_bytes": CAPACITY_BYTES}
         self.folder = folder
-        self._tier = TIERS.build("file", options)(TierContext("chaos", MachineClock()))
+        key = ClusterKey.from_hex(KEY).sign("store", b"entries")
+        context = TierContext("chaos", key, MachineClock())
+        self._tier = TIERS.build("file", options)(context)
         self._descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         self._capacity = SharedCapacity(self._descriptor, CAPACITY_BYTES)
         self._num_taken_bytes = 0

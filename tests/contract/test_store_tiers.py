@@ -4,6 +4,7 @@ import subprocess
 from collections.abc import Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,10 +15,19 @@ from baton.store.folder.directory import Folder, remove_if_abandoned
 from baton.store.interface import TIERS, PutResult, Tier, TierContext
 from baton.store.tiered import TieredStore, open_store
 from baton.store.tiers.shared import SharedTier, SharedTierOptions
-from baton.testing.store_contract import BODY_BYTES, StoreContract, body_of, name_of, put, read
+from baton.testing.store_contract import (
+    BODY_BYTES,
+    CONTRACT_KEY,
+    StoreContract,
+    body_of,
+    name_of,
+    put,
+    read,
+)
 from baton.testing.store_faults import FolderFaultContract
 
 CLOCK = MachineClock()
+CONTRACT: Any = {"cluster": "contract", "key": CONTRACT_KEY, "clock": CLOCK}
 
 
 class TestSharedTier(FolderFaultContract):
@@ -31,7 +41,7 @@ class TestSharedTier(FolderFaultContract):
 
     def open_tier(self, place: Path, capacity_bytes: int) -> Tier:
         options = self.options(place, capacity_bytes)
-        return TIERS.build(self.kind, options)(TierContext("contract", CLOCK))
+        return TIERS.build(self.kind, options)(TierContext("contract", CONTRACT_KEY, CLOCK))
 
     def test_the_last_user_takes_the_memory_away(self, tmp_path: Path) -> None:
         with self.opened(tmp_path) as one:
@@ -42,7 +52,7 @@ class TestSharedTier(FolderFaultContract):
 
     def test_what_dead_clusters_left_goes_and_what_others_use_stays(self, tmp_path: Path) -> None:
         options = SharedTierOptions(directory=str(tmp_path))
-        alive = SharedTier(options, TierContext("alive", CLOCK))
+        alive = SharedTier(options, TierContext("alive", CONTRACT_KEY, CLOCK))
         dead = tmp_path / "baton-dead-store"
         Folder(dead).close()  # as a killed worker leaves it
         with self.opened(tmp_path):
@@ -62,7 +72,7 @@ class TestFileTier(FolderFaultContract):
 
     def open_tier(self, place: Path, capacity_bytes: int) -> Tier:
         options = self.options(place, capacity_bytes)
-        return TIERS.build(self.kind, options)(TierContext("contract", CLOCK))
+        return TIERS.build(self.kind, options)(TierContext("contract", CONTRACT_KEY, CLOCK))
 
     def test_what_is_kept_outlives_its_users(self, tmp_path: Path) -> None:
         with self.opened(tmp_path) as tier:
@@ -78,7 +88,7 @@ class TestTiers(StoreContract):
             "shared": {"directory": str(place), "capacity_bytes": half},
             "file": {"directory": str(place / "files"), "capacity_bytes": half},
         }
-        return open_store(("shared", "file"), options, cluster="contract", clock=CLOCK)
+        return open_store(("shared", "file"), options, **CONTRACT)
 
     def test_entries_are_demoted_and_copied_up(self, tmp_path: Path) -> None:
         in_files = TestFileTier()
@@ -86,9 +96,7 @@ class TestTiers(StoreContract):
             "shared": {"directory": str(tmp_path), "capacity_bytes": 100_000},
             "file": {"directory": str(tmp_path / "files")},
         }
-        with closing(
-            open_store(("shared", "file"), options, cluster="contract", clock=CLOCK)
-        ) as store:
+        with closing(open_store(("shared", "file"), options, **CONTRACT)) as store:
             for i in range(12):  # 8 fit above
                 put(store, f"entry {i}")
             below = in_files.entry(tmp_path, "entry 0")
@@ -106,7 +114,7 @@ class TestTiers(StoreContract):
             "shared": {"directory": str(tmp_path), "capacity_bytes": 4096},
             "file": {"directory": str(tmp_path / "files")},
         }
-        store = open_store(("shared", "file"), options, cluster="contract", clock=CLOCK)
+        store = open_store(("shared", "file"), options, **CONTRACT)
         put(store, "a")
         assert read(store, "a") == body_of("a")
         store.close()
@@ -127,7 +135,7 @@ def test_what_is_asked_of_each_tier_is_counted(tmp_path: Path) -> None:
         "shared": {"directory": str(tmp_path), "capacity_bytes": 30_000},  # two entries
         "file": {"directory": str(tmp_path / "files"), "capacity_bytes": 1_000_000},
     }
-    store = open_store(("shared", "file"), options, cluster="contract", clock=CLOCK)
+    store = open_store(("shared", "file"), options, **CONTRACT)
     capacities = {("capacity_bytes", "shared"): 30_000, ("capacity_bytes", "file"): 1_000_000}
     assert counted(store) == capacities
     for content in "aab":
@@ -164,7 +172,7 @@ def test_what_is_asked_of_each_tier_is_counted(tmp_path: Path) -> None:
 def test_a_damaged_entry_is_counted(tmp_path: Path) -> None:
     files = TestFileTier()
     options = {"file": files.options(tmp_path, 1_000_000)}
-    with closing(open_store(("file",), options, cluster="contract", clock=CLOCK)) as store:
+    with closing(open_store(("file",), options, **CONTRACT)) as store:
         put(store, "a")
         path = files.entry(tmp_path, "a")
         path.write_bytes(path.read_bytes()[:-1] + b"?")
@@ -220,5 +228,5 @@ def test_of_tiers_that_cannot_all_be_opened_none_stays_open(tmp_path: Path) -> N
     blocked.write_text("no folder")
     options = {"shared": {"directory": str(blocked)}, "file": {"directory": str(tmp_path / "f")}}
     with pytest.raises(ConfigError):
-        open_store(("shared", "file"), options, cluster="contract", clock=CLOCK)
+        open_store(("shared", "file"), options, **CONTRACT)
     assert Folder(tmp_path / "f").was_unused

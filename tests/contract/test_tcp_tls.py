@@ -154,7 +154,7 @@ def test_a_certificate_that_is_not_to_be_trusted_is_refused(
 
 def test_plain_does_not_begin_to_talk_to_tls(certificates):
     for dialer, listener, logged in (
-        (None, certificates["good"], "the peer speaks TLS; this worker has no certificate"),
+        (None, certificates["good"], "the peer speaks TLS, and this worker does not"),
         (certificates["good"], None, "the peer does not speak TLS"),
     ):
         with pytest.raises(TransferError, match=logged):

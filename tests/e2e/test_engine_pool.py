@@ -49,6 +49,7 @@ def pooled(name: str, place: Path, *, store_block_size: int = 16, **options: int
             "shared": {"directory": str(place), "capacity_bytes": 1 << 20},
             "file": {"directory": str(place / "files")},
         },
+        key=bytes(32),
         cluster="test",
         clock=CLOCK,
     )

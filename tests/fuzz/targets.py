@@ -859,7 +859,7 @@ TARGETS: Final = {
         Target("transfer-endpoint", read_endpoint, NO_ERROR,
                (b"127.0.0.1:80", b"[::1]:80", b"baton-" + b"0" * 32), "text"),
         Target("store-record", read_record, NO_ERROR,
-               (make_header(NAME, memoryview(b"abc")) + b"abc",), "bytes"),
+               (make_header(bytes(32), NAME, memoryview(b"abc")) + b"abc",), "bytes"),
         Target("store-marker", read_side(_marker_decoder), NO_ERROR,
                seeds_of(CompletionMarker(bytes(32), 5, SampledToken(7), "why"))),
         Target("store-heartbeat", read_side(_heartbeat_decoder), NO_ERROR,

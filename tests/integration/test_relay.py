@@ -15,6 +15,7 @@ from baton.auth.key import ClusterKey
 from baton.handoff.interface import KVFailed, KVLanded
 from baton.net.framing import PREFIX_BYTES
 from tests.integration.handoff_nodes import Node, make_handoff, node
+from tests.integration.test_handoff_failover import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -163,5 +164,6 @@ def test_what_is_changed_ends_the_link_and_no_more(
     ):
         event = hand_over_through(prefill, decode, relay)
         assert relay.num_changed > 0
-        assert isinstance(event, KVFailed), event
-        assert "was changed, repeated or left out" in caplog.text
+        # What is repeated may have been the last that was needed.
+        assert isinstance(event, KVFailed) or change is repeat, event
+        wait_until(lambda: "was changed, repeated or left out" in caplog.text)

@@ -96,8 +96,9 @@ def sockets_of(pids):
     found = set()
     for pid in pids:
         for fd in Path(f"/proc/{pid}/fd").iterdir():
-            if match := re.fullmatch(r"socket:\[(\d+)\]", str(fd.readlink())):
-                found.add(match[1])
+            with suppress(FileNotFoundError):  # closed while we looked
+                if match := re.fullmatch(r"socket:\[(\d+)\]", str(fd.readlink())):
+                    found.add(match[1])
     return found
 
 

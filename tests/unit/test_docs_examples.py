@@ -71,7 +71,7 @@ class TestTransport(TransportContract):
 class TestTier(StoreContract):
     def open_tier(self, place, capacity_bytes):
         options = {"place": str(place), "capacity_bytes": capacity_bytes}
-        return TIERS.build("dict", options)(TierContext("example", ManualClock()))
+        return TIERS.build("dict", options)(TierContext("example", bytes(32), ManualClock()))
 
 
 def test_the_engine_answers_through_a_worker():

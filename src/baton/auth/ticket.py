@@ -62,7 +62,7 @@ class TicketIssue(msgspec.Struct, frozen=True):
 
     issuer: Annotated[Epoch, Meta(min_length=32, max_length=32)]
     number: Annotated[int, Meta(ge=0, le=2**63 - 1)]
-    at: float
+    at: Annotated[float, Meta(ge=-(2**53), le=2**53)]
     lifetime_s: Annotated[float, Meta(gt=0, le=MAX_LIFETIME_S)]
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import hmac
 import struct
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Final, Self
 
 import msgspec
-from xxhash import xxh3_128_digest
+from blake3 import blake3
 
 from baton.errors import ConfigError
 from baton.kv.layout import KVLayout, TensorParallelShard
@@ -83,15 +84,15 @@ def _prefix(entry_format: EntryFormat, part: int) -> bytes:
     return _ENTRY_TAG + bytes.fromhex(entry_format.part_layout(part).fingerprint())
 
 
-MAGIC: Final = b"BATONKV1"
+MAGIC: Final = b"BATONKV2"
 DIGEST_BYTES: Final = 16
 _HEADER: Final = struct.Struct(f"<8s{NAME_BYTES}s{DIGEST_BYTES}sQ")
 HEADER_BYTES: Final = _HEADER.size
 
 
-def make_header(name: EntryName, body: Body) -> bytes:
-    """The header of an entry."""
-    return _HEADER.pack(MAGIC, name, xxh3_128_digest(body), len(body))
+def make_header(key: bytes, name: EntryName, body: Body) -> bytes:
+    """The header of an entry. `key`: the 32 bytes of `TierContext.key`."""
+    return _HEADER.pack(MAGIC, name, _digest(key, name, body), len(body))
 
 
 def read_digest(name: EntryName, header: bytes, file_bytes: int) -> bytes | None:
@@ -103,6 +104,11 @@ def read_digest(name: EntryName, header: bytes, file_bytes: int) -> bytes | None
     return digest if is_whole and (magic, named) == (MAGIC, name) else None
 
 
-def has_digest(body: Body, digest: bytes) -> bool:
-    """Whether these bytes are those that were put."""
-    return xxh3_128_digest(body) == digest
+def has_digest(key: bytes, name: EntryName, body: Body, digest: bytes) -> bool:
+    """Whether these bytes were put under this name, by a holder of the key."""
+    return hmac.compare_digest(_digest(key, name, body), digest)
+
+
+def _digest(key: bytes, name: EntryName, body: Body) -> bytes:
+    """Keyed BLAKE3: who may write to a tier's folder cannot make entries without the key."""
+    return blake3(name, key=key).update(body).digest(DIGEST_BYTES)

@@ -8,7 +8,7 @@ content (`store.entry_format`), so that a second put of it has nothing to change
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Final, NewType, Protocol, Self, TypeAlias
 
@@ -137,11 +137,13 @@ class TierContext:
     """What every tier is built from, besides its own options.
 
     `cluster` names the cluster in paths: printable, and no secret once it is used; `other_names`
-    are for where another user took that path, and cannot be foreseen. Entries that must go are
-    handed to `below`, if there is such a tier.
+    are for where another user took that path, and cannot be foreseen. `key`: 32 bytes, a secret of
+    the cluster's, without which no entry is believed. Entries that must go are handed to `below`,
+    if there is such a tier.
     """
 
     cluster: str
+    key: bytes = field(repr=False)
     clock: Clock
     below: Tier | None = None
     other_names: tuple[str, ...] = ()

@@ -122,6 +122,7 @@ def open_store(
     options: Mapping[str, Mapping[str, object]],
     *,
     cluster: str,
+    key: bytes,
     clock: Clock,
     other_names: tuple[str, ...] = (),
 ) -> TieredStore:
@@ -135,9 +136,8 @@ def open_store(
         for kind in reversed(kinds):
             below = tiers[0] if tiers else None
             factory = TIERS.build(kind, options.get(kind, {}))
-            tiers.insert(
-                0, CountedTier(kind, factory(TierContext(cluster, clock, below, other_names)))
-            )
+            context = TierContext(cluster, key, clock, below, other_names)
+            tiers.insert(0, CountedTier(kind, factory(context)))
             opened.callback(tiers[0].close)
         opened.pop_all()
     return TieredStore(tiers)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from abc import abstractmethod
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import pytest
 
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 BODY_BYTES = 10_000
 MUCH_ROOM = 100 * BODY_BYTES
+
+
+CONTRACT_KEY: Final = bytes(range(32))
 
 
 def name_of(content: str) -> EntryName:

@@ -20,7 +20,7 @@ from typing import IO, TYPE_CHECKING
 import pytest
 
 from baton.errors import StoreError, StoreFullError
-from baton.store.entry_format import HEADER_BYTES
+from baton.store.entry_format import HEADER_BYTES, make_header
 from baton.store.folder import directory
 from baton.store.interface import PutResult
 from baton.testing.store_contract import (
@@ -113,6 +113,23 @@ class FolderFaultContract(StoreContract):  # noqa: PLR0904 - a test for each fau
                 assert read(tier, "a") is None
                 assert tier.find([name_of("a")]) == 0
             assert tier.scan().num_damaged == len(places)
+            put(tier, "a")
+            assert read(tier, "a") == body_of("a")
+
+    def test_an_entry_made_without_the_key_is_a_miss(self, tmp_path: Path) -> None:
+        """By who may write to the folder: another cluster's worker, another user of a disk."""
+        with self.opened(tmp_path) as tier:
+            put(tier, "a")
+            forged = body_of("b")
+            header = make_header(bytes(32), name_of("a"), forged)
+            self.entry(tmp_path, "a").write_bytes(header + forged)
+            assert read(tier, "a") is None
+            put(tier, "a")
+            put(tier, "b")
+            # One of this cluster's own entries under another's name.
+            self.entry(tmp_path, "b").rename(self.entry(tmp_path, "a"))
+            assert read(tier, "a") is None
+            assert tier.scan().num_damaged == 2
             put(tier, "a")
             assert read(tier, "a") == body_of("a")
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from baton.clock import MachineClock
 from baton.store.folder import directory, tier
 from baton.store.interface import TIERS, TierContext
-from baton.testing.store_contract import body_of, name_of
+from baton.testing.store_contract import CONTRACT_KEY, body_of, name_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -41,7 +41,8 @@ class _StallingBuffers:
 def main() -> None:
     """Open the tier and put the entry."""
     kind, options, content, num_bytes, naming = sys.argv[1:]
-    place = TIERS.build(kind, json.loads(options))(TierContext("contract", MachineClock()))
+    context = TierContext("contract", CONTRACT_KEY, MachineClock())
+    place = TIERS.build(kind, json.loads(options))(context)
 
     def write_unnamed(
         folder: int, buffers: Iterable[Body]

@@ -56,6 +56,16 @@ def test_a_signed_body_of_another_shape_is_refused() -> None:
         unseal(text, KEY)
 
 
+@pytest.mark.parametrize("at", [float("nan"), float("inf"), 1e300])
+def test_a_moment_that_no_clock_has_is_refused(at: float) -> None:
+    """It would make every later ticket of the same gateway look expired."""
+    text = seal(
+        msgspec.structs.replace(TICKET, issue=TicketIssue(Epoch("c" * 32), 7, at, 60.0)), KEY
+    )
+    with pytest.raises(TicketError, match="decode"):
+        unseal(text, KEY)
+
+
 def test_the_key_is_never_shown_and_short_ones_are_refused() -> None:
     assert "kkkk" not in repr(KEY)
     with pytest.raises(ConfigError, match="openssl rand"):

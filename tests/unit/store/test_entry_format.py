@@ -14,6 +14,7 @@ from baton.kv.layout import KVLayout, TensorParallelShard
 from baton.store.entry_format import HEADER_BYTES, EntryFormat, has_digest, make_header, read_digest
 from baton.store.interface import EntryName
 
+KEY = bytes(range(32))
 VECTORS = Path(__file__).parents[2] / "vectors" / "store" / "entries.json"
 LAYOUT = KVLayout.gqa(3, 4, 8, block_size=16, dtype="float32")
 
@@ -40,7 +41,7 @@ def make_vector(block_size: int, num_parts: int, tenant_salt: str, num_tokens: i
     entry_format = EntryFormat.of(LAYOUT, block_size=block_size, num_parts=num_parts)
     names = [[entry_format.name(each, part).hex() for part in range(num_parts)] for each in hashes]
     body = bytes(range(10))
-    record = make_header(EntryName(bytes.fromhex(names[0][0])), body) + body
+    record = make_header(KEY, EntryName(bytes.fromhex(names[0][0])), body) + body
     return Vector(
         block_size,
         num_parts,
@@ -111,11 +112,13 @@ def test_parts_that_ranks_cannot_hold_whole_are_refused() -> None:
 def test_a_record_says_what_it_is() -> None:
     name, other = EntryName(b"n" * 32), EntryName(b"o" * 32)
     body = b"body"
-    header = make_header(name, body)
+    header = make_header(KEY, name, body)
     digest = read_digest(name, header, HEADER_BYTES + 4)
     assert digest is not None
-    assert has_digest(body, digest)
-    assert not has_digest(b"bodz", digest)
+    assert has_digest(KEY, name, body, digest)
+    assert not has_digest(KEY, name, b"bodz", digest)
+    assert not has_digest(KEY, other, body, digest), "an entry that was renamed"
+    assert not has_digest(bytes(32), name, body, digest), "who wrote it had another key"
     assert read_digest(other, header, HEADER_BYTES + 4) is None
     assert read_digest(name, header, HEADER_BYTES + 3) is None
     assert read_digest(name, header[:-1], HEADER_BYTES + 4) is None

@@ -64,7 +64,12 @@ def test_a_path_that_another_user_took_is_not_needed(
     options = {"shared": {"directory": str(tmp_path)}}
     opened = [
         open_store(
-            ("shared",), options, cluster="first", clock=MachineClock(), other_names=("second",)
+            ("shared",),
+            options,
+            cluster="first",
+            key=bytes(32),
+            clock=MachineClock(),
+            other_names=("second",),
         )
         for _ in range(2)
     ]

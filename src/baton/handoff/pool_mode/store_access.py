@@ -63,6 +63,11 @@ def open_store_access(
     names = key.sign(_PURPOSE, b"name").hex()
     cluster, *others = (names[at : at + _NAME_CHARS] for at in range(0, len(names), _NAME_CHARS))
     store = open_store(
-        section.tiers, section.options, cluster=cluster, clock=clock, other_names=tuple(others)
+        section.tiers,
+        section.options,
+        cluster=cluster,
+        key=key.sign(_PURPOSE, b"entries"),
+        clock=clock,
+        other_names=tuple(others),
     )
     return StoreAccess(store, entry_format, view)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Self, TypeAlias, assert_never
+from typing import TYPE_CHECKING, Final, Literal, Self, TypeAlias, assert_never
 
 from baton.errors import StoreError, StoreFullError
 from baton.store import entry_format
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 EntryFaultKind: TypeAlias = Literal["refuse", "lose", "flip", "cut", "swap"]
 """What befalls an entry: it is not kept, or goes, or its bytes change, are cut, or another's."""
+
+KEY: Final = bytes(32)
 
 
 @dataclass(slots=True)
@@ -57,7 +59,7 @@ class SimStore:
         if name in self._entries:
             self._entries[name].used_s = self._timeline.now_s
             return PutResult.EXISTS
-        data = bytearray(entry_format.make_header(name, body)) + bytes(body)
+        data = bytearray(entry_format.make_header(KEY, name, body)) + bytes(body)
         how = self.entry_faults.pop() if self.entry_faults else None
         if how == "refuse":
             self.injected["entry: refuse"] += 1
@@ -81,7 +83,7 @@ class SimStore:
             return None
         entry.used_s = self._timeline.now_s
         body = bytes(entry.data[entry_format.HEADER_BYTES :])
-        return SimEntryLease(body, digest, lambda: self._remove_damaged(name))
+        return SimEntryLease(name, body, digest, lambda: self._remove_damaged(name))
 
     def discard(self, name: EntryName) -> None:
         """See `Tier`."""
@@ -146,8 +148,10 @@ class SimStore:
 class SimEntryLease:
     """Implements `store.interface.EntryLease`."""
 
-    def __init__(self, body: bytes, digest: bytes, on_damage: Callable[[], None]) -> None:
-        self._body, self._digest, self._on_damage = body, digest, on_damage
+    def __init__(
+        self, name: EntryName, body: bytes, digest: bytes, on_damage: Callable[[], None]
+    ) -> None:
+        self._name, self._body, self._digest, self._on_damage = name, body, digest, on_damage
 
     @property
     def num_bytes(self) -> int:
@@ -157,7 +161,7 @@ class SimEntryLease:
     def try_read(self, into: memoryview) -> bool:
         """See `EntryLease`."""
         into[:] = self._body
-        if entry_format.has_digest(into, self._digest):
+        if entry_format.has_digest(KEY, self._name, into, self._digest):
             return True
         self._on_damage()
         return False

@@ -27,15 +27,21 @@ if TYPE_CHECKING:
 class FileEntryLease:
     """See `EntryLease`. `on_damage` is called once, if the body turns out not to be what was put.
 
+    `is_genuine` looks at a whole body.
+
     The body is read, not mapped: what is verified is this process's own copy, which no process can
     change any more, and a file that is cut short is a short read, not a SIGBUS.
     """
 
     def __init__(
-        self, fd: int, num_bytes: int, digest: bytes, on_damage: Callable[[], None]
+        self,
+        fd: int,
+        num_bytes: int,
+        is_genuine: Callable[[memoryview], bool],
+        on_damage: Callable[[], None],
     ) -> None:
-        self._fd, self._num_bytes, self._digest = fd, num_bytes, digest
-        self._on_damage = on_damage
+        self._fd, self._num_bytes = fd, num_bytes
+        self._is_genuine, self._on_damage = is_genuine, on_damage
 
     @property
     def num_bytes(self) -> int:
@@ -44,7 +50,7 @@ class FileEntryLease:
     def try_read(self, into: memoryview) -> bool:
         if self._fd < 0 or len(into) != self._num_bytes:
             raise ValueError(f"{len(into)} bytes for a body of {self._num_bytes}, or released")
-        if self._read(into) and has_digest(into, self._digest):
+        if self._read(into) and self._is_genuine(into):
             return True
         self._on_damage()
         return False
@@ -94,7 +100,7 @@ class FolderTier:
         """
         self._folder, self._fd = folder, folder.fd
         self._capacity_bytes = capacity_bytes
-        self._clock, self._below = context.clock, context.below
+        self._clock, self._below, self._key = context.clock, context.below, context.key
         self._num_damaged = self._num_demoted = self._num_dropped = 0
         self._is_reported = False
         with mapped({OSError: ConfigError, StoreError: ConfigError}):
@@ -116,7 +122,8 @@ class FolderTier:
         cost = compute_cost(len(body))
         self._reserve(cost)
         try:
-            with write_unnamed(self._fd, (make_header(name, body), body)) as unnamed_file:
+            header = make_header(self._key, name, body)
+            with write_unnamed(self._fd, (header, body)) as unnamed_file:
                 is_new = self._capacity.commit(cost, lambda: unnamed_file.try_link(name.hex()))
         except StoreError:
             self._capacity.release(cost)
@@ -143,8 +150,12 @@ class FolderTier:
             return None
         with suppress(OSError):
             os.utime(fd, ns=self._now_ns())
-        num_bytes = status.st_size - HEADER_BYTES
-        return FileEntryLease(fd, num_bytes, digest, partial(self._remove_damaged, name))
+        return FileEntryLease(
+            fd,
+            status.st_size - HEADER_BYTES,
+            lambda body: has_digest(self._key, name, body, digest),
+            partial(self._remove_damaged, name),
+        )
 
     def discard(self, name: EntryName) -> None:
         self._remove(name)
