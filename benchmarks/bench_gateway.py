@@ -36,21 +36,21 @@ import uvicorn
 import uvloop
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from baton.auth.certificates import make_identity
+from baton.auth.credentials import Credentials
 from baton.auth.key import ClusterKey
 from baton.clock import MachineClock
 from baton.gateway.options import GatewayOptions, WorkerAddress
 from baton.gateway.process import open_gateway
 from baton.ids import new_epoch
 from baton.net.http_server import WORKER_LIMITS, Connections, bounded_protocol
-from baton.net.tls import contexts_of
+from baton.net.tls import ClusterTls
 from baton.protocol.worker_http import Role
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
 MakeApp = Callable[..., AbstractAsyncContextManager[ASGIApp]]
-KEY = ClusterKey(b"k" * 32)
+KEY = Credentials.of(ClusterKey(b"k" * 32))
 MODEL = "demo"
 PATH = "/v1/completions"
 EVENT = (
@@ -182,7 +182,7 @@ async def serve_async(
     make_app: MakeApp, args: tuple[object, ...], port_out: Connection, *, is_tls: bool
 ) -> None:
     """Serve what `make_app` makes."""
-    tls = contexts_of(make_identity(KEY, "upstream")).listening
+    tls = ClusterTls(KEY)
     protocol = bounded_protocol(Connections(WORKER_LIMITS, MachineClock(), print, tls))
     sock = socket.create_server(("127.0.0.1", 0), backlog=1024)
     port = sock.getsockname()[1]
@@ -214,7 +214,7 @@ def gateway_app(*workers: tuple[str, str]) -> AbstractAsyncContextManager[ASGIAp
     """The gateway before these workers, each a URL and a role."""
     options = GatewayOptions(
         workers=tuple(WorkerAddress(url, Role(role)) for url, role in workers),
-        cluster_key=KEY,
+        credentials=KEY,
         tls="control" if workers[0][0].startswith("https:") else "off",
     )
     return open_gateway(options, MachineClock())

@@ -27,7 +27,7 @@ import msgspec
 import numpy as np
 from rich.console import Console
 
-from baton.auth.key import ClusterKey
+from baton.auth.credentials import Credentials
 from baton.auth.ticket import Ticket, TicketIssuer, WorkerRef
 from baton.clock import Instant, MachineClock
 from baton.handoff.agent import HandoffAgent
@@ -110,14 +110,14 @@ class Node:
 
 @contextmanager
 def node(
-    name: str, key: ClusterKey, transport: str, layout: KVLayout, num_blocks: int
+    name: str, key: Credentials, transport: str, layout: KVLayout, num_blocks: int
 ) -> Iterator[Node]:
     """An agent over one transport, with pages that hold no KV of anybody."""
     region = allocate_shared_region([
         (num_blocks, layout.page_bytes(layer)) for layer in range(layout.num_layers)
     ])
     peer_mappings, epoch, woken = PeerMappings(region), new_epoch(), threading.Event()
-    context = TransportContext(key=key, epoch=epoch, bind_host="127.0.0.1", clock=CLOCK)
+    context = TransportContext(credentials=key, epoch=epoch, bind_host="127.0.0.1", clock=CLOCK)
     agent = HandoffAgent(
         AgentOptions(
             worker=WorkerId(name),
@@ -125,7 +125,7 @@ def node(
             fingerprint="f" * 64,
             views=(KVView(layout, region, peer_mappings=peer_mappings),),
             transports=(TRANSPORTS.build(transport, {})(context),),
-            key=key,
+            credentials=key,
             clock=CLOCK,
             links=LinkOptions("listed"),
         )
@@ -198,7 +198,7 @@ def main() -> None:
         options.layers, options.kv_heads, HEAD_DIM, block_size=BLOCK_SIZE, dtype="float32"
     )
     num_blocks = 2 * -(-max(lengths) // BLOCK_SIZE)
-    key, samples, load_before = ClusterKey.generate(), [], os.getloadavg()[0]
+    key, samples, load_before = Credentials.generate(), [], os.getloadavg()[0]
     with (
         node("prefill", key, options.transport, layout, num_blocks) as prefill,
         node("decode", key, options.transport, layout, num_blocks) as decode,

@@ -27,6 +27,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from baton.auth.credentials import Credentials
 from baton.auth.key import ClusterKey
 from baton.auth.ticket import Ticket, TicketIssuer, WorkerRef, seal
 from baton.clock import MachineClock
@@ -110,7 +111,7 @@ def measure(folder: Path, model: Path, options: argparse.Namespace) -> list[Samp
         cores = sorted(os.sched_getaffinity(0))
         prefill = fleet.start_worker("prefill-0", "both", settings, cores=(cores[0],))
         decode = fleet.start_worker("decode-0", "both", settings, cores=(cores[-1],))
-        pair = Pair(prefill.wait_ready(), decode.wait_ready(), ClusterKey(secret))
+        pair = Pair(prefill.wait_ready(), decode.wait_ready(), Credentials.of(ClusterKey(secret)))
         for configuration in CONFIGURATIONS:
             pair.ask(configuration, rng.integers(300, 4000, 64).tolist())  # warm-up
         for repetition in range(options.repetitions):
@@ -134,7 +135,7 @@ class Pair:
 
     prefill: FleetProcess
     decode: FleetProcess
-    key: ClusterKey
+    key: Credentials
 
     def ask(self, configuration: str, prompt: list[int]) -> Sample:
         """Three tokens: the first is prefill's, the second the first decode step's."""

@@ -32,6 +32,7 @@ import msgspec
 import numpy as np
 import xxhash
 
+from baton.auth.credentials import Credentials
 from baton.auth.key import ClusterKey
 from baton.clock import MachineClock
 from baton.ids import Epoch, new_epoch, new_ticket_id
@@ -142,7 +143,7 @@ def receive() -> None:
     region = allocate_shared_region([(NUM_PAGES, PAGE_BYTES)])
     np.frombuffer(region.memory, np.uint8)[:] = 0
     context = TransportContext(
-        ClusterKey.from_hex(task.key_hex), new_epoch(), "127.0.0.1", MachineClock()
+        Credentials.of(ClusterKey.from_hex(task.key_hex)), new_epoch(), "127.0.0.1", MachineClock()
     )
     transport = TRANSPORTS.build(task.kind, task.options)(context)
     descriptor = transport.expose(region)
@@ -174,7 +175,7 @@ def measure_transport(
     kind: str, options: dict[str, int], workloads: list[Workload], num_rounds: int
 ) -> dict[str, list[Round]]:
     """All rounds, by workload."""
-    key, epoch, grant = ClusterKey.generate(), new_epoch(), new_ticket_id()
+    key, epoch, grant = Credentials.generate(), new_epoch(), new_ticket_id()
     child = subprocess.Popen(
         [sys.executable, __file__, "--receive"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
@@ -184,7 +185,7 @@ def measure_transport(
         child.stdin.flush()
         return child.stdout.readline()
 
-    reply = ask(Task(kind, options, key.secret.hex(), epoch, grant))
+    reply = ask(Task(kind, options, key.key.secret.hex(), epoch, grant))
     target = msgspec.json.decode(reply, type=Target)
     region = make_source()
     transport = TRANSPORTS.build(kind, options)(

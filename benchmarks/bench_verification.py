@@ -34,7 +34,7 @@ import numpy as np
 from rich.console import Console
 from verified_handoffs import NUM_BYTES, measure
 
-from baton.auth.key import ClusterKey
+from baton.auth.credentials import Credentials
 from baton.auth.ticket import Ticket, TicketIssuer, WorkerRef, seal, unseal
 from baton.clock import MachineClock
 from baton.ids import WorkerId, new_epoch, new_ticket_id
@@ -198,7 +198,7 @@ def time_digests(own: KVLayout, peer: KVLayout) -> float:
 
 def time_tickets(num_rounds: int = 2000) -> float:
     """CPU seconds of one ticket: sealed by the gateway, unsealed by both workers, and resealed."""
-    key, issuer = ClusterKey.generate(), TicketIssuer(MachineClock())
+    key, issuer = Credentials.generate(), TicketIssuer(MachineClock())
     workers = [WorkerRef(WorkerId(n), new_epoch(), "10.0.0.1:7000") for n in ("prefill", "decode")]
     ticket = Ticket(new_ticket_id(), "request", *workers, "push", issuer.issue(60))
     begun = time.process_time()

@@ -41,6 +41,7 @@ from transport_choice_model import (
 )
 
 from baton import __version__
+from baton.auth.credentials import Credentials
 from baton.auth.key import ClusterKey
 from baton.auth.ticket import Ticket, TicketIssuer, WorkerRef
 from baton.bench.link.listen import Listener, listen
@@ -109,7 +110,7 @@ class AgentBackend(Backend):
         self.region = self.target = allocate_shared_region([(NUM_BLOCKS, LAYOUT.page_bytes(0))])
         epoch = new_epoch()
         transports, self._absent = _build_all(
-            options, TransportContext(context.key, epoch, context.host, context.clock)
+            options, TransportContext(context.credentials, epoch, context.host, context.clock)
         )
         self._links = _MeasuredLinks()
         self._agent = HandoffAgent(
@@ -119,7 +120,7 @@ class AgentBackend(Backend):
                 fingerprint="transport choice",
                 views=(KVView(LAYOUT, self.region),),
                 transports=transports,
-                key=context.key,
+                credentials=context.credentials,
                 clock=context.clock,
                 host=context.host,
                 preferred_op="READ" if context.role == "driver" else "WRITE",
@@ -441,8 +442,8 @@ def _listen(text: str) -> int:
     return 0
 
 
-def _key() -> ClusterKey:
-    return ClusterKey.from_hex(read_environment()["BATON_CLUSTER_KEY"])
+def _key() -> Credentials:
+    return Credentials.of(ClusterKey.from_hex(read_environment()["BATON_CLUSTER_KEY"]))
 
 
 def _address(text: str) -> Address:

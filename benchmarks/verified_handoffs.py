@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
+from baton.auth.credentials import Credentials
 from baton.auth.key import ClusterKey
 from baton.auth.ticket import Ticket, TicketIssuer, WorkerRef
 from baton.clock import Instant, MachineClock
@@ -87,7 +88,7 @@ class AgentEndpoint:
 
 @contextmanager
 def open_endpoint(
-    name: str, kind: str, key: ClusterKey, level: Level = "full"
+    name: str, kind: str, key: Credentials, level: Level = "full"
 ) -> Iterator[AgentEndpoint]:
     """An agent with 256 MiB of pages."""
     region = allocate_shared_region([(NUM_BLOCKS, LAYOUT.page_bytes(n)) for n in range(16)])
@@ -104,7 +105,7 @@ def open_endpoint(
             fingerprint="verification",
             views=(KVView(LAYOUT, region),),
             transports=(transport,),
-            key=key,
+            credentials=key,
             clock=CLOCK,
             timeout_s=TIMEOUT_S,
             links=LinkOptions("listed"),
@@ -142,7 +143,7 @@ def measure(kind: str, levels: tuple[Level, ...], num_rounds: int) -> dict[str, 
     )
     found: dict[str, list[Received]] = {level: [] for level in levels}
     try:
-        with open_endpoint("prefill", kind, ClusterKey.from_hex(key)) as sender:
+        with open_endpoint("prefill", kind, Credentials.of(ClusterKey.from_hex(key))) as sender:
             hello = msgspec.json.decode(child.stdout.readline(), type=Hello)
             for number in range(num_rounds + 1):
                 order = levels if number % 2 else tuple(reversed(levels))
@@ -184,7 +185,7 @@ def _run_handoff(
 def main() -> None:
     """The child: receivers, each of its own level, that take in what they are told to."""
     kind, *levels = sys.argv[1:]
-    key = ClusterKey.from_hex(os.environ["BENCH_KEY"])
+    key = Credentials.of(ClusterKey.from_hex(os.environ["BENCH_KEY"]))
     from contextlib import ExitStack  # noqa: PLC0415 - the child's alone
 
     with ExitStack() as stack:

@@ -161,7 +161,8 @@ class LoopbackTransport:
         self.events.append(RemoteLost(id_, error))
 
     def _why_not(self, dialer, descriptor):
-        if not hmac.compare_digest(dialer.context.key.secret, self.context.key.secret):
+        theirs, ours = (side.context.credentials.key.secret for side in (dialer, self))
+        if not hmac.compare_digest(theirs, ours):
             _log.warning("refused a transport with another cluster key")
             return TransferError("the peer has another cluster key")
         region = self.regions.get(descriptor.handle)

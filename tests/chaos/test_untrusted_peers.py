@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
 
+from baton.auth.credentials import Credentials
 from baton.auth.key import ClusterKey
 from baton.auth.ticket import Ticket, WorkerRef, seal
 from baton.ids import Epoch, WorkerId, new_epoch, new_ticket_id
@@ -68,7 +69,10 @@ def test_tickets_that_are_not_good(cluster: ChaosCluster) -> None:
             mode="push",
             issue=issue(60),
         )
-        key, stranger = ClusterKey.from_hex(KEY), ClusterKey.from_hex("cd" * 32)
+        key, stranger = (
+            Credentials.of(ClusterKey.from_hex(KEY)),
+            Credentials.of(ClusterKey.from_hex("cd" * 32)),
+        )
         sealed = seal(good, key)
         request = ClientRequest(cluster.prompts.make(100))
         damaged = sealed[:40] + ("A" if sealed[40] != "A" else "B") + sealed[41:]

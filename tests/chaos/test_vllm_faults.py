@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 
+from baton.auth.credentials import Credentials
 from baton.auth.key import ClusterKey
 from baton.auth.ticket import seal
 from baton.engines.vllm.options import ConnectorOptions
@@ -193,7 +194,10 @@ def test_bad_tickets_cost_time_only_and_are_counted(pair: Pair) -> None:
     prefill, decode = Server.of(pair.prefill), Server.of(pair.decode)
     prompt = pair.prompts.make(150)
     expected = pair.expect(prompt)
-    key, stranger = ClusterKey.from_hex(KEY), ClusterKey.from_hex("cd" * 32)
+    key, stranger = (
+        Credentials.of(ClusterKey.from_hex(KEY)),
+        Credentials.of(ClusterKey.from_hex("cd" * 32)),
+    )
     good = make_ticket(prefill.ref, decode.ref)
     sealed = seal(good, key)
     past = msgspec.structs.replace(decode.ref, epoch=new_epoch())
@@ -241,7 +245,10 @@ def test_a_ticket_is_good_once(pair: Pair) -> None:
     before = read_metric(pair.decode.url, name, code="stale_ticket")
     answered = decode.complete(
         handoff.prompt,
-        {"baton_ticket": seal(expired, ClusterKey.from_hex(KEY)), "do_remote_prefill": True},
+        {
+            "baton_ticket": seal(expired, Credentials.of(ClusterKey.from_hex(KEY))),
+            "do_remote_prefill": True,
+        },
         cache_salt="expired",
     )
     check_same([read_tokens(answered)], [expected])

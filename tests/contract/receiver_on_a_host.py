@@ -10,6 +10,7 @@ import sys
 import msgspec
 import numpy as np
 
+from baton.auth.credentials import Credentials
 from baton.auth.key import ClusterKey
 from baton.clock import MachineClock
 from baton.ids import Epoch, TicketId, new_epoch
@@ -30,7 +31,7 @@ class Task(msgspec.Struct):
 
 def main() -> None:
     task = msgspec.json.decode(sys.argv[1], type=Task)
-    key = ClusterKey.from_hex(task.key_hex)
+    key = Credentials.of(ClusterKey.from_hex(task.key_hex))
     context = TransportContext(key, new_epoch(), task.host, MachineClock())
     transport = TRANSPORTS.build(task.kind, task.options)(context)
     region = allocate_shared_region(task.shapes)

@@ -195,7 +195,7 @@ def test_another_folder_of_the_same_name_is_not_the_peers(tmp_path):
 def test_what_a_killed_worker_left_is_removed_once_it_is_old_and_what_lives_is_not(tmp_path):
     kit = FileKit(tmp_path)
     living = kit.make_side(SHAPES)
-    with WriterProcess(kit.make_side(SHAPES), kit.key, kit.options) as writer:
+    with WriterProcess(kit.make_side(SHAPES), kit.credentials, kit.options) as writer:
         writer.stop()
         before = {path.name for path in tmp_path.iterdir()}
         assert len(before) == 3
@@ -229,7 +229,7 @@ def test_no_folder_is_removed_that_is_not_a_dead_workers(tmp_path):
 
 def test_a_killed_writers_unread_part_files_are_removed_by_the_receiver(tmp_path):
     kit = FileKit(tmp_path)
-    with WriterProcess(kit.make_side(SHAPES), kit.key, kit.options) as writer:
+    with WriterProcess(kit.make_side(SHAPES), kit.credentials, kit.options) as writer:
         spool = tmp_path / writer.reader.transport._spool.name
         writer.stop()
         writer.kill()

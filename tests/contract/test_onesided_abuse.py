@@ -158,7 +158,7 @@ def lie_in_the_introduction(change):
     remote = reader.transport.attach(descriptor)
     sock, _ = listener.accept()
     sock.settimeout(5)
-    handshake = ListenerHandshake(kit.key, "nixl")
+    handshake = ListenerHandshake(kit.credentials, "nixl")
     events, decoder = [], FrameDecoder(1 << 20)
 
     def receive_until():

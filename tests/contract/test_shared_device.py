@@ -42,7 +42,7 @@ class TestOneSideWithoutTheDevice(DeviceKit):
             other = tmp_path / "other"
             other.write_bytes(bytes(8 << 20))
             options = {"device": {"path": str(other)}}
-        context = TransportContext(self.key, new_epoch(), "127.0.0.1", MachineClock())
+        context = TransportContext(self.credentials, new_epoch(), "127.0.0.1", MachineClock())
         transport = TRANSPORTS.build("shared", options)(context)
         writer = Side.start(transport, context.epoch, allocate_shared_region(SHAPES))
         pair = TransportPair.of(writer, reader)

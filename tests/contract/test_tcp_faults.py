@@ -82,7 +82,7 @@ class Far:
         task = Task(
             "tcp",
             dict(self.kit.options),
-            self.kit.key.secret.hex(),
+            self.kit.credentials.key.secret.hex(),
             host,
             SHAPES,
             self.side.epoch,

@@ -307,7 +307,7 @@ def lie_about_memory(kit, make_memory):
     remote = reader.transport.attach(descriptor)
     sock, _ = listener.accept()
     sock.settimeout(5)
-    handshake = ListenerHandshake(kit.key, "shared")
+    handshake = ListenerHandshake(kit.credentials, "shared")
     events, decoder = [], FrameDecoder(1 << 20)
 
     def receive_until():

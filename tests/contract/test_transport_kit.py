@@ -6,7 +6,7 @@ import sys
 import msgspec
 import pytest
 
-from baton.auth.key import ClusterKey
+from baton.auth.credentials import Credentials
 from baton.ids import new_epoch
 from baton.testing.transport_contract import MultiArrayContract, ReadingContract, TransportContract
 from baton.testing.transport_contract.kit import TransportKit, list_open_fds
@@ -22,7 +22,7 @@ class Kit(TransportKit):
 @pytest.mark.parametrize("process", [WriterProcess, OwnerProcess])
 def test_a_process_that_is_never_attached_is_not_left_behind(process):
     before, kit = list_open_fds(), Kit()
-    waited_for = process(kit.make_side(SHAPES), ClusterKey.generate(), {})
+    waited_for = process(kit.make_side(SHAPES), Credentials.generate(), {})
     with pytest.raises(AssertionError), waited_for:
         pytest.fail("the peer holds another key")
     assert waited_for._process.poll() is not None
@@ -31,7 +31,7 @@ def test_a_process_that_is_never_attached_is_not_left_behind(process):
 
 def test_a_peer_that_cannot_attach_says_why_and_ends():
     side = Kit().make_side(SHAPES)
-    key_hex = Kit.key.secret.hex()
+    key_hex = Kit.credentials.key.secret.hex()
     task = PeerTask("tcp", {}, key_hex, new_epoch(), side.descriptor, b"", 1)
     side.close()
     ended = subprocess.run(

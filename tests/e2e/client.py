@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING
 import aiohttp
 import numpy as np
 
-from baton.auth.certificates import make_identity
-from baton.auth.key import ClusterKey
-from baton.net.tls import contexts_of
+from baton.auth.credentials import Credentials
+from baton.net.tls import ClusterTls
 
 if TYPE_CHECKING:
+    import ssl
     from collections.abc import Sequence
 
 NUM_ANSWER_TOKENS = 10
 TIMEOUT = aiohttp.ClientTimeout(total=240)
-KEY = ClusterKey.generate()
-TLS = contexts_of(make_identity(KEY, "test")).dialing
+KEY = Credentials.generate()
+TLS = ClusterTls(KEY).dialing
 
 
 @dataclass(frozen=True)
@@ -62,12 +62,14 @@ async def ask(session: aiohttp.ClientSession, url: str, prompt: list[int]) -> An
     )
 
 
-def ask_all(url: str, prompts: Sequence[list[int]], *, at_once: int = 16) -> list[Answer]:
+def ask_all(
+    url: str, prompts: Sequence[list[int]], *, at_once: int = 16, tls: ssl.SSLContext = TLS
+) -> list[Answer]:
     """Answers in the order of the prompts, `at_once` of them under way at any time."""
 
     async def run() -> list[Answer]:
         gate = asyncio.Semaphore(at_once)
-        connector = aiohttp.TCPConnector(ssl=TLS)
+        connector = aiohttp.TCPConnector(ssl=tls)
         async with aiohttp.ClientSession(timeout=TIMEOUT, connector=connector) as session:
 
             async def one(prompt: list[int]) -> Answer:

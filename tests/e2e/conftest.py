@@ -12,13 +12,18 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from baton.auth.credentials import Credentials
+from baton.auth.issuing import Order, create_authority, issue
 from baton.engines.transformers.random_model import RandomModelSpec, make_random_model
+from baton.net.tls import ClusterTls
 from baton.testing.fleet import Fleet, FleetProcess
 from tests.e2e.client import KEY
 from tests.preloaded import start_preloaded
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    import ssl
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
 
 ENGINE: dict[str, object] = {
     "engine.dtype": "float32",
@@ -55,17 +60,36 @@ class WorkerCluster:
     tcp_gateway: FleetProcess
     pulling_gateway: FleetProcess
     early_gateway: FleetProcess
+    identities: Path
+    """Directories of `tcp`'s processes, by their names, and of their `authority`."""
+
+    @property
+    def tcp_client(self) -> ssl.SSLContext:
+        """Of one whom `tcp`'s workers serve: its gateway."""
+        directory = self.identities / "tcp-gateway"
+        return ClusterTls(Credentials.from_directory(directory, KEY.key)).dialing
 
     def gateway(self, transport: str) -> FleetProcess:
         return self.shared_gateway if transport == "shared" else self.tcp_gateway
 
 
+def make_identities(directory: Path) -> Callable[[str], dict[str, object]]:
+    """Of an authority; the setting by which a process takes up its own."""
+    create_authority(directory / "authority")
+    roles = {"tcp-prefill": "worker", "tcp-decode": "worker", "tcp-gateway": "gateway"}
+    for name, role in roles.items():
+        issue(Order(role, name), directory / "authority", directory / name)
+    return lambda name: {"security.identity": str(directory / name)}
+
+
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerCluster]:
-    environment = dict(os.environ, BATON_CLUSTER_KEY=KEY.secret.hex())
+    environment = dict(os.environ, BATON_CLUSTER_KEY=KEY.key.secret.hex())
     model = tmp_path_factory.mktemp("model") / "demo"
     make_random_model(model, SPEC)
     engine = ENGINE | {"worker.model": str(model), "worker.served_model_name": "demo"}
+    identities = tmp_path_factory.mktemp("identities")
+    own = make_identities(identities)
     tcp = engine | {"transfer.transports": ["tcp"], "security.tls": "all"}
     # Not measured: on a busy machine another transport may be the cheapest for a while.
     shared = engine | {"transfer.choice": "listed", "security.tls": "control"}
@@ -74,9 +98,11 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerCluster]
             fleet.start_worker("colocated", "both", engine),
             fleet.start_worker("prefill", "prefill", shared),
             fleet.start_worker("decode", "decode", shared),
-            fleet.start_worker("tcp-prefill", "prefill", tcp),
+            fleet.start_worker("tcp-prefill", "prefill", tcp | own("tcp-prefill")),
             fleet.start_worker(
-                "tcp-decode", "decode", tcp | {"engine.block_size": 24, "engine.num_blocks": 1100}
+                "tcp-decode",
+                "decode",
+                tcp | own("tcp-decode") | {"engine.block_size": 24, "engine.num_blocks": 1100},
             ),
         ]
         for worker in workers:
@@ -89,12 +115,15 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerCluster]
             shared_gateway=fleet.start_gateway(
                 [prefill], [decode], settings=tls | {"gateway.mode": "push"}
             ),
-            tcp_gateway=fleet.start_gateway([tcp_prefill], [tcp_decode], settings=tls),
+            tcp_gateway=fleet.start_gateway(
+                [tcp_prefill], [tcp_decode], settings=tls | own("tcp-gateway")
+            ),
             pulling_gateway=fleet.start_gateway(
                 [prefill], [decode], settings=tls | {"gateway.mode": "pull"}
             ),
             early_gateway=fleet.start_gateway(
                 [prefill], [decode], settings=tls | {"gateway.first_token_early": True}
             ),
+            identities=identities,
         )
         assert set(fleet.stop().values()) == {0}

@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from baton.auth.key import ClusterKey
+from baton.auth.credentials import Credentials
 from baton.engines.interface import Colocated, DecodeRequest, PrefillRequest, SamplingParams
 from baton.errors import PeerLostError
 from tests.e2e.test_engine_handoff_agents import WAIT_TIMEOUT_S, Node, make_ticket, node
@@ -67,7 +67,7 @@ def pair(
     loaded: LoadedModel | None = None,
     hands_over_first_token: bool = True,
 ) -> Iterator[Pair]:
-    key = ClusterKey.generate()
+    key = Credentials.generate()
     with (
         node(
             "p",
@@ -98,7 +98,7 @@ def alone(
     loaded: LoadedModel | None = None,
     sampling: dict[str, SamplingParams] | None = None,
 ) -> dict[str, list[int]]:
-    with node("alone", "tcp", ClusterKey.generate(), num_blocks=400, loaded=loaded) as one:
+    with node("alone", "tcp", Credentials.generate(), num_blocks=400, loaded=loaded) as one:
         one.prompts, one.sampling = prompts, sampling or dict.fromkeys(prompts, GREEDY)
         for name in prompts:
             one.submit(name, Colocated())

@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from baton.auth.key import ClusterKey
+from baton.auth.credentials import Credentials
 from baton.auth.ticket import Ticket, WorkerRef
 from baton.clock import Instant, MachineClock
 from baton.engines.interface import (
@@ -140,7 +140,7 @@ def replace_address(ref: WorkerRef, address: str) -> WorkerRef:
 def node(
     name: str,
     kind: str,
-    key: ClusterKey,
+    key: Credentials,
     *,
     op: TransferOp = "WRITE",
     hands_over_first_token: bool = True,
@@ -155,7 +155,7 @@ def node(
         clock=CLOCK,
     )
     epoch = new_epoch()
-    context = TransportContext(key=key, epoch=epoch, bind_host="127.0.0.1", clock=CLOCK)
+    context = TransportContext(credentials=key, epoch=epoch, bind_host="127.0.0.1", clock=CLOCK)
     agent = HandoffAgent(
         AgentOptions(
             worker=WorkerId(name),
@@ -163,7 +163,7 @@ def node(
             fingerprint=engine.info.fingerprint,
             views=(KVView(engine.info.layout, engine.region, peer_mappings=engine.peer_mappings),),
             transports=(TRANSPORTS.build(kind, {})(context),),
-            key=key,
+            credentials=key,
             clock=CLOCK,
             timeout_s=timeout_s,
             preferred_op=op,
@@ -184,7 +184,7 @@ def make_ticket(prefill: Node, decode: Node, mode: HandoffMode = "push") -> Tick
 
 @pytest.fixture(scope="module", name="expected")
 def expected_fixture() -> dict[str, list[int]]:
-    with node("alone", "tcp", ClusterKey.generate()) as alone:
+    with node("alone", "tcp", Credentials.generate()) as alone:
         for name in PROMPTS:
             alone.submit(name, Colocated())
         alone.wait_for_ends()
@@ -198,7 +198,7 @@ def expected_fixture() -> dict[str, list[int]]:
 def test_many_requests_at_once_give_the_tokens_of_one_engine_alone(
     kind: str, op: TransferOp, with_first_token: bool, expected: dict[str, list[int]]
 ) -> None:
-    key = ClusterKey.generate()
+    key = Credentials.generate()
     with (
         node(
             "p",
@@ -225,7 +225,7 @@ def test_many_requests_at_once_give_the_tokens_of_one_engine_alone(
 
 
 def test_answers_survive_the_loss_of_the_prefill_worker(expected: dict[str, list[int]]) -> None:
-    key = ClusterKey.generate()
+    key = Credentials.generate()
     with node("d", "tcp", key, block_size=8) as decode:
         with node("p", "tcp", key, block_size=16, max_batch_tokens=20) as prefill:
             for name in PROMPTS:

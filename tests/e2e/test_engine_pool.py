@@ -9,6 +9,7 @@ import pytest
 
 pytest.importorskip("transformers")
 
+from baton.auth.credentials import Credentials
 from baton.auth.key import ClusterKey
 from baton.auth.ticket import Ticket, WorkerRef
 from baton.clock import MachineClock
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 CLOCK = MachineClock()
-KEY = ClusterKey(b"k" * 32)
+KEY = Credentials.of(ClusterKey(b"k" * 32))
 
 
 @contextmanager
@@ -64,7 +65,7 @@ def pooled(name: str, place: Path, *, store_block_size: int = 16, **options: int
             fingerprint=engine.info.fingerprint,
             views=(view,),
             transports=(),
-            key=KEY,
+            credentials=KEY,
             clock=CLOCK,
             timeout_s=WAIT_TIMEOUT_S,
         ),

@@ -14,7 +14,7 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from baton.auth.key import ClusterKey
+from baton.auth.credentials import Credentials
 from baton.engines.interface import Colocated, DecodeRequest, PrefillRequest
 from baton.telemetry.trace import Stamp
 from tests.e2e.test_engine_handoff_agents import (
@@ -40,7 +40,7 @@ STEP_S = 0.4
 
 @pytest.fixture(scope="module")
 def answers_alone() -> dict[str, list[int]]:
-    with node("alone", "tcp", ClusterKey.generate()) as alone:
+    with node("alone", "tcp", Credentials.generate()) as alone:
         for name in PROMPTS:
             alone.submit(name, Colocated())
         alone.wait_for_ends()
@@ -51,7 +51,7 @@ def start_pair(
     stack: ExitStack, before_step: Callable[[], None], op: TransferOp = "WRITE"
 ) -> tuple[Node, Node]:
     """A prefill worker that calls `before_step` in each forward pass, and a decode worker."""
-    key, loaded = ClusterKey.generate(), prepare(make_model("llama"))
+    key, loaded = Credentials.generate(), prepare(make_model("llama"))
     loaded.model.register_forward_pre_hook(lambda *_: before_step())
     prefill = node(
         "p", "shared", key, loaded=loaded, timeout_s=TIMEOUT_S, block_size=16, max_batch_tokens=40

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.e2e.client import Answer, ask_all, make_prompts, read_trace, stream
+from tests.e2e.client import TLS, Answer, ask_all, make_prompts, read_trace, stream
 
 if TYPE_CHECKING:
     from tests.e2e.conftest import WorkerCluster
@@ -103,15 +103,17 @@ def round_logprobs(events: str) -> str:
 @pytest.mark.parametrize("transport", ["shared", "tcp"])
 def test_prefix_hits_on_either_side(cluster: WorkerCluster, transport: str) -> None:
     gateway = cluster.gateway(transport).url
-    prefill, decode = (
-        (cluster.prefill, cluster.decode) if transport == "shared"
-        else (cluster.tcp_prefill, cluster.tcp_decode)
+    prefill, decode, tls = (
+        (cluster.prefill, cluster.decode, TLS) if transport == "shared"
+        else (cluster.tcp_prefill, cluster.tcp_decode, cluster.tcp_client)
     )  # fmt: skip
     stems = make_prompts(8, seed=7, longest=900)[-4:]
     prompts = [stem + [1000 + i] * (5 + 40 * i) for i, stem in enumerate(stems)]
     expected = ask_all(cluster.colocated.url, prompts)
-    assert ask_all(prefill.url, stems[:2])  # now the prefill workers' cache has two of the stems
-    assert ask_all(decode.url, stems[1:3])  # and the decode worker's two
+    assert ask_all(
+        prefill.url, stems[:2], tls=tls
+    )  # now the prefill workers' cache has two of the stems
+    assert ask_all(decode.url, stems[1:3], tls=tls)  # and the decode worker's two
     answers = ask_all(gateway, prompts)
     assert answers == expected
     on_prefill_only, on_both, on_decode_only, nowhere = (

@@ -11,9 +11,10 @@ import numpy as np
 import openai
 import pytest
 
-from tests.e2e.client import TLS, read_trace
+from tests.e2e.client import read_trace
 
 if TYPE_CHECKING:
+    import ssl
     from collections.abc import Iterator
 
     from tests.e2e.conftest import WorkerCluster
@@ -143,13 +144,13 @@ def test_a_client_that_leaves_leaves_nothing_behind(cluster: WorkerCluster) -> N
 
         for worker in (cluster.tcp_prefill, cluster.tcp_decode):
             async with asyncio.timeout(10):
-                while not await asyncio.to_thread(is_idle, worker.url):
+                while not await asyncio.to_thread(is_idle, worker.url, cluster.tcp_client):
                     await asyncio.sleep(0.05)
 
     asyncio.run(leave())
 
 
-def is_idle(url: str) -> bool:
-    with urllib.request.urlopen(f"{url}/health", context=TLS) as response:
+def is_idle(url: str, context: ssl.SSLContext) -> bool:
+    with urllib.request.urlopen(f"{url}/health", context=context) as response:
         load = json.load(response)["load"]
     return (load["num_waiting"], load["num_free_blocks"]) == (0, load["num_blocks"])

@@ -15,9 +15,9 @@ import aiohttp
 import numpy as np
 from prometheus_client.parser import text_string_to_metric_families
 
-from baton.auth.certificates import make_identity
+from baton.auth.credentials import Credentials
 from baton.auth.key import ClusterKey
-from baton.net.tls import contexts_of
+from baton.net.tls import ClusterTls
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 NUM_ANSWER_TOKENS = 16
 TIMEOUT = aiohttp.ClientTimeout(total=120)
 KEY = secrets.token_hex(32)
-TLS = contexts_of(make_identity(ClusterKey.from_hex(KEY), "test")).dialing
+TLS = ClusterTls(Credentials.of(ClusterKey.from_hex(KEY))).dialing
 TIMEOUT_S = 120.0
 LOGPROB_TOLERANCE = 2e-3
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 
+from baton.auth.credentials import Credentials
 from baton.auth.key import ClusterKey
 from baton.auth.ticket import seal
 from tests.e2e_vllm.client import ask_all, ask_one, make_prompts, read_metric
@@ -43,7 +44,9 @@ def pooled(prefill: Server, decode: Server, prompt: list[int]) -> Handoff:
         for each in (prefill, decode)
     ]
     ticket = msgspec.structs.replace(make_ticket(*refs), mode="pool")
-    return Handoff(prefill, decode, prompt, ticket, seal(ticket, ClusterKey.from_hex(KEY)))
+    return Handoff(
+        prefill, decode, prompt, ticket, seal(ticket, Credentials.of(ClusterKey.from_hex(KEY)))
+    )
 
 
 @pytest.mark.parametrize("first", ["prefill", "decode"])

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from baton.auth.credentials import Credentials
 from baton.auth.key import ClusterKey
 from baton.auth.ticket import Ticket, WorkerRef, seal
 from baton.ids import new_ticket_id
@@ -76,7 +77,9 @@ class Handoff:
         cls, prefill: Server, decode: Server, prompt: list[int], *, valid_s: float = 60
     ) -> Handoff:
         ticket = make_ticket(prefill.ref, decode.ref, valid_s=valid_s)
-        return cls(prefill, decode, prompt, ticket, seal(ticket, ClusterKey.from_hex(KEY)))
+        return cls(
+            prefill, decode, prompt, ticket, seal(ticket, Credentials.of(ClusterKey.from_hex(KEY)))
+        )
 
     def ask_prefill(self, num_tokens: int = 1) -> Future[tuple[int, Json]]:
         params = {"baton_ticket": self.text, "do_remote_decode": True}

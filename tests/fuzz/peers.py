@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from baton.auth.credentials import Credentials
 from baton.auth.key import ClusterKey
 from baton.auth.ticket import seal
 from baton.errors import ProtocolError
@@ -192,7 +193,7 @@ class Episode:
     """One run, which follows from `rng`."""
 
     def __init__(self, rng: Random, stack: ExitStack) -> None:
-        self.rng, self.clock, self.key = rng, ManualClock(), ClusterKey(bytes(32))
+        self.rng, self.clock, self.key = rng, ManualClock(), Credentials.of(ClusterKey(bytes(32)))
         self.nodes: list[Node] = []
         kind = rng.choice((("shared",), ("tcp", "shared"), ("shared", "tcp"), ("tcp",)))
         levels = [rng.choice(("full", "full", "sampled", "identity")) for _ in range(3)]

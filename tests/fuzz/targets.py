@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import dataclasses
+import datetime as dt
 import json
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -21,6 +23,8 @@ import numpy as np
 from xxhash import xxh3_128_digest
 from yarl import URL
 
+from baton.auth.certificates import Trust, derive_authority
+from baton.auth.credentials import Credentials
 from baton.auth.key import ClusterKey
 from baton.auth.replay import TicketUse, UsedTickets
 from baton.auth.ticket import Ticket, TicketIssue, WorkerRef, seal, unseal
@@ -129,7 +133,9 @@ if TYPE_CHECKING:
 
     from tests.fuzz.mutation import Form
 
-KEY: Final = ClusterKey(bytes(range(32)))
+KEY: Final = Credentials.of(ClusterKey(bytes(range(32))))
+AUTHORITY: Final = derive_authority(KEY.key)
+NOW: Final = dt.datetime(2026, 1, 1, tzinfo=dt.UTC)
 VECTORS: Final = Path(__file__).parent.parent / "vectors"
 REPOSITORY: Final = Path(__file__).parent.parent.parent
 
@@ -327,7 +333,18 @@ def use_tickets(body: bytes) -> str:
 
 
 def sign(body: bytes) -> bytes:
-    return base64.urlsafe_b64encode(body + KEY.sign("ticket", body)).rstrip(b"=")
+    signer = KEY.signer
+    parts = [body, signer.certificate, signer.sign(b"baton/ticket/2|" + body)]
+    return base64.urlsafe_b64encode(msgspec.msgpack.encode(parts)).rstrip(b"=")
+
+
+def read_envelope(data: bytes) -> object:
+    return unseal(base64.urlsafe_b64encode(data).rstrip(b"=").decode(), KEY)
+
+
+def read_files(data: bytes) -> object:
+    """What an operator puts beside a process's certificate: authorities, and what they revoked."""
+    return Trust(dataclasses.replace(KEY.identity, authorities=data, revoked=data))
 
 
 def encode_ticket(ticket: Ticket) -> bytes:
@@ -794,6 +811,11 @@ TARGETS: Final = {
                (encode_ticket(TICKET),), "text", encode=encode_ticket),
         Target("ticket-signed", lambda body: unseal(sign(body).decode(), KEY), (TicketError,),
                seeds_of(TICKET), encode=msgspec.msgpack.encode),
+        Target("ticket-envelope", read_envelope, (TicketError,),
+               (msgspec.msgpack.encode([b"body", KEY.signer.certificate, bytes(64)]),)),
+        Target("certificate", KEY.find_peer, (AuthenticationError,), (KEY.signer.certificate,)),
+        Target("certificate-files", read_files, CONFIG_ERROR,
+               (KEY.identity.authorities + AUTHORITY.revoke((1, 2), NOW),), "text"),
         Target("ticket-use", use_tickets, PROTOCOL,
                (msgspec.msgpack.encode([
                    msgspec.structs.replace(TICKET.issue, number=number, at=float(number))

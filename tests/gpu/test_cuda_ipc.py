@@ -51,7 +51,7 @@ class TestMemory(GpuKit):
         ]
         torch.cuda.synchronize()
         region = make_device_region(layers, NUM_PAGES)
-        context = TransportContext(self.key, new_epoch(), "127.0.0.1", MachineClock())
+        context = TransportContext(self.credentials, new_epoch(), "127.0.0.1", MachineClock())
         writer = GpuSide.start(self.make_transport(context), context.epoch, region)
         other = TransportPair.of(writer, pair.reader)
         remote, grant = other.attach(), other.open_grant(range(NUM_PAGES))
@@ -71,7 +71,7 @@ class TestMemory(GpuKit):
         if torch.cuda.device_count() < 2:
             pytest.skip("there is one GPU")
         other = allocate_region(((NUM_PAGES, PAGE_BYTES),), torch.device("cuda", 1))
-        context = TransportContext(self.key, new_epoch(), "127.0.0.1", MachineClock())
+        context = TransportContext(self.credentials, new_epoch(), "127.0.0.1", MachineClock())
         transport = TRANSPORTS.build(self.kind, {})(context)
         reader = GpuSide.start(transport, context.epoch, other)
         pair = TransportPair.of(self.make_side(((NUM_PAGES, PAGE_BYTES),)), reader)

@@ -81,7 +81,7 @@ async def cluster(
     workers = tuple(WorkerAddress(w.url, Role(w.listed_as)) for w in prefill + decode)
     settings = {"probe_interval_s": 0.1, "probe_timeout_s": 0.5, "connect_timeout_s": 1.0}
     settings["tls"] = "off"  # what scripted workers speak
-    gateway = GatewayOptions(workers=workers, cluster_key=KEY, **{**settings, **options})
+    gateway = GatewayOptions(workers=workers, credentials=KEY, **{**settings, **options})
     async with contextlib.AsyncExitStack() as stack:
         for worker in prefill + decode:
             await stack.enter_async_context(worker.running())

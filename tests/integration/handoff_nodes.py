@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
-from baton.auth.ticket import WorkerRef
+from baton.auth.ticket import WorkerRef, seal, unseal
 from baton.clock import Clock, MachineClock
 from baton.handoff.agent import HandoffAgent
 from baton.handoff.interface import (
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from baton.auth.key import ClusterKey
+    from baton.auth.credentials import Credentials
     from baton.auth.ticket import HandoffMode
     from baton.handoff.messages import TransferOp
     from baton.transfer.links.choice import LinkObserver
@@ -185,7 +185,7 @@ def node(
     name: str,
     *,
     kinds: tuple[str, ...],
-    key: ClusterKey,
+    key: Credentials,
     block_size: int = 16,
     pages: Pages | None = None,
     fingerprint: str = "model-a",
@@ -215,7 +215,7 @@ def node(
             yield running
         return
     epoch = new_epoch()
-    context = TransportContext(key=key, epoch=epoch, bind_host="127.0.0.1", clock=clock)
+    context = TransportContext(credentials=key, epoch=epoch, bind_host="127.0.0.1", clock=clock)
     transports = tuple(wrap(TRANSPORTS.build(kind, {})(context)) for kind in kinds)
     agent = HandoffAgent(
         AgentOptions(
@@ -224,7 +224,7 @@ def node(
             fingerprint=fingerprint,
             views=pages.views,
             transports=transports,
-            key=key,
+            credentials=key,
             clock=clock,
             timeout_s=timeout_s,
             lease_s=lease_s,
@@ -315,9 +315,15 @@ def make_handoff(
     num_ready: int = 0,
     seed: int = 1,
     mode: HandoffMode = "push",
+    gateway: Credentials | None = None,
 ) -> Handoff:
-    """Blocks in random order on both sides; the decode worker has its first `start_blocks`."""
+    """Blocks in random order on both sides; the decode worker has its first `start_blocks`.
+
+    `gateway` signs the ticket where workers may not.
+    """
     ticket = make_ticket(prefill.ref, decode.ref, mode)
+    if gateway is not None:
+        ticket = unseal(seal(ticket, gateway), gateway)
     src_block, dst_block = prefill.layout.block_size, decode.layout.block_size
     target = blocks_for(num_tokens, dst_block, seed + 1, first=start_blocks)
     return Handoff(

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import baton
+from baton.auth.credentials import Credentials
 from baton.auth.key import ClusterKey
 from baton.handoff.dispatcher import HandoffDispatcher
 from tests.integration.handoff_nodes import Handoff, Node, make_handoff, node
@@ -91,7 +92,7 @@ def settle(nodes: tuple[Node, Node]) -> None:
 
 def trace_layer(kind: str, layer: int = TYPICAL_LAYER) -> LayerTrace:
     """Push a prompt's layers up to this over the transport `kind`; what ran for this one."""
-    key = ClusterKey(bytes(32))
+    key = Credentials.of(ClusterKey(bytes(32)))
     with ExitStack() as stack:
         prefill, decode = (
             stack.enter_context(node(name, kinds=(kind,), key=key, is_stepped=True))

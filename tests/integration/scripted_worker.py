@@ -17,11 +17,12 @@ from typing import Any
 
 import uvicorn
 
+from baton.auth.credentials import Credentials
 from baton.auth.key import ClusterKey
 from baton.auth.ticket import Ticket, unseal
 from baton.ids import new_epoch
 
-KEY = ClusterKey(b"k" * 32)
+KEY = Credentials.of(ClusterKey(b"k" * 32))
 MODEL = "demo"
 
 Message = dict[str, Any]
@@ -259,4 +260,4 @@ async def read_body(receive: Any) -> bytes:
 
 
 def token() -> str:
-    return KEY.sign("http", b"worker").hex()
+    return KEY.key.sign("http", b"worker").hex()

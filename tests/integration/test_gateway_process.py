@@ -27,6 +27,7 @@ from tests.integration.scripted_worker import (
 
 PROGRAM = """
 import sys
+from baton.auth.credentials import Credentials
 from baton.auth.key import ClusterKey
 from baton.gateway.options import GatewayOptions, WorkerAddress
 from baton.gateway.process import run_gateway
@@ -35,7 +36,7 @@ from baton.protocol.worker_http import (Role)
 url, drain_timeout_s, status_fd, management_port = sys.argv[1:]
 run_gateway(GatewayOptions(
     workers=(WorkerAddress(url, Role.BOTH),),
-    cluster_key=ClusterKey(b"k" * 32),
+    credentials=Credentials.of(ClusterKey(b"k" * 32)),
     port=0,
     status_fd=int(status_fd),
     drain_timeout_s=float(drain_timeout_s),

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from baton.auth.key import ClusterKey
+from baton.auth.credentials import Credentials
 from baton.auth.ticket import WorkerRef
 from baton.clock import Instant, MachineClock
 from baton.errors import ConfigError
@@ -45,15 +45,15 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture(name="key")
-def key_fixture() -> ClusterKey:
-    return ClusterKey.generate()
+def key_fixture() -> Credentials:
+    return Credentials.generate()
 
 
 @pytest.mark.parametrize("kind", ["shared", "tcp"])
 @pytest.mark.parametrize(("src_block", "dst_block"), [(16, 16), (16, 24), (24, 16), (8, 32)])
 @pytest.mark.parametrize(("start_blocks", "num_ready"), [(0, 0), (2, 40)])
 def test_layers_stream_into_the_decode_workers_pages(
-    kind: str, src_block: int, dst_block: int, start_blocks: int, num_ready: int, key: ClusterKey
+    kind: str, src_block: int, dst_block: int, start_blocks: int, num_ready: int, key: Credentials
 ) -> None:
     num_tokens, start = 101, start_blocks * dst_block
     with (
@@ -86,7 +86,7 @@ def test_layers_stream_into_the_decode_workers_pages(
         assert sending.trace.num_bytes == trace.num_bytes
 
 
-def test_a_transport_that_only_one_side_has_is_not_expected(key: ClusterKey) -> None:
+def test_a_transport_that_only_one_side_has_is_not_expected(key: Credentials) -> None:
     with (
         node("p", kinds=("shared", "tcp"), key=key, block_size=16) as prefill,
         node("d", kinds=("tcp",), key=key, block_size=16) as decode,
@@ -101,7 +101,7 @@ def test_a_transport_that_only_one_side_has_is_not_expected(key: ClusterKey) -> 
 
 
 def test_the_expected_transport_is_recorded_beside_the_one_used(
-    key: ClusterKey, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    key: Credentials, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     expose = SharedTransport.expose
 
@@ -133,7 +133,7 @@ class ShiftedClock(MachineClock):
 
 
 def test_stamps_of_another_clock_are_shifted(
-    key: ClusterKey, monkeypatch: pytest.MonkeyPatch
+    key: Credentials, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     domains = iter(["one host", "another host"])
     monkeypatch.setattr("baton.handoff.io_backend.read_clock_domain", lambda: next(domains))
@@ -153,7 +153,7 @@ def test_stamps_of_another_clock_are_shifted(
         assert receiving.trace.peer_stamps[Stamp.PREFILL_DONE] == pytest.approx(before, abs=0.5)
 
 
-def test_a_grant_may_come_before_the_offer(key: ClusterKey) -> None:
+def test_a_grant_may_come_before_the_offer(key: Credentials) -> None:
     with (
         node("p", kinds=("shared",), key=key, block_size=16) as prefill,
         node("d", kinds=("shared",), key=key, block_size=16) as decode,
@@ -170,7 +170,7 @@ def test_a_grant_may_come_before_the_offer(key: ClusterKey) -> None:
             assert isinstance(prefill.wait_for()[0], KVSent)
 
 
-def test_two_prompts_under_one_ticket_are_refused(key: ClusterKey) -> None:
+def test_two_prompts_under_one_ticket_are_refused(key: Credentials) -> None:
     with (
         node("p", kinds=("shared",), key=key, block_size=16) as prefill,
         node("d", kinds=("shared",), key=key, block_size=16) as decode,
@@ -186,7 +186,7 @@ def test_two_prompts_under_one_ticket_are_refused(key: ClusterKey) -> None:
         assert isinstance(prefill.wait_for()[0], SendFailed)
 
 
-def test_another_model_is_refused_with_the_difference(key: ClusterKey) -> None:
+def test_another_model_is_refused_with_the_difference(key: Credentials) -> None:
     with (
         node("p", kinds=("shared",), key=key, block_size=16) as prefill,
         node("d", kinds=("shared",), key=key, block_size=16, fingerprint="model-b") as decode,
@@ -200,7 +200,7 @@ def test_another_model_is_refused_with_the_difference(key: ClusterKey) -> None:
 
 
 def test_a_refusal_names_the_traits_that_differ_on_both_sides(
-    key: ClusterKey, caplog: pytest.LogCaptureFixture
+    key: Credentials, caplog: pytest.LogCaptureFixture
 ) -> None:
     traits = {"engine": "vllm 0.32", "dtype": "bfloat16"}
     with (
@@ -223,10 +223,10 @@ def test_a_refusal_names_the_traits_that_differ_on_both_sides(
     assert "link to p ended: the two workers cannot exchange KV: another model" in caplog.text
 
 
-def test_another_cluster_key_is_refused(key: ClusterKey) -> None:
+def test_another_cluster_key_is_refused(key: Credentials) -> None:
     with (
         node("p", kinds=("shared",), key=key, block_size=16) as prefill,
-        node("d", kinds=("shared",), key=ClusterKey.generate(), block_size=16) as decode,
+        node("d", kinds=("shared",), key=Credentials.generate(), block_size=16) as decode,
     ):
         ticket = make_ticket(prefill.ref, decode.ref)
         decode.agent.start_receive(receive_order(ticket, start=0, num_tokens=20))
@@ -234,7 +234,7 @@ def test_another_cluster_key_is_refused(key: ClusterKey) -> None:
         assert [type(event) for event in events] == [KVFailed, BlocksQuiescent]
 
 
-def test_a_decline_ends_the_offer(key: ClusterKey) -> None:
+def test_a_decline_ends_the_offer(key: Credentials) -> None:
     with (
         node("p", kinds=("shared",), key=key, block_size=16) as prefill,
         node("d", kinds=("shared",), key=key, block_size=16) as decode,
@@ -247,7 +247,7 @@ def test_a_decline_ends_the_offer(key: ClusterKey) -> None:
         assert "all is cached" in str(failed.error)
 
 
-def test_an_abort_on_either_side_ends_both(key: ClusterKey) -> None:
+def test_an_abort_on_either_side_ends_both(key: Credentials) -> None:
     with (
         node("p", kinds=("shared",), key=key, block_size=16) as prefill,
         node("d", kinds=("shared",), key=key, block_size=16) as decode,
@@ -269,7 +269,7 @@ def test_an_abort_on_either_side_ends_both(key: ClusterKey) -> None:
         assert isinstance(prefill.wait_for()[0], SendFailed)
 
 
-def test_a_window_that_no_transport_opens_ends_the_handoff(key: ClusterKey) -> None:
+def test_a_window_that_no_transport_opens_ends_the_handoff(key: Credentials) -> None:
     with (
         node("p", kinds=("shared", "tcp"), key=key, block_size=16) as prefill,
         node("d", kinds=("shared", "tcp"), key=key, block_size=16) as decode,
@@ -283,7 +283,7 @@ def test_a_window_that_no_transport_opens_ends_the_handoff(key: ClusterKey) -> N
         assert quiescent == BlocksQuiescent(ticket.id)
 
 
-def test_giving_up_before_it_is_expected_fails_at_once(key: ClusterKey) -> None:
+def test_giving_up_before_it_is_expected_fails_at_once(key: Credentials) -> None:
     with node("d", kinds=("shared",), key=key, block_size=16) as decode:
         ticket = make_ticket(WorkerRef(WorkerId("p"), Epoch("e"), "127.0.0.1:9"), decode.ref)
         decode.agent.abort_from_peer(ticket.id, "the prefill worker answered 503")
@@ -294,7 +294,7 @@ def test_giving_up_before_it_is_expected_fails_at_once(key: ClusterKey) -> None:
         assert quiescent == BlocksQuiescent(ticket.id)
 
 
-def test_nothing_arrives_in_time(key: ClusterKey) -> None:
+def test_nothing_arrives_in_time(key: Credentials) -> None:
     with (
         node("p", kinds=("shared",), key=key, block_size=16) as prefill,
         node("d", kinds=("shared",), key=key, block_size=16) as decode,
@@ -308,7 +308,7 @@ def test_nothing_arrives_in_time(key: ClusterKey) -> None:
         assert quiescent == BlocksQuiescent(ticket.id)
 
 
-def test_an_address_that_no_peer_can_dial_is_refused(key: ClusterKey) -> None:
+def test_an_address_that_no_peer_can_dial_is_refused(key: Credentials) -> None:
     with node("d", kinds=("shared",), key=key, block_size=16) as decode:
         options = replace(decode.agent.options, host="0.0.0.0", transports=())
         with pytest.raises(ConfigError, match="handoff_host"):
@@ -316,7 +316,7 @@ def test_an_address_that_no_peer_can_dial_is_refused(key: ClusterKey) -> None:
 
 
 @pytest.mark.parametrize("kind", ["shared", "tcp"])
-def test_a_worker_that_stops_fails_its_handoffs(kind: str, key: ClusterKey) -> None:
+def test_a_worker_that_stops_fails_its_handoffs(kind: str, key: Credentials) -> None:
     with node("d", kinds=(kind,), key=key, block_size=16) as decode:
         with node("p", kinds=(kind,), key=key, block_size=16) as prefill:
             ticket = make_ticket(prefill.ref, decode.ref)
@@ -327,7 +327,7 @@ def test_a_worker_that_stops_fails_its_handoffs(kind: str, key: ClusterKey) -> N
         assert isinstance(events[0], KVFailed)
 
 
-def test_a_short_prompt_leaves_in_one_piece_when_it_is_computed(key: ClusterKey) -> None:
+def test_a_short_prompt_leaves_in_one_piece_when_it_is_computed(key: Credentials) -> None:
     with (
         node("p", kinds=("shared",), key=key, single_send_max_tokens=101) as prefill,
         node("d", kinds=("shared",), key=key) as decode,

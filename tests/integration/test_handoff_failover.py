@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from baton.auth.key import ClusterKey
+from baton.auth.credentials import Credentials
 from baton.handoff.interface import BlocksQuiescent, KVFailed, SendFailed
 from baton.testing.faulty_transport import Fault, FaultPlan, FaultyTransport
 from baton.transfer.transports.tcp.transport import TcpTransport
@@ -35,8 +35,8 @@ BOTH = ("shared", "tcp")
 
 
 @pytest.fixture(name="key")
-def key_fixture() -> ClusterKey:
-    return ClusterKey.generate()
+def key_fixture() -> Credentials:
+    return Credentials.generate()
 
 
 class Tally:
@@ -95,7 +95,7 @@ def begin(handoff: Handoff, stop: int = 57) -> None:
 @pytest.mark.parametrize("op", ["WRITE", "READ"])
 @pytest.mark.parametrize(("src_block", "dst_block"), [(16, 16), (16, 24)])
 def test_shared_is_cut_in_the_middle_and_tcp_finishes(
-    op: TransferOp, src_block: int, dst_block: int, key: ClusterKey
+    op: TransferOp, src_block: int, dst_block: int, key: Credentials
 ) -> None:
     tally = Tally()
     with (
@@ -124,7 +124,7 @@ def test_shared_is_cut_in_the_middle_and_tcp_finishes(
         again.check_landed()
 
 
-def test_without_another_transport_a_cut_ends_the_handoff(key: ClusterKey) -> None:
+def test_without_another_transport_a_cut_ends_the_handoff(key: Credentials) -> None:
     with (
         node("p", kinds=("shared",), key=key) as prefill,
         node("d", kinds=("shared",), key=key) as decode,
@@ -136,7 +136,7 @@ def test_without_another_transport_a_cut_ends_the_handoff(key: ClusterKey) -> No
         assert isinstance(decode.wait_for()[0], KVFailed)
 
 
-def test_a_transport_that_was_cut_is_used_again_once_it_has_cooled(key: ClusterKey) -> None:
+def test_a_transport_that_was_cut_is_used_again_once_it_has_cooled(key: Credentials) -> None:
     with (
         node("p", kinds=BOTH, key=key) as prefill,
         node("d", kinds=BOTH, key=key) as decode,
@@ -177,7 +177,7 @@ class Wrapped:
 @pytest.mark.parametrize("fault", [Fault.FAIL_SUBMIT, Fault.FLIP_BIT, Fault.SWAP_PAGES])
 @pytest.mark.parametrize("seed", range(3))
 def test_what_one_transport_spoils_another_brings(
-    op: TransferOp, fault: Fault, seed: int, key: ClusterKey
+    op: TransferOp, fault: Fault, seed: int, key: Credentials
 ) -> None:
     wrapped = Wrapped("shared", FaultPlan(seed, {fault: 0.5}))
     moves = {"WRITE": 0, "READ": 1}[op]
@@ -202,7 +202,7 @@ def test_what_one_transport_spoils_another_brings(
 
 @pytest.mark.parametrize("seed", range(3))
 def test_of_layers_written_together_the_spoilt_one_alone_is_written_again(
-    seed: int, key: ClusterKey
+    seed: int, key: Credentials
 ) -> None:
     wrapped, tally = Wrapped("shared", FaultPlan(seed, {Fault.FLIP_BIT: 1.0})), Tally()
     with (
@@ -224,7 +224,7 @@ def test_of_layers_written_together_the_spoilt_one_alone_is_written_again(
 
 @pytest.mark.parametrize("fault", [Fault.FLIP_BIT, Fault.SWAP_PAGES])
 def test_a_spoilt_read_ends_the_handoff_where_nothing_else_reads(
-    fault: Fault, key: ClusterKey, monkeypatch: pytest.MonkeyPatch
+    fault: Fault, key: Credentials, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What was announced to be read cannot be said again of bytes that are written."""
     monkeypatch.setattr(TcpTransport, "capabilities", WRITES_ONLY)
@@ -242,7 +242,7 @@ def test_a_spoilt_read_ends_the_handoff_where_nothing_else_reads(
         assert wrapped.made[0].injected
 
 
-def test_an_abort_while_it_is_rerouted_leaves_nothing_behind(key: ClusterKey) -> None:
+def test_an_abort_while_it_is_rerouted_leaves_nothing_behind(key: Credentials) -> None:
     with (
         node("p", kinds=BOTH, key=key) as prefill,
         node("d", kinds=BOTH, key=key) as decode,

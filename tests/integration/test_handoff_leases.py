@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from baton.auth.credentials import Credentials
 from baton.auth.key import ClusterKey
 from baton.handoff.interface import BlocksQuiescent, KVFailed, KVSent, SendFailed
 from baton.handoff.session.lease import LAPSED_REASON, LEASE_STAGE
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
     from baton.transfer.links.choice import Choice, Direction
 
-KEY = ClusterKey(b"k" * 32)
+KEY = Credentials.of(ClusterKey(b"k" * 32))
 LEASE_S = 0.6
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from baton.auth.key import ClusterKey
+from baton.auth.credentials import Credentials
 from baton.handoff.interface import KVLanded
 from baton.handoff.peer_transports import LinkOptions, PeerTransportState
 from baton.testing.faulty_transport import Fault, FaultPlan
@@ -33,8 +33,8 @@ MEASURED = LinkOptions()
 
 
 @pytest.fixture(name="key")
-def key_fixture() -> ClusterKey:
-    return ClusterKey.generate()
+def key_fixture() -> Credentials:
+    return Credentials.generate()
 
 
 def hand_over(prefill: Node, decode: Node, seed: int = 1) -> tuple[str | None, str | None]:
@@ -52,7 +52,7 @@ def hand_over(prefill: Node, decode: Node, seed: int = 1) -> tuple[str | None, s
 
 
 @pytest.mark.parametrize("op", ["WRITE", "READ"])
-def test_workers_that_meet_measure_all_that_they_share(op: TransferOp, key: ClusterKey) -> None:
+def test_workers_that_meet_measure_all_that_they_share(op: TransferOp, key: Credentials) -> None:
     tallies = Tally(), Tally()
     with (
         node("p", kinds=BOTH, key=key, links=MEASURED, observer=tallies[0]) as prefill,
@@ -77,7 +77,7 @@ def test_workers_that_meet_measure_all_that_they_share(op: TransferOp, key: Clus
 
 @pytest.mark.parametrize("op", ["WRITE", "READ"])
 def test_a_worker_that_measures_nothing_meets_one_that_does(
-    op: TransferOp, key: ClusterKey, caplog: pytest.LogCaptureFixture
+    op: TransferOp, key: Credentials, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The measuring one shows its memory for probes; the other has none, and lands none."""
     with (
@@ -91,7 +91,7 @@ def test_a_worker_that_measures_nothing_meets_one_that_does(
     assert "unexpected error" not in caplog.text
 
 
-def test_a_handoff_that_waits_comes_before_the_probes(key: ClusterKey) -> None:
+def test_a_handoff_that_waits_comes_before_the_probes(key: Credentials) -> None:
     tally = Tally()
     with (
         node("p", kinds=BOTH, key=key, links=MEASURED, observer=tally) as prefill,
@@ -106,7 +106,7 @@ def test_a_handoff_that_waits_comes_before_the_probes(key: ClusterKey) -> None:
         wait_until(lambda: len(tally.probed) == 2)
 
 
-def test_a_transport_that_brings_other_bytes_is_found_by_the_probes(key: ClusterKey) -> None:
+def test_a_transport_that_brings_other_bytes_is_found_by_the_probes(key: Credentials) -> None:
     wrapped = Wrapped("shared", FaultPlan(1, {Fault.FLIP_BIT: 1.0}))
     tally = Tally()
     with (
@@ -148,7 +148,7 @@ class Late:
         return [*events, *due]
 
 
-def test_a_slow_transport_is_left_for_a_faster_one(key: ClusterKey) -> None:
+def test_a_slow_transport_is_left_for_a_faster_one(key: Credentials) -> None:
     """Listed first, and guessed to be faster: measured, it is not."""
     tally = Tally()
     with (
@@ -164,7 +164,7 @@ def test_a_slow_transport_is_left_for_a_faster_one(key: ClusterKey) -> None:
         assert not tally.mismatches
 
 
-def test_one_that_was_cut_is_on_trial_before_it_is_used_again(key: ClusterKey) -> None:
+def test_one_that_was_cut_is_on_trial_before_it_is_used_again(key: Credentials) -> None:
     with (
         node("p", kinds=BOTH, key=key, links=MEASURED) as prefill,
         node("d", kinds=BOTH, key=key, links=MEASURED) as decode,
@@ -183,7 +183,7 @@ def test_one_that_was_cut_is_on_trial_before_it_is_used_again(key: ClusterKey) -
         assert expected == used
 
 
-def test_surveys_stay_in_their_bounds(key: ClusterKey) -> None:
+def test_surveys_stay_in_their_bounds(key: Credentials) -> None:
     tally = Tally()
     small = LinkOptions(bounds=ProbeBounds(0.15, 600_000))
     with (
@@ -198,7 +198,7 @@ def test_surveys_stay_in_their_bounds(key: ClusterKey) -> None:
             assert 1 <= peer_transport.model.num_probes <= 12
 
 
-def test_many_peers_take_turns_at_one_landing(key: ClusterKey) -> None:
+def test_many_peers_take_turns_at_one_landing(key: Credentials) -> None:
     tallies = [Tally() for _ in range(3)]
     with (
         node("d", kinds=BOTH, key=key, links=MEASURED) as decode,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
+from baton.auth.credentials import Credentials
 from baton.auth.key import ClusterKey
 from baton.auth.ticket import Ticket, WorkerRef
 from baton.clock import Instant, MachineClock
@@ -53,7 +54,7 @@ if TYPE_CHECKING:
     from baton.store.interface import EntryName, Tier
 
 CLOCK = MachineClock()
-KEY = ClusterKey(b"k" * 32)
+KEY = Credentials.of(ClusterKey(b"k" * 32))
 FIRST = SampledToken(42)
 IN_STORE = 10
 NUM_TOKENS = 37
@@ -153,7 +154,7 @@ def node(
     for each in pages:
         each[:] = rng.integers(0, 256, each.shape, dtype=np.uint8)
     view = KVView(layout, region)
-    pool = open_store_access(store, view, key=KEY, clock=CLOCK)
+    pool = open_store_access(store, view, key=KEY.key, clock=CLOCK)
     handoffs = open_handoffs(
         AgentOptions(
             worker=WorkerId("w"),
@@ -161,7 +162,7 @@ def node(
             fingerprint="model",
             views=(view,),
             transports=(),
-            key=KEY,
+            credentials=KEY,
             clock=CLOCK,
             timeout_s=timeout_s,
         ),

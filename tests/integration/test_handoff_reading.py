@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from baton.auth.credentials import Credentials
 from baton.auth.key import ClusterKey
 from baton.clock import Instant
 from baton.handoff.interface import (
@@ -51,14 +52,14 @@ SHARED = ("shared",)
 
 
 @pytest.fixture(name="key")
-def key_fixture() -> ClusterKey:
-    return ClusterKey.generate()
+def key_fixture() -> Credentials:
+    return Credentials.generate()
 
 
 @pytest.mark.parametrize(("src_block", "dst_block"), [(16, 16), (16, 24), (24, 16), (8, 32)])
 @pytest.mark.parametrize(("start_blocks", "num_ready"), [(0, 0), (2, 40)])
 def test_layers_are_read_as_they_become_available(
-    src_block: int, dst_block: int, start_blocks: int, num_ready: int, key: ClusterKey
+    src_block: int, dst_block: int, start_blocks: int, num_ready: int, key: Credentials
 ) -> None:
     with (
         node("p", kinds=SHARED, key=key, block_size=src_block) as prefill,
@@ -84,7 +85,7 @@ def test_layers_are_read_as_they_become_available(
         )
 
 
-def test_one_route_serves_every_handoff_with_a_peer(key: ClusterKey) -> None:
+def test_one_route_serves_every_handoff_with_a_peer(key: Credentials) -> None:
     holder = HeldReadsFactory()
     with (
         node("p", kinds=SHARED, key=key) as prefill,
@@ -102,7 +103,7 @@ def test_one_route_serves_every_handoff_with_a_peer(key: ClusterKey) -> None:
 
 
 def test_a_transport_that_cannot_read_is_written_by_the_peer(
-    key: ClusterKey, monkeypatch: pytest.MonkeyPatch
+    key: Credentials, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(TcpTransport, "capabilities", WRITES_ONLY)
     with (
@@ -122,7 +123,7 @@ def test_a_transport_that_cannot_read_is_written_by_the_peer(
 def test_a_peer_that_cannot_be_attached_by_one_transport_is_reached_by_another(
     *,
     tcp_reads: bool,
-    key: ClusterKey,
+    key: Credentials,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -152,7 +153,7 @@ def test_a_peer_that_cannot_be_attached_by_one_transport_is_reached_by_another(
     assert caplog.text.count(said) == 1
 
 
-def test_bytes_that_change_under_a_read_are_not_used(key: ClusterKey) -> None:
+def test_bytes_that_change_under_a_read_are_not_used(key: Credentials) -> None:
     holder = HeldReadsFactory()
     with (
         node("p", kinds=SHARED, key=key) as prefill,
@@ -172,7 +173,7 @@ def test_bytes_that_change_under_a_read_are_not_used(key: ClusterKey) -> None:
         assert isinstance(prefill.wait_for()[0], SendFailed)
 
 
-def test_the_source_is_held_until_it_is_taken(key: ClusterKey) -> None:
+def test_the_source_is_held_until_it_is_taken(key: Credentials) -> None:
     holder = HeldReadsFactory()
     with (
         node("p", kinds=SHARED, key=key) as prefill,
@@ -191,7 +192,7 @@ def test_the_source_is_held_until_it_is_taken(key: ClusterKey) -> None:
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
-def test_a_deadline_under_a_read_ends_both_sides(side: str, key: ClusterKey) -> None:
+def test_a_deadline_under_a_read_ends_both_sides(side: str, key: Credentials) -> None:
     """`BlocksQuiescent` waits for the read, and nothing else does."""
     holder = HeldReadsFactory()
     with (
@@ -217,7 +218,7 @@ def test_a_deadline_under_a_read_ends_both_sides(side: str, key: ClusterKey) -> 
         assert decode.wait_for() == [BlocksQuiescent(handoff.sending.ticket.id)]
 
 
-def test_a_link_that_is_cut_under_a_read_ends_both_sides(key: ClusterKey) -> None:
+def test_a_link_that_is_cut_under_a_read_ends_both_sides(key: Credentials) -> None:
     holder = HeldReadsFactory()
     with (
         node("p", kinds=SHARED, key=key) as prefill,
@@ -249,7 +250,9 @@ def test_a_peer_that_is_killed_ends_the_handoff_at_once(reads_are_held: bool) ->
     here, there = spawn.Pipe()
     child = spawn.Process(target=run_prefill, args=(secret, there), daemon=True)
     child.start()
-    with node("d", kinds=SHARED, key=ClusterKey(secret), op="READ", wrap=holder) as decode:
+    with node(
+        "d", kinds=SHARED, key=Credentials.of(ClusterKey(secret)), op="READ", wrap=holder
+    ) as decode:
         if not reads_are_held:
             holder.made[0].let_go()
         ticket = make_ticket(here.recv(), decode.ref)
@@ -265,7 +268,7 @@ def test_a_peer_that_is_killed_ends_the_handoff_at_once(reads_are_held: bool) ->
     child.join()
 
 
-def test_an_abort_while_reading_ends_both_sides(key: ClusterKey) -> None:
+def test_an_abort_while_reading_ends_both_sides(key: Credentials) -> None:
     holder = HeldReadsFactory()
     with (
         node("p", kinds=SHARED, key=key) as prefill,
@@ -283,7 +286,7 @@ def test_an_abort_while_reading_ends_both_sides(key: ClusterKey) -> None:
         assert decode.wait_for() == [BlocksQuiescent(ticket)]
 
 
-def test_many_handoffs_at_once(key: ClusterKey) -> None:
+def test_many_handoffs_at_once(key: Credentials) -> None:
     with (
         node("p", kinds=SHARED, key=key) as prefill,
         node("d", kinds=SHARED, key=key, block_size=24, op="READ") as decode,
@@ -313,7 +316,7 @@ def cut_links(worker: Node) -> None:
 
 
 def test_a_peer_that_does_not_know_a_handoff_is_waited_for_no_longer_than_its_deadline(
-    key: ClusterKey,
+    key: Credentials,
 ) -> None:
     with (
         node("p", kinds=SHARED, key=key) as prefill,
@@ -332,7 +335,7 @@ def test_a_peer_that_does_not_know_a_handoff_is_waited_for_no_longer_than_its_de
 
 @pytest.mark.parametrize("op", ["WRITE", "READ"])
 def test_layers_with_the_same_pages_are_moved_by_one_prepared_list(
-    op: TransferOp, key: ClusterKey, monkeypatch: pytest.MonkeyPatch
+    op: TransferOp, key: Credentials, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[PageCopies] = []
     name = "submit" if op == "WRITE" else "read"

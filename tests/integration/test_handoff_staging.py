@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from baton.auth.key import ClusterKey
+from baton.auth.credentials import Credentials
 from baton.clock import Instant
 from baton.handoff.interface import BlocksQuiescent, KVFailed, KVLanded, KVSent, SendFailed
 from baton.handoff.kv_views import KVView
@@ -43,8 +43,8 @@ OPS: tuple[TransferOp, ...] = ("WRITE", "READ")
 
 
 @pytest.fixture(name="key")
-def key_fixture() -> ClusterKey:
-    return ClusterKey.generate()
+def key_fixture() -> Credentials:
+    return Credentials.generate()
 
 
 def pages_of(kind: str, num_staging_pages: int = 12) -> AbstractContextManager[Pages]:
@@ -57,7 +57,7 @@ def pages_of(kind: str, num_staging_pages: int = 12) -> AbstractContextManager[P
 @pytest.mark.parametrize("kinds", [("staged", "plain"), ("plain", "staged"), ("staged", "staged")])
 @pytest.mark.parametrize(("start_blocks", "num_ready"), [(0, 0), (2, 57)])
 def test_kv_goes_through_staging_between_two_orders(
-    op: TransferOp, kinds: tuple[str, str], start_blocks: int, num_ready: int, key: ClusterKey
+    op: TransferOp, kinds: tuple[str, str], start_blocks: int, num_ready: int, key: Credentials
 ) -> None:
     with (
         pages_of(kinds[0]) as theirs,
@@ -81,7 +81,7 @@ def test_kv_goes_through_staging_between_two_orders(
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("kinds", [("staged", "plain"), ("plain", "staged")])
 def test_handoffs_wait_their_turn_for_staging_pages(
-    op: TransferOp, kinds: tuple[str, str], key: ClusterKey
+    op: TransferOp, kinds: tuple[str, str], key: Credentials
 ) -> None:
     """Three blocks each and four pages: one at a time."""
     with (
@@ -107,7 +107,7 @@ def test_handoffs_wait_their_turn_for_staging_pages(
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("kinds", [("staged", "plain"), ("plain", "staged")])
 def test_one_that_ends_while_it_waits_leaves_its_place(
-    op: TransferOp, kinds: tuple[str, str], key: ClusterKey
+    op: TransferOp, kinds: tuple[str, str], key: Credentials
 ) -> None:
     with (
         pages_of(kinds[0], 4) as theirs,
@@ -138,7 +138,7 @@ def test_one_that_ends_while_it_waits_leaves_its_place(
 
 
 @pytest.mark.parametrize("kinds", [("staged", "plain"), ("plain", "staged")])
-def test_one_that_could_never_fit_fails_at_once(kinds: tuple[str, str], key: ClusterKey) -> None:
+def test_one_that_could_never_fit_fails_at_once(kinds: tuple[str, str], key: Credentials) -> None:
     with (
         pages_of(kinds[0], 4) as theirs,
         pages_of(kinds[1], 4) as ours,
@@ -154,7 +154,7 @@ def test_one_that_could_never_fit_fails_at_once(kinds: tuple[str, str], key: Clu
         assert "needs 7 staging pages where there are 4" in str(failed.error)
 
 
-def test_the_engines_blocks_are_quiet_before_the_staging_pages_are(key: ClusterKey) -> None:
+def test_the_engines_blocks_are_quiet_before_the_staging_pages_are(key: Credentials) -> None:
     holder = HeldReadsFactory()
     with (
         pages_of("plain") as theirs,
@@ -179,7 +179,7 @@ def test_the_engines_blocks_are_quiet_before_the_staging_pages_are(key: ClusterK
         second.check_bytes()
 
 
-def test_an_order_that_starts_inside_a_staged_block_fails(key: ClusterKey) -> None:
+def test_an_order_that_starts_inside_a_staged_block_fails(key: Credentials) -> None:
     with (
         pages_of("plain") as theirs,
         pages_of("staged") as ours,
@@ -197,7 +197,7 @@ def test_an_order_that_starts_inside_a_staged_block_fails(key: ClusterKey) -> No
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize(("arrangement", "is_staged"), [("vec/LBHNC", False), ("amx/LBHNC", True)])
 def test_equal_engines_exchange_opaque_pages_and_others_canonical_ones(
-    arrangement: str, is_staged: bool, op: TransferOp, key: ClusterKey
+    arrangement: str, is_staged: bool, op: TransferOp, key: Credentials
 ) -> None:
     with (
         two_faced_pages("vec/LBHNC") as theirs,
@@ -216,7 +216,7 @@ def test_equal_engines_exchange_opaque_pages_and_others_canonical_ones(
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_faces_that_match_need_not_be_in_the_same_place(op: TransferOp, key: ClusterKey) -> None:
+def test_faces_that_match_need_not_be_in_the_same_place(op: TransferOp, key: Credentials) -> None:
     with (
         plain_pages(make_layout(16)) as theirs,
         two_faced_pages("vec/LBHNC") as ours,
@@ -233,7 +233,7 @@ def test_faces_that_match_need_not_be_in_the_same_place(op: TransferOp, key: Clu
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_an_opaque_page_is_sent_once(op: TransferOp, key: ClusterKey) -> None:
+def test_an_opaque_page_is_sent_once(op: TransferOp, key: Credentials) -> None:
     """Of 101 tokens in blocks of 16: 7 pages a layer, however many steps there were."""
     with (
         two_faced_pages("vec/LBHNC") as theirs,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 
-from baton.auth.key import ClusterKey
+from baton.auth.credentials import Credentials
 from baton.auth.ticket import seal
 from baton.errors import BatonError
 from baton.handoff.interface import BlocksQuiescent, KVFailed, KVLanded, KVSent
@@ -38,8 +38,8 @@ SHARED = ("shared",)
 
 
 @pytest.fixture(name="key")
-def key_fixture() -> ClusterKey:
-    return ClusterKey.generate()
+def key_fixture() -> Credentials:
+    return Credentials.generate()
 
 
 def peers_of(worker: Node, name: str) -> list[Peer]:
@@ -59,7 +59,7 @@ def say(worker: Node, peer: Peer, message: Message) -> None:
 
 
 def test_a_grant_over_a_link_that_this_side_dialed_is_refused(
-    key: ClusterKey, caplog: pytest.LogCaptureFixture
+    key: Credentials, caplog: pytest.LogCaptureFixture
 ) -> None:
     with (
         node("p", kinds=SHARED, key=key) as prefill,
@@ -73,7 +73,7 @@ def test_a_grant_over_a_link_that_this_side_dialed_is_refused(
 
 
 @pytest.mark.parametrize("word", ["taken", "missing", "reversed"])
-def test_what_another_peer_says_of_a_handoff_changes_nothing(word: str, key: ClusterKey) -> None:
+def test_what_another_peer_says_of_a_handoff_changes_nothing(word: str, key: Credentials) -> None:
     holder = HeldReadsFactory()
     with (
         node("p", kinds=SHARED, key=key) as prefill,
@@ -100,7 +100,7 @@ def test_what_another_peer_says_of_a_handoff_changes_nothing(word: str, key: Clu
         handoff.check_landed(FIRST)
 
 
-def test_both_traces_of_a_read_handoff_say_what_carried_it(key: ClusterKey) -> None:
+def test_both_traces_of_a_read_handoff_say_what_carried_it(key: Credentials) -> None:
     with (
         node("p", kinds=SHARED, key=key) as prefill,
         node("d", kinds=SHARED, key=key, op="READ") as decode,
@@ -117,7 +117,7 @@ def test_both_traces_of_a_read_handoff_say_what_carried_it(key: ClusterKey) -> N
 
 @pytest.mark.parametrize("mode", ["push", "pull"])
 def test_a_probe_that_is_named_like_a_ticket_takes_nothing_of_that_ticket(
-    mode: HandoffMode, key: ClusterKey
+    mode: HandoffMode, key: Credentials
 ) -> None:
     """What is written would be taken for a probe, and its pages never be free again."""
     measured = LinkOptions()
@@ -138,7 +138,7 @@ def test_a_probe_that_is_named_like_a_ticket_takes_nothing_of_that_ticket(
 
 
 def test_a_probe_where_links_are_not_measured_is_refused_and_its_link_lives(
-    key: ClusterKey, caplog: pytest.LogCaptureFixture
+    key: Credentials, caplog: pytest.LogCaptureFixture
 ) -> None:
     with (
         node("p", kinds=SHARED, key=key) as prefill,
@@ -152,7 +152,7 @@ def test_a_probe_where_links_are_not_measured_is_refused_and_its_link_lives(
 
 @pytest.mark.parametrize("version", [1, 3, PROTOCOL_VERSION + 1])
 def test_a_worker_of_another_version_is_told_so(
-    version: int, key: ClusterKey, caplog: pytest.LogCaptureFixture
+    version: int, key: Credentials, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It cannot read our Hello, but `refused` is the same in all versions."""
     with node("p", kinds=SHARED, key=key) as prefill:
@@ -179,7 +179,7 @@ def test_a_worker_of_another_version_is_told_so(
 
 
 def test_a_message_that_cannot_be_handled_ends_its_own_link(
-    key: ClusterKey, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    key: Credentials, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Whatever it was: the handoffs of other peers go on."""
     with (

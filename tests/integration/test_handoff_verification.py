@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from baton.auth.key import ClusterKey
+from baton.auth.credentials import Credentials
 from baton.handoff.interface import KVFailed, KVLanded
 from baton.handoff.verify import VerificationPolicy
 from baton.testing.faulty_transport import Fault, FaultPlan, FaultyTransport
@@ -42,7 +42,7 @@ def hand_over(
     path: str, policy: VerificationPolicy, spoiler: Spoiler
 ) -> tuple[Handoff, HandoffEvent, bool]:
     """One handoff; how it ended on the decode worker, and whether the bytes are the sender's."""
-    key, kinds = ClusterKey.generate(), (KINDS[path],)
+    key, kinds = Credentials.generate(), (KINDS[path],)
     with (
         node("p", kinds=kinds, key=key, wrap=spoiler) as prefill,
         node("d", kinds=kinds, key=key, verification=policy) as decode,

@@ -12,7 +12,7 @@ import aiohttp
 import pytest
 import uvicorn
 
-from baton.auth.certificates import make_identity
+from baton.auth.credentials import Credentials
 from baton.auth.key import ClusterKey
 from baton.cli.main import run
 from baton.clock import MachineClock
@@ -27,19 +27,19 @@ from baton.net.http_server import (
     start_listening,
     url_of,
 )
-from baton.net.tls import contexts_of
+from baton.net.tls import ClusterTls
 from baton.protocol.worker_http import Role
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
     from pathlib import Path
 
-KEY, OTHER_KEY = ClusterKey(b"k" * 32), ClusterKey(b"o" * 32)
+KEY, OTHER_KEY = Credentials.of(ClusterKey(b"k" * 32)), Credentials.of(ClusterKey(b"o" * 32))
 LIMITS = HttpLimits(head_timeout_s=0.5, max_connections=8, max_connections_per_address=8)
 
 
-def holder_of(key: ClusterKey) -> ssl.SSLContext:
-    return contexts_of(make_identity(key, "test")).dialing
+def holder_of(key: Credentials) -> ssl.SSLContext:
+    return ClusterTls(key).dialing
 
 
 def anonymous() -> ssl.SSLContext:
@@ -52,10 +52,10 @@ def anonymous() -> ssl.SSLContext:
 class Server:
     """Answers each request with its body."""
 
-    def __init__(self, key: ClusterKey) -> None:
+    def __init__(self, key: Credentials) -> None:
         self.refused: list[Refusal] = []
         self.served: list[bytes] = []
-        tls = contexts_of(make_identity(key, "server")).listening
+        tls = ClusterTls(key)
         self.connections = Connections(LIMITS, MachineClock(), self.refused.append, tls)
         self.url, self.port = "", 0
 
@@ -173,7 +173,7 @@ async def probe(url: str, until: list[Any]) -> str:
     """What a gateway with that worker says of it, once `until` has something."""
     worker = WorkerAddress(url, Role.BOTH)
     options = GatewayOptions(
-        workers=(worker,), cluster_key=KEY, probe_interval_s=0.05, probe_timeout_s=1.0
+        workers=(worker,), credentials=KEY, probe_interval_s=0.05, probe_timeout_s=1.0
     )
     async with open_gateway(options, MachineClock()) as app, asyncio.timeout(10):
         while not until:
@@ -231,10 +231,10 @@ def test_files_for_programs_that_are_not_batons(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As `vllm serve --ssl-certfile … --ssl-cert-reqs 2` gives them to uvicorn."""
-    monkeypatch.setenv("BATON_CLUSTER_KEY", KEY.secret.hex())
-    assert run(["key", "certificate", "--directory", str(tmp_path / "certificates")]) == 0
-    names = ("certificate.pem", "key.pem", "authority.pem")
-    certificate, key, authority = (tmp_path / "certificates" / name for name in names)
+    monkeypatch.setenv("BATON_CLUSTER_KEY", KEY.key.secret.hex())
+    directory = tmp_path / "identity"
+    assert run(["key", "issue", str(directory), "--role", "worker", "--name", "w"]) == 0
+    certificate, key, authority = (directory / name for name in ("tls.crt", "tls.key", "ca.crt"))
     assert {path.stat().st_mode & 0o777 for path in (certificate, key, authority)} == {0o600}
 
     async def main() -> None:

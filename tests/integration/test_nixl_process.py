@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from baton.auth.key import ClusterKey
+from baton.auth.credentials import Credentials
 from baton.clock import MachineClock
 from baton.ids import new_epoch
 from baton.kv.copies import PageCopies
@@ -85,6 +85,7 @@ print(json.dumps(listening()), flush=True)
 
 OWNER = """
 import sys, select, msgspec
+from baton.auth.credentials import Credentials
 from baton.auth.key import ClusterKey
 from baton.clock import MachineClock
 from baton.ids import new_epoch
@@ -92,7 +93,7 @@ from baton.testing.transport_pair import Side
 from baton.transfer.interface import TRANSPORTS, TransportContext
 from baton.transfer.region import allocate_host_region
 
-key, host = ClusterKey.from_hex(sys.argv[1]), sys.argv[2]
+key, host = Credentials.of(ClusterKey.from_hex(sys.argv[1])), sys.argv[2]
 context = TransportContext(key, new_epoch(), host, MachineClock())
 transport = TRANSPORTS.build("nixl", {"lanes": "network"})(context)
 side = Side.start(transport, context.epoch, allocate_host_region([(1024, 65536)]))
@@ -179,7 +180,7 @@ def namespace():
 
 def test_an_owner_that_stands_still_is_read_on_one_host():
     kit = HostKit()
-    with OwnerProcess(kit.make_side(SHAPES), kit.key, kit.options) as owner:
+    with OwnerProcess(kit.make_side(SHAPES), kit.credentials, kit.options) as owner:
         owner._process.send_signal(signal.SIGSTOP)
         transfer = owner.read()
         owner.pump(lambda: owner.num_ended == 1)
@@ -191,7 +192,7 @@ def test_an_owner_that_stands_still_is_read_on_one_host():
 def test_a_read_from_an_owner_that_stands_still_costs_little_and_ends_with_the_remote():
     """Nothing of it lands any more, also when the owner goes on."""
     kit = NetworkKit()
-    with OwnerProcess(kit.make_side(SHAPES), kit.key, kit.options) as owner:
+    with OwnerProcess(kit.make_side(SHAPES), kit.credentials, kit.options) as owner:
         owner._process.send_signal(signal.SIGSTOP)
         transfer = owner.read()
         before = time.process_time()
@@ -230,9 +231,9 @@ def test_a_second_transfer_of_the_same_shape_prepares_nothing(monkeypatch):
 
 
 def test_reads_between_network_namespaces_and_over_a_cable_that_is_cut(namespace):
-    key = ClusterKey.generate()
+    key = Credentials.generate()
     with subprocess.Popen(
-        [*namespace, sys.executable, "-c", OWNER, key.secret.hex(), "10.77.0.2"],
+        [*namespace, sys.executable, "-c", OWNER, key.key.secret.hex(), "10.77.0.2"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     ) as process:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 import msgspec
 import pytest
 
-from baton.auth.key import ClusterKey
+from baton.auth.credentials import Credentials
 from baton.handoff.interface import KVFailed, KVLanded
 from baton.net.framing import PREFIX_BYTES
 from tests.integration.handoff_nodes import Node, make_handoff, node
@@ -91,8 +91,8 @@ def _read(sock: socket.socket, num_bytes: int) -> bytes | None:
 
 
 @pytest.fixture(name="key")
-def key_fixture() -> ClusterKey:
-    return ClusterKey.generate()
+def key_fixture() -> Credentials:
+    return Credentials.generate()
 
 
 def hand_over_through(prefill: Node, decode: Node, relay: Relay) -> object:
@@ -143,7 +143,7 @@ def forge(number: int, frame: bytes) -> list[bytes]:
     return [len(body).to_bytes(PREFIX_BYTES, "little") + body, frame]
 
 
-def test_what_is_only_forwarded_arrives(key: ClusterKey) -> None:
+def test_what_is_only_forwarded_arrives(key: Credentials) -> None:
     with (
         node("p", kinds=TCP, key=key) as prefill,
         node("d", kinds=TCP, key=key) as decode,
@@ -155,7 +155,7 @@ def test_what_is_only_forwarded_arrives(key: ClusterKey) -> None:
 
 @pytest.mark.parametrize("change", [flip, drop, repeat, forge])
 def test_what_is_changed_ends_the_link_and_no_more(
-    change: Callable[[int, bytes], list[bytes]], key: ClusterKey, caplog: pytest.LogCaptureFixture
+    change: Callable[[int, bytes], list[bytes]], key: Credentials, caplog: pytest.LogCaptureFixture
 ) -> None:
     with (
         node("p", kinds=TCP, key=key) as prefill,

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from baton.auth.key import ClusterKey
+from baton.auth.credentials import Credentials
 from baton.handoff.peers import AUTHENTICATION_TIMEOUT_S, MAX_UNPROVED
 from baton.net import endpoints
 from baton.net.framing import DialerHandshake
@@ -38,8 +38,8 @@ time.sleep(60)
 
 
 @pytest.fixture(name="key")
-def key_fixture() -> ClusterKey:
-    return ClusterKey.generate()
+def key_fixture() -> Credentials:
+    return Credentials.generate()
 
 
 def connect(address: str) -> socket.socket:
@@ -81,7 +81,7 @@ def hand_over(prefill: Node, decode: Node) -> None:
     handoff.check_landed(FIRST)
 
 
-def test_a_byte_now_and_then_buys_no_time(key: ClusterKey) -> None:
+def test_a_byte_now_and_then_buys_no_time(key: Credentials) -> None:
     opening = DialerHandshake(key, "handoff").opening()
     with node("p", kinds=TCP, key=key) as worker, connect(worker.ref.address) as stranger:
         since = time.monotonic()
@@ -95,7 +95,7 @@ def test_a_byte_now_and_then_buys_no_time(key: ClusterKey) -> None:
 
 
 def test_strangers_that_take_all_places_give_the_oldest_to_a_peer(
-    key: ClusterKey, caplog: pytest.LogCaptureFixture
+    key: Credentials, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING)
     with (
@@ -108,7 +108,7 @@ def test_strangers_that_take_all_places_give_the_oldest_to_a_peer(
     assert "have not proved the key either" in caplog.text
 
 
-def test_data_listeners_do_the_same(key: ClusterKey, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_data_listeners_do_the_same(key: Credentials, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(endpoints, "MAX_UNPROVED", 4)
     with (
         node("p", kinds=TCP, key=key) as prefill,
@@ -128,7 +128,7 @@ def find_data_addresses(worker: Node) -> list[str]:
 
 
 def test_without_a_descriptor_left_the_agent_waits_and_says_so(
-    key: ClusterKey, caplog: pytest.LogCaptureFixture
+    key: Credentials, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING)
     with (

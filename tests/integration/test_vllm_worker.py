@@ -17,9 +17,9 @@ from pathlib import Path
 
 import pytest
 
-from baton.auth.certificates import make_identity
+from baton.auth.credentials import Credentials
 from baton.auth.key import ClusterKey
-from baton.net.tls import contexts_of
+from baton.net.tls import ClusterTls
 
 START_TIMEOUT_S = 240
 POOL = "engine.kv_cache_bytes=134217728"
@@ -138,8 +138,10 @@ def test_ctrl_c_while_loading_leaves_at_once_and_nothing_behind(runtime, phase):
 
 def tls_of(runtime):
     """Of a holder of the key that the worker has made up."""
-    key = ClusterKey.from_hex((runtime / "baton" / "cluster.key").read_text("ascii"))
-    return contexts_of(make_identity(key, "test")).dialing
+    key = Credentials.of(
+        ClusterKey.from_hex((runtime / "baton" / "cluster.key").read_text("ascii"))
+    )
+    return ClusterTls(key).dialing
 
 
 def ask(url, tls, **fields):

@@ -14,6 +14,7 @@ import aiohttp
 import msgspec
 import pytest
 
+from baton.auth.credentials import Credentials
 from baton.auth.key import ClusterKey
 from baton.auth.ticket import Ticket, WorkerRef, seal
 from baton.config.sections import StoreSection
@@ -240,7 +241,7 @@ def test_a_ticket_is_refused_when_stale_forged_or_used(pair: Pair) -> None:
         ticket, text = pair.ticket()
         earlier = WorkerRef(ticket.prefill.worker, Epoch("0" * 32), ticket.prefill.address)
         _, stale = make_ticket(earlier, earlier)
-        forged = seal(ticket, ClusterKey(b"x" * 32))
+        forged = seal(ticket, Credentials.of(ClusterKey(b"x" * 32)))
         async with asking() as ask:
             await asyncio.gather(ask(pair.prefill, body, text), ask(pair.decode, body, text))
             for again, status, code in (

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 import pytest
 
+from baton.auth.credentials import Credentials
 from baton.auth.key import ClusterKey
 from baton.clock import MachineClock
 from baton.config.cluster_key import is_loopback
@@ -42,8 +43,8 @@ async def living(
     engine: ScriptedEngine, **options: Any
 ) -> AsyncGenerator[tuple[str, asyncio.Task[None], Worker]]:
     """A worker that serves: its URL and the task that ends with it."""
-    key = ClusterKey(b"k" * 32)
-    names: dict[str, Any] = {"worker": WorkerId("w0"), "key": key}
+    key = Credentials.of(ClusterKey(b"k" * 32))
+    names: dict[str, Any] = {"worker": WorkerId("w0"), "credentials": key}
     at = ProcessOptions(tls="off", model=Path(engine.info.model_path), **names, **options)
     worker = build_worker(
         WorkerOptions(epoch=EPOCH, served_model_name="demo", **names), engine, None, MachineClock()

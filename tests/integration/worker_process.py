@@ -15,6 +15,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 import msgspec
 
+from baton.auth.credentials import Credentials
 from baton.auth.key import ClusterKey
 from baton.auth.ticket import HandoffMode, Ticket, WorkerRef, seal
 from baton.config.sections import StoreSection
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Generator
 
 
-KEY = ClusterKey(b"k" * 32)
+KEY = Credentials.of(ClusterKey(b"k" * 32))
 ENGINE_OPTIONS = {"num_threads": 1, "num_blocks": 256, "dtype": "float32"}
 
 
@@ -108,7 +109,9 @@ def main() -> None:
             given[name] = tuple(given[name])
     if "store" in given:
         given["store"] = msgspec.convert(given["store"], StoreSection)
-    run_worker(ProcessOptions(**({"model": DEMO_MODEL_PATH, "key": KEY, "tls": "off"} | given)))
+    run_worker(
+        ProcessOptions(**({"model": DEMO_MODEL_PATH, "credentials": KEY, "tls": "off"} | given))
+    )
 
 
 if __name__ == "__main__":

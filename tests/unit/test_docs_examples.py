@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from baton.auth.credentials import Credentials
 from baton.auth.key import ClusterKey
 from baton.auth.ticket import WorkerRef
 from baton.engines.interface import ENGINES, EngineContext
@@ -82,7 +83,7 @@ def test_the_engine_answers_through_a_worker():
             worker=WorkerId("w0"),
             epoch=Epoch("e" * 32),
             served_model_name="demo",
-            key=ClusterKey(b"k" * 32),
+            credentials=Credentials.of(ClusterKey(b"k" * 32)),
             transports=(),
         )
         worker = build_worker(options, engine, None, ManualClock())

@@ -1,10 +1,12 @@
 """Who may do what: the cluster key, and what is signed with it.
 
-Enters: the cluster key (32 bytes or more, from configuration). Leaves: signed tickets, and proofs
-that a peer on a socket holds the same key.
+Enters: the cluster key (32 bytes or more) and identities, from configuration. Leaves: signed
+tickets, and proofs of who the peer on a connection is.
 
 File map:
     key.py        `ClusterKey`: derives one sub-key for each purpose, signs, compares
+    certificates.py  authorities, identities with roles, who is trusted
+    credentials.py   `Credentials`: this process's identity and trust, as their files change
     ticket.py     `Ticket`: what one handoff is authorised to touch; `seal` and `unseal`
     replay.py     `UsedTickets`: no ticket is used twice
     challenge.py  mutual proof of the key on a fresh connection (sans-I/O)

@@ -1,6 +1,6 @@
 """Tags for what follows the handshake: who is on the way can neither change nor repeat a frame.
 
-Both ends derive the keys from the cluster key and both nonces of the handshake. A tag is
+Both ends derive the keys from the secret on which the handshake agreed. A tag is
 HMAC-SHA256 (RFC 2104), cut to 16 bytes, over the number of the frame in its direction and its body;
 each direction has a key of its own. A frame that is dropped, repeated or moved has another number.
 """
@@ -9,12 +9,9 @@ from __future__ import annotations
 
 import hmac
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from baton.errors import AuthenticationError
-
-if TYPE_CHECKING:
-    from baton.auth.key import ClusterKey
 
 TAG_BYTES: Final = 16
 _NUMBER_BYTES: Final = 8
@@ -42,10 +39,10 @@ class Session:
     _receiving: _Direction
 
     @classmethod
-    def derive(cls, key: ClusterKey, transcript: bytes, *, is_dialer: bool) -> Session:
-        """From what the handshake's two ends share. `transcript`: the purpose and both nonces."""
+    def derive(cls, secret: bytes, transcript: bytes, *, is_dialer: bool) -> Session:
+        """From the handshake's shared secret. `transcript`: its purpose and ephemeral keys."""
         from_dialer, from_listener = (
-            _Direction(key.sign("session", role + b"|" + transcript))
+            _Direction(hmac.digest(secret, b"session|" + role + b"|" + transcript, "sha256"))
             for role in (b"dialer", b"listener")
         )
         if is_dialer:

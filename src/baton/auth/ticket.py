@@ -1,8 +1,8 @@
 """The ticket: what one handoff is authorised to touch, signed by the gateway.
 
-On the wire a ticket is base64url text without padding of `msgpack(Ticket) + HMAC-SHA256`
-(docs/wire/ticket.md). It travels in the request body's `kv_transfer_params.baton_ticket`; the
-gateway strips that field from whatever clients send.
+On the wire a ticket is base64url text without padding of the ticket, an Ed25519 signature and the
+gateway's certificate (docs/wire/ticket.md). It travels in the request body's
+`kv_transfer_params.baton_ticket`; the gateway strips that field from whatever clients send.
 
 A ticket names workers by id and epoch, never memory: pages are granted by the decode worker to
 the ticket's id, and block hashes are compared between the two workers (ADR 0004).
@@ -11,22 +11,24 @@ the ticket's id, and block hashes are compared between the two workers (ADR 0004
 from __future__ import annotations
 
 import base64
-import binascii
 import hashlib
 import itertools
+import re
 from typing import TYPE_CHECKING, Annotated, Final, Literal, TypeAlias
 
 import msgspec
 from msgspec import Meta
 
-from baton.auth.key import MAC_BYTES, ClusterKey
-from baton.errors import UNDECODABLE, TicketError
+from baton.auth.certificates import MAX_CERTIFICATE_BYTES, IdentityRole
+from baton.errors import UNDECODABLE, AuthenticationError, TicketError
 from baton.ids import Epoch, TicketId, WorkerId, new_epoch
 
 if TYPE_CHECKING:
+    from baton.auth.credentials import Credentials
     from baton.clock import Clock
 
-PURPOSE: Final = "ticket"
+_PURPOSE: Final = b"baton/ticket/2|"
+TICKET_ID_BYTES: Final = 16
 MAX_TICKET_CHARS: Final = 4096
 MIN_LIFETIME_S: Final = 0.001
 MAX_LIFETIME_S: Final = 86_400.0
@@ -94,11 +96,33 @@ class Ticket(msgspec.Struct, frozen=True, tag="ticket", tag_field="t", dict=True
     tenant_salt: str = ""
     first_token_early: bool = False
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """For vLLM, which pickles it from its scheduler to its workers: with its text."""
+        return _restore, (_encoder.encode(self), vars(self).get(_READ_FROM))
+
+
+class _SealedTicket(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What stands on the wire: nothing in `body` is believed before its signature is checked."""
+
+    body: bytes
+    certificate: Annotated[bytes, Meta(max_length=MAX_CERTIFICATE_BYTES)]
+    signature: Annotated[bytes, Meta(min_length=64, max_length=64)]
+
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Ticket)
+_sealed_decoder = msgspec.msgpack.Decoder(_SealedTicket)
 _READ_FROM: Final = "read_from"
-"""In a ticket that was read: the key that signed it, and its text. No part of its value."""
+"""In a ticket that was read: its text. No part of its value."""
+_RANKS: Final = re.compile(r"\.(\d{1,4})\.(\d{1,4})\Z", re.ASCII)
+"""After the text of a server's ticket: that of one pair of its ranks."""
+
+
+def _restore(body: bytes, text: str | None) -> Ticket:
+    ticket = _decoder.decode(body)
+    if text is not None:
+        vars(ticket)[_READ_FROM] = text
+    return ticket
 
 
 def hash_tenant(cache_salt: str) -> str:
@@ -106,34 +130,94 @@ def hash_tenant(cache_salt: str) -> str:
     return hashlib.sha256(b"baton/tenant/1" + cache_salt.encode()).hexdigest() if cache_salt else ""
 
 
-def seal(ticket: Ticket, key: ClusterKey) -> str:
-    """Sign a ticket and write it as text; one that was read is the text that it was read from."""
-    read = vars(ticket).get(_READ_FROM)
-    if read is not None and read[0] == key:
-        text: str = read[1]
-        return text
-    body = _encoder.encode(ticket)
-    return base64.urlsafe_b64encode(body + key.sign(PURPOSE, body)).rstrip(b"=").decode()
+def seal(ticket: Ticket, credentials: Credentials) -> str:
+    """Write a ticket as text: one that was read as it was read, else signed, as gateways may."""
+    read: str | None = vars(ticket).get(_READ_FROM)
+    if read is not None:
+        return read
+    body, signer = _encoder.encode(ticket), credentials.signer
+    sealed = _SealedTicket(body, signer.certificate, signer.sign(_PURPOSE + body))
+    return base64.urlsafe_b64encode(_encoder.encode(sealed)).rstrip(b"=").decode()
 
 
-def unseal(text: str, key: ClusterKey) -> Ticket:
-    """Read a ticket, believing nothing before its signature is checked.
+def unseal(text: str, credentials: Credentials) -> Ticket:
+    """Read a ticket that a gateway signed.
 
     Raises:
         TicketError: malformed or forged.
     """
     if len(text) > MAX_TICKET_CHARS:
         raise TicketError(f"the ticket has {len(text)} characters, at most {MAX_TICKET_CHARS}")
+    if (ranks := _RANKS.search(text)) is not None:
+        whole = unseal(text[: ranks.start()], credentials)
+        return derive_rank_ticket(whole, int(ranks[1]), int(ranks[2]))
     try:
         raw = base64.b64decode(text + "=" * (-len(text) % 4), altchars=b"-_", validate=True)
-    except (binascii.Error, ValueError) as exc:
-        raise TicketError("the ticket is not base64url text") from exc
-    body, mac = raw[:-MAC_BYTES], raw[-MAC_BYTES:]
-    if not key.verify(PURPOSE, body, mac):
-        raise TicketError("the ticket was not signed with this cluster's key")
+        sealed = _sealed_decoder.decode(raw)
+    except (ValueError, *UNDECODABLE) as exc:
+        raise TicketError("the ticket is not base64url text of a signed ticket") from exc
     try:
-        ticket = _decoder.decode(body)
+        credentials.verify(
+            IdentityRole.GATEWAY, sealed.certificate, _PURPOSE + sealed.body, sealed.signature
+        )
+    except AuthenticationError as exc:
+        raise TicketError(f"the ticket was not signed by a gateway of this cluster: {exc}") from exc
+    try:
+        ticket = _decoder.decode(sealed.body)
     except UNDECODABLE as exc:
         raise TicketError(f"the ticket does not decode: {exc}") from exc
-    vars(ticket)[_READ_FROM] = key, text
+    vars(ticket)[_READ_FROM] = text
     return ticket
+
+
+def count_ranks(worker: WorkerRef) -> int:
+    """The tensor-parallel ranks of a worker."""
+    return max(1, len(worker.rank_addresses))
+
+
+def derive_rank_ticket(ticket: Ticket, prefill: int, decode: int) -> Ticket:
+    """The ticket of one rank of either side: every holder of the server's ticket derives the same.
+
+    Raises:
+        TicketError: there is no such rank.
+    """
+    if count_ranks(ticket.prefill) == count_ranks(ticket.decode) == 1 and prefill == decode == 0:
+        return ticket
+    message = b"baton/sub/1|" + ticket.id + bytes((prefill & 0xFF, decode & 0xFF))
+    derived = msgspec.structs.replace(
+        ticket,
+        id=TicketId(hashlib.sha256(message).digest()[:TICKET_ID_BYTES]),
+        prefill=_refer_to_rank(ticket.prefill, prefill),
+        decode=_refer_to_rank(ticket.decode, decode),
+    )
+    if (read := vars(ticket).get(_READ_FROM)) is not None:
+        vars(derived)[_READ_FROM] = f"{read}.{prefill}.{decode}"
+    return derived
+
+
+def _refer_to_rank(worker: WorkerRef, rank: int) -> WorkerRef:
+    num_ranks = count_ranks(worker)
+    if rank >= num_ranks:
+        raise TicketError(
+            f"the ticket is for rank {rank} of {worker.worker}, which has {num_ranks}"
+        )
+    if num_ranks == 1:
+        return worker
+    return WorkerRef(
+        worker=rank_name(worker.worker, rank, num_ranks),
+        epoch=rank_epoch(worker.epoch, rank, num_ranks),
+        address=worker.rank_addresses[rank],
+    )
+
+
+def rank_name(worker: WorkerId, rank: int, num_ranks: int) -> WorkerId:
+    """One rank's name; that of a server of one rank is the server's own."""
+    return worker if num_ranks == 1 else WorkerId(f"{worker}/{rank}")
+
+
+def rank_epoch(epoch: Epoch, rank: int, num_ranks: int) -> Epoch:
+    """One rank's epoch; that of a server of one rank is the server's own."""
+    if num_ranks == 1:
+        return epoch
+    message = f"baton/rank-epoch/1|{epoch}|{rank}"
+    return Epoch(hashlib.sha256(message.encode()).hexdigest()[: len(epoch)])

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 from cyclopts import App, Parameter
 
-from baton.auth.key import ClusterKey
+from baton.auth.credentials import Credentials
 from baton.cli.flags import ConfigFlags
 from baton.clock import Clock, MachineClock
-from baton.config.cluster_key import find_cluster_key
 from baton.config.environment import read_environment
 from baton.config.sections import Config
 from baton.errors import ConfigError
+from baton.net.credentials import find_credentials
 
 if TYPE_CHECKING:
     from baton.bench.link.report import Report
@@ -106,7 +106,7 @@ def _listen(text: str, config: Config, clock: Clock) -> int:
     def log(line: str) -> None:
         print(f"baton: {line}", file=sys.stderr, flush=True)
 
-    listen(address, Listener(_key(config, (address.host,)), clock, log))
+    listen(address, Listener(_credentials(config, (address.host,)), clock, log))
     return 0
 
 
@@ -167,11 +167,11 @@ def _open_nodes(a: str | None, b: str | None, config: Config, clock: Clock) -> "
     if b is None:
         raise ConfigError("two ends are needed, A and B, or none for two processes of this host")
     driver, owner = _address(a, "A"), _address(b, "B")
-    return RemoteNodes(driver, owner, _key(config, (driver.host, owner.host)), clock)
+    return RemoteNodes(driver, owner, _credentials(config, (driver.host, owner.host)), clock)
 
 
-def _key(config: Config, hosts: Sequence[str]) -> ClusterKey:
-    return ClusterKey.from_hex(find_cluster_key(config.cluster, read_environment(), hosts).text)
+def _credentials(config: Config, hosts: Sequence[str]) -> Credentials:
+    return find_credentials(config.cluster, config.security, read_environment(), hosts).credentials
 
 
 def _address(text: str, what: str) -> "Address":

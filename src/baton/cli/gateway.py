@@ -6,13 +6,14 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from baton.auth.key import ClusterKey
+from baton.auth.certificates import IdentityRole
 from baton.cli.flags import ClientKeys, ConfigFlags, Insecure, Mode, Sets, StatusFd
-from baton.config.cluster_key import KEY_VARIABLE, find_cluster_key
+from baton.config.cluster_key import KEY_VARIABLE
 from baton.config.environment import change_environment, read_environment
 from baton.config.logs import configure_logging
 from baton.config.sections import Config
 from baton.gateway.options import GatewayOptions, WorkerAddress
+from baton.net.credentials import find_credentials
 from baton.protocol.worker_http import Role
 
 
@@ -63,15 +64,16 @@ def gateway(flags: GatewayFlags | None = None) -> int:
 
 def _options(config: Config, status_fd: int) -> GatewayOptions:
     section = config.gateway
-    key = find_cluster_key(config.cluster, read_environment(), (section.host,))
+    found = find_credentials(config.cluster, config.security, read_environment(), (section.host,))
+    found.credentials.require(IdentityRole.GATEWAY)
     return GatewayOptions(
         workers=(
             *(WorkerAddress(url, Role.PREFILL) for url in section.prefill),
             *(WorkerAddress(url, Role.DECODE) for url in section.decode),
             *(WorkerAddress(url, Role.BOTH) for url in section.workers),
         ),
-        cluster_key=ClusterKey.from_hex(key.text),
-        key_origin=key.origin,
+        credentials=found.credentials,
+        key_origin=found.origin,
         host=section.host,
         port=section.port,
         status_fd=status_fd,

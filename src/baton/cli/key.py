@@ -1,8 +1,7 @@
-"""`baton key`: keys of clients, certificates for programs that are not Baton's."""
+"""`baton key`: keys of clients, identities of gateways, workers and monitors."""
 
-import os
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import App, Parameter
 
@@ -10,9 +9,14 @@ from baton.cli.flags import ConfigFlags
 from baton.config.environment import read_environment, state_directory
 from baton.errors import ConfigError
 
+if TYPE_CHECKING:
+    from baton.auth.key import ClusterKey
+
 DAY_S = 86_400
 
-app = App(name="key", help="Make, list and remove keys.", help_format="plaintext")
+app = App(
+    name="key", help="Make, show, rotate and revoke keys and identities.", help_format="plaintext"
+)
 client = App(name="client", help="API keys of the gateway's clients.", help_format="plaintext")
 app.command(client)
 
@@ -100,37 +104,115 @@ def remove(
     return 0
 
 
-@app.command(name="certificate")
-def certificate(
+Directory = Annotated[Path, Parameter(help="The directory; made if need be.")]
+AuthorityDirectory = Annotated[
+    Path | None,
+    Parameter(help="The authority's directory [default: the cluster key's own authority]."),
+]
+RoleName = Annotated[
+    Literal["gateway", "worker", "monitor"], Parameter(help="What its holder may do.")
+]
+
+
+@app.command(name="authority")
+def make_authority(directory: Directory) -> int:
+    """Make an authority, which issues identities: keep its directory where nothing serves."""
+    from baton.auth.issuing import create_authority  # noqa: PLC0415 - for --help
+
+    create_authority(directory)
+    print(f"{directory}: an authority; next: baton key issue --authority {directory} …")
+    return 0
+
+
+@app.command(name="issue")
+def issue(
+    directory: Directory,
     *,
-    directory: Annotated[Path, Parameter(help="Where its three files go; made if need be.")],
-    name: Annotated[str, Parameter(help="Whose it is, in logs.")] = "client",
+    role: RoleName,
+    name: Annotated[str, Parameter(help="A worker's name, or what logs are to show.")],
+    authority: AuthorityDirectory = None,
+    expires_days: Annotated[int | None, Parameter(help="Days for which it is good.")] = None,
     flags: ConfigFlags | None = None,
 ) -> int:
-    """Write a certificate of the cluster, by which vllm serve, Prometheus or curl take part."""
-    from baton.auth.certificates import make_identity  # noqa: PLC0415
-    from baton.auth.key import ClusterKey  # noqa: PLC0415
+    """Make an identity: a certificate and its key, for one process (`security.identity`)."""
+    from baton.auth import issuing  # noqa: PLC0415 - for --help
+
+    order = issuing.Order(role, name, expires_days)
+    if authority is not None:
+        issuing.issue(order, authority, directory)
+    else:
+        issuing.issue_derived(order, _cluster_keys(flags), directory)
+    print("\n".join(str(path) for path in sorted(directory.iterdir())))
+    return 0
+
+
+@app.command(name="rotate")
+def rotate(
+    directory: Annotated[Path, Parameter(help="The identity's directory.")],
+    *,
+    authority: Annotated[Path, Parameter(help="The authority's directory: a new one, perhaps.")],
+    expires_days: Annotated[int | None, Parameter(help="Days for which it is good.")] = None,
+    trust_only: Annotated[
+        bool, Parameter(help="Trust this authority too, and keep the certificate.", negative="")
+    ] = False,
+    drop_old: Annotated[
+        bool, Parameter(help="Trust no other authority any more.", negative="")
+    ] = False,
+) -> int:
+    """Renew an identity where it lies; its process takes it up within a second.
+
+    To change the authority: first --trust-only for all, then renew all, then --drop-old for all.
+    """
+    from baton.auth.issuing import renew  # noqa: PLC0415 - for --help
+
+    renew(
+        directory,
+        authority,
+        expires_days=expires_days,
+        keeps_certificate=trust_only,
+        drops_others=drop_old,
+    )
+    return 0
+
+
+@app.command(name="revoke")
+def revoke(
+    which: Annotated[str, Parameter(help="A serial number (hex), or a name: all of that name.")],
+    *,
+    authority: Annotated[Path, Parameter(help="The authority's directory.")],
+) -> int:
+    """Revoke certificates: copy ca.crl of the authority to all identities' directories."""
+    from baton.auth.issuing import revoke as revoke_certificates  # noqa: PLC0415 - for --help
+
+    for issued in revoke_certificates(which, authority):
+        print(f"revoked {issued.serial_number} ({issued.role} {issued.name})")
+    print(f"copy {authority / 'ca.crl'} to the directories of all identities")
+    return 0
+
+
+@app.command(name="show")
+def show_identity(
+    directory: Annotated[Path, Parameter(help="An identity's directory, or an authority's.")],
+) -> int:
+    """Show an identity, or what an authority has issued: never a private key."""
+    from rich.console import Console  # noqa: PLC0415 - for --help
+    from rich.table import Table  # noqa: PLC0415
+
+    from baton.auth.issuing import describe  # noqa: PLC0415
+
+    table = Table("role", "name", "serial number", "good until", "")
+    for row in describe(directory):
+        table.add_row(*row)
+    Console().print(table)
+    return 0
+
+
+def _cluster_keys(flags: ConfigFlags | None) -> "list[ClusterKey]":
     from baton.config.cluster_key import find_cluster_key  # noqa: PLC0415
+    from baton.net.credentials import parse_keys  # noqa: PLC0415
 
     section = (flags or ConfigFlags()).resolve().to_config().cluster
-    key = ClusterKey.from_hex(find_cluster_key(section, read_environment(), ()).text)
-    identity = make_identity(key, name)
-    files = {
-        "certificate.pem": identity.certificate,
-        "key.pem": identity.private_key,
-        "authority.pem": identity.authority,
-    }
-    try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        for file_name, content in files.items():
-            (directory / file_name).unlink(missing_ok=True)
-            flags_and_mode = os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600
-            with os.fdopen(os.open(directory / file_name, *flags_and_mode), "wb") as file:
-                file.write(content)
-    except OSError as exc:
-        raise ConfigError(f"cannot write to {directory}: {exc.strerror}") from exc
-    print("\n".join(str(directory / file_name) for file_name in files))
-    return 0
+    return parse_keys(find_cluster_key(section, read_environment(), ()).text)
 
 
 def _default_file() -> Path:

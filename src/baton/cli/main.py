@@ -49,7 +49,9 @@ def build_app() -> App:
     )
     app.command("baton.cli.sim:app", name="sim", help="Run Baton against simulated faults.")
     app.command("baton.cli.model:app", name="model", help="Make models for tests and benchmarks.")
-    app.command("baton.cli.key:app", name="key", help="Make, list and remove keys.")
+    app.command(
+        "baton.cli.key:app", name="key", help="Make, show, rotate and revoke keys and identities."
+    )
     app.command("baton.cli.config:app", name="config", help="Look at the configuration.")
     return app
 

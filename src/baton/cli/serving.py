@@ -14,11 +14,11 @@ from baton.net.http_server import bind, url_of
 from baton.telemetry.process_status import StatusReporter, claim_standard_output
 
 if TYPE_CHECKING:
-    from baton.auth.key import ClusterKey
+    from baton.auth.credentials import Credentials
     from baton.config.sections import Config
 
 
-def run_engine_server(config: Config, key: ClusterKey, status_fd: int) -> None:
+def run_engine_server(config: Config, credentials: Credentials, status_fd: int) -> None:
     """Serve until SIGTERM or SIGINT. Blocks; belongs on the main thread.
 
     Raises:
@@ -34,7 +34,7 @@ def run_engine_server(config: Config, key: ClusterKey, status_fd: int) -> None:
             ServerContext(
                 config=config,
                 model=Path(worker.model).resolve() if worker.model else DEMO_MODEL_PATH,
-                key=key,
+                credentials=credentials,
                 listener=listener,
                 url=url_of(listener, worker.host, is_tls=config.security.tls != "off"),
                 status_reporter=StatusReporter(claim_standard_output(status_fd)),

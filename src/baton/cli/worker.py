@@ -6,14 +6,16 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from baton.auth.key import ClusterKey
+from baton.auth.certificates import IdentityRole
+from baton.auth.credentials import Credentials
 from baton.cli.flags import ConfigFlags, Sets, StatusFd, Store, Transport
-from baton.config.cluster_key import KEY_VARIABLE, find_cluster_key
+from baton.config.cluster_key import KEY_VARIABLE
 from baton.config.environment import change_environment, read_environment
 from baton.config.logs import configure_logging
 from baton.config.sections import Config, Role
 from baton.ids import WorkerId
 from baton.models import DEMO_MODEL_PATH
+from baton.net.credentials import find_credentials
 from baton.worker.options import ProcessOptions
 
 
@@ -63,7 +65,7 @@ def worker(flags: WorkerFlags | None = None) -> int:
     if config.worker.engine in ENGINE_SERVERS.kinds():
         from baton.cli.serving import run_engine_server  # noqa: PLC0415
 
-        run_engine_server(config, _key(config), flags.status_fd)
+        run_engine_server(config, _credentials(config), flags.status_fd)
     else:
         from baton.worker.process import run_worker  # noqa: PLC0415
 
@@ -73,9 +75,11 @@ def worker(flags: WorkerFlags | None = None) -> int:
     return 0
 
 
-def _key(config: Config) -> ClusterKey:
+def _credentials(config: Config) -> Credentials:
     hosts = (config.worker.host, config.worker.handoff_host)
-    return ClusterKey.from_hex(find_cluster_key(config.cluster, read_environment(), hosts).text)
+    found = find_credentials(config.cluster, config.security, read_environment(), hosts)
+    found.credentials.require(IdentityRole.WORKER, config.worker.name)
+    return found.credentials
 
 
 def _options(config: Config, status_fd: int) -> ProcessOptions:
@@ -91,7 +95,7 @@ def _options(config: Config, status_fd: int) -> ProcessOptions:
         served_model_name=section.served_model_name,
         host=section.host,
         port=section.port,
-        key=_key(config),
+        credentials=_credentials(config),
         tls=config.security.tls,
         engine=section.engine,
         engine_options=engine_options(section.engine, config.engine),

@@ -23,10 +23,14 @@ KEY_BYTES: Final = 32
 
 @dataclass(frozen=True, slots=True)
 class ClusterKeyText:
-    """The key as hexadecimal text, which is never printed, and who chose it."""
+    """The key as hexadecimal text, which is never printed, who chose it, and its file, if any.
+
+    It may be several keys, one in each line (`baton.net.credentials.parse_keys`).
+    """
 
     text: str = field(repr=False)
     origin: Literal["configured", "generated"]
+    path: Path | None = None
 
 
 def find_cluster_key(
@@ -39,12 +43,12 @@ def find_cluster_key(
     Raises:
         ConfigError: the file is unreadable or readable by others, or a key is needed and absent.
     """
-    if configured := _configured(section, environment):
+    if configured := find_configured_key(section, environment):
         return configured
     _require_loopback(hosts)
     path = state_directory(environment) / "cluster.key"
     _create_once(path)
-    return ClusterKeyText(_read_private(path), "generated")
+    return ClusterKeyText(read_key_file(path), "generated", path)
 
 
 def ephemeral_cluster_key(
@@ -55,7 +59,7 @@ def ephemeral_cluster_key(
     Raises:
         ConfigError: the file is unreadable or readable by others, or a key is needed and absent.
     """
-    if configured := _configured(section, environment):
+    if configured := find_configured_key(section, environment):
         return configured
     _require_loopback(hosts)
     return ClusterKeyText(secrets.token_hex(KEY_BYTES), "generated")
@@ -69,11 +73,19 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def _configured(section: ClusterSection, environment: Mapping[str, str]) -> ClusterKeyText | None:
+def find_configured_key(
+    section: ClusterSection, environment: Mapping[str, str]
+) -> ClusterKeyText | None:
+    """The key that an operator chose, if any.
+
+    Raises:
+        ConfigError: the file is unreadable, or readable by others.
+    """
     if text := environment.get(KEY_VARIABLE):
         return ClusterKeyText(text, "configured")
     if section.key_file is not None:
-        return ClusterKeyText(_read_private(Path(section.key_file).expanduser()), "configured")
+        path = Path(section.key_file).expanduser()
+        return ClusterKeyText(read_key_file(path), "configured", path)
     return None
 
 
@@ -86,7 +98,12 @@ def _require_loopback(hosts: Sequence[str]) -> None:
         )
 
 
-def _read_private(path: Path) -> str:
+def read_key_file(path: Path) -> str:
+    """What a file of keys holds.
+
+    Raises:
+        ConfigError: it is unreadable, or readable by others.
+    """
     try:
         others = path.stat().st_mode & 0o077
         text = path.read_text(encoding="ascii")

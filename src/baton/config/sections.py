@@ -36,9 +36,13 @@ class ClusterSection(Struct, frozen=True, kw_only=True):
 
 
 class SecuritySection(Struct, frozen=True, kw_only=True):
-    """How processes of the cluster speak with each other."""
+    """How processes of the cluster speak with each other.
+
+    `identity` is a directory with a certificate and its key; without it they are derived.
+    """
 
     tls: Tls = "control"
+    identity: str | None = None
 
 
 class GatewaySection(Struct, frozen=True, kw_only=True):

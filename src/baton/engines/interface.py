@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from baton.auth.key import ClusterKey
+    from baton.auth.credentials import Credentials
     from baton.auth.ticket import Ticket
     from baton.clock import Clock, Instant
     from baton.config.sections import Config
@@ -264,7 +264,7 @@ class ServerContext:
 
     config: Config
     model: Path
-    key: ClusterKey
+    credentials: Credentials
     listener: socket.socket
     url: str
     status_reporter: StatusReporter

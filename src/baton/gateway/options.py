@@ -13,7 +13,7 @@ from baton.protocol.worker_http import Role
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from baton.auth.key import ClusterKey
+    from baton.auth.credentials import Credentials
     from baton.config.sections import Tls
     from baton.router.modes import ModeSetting
 
@@ -59,7 +59,7 @@ class GatewayOptions:
     """
 
     workers: tuple[WorkerAddress, ...]
-    cluster_key: ClusterKey
+    credentials: Credentials
     key_origin: Literal["configured", "generated"] = "generated"
     host: str = "127.0.0.1"
     port: int = 8000

@@ -156,7 +156,7 @@ class RequestProxy:
             return
         prefill, decode = placement.prefill, placement.decode
         handoff = self._issue_ticket(prefill, decode, placement.handoff)
-        sealed = seal(handoff.ticket, self._services.options.cluster_key)
+        sealed = seal(handoff.ticket, self._services.options.credentials)
         bodies = request_bodies(
             self._body, sealed, prefill=prefill.protocol, decode=decode.protocol
         )

@@ -6,19 +6,20 @@ import asyncio
 import io
 import os
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypedDict
 
 import aiohttp
 import msgspec
 from multidict import CIMultiDict
 
-from baton.auth.certificates import make_identity
+from baton.auth.certificates import IdentityRole
 from baton.errors import UNDECODABLE
 from baton.gateway.errors import UpstreamError, WorkerLostError, WorkerUnreachableError
-from baton.net.tls import contexts_of
+from baton.net.tls import ClusterTls
 from baton.protocol.worker_http import ErrorBody, ErrorDetail, abort_path
 
 if TYPE_CHECKING:
+    import ssl
     from collections.abc import Generator
 
     from yarl import URL
@@ -38,21 +39,24 @@ MAX_PLAIN_BODY_BYTES: Final = 1 << 20
 MAX_SMALL_ANSWER_BYTES: Final = 1 << 20
 
 
+class _Proof(TypedDict):
+    ssl: ssl.SSLContext
+    server_hostname: str
+
+
 class Upstream:
     """One pool of connections to all workers. Owner: the event loop's thread."""
 
     def __init__(self, options: GatewayOptions) -> None:
         self._options = options
-        self._authorization = "Bearer " + worker_token(options.cluster_key)
-        self._tls = contexts_of(make_identity(options.cluster_key, "gateway"))
+        self._authorization = "Bearer " + worker_token(options.credentials.key)
+        self._tls = ClusterTls(options.credentials)
         self._session: aiohttp.ClientSession | None = None
 
     async def open(self) -> None:
         """Create the pool; connections are made when they are needed."""
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(
-                limit=0, keepalive_timeout=KEEP_ALIVE_S, ssl=self._tls.dialing
-            ),
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._options.connect_timeout_s),
             cookie_jar=aiohttp.DummyCookieJar(),
             auto_decompress=False,
@@ -85,7 +89,7 @@ class Upstream:
         data = body if len(body) <= MAX_PLAIN_BODY_BYTES else io.BytesIO(body)
         with mapped_errors(url):
             return await self._open_session.post(
-                url, data=data, headers=headers, allow_redirects=False
+                url, data=data, headers=headers, allow_redirects=False, **self._proof
             )
 
     async def get(self, url: URL, timeout_s: float) -> tuple[int, bytes]:
@@ -99,7 +103,7 @@ class Upstream:
             async with (
                 asyncio.timeout(timeout_s),
                 self._open_session.get(
-                    url, headers=self.headers(), allow_redirects=False
+                    url, headers=self.headers(), allow_redirects=False, **self._proof
                 ) as response,
             ):
                 return response.status, await read_answer(response, MAX_SMALL_ANSWER_BYTES)
@@ -128,9 +132,16 @@ class Upstream:
         with mapped_errors(url):
             async with (
                 asyncio.timeout(self._options.connect_timeout_s),
-                self._open_session.post(url, json={"reason": reason}, headers=self.headers()),
+                self._open_session.post(
+                    url, json={"reason": reason}, headers=self.headers(), **self._proof
+                ),
             ):
                 pass
+
+    @property
+    def _proof(self) -> _Proof:
+        """What a connection is made with, and what its other end must be."""
+        return {"ssl": self._tls.requesting, "server_hostname": IdentityRole.WORKER.dns_name}
 
     @property
     def _open_session(self) -> aiohttp.ClientSession:

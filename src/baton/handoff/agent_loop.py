@@ -100,7 +100,7 @@ class AgentLoop:
         self._probe_target = ProbeTarget(probe_buffer, options.transports, options.clock)
         self._peers = PeerTable(
             _make_hello(options, self._probe_target),
-            key=options.key,
+            credentials=options.credentials,
             clock=options.clock,
             selector=self._selector,
             liveness_timeout_s=options.liveness_timeout_s,
@@ -116,7 +116,7 @@ class AgentLoop:
         )
         context = AgentContext(
             me=WorkerRef(options.worker, options.epoch, self.address),
-            key=options.key,
+            credentials=options.credentials,
             clock=options.clock,
             views=tuple(RegisteredView.open(view) for view in options.views),
             preferred_op=options.preferred_op,

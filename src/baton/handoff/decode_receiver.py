@@ -91,7 +91,7 @@ class DecodeReceiver:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         self._lease_renewer.drop(order.ticket.id)
         session = ReceiveSession(
             order,
-            sealed_ticket=seal(order.ticket, context.key),
+            sealed_ticket=seal(order.ticket, context.credentials),
             num_layers=context.num_layers,
             deadline=Instant(min(order.deadline, context.clock.now() + context.timeout_s)),
         )
@@ -111,7 +111,9 @@ class DecodeReceiver:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         self._lease_renewer.drop(ticket.id)
         peer = self._context.peers.dial(ticket.prefill)
         if peer is not None:
-            self._context.peers.send(peer, Declined(seal(ticket, self._context.key), reason[:2000]))
+            self._context.peers.send(
+                peer, Declined(seal(ticket, self._context.credentials), reason[:2000])
+            )
 
     def abort(self, ticket: TicketId, reason: str) -> bool:
         """See `HandoffPort.abort`; whether the ticket is known here."""

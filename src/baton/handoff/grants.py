@@ -49,7 +49,7 @@ def check_ticket(context: AgentContext, peer: Peer, sealed: str) -> Ticket:
     Raises:
         TicketError: forged, or for somebody else.
     """
-    ticket = unseal(sealed, context.key)
+    ticket = unseal(sealed, context.credentials)
     if (ticket.prefill.worker, ticket.prefill.epoch) != (context.me.worker, context.me.epoch):
         raise TicketError(f"a ticket for another prefill worker, {ticket.prefill.worker}")
     if ticket.decode.epoch != epoch_of(peer):

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from baton.auth.key import ClusterKey
+    from baton.auth.credentials import Credentials
     from baton.auth.ticket import WorkerRef
     from baton.clock import Clock
     from baton.handoff.interface import HandoffEvent
@@ -311,7 +311,7 @@ class AgentContext:
     """
 
     me: WorkerRef
-    key: ClusterKey
+    credentials: Credentials
     clock: Clock
     views: tuple[RegisteredView, ...]
     preferred_op: TransferOp

@@ -24,7 +24,8 @@ from baton.net.framing import (
 )
 
 if TYPE_CHECKING:
-    from baton.auth.key import ClusterKey
+    from baton.auth.certificates import PeerIdentity
+    from baton.auth.credentials import Credentials
     from baton.auth.session import Session
     from baton.clock import Instant
     from baton.handoff.io_backend import IoBackend, NonBlockingSocket
@@ -59,13 +60,19 @@ class Link:
         self._unsent = bytearray()
         self._held_back: list[bytes] = []  # messages sent before the handshake is over
         self._session: Session | None = None
+        self.peer: PeerIdentity | None = None
+        """Set once the peer has proved who it is."""
         if isinstance(handshake, DialerHandshake):
             self.phase = LinkPhase.CONNECTING
             self._unsent += handshake.opening()
 
     @classmethod
     def dial(
-        cls, address: str, key: ClusterKey, now: Instant, io_backend: IoBackend = OS_BACKEND
+        cls,
+        address: str,
+        credentials: Credentials,
+        now: Instant,
+        io_backend: IoBackend = OS_BACKEND,
     ) -> Link:
         """Start to connect to `host:port`.
 
@@ -77,12 +84,12 @@ class Link:
             sock = io_backend.connect(host.strip("[]"), int(port))
         except (OSError, ValueError) as exc:
             raise PeerUnreachableError(f"cannot reach {address!r}: {exc}") from exc
-        return cls(sock, now, DialerHandshake(key, PURPOSE))
+        return cls(sock, now, DialerHandshake(credentials, PURPOSE))
 
     @classmethod
-    def accept(cls, sock: NonBlockingSocket, key: ClusterKey, now: Instant) -> Link:
+    def accept(cls, sock: NonBlockingSocket, credentials: Credentials, now: Instant) -> Link:
         """Take over a connection that was just accepted."""
-        return cls(sock, now, ListenerHandshake(key, PURPOSE))
+        return cls(sock, now, ListenerHandshake(credentials, PURPOSE))
 
     @property
     def wants_write(self) -> bool:
@@ -128,7 +135,7 @@ class Link:
         Raises:
             PeerLostError: the connection ended.
             ProtocolError: the peer broke the wire format.
-            AuthenticationError: the peer does not hold the cluster key.
+            AuthenticationError: the peer is not to be trusted.
         """
         try:
             data = self.sock.recv(_READ_BYTES)
@@ -164,7 +171,7 @@ class Link:
         self._unsent += self._handshake.reply(body)
         if isinstance(self._handshake, DialerHandshake) or self._handshake.done:
             self._decoder.max_body_bytes = MAX_MESSAGE_BYTES + TAG_BYTES
-            self._session = self._handshake.session
+            self._session, self.peer = self._handshake.session, self._handshake.peer
             for held_back in self._held_back:
                 self._unsent += encode_frame(self._session.seal(held_back))
             self._held_back.clear()

@@ -14,7 +14,7 @@ from baton.transfer.adaptive_wait import MAX_SPIN_S
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from baton.auth.key import ClusterKey
+    from baton.auth.credentials import Credentials
     from baton.auth.ticket import HandoffMode
     from baton.clock import Clock
     from baton.handoff.io_backend import IoBackend
@@ -40,7 +40,7 @@ class AgentOptions:
     fingerprint: str
     views: tuple[KVView, ...]
     transports: tuple[Transport, ...]
-    key: ClusterKey
+    credentials: Credentials
     clock: Clock
     host: str = "127.0.0.1"
     port: int = 0

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 
 from baton.clock import Instant
 from baton.errors import (
+    AuthenticationError,
     BatonError,
     ConfigError,
     LayoutMismatchError,
@@ -42,7 +43,7 @@ from baton.telemetry.log_limit import LimitedLog
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from baton.auth.key import ClusterKey
+    from baton.auth.credentials import Credentials
     from baton.auth.ticket import WorkerRef
     from baton.clock import Clock
     from baton.handoff.io_backend import IoBackend, NonBlockingSocket
@@ -204,14 +205,14 @@ class PeerTable:
         self,
         hello: Hello,
         *,
-        key: ClusterKey,
+        credentials: Credentials,
         clock: Clock,
         selector: selectors.BaseSelector,
         liveness_timeout_s: float,
         io_backend: IoBackend = OS_BACKEND,
     ) -> None:
         self._hello = hello
-        self._key, self._clock, self._selector = key, clock, selector
+        self._credentials, self._clock, self._selector = credentials, clock, selector
         self._liveness_timeout_s = liveness_timeout_s
         self._io_backend = io_backend
         self._listener: NonBlockingSocket | None = None
@@ -222,6 +223,7 @@ class PeerTable:
         self._unproved: dict[Peer, None] = {}  # of those that dialed; the oldest first
         self._accepts_at: Instant | None = None  # set while accepting is paused
         self._log = LimitedLog(logger, clock)
+        self._num_readings = credentials.number
 
     @property
     def epoch(self) -> Epoch:
@@ -265,7 +267,7 @@ class PeerTable:
         if known is not None:
             return known
         try:
-            link = Link.dial(ref.address, self._key, self._clock.now(), self._io_backend)
+            link = Link.dial(ref.address, self._credentials, self._clock.now(), self._io_backend)
         except BatonError as exc:
             logger.warning("handoff: %s", exc)
             return None
@@ -302,6 +304,7 @@ class PeerTable:
             if now - peer.link.opened_at > AUTHENTICATION_TIMEOUT_S:
                 text = f"it has not proved the cluster key within {AUTHENTICATION_TIMEOUT_S:g} s"
                 self._drop(peer, PeerLostError(text))
+        self._drop_revoked()
         for peer in self:
             silent_s = now - peer.link.received_at
             limit_s = self._liveness_timeout_s if peer.hello else AUTHENTICATION_TIMEOUT_S
@@ -311,6 +314,16 @@ class PeerTable:
                 self._ping(peer)
         ended, self._ended = self._ended, []
         return list(ended)
+
+    def _drop_revoked(self) -> None:
+        number = self._credentials.number
+        if number == self._num_readings:
+            return
+        self._num_readings = number
+        for peer in self:
+            certified = peer.link.peer
+            if certified is not None and self._credentials.is_revoked(certified):
+                self._drop(peer, AuthenticationError(f"the certificate of {certified} was revoked"))
 
     def end(self, peer: Peer, error: BatonError) -> None:
         """End the link to a peer; the next `tick` reports it."""
@@ -342,7 +355,7 @@ class PeerTable:
             return
         if len(self._unproved) >= MAX_UNPROVED:
             self._drop_oldest_unproved(f"{MAX_UNPROVED} others have not proved the key either")
-        peer = Peer(Link.accept(sock, self._key, self._clock.now()), dialed=None)
+        peer = Peer(Link.accept(sock, self._credentials, self._clock.now()), dialed=None)
         self._unproved[peer] = None
         self._admit(peer)
 
@@ -416,6 +429,9 @@ class PeerTable:
     def _negotiate(self, peer: Peer, hello: Hello) -> list[PeerEvent]:
         if peer.hello is not None:
             raise ProtocolError("a second Hello")
+        certified = peer.link.peer
+        if certified is None or not certified.may_be(hello.worker):
+            raise AuthenticationError(f"{certified} calls itself {hello.worker}")
         try:
             peer.negotiated_views = self._find_views(peer, hello)
         except LayoutMismatchError as exc:
@@ -437,6 +453,8 @@ class PeerTable:
             pair = negotiate(dialer=hello, listener=self._hello)
             return NegotiatedViews(pair.listener, hello.views[pair.dialer])
         pair = negotiate(dialer=self._hello, listener=hello)
+        if peer.dialed.worker != hello.worker:
+            raise PeerLostError(f"{hello.worker} answers in place of {peer.dialed.worker}")
         if peer.dialed.epoch != hello.epoch:
             raise PeerLostError(f"{hello.worker} restarted: another epoch answers")
         return NegotiatedViews(pair.dialer, hello.views[pair.listener])

@@ -16,6 +16,7 @@ from baton.net.tls import TlsSocket, WaitsForPeerError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from baton.auth.certificates import PeerIdentity
     from baton.auth.session import Session
 
 MAX_UNSENT_FRAMES_BYTES: Final = 4 << 20
@@ -51,7 +52,9 @@ class Channel:
         self._received_fds: list[int] = []
         self._num_awaited_bytes = 1
         self.session: Session | None = None
-        """Set once the peer has proved the key, where frames need tags (`needs_tags`)."""
+        """Set once the peer has proved who it is, where frames need tags (`needs_tags`)."""
+        self.peer: PeerIdentity | None = None
+        """Set once the peer has proved who it is."""
         self.ahead: ReadAhead | None = None
         """Set where a read may take more than was asked for; never where descriptors arrive."""
 

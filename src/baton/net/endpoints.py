@@ -10,7 +10,7 @@ import struct
 from typing import TYPE_CHECKING, Any, Final
 
 from baton.clock import MachineClock
-from baton.errors import PeerUnreachableError, TransferError
+from baton.errors import PeerLostError, PeerUnreachableError, TransferError
 from baton.net.channel import Channel, needs_tags
 from baton.net.connection import Connection
 from baton.net.framing import MAX_HANDSHAKE_BYTES, DialerHandshake, ListenerHandshake
@@ -19,7 +19,7 @@ from baton.telemetry.log_limit import LimitedLog
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from baton.auth.key import ClusterKey
+    from baton.auth.credentials import Credentials
     from baton.net.connection import EventReactor
 
 _log = logging.getLogger(__name__)
@@ -31,6 +31,7 @@ MAX_UNPROVED: Final = 128
 PROOF_TIMEOUT_S: Final = 2.0
 ACCEPT_PAUSE_S: Final = 0.5
 """Where no descriptor is left: a listener that stays readable would spin."""
+REVOCATION_INTERVAL_S: Final = 1.0
 OUT_OF_RESOURCES: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 ATTACH_TIMEOUT_S: Final = 5.0
 _STARTED: Final = (0, errno.EINPROGRESS)
@@ -44,9 +45,14 @@ class Dialer:
     """Opens connections of one purpose, until both sides are authenticated."""
 
     def __init__(
-        self, reactor: EventReactor[Any], key: ClusterKey, purpose: str, *, timeout_s: float
+        self,
+        reactor: EventReactor[Any],
+        credentials: Credentials,
+        purpose: str,
+        *,
+        timeout_s: float,
     ) -> None:
-        self._reactor, self._key, self._purpose = reactor, key, purpose
+        self._reactor, self._credentials, self._purpose = reactor, credentials, purpose
         self._timeout_s = timeout_s
 
     def dial(
@@ -56,7 +62,7 @@ class Dialer:
         on_proved: Callable[[Connection], None],
         on_failed: Callable[[TransferError], None],
     ) -> Connection:
-        """Connect `sock`, which this owns from now on, and prove the key.
+        """Connect `sock`, which this owns from now on, and prove who this is.
 
         Then `on_proved` sets the connection's next handlers; the timer still runs, so that it must
         cancel the deadline. Or `on_failed` is called, perhaps before this returns.
@@ -69,13 +75,14 @@ class Dialer:
         if code not in _STARTED:
             sock.close()
             raise PeerUnreachableError(f"cannot connect: {os.strerror(code)}")
-        handshake = DialerHandshake(self._key, self._purpose)
+        handshake = DialerHandshake(self._credentials, self._purpose)
 
         def prove(channel: Channel) -> None:
             body = channel.receive_body()
             if body is not None:
                 connection.send_raw(handshake.reply(body))
                 channel.session = handshake.session if needs_tags(channel.socket) else None
+                channel.peer = handshake.peer
                 if connection.is_open:  # the peer may be gone by now: `on_failed` was called
                     on_proved(connection)
 
@@ -99,19 +106,21 @@ class Listener:
         self,
         sock: socket.socket,
         reactor: EventReactor[Any],
-        key: ClusterKey,
+        credentials: Credentials,
         purpose: str,
         *,
         on_peer: Callable[[Connection], None],
     ) -> None:
         self._socket, self._reactor = sock, reactor
-        self._key, self._purpose, self._on_peer = key, purpose, on_peer
+        self._credentials, self._purpose, self._on_peer = credentials, purpose, on_peer
         self._unproved: dict[Connection, None] = {}  # the oldest first
         self._log = LimitedLog(_log, MachineClock())
         self._peers: set[Connection] = set()
+        self._num_readings = credentials.number
         sock.settimeout(0)
         sock.listen(BACKLOG)
         self._watch()
+        self._close_revoked()
 
     def forget(self, connection: Connection) -> None:
         """A peer's connection is over: it counts no longer."""
@@ -121,6 +130,7 @@ class Listener:
         """Close the listener and all its connections."""
         self._reactor.unwatch(self._socket.fileno())
         self._reactor.cancel_call(self._socket.fileno())
+        self._reactor.cancel_call(~self._socket.fileno())
         self._socket.close()
         for connection in (*self._unproved, *self._peers):
             connection.close()
@@ -143,6 +153,17 @@ class Listener:
         sock.settimeout(0)
         self._challenge(sock)
 
+    def _close_revoked(self) -> None:
+        """And again after a while: connections of peers last as long as they live."""
+        number = self._credentials.number
+        if number != self._num_readings:
+            self._num_readings = number
+            for connection in tuple(self._peers):
+                peer = connection.channel.peer
+                if peer is not None and self._credentials.is_revoked(peer):
+                    connection.fail(PeerLostError(f"the certificate of {peer} was revoked"))
+        self._reactor.call_after(~self._socket.fileno(), REVOCATION_INTERVAL_S, self._close_revoked)
+
     def _watch(self) -> None:
         self._reactor.watch(self._socket.fileno(), self._accept)
 
@@ -160,7 +181,7 @@ class Listener:
             oldest.close()
 
     def _challenge(self, sock: socket.socket) -> None:
-        handshake = ListenerHandshake(self._key, self._purpose)
+        handshake = ListenerHandshake(self._credentials, self._purpose)
 
         def check(channel: Channel) -> None:
             body = channel.receive_body()
@@ -171,6 +192,7 @@ class Listener:
                 connection.send_raw(reply)
                 return
             channel.session = handshake.session if needs_tags(channel.socket) else None
+            channel.peer = handshake.peer
             self._unproved.pop(connection, None)
             self._peers.add(connection)
             connection.fail_after(ATTACH_TIMEOUT_S, "attaching")

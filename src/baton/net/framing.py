@@ -1,7 +1,7 @@
 """Frames on a byte stream, and the handshake in the first three of them. Sans-I/O.
 
 A frame is a 4-byte little-endian length and so many bytes of body. Both ends of a new connection
-prove that they hold the cluster key (`baton.auth.challenge` defines the bytes):
+prove that they are workers of the cluster (`baton.auth.challenge` defines the bytes):
 
     dialer                                    listener
       | -- MAGIC + hello -----------------------> |
@@ -21,11 +21,12 @@ from baton.auth.challenge import PROOF_BYTES, DialerChallenge, ListenerChallenge
 from baton.errors import UNDECODABLE, ProtocolError
 
 if TYPE_CHECKING:
-    from baton.auth.key import ClusterKey
+    from baton.auth.certificates import PeerIdentity
+    from baton.auth.credentials import Credentials
     from baton.auth.session import Session
 
 PREFIX_BYTES: Final = 4
-MAGIC: Final = b"BATON\x03"
+MAGIC: Final = b"BATON\x04"
 """Protocol and version: distinguishes a foreign program from an older peer."""
 MAX_HANDSHAKE_BYTES: Final = len(MAGIC) + PROOF_BYTES
 """The largest body of an unauthenticated peer."""
@@ -105,13 +106,18 @@ class FrameDecoder:
 class DialerHandshake:
     """The side that connected. Frames after the last one have the session's tags."""
 
-    def __init__(self, key: ClusterKey, purpose: str) -> None:
-        self._challenge = DialerChallenge(key, purpose)
+    def __init__(self, credentials: Credentials, purpose: str) -> None:
+        self._challenge = DialerChallenge(credentials, purpose)
 
     @property
     def session(self) -> Session:
         """Of the connection, once `reply` has returned."""
         return _session_of(self._challenge)
+
+    @property
+    def peer(self) -> PeerIdentity:
+        """Who the other end is, once `reply` has returned."""
+        return _peer_of(self._challenge)
 
     def opening(self) -> bytes:
         """The first frame to send."""
@@ -121,17 +127,17 @@ class DialerHandshake:
         """Check the listener's proof; the last frame to send.
 
         Raises:
-            AuthenticationError: the listener does not hold the key.
+            AuthenticationError: the listener is not to be trusted.
             ProtocolError: the listener does not speak this protocol.
         """
         return encode_frame(self._challenge.answer(_strip_magic(body)))
 
 
 class ListenerHandshake:
-    """The side that accepted. `done`: the peer has proved that it holds the key."""
+    """The side that accepted. `done`: the peer has proved that it is a worker."""
 
-    def __init__(self, key: ClusterKey, purpose: str) -> None:
-        self._challenge = ListenerChallenge(key, purpose)
+    def __init__(self, credentials: Credentials, purpose: str) -> None:
+        self._challenge = ListenerChallenge(credentials, purpose)
         self.done = False
 
     @property
@@ -139,11 +145,16 @@ class ListenerHandshake:
         """Of the connection, once it is `done`."""
         return _session_of(self._challenge)
 
+    @property
+    def peer(self) -> PeerIdentity:
+        """Who the other end is, once it is `done`."""
+        return _peer_of(self._challenge)
+
     def reply(self, body: bytes) -> bytes:
         """Take one frame's body; the bytes to send back (none after the last one).
 
         Raises:
-            AuthenticationError: the dialer does not hold the key.
+            AuthenticationError: the dialer is not to be trusted.
             ProtocolError: the dialer does not speak this protocol.
         """
         if not self._challenge.has_hello:
@@ -155,8 +166,14 @@ class ListenerHandshake:
 
 def _session_of(challenge: DialerChallenge | ListenerChallenge) -> Session:
     if challenge.session is None:
-        raise AssertionError("the peer has not proved the key")
+        raise AssertionError("the peer has not proved who it is")
     return challenge.session
+
+
+def _peer_of(challenge: DialerChallenge | ListenerChallenge) -> PeerIdentity:
+    if challenge.peer is None:
+        raise AssertionError("the peer has not proved who it is")
+    return challenge.peer
 
 
 def _strip_magic(body: bytes) -> bytes:

@@ -20,6 +20,7 @@ from functools import partial
 from http import HTTPStatus
 from itertools import chain
 from typing import TYPE_CHECKING, Final, cast
+from urllib.parse import unquote
 
 import msgspec
 import uvicorn
@@ -27,7 +28,7 @@ from prometheus_client import Counter as PrometheusCounter
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.protocols.utils import get_remote_addr
 
-from baton.errors import ConfigError
+from baton.errors import AuthenticationError, ConfigError
 from baton.net.tls import TlsTransport
 from baton.protocol.worker_http import ErrorBody, ErrorDetail
 from baton.telemetry.log_limit import LimitedLog
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from uvicorn.server import ServerState
 
     from baton.clock import Clock
+    from baton.net.tls import Tls
 
 BACKLOG: Final = 2048
 KEEP_ALIVE_S: Final = 75
@@ -63,6 +65,7 @@ class Refusal(StrEnum):
     TOO_MANY_CONNECTIONS = "too_many_connections"
     MALFORMED = "malformed"
     NOT_TRUSTED = "not_trusted"
+    NOT_ALLOWED = "not_allowed"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +119,7 @@ class Connections:
         limits: HttpLimits,
         clock: Clock,
         on_refused: Callable[[Refusal], None],
-        tls: ssl.SSLContext | None = None,
+        tls: Tls | None = None,
     ) -> None:
         self.limits, self.tls = limits, tls
         self._log, self._on_refused = LimitedLog(log, clock), on_refused
@@ -189,7 +192,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._num_head_bytes = 0
         self._num_body_bytes = 0
         self._is_in_head = False
-        self._refusal: Refusal | None = None
+        self._refusal: tuple[Refusal, str] | None = None
         self._tls: TlsTransport | None = None
 
     # The connection
@@ -201,7 +204,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self._table.tls is None:
             super().connection_made(transport)
         else:
-            self.transport = self._tls = TlsTransport(transport, self._table.tls)
+            self.transport = self._tls = TlsTransport(transport, self._table.tls.listening)
         if self._table.admit(self):
             self._await_head()
         else:
@@ -225,7 +228,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         try:
             parts = self._tls.decrypt(data)
         except ssl.SSLError as exc:
-            self.refuse(Refusal.NOT_TRUSTED, f"it does not hold this cluster's key: {exc}")
+            self.refuse(Refusal.NOT_TRUSTED, f"it is of no process of this cluster: {exc}")
             return
         if self._tls.is_established and not was_established:
             super().connection_made(self._tls)
@@ -241,7 +244,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self._is_in_head:
             self._num_head_bytes += len(data)
             if self._num_head_bytes > self._limits.max_head_bytes:
-                self._refuse_head()
+                self.refuse(Refusal.HEAD_TOO_LARGE, self._head_bound)
 
     def refuse(self, refusal: Refusal, reason: str) -> None:
         """Close the connection, with an answer where none has begun."""
@@ -266,10 +269,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         """See `HttpToolsProtocol`: what it could not parse, or a callback of this class refused."""
-        if self._refusal is not None:
-            self._refuse_head()
-        else:
-            self.refuse(Refusal.MALFORMED, msg)
+        refusal, reason = self._refusal or (Refusal.MALFORMED, msg)
+        self.refuse(refusal, reason)
 
     # The parser
 
@@ -292,6 +293,14 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """See `HttpToolsProtocol`."""
         self._is_in_head = False
+        if self._tls is not None and self._table.tls is not None:
+            path = unquote(self.url.partition(b"?")[0].decode("ascii", "replace"))
+            method = self.parser.get_method().decode("ascii")
+            try:
+                self._table.tls.check_request(self._tls.peer_certificate, method, path)
+            except AuthenticationError as exc:
+                self._refusal = Refusal.NOT_ALLOWED, str(exc)
+                raise ValueError(exc) from exc  # ends the parser; see `send_400_response`
         self._table.serve(self)
         self._stop_timer()
         super().on_headers_complete()
@@ -348,12 +357,12 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def _count_head(self, num_bytes: int) -> None:
         self._num_head_bytes += num_bytes
         if self._num_head_bytes > self._limits.max_head_bytes:
-            self._refusal = Refusal.HEAD_TOO_LARGE
-            raise ValueError(self._refusal)  # ends the parser; see `send_400_response`
+            self._refusal = Refusal.HEAD_TOO_LARGE, self._head_bound
+            raise ValueError(self._head_bound)  # ends the parser; see `send_400_response`
 
-    def _refuse_head(self) -> None:
-        limit = self._limits.max_head_bytes
-        self.refuse(Refusal.HEAD_TOO_LARGE, f"the request's head has more than {limit} bytes")
+    @property
+    def _head_bound(self) -> str:
+        return f"the request's head has more than {self._limits.max_head_bytes} bytes"
 
     def _stop_timer(self) -> None:
         if self._timer is not None:
@@ -368,6 +377,7 @@ _STATUSES: Final = {
     Refusal.TOO_MANY_CONNECTIONS: HTTPStatus.SERVICE_UNAVAILABLE,
     Refusal.MALFORMED: HTTPStatus.BAD_REQUEST,
     Refusal.NOT_TRUSTED: HTTPStatus.UNAUTHORIZED,
+    Refusal.NOT_ALLOWED: HTTPStatus.FORBIDDEN,
 }
 
 

@@ -1,28 +1,32 @@
-"""TLS beneath the frames: both ends present a certificate of the cluster's own authority.
+"""TLS of both sides' certificates: beneath HTTP between gateway and workers, and beneath frames.
 
-The cluster key is proved inside, as without TLS: TLS encrypts, the key authenticates a worker.
+Within frames' TLS the peers prove who they are as without it: there TLS encrypts.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+import socket
 import ssl
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
+from baton.auth.certificates import IdentityRole
 from baton.errors import AuthenticationError, ConfigError
+from baton.protocol.worker_http import HEALTH_PATH, METRICS_PATH
 
 if TYPE_CHECKING:
-    import socket
     from collections.abc import Generator, Sequence
 
     from baton.auth.certificates import Identity
+    from baton.auth.credentials import Credentials
 
 MAX_BUFFER_BYTES: Final = 64 << 10
 """Of one OpenSSL call, which makes records of 16 KiB."""
+MONITOR_PATHS: Final = frozenset({HEALTH_PATH, METRICS_PATH})
 
 
 class WaitsForPeerError(BlockingIOError):
@@ -133,6 +137,11 @@ class TlsTransport(asyncio.Transport):
             self._tls.write(data)
             self._send()
 
+    @property
+    def peer_certificate(self) -> bytes | None:
+        """In DER; None where the peer has shown none."""
+        return self._tls.getpeercert(binary_form=True) if self.is_established else None
+
     def close(self) -> None:
         """See `asyncio.BaseTransport`; the peer sees that nothing was cut off."""
         if not self._transport.is_closing() and self.is_established:
@@ -168,31 +177,114 @@ class TlsTransport(asyncio.Transport):
             self._transport.write(self._outgoing.read())
 
 
+class Tls(Protocol):
+    """How sockets are wrapped: `TlsContexts` or `ClusterTls`."""
+
+    @property
+    def listening(self) -> ssl.SSLContext:
+        """For the next connection that is accepted."""
+        ...
+
+    @property
+    def dialing(self) -> ssl.SSLContext:
+        """For the next connection that is made."""
+        ...
+
+    def check_request(self, certificate: bytes | None, method: str, path: str) -> None:
+        """Whether the holder of a certificate (DER) may make an HTTP request.
+
+        Raises:
+            AuthenticationError: it may not.
+        """
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class TlsContexts:
-    """What a dialer and a listener wrap their sockets with."""
+    """What a dialer and a listener wrap their sockets with: always the same.
+
+    `requesting` is `dialing`, but the server must have the DNS name that is asked for.
+    """
 
     dialing: ssl.SSLContext
     listening: ssl.SSLContext
+    requesting: ssl.SSLContext
 
-    def wrap_dialer(self, sock: socket.socket) -> ssl.SSLSocket:
-        """A socket that is not connected yet; takes over its descriptor."""
-        return self.dialing.wrap_socket(sock, do_handshake_on_connect=False)
+    def check_request(self, certificate: bytes | None, method: str, path: str) -> None:
+        """Everything is allowed: see `Tls`."""
 
-    def wrap_listener(self, sock: socket.socket) -> ssl.SSLSocket:
-        """A bound socket: what it accepts speaks TLS; takes over its descriptor."""
-        return self.listening.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
+
+class ClusterTls:
+    """Of a cluster's process: follows its credentials, and checks roles. Thread-safe."""
+
+    def __init__(self, credentials: Credentials) -> None:
+        self._credentials = credentials
+        self._made: tuple[Identity, TlsContexts] | None = None
+
+    @property
+    def listening(self) -> ssl.SSLContext:
+        """See `Tls`."""
+        return self._contexts.listening
+
+    @property
+    def dialing(self) -> ssl.SSLContext:
+        """See `Tls`; names of servers are not checked."""
+        return self._contexts.dialing
+
+    @property
+    def requesting(self) -> ssl.SSLContext:
+        """For the next connection that is made; the server's name is checked."""
+        return self._contexts.requesting
+
+    def check_request(self, certificate: bytes | None, method: str, path: str) -> None:
+        """Gateways may make every request, monitors read `MONITOR_PATHS`; so may this process."""
+        peer = self._credentials.find_peer(certificate or b"")
+        if IdentityRole.GATEWAY in peer.roles:
+            return
+        may_read = IdentityRole.MONITOR in peer.roles and method == "GET" and path in MONITOR_PATHS
+        is_own = peer.serial_number == self._credentials.own.serial_number
+        if not may_read and not is_own:
+            raise AuthenticationError(f"{peer} may not {method} {path[:200]} here")
+
+    @property
+    def _contexts(self) -> TlsContexts:
+        identity = self._credentials.identity
+        if self._made is None or self._made[0] is not identity:
+            self._made = identity, contexts_of(identity)
+        return self._made[1]
+
+
+class TlsListener(socket.socket):
+    """A bound socket: what it accepts speaks TLS. Takes over the descriptor of `sock`."""
+
+    def __init__(self, sock: socket.socket, tls: Tls) -> None:
+        super().__init__(sock.family, sock.type, sock.proto, fileno=sock.detach())
+        self._tls = tls
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        """See `socket.accept`."""
+        sock, address = super().accept()
+        wrapped = self._tls.listening.wrap_socket(
+            sock, server_side=True, do_handshake_on_connect=False
+        )
+        return wrapped, address
+
+
+def wrap_dialer(sock: socket.socket, tls: Tls) -> ssl.SSLSocket:
+    """A socket that is not connected yet; takes over its descriptor."""
+    return tls.dialing.wrap_socket(sock, do_handshake_on_connect=False)
 
 
 def contexts_of(identity: Identity) -> TlsContexts:
-    """For a process that shows this identity and trusts those of the same authority."""
+    """For a process that shows this identity and trusts those of the same authorities."""
     with _shown_as_file(identity.certificate + identity.private_key) as own:
-        dialing, listening = (
-            _make_context(protocol, own, own, identity.authority.decode())
-            for protocol in (ssl.PROTOCOL_TLS_CLIENT, ssl.PROTOCOL_TLS_SERVER)
-        )
-    listening.num_tickets = 0
-    return TlsContexts(dialing, listening)
+        contexts = [_make_context(kind, own, own, identity.authorities.decode()) for kind in _KINDS]
+    if identity.revoked:
+        with _shown_as_file(identity.revoked) as revoked:
+            for context in contexts:
+                context.load_verify_locations(revoked)
+                context.verify_flags |= ssl.VERIFY_CRL_CHECK_LEAF
+    return _gather(contexts)
 
 
 @contextmanager
@@ -213,16 +305,23 @@ def make_contexts(certificate: str, key: str, authority: str) -> TlsContexts:
         ConfigError: a file cannot be read, or the key is not the certificate's.
     """
     try:
-        dialing, listening = (
-            _make_context(protocol, certificate, key, Path(authority).read_text(encoding="ascii"))
-            for protocol in (ssl.PROTOCOL_TLS_CLIENT, ssl.PROTOCOL_TLS_SERVER)
-        )
+        trusted = Path(authority).read_text(encoding="ascii")
+        contexts = [_make_context(kind, certificate, key, trusted) for kind in _KINDS]
     except (OSError, UnicodeDecodeError) as exc:  # ssl.SSLError is one
         raise ConfigError(
             f"tls: cannot use certificate {certificate}, key {key}, ca {authority}: {exc}"
         ) from exc
+    return _gather(contexts)
+
+
+_KINDS: Final = ssl.PROTOCOL_TLS_CLIENT, ssl.PROTOCOL_TLS_SERVER, ssl.PROTOCOL_TLS_CLIENT
+
+
+def _gather(contexts: Sequence[ssl.SSLContext]) -> TlsContexts:
+    dialing, listening, requesting = contexts
     listening.num_tickets = 0
-    return TlsContexts(dialing, listening)
+    requesting.check_hostname = True
+    return TlsContexts(dialing, listening, requesting)
 
 
 def _make_context(protocol: int, certificate: str, key: str, authority: str) -> ssl.SSLContext:

@@ -19,7 +19,7 @@ from baton.rig.pages import PAGE_BYTES, Direction, PoolPageBytes, Side, Workload
 from baton.transfer.region import release_region
 
 if TYPE_CHECKING:
-    from baton.auth.key import ClusterKey
+    from baton.auth.credentials import Credentials
     from baton.clock import Clock
     from baton.rig.pages import Move
     from baton.transfer.interface import PagedRegion
@@ -71,7 +71,7 @@ class BackendContext:
     role: Role
     num_pages: int
     host: str
-    key: ClusterKey
+    credentials: Credentials
     clock: Clock
     page_bytes: int = PAGE_BYTES
 

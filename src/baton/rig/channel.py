@@ -22,7 +22,7 @@ from baton.rig.backend import MAX_BODY_BYTES, Command, Reply
 if TYPE_CHECKING:
     import socket
 
-    from baton.auth.key import ClusterKey
+    from baton.auth.credentials import Credentials
     from baton.auth.session import Session
     from baton.clock import Clock
 
@@ -125,7 +125,7 @@ def node_channel(frames: Frames) -> Channel[Reply, Command]:
     return Channel(frames, msgspec.msgpack.Decoder(Command))
 
 
-def authenticate_as_dialer(frames: Frames, key: ClusterKey) -> None:
+def authenticate_as_dialer(frames: Frames, credentials: Credentials) -> None:
     """Prove the cluster key to a listening host, which proves it too.
 
     Raises:
@@ -133,15 +133,15 @@ def authenticate_as_dialer(frames: Frames, key: ClusterKey) -> None:
         PeerLostError: it closed the connection, most likely because this side has another key.
         ProtocolError: it does not speak this protocol.
     """
-    handshake = DialerHandshake(key, PURPOSE)
+    handshake = DialerHandshake(credentials, PURPOSE)
     frames.send(handshake.opening())
     frames.send(handshake.reply(frames.receive(HANDSHAKE_TIMEOUT_S)))
     frames.session = handshake.session
 
 
-def authenticate_as_listener(frames: Frames, key: ClusterKey) -> None:
+def authenticate_as_listener(frames: Frames, credentials: Credentials) -> None:
     """Prove the cluster key to the dialer, which proves it too; see `authenticate_as_dialer`."""
-    handshake = ListenerHandshake(key, PURPOSE)
+    handshake = ListenerHandshake(credentials, PURPOSE)
     while not handshake.done:
         reply = handshake.reply(frames.receive(HANDSHAKE_TIMEOUT_S))
         if reply:

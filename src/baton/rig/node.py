@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Final, assert_never
 
 import msgspec
 
+from baton.auth.credentials import Credentials
 from baton.auth.key import ClusterKey
 from baton.auth.session import Session
 from baton.clock import MachineClock
@@ -218,9 +219,15 @@ class NodeServer:
     def _build(self, command: Build) -> Built:
         machine = describe_machine()  # before a core is chosen: it counts them
         pin_to_core(command.role)
-        key, terms = ClusterKey.from_hex(self._terms.key_hex), self._terms
+        terms = self._terms
+        credentials = Credentials.of(ClusterKey.from_hex(terms.key_hex))
         context = BackendContext(
-            command.role, command.num_pages, terms.host, key, self._clock, command.page_bytes
+            command.role,
+            command.num_pages,
+            terms.host,
+            credentials,
+            self._clock,
+            command.page_bytes,
         )
         self._built = self._build_backend(command, context)
         self._num_pages, self._role = command.num_pages, command.role

@@ -21,7 +21,7 @@ from baton.rig.channel import Frames, authenticate_as_dialer, runner_channel
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from baton.auth.key import ClusterKey
+    from baton.auth.credentials import Credentials
     from baton.clock import Clock
     from baton.rig.backend import Command, Reply, Role
     from baton.rig.channel import Channel
@@ -147,9 +147,11 @@ class RemoteNodes:
 
     is_local = False
 
-    def __init__(self, driver: Address, owner: Address, key: ClusterKey, clock: Clock) -> None:
+    def __init__(
+        self, driver: Address, owner: Address, credentials: Credentials, clock: Clock
+    ) -> None:
         self._addresses: dict[Role, Address] = {"driver": driver, "owner": owner}
-        self._key, self._clock = key, clock
+        self._credentials, self._clock = credentials, clock
 
     def check(self) -> None:
         """See `Nodes`."""
@@ -173,7 +175,7 @@ class RemoteNodes:
             ) from exc
         frames = Frames(sock, self._clock)
         try:
-            authenticate_as_dialer(frames, self._key)
+            authenticate_as_dialer(frames, self._credentials)
         except PeerLostError as exc:
             frames.close()
             raise AuthenticationError(

@@ -157,7 +157,7 @@ class TransportBackend(Backend):
     def __init__(self, kind: str, options: Mapping[str, object], context: BackendContext) -> None:
         self._context, self._epoch, self._grant = context, new_epoch(), new_ticket_id()
         self._transport = TRANSPORTS.build(kind, options)(
-            TransportContext(context.key, self._epoch, context.host, context.clock)
+            TransportContext(context.credentials, self._epoch, context.host, context.clock)
         )
         capabilities = self._transport.capabilities
         self.traits = Traits(

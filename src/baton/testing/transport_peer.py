@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Final, assert_never
 
 import msgspec
 
+from baton.auth.credentials import Credentials
 from baton.auth.key import ClusterKey
 from baton.clock import MachineClock
 from baton.ids import Epoch, TicketId
@@ -100,8 +101,8 @@ def main(setup: PeerSetup = SHARED) -> None:
     task: PeerTask | OwnerTask = msgspec.json.decode(
         sys.stdin.buffer.readline(), type=PeerTask | OwnerTask
     )
-    key = ClusterKey.from_hex(task.key_hex)
-    context = TransportContext(key, task.epoch, task.host, MachineClock())
+    credentials = Credentials.of(ClusterKey.from_hex(task.key_hex))
+    context = TransportContext(credentials, task.epoch, task.host, MachineClock())
     transport = setup.build(task.kind, task.options)(context)
     match task:
         case PeerTask():

@@ -273,13 +273,15 @@ class ConnectedTransport(BaseTransport[R], Generic[R, A]):
 
     def __init__(self, context: TransportContext, *, connect_timeout_s: float) -> None:
         super().__init__(context)
-        self._dialer = Dialer(self._reactor, context.key, self.kind, timeout_s=connect_timeout_s)
+        self._dialer = Dialer(
+            self._reactor, context.credentials, self.kind, timeout_s=connect_timeout_s
+        )
         self._listener: Listener | None = None
 
     def _listen(self) -> str:
         sock, endpoint = self._open_listener()
         self._listener = Listener(
-            sock, self._reactor, self._context.key, self.kind, on_peer=self._accept_peer
+            sock, self._reactor, self._context.credentials, self.kind, on_peer=self._accept_peer
         )
         return endpoint
 

@@ -42,10 +42,10 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from baton.auth.key import ClusterKey
+    from baton.auth.credentials import Credentials
     from baton.clock import Clock
     from baton.kv.copies import PageCopies
-    from baton.net.tls import TlsContexts
+    from baton.net.tls import Tls
 
 MemoryKind = Literal["host", "shared", "cuda"]
 TransferId = NewType("TransferId", int)
@@ -243,11 +243,11 @@ class TransportContext:
     `tls` set: bytes that leave the host are to be encrypted.
     """
 
-    key: ClusterKey
+    credentials: Credentials
     epoch: Epoch
     bind_host: str
     clock: Clock
-    tls: TlsContexts | None = None
+    tls: Tls | None = None
 
 
 class Transport(Protocol):

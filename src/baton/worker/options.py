@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from baton.auth.key import ClusterKey
+    from baton.auth.credentials import Credentials
     from baton.auth.ticket import HandoffMode
     from baton.config.sections import Tls
     from baton.ids import Epoch, WorkerId
@@ -34,7 +34,7 @@ class WorkerOptions:
     epoch: Epoch
     role: Role = "both"
     served_model_name: str
-    key: ClusterKey | None = None
+    credentials: Credentials | None = None
     require_bearer: bool = False
     is_tls: bool = False
     max_body_bytes: int = 32 * 1024 * 1024
@@ -59,7 +59,7 @@ class ProcessOptions:
     served_model_name: str | None = None
     host: str = "127.0.0.1"
     port: int = 0
-    key: ClusterKey
+    credentials: Credentials
     tls: Tls = "control"
     engine: str = "transformers"
     engine_options: Mapping[str, object] = field(default_factory=dict)

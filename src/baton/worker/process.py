@@ -16,7 +16,6 @@ import uvicorn
 import uvloop
 from prometheus_client import disable_created_metrics
 
-from baton.auth.certificates import make_identity
 from baton.clock import MachineClock
 from baton.config.cluster_key import is_loopback
 from baton.config.environment import pin_to
@@ -29,7 +28,7 @@ from baton.handoff.peer_transports import LinkOptions
 from baton.handoff.pool_mode.store_access import open_store_access
 from baton.ids import new_epoch
 from baton.net.http_server import bind, make_server_config, start_listening, url_of
-from baton.net.tls import contexts_of
+from baton.net.tls import ClusterTls
 from baton.telemetry.process_status import Draining, Loading, Ready, StatusReporter
 from baton.transfer.devices.extents import choose_allocation
 from baton.transfer.interface import TransportContext, build_transports
@@ -206,7 +205,7 @@ def _load(options: ProcessOptions, clock: Clock) -> tuple[Worker, Epoch]:
         epoch=epoch,
         role=options.role,
         served_model_name=served_model_name,
-        key=options.key,
+        credentials=options.credentials,
         is_tls=options.tls != "off",
         require_bearer=options.tls == "off" and not is_loopback(options.host),
         num_traces=options.num_traces,
@@ -227,7 +226,7 @@ def _handoffs(
             fingerprint=engine.info.fingerprint,
             views=(view,),
             transports=_transports(options, epoch, clock),
-            key=options.key,
+            credentials=options.credentials,
             clock=clock,
             host=options.handoff_host,
             port=options.handoff_port,
@@ -241,18 +240,18 @@ def _handoffs(
             ),
             spin_s=options.spin_s,
         ),
-        open_store_access(options.store, view, key=options.key, clock=clock),
+        open_store_access(options.store, view, key=options.credentials.key, clock=clock),
     )
 
 
 def _transports(options: ProcessOptions, epoch: Epoch, clock: Clock) -> tuple[Transport, ...]:
     tls = options.tls == "all"
     context = TransportContext(
-        key=options.key,
+        credentials=options.credentials,
         epoch=epoch,
         bind_host=options.handoff_host,
         clock=clock,
-        tls=contexts_of(make_identity(options.key, options.worker)) if tls else None,
+        tls=ClusterTls(options.credentials) if tls else None,
     )
     return build_transports(options.transports, options.transport_options, context)
 

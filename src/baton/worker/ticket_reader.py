@@ -12,7 +12,7 @@ from baton.protocol.worker_http import INFO_PATH
 from baton.worker.http_exchange import StaleTicketError
 
 if TYPE_CHECKING:
-    from baton.auth.key import ClusterKey
+    from baton.auth.credentials import Credentials
     from baton.auth.ticket import Ticket, WorkerRef
     from baton.engines.interface import RequestKind
     from baton.ids import Epoch, WorkerId
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 class TicketReader:
     """Reads tickets that name this life of this worker. Owned by the event loop's thread."""
 
-    def __init__(self, worker: WorkerId, epoch: Epoch, key: ClusterKey | None) -> None:
-        self._self_id, self._key = (worker, epoch), key
+    def __init__(self, worker: WorkerId, epoch: Epoch, credentials: Credentials | None) -> None:
+        self._self_id, self._credentials = (worker, epoch), credentials
         self._used = UsedTickets()
 
     def read(self, text: str | None) -> RequestKind:
@@ -34,9 +34,9 @@ class TicketReader:
         """
         if text is None:
             return Colocated()
-        if self._key is None:
+        if self._credentials is None:
             raise TicketError("this worker was started without handoffs and reads no tickets")
-        ticket = unseal(text, self._key)
+        ticket = unseal(text, self._credentials)
         kind = self._own_ref(ticket)
         match self._used.use(ticket.issue):
             case TicketUse.FIRST:

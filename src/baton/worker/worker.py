@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Final, NoReturn
 from prometheus_client import CollectorRegistry
 
 import baton
-from baton.auth.certificates import make_identity
 from baton.clock import MachineClock
 from baton.errors import HandoffError
 from baton.handoff.pool_mode.metrics import PoolModeCollector
@@ -22,7 +21,7 @@ from baton.net.http_server import (
     allow_descriptors,
     count_refusals,
 )
-from baton.net.tls import contexts_of
+from baton.net.tls import ClusterTls
 from baton.protocol.worker_http import (
     ABORT_SUFFIX,
     CHAT_COMPLETIONS_PATH,
@@ -199,7 +198,7 @@ def build_worker(
         clock=clock,
         tokenizer=reader.tokenizer,
         tickets=TicketReader(
-            options.worker, options.epoch, options.key if handoffs is not None else None
+            options.worker, options.epoch, options.credentials if handoffs is not None else None
         ),
         engine_client=engine_client,
         traces=traces,
@@ -214,11 +213,15 @@ def build_worker(
         registry=registry,
         started_at=int(clock.unix_now()),
     )
-    bearer = Bearer(options.key) if options.require_bearer and options.key is not None else None
+    bearer = (
+        Bearer(options.credentials.key)
+        if options.require_bearer and options.credentials is not None
+        else None
+    )
     app = WorkerApp(_routes(pages, GenerationService(context), reader), bearer, metrics)
     tls = None
-    if options.is_tls and options.key is not None:
-        tls = contexts_of(make_identity(options.key, options.worker)).listening
+    if options.is_tls and options.credentials is not None:
+        tls = ClusterTls(options.credentials)
     refused = count_refusals(registry, "baton_worker")
     connections = Connections(allow_descriptors(WORKER_LIMITS), clock, refused, tls)
     return Worker(app, connections, engine_client, engine, handoffs)

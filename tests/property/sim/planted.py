@@ -56,7 +56,7 @@ def no_epoch_check(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
         grants,
         "check_ticket",
-        lambda context, peer, text: unseal(text, context.key),
+        lambda context, peer, text: unseal(text, context.credentials),
     )
 
 

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from baton.auth.credentials import Credentials
 from baton.auth.key import ClusterKey
 from baton.errors import AuthenticationError, ProtocolError
 from baton.net.framing import (
@@ -24,7 +25,7 @@ from baton.transfer.transports.shared import wire as shared_wire
 from baton.transfer.transports.tcp import wire as tcp_wire
 
 MAX_BODY_BYTES = 64
-KEY = ClusterKey(bytes(range(32)))
+KEY = Credentials.of(ClusterKey(bytes(range(32))))
 DECODERS = [
     shared_wire.decode_attach,
     shared_wire.decode_from_writer,

@@ -1,18 +1,22 @@
 from __future__ import annotations
 
 import base64
+import pickle
 
 import msgspec
 import pytest
+from cryptography.hazmat.primitives.serialization import Encoding
 from hypothesis import given
 from hypothesis import strategies as st
 
+from baton.auth.certificates import Authority, Identity, IdentityRole, to_pem
+from baton.auth.credentials import Credentials
 from baton.auth.key import ClusterKey
-from baton.auth.ticket import Ticket, TicketIssue, WorkerRef, seal, unseal
+from baton.auth.ticket import Ticket, TicketIssue, WorkerRef, derive_rank_ticket, seal, unseal
 from baton.errors import ConfigError, TicketError
 from baton.ids import Epoch, TicketId, WorkerId
 
-KEY = ClusterKey(b"k" * 32)
+KEY = Credentials.of(ClusterKey(b"k" * 32))
 TICKET = Ticket(
     id=TicketId(b"i" * 16),
     request_id="req-1",
@@ -30,7 +34,7 @@ def test_a_sealed_ticket_comes_back() -> None:
 
 def test_another_key_is_refused() -> None:
     with pytest.raises(TicketError, match="not signed"):
-        unseal(seal(TICKET, KEY), ClusterKey(b"x" * 32))
+        unseal(seal(TICKET, KEY), Credentials.of(ClusterKey(b"x" * 32)))
 
 
 @given(position=st.integers(0, 10_000), bit=st.integers(0, 5))
@@ -51,9 +55,60 @@ def test_garbage_is_refused(text: str) -> None:
 
 def test_a_signed_body_of_another_shape_is_refused() -> None:
     body = msgspec.msgpack.encode({"t": "ticket", "id": "not bytes"})
-    text = base64.urlsafe_b64encode(body + KEY.sign("ticket", body)).decode().rstrip("=")
     with pytest.raises(TicketError, match="decode"):
-        unseal(text, KEY)
+        unseal(signed(body), KEY)
+
+
+def signed(body: bytes) -> str:
+    signer = KEY.signer
+    parts = [body, signer.certificate, signer.sign(b"baton/ticket/2|" + body)]
+    return base64.urlsafe_b64encode(msgspec.msgpack.encode(parts)).decode().rstrip("=")
+
+
+def test_only_gateways_sign() -> None:
+    authority = Authority.generate()
+    gateway, worker = (
+        Credentials(ClusterKey.generate(), lambda identity=identity: identity)
+        for identity in (
+            issue(authority, IdentityRole.GATEWAY),
+            issue(authority, IdentityRole.WORKER),
+        )
+    )
+    assert unseal(seal(TICKET, gateway), worker) == TICKET
+    with pytest.raises(TicketError, match="the peer is worker w, and this takes a gateway"):
+        unseal(seal(TICKET, worker), worker)
+
+
+def issue(authority: Authority, role: IdentityRole) -> Identity:
+    certificate, private_key = authority.issue([role], "w")
+    return Identity(
+        certificate.public_bytes(Encoding.PEM), authority.certificate, to_pem(private_key)
+    )
+
+
+def test_the_ticket_of_two_ranks_is_the_servers_with_their_numbers() -> None:
+    refs = [
+        msgspec.structs.replace(ref, rank_addresses=("127.0.0.1:1", "127.0.0.1:2"))
+        for ref in (TICKET.prefill, TICKET.decode)
+    ]
+    whole = msgspec.structs.replace(TICKET, prefill=refs[0], decode=refs[1])
+    read = unseal(seal(whole, KEY), KEY)
+    of_ranks = derive_rank_ticket(read, 1, 0)
+    text = seal(of_ranks, KEY)
+    assert text == f"{seal(read, KEY)}.1.0"
+    assert unseal(text, KEY) == of_ranks != read
+    assert of_ranks.prefill.worker == "p/1"
+    assert of_ranks.prefill.address == "127.0.0.1:2"
+    for absent in (".2.0", ".0.2", ".1.0.1.0", ".a.0", ".-1.0", ".1"):
+        with pytest.raises(TicketError):
+            unseal(seal(read, KEY) + absent, KEY)
+
+
+def test_a_ticket_keeps_its_text_from_process_to_process() -> None:
+    text = seal(TICKET, KEY)
+    copied = pickle.loads(pickle.dumps(unseal(text, KEY)))
+    assert copied == TICKET
+    assert seal(copied, KEY) == text
 
 
 @pytest.mark.parametrize("at", [float("nan"), float("inf"), 1e300])
@@ -69,15 +124,14 @@ def test_a_moment_that_no_clock_has_is_refused(at: float) -> None:
 def test_the_key_is_never_shown_and_short_ones_are_refused() -> None:
     assert "kkkk" not in repr(KEY)
     with pytest.raises(ConfigError, match="openssl rand"):
-        ClusterKey(b"short")
+        Credentials.of(ClusterKey(b"short"))
     with pytest.raises(ConfigError, match="hexadecimal"):
-        ClusterKey.from_hex("not hex")
+        Credentials.of(ClusterKey.from_hex("not hex"))
 
 
-def test_a_ticket_that_was_read_is_not_sealed_again_unless_for_another_key() -> None:
+def test_a_ticket_that_was_read_is_not_signed_again() -> None:
     text = seal(TICKET, KEY)
     read = unseal(text, KEY)
     assert read == TICKET
     assert seal(read, KEY) is text
-    assert seal(read, ClusterKey.generate()) != text
     assert seal(msgspec.structs.replace(read, request_id="another"), KEY) != text

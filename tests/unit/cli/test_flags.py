@@ -62,13 +62,15 @@ def test_repeated_flags_make_lists():
 def test_the_gateways_defaults_are_those_of_its_options():
     flags = parse(GatewayFlags, "--worker", "https://127.0.0.1:1")
     options = gateway_options(flags.resolve().to_config(), status_fd=1)
-    bare = GatewayOptions(workers=options.workers, cluster_key=options.cluster_key)
+    bare = GatewayOptions(workers=options.workers, credentials=options.credentials)
     assert dataclasses.replace(options, key_origin="generated") == bare
 
 
 def test_the_workers_defaults_are_those_of_its_options():
     options = worker_options(Config(), status_fd=1)
-    assert options == ProcessOptions(worker=options.worker, model=DEMO_MODEL_PATH, key=options.key)
+    assert options == ProcessOptions(
+        worker=options.worker, model=DEMO_MODEL_PATH, credentials=options.credentials
+    )
 
 
 def test_the_key_is_in_no_repr():

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from baton.auth.credentials import Credentials
 from baton.auth.key import ClusterKey
 from baton.auth.ticket import HandoffMode, Ticket, WorkerRef, hash_tenant, seal
 from baton.engines.stall_detector import STALL_TIMEOUT_S
@@ -22,7 +23,7 @@ from baton.protocol.worker_http import KVEventsSource
 from baton.testing.clocks import ManualClock
 from tests.tickets import issue
 
-KEY = ClusterKey(b"k" * 32)
+KEY = Credentials.of(ClusterKey(b"k" * 32))
 ME = WorkerRef(WorkerId("v0"), Epoch("0" * 32), "127.0.0.1:1")
 PEER = WorkerRef(WorkerId("v1"), Epoch("a" * 32), "127.0.0.1:2")
 IDENTITY = Identity(ME.worker, ME.epoch, "both", 1)

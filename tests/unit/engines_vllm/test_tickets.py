@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from baton.auth.credentials import Credentials
 from baton.auth.key import ClusterKey
 from baton.auth.ticket import Ticket, WorkerRef, seal
 from baton.engines.vllm.identity import Identity
@@ -14,7 +15,7 @@ from tests.tickets import issue
 if TYPE_CHECKING:
     from baton.protocol.worker_http import Role
 
-KEY = ClusterKey(b"k" * 32)
+KEY = Credentials.of(ClusterKey(b"k" * 32))
 ME = WorkerRef(WorkerId("v0"), Epoch("0" * 32), "127.0.0.1:1")
 PEER = WorkerRef(WorkerId("v1"), Epoch("a" * 32), "127.0.0.1:2")
 OLD_ME = WorkerRef(WorkerId("v0"), Epoch("1" * 32), "127.0.0.1:1")
@@ -67,7 +68,7 @@ def test_a_ticket_to_send_for_others_or_an_earlier_life_is_stale(
 def test_forged_and_broken_tickets_are_invalid() -> None:
     good = ticket(ME, PEER)
     for text in (
-        seal(good, ClusterKey(b"x" * 32)),
+        seal(good, Credentials.of(ClusterKey(b"x" * 32))),
         "",
         "not a ticket",
         "x" * 5000,

@@ -2,39 +2,40 @@ from __future__ import annotations
 
 import pytest
 
+from baton.auth.credentials import Credentials
 from baton.auth.key import ClusterKey
 from baton.errors import ConfigError
 from baton.gateway.options import GatewayOptions, WorkerAddress
 from baton.protocol.worker_http import Role
 
-KEY = ClusterKey(b"k" * 32)
+KEY = Credentials.of(ClusterKey(b"k" * 32))
 DECODE = WorkerAddress("https://127.0.0.1:9000", Role.DECODE)
 PREFILL = WorkerAddress("https://127.0.0.1:9001", Role.PREFILL)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "::1", "localhost"])
 def test_loopback_needs_no_configured_key(host):
-    assert GatewayOptions(workers=(DECODE,), cluster_key=KEY, host=host).host == host
+    assert GatewayOptions(workers=(DECODE,), credentials=KEY, host=host).host == host
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "example.org"])
 def test_elsewhere_a_configured_key_is_needed(host):
     with pytest.raises(ConfigError, match="no cluster key is configured"):
-        GatewayOptions(workers=(DECODE,), cluster_key=KEY, host=host)
-    settings = {"workers": (DECODE,), "cluster_key": KEY, "key_origin": "configured"}
+        GatewayOptions(workers=(DECODE,), credentials=KEY, host=host)
+    settings = {"workers": (DECODE,), "credentials": KEY, "key_origin": "configured"}
     GatewayOptions(**settings, host=host, insecure=True)
 
 
 @pytest.mark.parametrize("workers", [(), (PREFILL,)])
 def test_somebody_must_decode(workers):
     with pytest.raises(ConfigError, match="no worker can decode"):
-        GatewayOptions(workers=workers, cluster_key=KEY)
+        GatewayOptions(workers=workers, credentials=KEY)
 
 
 def test_a_worker_is_listed_once():
     again = WorkerAddress("https://127.0.0.1:9000/", Role.PREFILL)
     with pytest.raises(ConfigError, match=r"listed twice: https://127\.0\.0\.1:9000"):
-        GatewayOptions(workers=(DECODE, again), cluster_key=KEY)
+        GatewayOptions(workers=(DECODE, again), credentials=KEY)
 
 
 @pytest.mark.parametrize(
@@ -48,11 +49,11 @@ def test_a_workers_address_is_an_origin(url):
 @pytest.mark.parametrize("name", ["max_body_bytes", "request_timeout_s", "probe_interval_s"])
 def test_limits_are_above_zero(name):
     with pytest.raises(ConfigError, match=name):
-        GatewayOptions(workers=(DECODE,), cluster_key=KEY, **{name: 0})
+        GatewayOptions(workers=(DECODE,), credentials=KEY, **{name: 0})
 
 
 def test_a_worker_that_proves_nothing_is_listed_only_where_tls_is_off():
     plain = WorkerAddress("http://127.0.0.1:9001", Role.PREFILL)
     with pytest.raises(ConfigError, match=r"http://127\.0\.0\.1:9001 does not prove who answers"):
-        GatewayOptions(workers=(DECODE, plain), cluster_key=KEY)
-    GatewayOptions(workers=(DECODE, plain), cluster_key=KEY, tls="off")
+        GatewayOptions(workers=(DECODE, plain), credentials=KEY)
+    GatewayOptions(workers=(DECODE, plain), credentials=KEY, tls="off")

@@ -3,6 +3,7 @@
 import os
 import socket
 
+from baton.auth.credentials import Credentials
 from baton.auth.key import ClusterKey
 from baton.clock import MachineClock
 from baton.errors import TransferError
@@ -10,7 +11,7 @@ from baton.net.connection import EventReactor
 from baton.net.endpoints import Dialer
 from baton.net.framing import MAX_HANDSHAKE_BYTES, PREFIX_BYTES, ListenerHandshake
 
-KEY = ClusterKey(bytes(range(32)))
+KEY = Credentials.of(ClusterKey(bytes(range(32))))
 PURPOSE = "test"
 
 

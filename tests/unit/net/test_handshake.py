@@ -1,5 +1,6 @@
 import pytest
 
+from baton.auth.credentials import Credentials
 from baton.auth.key import ClusterKey
 from baton.errors import AuthenticationError, ProtocolError
 from baton.net.framing import (
@@ -10,7 +11,7 @@ from baton.net.framing import (
     ListenerHandshake,
 )
 
-KEY, OTHER_KEY = ClusterKey(b"k" * 32), ClusterKey(b"o" * 32)
+KEY, OTHER_KEY = Credentials.of(ClusterKey(b"k" * 32)), Credentials.of(ClusterKey(b"o" * 32))
 
 
 def body(frame):

@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from baton.auth.credentials import Credentials
 from baton.auth.key import ClusterKey
 from baton.engines.first_tokens import FirstTokens
 from baton.engines.interface import (
@@ -36,7 +37,7 @@ from baton.worker.worker import Worker, build_worker
 if TYPE_CHECKING:
     from baton.errors import BatonError
 
-KEY = ClusterKey(b"k" * 32)
+KEY = Credentials.of(ClusterKey(b"k" * 32))
 EPOCH = Epoch("e" * 32)
 TOKENIZER = load_tokenizer(DEMO_MODEL_PATH)
 LAYOUT = KVLayout.gqa(num_layers=2, num_kv_heads=2, head_dim=32, block_size=16, dtype="float32")
@@ -166,7 +167,7 @@ async def running(
         "worker": WorkerId("w0"),
         "epoch": EPOCH,
         "served_model_name": "demo",
-        "key": KEY,
+        "credentials": KEY,
         "transports": ("shared", "tcp"),
     }
     worker = build_worker(WorkerOptions(**defaults | options), engine, None, clock)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import baton
+from baton.auth.credentials import Credentials
 from baton.auth.key import ClusterKey
 from tests.unit.worker.scripted_engine import (
     EPOCH,
@@ -33,8 +34,8 @@ def ask(method: str, path: str, body: object = b"", **options: Any) -> Reply:
     return asyncio.run(scenario())
 
 
-def bearer(key: ClusterKey) -> dict[str, str]:
-    return {"Authorization": "Bearer " + key.sign("http", b"worker").hex()}
+def bearer(key: Credentials) -> dict[str, str]:
+    return {"Authorization": "Bearer " + key.key.sign("http", b"worker").hex()}
 
 
 @pytest.mark.parametrize("path", ["/", "/v1", "/v1/embeddings", "/baton/v1/traces/", "/metrics/"])
@@ -92,7 +93,7 @@ def test_beyond_loopback_only_health_needs_no_bearer() -> None:
         reply = ask("GET", path, require_bearer=True)
         assert reply.status == 401
         assert reply.headers["www-authenticate"] == "Bearer"
-    good, forged = bearer(KEY), bearer(ClusterKey(b"x" * 32))
+    good, forged = bearer(KEY), bearer(Credentials.of(ClusterKey(b"x" * 32)))
     assert ask("GET", "/v1/models", require_bearer=True, headers=good).status == 200
     assert ask("GET", "/v1/models", require_bearer=True, headers=forged).status == 401
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from baton.auth.credentials import Credentials
 from baton.auth.key import ClusterKey
 from baton.auth.ticket import Ticket, WorkerRef, seal
 from baton.engines.interface import Colocated, DecodeRequest, PrefillRequest
@@ -64,7 +65,7 @@ def test_a_ticket_expires_by_its_gateways_clock_alone(tickets: TicketReader) -> 
 
 def test_forged_and_broken_tickets_are_refused(tickets: TicketReader) -> None:
     good = ticket(ME, PEER)
-    forged = seal(good, ClusterKey(b"x" * 32))
+    forged = seal(good, Credentials.of(ClusterKey(b"x" * 32)))
     for text in (forged, "", "not a ticket", "é", seal(good, KEY)[:-3]):
         with pytest.raises(TicketError):
             tickets.read(text)

@@ -17,7 +17,7 @@ from baton.rig.nodes import Address, NodeTerms, start_node
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from baton.auth.key import ClusterKey
+    from baton.auth.credentials import Credentials
     from baton.clock import Clock
     from baton.rig.nodes import NodeProcess
 
@@ -29,7 +29,7 @@ REAP_S: Final = 1.0
 class Listener:
     """Starts nodes by `command`; each of its events is one line of `log`."""
 
-    key: ClusterKey
+    credentials: Credentials
     clock: Clock
     log: Callable[[str], None]
     command: Sequence[str] = COMMAND
@@ -47,13 +47,15 @@ class Listener:
                 return None
             frames = Frames(sock, self.clock)
             try:
-                authenticate_as_listener(frames, self.key)
+                authenticate_as_listener(frames, self.credentials)
             except BatonError as exc:
                 self.log(f"refused {peer[0]}: {exc}")
                 return None
             # The other node can reach this one at the address that the runner connected to.
             keys = None if frames.session is None else frames.session.keys
-            terms = NodeTerms(self.key.secret.hex(), sock.getsockname()[0], session_keys=keys)
+            terms = NodeTerms(
+                self.credentials.key.secret.hex(), sock.getsockname()[0], session_keys=keys
+            )
             self.log(f"a process for {peer[0]}")
             return start_node(sock, terms, self.command)
 

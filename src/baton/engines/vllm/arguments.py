@@ -124,6 +124,7 @@ def _transfer(config: Config) -> dict[str, object]:
         "store": config.store,
         "spin_s": config.transfer.spin_s,
         "tls": config.security.tls,
+        "identity": config.security.identity,
     }
     if config.cluster.key_file is not None:
         extra["key_file"] = config.cluster.key_file

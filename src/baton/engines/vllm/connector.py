@@ -33,7 +33,7 @@ from baton.engines.vllm.identity import (
     Identity,
     compute_epoch,
     default_name,
-    load_cluster_key,
+    load_credentials,
     read_model_facts,
 )
 from baton.engines.vllm.options import ConnectorOptions, read_options, read_role
@@ -284,7 +284,7 @@ def _admit(
         read_model_facts(vllm_config, options.transports),
         block_size=int(vllm_config.cache_config.block_size),
         held=held,
-        reader=TicketReader(identity, load_cluster_key(options)),
+        reader=TicketReader(identity, load_credentials(options)),
         clock=clock,
     )
 

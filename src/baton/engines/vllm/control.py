@@ -47,14 +47,15 @@ from baton.protocol.worker_http import (
 )
 
 if TYPE_CHECKING:
-    import ssl
     from collections.abc import Callable, Generator
 
     from prometheus_client import CollectorRegistry
     from starlette.types import Receive, Scope, Send
 
+    from baton.auth.credentials import Credentials
     from baton.auth.key import ClusterKey
     from baton.engines.vllm.step_orders import Occupancy
+    from baton.net.tls import Tls
     from baton.protocol.worker_http import WorkerInfo
     from baton.telemetry.trace import TraceRing
 
@@ -172,15 +173,13 @@ class ControlApp:
 class ControlServer:
     """The server's socket and thread. Built and stopped on vLLM's worker thread."""
 
-    def __init__(
-        self, host: str, port: int, *, key: ClusterKey, tls: ssl.SSLContext | None
-    ) -> None:
+    def __init__(self, host: str, port: int, *, credentials: Credentials, tls: Tls | None) -> None:
         """Take the port; nothing answers before `start`. With `tls`, no bearer is needed.
 
         Raises:
             ConfigError: the port is taken, or the address is not this machine's.
         """
-        self._host, self._key, self._tls = host, key, tls
+        self._host, self._credentials, self._tls = host, credentials, tls
         self._listener = bind(host, port)
         start_listening(self._listener)
         self._server: uvicorn.Server | None = None
@@ -194,7 +193,7 @@ class ControlServer:
     def start(self, view: RankView) -> None:
         """Answer from now on."""
         needs_bearer = self._tls is None and not is_loopback(self._host)
-        app = ControlApp(view, self._key if needs_bearer else None)
+        app = ControlApp(view, self._credentials.key if needs_bearer else None)
         refused = count_refusals(view.registry, "baton_worker")
         connections = Connections(CONTROL_LIMITS, MachineClock(), refused, self._tls)
         self._server = _Server(

@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import baton
-from baton.auth.key import ClusterKey
-from baton.config.cluster_key import find_cluster_key
+from baton.auth.certificates import IdentityRole
+from baton.auth.ticket import rank_epoch, rank_name
 from baton.config.environment import read_environment
-from baton.config.sections import ClusterSection
+from baton.config.sections import ClusterSection, SecuritySection
 from baton.engines.checkpoint import fingerprint_checkpoint
 from baton.errors import ConfigError
 from baton.ids import Epoch, WorkerId
+from baton.net.credentials import find_credentials
 from baton.protocol.worker_http import KVEventsSource, WorkerInfo
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
     from vllm.config import ModelConfig, VllmConfig
 
+    from baton.auth.credentials import Credentials
     from baton.engines.vllm.options import ConnectorOptions
     from baton.kv.layout import KVLayout
     from baton.protocol.worker_http import Role
@@ -66,30 +68,24 @@ def default_name(epoch: Epoch) -> WorkerId:
     return WorkerId(f"vllm-{epoch[:8]}")
 
 
-def rank_name(worker: WorkerId, rank: int, num_ranks: int) -> WorkerId:
-    """One rank's name; that of a server of one rank is the server's own."""
-    return worker if num_ranks == 1 else WorkerId(f"{worker}/{rank}")
-
-
-def rank_epoch(epoch: Epoch, rank: int, num_ranks: int) -> Epoch:
-    """One rank's epoch; that of a server of one rank is the server's own."""
-    return epoch if num_ranks == 1 else Epoch(_hex_of(f"baton/rank-epoch/1|{epoch}|{rank}"))
-
-
 def _hex_of(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:EPOCH_CHARS]
 
 
-def load_cluster_key(options: ConnectorOptions) -> ClusterKey:
-    """The cluster's key, as every process of Baton finds it.
+def load_credentials(options: ConnectorOptions) -> Credentials:
+    """What the server proves itself with, as every process of Baton finds it.
 
     Raises:
-        ConfigError: none is configured, and one is needed; or it is no key.
+        ConfigError: none is configured, and one is needed; or it is for another role or name.
     """
-    found = find_cluster_key(
-        ClusterSection(key_file=options.key_file), read_environment(), (options.handoff_host,)
+    found = find_credentials(
+        ClusterSection(key_file=options.key_file),
+        SecuritySection(tls=options.tls, identity=options.identity),
+        read_environment(),
+        (options.handoff_host,),
     )
-    return ClusterKey.from_hex(found.text)
+    found.credentials.require(IdentityRole.WORKER, options.name)
+    return found.credentials
 
 
 def find_fingerprint(model: ModelConfig) -> str:

@@ -66,6 +66,7 @@ class ConnectorOptions(msgspec.Struct, frozen=True, kw_only=True):
     fingerprint: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
     key_file: str | None = None
     tls: Tls = "control"
+    identity: str | None = None
     store: StoreSection = msgspec.field(default_factory=StoreSection)
 
 

@@ -13,14 +13,13 @@ from typing import TYPE_CHECKING, Final
 from prometheus_client import CollectorRegistry
 
 import baton
-from baton.auth.certificates import make_identity
 from baton.clock import MachineClock
 from baton.engines.vllm.control import ControlServer, RankView
 from baton.engines.vllm.identity import (
     RankFacts,
     describe_worker,
     find_fingerprint,
-    load_cluster_key,
+    load_credentials,
     read_model_facts,
     read_traits,
 )
@@ -36,7 +35,7 @@ from baton.handoff.pool_mode.metrics import PoolModeCollector
 from baton.handoff.pool_mode.store_access import open_store_access
 from baton.handoff.verify import VerificationPolicy
 from baton.kv.layout import TensorParallelShard
-from baton.net.tls import contexts_of
+from baton.net.tls import ClusterTls
 from baton.telemetry.links import LinkInstruments
 from baton.telemetry.metrics import HandoffInstruments, HeldBlockTimeCollector, set_worker_info
 from baton.telemetry.trace import TraceRing
@@ -58,7 +57,6 @@ if TYPE_CHECKING:
     from baton.handoff.kv_views import KVView
     from baton.handoff.pool_mode.store_access import StoreAccess
     from baton.ids import Epoch
-    from baton.net.tls import TlsContexts
     from baton.transfer.interface import Transport
 
 logger = logging.getLogger(__name__)
@@ -89,11 +87,10 @@ class Rank:
         self._plan = plan
         shard = TensorParallelShard(plan.rank, plan.identity.num_ranks)
         self._layers = read_layers(plan.vllm_config, plan.kv_cache_config, shard)
-        self._key = load_cluster_key(plan.options)
-        self._tls: TlsContexts | None = None
+        self._credentials = load_credentials(plan.options)
+        self._tls: ClusterTls | None = None
         if plan.options.tls != "off":
-            name, _ = plan.identity.of_rank(plan.rank)
-            self._tls = contexts_of(make_identity(self._key, name))
+            self._tls = ClusterTls(self._credentials)
         self._clock = MachineClock()
         self._wake_event = threading.Event()
         self._pool: SharedKVMemory | None = None
@@ -153,8 +150,8 @@ class Rank:
         control = ControlServer(
             options.handoff_host,
             _port_of(options.control_port, plan.rank),
-            key=self._key,
-            tls=None if self._tls is None else self._tls.listening,
+            credentials=self._credentials,
+            tls=self._tls,
         )
         self._control = control
         facts = RankFacts(
@@ -244,7 +241,7 @@ class Rank:
             traits=read_traits(plan.vllm_config, plan.rank, arrangement),
             preferred_op=options.preferred_op,
             transports=self._transports(epoch),
-            key=self._key,
+            credentials=self._credentials,
             clock=self._clock,
             host=options.handoff_host,
             port=_port_of(options.handoff_port, plan.rank),
@@ -263,12 +260,14 @@ class Rank:
         if self._store_view is None:
             return None
         section = self._plan.options.store
-        return open_store_access(section, self._store_view, key=self._key, clock=self._clock)
+        return open_store_access(
+            section, self._store_view, key=self._credentials.key, clock=self._clock
+        )
 
     def _transports(self, epoch: Epoch) -> tuple[Transport, ...]:
         options = self._plan.options
         context = TransportContext(
-            key=self._key,
+            credentials=self._credentials,
             epoch=epoch,
             bind_host=options.handoff_host,
             clock=self._clock,

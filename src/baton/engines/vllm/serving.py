@@ -19,7 +19,6 @@ from urllib.parse import urlsplit
 import msgspec
 import uvloop
 
-from baton.auth.certificates import make_identity
 from baton.clock import MachineClock
 from baton.config.cluster_key import is_loopback
 from baton.config.environment import change_environment
@@ -42,7 +41,7 @@ from baton.net.http_server import (
     allow_descriptors,
     bounded_protocol,
 )
-from baton.net.tls import contexts_of
+from baton.net.tls import ClusterTls
 from baton.registry import Plugin
 from baton.telemetry.process_status import Draining, Loading, Ready
 
@@ -52,7 +51,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from baton.engines.interface import EngineServer, ServerContext
-    from baton.net.tls import TlsContexts
+    from baton.net.tls import Tls
 
 RETRY_INTERVAL_S: Final = 0.1
 REQUEST_TIMEOUT_S: Final = 60.0
@@ -168,9 +167,9 @@ class ServerLifecycle:
         self._status_reporter = context.status_reporter
         self._ending: asyncio.Task[None] | None = None
         self._is_ready = False
-        self._tls: TlsContexts | None = None
+        self._tls: ClusterTls | None = None
         if context.config.security.tls != "off":
-            self._tls = contexts_of(make_identity(context.key, context.config.worker.name))
+            self._tls = ClusterTls(context.credentials)
 
     def run(self, arguments: Sequence[str]) -> None:
         """Import vLLM, start it, serve until a signal.
@@ -291,9 +290,8 @@ class _ServerLoop(uvloop.Loop):  # type: ignore[misc]
         super().add_signal_handler(sig, self._on_signal, sig, partial(callback, *args))
 
 
-def _connections(tls: TlsContexts | None) -> Connections:
-    context = None if tls is None else tls.listening
-    return Connections(allow_descriptors(WORKER_LIMITS), MachineClock(), lambda _: None, context)
+def _connections(tls: Tls | None) -> Connections:
+    return Connections(allow_descriptors(WORKER_LIMITS), MachineClock(), lambda _: None, tls)
 
 
 def _parse(arguments: Sequence[str]) -> Namespace:
@@ -327,7 +325,7 @@ def serve(options: VllmOptions, context: ServerContext) -> None:
     environment = server_environment(options, config.log.level, cores, platform)
     change_environment({**environment, **server_variables(config.log)}, REMOVED_VARIABLES)
     if config.security.tls == "off" and not is_loopback(config.worker.host):
-        DRAIN_STATE.bearer = context.key.sign("http", b"worker").hex().encode()
+        DRAIN_STATE.bearer = context.credentials.key.sign("http", b"worker").hex().encode()
     launch = LaunchParameters(
         model=context.model,
         served_model_name=context.served_model_name,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections import Counter
 from dataclasses import dataclass
@@ -11,17 +10,15 @@ from typing import TYPE_CHECKING, Annotated, Final, Literal, TypeAlias
 import msgspec
 
 from baton.auth.replay import TicketUse, UsedTickets
-from baton.auth.ticket import MAX_TICKET_CHARS, WorkerRef, unseal
-from baton.engines.vllm.identity import rank_epoch, rank_name
+from baton.auth.ticket import MAX_TICKET_CHARS, count_ranks, derive_rank_ticket, unseal
 from baton.errors import TicketError
-from baton.ids import TicketId
 from baton.kv.layout import TensorParallelShard
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from baton.auth.key import ClusterKey
-    from baton.auth.ticket import Ticket
+    from baton.auth.credentials import Credentials
+    from baton.auth.ticket import Ticket, WorkerRef
     from baton.engines.vllm.identity import Identity
     from baton.kv.layout import KVLayout
 
@@ -114,8 +111,8 @@ NO_HANDOFF: Final = NoHandoff()
 class TicketReader:
     """Reads tickets for this server and epoch. Owned by the scheduler's thread."""
 
-    def __init__(self, identity: Identity, key: ClusterKey) -> None:
-        self._identity, self._key = identity, key
+    def __init__(self, identity: Identity, credentials: Credentials) -> None:
+        self._identity, self._credentials = identity, credentials
         self._used = UsedTickets()
 
     def read(self, params: Mapping[str, object] | None) -> HandoffRole:
@@ -128,7 +125,7 @@ class TicketReader:
                 return Probe()
             if asked.baton_ticket is None:
                 return NO_HANDOFF
-            ticket = unseal(asked.baton_ticket, self._key)
+            ticket = unseal(asked.baton_ticket, self._credentials)
         except (msgspec.ValidationError, UnicodeEncodeError, TicketError) as exc:
             return Refusal("invalid_ticket", str(exc))
         return self._check_addressee(ticket, asked)
@@ -166,20 +163,12 @@ def _name(ref: WorkerRef) -> str:
     return f"{ref.worker}@{ref.epoch[:8]}"
 
 
-TICKET_ID_BYTES = 16
-
-
 @dataclass(frozen=True, slots=True)
 class RankPair:
     """KV moves from rank `prefill` of the one worker to rank `decode` of the other."""
 
     prefill: int
     decode: int
-
-
-def count_ranks(worker: WorkerRef) -> int:
-    """The tensor-parallel ranks of a worker."""
-    return max(1, len(worker.rank_addresses))
 
 
 def compute_pairs(
@@ -205,7 +194,7 @@ def compute_subtickets(ticket: Ticket, layout: KVLayout, *, sender: int) -> tupl
     if ticket.mode == "pool":
         return (ticket,)
     return tuple(
-        derive_subticket(ticket, pair)
+        derive_rank_ticket(ticket, pair.prefill, pair.decode)
         for pair in _pairs_of(ticket, layout)
         if pair.prefill == sender
     )
@@ -218,38 +207,14 @@ def compute_receiving_subtickets(
     if ticket.mode == "pool":
         return (ticket,)
     return tuple(
-        derive_subticket(ticket, pair)
+        derive_rank_ticket(ticket, pair.prefill, pair.decode)
         for pair in _pairs_of(ticket, layout)
         if pair.decode == receiver
     )
 
 
-def derive_subticket(ticket: Ticket, pair: RankPair) -> Ticket:
-    """The ticket of one pair of ranks. Its holder seals it with the cluster key."""
-    if count_ranks(ticket.prefill) == count_ranks(ticket.decode) == 1:
-        return ticket
-    message = b"baton/sub/1|" + ticket.id + bytes((pair.prefill, pair.decode))
-    return msgspec.structs.replace(
-        ticket,
-        id=TicketId(hashlib.sha256(message).digest()[:TICKET_ID_BYTES]),
-        prefill=_refer_to_rank(ticket.prefill, pair.prefill),
-        decode=_refer_to_rank(ticket.decode, pair.decode),
-    )
-
-
 def _pairs_of(ticket: Ticket, layout: KVLayout) -> tuple[RankPair, ...]:
     return compute_pairs(layout, count_ranks(ticket.prefill), count_ranks(ticket.decode))
-
-
-def _refer_to_rank(worker: WorkerRef, rank: int) -> WorkerRef:
-    num_ranks = count_ranks(worker)
-    if num_ranks == 1:
-        return worker
-    return WorkerRef(
-        worker=rank_name(worker.worker, rank, num_ranks),
-        epoch=rank_epoch(worker.epoch, rank, num_ranks),
-        address=worker.rank_addresses[rank],
-    )
 
 
 def _senders(

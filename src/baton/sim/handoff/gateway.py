@@ -314,7 +314,7 @@ class SimRequest:
             mode=self._mode,
             issue=world.ticket_issuer.issue(self.deadline_s - world.timeline.now_s),
         )
-        sealed = seal(ticket, world.key)
+        sealed = seal(ticket, world.credentials)
         world.checker.tickets[ticket.id] = ticket
         world.checker.sealed[sealed] = ticket.id
         self._note(f"{prefill.worker} → {decode.worker}, ticket {ticket.id.hex()[:6]}")

@@ -257,7 +257,7 @@ class SimProcess:
             fingerprint=_FINGERPRINT,
             views=(view,),
             transports=self.transports,
-            key=world.key,
+            credentials=world.credentials,
             clock=self.clock,
             host=self.name,
             port=PORT,
@@ -359,7 +359,7 @@ class SimProcess:
         """
         if sealed is None:
             return Colocated()
-        ticket = unseal(sealed, self.world.key)
+        ticket = unseal(sealed, self.world.credentials)
         kind = self._mine(ticket)
         if self._seen.use(ticket.issue) is not TicketUse.FIRST:
             raise TicketError("used before")

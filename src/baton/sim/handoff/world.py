@@ -5,6 +5,7 @@ from __future__ import annotations
 from random import Random
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
+from baton.auth.credentials import Credentials
 from baton.auth.key import ClusterKey
 from baton.auth.ticket import TicketIssuer
 from baton.ids import Epoch
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from baton.sim.handoff.plan import Client, Host, Schedule
 
 RequestFault: TypeAlias = Literal["request", "reply", "duplicate"]
-KEY: Final = ClusterKey(b"the key of a simulated cluster, 32")
+CREDENTIALS: Final = Credentials.of(ClusterKey(b"the key of a simulated cluster, 32"))
 
 
 class World:
@@ -35,7 +36,7 @@ class World:
     def __init__(self, schedule: Schedule, *, keeps_log: bool = False) -> None:
         self.schedule = schedule
         self.rng = Random(f"noise {schedule.seed}")  # noqa: S311 -- a seed's, not a secret
-        self.key = KEY
+        self.credentials = CREDENTIALS
         self.timeline = Timeline(self.rng, keeps_log=keeps_log)
         self.network = Network(self.timeline)
         self.ticket_issuer = TicketIssuer(

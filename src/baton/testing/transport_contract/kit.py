@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import pytest
 
-from baton.auth.key import ClusterKey
+from baton.auth.credentials import Credentials
 from baton.clock import MachineClock
 from baton.ids import new_epoch
 from baton.testing.transport_pair import TIMEOUT_S, Side, TransportPair, spans_of_pages
@@ -54,7 +54,7 @@ class TransportKit:
     peer_writes: ClassVar[bool]
     peer_module: ClassVar[str] = "baton.testing.transport_peer"
     side_type: ClassVar[type[Side]] = Side
-    key: ClassVar[ClusterKey] = ClusterKey.generate()
+    credentials: ClassVar[Credentials] = Credentials.generate()
     host = LOOPBACK
 
     def make_transport(self, context: TransportContext) -> Transport:
@@ -73,12 +73,14 @@ class TransportKit:
         self,
         shapes: Sequence[tuple[int, int]] = SHAPES,
         *,
-        key: ClusterKey | None = None,
+        credentials: Credentials | None = None,
         clock: Clock | None = None,
     ) -> Side:
         """A fresh transport with a zeroed region."""
         epoch = new_epoch()
-        context = TransportContext(key or self.key, epoch, self.host, clock or MachineClock())
+        context = TransportContext(
+            credentials or self.credentials, epoch, self.host, clock or MachineClock()
+        )
         return self.side_type.start(self.make_transport(context), epoch, self.allocate(shapes))
 
     @pytest.fixture

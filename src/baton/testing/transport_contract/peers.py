@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 
-from baton.auth.key import ClusterKey
+from baton.auth.credentials import Credentials
 from baton.auth.session import TAG_BYTES
 from baton.errors import TransferError
 from baton.ids import new_region_handle
@@ -106,7 +106,7 @@ class PeerContract(TransportKit):
             assert side.transport.poll() == []
 
     def test_another_cluster_key_is_refused(self, caplog: pytest.LogCaptureFixture) -> None:
-        other = self.make_side(key=ClusterKey.generate())
+        other = self.make_side(credentials=Credentials.generate())
         pair = TransportPair.of(other, self.make_side())
         with caplog.at_level(logging.WARNING):
             self.check_lost(pair, pair.reader.descriptor)
@@ -297,7 +297,7 @@ class UnauthenticatedPeerContract(TransportKit):
 
     def prove(self, side: Side, peer: socket.socket) -> ProvedFrames:
         """Do a dialer's part of the handshake over a blocking socket; what its frames need then."""
-        handshake = DialerHandshake(self.key, self.kind)
+        handshake = DialerHandshake(self.credentials, self.kind)
         peer.sendall(handshake.opening())
         peer.settimeout(STEP_S)
         received = b""

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from baton.auth.key import ClusterKey
+    from baton.auth.credentials import Credentials
     from baton.testing.network_namespaces import FarHost
     from baton.transfer.interface import TransferId
 
@@ -77,11 +77,15 @@ class ProcessKit(TransportKit):
 
     def start_writer(self, far: FarHost | None = None) -> WriterProcess:
         """A writer there, which writes into a region here."""
-        return WriterProcess(self.make_side(SHAPES), self.key, self.options, self._place_on(far))
+        return WriterProcess(
+            self.make_side(SHAPES), self.credentials, self.options, self._place_on(far)
+        )
 
     def start_owner(self, far: FarHost | None = None) -> OwnerProcess:
         """An owner there, whose region is read from here."""
-        return OwnerProcess(self.make_side(SHAPES), self.key, self.options, self._place_on(far))
+        return OwnerProcess(
+            self.make_side(SHAPES), self.credentials, self.options, self._place_on(far)
+        )
 
     def _place_on(self, far: FarHost | None) -> ProcessPlacement:
         if far is None:
@@ -254,7 +258,7 @@ class OwnerProcess:
     def __init__(
         self,
         reader: Side,
-        key: ClusterKey,
+        credentials: Credentials,
         options: Mapping[str, object],
         place: ProcessPlacement = THIS_HOST,
     ) -> None:
@@ -268,7 +272,7 @@ class OwnerProcess:
         task = OwnerTask(
             reader.transport.kind,
             dict(options),
-            key.secret.hex(),
+            credentials.key.secret.hex(),
             new_epoch(),
             SHAPES,
             place.host,
@@ -368,7 +372,7 @@ class WriterProcess:
     def __init__(
         self,
         reader: Side,
-        key: ClusterKey,
+        credentials: Credentials,
         options: Mapping[str, object],
         place: ProcessPlacement = THIS_HOST,
     ) -> None:
@@ -385,7 +389,7 @@ class WriterProcess:
         task = PeerTask(
             reader.transport.kind,
             dict(options),
-            key.secret.hex(),
+            credentials.key.secret.hex(),
             epoch,
             reader.descriptor,
             self.grant,

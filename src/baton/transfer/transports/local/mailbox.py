@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 if TYPE_CHECKING:
-    from baton.auth.key import ClusterKey
+    from baton.auth.credentials import Credentials
     from baton.errors import TransferError
     from baton.ids import Epoch, RegionHandle, TicketId
     from baton.kv.copies import PageCopies
@@ -35,7 +35,7 @@ class Attach:
     """Dialer: this life of a worker wants to reach this region."""
 
     link: LocalLink
-    key: ClusterKey
+    credentials: Credentials
     epoch: Epoch
     region: RegionHandle
 

@@ -217,7 +217,7 @@ class LocalTransport(BaseTransport[LocalRemote]):
         link, context = remote.link, self._context
         if link is None:
             raise PeerUnreachableError("the region is not in this process")
-        link.owner.post(Attach(link, context.key, context.epoch, remote.descriptor.handle))
+        link.owner.post(Attach(link, context.credentials, context.epoch, remote.descriptor.handle))
         timeout = PeerUnreachableError("the other transport has not answered in time")
         self._reactor.call_after(
             remote.id, self._options.connect_timeout_s, lambda: remote.lose(timeout)
@@ -265,7 +265,9 @@ class LocalTransport(BaseTransport[LocalRemote]):
 
     def _admit(self, attach: Attach) -> None:
         region = self._regions.get(attach.region)
-        if not hmac.compare_digest(attach.key.secret, self._context.key.secret):
+        if not hmac.compare_digest(
+            attach.credentials.key.secret, self._context.credentials.key.secret
+        ):
             _log.warning("refused a transport that holds another cluster key")
             error = TransferError("the peer holds another cluster key")
         elif region is None:

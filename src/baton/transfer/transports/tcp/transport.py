@@ -19,7 +19,7 @@ from baton.errors import ProtocolError, TransferError
 from baton.ids import Epoch, RegionHandle, TicketId
 from baton.net.channel import ReadAhead, skip_bytes
 from baton.net.framing import encode
-from baton.net.tls import make_contexts
+from baton.net.tls import TlsListener, make_contexts, wrap_dialer
 from baton.transfer.base_transport import ConnectedTransport
 from baton.transfer.grants import AdmittedGrants
 from baton.transfer.interface import (
@@ -63,6 +63,7 @@ if TYPE_CHECKING:
 
     from baton.net.channel import Channel
     from baton.net.connection import Connection
+    from baton.net.tls import Tls
     from baton.transfer.interface import (
         PageArray,
         PagedRegion,
@@ -312,7 +313,7 @@ class TcpTransport(ConnectedTransport[TcpRemote, Attach]):
     def __init__(self, options: TcpOptions, context: TransportContext) -> None:
         super().__init__(context, connect_timeout_s=options.connect_timeout_s)
         self._options = options
-        self._tls = context.tls
+        self._tls: Tls | None = context.tls
         if options.tls is not None:
             self._tls = make_contexts(options.tls.certificate, options.tls.key, options.tls.ca)
         if self._tls is not None:
@@ -351,7 +352,7 @@ class TcpTransport(ConnectedTransport[TcpRemote, Attach]):
         for _ in range(self._options.streams):
             sock = open_stream(address, self._options)
             if self._tls is not None:
-                sock = self._tls.wrap_dialer(sock)
+                sock = wrap_dialer(sock, self._tls)
             remote.add_connection(self._dialer.dial(sock, address, remote.add_stream, remote.lose))
 
     def _parse_endpoint(self, endpoint: str) -> tuple[str, int]:
@@ -371,7 +372,7 @@ class TcpTransport(ConnectedTransport[TcpRemote, Attach]):
         sock, endpoint = open_listener(self._context.bind_host, self._options)
         if self._tls is None:
             return sock, endpoint
-        return self._tls.wrap_listener(sock), endpoint + TLS_SUFFIX
+        return TlsListener(sock, self._tls), endpoint + TLS_SUFFIX
 
     def _accept_peer(self, connection: Connection) -> None:
         fit_buffers(connection.channel.socket, self._options)

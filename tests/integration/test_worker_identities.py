@@ -1,0 +1,132 @@
+"""Workers whose identities an authority issued: names, roles, and what was revoked."""
+
+from __future__ import annotations
+
+import shutil
+from contextlib import closing
+from typing import TYPE_CHECKING
+
+import pytest
+
+from baton.auth.credentials import Credentials
+from baton.auth.issuing import Order, create_authority, issue, revoke
+from baton.auth.key import ClusterKey
+from baton.handoff.interface import KVFailed, KVLanded
+from baton.ids import new_epoch
+from baton.testing.transport_pair import Side, TransportPair
+from baton.transfer.interface import RemoteLost, TransportContext
+from baton.transfer.region import allocate_host_region
+from baton.transfer.transports.tcp.sockets import TcpOptions
+from baton.transfer.transports.tcp.transport import TcpTransport
+from tests.integration.handoff_nodes import CLOCK, Node, make_handoff, node
+from tests.integration.test_handoff_failover import wait_until
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from baton.handoff.interface import HandoffEvent
+
+TCP = ("tcp",)
+
+
+class Identities:
+    """An authority, and a directory for each process."""
+
+    def __init__(self, directory: Path) -> None:
+        self.authority, self._directory = directory / "authority", directory
+        create_authority(self.authority)
+
+    def of(self, role: str, name: str) -> Credentials:
+        directory = self._directory / name
+        issue(Order(role, name), self.authority, directory)
+        return Credentials.from_directory(directory, ClusterKey.generate())
+
+    def revoke(self, name: str, *, known_to: str) -> None:
+        revoke(name, self.authority)
+        shutil.copy(self.authority / "ca.crl", self._directory / known_to / "ca.crl")
+
+
+@pytest.fixture
+def identities(tmp_path: Path) -> Identities:
+    return Identities(tmp_path)
+
+
+def hand_over(prefill: Node, decode: Node, gateway: Credentials | None) -> HandoffEvent:
+    """How it ends for the decode worker."""
+    handoff = make_handoff(prefill, decode, num_ready=101, gateway=gateway)
+    prefill.scribble(1)
+    handoff.start_receive()
+    handoff.start_send()
+    handoff.prefill_done()
+    return decode.wait_for()[0]
+
+
+def test_what_was_revoked_is_cut_off(
+    identities: Identities, caplog: pytest.LogCaptureFixture
+) -> None:
+    gateway = identities.of("gateway", "g")
+    with (
+        node("p", kinds=TCP, key=identities.of("worker", "p")) as prefill,
+        node("d", kinds=TCP, key=identities.of("worker", "d"), timeout_s=3.0) as decode,
+    ):
+        assert isinstance(hand_over(prefill, decode, gateway), KVLanded)
+        (transport,) = decode.agent.options.transports
+        assert transport._listener._peers  # type: ignore[attr-defined]
+        identities.revoke("p", known_to="d")
+        wait_until(lambda: not transport._listener._peers, timeout_s=5.0)  # type: ignore[attr-defined]
+        wait_until(lambda: not list(decode.agent.loop._peers), timeout_s=5.0)
+        assert "the certificate of worker p was revoked" in caplog.text
+        failed = hand_over(prefill, decode, gateway)
+        assert isinstance(failed, KVFailed)
+        assert "worker p was revoked" in str(failed.error)
+
+
+def test_a_transports_connection_ends_by_itself(identities: Identities) -> None:
+    """Also where no link's end makes the peer detach: a thief would not."""
+    owner, thief = (
+        Side.start(
+            TcpTransport(
+                TcpOptions(),
+                TransportContext(identities.of("worker", name), new_epoch(), "127.0.0.1", CLOCK),
+            ),
+            new_epoch(),
+            allocate_host_region([(4, 64)]),
+        )
+        for name in ("owner", "thief")
+    )
+    with closing(owner.transport), closing(thief.transport):
+        pair = TransportPair.of(thief, owner)
+        remote = pair.attach()
+        identities.revoke("thief", known_to="owner")
+        seen: list[object] = []
+
+        def poll() -> bool:  # at least once a second, as every owner of a transport does
+            owner.transport.poll()
+            seen.extend(thief.transport.poll())
+            return any(isinstance(event, RemoteLost) for event in seen)
+
+        wait_until(poll)
+        assert [event.remote for event in seen if isinstance(event, RemoteLost)] == [remote]
+
+
+def test_a_worker_goes_by_its_own_name(
+    identities: Identities, caplog: pytest.LogCaptureFixture
+) -> None:
+    gateway = identities.of("gateway", "g")
+    with (
+        node("p", kinds=TCP, key=identities.of("worker", "p")) as prefill,
+        node("d", kinds=TCP, key=identities.of("worker", "other"), timeout_s=2.0) as decode,
+    ):
+        assert isinstance(hand_over(prefill, decode, gateway), KVFailed)
+        assert "worker other calls itself d" in caplog.text
+
+
+def test_a_worker_signs_no_tickets(
+    identities: Identities, caplog: pytest.LogCaptureFixture
+) -> None:
+    with (
+        node("p", kinds=TCP, key=identities.of("worker", "p")) as prefill,
+        node("d", kinds=TCP, key=identities.of("worker", "d"), timeout_s=2.0) as decode,
+    ):
+        assert isinstance(hand_over(prefill, decode, None), KVFailed)
+        assert "the peer is worker d, and this takes a gateway" in caplog.text

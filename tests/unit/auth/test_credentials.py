@@ -1,0 +1,223 @@
+from __future__ import annotations
+
+import datetime as dt
+import shutil
+from typing import TYPE_CHECKING
+
+import pytest
+from cryptography.hazmat.primitives import serialization
+
+from baton.auth.certificates import Authority, IdentityRole
+from baton.auth.credentials import Credentials, read_identity
+from baton.auth.issuing import Order, create_authority, describe, issue, renew, revoke
+from baton.auth.key import ClusterKey
+from baton.config.sections import ClusterSection, SecuritySection
+from baton.errors import AuthenticationError, ConfigError
+from baton.net.credentials import find_credentials, parse_keys
+from baton.testing.clocks import ManualClock
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+KEY = ClusterKey(b"k" * 32)
+
+
+class Directories:
+    """Of an authority, `ca`, and of identities by their names."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.ca = path, path / "ca"
+        create_authority(self.ca)
+
+    def issue(self, name: str, role: str = "worker", days: int | None = None) -> Path:
+        issue(Order(role, name, days), self.ca, self.path / name)
+        return self.path / name
+
+
+@pytest.fixture
+def directories(tmp_path: Path) -> Directories:
+    return Directories(tmp_path)
+
+
+def clock_at(moment: dt.datetime) -> ManualClock:
+    return ManualClock(unix_s=moment.timestamp())
+
+
+def test_files_are_private_and_have_the_names_of_a_kubernetes_secret(
+    directories: Directories,
+) -> None:
+    files = {path.name: path.stat().st_mode & 0o777 for path in directories.issue("w").iterdir()}
+    assert files == dict.fromkeys(("tls.crt", "tls.key", "ca.crt", "ca.crl"), 0o600)
+
+
+def test_a_key_that_every_user_can_read_is_refused(directories: Directories) -> None:
+    directory = directories.issue("w")
+    (directory / "tls.key").chmod(0o644)
+    with pytest.raises(ConfigError, match="chmod 600"):
+        Credentials.from_directory(directory, KEY)
+
+
+def test_another_certificates_key_is_refused(directories: Directories) -> None:
+    one, other = directories.issue("one"), directories.issue("other")
+    shutil.copy(other / "tls.key", one / "tls.key")
+    with pytest.raises(ConfigError, match="not that of the certificate of worker one"):
+        Credentials.from_directory(one, KEY)
+
+
+def test_what_a_process_was_started_as_is_what_its_certificate_is_for(
+    directories: Directories,
+) -> None:
+    credentials = Credentials.from_directory(directories.issue("w"), KEY)
+    credentials.require(IdentityRole.WORKER, "w")
+    credentials.require(IdentityRole.WORKER, "w/3")  # a rank
+    for role, name in ((IdentityRole.WORKER, "v"), (IdentityRole.GATEWAY, None)):
+        with pytest.raises(ConfigError, match="baton key issue --role"):
+            credentials.require(role, name)
+
+
+def test_what_expired_is_refused_by_its_owner_and_by_others(directories: Directories) -> None:
+    now = dt.datetime.now(dt.UTC)
+    directory, later = directories.issue("w", days=2), now + dt.timedelta(days=3)
+    credentials = Credentials.from_directory(directory, KEY, clock_at(now))
+    der = credentials.signer.certificate
+    other = Credentials.from_directory(directories.issue("v"), KEY, clock_at(later))
+    with pytest.raises(AuthenticationError, match="worker w has expired"):
+        other.find_peer(der)
+    with pytest.raises(ConfigError, match="baton key rotate"):
+        Credentials.from_directory(directory, KEY, clock_at(later))
+
+
+def test_clocks_may_be_an_hour_apart(directories: Directories) -> None:
+    der = Credentials.from_directory(directories.issue("w", days=2), KEY).signer.certificate
+    for hours in (-1, 1):
+        moment = dt.datetime.now(dt.UTC) + dt.timedelta(hours=hours)
+        other = Credentials.from_directory(directories.ca.parent / "w", KEY, clock_at(moment))
+        assert other.find_peer(der).name == "w"
+
+
+def test_files_are_followed_and_half_of_them_change_nothing(
+    directories: Directories, caplog: pytest.LogCaptureFixture
+) -> None:
+    directory, clock = directories.issue("w"), clock_at(dt.datetime.now(dt.UTC))
+    credentials = Credentials.from_directory(directory, KEY, clock)
+    before = credentials.own.serial_number
+    kept = (directory / "tls.key").read_bytes()
+    renew(directory, directories.ca)
+    renewed = (directory / "tls.key").read_bytes()
+    (directory / "tls.key").write_bytes(kept)
+    assert credentials.own.serial_number == before, "looked at once a second"
+    clock.advance(1.5)
+    assert credentials.own.serial_number == before
+    assert "what was read before stays in use" in caplog.text
+    (directory / "tls.key").write_bytes(renewed)
+    clock.advance(1.5)
+    assert credentials.own.serial_number != before
+    assert credentials.number == 1
+
+
+def test_revoking_names_what_it_revoked(directories: Directories) -> None:
+    stolen, other = directories.issue("stolen"), directories.issue("other")
+    (revoked,) = revoke("stolen", directories.ca)
+    der = Credentials.from_directory(stolen, KEY).signer.certificate
+    shutil.copy(directories.ca / "ca.crl", other / "ca.crl")
+    credentials = Credentials.from_directory(other, KEY)
+    with pytest.raises(AuthenticationError, match="worker stolen was revoked"):
+        credentials.find_peer(der)
+    with pytest.raises(ConfigError, match="issued no certificate 'nobody'"):
+        revoke("nobody", directories.ca)
+    rows = {row[1]: row for row in describe(directories.ca)}
+    assert rows["stolen"][2:] == (revoked.serial_number, rows["stolen"][3], "revoked")
+    assert rows["other"][4] == ""
+    shutil.copy(directories.ca / "ca.crl", stolen / "ca.crl")
+    assert [row[4] for row in describe(stolen)] == ["revoked"]
+
+
+def test_an_authority_is_replaced_in_three_steps(directories: Directories) -> None:
+    directory, second = directories.issue("w"), directories.path / "ca2"
+    create_authority(second)
+    old = Credentials.from_directory(directory, KEY).signer.certificate
+
+    def trusts(der: bytes) -> bool:
+        try:
+            Credentials.from_directory(directory, KEY).find_peer(der)
+        except AuthenticationError:
+            return False
+        return True
+
+    renew(directory, second, keeps_certificate=True)
+    assert Credentials.from_directory(directory, KEY).signer.certificate == old
+    renew(directory, second)
+    new = Credentials.from_directory(directory, KEY).signer.certificate
+    assert new != old
+    assert trusts(old)
+    assert trusts(new)
+    renew(directory, second, drops_others=True)
+    assert not trusts(old)
+
+
+def test_a_list_of_one_authority_alone_is_refused(directories: Directories) -> None:
+    """TLS would refuse every certificate of the other one."""
+    directory = directories.issue("w")
+    with (directory / "ca.crt").open("ab") as file:
+        file.write(Authority.generate().certificate)
+    with pytest.raises(ConfigError, match="the list of each, or of none"):
+        Credentials.from_directory(directory, KEY)
+
+
+def test_names_and_directories_are_checked(directories: Directories) -> None:
+    for name in ("", "a/b", "*", "x" * 65, "é"):
+        with pytest.raises(ConfigError, match="is no name of an identity"):
+            directories.issue(name) if name else issue(
+                Order("worker", name), directories.ca, directories.path / "empty"
+            )
+    directories.issue("w")
+    with pytest.raises(ConfigError, match="has an identity"):
+        directories.issue("w")
+    with pytest.raises(ConfigError, match="has an authority"):
+        create_authority(directories.ca)
+    with pytest.raises(ConfigError, match="baton key authority"):
+        issue(Order("worker", "v"), directories.path / "absent", directories.path / "v")
+    with pytest.raises(ConfigError, match="baton key issue"):
+        read_identity(directories.path / "absent")
+
+
+def test_the_authoritys_certificate_is_a_common_one(directories: Directories) -> None:
+    """cert-manager and openssl read and make the like."""
+    text = (directories.ca / "ca.key").read_bytes()
+    assert serialization.load_pem_private_key(text, None)
+
+
+def test_several_cluster_keys_are_accepted_and_the_file_is_followed(tmp_path: Path) -> None:
+    """How the key of a fleet that has one for all is replaced while it serves."""
+    old, new = "aa" * 32, "bb" * 32
+    files = [tmp_path / name for name in ("a", "b")]
+
+    def write(path: Path, *keys: str) -> None:
+        path.write_text("\n".join(keys))
+        path.chmod(0o600)
+
+    for path in files:
+        write(path, old)
+    a, b = (
+        find_credentials(ClusterSection(key_file=str(path)), SecuritySection(), {}, ())
+        for path in files
+    )
+
+    def meet() -> None:
+        for one in (a.credentials, b.credentials):
+            one._looked_at -= 2.0  # type: ignore[operator]  # as if a second had passed
+            one.find_peer(one.signer.certificate)
+        a.credentials.find_peer(b.credentials.signer.certificate)
+        b.credentials.find_peer(a.credentials.signer.certificate)
+
+    meet()
+    for step in ((old, new), (new, old), (new,)):
+        for path in files:
+            write(path, *step)
+            meet()
+    retired = Credentials.of(*parse_keys(old)).signer.certificate
+    with pytest.raises(AuthenticationError):
+        a.credentials.find_peer(retired)
+    for text in ("", "\n".join([old] * 5), "short"):
+        with pytest.raises(ConfigError):
+            parse_keys(text)
