@@ -239,15 +239,34 @@ async def serving(app: Any, sock: socket.socket) -> AsyncGenerator[uvicorn.Serve
         yield server
     finally:  # not uvicorn's own shutdown, which takes its time
         close_at_once(server)
-        while server.server_state.tasks or server.server_state.connections:
+        while is_open(server):
             await asyncio.sleep(0.002)
 
 
 def close_at_once(server: uvicorn.Server) -> None:
+    """Cut every connection and take no more; the port is closed within three turns of the loop."""
+    loop = asyncio.get_running_loop()
     for listener in server.servers:
-        listener.close()
-    for connection in list(server.server_state.connections):
-        connection.transport.abort()
+        for sock in listener.sockets:
+            loop.remove_reader(sock)
+
+    # A connection accepted in this turn gets its transport in the next one, which needs an open
+    # listener (asyncio leaks it otherwise), and its protocol in the one after that.
+    def cut(turns: int) -> None:
+        for connection in list(server.server_state.connections):
+            connection.transport.abort()
+        if turns == 2:
+            for listener in server.servers:
+                listener.close()
+        if turns:
+            loop.call_soon(cut, turns - 1)
+
+    cut(3)
+
+
+def is_open(server: uvicorn.Server) -> bool:
+    state = server.server_state
+    return bool(state.tasks or state.connections or any(x.sockets for x in server.servers))
 
 
 async def read_body(receive: Any) -> bytes:
