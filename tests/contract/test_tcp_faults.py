@@ -227,7 +227,7 @@ def test_what_drains_from_this_hosts_own_buffers_is_moving(far_host):
     """3 MiB that the kernel takes at once, and takes three seconds to deliver."""
     name, address, link = far_host
     with Far(host=address, prefix=("ip", "netns", "exec", name)) as far:
-        limits = ["rate", f"{RATE_BYTES // 2}bit", "burst", "64kb", "latency", "100ms"]
+        limits = ["rate", f"{RATE_BYTES // 2}bit", "burst", "64kb", "latency", "1s"]
         network_namespaces.run("tc", "qdisc", "change", "dev", link, "root", "tbf", *limits)
         transfer = far.post("write", num_pages=48)
         far.poll_for(0.3)
