@@ -136,7 +136,7 @@ def repeat(number: int, frame: bytes) -> list[bytes]:
 
 
 def forge(number: int, frame: bytes) -> list[bytes]:
-    """Put a message of its own in between: a tag of zeroes."""
+    """Put a message of its own in between: zeroes where the tag was."""
     if number != 4:
         return [frame]
     body = b"\x81\xa1t\xa4ping" + bytes(16)

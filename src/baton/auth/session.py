@@ -1,8 +1,8 @@
-"""Tags for what follows the handshake: who is on the way can neither change nor repeat a frame.
+"""Sealed frames: who is on the way can neither read, change nor repeat what follows the handshake.
 
-Both ends derive the keys from the secret on which the handshake agreed. A tag is
-HMAC-SHA256 (RFC 2104), cut to 16 bytes, over the number of the frame in its direction and its body;
-each direction has a key of its own. A frame that is dropped, repeated or moved has another number.
+Both ends derive the keys from the secret on which the handshake agreed. A frame's body is sealed
+with AES-256-GCM (NIST SP 800-38D); its nonce is its number in its direction, and each direction has
+a key of its own. A frame that is dropped, repeated or moved has another number.
 """
 
 from __future__ import annotations
@@ -11,29 +11,32 @@ import hmac
 from dataclasses import dataclass
 from typing import Final
 
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
 from baton.errors import AuthenticationError
 
 TAG_BYTES: Final = 16
-_NUMBER_BYTES: Final = 8
+_NONCE_BYTES: Final = 12
 
 
 class _Direction:
     """Numbers the frames of one direction."""
 
-    __slots__ = ("_number", "key")
+    __slots__ = ("_number", "cipher", "key")
 
     def __init__(self, key: bytes) -> None:
-        self.key, self._number = key, 0
+        self.key, self.cipher, self._number = key, AESGCM(key), 0
 
-    def next_tag(self, body: bytes) -> bytes:
-        message = self._number.to_bytes(_NUMBER_BYTES, "little") + body
+    def next_nonce(self) -> bytes:
+        nonce = self._number.to_bytes(_NONCE_BYTES, "little")
         self._number += 1
-        return hmac.digest(self.key, message, "sha256")[:TAG_BYTES]
+        return nonce
 
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """One connection's tags, at one end. Owner: the connection's thread."""
+    """Seals and opens the frames of one connection, at one end. Owner: the connection's thread."""
 
     _sending: _Direction
     _receiving: _Direction
@@ -51,7 +54,7 @@ class Session:
 
     @classmethod
     def from_keys(cls, sending: bytes, receiving: bytes) -> Session:
-        """In another process that goes on with a connection before its first tagged frame."""
+        """In another process that goes on with a connection before its first sealed frame."""
         return cls(_Direction(sending), _Direction(receiving))
 
     @property
@@ -60,8 +63,8 @@ class Session:
         return self._sending.key, self._receiving.key
 
     def seal(self, body: bytes) -> bytes:
-        """The next frame's body with its tag: call it in the order in which frames are sent."""
-        return body + self._sending.next_tag(body)
+        """The next frame's body, sealed: call it in the order in which frames are sent."""
+        return self._sending.cipher.encrypt(self._sending.next_nonce(), body, None)
 
     def open(self, sealed: bytes) -> bytes:
         """The body of the next frame that came.
@@ -69,9 +72,9 @@ class Session:
         Raises:
             AuthenticationError: this is not the frame that the peer sent next.
         """
-        body, tag = sealed[:-TAG_BYTES], sealed[-TAG_BYTES:]
-        if not hmac.compare_digest(self._receiving.next_tag(body), tag):
+        try:
+            return self._receiving.cipher.decrypt(self._receiving.next_nonce(), sealed, None)
+        except InvalidTag:
             raise AuthenticationError(
                 "a frame was changed, repeated or left out between this process and its peer"
-            )
-        return body
+            ) from None

@@ -52,7 +52,7 @@ class Channel:
         self._received_fds: list[int] = []
         self._num_awaited_bytes = 1
         self.session: Session | None = None
-        """Set once the peer has proved who it is, where frames need tags (`needs_tags`)."""
+        """Set once the peer has proved who it is, where frames are sealed (`needs_sealing`)."""
         self.peer: PeerIdentity | None = None
         """Set once the peer has proved who it is."""
         self.ahead: ReadAhead | None = None
@@ -308,7 +308,7 @@ class Channel:
         self._num_unsent_frame_bytes -= num_bytes
 
 
-def needs_tags(sock: socket.socket) -> bool:
+def needs_sealing(sock: socket.socket) -> bool:
     """Whether bytes could be changed on their way, or come from another process than they seem."""
     return sock.family != socket.AF_UNIX and not isinstance(sock, TlsSocket)
 

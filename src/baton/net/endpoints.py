@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from baton.clock import MachineClock
 from baton.errors import PeerLostError, PeerUnreachableError, TransferError
-from baton.net.channel import Channel, needs_tags
+from baton.net.channel import Channel, needs_sealing
 from baton.net.connection import Connection
 from baton.net.framing import MAX_HANDSHAKE_BYTES, DialerHandshake, ListenerHandshake
 from baton.telemetry.log_limit import LimitedLog
@@ -81,7 +81,7 @@ class Dialer:
             body = channel.receive_body()
             if body is not None:
                 connection.send_raw(handshake.reply(body))
-                channel.session = handshake.session if needs_tags(channel.socket) else None
+                channel.session = handshake.session if needs_sealing(channel.socket) else None
                 channel.peer = handshake.peer
                 if connection.is_open:  # the peer may be gone by now: `on_failed` was called
                     on_proved(connection)
@@ -191,7 +191,7 @@ class Listener:
             if not handshake.done:
                 connection.send_raw(reply)
                 return
-            channel.session = handshake.session if needs_tags(channel.socket) else None
+            channel.session = handshake.session if needs_sealing(channel.socket) else None
             channel.peer = handshake.peer
             self._unproved.pop(connection, None)
             self._peers.add(connection)

@@ -8,7 +8,7 @@ prove that they are workers of the cluster (`baton.auth.challenge` defines the b
       | <-------------------- MAGIC + proof ----- |
       | -- answer ------------------------------> |
 
-Each body after that ends with a tag (`baton.auth.session`), except on Unix sockets and within TLS.
+Each body after that is sealed (`baton.auth.session`), except on Unix sockets and within TLS.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class FrameDecoder:
 
 
 class DialerHandshake:
-    """The side that connected. Frames after the last one have the session's tags."""
+    """The side that connected. Frames after the last one are sealed by the session."""
 
     def __init__(self, credentials: Credentials, purpose: str) -> None:
         self._challenge = DialerChallenge(credentials, purpose)

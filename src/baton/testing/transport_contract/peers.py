@@ -14,7 +14,7 @@ from baton.auth.credentials import Credentials
 from baton.auth.session import TAG_BYTES
 from baton.errors import TransferError
 from baton.ids import new_region_handle
-from baton.net.channel import needs_tags
+from baton.net.channel import needs_sealing
 from baton.net.endpoints import ATTACH_TIMEOUT_S, MAX_UNPROVED, PROOF_TIMEOUT_S
 from baton.net.framing import PREFIX_BYTES, DialerHandshake, encode_frame
 from baton.testing.clocks import ManualClock
@@ -307,7 +307,7 @@ class UnauthenticatedPeerContract(TransportKit):
                 received += peer.recv(1024)
         peer.sendall(handshake.reply(received[PREFIX_BYTES:]))
         side.transport.poll()
-        return ProvedFrames(handshake.session if needs_tags(peer) else None)
+        return ProvedFrames(handshake.session if needs_sealing(peer) else None)
 
 
 def ended(pair: TransportPair) -> list[TransferId]:
