@@ -10,6 +10,7 @@ import signal
 import socket
 import sys
 import time
+from typing import TYPE_CHECKING
 
 import aiohttp
 import pytest
@@ -25,15 +26,20 @@ from tests.integration.scripted_worker import (
     say_rest,
 )
 
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
 PROGRAM = """
 import sys
+from pathlib import Path
 from baton.auth.credentials import Credentials
 from baton.auth.key import ClusterKey
 from baton.gateway.options import GatewayOptions, WorkerAddress
 from baton.gateway.process import run_gateway
 from baton.protocol.worker_http import (Role)
 
-url, drain_timeout_s, status_fd, management_port = sys.argv[1:]
+url, drain_timeout_s, status_fd, management_port, *tls = sys.argv[1:]
 run_gateway(GatewayOptions(
     workers=(WorkerAddress(url, Role.BOTH),),
     credentials=Credentials.of(ClusterKey(b"k" * 32)),
@@ -43,6 +49,7 @@ run_gateway(GatewayOptions(
     probe_interval_s=0.1,
     tls="off",
     management_port=int(management_port) if management_port else None,
+    **dict(zip(("tls_certificate", "tls_key"), map(Path, tls))),
 ))
 """
 
@@ -54,12 +61,15 @@ class Gateway:
 
 @contextlib.asynccontextmanager
 async def gateway_process(
-    worker: ScriptedWorker, drain_timeout_s: float = 10.0, management_port: str = ""
+    worker: ScriptedWorker,
+    drain_timeout_s: float = 10.0,
+    management_port: str = "",
+    tls: Sequence[Path] = (),
 ):
     reading, writing = os.pipe()
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-c", PROGRAM, worker.url, str(drain_timeout_s), str(writing),
-        management_port,
+        management_port, *map(str, tls),
         pass_fds=(writing,),
     )  # fmt: skip
     os.close(writing)

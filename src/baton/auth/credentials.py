@@ -213,7 +213,7 @@ class Credentials:
             log.info("read the identity %s again", self._loaded.own)
 
     def _stat(self) -> tuple[tuple[int, int, int] | None, ...]:
-        return tuple(_stat(path) for path in self._files)
+        return tuple(file_version(path) for path in self._files)
 
     def _load(self, identity: Identity, number: int) -> _Loaded:
         private_key = from_pem(identity.private_key)
@@ -269,7 +269,8 @@ def _read_file(path: Path) -> bytes:
     return content
 
 
-def _stat(path: Path) -> tuple[int, int, int] | None:
+def file_version(path: Path) -> tuple[int, int, int] | None:
+    """What differs once a file was changed or replaced; None where there is none."""
     try:
         status = path.stat()
     except OSError:

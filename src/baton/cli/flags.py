@@ -47,6 +47,16 @@ ClientKeys = Annotated[
     Sets("gateway.client_keys_file"),
     Parameter(help="File of API keys (baton key client add); needed beyond loopback."),
 ]
+TlsCertificate = Annotated[
+    Path | None,
+    Sets("gateway.tls_certificate"),
+    Parameter(help="PEM file: serve clients over TLS with this certificate."),
+]
+TlsKey = Annotated[
+    Path | None,
+    Sets("gateway.tls_key"),
+    Parameter(help="PEM file with the private key of --tls-certificate."),
+]
 Insecure = Annotated[
     bool | None,
     Sets("gateway.insecure"),
@@ -123,4 +133,5 @@ class ConfigFlags:
             value = getattr(self, flag.name)
             for mark in getattr(hints[flag.name], "__metadata__", ()):
                 if isinstance(mark, Sets) and value is not None:
-                    yield mark.key, (f"--{flag.name.replace('_', '-')}", value)
+                    setting = str(value) if isinstance(value, Path) else value
+                    yield mark.key, (f"--{flag.name.replace('_', '-')}", setting)

@@ -7,7 +7,16 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from baton.auth.certificates import IdentityRole
-from baton.cli.flags import ClientKeys, ConfigFlags, Insecure, Mode, Sets, StatusFd
+from baton.cli.flags import (
+    ClientKeys,
+    ConfigFlags,
+    Insecure,
+    Mode,
+    Sets,
+    StatusFd,
+    TlsCertificate,
+    TlsKey,
+)
 from baton.config.cluster_key import KEY_VARIABLE
 from baton.config.environment import change_environment, read_environment
 from baton.config.logs import configure_logging
@@ -43,6 +52,8 @@ class GatewayFlags(ConfigFlags):
         Sets("gateway.port"),
         Parameter(help="The port [default: 8000]; 0 takes a free one."),
     ] = None
+    tls_certificate: TlsCertificate = None
+    tls_key: TlsKey = None
     client_keys: ClientKeys = None
     insecure: Insecure = None
     mode: Mode = None
@@ -96,6 +107,8 @@ def _options(config: Config, status_fd: int) -> GatewayOptions:
         mode=section.mode,
         tls=config.security.tls,
         first_token_early=section.first_token_early,
+        tls_certificate=Path(section.tls_certificate) if section.tls_certificate else None,
+        tls_key=Path(section.tls_key) if section.tls_key else None,
         client_keys_file=Path(section.client_keys_file) if section.client_keys_file else None,
         insecure=section.insecure,
         audit_log=Path(section.audit_log) if section.audit_log else None,

@@ -79,6 +79,8 @@ ENVIRONMENT_PREFIX: Final = "BATON_"
 PATH_KEYS: Final = frozenset({
     "cluster.key_file",
     "worker.model",
+    "gateway.tls_certificate",
+    "gateway.tls_key",
     "gateway.client_keys_file",
     "gateway.audit_log",
 })

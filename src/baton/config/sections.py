@@ -70,6 +70,8 @@ class GatewaySection(Struct, frozen=True, kw_only=True):
     drain_timeout_s: Seconds = 30.0
     mode: Mode = "auto"
     first_token_early: bool = False
+    tls_certificate: str | None = None
+    tls_key: str | None = None
     client_keys_file: str | None = None
     insecure: bool = False
     audit_log: str | None = None

@@ -51,6 +51,7 @@ class GatewayOptions:
     `client_keys_file`: see `baton.gateway.clients`; beyond loopback it is needed unless `insecure`.
     `management_port` None: /metrics and /debug on the gateway's own port, if that is loopback's
     or `insecure`.
+    `tls_certificate` and `tls_key`: PEM files, with which the gateway's own port speaks TLS.
     `allowed_hosts` and `allowed_origins`: see `baton.gateway.app.RequestOrigin`.
 
     Raises:
@@ -90,6 +91,8 @@ class GatewayOptions:
     management_port: int | None = None
     allowed_hosts: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
+    tls_certificate: Path | None = None
+    tls_key: Path | None = None
 
     def __post_init__(self) -> None:
         if not any(worker.role is not Role.PREFILL for worker in self.workers):
@@ -101,6 +104,10 @@ class GatewayOptions:
         if twice:
             raise ConfigError(f"listed twice: {', '.join(sorted(twice))}")
         self._check_limits()
+        if (self.tls_certificate is None) != (self.tls_key is None):
+            raise ConfigError(
+                "gateway.tls_certificate and gateway.tls_key go together: give both, or neither"
+            )
         plain = [url for url in urls if url.startswith("http:")]
         if plain and self.tls != "off":
             raise ConfigError(

@@ -20,6 +20,7 @@ from prometheus_client import disable_created_metrics
 
 from baton.auth.ticket import TicketIssuer
 from baton.clock import MachineClock
+from baton.config.cluster_key import is_loopback
 from baton.gateway.app import (
     Access,
     DebugPages,
@@ -48,6 +49,7 @@ from baton.net.http_server import (
     start_listening,
     url_of,
 )
+from baton.net.tls import ServerTls
 from baton.router.failover import RetryBudget
 from baton.router.round_robin import RoundRobin
 from baton.telemetry.process_status import Ready, StatusReporter
@@ -152,16 +154,30 @@ async def _serve(options: GatewayOptions, listener: socket.socket) -> None:
             allow_descriptors(limits),
             MachineClock(),
             count_refusals(app.metrics.registry, "baton_gateway"),
+            _find_tls(options),
         )
         server = _Server(
             make_server_config(
                 app, connections, drain_timeout_s=max(1, round(options.drain_timeout_s))
             ),
-            Ready(url_of(listener, options.host)),
+            Ready(url_of(listener, options.host, is_tls=connections.tls is not None)),
             StatusReporter(options.status_fd),
         )
         async with _managing(options, app):
             await server.serve(sockets=[listener])
+
+
+def _find_tls(options: GatewayOptions) -> ServerTls | None:
+    """For clients. Beyond loopback without it, prompts and API keys can be read on their way."""
+    if options.tls_certificate is not None and options.tls_key is not None:
+        return ServerTls(options.tls_certificate, options.tls_key, MachineClock())
+    if not is_loopback(options.host):
+        log.warning(
+            "clients reach %s without encryption: give --tls-certificate and --tls-key, or have a "
+            "proxy in front end TLS",
+            options.host,
+        )
+    return None
 
 
 @contextlib.asynccontextmanager

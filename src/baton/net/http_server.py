@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from uvicorn.server import ServerState
 
     from baton.clock import Clock
-    from baton.net.tls import Tls
+    from baton.net.tls import HttpTls
 
 BACKLOG: Final = 2048
 KEEP_ALIVE_S: Final = 75
@@ -52,6 +52,7 @@ DESCRIPTORS_PER_CONNECTION: Final = 3
 RESERVED_DESCRIPTORS: Final = 128
 HEADER_OVERHEAD_BYTES: Final = 4
 UNKNOWN_ADDRESS: Final = "unknown"
+NO_TLS: Final = "this port speaks TLS: write https:// in place of http://"
 
 log = logging.getLogger(__name__)
 
@@ -119,7 +120,7 @@ class Connections:
         limits: HttpLimits,
         clock: Clock,
         on_refused: Callable[[Refusal], None],
-        tls: Tls | None = None,
+        tls: HttpTls | None = None,
     ) -> None:
         self.limits, self.tls = limits, tls
         self._log, self._on_refused = LimitedLog(log, clock), on_refused
@@ -228,7 +229,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         try:
             parts = self._tls.decrypt(data)
         except ssl.SSLError as exc:
-            self.refuse(Refusal.NOT_TRUSTED, f"it is of no process of this cluster: {exc}")
+            if exc.reason == "HTTP_REQUEST":
+                self._tls.send_plain(_answer(Refusal.MALFORMED, NO_TLS))
+            self.refuse(Refusal.NOT_TRUSTED, f"its TLS handshake failed: {exc}")
             return
         if self._tls.is_established and not was_established:
             super().connection_made(self._tls)

@@ -6,6 +6,7 @@ Within frames' TLS the peers prove who they are as without it: there TLS encrypt
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import socket
 import ssl
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from baton.auth.certificates import IdentityRole
+from baton.auth.credentials import RELOAD_INTERVAL_S, file_version
 from baton.errors import AuthenticationError, ConfigError
 from baton.protocol.worker_http import HEALTH_PATH, METRICS_PATH
 
@@ -23,6 +25,9 @@ if TYPE_CHECKING:
 
     from baton.auth.certificates import Identity
     from baton.auth.credentials import Credentials
+    from baton.clock import Clock
+
+log = logging.getLogger(__name__)
 
 MAX_BUFFER_BYTES: Final = 64 << 10
 """Of one OpenSSL call, which makes records of 16 KiB."""
@@ -142,6 +147,10 @@ class TlsTransport(asyncio.Transport):
         """In DER; None where the peer has shown none."""
         return self._tls.getpeercert(binary_form=True) if self.is_established else None
 
+    def send_plain(self, answer: bytes) -> None:
+        """Send bytes as they are, to a peer that speaks no TLS."""
+        self._transport.write(answer)
+
     def close(self) -> None:
         """See `asyncio.BaseTransport`; the peer sees that nothing was cut off."""
         if not self._transport.is_closing() and self.is_established:
@@ -177,17 +186,12 @@ class TlsTransport(asyncio.Transport):
             self._transport.write(self._outgoing.read())
 
 
-class Tls(Protocol):
-    """How sockets are wrapped: `TlsContexts` or `ClusterTls`."""
+class HttpTls(Protocol):
+    """How an HTTP server's connections are wrapped: `ClusterTls` or `ServerTls`."""
 
     @property
     def listening(self) -> ssl.SSLContext:
         """For the next connection that is accepted."""
-        ...
-
-    @property
-    def dialing(self) -> ssl.SSLContext:
-        """For the next connection that is made."""
         ...
 
     def check_request(self, certificate: bytes | None, method: str, path: str) -> None:
@@ -196,6 +200,15 @@ class Tls(Protocol):
         Raises:
             AuthenticationError: it may not.
         """
+        ...
+
+
+class Tls(HttpTls, Protocol):
+    """How sockets are wrapped: `TlsContexts` or `ClusterTls`."""
+
+    @property
+    def dialing(self) -> ssl.SSLContext:
+        """For the next connection that is made."""
         ...
 
 
@@ -252,6 +265,48 @@ class ClusterTls:
         if self._made is None or self._made[0] is not identity:
             self._made = identity, contexts_of(identity)
         return self._made[1]
+
+
+class ServerTls:
+    """Of a server whose clients need no certificate; follows its files. Owner: one thread.
+
+    `certificate` is a PEM file, with those of intermediate authorities after it. Files that cannot
+    be used change nothing, and are logged.
+
+    Raises:
+        ConfigError: a file cannot be read, or the key is not the certificate's.
+    """
+
+    def __init__(self, certificate: Path, key: Path, clock: Clock) -> None:
+        self._files, self._clock = (certificate, key), clock
+        self._looked_at, self._version = clock.now(), self._versions()
+        self._context = _make_server_context(certificate, key)
+
+    @property
+    def listening(self) -> ssl.SSLContext:
+        """For the next connection that is accepted."""
+        now = self._clock.now()
+        if now - self._looked_at >= RELOAD_INTERVAL_S:
+            self._looked_at = now
+            version = self._versions()
+            if version != self._version:
+                self._version = version
+                self._reload()
+        return self._context
+
+    def check_request(self, certificate: bytes | None, method: str, path: str) -> None:
+        """Every client may ask: what it may do is its API key's matter."""
+
+    def _versions(self) -> list[tuple[int, int, int] | None]:
+        return [file_version(path) for path in self._files]
+
+    def _reload(self) -> None:
+        try:
+            self._context = _make_server_context(*self._files)
+        except ConfigError as exc:
+            log.error("%s; the certificate before it stays in use", exc)  # noqa: TRY400
+        else:
+            log.info("tls: took a new certificate from %s", self._files[0])
 
 
 class TlsListener(socket.socket):
@@ -312,6 +367,17 @@ def make_contexts(certificate: str, key: str, authority: str) -> TlsContexts:
             f"tls: cannot use certificate {certificate}, key {key}, ca {authority}: {exc}"
         ) from exc
     return _gather(contexts)
+
+
+def _make_server_context(certificate: Path, key: Path) -> ssl.SSLContext:
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.set_alpn_protocols(["http/1.1"])
+    try:
+        # The password of a key that needs one would be asked for on the terminal.
+        context.load_cert_chain(certificate, key, password=lambda: "")
+    except OSError as exc:  # ssl.SSLError is one
+        raise ConfigError(f"tls: cannot use certificate {certificate}, key {key}: {exc}") from exc
+    return context
 
 
 _KINDS: Final = ssl.PROTOCOL_TLS_CLIENT, ssl.PROTOCOL_TLS_SERVER, ssl.PROTOCOL_TLS_CLIENT

@@ -126,6 +126,11 @@ def test_a_wrong_command_line_exits_with_2(arguments, capsys):
         (["up", "--set", "up.decode_engine.block_size=no"], "block_size"),
         (["up", "--host", "0.0.0.0"], "0.0.0.0 needs a cluster key"),
         (["gateway"], "no worker can decode"),
+        (
+            ["gateway", "--decode", "https://127.0.0.1:1", "--client-keys", "/nowhere.json"],
+            "cannot read the clients' keys in /nowhere.json",
+        ),
+        (["gateway", "--decode", "https://127.0.0.1:1", "--tls-key", "/x"], "go together"),
         (["gateway", "--decode", "nonsense"], "'nonsense' is not a worker's address"),
     ],
 )
