@@ -10,7 +10,8 @@ agent's thread, beside the model. With `--engine vllm` the pair is vLLM (needs `
 ENGINE=vllm`).
 
 `handoff`: workload S (8,192 pages of 32 KiB) as one handoff between two processes, with every level
-of verification, taking turns, over each transport: the share is 1 - identity / full.
+of verification, taking turns, over each transport: the share is 1 - identity / full. `keyed` is
+`full` with the digests that KV between hosts has.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from urllib.parse import urlsplit
 import msgspec
 import numpy as np
 from rich.console import Console
-from verified_handoffs import NUM_BYTES, measure
+from verified_handoffs import KEYED, NUM_BYTES, measure
 
 from baton.auth.credentials import Credentials
 from baton.auth.ticket import Ticket, TicketIssuer, WorkerRef, seal, unseal
@@ -212,7 +213,7 @@ def time_tickets(num_rounds: int = 2000) -> float:
 
 def measure_handoffs(kind: str, num_rounds: int) -> dict[str, dict[str, float]]:
     """Workload S over one transport, by level."""
-    rounds = measure(kind, LEVELS, num_rounds)
+    rounds = measure(kind, LEVELS if kind == "shared" else (KEYED, *LEVELS), num_rounds)
     shares = sorted(
         1 - bare.seconds / full.seconds
         for full, bare in zip(rounds["full"], rounds["identity"], strict=True)

@@ -2,7 +2,8 @@
 
 256 MiB in 8,192 pages of 32 KiB (16 layers, 512 blocks of 16 tokens) between random places, ready
 from the start: what is timed is the handoff alone, from "expect" to "landed" on the receiver.
-Used by `bench_verification.py`; the child process is this module's `main`.
+Level `keyed` is `full` as between two hosts. Used by `bench_verification.py`; the child process is
+this module's `main`.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from baton.auth.ticket import Ticket, TicketIssuer, WorkerRef
 from baton.clock import Instant, MachineClock
 from baton.handoff.agent import HandoffAgent
 from baton.handoff.interface import KVLanded, ReceiveOrder, SampledToken, SendOrder
-from baton.handoff.kv_views import KVView
+from baton.handoff.kv_views import AgentContext, KVView
 from baton.handoff.options import AgentOptions
 from baton.handoff.peer_transports import LinkOptions
 from baton.handoff.verify import Level, VerificationPolicy
@@ -44,6 +45,7 @@ NUM_BLOCKS = 512
 NUM_TOKENS = NUM_BLOCKS * LAYOUT.block_size
 NUM_BYTES = NUM_TOKENS * LAYOUT.bytes_per_token
 TIMEOUT_S = 120.0
+KEYED = "keyed"
 CLOCK = MachineClock()
 ISSUER = TicketIssuer(CLOCK)
 
@@ -131,7 +133,7 @@ def make_trace(leg: str) -> RequestSpan:
     return RequestSpan(request_id="bench", worker="w", epoch="e", role=leg)
 
 
-def measure(kind: str, levels: tuple[Level, ...], num_rounds: int) -> dict[str, list[Received]]:
+def measure(kind: str, levels: tuple[str, ...], num_rounds: int) -> dict[str, list[Received]]:
     """Handoffs over one transport, the levels taking turns; the first round is not kept."""
     key = os.urandom(32).hex()
     command = [sys.executable, __file__, kind, *levels]
@@ -188,9 +190,15 @@ def main() -> None:
     key = Credentials.of(ClusterKey.from_hex(os.environ["BENCH_KEY"]))
     from contextlib import ExitStack  # noqa: PLC0415 - the child's alone
 
+    is_on_this_host = AgentContext.is_on_this_host
+    AgentContext.is_on_this_host = lambda context, peer: (  # type: ignore[method-assign]
+        context.me.worker != f"decode-{KEYED}" and is_on_this_host(context, peer)
+    )
     with ExitStack() as stack:
         endpoints = {
-            level: stack.enter_context(open_endpoint(f"decode-{level}", kind, key, level))  # type: ignore[arg-type]
+            level: stack.enter_context(
+                open_endpoint(f"decode-{level}", kind, key, "full" if level == KEYED else level)
+            )  # type: ignore[arg-type]
             for level in levels
         }
         hello = Hello({level: end.ref for level, end in endpoints.items()})

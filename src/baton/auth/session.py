@@ -40,6 +40,8 @@ class Session:
 
     _sending: _Direction
     _receiving: _Direction
+    digest_secret: bytes = b""
+    """32 bytes that only the two ends know: for digests of what travels beside the connection."""
 
     @classmethod
     def derive(cls, secret: bytes, transcript: bytes, *, is_dialer: bool) -> Session:
@@ -48,9 +50,10 @@ class Session:
             _Direction(hmac.digest(secret, b"session|" + role + b"|" + transcript, "sha256"))
             for role in (b"dialer", b"listener")
         )
+        digest_secret = hmac.digest(secret, b"digests|" + transcript, "sha256")
         if is_dialer:
-            return cls(from_dialer, from_listener)
-        return cls(from_listener, from_dialer)
+            return cls(from_dialer, from_listener, digest_secret)
+        return cls(from_listener, from_dialer, digest_secret)
 
     @classmethod
     def from_keys(cls, sending: bytes, receiving: bytes) -> Session:

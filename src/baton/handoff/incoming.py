@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, assert_never
 
 from baton.handoff.messages import Notification, unpack_blocks
 from baton.handoff.peer_transports import TransportUsage
+from baton.handoff.verify import is_network
 from baton.handoff.write_batches import DigestVerifier, Sampler
 from baton.kv.copies import BlockTable
+from baton.kv.digest import DigestKey
 from baton.telemetry.trace import Stamp
 from baton.transfer.interface import WriteGrant
 
@@ -143,15 +145,20 @@ class IncomingHandoff:
         return not self._closing
 
     def find_wrong_layers(
-        self, notification: Notification, transport: str, sampler: Sampler | None
+        self,
+        notification: Notification,
+        transport: Transport,
+        sampler: Sampler | None,
+        *,
+        is_keyed: bool,
     ) -> list[int]:
         """Layers of a notification that are not in the pages as their sender had them.
 
         With a sampler: as far as it looks. What was compared is noted in the trace.
         """
-        seen = self._get_verifier().verify(notification, sampler)
+        seen = self._get_verifier().verify(notification, sampler, is_keyed=is_keyed)
         trace, num_bytes = self.session.order.trace, seen.num_tokens * self._layer_bytes
-        trace.verified(transport, num_bytes, is_intact=not seen.wrong_layers)
+        trace.verified(transport.kind, num_bytes, is_intact=not seen.wrong_layers)
         return seen.wrong_layers
 
     def scatter(self, notification: Notification) -> None:
@@ -211,7 +218,8 @@ class IncomingHandoff:
             if self.peer is None:
                 raise AssertionError("nothing is noticed before a peer was dialed")
             pages, theirs = self._mapped_pages, self.peer.negotiated.theirs
-            self._verifier = DigestVerifier(pages.layer_pages, pages.sequence, theirs.layout)
+            key = DigestKey(self.peer.link.digest_secret, self.session.ticket)
+            self._verifier = DigestVerifier(pages.layer_pages, pages.sequence, theirs.layout, key)
         return self._verifier
 
     @property
@@ -239,25 +247,32 @@ def verify_written(
     level = incoming.levels.get(transport.kind)
     if level is None:
         level = incoming.levels[transport.kind] = policy.level_over(transport)
+    is_keyed = is_network(transport) and not incoming.session.has_plain_digests
     match level:
         case "identity":
             return []
         case "sampled":
             if incoming.sampler is None:
                 incoming.sampler = Sampler(policy.share)
-            return incoming.find_wrong_layers(notification, transport.kind, incoming.sampler)
+            return incoming.find_wrong_layers(
+                notification, transport, incoming.sampler, is_keyed=is_keyed
+            )
         case "full":
-            return incoming.find_wrong_layers(notification, transport.kind, None)
+            return incoming.find_wrong_layers(notification, transport, None, is_keyed=is_keyed)
         case _:
             assert_never(level)
 
 
-def verify_read(incoming: IncomingHandoff, notification: Notification, transport: str) -> bool:
+def verify_read(
+    incoming: IncomingHandoff, notification: Notification, transport: Transport
+) -> bool:
     """Whether what a read brought is, all of it, what the peer announced.
 
     Whatever the policy: its pages may have changed while they were read.
     """
-    return not incoming.find_wrong_layers(notification, transport, None)
+    return not incoming.find_wrong_layers(
+        notification, transport, None, is_keyed=not incoming.session.has_plain_digests
+    )
 
 
 def explain_mismatch(notification: Notification) -> str:

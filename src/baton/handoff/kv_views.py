@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
 import numpy as np
 
+from baton.config.cluster_key import is_loopback
 from baton.errors import HandoffError
 from baton.kv.copies import BlockTable, PagedSequence
 from baton.kv.geometry import check_page_size, page_geometry
@@ -327,6 +328,14 @@ class AgentContext:
     def num_layers(self) -> int:
         """Layers of the model's KV."""
         return self.views[0].view.layout.num_layers
+
+    def is_on_this_host(self, peer: Peer) -> bool:
+        """Whether a dialed peer is on this host, by its address or by a transport that is up."""
+        own, theirs = (
+            ref.address.rpartition(":")[0] if ref is not None else ""
+            for ref in (self.me, peer.dialed)
+        )
+        return is_loopback(theirs) or own == theirs or self.peer_transports.shares_host(peer)
 
     def view_to(self, peer: Peer) -> RegisteredView:
         """The KV view of this worker that a peer sees; the peer has sent its Hello."""

@@ -92,6 +92,13 @@ class Link:
         return cls(sock, now, ListenerHandshake(credentials, PURPOSE))
 
     @property
+    def digest_secret(self) -> bytes:
+        """Of this link: from it both ends have the keys of digests (`baton.kv.digest`)."""
+        if self._session is None:
+            raise AssertionError("the handshake is not over")
+        return self._session.digest_secret
+
+    @property
     def wants_write(self) -> bool:
         """Whether something is unsent."""
         return bool(self._unsent)

@@ -21,7 +21,7 @@ from baton.transfer.interface import RegionDescriptor
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-PROTOCOL_VERSION: Final = 7
+PROTOCOL_VERSION: Final = 8
 MAX_MESSAGE_BYTES: Final = 4 * 1024 * 1024
 MAX_TOKENS: Final = 16 * 1024 * 1024
 DIGEST_BYTES: Final = 16
@@ -124,7 +124,7 @@ class Grant(SenderMessage, frozen=True, tag="grant"):
     `Available`, and `blocks` is empty. With op "NONE" it is to be `BlocksExported`, and `blocks` is
     empty. `ticket` is the sealed text of the ticket `id`: the gateway's authority.
     What is written over a transport that `no_digest_transports` names needs no digests: its
-    receiver compares none.
+    receiver compares none. With `plain_digests` both are on one host: no digest needs a key.
     """
 
     id: WireTicketId
@@ -136,6 +136,7 @@ class Grant(SenderMessage, frozen=True, tag="grant"):
     blocks: PackedBlocks
     op: GrantOp
     no_digest_transports: Annotated[tuple[TransportName, ...], msgspec.Meta(max_length=16)] = ()
+    plain_digests: bool = False
 
 
 class Declined(SenderMessage, frozen=True, tag="declined"):

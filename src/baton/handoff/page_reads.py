@@ -109,7 +109,7 @@ class PageReads:
         elif prefill_failed := session.check_lease(self._context.clock.now()):
             self._perform(incoming, prefill_failed)
             self._perform(incoming, session.read_ended(handle))
-        elif verify_read(incoming, notification, handle.transport):
+        elif verify_read(incoming, notification, pending.peer_transport.transport):
             self._penalize_others(pending)
             self._perform(incoming, session.read_ended(handle))
             self._accept(incoming, notification)

@@ -18,6 +18,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Final
 
 from baton.errors import BatonError, PeerUnreachableError
+from baton.handoff.verify import is_network
 from baton.transfer.links.choice import Backoff, Choice, Chooser, Outcome
 from baton.transfer.links.cost_model import TransferShape, default_link_model
 from baton.transfer.links.probes import ProbeBounds
@@ -278,6 +279,14 @@ class PeerTransportTable:  # noqa: PLR0904 -- a method for each event (ADR 0005)
             if each.state is PeerTransportState.UP and kind not in avoid:
                 return True
         return False
+
+    def shares_host(self, peer: Peer) -> bool:
+        """Whether a transport is up to the peer that reaches nothing beyond this host."""
+        known = self._by_peer.get(id(peer))
+        return any(
+            each.state is PeerTransportState.UP and not is_network(each.transport)
+            for each in (() if known is None else known.peer_transports.values())
+        )
 
     def choose(
         self, peer: Peer, shape: TransferShape, avoid: Collection[str] = ()

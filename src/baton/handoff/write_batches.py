@@ -14,6 +14,7 @@ from baton.handoff.messages import DIGEST_BYTES, Available, Notification, encode
 from baton.handoff.peer_transports import TransportUsage
 from baton.handoff.session.actions import TransferHandle, WriteLayers
 from baton.handoff.token_ranges import LayerTokenRange
+from baton.handoff.verify import is_network
 from baton.kv.copies import (
     BlockTable,
     CopyPlanner,
@@ -23,7 +24,7 @@ from baton.kv.copies import (
     count_blocks,
     pair_layers,
 )
-from baton.kv.digest import PieceLocator, compute_digests, locate_pieces
+from baton.kv.digest import DigestKey, PieceLocator, compute_digests, locate_pieces
 from baton.transfer.interface import PageWrite
 from baton.transfer.links.cost_model import measure_shape
 
@@ -73,8 +74,8 @@ class WriteBatch:
 class WriteBatchBuilder:
     """Prefill's side of one handoff: `source` lies in `layer_pages`, `target` in the peer's.
 
-    `target_arrays` are the peer's region. Keeps what the handoff's layers have in common. Owner
-    thread: the handoff's.
+    `target_arrays` are the peer's region; `key` is for digests that cannot be forged. Keeps what
+    the handoff's layers have in common. Owner thread: the handoff's.
 
     Raises:
         LayoutMismatchError: KV cannot be copied from the one to the other.
@@ -86,8 +87,11 @@ class WriteBatchBuilder:
         source: PagedSequence,
         target: PagedSequence,
         target_arrays: Sequence[PageArray] = (),
+        *,
+        key: DigestKey | None = None,
     ) -> None:
         self._layer_pages, self._source, self._target = layer_pages, source, target
+        self._key = key
         self.target_arrays = target_arrays
         self._planner = CopyPlanner(source.layout, target.layout)
         self._locator = PieceLocator()
@@ -123,13 +127,16 @@ class WriteBatchBuilder:
             yield WriteBatch(copies, bounds, start, stop)
             layers = layers[num_layers:]
 
-    def digest(self, batch: WriteBatch) -> Notification:
+    def digest(self, batch: WriteBatch, *, is_keyed: bool = False) -> Notification:
         """The notification of a batch, with a digest for each of its pieces."""
+        key = self._key if is_keyed else None
         pieces = self._locator.locate(self._source, batch.bounds)
         digests: list[bytes] = []
         for layer in batch.copies.layers:
             pair, pages = self._planner.pairs[layer], self._layer_pages[layer]
-            digests.append(compute_digests(pair.src, pages, pieces, heads=pair.heads))
+            digests.append(
+                compute_digests(pair.src, pages, pieces, heads=pair.heads, key=key, layer=layer)
+            )
         return _make_notification(batch, b"".join(digests))
 
 
@@ -165,6 +172,7 @@ class DigestResult:
 class DigestVerifier:
     """Decode's side of one handoff: checks what a peer laid out as `peer` wrote.
 
+    `key` is for digests that cannot be forged.
     Keeps what the handoff's layers have in common. Owner thread: the handoff's.
 
     Raises:
@@ -172,18 +180,25 @@ class DigestVerifier:
     """
 
     def __init__(
-        self, layer_pages: Sequence[NDArray[np.uint8]], target: PagedSequence, peer: KVLayout
+        self,
+        layer_pages: Sequence[NDArray[np.uint8]],
+        target: PagedSequence,
+        peer: KVLayout,
+        key: DigestKey | None = None,
     ) -> None:
-        self._layer_pages, self._target = layer_pages, target
+        self._layer_pages, self._target, self._key = layer_pages, target, key
         self._block_sizes = peer.block_size, target.layout.block_size
         self._pairs = pair_layers(peer, target.layout)
         self._locator = PieceLocator()
 
-    def verify(self, notification: Notification, sampler: Sampler | None = None) -> DigestResult:
+    def verify(
+        self, notification: Notification, sampler: Sampler | None = None, *, is_keyed: bool = False
+    ) -> DigestResult:
         """Where the bytes at the tokens that the notification names lack the digests it claims.
 
         With a sampler only some of the pieces are looked at; digests must be there for all.
         """
+        key = self._key if is_keyed else None
         bounds = compute_pieces(*self._block_sizes, notification.start, notification.stop)
         layers = range(notification.layer, notification.layer + notification.num_layers)
         num_pieces, digests = len(bounds) - 1, notification.digests
@@ -201,7 +216,8 @@ class DigestVerifier:
                 of_each = np.frombuffer(claimed, np.uint8).reshape(num_pieces, DIGEST_BYTES)
                 claimed = of_each[only].tobytes()
             pages, pair = self._layer_pages[layer], self._pairs[layer]
-            if compute_digests(pair.dst, pages, pieces, heads=pair.heads) != claimed:
+            found = compute_digests(pair.dst, pages, pieces, heads=pair.heads, key=key, layer=layer)
+            if found != claimed:
                 wrong.append(layer)
             num_tokens += pieces.num_tokens
         return DigestResult(wrong, num_tokens)
@@ -274,7 +290,11 @@ def _post(
     granted, builder, copies = outgoing.grant_to_fill, outgoing.builder, batch.copies
     transport = chosen.peer_transport.transport
     is_undigested = transport.kind in granted.grant.no_digest_transports
-    notification = notify_without_digests(batch) if is_undigested else builder.digest(batch)
+    if is_undigested:
+        notification = notify_without_digests(batch)
+    else:
+        is_keyed = is_network(transport) and not granted.grant.plain_digests
+        notification = builder.digest(batch, is_keyed=is_keyed)
     page_write = PageWrite(
         remote=chosen.peer_transport.attached,
         grant=granted.ticket.id,
@@ -323,7 +343,8 @@ def announce(action: AnnounceReadable, outgoing: OutgoingHandoff) -> Iterator[Av
     layers, trace = range(action.layer, action.layer + 1), outgoing.session.order.trace
     mapped_pages.gather(layers, action.start, action.stop)
     for batch in outgoing.builder.build(layers, action.start, action.stop):
-        notification = outgoing.builder.digest(batch)
+        is_keyed = not granted.grant.plain_digests
+        notification = outgoing.builder.digest(batch, is_keyed=is_keyed)
         source = mapped_pages.pages_of(notification.start, notification.stop)
         trace.num_bytes += batch.copies.num_bytes
         trace.num_pages += batch.copies.num_pages
@@ -395,6 +416,7 @@ class OutgoingHandoff:
                 mapped_pages.sequence,
                 target,
                 theirs.regions[0].arrays,
+                key=DigestKey(granted.peer.link.digest_secret, granted.ticket.id),
             )
         return self._builder
 

@@ -1,18 +1,22 @@
 """A digest for each piece of a token range: equal on both sides, whatever their layouts.
 
-A piece's digest is xxh3_128 over its bytes in canonical order (`[plane][token][head][dim]`); of an
-opaque page, over the shared heads' units as they lie, whatever tokens the piece has. It
-finds torn, stale and misplaced bytes; it is no proof against an adversary, who is kept out by the
-link's authentication.
+A piece's digest covers its bytes in canonical order (`[plane][token][head][dim]`); of an opaque
+page, the shared heads' units as they lie, whatever tokens the piece has. Where the bytes stay in
+one host it is xxh3_128, which finds torn, stale and misplaced bytes. Where they could be changed on
+their way it is GMAC (NIST SP 800-38D) under a key of the handoff, which only the two workers have:
+other bytes cannot be given the same digest on the way.
 """
 
 from __future__ import annotations
 
+import hmac
+import struct
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from xxhash import xxh3_128, xxh3_128_digest
 
 from baton.errors import ProtocolError
@@ -27,13 +31,30 @@ if TYPE_CHECKING:
 DIGEST_BYTES: Final = 16
 
 
+class DigestKey:
+    """Digests pieces of one handoff. Both ends derive the same from their link's secret."""
+
+    def __init__(self, secret: bytes, handoff: bytes) -> None:
+        self._mac = AESGCM(hmac.digest(secret, b"handoff|" + handoff, "sha256"))
+
+    def digest(self, layer: int, token: int, data: bytes | memoryview) -> bytes:
+        """`DIGEST_BYTES` of the piece of `layer` that begins at `token`, which make its nonce."""
+        return self._mac.encrypt(_NONCE.pack(layer, token), b"", data)
+
+
+_NONCE: Final = struct.Struct("<IQ")
+
+
 @dataclass(frozen=True, slots=True)
 class Pieces:
     """Where pieces are on one side: piece i is `lengths[i]` tokens of a block from `firsts[i]`.
 
+    `tokens[i]` is the first of them, counted from the prompt's beginning.
+
     A block has `block_size` tokens.
     """
 
+    tokens: list[int]
     blocks: list[int]
     firsts: list[int]
     lengths: list[int]
@@ -76,7 +97,7 @@ def locate_pieces(
     block_size = sequence.layout.block_size
     tokens, lengths = bounds[:-1], bounds[1:] - bounds[:-1]
     if not len(tokens):
-        return Pieces([], [], [], 0, block_size)
+        return Pieces([], [], [], [], 0, block_size)
     sequence.check_covers(int(bounds[0]), int(bounds[-1]))
     in_page = tokens % block_size
     if int((in_page + lengths).max()) > block_size or int(lengths.min()) < 1:
@@ -84,7 +105,10 @@ def locate_pieces(
     if only is not None:
         tokens, lengths, in_page = tokens[only], lengths[only], in_page[only]
     blocks = sequence.blocks_of(tokens).tolist()
-    return Pieces(blocks, in_page.tolist(), lengths.tolist(), int(lengths.sum()), block_size)
+    num_tokens = int(lengths.sum())
+    return Pieces(
+        tokens.tolist(), blocks, in_page.tolist(), lengths.tolist(), num_tokens, block_size
+    )
 
 
 def compute_digests(
@@ -93,6 +117,8 @@ def compute_digests(
     pieces: Pieces,
     *,
     heads: range | None = None,
+    key: DigestKey | None = None,
+    layer: int = 0,
 ) -> bytes:
     """`DIGEST_BYTES` for each piece, concatenated.
 
@@ -101,6 +127,8 @@ def compute_digests(
         layer_pages: uint8 `[num_blocks, page_bytes]`, of that geometry (`check_page_size`).
         pieces: From `locate_pieces`, of this side's block table.
         heads: The kv heads that both sides hold (`shared_heads`); None for all that this one does.
+        key: The handoff's, for digests that cannot be forged; None for xxh3_128.
+        layer: The layer's index, which such a digest covers.
     """
     planes: list[NDArray[np.uint8]] = []
     # Of so many tokens or more, a piece is a page as it lies.
@@ -108,21 +136,33 @@ def compute_digests(
     if not _is_stored_as_digested(geometry, heads):
         page_tokens = pieces.block_size + 1
     digests: list[bytes] = []
-    for block, first, length in zip(pieces.blocks, pieces.firsts, pieces.lengths, strict=True):
+    for token, block, first, length in zip(
+        pieces.tokens, pieces.blocks, pieces.firsts, pieces.lengths, strict=True
+    ):
         if length >= page_tokens:
-            digests.append(xxh3_128_digest(layer_pages[block]))
+            page = layer_pages[block]
+            digests.append(
+                xxh3_128_digest(page) if key is None else key.digest(layer, token, page.data)
+            )
+            continue
+        planes = planes or view_planes(layer_pages, geometry, heads)
+        rows = _gather(planes, block, geometry.locate(range(first, first + length)))
+        if key is None:
+            digests.append(_digest_rows(rows))
         else:
-            planes = planes or view_planes(layer_pages, geometry, heads)
-            tokens_in_page = geometry.locate(range(first, first + length))
-            digests.append(_digest_gathered(planes, block, tokens_in_page))
+            digests.append(key.digest(layer, token, b"".join(rows)))
     return b"".join(digests)
 
 
-def _digest_gathered(planes: list[NDArray[np.uint8]], block: int, tokens: range) -> bytes:
+def _gather(planes: list[NDArray[np.uint8]], block: int, tokens: range) -> list[memoryview]:
+    # Views where the rows are adjacent, copies in canonical order where they are not.
+    return [np.ascontiguousarray(rows[block, tokens.start : tokens.stop]).data for rows in planes]
+
+
+def _digest_rows(rows: list[memoryview]) -> bytes:
     digest = xxh3_128()
-    for rows in planes:
-        # A view where the rows are adjacent, a copy in canonical order where they are not.
-        digest.update(np.ascontiguousarray(rows[block, tokens.start : tokens.stop]).data)
+    for each in rows:
+        digest.update(each)
     return digest.digest()
 
 

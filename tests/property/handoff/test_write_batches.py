@@ -18,6 +18,7 @@ from baton.handoff.write_batches import (
     merge_writes,
 )
 from baton.kv.copies import BlockTable, PagedSequence, apply_copies
+from baton.kv.digest import DigestKey
 from baton.kv.layout import KVLayout, LayerLayout
 from baton.transfer.region import allocate_host_region, view_pages
 
@@ -58,12 +59,13 @@ def view_layers(region):
     return [view_pages(region.memory, array) for array in region.arrays]
 
 
-@given(handoffs())
-def test_together_is_the_same_as_one_by_one(handoff):
+@given(handoffs(), st.booleans())
+def test_together_is_the_same_as_one_by_one(handoff, is_keyed):
     source, target, start, stop = handoff
     num_layers = source.layout.num_layers
     region, theirs = make_region(source.layout, 1), make_region(target.layout, 2)
-    builder = WriteBatchBuilder(view_layers(region), source, target)
+    key = DigestKey(b"k" * 32, b"handoff")
+    builder = WriteBatchBuilder(view_layers(region), source, target, key=key)
     batches = list(builder.build(range(num_layers), start, stop))
     singles = [range(layer, layer + 1) for layer in range(num_layers)]
     alone = [batch for single in singles for batch in builder.build(single, start, stop)]
@@ -72,15 +74,21 @@ def test_together_is_the_same_as_one_by_one(handoff):
     assert [s for p in batches for s in p.token_ranges] == [
         s for p in alone for s in p.token_ranges
     ]
-    notifications = [decode_notification(encode(builder.digest(p))) for p in batches]
-    assert [each for n in notifications for each in n.split()] == [builder.digest(p) for p in alone]
-    verifier = DigestVerifier(view_layers(theirs), target, source.layout)
+    notifications = [
+        decode_notification(encode(builder.digest(p, is_keyed=is_keyed))) for p in batches
+    ]
+    assert [each for n in notifications for each in n.split()] == [
+        builder.digest(p, is_keyed=is_keyed) for p in alone
+    ]
+    verifier = DigestVerifier(view_layers(theirs), target, source.layout, key)
     for batch, notification in zip(batches, notifications, strict=True):
         for layer in batch.copies.layers:
             ours = view_pages(region.memory, region.arrays[layer])
             apply_copies(batch.copies, ours, view_pages(theirs.memory, theirs.arrays[layer]))
-        assert verifier.verify(notification).wrong_layers == []
-        assert not any(verifier.verify(each).wrong_layers for each in notification.split())
+        assert verifier.verify(notification, is_keyed=is_keyed).wrong_layers == []
+        assert not any(
+            verifier.verify(each, is_keyed=is_keyed).wrong_layers for each in notification.split()
+        )
         if not batch.copies.num_bytes:
             continue
         spoilt = batch.copies.layers[-1]  # only there is anything found
@@ -89,9 +97,13 @@ def test_together_is_the_same_as_one_by_one(handoff):
             group.dst_pages[-1], group.spans[-1, 1]
         ] ^= 1
         for sampler in (None, Sampler(1.0)):
-            assert verifier.verify(notification, sampler).wrong_layers == [spoilt]
+            assert verifier.verify(notification, sampler, is_keyed=is_keyed).wrong_layers == [
+                spoilt
+            ]
         assert [
-            each.layer for each in notification.split() if verifier.verify(each).wrong_layers
+            each.layer
+            for each in notification.split()
+            if verifier.verify(each, is_keyed=is_keyed).wrong_layers
         ] == [spoilt]
 
 

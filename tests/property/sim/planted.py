@@ -95,9 +95,7 @@ def double_completion(patch: pytest.MonkeyPatch) -> None:
 
 def no_digest_check(patch: pytest.MonkeyPatch) -> None:
     """What was stored is believed."""
-    patch.setattr(
-        IncomingHandoff, "find_wrong_layers", lambda self, notification, transport, sampler: []
-    )
+    patch.setattr(IncomingHandoff, "find_wrong_layers", lambda self, *_, is_keyed: [])
 
 
 def lost_wake(patch: pytest.MonkeyPatch) -> None:

@@ -13,11 +13,13 @@ from baton.handoff.write_batches import (
     notify_without_digests,
 )
 from baton.kv.copies import BlockTable, PagedSequence
+from baton.kv.digest import DigestKey
 from baton.kv.layout import KVLayout
 from baton.transfer.interface import Capabilities
 from baton.transfer.region import allocate_host_region, view_pages
 
 NUM_BLOCKS = 64
+KEY = DigestKey(b"k" * 32, b"handoff")
 LAYOUT = KVLayout.gqa(2, num_kv_heads=2, head_dim=8, block_size=4, dtype="float32")
 
 
@@ -30,10 +32,19 @@ def received():
     layer_pages = [view_pages(region.memory, array) for array in region.arrays]
     pages = layer_pages[0]
     pages[:] = np.random.default_rng(7).integers(0, 256, pages.shape, np.uint8)
-    sequence = PagedSequence(layout, BlockTable(0, np.arange(NUM_BLOCKS, dtype=np.int64)))
-    packer = WriteBatchBuilder(layer_pages, sequence, sequence)
+    sequence = sequence_of_all()
+    packer = WriteBatchBuilder(layer_pages, sequence, sequence, key=KEY)
     (parcel,) = packer.build(range(1), 0, NUM_BLOCKS * layout.block_size)
-    return pages, DigestVerifier(layer_pages, sequence, layout), packer.digest(parcel), parcel
+    return (
+        pages,
+        DigestVerifier(layer_pages, sequence, layout, KEY),
+        packer.digest(parcel, is_keyed=True),
+        parcel,
+    )
+
+
+def sequence_of_all():
+    return PagedSequence(LAYOUT, BlockTable(0, np.arange(NUM_BLOCKS, dtype=np.int64)))
 
 
 def sampler(share, seed=1):
@@ -42,11 +53,13 @@ def sampler(share, seed=1):
 
 def test_full_finds_any_bit(received):
     pages, inspector, notification, _ = received
-    assert inspector.verify(notification).wrong_layers == []
-    assert inspector.verify(notification).num_tokens == NUM_BLOCKS * LAYOUT.block_size
+    assert inspector.verify(notification, is_keyed=True).wrong_layers == []
+    assert (
+        inspector.verify(notification, is_keyed=True).num_tokens == NUM_BLOCKS * LAYOUT.block_size
+    )
     for page in (0, 17, NUM_BLOCKS - 1):
         pages[page, 5] ^= 1
-        assert inspector.verify(notification).wrong_layers == [0]
+        assert inspector.verify(notification, is_keyed=True).wrong_layers == [0]
         pages[page, 5] ^= 1
 
 
@@ -57,7 +70,7 @@ def test_sampled_finds_a_spoilt_piece_with_its_stated_probability(received, shar
     pages[33, 0] ^= 1
     num_rounds = 3000
     num_found = sum(
-        len(inspector.verify(notification, sampler(share, seed)).wrong_layers)
+        len(inspector.verify(notification, sampler(share, seed), is_keyed=True).wrong_layers)
         for seed in range(num_rounds)
     )
     expected = 1 - (1 - share) * (1 - 1 / NUM_BLOCKS)
@@ -69,7 +82,7 @@ def test_sampled_finds_sooner_what_is_wrong_in_many_pieces(received):
     pages, inspector, notification, _ = received
     pages[:32, 0] ^= 1
     num_found = sum(
-        len(inspector.verify(notification, sampler(0.125, seed)).wrong_layers)
+        len(inspector.verify(notification, sampler(0.125, seed), is_keyed=True).wrong_layers)
         for seed in range(300)
     )
     assert num_found / 300 > 1 - (1 - 0.125) ** 32 - 0.05
@@ -95,8 +108,23 @@ def test_sampled_wants_a_digest_of_every_piece(received):
         notification.layer, notification.start, notification.stop, notification.digests[:-16]
     )
     for level in (None, sampler(0.125)):
-        assert inspector.verify(short, level).wrong_layers == [0]
-        assert inspector.verify(notify_without_digests(parcel), level).wrong_layers == [0]
+        assert inspector.verify(short, level, is_keyed=True).wrong_layers == [0]
+        assert inspector.verify(
+            notify_without_digests(parcel), level, is_keyed=True
+        ).wrong_layers == [0]
+
+
+def test_who_lacks_the_key_cannot_give_other_bytes_their_digests(received):
+    """Neither the digest without a key nor one under another link's or handoff's is taken."""
+    pages, inspector, _, parcel = received
+    both = [pages] * LAYOUT.num_layers, *[sequence_of_all()] * 2
+    for secret, handoff in ((b"o" * 32, b"handoff"), (b"k" * 32, b"other")):
+        packer = WriteBatchBuilder(*both, key=DigestKey(secret, handoff))
+        forged = packer.digest(parcel, is_keyed=True)
+        assert inspector.verify(forged, is_keyed=True).wrong_layers == [0]
+    plain = packer.digest(parcel, is_keyed=False)
+    assert inspector.verify(plain, is_keyed=False).wrong_layers == []
+    assert inspector.verify(plain, is_keyed=True).wrong_layers == [0]
 
 
 def test_paths():

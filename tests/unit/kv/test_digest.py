@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import hmac
 from itertools import pairwise
 
 import msgspec
 import numpy as np
 import pytest
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from xxhash import xxh3_128_digest
 
 from baton.errors import ProtocolError
 from baton.kv.canonical import read_canonical
 from baton.kv.copies import BlockTable, PagedSequence, compute_pieces
-from baton.kv.digest import compute_digests, locate_pieces
+from baton.kv.digest import DigestKey, compute_digests, locate_pieces
 from baton.kv.geometry import page_geometry
 from baton.kv.layout import KVLayout
 
@@ -81,6 +83,25 @@ def test_a_digest_of_an_opaque_page_covers_the_units_as_they_lie(
         )
         == expected
     )
+
+
+@pytest.mark.parametrize("bounds", [[0, 4, 8], [1, 4, 6]])
+def test_a_key_makes_it_gmac_over_the_same_bytes(bounds: list[int]) -> None:
+    """The nonce is the layer and the piece's first token."""
+    secret, handoff, layer, sequence = bytes(range(32)), b"ticket", 3, paged(LAYOUT, [2, 1])
+    mac = AESGCM(hmac.digest(secret, b"handoff|ticket", "sha256"))
+    expected = b"".join(
+        mac.encrypt(
+            layer.to_bytes(4, "little") + start.to_bytes(8, "little"),
+            b"",
+            read_canonical(sequence, 0, PAGES, start=start, stop=stop).tobytes(),
+        )
+        for start, stop in pairwise(bounds)
+    )
+    pieces = locate_pieces(sequence, np.array(bounds, dtype=np.int64))
+    key = DigestKey(secret, handoff)
+    geometry = page_geometry(LAYOUT, 0)
+    assert compute_digests(geometry, PAGES, pieces, key=key, layer=layer) == expected
 
 
 def test_no_piece_no_digest() -> None:

@@ -168,10 +168,11 @@ class TransferPlan:
 
     `staged`: the pages are staging memory, so that only the engine accesses its own blocks.
     Else the pages are the engine's blocks. Over `no_digest_transports` no digests are
-    wanted.
+    wanted. With `plain_digests` the peer is on this host, so that digests need no key.
     """
 
     op: GrantOp
     pages: BlockTable
     staged: bool
     no_digest_transports: tuple[str, ...] = ()
+    plain_digests: bool = False
