@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, assert_never
 
 from baton.handoff.messages import Notification, unpack_blocks
 from baton.handoff.peer_transports import TransportUsage
-from baton.handoff.verify import is_network
 from baton.handoff.write_batches import DigestVerifier, Sampler
 from baton.kv.copies import BlockTable
 from baton.kv.digest import DigestKey
@@ -218,7 +217,9 @@ class IncomingHandoff:
             if self.peer is None:
                 raise AssertionError("nothing is noticed before a peer was dialed")
             pages, theirs = self._mapped_pages, self.peer.negotiated.theirs
-            key = DigestKey(self.peer.link.digest_secret, self.session.ticket)
+            key, plan = None, self.session.plan
+            if plan is None or not plan.plain_digests:
+                key = DigestKey(self.peer.link.digest_secret, self.session.ticket)
             self._verifier = DigestVerifier(pages.layer_pages, pages.sequence, theirs.layout, key)
         return self._verifier
 
@@ -247,7 +248,7 @@ def verify_written(
     level = incoming.levels.get(transport.kind)
     if level is None:
         level = incoming.levels[transport.kind] = policy.level_over(transport)
-    is_keyed = is_network(transport) and not incoming.session.has_plain_digests
+    is_keyed = not transport.capabilities.same_host_only
     match level:
         case "identity":
             return []
@@ -270,9 +271,7 @@ def verify_read(
 
     Whatever the policy: its pages may have changed while they were read.
     """
-    return not incoming.find_wrong_layers(
-        notification, transport, None, is_keyed=not incoming.session.has_plain_digests
-    )
+    return not incoming.find_wrong_layers(notification, transport, None, is_keyed=True)
 
 
 def explain_mismatch(notification: Notification) -> str:

@@ -18,7 +18,6 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Final
 
 from baton.errors import BatonError, PeerUnreachableError
-from baton.handoff.verify import is_network
 from baton.transfer.links.choice import Backoff, Choice, Chooser, Outcome
 from baton.transfer.links.cost_model import TransferShape, default_link_model
 from baton.transfer.links.probes import ProbeBounds
@@ -284,7 +283,7 @@ class PeerTransportTable:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         """Whether a transport is up to the peer that reaches nothing beyond this host."""
         known = self._by_peer.get(id(peer))
         return any(
-            each.state is PeerTransportState.UP and not is_network(each.transport)
+            each.state is PeerTransportState.UP and each.transport.capabilities.same_host_only
             for each in (() if known is None else known.peer_transports.values())
         )
 

@@ -85,11 +85,6 @@ class VerificationPolicy:
         return tuple(t.kind for t in transports if self.level_over(t) == "identity")
 
 
-def is_network(transport: Transport) -> bool:
-    """Whether what a transport brings leaves this host."""
-    return path_of(transport.capabilities) == "network"
-
-
 def path_of(capabilities: Capabilities) -> Path:
     """The kind of path that a transport takes."""
     if capabilities.same_process_only:

@@ -14,7 +14,6 @@ from baton.handoff.messages import DIGEST_BYTES, Available, Notification, encode
 from baton.handoff.peer_transports import TransportUsage
 from baton.handoff.session.actions import TransferHandle, WriteLayers
 from baton.handoff.token_ranges import LayerTokenRange
-from baton.handoff.verify import is_network
 from baton.kv.copies import (
     BlockTable,
     CopyPlanner,
@@ -128,7 +127,10 @@ class WriteBatchBuilder:
             layers = layers[num_layers:]
 
     def digest(self, batch: WriteBatch, *, is_keyed: bool = False) -> Notification:
-        """The notification of a batch, with a digest for each of its pieces."""
+        """The notification of a batch, with a digest for each of its pieces.
+
+        With `is_keyed` by the handoff's key, where it has one.
+        """
         key = self._key if is_keyed else None
         pieces = self._locator.locate(self._source, batch.bounds)
         digests: list[bytes] = []
@@ -197,6 +199,7 @@ class DigestVerifier:
         """Where the bytes at the tokens that the notification names lack the digests it claims.
 
         With a sampler only some of the pieces are looked at; digests must be there for all.
+        With `is_keyed` they are by the handoff's key, where it has one.
         """
         key = self._key if is_keyed else None
         bounds = compute_pieces(*self._block_sizes, notification.start, notification.stop)
@@ -293,7 +296,7 @@ def _post(
     if is_undigested:
         notification = notify_without_digests(batch)
     else:
-        is_keyed = is_network(transport) and not granted.grant.plain_digests
+        is_keyed = not transport.capabilities.same_host_only
         notification = builder.digest(batch, is_keyed=is_keyed)
     page_write = PageWrite(
         remote=chosen.peer_transport.attached,
@@ -343,8 +346,7 @@ def announce(action: AnnounceReadable, outgoing: OutgoingHandoff) -> Iterator[Av
     layers, trace = range(action.layer, action.layer + 1), outgoing.session.order.trace
     mapped_pages.gather(layers, action.start, action.stop)
     for batch in outgoing.builder.build(layers, action.start, action.stop):
-        is_keyed = not granted.grant.plain_digests
-        notification = outgoing.builder.digest(batch, is_keyed=is_keyed)
+        notification = outgoing.builder.digest(batch, is_keyed=True)
         source = mapped_pages.pages_of(notification.start, notification.stop)
         trace.num_bytes += batch.copies.num_bytes
         trace.num_pages += batch.copies.num_pages
@@ -357,6 +359,10 @@ def announce(action: AnnounceReadable, outgoing: OutgoingHandoff) -> Iterator[Av
             blocks=pack_blocks(source.blocks),
             digests=notification.digests,
         )
+
+
+def _derive_key(granted: Granted) -> DigestKey:
+    return DigestKey(granted.peer.link.digest_secret, granted.ticket.id)
 
 
 def _any_target(layout: KVLayout, num_tokens: int) -> PagedSequence:
@@ -416,7 +422,7 @@ class OutgoingHandoff:
                 mapped_pages.sequence,
                 target,
                 theirs.regions[0].arrays,
-                key=DigestKey(granted.peer.link.digest_secret, granted.ticket.id),
+                key=None if granted.grant.plain_digests else _derive_key(granted),
             )
         return self._builder
 

@@ -300,11 +300,6 @@ class ReceiveSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         if self._fencing & self._fenced:
             raise AssertionError("a transport is being fenced that was")
 
-    @property
-    def has_plain_digests(self) -> bool:
-        """Whether digests need no key: see `TransferPlan`."""
-        return self.plan is not None and self.plan.plain_digests
-
     def _make_grant(self, plan: TransferPlan) -> Grant:
         order = self.order
         blocks = plan.pages.blocks if plan.op == "WRITE" else _NO_BLOCKS
