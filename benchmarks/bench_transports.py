@@ -24,7 +24,7 @@ import statistics
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -140,7 +140,7 @@ def receive() -> None:
     """The child process: expose, poll, and answer digests."""
     os.sched_setaffinity(0, {RECEIVER_CORE})
     task = msgspec.json.decode(sys.stdin.buffer.readline(), type=Task)
-    region = allocate_shared_region([(NUM_PAGES, PAGE_BYTES)])
+    region = replace(allocate_shared_region([(NUM_PAGES, PAGE_BYTES)]), is_public=True)
     np.frombuffer(region.memory, np.uint8)[:] = 0
     context = TransportContext(
         Credentials.of(ClusterKey.from_hex(task.key_hex)), new_epoch(), "127.0.0.1", MachineClock()

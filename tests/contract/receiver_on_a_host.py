@@ -6,6 +6,7 @@ until its input ends. Meant to be run in a network namespace.
 
 import select
 import sys
+from dataclasses import replace
 
 import msgspec
 import numpy as np
@@ -34,7 +35,7 @@ def main() -> None:
     key = Credentials.of(ClusterKey.from_hex(task.key_hex))
     context = TransportContext(key, new_epoch(), task.host, MachineClock())
     transport = TRANSPORTS.build(task.kind, task.options)(context)
-    region = allocate_shared_region(task.shapes)
+    region = replace(allocate_shared_region(task.shapes), is_public=True)
     np.frombuffer(region.memory, np.uint8)[:] = OWNED_BYTE
     descriptor = transport.expose(region)
     pages = np.arange(task.shapes[0][0])

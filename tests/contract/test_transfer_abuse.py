@@ -60,8 +60,8 @@ class TcpKit(UnauthenticatedPeerContract):
 class RawWriter:
     """A writer made of a socket: it has attached, and says whatever it is told to."""
 
-    def __init__(self, kit, *, pages=range(NUM_PAGES)):
-        self.kit, self.reader, self.epoch = kit, kit.make_side(), new_epoch()
+    def __init__(self, kit, *, pages=range(NUM_PAGES), reader=None):
+        self.kit, self.reader, self.epoch = kit, reader or kit.make_side(), new_epoch()
         self.grant, self.events = new_ticket_id(), []
         self.sock = kit.connect_unauthenticated(self.reader.descriptor)
         self.frames = kit.prove(self.reader, self.sock)

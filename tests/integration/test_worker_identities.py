@@ -2,48 +2,32 @@
 
 from __future__ import annotations
 
-import shutil
 from contextlib import closing
 from typing import TYPE_CHECKING
 
 import pytest
 
-from baton.auth.credentials import Credentials
-from baton.auth.issuing import Order, create_authority, issue, revoke
-from baton.auth.key import ClusterKey
 from baton.handoff.interface import KVFailed, KVLanded
 from baton.ids import new_epoch
 from baton.testing.transport_pair import Side, TransportPair
-from baton.transfer.interface import RemoteLost, TransportContext
+from baton.transfer.interface import ReadGrant, RemoteLost, TransportContext, find_read_scopes
 from baton.transfer.region import allocate_host_region
 from baton.transfer.transports.tcp.sockets import TcpOptions
 from baton.transfer.transports.tcp.transport import TcpTransport
 from tests.integration.handoff_nodes import CLOCK, Node, make_handoff, node
+from tests.integration.identities import Identities
 from tests.integration.test_handoff_failover import wait_until
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from baton.auth.credentials import Credentials
     from baton.handoff.interface import HandoffEvent
 
 TCP = ("tcp",)
-
-
-class Identities:
-    """An authority, and a directory for each process."""
-
-    def __init__(self, directory: Path) -> None:
-        self.authority, self._directory = directory / "authority", directory
-        create_authority(self.authority)
-
-    def of(self, role: str, name: str) -> Credentials:
-        directory = self._directory / name
-        issue(Order(role, name), self.authority, directory)
-        return Credentials.from_directory(directory, ClusterKey.generate())
-
-    def revoke(self, name: str, *, known_to: str) -> None:
-        revoke(name, self.authority)
-        shutil.copy(self.authority / "ca.crl", self._directory / known_to / "ca.crl")
 
 
 @pytest.fixture
@@ -79,6 +63,29 @@ def test_what_was_revoked_is_cut_off(
         failed = hand_over(prefill, decode, gateway)
         assert isinstance(failed, KVFailed)
         assert "worker p was revoked" in str(failed.error)
+
+
+def test_what_is_pulled_is_readable_until_the_handoff_ends(identities: Identities) -> None:
+    gateway = identities.of("gateway", "g")
+    with (
+        node("p", kinds=TCP, key=identities.of("worker", "p"), op="READ") as prefill,
+        node("d", kinds=TCP, key=identities.of("worker", "d"), op="READ") as decode,
+    ):
+        (transport,) = prefill.agent.options.transports
+        (scope,) = find_read_scopes([transport])
+        admitted: list[ReadGrant] = []
+        admit = scope.admit_reads
+
+        def note(grant: ReadGrant, array: int, pages: NDArray[np.int64]) -> None:
+            admitted.append(grant)
+            admit(grant, array, pages)
+
+        scope.admit_reads = note  # type: ignore[method-assign]
+        assert isinstance(hand_over(prefill, decode, gateway), KVLanded)
+        assert {(grant.reader_name, grant.reader) for grant in admitted} == {
+            ("d", decode.agent.options.epoch)
+        }
+        wait_until(lambda: not transport._read_grants._open)  # type: ignore[attr-defined]
 
 
 def test_a_transports_connection_ends_by_itself(identities: Identities) -> None:

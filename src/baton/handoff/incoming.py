@@ -88,6 +88,7 @@ class IncomingHandoff:
             region=pages.view.region.handle,
             writer=self.session.order.ticket.prefill.epoch,
             pages=pages.pages.blocks,
+            writer_name=self.session.order.ticket.prefill.worker,
         )
         for transport in transports:
             transport.open_grant(write_grant)

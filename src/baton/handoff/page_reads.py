@@ -206,7 +206,7 @@ class PageReads:
             raise self._context.peer_transports.explain(peer)
         began_at = self._context.peer_transports.now()
         transfer = as_reader(chosen.peer_transport.transport).read(
-            PageRead(chosen.peer_transport.attached, region.handle, copies)
+            PageRead(chosen.peer_transport.attached, region.handle, copies, incoming.session.ticket)
         )
         self._context.peer_transports.submitted(chosen, began_at)
         incoming.record_read(chosen.choice, copies)

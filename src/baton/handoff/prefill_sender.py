@@ -55,6 +55,7 @@ from baton.handoff.write_batches import (
     merge_writes,
     write_batches,
 )
+from baton.transfer.interface import find_read_scopes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -80,6 +81,7 @@ class PrefillSender:  # noqa: PLR0904 -- a method for each event (ADR 0005)
 
     def __init__(self, context: AgentContext, exporter: SharedBlockExporter) -> None:
         self._context, self._exporter = context, exporter
+        self._read_scopes = find_read_scopes(context.transports)
         self._outgoing: dict[TicketId, OutgoingHandoff] = {}
         self._early = EarlyGrants()
         self._writes: dict[TransferHandle, tuple[PeerTransport, TicketId]] = {}
@@ -405,6 +407,8 @@ class PrefillSender:  # noqa: PLR0904 -- a method for each event (ADR 0005)
             holder = Holder("send", session.ticket)
             for view in self._context.views:
                 view.release(holder)
+            for transport in self._read_scopes:
+                transport.close_read_grant(session.ticket)
             self._exporter.forget(session.ticket)
 
     def _carry_out(self, outgoing: OutgoingHandoff, action: SendAction) -> None:
@@ -455,7 +459,7 @@ class PrefillSender:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         if session.phase is not SendPhase.SENDING or granted is None:
             return
         try:
-            for message in announce(action, outgoing):
+            for message in announce(action, outgoing, self._read_scopes):
                 self._context.peers.send(granted.peer, message)
                 self._perform(outgoing, session.announced(action.layer, message.stop))
         except BatonError as exc:

@@ -29,7 +29,7 @@ from baton.handoff.messages import (
     encode,
 )
 from baton.handoff.peer_transports import PeerTransportState
-from baton.ids import Epoch, TicketId, new_ticket_id
+from baton.ids import Epoch, TicketId, WorkerId, new_ticket_id
 from baton.transfer.interface import (
     Arrived,
     GrantQuiescent,
@@ -485,7 +485,9 @@ class ProbeTarget:
                 continue
             try:
                 asked.transport.open_grant(
-                    WriteGrant(grant, self.region.handle, hello.epoch, TARGET_PAGES)
+                    WriteGrant(
+                        grant, self.region.handle, hello.epoch, TARGET_PAGES, WorkerId(hello.worker)
+                    )
                 )
             except BatonError as exc:
                 logger.info("handoff: %s cannot be probed: %s", asked.transport.kind, exc)

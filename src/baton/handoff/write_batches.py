@@ -24,7 +24,7 @@ from baton.kv.copies import (
     pair_layers,
 )
 from baton.kv.digest import DigestKey, PieceLocator, compute_digests, locate_pieces
-from baton.transfer.interface import PageWrite
+from baton.transfer.interface import PageWrite, ReadGrant
 from baton.transfer.links.cost_model import measure_shape
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from baton.handoff.session.actions import AnnounceReadable, SendAction
     from baton.handoff.session.send import SendSession
     from baton.kv.layout import KVLayout
-    from baton.transfer.interface import PageArray
+    from baton.transfer.interface import PageArray, ScopesReads
 
 MAX_SEGMENTS: Final = 2048
 """Pieces of one write: keeps its notification far below `MAX_NOTIFICATION_BYTES`."""
@@ -262,21 +262,24 @@ def write_batches(
     """
     layers = range(submit.layer, submit.layer + submit.num_layers)
     outgoing.pages_to_send.gather(layers, submit.start, submit.stop)
-    for batch in outgoing.builder.build(layers, submit.start, submit.stop):
-        chosen = _choose(batch, peer_transports, outgoing)
+    builder = outgoing.builder
+    for batch in builder.build(layers, submit.start, submit.stop):
+        chosen = _choose(batch, builder, peer_transports, outgoing)
         if batch.copies.num_layers == 1 or chosen.peer_transport.transport.capabilities.multi_array:
             yield _post(batch, chosen, peer_transports, outgoing)
             continue
         for each in batch.split():
-            chosen = _choose(each, peer_transports, outgoing)
+            chosen = _choose(each, builder, peer_transports, outgoing)
             yield _post(each, chosen, peer_transports, outgoing)
 
 
 def _choose(
-    batch: WriteBatch, peer_transports: PeerTransportTable, outgoing: OutgoingHandoff
+    batch: WriteBatch,
+    builder: WriteBatchBuilder,
+    peer_transports: PeerTransportTable,
+    outgoing: OutgoingHandoff,
 ) -> TransportChoice:
-    peer, builder = outgoing.grant_to_fill.peer, outgoing.builder
-    region = outgoing.pages_to_send.view.region
+    peer, region = outgoing.grant_to_fill.peer, outgoing.pages_to_send.view.region
     shape = measure_shape(batch.copies, region.arrays, builder.target_arrays)
     chosen = peer_transports.choose(peer, shape, outgoing.session.excluded)
     if chosen is None:
@@ -336,11 +339,16 @@ def merge_writes(actions: Sequence[SendAction]) -> Iterator[SendAction]:
         yield WriteLayers(first.layer, first.start, first.stop, num_layers)
 
 
-def announce(action: AnnounceReadable, outgoing: OutgoingHandoff) -> Iterator[Available]:
+def announce(
+    action: AnnounceReadable, outgoing: OutgoingHandoff, read_scopes: Sequence[ScopesReads]
+) -> Iterator[Available]:
     """Announce where a range lies in this worker's pages, with its digests, batch by batch.
+
+    What is announced may be read, by the decode worker of the ticket alone.
 
     Raises:
         ProtocolError: the range is not in this worker's pages.
+        TransferError: it cannot be read over one of `read_scopes`.
     """
     granted, mapped_pages = outgoing.grant_to_fill, outgoing.pages_to_send
     layers, trace = range(action.layer, action.layer + 1), outgoing.session.order.trace
@@ -348,6 +356,8 @@ def announce(action: AnnounceReadable, outgoing: OutgoingHandoff) -> Iterator[Av
     for batch in outgoing.builder.build(layers, action.start, action.stop):
         notification = outgoing.builder.digest(batch, is_keyed=True)
         source = mapped_pages.pages_of(notification.start, notification.stop)
+        for transport in read_scopes:
+            transport.admit_reads(outgoing.read_grant, notification.layer, source.blocks)
         trace.num_bytes += batch.copies.num_bytes
         trace.num_pages += batch.copies.num_pages
         yield Available(
@@ -385,6 +395,7 @@ class OutgoingHandoff:
     usage: TransportUsage = field(default_factory=TransportUsage)
     waits: bool = False
     _builder: WriteBatchBuilder | None = None
+    _read_grant: ReadGrant | None = None
 
     @property
     def is_held(self) -> bool:
@@ -404,6 +415,15 @@ class OutgoingHandoff:
         if self.mapped_pages is None:
             raise AssertionError("it has no pages before its session begins")
         return self.mapped_pages
+
+    @property
+    def read_grant(self) -> ReadGrant:
+        """The decode worker's permission to read what was announced to it."""
+        if self._read_grant is None:
+            ticket, region = self.session.order.ticket, self.pages_to_send.view.region
+            decode = ticket.decode
+            self._read_grant = ReadGrant(ticket.id, region.handle, decode.epoch, decode.worker)
+        return self._read_grant
 
     @property
     def builder(self) -> WriteBatchBuilder:

@@ -44,7 +44,8 @@ class Channel:
         self.socket = sock
         self._decoder = FrameDecoder(max_body_bytes)
         self._queue: deque[Iterator[list[memoryview]]] = deque()
-        self._batch: list[memoryview] = []
+        self.unsent: list[memoryview] = []
+        """What is left of the batch that is being sent: others of that size may take its place."""
         self._num_unsent_frame_bytes = 0
         self.num_sent_bytes = self.num_received_bytes = 0
         self.waits_for_peer = False
@@ -129,18 +130,18 @@ class Channel:
         """
         self.waits_for_peer = False
         for _ in range(MAX_SEND_ROUNDS):
-            if not self._batch and not self._load_batch():
+            if not self.unsent and not self._load_batch():
                 return
             try:
-                num_sent = self.socket.sendmsg(self._batch)
+                num_sent = self.socket.sendmsg(self.unsent)
             except BlockingIOError as exc:
                 self.waits_for_peer = isinstance(exc, WaitsForPeerError)
                 return
             except OSError as exc:
                 raise PeerLostError(f"the connection broke: {exc}") from exc
             self.num_sent_bytes += num_sent
-            self._batch = skip_bytes(self._batch, num_sent)
-        if not self._batch:
+            self.unsent = skip_bytes(self.unsent, num_sent)
+        if not self.unsent:
             self._load_batch()
 
     def receive_bodies(self) -> list[bytes]:
@@ -247,7 +248,7 @@ class Channel:
     def close(self) -> None:
         """Close the socket and forget what was not sent; idempotent."""
         self._queue.clear()
-        self._batch = []
+        self.unsent = []
         while self._received_fds:
             os.close(self._received_fds.pop())
         self.socket.close()
@@ -288,7 +289,7 @@ class Channel:
             if batch is None:
                 self._queue.popleft()
             elif batch:
-                self._batch = batch
+                self.unsent = batch
                 return True
         return False
 
@@ -322,6 +323,15 @@ def skip_bytes(buffers: list[memoryview], num_bytes: int) -> list[memoryview]:
             return rest
         num_bytes -= len(buffer)
     return []
+
+
+def make_zeros(num_bytes: int) -> list[memoryview]:
+    """Buffers of `num_bytes` zeros; they share memory."""
+    num_whole, rest = divmod(num_bytes, len(_ZEROS))
+    return [_ZEROS] * num_whole + ([_ZEROS[:rest]] if rest else [])
+
+
+_ZEROS: Final = memoryview(bytes(1 << 20))
 
 
 class ReadAhead:

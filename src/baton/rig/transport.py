@@ -7,7 +7,7 @@ them in place, and notifies the driver.
 from __future__ import annotations
 
 import select
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Final
 
 import msgspec
@@ -165,12 +165,13 @@ class TransportBackend(Backend):
             _directions(capabilities),
             "memcpy" if capabilities.same_host_only else "tuned socket",
         )
-        self.region = self.target = allocate_pool(
+        pool = allocate_pool(
             capabilities.memory,
             context.num_pages,
             context.page_bytes,
             allocate_shared=choose_allocation({kind: options}),
         )
+        self.region = self.target = replace(pool, is_public=True)
         self._remote = RemoteId(-1)
         self._peer_grant = self._grant
         self._waiting = AdaptiveWaiter(context.clock, MAX_SPIN_S)

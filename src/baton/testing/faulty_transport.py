@@ -34,6 +34,7 @@ from baton.transfer.interface import (
     WriteFailed,
     as_reader,
     as_viewer,
+    find_read_scopes,
 )
 from baton.transfer.region import (
     allocate_host_region,
@@ -53,8 +54,10 @@ if TYPE_CHECKING:
         PagedRegion,
         PageRead,
         PageWrite,
+        ReadGrant,
         RegionDescriptor,
         RemoteId,
+        ScopesReads,
         TransferEvent,
         Transport,
         WriteGrant,
@@ -177,6 +180,16 @@ class FaultyTransport:
     def close_grant(self, grant: TicketId) -> None:
         self._held = [held for held in self._held if held.event.grant != grant]
         self._inner.close_grant(grant)
+
+    def admit_reads(self, grant: ReadGrant, array: int, pages: NDArray[np.int64]) -> None:
+        self._scope.admit_reads(grant, array, pages)
+
+    def close_read_grant(self, grant: TicketId) -> None:
+        self._scope.close_read_grant(grant)
+
+    @property
+    def _scope(self) -> ScopesReads:
+        return find_read_scopes([self._inner])[0]
 
     def submit(self, write: PageWrite) -> TransferId:
         match self._draw(_WRITE_FAULTS):

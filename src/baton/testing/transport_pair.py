@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import select
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
@@ -53,8 +53,11 @@ class Side:
     descriptor: RegionDescriptor
 
     @classmethod
-    def start(cls, transport: Transport, epoch: Epoch, region: PagedRegion) -> Side:
-        """Expose the region."""
+    def start(
+        cls, transport: Transport, epoch: Epoch, region: PagedRegion, *, is_public: bool = True
+    ) -> Side:
+        """Expose the region, which peers may then read without a grant."""
+        region = replace(region, is_public=is_public)
         return cls(transport, epoch, region, transport.expose(region))
 
     def pages(self, array: int = 0) -> NDArray[np.uint8]:

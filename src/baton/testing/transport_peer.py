@@ -13,7 +13,7 @@ from __future__ import annotations
 import select
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, assert_never
 
 import msgspec
@@ -115,7 +115,7 @@ def main(setup: PeerSetup = SHARED) -> None:
 
 def run_owner(transport: Transport, task: OwnerTask, setup: PeerSetup) -> None:
     """Expose a region, print its descriptor, and serve it until the input ends."""
-    region = setup.choose_allocation(task.kind, task.options)(task.shapes)
+    region = replace(setup.choose_allocation(task.kind, task.options)(task.shapes), is_public=True)
     setup.fill(region, OWNED_BYTE)
     sys.stdout.buffer.write(msgspec.json.encode(transport.expose(region)) + b"\n")
     sys.stdout.buffer.flush()

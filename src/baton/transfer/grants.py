@@ -27,9 +27,10 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from baton.ids import Epoch, RegionHandle, TicketId
+    from baton.auth.certificates import PeerIdentity
+    from baton.ids import Epoch, RegionHandle, TicketId, WorkerId
     from baton.transfer.base_transport import Reactor
-    from baton.transfer.interface import PageArray, PagedRegion, WriteGrant
+    from baton.transfer.interface import PageArray, PagedRegion, ReadGrant, WriteGrant
 
 _MAX_SPARSENESS: Final = 8
 """A set whose extent is more times its size is searched: marking each page between would let a peer
@@ -104,12 +105,41 @@ def check_grant_pages(pages: NDArray[np.int64], arrays: Sequence[PageArray]) -> 
         raise TransferError(f"a grant's page is out of range: the region has {num_pages} pages")
 
 
+@dataclass(frozen=True, slots=True)
+class GrantHolder:
+    """A peer that attached: the epoch that it gave, and who it proved to be.
+
+    `identity` is None where peers prove nothing: they are in this process.
+    """
+
+    epoch: Epoch
+    identity: PeerIdentity | None = None
+
+    def holds(self, epoch: Epoch, name: WorkerId | None) -> bool:
+        """Whether a grant for this life of a worker of this name is its own."""
+        if self.epoch != epoch:
+            return False
+        identity = self.identity
+        if name is None or identity is None or identity.name is None:
+            return True
+        return identity.may_be(name)
+
+
+@dataclass(slots=True)
+class _Admitted:
+    """`writer`: who wrote last; it attached to one region, and needs no second look."""
+
+    grant: WriteGrant
+    pages: PageSet
+    writer: GrantHolder | None = None
+
+
 class AdmittedGrants:
     """Open grants of a transport that itself stores what peers send. Owner thread: its own."""
 
     def __init__(self, reactor: Reactor) -> None:
         self._reactor = reactor
-        self._open: dict[TicketId, tuple[WriteGrant, PageSet]] = {}
+        self._open: dict[TicketId, _Admitted] = {}
 
     def open(self, grant: WriteGrant, region: PagedRegion) -> None:
         """Admit writes.
@@ -120,7 +150,7 @@ class AdmittedGrants:
         if grant.id in self._open:
             raise TransferError("this grant is open already")
         check_grant_pages(grant.pages, region.arrays)
-        self._open[grant.id] = (grant, PageSet(grant.pages))
+        self._open[grant.id] = _Admitted(grant, PageSet(grant.pages))
 
     def close(self, grant: TicketId) -> bool:
         """Admit no more, and report that the grant is quiescent; False if it was not open."""
@@ -130,20 +160,87 @@ class AdmittedGrants:
         return True
 
     def find_refusal(
-        self, grant: TicketId, writer: Epoch, region: PagedRegion, pages: NDArray[np.int64]
+        self, grant: TicketId, writer: GrantHolder, region: PagedRegion, pages: NDArray[np.int64]
     ) -> str | None:
         """Why this writer may not write these pages, or None: it may."""
-        found = self._open.get(grant)
-        if found is None:
+        admitted = self._open.get(grant)
+        if admitted is None:
             return "the grant is not open"
-        admitted, page_set = found
-        if admitted.writer != writer or admitted.region != region.handle:
-            return "the grant is for another writer or region"
-        return None if page_set.covers(pages) else "a page is outside the grant"
+        if admitted.writer is not writer:
+            known = admitted.grant
+            is_its_own = writer.holds(known.writer, known.writer_name)
+            if known.region != region.handle or not is_its_own:
+                return "the grant is for another writer or region"
+            admitted.writer = writer
+        return None if admitted.pages.covers(pages) else "a page is outside the grant"
 
     def report_arrived(self, grant: TicketId, notification: bytes) -> None:
         """A whole write is in place."""
         self._reactor.report(Arrived(grant, notification))
+
+
+@dataclass(frozen=True, slots=True)
+class ReadRequest:
+    """What a peer asks for: pages of one array, under a grant."""
+
+    grant: TicketId | None
+    array: int
+    pages: NDArray[np.int64]
+
+
+@dataclass(slots=True)
+class _Readable:
+    grant: ReadGrant
+    pages: dict[int, list[PageSet]] = field(default_factory=dict)
+
+
+class ReadGrants:
+    """What peers may read, array by array. Owner thread: the transport's."""
+
+    def __init__(self) -> None:
+        self._open: dict[TicketId, _Readable] = {}
+        self._last: tuple[NDArray[np.int64], PageSet] | None = None
+
+    def admit(
+        self, grant: ReadGrant, region: PagedRegion, array: int, pages: NDArray[np.int64]
+    ) -> None:
+        """Let its reader read these pages of one array, too.
+
+        Raises:
+            TransferError: no such array, or a page is out of range.
+        """
+        if not 0 <= array < len(region.arrays):
+            raise TransferError(f"the region has no array {array}")
+        readable = self._open.get(grant.id)
+        if readable is None:
+            readable = self._open[grant.id] = _Readable(grant)
+        # Layers follow each other with the same pages: their set is made once.
+        last = self._last
+        if last is None or not np.array_equal(last[0], pages):
+            check_grant_pages(pages, region.arrays)
+            last = self._last = pages, PageSet(pages)
+        known = readable.pages.setdefault(array, [])
+        if not any(page_set.covers(pages) for page_set in known):
+            known.append(last[1])
+
+    def close(self, grant: TicketId) -> bool:
+        """Whether it was open."""
+        return self._open.pop(grant, None) is not None
+
+    def find_refusal(
+        self, asked: ReadRequest, reader: GrantHolder, region: RegionHandle
+    ) -> str | None:
+        """Why this reader may not read these pages of a region, or None: it may."""
+        readable = None if asked.grant is None else self._open.get(asked.grant)
+        if readable is None:
+            return "no grant for it is open"
+        admitted = readable.grant
+        if admitted.region != region or not reader.holds(admitted.reader, admitted.reader_name):
+            return "the grant is for another reader or region"
+        page_sets = readable.pages.get(asked.array, [])
+        if any(page_set.covers(asked.pages) for page_set in page_sets):
+            return None
+        return "a page is outside the grant"
 
 
 WriterId = NewType("WriterId", int)
@@ -152,7 +249,7 @@ WriterId = NewType("WriterId", int)
 
 @dataclass(slots=True)
 class _Writer:
-    epoch: Epoch
+    holder: GrantHolder
     region: RegionHandle
     notified: set[TicketId] = field(default_factory=set)
     is_connected: bool = True
@@ -172,12 +269,14 @@ class GrantLedger:
         """Writers that may still be able to store somewhere."""
         return len(self._writers)
 
-    def add_writer(self, writer: WriterId, epoch: Epoch, region: RegionHandle) -> list[WriteGrant]:
+    def add_writer(
+        self, writer: WriterId, holder: GrantHolder, region: RegionHandle
+    ) -> list[WriteGrant]:
         """A writer gets the memory; the open grants that must be sent to it.
 
         A grant that was closed before is not among them, so nothing can land in it.
         """
-        added = self._writers[writer] = _Writer(epoch, region)
+        added = self._writers[writer] = _Writer(holder, region)
         grants = [grant for grant in self._open.values() if _concerns(grant, added)]
         added.notified.update(grant.id for grant in grants)
         return grants
@@ -274,4 +373,5 @@ class GrantLedger:
 
 
 def _concerns(grant: WriteGrant, writer: _Writer) -> bool:
-    return grant.region == writer.region and grant.writer == writer.epoch
+    is_its_own = writer.holder.holds(grant.writer, grant.writer_name)
+    return is_its_own and grant.region == writer.region

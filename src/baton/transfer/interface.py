@@ -7,8 +7,9 @@ one worker that may write. What a transport can not recall it must be able to wa
 `close_grant` it reports `GrantQuiescent` once, when nothing can land in that grant any more.
 
 Two things only some transports do, and are protocols of their own. A read (`ReadsPages`,
-`Capabilities.reads`) copies pages of a peer's region into pages of a local one. It needs no grant
-and no notification: the reader itself knows when it is done, and no peer writes its pages. A view
+`Capabilities.reads`) copies pages of a peer's region into pages of a local one. It needs no
+notification: the reader itself knows when it is done, and no peer writes its pages. Where the owner
+serves reads itself (`ScopesReads`), they need a grant, too. A view
 (`ViewsPages`, `Capabilities.views`) shows the peer's pages where they lie, where two workers share
 memory: nothing has to be copied. `as_reader` and `as_viewer` give the transport as one of these.
 
@@ -33,7 +34,7 @@ from typing import (
 import msgspec
 
 from baton.errors import ConfigError, TransferError
-from baton.ids import Epoch, RegionHandle, TicketId
+from baton.ids import Epoch, RegionHandle, TicketId, WorkerId
 from baton.registry import Registry
 
 if TYPE_CHECKING:
@@ -82,7 +83,8 @@ class PagedRegion:
     `memory` is the whole region, writable, format `B`; nothing where the kind is `cuda`. `fd` is
     the memfd behind it when the kind is `shared`, `device` where it is when the kind is `cuda`
     (there, what lies between two arrays need not be allocated). The owner keeps all of it alive
-    until every transport that exposes it is closed.
+    until every transport that exposes it is closed. With `is_public` whoever attaches may read all
+    of it, over every transport (see `ScopesReads`).
     """
 
     handle: RegionHandle
@@ -91,6 +93,7 @@ class PagedRegion:
     arrays: tuple[PageArray, ...]
     fd: int | None = None
     device: DeviceMemory | None = None
+    is_public: bool = False
 
 
 class RegionDescriptor(msgspec.Struct, frozen=True):
@@ -114,6 +117,7 @@ class Capabilities(msgspec.Struct, frozen=True):
     `reads`: pages of an attached remote can be read (`ReadsPages`).
     `views`: pages of an attached remote can be looked at in place (`ViewsPages`).
     `multi_array`: one write may be of several arrays (`PageCopies.num_layers`).
+    `scopes_reads`: peers read only what was granted to them (`ScopesReads`).
     """
 
     memory: tuple[MemoryKind, ...]
@@ -124,16 +128,31 @@ class Capabilities(msgspec.Struct, frozen=True):
     late_writes: bool = False
     views: bool = False
     multi_array: bool = False
+    scopes_reads: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class WriteGrant:
-    """Permission for `writer` to write into `pages` (the same page indices in every array)."""
+    """Permission for `writer` to write into `pages` (the same page indices in every array).
+
+    With `writer_name`, only for a peer whose certificate is that worker's.
+    """
 
     id: TicketId
     region: RegionHandle
     writer: Epoch
     pages: NDArray[np.int64]
+    writer_name: WorkerId | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ReadGrant:
+    """Permission for the worker `reader_name`, in its life `reader`, to read pages of a region."""
+
+    id: TicketId
+    region: RegionHandle
+    reader: Epoch
+    reader_name: WorkerId
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,11 +168,15 @@ class PageWrite:
 
 @dataclass(frozen=True, slots=True)
 class PageRead:
-    """Copy `copies` (page indices of the remote region → of the local one)."""
+    """Copy `copies` (page indices of the remote region → of the local one).
+
+    `grant` is the peer's permission; None for a region that is public.
+    """
 
     remote: RemoteId
     region: RegionHandle
     copies: PageCopies
+    grant: TicketId | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,6 +363,25 @@ class ReadsPages(Protocol):
         ...
 
 
+class ScopesReads(Protocol):
+    """A transport over which a peer reads only granted pages (`Capabilities.scopes_reads`)."""
+
+    def admit_reads(self, grant: ReadGrant, array: int, pages: NDArray[np.int64]) -> None:
+        """Let the grant's reader read these pages of one array, besides those from before.
+
+        Raises:
+            TransferError: unknown region, no such array, or a page out of range.
+        """
+        ...
+
+    def close_read_grant(self, grant: TicketId) -> None:
+        """Send nothing of these pages from now on. Unknown ids are ignored.
+
+        A read that is under way fails, or ends with bytes that are not the pages'.
+        """
+        ...
+
+
 @runtime_checkable
 class ViewsPages(Protocol):
     """A transport that shows a peer's pages in place (`Capabilities.views`)."""
@@ -400,6 +442,11 @@ def as_viewer(transport: Transport) -> ViewsPages:
         return cast("ViewsPages", transport)
     instead = "read them" if transport.capabilities.reads else "ask the peer to write them"
     raise TransferError(f"{transport.kind} does not show a peer's pages in place; {instead}")
+
+
+def find_read_scopes(transports: Sequence[Transport]) -> tuple[ScopesReads, ...]:
+    """Those of the transports over which a peer reads only granted pages."""
+    return tuple(cast("ScopesReads", t) for t in transports if t.capabilities.scopes_reads)
 
 
 class TransportFactory(Protocol):

@@ -30,7 +30,7 @@ from baton.transfer.grant_messages import (
     pack_pages,
     unpack_pages,
 )
-from baton.transfer.grants import GrantLedger, PageSet, WriterId, check_grant_pages
+from baton.transfer.grants import GrantHolder, GrantLedger, PageSet, WriterId, check_grant_pages
 from baton.transfer.interface import GrantQuiescent, WriteCompleted, WriteFailed
 from baton.transfer.messages import NotAttached
 
@@ -383,7 +383,8 @@ class PeerWritesTransport(ConnectedTransport[G, A], Generic[G, A, W]):
             connection.send_body(encode(NotAttached(str(exc)[:MAX_REASON_CHARS])))
             return
         self._writers[id_] = writer
-        writer.start(self._ledger.add_writer(id_, Epoch(attach.epoch), region.handle))
+        holder = GrantHolder(Epoch(attach.epoch), connection.channel.peer)
+        writer.start(self._ledger.add_writer(id_, holder, region.handle))
 
     def _writer_over(self, connection: Connection, writer: WriterId) -> None:
         if self._listener is not None:

@@ -7,7 +7,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from baton.errors import ProtocolError, TransferError
 from baton.ids import Epoch, RegionHandle, TicketId
-from baton.transfer.grants import GrantLedger, WriterId
+from baton.transfer.grants import GrantHolder, GrantLedger, WriterId
 from baton.transfer.interface import WriteGrant
 
 EPOCHS = [Epoch("a" * 32), Epoch("b" * 32)]
@@ -62,7 +62,9 @@ class LedgerMachine(RuleBasedStateMachine):
     def add_writer(self, epoch, region):
         writer = WriterId(self.num_writers)
         self.num_writers += 1
-        notified = {grant.id for grant in self.ledger.add_writer(writer, epoch, region)}
+        notified = {
+            grant.id for grant in self.ledger.add_writer(writer, GrantHolder(epoch), region)
+        }
         self.of[writer] = (epoch, region)
         assert notified == {
             w for w, s in self.state.items() if s == "open" and self.of[w] == (epoch, region)

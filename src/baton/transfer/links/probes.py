@@ -8,7 +8,7 @@ pattern is the same, so a reader can check what it got. Page i of it is
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import TYPE_CHECKING, Final
 
@@ -52,7 +52,7 @@ class ProbeBuffer:
         """
         region = allocate_shared_region([(NUM_PAGES, PAGE_BYTES)])
         region.memory[: NUM_PATTERN_PAGES * PAGE_BYTES] = _make_pattern()
-        return cls(region)
+        return cls(replace(region, is_public=True))
 
     def try_take(self, num_pages: int, digest: bytes) -> bool:
         """Whether `num_pages` have landed with this digest; they are wiped, for the next probe."""

@@ -16,7 +16,7 @@ from baton.ids import Epoch, TicketId
 from baton.net.framing import encode
 from baton.transfer.base_transport import ConnectedTransport
 from baton.transfer.endpoints import open_dialer, open_listener, parse_endpoint
-from baton.transfer.grants import AdmittedGrants
+from baton.transfer.grants import AdmittedGrants, GrantHolder
 from baton.transfer.interface import (
     Capabilities,
     RegionDescriptor,
@@ -54,9 +54,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class FileWriter:
-    """Who is at the other end: which life of a worker, and how its part files' names begin."""
+    """Who is at the other end, and how its part files' names begin."""
 
-    epoch: Epoch
+    holder: GrantHolder
     link: bytes
 
 
@@ -135,7 +135,7 @@ class FileInbound:
         self._part_file = part_file
         self._incoming = self._open(part_file, geometry)
         refusal = self._refusal or self._grants.find_refusal(
-            TicketId(part_file.grant), self._writer.epoch, self._region, geometry.pages
+            TicketId(part_file.grant), self._writer.holder, self._region, geometry.pages
         )
         if refusal is not None:
             self._finish(refusal)
@@ -221,7 +221,7 @@ class FileTransport(ConnectedTransport[FileRemote, Attach]):
             raise ProtocolError("a peer attached before there was a region")
         inbound = FileInbound(
             connection,
-            FileWriter(Epoch(attach.epoch), attach.link),
+            FileWriter(GrantHolder(Epoch(attach.epoch), connection.channel.peer), attach.link),
             region,
             spool=self._spool,
             direct=self._options.direct,

@@ -17,7 +17,7 @@ import numpy as np
 from baton.errors import PeerLostError, PeerUnreachableError, TransferError
 from baton.kv.copies import apply_copies
 from baton.transfer.base_transport import BaseRemote, BaseTransport, Reactor
-from baton.transfer.grants import AdmittedGrants
+from baton.transfer.grants import AdmittedGrants, GrantHolder
 from baton.transfer.interface import (
     Capabilities,
     ReadCompleted,
@@ -48,7 +48,7 @@ from baton.transfer.transports.local.mailbox import (
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from baton.ids import Epoch, TicketId
+    from baton.ids import TicketId
     from baton.kv.copies import PageCopies
     from baton.transfer.interface import (
         PageArray,
@@ -183,7 +183,7 @@ class LocalTransport(BaseTransport[LocalRemote]):
         self._mailbox = Mailbox()
         self._reactor.watch(self._mailbox.fd, self._take_messages)
         self._grants = AdmittedGrants(self._reactor)
-        self._links: dict[LocalLink, tuple[Epoch, PagedRegion]] = {}
+        self._links: dict[LocalLink, tuple[GrantHolder, PagedRegion]] = {}
 
     def open_grant(self, grant: WriteGrant) -> None:
         """See `Transport`."""
@@ -273,7 +273,7 @@ class LocalTransport(BaseTransport[LocalRemote]):
         elif region is None:
             error = PeerUnreachableError("the peer refused to attach: no such region")
         else:
-            self._links[attach.link] = (attach.epoch, region)
+            self._links[attach.link] = (GrantHolder(attach.epoch), region)
             readable = region.memory.toreadonly()
             attach.link.dialer.post(Attached(attach.link, region.arrays, readable))
             return
@@ -300,7 +300,7 @@ class LocalTransport(BaseTransport[LocalRemote]):
                 error = exc
         message.link.dialer.post(TransferDone(message.link, message.transfer, error))
 
-    def _write(self, write: WriteRequest, writer: Epoch, region: PagedRegion) -> None:
+    def _write(self, write: WriteRequest, writer: GrantHolder, region: PagedRegion) -> None:
         for pages in [group.dst_pages for group in write.copies.groups] or [_NO_PAGES]:
             refusal = self._grants.find_refusal(write.grant, writer, region, pages)
             if refusal is not None:

@@ -31,6 +31,7 @@ from baton.transfer.transports.tcp.wire import (
     Attach,
     Attached,
     Fetch,
+    FetchRefused,
     FetchServed,
     WriteLanded,
     WriteRefused,
@@ -43,14 +44,15 @@ from baton.transfer.transports.tcp.wire import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from baton.ids import Epoch
-    from baton.kv.copies import CopyGroup, PageCopies
+    from baton.ids import Epoch, TicketId
+    from baton.kv.copies import CopyGroup
     from baton.net.channel import Channel
     from baton.net.connection import Connection
     from baton.transfer.base_transport import Reactor
     from baton.transfer.interface import (
         PageArray,
         PagedRegion,
+        PageRead,
         PageWrite,
         RegionDescriptor,
         RemoteId,
@@ -66,11 +68,13 @@ MAX_STEP_BYTES: Final = 8 << 20
 
 @dataclass(slots=True)
 class PendingRead:
-    """A read in flight."""
+    """A read in flight. `refusal`: why the peer did not send some of it."""
 
     transfer: TransferId
+    grant: TicketId | None
     num_bytes: int
     num_missing_parts: int
+    refusal: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +90,7 @@ class FetchPart:
     def encode(self) -> bytes:
         """The request."""
         pages, spans = self.part.packed_sources
-        return encode(Fetch(self.sequence, self.array, pages, spans))
+        return encode(Fetch(self.sequence, self.array, pages, spans, self.pending.grant))
 
     def landing_batches(self) -> Iterator[list[memoryview]]:
         """Where the answer's bytes go."""
@@ -95,10 +99,10 @@ class FetchPart:
 
 
 class TcpStream:
-    """One authenticated connection. `on_landed` is called for each part that is in place."""
+    """One authenticated connection. `on_over` is called for each part: in place, or refused."""
 
-    def __init__(self, connection: Connection, on_landed: Callable[[FetchPart], None]) -> None:
-        self.connection, self._on_landed = connection, on_landed
+    def __init__(self, connection: Connection, on_over: Callable[[FetchPart], None]) -> None:
+        self.connection, self._on_over = connection, on_over
         self.is_attached = False
         self.num_unanswered_bytes = 0
         self._asked: deque[FetchPart] = deque()
@@ -108,7 +112,7 @@ class TcpStream:
 
     @property
     def num_asked(self) -> int:
-        """Parts that were requested and are not in place."""
+        """Parts that were requested and are not over."""
         return len(self._asked)
 
     def ask(self, fetch_part: FetchPart) -> None:
@@ -122,11 +126,19 @@ class TcpStream:
         Raises:
             ProtocolError: the peer sends something else.
         """
-        if not self._asked or self._asked[0].sequence != sequence:
-            raise ProtocolError("the peer sent an answer without a request")
-        self._batches = self._asked[0].landing_batches()
-        self._num_missing_bytes = self._asked[0].part.num_bytes
+        oldest = self._find_oldest(sequence)
+        self._batches = oldest.landing_batches()
+        self._num_missing_bytes = oldest.part.num_bytes
         self._advance()
+
+    def take_refused(self, sequence: int, reason: str) -> None:
+        """The oldest part will not come.
+
+        Raises:
+            ProtocolError: it is another one.
+        """
+        self._find_oldest(sequence).pending.refusal = reason
+        self._on_over(self._asked.popleft())
 
     def bodies(self, channel: Channel) -> Iterator[bytes]:
         """Received frames, up to a bound; page bytes between them are put in place."""
@@ -149,11 +161,16 @@ class TcpStream:
                 budget -= len(body)
                 yield body
 
+    def _find_oldest(self, sequence: int) -> FetchPart:
+        if not self._asked or self._asked[0].sequence != sequence:
+            raise ProtocolError("the peer sent an answer without a request")
+        return self._asked[0]
+
     def _advance(self) -> None:
         self._batch = next(self._batches, [])
         if not self._batch:
             self._batches = iter(())
-            self._on_landed(self._asked.popleft())
+            self._on_over(self._asked.popleft())
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +214,7 @@ class TcpRemote(BaseRemote):
     def add_stream(self, connection: Connection) -> None:
         """Both ends are authenticated: attach to the region."""
         fit_buffers(connection.channel.socket, self._options)
-        stream = TcpStream(connection, self._part_landed)
+        stream = TcpStream(connection, self._part_over)
         self._streams.append(stream)
         connection.set_handlers(lambda channel: self._read(stream, channel), self.lose)
         connection.channel.allow_bodies(MAX_BODY_BYTES)
@@ -241,8 +258,9 @@ class TcpRemote(BaseRemote):
         for stream in streams:
             stream.connection.flush()
 
-    def read(self, transfer: TransferId, copies: PageCopies, region: PagedRegion) -> None:
+    def read(self, transfer: TransferId, read: PageRead, region: PagedRegion) -> None:
         """Request checked pages of the peer, in parts, over the least loaded streams."""
+        copies = read.copies
         if self._loss is not None:
             self._reactor.report(ReadFailed(transfer, self._loss))
             return
@@ -253,7 +271,7 @@ class TcpRemote(BaseRemote):
             return
         self._watch_for_stalls()
         pending = self._pending_reads[transfer] = PendingRead(
-            transfer, copies.num_bytes, len(parts)
+            transfer, read.grant, copies.num_bytes, len(parts)
         )
         for part in parts:
             fetch_part = FetchPart(self._new_sequence(), pending, part, copies.layer, region)
@@ -300,12 +318,16 @@ class TcpRemote(BaseRemote):
     def _count_moved_bytes(self) -> int:
         return sum(count_moved_bytes(stream.connection.channel) for stream in self._streams)
 
-    def _part_landed(self, fetch_part: FetchPart) -> None:
+    def _part_over(self, fetch_part: FetchPart) -> None:
         pending = fetch_part.pending
         pending.num_missing_parts -= 1
         if pending.num_missing_parts == 0:
             del self._pending_reads[pending.transfer]
-            self._reactor.report(ReadCompleted(pending.transfer, pending.num_bytes))
+            if pending.refusal is None:
+                self._reactor.report(ReadCompleted(pending.transfer, pending.num_bytes))
+            else:
+                error = TransferError(f"the peer refused the read: {pending.refusal}")
+                self._reactor.report(ReadFailed(pending.transfer, error))
             self._clear_stall_timer()
         self._ask()
 
@@ -328,6 +350,8 @@ class TcpRemote(BaseRemote):
                 self._reactor.report(WriteFailed(posted.transfer, error))
             case FetchServed(sequence):
                 stream.take_served(sequence)
+            case FetchRefused(sequence, reason):
+                stream.take_refused(sequence, reason)
             case Attached() | NotAttached() | WriteLanded() | WriteRefused():
                 raise ProtocolError("the peer sent an answer without a request")
             case unknown:

@@ -17,11 +17,11 @@ import msgspec
 
 from baton.errors import ProtocolError, TransferError
 from baton.ids import Epoch, RegionHandle, TicketId
-from baton.net.channel import ReadAhead, skip_bytes
+from baton.net.channel import ReadAhead, make_zeros, skip_bytes
 from baton.net.framing import encode
 from baton.net.tls import TlsListener, make_contexts, wrap_dialer
 from baton.transfer.base_transport import ConnectedTransport
-from baton.transfer.grants import AdmittedGrants
+from baton.transfer.grants import AdmittedGrants, GrantHolder, ReadGrants, ReadRequest
 from baton.transfer.interface import (
     Capabilities,
     RegionDescriptor,
@@ -50,6 +50,7 @@ from baton.transfer.transports.tcp.wire import (
     Attached,
     Data,
     Fetch,
+    FetchRefused,
     FetchServed,
     WriteLanded,
     WriteRefused,
@@ -61,6 +62,9 @@ if TYPE_CHECKING:
     import socket
     from collections.abc import Iterator
 
+    import numpy as np
+    from numpy.typing import NDArray
+
     from baton.net.channel import Channel
     from baton.net.connection import Connection
     from baton.net.tls import Tls
@@ -68,6 +72,7 @@ if TYPE_CHECKING:
         PageArray,
         PagedRegion,
         PageRead,
+        ReadGrant,
         TransportContext,
         WriteGrant,
     )
@@ -154,19 +159,22 @@ class TcpInbound:
     def __init__(
         self,
         connection: Connection,
-        writer: Epoch,
+        peer: GrantHolder,
         region: PagedRegion,
         *,
         reassembly: WriteReassembly,
         grants: AdmittedGrants,
+        read_grants: ReadGrants,
     ) -> None:
         self.connection, self.region = connection, region
-        self._writer, self._reassembly, self._grants = writer, reassembly, grants
+        self._peer, self._reassembly = peer, reassembly
+        self._grants, self._read_grants = grants, read_grants
         self._part: Data | None = None
         self._batches: Iterator[list[memoryview]] = iter(())
         self._batch: list[memoryview] = []
         self._num_missing_bytes = 0
         self._num_fetches = 0
+        self._serving: tuple[TicketId | None, bytes] | None = None
         self._unfinished: Data | None = None
         self._last_sequence = -1
         self._refusal: str | None = None
@@ -200,6 +208,18 @@ class TcpInbound:
         if self._part is not None and self._part.grant == grant:
             self._refuse("the grant was closed")
 
+    def stop_serving(self, grant: TicketId) -> None:
+        """Its pages may be another request's soon: what is unsent of them leaves as zeros.
+
+        A reader that is slow, on purpose perhaps, gets no byte that is stored from now on.
+        """
+        if self._serving is not None and self._serving[0] == grant:
+            channel, (_, header) = self.connection.channel, self._serving
+            kept = [buffer for buffer in channel.unsent if buffer.obj is header]
+            num_bytes = sum(map(len, channel.unsent)) - sum(map(len, kept))
+            channel.unsent = kept + make_zeros(num_bytes)
+            self._serving = None
+
     def _handle(self, body: bytes) -> None:
         match decode_from_dialer(body):
             case Data() as part:
@@ -215,16 +235,30 @@ class TcpInbound:
         array = self._find_array(fetch.array)
         geometry = unpack_geometry(fetch.src_pages, fetch.spans, array)
         self._num_fetches += 1
-        self.connection.send_batches(self._serving_batches(fetch.sequence, geometry, array))
+        self.connection.send_batches(self._serving_batches(fetch, geometry, array))
         self.connection.flush()
 
     def _serving_batches(
-        self, sequence: int, geometry: Geometry, array: PageArray
+        self, fetch: Fetch, geometry: Geometry, array: PageArray
     ) -> Iterator[list[memoryview]]:
-        payload = read_batches(geometry, self.region.memory, array)
-        header = encode(FetchServed(sequence))
-        yield [memoryview(self.connection.channel.seal(header)), *next(payload, [])]
-        yield from payload
+        """The answer, made when its turn to be sent has come: its grant may be closed by then."""
+        seal = self.connection.channel.seal
+        grant = None if fetch.grant is None else TicketId(fetch.grant)
+        refusal = None
+        if not self.region.is_public:
+            asked = ReadRequest(grant, fetch.array, geometry.pages)
+            refusal = self._read_grants.find_refusal(asked, self._peer, self.region.handle)
+        if refusal is None:
+            header = seal(encode(FetchServed(fetch.sequence)))
+            self._serving = grant, header
+            payload = read_batches(geometry, self.region.memory, array)
+            yield [memoryview(header), *next(payload, [])]
+            for batch in payload:
+                is_stopped = self._serving is None
+                yield make_zeros(sum(map(len, batch))) if is_stopped else batch
+            self._serving = None
+        else:
+            yield [memoryview(seal(encode(FetchRefused(fetch.sequence, refusal))))]
         self._num_fetches -= 1
 
     def _begin_part(self, part: Data) -> None:
@@ -235,7 +269,7 @@ class TcpInbound:
         self._num_missing_bytes = geometry.num_bytes
         self.connection.channel.expect_bytes(geometry.num_bytes)
         refusal = self._refusal or self._grants.find_refusal(
-            TicketId(part.grant), self._writer, self.region, geometry.pages
+            TicketId(part.grant), self._peer, self.region, geometry.pages
         )
         if refusal is not None:
             self._refuse(refusal)
@@ -307,8 +341,9 @@ class TcpTransport(ConnectedTransport[TcpRemote, Attach]):
 
     kind = "tcp"
     capabilities = Capabilities(
-        memory=("host", "shared"), same_host_only=False, reads=True, multi_array=True
-    )
+        memory=("host", "shared"), same_host_only=False, reads=True, multi_array=True,
+        scopes_reads=True,
+    )  # fmt: skip
 
     def __init__(self, options: TcpOptions, context: TransportContext) -> None:
         super().__init__(context, connect_timeout_s=options.connect_timeout_s)
@@ -318,7 +353,7 @@ class TcpTransport(ConnectedTransport[TcpRemote, Attach]):
             self._tls = make_contexts(options.tls.certificate, options.tls.key, options.tls.ca)
         if self._tls is not None:
             self.capabilities = msgspec.structs.replace(type(self).capabilities, encrypted=True)
-        self._grants = AdmittedGrants(self._reactor)
+        self._grants, self._read_grants = AdmittedGrants(self._reactor), ReadGrants()
         self._inbound: dict[Connection, TcpInbound] = {}
         # Of all streams of one remote of a peer; gone when the last of those is.
         self._reassemblies: WeakValueDictionary[
@@ -335,10 +370,20 @@ class TcpTransport(ConnectedTransport[TcpRemote, Attach]):
             for inbound in self._inbound.values():
                 inbound.refuse_grant(grant)
 
+    def admit_reads(self, grant: ReadGrant, array: int, pages: NDArray[np.int64]) -> None:
+        """See `ScopesReads`."""
+        self._read_grants.admit(grant, self._find_region(grant.region), array, pages)
+
+    def close_read_grant(self, grant: TicketId) -> None:
+        """See `ScopesReads`."""
+        if self._read_grants.close(grant):
+            for inbound in self._inbound.values():
+                inbound.stop_serving(grant)
+
     def read(self, read: PageRead) -> TransferId:
         """See `ReadsPages`: the peer sends them, from where they lie."""
         transfer, remote, region = self._check_read(read)
-        remote.read(transfer, read.copies, region)
+        remote.read(transfer, read, region)
         return transfer
 
     def _make_remote(self, id_: RemoteId, descriptor: RegionDescriptor) -> TcpRemote:
@@ -385,10 +430,11 @@ class TcpTransport(ConnectedTransport[TcpRemote, Attach]):
         link = (attach.link, attach.epoch, region.handle)
         inbound = TcpInbound(
             connection,
-            Epoch(attach.epoch),
+            GrantHolder(Epoch(attach.epoch), connection.channel.peer),
             region,
             reassembly=self._reassemblies.setdefault(link, WriteReassembly()),
             grants=self._grants,
+            read_grants=self._read_grants,
         )
         self._inbound[connection] = inbound
         connection.cancel_deadline()

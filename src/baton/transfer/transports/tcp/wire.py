@@ -74,12 +74,14 @@ class Fetch(msgspec.Struct, frozen=True, tag="fetch"):
     """Dialer → listener: send these bytes of the region.
 
     `src_pages` is packed u32 `[n]`; `spans` is packed u32 `[s, 2]` of `(src_byte, num_bytes)`.
+    `grant` is what permits it; None where the region is public.
     """
 
     sequence: Natural
     array: Natural
     src_pages: bytes
     spans: bytes
+    grant: IdBytes | None = None
 
 
 class WriteLanded(msgspec.Struct, frozen=True, tag="write_landed"):
@@ -101,8 +103,17 @@ class FetchServed(msgspec.Struct, frozen=True, tag="fetch_served"):
     sequence: Natural
 
 
+class FetchRefused(msgspec.Struct, frozen=True, tag="fetch_refused"):
+    """Listener → dialer: there will be no bytes for the oldest fetch."""
+
+    sequence: Natural
+    reason: Reason
+
+
 FromDialer: TypeAlias = Data | Fetch
-FromListener: TypeAlias = Attached | NotAttached | WriteLanded | WriteRefused | FetchServed
+FromListener: TypeAlias = (
+    Attached | NotAttached | WriteLanded | WriteRefused | FetchServed | FetchRefused
+)
 
 _attach = msgspec.msgpack.Decoder(Attach)
 _from_dialer: msgspec.msgpack.Decoder[FromDialer] = msgspec.msgpack.Decoder(FromDialer)
