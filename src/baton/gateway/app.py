@@ -11,7 +11,7 @@ import msgspec
 from baton import __version__
 from baton.clock import Instant
 from baton.config.cluster_key import is_loopback
-from baton.errors import BatonError
+from baton.errors import BatonError, ModelNotFoundError
 from baton.gateway.asgi import JSON, send_error, send_whole
 from baton.gateway.errors import (
     ForbiddenError,
@@ -20,12 +20,22 @@ from baton.gateway.errors import (
     PathNotFoundError,
     answer_for,
 )
+from baton.gateway.openapi import (
+    OPENAPI_PATH,
+    READY_PATH,
+    REQUESTS_PATH,
+    WORKERS_PATH,
+    Status,
+    describe,
+)
+from baton.gateway.request import MAX_MODEL_CHARS
 from baton.gateway.workers import Pending
 from baton.protocol import worker_http
 from baton.protocol.worker_http import (
     CHAT_COMPLETIONS_PATH,
     COMPLETIONS_PATH,
     METRICS_PATH,
+    MODELS_PATH,
     Role,
     ServedModel,
     ServedModels,
@@ -124,17 +134,9 @@ COMPLETION_PATHS: Final = frozenset({CHAT_COMPLETIONS_PATH, COMPLETIONS_PATH})
 CLIENT_PATHS: Final = "/v1/"
 DEBUG_PATHS: Final = "/debug/"
 MANAGEMENT_PATHS: Final = ("/metrics", DEBUG_PATHS)
-REQUESTS_PATH: Final = "/debug/requests"
-WORKERS_PATH: Final = "/debug/workers"
 PROMETHEUS_TEXT: Final = (b"content-type", b"text/plain; version=0.0.4; charset=utf-8")
 
 log = logging.getLogger(__name__)
-
-
-class Status(msgspec.Struct, frozen=True):
-    """The answer to `/health` and `/ready`."""
-
-    status: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,6 +239,10 @@ class GatewayApp:
             _need_get(path, scope)
             await send_whole(send, 200, self.metrics.exposition(), (PROMETHEUS_TEXT,))
             return
+        if path == OPENAPI_PATH:
+            _need_get(path, scope)
+            await send_whole(send, 200, describe(is_managed_here=self._access.is_managed_here))
+            return
         answer = await self._json_answer(path, scope)
         await send_whole(send, 200, msgspec.json.encode(answer), (JSON,))
 
@@ -244,12 +250,14 @@ class GatewayApp:
         match path:
             case worker_http.HEALTH_PATH:
                 answer: msgspec.Struct = Status("ok")
-            case "/ready":
+            case _ if path == READY_PATH:
                 answer = self._readiness()
             case worker_http.VERSION_PATH:
                 answer = Version(__version__)
-            case worker_http.MODELS_PATH:
+            case _ if path == MODELS_PATH:
                 answer = self._models()
+            case _ if path.startswith(f"{MODELS_PATH}/"):
+                answer = self._model(path.removeprefix(f"{MODELS_PATH}/"))
             case _ if f"{path}/".startswith(f"{REQUESTS_PATH}/"):
                 answer = await self._debug(path)
             case _ if path == WORKERS_PATH:
@@ -272,6 +280,12 @@ class GatewayApp:
                 ServedModel(id=name, max_model_len=lengths[name]) for name in sorted(lengths)
             )
         )
+
+    def _model(self, name: str) -> ServedModel:
+        length = self._workers.context_lengths().get(name)
+        if length is None:
+            raise ModelNotFoundError(f"no model {name[:MAX_MODEL_CHARS]!r} is served here")
+        return ServedModel(id=name, max_model_len=length)
 
     async def _debug(self, path: str) -> msgspec.Struct:
         if path == REQUESTS_PATH:

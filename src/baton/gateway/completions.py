@@ -28,7 +28,12 @@ from baton.gateway.metrics import (
     NO_MODEL,
     BrokenStreamCause,
 )
-from baton.gateway.request import forwarded_headers_from, parse_body, request_id_from
+from baton.gateway.request import (
+    check_content_type,
+    forwarded_headers_from,
+    parse_body,
+    request_id_from,
+)
 from baton.gateway.request_context import RequestContext
 from baton.gateway.request_proxy import RequestProxy
 from baton.gateway.several_answers import SeveralAnswers
@@ -80,6 +85,7 @@ class Completions:
         """Serve, or answer with the error; the status to count."""
         try:
             context.client = self._services.clients.authenticate(scope["headers"])
+            check_content_type(scope["headers"])
             with self._services.clients.admit(context.client):
                 await self._within_limits(context, receive, send)
         except ClientLeftError:

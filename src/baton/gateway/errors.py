@@ -4,6 +4,7 @@ GatewayError
 ├── BodyTooLargeError       413
 ├── PathNotFoundError       404
 ├── MethodNotAllowedError   405
+├── UnsupportedMediaTypeError 415
 ├── UnauthorizedError       401
 ├── ForbiddenError          403
 ├── QuotaError              429, retryable
@@ -63,6 +64,10 @@ class MethodNotAllowedError(GatewayError):
     def __init__(self, message: str, *, allowed: str) -> None:
         super().__init__(message)
         self.allowed = allowed
+
+
+class UnsupportedMediaTypeError(GatewayError):
+    """The request's body is not JSON, by its own word."""
 
 
 class UnauthorizedError(GatewayError):
@@ -192,6 +197,7 @@ _KINDS: tuple[tuple[type[BatonError], _Kind], ...] = (
     (BodyTooLargeError, _Kind(413, "invalid_request_error", "request_too_large")),
     (PathNotFoundError, _Kind(404, "invalid_request_error", "not_found")),
     (MethodNotAllowedError, _Kind(405, "invalid_request_error", "method_not_allowed")),
+    (UnsupportedMediaTypeError, _Kind(415, "invalid_request_error", "unsupported_media_type")),
     (UnauthorizedError, _Kind(401, "authentication_error", "invalid_api_key")),
     (ForbiddenError, _Kind(403, "permission_error", "forbidden")),
     (QuotaError, _Kind(429, "rate_limit_error", "rate_limit_exceeded")),

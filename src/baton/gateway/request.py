@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -9,6 +10,7 @@ import msgspec
 
 from baton.auth.ticket import hash_tenant
 from baton.errors import UNDECODABLE, InvalidRequestError
+from baton.gateway.errors import UnsupportedMediaTypeError
 from baton.ids import RequestId, new_request_id
 from baton.protocol.engine_fields import REMOVED_FIELDS, VLLM_FIELDS, is_off, unsupported
 from baton.protocol.prompt_bounds import check_ids, check_messages, lists_ids
@@ -57,6 +59,7 @@ MAX_MODEL_CHARS: Final = 256
 MAX_ESCAPED_CHAR_BYTES: Final = 12
 """Of one character outside Unicode's first plane, written as two escapes."""
 FORWARDED_HEADERS: Final = frozenset({b"traceparent", b"tracestate"})
+_JSON_TYPE: Final = re.compile(rb"\s*application/([a-z0-9.-]+\+)?json\s*(;|$)", re.IGNORECASE)
 _PRINTABLE: Final = frozenset(range(0x21, 0x7F))
 
 _fields_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
@@ -205,6 +208,20 @@ def forwarded_headers_from(headers: Iterable[tuple[bytes, bytes]]) -> dict[str, 
         for name, value in headers
         if name in FORWARDED_HEADERS and _PRINTABLE.issuperset(value)
     }
+
+
+def check_content_type(headers: Iterable[tuple[bytes, bytes]]) -> None:
+    """Pass if the body may be JSON: the client named that, or nothing.
+
+    Raises:
+        UnsupportedMediaTypeError: it named something else.
+    """
+    for name, value in headers:
+        if name == b"content-type" and not _JSON_TYPE.match(value):
+            raise UnsupportedMediaTypeError(
+                f"a body of {value[:100].decode('latin-1')!r} cannot be read; send one JSON "
+                "object with 'content-type: application/json'"
+            )
 
 
 def request_id_from(headers: Iterable[tuple[bytes, bytes]]) -> RequestId:

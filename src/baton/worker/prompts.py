@@ -20,7 +20,12 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from baton.engines.interface import EngineInfo
-    from baton.worker.fields import ChatFields, ChatMessage, CompletionFields, GenerationFields
+    from baton.protocol.request_fields import (
+        ChatFields,
+        ChatMessage,
+        CompletionFields,
+        GenerationFields,
+    )
     from baton.worker.tokenizer import ChatTemplate, Tokenizer
 
 NUM_INLINE_CHARS: Final = 4096
@@ -258,7 +263,7 @@ def _chat_logprobs(fields: ChatFields) -> int | None:
 
 def _template_message(index: int, message: ChatMessage) -> TemplateMessage:
     where = f"messages[{index}]"
-    if bytes(message.tool_calls) not in {b"null", b"[]"}:
+    if message.tool_calls:
         raise InvalidRequestError(
             f"{where}.tool_calls: tools are not supported by this engine; vllm can",
             param=f"{where}.tool_calls",

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.worker.fields import ChatFields, CompletionFields, UnsupportedFields
+from baton.protocol.request_fields import ChatFields, CompletionFields
+from baton.worker.fields import UnsupportedFields
 from tests.unit.worker.scripted_engine import Reply, call, running, saying
 
 if TYPE_CHECKING:

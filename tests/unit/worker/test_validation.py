@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -8,10 +9,13 @@ from baton.errors import InvalidRequestError
 from baton.worker import fields as worker_fields
 from baton.worker.fields import parse_chat
 
+if TYPE_CHECKING:
+    from baton.protocol.request_fields import CompletionFields
+
 MESSAGES = [{"role": "user", "content": "hello"}]
 
 
-def parse_completion(body: bytes) -> worker_fields.CompletionFields:
+def parse_completion(body: bytes) -> CompletionFields:
     return worker_fields.parse_completion(body, max_context_tokens=64)
 
 

@@ -1,0 +1,47 @@
+"""What is no request gets a 4xx in OpenAI's form from a fleet of the embedded engine."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from typing import TYPE_CHECKING
+
+import pytest
+
+from baton.testing.fleet import Fleet
+from tests.http_input import check_bad_requests, explore
+from tests.preloaded import start_preloaded
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+ENGINE: dict[str, object] = {
+    "engine.dtype": "float32",
+    "engine.num_threads": 1,
+    "engine.num_blocks": 128,
+    "engine.max_context_tokens": 128,
+}
+
+
+@pytest.fixture(scope="module")
+def gateway_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    environment = dict(os.environ, BATON_CLUSTER_KEY=secrets.token_hex(32))
+    with Fleet(tmp_path_factory.mktemp("logs"), environment, start=start_preloaded) as fleet:
+        prefill = fleet.start_worker("prefill", "prefill", ENGINE)
+        decode = fleet.start_worker("decode", "decode", ENGINE)
+        prefill.wait_ready()
+        decode.wait_ready()
+        yield fleet.start_gateway([prefill], [decode]).url
+        fleet.stop()
+
+
+def test_bad_requests_are_refused(gateway_url: str) -> None:
+    check_bad_requests(gateway_url)
+
+
+def test_it_serves_what_it_describes(gateway_url: str, tmp_path: Path) -> None:
+    explore(
+        gateway_url, tmp_path, "--exclude-checks", "positive_data_acceptance", "-n", "30",
+        model={"model": {"const": "demo"}},
+    )  # fmt: skip
