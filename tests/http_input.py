@@ -128,7 +128,8 @@ def explore(gateway_url: str, directory: Path, *changes: str, model: dict[str, A
     file.write_text(json.dumps(document))
     command = [
         sys.executable, "-m", "schemathesis.cli", "run", str(file), "--url", gateway_url,
-        "--seed", "1", "--generation-deterministic", "--no-color", "--continue-on-failure", "--output-sanitize", "false",
+        "--seed", "1", "--generation-deterministic", "--no-color", "--continue-on-failure",
+        "--output-sanitize", "false",
         *changes,
     ]  # fmt: skip
     done = subprocess.run(

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     Attack: TypeAlias = Callable[[aiohttp.ClientSession, "Target"], Awaitable[None]]
 
 MIB = 1 << 20
+JSON = {"content-type": "application/json"}
 MAX_GROWTH_MIB = 64
 NORMAL_AGAIN_S = 5.0
 HEAD = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
@@ -78,7 +79,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
 
 async def post(session: aiohttp.ClientSession, target: Target, body: bytes) -> tuple[int, Any]:
     url = f"{target.gateway.url}/v1/completions"
-    async with session.post(url, data=io.BytesIO(body)) as response:
+    async with session.post(url, data=io.BytesIO(body), headers=JSON) as response:
         return response.status, await response.json()
 
 
@@ -145,7 +146,7 @@ async def millions_of_messages(session: aiohttp.ClientSession, target: Target) -
     body = b'{"model":"demo","messages":[' + b",".join([message] * 1_000_000) + b"]}"
     url = f"{target.gateway.url}/v1/chat/completions"
     for _ in range(3):
-        async with session.post(url, data=io.BytesIO(body)) as response:
+        async with session.post(url, data=io.BytesIO(body), headers=JSON) as response:
             assert response.status == 400
             assert (await response.json())["error"]["code"] == "too_many_messages"
 

@@ -78,7 +78,7 @@ class AnswerUsage(msgspec.Struct, frozen=True):
 
 
 class AnswerMessage(msgspec.Struct, frozen=True):
-    """What the model said."""
+    """The message that the model generated."""
 
     role: str
     content: str | None
