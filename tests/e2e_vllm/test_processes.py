@@ -18,6 +18,7 @@ from tests.e2e_vllm.process_stats import (
 )
 from tests.e2e_vllm.tickets import Handoff, Server, read_tokens
 from tests.integration.following_kv_events import Consumer, wait_until
+from tests.port_scan import check_refusals, find_listeners
 
 if TYPE_CHECKING:
     from baton.testing.fleet import FleetProcess
@@ -109,3 +110,10 @@ def test_kv_events_tell_what_prefix_caching_holds(cluster: VllmCluster, name: st
             late.close()
     finally:
         consumer.close()
+
+
+def test_strangers_are_refused_at_every_listener(cluster: VllmCluster) -> None:
+    listeners = find_listeners(cluster.prefill, cluster.decode)
+    # HTTP, control, handoffs and pages of both, and the sockets of `shared`.
+    assert len(listeners) >= 10, listeners
+    check_refusals(listeners)

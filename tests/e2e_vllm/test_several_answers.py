@@ -92,3 +92,27 @@ def test_tools_reach_vllm_which_answers_for_itself(cluster: VllmCluster) -> None
     status, answer = post(url, body | {"tool_choice": "auto"})
     assert status == 400
     assert "--enable-auto-tool-choice" in answer["error"]["message"], "these servers have it not"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_tool_is_called(cluster: VllmCluster, stream: bool) -> None:
+    """Which one is named, so that a random model calls it; the arguments follow its schema."""
+    tool = {"type": "function", "function": {"name": "choose", "parameters": SCHEMA}}
+    received = read_received(cluster)
+    with openai.OpenAI(base_url=f"{cluster.gateway.url}/v1", api_key="none") as client:
+        answer = client.chat.completions.create(
+            model="demo", max_tokens=60, temperature=1, seed=5, stream=stream, tools=[tool],
+            messages=[{"role": "user", "content": "Which of the two is it to be? " * 20}],
+            tool_choice={"type": "function", "function": {"name": "choose"}},
+        )  # fmt: skip
+        if stream:
+            deltas = [choice.delta for chunk in answer for choice in chunk.choices]
+            calls = [call.function for delta in deltas for call in delta.tool_calls or ()]
+            (name,) = {call.name for call in calls if call.name}
+            arguments = "".join(call.arguments or "" for call in calls)
+        else:
+            (call,) = answer.choices[0].message.tool_calls
+            name, arguments = call.function.name, call.function.arguments
+    assert name == "choose"
+    assert json.loads(arguments)["kind"] in {"visit", "letter"}
+    assert read_received(cluster) == received + 1

@@ -25,6 +25,7 @@ from tests.integration.scripted_worker import (
     serving,
 )
 
+JSON = {"content-type": "application/json"}
 PROMPT = {"model": MODEL, "prompt": "hello", "max_tokens": 3}
 STREAM = {**PROMPT, "stream": True}
 

@@ -10,7 +10,7 @@ import pytest
 from openai import OpenAI
 
 from baton.auth.ticket import unseal
-from tests.integration.gateway_cluster import PROMPT, STREAM, Cluster, run
+from tests.integration.gateway_cluster import JSON, PROMPT, STREAM, Cluster, run
 from tests.integration.scripted_worker import KEY, Visit
 
 
@@ -93,7 +93,9 @@ def test_a_large_body_reaches_both_workers():
     async def scenario(cluster: Cluster):
         prompt = "x" * 3_000_000
         body = io.BytesIO(json.dumps({**PROMPT, "prompt": prompt}).encode())
-        async with cluster.client.post(cluster.url + "/v1/completions", data=body) as response:
+        async with cluster.client.post(
+            cluster.url + "/v1/completions", data=body, headers=JSON
+        ) as response:
             assert response.status == 200
         assert cluster.decodes[0].visits[0].body["prompt"] == prompt
         assert cluster.prefills[0].visits[0].body["prompt"] == prompt
@@ -108,6 +110,7 @@ def test_what_clients_may_not_say_does_not_reach_workers():
             '"kv_transfer_par\\u0061ms":{"remote_host":"10.0.0.1"}}'
         )
         headers = {
+            **JSON,
             "x-baton-timeout-s": "1",
             "x-baton-anything": "forged",
             "authorization": "Bearer forged",

@@ -10,7 +10,15 @@ import pytest
 
 from baton.ids import new_epoch
 from baton.router.failover import PER_REQUEST, PER_SECOND
-from tests.integration.gateway_cluster import PROMPT, STREAM, Cluster, run, until, until_true
+from tests.integration.gateway_cluster import (
+    JSON,
+    PROMPT,
+    STREAM,
+    Cluster,
+    run,
+    until,
+    until_true,
+)
 from tests.integration.scripted_worker import (
     MODEL,
     Visit,
@@ -563,7 +571,9 @@ def test_a_bad_request_reaches_no_worker(body, status, code, framing):
 
     async def scenario(cluster: Cluster):
         data = body if framing == "length" else in_chunks()
-        async with cluster.client.post(cluster.url + "/v1/completions", data=data) as response:
+        async with cluster.client.post(
+            cluster.url + "/v1/completions", data=data, headers=JSON
+        ) as response:
             assert response.status == status
             error = (await response.json())["error"]
             assert error["code"] == code

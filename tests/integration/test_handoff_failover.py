@@ -11,6 +11,7 @@ import pytest
 
 from baton.auth.credentials import Credentials
 from baton.handoff.interface import BlocksQuiescent, KVFailed, SendFailed
+from baton.kv.layout import KVLayout
 from baton.testing.faulty_transport import Fault, FaultPlan, FaultyTransport
 from baton.transfer.transports.tcp.transport import TcpTransport
 from tests.integration.handoff_nodes import (
@@ -21,6 +22,7 @@ from tests.integration.handoff_nodes import (
     Node,
     make_handoff,
     node,
+    plain_pages,
 )
 
 if TYPE_CHECKING:
@@ -254,3 +256,35 @@ def test_an_abort_while_it_is_rerouted_leaves_nothing_behind(key: Credentials) -
         assert decode.wait_for() == [BlocksQuiescent(handoff.sending.ticket.id)]
         assert isinstance(prefill.wait_for()[0], SendFailed)
         wait_until(lambda: not decode.agent.loop.receiving.num_sessions)
+
+
+def test_writes_that_a_stalled_peer_does_not_take_are_cut_when_their_pages_are_needed(
+    key: Credentials,
+) -> None:
+    """As vLLM does it when it preempts a prompt: it may wait for no peer."""
+    large = KVLayout.gqa(NUM_LAYERS, 32, 128, block_size=16, dtype="float32")
+    with (
+        plain_pages(large) as source,
+        plain_pages(large) as target,
+        node("p", kinds=("tcp",), key=key, pages=source) as prefill,
+        node("d", kinds=("tcp",), key=key, pages=target) as decode,
+    ):
+        handoff = make_handoff(prefill, decode, num_tokens=512)
+        begin(handoff, stop=16)
+        ticket = handoff.sending.ticket.id
+        goes_on = threading.Event()
+        decode.agent.loop.call(goes_on.wait)
+        try:
+            handoff.compute(512)
+            wait_until(lambda: bool(prefill.agent.loop.sending.transports_of(ticket)))
+            prefill.agent.abort(ticket, "preempted")
+            assert prefill.stays_silent(), "the writes are done: the peer did not stall"
+            prefill.agent.cut_writes(ticket)
+            (failed,) = prefill.wait_for(timeout_s=1.0)
+            assert isinstance(failed, SendFailed)
+            assert prefill.agent.loop.sending.transports_of(ticket) == []
+        finally:
+            goes_on.set()
+        lost, quiescent = decode.wait_for(2)
+        assert isinstance(lost, KVFailed)
+        assert quiescent == BlocksQuiescent(ticket)

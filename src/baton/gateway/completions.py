@@ -40,6 +40,7 @@ from baton.gateway.several_answers import SeveralAnswers
 from baton.gateway.workers import Interruptible
 from baton.ids import new_epoch
 from baton.protocol.worker_http import REQUEST_ID_HEADER
+from baton.telemetry.log_limit import LimitedLog
 from baton.telemetry.trace import RequestSpan, Stamp
 
 if TYPE_CHECKING:
@@ -66,6 +67,7 @@ class Completions:
     def __init__(self, services: Services, records: RequestHistory) -> None:
         self._services, self._records = services, records
         self._num_inflight = 0
+        self._log = LimitedLog(log, services.clock)
         self._bodies = BodyBudget(services.options.max_total_body_bytes)
         self._epoch = new_epoch()
         services.metrics.inflight.set_function(lambda: self._num_inflight)
@@ -197,6 +199,9 @@ class Completions:
         now = self._services.clock.now()
         context.trace.stamp(Stamp.FINISHED, now)
         context.metrics.count(code)
+        if HTTPStatus.BAD_REQUEST <= code < CLIENT_LEFT_CODE:
+            address = context.address or "a client"
+            self._log.warning(str(code), f"answered {address} with {code}: {context.trace.outcome}")
         context.metrics.duration.observe(now - context.received_at)
         self._records.add(RequestRecord(context.trace, context.placement, code))
         if self._services.audit is not None:

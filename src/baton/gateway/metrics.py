@@ -12,6 +12,7 @@ from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.registry import Collector
 
 from baton.router.placement import NonDisaggregableField
+from baton.telemetry.log_limit import WARNINGS
 from baton.telemetry.metrics import FIRST_TOKEN_EDGES_S, REQUEST_EDGES_S, TOKEN_GAP_EDGES_S
 
 if TYPE_CHECKING:
@@ -136,6 +137,7 @@ class GatewayMetrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
+        self.registry.register(WARNINGS)
         by_mode = ("model", "mode")
         self.requests = Counter(
             "baton_gateway_requests",

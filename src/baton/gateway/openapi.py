@@ -39,8 +39,8 @@ Json: TypeAlias = dict[str, Any]
 _VLLM_ONLY: Final = msgspec.defstruct(
     "_VLLM_ONLY",
     [
-        (name, Annotated[object, Meta(description="served by the engine vllm alone")], None)
-        for name in sorted(VLLM_FIELDS)
+        (name, Annotated[type_, Meta(description="served by the engine vllm alone")] | None, None)
+        for name, type_ in sorted(VLLM_FIELDS.items())
     ],
 )
 _Answers: TypeAlias = Annotated[int, Meta(ge=1, description="answers to each prompt")]

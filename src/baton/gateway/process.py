@@ -62,7 +62,8 @@ if TYPE_CHECKING:
     from baton.gateway.options import GatewayOptions
 
 M_MMAP_THRESHOLD: Final = -3
-LARGE_BYTES: Final = 1 << 20
+LARGE_BYTES: Final = 128 << 10
+"""Parts of a body that are received at once have up to 256 KiB."""
 MANAGEMENT_LIMITS: Final = HttpLimits(max_connections=64, max_connections_per_address=64)
 
 log = logging.getLogger(__name__)

@@ -13,7 +13,13 @@ from baton.gateway.errors import ErrorAnswer, KVLostError
 from baton.gateway.metrics import FallbackCause
 from baton.gateway.request import TRANSFER_FIELDS
 from baton.gateway.upstream import read_error
-from baton.protocol.worker_http import FirstToken, PrefillReply, trace_path
+from baton.protocol.worker_http import (
+    ErrorBody,
+    ErrorDetail,
+    FirstToken,
+    PrefillReply,
+    trace_path,
+)
 from baton.telemetry.trace import RequestSpan
 
 if TYPE_CHECKING:
@@ -25,6 +31,8 @@ if TYPE_CHECKING:
     from baton.gateway.workers import Worker
     from baton.protocol.worker_http import WorkerProtocol
 
+
+MAX_DETAIL_CHARS: Final = 500
 
 _encoder = msgspec.json.Encoder()
 _fields_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
@@ -51,6 +59,27 @@ def client_answer(answer: bytes) -> bytes:
     for name in TRANSFER_FIELDS:
         fields.pop(name, None)
     return _encoder.encode(fields)
+
+
+def client_error(status: int, answer: bytes) -> bytes:
+    """An error of vLLM's server in OpenAI's form: most of them are, its web framework's are not."""
+    if read_error(answer).message is not None:
+        return answer
+    try:
+        detail = _framework_error_decoder.decode(answer).detail
+    except UNDECODABLE:
+        detail = answer.decode(errors="replace") or f"the worker answered {status}"
+    error = ErrorDetail(detail[:MAX_DETAIL_CHARS], "invalid_request_error", code=status)
+    return _encoder.encode(ErrorBody(error))
+
+
+class _FrameworkError(msgspec.Struct, frozen=True):
+    """FastAPI's."""
+
+    detail: str
+
+
+_framework_error_decoder = msgspec.json.Decoder(_FrameworkError)
 
 
 def first_error(event: bytes) -> ErrorAnswer | None:

@@ -12,7 +12,13 @@ from baton.auth.ticket import hash_tenant
 from baton.errors import UNDECODABLE, InvalidRequestError
 from baton.gateway.errors import UnsupportedMediaTypeError
 from baton.ids import RequestId, new_request_id
-from baton.protocol.engine_fields import REMOVED_FIELDS, VLLM_FIELDS, is_off, unsupported
+from baton.protocol.engine_fields import (
+    REMOVED_FIELDS,
+    VLLM_FIELDS,
+    check_vllm_field,
+    is_off,
+    unsupported,
+)
 from baton.protocol.prompt_bounds import check_ids, check_messages, lists_ids
 from baton.protocol.worker_http import REQUEST_ID_HEADER
 from baton.router.placement import NonDisaggregableField
@@ -272,10 +278,12 @@ def find_vllm_field(body: CompletionBody) -> str | None:
     """The first field that is on and that only vLLM serves; None for nearly all requests.
 
     Raises:
-        InvalidRequestError: a field is on that nothing serves.
+        InvalidRequestError: a field is on that nothing serves, or has another type than it may.
     """
     for name in REMOVED_FIELDS & body.fields.keys():
         if not is_off(name, body.fields[name]):
             raise unsupported(name, body.fields[name])
-    named = VLLM_FIELDS & body.fields.keys()
+    named = VLLM_FIELDS.keys() & body.fields.keys()
+    for name in sorted(named):
+        check_vllm_field(name, body.fields[name])
     return next((name for name in sorted(named) if not is_off(name, body.fields[name])), None)

@@ -19,7 +19,7 @@ from baton.gateway.errors import (
     WorkerLostError,
 )
 from baton.gateway.metrics import BrokenStreamCause
-from baton.gateway.protocol_adapters import client_answer, first_error
+from baton.gateway.protocol_adapters import client_answer, client_error, first_error
 from baton.gateway.upstream import mapped_errors, read_answer, read_error
 from baton.protocol.worker_http import REQUEST_ID_HEADER, first_token_path
 
@@ -206,7 +206,8 @@ class ResponseForwarder:
                 ),
             )
         if self._decode.protocol == "vllm":
-            body = client_answer(body)
+            is_error = response.status >= HTTPStatus.BAD_REQUEST
+            body = client_error(response.status, body) if is_error else client_answer(body)
         context.status, context.tail = response.status, body[-TAIL_BYTES:]
         context.note_first_byte(self._services.clock.now())
         own = (REQUEST_ID_HEADER.encode(), context.id.encode())

@@ -177,6 +177,15 @@ class HandoffAgent:  # noqa: PLR0904 - the engine's contract, and the process's
         """See `HandoffPort`."""
         self.loop.call(partial(self.loop.abort, ticket, reason))
 
+    def cut_writes(self, ticket: TicketId) -> None:
+        """Its pages are needed: end the connections over which its writes are under way.
+
+        For a handoff that was aborted, whose peer does not take what was sent. What else is written
+        over these connections goes on over others. Where posted writes cannot be recalled
+        (`Capabilities.late_writes`), nothing is done.
+        """
+        self.loop.call(partial(self.loop.cut_writes, ticket))
+
     def cancel_oldest_ungranted(self, tickets: Sequence[TicketId], reason: str) -> None:
         """See `HandoffPort`."""
         self.loop.call(partial(self.loop.sending.cancel_oldest_ungranted, tuple(tickets), reason))

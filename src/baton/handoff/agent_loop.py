@@ -336,6 +336,13 @@ class AgentLoop:
         if not self.receiving.abort(ticket, reason):
             self.sending.abort(ticket, reason)
 
+    def cut_writes(self, ticket: TicketId) -> None:
+        """See `HandoffAgent.cut_writes`."""
+        error = PeerLostError("it did not take what was written, and the pages are needed")
+        for used in self.sending.transports_of(ticket):
+            if used.remote is not None and not used.transport.capabilities.late_writes:
+                self._remote_lost(used.transport, used.remote, error)
+
     def abort_from_peer(self, ticket: TicketId, reason: str) -> None:
         """See `HandoffAgent.abort_from_peer`."""
         if not self.sending.abort(ticket, reason):

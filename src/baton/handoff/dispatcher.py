@@ -167,6 +167,10 @@ class HandoffDispatcher:  # noqa: PLR0904 - the engine's contract
             self.store.abort_from_peer(ticket, reason)
         self.agent.abort_from_peer(ticket, reason)
 
+    def cut_writes(self, ticket: TicketId) -> None:
+        """See `HandoffAgent.cut_writes`; copies into the store end by themselves."""
+        self.agent.cut_writes(ticket)
+
     def cancel_oldest_ungranted(self, tickets: Sequence[TicketId], reason: str) -> None:
         """See `HandoffPort`."""
         self.agent.cancel_oldest_ungranted(tickets, reason)

@@ -375,7 +375,6 @@ class PeerTable:
     def _drop_oldest_unproved(self, reason: str) -> None:
         oldest = next(iter(self._unproved), None)
         if oldest is not None:
-            self._log.warning("unproved", f"handoff: a connection was closed: {reason}")
             self._drop(oldest, PeerLostError(reason))
 
     def _admit(self, peer: Peer) -> None:
@@ -477,7 +476,9 @@ class PeerTable:
         if peer not in self._peers:
             return
         del self._peers[peer]
-        self._unproved.pop(peer, None)
+        if peer in self._unproved:
+            del self._unproved[peer]
+            self._log.warning("stranger", f"handoff: a connection was closed: {error}")
         self._selector.unregister(peer.link.sock)
         peer.link.close()
         if peer.dialed is not None:

@@ -257,6 +257,10 @@ class PrefillSender:  # noqa: PLR0904 -- a method for each event (ADR 0005)
             self._perform(outgoing, session.fail(reason, stage="transfer"))
         self._perform(outgoing, session.ended(handle))
 
+    def transports_of(self, ticket: TicketId) -> list[PeerTransport]:
+        """Those over which writes of a ticket are under way."""
+        return [used for used, of in self._writes.values() if of == ticket]
+
     def tick(self) -> None:
         """Fail what is past its deadline; forget grants for requests that never came."""
         now = self._context.clock.now()

@@ -198,8 +198,9 @@ class Listener:
             connection.fail_after(ATTACH_TIMEOUT_S, "attaching")
             self._on_peer(connection)
 
-        def lose(_: TransferError) -> None:
+        def lose(error: TransferError) -> None:
             self._unproved.pop(connection, None)
+            self._log.warning("stranger", f"a transfer connection was closed: {error}")
 
         connection = Connection(self._reactor, Channel(sock, MAX_HANDSHAKE_BYTES), check, lose)
         connection.fail_after(PROOF_TIMEOUT_S, "a peer's proof of the key")

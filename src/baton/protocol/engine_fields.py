@@ -2,38 +2,80 @@
 
 from __future__ import annotations
 
-from typing import Final
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Annotated, Any, Final, TypeAlias
 
 import msgspec
+from msgspec import Meta
 
 from baton.errors import UNDECODABLE, InvalidRequestError
 
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
 ABSENT: Final = msgspec.Raw(b"null")
 
-VLLM_FIELDS: Final = frozenset({
-    "tools",
-    "tool_choice",
-    "response_format",
-    "structured_outputs",
-    "logit_bias",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "min_p",
-    "bad_words",
-    "allowed_token_ids",
-    "include_stop_str_in_output",
-    "echo",
-    "use_beam_search",
-    "prompt_logprobs",
-    "prompt_embeds",
-    "truncate_prompt_tokens",
-    "add_generation_prompt",
-    "continue_final_message",
-    "chat_template",
-    "documents",
+Object: TypeAlias = dict[str, msgspec.Raw]
+Choices: TypeAlias = Annotated[list[str], Meta(min_length=1)]
+
+
+class StructuredOutputs(msgspec.Struct, frozen=True):
+    """What an answer must be: one of these (vLLM's `StructuredOutputsParams`)."""
+
+    json: str | Object | None = None
+    regex: str | None = None
+    choice: Choices | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: str | None = None
+
+
+class ResponseFormat(msgspec.Struct, frozen=True):
+    """OpenAI's: `text`, `json_object`, or `json_schema` with a schema."""
+
+    type: str
+    json_schema: Object | None = None
+
+
+class ToolFunction(msgspec.Struct, frozen=True):
+    """What a tool is called by, and its arguments, a JSON schema."""
+
+    name: str
+    description: str | None = None
+    parameters: Object | None = None
+
+
+class Tool(msgspec.Struct, frozen=True):
+    """OpenAI's; `type` is `function`."""
+
+    function: ToolFunction
+    type: str = "function"
+
+
+VLLM_FIELDS: Final[Mapping[str, Any]] = MappingProxyType({
+    "tools": list[Tool],
+    "tool_choice": str | Object,
+    "response_format": ResponseFormat,
+    "structured_outputs": StructuredOutputs,
+    "logit_bias": dict[str, float],
+    "presence_penalty": float,
+    "frequency_penalty": float,
+    "repetition_penalty": float,
+    "min_p": float,
+    "bad_words": list[str],
+    "allowed_token_ids": list[int],
+    "include_stop_str_in_output": bool,
+    "echo": bool,
+    "use_beam_search": bool,
+    "prompt_logprobs": int,
+    "prompt_embeds": str | list[str],
+    "truncate_prompt_tokens": int,
+    "add_generation_prompt": bool,
+    "continue_final_message": bool,
+    "chat_template": str,
+    "documents": list[Object],
 })
-"""What vLLM serves and Baton's own engines do not."""
+"""What vLLM serves and Baton's own engines do not, each with its type where it is not null."""
 
 REMOVED_FIELDS: Final = frozenset({
     "guided_json",
@@ -57,6 +99,24 @@ _OFF: Final[dict[str, tuple[object, ...]]] = {
     "modalities": (["text"],),
 }
 _MAX_SHOWN_CHARS: Final = 40
+
+_decoders: Final[dict[str, msgspec.json.Decoder[Any]]] = {
+    name: msgspec.json.Decoder(type_ | None) for name, type_ in VLLM_FIELDS.items()
+}
+
+
+def check_vllm_field(name: str, raw: msgspec.Raw) -> None:
+    """Pass if a field of `VLLM_FIELDS` has its type, or is null.
+
+    vLLM answers some others with a 500, and takes some for what they are not (text for numbers).
+
+    Raises:
+        InvalidRequestError: it has another.
+    """
+    try:
+        _decoders[name].decode(raw)
+    except UNDECODABLE as exc:
+        raise InvalidRequestError(f"{name} cannot be read: {exc}", param=name) from exc
 
 
 def is_off(name: str, raw: msgspec.Raw) -> bool:

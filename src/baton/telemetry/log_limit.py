@@ -1,8 +1,13 @@
-"""A log line that any client can cause: one in so many seconds, and how many were left out."""
+"""A log line that any client can cause: one in so many seconds, and how many were left out.
+
+All are counted, in `WARNINGS`.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
+
+from prometheus_client import Counter
 
 if TYPE_CHECKING:
     import logging
@@ -10,6 +15,13 @@ if TYPE_CHECKING:
     from baton.clock import Clock
 
 INTERVAL_S: Final = 10.0
+WARNINGS: Final = Counter(
+    "baton_warnings",
+    "Warnings that clients and strangers can cause, those that were not logged too.",
+    ("source", "subject"),
+    registry=None,
+)
+"""Of this process, in the metrics of every server of it that registers it."""
 
 
 class LimitedLog:
@@ -19,11 +31,13 @@ class LimitedLog:
         self, logger: logging.Logger, clock: Clock, interval_s: float = INTERVAL_S
     ) -> None:
         self._logger, self._clock, self._interval_s = logger, clock, interval_s
+        self._source = logger.name.removeprefix("baton.")
         self._last: dict[str, float] = {}
         self._num_unsaid: dict[str, int] = {}
 
     def warning(self, subject: str, text: str) -> None:
         """Log `text`, or count it; `subject` is one of a few, never text of a client's."""
+        WARNINGS.labels(self._source, subject).inc()
         now = self._clock.now()
         last = self._last.get(subject)
         if last is not None and now - last < self._interval_s:

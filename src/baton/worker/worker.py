@@ -36,6 +36,7 @@ from baton.protocol.worker_http import (
     VERSION_PATH,
 )
 from baton.telemetry.links import LinkInstruments
+from baton.telemetry.log_limit import WARNINGS
 from baton.telemetry.metrics import HeldBlockTimeCollector, WorkerMetrics, set_worker_info
 from baton.telemetry.trace import TraceRing
 from baton.worker.app import Bearer, PatternRoute, Routes, WorkerApp
@@ -174,6 +175,7 @@ def build_worker(
     clock = clock or MachineClock()
     model = Path(engine.info.model_path)
     registry = CollectorRegistry()
+    registry.register(WARNINGS)
     metrics = WorkerMetrics(registry, options.transports, FALLBACK_CAUSES)
     registry.register(EngineCollector(engine.stats))
     registry.register(HeldBlockTimeCollector(lambda: engine.stats().held_block_s))

@@ -59,6 +59,8 @@ class ScriptedPort:
         self.offered: set[str] = set()
         self.is_alive = True
         self.kept: list[Ticket] = []
+        self.cut: list[TicketId] = []
+        self.writes_can_be_cut = True
         self.uncomputed: list[tuple[TicketId, ...]] = []
         self._events: list[HandoffEvent] = []
 
@@ -111,6 +113,12 @@ class ScriptedPort:
             self.abort(ticket, reason)
         elif ticket in self.receives:
             self.fail(ticket)
+
+    def cut_writes(self, ticket: TicketId) -> None:
+        assert self.sends[ticket].is_aborted
+        self.cut.append(ticket)
+        if self.writes_can_be_cut:
+            self.fail_send(ticket, "abort")
 
     def cancel_oldest_ungranted(self, tickets: Sequence[TicketId], reason: str) -> None:
         """None is granted in this port: the first of them it is."""
@@ -173,6 +181,8 @@ class SettlingEvent(threading.Event):
     def wait(self, timeout: float | None = None) -> bool:
         assert timeout is not None
         self.num_waits += 1
+        if self.is_set():
+            return True
         self._clock.advance(timeout)
         self._port.settle_aborted()
         return True

@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry
 
 from baton.auth.ticket import Ticket, WorkerRef
 from baton.clock import Instant
-from baton.engines.vllm.rank_handoffs import RELEASE_TIMEOUT_S, RankHandoffs
+from baton.engines.vllm.rank_handoffs import RELEASE_TIMEOUT_S, WRITE_GRACE_S, RankHandoffs
 from baton.engines.vllm.rank_observer import RankObserver
 from baton.engines.vllm.rank_prompts import RankSetting
 from baton.engines.vllm.step_orders import (
@@ -217,14 +217,26 @@ def test_a_held_request_that_lost_its_blocks_is_waited_for_and_reported(
     assert harness.rank.get_finished({"r"}, 0.0) == ({"r"}, set())
 
 
-def test_a_peer_that_goes_on_reading_stops_the_engine_for_a_while_only(
-    harness: RankHarness, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_writes_that_a_stalled_peer_does_not_take_are_cut_soon(harness: RankHarness) -> None:
     run(harness, offer(harness, 7, 3, (5,)))
     harness.port.settle_aborted = lambda: None  # type: ignore[method-assign]
     begin = harness.clock.now()
     harness.rank.prepare(StepOrders(preempted=("r",)))
+    assert harness.port.cut == [ID]
+    assert harness.port.sends == {}
+    assert harness.clock.now() - begin == pytest.approx(WRITE_GRACE_S)
+
+
+def test_writes_that_cannot_be_recalled_stop_the_engine_for_a_while_only(
+    harness: RankHarness, caplog: pytest.LogCaptureFixture
+) -> None:
+    run(harness, offer(harness, 7, 3, (5,)))
+    harness.port.settle_aborted = lambda: None  # type: ignore[method-assign]
+    harness.port.writes_can_be_cut = False
+    begin = harness.clock.now()
+    harness.rank.prepare(StepOrders(preempted=("r",)))
     assert harness.clock.now() - begin == pytest.approx(RELEASE_TIMEOUT_S)
+    assert harness.port.cut == [ID]
     assert "still being read" in caplog.text
 
 

@@ -7,9 +7,52 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.errors import InvalidRequestError
-from baton.gateway.request import forwarded_headers_from, parse_body, request_id_from
+from baton.gateway.request import (
+    find_vllm_field,
+    forwarded_headers_from,
+    parse_body,
+    request_id_from,
+)
 
 FORGED = '{"baton_ticket":"forged","remote_host":"10.0.0.1"}'
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("structured_outputs", "false"),  # vLLM answered with a 500
+        ("structured_outputs", '{"choice":[]}'),
+        ("tools", '[{"type":"function"}]'),
+        ("tools", '"choose"'),
+        ("response_format", '"json"'),
+        ("min_p", '"1"'),  # vLLM takes text for a number
+        ("prompt_logprobs", "1.5"),
+    ],
+)
+def test_fields_of_vllm_have_their_types(name, value):
+    body = parse_body(f'{{"model":"m","{name}":{value}}}'.encode())
+    with pytest.raises(InvalidRequestError) as refused:
+        find_vllm_field(body)
+    assert refused.value.param == name
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "is_on"),
+    [
+        ("structured_outputs", "null", False),
+        ("structured_outputs", '{"json":{"type":"object"}}', True),
+        ("tools", '[{"type":"function","function":{"name":"a","strict":true}}]', True),
+        ("tool_choice", '"none"', False),
+        ("tool_choice", '{"type":"function","function":{"name":"a"}}', True),
+        ("response_format", '{"type":"text"}', False),
+        ("min_p", "0", False),
+        ("min_p", "0.5", True),
+        ("logit_bias", '{"17":-100}', True),
+    ],
+)
+def test_fields_that_only_vllm_serves(name, value, is_on):
+    body = parse_body(f'{{"model":"m","{name}":{value}}}'.encode())
+    assert (find_vllm_field(body) == name) is is_on
 
 
 def test_other_fields_are_kept_as_they_are_written():

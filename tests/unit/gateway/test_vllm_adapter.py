@@ -6,6 +6,7 @@ import pytest
 
 from baton.gateway.protocol_adapters import (
     client_answer,
+    client_error,
     decode_body,
     prefill_body,
     request_bodies,
@@ -82,3 +83,28 @@ def test_clients_get_an_answer_without_what_servers_hand_to_each_other():
 @pytest.mark.parametrize("answer", [b"", b"[]", b"not json", b'{"a":'])
 def test_an_answer_that_is_no_object_is_left_alone(answer):
     assert client_answer(answer) == answer
+
+
+def test_errors_in_openais_form_are_left_alone():
+    answer = b'{"error":{"message":"too long","type":"BadRequestError","param":null,"code":400}}'
+    assert client_error(400, answer) is answer
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (
+            b'{"detail":"There was an error parsing the body"}',
+            "There was an error parsing the body",
+        ),
+        (b'{"detail":[{"loc":["body"]}]}', '{"detail":[{"loc":["body"]}]}'),
+        (b"Bad Request", "Bad Request"),
+        (b"\xff" * 2000, "\ufffd" * 500),
+        (b"", "the worker answered 422"),
+    ],
+)
+def test_other_errors_get_it(answer, message):
+    error = json.loads(client_error(422, answer))["error"]
+    assert error == {
+        "message": message, "type": "invalid_request_error", "param": None, "code": 422
+    }  # fmt: skip

@@ -37,6 +37,7 @@ from baton.handoff.verify import VerificationPolicy
 from baton.kv.layout import TensorParallelShard
 from baton.net.tls import ClusterTls
 from baton.telemetry.links import LinkInstruments
+from baton.telemetry.log_limit import WARNINGS
 from baton.telemetry.metrics import HandoffInstruments, HeldBlockTimeCollector, set_worker_info
 from baton.telemetry.trace import TraceRing
 from baton.transfer.devices.extents import choose_allocation
@@ -140,6 +141,7 @@ class Rank:
         dispatcher = open_handoffs(self._agent_options(fingerprint), self._open_pool())
         agent = dispatcher.agent
         registry = CollectorRegistry()
+        registry.register(WARNINGS)
         agent.observe_links(LinkInstruments(registry, options.transports))
         if dispatcher.store is not None:
             registry.register(PoolModeCollector(dispatcher.store.access))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Final, assert_never
 
+from baton.clock import Instant
 from baton.engines.stall_detector import STALL_REASON
 from baton.engines.vllm.in_flight import (
     AbortFanout,
@@ -32,9 +33,10 @@ from baton.telemetry.trace import Stamp
 
 if TYPE_CHECKING:
     import threading
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from baton.clock import Clock
+    from baton.engines.vllm.in_flight import SendInProgress
     from baton.engines.vllm.rank_observer import HandoffRecord, RankObserver
     from baton.engines.vllm.rank_prompts import RankPort, RankSetting
     from baton.engines.vllm.step_orders import (
@@ -47,8 +49,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+WRITE_GRACE_S: Final = 0.1
+"""How long a step waits for writes of preempted prompts, before it cuts their connections."""
 RELEASE_TIMEOUT_S: Final = 5.0
-"""How long a step waits for the handoffs of preempted requests to leave their blocks alone."""
+"""The same where a posted write cannot be recalled: see `prepare`."""
 
 
 class RankHandoffs:
@@ -77,16 +81,21 @@ class RankHandoffs:
     def prepare(self, orders: StepOrders) -> None:
         """End the handoffs of preempted requests: their blocks are about to be overwritten.
 
-        Waits until nothing reads them, or `RELEASE_TIMEOUT_S`: what is read later than that has
-        another digest than it should, and the decode worker computes the prompt itself.
+        A peer that reads them is not waited for: it finds another digest than it should. Writes of
+        this worker may take `WRITE_GRACE_S`; those that a stalled peer does not take are cut. Only
+        transports whose posted writes cannot be recalled (RDMA) are waited for, up to
+        `RELEASE_TIMEOUT_S`: what they read later has another digest, too.
         """
         named = (*orders.preempted, *orders.preempted_while_held)
         preempted = [send for send in map(self._sends.table.find, named) if send is not None]
         for send in preempted:
             self._abort_all(send.live, "the prefill was preempted for want of KV blocks")
-        deadline = self._clock.now() + RELEASE_TIMEOUT_S
-        while any(send.live for send in preempted) and self._clock.now() < deadline:
-            self._poll_agent(deadline - self._clock.now())
+        began_at = self._clock.now()
+        self._wait_for_ends(preempted, Instant(began_at + WRITE_GRACE_S))
+        for send in preempted:
+            for ticket in send.live:
+                self._port.cut_writes(ticket)
+        self._wait_for_ends(preempted, Instant(began_at + RELEASE_TIMEOUT_S))
         for send in preempted:
             if send.live:
                 logger.error("%s: its blocks are still being read", send.offer.request)
@@ -179,6 +188,10 @@ class RankHandoffs:
     def abort_from_peer(self, ticket: TicketId, reason: str) -> None:
         """The gateway reports that a ticket's other request failed. Thread-safe."""
         self._abort_fanout.abort_from_peer(ticket, reason)
+
+    def _wait_for_ends(self, sends: Sequence[SendInProgress], until: Instant) -> None:
+        while any(send.live for send in sends) and self._clock.now() < until:
+            self._poll_agent(until - self._clock.now())
 
     def _abort(self, abort: Abort) -> None:
         load = self._loads.table.find(abort.request)

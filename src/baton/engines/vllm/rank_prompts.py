@@ -54,6 +54,10 @@ class RankPort(HandoffPort, Protocol):
         """Whether the agent's thread runs."""
         ...
 
+    def cut_writes(self, ticket: TicketId) -> None:
+        """See `HandoffAgent.cut_writes`."""
+        ...
+
     def abort_from_peer(self, ticket: TicketId, reason: str) -> None:
         """The decode or prefill request of the other worker failed."""
         ...

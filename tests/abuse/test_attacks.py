@@ -1,0 +1,48 @@
+"""Each attack against real processes: memory stays, others are served, it is logged and counted."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.abuse.attacks import ATTACKS, Attack
+from tests.abuse.victims import HonestClient, Victims, running_victims, until_memory_is_back
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+FALLBACKS = "baton_gateway_fallbacks_total"
+
+
+@pytest.fixture(scope="module")
+def victims(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Victims]:
+    with running_victims(tmp_path_factory.mktemp("logs")) as running:
+        yield running
+
+
+@pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.name)
+def test_others_are_served_and_nothing_is_left(victims: Victims, attack: Attack) -> None:
+    asyncio.run(_check(victims, attack))
+
+
+async def _check(victims: Victims, attack: Attack) -> None:
+    honest = HonestClient(victims.gateway.url)
+    await honest.ask()
+    before = victims.read_rss_bytes()
+    num_counted = await victims.read_metric(attack.victim, attack.counted)
+    num_fallbacks = await victims.read_metric("gateway", FALLBACKS)
+    attacking = asyncio.create_task(attack.run(victims.addresses))  # type: ignore[arg-type]
+    num_honest = 0
+    while not attacking.done():
+        await honest.ask()
+        num_honest += 1
+        await asyncio.sleep(0.05)
+    await attacking
+    assert num_honest > 0
+    await until_memory_is_back(victims, before)
+    await honest.ask()
+    assert await victims.read_metric("gateway", FALLBACKS) == num_fallbacks
+    assert await victims.read_metric(attack.victim, attack.counted) > num_counted
+    assert attack.log in victims.find(attack.victim).log.read_text()
