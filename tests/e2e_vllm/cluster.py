@@ -56,7 +56,11 @@ ENGINE: Final[Mapping[str, object]] = {
     "engine.block_size": BLOCK_SIZE,
     "engine.kv_cache_bytes": POOL_TOKENS * KV_BYTES_PER_TOKEN,
     "engine.max_num_batched_tokens": CHUNK_TOKENS,
-    "engine.arguments": ["--enable-prompt-tokens-details", "--tool-call-parser=hermes"],
+    "engine.arguments": [
+        "--enable-prompt-tokens-details",
+        "--enable-auto-tool-choice",
+        "--tool-call-parser=hermes",
+    ],
     # In mode push it is not used.
     "store.tiers": ["shared"],
     "store.options.shared.capacity_bytes": 128 << 20,

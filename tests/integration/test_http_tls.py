@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import io
 import ssl
 from typing import TYPE_CHECKING, Any
@@ -11,13 +12,17 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 import pytest
 import uvicorn
+import uvloop
+from yarl import URL
 
 from baton.auth.credentials import Credentials
 from baton.auth.key import ClusterKey
 from baton.cli.main import run
 from baton.clock import MachineClock
+from baton.gateway.errors import WorkerUnreachableError
 from baton.gateway.options import GatewayOptions, WorkerAddress
 from baton.gateway.process import open_gateway
+from baton.gateway.upstream import Upstream
 from baton.net.http_server import (
     Connections,
     HttpLimits,
@@ -263,3 +268,40 @@ def test_files_for_programs_that_are_not_batons(
             await task
 
     asyncio.run(main())
+
+
+def test_connections_that_are_given_up_in_their_handshake_leave_nothing() -> None:
+    """As clients that leave do it, and workers that hang. uvloop kept 120 KB of each."""
+
+    def count_tls_connections() -> int:
+        gc.collect()
+        return sum(type(each).__name__ == "SSLProtocol" for each in gc.get_objects())
+
+    async def main() -> None:
+        with contextlib.closing(bind("127.0.0.1", 0)) as silent:
+            start_listening(silent)
+            url = URL(url_of(silent, "127.0.0.1", is_tls=True)) / "v1/completions"
+            workers = (WorkerAddress(str(url.origin()), Role.BOTH),)
+            options = GatewayOptions(workers=workers, credentials=KEY, connect_timeout_s=0.5)
+            upstream = Upstream(options)
+            await upstream.open()
+            try:
+                most = 0
+                for num_turns in (*range(40), None):
+                    asking = asyncio.create_task(upstream.post(url, b"{}", upstream.headers()))
+                    for _ in range(num_turns or 0):
+                        await asyncio.sleep(0)
+                    if num_turns is None:
+                        with pytest.raises(WorkerUnreachableError):
+                            await asking
+                    asking.cancel()
+                    most = max(most, count_tls_connections())
+                assert most > 5, "they were not in their handshakes"
+                async with asyncio.timeout(5):
+                    while count_tls_connections():
+                        await asyncio.sleep(0.1)
+            finally:
+                await upstream.close()
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(main())

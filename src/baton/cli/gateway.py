@@ -92,6 +92,7 @@ def _options(config: Config, status_fd: int) -> GatewayOptions:
         max_connections_per_address=section.max_connections_per_address,
         max_inflight_requests=section.max_inflight_requests,
         max_body_bytes=section.max_body_bytes,
+        max_body_bytes_per_token=section.max_body_bytes_per_token,
         max_total_body_bytes=section.max_total_body_bytes,
         max_answer_bytes=section.max_answer_bytes,
         max_answers=section.max_answers,

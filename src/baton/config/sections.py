@@ -57,6 +57,7 @@ class GatewaySection(Struct, frozen=True, kw_only=True):
     max_connections_per_address: PositiveCount = 1024
     max_inflight_requests: PositiveCount = 1024
     max_body_bytes: PositiveCount = 32 * 1024 * 1024
+    max_body_bytes_per_token: PositiveCount = 64
     max_total_body_bytes: PositiveCount = 512 * 1024 * 1024
     max_answer_bytes: PositiveCount = 64 * 1024 * 1024
     max_answers: PositiveCount = 128

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 from baton.clock import Instant
 from baton.errors import BatonError, OverloadedError
 from baton.gateway.answer_plan import plan_answers
-from baton.gateway.asgi import BodyBudget, read_body, send_error
+from baton.gateway.asgi import BodyBudget, BodyLimit, read_body, send_error
 from baton.gateway.audit import AuditRecord
 from baton.gateway.debug import RequestHistory, RequestRecord
 from baton.gateway.errors import (
@@ -69,6 +69,7 @@ class Completions:
         self._num_inflight = 0
         self._log = LimitedLog(log, services.clock)
         self._bodies = BodyBudget(services.options.max_total_body_bytes)
+        self._body_limit = BodyLimit(services.options.max_body_bytes, self._context_bytes)
         self._epoch = new_epoch()
         services.metrics.inflight.set_function(lambda: self._num_inflight)
 
@@ -116,7 +117,7 @@ class Completions:
             timer = loop.call_later(whole_s, _expire, scope, context, "complete", whole_s)
             at_end.callback(timer.cancel)
             held = at_end.enter_context(self._bodies.hold())
-            whole = await read_body(receive, options.max_body_bytes, held)
+            whole = await read_body(receive, self._body_limit, held)
             body = parse_body(whole, context.client.tenant)
             plan = plan_answers(body, min(options.max_answers, self._limit(context.client)))
             held.take(max(0, plan.num_bytes - held.num_bytes))
@@ -135,6 +136,10 @@ class Completions:
                 await SeveralAnswers(
                     self._services, context, plan, send, record=self._record_part
                 ).run()
+
+    def _context_bytes(self) -> int:
+        lengths = self._services.workers.context_lengths().values()
+        return max(lengths, default=0) * self._services.options.max_body_bytes_per_token
 
     @contextmanager
     def _take_places(self, client: Client, num: int) -> Generator[None]:

@@ -69,6 +69,7 @@ class GatewayOptions:
     max_connections_per_address: int = 1024
     max_inflight_requests: int = 1024
     max_body_bytes: int = 32 * MIB
+    max_body_bytes_per_token: int = 64
     max_total_body_bytes: int = 512 * MIB
     max_answer_bytes: int = 64 * MIB
     max_answers: int = 128
@@ -138,6 +139,7 @@ class GatewayOptions:
             "max_connections_per_address",
             "max_inflight_requests",
             "max_body_bytes",
+            "max_body_bytes_per_token",
             "max_total_body_bytes",
             "max_answer_bytes",
             "max_answers",

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import io
 import os
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Final, TypedDict
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any, Final, TypedDict
 
 import aiohttp
 import msgspec
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import ssl
     from collections.abc import Generator
 
+    from aiohttp.client_proto import ResponseHandler
     from yarl import URL
 
     from baton.auth.key import ClusterKey
@@ -44,6 +45,39 @@ class _Proof(TypedDict):
     server_hostname: str
 
 
+class FinishingConnector(aiohttp.TCPConnector):
+    """Never cancels a connection that is being made: it is finished, and closed if nobody waits.
+
+    uvloop 0.23 keeps the TLS state (120 KB) of each connection that is cancelled in its handshake,
+    for ever: clients that leave at that moment could fill the memory.
+    """
+
+    def __init__(self, connect_timeout_s: float) -> None:
+        super().__init__(limit=0, keepalive_timeout=KEEP_ALIVE_S)
+        self._connect_timeout_s = connect_timeout_s
+
+    async def _wrap_create_connection(
+        self,
+        *args: Any,  # noqa: ANN401 - as they are in aiohttp
+        **kwargs: Any,  # noqa: ANN401
+    ) -> tuple[asyncio.Transport, ResponseHandler]:
+        if kwargs.get("ssl"):
+            kwargs["ssl_handshake_timeout"] = self._connect_timeout_s
+        making = asyncio.ensure_future(super()._wrap_create_connection(*args, **kwargs))
+        try:
+            async with asyncio.timeout(self._connect_timeout_s):
+                return await asyncio.shield(making)
+        except BaseException:
+            making.add_done_callback(_close_unused)
+            raise
+
+
+def _close_unused(making: asyncio.Future[tuple[asyncio.Transport, ResponseHandler]]) -> None:
+    if not making.cancelled() and making.exception() is None:
+        transport, _ = making.result()
+        transport.abort()
+
+
 class Upstream:
     """One pool of connections to all workers. Owner: the event loop's thread."""
 
@@ -56,8 +90,11 @@ class Upstream:
     async def open(self) -> None:
         """Create the pool; connections are made when they are needed."""
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._options.connect_timeout_s),
+            connector=FinishingConnector(self._options.connect_timeout_s),
+            # The connector's own is the shorter one.
+            timeout=aiohttp.ClientTimeout(
+                total=None, sock_connect=2 * self._options.connect_timeout_s
+            ),
             cookie_jar=aiohttp.DummyCookieJar(),
             auto_decompress=False,
             read_bufsize=READ_BUFFER_BYTES,
@@ -86,11 +123,15 @@ class Upstream:
             WorkerLostError: no answer on it.
         """
         headers["content-type"] = "application/json"
-        data = body if len(body) <= MAX_PLAIN_BODY_BYTES else io.BytesIO(body)
-        with mapped_errors(url):
-            return await self._open_session.post(
+        with mapped_errors(url), ExitStack() as on_failure:
+            data: bytes | io.BytesIO = body
+            if len(body) > MAX_PLAIN_BODY_BYTES:
+                data = on_failure.enter_context(io.BytesIO(body))
+            response = await self._open_session.post(
                 url, data=data, headers=headers, allow_redirects=False, **self._proof
             )
+            on_failure.pop_all()
+            return response
 
     async def get(self, url: URL, timeout_s: float) -> tuple[int, bytes]:
         """Fetch a small answer: its status and body.

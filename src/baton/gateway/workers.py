@@ -398,10 +398,16 @@ class Interruptible:
         traceback: TracebackType | None,
     ) -> None:
         task, self._task = self._task, None
-        if task is None or self._cause is None:
+        cause, self._cause = self._cause, None
+        if task is None or cause is None:
             return
-        if task.uncancel() <= self._outer_cancels and exc_type is asyncio.CancelledError:
-            raise self._cause from exc
+        try:
+            if task.uncancel() <= self._outer_cancels and exc_type is asyncio.CancelledError:
+                raise cause from exc
+        finally:
+            # Its traceback has this frame, and those that hold the request's body: what refers to
+            # itself would be kept until the garbage collector happens to find it.
+            del cause
 
     def interrupt(self, cause: BaseException) -> None:
         """End the block with `cause`; does nothing after the first time or after its end."""

@@ -7,16 +7,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.errors import OverloadedError
-from baton.gateway.asgi import BodyBudget, read_body
+from baton.gateway.asgi import ALWAYS_READ_BYTES, BodyBudget, BodyLimit, read_body
 from baton.gateway.errors import BodyTooLargeError, ClientLeftError
 
 
-def read(messages, max_bytes: int) -> bytes:
+def read(messages, max_bytes: int, context_bytes: int = 0) -> bytes:
     async def receive():
         return messages.pop(0)
 
-    with BodyBudget(1000).hold() as held:
-        return asyncio.run(read_body(receive, max_bytes, held))
+    limit = BodyLimit(max_bytes, lambda: context_bytes)
+    with BodyBudget(2 * ALWAYS_READ_BYTES).hold() as held:
+        return asyncio.run(read_body(receive, limit, held))
 
 
 def in_parts(parts: list[bytes]):
@@ -37,6 +38,17 @@ def test_a_body_that_fits_is_read_whole(parts):
 def test_one_byte_too_many_is_refused(parts):
     with pytest.raises(BodyTooLargeError):
         read(in_parts(parts), sum(map(len, parts)) - 1)
+
+
+@pytest.mark.parametrize("more", [0, 1, 1000])
+def test_long_ones_are_read_where_a_model_has_the_context(more):
+    body = bytes(ALWAYS_READ_BYTES + more)
+    if more == 0:
+        assert read(in_parts([body]), 1 << 30) == body
+    else:
+        assert read(in_parts([body[:-1], body[-1:]]), 1 << 30, len(body)) == body
+        with pytest.raises(BodyTooLargeError, match="no model here has the context"):
+            read(in_parts([body[:-1], body[-1:]]), 1 << 30, len(body) - 1)
 
 
 def test_a_client_that_leaves_is_noticed():

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 
 import pytest
 
@@ -106,3 +108,30 @@ def test_cancelled_and_interrupted_at_once_it_is_cancelled():
             await task
 
     asyncio.run(main())
+
+
+def test_what_an_interrupted_block_held_is_free_at_once():
+    """Not when the garbage collector comes by: it counts objects, and these are megabytes."""
+
+    class Body:
+        pass
+
+    async def hold(bodies: list[weakref.ref[Body]]):
+        body = Body()
+        bodies.append(weakref.ref(body))
+        with Interruptible() as block:
+            asyncio.get_running_loop().call_soon(block.interrupt, ClientLeftError())
+            await asyncio.Event().wait()
+
+    async def main() -> bool:
+        bodies: list[weakref.ref[Body]] = []
+        with pytest.raises(ClientLeftError):
+            await hold(bodies)
+        await asyncio.sleep(0)
+        return bodies[0]() is None
+
+    gc.disable()
+    try:
+        assert asyncio.run(main())
+    finally:
+        gc.enable()
