@@ -11,6 +11,9 @@ PYTEST_ARGS ?=
 # Of `make simulate` and `make fuzz`: other seeds each night find more than the same ones again.
 SCHEDULES ?= 100000
 FIRST_SEED ?= 0
+# Of `make soak`, and of `make abuse` (--seconds 10, --json FILE, names of attacks).
+REQUESTS ?= 100000
+ABUSE_ARGS ?=
 # Of `make fuzz`; TARGET: a decoder's name, all of them where it is empty.
 INPUTS ?= 10000000
 SEED ?= 0
@@ -26,7 +29,7 @@ VLLM := $(VENV)/.installed-vllm
 DEV := $(VENV)/.installed-dev
 DOCS := $(VENV)/.installed-docs
 
-.PHONY: help up test chaos simulate fuzz explore check words docs docs-serve install install-dev format clean
+.PHONY: help up test chaos simulate fuzz abuse soak explore check words docs docs-serve install install-dev format clean
 .DEFAULT_GOAL := help
 
 ifneq ($(filter-out vllm transformers,$(ENGINE)),)
@@ -41,6 +44,8 @@ help:
 	@echo 'make chaos                   every fault, to everybody, at every stage: an hour on 2 busy cores'
 	@echo 'make simulate                100,000 simulated clusters under faults: the nightly job'
 	@echo 'make fuzz                    10 million damaged inputs for every decoder: the nightly job'
+	@echo 'make abuse                   attacks on a fleet, and what honest clients notice: 5 minutes'
+	@echo 'make soak                    100,000 requests, of which clients leave some: does anything grow?'
 	@echo 'make explore                 property tests on examples that nobody has tried yet'
 	@echo 'make check                   the checks without the tests'
 	@echo 'make words                   refused words in code and pages (docs/glossary.md)'
@@ -69,6 +74,12 @@ simulate: $(RUNTIME)
 # What fails is kept in build/fuzz, and printed with the command that shows it again.
 fuzz: $(DEV)
 	$(BIN)/python -m tests.fuzz --count $(INPUTS) --seed $(SEED) --jobs $(JOBS) $(addprefix --target ,$(TARGET))
+
+abuse: $(DEV)
+	$(BIN)/python -m tests.abuse $(ABUSE_ARGS)
+
+soak: $(DEV)
+	$(BIN)/python -m tests.abuse.soak --requests $(REQUESTS)
 
 explore: $(VLLM) $(DEV)
 	$(BIN)/python -m pytest -q -n 2 --dist loadscope tests/unit tests/property --explore $(PYTEST_ARGS)

@@ -10,6 +10,7 @@ import secrets
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 from urllib.parse import urlsplit
 
@@ -25,7 +26,7 @@ from tests.chaos.process_state import read_listening_ports
 from tests.preloaded import start_preloaded
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from baton.testing.fleet import StartChild
 
@@ -84,15 +85,21 @@ def _read_rss_bytes(process: FleetProcess) -> int:
 
 
 @contextlib.contextmanager
-def running_victims(logs: Path, start: StartChild = start_preloaded) -> Iterator[Victims]:
-    """A fleet with bounds that attacks reach soon."""
+def running_victims(
+    logs: Path,
+    start: StartChild = start_preloaded,
+    *,
+    engine: Mapping[str, object] = MappingProxyType({}),
+    max_inflight_requests: int = 8,
+) -> Iterator[Victims]:
+    """A fleet with bounds that attacks reach soon; `engine` are further settings of its workers."""
     secret = secrets.token_bytes(32)
     environment = dict(os.environ, BATON_CLUSTER_KEY=secret.hex())
     with Fleet(logs, environment, start=start, tls="control") as fleet:
-        prefill = fleet.start_worker("prefill", "prefill", ENGINE)
-        decode = fleet.start_worker("decode", "decode", ENGINE)
+        prefill = fleet.start_worker("prefill", "prefill", {**ENGINE, **engine})
+        decode = fleet.start_worker("decode", "decode", {**ENGINE, **engine})
         workers = prefill.wait_ready(), decode.wait_ready()
-        settings = {"gateway.max_inflight_requests": 8}
+        settings = {"gateway.max_inflight_requests": max_inflight_requests}
         gateway = fleet.start_gateway([prefill], [decode], settings=settings)
         yield Victims(gateway, workers, Credentials.of(ClusterKey(secret)))
         assert set(fleet.stop().values()) == {0}

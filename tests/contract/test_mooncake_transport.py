@@ -6,10 +6,12 @@
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from baton.testing.transport_contract import NetworkReadingContract, NetworkTransportContract
+from baton.transfer.transports.mooncake.session import MooncakeSession
 
 LOADS = subprocess.run(
     [sys.executable, "-c", "import mooncake.engine"], capture_output=True, check=False
@@ -26,3 +28,14 @@ class TestMooncake(NetworkTransportContract, NetworkReadingContract):
     def connect_unauthenticated(self, descriptor):
         host, port = descriptor.endpoint.split(":")
         return socket.create_connection((host, int(port)), timeout=5)
+
+
+def test_its_process_does_not_know_the_cluster_key(monkeypatch):
+    monkeypatch.setenv("BATON_CLUSTER_KEY", "0" * 64)
+    session = MooncakeSession("127.0.0.1", "lo", protocol="tcp", devices="")
+    try:
+        variables = Path(f"/proc/{session._process.pid}/environ").read_bytes().split(b"\0")
+        assert any(variable.startswith(b"PATH=") for variable in variables)
+        assert not any(variable.startswith(b"BATON_CLUSTER_KEY") for variable in variables)
+    finally:
+        session.close()

@@ -103,7 +103,7 @@ def test_a_tool_is_called(cluster: VllmCluster, stream: bool) -> None:
     received = read_received(cluster)
     with openai.OpenAI(base_url=f"{cluster.gateway.url}/v1", api_key="none") as client:
         answer = client.chat.completions.create(
-            model="demo", max_tokens=60, temperature=1, seed=5, stream=stream, tools=[tool],
+            model="demo", max_tokens=400, temperature=1, seed=5, stream=stream, tools=[tool],
             messages=[{"role": "user", "content": "Which of the two is it to be? " * 20}],
             tool_choice={"type": "function", "function": {"name": "choose"}},
         )  # fmt: skip

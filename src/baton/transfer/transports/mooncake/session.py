@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Final, Literal, TypeAlias, TypeVar,
 import msgspec
 import numpy as np
 
+from baton.config.cluster_key import KEY_VARIABLE
 from baton.config.environment import read_environment
 from baton.errors import UNDECODABLE, TransferError
 from baton.net.framing import decode, encode
@@ -175,13 +176,15 @@ class MooncakeSession:
 
     def __init__(self, host: str, interface: str, *, protocol: str, devices: str) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        # Strangers can reach it: it knows no secret.
+        environment = {k: v for k, v in read_environment().items() if k != KEY_VARIABLE}
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "baton.transfer.transports.mooncake.child"],
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                env={**read_environment(), **ENVIRONMENT},
+                env={**environment, **ENVIRONMENT},
             )
         self._socket = ours
         self._known: set[RegionHandle] = set()
