@@ -231,7 +231,7 @@ async def other_sites(addresses: Addresses) -> None:
         assert status == expected, headers
 
 
-async def strangers(addresses: Addresses) -> None:
+async def crowds_at_ports(addresses: Addresses) -> None:
     """At each port of the workers: silent ones, and those that send a byte now and then.
 
     They took all places, so that a new link between workers was refused.
@@ -283,9 +283,9 @@ ATTACKS: Final = tuple(
         (long_texts, answered(400), "answered 127.0.0.1 with 400"),
         (nonsense, answered(400), "answered 127.0.0.1 with 400"),
         (other_sites, answered(415), "answered 127.0.0.1 with 415"),
-        (strangers, 'baton_warnings_total{source="handoff.peers",subject="stranger"}',
+        (crowds_at_ports, 'baton_warnings_total{source="handoff.peers",subject="unauthenticated"}',
          "handoff: a connection was closed", "prefill"),
-        (garbage_at_ports, 'baton_warnings_total{source="net.endpoints",subject="stranger"}',
+        (garbage_at_ports, 'baton_warnings_total{source="net.endpoints",subject="unauthenticated"}',
          "a transfer connection was closed", "decode"),
     )
 )  # fmt: skip

@@ -37,7 +37,9 @@ SPEC: Final = RandomModelSpec(
     num_layers=4, hidden_size=64, num_heads=4, num_kv_heads=2, dtype="float32"
 )
 SHARE_OF_LEAVERS: Final = 0.3
-NUM_SAMPLES: Final = 50
+NUM_SAMPLES: Final = 25
+QUIET_S: Final = 4.0
+"""Before each sample: the gateway keeps idle connections for three seconds."""
 MAX_SLOPES: Final = {"rss_bytes": 64.0, "descriptors": 1e-4, "threads": 1e-5, "shm_bytes": 1.0}
 """For each request. 64 bytes are 61 MiB after a million; a descriptor is one in 10,000."""
 
@@ -72,7 +74,7 @@ class Soak:
                 async with asyncio.TaskGroup() as clients:
                     for _ in range(concurrency):
                         clients.create_task(self._ask_until(session, until))
-                await asyncio.sleep(0.5)  # what clients left is ended
+                await asyncio.sleep(QUIET_S)
                 self._sample()
                 print(f"{self.num_begun:>8} {dict(self.outcomes)} {self._show()}", flush=True)
 

@@ -9,17 +9,18 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from baton.auth.ticket import hash_tenant
-from baton.errors import UNDECODABLE, InvalidRequestError
+from baton.errors import UNDECODABLE, ContextLengthError, InvalidRequestError
 from baton.gateway.errors import UnsupportedMediaTypeError
 from baton.ids import RequestId, new_request_id
 from baton.protocol.engine_fields import (
+    ABSENT,
     REMOVED_FIELDS,
     VLLM_FIELDS,
     check_vllm_field,
     is_off,
     unsupported,
 )
-from baton.protocol.prompt_bounds import check_ids, check_messages, lists_ids
+from baton.protocol.prompt_bounds import check_ids, check_messages, count_chars, lists_ids
 from baton.protocol.worker_http import REQUEST_ID_HEADER
 from baton.router.placement import NonDisaggregableField
 
@@ -64,6 +65,8 @@ MAX_REQUEST_ID_CHARS: Final = 128
 MAX_MODEL_CHARS: Final = 256
 MAX_ESCAPED_CHAR_BYTES: Final = 12
 """Of one character outside Unicode's first plane, written as two escapes."""
+ALWAYS_SENT_BYTES: Final = 1 << 16
+"""Of a prompt: whether it fits, its worker finds out as quickly."""
 FORWARDED_HEADERS: Final = frozenset({b"traceparent", b"tracestate"})
 _JSON_TYPE: Final = re.compile(rb"\s*application/([a-z0-9.-]+\+)?json\s*(;|$)", re.IGNORECASE)
 _PRINTABLE: Final = frozenset(range(0x21, 0x7F))
@@ -101,6 +104,24 @@ class CompletionBody:
         prompt = self.fields.get("prompt")
         if prompt is not None and lists_ids(memoryview(prompt)):
             check_ids(bytes(prompt), max_context_tokens())
+
+    def check_text(self, max_prompt_chars: Callable[[], int | None]) -> None:
+        """Refuse a text that is certainly too long for the model's workers.
+
+        Raises:
+            ContextLengthError: it is.
+        """
+        raw = self.fields.get("messages") or self.fields.get("prompt") or ABSENT
+        if len(memoryview(raw)) <= ALWAYS_SENT_BYTES or "truncate_prompt_tokens" in self.fields:
+            return
+        num_chars = count_chars(bytes(raw), is_text="messages" not in self.fields)
+        limit = max_prompt_chars()
+        if limit is not None and num_chars > limit:
+            raise ContextLengthError(
+                f"this model's context holds no text of more than {limit} characters; the prompt "
+                f"has {num_chars} or more. Shorten the prompt.",
+                code="context_length_exceeded",
+            )
 
     def for_one_token(self) -> CompletionBody:
         """The same prompt, for one token of which nothing matters."""

@@ -103,6 +103,7 @@ class RequestProxy:
         if context.model not in fleet.models:
             raise services.workers.why_not_served(context.model)
         self._body.check_ids(partial(services.workers.largest_context, context.model))
+        self._body.check_text(partial(services.workers.longest_prompt_chars, context.model))
         context.metrics = services.metrics.of(context.model, NO_MODE)
         fleet = self._serving(fleet)
         speaks_vllm = "vllm" in fleet.models[context.model].decode_protocols

@@ -46,10 +46,10 @@ class _Proof(TypedDict):
 
 
 class FinishingConnector(aiohttp.TCPConnector):
-    """Never cancels a connection that is being made: it is finished, and closed if nobody waits.
+    """Never cancels a connection that is being made: it is finished, then closed if not needed.
 
-    uvloop 0.23 keeps the TLS state (120 KB) of each connection that is cancelled in its handshake,
-    for ever: clients that leave at that moment could fill the memory.
+    uvloop 0.23 keeps the TLS state (120 KB) of each connection that is cancelled in its handshake
+    until exit: clients that leave at that moment could fill the memory.
     """
 
     def __init__(self, connect_timeout_s: float) -> None:

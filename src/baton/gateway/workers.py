@@ -286,6 +286,12 @@ class Workers:
             (i.max_context_tokens for i in infos if i and i.served_model_name == model), default=0
         )
 
+    def longest_prompt_chars(self, model: str) -> int | None:
+        """Characters of a text that some worker of a model may have room for; None: not known."""
+        infos = [worker.info for worker in self.all]
+        known = [i.max_prompt_chars for i in infos if i and i.served_model_name == model]
+        return None if None in known else max(filter(None, known), default=None)
+
     def register(self, worker: Worker, info: WorkerInfo) -> None:
         """It identified itself: it is up, unless it cannot be used as listed."""
         reason = why_not_used(info, worker.address)

@@ -478,7 +478,7 @@ class PeerTable:
         del self._peers[peer]
         if peer in self._unproved:
             del self._unproved[peer]
-            self._log.warning("stranger", f"handoff: a connection was closed: {error}")
+            self._log.warning("unauthenticated", f"handoff: a connection was closed: {error}")
         self._selector.unregister(peer.link.sock)
         peer.link.close()
         if peer.dialed is not None:

@@ -200,7 +200,7 @@ class Listener:
 
         def lose(error: TransferError) -> None:
             self._unproved.pop(connection, None)
-            self._log.warning("stranger", f"a transfer connection was closed: {error}")
+            self._log.warning("unauthenticated", f"a transfer connection was closed: {error}")
 
         connection = Connection(self._reactor, Channel(sock, MAX_HANDSHAKE_BYTES), check, lose)
         connection.fail_after(PROOF_TIMEOUT_S, "a peer's proof of the key")

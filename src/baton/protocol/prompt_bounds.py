@@ -11,6 +11,9 @@ MAX_PROMPTS: Final = 1024
 MAX_IDS: Final = 1 << 20
 """Of all prompts of one request together, where the context is smaller."""
 _HEAD_BYTES: Final = 64
+_MAX_ESCAPE_BYTES: Final = 6
+"""\\uXXXX: one character, or half of one."""
+_MAX_UTF8_BYTES: Final = 4
 
 
 def lists_ids(prompt: bytes | memoryview) -> bool:
@@ -43,6 +46,21 @@ def check_ids(prompt: bytes, max_context_tokens: int) -> None:
             param="prompt",
             code="too_many_prompts",
         )
+
+
+def count_chars(prompt: bytes, *, is_text: bool) -> int:
+    """At least so many characters are in a prompt's text; `prompt` is the JSON text of its field.
+
+    Of a list of messages, at least half is taken for their text. A list of ids has none.
+    """
+    if not is_text:
+        num_bytes = len(prompt) // 2
+    elif prompt.lstrip()[:1] == b'"':
+        num_bytes = len(prompt) - 2
+    else:
+        return 0
+    num_bytes -= _MAX_ESCAPE_BYTES * prompt.count(b"\\")
+    return max(0, num_bytes if prompt.isascii() else num_bytes // _MAX_UTF8_BYTES)
 
 
 def check_messages(messages: bytes) -> None:

@@ -84,7 +84,8 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     `layout` is a `baton.kv.layout.KVLayout`, for people; the gateway does not read it.
     `control_urls` has one address for each tensor-parallel rank of a vLLM server, where that rank
     is asked what a Baton worker is asked at its own address; a Baton worker has none. Of `modes`,
-    unknown ones are ignored.
+    unknown ones are ignored. `max_prompt_chars`: no longer text can fit the context, as far as the
+    worker knows its tokenizer's longest token.
     """
 
     worker: Annotated[WorkerId, NAME]
@@ -94,6 +95,7 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     served_model_name: Name
     fingerprint: Name
     max_context_tokens: Annotated[int, Meta(gt=0)]
+    max_prompt_chars: Annotated[int, Meta(gt=0)] | None = None
     handoff_address: Name
     layout: object = None
     transports: Annotated[tuple[str, ...], Meta(max_length=64)]

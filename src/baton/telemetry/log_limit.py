@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 INTERVAL_S: Final = 10.0
 WARNINGS: Final = Counter(
     "baton_warnings",
-    "Warnings that clients and strangers can cause, those that were not logged too.",
+    "Warnings that clients and unauthenticated peers can cause, logged or not.",
     ("source", "subject"),
     registry=None,
 )

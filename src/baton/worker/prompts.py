@@ -76,10 +76,14 @@ class PromptReader:
         return min(self.info.max_context_tokens, self.info.num_blocks * self.info.layout.block_size)
 
     @property
+    def max_prompt_chars(self) -> int:
+        """No longer text can fit: each of its tokens would be the longest there is."""
+        return self.max_prompt_tokens * self.tokenizer.longest_token_chars
+
+    @property
     def max_body_bytes(self) -> int:
         """No longer body can have a prompt that fits: every character escaped, and all else."""
-        longest = self.tokenizer.longest_token_chars * MAX_BYTES_PER_CHAR
-        return self.max_prompt_tokens * longest + MAX_OTHER_BYTES
+        return self.max_prompt_chars * MAX_BYTES_PER_CHAR + MAX_OTHER_BYTES
 
     async def read_completion(self, fields: CompletionFields) -> Generation:
         """Check and tokenize a completion request.
@@ -138,7 +142,12 @@ class PromptReader:
         return await self._run(len(text), encode)
 
     async def _refuse_long(self, text: str, limit: int) -> None:
-        """Refuse a text that is far too long at the cost of one that is a little too long."""
+        """Refuse a text that is far too long at the cost of one that is a little too long.
+
+        At no cost, if it is too long even where each of its tokens is the longest there is.
+        """
+        if len(text) > self.max_prompt_chars:
+            raise _too_long(limit, f"more than {limit}", None)
         piece_chars = max(MIN_PIECE_CHARS, limit * USUAL_CHARS_PER_TOKEN)
         if len(text) <= piece_chars:
             return

@@ -52,6 +52,7 @@ class StatusPages:
     traces: TraceRing
     registry: CollectorRegistry
     started_at: int
+    max_prompt_chars: int
 
     async def health(self, exchange: HttpExchange) -> None:
         """`GET /health`."""
@@ -88,6 +89,7 @@ class StatusPages:
                 served_model_name=self.options.served_model_name,
                 fingerprint=info.fingerprint,
                 max_context_tokens=info.max_context_tokens,
+                max_prompt_chars=self.max_prompt_chars,
                 handoff_address="" if self.handoffs is None else self.handoffs.address,
                 layout=info.layout,
                 transports=self.options.transports,

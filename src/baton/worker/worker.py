@@ -214,6 +214,7 @@ def build_worker(
         traces=traces,
         registry=registry,
         started_at=int(clock.unix_now()),
+        max_prompt_chars=reader.max_prompt_chars,
     )
     bearer = (
         Bearer(options.credentials.key)

@@ -176,7 +176,7 @@ class MooncakeSession:
 
     def __init__(self, host: str, interface: str, *, protocol: str, devices: str) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        # Strangers can reach it: it knows no secret.
+        # Unauthenticated peers can reach it: it knows no secret.
         environment = {k: v for k, v in read_environment().items() if k != KEY_VARIABLE}
         with theirs:
             self._process = subprocess.Popen(
