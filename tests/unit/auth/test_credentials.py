@@ -221,3 +221,23 @@ def test_several_cluster_keys_are_accepted_and_the_file_is_followed(tmp_path: Pa
     for text in ("", "\n".join([old] * 5), "short"):
         with pytest.raises(ConfigError):
             parse_keys(text)
+
+
+def test_a_signature_that_was_good_is_good_for_nothing_else(directories: Directories) -> None:
+    clock = clock_at(dt.datetime.now(dt.UTC))
+    signer = Credentials.from_directory(directories.issue("g", "gateway"), KEY, clock).signer
+    own = directories.issue("w")
+    worker = Credentials.from_directory(own, KEY, clock)
+    signature = signer.sign(b"message")
+    for _ in range(2):  # remembered, the second time
+        peer = worker.verify(IdentityRole.GATEWAY, signer.certificate, b"message", signature)
+        assert peer.name == "g"
+    with pytest.raises(AuthenticationError, match="signature"):
+        worker.verify(IdentityRole.GATEWAY, signer.certificate, b"massage", signature)
+    with pytest.raises(AuthenticationError, match="takes a worker"):
+        worker.verify(IdentityRole.WORKER, signer.certificate, b"message", signature)
+    revoke("g", directories.ca)
+    shutil.copy(directories.ca / "ca.crl", own)
+    clock.advance(2.0)
+    with pytest.raises(AuthenticationError):
+        worker.verify(IdentityRole.GATEWAY, signer.certificate, b"message", signature)
