@@ -28,7 +28,7 @@ import numpy as np
 from rich.console import Console
 
 from baton.auth.credentials import Credentials
-from baton.auth.ticket import Ticket, TicketIssuer, WorkerRef
+from baton.auth.ticket import Ticket, TicketIssuer, WorkerRef, seal, unseal
 from baton.clock import Instant, MachineClock
 from baton.handoff.agent import HandoffAgent
 from baton.handoff.interface import (
@@ -142,9 +142,12 @@ def node(
 
 def run_handoff(prefill: Node, decode: Node, mode: HandoffMode, num_tokens: int) -> Sample:
     """One handoff of a prompt that is computed already."""
-    ticket = Ticket(
+    signed = Ticket(
         new_ticket_id(), "bench", prefill.ref, decode.ref, mode, ISSUER.issue(TIMEOUT_S)
     )
+    # As in a worker, whose HTTP server has read it with the request.
+    credentials = prefill.agent.options.credentials
+    ticket = unseal(seal(signed, credentials), credentials)
     table = BlockTable(0, np.arange(-(-num_tokens // BLOCK_SIZE), dtype=np.int64))
     common = {"ticket": ticket, "prompt_hash": bytes(32), "num_tokens": num_tokens}
     common |= {"blocks": table, "deadline": Instant(CLOCK.now() + TIMEOUT_S)}

@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 RELOAD_INTERVAL_S: Final = 1.0
-MAX_VERIFIED: Final = 1024
 MAX_FILE_BYTES: Final = 1 << 20
 MAX_VERIFIED: Final = 1024
 
