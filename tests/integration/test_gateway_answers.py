@@ -100,7 +100,7 @@ def test_a_large_body_reaches_both_workers():
         assert cluster.decodes[0].visits[0].body["prompt"] == prompt
         assert cluster.prefills[0].visits[0].body["prompt"] == prompt
 
-    run(scenario)
+    run(scenario, max_body_bytes_per_token=1024)
 
 
 def test_what_clients_may_not_say_does_not_reach_workers():
