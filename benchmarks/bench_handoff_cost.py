@@ -88,6 +88,7 @@ class Node:
     layout: KVLayout
     ref: WorkerRef
     woken: threading.Event
+    credentials: Credentials
 
     def wait(self, *kinds: type) -> object:
         """The next event of one of these kinds."""
@@ -133,7 +134,7 @@ def node(
     agent.start(woken.set)
     try:
         ref = WorkerRef(WorkerId(name), epoch, agent.address)
-        yield Node(agent, peer_mappings, layout, ref, woken)
+        yield Node(agent, peer_mappings, layout, ref, woken, key)
     finally:
         agent.stop()
         peer_mappings.close()
@@ -146,8 +147,7 @@ def run_handoff(prefill: Node, decode: Node, mode: HandoffMode, num_tokens: int)
         new_ticket_id(), "bench", prefill.ref, decode.ref, mode, ISSUER.issue(TIMEOUT_S)
     )
     # As in a worker, whose HTTP server has read it with the request.
-    credentials = prefill.agent.options.credentials
-    ticket = unseal(seal(signed, credentials), credentials)
+    ticket = unseal(seal(signed, prefill.credentials), prefill.credentials)
     table = BlockTable(0, np.arange(-(-num_tokens // BLOCK_SIZE), dtype=np.int64))
     common = {"ticket": ticket, "prompt_hash": bytes(32), "num_tokens": num_tokens}
     common |= {"blocks": table, "deadline": Instant(CLOCK.now() + TIMEOUT_S)}

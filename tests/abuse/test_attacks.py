@@ -43,6 +43,7 @@ async def _check(victims: Victims, attack: Attack) -> None:
     assert num_honest > 0
     await until_memory_is_back(victims, before)
     await honest.ask()
-    assert await victims.read_metric("gateway", FALLBACKS) == num_fallbacks
+    if attack.victim != "gateway":  # a bad request may be refused by prefill first, and counts
+        assert await victims.read_metric("gateway", FALLBACKS) == num_fallbacks
     assert await victims.read_metric(attack.victim, attack.counted) > num_counted
     assert attack.log in victims.find(attack.victim).log.read_text()

@@ -296,7 +296,7 @@ def test_connections_that_are_given_up_in_their_handshake_leave_nothing() -> Non
                             await asking
                     asking.cancel()
                     most = max(most, count_tls_connections())
-                assert most > 5, "they were not in their handshakes"
+                assert most > 0, "none was in its handshake"
                 async with asyncio.timeout(5):
                     while count_tls_connections():
                         await asyncio.sleep(0.1)

@@ -146,8 +146,8 @@ def parse_body(body: bytes, tenant: str = "") -> CompletionBody:
     """Read the top level. A `tenant`'s requests share KV with no other's, whatever their salts.
 
     Raises:
-        InvalidRequestError: not a JSON object in UTF-8, or `model` or `stream` has another type, or
-            the model's name is too long.
+        InvalidRequestError: not a JSON object in UTF-8, or `model`, `stream`, `tools` or
+            `tool_choice` has another type, or the model's name is too long.
     """
     try:
         if not body.isascii():
@@ -169,6 +169,9 @@ def parse_body(body: bytes, tenant: str = "") -> CompletionBody:
 
 def _strip_no_tools(fields: dict[str, msgspec.Raw]) -> None:
     """Leave out an empty list of tools, which vLLM refuses, and how to choose from it."""
+    for name in ("tools", "tool_choice"):
+        if name in fields:
+            check_vllm_field(name, fields[name])
     if "tools" in fields and is_off("tools", fields["tools"]):
         del fields["tools"]
     choice = fields.get("tool_choice")

@@ -24,15 +24,17 @@ FORGED = '{"baton_ticket":"forged","remote_host":"10.0.0.1"}'
         ("structured_outputs", '{"choice":[]}'),
         ("tools", '[{"type":"function"}]'),
         ("tools", '"choose"'),
+        ("tools", "{}"),
+        ("tool_choice", "[]"),
         ("response_format", '"json"'),
         ("min_p", '"1"'),  # vLLM takes text for a number
         ("prompt_logprobs", "1.5"),
     ],
 )
 def test_fields_of_vllm_have_their_types(name, value):
-    body = parse_body(f'{{"model":"m","{name}":{value}}}'.encode())
+    body = f'{{"model":"m","{name}":{value}}}'.encode()
     with pytest.raises(InvalidRequestError) as refused:
-        find_vllm_field(body)
+        find_vllm_field(parse_body(body))
     assert refused.value.param == name
 
 

@@ -38,7 +38,7 @@ def test_the_limit_that_wins_is_set_too():
 @pytest.mark.parametrize(
     "shaping",
     [
-        {"tools": [{"type": "function"}]},
+        {"tools": [{"type": "function", "function": {"name": "a"}}]},
         {"tool_choice": "required"},
         {"truncate_prompt_tokens": -1},
         {"add_special_tokens": False},
