@@ -147,9 +147,9 @@ def test_without_a_descriptor_left_the_agent_waits_and_says_so(
                 assert process.stdout is not None
                 assert process.stdout.readline().strip() == "40"
                 wait_until(lambda: "no peer can be accepted" in caplog.text)
-                before = read_thread_cpu_s("baton-handoff")
+                before = time.process_time()  # /proc could not be opened
                 time.sleep(1.0)
-                assert read_thread_cpu_s("baton-handoff") - before < 0.3
+                assert time.process_time() - before < 0.3
             finally:
                 resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
                 process.kill()
@@ -165,14 +165,3 @@ def take_descriptors_up_to(highest: int) -> list[int]:
         taken.append(os.dup(2))
     os.close(taken.pop())
     return taken
-
-
-def read_thread_cpu_s(prefix: str) -> float:
-    """Of all threads of this process whose names begin so."""
-    ticks = 0
-    for task in Path("/proc/self/task").iterdir():
-        name, _, rest = (task / "stat").read_text().partition("(")[2].rpartition(")")
-        if name.startswith(prefix):
-            fields = rest.split()
-            ticks += int(fields[11]) + int(fields[12])
-    return ticks / os.sysconf("SC_CLK_TCK")
