@@ -106,15 +106,17 @@ class CompletionBody:
             check_ids(bytes(prompt), max_context_tokens())
 
     def check_text(self, max_prompt_chars: Callable[[], int | None]) -> None:
-        """Refuse a text that is certainly too long for the model's workers.
+        """Refuse a prompt that is a text and certainly too long for the model's workers.
+
+        Of a chat, its worker decides: how much of its JSON is text, only its template shows.
 
         Raises:
             ContextLengthError: it is.
         """
-        raw = self.fields.get("messages") or self.fields.get("prompt") or ABSENT
+        raw = self.fields.get("prompt", ABSENT)
         if len(memoryview(raw)) <= ALWAYS_SENT_BYTES or "truncate_prompt_tokens" in self.fields:
             return
-        num_chars = count_chars(bytes(raw), is_text="messages" not in self.fields)
+        num_chars = count_chars(bytes(raw))
         limit = max_prompt_chars()
         if limit is not None and num_chars > limit:
             raise ContextLengthError(

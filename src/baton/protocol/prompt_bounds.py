@@ -48,18 +48,11 @@ def check_ids(prompt: bytes, max_context_tokens: int) -> None:
         )
 
 
-def count_chars(prompt: bytes, *, is_text: bool) -> int:
-    """At least so many characters are in a prompt's text; `prompt` is the JSON text of its field.
-
-    Of a list of messages, at least half is taken for their text. A list of ids has none.
-    """
-    if not is_text:
-        num_bytes = len(prompt) // 2
-    elif prompt.lstrip()[:1] == b'"':
-        num_bytes = len(prompt) - 2
-    else:
+def count_chars(prompt: bytes) -> int:
+    """At least so many characters has a prompt, whose JSON text this is; 0 if it is no string."""
+    if prompt[:1] != b'"':
         return 0
-    num_bytes -= _MAX_ESCAPE_BYTES * prompt.count(b"\\")
+    num_bytes = len(prompt) - 2 - _MAX_ESCAPE_BYTES * prompt.count(b"\\")
     return max(0, num_bytes if prompt.isascii() else num_bytes // _MAX_UTF8_BYTES)
 
 
