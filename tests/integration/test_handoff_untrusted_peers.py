@@ -183,23 +183,23 @@ def test_a_message_that_cannot_be_handled_ends_its_own_link(
 ) -> None:
     """Whatever it was: the handoffs of other peers go on."""
     with (
-        node("p", kinds=SHARED, key=key) as broken,
-        node("q", kinds=SHARED, key=key) as well,
-        node("d", kinds=SHARED, key=key) as decode,
+        node("p", kinds=SHARED, key=key) as prefill,
+        node("d", kinds=SHARED, key=key) as broken,
+        node("e", kinds=SHARED, key=key) as well,
     ):
-        receiving = decode.agent.loop.receiving
-        handle = receiving.handle_message
+        sending = prefill.agent.loop.sending
+        handle = sending.handle_message
 
-        def fail_for_p(peer: Peer, message: Message) -> None:
-            if peer.name == "p":
+        def fail_for_d(peer: Peer, message: Message) -> None:
+            if peer.name == "d":
                 raise KeyError("a defect")
             handle(peer, message)
 
-        monkeypatch.setattr(receiving, "handle_message", fail_for_p)
-        ended = hand_over(broken, decode)
+        monkeypatch.setattr(sending, "handle_message", fail_for_d)
+        ended = hand_over(prefill, broken)
         assert isinstance(ended, KVFailed)
-        assert "an event of p could not be handled" in caplog.text
-        assert isinstance(hand_over(well, decode), KVLanded)
+        assert "an event of d could not be handled" in caplog.text
+        assert isinstance(hand_over(prefill, well), KVLanded)
 
 
 def hand_over(prefill: Node, decode: Node) -> object:

@@ -4,7 +4,7 @@
                                       │ `AgentLoop`
                        links to peers ┘  └ transports
 
-The engine's calls only queue a command and write one byte to a pipe.
+The engine's calls only queue a command, and write one byte to a pipe where the thread may sleep.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class HandoffAgent:  # noqa: PLR0904 - the engine's contract, and the process's
 
     def renew_lease(self, ticket: Ticket) -> None:
         """See `HandoffPort`."""
-        self.loop.call(partial(self.loop.receiving.renew_lease, ticket))
+        self.loop.note(partial(self.loop.receiving.renew_lease, ticket))
 
     def start_receive(self, order: ReceiveOrder) -> None:
         """See `HandoffPort`."""
@@ -149,7 +149,8 @@ class HandoffAgent:  # noqa: PLR0904 - the engine's contract, and the process's
     def start_send(self, order: SendOrder) -> None:
         """See `HandoffPort`."""
         self._short_prompts.add(order)
-        self.loop.call(partial(self.loop.sending.start_send, order))
+        # Nothing of it is in place yet: what is follows, and wakes the thread.
+        self.loop.note(partial(self.loop.sending.start_send, order))
 
     def report_progress(self, prompts: Sequence[Ticket]) -> None:
         """See `HandoffPort`."""
@@ -165,9 +166,7 @@ class HandoffAgent:  # noqa: PLR0904 - the engine's contract, and the process's
     def prefill_done(self, ticket: TicketId, first_token: SampledToken | None) -> None:
         """See `HandoffPort`."""
         stop = self._short_prompts.take(ticket)
-        if stop is not None:
-            self.loop.call(partial(self.loop.sending.all_layers_ready, ticket, stop))
-        self.loop.call(partial(self.loop.sending.prefill_done, ticket, first_token))
+        self.loop.call(partial(self.loop.sending.prefill_done, ticket, first_token, stop))
 
     def decline(self, ticket: Ticket, reason: str) -> None:
         """See `HandoffPort`."""
@@ -213,7 +212,8 @@ class HandoffAgent:  # noqa: PLR0904 - the engine's contract, and the process's
 
     def _emit(self, event: HandoffEvent) -> None:
         self._events.append(event)
-        self._wake_engine()
+        if len(self._events) == 1:  # else the engine was woken, and has not polled yet
+            self._wake_engine()
 
     def _run(self) -> None:
         _name_this_thread(THREAD_NAME)

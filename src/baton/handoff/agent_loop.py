@@ -68,10 +68,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 TICK_S: Final = 0.05
+MAX_POLL_ROUNDS: Final = 4
+"""Before links and commands get their turn again."""
 
 
 class AgentLoop:
-    """Owner: the agent's thread; `call` alone is for every thread."""
+    """Owner: the agent's thread; `call` and `note` alone are for every thread."""
 
     def __init__(
         self,
@@ -94,6 +96,7 @@ class AgentLoop:
         self._commands: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._selector = options.io_backend.make_selector()
         self._waker = options.io_backend.make_waker()
+        self._is_woken = False
         self._waiting = AdaptiveWaiter(options.clock, options.spin_s)
         self._next_tick = 0.0
         probe_buffer = _allocate_probe_buffer(options.links)
@@ -147,22 +150,31 @@ class AgentLoop:
                 self._selector.register(transport.readiness_fd, selectors.EVENT_READ, transport)
 
     def call(self, command: Callable[[], object]) -> None:
-        """Have the thread do something: queues it and writes one byte to a pipe. Thread-safe."""
+        """Have the thread do something now: queues it, and wakes the thread. Thread-safe.
+
+        A thread that was woken, and has not run its commands yet, is not woken again.
+        """
         self._commands.put(command)
-        self._waker.wake()
+        if not self._is_woken:
+            self._is_woken = True
+            self._waker.wake()
+
+    def note(self, command: Callable[[], object]) -> None:
+        """Have the thread do something before whatever it does next, in `TICK_S`. Thread-safe."""
+        self._commands.put(command)
 
     def step(self) -> None:
         """Sleep until something is to be done, `TICK_S` at most, and do it."""
         ready = self._waiting.wait(self._selector.select, TICK_S)
-        for key, mask in ready:
+        for key, _ in ready:
             if key.data is self._waker:
                 self._waker.clear()
-            elif isinstance(key.data, Peer | PeerTable):
-                self._dispatch_all(self._peers.serve(key.data, mask))
         self._run_commands()
-        for transport in self.options.transports:
-            for event in transport.poll():
-                self._guard_transfer_event(transport, event)
+        for key, mask in ready:
+            if isinstance(key.data, Peer | PeerTable):
+                self._dispatch_all(self._peers.serve(key.data, mask))
+        self._peers.flush()
+        self._poll_transports()
         now = self.options.clock.now()
         if now >= self._next_tick:
             self._tick(now)
@@ -170,6 +182,18 @@ class AgentLoop:
             self._serve_staging()
         if self._prober.active is not None or self._prober.waiting:
             self._probe()
+        self._peers.flush()
+
+    def _poll_transports(self) -> None:
+        """Handle their events, and those that handling them gave rise to."""
+        for _ in range(MAX_POLL_ROUNDS):
+            is_idle = True
+            for transport in self.options.transports:
+                for event in transport.poll():
+                    is_idle = False
+                    self._guard_transfer_event(transport, event)
+            if is_idle:
+                return
 
     def _probe(self) -> None:
         """Handoffs first: probes are made while none waits, or between their transfers."""
@@ -183,6 +207,7 @@ class AgentLoop:
 
     def _run_commands(self) -> None:
         """Carry out what was queued before this call, and no more, so that sockets get a turn."""
+        self._is_woken = False  # first: what is queued from now on wakes the thread again
         for _ in range(self._commands.qsize()):
             try:
                 self._commands.get_nowait()()

@@ -375,7 +375,11 @@ class DecodeReceiver:  # noqa: PLR0904 -- a method for each event (ADR 0005)
     def _accept(self, incoming: IncomingHandoff, notification: Notification) -> None:
         """Count what is in the pages, and is what the sender had."""
         incoming.scatter(notification)
-        actions = incoming.session.landed(notification)
+        session, finished = incoming.session, notification.finished
+        actions = session.landed(notification)
+        if finished is not None and session.phase is ReceivePhase.GRANTED:
+            incoming.record_sender(finished)
+            actions += session.finished(finished)
         incoming.stamp_progress(self._context.clock.now())
         self._perform(incoming, actions)
 
@@ -398,8 +402,8 @@ class DecodeReceiver:  # noqa: PLR0904 -- a method for each event (ADR 0005)
                     incoming.open_write_grants(self._context.transports)
                 except BatonError as exc:
                     self._perform(incoming, session.fail(str(exc), stage="window"))
-            case CloseWriteGrant():
-                if not incoming.close_write_grants():
+            case CloseWriteGrant(writer_is_done):
+                if not incoming.close_write_grants(writer_is_done=writer_is_done):
                     self._perform(incoming, session.grant_quiescent())
             case Fence(kind):
                 if incoming.fence(kind):
@@ -410,18 +414,21 @@ class DecodeReceiver:  # noqa: PLR0904 -- a method for each event (ADR 0005)
                 self._import_blocks(incoming, exported)
             case SendMessage(message):
                 self._send_message(incoming, message)
-            case SendTransferAck():
-                self._send_transfer_ack(incoming)
+            case SendTransferAck(closes_grant):
+                self._send_transfer_ack(incoming, closes_grant=closes_grant)
             case Emit(event):
                 incoming.write_trace()
                 self._context.emit(event)
             case _:
                 assert_never(action)
 
-    def _send_transfer_ack(self, incoming: IncomingHandoff) -> None:
+    def _send_transfer_ack(self, incoming: IncomingHandoff, *, closes_grant: bool) -> None:
         trace = incoming.session.order.trace
         message = TransferAck(
-            incoming.session.ticket, trace.transport or "", trace.expected_transport or ""
+            incoming.session.ticket,
+            trace.transport or "",
+            trace.expected_transport or "",
+            closes_grant,
         )
         if incoming.peer is not None:
             self._context.peers.send(incoming.peer, message)

@@ -89,6 +89,7 @@ class IncomingHandoff:
             writer=self.session.order.ticket.prefill.epoch,
             pages=pages.pages.blocks,
             writer_name=self.session.order.ticket.prefill.worker,
+            is_announced=True,  # by Grant, or by FallbackToWrite
         )
         for transport in transports:
             transport.open_grant(write_grant)
@@ -121,12 +122,12 @@ class IncomingHandoff:
             return False
         return True
 
-    def close_write_grants(self) -> bool:
+    def close_write_grants(self, *, writer_is_done: bool) -> bool:
         """Admit no more; whether to wait for each transport's `GrantQuiescent`."""
         opened, self._opened = self._opened, {}
         self._closing = {*opened, *self._fencing}
         for transport in opened.values():
-            transport.close_grant(self.session.ticket)
+            transport.close_grant(self.session.ticket, writer_is_done=writer_is_done)
         return bool(self._closing)
 
     def is_fenced(self, transport: Transport) -> bool:

@@ -104,10 +104,10 @@ class Link:
         return bool(self._unsent)
 
     def send(self, message: Message) -> None:
-        """Queue a message; before the link is up, it waits for the handshake.
+        """Queue a message until `flush`; before the link is up, it waits for the handshake.
 
         Raises:
-            PeerLostError: the connection broke, or the peer has not read for too long.
+            PeerLostError: the peer has not read for too long.
         """
         body = encode(message)
         if self._session is None:
@@ -116,7 +116,6 @@ class Link:
         self._unsent += encode_frame(self._session.seal(body))
         if len(self._unsent) > MAX_UNSENT_BYTES:
             raise PeerLostError(f"the peer does not read: {len(self._unsent)} bytes are queued")
-        self.flush()
 
     def flush(self) -> None:
         """Send what the socket takes.

@@ -21,7 +21,7 @@ from baton.transfer.interface import RegionDescriptor
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-PROTOCOL_VERSION: Final = 8
+PROTOCOL_VERSION: Final = 9
 MAX_MESSAGE_BYTES: Final = 4 * 1024 * 1024
 MAX_TOKENS: Final = 16 * 1024 * 1024
 DIGEST_BYTES: Final = 16
@@ -167,14 +167,17 @@ class Available(ReceiverMessage, frozen=True, tag="available"):
 
 
 class TransferAck(SenderMessage, frozen=True, tag="transfer_ack"):
-    """Decode → prefill, op "READ": all was read and verified; the source may change.
+    """Decode → prefill: all landed, or was read, and was verified; the source may change.
 
-    `transport` is what read it (most of it), `expected_transport` what should have.
+    `transport` is what carried it (most of it), `expected_transport` what should have.
+    `closes_grant`: every write arrived by itself, so I close the write grant without asking over
+    transports whose writes are over when they are reported (`CloseGrant`, docs/wire/transfer.md).
     """
 
     ticket: WireTicketId
     transport: TransportName
     expected_transport: TransportName
+    closes_grant: bool = False
 
 
 class TransportFailed(ReceiverMessage, frozen=True, tag="transport_failed"):
@@ -401,7 +404,8 @@ class Notification(msgspec.Struct, frozen=True, array_like=True):
     """Rides on a write: KV of tokens `[start, stop)` of `num_layers` from `layer` on is in place.
 
     `digests` has 16 bytes for each piece, in the order of `kv.copies.compute_pieces`, layer after
-    layer; or none at all, where the grant excludes digests.
+    layer; or none at all, where the grant excludes digests. `finished`: it was the last write of
+    its ticket; then no `Finished` follows over the link, unless the transport fails.
     """
 
     layer: LayerNumber
@@ -409,6 +413,7 @@ class Notification(msgspec.Struct, frozen=True, array_like=True):
     stop: TokenCount
     digests: bytes
     num_layers: LayerCount = 1
+    finished: Finished | None = None
 
     def split(self) -> tuple[Notification, ...]:
         """The same, layer by layer.

@@ -18,6 +18,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Final
 
 from baton.errors import BatonError, PeerUnreachableError
+from baton.transfer.interface import as_admitter
 from baton.transfer.links.choice import Backoff, Choice, Chooser, Outcome
 from baton.transfer.links.cost_model import TransferShape, default_link_model
 from baton.transfer.links.probes import ProbeBounds
@@ -25,11 +26,15 @@ from baton.transfer.links.probes import ProbeBounds
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
 
+    import numpy as np
+    from numpy.typing import NDArray
+
     from baton.clock import Clock, Instant
     from baton.handoff.messages import TransferOp
     from baton.handoff.peers import Peer
+    from baton.ids import TicketId
     from baton.telemetry.trace import RequestSpan
-    from baton.transfer.interface import RegionDescriptor, RemoteId, Transport
+    from baton.transfer.interface import AdmitsWrites, RegionDescriptor, RemoteId, Transport
     from baton.transfer.links.choice import ChoiceRule, Direction, LinkObserver
     from baton.transfer.links.cost_model import LinkModel
 
@@ -278,6 +283,23 @@ class PeerTransportTable:  # noqa: PLR0904 -- a method for each event (ADR 0005)
             if each.state is PeerTransportState.UP and kind not in avoid:
                 return True
         return False
+
+    def admit_writes(self, peer: Peer, grant: TicketId, pages: NDArray[np.int64]) -> None:
+        """A peer has opened a write grant: the transports that want to know it learn of it."""
+        for transport, remote in self._admitters(peer):
+            transport.admit_writes(remote, grant, pages)
+
+    def forget_grant(self, peer: Peer, grant: TicketId) -> None:
+        """A peer closes a write grant without asking."""
+        for transport, remote in self._admitters(peer):
+            transport.forget_grant(remote, grant)
+
+    def _admitters(self, peer: Peer) -> Iterator[tuple[AdmitsWrites, RemoteId]]:
+        known = self._by_peer.get(id(peer))
+        for each in () if known is None else known.peer_transports.values():
+            admitter = as_admitter(each.transport)
+            if admitter is not None and each.remote is not None:
+                yield admitter, each.remote
 
     def shares_host(self, peer: Peer) -> bool:
         """Whether a transport is up to the peer that reaches nothing beyond this host."""

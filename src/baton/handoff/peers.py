@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import selectors
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, TypeAlias
 
@@ -142,6 +143,8 @@ EVERY_INTERFACE: Final = frozenset({"", "0.0.0.0", "::", "[::]"})  # noqa: S104 
 class Peer:
     """The other end of one link. `hello` and `negotiated_views` are None before its Hello.
 
+    `interest` is what the selector waits for on its socket.
+
     KV goes to the side that dialed: from a peer that was `dialed` here, to one that dialed.
     """
 
@@ -150,6 +153,7 @@ class Peer:
     hello: Hello | None = None
     negotiated_views: NegotiatedViews | None = None
     pinged_at: float = 0.0
+    interest: int = 0
     best_rtt_s: float = float("inf")
     clock_offset_s: float = 0.0
 
@@ -218,6 +222,7 @@ class PeerTable:
         self._listener: NonBlockingSocket | None = None
         self._peers: dict[Peer, None] = {}  # in order, so that a simulation repeats itself
         self._dialed: dict[tuple[WorkerId, Epoch], Peer] = {}
+        self._unflushed: dict[Peer, None] = {}
         self._ended: list[PeerGone] = []
         self._warned: set[str] = set()
         self._unproved: dict[Peer, None] = {}  # of those that dialed; the oldest first
@@ -285,7 +290,7 @@ class PeerTable:
         return self._serve_peer(source, mask)
 
     def send(self, peer: Peer, message: Message) -> None:
-        """Send a message; a link that breaks over it is reported by the next `tick`."""
+        """Send a message with the next `flush`."""
         if peer.link.phase is LinkPhase.CLOSED:
             return
         try:
@@ -293,7 +298,22 @@ class PeerTable:
         except BatonError as exc:
             self._drop(peer, exc)
             return
-        self._update_interest(peer)
+        if peer.link.phase is LinkPhase.UP:  # else the end of the handshake sends it
+            self._unflushed[peer] = None
+
+    def flush(self) -> None:
+        """Send what was queued since the last call, all of a peer's at once.
+
+        A link that breaks over it is reported by the next `tick`.
+        """
+        while self._unflushed:
+            peer, _ = self._unflushed.popitem()
+            try:
+                peer.link.flush()
+            except BatonError as exc:
+                self._drop(peer, exc)
+            else:
+                self._update_interest(peer)
 
     def tick(self) -> list[PeerEvent]:
         """Ping, and give up on peers that were silent for too long."""
@@ -330,7 +350,8 @@ class PeerTable:
         self._drop(peer, error)
 
     def close(self) -> None:
-        """Close the listener and every link."""
+        """Send what is queued; close the listener and every link."""
+        self.flush()
         if self._listener is not None:
             if self._accepts_at is None:
                 self._selector.unregister(self._listener)
@@ -379,7 +400,8 @@ class PeerTable:
 
     def _admit(self, peer: Peer) -> None:
         self._peers[peer] = None
-        self._selector.register(peer.link.sock, _interest(peer), peer)
+        peer.interest = _interest(peer)
+        self._selector.register(peer.link.sock, peer.interest, peer)
 
     def _serve_peer(self, peer: Peer, mask: int) -> list[PeerEvent]:
         if peer not in self._peers:
@@ -469,13 +491,19 @@ class PeerTable:
             peer.clock_offset_s = at - (echo + now) / 2
 
     def _update_interest(self, peer: Peer) -> None:
-        if peer in self._peers:
-            self._selector.modify(peer.link.sock, _interest(peer), peer)
+        interest = _interest(peer)
+        if interest != peer.interest and peer in self._peers:
+            peer.interest = interest
+            self._selector.modify(peer.link.sock, interest, peer)
 
     def _drop(self, peer: Peer, error: BatonError) -> None:
         if peer not in self._peers:
             return
         del self._peers[peer]
+        if peer in self._unflushed:
+            del self._unflushed[peer]
+            with suppress(BatonError):  # such as what it was refused for
+                peer.link.flush()
         if peer in self._unproved:
             del self._unproved[peer]
             self._log.warning("unauthenticated", f"handoff: a connection was closed: {error}")

@@ -26,7 +26,6 @@ from baton.handoff.messages import (
     ExportRefused,
     Failed,
     FallbackToWrite,
-    Finished,
     Grant,
     LeaseRenewed,
     Release,
@@ -123,16 +122,17 @@ class PrefillSender:  # noqa: PLR0904 -- a method for each event (ADR 0005)
             if outgoing is not None:
                 self._perform(outgoing, outgoing.session.layer_ready(layer, stop))
 
-    def all_layers_ready(self, ticket: TicketId, stop: int) -> None:
-        """All layers of tokens `[0, stop)` are in place: see `ShortPromptBatcher`."""
-        outgoing = self._outgoing.get(ticket)
-        if outgoing is not None:
-            self._perform(outgoing, outgoing.session.all_layers_ready(stop))
+    def prefill_done(
+        self, ticket: TicketId, first_token: SampledToken | None, stop: int | None = None
+    ) -> None:
+        """See `HandoffPort.prefill_done`.
 
-    def prefill_done(self, ticket: TicketId, first_token: SampledToken | None) -> None:
-        """See `HandoffPort.prefill_done`."""
+        With `stop`, all layers of tokens `[0, stop)` are in place: see `ShortPromptBatcher`.
+        """
         outgoing = self._outgoing.get(ticket)
         if outgoing is not None:
+            if stop is not None:
+                self._perform(outgoing, outgoing.session.all_layers_ready(stop))
             now = self._context.clock.now()
             outgoing.session.lease.hold(now)
             outgoing.session.wait_until(Instant(now + self._context.timeout_s))
@@ -300,6 +300,7 @@ class PrefillSender:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         outgoing.take_grant(granted)
         outgoing.session.renew(self._context.clock.now())
         self._perform(outgoing, outgoing.session.granted(granted.grant))
+        self._admit_writes(outgoing, granted)
         if outgoing.session.is_exported and not outgoing.session.over:
             reason = self._exporter.reserve(granted)
             if reason is not None:
@@ -307,6 +308,11 @@ class PrefillSender:  # noqa: PLR0904 -- a method for each event (ADR 0005)
                 self._context.peers.send(granted.peer, ExportRefused(granted.ticket.id, reason))
                 return  # the peer will send a grant to write
         self._try_begin(outgoing)
+
+    def _admit_writes(self, outgoing: OutgoingHandoff, granted: Granted) -> None:
+        if outgoing.session.is_written and not outgoing.session.over:
+            peer_transports, pages = self._context.peer_transports, granted.target.blocks
+            peer_transports.admit_writes(granted.peer, granted.ticket.id, pages)
 
     def _try_begin(self, outgoing: OutgoingHandoff) -> None:
         """Begin to send, if the peer can be reached and the KV has pages to lie in."""
@@ -364,6 +370,8 @@ class PrefillSender:  # noqa: PLR0904 -- a method for each event (ADR 0005)
             self._perform(outgoing, outgoing.session.resume())
 
     def _handle_transfer_ack(self, peer: Peer, message: TransferAck) -> None:
+        if message.closes_grant:
+            self._context.peer_transports.forget_grant(peer, message.ticket)
         outgoing = self._find_granted(peer, message.ticket)
         if outgoing is not None:
             trace = outgoing.session.order.trace
@@ -384,9 +392,11 @@ class PrefillSender:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         outgoing = self._find_granted(peer, message.ticket)
         if outgoing is None or outgoing.granted is None:
             return
-        outgoing.take_grant(check_fallback(outgoing.granted, message))
+        granted = check_fallback(outgoing.granted, message)
+        outgoing.take_grant(granted)
         self._context.peer_transports.attach_all(peer)
         self._perform(outgoing, outgoing.session.fall_back_to_write(message))
+        self._admit_writes(outgoing, granted)
         self._try_begin(outgoing)
 
     def _find_granted(self, peer: Peer, ticket: TicketId) -> OutgoingHandoff | None:
@@ -451,7 +461,10 @@ class PrefillSender:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         try:
             for write in write_batches(submit, peer_transports, outgoing):
                 self._writes[write.handle] = write.chosen.peer_transport, session.ticket
-                self._perform(outgoing, session.submitted(write.handle, write.token_ranges))
+                submitted = session.submitted(
+                    write.handle, write.token_ranges, is_last=write.is_last
+                )
+                self._perform(outgoing, submitted)
                 if session.phase not in _WRITING:
                     return
         except BatonError as exc:
@@ -488,16 +501,7 @@ class PrefillSender:  # noqa: PLR0904 -- a method for each event (ADR 0005)
     def _send_finished(self, outgoing: OutgoingHandoff, first_token: SampledToken | None) -> None:
         if outgoing.granted is None:
             return
-        outgoing.write_trace()
-        trace = outgoing.session.order.trace
-        message = Finished(
-            ticket=outgoing.session.ticket,
-            first_token=first_token,
-            transport=trace.transport or "",
-            expected_transport=trace.expected_transport or "",
-            stamps=trace.stamps.copy(),
-        )
-        self._context.peers.send(outgoing.granted.peer, message)
+        self._context.peers.send(outgoing.granted.peer, outgoing.make_finished(first_token))
 
     def _send_message(self, outgoing: OutgoingHandoff, message: PeerMessage) -> None:
         if outgoing.granted is not None:

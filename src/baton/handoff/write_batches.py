@@ -7,10 +7,18 @@ from dataclasses import dataclass, field
 from itertools import product, repeat
 from typing import TYPE_CHECKING, Final
 
+import msgspec
 import numpy as np
 
 from baton.handoff.kv_views import Holder
-from baton.handoff.messages import DIGEST_BYTES, Available, Notification, encode, pack_blocks
+from baton.handoff.messages import (
+    DIGEST_BYTES,
+    Available,
+    Finished,
+    Notification,
+    encode,
+    pack_blocks,
+)
 from baton.handoff.peer_transports import TransportUsage
 from baton.handoff.session.actions import TransferHandle, WriteLayers
 from baton.handoff.token_ranges import LayerTokenRange
@@ -33,12 +41,12 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from baton.handoff.grants import Granted
-    from baton.handoff.interface import SendOrder
+    from baton.handoff.interface import SampledToken, SendOrder
     from baton.handoff.kv_views import MappedPages, RegisteredView
     from baton.handoff.messages import Grant
     from baton.handoff.peer_transports import PeerTransportTable, TransportChoice
     from baton.handoff.peers import Peer
-    from baton.handoff.session.actions import AnnounceReadable, SendAction
+    from baton.handoff.session.actions import AnnounceReadable, SendAction, SendFinished
     from baton.handoff.session.send import SendSession
     from baton.kv.layout import KVLayout
     from baton.transfer.interface import PageArray, ScopesReads
@@ -57,6 +65,11 @@ class WriteBatch:
     bounds: NDArray[np.int64]
     start: int
     stop: int
+
+    @property
+    def end(self) -> tuple[int, int]:
+        """Behind its last layer, and its last token."""
+        return self.copies.layers.stop, self.stop
 
     @property
     def token_ranges(self) -> list[LayerTokenRange]:
@@ -241,11 +254,12 @@ def map_granted_pages(view: RegisteredView, order: SendOrder, grant: Grant) -> M
 
 @dataclass(frozen=True, slots=True)
 class PostedWrite:
-    """One write that was submitted: over what, and what it carries."""
+    """One write that was submitted: over what, and what it carries. `is_last`: Finished, too."""
 
     chosen: TransportChoice
     handle: TransferHandle
     token_ranges: list[LayerTokenRange]
+    is_last: bool = False
 
 
 def write_batches(
@@ -263,14 +277,17 @@ def write_batches(
     layers = range(submit.layer, submit.layer + submit.num_layers)
     outgoing.pages_to_send.gather(layers, submit.start, submit.stop)
     builder = outgoing.builder
+    finish, end = outgoing.session.ends_with(submit), (layers.stop, submit.stop)
     for batch in builder.build(layers, submit.start, submit.stop):
         chosen = _choose(batch, builder, peer_transports, outgoing)
         if batch.copies.num_layers == 1 or chosen.peer_transport.transport.capabilities.multi_array:
-            yield _post(batch, chosen, peer_transports, outgoing)
+            rides = finish if batch.end == end else None
+            yield _post(batch, chosen, peer_transports, outgoing, finish=rides)
             continue
         for each in batch.split():
             chosen = _choose(each, builder, peer_transports, outgoing)
-            yield _post(each, chosen, peer_transports, outgoing)
+            rides = finish if each.end == end else None
+            yield _post(each, chosen, peer_transports, outgoing, finish=rides)
 
 
 def _choose(
@@ -292,6 +309,8 @@ def _post(
     chosen: TransportChoice,
     peer_transports: PeerTransportTable,
     outgoing: OutgoingHandoff,
+    *,
+    finish: SendFinished | None,
 ) -> PostedWrite:
     granted, builder, copies = outgoing.grant_to_fill, outgoing.builder, batch.copies
     transport = chosen.peer_transport.transport
@@ -301,6 +320,13 @@ def _post(
     else:
         is_keyed = not transport.capabilities.same_host_only
         notification = builder.digest(batch, is_keyed=is_keyed)
+    trace = outgoing.session.order.trace
+    trace.num_bytes += chosen.choice.shape.num_bytes
+    trace.num_pages += copies.num_pages
+    outgoing.usage.record_choice(chosen.choice)
+    if finish is not None:
+        finished = outgoing.make_finished(finish.first_token)
+        notification = msgspec.structs.replace(notification, finished=finished)
     page_write = PageWrite(
         remote=chosen.peer_transport.attached,
         grant=granted.ticket.id,
@@ -308,14 +334,11 @@ def _post(
         copies=copies,
         notification=encode(notification),
     )
-    trace = outgoing.session.order.trace
-    trace.num_bytes += chosen.choice.shape.num_bytes
-    trace.num_pages += copies.num_pages
-    outgoing.usage.record_choice(chosen.choice)
     began_at = peer_transports.now()
     transfer = transport.submit(page_write)
     peer_transports.submitted(chosen, began_at)
-    return PostedWrite(chosen, TransferHandle(transport.kind, transfer), batch.token_ranges)
+    handle = TransferHandle(transport.kind, transfer)
+    return PostedWrite(chosen, handle, batch.token_ranges, finish is not None)
 
 
 def merge_writes(actions: Sequence[SendAction]) -> Iterator[SendAction]:
@@ -457,6 +480,18 @@ class OutgoingHandoff:
     def write_trace(self) -> None:
         """Write into the trace which transports carried it."""
         self.usage.write_into(self.session.order.trace)
+
+    def make_finished(self, first_token: SampledToken | None) -> Finished:
+        """What the peer learns at the end."""
+        self.write_trace()
+        trace = self.session.order.trace
+        return Finished(
+            ticket=self.session.ticket,
+            first_token=first_token,
+            transport=trace.transport or "",
+            expected_transport=trace.expected_transport or "",
+            stamps=trace.stamps.copy(),
+        )
 
 
 @dataclass(slots=True)

@@ -91,14 +91,15 @@ class EventReactor(Generic[E]):
     def poll(self) -> list[E]:
         """Call the handlers of what is ready, once each; the queued events.
 
-        Events that the owner's own calls queued are returned without a system call: `fd` stays
-        readable then, and the next `poll` looks at everything.
+        Events that the owner's own calls queued are returned without a look at any descriptor:
+        what is ready is so still, and keeps `fd` readable.
         """
         if self._closed:
             return []
         if self._events and self._num_quick_polls < MAX_QUICK_POLLS:
             self._num_quick_polls += 1
             events, self._events = self._events, []
+            self._update_signal()
             return events
         self._num_quick_polls = 0
         self._is_polling = True

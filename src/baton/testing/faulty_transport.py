@@ -32,6 +32,7 @@ from baton.transfer.interface import (
     TransferId,
     WriteCompleted,
     WriteFailed,
+    as_admitter,
     as_reader,
     as_viewer,
     find_read_scopes,
@@ -177,9 +178,19 @@ class FaultyTransport:
     def open_grant(self, grant: WriteGrant) -> None:
         self._inner.open_grant(grant)
 
-    def close_grant(self, grant: TicketId) -> None:
+    def close_grant(self, grant: TicketId, *, writer_is_done: bool = False) -> None:
         self._held = [held for held in self._held if held.event.grant != grant]
-        self._inner.close_grant(grant)
+        self._inner.close_grant(grant, writer_is_done=writer_is_done)
+
+    def admit_writes(self, remote: RemoteId, grant: TicketId, pages: NDArray[np.int64]) -> None:
+        admitter = as_admitter(self._inner)
+        if admitter is not None:
+            admitter.admit_writes(remote, grant, pages)
+
+    def forget_grant(self, remote: RemoteId, grant: TicketId) -> None:
+        admitter = as_admitter(self._inner)
+        if admitter is not None:
+            admitter.forget_grant(remote, grant)
 
     def admit_reads(self, grant: ReadGrant, array: int, pages: NDArray[np.int64]) -> None:
         self._scope.admit_reads(grant, array, pages)

@@ -311,10 +311,25 @@ class GrantLedger:
             if state.is_connected and grant in state.notified
         ]
 
+    def writers_done(self, grant: TicketId) -> None:
+        """Connected writers have reported their last write into it: they need not be asked.
+
+        Of one whose connection is gone it is not known what else it does.
+        """
+        for state in self._writers.values():
+            if state.is_connected:
+                state.notified.discard(grant)
+
     def admits(self, writer: WriterId, grant: TicketId) -> bool:
         """Whether a notification from this writer for this grant counts."""
+        return self.find_open(writer, grant) is not None
+
+    def find_open(self, writer: WriterId, grant: TicketId) -> WriteGrant | None:
+        """A grant that is open, and this writer's."""
         state = self._writers.get(writer)
-        return state is not None and grant in state.notified and grant in self._open
+        if state is None or grant not in state.notified:
+            return None
+        return self._open.get(grant)
 
     def pages_of(self, grant: TicketId) -> NDArray[np.int64]:
         """The pages of a grant that is open."""

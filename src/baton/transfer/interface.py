@@ -118,6 +118,7 @@ class Capabilities(msgspec.Struct, frozen=True):
     `views`: pages of an attached remote can be looked at in place (`ViewsPages`).
     `multi_array`: one write may be of several arrays (`PageCopies.num_layers`).
     `scopes_reads`: peers read only what was granted to them (`ScopesReads`).
+    `admits_writes`: its writers can learn of grants from the handoff (`AdmitsWrites`).
     """
 
     memory: tuple[MemoryKind, ...]
@@ -129,13 +130,15 @@ class Capabilities(msgspec.Struct, frozen=True):
     views: bool = False
     multi_array: bool = False
     scopes_reads: bool = False
+    admits_writes: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class WriteGrant:
     """Permission for `writer` to write into `pages` (the same page indices in every array).
 
-    With `writer_name`, only for a peer whose certificate is that worker's.
+    With `writer_name`, only for a peer whose certificate is that worker's. `is_announced`: the
+    writer learns of it from the handoff (`AdmitsWrites`), so a transport need not send it.
     """
 
     id: TicketId
@@ -143,6 +146,7 @@ class WriteGrant:
     writer: Epoch
     pages: NDArray[np.int64]
     writer_name: WorkerId | None = None
+    is_announced: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,11 +318,13 @@ class Transport(Protocol):
         """
         ...
 
-    def close_grant(self, grant: TicketId) -> None:
+    def close_grant(self, grant: TicketId, *, writer_is_done: bool = False) -> None:
         """Admit no more writes; `GrantQuiescent` follows once from `poll`, perhaps much later.
 
         A write that arrives from now on is dropped by the receiver where the receiver does the
         writing, or refused by the writer where the peer does. Unknown ids are ignored.
+        `writer_is_done`: its writer has reported its last write, and all have arrived, so it need
+        not be asked; without effect on a transport with `late_writes`.
         """
         ...
 
@@ -360,6 +366,22 @@ class ReadsPages(Protocol):
             TransferError: unknown remote or one that is still attaching, a region that was not
                 exposed here, or a page out of range.
         """
+        ...
+
+
+class AdmitsWrites(Protocol):
+    """A transport whose writers must know a grant (`Capabilities.admits_writes`).
+
+    They learn of it from the handoff. Where that has not come yet when a write is submitted, the
+    transport itself asks the peer.
+    """
+
+    def admit_writes(self, remote: RemoteId, grant: TicketId, pages: NDArray[np.int64]) -> None:
+        """The peer has opened a grant: it may be written. One that it has closed stays closed."""
+        ...
+
+    def forget_grant(self, remote: RemoteId, grant: TicketId) -> None:
+        """The peer has all, and closes the grant without asking. Unknown ids are ignored."""
         ...
 
 
@@ -447,6 +469,11 @@ def as_viewer(transport: Transport) -> ViewsPages:
 def find_read_scopes(transports: Sequence[Transport]) -> tuple[ScopesReads, ...]:
     """Those of the transports over which a peer reads only granted pages."""
     return tuple(cast("ScopesReads", t) for t in transports if t.capabilities.scopes_reads)
+
+
+def as_admitter(transport: Transport) -> AdmitsWrites | None:
+    """The transport, where its writers learn of grants from the handoff."""
+    return cast("AdmitsWrites", transport) if transport.capabilities.admits_writes else None
 
 
 class TransportFactory(Protocol):

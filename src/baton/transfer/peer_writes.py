@@ -1,8 +1,9 @@
 """What transports have in common whose peers write the pages themselves: `shared`, one-sided ones.
 
-The owner of the pages cannot stop a peer's write. It sends every writer the grants that concern it
-(`GrantOpened`), later asks it to stop (`CloseGrant`), and takes a grant for quiescent only when
-each has answered (`GrantClosed`), or can be proved to write no more (`GrantLedger`).
+The owner of the pages cannot stop a peer's write. Every writer learns of the grants that concern
+it, from the handoff (`AdmitsWrites`) or from here (`GrantOpened`). Later the owner asks it to stop
+(`CloseGrant`), and takes a grant for quiescent only when each has answered (`GrantClosed`), or can
+be proved to write no more (`GrantLedger`). A writer that has reported its last write is not asked.
 
 The owner's side: `PeerWritesTransport`, and a `WriterConnection` for each peer.
 The writer's side: `PeerWritesRemote`, whose `PeerGrants` hold a write back until its grant is open.
@@ -37,6 +38,9 @@ from baton.transfer.messages import NotAttached
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    import numpy as np
+    from numpy.typing import NDArray
+
     from baton.net.channel import Channel
     from baton.net.connection import Connection
     from baton.transfer.base_transport import Reactor
@@ -54,6 +58,9 @@ if TYPE_CHECKING:
 MAX_GRANTS: Final = 65_536
 MAX_OPEN_PAGES: Final = 1 << 24
 """Of all grants of one remote: what a peer can make this side remember."""
+MAX_EARLY_CLOSES: Final = 65_536
+"""Grants that were closed before this side learned that they are open. A connection with more is
+ended: none of them may be forgotten."""
 RELEASE_TIMEOUT_S: Final = 5.0
 MAX_FINAL_STEPS: Final = 64
 MAX_REASON_CHARS: Final = 256
@@ -82,6 +89,7 @@ class PeerGrants(Generic[S]):
         self._open: dict[TicketId, PageSet] = {}
         self._num_pages = 0
         self._closing: set[TicketId] = set()
+        self._closed_early: set[TicketId] = set()
         self._held: dict[TicketId, list[Submitted[S]]] = {}
 
     def submit(self, submitted: Submitted[S], connection: Connection | None) -> None:
@@ -100,20 +108,38 @@ class PeerGrants(Generic[S]):
         """Handle a message of the peer; the grant that it wants closed, if it is that.
 
         Raises:
-            ProtocolError: it opened too many, or one twice, or closed one that was not open.
+            ProtocolError: it opened or closed too many, or opened one that it is closing.
         """
         match message:
             case GrantOpened(grant, packed):
-                self._opened(TicketId(grant), PageSet(unpack_pages(packed)))
+                self.admit(TicketId(grant), unpack_pages(packed))
             case GrantNotOpen(grant):
-                error = TransferError("the grant is not open")
-                for held in self._held.pop(TicketId(grant), []):
-                    self._reactor.report(WriteFailed(held.transfer, error))
+                self._refuse_held(TicketId(grant))
             case CloseGrant(grant):
                 return self._close(TicketId(grant))
             case unknown:
                 assert_never(unknown)
         return None
+
+    def admit(self, grant: TicketId, pages: NDArray[np.int64]) -> None:
+        """The peer has opened a grant: begin what was held for it. A second time does nothing.
+
+        Raises:
+            ProtocolError: too many are open, or it is closing this one.
+        """
+        if grant in self._open:
+            return
+        if grant in self._closed_early:  # its close came by another connection, and first
+            self._closed_early.discard(grant)
+            self._refuse_held(grant)
+            return
+        self._opened(grant, PageSet(pages))
+
+    def forget(self, grant: TicketId) -> None:
+        """The peer has closed it, and will not ask. Unknown ids are ignored."""
+        pages = self._open.pop(grant, None)
+        if pages is not None:
+            self._num_pages -= len(pages)
 
     def is_closing(self, grant: TicketId) -> bool:
         """Whether the peer waits for `GrantClosed` of this grant."""
@@ -127,6 +153,7 @@ class PeerGrants(Generic[S]):
         """Forget all of them; what was held fails."""
         self._open.clear()
         self._closing.clear()
+        self._closed_early.clear()
         for held in [each for waiting in self._held.values() for each in waiting]:
             self._reactor.report(WriteFailed(held.transfer, error))
         self._held.clear()
@@ -135,19 +162,26 @@ class PeerGrants(Generic[S]):
         self._num_pages += len(pages)
         if len(self._open) >= MAX_GRANTS or self._num_pages > MAX_OPEN_PAGES:
             raise ProtocolError("the peer opened more grants than can be remembered")
-        if grant in self._open or grant in self._closing:
-            raise ProtocolError("the peer opened a grant twice")
+        if grant in self._closing:
+            raise ProtocolError("the peer opened a grant again that it is closing")
         self._open[grant] = pages
         for held in self._held.pop(grant, []):
             self._begin_within(held, pages)
 
     def _close(self, grant: TicketId) -> TicketId:
-        pages = self._open.pop(grant, None)
-        if pages is None:
-            raise ProtocolError("the peer closed a grant that it had not opened")
-        self._num_pages -= len(pages)
+        if grant in self._open:
+            self.forget(grant)
+        elif len(self._closed_early) >= MAX_EARLY_CLOSES:
+            raise ProtocolError("the peer closed more grants than can be remembered")
+        else:
+            self._closed_early.add(grant)
         self._closing.add(grant)
         return grant
+
+    def _refuse_held(self, grant: TicketId) -> None:
+        error = TransferError("the grant is not open")
+        for held in self._held.pop(grant, []):
+            self._reactor.report(WriteFailed(held.transfer, error))
 
     def _begin_within(self, submitted: Submitted[S], grant: PageSet) -> None:
         if all(grant.covers(group.dst_pages) for group in submitted.write.copies.groups):
@@ -171,6 +205,19 @@ class PeerWritesRemote(ConnectedRemote, Generic[S]):
     def is_gone(self) -> bool:
         """Nothing is left of it, not even an unanswered `MemoryReleased`."""
         return self._loss is not None and (self._connection is None or not self._connection.is_open)
+
+    def admit_writes(self, grant: TicketId, pages: NDArray[np.int64]) -> None:
+        """See `AdmitsWrites`."""
+        if self._connection is None or self._loss is not None:
+            return
+        try:
+            self._grants.admit(grant, pages)
+        except ProtocolError as exc:
+            self._connection.fail(exc)
+
+    def forget_grant(self, grant: TicketId) -> None:
+        """See `AdmitsWrites`."""
+        self._grants.forget(grant)
 
     def detach(self) -> None:
         """This side is done: stop writing, and send `MemoryReleased` if that is certain."""
@@ -296,9 +343,11 @@ class WriterConnection:
     def _handle_grant_message(self, message: QueryGrant | GrantClosed | MemoryReleased) -> None:
         match message:
             case QueryGrant(grant):
-                # If it was opened, `GrantOpened` is on its way already, in front of any answer.
-                if not self._ledger.admits(self._writer, TicketId(grant)):
+                opened = self._ledger.find_open(self._writer, TicketId(grant))
+                if opened is None:
                     self._connection.send_body(encode(GrantNotOpen(grant)))
+                elif opened.is_announced:  # the other `GrantOpened` are on their way already
+                    self.send_grant_opened(opened)
             case GrantClosed(grant):
                 self._ledger.confirm_closed(self._writer, TicketId(grant))
             case MemoryReleased():
@@ -350,10 +399,25 @@ class PeerWritesTransport(ConnectedTransport[G, A], Generic[G, A, W]):
             raise TransferError(f"a grant of more than {MAX_GRANT_PAGES} pages")
         self._prepare_pages(grant, region)
         for writer in self._ledger.open_grant(grant):
-            self._writers[writer].send_grant_opened(grant)
+            if not grant.is_announced:
+                self._writers[writer].send_grant_opened(grant)
 
-    def close_grant(self, grant: TicketId) -> None:
+    def admit_writes(self, remote: RemoteId, grant: TicketId, pages: NDArray[np.int64]) -> None:
+        """See `AdmitsWrites`."""
+        known = self._remotes.get(remote)
+        if known is not None:
+            known.admit_writes(grant, pages)
+
+    def forget_grant(self, remote: RemoteId, grant: TicketId) -> None:
+        """See `AdmitsWrites`: where writes land late, the owner asks in any case."""
+        known = self._remotes.get(remote)
+        if known is not None and not self.capabilities.late_writes:
+            known.forget_grant(grant)
+
+    def close_grant(self, grant: TicketId, *, writer_is_done: bool = False) -> None:
         """See `Transport`."""
+        if writer_is_done and not self.capabilities.late_writes:
+            self._ledger.writers_done(grant)
         for writer in self._ledger.close_grant(grant):
             self._writers[writer].send_close_grant(grant)
         for quiescent in self._ledger.take_quiescent():

@@ -70,7 +70,11 @@ def test_a_late_finish_cannot_turn_failure_into_success() -> None:
 def test_landing_is_told_once() -> None:
     session = make_session()
     land_all(session)
-    landed = [Emit(KVLanded(session.ticket, SampledToken(3))), SendTransferAck(), CloseWriteGrant()]
+    landed = [
+        Emit(KVLanded(session.ticket, SampledToken(3))),
+        SendTransferAck(closes_grant=True),
+        CloseWriteGrant(writer_is_done=True),
+    ]
     assert session.finished(finished(session)) == landed
     assert session.finished(finished(session)) == []
     assert session.abort("too late") == []

@@ -47,7 +47,12 @@ class SendMessage:
 
 @dataclass(frozen=True, slots=True)
 class SendTransferAck:
-    """Report to the peer that all was read and verified, and which transports carried it."""
+    """Report to the peer that all is here and verified, and which transports carried it.
+
+    `closes_grant`: and that the write grant is closed without asking (`CloseWriteGrant`).
+    """
+
+    closes_grant: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +62,13 @@ class OpenWriteGrant:
 
 @dataclass(frozen=True, slots=True)
 class CloseWriteGrant:
-    """Admit no more; `grant_quiescent` must follow."""
+    """Admit no more; `grant_quiescent` must follow.
+
+    `writer_is_done`: all has arrived, and nothing failed on the way, so that the writer has nothing
+    left to write.
+    """
+
+    writer_is_done: bool = False
 
 
 @dataclass(frozen=True, slots=True)

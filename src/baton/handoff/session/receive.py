@@ -326,7 +326,9 @@ class ReceiveSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
             return [landed]
         if self._grant_is_open:
             self.phase = ReceivePhase.LANDED
-            return [landed, SendTransferAck(), CloseWriteGrant()]
+            # Else a write that failed at the peer may be on its way still.
+            is_clean = not (self._fenced or self._excluded or self._fell_back)
+            return [landed, SendTransferAck(is_clean), CloseWriteGrant(is_clean)]
         self.phase = ReceivePhase.ENDED  # all that was read is counted, so no read is left
         return [landed, SendTransferAck()]
 

@@ -131,6 +131,7 @@ class SendSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         self._is_acked = False
         self._page_tokens = 1
         self._finish: SendFinished | None = None
+        self._finish_rides_on: str | None = None
         self._error: HandoffError | None = None
 
     @property
@@ -206,10 +207,27 @@ class SendSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         self._finish = SendFinished(first_token)
         return self._drain() if self.phase is SendPhase.SENDING else []
 
+    def ends_with(self, write: WriteLayers) -> SendFinished | None:
+        """What may ride on a write, if that is the last one: then the peer hears no other end."""
+        if self.phase is not SendPhase.SENDING or self._finish is None or self.excluded:
+            return None
+        sent = self._sent.copy()
+        sent[write.layer : write.layer + write.num_layers] = write.stop
+        return self._finish if int(sent.min()) >= self.order.num_tokens else None
+
     def submitted(
-        self, handle: TransferHandle, token_ranges: Sequence[LayerTokenRange]
+        self,
+        handle: TransferHandle,
+        token_ranges: Sequence[LayerTokenRange],
+        *,
+        is_last: bool = False,
     ) -> list[SendAction]:
-        """A `WriteLayers`, or a part of it, was handed to a transport."""
+        """A `WriteLayers`, or a part of it, was handed to a transport.
+
+        `is_last`: Finished rides on it (`ends_with`).
+        """
+        if is_last:
+            self._finish_rides_on = handle.transport
         self._writes.submitted(handle, token_ranges)
         for token_range in token_ranges:
             if token_range.start < self._sent[token_range.layer]:
@@ -247,7 +265,11 @@ class SendSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         if self.phase not in _MOVING or self._is_read or transport in self.excluded:
             return []
         self._writes.exclude(transport)
-        return self._try_report_failure(transport)
+        actions = self._try_report_failure(transport)
+        if transport == self._finish_rides_on and self._finish is not None:
+            self._finish_rides_on = None  # it may be lost: once more, over the link
+            return [self._finish, *actions]
+        return actions
 
     def retransmit(self, message: RetransmitRequest) -> list[SendAction]:
         """The peer has fenced a transport that failed, and reports what it lacks.
@@ -338,7 +360,8 @@ class SendSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         if int(self._sent.min()) < self.order.num_tokens:
             return []
         self.phase = SendPhase.DRAINING
-        return [self._finish, *self._settle()]
+        finished = [] if self._finish_rides_on is not None else [self._finish]
+        return [*finished, *self._settle()]
 
     def _export(self, finish: SendFinished) -> list[SendAction]:
         """Export once all is in place. `ExportTable` tracks the exported blocks from then on."""

@@ -143,10 +143,13 @@ class SimTransport:  # noqa: PLR0904 -- the contract, and what its peers need
             late_writes=kind.late_writes,
             views=kind.views,
             multi_array=kind.multi_array,
+            admits_writes=not kind.receiver_stores,
         )
         self.process, self._fabric = process, fabric
         self.regions: dict[RegionHandle, PagedRegion] = {}
         self.grants: dict[TicketId, OpenWindow] = {}
+        self._closed_unasked: dict[TicketId, OpenWindow] = {}
+        """As writers know them still: nothing but their word keeps them out."""
         self.stop_requested: set[TicketId] = set()
         self.writes: dict[TransferId, SimWrite] = {}
         self.reads: dict[TransferId, SimRead] = {}
@@ -187,10 +190,14 @@ class SimTransport:  # noqa: PLR0904 -- the contract, and what its peers need
             raise TransferError("no more grants")
         self.grants[grant.id] = OpenWindow(grant, frozenset(grant.pages.tolist()))
 
-    def close_grant(self, grant: TicketId) -> None:
+    def close_grant(self, grant: TicketId, *, writer_is_done: bool = False) -> None:
         """See `Transport`."""
         opened = self.grants.get(grant)
         if opened is None or opened.is_closing:
+            return
+        if writer_is_done and self.capabilities.admits_writes and not self.traits.late_writes:
+            self._closed_unasked[grant] = self.grants.pop(grant)
+            self.emit(GrantQuiescent(grant))
             return
         opened.is_closing = True
         if not self.traits.receiver_stores:
@@ -198,6 +205,15 @@ class SimTransport:  # noqa: PLR0904 -- the contract, and what its peers need
             for writer in opened.unconfirmed:
                 self._fabric.ask_to_stop(writer, self, grant)
         self.settle(grant)
+
+    def admit_writes(self, remote: RemoteId, grant: TicketId, pages: NDArray[np.int64]) -> None:
+        """See `AdmitsWrites`: here a writer always knows which grants are open."""
+
+    def forget_grant(self, remote: RemoteId, grant: TicketId) -> None:
+        """See `AdmitsWrites`."""
+        del remote
+        if not self.traits.late_writes:
+            self.stop_requested.add(grant)
 
     def submit(self, write: PageWrite) -> TransferId:
         """See `Transport`."""
@@ -296,7 +312,8 @@ class SimTransport:  # noqa: PLR0904 -- the contract, and what its peers need
 
     def allows(self, write: SimWrite) -> bool:
         """Whether a write may be stored here, as far as this side knows."""
-        opened = self.grants.get(write.order.grant)
+        id_ = write.order.grant
+        opened = self.grants.get(id_) or self._closed_unasked.get(id_)
         if opened is None or opened.grant.writer != write.poster.process.epoch:
             return False
         pages = {page for g in write.order.copies.groups for page in g.dst_pages.tolist()}

@@ -209,6 +209,7 @@ class OneSidedTransport(PeerWritesTransport[OneSidedRemote[M], Attach, OneSidedW
             same_host_only=library.reach == "host",
             reads=True,
             late_writes=True,
+            admits_writes=True,
         )
         self._library, self._advertise_host = library, advertise_host
         self._process = os.getpid()

@@ -132,6 +132,7 @@ class SharedTransport(PeerWritesTransport[SharedRemote, Attach, SharedWriter]):
             reads=can_read,
             views=self._device is None,
             multi_array=True,
+            admits_writes=True,
         )
         self._views: dict[RegionHandle, list[NDArray[np.uint8]]] = {}
         self._holder = secrets.token_bytes(16)
