@@ -103,6 +103,10 @@ class FailpointTransport(FaultyTransport):
         self._grants.pop(grant, None)
         self._inner.close_grant(grant)
 
+    def finish_grant(self, grant: TicketId) -> bool:
+        self._grants.pop(grant, None)
+        return self._inner.finish_grant(grant)
+
     def _take_notification(self, event: Arrived) -> list[TransferEvent]:
         fault = self._draw((Fault.FLIP_BIT, Fault.ZERO_PAGE))
         if fault is not None:

@@ -7,7 +7,14 @@ from itertools import count
 from typing import TYPE_CHECKING
 
 from baton.errors import PeerLostError
-from baton.transfer.interface import ReadCompleted, ReadFailed, TransferId, as_reader, as_viewer
+from baton.transfer.interface import (
+    ReadCompleted,
+    ReadFailed,
+    TransferId,
+    as_admitter,
+    as_reader,
+    as_viewer,
+)
 
 if TYPE_CHECKING:
     import numpy as np
@@ -75,6 +82,17 @@ class HeldReads:
 
     def close_grant(self, grant: TicketId) -> None:
         self._inner.close_grant(grant)
+
+    def finish_grant(self, grant: TicketId) -> bool:
+        return self._inner.finish_grant(grant)
+
+    def admit_writes(self, remote: RemoteId, grant: TicketId, pages: NDArray[np.int64]) -> None:
+        if (admitter := as_admitter(self._inner)) is not None:
+            admitter.admit_writes(remote, grant, pages)
+
+    def forget_grant(self, remote: RemoteId, grant: TicketId) -> None:
+        if (admitter := as_admitter(self._inner)) is not None:
+            admitter.forget_grant(remote, grant)
 
     def submit(self, write: PageWrite) -> TransferId:
         return self._inner.submit(write)

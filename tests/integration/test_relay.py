@@ -65,7 +65,7 @@ class Relay:
                 number += 1
                 after = number - NUM_HANDSHAKE_FRAMES[side]
                 frames = [frame]
-                if side == "listener" and after > 0:
+                if side == "dialer" and after > 0:
                     frames = self._change(after, frame)
                     self.num_changed += frames != [frame]
                 for each in frames:
@@ -121,23 +121,23 @@ def forward(_: int, frame: bytes) -> list[bytes]:
 
 
 def flip(number: int, frame: bytes) -> list[bytes]:
-    """Change one bit of the fourth message: the first about KV."""
-    if number != 4:
+    """Change one bit of the third message: of a grant, or of what comes beside it."""
+    if number != 3:
         return [frame]
     return [frame[:-20] + bytes([frame[-20] ^ 1]) + frame[-19:]]
 
 
 def drop(number: int, frame: bytes) -> list[bytes]:
-    return [] if number == 4 else [frame]
+    return [] if number == 3 else [frame]
 
 
 def repeat(number: int, frame: bytes) -> list[bytes]:
-    return [frame, frame] if number == 4 else [frame]
+    return [frame, frame] if number == 3 else [frame]
 
 
 def forge(number: int, frame: bytes) -> list[bytes]:
     """Put a message of its own in between: zeroes where the tag was."""
-    if number != 4:
+    if number != 3:
         return [frame]
     body = b"\x81\xa1t\xa4ping" + bytes(16)
     return [len(body).to_bytes(PREFIX_BYTES, "little") + body, frame]

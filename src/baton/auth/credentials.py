@@ -65,11 +65,7 @@ class Signer:
 
 @dataclass(frozen=True, slots=True)
 class _Loaded:
-    """One reading of the files. `number` counts readings.
-
-    `verified`: of the latest signatures that were good, each with its certificate and message. A
-    prefill worker meets a ticket twice, with the request and with decode's grant.
-    """
+    """One reading of the files. `number` counts readings."""
 
     number: int
     identity: Identity
@@ -77,7 +73,6 @@ class _Loaded:
     signer: Signer
     find_peer: Callable[[bytes], PeerIdentity] = field(repr=False)
     revoked: frozenset[int] = field(repr=False)
-    verified: dict[bytes, tuple[bytes, bytes]] = field(default_factory=dict, repr=False)
 
 
 class Credentials:
@@ -185,19 +180,13 @@ class Credentials:
             AuthenticationError: the certificate is not to be trusted, is for another role, or the
                 signature is not its holder's.
         """
-        verified = self._current().verified  # of this reading: a later one trusts others
         peer = self.find_peer(certificate)
         if role not in peer.roles:
             raise AuthenticationError(f"the peer is {peer}, and this takes a {role}")
-        if verified.get(signature) == (certificate, message):
-            return peer
         try:
             peer.public_key.verify(signature, message)
         except InvalidSignature:
             raise AuthenticationError(f"the signature is not that of {peer}") from None
-        if len(verified) >= MAX_VERIFIED:
-            verified.clear()
-        verified[signature] = (certificate, message)
         return peer
 
     def _current(self) -> _Loaded:

@@ -130,9 +130,15 @@ def hash_tenant(cache_salt: str) -> str:
     return hashlib.sha256(b"baton/tenant/1" + cache_salt.encode()).hexdigest() if cache_salt else ""
 
 
+def text_of(ticket: Ticket) -> str | None:
+    """The text from which a ticket was read."""
+    read: str | None = vars(ticket).get(_READ_FROM)
+    return read
+
+
 def seal(ticket: Ticket, credentials: Credentials) -> str:
     """Write a ticket as text: one that was read as it was read, else signed, as gateways may."""
-    read: str | None = vars(ticket).get(_READ_FROM)
+    read = text_of(ticket)
     if read is not None:
         return read
     body, signer = _encoder.encode(ticket), credentials.signer
@@ -190,7 +196,7 @@ def derive_rank_ticket(ticket: Ticket, prefill: int, decode: int) -> Ticket:
         prefill=_refer_to_rank(ticket.prefill, prefill),
         decode=_refer_to_rank(ticket.decode, decode),
     )
-    if (read := vars(ticket).get(_READ_FROM)) is not None:
+    if (read := text_of(ticket)) is not None:
         vars(derived)[_READ_FROM] = f"{read}.{prefill}.{decode}"
     return derived
 

@@ -6,6 +6,7 @@ import ipaddress
 import os
 import secrets
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
 
@@ -65,6 +66,7 @@ def ephemeral_cluster_key(
     return ClusterKeyText(secrets.token_hex(KEY_BYTES), "generated")
 
 
+@lru_cache(maxsize=1024)
 def is_loopback(host: str) -> bool:
     """Whether only this machine can reach an address."""
     try:

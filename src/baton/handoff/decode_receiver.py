@@ -324,12 +324,11 @@ class DecodeReceiver:  # noqa: PLR0904 -- a method for each event (ADR 0005)
             return
         if incoming.mapped_pages is not None:
             context = self._context
-            no_digest_transports = context.verification.no_digest_transports(context.transports)
             plan = TransferPlan(
                 op,
                 incoming.mapped_pages.pages,
                 view.is_staged,
-                no_digest_transports,
+                context.no_digest_transports,
                 plain_digests=context.is_on_this_host(peer),
             )
             self._perform(incoming, session.begin(plan))

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
-from baton.auth.ticket import Ticket, unseal
+from baton.auth.ticket import Ticket, text_of, unseal
 from baton.clock import Instant
 from baton.errors import ProtocolError, TicketError
 from baton.handoff.messages import (
@@ -43,13 +43,20 @@ class Granted:
     forget_at: Instant
 
 
-def check_ticket(context: AgentContext, peer: Peer, sealed: str) -> Ticket:
+def check_ticket(
+    context: AgentContext, peer: Peer, sealed: str, known: Ticket | None = None
+) -> Ticket:
     """The ticket, if it is one for this prefill worker and that decode worker.
+
+    `known` came with the request, and was checked: where the text is the same, that is the ticket.
 
     Raises:
         TicketError: forged, or for somebody else.
     """
-    ticket = unseal(sealed, context.credentials)
+    if known is not None and text_of(known) == sealed:
+        ticket = known
+    else:
+        ticket = unseal(sealed, context.credentials)
     if (ticket.prefill.worker, ticket.prefill.epoch) != (context.me.worker, context.me.epoch):
         raise TicketError(f"a ticket for another prefill worker, {ticket.prefill.worker}")
     if ticket.decode.epoch != epoch_of(peer):
@@ -57,14 +64,16 @@ def check_ticket(context: AgentContext, peer: Peer, sealed: str) -> Ticket:
     return ticket
 
 
-def check_grant(context: AgentContext, peer: Peer, grant: Grant) -> Granted:
-    """The grant, if the peer may give it.
+def check_grant(
+    context: AgentContext, peer: Peer, grant: Grant, known: Ticket | None = None
+) -> Granted:
+    """The grant, if the peer may give it; `known` as in `check_ticket`.
 
     Raises:
         TicketError: its ticket is not for the two.
         ProtocolError: it grants nothing, or pages that do not hold its tokens.
     """
-    ticket = check_ticket(context, peer, grant.ticket)
+    ticket = check_ticket(context, peer, grant.ticket, known)
     if ticket.id != grant.id:
         raise TicketError("a grant for another ticket than it carries")
     if peer.dialed is not None:

@@ -125,9 +125,13 @@ class IncomingHandoff:
     def close_write_grants(self, *, writer_is_done: bool) -> bool:
         """Admit no more; whether to wait for each transport's `GrantQuiescent`."""
         opened, self._opened = self._opened, {}
-        self._closing = {*opened, *self._fencing}
-        for transport in opened.values():
-            transport.close_grant(self.session.ticket, writer_is_done=writer_is_done)
+        ticket = self.session.ticket
+        if writer_is_done:
+            self._closing = {kind for kind, each in opened.items() if not each.finish_grant(ticket)}
+        else:
+            self._closing = {*opened, *self._fencing}
+            for transport in opened.values():
+                transport.close_grant(ticket)
         return bool(self._closing)
 
     def is_fenced(self, transport: Transport) -> bool:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
 import numpy as np
@@ -303,7 +304,7 @@ class RegisteredView:
         return [] if self.staging_pool is None else self.staging_pool.take_granted()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class AgentContext:
     """The parts of one agent. `emit` queues an event for the engine.
 
@@ -324,10 +325,15 @@ class AgentContext:
     verification: VerificationPolicy
     emit: Callable[[HandoffEvent], None]
 
-    @property
+    @cached_property
     def num_layers(self) -> int:
         """Layers of the model's KV."""
         return self.views[0].view.layout.num_layers
+
+    @cached_property
+    def no_digest_transports(self) -> tuple[str, ...]:
+        """Over which a peer's writes need no digests."""
+        return self.verification.no_digest_transports(self.transports)
 
     def is_on_this_host(self, peer: Peer) -> bool:
         """Whether a dialed peer is on this host, by its address or by a transport that is up."""

@@ -12,7 +12,6 @@ failed, and then the reason is kept: no slow path is silent.
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Final
@@ -270,6 +269,9 @@ class PeerTransportTable:  # noqa: PLR0904 -- a method for each event (ADR 0005)
             if kind not in avoid
             and (peer_transport.state is PeerTransportState.UP or peer_transport.is_new)
         ]
+        are_up = [known.peer_transports[kind].state is PeerTransportState.UP for kind in hopeful]
+        if hopeful and all(are_up):
+            return Reachability.READY  # whichever is chosen
         choice = known.chooser.choose(TYPICAL, known.models, hopeful)
         if choice is not None and known.peer_transports[choice.used].state is PeerTransportState.UP:
             return Reachability.READY
@@ -530,18 +532,18 @@ REFERENCE: Final = "reference"
 class TransportUsage:
     """Bytes by transport. A transfer over another one than expected is never lost in the sum."""
 
-    _bytes: Counter[str] = field(default_factory=Counter)
+    _bytes: dict[str, int] = field(default_factory=dict)
     _mismatch: tuple[str, str] | None = None
 
     def record_choice(self, choice: Choice) -> None:
         """One transfer, as it was chosen."""
-        self._bytes[choice.used] += choice.shape.num_bytes
+        self.add_bytes(choice.used, choice.shape.num_bytes)
         if choice.is_mismatch and self._mismatch is None:
             self._mismatch = choice.expected, choice.used
 
     def add_bytes(self, transport: str, num_bytes: int) -> None:
         """One transfer that the peer chose."""
-        self._bytes[transport] += num_bytes
+        self._bytes[transport] = self._bytes.get(transport, 0) + num_bytes
 
     def record_failover(self, expected: str, used: str) -> None:
         """A transport failed, and another one went on."""
@@ -552,7 +554,7 @@ class TransportUsage:
         if self._mismatch is not None:
             trace.expected_transport, trace.transport = self._mismatch
         elif self._bytes:
-            ((most, _),) = self._bytes.most_common(1)
+            most = max(self._bytes, key=self._bytes.__getitem__)
             trace.expected_transport = trace.transport = most
 
 

@@ -275,13 +275,14 @@ class PrefillSender:  # noqa: PLR0904 -- a method for each event (ADR 0005)
 
     def _handle_grant(self, peer: Peer, grant: Grant) -> None:
         """Take a good grant; answer a bad one, so that the decode worker need not wait."""
+        outgoing = self._outgoing.get(grant.id)
+        known = None if outgoing is None else outgoing.session.order.ticket
         try:
-            granted = check_grant(self._context, peer, grant)
+            granted = check_grant(self._context, peer, grant, known)
         except BatonError as exc:
             logger.warning("handoff: refused a grant of %s: %s", peer.name, exc)
             self._context.peers.send(peer, Failed(grant.id, str(exc)[:2000]))
             return
-        outgoing = self._outgoing.get(granted.ticket.id)
         if outgoing is not None:
             self._take_grant(outgoing, granted)
             return

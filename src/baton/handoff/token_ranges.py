@@ -89,7 +89,8 @@ class Coverage:
     def __init__(self, *, num_layers: int, start: int, stop: int) -> None:
         self._start, self._stop = start, stop
         self._landed = np.zeros((num_layers, stop - start), dtype=np.bool_)
-        self._missing_in_layer = np.full(num_layers, stop - start, dtype=np.int64)
+        self._missing_in_layer = np.empty(num_layers, dtype=np.int64)
+        self._missing_in_layer.fill(stop - start)  # np.full takes twice as long
         self.num_missing = num_layers * (stop - start)
         self.has_complete_layer = False
         """Whether every token of some layer has landed."""

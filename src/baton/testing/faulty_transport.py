@@ -144,7 +144,7 @@ class _Ids:
         return given
 
 
-class FaultyTransport:
+class FaultyTransport:  # noqa: PLR0904 - the contract
     """A `Transport` around another. `injected` counts what really went wrong.
 
     `readiness_fd` is None: the owner polls on a timer, for a held notification makes nothing
@@ -178,9 +178,13 @@ class FaultyTransport:
     def open_grant(self, grant: WriteGrant) -> None:
         self._inner.open_grant(grant)
 
-    def close_grant(self, grant: TicketId, *, writer_is_done: bool = False) -> None:
+    def close_grant(self, grant: TicketId) -> None:
         self._held = [held for held in self._held if held.event.grant != grant]
-        self._inner.close_grant(grant, writer_is_done=writer_is_done)
+        self._inner.close_grant(grant)
+
+    def finish_grant(self, grant: TicketId) -> bool:
+        self._held = [held for held in self._held if held.event.grant != grant]
+        return self._inner.finish_grant(grant)
 
     def admit_writes(self, remote: RemoteId, grant: TicketId, pages: NDArray[np.int64]) -> None:
         admitter = as_admitter(self._inner)

@@ -142,12 +142,15 @@ class TransportPair:
         assert RemoteAttached(remote) in self.writer_events
         return remote
 
-    def open_grant(self, pages: ArrayLike) -> TicketId:
+    def open_grant(self, pages: ArrayLike, *, is_announced: bool = False) -> TicketId:
         """Admit the writer into these pages of the reader's region."""
-        grant = new_ticket_id()
         self.reader.transport.open_grant(
             WriteGrant(
-                grant, self.reader.region.handle, self.writer.epoch, np.asarray(pages, np.int64)
+                grant := new_ticket_id(),
+                self.reader.region.handle,
+                self.writer.epoch,
+                np.asarray(pages, np.int64),
+                is_announced=is_announced,
             )
         )
         return grant

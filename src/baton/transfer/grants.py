@@ -159,6 +159,11 @@ class AdmittedGrants:
         self._reactor.report(GrantQuiescent(grant))
         return True
 
+    def finish(self, grant: TicketId) -> bool:
+        """Admit no more: nothing lands any more. See `Transport.finish_grant`."""
+        self._open.pop(grant, None)
+        return True
+
     def find_refusal(
         self, grant: TicketId, writer: GrantHolder, region: PagedRegion, pages: NDArray[np.int64]
     ) -> str | None:
@@ -311,14 +316,18 @@ class GrantLedger:
             if state.is_connected and grant in state.notified
         ]
 
-    def writers_done(self, grant: TicketId) -> None:
-        """Connected writers have reported their last write into it: they need not be asked.
+    def finish_grant(self, grant: TicketId) -> bool:
+        """Forget a grant whose writer has reported its last write; False where it must be asked.
 
-        Of one whose connection is gone it is not known what else it does.
+        Of a writer whose connection is gone it is not known what else it does.
         """
-        for state in self._writers.values():
-            if state.is_connected:
-                state.notified.discard(grant)
+        notified = [state for state in self._writers.values() if grant in state.notified]
+        if not all(state.is_connected for state in notified):
+            return False
+        for state in notified:
+            state.notified.discard(grant)
+        self._open.pop(grant, None)
+        return True
 
     def admits(self, writer: WriterId, grant: TicketId) -> bool:
         """Whether a notification from this writer for this grant counts."""

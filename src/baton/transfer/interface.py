@@ -318,13 +318,19 @@ class Transport(Protocol):
         """
         ...
 
-    def close_grant(self, grant: TicketId, *, writer_is_done: bool = False) -> None:
+    def close_grant(self, grant: TicketId) -> None:
         """Admit no more writes; `GrantQuiescent` follows once from `poll`, perhaps much later.
 
         A write that arrives from now on is dropped by the receiver where the receiver does the
         writing, or refused by the writer where the peer does. Unknown ids are ignored.
-        `writer_is_done`: its writer has reported its last write, and all have arrived, so it need
-        not be asked; without effect on a transport with `late_writes`.
+        """
+        ...
+
+    def finish_grant(self, grant: TicketId) -> bool:
+        """Close a grant whose writer has reported its last write, and all of whose writes arrived.
+
+        Whether nothing can land in it any more; then no event follows. Where that is not certain
+        (`late_writes`, or the writer is out of reach), it is `close_grant`.
         """
         ...
 

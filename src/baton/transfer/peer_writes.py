@@ -414,10 +414,15 @@ class PeerWritesTransport(ConnectedTransport[G, A], Generic[G, A, W]):
         if known is not None and not self.capabilities.late_writes:
             known.forget_grant(grant)
 
-    def close_grant(self, grant: TicketId, *, writer_is_done: bool = False) -> None:
+    def finish_grant(self, grant: TicketId) -> bool:
         """See `Transport`."""
-        if writer_is_done and not self.capabilities.late_writes:
-            self._ledger.writers_done(grant)
+        if not self.capabilities.late_writes and self._ledger.finish_grant(grant):
+            return True
+        self.close_grant(grant)
+        return False
+
+    def close_grant(self, grant: TicketId) -> None:
+        """See `Transport`."""
         for writer in self._ledger.close_grant(grant):
             self._writers[writer].send_close_grant(grant)
         for quiescent in self._ledger.take_quiescent():

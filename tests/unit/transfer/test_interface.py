@@ -25,7 +25,7 @@ class Both(Writer):
     def view(self, remote, array): ...
 
 
-def test_a_transport_has_eight_methods():
+def test_a_transport_has_nine_methods():
     methods = {name for name, _ in inspect.getmembers(Transport, inspect.isfunction)}
     assert {name for name in methods if not name.startswith("_")} == {
         "attach",
@@ -33,6 +33,7 @@ def test_a_transport_has_eight_methods():
         "close_grant",
         "detach",
         "expose",
+        "finish_grant",
         "open_grant",
         "poll",
         "submit",

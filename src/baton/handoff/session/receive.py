@@ -79,9 +79,8 @@ class ReceiveSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         self.phase = ReceivePhase.WAITING
         self.plan: TransferPlan | None = None
         self.lease_holder = LeaseHolder()
-        span = {"num_layers": num_layers, "start": order.start, "stop": order.num_tokens}
-        self.coverage = Coverage(**span)
-        self._requested = Coverage(**span)
+        self.coverage = self._make_coverage(num_layers)
+        self._requested: Coverage | None = None
         self._sealed_ticket = sealed_ticket
         self._num_layers = num_layers
         self._finished: Finished | None = None
@@ -147,6 +146,8 @@ class ReceiveSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
             return []  # it crossed our message
         if self.plan.op != "READ":
             raise ProtocolError("tokens are available to a worker that does not read them")
+        if self._requested is None:
+            self._requested = self._make_coverage(self._num_layers)
         self._requested.add(message.layer, message.start, message.stop)
         return [ReadPages(message)]
 
@@ -294,11 +295,16 @@ class ReceiveSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
     def check_invariants(self) -> None:
         """Raise AssertionError where counts or phases disagree."""
         self.coverage.check_invariants()
-        self._requested.check_invariants()
+        if self._requested is not None:
+            self._requested.check_invariants()
         if self.over and (self._reads or self._grant_is_open):
             raise AssertionError("it is over, and a hand may still be in its pages")
         if self._fencing & self._fenced:
             raise AssertionError("a transport is being fenced that was")
+
+    def _make_coverage(self, num_layers: int) -> Coverage:
+        order = self.order
+        return Coverage(num_layers=num_layers, start=order.start, stop=order.num_tokens)
 
     def _make_grant(self, plan: TransferPlan) -> Grant:
         order = self.order

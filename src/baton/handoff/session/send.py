@@ -124,7 +124,8 @@ class SendSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         self.lease = Lease(lease_s)
         self.phase = SendPhase.OFFERED
         self.grant: Grant | None = None
-        self._ready = np.full(num_layers, order.num_ready_tokens, dtype=np.int64)
+        self._ready = np.empty(num_layers, dtype=np.int64)
+        self._ready.fill(order.num_ready_tokens)
         self._sent = np.zeros(num_layers, dtype=np.int64)
         self._writes = CarriedWrites()
         self._to_retransmit: list[LayerTokenRange] = []

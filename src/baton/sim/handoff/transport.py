@@ -190,14 +190,20 @@ class SimTransport:  # noqa: PLR0904 -- the contract, and what its peers need
             raise TransferError("no more grants")
         self.grants[grant.id] = OpenWindow(grant, frozenset(grant.pages.tolist()))
 
-    def close_grant(self, grant: TicketId, *, writer_is_done: bool = False) -> None:
+    def finish_grant(self, grant: TicketId) -> bool:
+        """See `Transport`."""
+        if self.traits.late_writes:
+            self.close_grant(grant)
+            return False
+        opened = self.grants.pop(grant, None)
+        if opened is not None and not self.traits.receiver_stores:
+            self._closed_unasked[grant] = opened
+        return True
+
+    def close_grant(self, grant: TicketId) -> None:
         """See `Transport`."""
         opened = self.grants.get(grant)
         if opened is None or opened.is_closing:
-            return
-        if writer_is_done and self.capabilities.admits_writes and not self.traits.late_writes:
-            self._closed_unasked[grant] = self.grants.pop(grant)
-            self.emit(GrantQuiescent(grant))
             return
         opened.is_closing = True
         if not self.traits.receiver_stores:

@@ -20,6 +20,7 @@ from baton.transfer.interface import (
     WriteCompleted,
     WriteFailed,
     WriteGrant,
+    as_admitter,
 )
 from baton.transfer.region import release_region
 
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 ONE_PAGE = [whole_pages([0], [0], PAGE_BYTES)]
 
 
-class WriteGrantContract(TransportKit):
+class WriteGrantContract(TransportKit):  # noqa: PLR0904 - a method for each test
     """Permission and its end."""
 
     @pytest.mark.parametrize("pages", [[0], [9, 30], [10, 11, 12, 40]])
@@ -179,6 +180,48 @@ class WriteGrantContract(TransportKit):
         groups = [whole_pages(range(32), range(32, 64), PAGE_BYTES)]
         pair.pump(lambda: pair.seen(GrantQuiescent) == [GrantQuiescent(closed)])
         check_write(pair, remote, kept, groups)
+
+    @pytest.mark.parametrize("is_admitted", [True, False])
+    def test_a_grant_of_the_handoffs_is_known_from_it_or_asked_for(
+        self, pair: TransportPair, *, is_admitted: bool
+    ) -> None:
+        remote, grant = pair.attach(), pair.open_grant([0, 1], is_announced=True)
+        admitter = as_admitter(pair.writer.transport)
+        if is_admitted and admitter is not None:
+            admitter.admit_writes(remote, grant, np.array([0, 1]))
+            admitter.admit_writes(remote, grant, np.array([0, 1]))
+        check_write(pair, remote, grant, ONE_PAGE)
+        outside = [whole_pages([0], [2], PAGE_BYTES)]
+        self.check_refused(pair, remote, grant, groups=outside, may_land=[0])
+
+    def test_a_close_that_overtakes_the_handoffs_grant_holds(self, pair: TransportPair) -> None:
+        remote, grant = pair.attach(), pair.open_grant([0, 1], is_announced=True)
+        pair.reader.transport.close_grant(grant)
+        pair.pump(lambda: pair.seen(GrantQuiescent) == [GrantQuiescent(grant)])
+        admitter = as_admitter(pair.writer.transport)
+        if admitter is not None:
+            admitter.admit_writes(remote, grant, np.array([0, 1]))
+        self.check_refused(pair, remote, grant)
+
+    def test_a_grant_that_went_well_is_finished_without_asking(self, pair: TransportPair) -> None:
+        remote, grant = pair.attach(), pair.open_grant([0, 1], is_announced=True)
+        check_write(pair, remote, grant, ONE_PAGE)
+        if not pair.reader.transport.finish_grant(grant):
+            assert pair.reader.transport.capabilities.late_writes
+            pair.pump(lambda: pair.seen(GrantQuiescent) == [GrantQuiescent(grant)])
+        admitter = as_admitter(pair.writer.transport)
+        if admitter is not None:
+            admitter.forget_grant(remote, grant)
+        self.check_refused(pair, remote, grant, may_land=[0])
+        check_write(pair, remote, pair.open_grant([0, 1]), ONE_PAGE)
+
+    def test_a_finished_grant_of_a_lost_writer_waits_for_its_end(self, pair: TransportPair) -> None:
+        remote, grant = pair.attach(), pair.open_grant([0, 1])
+        check_write(pair, remote, grant, ONE_PAGE)
+        pair.writer.transport.close()
+        pair.poll_for()
+        if not pair.reader.transport.finish_grant(grant):
+            pair.pump(lambda: pair.seen(GrantQuiescent) == [GrantQuiescent(grant)])
 
     def check_refused(
         self,

@@ -364,9 +364,12 @@ class TcpTransport(ConnectedTransport[TcpRemote, Attach]):
         """See `Transport`."""
         self._grants.open(grant, self._find_region(grant.region))
 
-    def close_grant(self, grant: TicketId, *, writer_is_done: bool = False) -> None:
-        """See `Transport`: it is this side that stores, so no writer is asked in any case."""
-        del writer_is_done
+    def finish_grant(self, grant: TicketId) -> bool:
+        """See `Transport`."""
+        return self._grants.finish(grant)
+
+    def close_grant(self, grant: TicketId) -> None:
+        """See `Transport`."""
         if self._grants.close(grant):
             for inbound in self._inbound.values():
                 inbound.refuse_grant(grant)
