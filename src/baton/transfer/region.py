@@ -196,15 +196,15 @@ def check_copies(
         TransferError: an array, a page or a span is out of range, or index arrays do not match; or
             there are several arrays without `multi_array`.
     """
-    layers = copies.layers
-    if copies.num_layers != 1 and not (multi_array and layers):
-        raise TransferError(f"a write of {copies.num_layers} arrays, which is not supported here")
-    if not 0 <= layers.start < layers.stop <= min(len(source), len(target)):
+    num_layers, first = copies.num_layers, copies.layer
+    if num_layers != 1 and not (multi_array and num_layers > 0):
+        raise TransferError(f"a write of {num_layers} arrays, which is not supported here")
+    stop = first + num_layers
+    if first < 0 or stop > len(source) or stop > len(target):
         raise TransferError(
-            f"there is no array {layers[-1]}: the regions have {len(source)} and {len(target)}"
+            f"there is no array {stop - 1}: the regions have {len(source)} and {len(target)}"
         )
-    for layer in layers:
-        src, dst = source[layer], target[layer]
+    for src, dst in zip(source[first:stop], target[first:stop], strict=True):
         sizes = (src.num_pages, src.page_bytes, dst.num_pages, dst.page_bytes)
         for group in copies.groups:
             if sizes not in group.fits:
