@@ -49,7 +49,7 @@ class TestShared(
         remote, grant = pair.attach(), pair.open_grant([1, 2])
         check_write(pair, remote, grant, [whole_pages([1], [2], PAGE_BYTES)])
         (mapped,) = pair.writer.transport._remotes.values()
-        kept = mapped._pages.view(0) if is_view_kept else None
+        kept = mapped._pages._own.views[0] if is_view_kept else None
         mapped._connection.channel.socket.shutdown(socket.SHUT_RDWR)
         pair.pump(lambda: bool(pair.seen(RemoteLost)))
         pair.reader.transport.close_grant(grant)

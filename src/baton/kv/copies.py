@@ -275,10 +275,11 @@ def apply_copies(
     Raises:
         ProtocolError: a page or a span is out of bounds; the groups before it were copied.
     """
+    sizes = *src_pages.shape, *dst_pages.shape
     for group in copies.groups:
-        if (*src_pages.shape, *dst_pages.shape) not in group.fits:
+        if sizes not in group.fits:
             _check_group(group, src_pages, dst_pages)
-        if group.moves_whole_pages(src_pages.shape[1], dst_pages.shape[1]):
+        if group.moves_whole_pages(sizes[1], sizes[3]):
             _copy_pages(group, src_pages, dst_pages)
         else:
             _copy_spans(group, src_pages, dst_pages)
@@ -343,7 +344,10 @@ def _copy_pages(
     group: CopyGroup, src_pages: NDArray[np.uint8], dst_pages: NDArray[np.uint8]
 ) -> None:
     num_runs = group.num_runs
-    if num_runs >= _MANY_RUNS and group.num_bytes <= _SHORT_RUN_BYTES * num_runs:
+    if num_runs == 1:
+        ((src, dst, length),) = group.runs
+        dst_pages[dst : dst + length] = src_pages[src : src + length]
+    elif num_runs >= _MANY_RUNS and group.num_bytes <= _SHORT_RUN_BYTES * num_runs:
         _copy_tiny_pages(group, src_pages, dst_pages)
     elif num_runs == len(group.src_pages):
         for src, dst, _ in group.runs:

@@ -280,6 +280,8 @@ class Channel:
         except OSError as exc:
             raise PeerLostError(f"the connection broke: {exc}") from exc
         self.num_sent_bytes += num_sent
+        if len(batch) == 1 and num_sent == len(batch[0]):
+            return []
         return skip_bytes(batch, num_sent)
 
     def _load_batch(self) -> bool:

@@ -213,7 +213,14 @@ class Connection:
 
     def send_body(self, body: bytes) -> None:
         """Queue one frame. A broken connection is reported through `on_lost`, not raised."""
-        self._guard(self.channel.send_message, body)
+        if not self.is_open:
+            return
+        try:
+            self.channel.send_message(body)
+        except BatonError as exc:
+            self.fail(exc)
+        else:
+            self._watch_sending()
 
     def send_body_with_pages(self, body: bytes, payload: Sequence[memoryview]) -> None:
         """Queue one frame, and page bytes in memory behind it; like `send_body`."""

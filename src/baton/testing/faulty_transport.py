@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 
 from baton.errors import TransferError
@@ -268,11 +269,12 @@ class FaultyTransport:  # noqa: PLR0904 - the contract
         for event in self._inner.poll():
             match event:
                 case WriteCompleted(transfer) | WriteFailed(transfer):
-                    events.append(replace(event, transfer=self._ids.outer.pop(transfer)))
+                    outer = self._ids.outer.pop(transfer)
+                    events.append(msgspec.structs.replace(event, transfer=outer))
                 case ReadCompleted(inner) | ReadFailed(inner):
                     transfer = self._ids.outer.pop(inner)
                     self._corrupt_read(transfer)
-                    events.append(replace(event, transfer=transfer))
+                    events.append(msgspec.structs.replace(event, transfer=transfer))
                 case Arrived():
                     events += self._take_notification(event)
                 case GrantQuiescent():

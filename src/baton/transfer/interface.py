@@ -198,16 +198,14 @@ class RemoteLost:
     error: TransferError
 
 
-@dataclass(frozen=True, slots=True)
-class WriteCompleted:
+class WriteCompleted(msgspec.Struct, frozen=True, gc=False):
     """The local pages of this write may be reused; the notification was handed to the peer."""
 
     transfer: TransferId
     num_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class WriteFailed:
+class WriteFailed(msgspec.Struct, frozen=True):
     """This write did not complete; some of its pages may have been written.
 
     Unless `Capabilities.late_writes`, this side will store nothing of it from now on, and what is
@@ -219,24 +217,21 @@ class WriteFailed:
     error: TransferError
 
 
-@dataclass(frozen=True, slots=True)
-class ReadCompleted:
+class ReadCompleted(msgspec.Struct, frozen=True, gc=False):
     """The peer's pages, as they were at some moment since the submission, are in the local ones."""
 
     transfer: TransferId
     num_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class ReadFailed:
+class ReadFailed(msgspec.Struct, frozen=True):
     """This read did not complete; some local pages may have changed, none will from now on."""
 
     transfer: TransferId
     error: TransferError
 
 
-@dataclass(frozen=True, slots=True)
-class Arrived:
+class Arrived(msgspec.Struct, frozen=True, gc=False):
     """A peer's write into `grant` is in place; `notification` is untrusted bytes from the peer."""
 
     grant: TicketId
@@ -250,6 +245,7 @@ class GrantQuiescent:
     grant: TicketId
 
 
+# Those of every transfer are structs, which cost a fifth of a frozen dataclass's time.
 TransferEvent: TypeAlias = (
     RemoteAttached
     | RemoteLost

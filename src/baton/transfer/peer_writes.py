@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar, assert_never
 
+import msgspec
+
 from baton.errors import PeerLostError, ProtocolError, TransferError
 from baton.ids import Epoch, TicketId
 from baton.net.framing import encode
@@ -32,7 +34,13 @@ from baton.transfer.grant_messages import (
     unpack_pages,
 )
 from baton.transfer.grants import GrantHolder, GrantLedger, PageSet, WriterId, check_grant_pages
-from baton.transfer.interface import GrantQuiescent, WriteCompleted, WriteFailed
+from baton.transfer.interface import (
+    GrantQuiescent,
+    PageWrite,
+    TransferId,
+    WriteCompleted,
+    WriteFailed,
+)
 from baton.transfer.messages import NotAttached
 
 if TYPE_CHECKING:
@@ -47,10 +55,8 @@ if TYPE_CHECKING:
     from baton.transfer.grant_messages import FromOwner
     from baton.transfer.interface import (
         PagedRegion,
-        PageWrite,
         RegionDescriptor,
         RemoteId,
-        TransferId,
         TransportContext,
         WriteGrant,
     )
@@ -68,8 +74,7 @@ MAX_REASON_CHARS: Final = 256
 S = TypeVar("S")
 
 
-@dataclass(frozen=True, slots=True)
-class Submitted(Generic[S]):
+class Submitted(msgspec.Struct, Generic[S], frozen=True):
     """A checked write, and where its bytes are."""
 
     transfer: TransferId
@@ -184,11 +189,12 @@ class PeerGrants(Generic[S]):
             self._reactor.report(WriteFailed(held.transfer, error))
 
     def _begin_within(self, submitted: Submitted[S], grant: PageSet) -> None:
-        if all(grant.covers(group.dst_pages) for group in submitted.write.copies.groups):
-            self._begin(submitted)
-        else:
-            error = TransferError("a page is outside the grant")
-            self._reactor.report(WriteFailed(submitted.transfer, error))
+        for group in submitted.write.copies.groups:
+            if not grant.covers(group.dst_pages):
+                error = TransferError("a page is outside the grant")
+                self._reactor.report(WriteFailed(submitted.transfer, error))
+                return
+        self._begin(submitted)
 
 
 class PeerWritesRemote(ConnectedRemote, Generic[S]):

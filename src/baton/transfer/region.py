@@ -17,6 +17,7 @@ import numpy as np
 
 from baton.errors import TransferError
 from baton.ids import new_region_handle
+from baton.transfer.huge_pages import advise_huge_pages, fill_with_huge_pages, map_shared
 from baton.transfer.interface import MAX_NOTIFICATION_BYTES, PageArray, PagedRegion
 
 if TYPE_CHECKING:
@@ -78,6 +79,8 @@ def check_arrays(arrays: Sequence[PageArray]) -> None:
 def allocate_host_region(shapes: Sequence[tuple[int, int]]) -> PagedRegion:
     """Zeroed private memory: one array for each `(num_pages, page_bytes)`.
 
+    Huge pages are used where the kernel gives them.
+
     Raises:
         TransferError: the sizes make no sense, or there is not that much memory.
     """
@@ -86,14 +89,16 @@ def allocate_host_region(shapes: Sequence[tuple[int, int]]) -> PagedRegion:
         memory = mmap.mmap(-1, compute_region_bytes(arrays), flags=mmap.MAP_PRIVATE)
     except OSError as exc:
         raise TransferError(f"cannot allocate the region: {exc}") from exc
+    advise_huge_pages(memory)
     return PagedRegion(new_region_handle(), "host", memoryview(memory), arrays)
 
 
 def allocate_shared_region(shapes: Sequence[tuple[int, int]]) -> PagedRegion:
     """Zeroed memory that a peer on this host can map: one array for each `(num_pages, page_bytes)`.
 
-    All of it is committed here: running out of memory is an error now, not a SIGBUS later, and no
-    first write to a page waits for the kernel (docs/benchmarks.md has the price).
+    It consists of huge pages where the kernel gives them. All of it is committed here: running out
+    of memory is an error now, not a SIGBUS later, and no first write to a page waits for the kernel
+    (docs/benchmarks.md has the price).
 
     Raises:
         TransferError: the sizes make no sense, or there is not that much memory.
@@ -102,9 +107,11 @@ def allocate_shared_region(shapes: Sequence[tuple[int, int]]) -> PagedRegion:
     num_bytes = compute_region_bytes(arrays)
     fd = os.memfd_create("baton-region", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
+        os.ftruncate(fd, num_bytes)
+        fill_with_huge_pages(fd, num_bytes)
         os.posix_fallocate(fd, 0, num_bytes)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
-        memory = mmap.mmap(fd, num_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        memory = map_shared(fd, num_bytes, mmap.MAP_SHARED | mmap.MAP_POPULATE)
     except OSError as exc:
         os.close(fd)
         raise TransferError(f"cannot allocate the region: {exc}") from exc
@@ -152,7 +159,7 @@ def map_peer_memory(
             f"the peer's region has {status.st_size} bytes, its description needs {num_bytes}"
         )
     try:
-        mapping = mmap.mmap(fd, num_bytes, flags=mmap.MAP_SHARED, prot=protection)
+        mapping = map_shared(fd, num_bytes, protection=protection)
     except OSError as exc:
         raise TransferError(f"cannot map the peer's region: {exc}") from exc
     mapping.madvise(mmap.MADV_DONTFORK)
@@ -189,15 +196,15 @@ def check_copies(
         TransferError: an array, a page or a span is out of range, or index arrays do not match; or
             there are several arrays without `multi_array`.
     """
-    layers = copies.layers
-    if copies.num_layers != 1 and not (multi_array and layers):
-        raise TransferError(f"a write of {copies.num_layers} arrays, which is not supported here")
-    if not 0 <= layers.start < layers.stop <= min(len(source), len(target)):
+    num_layers, first = copies.num_layers, copies.layer
+    if num_layers != 1 and not (multi_array and num_layers > 0):
+        raise TransferError(f"a write of {num_layers} arrays, which is not supported here")
+    stop = first + num_layers
+    if first < 0 or stop > len(source) or stop > len(target):
         raise TransferError(
-            f"there is no array {layers[-1]}: the regions have {len(source)} and {len(target)}"
+            f"there is no array {stop - 1}: the regions have {len(source)} and {len(target)}"
         )
-    for layer in layers:
-        src, dst = source[layer], target[layer]
+    for src, dst in zip(source[first:stop], target[first:stop], strict=True):
         sizes = (src.num_pages, src.page_bytes, dst.num_pages, dst.page_bytes)
         for group in copies.groups:
             if sizes not in group.fits:

@@ -41,6 +41,8 @@ LIMITS: Final = (
 )
 PEERS: Final = (
     LinkEntry("peer", "NIXL", {}),
+    LinkEntry("peer", "NIXL shm", {}),
+    LinkEntry("peer", "NIXL reused", {}),
     LinkEntry("peer", "NIXL (TCP)", {}),
     LinkEntry("peer", "Mooncake", {}, "two contained"),
     LinkEntry("peer", "gloo", {}, "two on one host"),

@@ -16,7 +16,8 @@ File map:
     machine.py          kernel, processors, NUMA, container
     memory.py           memory, cgroup limits, /dev/shm, huge pages, overcommit; open files, locked
                         memory
-    kernel_checks.py    memfd and seals, proof of death, reading another process's memory: tried
+    kernel_checks.py    memfd and seals, huge pages, proof of death, reading another process's
+                        memory: tried
     devices.py          GPUs, RDMA, DAX
     network.py          network interfaces, socket buffers
     versions.py         Python and the packages that engines and transports are made of

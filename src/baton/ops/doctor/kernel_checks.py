@@ -1,4 +1,4 @@
-"""What the kernel allows this process, tried and not read: memfd, proof of death, CMA."""
+"""What the kernel allows this process, tried: memfd, huge pages, proof of death, CMA."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import ctypes
 import fcntl
 import mmap
 import os
+import re
 import select
 import signal
 import socket
 import struct
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from baton.errors import TransferError
@@ -18,11 +20,20 @@ from baton.ops.doctor.finding import Area, Finding, Level
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    import numpy as np
+    from numpy.typing import NDArray
+
     from baton.ops.doctor.host import Host
 
 CHECK_BYTES: Final = 1 << 20
 DEATH_TIMEOUT_S: Final = 1.0
 SECRET: Final = b"baton-doctor-reads-this"
+
+HUGE_CHECK_BYTES: Final = 16 << 20
+ALLOW_HUGE_PAGES: Final = (
+    "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled  # and Linux 6.1 or newer"
+)
+_MAPPING: Final = re.compile("([0-9a-f]+)-([0-9a-f]+) ")
 
 _SO_PEERPIDFD: Final = 77
 _CREDENTIALS: Final = struct.Struct("3i")
@@ -43,6 +54,42 @@ def check_memfd(_host: Host) -> list[Finding]:
     if cut is None:
         return [_finding("memfd", Level.WARNING, "the kernel cut a sealed memfd short", why)]
     return [_finding("memfd", Level.OK, "made, sealed and mapped; cutting it was refused", why)]
+
+
+def check_huge_regions(_host: Host) -> list[Finding]:
+    """Allocate a region of each kind, and count its huge pages."""
+    from baton.transfer import region as regions  # noqa: PLC0415 - numpy, in the probe only
+
+    why = (
+        "With huge pages a KV pool starts ten times faster, and a peer maps it in no time; copies "
+        "are a few percent faster over `shared`, and much faster over NIXL."
+    )
+    shapes, found = [(1, HUGE_CHECK_BYTES)], {}
+    for kind, allocate in (
+        ("shared", regions.allocate_shared_region),
+        ("private", regions.allocate_host_region),
+    ):
+        region = allocate(shapes)
+        region.memory[:] = bytes(HUGE_CHECK_BYTES)
+        found[kind] = _count_huge_bytes(regions.view_pages(region.memory, region.arrays[0]))
+        regions.release_region(region)
+    counts = ", ".join(f"{kind} {num >> 20} MiB" for kind, num in found.items())
+    text = f"of regions of {HUGE_CHECK_BYTES >> 20} MiB: {counts}"
+    if found["shared"]:
+        return [_finding("huge pages in regions", Level.OK, text, why)]
+    return [_finding("huge pages in regions", Level.NOTE, text, why, fix=ALLOW_HUGE_PAGES)]
+
+
+def _count_huge_bytes(pages: NDArray[np.uint8]) -> int:
+    """Bytes that are mapped in huge pages, in the mapping that holds these pages."""
+    address, num_bytes, is_inside = int(pages.ctypes.data), 0, False
+    for line in Path("/proc/self/smaps").read_text(encoding="ascii").splitlines():
+        mapping = _MAPPING.match(line)
+        if mapping is not None:
+            is_inside = int(mapping[1], 16) <= address < int(mapping[2], 16)
+        elif is_inside and line.startswith(("AnonHugePages:", "ShmemPmdMapped:")):
+            num_bytes += int(line.split()[1]) << 10
+    return num_bytes
 
 
 def check_pidfd(_host: Host) -> list[Finding]:

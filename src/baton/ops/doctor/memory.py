@@ -80,15 +80,19 @@ def check_huge_pages(host: Host) -> list[Finding]:
         return []
     size = facts.get("Hugepagesize", 0)
     num_total, num_free = facts.get("HugePages_Total", 0), facts.get("HugePages_Free", 0)
-    chosen = _chosen(host.read("/sys/kernel/mm/transparent_hugepage/shmem_enabled"))
+    anonymous, shared = (
+        _chosen(host.read(f"/sys/kernel/mm/transparent_hugepage/{name}"))
+        for name in ("enabled", "shmem_enabled")
+    )
     reserved = f"{num_free} of {num_total} x {write_bytes(size)} free" if num_total else "none"
     return [
         Finding(
             area=Area.MEMORY,
             name="huge pages",
             level=Level.OK,
-            found=f"reserved: {reserved}; transparent in shared memory: {chosen}",
-            why="Baton needs none; with them, large pools cost fewer page faults when they start.",
+            found=f"reserved: {reserved}; transparent: {anonymous}, in shared memory: {shared}",
+            why="Baton reserves none. It asks for transparent ones, unless the first setting is "
+            "never or the second is deny; `huge pages in regions` is what it gets.",
         )
     ]
 

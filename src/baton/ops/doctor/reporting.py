@@ -22,7 +22,12 @@ from baton.ops.doctor.fleet import (
     check_readiness,
 )
 from baton.ops.doctor.isolation import run_probes
-from baton.ops.doctor.kernel_checks import check_cma, check_memfd, check_pidfd
+from baton.ops.doctor.kernel_checks import (
+    check_cma,
+    check_huge_regions,
+    check_memfd,
+    check_pidfd,
+)
 from baton.ops.doctor.machine import check_container, check_kernel, check_numa, check_processors
 from baton.ops.doctor.memory import (
     check_huge_pages,
@@ -74,6 +79,7 @@ RECORDED: Final = (
 
 RUN_HERE: Final = (
     Probe(Area.KERNEL, "memfd", check_memfd, Level.WARNING),
+    Probe(Area.KERNEL, "huge pages in regions", check_huge_regions, Level.NOTE),
     Probe(Area.KERNEL, "pidfd", check_pidfd, Level.WARNING),
     Probe(Area.KERNEL, "CMA", check_cma, Level.NOTE),
 )

@@ -25,6 +25,8 @@ _FACTORIES: Final[Mapping[str, tuple[str, str]]] = {
     "tuned socket": ("limits", "tuned_socket"),
     "socket": ("limits", "plain_socket"),
     "NIXL": ("engines", "nixl"),
+    "NIXL shm": ("engines", "nixl_shm"),
+    "NIXL reused": ("engines", "nixl_reused"),
     "NIXL (TCP)": ("engines", "nixl_over_tcp"),
     "Mooncake": ("engines", "Mooncake"),
     "gloo": ("gloo", "Gloo"),

@@ -1,13 +1,18 @@
 """Transfer engines of other projects: Mooncake over TCP, and NIXL as vLLM's connector drives it.
 
 Mooncake listens on all interfaces, so it runs in a network namespace. For NIXL all pages are
-prepared once, and each request has indices.
+prepared once, and each request has indices; or each request itself is prepared, and posted again
+and again. Pools are private memory in huge pages, where the kernel gives them: NIXL's copies
+(CMA) pin pages.
 """
 
 from __future__ import annotations
 
 import importlib
+import math
 import secrets
+from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -24,7 +29,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from baton.rig.backend import BackendContext, StopRequested
+    from baton.rig.backend import BackendContext, LimitName, StopRequested
     from baton.rig.pages import Direction, Move
     from baton.transfer.interface import PageArray
 
@@ -113,23 +118,33 @@ class NixlMetadata(msgspec.Struct, frozen=True):
     base: int
 
 
+@dataclass(frozen=True, slots=True)
+class NixlVariant:
+    """How NIXL is set up. `is_reused`: a transfer is prepared once, and posted again each time."""
+
+    used: str = "UCX"
+    limit: LimitName = "memcpy"
+    parameters: Mapping[str, str] = field(default_factory=dict)
+    is_reused: bool = False
+
+
+NO_ERRORS: Final = {"ucx_error_handling_mode": "none"}
+"""With the default, `peer`, UCX excludes shared memory."""
+
+
 class Nixl(Backend):
     """See `Backend`. No progress thread: with one, it is slower here (both share a core)."""
 
-    def __init__(self, context: BackendContext, *, is_tcp: bool) -> None:
+    def __init__(self, variant: NixlVariant, context: BackendContext) -> None:
         api = _load_nixl()
-        self._context = context
-        self.traits = Traits(
-            "UCX TCP" if is_tcp else "UCX",
-            ("push", "pull"),
-            "tuned socket" if is_tcp else "memcpy",
-        )
+        self._context, self._is_reused = context, variant.is_reused
+        self.traits = Traits(variant.used, ("push", "pull"), variant.limit)
         self.region = self.target = allocate_pool(("host",), context.num_pages)
         self._arrays = layout_pool(context.num_pages)
         self._base = int(view_bytes(self.region).ctypes.data)
         config = api.nixl_agent_config(enable_prog_thread=False, backends=[])
         self._agent: Any = api.nixl_agent(f"bench-{secrets.token_hex(8)}", config)
-        self._agent.create_backend("UCX", {"engine_config": "TLS=tcp"} if is_tcp else {})
+        self._agent.create_backend("UCX", dict(variant.parameters))
         self._agent.register_memory([(self._base, len(self.region.memory), 0, "")], MEMORY)
         self._remote = ""
         self._remote_base = 0
@@ -154,15 +169,18 @@ class Nixl(Backend):
                 ))
 
     def prepare(self, move: Move, direction: Direction) -> Callable[[], None]:
-        """See `Backend`. NIXL plans inside the call: each request has pages of its own."""
-        operation = OPERATIONS[direction]
-        if move.is_run:
-            src, dst, num_bytes = move.ranges[0].tolist()
-            ours, theirs = (src, dst) if direction == "push" else (dst, src)
-            return lambda: self._move_run(operation, ours, theirs, num_bytes)
-        src_pages, dst_pages = move.src_pages.astype(np.int32), move.dst_pages.astype(np.int32)
-        ordered = (src_pages, dst_pages) if direction == "push" else (dst_pages, src_pages)
-        return lambda: self._move_pages(operation, move.layer, ordered)
+        """See `Backend`. NIXL plans inside the call, unless the request is reused."""
+        plan = self._plan_run(move, direction) if move.is_run else self._plan(move, direction)
+        if self._is_reused:
+            handle = plan()
+            return lambda: self._complete(handle)
+
+        def transfer() -> None:
+            handle = plan()
+            self._complete(handle)
+            handle.release()
+
+        return transfer
 
     def serve(self, stop: StopRequested) -> None:
         """See `Backend`. Without a thread, polling for notifications drives UCX."""
@@ -172,41 +190,43 @@ class Nixl(Backend):
     def close(self) -> None:
         """See `Backend`. The engine uses the pool until the process ends."""
 
-    def _move_run(self, operation: str, ours: int, theirs: int, num_bytes: int) -> None:
-        agent = self._agent
-        here = agent.get_xfer_descs([(self._base + ours, num_bytes, 0)], MEMORY)
-        there = agent.get_xfer_descs([(self._remote_base + theirs, num_bytes, 0)], MEMORY)
-        self._complete(agent.initialize_xfer(operation, here, there, self._remote))
+    def _plan_run(self, move: Move, direction: Direction) -> Callable[[], Any]:
+        agent, operation = self._agent, OPERATIONS[direction]
+        src, dst, num_bytes = move.ranges[0].tolist()
+        ours, theirs = (src, dst) if direction == "push" else (dst, src)
 
-    def _move_pages(
-        self, operation: str, layer: int, pages: tuple[NDArray[np.int32], NDArray[np.int32]]
-    ) -> None:
-        here, there = self._prepared[layer]
-        handle = self._agent.make_prepped_xfer(operation, here, pages[0], there, pages[1])
-        self._complete(handle)
+        def plan() -> Any:  # noqa: ANN401 - NIXL is untyped
+            here = agent.get_xfer_descs([(self._base + ours, num_bytes, 0)], MEMORY)
+            there = agent.get_xfer_descs([(self._remote_base + theirs, num_bytes, 0)], MEMORY)
+            return agent.initialize_xfer(operation, here, there, self._remote)
+
+        return plan
+
+    def _plan(self, move: Move, direction: Direction) -> Callable[[], Any]:
+        src_pages, dst_pages = move.src_pages.astype(np.int32), move.dst_pages.astype(np.int32)
+        ours, theirs = (src_pages, dst_pages) if direction == "push" else (dst_pages, src_pages)
+        here, there = self._prepared[move.layer]
+        operation, make = OPERATIONS[direction], self._agent.make_prepped_xfer
+        return lambda: make(operation, here, ours, there, theirs)
 
     def _complete(self, handle: Any) -> None:  # noqa: ANN401 - NIXL is untyped
         agent, clock = self._agent, self._context.clock
-        deadline = clock.now() + TRANSFER_TIMEOUT_S
-        state, num_checks = agent.transfer(handle), 0
+        state, num_checks, deadline = agent.transfer(handle), 0, math.inf
         while state == "PROC":
             state = agent.check_xfer_state(handle)
             num_checks += 1
-            if num_checks % CHECKS_PER_CLOCK_READ == 0 and clock.now() > deadline:
-                raise TransferError(f"NIXL did not finish within {TRANSFER_TIMEOUT_S:g} s")
+            if num_checks % CHECKS_PER_CLOCK_READ == 0:
+                deadline = min(deadline, clock.now() + TRANSFER_TIMEOUT_S)
+                if clock.now() > deadline:
+                    raise TransferError(f"NIXL did not finish within {TRANSFER_TIMEOUT_S:g} s")
         if state != "DONE":
             raise TransferError(f"NIXL reports {state}")
-        handle.release()
 
 
-def nixl(context: BackendContext) -> Nixl:
-    """UCX with whatever it chooses."""
-    return Nixl(context, is_tcp=False)
-
-
-def nixl_over_tcp(context: BackendContext) -> Nixl:
-    """UCX, limited to TCP."""
-    return Nixl(context, is_tcp=True)
+nixl = partial(Nixl, NixlVariant())
+nixl_shm = partial(Nixl, NixlVariant(parameters=NO_ERRORS))
+nixl_reused = partial(Nixl, NixlVariant(parameters=NO_ERRORS, is_reused=True))
+nixl_over_tcp = partial(Nixl, NixlVariant("UCX TCP", "tuned socket", {"engine_config": "TLS=tcp"}))
 
 
 def _describe_pages(base: int, array: PageArray) -> NDArray[np.uint64]:

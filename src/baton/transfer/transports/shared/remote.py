@@ -67,16 +67,13 @@ class PeerPages:
     def __init__(
         self, mapping: mmap.mmap, arrays: Sequence[PageArray], readable: mmap.mmap | None = None
     ) -> None:
-        self._mapping, self._arrays = mapping, arrays
+        self._device = mapping if isinstance(mapping, ExtentMapping) else None
+        self._arrays = arrays
         self._own = _Mapping(mapping, arrays, MADV_POPULATE_WRITE)
         self._read_only = (
             None if readable is None else _Mapping(readable, arrays, MADV_POPULATE_READ)
         )
         self._was_viewed = False
-
-    def view(self, array: int) -> NDArray[np.uint8]:
-        """One array, uint8 `[num_pages, page_bytes]`, writable; not to be kept."""
-        return self._own.views[array]
 
     def view_read_only(self, array: int) -> NDArray[np.uint8]:
         """The same pages, read-only; may be kept.
@@ -95,13 +92,14 @@ class PeerPages:
         Raises:
             TransferError: the memory behind the mapping is not what it was.
         """
-        device = self._mapping if isinstance(self._mapping, ExtentMapping) else None
+        device, targets, layer = self._device, self._own.views, copies.layer
         if device is not None:
             device.check_size()
-        for layer, source in zip(copies.layers, sources, strict=True):
-            apply_copies(copies, source, self.view(layer))
+        for source in sources:
+            apply_copies(copies, source, targets[layer])
             if device is not None:
                 device.flush_ranges(*compute_written(copies, self._arrays[layer]))
+            layer += 1
 
     def load(self, copies: PageCopies, target: NDArray[np.uint8]) -> None:
         """Copy checked pages of the peer out into `target`.
@@ -109,9 +107,9 @@ class PeerPages:
         Raises:
             TransferError: the memory behind the mapping is not what it was.
         """
-        if isinstance(self._mapping, ExtentMapping):
-            self._mapping.check_size()
-        apply_copies(copies, self.view(copies.layer), target)
+        if self._device is not None:
+            self._device.check_size()
+        apply_copies(copies, self._own.views[copies.layer], target)
 
     def prefault(self) -> bool:
         """Enter the next slice into this process's page table; whether there was one.
@@ -236,8 +234,8 @@ class SharedRemote(PeerWritesRemote["Sequence[NDArray[np.uint8]]"]):
         if self._loss is not None:
             self._reactor.report(WriteFailed(transfer, self._loss))
             return
-        layers = write.copies.layers
-        source = self._local_views[region.handle][layers.start : layers.stop]
+        layer = write.copies.layer
+        source = self._local_views[region.handle][layer : layer + write.copies.num_layers]
         self._grants.submit(Submitted(transfer, write, source), self._connection)
 
     def read(self, transfer: TransferId, copies: PageCopies, region: PagedRegion) -> None:
