@@ -68,8 +68,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 TICK_S: Final = 0.05
-MAX_POLL_ROUNDS: Final = 4
-"""Before links and commands get their turn again."""
 
 
 class AgentLoop:
@@ -166,16 +164,16 @@ class AgentLoop:
     def step(self) -> None:
         """Sleep until something is to be done, `TICK_S` at most, and do it."""
         ready = self._waiting.wait(self._selector.select, TICK_S)
-        for key, _ in ready:
-            if key.data is self._waker:
-                self._waker.clear()
+        sources = [key.data for key, _ in ready]
+        if self._waker in sources:
+            self._waker.clear()
         self._run_commands()
         for key, mask in ready:
             if isinstance(key.data, Peer | PeerTable):
                 self._dispatch_all(self._peers.serve(key.data, mask))
         self._peers.flush()
-        self._poll_transports()
         now = self.options.clock.now()
+        self._poll_transports(sources, also_idle=now >= self._next_tick)
         if now >= self._next_tick:
             self._tick(now)
         if self._has_staging:
@@ -184,16 +182,13 @@ class AgentLoop:
             self._probe()
         self._peers.flush()
 
-    def _poll_transports(self) -> None:
-        """Handle their events, and those that handling them gave rise to."""
-        for _ in range(MAX_POLL_ROUNDS):
-            is_idle = True
-            for transport in self.options.transports:
+    def _poll_transports(self, ready: list[object], *, also_idle: bool) -> None:
+        """Handle the events of those that are ready, or may have some of what was just posted."""
+        also_idle = also_idle or self.sending.is_moving or self.receiving.is_moving
+        for transport in self.options.transports:
+            if also_idle or transport.readiness_fd is None or transport in ready:
                 for event in transport.poll():
-                    is_idle = False
                     self._guard_transfer_event(transport, event)
-            if is_idle:
-                return
 
     def _probe(self) -> None:
         """Handoffs first: probes are made while none waits, or between their transfers."""

@@ -250,7 +250,7 @@ def compute_page_copies(
     tokens = bounds[:-1]
     src_pages, dst_pages = src.blocks_of(tokens), dst.blocks_of(tokens)
     groups: list[CopyGroup] = []
-    for pieces in _group_alike(bounds, *sizes):
+    for pieces in _group_alike(*sizes, start, stop):
         first = int(tokens[pieces[0]])
         length = int(bounds[pieces[0] + 1]) - first
         spans = compute_spans(*geometries, (first % sizes[0], first % sizes[1]), length)
@@ -301,10 +301,12 @@ def _page_starts(block_size: int, start: int, stop: int) -> NDArray[np.int64]:
     return np.arange(first, stop, block_size, dtype=np.int64)
 
 
+@lru_cache(maxsize=256)
 def _group_alike(
-    bounds: NDArray[np.int64], src_block_size: int, dst_block_size: int
+    src_block_size: int, dst_block_size: int, start: int, stop: int
 ) -> list[NDArray[np.int64]]:
     """Indices of pieces that lie alike in their pages: same offsets on both sides, same length."""
+    bounds = compute_pieces(src_block_size, dst_block_size, start, stop)
     tokens, lengths = bounds[:-1], np.diff(bounds)
     # One number for (src offset, dst offset, length); block sizes are below 2**17, so it fits.
     alike = (tokens % src_block_size * dst_block_size + tokens % dst_block_size) << 17 | lengths

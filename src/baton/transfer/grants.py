@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from baton.transfer.base_transport import Reactor
     from baton.transfer.interface import PageArray, PagedRegion, ReadGrant, WriteGrant
 
+MAX_SMALL: Final = 64
+"""Indices that are quicker to handle as a list than as an array."""
 _MAX_SPARSENESS: Final = 8
 """A set whose extent is more times its size is searched: marking each page between would let a peer
 take memory by naming two pages. Up to here the marks are no larger than the indices."""
@@ -45,10 +47,13 @@ class PageSet:
     """
 
     def __init__(self, pages: NDArray[np.int64]) -> None:
-        self._sorted = np.unique(pages)
+        if len(pages) <= MAX_SMALL:  # np.unique costs ten times as much for a few
+            self._sorted = np.array(sorted(set(pages.tolist())), np.int64)
+        else:
+            self._sorted = np.unique(pages)
         self._covered: NDArray[np.int64] | None = None
         self._is_in: NDArray[np.bool_] | None = None
-        if len(self._sorted):
+        if len(self._sorted) and not self._is_interval:
             self._is_in = _mark(self._sorted)
 
     def __len__(self) -> int:
@@ -63,6 +68,10 @@ class PageSet:
             return True
         return False
 
+    @property
+    def _is_interval(self) -> bool:
+        return int(self._sorted[-1] - self._sorted[0]) + 1 == len(self._sorted)
+
     def _find_all(self, pages: NDArray[np.int64]) -> bool:
         if len(self._sorted) == 0:
             return False
@@ -70,8 +79,8 @@ class PageSet:
         first, last = int(self._sorted[0]), int(self._sorted[-1])
         if low < first or high > last:
             return False
-        if last - first + 1 == len(self._sorted):
-            return True  # an interval
+        if self._is_interval:
+            return True
         if self._is_in is not None:
             return bool(self._is_in[pages - first].all())
         found = np.minimum(np.searchsorted(self._sorted, pages), len(self._sorted) - 1)
@@ -89,8 +98,9 @@ def _mark(ascending: NDArray[np.int64]) -> NDArray[np.bool_] | None:
 
 
 def _extent(pages: NDArray[np.int64]) -> tuple[int, int]:
-    if len(pages) == 1:
-        return int(pages[0]), int(pages[0])
+    if len(pages) <= MAX_SMALL:
+        listed = pages.tolist()
+        return min(listed), max(listed)
     return int(pages.min()), int(pages.max())
 
 
