@@ -40,16 +40,8 @@ from baton.gateway.metrics import GatewayMetrics
 from baton.gateway.request_context import BackgroundTasks, Fallbacks, Services
 from baton.gateway.upstream import Upstream
 from baton.gateway.workers import Workers
-from baton.net.http_server import (
-    Connections,
-    HttpLimits,
-    allow_descriptors,
-    bind,
-    count_refusals,
-    make_server_config,
-    start_listening,
-    url_of,
-)
+from baton.net.http_limits import Connections, HttpLimits, allow_descriptors
+from baton.net.http_server import bind, count_refusals, make_server_config, start_listening, url_of
 from baton.net.tls import ServerTls
 from baton.router.failover import RetryBudget
 from baton.router.round_robin import RoundRobin
@@ -119,7 +111,6 @@ async def open_gateway(options: GatewayOptions, clock: Clock) -> AsyncGenerator[
     )
     records = RequestHistory(options.num_records)
     events = KVEvents(workers, metrics, clock)
-    await upstream.open()
     health_monitor.start()
     events.start()
     try:
@@ -141,7 +132,7 @@ async def open_gateway(options: GatewayOptions, clock: Clock) -> AsyncGenerator[
         await health_monitor.stop()
         await services.background_tasks.stop()
         await events.stop()
-        await upstream.close()
+        upstream.close()
         if services.audit is not None:
             services.audit.close()
 

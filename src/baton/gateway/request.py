@@ -233,13 +233,14 @@ def _stream(fields: dict[str, msgspec.Raw]) -> bool:
             raise InvalidRequestError("stream must be true or false", param="stream")
 
 
-def forwarded_headers_from(headers: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:
-    """The few headers that workers get from clients; all others stay here."""
-    return {
-        name.decode("ascii"): value.decode("ascii")
+def forwarded_headers_from(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
+    """The few header lines that workers get from clients; all others stay here."""
+    found = {
+        name: value
         for name, value in headers
         if name in FORWARDED_HEADERS and _PRINTABLE.issuperset(value)
     }
+    return b"".join(b"%b: %b\r\n" % header for header in found.items())
 
 
 def check_content_type(headers: Iterable[tuple[bytes, bytes]]) -> None:
@@ -274,7 +275,7 @@ PROMPT_FIELDS: Final = ("messages", "prompt", "tools")
 
 def estimate_prompt_tokens(body: CompletionBody) -> int:
     """Tokens of a request's prompt, to within a factor of two or so."""
-    sizes = (len(bytes(body.fields[name])) for name in PROMPT_FIELDS if name in body.fields)
+    sizes = (len(memoryview(body.fields[name])) for name in PROMPT_FIELDS if name in body.fields)
     return sum(sizes) // BYTES_PER_TOKEN
 
 
