@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
 from dataclasses import dataclass
 from functools import lru_cache
@@ -131,6 +133,7 @@ class RequestOrigin:
             )
 
 
+FIND_INTERVAL_S: Final = 0.02
 MAX_HOST_CHARS: Final = 253
 """Of a name in DNS."""
 COMPLETION_PATHS: Final = frozenset({CHAT_COMPLETIONS_PATH, COMPLETIONS_PATH})
@@ -222,6 +225,13 @@ class GatewayApp:
         except Exception as exc:
             log.exception("%s failed", path)
             await send_error(send, answer_for(exc))
+
+    async def find_workers(self, timeout_s: float) -> None:
+        """Return once requests can be served, or after `timeout_s`."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while self._ready.why_not() is not None:  # noqa: ASYNC110 - it sends no event
+                    await asyncio.sleep(FIND_INTERVAL_S)
 
     async def manage(self, scope: Scope, send: Send) -> None:
         """Answer a request to the management listener."""

@@ -37,6 +37,7 @@ from baton.gateway.debug import RequestHistory, RequestTraces, WorkerList
 from baton.gateway.health_monitor import HealthMonitor
 from baton.gateway.kv_events import KVEvents
 from baton.gateway.metrics import GatewayMetrics
+from baton.gateway.process_group import ProcessGroup
 from baton.gateway.request_context import BackgroundTasks, Fallbacks, Services
 from baton.gateway.upstream import Upstream
 from baton.gateway.workers import Workers
@@ -67,15 +68,23 @@ def run_gateway(options: GatewayOptions) -> None:
 
     Raises:
         ConfigError: the address cannot be listened on.
+        MemberFailedError: of several processes, some ended and could not be replaced.
     """
     disable_created_metrics()  # type: ignore[no-untyped-call]  # they would double the series
     _give_large_bodies_back()
-    with (
-        contextlib.closing(bind(options.host, options.port)) as listener,
-        asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
-    ):
+    if options.num_processes > 1:
+        ProcessGroup(options, MachineClock(), _run_server).run()
+        return
+    with contextlib.closing(bind(options.host, options.port)) as listener:
         start_listening(listener)
-        runner.run(_serve(options, listener))
+        _run_server(options, listener)
+
+
+def _run_server(
+    options: GatewayOptions, listener: socket.socket, find_workers_s: float = 0.0
+) -> None:
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_serve(options, listener, find_workers_s))
 
 
 def _give_large_bodies_back() -> None:
@@ -137,7 +146,7 @@ async def open_gateway(options: GatewayOptions, clock: Clock) -> AsyncGenerator[
             services.audit.close()
 
 
-async def _serve(options: GatewayOptions, listener: socket.socket) -> None:
+async def _serve(options: GatewayOptions, listener: socket.socket, find_workers_s: float) -> None:
     limits = HttpLimits(
         max_connections=options.max_connections,
         max_connections_per_address=options.max_connections_per_address,
@@ -157,6 +166,7 @@ async def _serve(options: GatewayOptions, listener: socket.socket) -> None:
             StatusReporter(options.status_fd),
         )
         async with _managing(options, app):
+            await app.find_workers(find_workers_s)
             await server.serve(sockets=[listener])
 
 

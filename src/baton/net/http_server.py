@@ -62,8 +62,11 @@ def bounded_protocol(connections: Connections) -> type[asyncio.Protocol]:
     return cast("type[asyncio.Protocol]", partial(BoundedHttpProtocol, table=connections))
 
 
-def bind(host: str, port: int) -> socket.socket:
+def bind(host: str, port: int, *, is_shared: bool = False) -> socket.socket:
     """A bound TCP socket that does not block; `port` 0 takes a free one.
+
+    With `is_shared`, other shared sockets of this user may be bound to the same port; the kernel
+    spreads new connections over those that listen.
 
     Raises:
         ConfigError: the port is taken, or the address is not this machine's.
@@ -72,6 +75,8 @@ def bind(host: str, port: int) -> socket.socket:
     # With the protocol's number, by which asyncio knows where to set TCP_NODELAY.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if is_shared:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     listener.settimeout(0)
     try:
         listener.bind((host, port))
