@@ -31,7 +31,7 @@ class ConnectionPool:
 
     def __init__(self, origin: URL, tls: ClusterTls, connect_timeout_s: float) -> None:
         self._origin, self._tls, self._connect_timeout_s = origin, tls, connect_timeout_s
-        self._name = str(origin)
+        self._name, self._loop = str(origin), asyncio.get_running_loop()
         self.version_and_host = b" HTTP/1.1\r\nhost: " + _host_of(origin)
         """Of a request's head, what follows its path."""
         self._idle_since: dict[Connection, float] = {}
@@ -75,11 +75,11 @@ class ConnectionPool:
 
     async def _make(self) -> Connection:
         """Connect, however long that takes."""
-        loop = asyncio.get_running_loop()
+        loop = self._loop
         host, port = self._origin.host or "", self._origin.port or 0
 
         def make() -> Connection:
-            return Connection(self._name, self._keep, self._forget)
+            return Connection(self._name, loop, self._keep, self._forget)
 
         try:
             if self._origin.scheme == "https":
@@ -105,14 +105,14 @@ class ConnectionPool:
         return connection
 
     def _keep(self, connection: Connection) -> None:
-        loop = asyncio.get_running_loop()
+        loop = self._loop
         self._idle_since[connection] = loop.time()
         if self._timer is None:
             self._timer = loop.call_later(KEEP_ALIVE_S, self._close_idle)
 
     def _close_idle(self) -> None:
         """Close what has been idle for long; look again when the next one may be."""
-        loop = asyncio.get_running_loop()
+        loop = self._loop
         now = loop.time()
         for connection, since in tuple(self._idle_since.items()):
             if now - since < KEEP_ALIVE_S:

@@ -25,6 +25,8 @@ READ_BUFFER_BYTES: Final = 1 << 20
 """Of one answer's data that is not taken: then no more is read from its connection."""
 MAX_HEAD_BYTES: Final = 64 << 10
 """Of what comes without data: an answer's head, trailers, extensions of chunks."""
+COPIED_BYTES: Final = 4096
+"""Of a request's body: to copy so much costs less than a second buffer."""
 BODY_LENGTH_HEADERS: Final = frozenset({b"content-length", b"transfer-encoding"})
 
 
@@ -38,6 +40,7 @@ class Answer:
     __slots__ = (
         "_connection",
         "_is_complete",
+        "_loop",
         "_lost",
         "_num_bytes",
         "_parts",
@@ -48,7 +51,8 @@ class Answer:
         "status",
     )
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Connection, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
         self.status = 0
         self.headers: dict[bytes, bytes] = {}
         self._connection: Connection | None = connection
@@ -188,7 +192,7 @@ class Answer:
     async def _wait(self) -> None:
         if self._lost is not None:
             raise WorkerLostError(self._lost)
-        self._waiter = asyncio.get_running_loop().create_future()
+        self._waiter = self._loop.create_future()
         await self._waiter
 
 
@@ -198,10 +202,11 @@ class Connection(asyncio.Protocol):
     def __init__(
         self,
         origin: str,
+        loop: asyncio.AbstractEventLoop,
         on_idle: Callable[[Connection], None],
         on_lost: Callable[[Connection], None],
     ) -> None:
-        self.origin = origin
+        self.origin, self._loop = origin, loop
         self._on_idle, self._on_lost = on_idle, on_lost
         self._transport: asyncio.Transport | None = None
         self._parser: httptools.HttpResponseParser | None = None
@@ -213,12 +218,15 @@ class Connection(asyncio.Protocol):
 
     def send(self, head: bytes, body: bytes = b"") -> Answer:
         """Send a request; one at a time. `head` ends with an empty line."""
-        answer = Answer(self)
+        answer = Answer(self, self._loop)
         if self._transport is None or self._transport.is_closing():
             answer.lose(self._closed)
             return answer
         self._num_head_bytes, self._has_ended, self._answer = 0, False, answer
-        self._transport.writelines((head, body) if body else (head,))
+        if len(body) <= COPIED_BYTES:
+            self._transport.write(head + body)
+        else:
+            self._transport.writelines((head, body))
         return answer
 
     @property

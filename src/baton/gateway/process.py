@@ -58,6 +58,8 @@ if TYPE_CHECKING:
 M_MMAP_THRESHOLD: Final = -3
 LARGE_BYTES: Final = 128 << 10
 """Parts of a body that are received at once have up to 256 KiB."""
+YOUNG_OBJECTS: Final = 10_000
+"""Made before the garbage collector looks at them: requests leave none to it, so it may wait."""
 MANAGEMENT_LIMITS: Final = HttpLimits(max_connections=64, max_connections_per_address=64)
 
 log = logging.getLogger(__name__)
@@ -224,6 +226,7 @@ class _Server(uvicorn.Server):
         # What is loaded lives until the end: a collection that looks at it stops all for 40 ms.
         gc.collect()
         gc.freeze()
+        gc.set_threshold(YOUNG_OBJECTS, *gc.get_threshold()[1:])
         self._status_reporter.report(self._ready)
         log.info("listening on %s", self._ready.url)
 

@@ -68,6 +68,7 @@ MAX_ESCAPED_CHAR_BYTES: Final = 12
 ALWAYS_SENT_BYTES: Final = 1 << 16
 """Of a prompt: whether it fits, its worker finds out as quickly."""
 FORWARDED_HEADERS: Final = frozenset({b"traceparent", b"tracestate"})
+_JSON: Final = b"application/json"
 _JSON_TYPE: Final = re.compile(rb"\s*application/([a-z0-9.-]+\+)?json\s*(;|$)", re.IGNORECASE)
 _PRINTABLE: Final = frozenset(range(0x21, 0x7F))
 
@@ -250,7 +251,7 @@ def check_content_type(headers: Iterable[tuple[bytes, bytes]]) -> None:
         UnsupportedMediaTypeError: it named something else.
     """
     for name, value in headers:
-        if name == b"content-type" and not _JSON_TYPE.match(value):
+        if name == b"content-type" and value != _JSON and not _JSON_TYPE.match(value):
             raise UnsupportedMediaTypeError(
                 f"a body of {value[:100].decode('latin-1')!r} cannot be read; send one JSON "
                 "object with 'content-type: application/json'"

@@ -35,6 +35,7 @@ log = logging.getLogger(__name__)
 class ResponsePath:
     """Where a connection's responses go; `on_done` is called when one is complete."""
 
+    loop: asyncio.AbstractEventLoop
     transport: asyncio.Transport
     flow: FlowControl
     default_headers: list[tuple[bytes, bytes]]
@@ -62,6 +63,7 @@ class HttpExchange:
         self._news: asyncio.Event | None = None
         self._is_chunked = False
         self._num_left_bytes = 0
+        self._held_back: list[bytes] = []
 
     # For the connection
 
@@ -179,23 +181,34 @@ class HttpExchange:
         head = b"\r\n".join([b"%b: %b" % line for line in lines])
         if head.count(b"\n") != len(lines) - 1 or head.count(b"\r") != len(lines) - 1:
             raise RuntimeError("a header of the response has a line break")
-        self._transport.write(b"%b%b\r\n\r\n" % (STATUS_LINE[status], head))
+        # Each write is a system call: what follows at once goes with it.
+        self._held_back.append(b"%b%b\r\n\r\n" % (STATUS_LINE[status], head))
+        self._path.loop.call_soon(self._flush)
 
     def _send_body(self, body: bytes, *, is_last: bool) -> None:
+        data = body
         if self._is_head:
-            self._num_left_bytes = 0
+            self._num_left_bytes, data = 0, b""
         elif self._is_chunked:
             end = b"0\r\n\r\n" if is_last else b""
             data = b"%x\r\n%b\r\n%b" % (len(body), body, end) if body else end
-            if data:
-                self._transport.write(data)
         else:
             self._num_left_bytes -= len(body)
             if self._num_left_bytes < 0:
                 raise RuntimeError("the response is longer than was announced")
-            self._transport.write(body)
+        if self._held_back:
+            self._held_back.append(data)
+            if is_last or len(data) > HIGH_WATER_BYTES:
+                self._flush()
+        elif data:
+            self._transport.write(data)
         if is_last:
             self._end()
+
+    def _flush(self) -> None:
+        held_back, self._held_back = self._held_back, []
+        if held_back and not self.disconnected:
+            self._transport.write(b"".join(held_back))
 
     def _end(self) -> None:
         if self._num_left_bytes:

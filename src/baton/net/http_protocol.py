@@ -271,7 +271,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def _open(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
         headers, on_done = self.server_state.default_headers, self.on_response_complete
-        self._path = ResponsePath(transport, self.flow, headers, on_done)
+        self._path = ResponsePath(self.loop, transport, self.flow, headers, on_done)
 
     def _start(self, exchange: HttpExchange, scope: Scope) -> None:
         self._served = exchange
