@@ -42,7 +42,8 @@ from baton.clock import MachineClock
 from baton.gateway.options import GatewayOptions, WorkerAddress
 from baton.gateway.process import open_gateway
 from baton.ids import new_epoch
-from baton.net.http_server import WORKER_LIMITS, Connections, bounded_protocol
+from baton.net.http_limits import WORKER_LIMITS, Connections
+from baton.net.http_server import bounded_protocol
 from baton.net.tls import ClusterTls
 from baton.protocol.worker_http import Role
 
@@ -182,15 +183,15 @@ async def serve_async(
     make_app: MakeApp, args: tuple[object, ...], port_out: Connection, *, is_tls: bool
 ) -> None:
     """Serve what `make_app` makes."""
-    tls = ClusterTls(KEY)
+    tls = ClusterTls(KEY) if is_tls else None
     protocol = bounded_protocol(Connections(WORKER_LIMITS, MachineClock(), print, tls))
     sock = socket.create_server(("127.0.0.1", 0), backlog=1024)
     port = sock.getsockname()[1]
     async with make_app(*args) as app:
         server = uvicorn.Server(
             uvicorn.Config(
-                app, http=protocol if is_tls else "httptools", ws="none", lifespan="off",
-                log_config=None,
+                app, http="httptools" if make_app is proxy_app else protocol, ws="none",
+                lifespan="off", log_config=None,
                 access_log=False, server_header=False, timeout_keep_alive=75,
             )
         )  # fmt: skip

@@ -14,6 +14,8 @@ import aiohttp
 from baton.clock import MachineClock
 from baton.gateway.options import GatewayOptions, WorkerAddress
 from baton.gateway.process import open_gateway
+from baton.net.http_limits import Connections, HttpLimits
+from baton.net.http_server import bounded_protocol
 from baton.protocol.worker_http import Role
 from tests.integration.scripted_worker import (
     KEY,
@@ -54,6 +56,11 @@ class Cluster:
         return sum(map(float, values))
 
 
+def gateway_protocol() -> type[asyncio.Protocol]:
+    """As the gateway's own server has it."""
+    return bounded_protocol(Connections(HttpLimits(), MachineClock(), lambda _: None))
+
+
 Scenario = Callable[[Cluster], Awaitable[None]]
 
 
@@ -89,7 +96,7 @@ async def cluster(
         app = await stack.enter_async_context(open_gateway(gateway, MachineClock()))
         sock = socket.create_server(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{sock.getsockname()[1]}"
-        await stack.enter_async_context(serving(app, sock))
+        await stack.enter_async_context(serving(app, sock, http=gateway_protocol()))
         client = await stack.enter_async_context(aiohttp.ClientSession())
         running = Cluster(url, client, prefill, decode)
         if wait:

@@ -225,11 +225,13 @@ class ScriptedWorker:
 
 
 @contextlib.asynccontextmanager
-async def serving(app: Any, sock: socket.socket) -> AsyncGenerator[uvicorn.Server]:
+async def serving(
+    app: Any, sock: socket.socket, http: Any = "httptools"
+) -> AsyncGenerator[uvicorn.Server]:
     """Serve an ASGI application on a bound socket."""
     server = uvicorn.Server(
         uvicorn.Config(
-            app, http="httptools", ws="none", lifespan="off", log_config=None,
+            app, http=http, ws="none", lifespan="off", log_config=None,
         )
     )  # fmt: skip
     server.config.load()

@@ -15,15 +15,8 @@ import uvicorn
 from prometheus_client import CollectorRegistry
 
 from baton.clock import MachineClock
-from baton.net.http_server import (
-    Connections,
-    HttpLimits,
-    allow_descriptors,
-    bind,
-    count_refusals,
-    make_server_config,
-    start_listening,
-)
+from baton.net.http_limits import Connections, HttpLimits, allow_descriptors
+from baton.net.http_server import bind, count_refusals, make_server_config, start_listening
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Awaitable, Callable

@@ -23,15 +23,8 @@ from baton.gateway.errors import WorkerUnreachableError
 from baton.gateway.options import GatewayOptions, WorkerAddress
 from baton.gateway.process import open_gateway
 from baton.gateway.upstream import Upstream
-from baton.net.http_server import (
-    Connections,
-    HttpLimits,
-    Refusal,
-    bind,
-    make_server_config,
-    start_listening,
-    url_of,
-)
+from baton.net.http_limits import Connections, HttpLimits, Refusal
+from baton.net.http_server import bind, make_server_config, start_listening, url_of
 from baton.net.tls import ClusterTls
 from baton.protocol.worker_http import Role
 
@@ -284,11 +277,10 @@ def test_connections_that_are_given_up_in_their_handshake_leave_nothing() -> Non
             workers = (WorkerAddress(str(url.origin()), Role.BOTH),)
             options = GatewayOptions(workers=workers, credentials=KEY, connect_timeout_s=0.5)
             upstream = Upstream(options)
-            await upstream.open()
             try:
                 most = 0
                 for num_turns in (*range(40), None):
-                    asking = asyncio.create_task(upstream.post(url, b"{}", upstream.headers()))
+                    asking = asyncio.create_task(upstream.post(url, b"{}"))
                     for _ in range(num_turns or 0):
                         await asyncio.sleep(0)
                     if num_turns is None:
@@ -301,7 +293,7 @@ def test_connections_that_are_given_up_in_their_handshake_leave_nothing() -> Non
                     while count_tls_connections():
                         await asyncio.sleep(0.1)
             finally:
-                await upstream.close()
+                upstream.close()
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(main())

@@ -47,6 +47,16 @@ ClientKeys = Annotated[
     Sets("gateway.client_keys_file"),
     Parameter(help="File of API keys (baton key client add); needed beyond loopback."),
 ]
+Gateways = Annotated[
+    int | None,
+    Sets("gateway.processes"),
+    Parameter(help="Gateway processes on the one port [default: 1]; need --management-port."),
+]
+ManagementPort = Annotated[
+    int | None,
+    Sets("gateway.management_port"),
+    Parameter(help="Port for /metrics and /debug; of process i of --gateways, this plus i."),
+]
 TlsCertificate = Annotated[
     Path | None,
     Sets("gateway.tls_certificate"),

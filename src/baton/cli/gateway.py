@@ -10,7 +10,9 @@ from baton.auth.certificates import IdentityRole
 from baton.cli.flags import (
     ClientKeys,
     ConfigFlags,
+    Gateways,
     Insecure,
+    ManagementPort,
     Mode,
     Sets,
     StatusFd,
@@ -52,6 +54,8 @@ class GatewayFlags(ConfigFlags):
         Sets("gateway.port"),
         Parameter(help="The port [default: 8000]; 0 takes a free one."),
     ] = None
+    gateways: Gateways = None
+    management_port: ManagementPort = None
     tls_certificate: TlsCertificate = None
     tls_key: TlsKey = None
     client_keys: ClientKeys = None
@@ -87,6 +91,7 @@ def _options(config: Config, status_fd: int) -> GatewayOptions:
         key_origin=found.origin,
         host=section.host,
         port=section.port,
+        num_processes=section.processes,
         status_fd=status_fd,
         max_connections=section.max_connections,
         max_connections_per_address=section.max_connections_per_address,

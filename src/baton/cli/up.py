@@ -5,7 +5,17 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from baton.cli.flags import ClientKeys, ConfigFlags, Insecure, Mode, Sets, Store, Transport
+from baton.cli.flags import (
+    ClientKeys,
+    ConfigFlags,
+    Gateways,
+    Insecure,
+    ManagementPort,
+    Mode,
+    Sets,
+    Store,
+    Transport,
+)
 
 
 @Parameter(name="*")
@@ -47,6 +57,8 @@ class UpFlags(ConfigFlags):
         Sets("gateway.port"),
         Parameter(help="The gateway's port [default: 8000]; 0 takes a free one."),
     ] = None
+    gateways: Gateways = None
+    management_port: ManagementPort = None
     client_keys: ClientKeys = None
     insecure: Insecure = None
     mode: Mode = None

@@ -50,6 +50,7 @@ class GatewaySection(Struct, frozen=True, kw_only=True):
 
     host: Host = "127.0.0.1"
     port: Port = 8000
+    processes: PositiveCount = 1
     prefill: tuple[str, ...] = ()
     decode: tuple[str, ...] = ()
     workers: tuple[str, ...] = ()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Final, Self, TypeAlias
 
 import msgspec
@@ -123,13 +126,16 @@ class RequestOrigin:
     def _check_host(self, text: str) -> None:
         host = text.rpartition(":")[0] if text.rpartition(":")[2].isdigit() else text
         host = host.strip("[]").lower()
-        if self.hosts is not None and host not in self.hosts and not is_loopback(host):
+        if self.hosts is not None and host not in self.hosts and not _is_loopback(host):
             raise ForbiddenError(
                 f"this gateway is not called {host[:200]!r}; if a proxy in front of it is, list "
                 "the name in gateway.allowed_hosts"
             )
 
 
+FIND_INTERVAL_S: Final = 0.02
+MAX_HOST_CHARS: Final = 253
+"""Of a name in DNS."""
 COMPLETION_PATHS: Final = frozenset({CHAT_COMPLETIONS_PATH, COMPLETIONS_PATH})
 CLIENT_PATHS: Final = "/v1/"
 DEBUG_PATHS: Final = "/debug/"
@@ -220,6 +226,13 @@ class GatewayApp:
             log.exception("%s failed", path)
             await send_error(send, answer_for(exc))
 
+    async def find_workers(self, timeout_s: float) -> None:
+        """Return once requests can be served, or after `timeout_s`."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while self._ready.why_not() is not None:  # noqa: ASYNC110 - it sends no event
+                    await asyncio.sleep(FIND_INTERVAL_S)
+
     async def manage(self, scope: Scope, send: Send) -> None:
         """Answer a request to the management listener."""
         path: str = scope["path"]
@@ -304,6 +317,14 @@ class ManagementApp:
         del receive
         if scope["type"] == "http":
             await self._app.manage(scope, send)
+
+
+def _is_loopback(host: str) -> bool:
+    return len(host) <= MAX_HOST_CHARS and _is_loopback_cached(host)
+
+
+# Reading an address takes 5 us, and each request names its host.
+_is_loopback_cached = lru_cache(maxsize=256)(is_loopback)
 
 
 def _need_get(path: str, scope: Scope) -> None:

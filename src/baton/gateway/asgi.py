@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Self
 
 from baton.errors import OverloadedError
 from baton.gateway.errors import BodyTooLargeError, ClientLeftError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterable
+    from collections.abc import Callable, Iterable
 
     from starlette.types import Receive, Send
 
@@ -31,14 +31,9 @@ class BodyBudget:
         self._max_bytes = max_bytes
         self.num_bytes = 0
 
-    @contextlib.contextmanager
-    def hold(self) -> Generator[HeldBody]:
-        """One request's share: taken part by part, given back at the end."""
-        held = HeldBody(self)
-        try:
-            yield held
-        finally:
-            self.num_bytes -= held.num_bytes
+    def hold(self) -> HeldBody:
+        """One request's share: taken part by part, given back at the end of a `with` block."""
+        return HeldBody(self)
 
     def take(self, num_bytes: int) -> None:
         """Take some more.
@@ -58,6 +53,12 @@ class HeldBody:
 
     def __init__(self, budget: BodyBudget) -> None:
         self._budget, self.num_bytes = budget, 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._budget.num_bytes -= self.num_bytes
 
     def take(self, num_bytes: int) -> None:
         """See `BodyBudget.take`."""

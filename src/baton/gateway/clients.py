@@ -24,6 +24,7 @@ from baton.gateway.errors import QuotaError, UnauthorizedError
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable
+    from contextlib import AbstractContextManager
     from pathlib import Path
 
     from baton.clock import Clock, Instant
@@ -151,6 +152,7 @@ class Client:
 
 
 EVERYBODY: Final = Client(None)
+_UNCOUNTED: Final = contextlib.nullcontext()
 
 
 class Clients:
@@ -196,17 +198,17 @@ class Clients:
             raise UnauthorizedError("the API key has expired", code="expired_api_key")
         return client
 
-    @contextlib.contextmanager
-    def admit(self, client: Client) -> Generator[None]:
+    def admit(self, client: Client) -> AbstractContextManager[None]:
         """Count a request against its client's quotas, for as long as the block runs.
 
         Raises:
             QuotaError: they are used up.
         """
-        if client.key is None:
-            yield
-            return
-        self._count(client.key)
+        return _UNCOUNTED if client.key is None else self._admit(client, client.key)
+
+    @contextlib.contextmanager
+    def _admit(self, client: Client, key: ClientKey) -> Generator[None]:
+        self._count(key)
         self._num_inflight[client.id] += 1
         try:
             yield

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from contextlib import ExitStack, contextmanager
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Final
 
@@ -39,16 +38,17 @@ from baton.gateway.request_proxy import RequestProxy
 from baton.gateway.several_answers import SeveralAnswers
 from baton.gateway.workers import Interruptible
 from baton.ids import new_epoch
+from baton.net.http_exchange import EXTENSION
 from baton.protocol.worker_http import REQUEST_ID_HEADER
 from baton.telemetry.log_limit import LimitedLog
 from baton.telemetry.trace import RequestSpan, Stamp
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
-
     from starlette.types import Receive, Scope, Send
 
     from baton.clock import UnixTime
+    from baton.gateway.answer_plan import AnswerPlan
+    from baton.gateway.asgi import HeldBody
     from baton.gateway.clients import Client
     from baton.gateway.request_context import Services
 
@@ -109,47 +109,53 @@ class Completions:
         return context.status or 0
 
     async def _within_limits(self, context: RequestContext, receive: Receive, send: Send) -> None:
-        options = self._services.options
         self._check_room(context.client)
-        loop = asyncio.get_running_loop()
-        with Interruptible() as scope, ExitStack() as at_end:
-            whole_s, first_s = options.request_timeout_s, options.first_byte_timeout_s
-            timer = loop.call_later(whole_s, _expire, scope, context, "complete", whole_s)
-            at_end.callback(timer.cancel)
-            held = at_end.enter_context(self._bodies.hold())
-            whole = await read_body(receive, self._body_limit, held)
-            body = parse_body(whole, context.client.tenant)
-            plan = plan_answers(body, min(options.max_answers, self._limit(context.client)))
+        whole_s = self._services.options.request_timeout_s
+        with Interruptible() as scope, self._bodies.hold() as held:
+            timer = asyncio.get_running_loop().call_later(
+                whole_s, _expire, scope, context, "complete", whole_s
+            )
+            try:
+                plan = await self._read(context, receive, held)
+                await self._serve_plan(context, plan, scope, send)
+            finally:
+                timer.cancel()
+                context.stop_watching()
+
+    async def _read(self, context: RequestContext, receive: Receive, held: HeldBody) -> AnswerPlan:
+        whole = await read_body(receive, self._body_limit, held)
+        body = parse_body(whole, context.client.tenant)
+        max_answers = min(self._services.options.max_answers, self._limit(context.client))
+        plan = plan_answers(body, max_answers)
+        if plan.num_total > 1:
             held.take(max(0, plan.num_bytes - held.num_bytes))
-            # Only now: a slow client takes none.
-            at_end.enter_context(self._take_places(context.client, plan.num_total))
-            at_end.callback(loop.create_task(_watch_client(receive, scope)).cancel)
+        return plan
+
+    async def _serve_plan(
+        self, context: RequestContext, plan: AnswerPlan, scope: Interruptible, send: Send
+    ) -> None:
+        services, body, num_answers = self._services, plan.prompts[0], plan.num_total
+        self._check_room(context.client, num_answers)
+        self._num_inflight += num_answers  # only now: a slow client takes none
+        try:
+            context.watch_client(lambda: scope.interrupt(ClientLeftError("the client left")))
             if body.stream:
-                timer = loop.call_later(first_s, _expire, scope, context, "begun", first_s)
-                at_end.callback(timer.cancel)
-                context.first_byte_timer = timer
+                first_s = services.options.first_byte_timeout_s
+                context.first_byte_timer = asyncio.get_running_loop().call_later(
+                    first_s, _expire, scope, context, "begun", first_s
+                )
             context.model = body.model
-            context.trace.stamp(Stamp.ADMITTED, self._services.clock.now())
-            if plan.num_total == 1:
-                await RequestProxy(self._services, context, plan.prompts[0], send).run()
+            context.trace.stamp(Stamp.ADMITTED, services.clock.now())
+            if num_answers == 1:
+                await RequestProxy(services, context, body, send).run()
             else:
-                await SeveralAnswers(
-                    self._services, context, plan, send, record=self._record_part
-                ).run()
+                await SeveralAnswers(services, context, plan, send, record=self._record_part).run()
+        finally:
+            self._num_inflight -= num_answers
 
     def _context_bytes(self) -> int:
         lengths = self._services.workers.context_lengths().values()
         return max(lengths, default=0) * self._services.options.max_body_bytes_per_token
-
-    @contextmanager
-    def _take_places(self, client: Client, num: int) -> Generator[None]:
-        """One for each answer: that is what the workers are asked for."""
-        self._check_room(client, num)
-        self._num_inflight += num
-        try:
-            yield
-        finally:
-            self._num_inflight -= num
 
     def _limit(self, client: Client) -> int:
         return max(1, int(self._services.options.max_inflight_requests * client.share))
@@ -193,6 +199,7 @@ class Completions:
             ),
             metrics=self._services.metrics.of(NO_MODEL, NO_MODE),
             address=scope["client"][0] if scope.get("client") else "",
+            exchange=scope["extensions"][EXTENSION],
         )
         context.trace.stamp(Stamp.RECEIVED, now)
         return context
@@ -226,13 +233,6 @@ def _audit(context: RequestContext, code: int, now: Instant, at: UnixTime) -> Au
         status=code,
         duration_s=now - context.received_at,
     )
-
-
-async def _watch_client(receive: Receive, scope: Interruptible) -> None:
-    """Return when the client disconnects: nothing else is expected of it until the answer ends."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
-    scope.interrupt(ClientLeftError("the client left"))
 
 
 def _expire(scope: Interruptible, context: RequestContext, what: str, limit_s: float) -> None:

@@ -50,7 +50,7 @@ class GatewayOptions:
     `first_token_early` lets streams begin with the prefill worker's token.
     `client_keys_file`: see `baton.gateway.clients`; beyond loopback it is needed unless `insecure`.
     `management_port` None: /metrics and /debug on the gateway's own port, if that is loopback's
-    or `insecure`.
+    or `insecure`. Of several processes, which share the gateway's port, each has its own one.
     `tls_certificate` and `tls_key`: PEM files, with which the gateway's own port speaks TLS.
     `allowed_hosts` and `allowed_origins`: see `baton.gateway.app.RequestOrigin`.
 
@@ -64,6 +64,7 @@ class GatewayOptions:
     key_origin: Literal["configured", "generated"] = "generated"
     host: str = "127.0.0.1"
     port: int = 8000
+    num_processes: int = 1
     status_fd: int = 1
     max_connections: int = 4096
     max_connections_per_address: int = 1024
@@ -105,6 +106,11 @@ class GatewayOptions:
         if twice:
             raise ConfigError(f"listed twice: {', '.join(sorted(twice))}")
         self._check_limits()
+        if self.num_processes > 1 and self.management_port is None:
+            raise ConfigError(
+                "several gateway processes count each on its own: give gateway.management_port, "
+                "process i answers /metrics and /debug at that port + i"
+            )
         if (self.tls_certificate is None) != (self.tls_key is None):
             raise ConfigError(
                 "gateway.tls_certificate and gateway.tls_key go together: give both, or neither"
@@ -135,6 +141,7 @@ class GatewayOptions:
 
     def _check_limits(self) -> None:
         for name in (
+            "num_processes",
             "max_connections",
             "max_connections_per_address",
             "max_inflight_requests",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Final, assert_never
 
 from baton.gateway.errors import (
@@ -27,14 +28,16 @@ from baton.gateway.protocol_adapters import (
     TicketStale,
     read_prefill_result,
 )
-from baton.gateway.upstream import MAX_SMALL_ANSWER_BYTES, read_answer
+from baton.gateway.upstream import MAX_SMALL_ANSWER_BYTES
 from baton.router.failover import ABORT_RETRY_DELAYS_S
 
 if TYPE_CHECKING:
-    from multidict import CIMultiDict
+    from collections.abc import Awaitable
+
     from yarl import URL
 
     from baton.auth.ticket import Ticket
+    from baton.gateway.http_client import Answer
     from baton.gateway.request_context import RequestContext, Services
     from baton.gateway.response_forwarder import EarlyFirstToken
     from baton.gateway.workers import Interruptible, Worker
@@ -54,7 +57,7 @@ class Handoff:
 
 
 class PrefillRequest:
-    """Asks the prefill worker, in a task of its own.
+    """Asks the prefill worker, beside the request's task: only failures need a task of their own.
 
     `attempt` is interrupted when placing the request again is better than recomputing. `early` is
     sent the first token, where by the ticket the client gets it from here.
@@ -72,12 +75,18 @@ class PrefillRequest:
         self._services, self._context, self._handoff = services, context, handoff
         self._attempt, self._early = attempt, early
         self._task: asyncio.Task[None] | None = None
+        self._answer: Answer | None = None
+        self._grace_timer: asyncio.TimerHandle | None = None
 
-    def start(self, body: bytes, headers: CIMultiDict[str]) -> None:
+    def start(self, body: bytes, headers: bytes) -> None:
         """Ask."""
-        self._task = asyncio.create_task(self._run(body, headers))
+        self._answer = self._services.upstream.try_post(self._url, body, headers)
+        if self._answer is None:
+            self._task = asyncio.create_task(self._run(self._ask(body, headers)))
+        else:
+            self._answer.on_end = self._take_answer
 
-    async def hold(self, body: bytes, headers: CIMultiDict[str]) -> None:
+    async def hold(self, body: bytes, headers: bytes) -> None:
         """Ask, and wait until the KV is computed and held for the decode worker.
 
         Raises:
@@ -113,8 +122,7 @@ class PrefillRequest:
 
     def cancel(self) -> None:
         """Close the connection: the worker stops computing for this request."""
-        if self._task is not None:
-            self._task.cancel()
+        self._cut()
         if self._handoff.ticket.first_token_early:  # it may have answered already
             self.release("the decode worker's answer did not come")
 
@@ -124,16 +132,43 @@ class PrefillRequest:
         The answer of one token overtakes the prefill worker's own; closing the connection at once
         would cost a new one for the next request.
         """
-        if self._task is not None and not self._task.done():
-            loop = asyncio.get_running_loop()
-            timer = loop.call_later(
-                self._services.options.prefill_grace_period_s, self._task.cancel
-            )
+        if self._answer is None and (self._task is None or self._task.done()):
+            return
+        timer = asyncio.get_running_loop().call_later(
+            self._services.options.prefill_grace_period_s, self._cut
+        )
+        self._grace_timer = timer
+        if self._task is not None:
             self._task.add_done_callback(lambda _: timer.cancel())
 
-    async def _run(self, body: bytes, headers: CIMultiDict[str]) -> None:
+    def _cut(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+        if self._answer is not None:
+            self._answer.release()
+            self._answer = None
+
+    def _take_answer(self) -> None:
+        """The answer is here."""
+        answer, self._answer = self._answer, None
+        if self._grace_timer is not None:
+            self._grace_timer.cancel()
+        if answer is not None and not self._is_usual(answer):
+            self._task = asyncio.create_task(self._run(self._read(answer)))
+
+    def _is_usual(self, answer: Answer) -> bool:
+        """Whether the KV is computed and nothing else is to be done, which is then noted."""
+        if not answer.is_complete or answer.status != HTTPStatus.OK or self._early is not None:
+            return False
+        reply = answer.peek()
+        if not isinstance(read_prefill_result(self._handoff.protocol, 200, reply), PrefillDone):
+            return False
+        self._context.phase = Phase.DECODE
+        return True
+
+    async def _run(self, asking: Awaitable[PrefillResult]) -> None:
         try:
-            result = await self._ask(body, headers)
+            result = await asking
         except UpstreamError as exc:
             self._services.health_monitor.report(self._handoff.prefill, exc)
             await self._fail(_CAUSES.get(type(exc), FallbackCause.PREFILL_FAILED), str(exc))
@@ -157,14 +192,19 @@ class PrefillRequest:
         if self._early is not None and first is not None:
             await self._early.send_first_token(self._handoff.decode, self._handoff.ticket, first)
 
-    async def _ask(self, body: bytes, headers: CIMultiDict[str]) -> PrefillResult:
-        url = self._handoff.prefill.completion_urls[self._context.path]
-        response = await self._services.upstream.post(url, body, headers)
+    @property
+    def _url(self) -> URL:
+        return self._handoff.prefill.completion_urls[self._context.path]
+
+    async def _ask(self, body: bytes, headers: bytes) -> PrefillResult:
+        return await self._read(await self._services.upstream.post(self._url, body, headers))
+
+    async def _read(self, answer: Answer) -> PrefillResult:
         try:
-            answer = await read_answer(response, MAX_SMALL_ANSWER_BYTES)
-            return read_prefill_result(self._handoff.protocol, response.status, answer)
+            reply = await answer.read_whole(MAX_SMALL_ANSWER_BYTES)
+            return read_prefill_result(self._handoff.protocol, answer.status, reply)
         finally:
-            response.release()
+            answer.release()
 
     async def _retry_or_fail(self) -> None:
         stale = StaleTicketError(self._handoff.ticket.prefill)

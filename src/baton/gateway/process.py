@@ -37,19 +37,12 @@ from baton.gateway.debug import RequestHistory, RequestTraces, WorkerList
 from baton.gateway.health_monitor import HealthMonitor
 from baton.gateway.kv_events import KVEvents
 from baton.gateway.metrics import GatewayMetrics
+from baton.gateway.process_group import ProcessGroup
 from baton.gateway.request_context import BackgroundTasks, Fallbacks, Services
 from baton.gateway.upstream import Upstream
 from baton.gateway.workers import Workers
-from baton.net.http_server import (
-    Connections,
-    HttpLimits,
-    allow_descriptors,
-    bind,
-    count_refusals,
-    make_server_config,
-    start_listening,
-    url_of,
-)
+from baton.net.http_limits import Connections, HttpLimits, allow_descriptors
+from baton.net.http_server import bind, count_refusals, make_server_config, start_listening, url_of
 from baton.net.tls import ServerTls
 from baton.router.failover import RetryBudget
 from baton.router.round_robin import RoundRobin
@@ -65,6 +58,8 @@ if TYPE_CHECKING:
 M_MMAP_THRESHOLD: Final = -3
 LARGE_BYTES: Final = 128 << 10
 """Parts of a body that are received at once have up to 256 KiB."""
+YOUNG_OBJECTS: Final = 10_000
+"""Made before the garbage collector looks at them: requests leave none to it, so it may wait."""
 MANAGEMENT_LIMITS: Final = HttpLimits(max_connections=64, max_connections_per_address=64)
 
 log = logging.getLogger(__name__)
@@ -75,15 +70,23 @@ def run_gateway(options: GatewayOptions) -> None:
 
     Raises:
         ConfigError: the address cannot be listened on.
+        MemberFailedError: of several processes, some ended and could not be replaced.
     """
     disable_created_metrics()  # type: ignore[no-untyped-call]  # they would double the series
     _give_large_bodies_back()
-    with (
-        contextlib.closing(bind(options.host, options.port)) as listener,
-        asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
-    ):
+    if options.num_processes > 1:
+        ProcessGroup(options, MachineClock(), _run_server).run()
+        return
+    with contextlib.closing(bind(options.host, options.port)) as listener:
         start_listening(listener)
-        runner.run(_serve(options, listener))
+        _run_server(options, listener)
+
+
+def _run_server(
+    options: GatewayOptions, listener: socket.socket, find_workers_s: float = 0.0
+) -> None:
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_serve(options, listener, find_workers_s))
 
 
 def _give_large_bodies_back() -> None:
@@ -119,7 +122,6 @@ async def open_gateway(options: GatewayOptions, clock: Clock) -> AsyncGenerator[
     )
     records = RequestHistory(options.num_records)
     events = KVEvents(workers, metrics, clock)
-    await upstream.open()
     health_monitor.start()
     events.start()
     try:
@@ -141,12 +143,12 @@ async def open_gateway(options: GatewayOptions, clock: Clock) -> AsyncGenerator[
         await health_monitor.stop()
         await services.background_tasks.stop()
         await events.stop()
-        await upstream.close()
+        upstream.close()
         if services.audit is not None:
             services.audit.close()
 
 
-async def _serve(options: GatewayOptions, listener: socket.socket) -> None:
+async def _serve(options: GatewayOptions, listener: socket.socket, find_workers_s: float) -> None:
     limits = HttpLimits(
         max_connections=options.max_connections,
         max_connections_per_address=options.max_connections_per_address,
@@ -166,6 +168,7 @@ async def _serve(options: GatewayOptions, listener: socket.socket) -> None:
             StatusReporter(options.status_fd),
         )
         async with _managing(options, app):
+            await app.find_workers(find_workers_s)
             await server.serve(sockets=[listener])
 
 
@@ -223,6 +226,7 @@ class _Server(uvicorn.Server):
         # What is loaded lives until the end: a collection that looks at it stops all for 40 ms.
         gc.collect()
         gc.freeze()
+        gc.set_threshold(YOUNG_OBJECTS, *gc.get_threshold()[1:])
         self._status_reporter.report(self._ready)
         log.info("listening on %s", self._ready.url)
 

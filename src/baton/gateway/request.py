@@ -68,6 +68,7 @@ MAX_ESCAPED_CHAR_BYTES: Final = 12
 ALWAYS_SENT_BYTES: Final = 1 << 16
 """Of a prompt: whether it fits, its worker finds out as quickly."""
 FORWARDED_HEADERS: Final = frozenset({b"traceparent", b"tracestate"})
+_JSON: Final = b"application/json"
 _JSON_TYPE: Final = re.compile(rb"\s*application/([a-z0-9.-]+\+)?json\s*(;|$)", re.IGNORECASE)
 _PRINTABLE: Final = frozenset(range(0x21, 0x7F))
 
@@ -233,13 +234,14 @@ def _stream(fields: dict[str, msgspec.Raw]) -> bool:
             raise InvalidRequestError("stream must be true or false", param="stream")
 
 
-def forwarded_headers_from(headers: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:
-    """The few headers that workers get from clients; all others stay here."""
-    return {
-        name.decode("ascii"): value.decode("ascii")
+def forwarded_headers_from(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
+    """The few header lines that workers get from clients; all others stay here."""
+    found = {
+        name: value
         for name, value in headers
         if name in FORWARDED_HEADERS and _PRINTABLE.issuperset(value)
     }
+    return b"".join(b"%b: %b\r\n" % header for header in found.items())
 
 
 def check_content_type(headers: Iterable[tuple[bytes, bytes]]) -> None:
@@ -249,7 +251,7 @@ def check_content_type(headers: Iterable[tuple[bytes, bytes]]) -> None:
         UnsupportedMediaTypeError: it named something else.
     """
     for name, value in headers:
-        if name == b"content-type" and not _JSON_TYPE.match(value):
+        if name == b"content-type" and value != _JSON and not _JSON_TYPE.match(value):
             raise UnsupportedMediaTypeError(
                 f"a body of {value[:100].decode('latin-1')!r} cannot be read; send one JSON "
                 "object with 'content-type: application/json'"
@@ -274,7 +276,7 @@ PROMPT_FIELDS: Final = ("messages", "prompt", "tools")
 
 def estimate_prompt_tokens(body: CompletionBody) -> int:
     """Tokens of a request's prompt, to within a factor of two or so."""
-    sizes = (len(bytes(body.fields[name])) for name in PROMPT_FIELDS if name in body.fields)
+    sizes = (len(memoryview(body.fields[name])) for name in PROMPT_FIELDS if name in body.fields)
     return sum(sizes) // BYTES_PER_TOKEN
 
 

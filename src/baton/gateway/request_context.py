@@ -17,7 +17,7 @@ from baton.telemetry.log_limit import LimitedLog
 from baton.telemetry.trace import RequestSpan, Stamp
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine
+    from collections.abc import Callable, Coroutine
 
     from starlette.types import Send
 
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from baton.gateway.options import GatewayOptions
     from baton.gateway.upstream import Upstream
     from baton.gateway.workers import Workers
+    from baton.net.http_exchange import HttpExchange
     from baton.router.failover import RetryBudget
     from baton.router.placement import Placement, PlacementPolicy
 
@@ -103,14 +104,14 @@ class RequestContext:
 
     `status` is what was sent to the client, None before. `tail` holds the last bytes of the body
     that went to the client, and is empty as long as another worker could still answer. Where this
-    is one part of a client's request, `whole` is that.
+    is one part of a client's request, `whole` is that; else `exchange` is the client's.
     """
 
     id: RequestId
     path: str
     received_at: Instant
     deadline: Instant
-    forwarded_headers: dict[str, str]
+    forwarded_headers: bytes
     trace: RequestSpan
     metrics: ModelMetrics
     address: str = ""
@@ -123,6 +124,7 @@ class RequestContext:
     placement: Placement | None = None
     first_byte_timer: asyncio.TimerHandle | None = None
     whole: RequestContext | None = None
+    exchange: HttpExchange | None = None
 
     def part(self, name: str, now: Instant) -> RequestContext:
         """The context of one of several requests that are made of this one; "" is its own id."""
@@ -146,6 +148,11 @@ class RequestContext:
         return part
 
     @property
+    def headers_to_workers(self) -> bytes:
+        """The header lines that both workers get."""
+        return self.forwarded_headers + f"{REQUEST_ID_HEADER}: {self.id}\r\n".encode("ascii")
+
+    @property
     def has_sent_bytes(self) -> bool:
         """Whether a part of an answer has gone to the client: there is no way back from here."""
         return bool(self.tail)
@@ -163,6 +170,20 @@ class RequestContext:
         self.trace.peer = decode.id if prefill is None else f"{prefill.id} → {decode.id}"
         if self.whole is not None and self.whole.placement is None:
             self.whole.begin_attempt(placement, metrics)
+
+    def watch_client(self, on_left: Callable[[], None]) -> None:
+        """Call `on_left` once if the client leaves, or has left."""
+        if self.exchange is not None:
+            self.exchange.on_disconnect = on_left
+            if self.exchange.disconnected:
+                on_left()
+
+    def stop_watching(self) -> None:
+        """The client's request is served, or was given up."""
+        if self.exchange is not None:
+            self.exchange.on_disconnect = None
+        if self.first_byte_timer is not None:
+            self.first_byte_timer.cancel()
 
     async def start_stream(self, send: Send) -> None:
         """Send a stream's headers, unless they were sent."""

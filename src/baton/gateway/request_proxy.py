@@ -33,14 +33,13 @@ from baton.gateway.response_forwarder import EarlyFirstToken, ResponseForwarder
 from baton.gateway.workers import Interruptible
 from baton.ids import new_ticket_id
 from baton.protocol.engine_fields import unsupported
-from baton.protocol.worker_http import CREATED_HEADER, REQUEST_ID_HEADER, TIMEOUT_HEADER
+from baton.protocol.worker_http import CREATED_HEADER, TIMEOUT_HEADER
 from baton.router.failover import PREFILL_FIRST, Attempt, Failover, Failure
 from baton.router.placement import Placement, PlacementRequest, Unplaceable
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from multidict import CIMultiDict
     from starlette.types import Send
 
     from baton.gateway.request import CompletionBody
@@ -161,8 +160,9 @@ class RequestProxy:
         bodies = request_bodies(
             self._body, sealed, prefill=prefill.protocol, decode=decode.protocol
         )
-        early = EarlyFirstToken(self._services, self._context, self._send)
-        wanted = early if handoff.ticket.first_token_early else None
+        wanted = None
+        if handoff.ticket.first_token_early:
+            wanted = EarlyFirstToken(self._services, self._context, self._send)
         send_decode = partial(self._decode_with_kv, handoff, decode, bodies.decode, wanted)
         with Interruptible() as attempt:
             prefill_request = PrefillRequest(
@@ -254,13 +254,12 @@ class RequestProxy:
         both_ours = prefill.protocol == decode.protocol == "baton"
         return self._services.options.first_token_early and self._body.stream and both_ours
 
-    def _headers(self) -> CIMultiDict[str]:
-        headers = self._services.upstream.headers()
-        headers.update(self._context.forwarded_headers)
-        headers[REQUEST_ID_HEADER] = self._context.id
-        headers[CREATED_HEADER] = self._created
-        headers[TIMEOUT_HEADER] = f"{self._context.left_s(self._services.clock.now()):.3f}"
-        return headers
+    def _headers(self) -> bytes:
+        """What is the request's own in the head of both workers' requests."""
+        context = self._context
+        left_s = context.left_s(self._services.clock.now())
+        own = f"{CREATED_HEADER}: {self._created}\r\n{TIMEOUT_HEADER}: {left_s:.3f}\r\n"
+        return context.headers_to_workers + own.encode("ascii")
 
 
 _CAUSES: Final[dict[type[UpstreamError], FallbackCause]] = {

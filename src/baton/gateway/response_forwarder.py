@@ -20,18 +20,20 @@ from baton.gateway.errors import (
 )
 from baton.gateway.metrics import BrokenStreamCause
 from baton.gateway.protocol_adapters import client_answer, client_error, first_error
-from baton.gateway.upstream import mapped_errors, read_answer, read_error
+from baton.gateway.upstream import read_error
 from baton.protocol.worker_http import REQUEST_ID_HEADER, first_token_path
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    import aiohttp
     from starlette.types import Send
 
     from baton.auth.ticket import Ticket
+    from baton.clock import Instant
+    from baton.gateway.http_client import Answer
     from baton.gateway.request_context import RequestContext, Services
     from baton.gateway.workers import Worker
+    from baton.net.http_exchange import HttpExchange
     from baton.protocol.worker_http import FirstToken
     from baton.router.fleet import WorkerView
 
@@ -101,13 +103,13 @@ class EarlyFirstToken:
 
 
 STALE_TICKET: Final = "stale_ticket"
-EVENT_STREAM: Final = "text/event-stream"
+EVENT_STREAM: Final = b"text/event-stream"
 ERROR_EVENT: Final = b'data: {"error"'
 DONE: Final = b"data: [DONE]"
 TAIL_BYTES: Final = 32
 REFUSALS: Final = frozenset({HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN})
 """Of who asks: that is the gateway, never its client."""
-ANSWER_HEADERS: Final = ("content-type", "retry-after")
+ANSWER_HEADERS: Final = (b"content-type", b"retry-after")
 
 
 class ResponseForwarder:
@@ -125,7 +127,7 @@ class ResponseForwarder:
         self._services, self._context, self._decode, self._send = services, context, decode, send
         self._early = early
 
-    async def forward(self, response: aiohttp.ClientResponse) -> None:
+    async def forward(self, response: Answer) -> None:
         """Forward it to the client.
 
         Raises:
@@ -137,11 +139,10 @@ class ResponseForwarder:
             UpstreamError: it is too long. Nothing was sent.
         """
         has_begun = self._early is not None and await self._early.close()
-        if response.status == HTTPStatus.OK and response.content_type == EVENT_STREAM:
+        if response.status == HTTPStatus.OK and _is_event_stream(response):
             await self._context.start_stream(self._send)
             try:
-                with mapped_errors(response.url):
-                    await self._pump(response, has_begun=has_begun)
+                await self._pump(response, has_begun=has_begun)
             except UpstreamError:
                 if not self._is_done():  # what comes after the end is of no interest
                     raise
@@ -154,42 +155,67 @@ class ResponseForwarder:
     def _is_done(self) -> bool:
         return self._context.tail.rstrip().endswith(DONE)
 
-    async def _pump(self, response: aiohttp.ClientResponse, *, has_begun: bool) -> None:
-        """The hot loop: whatever is added here is paid for each token of each stream."""
-        context, send = self._context, self._send
-        read, now = response.content.readany, self._services.clock.now
-        observe_interval = context.metrics.inter_token_latency.observe
+    async def _pump(self, response: Answer, *, has_begun: bool) -> None:
+        context = self._context
         if has_begun and self._early is not None:
-            chunk = await self._early.skip_sent(read)
-            last = now()
+            chunk = await self._early.skip_sent(response.read)
         else:
-            chunk = await read()
-            last = now()
+            chunk = await response.read()
             if chunk.startswith(ERROR_EVENT):
                 self._refuse(chunk)
             if chunk:
-                context.note_first_byte(last)
-        while chunk:
-            if has_error(context.tail, chunk):
-                self._services.metrics.broken_streams[BrokenStreamCause.WORKER_REPORTED].inc()
-            context.tail = (
-                chunk if len(chunk) >= TAIL_BYTES else (context.tail + chunk)[-TAIL_BYTES:]
-            )
-            await send({"type": "http.response.body", "body": chunk, "more_body": True})
-            if chunk := await read():
-                at = now()
-                observe_interval(at - last)
-                last = at
+                context.note_first_byte(self._services.clock.now())
+        if not chunk:
+            return
+        last = self._services.clock.now()
+        self._note(chunk)
+        await self._send({"type": "http.response.body", "body": chunk, "more_body": True})
+        if context.exchange is not None:
+            await self._pass_on(response, context.exchange, last)
+        else:
+            await self._send_on(response, last)
+
+    async def _pass_on(self, response: Answer, exchange: HttpExchange, last: Instant) -> None:
+        """The hot path: whatever is added here is paid for each token of each stream."""
+        now, note, write = self._services.clock.now, self._note, exchange.write
+        observe_interval = self._context.metrics.inter_token_latency.observe
+
+        def forward(chunk: bytes) -> bool:
+            nonlocal last
+            at = now()
+            observe_interval(at - last)
+            last = at
+            note(chunk)
+            return write(chunk)
+
+        while await response.push_to(forward):
+            await exchange.drain()
+
+    async def _send_on(self, response: Answer, last: Instant) -> None:
+        """The same to a receiver that has to be awaited: one of several answers."""
+        while chunk := await response.read():
+            at = self._services.clock.now()
+            self._context.metrics.inter_token_latency.observe(at - last)
+            last = at
+            self._note(chunk)
+            await self._send({"type": "http.response.body", "body": chunk, "more_body": True})
+
+    def _note(self, chunk: bytes) -> None:
+        """Look at what goes to the client: for errors, and for the stream's end."""
+        context = self._context
+        if has_error(context.tail, chunk):
+            self._services.metrics.broken_streams[BrokenStreamCause.WORKER_REPORTED].inc()
+        context.tail = chunk if len(chunk) >= TAIL_BYTES else (context.tail + chunk)[-TAIL_BYTES:]
 
     def _refuse(self, event: bytes) -> None:
         """An error instead of a first token: vLLM sends its 200 before it knows."""
         if self._decode.protocol == "vllm" and (error := first_error(event)) is not None:
             raise WorkerFailedError(f"{self._decode.id} answered {error.status}", answer=error)
 
-    async def _forward_whole(self, response: aiohttp.ClientResponse) -> None:
+    async def _forward_whole(self, response: Answer) -> None:
         """An answer in one piece is read to its end first, so that a cut can still be a 502."""
         context = self._context
-        body = await read_answer(response, self._services.options.max_answer_bytes)
+        body = await response.read_whole(self._services.options.max_answer_bytes)
         if response.status == HTTPStatus.CONFLICT and read_error(body).code == STALE_TICKET:
             raise StaleTicketError(self._decode.ref)
         if response.status in REFUSALS:
@@ -228,7 +254,12 @@ def has_error(tail: bytes, chunk: bytes) -> bool:
     return ERROR_EVENT in tail[-reach:] + chunk[:reach]
 
 
-def _forwarded_headers(response: aiohttp.ClientResponse) -> tuple[Header, ...]:
+def _is_event_stream(response: Answer) -> bool:
+    kind = response.headers.get(b"content-type", b"")
+    return kind.partition(b";")[0].strip().lower() == EVENT_STREAM
+
+
+def _forwarded_headers(response: Answer) -> tuple[Header, ...]:
     """The headers that a client gets from a worker; anything else is the worker's own business."""
-    found = ((name, response.headers.get(name)) for name in ANSWER_HEADERS)
-    return tuple((name.encode(), value.encode()) for name, value in found if value is not None)
+    headers = response.headers
+    return tuple((name, headers[name]) for name in ANSWER_HEADERS if name in headers)

@@ -1,137 +1,70 @@
-"""HTTP to workers, and the only place that knows aiohttp's exceptions."""
+"""HTTP to workers: what every request to them carries, and small answers in time."""
 
 from __future__ import annotations
 
 import asyncio
-import io
-import os
-from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any, Final, TypedDict
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Final
 
-import aiohttp
 import msgspec
-from multidict import CIMultiDict
 
-from baton.auth.certificates import IdentityRole
 from baton.errors import UNDECODABLE
-from baton.gateway.errors import UpstreamError, WorkerLostError, WorkerUnreachableError
+from baton.gateway.connection_pool import ConnectionPool
+from baton.gateway.errors import WorkerUnreachableError
 from baton.net.tls import ClusterTls
 from baton.protocol.worker_http import ErrorBody, ErrorDetail, abort_path
 
 if TYPE_CHECKING:
-    import ssl
-    from collections.abc import Generator
+    from collections.abc import AsyncGenerator
 
-    from aiohttp.client_proto import ResponseHandler
     from yarl import URL
 
     from baton.auth.key import ClusterKey
+    from baton.gateway.http_client import Answer
     from baton.gateway.options import GatewayOptions
     from baton.ids import TicketId
-
-READ_BUFFER_BYTES: Final = 1 << 20
-KEEP_ALIVE_S: Final = 3.0
-"""Below what workers keep (75 s; vLLM's server and any other uvicorn: 5 s), so that it is we who
-close an idle connection: one that they close as it is used costs the request."""
-
-MAX_PLAIN_BODY_BYTES: Final = 1 << 20
-"""aiohttp wants a larger body as a file, so that it can yield while writing it."""
 
 MAX_SMALL_ANSWER_BYTES: Final = 1 << 20
 
 
-class _Proof(TypedDict):
-    ssl: ssl.SSLContext
-    server_hostname: str
-
-
-class FinishingConnector(aiohttp.TCPConnector):
-    """Never cancels a connection that is being made: it is finished, then closed if not needed.
-
-    uvloop 0.23 keeps the TLS state (120 KB) of each connection that is cancelled in its handshake
-    until exit: clients that leave at that moment could fill the memory.
-    """
-
-    def __init__(self, connect_timeout_s: float) -> None:
-        super().__init__(limit=0, keepalive_timeout=KEEP_ALIVE_S)
-        self._connect_timeout_s = connect_timeout_s
-
-    async def _wrap_create_connection(
-        self,
-        *args: Any,  # noqa: ANN401 - as they are in aiohttp
-        **kwargs: Any,  # noqa: ANN401
-    ) -> tuple[asyncio.Transport, ResponseHandler]:
-        if kwargs.get("ssl"):
-            kwargs["ssl_handshake_timeout"] = self._connect_timeout_s
-        making = asyncio.ensure_future(super()._wrap_create_connection(*args, **kwargs))
-        try:
-            async with asyncio.timeout(self._connect_timeout_s):
-                return await asyncio.shield(making)
-        except BaseException:
-            making.add_done_callback(_close_unused)
-            raise
-
-
-def _close_unused(making: asyncio.Future[tuple[asyncio.Transport, ResponseHandler]]) -> None:
-    if not making.cancelled() and making.exception() is None:
-        transport, _ = making.result()
-        transport.abort()
-
-
 class Upstream:
-    """One pool of connections to all workers. Owner: the event loop's thread."""
+    """Connections to all workers. Owner: the event loop's thread."""
 
     def __init__(self, options: GatewayOptions) -> None:
-        self._options = options
-        self._authorization = "Bearer " + worker_token(options.credentials.key)
+        self._connect_timeout_s = options.connect_timeout_s
+        authorization = f"Bearer {worker_token(options.credentials.key)}".encode()
+        self._common = b"\r\nauthorization: " + authorization + b"\r\n"
         self._tls = ClusterTls(options.credentials)
-        self._session: aiohttp.ClientSession | None = None
+        self._pools: dict[URL, ConnectionPool] = {}
 
-    async def open(self) -> None:
-        """Create the pool; connections are made when they are needed."""
-        self._session = aiohttp.ClientSession(
-            connector=FinishingConnector(self._options.connect_timeout_s),
-            # The connector's own is the shorter one.
-            timeout=aiohttp.ClientTimeout(
-                total=None, sock_connect=2 * self._options.connect_timeout_s
-            ),
-            cookie_jar=aiohttp.DummyCookieJar(),
-            auto_decompress=False,
-            read_bufsize=READ_BUFFER_BYTES,
-            skip_auto_headers=("accept", "accept-encoding", "user-agent"),
-        )
-
-    async def close(self) -> None:
+    def close(self) -> None:
         """Close every connection."""
-        if self._session is not None:
-            await self._session.close()
+        for pool in self._pools.values():
+            pool.close()
 
-    def headers(self) -> CIMultiDict[str]:
-        """What every request to a worker carries; the caller's own copy."""
-        return CIMultiDict(authorization=self._authorization)
-
-    async def post(
-        self, url: URL, body: bytes, headers: CIMultiDict[str]
-    ) -> aiohttp.ClientResponse:
+    async def post(self, url: URL, body: bytes, headers: bytes = b"") -> Answer:
         """Post JSON; returns when the answer's headers are here. No deadline of its own.
 
-        The caller releases or closes the answer. Cancelling closes the connection, which
-        cancels the request at the worker.
+        `headers` are lines that each end with CR LF. The caller releases the answer. Cancelling
+        closes the connection, which cancels the request at the worker.
 
         Raises:
             WorkerUnreachableError: no connection.
             WorkerLostError: no answer on it.
         """
-        headers["content-type"] = "application/json"
-        with mapped_errors(url), ExitStack() as on_failure:
-            data: bytes | io.BytesIO = body
-            if len(body) > MAX_PLAIN_BODY_BYTES:
-                data = on_failure.enter_context(io.BytesIO(body))
-            response = await self._open_session.post(
-                url, data=data, headers=headers, allow_redirects=False, **self._proof
-            )
-            on_failure.pop_all()
-            return response
+        return await self._request(url, b"POST ", headers + _describe(body), body)
+
+    def try_post(self, url: URL, body: bytes, headers: bytes) -> Answer | None:
+        """Post JSON on a connection that is idle; None where there is none.
+
+        Returns at once; the caller releases the answer.
+        """
+        pool = self._pool_of(url)
+        connection = pool.take_idle()
+        if connection is None:
+            return None
+        head = self._write_head(pool, url, b"POST ", headers + _describe(body))
+        return connection.send(head, body)
 
     async def get(self, url: URL, timeout_s: float) -> tuple[int, bytes]:
         """Fetch a small answer: its status and body.
@@ -140,14 +73,8 @@ class Upstream:
             WorkerUnreachableError, WorkerLostError: as for `post`, or no answer in time.
             UpstreamError: the answer is not small.
         """
-        with mapped_errors(url):
-            async with (
-                asyncio.timeout(timeout_s),
-                self._open_session.get(
-                    url, headers=self.headers(), allow_redirects=False, **self._proof
-                ) as response,
-            ):
-                return response.status, await read_answer(response, MAX_SMALL_ANSWER_BYTES)
+        async with _answered_within(timeout_s, url):
+            return await _read_small(await self._request(url, b"GET "))
 
     async def ask(self, url: URL, body: bytes, timeout_s: float) -> tuple[int, bytes]:
         """Post JSON and fetch a small answer: its status and body.
@@ -155,13 +82,8 @@ class Upstream:
         Raises:
             UpstreamError: as for `get`.
         """
-        with mapped_errors(url):
-            async with asyncio.timeout(timeout_s):
-                response = await self.post(url, body, self.headers())
-                try:
-                    return response.status, await read_answer(response, MAX_SMALL_ANSWER_BYTES)
-                finally:
-                    response.release()
+        async with _answered_within(timeout_s, url):
+            return await _read_small(await self.post(url, body))
 
     async def abort(self, base_url: URL, ticket: TicketId, reason: str) -> None:
         """Notify a worker that a handoff is aborted.
@@ -169,26 +91,33 @@ class Upstream:
         Raises:
             UpstreamError: it could not be notified.
         """
-        url = base_url.with_path(abort_path(ticket))
-        with mapped_errors(url):
-            async with (
-                asyncio.timeout(self._options.connect_timeout_s),
-                self._open_session.post(
-                    url, json={"reason": reason}, headers=self.headers(), **self._proof
-                ),
-            ):
-                pass
+        body = msgspec.json.encode({"reason": reason})
+        await self.ask(base_url.with_path(abort_path(ticket)), body, self._connect_timeout_s)
 
-    @property
-    def _proof(self) -> _Proof:
-        """What a connection is made with, and what its other end must be."""
-        return {"ssl": self._tls.requesting, "server_hostname": IdentityRole.WORKER.dns_name}
+    async def _request(
+        self, url: URL, method: bytes, headers: bytes = b"", body: bytes = b""
+    ) -> Answer:
+        pool = self._pool_of(url)
+        head = self._write_head(pool, url, method, headers)
+        connection = pool.take_idle() or await pool.connect()
+        answer = connection.send(head, body)
+        try:
+            await answer.wait_for_head()
+        except BaseException:
+            answer.release()
+            raise
+        return answer
 
-    @property
-    def _open_session(self) -> aiohttp.ClientSession:
-        if self._session is None:
-            raise RuntimeError("Upstream.open was not awaited")
-        return self._session
+    def _write_head(self, pool: ConnectionPool, url: URL, method: bytes, headers: bytes) -> bytes:
+        path = url.raw_path_qs.encode("ascii")
+        return b"".join((method, path, pool.version_and_host, self._common, headers, b"\r\n"))
+
+    def _pool_of(self, url: URL) -> ConnectionPool:
+        origin = url.origin()
+        pool = self._pools.get(origin)
+        if pool is None:
+            pool = self._pools[origin] = ConnectionPool(origin, self._tls, self._connect_timeout_s)
+        return pool
 
 
 def worker_token(key: ClusterKey) -> str:
@@ -196,23 +125,24 @@ def worker_token(key: ClusterKey) -> str:
     return key.sign("http", b"worker").hex()
 
 
-async def read_answer(response: aiohttp.ClientResponse, max_bytes: int) -> bytes:
-    """Read a whole body.
+def _describe(body: bytes) -> bytes:
+    return b"content-type: application/json\r\ncontent-length: %d\r\n" % len(body)
 
-    Raises:
-        WorkerLostError: it was cut off.
-        UpstreamError: it is longer than `max_bytes`.
-    """
-    parts: list[bytes] = []
-    num_bytes = 0
-    with mapped_errors(response.url):
-        while part := await response.content.readany():
-            parts.append(part)
-            num_bytes += len(part)
-            if num_bytes > max_bytes:
-                response.close()
-                raise UpstreamError(f"{response.url.origin()} answered more than {max_bytes} bytes")
-    return b"".join(parts)
+
+async def _read_small(answer: Answer) -> tuple[int, bytes]:
+    try:
+        return answer.status, await answer.read_whole(MAX_SMALL_ANSWER_BYTES)
+    finally:
+        answer.release()
+
+
+@asynccontextmanager
+async def _answered_within(timeout_s: float, url: URL) -> AsyncGenerator[None]:
+    try:
+        async with asyncio.timeout(timeout_s):
+            yield
+    except TimeoutError as exc:
+        raise WorkerUnreachableError(f"{url.origin()} did not answer in time") from exc
 
 
 _error_decoder = msgspec.json.Decoder(ErrorBody)
@@ -224,24 +154,3 @@ def read_error(body: bytes) -> ErrorDetail:
         return _error_decoder.decode(body).error
     except UNDECODABLE:
         return ErrorDetail()
-
-
-@contextmanager
-def mapped_errors(url: URL) -> Generator[None]:
-    """Translate what aiohttp raises."""
-    try:
-        yield
-    except aiohttp.ClientSSLError as exc:
-        raise WorkerUnreachableError(
-            f"{url.origin()} did not prove that it is of this cluster ({exc}): give it the "
-            'gateway\'s BATON_CLUSTER_KEY, and the same security.tls (http:// is for "off")'
-        ) from exc
-    except aiohttp.ClientConnectorError as exc:
-        reason = os.strerror(exc.errno) if exc.errno else exc.strerror
-        raise WorkerUnreachableError(f"{url.origin()} cannot be reached: {reason}") from exc
-    except (TimeoutError, aiohttp.ServerTimeoutError) as exc:
-        raise WorkerUnreachableError(f"{url.origin()} did not answer in time") from exc
-    except (aiohttp.ClientError, OSError) as exc:
-        raise WorkerLostError(
-            f"{url.origin()} closed the connection before its answer was complete"
-        ) from exc

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Self, TypeAlias, assert_never, get_args
 
@@ -28,7 +27,7 @@ from baton.protocol.worker_http import Health, Role, WorkerInfo, WorkerLoad
 from baton.router.fleet import Fleet, WorkerView
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterable
+    from collections.abc import Iterable
     from types import TracebackType
 
     from baton.gateway.metrics import GatewayMetrics
@@ -192,19 +191,13 @@ class Worker:
         self.load: WorkerLoad | None = None
         self._cancel_scopes: set[Interruptible] = set()
 
-    @contextmanager
-    def cancel_scope(self) -> Generator[None]:
+    def cancel_scope(self) -> Interruptible:
         """A stretch of one request that waits for this worker: `abandon` ends it."""
-        with Interruptible() as scope:
-            self._cancel_scopes.add(scope)
-            try:
-                yield
-            finally:
-                self._cancel_scopes.discard(scope)
+        return Interruptible(self._cancel_scopes)
 
     def abandon(self, reason: str) -> None:
         """Nothing more is expected of it: whoever waits for it gets a `WorkerLostError`."""
-        for scope in self._cancel_scopes:
+        for scope in tuple(self._cancel_scopes):
             scope.interrupt(WorkerLostError(f"{self} is given up: {reason}"))
 
     @property
@@ -382,10 +375,11 @@ class Interruptible:
 
     The first `interrupt` cancels what the task awaits, and the block then raises that cause. A
     cancellation from anywhere else passes through unchanged, as with `asyncio.timeout`.
-    Owner: the event loop's thread.
+    While the block runs, it is in `members`. Owner: the event loop's thread.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, members: set[Interruptible] | None = None) -> None:
+        self._members = members
         self._task: asyncio.Task[object] | None = None
         self._cause: BaseException | None = None
         self._outer_cancels = 0
@@ -395,6 +389,8 @@ class Interruptible:
         if task is None:
             raise RuntimeError("an Interruptible block belongs in a task")
         self._task, self._outer_cancels = task, task.cancelling()
+        if self._members is not None:
+            self._members.add(self)
         return self
 
     def __exit__(
@@ -405,6 +401,8 @@ class Interruptible:
     ) -> None:
         task, self._task = self._task, None
         cause, self._cause = self._cause, None
+        if self._members is not None:
+            self._members.discard(self)
         if task is None or cause is None:
             return
         try:

@@ -136,15 +136,17 @@ class ModelList(msgspec.Struct, frozen=True):
     data: tuple[ModelEntry, ...]
 
 
-async def until_all_up(url: str, num_workers: int) -> str:
+async def until_all_up(url: str, metrics_url: str, num_workers: int) -> str:
     """Until the gateway has all its workers: the name of the model that they serve.
+
+    `metrics_url` is where it answers /metrics: its own URL, or its management listener's.
 
     Raises:
         PeerUnreachableError: the gateway announced itself, but does not answer.
         ProtocolError: it serves no model although all workers are up.
     """
     while True:
-        if count_up(await asyncio.to_thread(_get, url, "/metrics")) >= num_workers:
+        if count_up(await asyncio.to_thread(_get, metrics_url, "/metrics")) >= num_workers:
             return first_model(await asyncio.to_thread(_get, url, "/v1/models"))
         await asyncio.sleep(ASK_AGAIN_S)
 

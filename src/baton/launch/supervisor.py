@@ -176,10 +176,13 @@ class Supervisor:
         return readies[-1].url  # the gateway came last
 
     async def _until_serving(self, url: str) -> str:
-        num_workers = len(self._plan.workers)
+        num_workers, gateway = len(self._plan.workers), self._plan.config.gateway
+        metrics_url = url
+        if gateway.management_port:
+            metrics_url = f"http://{gateway.management_host}:{gateway.management_port}"
         try:
             async with asyncio.timeout(SERVING_TIMEOUT_S):
-                return await until_all_up(url, num_workers)
+                return await until_all_up(url, metrics_url, num_workers)
         except TimeoutError as exc:
             raise ChildFailedError(
                 f"all processes are ready, but the gateway does not use all {num_workers} workers "

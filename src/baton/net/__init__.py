@@ -10,5 +10,6 @@ File map:
                    once; whether its peer makes progress
     endpoints.py   dial and accept peers, until they have proved the key; a peer's process
     tls.py         TLS beneath the frames
-    http_server.py an HTTP server's socket, and its bounds on connections, heads and bodies
+    http_server.py an HTTP server: its socket, uvicorn's settings; http_limits.py: what clients may
+                   hold of it; http_protocol.py: a connection; http_exchange.py: request, response
 """

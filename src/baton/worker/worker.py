@@ -15,12 +15,8 @@ import baton
 from baton.clock import MachineClock
 from baton.errors import HandoffError
 from baton.handoff.pool_mode.metrics import PoolModeCollector
-from baton.net.http_server import (
-    WORKER_LIMITS,
-    Connections,
-    allow_descriptors,
-    count_refusals,
-)
+from baton.net.http_limits import WORKER_LIMITS, Connections, allow_descriptors
+from baton.net.http_server import count_refusals
 from baton.net.tls import ClusterTls
 from baton.protocol.worker_http import (
     ABORT_SUFFIX,

@@ -18,7 +18,7 @@ def test_each_is_counted_and_traced_but_a_cause_is_logged_once_in_a_while(caplog
         path="/v1/completions",
         received_at=Instant(0.0),
         deadline=Instant(1.0),
-        forwarded_headers={},
+        forwarded_headers=b"",
         trace=RequestSpan(request_id="r", worker="gateway", epoch="e", role="gateway"),
         metrics=metrics.of("", "none"),
     )

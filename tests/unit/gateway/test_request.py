@@ -213,7 +213,7 @@ def test_only_trace_headers_reach_workers_and_only_if_they_are_fit():
         (b"authorization", b"Bearer x"),
         (b"x-baton-timeout-s", b"1"),
     ]
-    assert forwarded_headers_from(headers) == {"traceparent": "00-abc-def-01"}
+    assert forwarded_headers_from(headers) == b"traceparent: 00-abc-def-01\r\n"
 
 
 def test_a_fit_request_id_is_kept():

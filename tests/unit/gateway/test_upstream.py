@@ -2,7 +2,7 @@
 
 import uvicorn
 
-from baton.gateway.upstream import KEEP_ALIVE_S
+from baton.gateway.connection_pool import KEEP_ALIVE_S
 
 
 def test_idle_connections_are_closed_here_before_any_worker_closes_them():

@@ -22,15 +22,8 @@ from baton.clock import MachineClock
 from baton.config.cluster_key import is_loopback
 from baton.errors import UNDECODABLE
 from baton.ids import TicketId
-from baton.net.http_server import (
-    Connections,
-    HttpLimits,
-    bind,
-    count_refusals,
-    make_server_config,
-    start_listening,
-    url_of,
-)
+from baton.net.http_limits import Connections, HttpLimits
+from baton.net.http_server import bind, count_refusals, make_server_config, start_listening, url_of
 from baton.protocol import worker_http
 from baton.protocol.worker_http import (
     ABORT_SUFFIX,

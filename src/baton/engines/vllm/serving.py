@@ -35,12 +35,8 @@ from baton.engines.vllm.arguments import (
 from baton.engines.vllm.engine_process import server_variables
 from baton.engines.vllm.options import VllmOptions, require_cpu_block_size
 from baton.errors import UNDECODABLE, BatonError, ConfigError, EngineError
-from baton.net.http_server import (
-    WORKER_LIMITS,
-    Connections,
-    allow_descriptors,
-    bounded_protocol,
-)
+from baton.net.http_limits import WORKER_LIMITS, Connections, allow_descriptors
+from baton.net.http_server import bounded_protocol
 from baton.net.tls import ClusterTls
 from baton.registry import Plugin
 from baton.telemetry.process_status import Draining, Loading, Ready

@@ -1,0 +1,144 @@
+"""Connections to one worker: kept for the next request, made where none is idle."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import ssl
+from typing import TYPE_CHECKING, Final
+
+from baton.auth.certificates import IdentityRole
+from baton.gateway.errors import WorkerUnreachableError
+from baton.gateway.http_client import Connection
+
+if TYPE_CHECKING:
+    from yarl import URL
+
+    from baton.net.tls import ClusterTls
+
+KEEP_ALIVE_S: Final = 3.0
+"""Below what workers keep (75 s; vLLM's server and any other uvicorn: 5 s), so that it is we who
+close an idle connection: one that they close as it is used costs the request."""
+
+
+class ConnectionPool:
+    """Of one worker's `origin`, of which nothing else is used. Owner: the event loop's thread.
+
+    With https, both sides prove by `tls` that they are of this cluster, and the other one that it
+    is a worker.
+    """
+
+    def __init__(self, origin: URL, tls: ClusterTls, connect_timeout_s: float) -> None:
+        self._origin, self._tls, self._connect_timeout_s = origin, tls, connect_timeout_s
+        self._name, self._loop = str(origin), asyncio.get_running_loop()
+        self.version_and_host = b" HTTP/1.1\r\nhost: " + _host_of(origin)
+        """Of a request's head, what follows its path."""
+        self._idle_since: dict[Connection, float] = {}
+        self._open: set[Connection] = set()
+        self._making: set[asyncio.Future[Connection]] = set()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def take_idle(self) -> Connection | None:
+        """The connection that was used last, if one is idle: others may then go."""
+        return self._idle_since.popitem()[0] if self._idle_since else None
+
+    async def connect(self) -> Connection:
+        """Make another one.
+
+        A connection that is being made is never cancelled: it is finished, then closed if not
+        needed. uvloop 0.23 keeps the TLS state (120 KB) of each that is cancelled in its handshake
+        until exit: clients that leave at that moment could fill the memory.
+
+        Raises:
+            WorkerUnreachableError: there is no worker of this cluster.
+        """
+        making = asyncio.ensure_future(self._make())
+        self._making.add(making)
+        making.add_done_callback(self._making.discard)
+        try:
+            async with asyncio.timeout(self._connect_timeout_s):
+                return await asyncio.shield(making)
+        except TimeoutError as exc:
+            making.add_done_callback(_close_unused)
+            raise WorkerUnreachableError(f"{self._name} did not answer in time") from exc
+        except asyncio.CancelledError:
+            making.add_done_callback(_close_unused)
+            raise
+
+    def close(self) -> None:
+        """Close every connection."""
+        if self._timer is not None:
+            self._timer.cancel()
+        for connection in tuple(self._open):
+            connection.close()
+
+    async def _make(self) -> Connection:
+        """Connect, however long that takes."""
+        loop = self._loop
+        host, port = self._origin.host or "", self._origin.port or 0
+
+        def make() -> Connection:
+            return Connection(self._name, loop, self._keep, self._forget)
+
+        try:
+            if self._origin.scheme == "https":
+                _, connection = await loop.create_connection(
+                    make,
+                    host,
+                    port,
+                    ssl=self._tls.requesting,
+                    server_hostname=IdentityRole.WORKER.dns_name,
+                    ssl_handshake_timeout=self._connect_timeout_s,
+                )
+            else:
+                _, connection = await loop.create_connection(make, host, port)
+        except ssl.SSLError as exc:
+            raise WorkerUnreachableError(
+                f"{self._name} did not prove that it is of this cluster ({exc}): give it the "
+                'gateway\'s BATON_CLUSTER_KEY, and the same security.tls (http:// is for "off")'
+            ) from exc
+        except OSError as exc:
+            raise WorkerUnreachableError(f"{self._name} cannot be reached: {_reason(exc)}") from exc
+        if connection.is_open:
+            self._open.add(connection)
+        return connection
+
+    def _keep(self, connection: Connection) -> None:
+        loop = self._loop
+        self._idle_since[connection] = loop.time()
+        if self._timer is None:
+            self._timer = loop.call_later(KEEP_ALIVE_S, self._close_idle)
+
+    def _close_idle(self) -> None:
+        """Close what has been idle for long; look again when the next one may be."""
+        loop = self._loop
+        now = loop.time()
+        for connection, since in tuple(self._idle_since.items()):
+            if now - since < KEEP_ALIVE_S:
+                self._timer = loop.call_at(since + KEEP_ALIVE_S, self._close_idle)
+                return
+            del self._idle_since[connection]
+            connection.close()
+        self._timer = None
+
+    def _forget(self, connection: Connection) -> None:
+        self._open.discard(connection)
+        self._idle_since.pop(connection, None)
+
+
+def _close_unused(making: asyncio.Future[Connection]) -> None:
+    if not making.cancelled() and making.exception() is None:
+        making.result().close()
+
+
+def _host_of(origin: URL) -> bytes:
+    default = {"http": 80, "https": 443}.get(origin.scheme)
+    authority = origin.host_subcomponent if origin.port == default else origin.authority
+    return (authority or "").encode("ascii")
+
+
+def _reason(error: OSError) -> str:
+    if error.errno and not isinstance(error, socket.gaierror):
+        return os.strerror(error.errno)
+    return error.strerror or str(error)

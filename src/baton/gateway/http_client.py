@@ -1,0 +1,353 @@
+"""HTTP/1.1 to one worker: one connection, one request at a time, the answer as it arrives.
+
+A connection costs no task, and an answer no more than one wake-up for what arrives at once. The
+parser is httptools', as on the server's side. Owner of everything here: the event loop's thread.
+
+    send(head, body) ─► Answer ──wait_for_head──► status, headers ──read──► data … b"" at its end
+                           └─ release: an answer that is not complete closes its connection, which
+                              cancels the request at the worker
+"""
+
+from __future__ import annotations
+
+import asyncio
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Final
+
+import httptools
+
+from baton.gateway.errors import UpstreamError, WorkerLostError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+READ_BUFFER_BYTES: Final = 1 << 20
+"""Of one answer's data that is not taken: then no more is read from its connection."""
+MAX_HEAD_BYTES: Final = 64 << 10
+"""Of what comes without data: an answer's head, trailers, extensions of chunks."""
+COPIED_BYTES: Final = 4096
+"""Of a request's body: to copy so much costs less than a second buffer."""
+BODY_LENGTH_HEADERS: Final = frozenset({b"content-length", b"transfer-encoding"})
+
+
+class Answer:
+    """What a worker answers to one request. `headers` have names in lower case.
+
+    `on_end` is called once, when nothing more arrives until somebody reads: the answer is complete
+    or lost, or has filled its buffer.
+    """
+
+    __slots__ = (
+        "_connection",
+        "_is_complete",
+        "_loop",
+        "_lost",
+        "_num_bytes",
+        "_parts",
+        "_sink",
+        "_waiter",
+        "headers",
+        "on_end",
+        "status",
+    )
+
+    def __init__(self, connection: Connection, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self.status = 0
+        self.headers: dict[bytes, bytes] = {}
+        self._connection: Connection | None = connection
+        self._parts: list[bytes] = []
+        self._num_bytes = 0
+        self._is_complete = False
+        self._lost: str | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._sink: Callable[[bytes], bool] | None = None
+        self.on_end: Callable[[], None] | None = None
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all data are here."""
+        return self._is_complete
+
+    async def wait_for_head(self) -> None:
+        """Return when status and headers are here.
+
+        Raises:
+            WorkerLostError: the connection broke.
+        """
+        while not self.status:
+            await self._wait()
+
+    async def read(self) -> bytes:
+        """The next data, as much as is here; empty at the end of the answer.
+
+        Raises:
+            WorkerLostError: the connection broke; first, what came before was read.
+        """
+        while not self._parts:
+            if self._is_complete:
+                return b""
+            await self._wait()
+        return self._take()
+
+    async def read_whole(self, max_bytes: int) -> bytes:
+        """All data.
+
+        Raises:
+            WorkerLostError: the connection broke.
+            UpstreamError: there is more than `max_bytes`.
+        """
+        parts: list[bytes] = []
+        num_bytes = 0
+        while part := await self.read():
+            parts.append(part)
+            num_bytes += len(part)
+            if num_bytes > max_bytes:
+                origin = self._origin
+                self.release()
+                raise UpstreamError(f"{origin} answered more than {max_bytes} bytes")
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def peek(self) -> bytes:
+        """The data that are here; they stay to be read."""
+        return b"".join(self._parts)
+
+    async def push_to(self, sink: Callable[[bytes], bool]) -> bool:
+        """Pass data to `sink` as they arrive, without a turn of this task for each.
+
+        True: `sink` returned False, it has no room for more. False: that was all.
+
+        Raises:
+            WorkerLostError: the connection broke.
+        """
+        self._sink = sink
+        try:
+            while self._sink is sink:
+                if self._parts and not sink(self._take()):
+                    return True
+                if self._is_complete:
+                    return False
+                await self._wait()
+            return True
+        finally:
+            self._sink = None
+
+    def release(self) -> None:
+        """Nothing more is wanted of it; what is not complete is cancelled at the worker."""
+        self.on_end = None
+        connection, self._connection = self._connection, None
+        self._parts.clear()
+        if connection is not None:
+            connection.cut(self)
+
+    # For its connection
+
+    def add_data(self, data: bytes) -> bool:
+        """Take data; whether there is room for more."""
+        self._parts.append(data)
+        self._num_bytes += len(data)
+        return self._num_bytes < READ_BUFFER_BYTES
+
+    def complete(self) -> None:
+        """All data are here; the connection serves others."""
+        self._is_complete = True
+        self._connection = None
+        self.wake()
+
+    def lose(self, reason: str) -> None:
+        """No more will come."""
+        self._lost, self._connection = reason, None
+        self.wake()
+
+    def wake(self) -> None:
+        """Something arrived."""
+        is_over = self._is_complete or self._lost is not None
+        if self._sink is not None and self._parts:
+            if not self._sink(self._take()):
+                self._sink = None
+            elif not is_over:
+                return
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
+        if self.on_end is not None and (is_over or self._num_bytes >= READ_BUFFER_BYTES):
+            on_end, self.on_end = self.on_end, None
+            on_end()
+
+    # Within
+
+    @property
+    def _origin(self) -> str:
+        return self._connection.origin if self._connection is not None else "a worker"
+
+    def _take(self) -> bytes:
+        parts = self._parts
+        data = parts[0] if len(parts) == 1 else b"".join(parts)
+        parts.clear()
+        self._num_bytes = 0
+        if self._connection is not None:
+            self._connection.resume()
+        return data
+
+    async def _wait(self) -> None:
+        if self._lost is not None:
+            raise WorkerLostError(self._lost)
+        self._waiter = self._loop.create_future()
+        await self._waiter
+
+
+class Connection(asyncio.Protocol):
+    """One connection to a worker. `on_idle` is called when it can take the next request."""
+
+    def __init__(
+        self,
+        origin: str,
+        loop: asyncio.AbstractEventLoop,
+        on_idle: Callable[[Connection], None],
+        on_lost: Callable[[Connection], None],
+    ) -> None:
+        self.origin, self._loop = origin, loop
+        self._on_idle, self._on_lost = on_idle, on_lost
+        self._transport: asyncio.Transport | None = None
+        self._parser: httptools.HttpResponseParser | None = None
+        self._answer: Answer | None = None
+        self._headers: dict[bytes, bytes] = {}
+        self._num_head_bytes = 0
+        self._has_ended = self._is_kept = False
+        self._is_paused = False
+
+    def send(self, head: bytes, body: bytes = b"") -> Answer:
+        """Send a request; one at a time. `head` ends with an empty line."""
+        answer = Answer(self, self._loop)
+        if self._transport is None or self._transport.is_closing():
+            answer.lose(self._closed)
+            return answer
+        self._num_head_bytes, self._has_ended, self._answer = 0, False, answer
+        if len(body) <= COPIED_BYTES:
+            self._transport.write(head + body)
+        else:
+            self._transport.writelines((head, body))
+        return answer
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the other side is there still."""
+        return self._transport is not None
+
+    @property
+    def _closed(self) -> str:
+        return f"{self.origin} closed the connection before its answer was complete"
+
+    def cut(self, answer: Answer) -> None:
+        """Close, if that is the answer which is under way."""
+        if answer is self._answer:
+            self._answer = None
+            self.close()
+
+    def close(self) -> None:
+        """Close, whatever is under way."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    def resume(self) -> None:
+        """Read on, if the answer's data were too many."""
+        if self._is_paused and self._transport is not None:
+            self._is_paused = False
+            self._transport.resume_reading()
+
+    # asyncio's callbacks
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """See `asyncio.Protocol`."""
+        self._transport = transport
+        self._parser = httptools.HttpResponseParser(self)
+
+    def data_received(self, data: bytes) -> None:
+        """See `asyncio.Protocol`."""
+        answer, parser = self._answer, self._parser
+        if answer is None or parser is None:  # nothing was asked, or it is not wanted any more
+            self.close()
+            return
+        self._num_head_bytes += len(data)
+        try:
+            parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as exc:
+            self._break(f"{self.origin} answered what cannot be read: {exc}")
+            return
+        if self._has_ended:
+            self._finish(answer)
+        elif self._num_head_bytes > MAX_HEAD_BYTES:
+            self._break(f"{self.origin} answered with a head of more than {MAX_HEAD_BYTES} bytes")
+        else:
+            answer.wake()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """See `asyncio.Protocol`."""
+        answer, self._answer = self._answer, None
+        self._transport = self._parser = None
+        self._on_lost(self)
+        if answer is None:
+            return
+        if exc is None and answer.status and BODY_LENGTH_HEADERS.isdisjoint(answer.headers):
+            answer.complete()  # an answer without a length ends with its connection
+            return
+        answer.lose(self._closed)
+
+    # httptools' callbacks
+
+    def on_message_begin(self) -> None:
+        """See `httptools.HttpResponseParser`."""
+        if self._has_ended:
+            raise ValueError("data after the end of an answer")
+        self._headers = {}
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """See `httptools.HttpResponseParser`."""
+        self._headers[name.lower()] = value
+
+    def on_headers_complete(self) -> None:
+        """See `httptools.HttpResponseParser`."""
+        if self._answer is not None and self._parser is not None:
+            status = self._parser.get_status_code()
+            if status >= HTTPStatus.OK:  # what comes before is no answer yet
+                self._answer.status, self._answer.headers = status, self._headers
+                self._is_kept = self._parser.should_keep_alive()
+
+    def on_body(self, data: bytes) -> None:
+        """See `httptools.HttpResponseParser`."""
+        self._num_head_bytes = 0
+        answer, transport = self._answer, self._transport
+        if answer is None or transport is None:
+            return
+        if not answer.add_data(data) and not self._is_paused:
+            self._is_paused = True
+            transport.pause_reading()
+
+    def on_message_complete(self) -> None:
+        """See `httptools.HttpResponseParser`."""
+        if self._answer is not None and self._answer.status:
+            self._has_ended = True
+
+    # Within
+
+    def _finish(self, answer: Answer) -> None:
+        self._answer = None
+        self.resume()
+        transport = self._transport
+        if transport is None or transport.is_closing():
+            pass
+        elif self._is_kept and not transport.get_write_buffer_size():
+            self._on_idle(self)
+        else:
+            self.close()
+        answer.complete()
+
+    def _break(self, reason: str) -> None:
+        answer, self._answer = self._answer, None
+        self.close()
+        if answer is None:
+            return
+        if self._has_ended:  # what is wrong came after it
+            answer.complete()
+        else:
+            answer.lose(reason)

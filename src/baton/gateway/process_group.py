@@ -1,0 +1,217 @@
+"""Several gateway processes on one port. They share nothing: the kernel spreads the connections.
+
+    parent: binds the port ─► forks each process ─► reports ready when all are
+            a process ended ─► another one in its place, on the same socket; too often ─► ends all
+            SIGTERM, SIGINT ─► all drain ──another signal──► all end at once
+
+Each has its own tickets' issuer, placement, limits, quotas, retry budget and management listener
+(`management_port` plus its index).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import signal
+import time
+from collections import deque
+from contextlib import ExitStack, closing, suppress
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Final, NoReturn
+
+from baton.errors import BatonError, ProtocolError
+from baton.net.http_server import bind, start_listening
+from baton.telemetry.process_status import Ready, StatusReporter, read_status
+
+if TYPE_CHECKING:
+    import socket
+    from collections.abc import Callable
+
+    from baton.clock import Clock, Instant
+    from baton.gateway.options import GatewayOptions
+
+MAX_RESTARTS: Final = 5
+RESTART_WINDOW_S: Final = 60.0
+RESTART_DELAY_S: Final = 0.5
+FIND_WORKERS_S: Final = 3.0
+KILL_MARGIN_S: Final = 5.0
+"""How much longer than its own drain timeout a process may take before it is killed."""
+PR_SET_PDEATHSIG: Final = 1
+SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)
+
+log = logging.getLogger(__name__)
+
+
+class MemberFailedError(BatonError):
+    """A gateway process ended as it started, or processes ended again and again."""
+
+
+@dataclass(slots=True)
+class _Member:
+    """One process of the group: `index` is its place, which outlives it."""
+
+    index: int
+    listener: socket.socket
+    pid: int
+
+
+class ProcessGroup:
+    """The parent: it serves nothing itself. Belongs on the main thread, before others start.
+
+    `serve` is what each process runs to its end: with its own options, its listening socket, and
+    for how many seconds it may look for its workers before it accepts.
+    """
+
+    def __init__(
+        self,
+        options: GatewayOptions,
+        clock: Clock,
+        serve: Callable[[GatewayOptions, socket.socket, float], None],
+    ) -> None:
+        self._options, self._clock, self._serve = options, clock, serve
+        self._members: list[_Member] = []
+        self._ended_at: deque[Instant] = deque(maxlen=MAX_RESTARTS)
+
+    def run(self) -> None:
+        """Serve until a signal. Blocks.
+
+        Raises:
+            ConfigError: the address cannot be listened on.
+            MemberFailedError: processes ended and could not be replaced; all others were ended.
+        """
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        try:
+            with ExitStack() as sockets:
+                self._start(sockets)
+                while (number := signal.sigwait(SIGNALS)) == signal.SIGCHLD:
+                    self._restart_ended()
+                log.info("signal %s: all processes drain", signal.Signals(number).name)
+            # Their listeners are closed: what connects now is refused, not left to wait.
+            self._stop(signal.SIGTERM)
+        except BaseException:
+            self._stop(signal.SIGKILL)
+            raise
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+
+    def _start(self, sockets: ExitStack) -> None:
+        options = self._options
+        with closing(bind(options.host, options.port)) as free:  # of every other listener
+            port = free.getsockname()[1]
+        for index in range(options.num_processes):
+            listener = sockets.enter_context(closing(bind(options.host, port, is_shared=True)))
+            self._members.append(_Member(index, listener, 0))
+        pipes = [self._fork(member) for member in self._members]
+        readies = [_read_ready(pipe) for pipe in pipes]
+        StatusReporter(options.status_fd).report(Ready(readies[0].url))
+
+    def _restart_ended(self) -> None:
+        while (ended := _reap()) is not None:
+            pid, status = ended
+            member = next((m for m in self._members if m.pid == pid), None)
+            if member is None:
+                continue
+            member.pid = 0
+            now = self._clock.now()
+            code = os.waitstatus_to_exitcode(status)
+            log.error("gateway process %d ended with %d; another one starts", member.index, code)
+            if len(self._ended_at) == MAX_RESTARTS and now - self._ended_at[0] < RESTART_WINDOW_S:
+                raise MemberFailedError(
+                    f"gateway processes ended {MAX_RESTARTS + 1} times within "
+                    f"{RESTART_WINDOW_S:g} s; the lines above give the reason"
+                )
+            self._ended_at.append(now)
+            time.sleep(RESTART_DELAY_S)
+            with suppress(MemberFailedError):  # then it is the next one to be replaced
+                _read_ready(self._fork(member))
+
+    def _fork(self, member: _Member) -> int:
+        """Start a process; where its status lines can be read."""
+        reading, writing = os.pipe()
+        parent = os.getpid()
+        member.pid = os.fork()
+        if not member.pid:
+            os.close(reading)
+            self._run_member(member, writing, parent)
+        os.close(writing)
+        return reading
+
+    def _run_member(self, member: _Member, status_fd: int, parent: int) -> NoReturn:
+        """In the child: never returns."""
+        code = 1
+        try:
+            _leave_terminal(parent)
+            for other in self._members:
+                if other is not member:
+                    other.listener.close()
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+            own_port = self._options.management_port
+            options = replace(
+                self._options,
+                status_fd=status_fd,
+                num_processes=1,
+                management_port=own_port and own_port + member.index,
+            )
+            start_listening(member.listener)
+            # One that replaces another has clients already, which could be served elsewhere.
+            self._serve(options, member.listener, FIND_WORKERS_S if self._ended_at else 0.0)
+            code = 0
+        except BatonError as exc:
+            log.error("gateway process %d: %s", member.index, exc)  # noqa: TRY400
+        except BaseException:
+            log.exception("gateway process %d failed", member.index)
+        finally:
+            os._exit(code)
+
+    def _stop(self, number: signal.Signals) -> None:
+        """End all; a second signal, or too long a drain, kills what is left."""
+        self._signal(number)
+        deadline = self._clock.now() + self._options.drain_timeout_s + KILL_MARGIN_S
+        while any(member.pid for member in self._members):
+            left_s = deadline - self._clock.now()
+            info = signal.sigtimedwait(SIGNALS, max(0.0, left_s))
+            if info is None or info.si_signo != signal.SIGCHLD:
+                self._signal(signal.SIGKILL)
+            while (ended := _reap()) is not None:
+                for member in self._members:
+                    member.pid = 0 if member.pid == ended[0] else member.pid
+
+    def _signal(self, number: signal.Signals) -> None:
+        for member in self._members:
+            if member.pid:
+                with suppress(ProcessLookupError):
+                    os.kill(member.pid, number)
+
+
+def _leave_terminal(parent: int) -> None:
+    """Ctrl-C is the parent's to handle; its death is a process's end."""
+    os.setpgid(0, 0)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _reap() -> tuple[int, int] | None:
+    """A child that has ended and its wait status."""
+    try:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+    except ChildProcessError:
+        return None
+    return (pid, status) if pid else None
+
+
+def _read_ready(fd: int) -> Ready:
+    """Wait until a process answers.
+
+    Raises:
+        MemberFailedError: it ended before that.
+    """
+    with os.fdopen(fd, "rb") as pipe:
+        try:
+            status = read_status(pipe.readline())
+        except ProtocolError as exc:
+            raise MemberFailedError("a gateway process ended as it started; see above") from exc
+    if not isinstance(status, Ready):
+        raise MemberFailedError("a gateway process reports another status than that it is ready")
+    return status

@@ -1,0 +1,328 @@
+"""One connection of a client to an HTTP server of Baton's: parser, timers, requests in turn.
+
+uvicorn has no bound on a request's head, on how long its head or body takes, or on connections.
+"""
+
+from __future__ import annotations
+
+import ssl
+from collections import deque
+from typing import TYPE_CHECKING, Final, cast
+from urllib.parse import unquote
+
+import httptools
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.utils import get_remote_addr
+
+from baton.errors import AuthenticationError
+from baton.net.http_exchange import EXTENSION, HttpExchange, ResponsePath
+from baton.net.http_limits import Refusal, refusal_answer
+from baton.net.tls import TlsTransport
+
+if TYPE_CHECKING:
+    import asyncio
+
+    import uvicorn
+    from starlette.types import Scope
+    from uvicorn.protocols.http.flow_control import FlowControl
+    from uvicorn.server import ServerState
+
+    from baton.net.http_limits import Connections
+
+KEEP_ALIVE_S: Final = 75
+HEADER_OVERHEAD_BYTES: Final = 4
+UNKNOWN_ADDRESS: Final = "unknown"
+NO_TLS: Final = "this port speaks TLS: write https:// in place of http://"
+
+
+class BoundedHttpProtocol(HttpToolsProtocol):
+    """One connection of a client, with the bounds of `Connections`."""
+
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        server_state: ServerState,
+        app_state: dict[str, object],
+        _loop: asyncio.AbstractEventLoop | None = None,
+        *,
+        table: Connections,
+    ) -> None:
+        super().__init__(config, server_state, app_state, _loop)
+        self._table, self._limits = table, table.limits
+        self.address = UNKNOWN_ADDRESS
+        self.was_served = False
+        self._path: ResponsePath | None = None
+        self._exchange: HttpExchange | None = None
+        self._served: HttpExchange | None = None
+        self._pipelined: deque[tuple[HttpExchange, Scope]] = deque()
+        self._timer: asyncio.TimerHandle | None = None
+        self._idle_timer: asyncio.TimerHandle | None = None
+        self._idle_since = 0.0
+        self._num_head_bytes = 0
+        self._num_body_bytes = 0
+        self._is_in_head = self._is_in_body = False
+        self._refusal: tuple[Refusal, str] | None = None
+        self._tls: TlsTransport | None = None
+
+    # The connection
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """See `asyncio.Protocol`."""
+        peer = get_remote_addr(transport)
+        self.address = peer[0] if peer else UNKNOWN_ADDRESS
+        if self._table.tls is None:
+            self._open(transport)
+        else:
+            self.transport = self._tls = TlsTransport(transport, self._table.tls.listening)
+        if self._table.admit(self):
+            self._await_head()
+        else:
+            self.refuse(Refusal.TOO_MANY_CONNECTIONS, "no connection waits that could be closed")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """See `asyncio.Protocol`."""
+        del exc
+        self._stop_timer()
+        if self._idle_timer is not None:
+            self._idle_timer.cancel()
+            self._idle_timer = None
+        self._table.leave(self)
+        self.connections.discard(self)
+        self.parser = None  # type: ignore[assignment]  # it refers to its callbacks
+        for exchange in (self._exchange, self._served):
+            if exchange is not None:
+                exchange.disconnect()
+        self._exchange = self._served = self._path = None
+        self._pipelined.clear()
+        if cast("FlowControl | None", self.flow) is not None:  # None before TLS is established
+            self.flow.resume_writing()
+        self.transport.close()
+
+    def shutdown(self) -> None:
+        """See `HttpToolsProtocol`: the server's end; what is being answered is finished."""
+        if self._exchange is None or self._exchange.response_complete:
+            self.transport.close()
+        else:
+            self._exchange.keep_alive = False
+
+    def data_received(self, data: bytes) -> None:
+        """See `asyncio.Protocol`."""
+        if self.transport.is_closing():
+            return
+        if self._tls is None:
+            self._receive(data)
+            return
+        was_established = self._tls.is_established
+        try:
+            parts = self._tls.decrypt(data)
+        except ssl.SSLError as exc:
+            if exc.reason == "HTTP_REQUEST":
+                self._tls.send_plain(refusal_answer(Refusal.MALFORMED, NO_TLS))
+            self.refuse(Refusal.NOT_TRUSTED, f"its TLS handshake failed: {exc}")
+            return
+        if self._tls.is_established and not was_established:
+            self._open(self._tls)
+        for part in parts:
+            self._receive(part)
+
+    def _receive(self, data: bytes) -> None:
+        if self.transport.is_closing():
+            return
+        super().data_received(data)
+        if self.transport.is_closing():
+            return
+        if self._is_in_head:
+            self._num_head_bytes += len(data)
+            if self._num_head_bytes > self._limits.max_head_bytes:
+                self.refuse(Refusal.HEAD_TOO_LARGE, self._head_bound)
+                return
+        if self._timer is not None:
+            return
+        if self._is_in_body:
+            self._await_body()
+        elif not self._is_answering:
+            self._await_head()
+
+    def refuse(self, refusal: Refusal, reason: str) -> None:
+        """Close the connection, with an answer where none has begun."""
+        if self.transport.is_closing():
+            return
+        self._stop_timer()
+        self._table.report(refusal, self.address, reason)
+        if self._tls is not None and not self._tls.is_established:
+            self.transport.close()
+            return
+        exchange = self._exchange
+        if exchange is None or exchange.response_complete:
+            can_answer = refusal is not Refusal.BODY_TIMEOUT  # of a request that was answered
+        else:
+            can_answer = not exchange.response_started
+        if can_answer:
+            self.transport.write(refusal_answer(refusal, reason))
+        self.transport.close()
+        if exchange is not None:
+            exchange.disconnect()
+
+    def send_400_response(self, msg: str) -> None:
+        """See `HttpToolsProtocol`: what it could not parse, or a callback of this class refused."""
+        refusal, reason = self._refusal or (Refusal.MALFORMED, msg)
+        self.refuse(refusal, reason)
+
+    # The parser
+
+    def on_message_begin(self) -> None:
+        """See `HttpToolsProtocol`."""
+        super().on_message_begin()
+        self._is_in_head = True
+        self._num_head_bytes = 0
+
+    def on_url(self, url: bytes) -> None:
+        """See `HttpToolsProtocol`."""
+        self._count_head(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """See `HttpToolsProtocol`."""
+        self._count_head(len(name) + len(value) + HEADER_OVERHEAD_BYTES)
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        """See `HttpToolsProtocol`."""
+        self._is_in_head, self._is_in_body, self._num_body_bytes = False, True, 0
+        method = self.parser.get_method().decode("ascii")
+        scope = self._complete_scope(method)
+        self._check_request(method, scope["path"])
+        self._table.serve(self)
+        self._stop_timer()
+        before = self._exchange
+        assert self._path is not None  # noqa: S101 (for mypy: the connection is made)
+        self._exchange = exchange = HttpExchange(
+            self._path,
+            is_head=method == "HEAD",
+            keep_alive=scope["http_version"] != "1.0" and self.parser.should_keep_alive(),
+            expects_continue=self.expect_100_continue,
+        )
+        scope["extensions"] = {EXTENSION: exchange}
+        if before is None or before.response_complete:
+            self._start(exchange, scope)
+        else:
+            self.flow.pause_reading()
+            self._pipelined.append((exchange, scope))
+
+    def on_body(self, body: bytes) -> None:
+        """See `HttpToolsProtocol`."""
+        self._num_body_bytes += len(body)
+        exchange = self._exchange
+        if exchange is not None and not exchange.response_complete:
+            exchange.add_body(body)
+
+    def on_message_complete(self) -> None:
+        """See `HttpToolsProtocol`."""
+        self._is_in_body = False
+        self._stop_timer()
+        exchange = self._exchange
+        if exchange is not None and not exchange.response_complete:
+            exchange.end_body()
+
+    def on_response_complete(self) -> None:
+        """See `HttpToolsProtocol`."""
+        self.server_state.total_requests += 1
+        self.was_served = True
+        if self.transport.is_closing():
+            return
+        self.flow.resume_reading()
+        if self._pipelined:
+            self._start(*self._pipelined.popleft())
+            return
+        self._table.wait(self)
+        self._idle_since = self.loop.time()
+        if self._idle_timer is None:
+            self._idle_timer = self.loop.call_later(KEEP_ALIVE_S, self._close_idle)
+        if self._is_in_head:
+            self._await_head()
+
+    # Within
+
+    @property
+    def _is_answering(self) -> bool:
+        return self._exchange is not None and not self._exchange.response_complete
+
+    def _complete_scope(self, method: str) -> Scope:
+        scope = cast("Scope", self.scope)
+        url = httptools.parse_url(self.url)
+        path = url.path.decode("ascii")
+        scope["method"] = method
+        scope["http_version"] = self.parser.get_http_version()
+        scope["path"] = unquote(path) if "%" in path else path
+        scope["raw_path"] = url.path
+        scope["query_string"] = url.query or b""
+        return scope
+
+    def _check_request(self, method: str, path: str) -> None:
+        """End the parser, where the client may not make this request: see `send_400_response`."""
+        if self._tls is None or self._table.tls is None:
+            return
+        try:
+            self._table.tls.check_request(self._tls.peer_certificate, method, path)
+        except AuthenticationError as exc:
+            self._refusal = Refusal.NOT_ALLOWED, str(exc)
+            raise ValueError(exc) from exc
+
+    def _open(self, transport: asyncio.Transport) -> None:
+        super().connection_made(transport)
+        headers, on_done = self.server_state.default_headers, self.on_response_complete
+        self._path = ResponsePath(self.loop, transport, self.flow, headers, on_done)
+
+    def _start(self, exchange: HttpExchange, scope: Scope) -> None:
+        self._served = exchange
+        task = self.loop.create_task(exchange.run(self.app, scope))
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+
+    def _close_idle(self) -> None:
+        """Close a connection without a request for long; one timer serves many requests."""
+        left_s = self._idle_since + KEEP_ALIVE_S - self.loop.time()
+        if self._is_answering or left_s > 0:
+            self._idle_timer = self.loop.call_later(max(1.0, left_s), self._close_idle)
+        elif not self.transport.is_closing():
+            self.transport.close()
+
+    def _await_head(self) -> None:
+        self._table.wait(self)
+        self._stop_timer()
+        timeout_s = self._limits.head_timeout_s
+        self._timer = self.loop.call_later(timeout_s, self._end_waiting)
+
+    def _await_body(self) -> None:
+        window_s = self._limits.body_window_s
+        self._timer = self.loop.call_later(window_s, self._check_body, 0)
+
+    def _end_waiting(self) -> None:
+        limit_s = self._limits.head_timeout_s
+        self.refuse(Refusal.HEAD_TIMEOUT, f"no whole request head within {limit_s:g} s")
+
+    def _check_body(self, num_before: int) -> None:
+        limits, num_bytes = self._limits, self._num_body_bytes
+        if not self.flow.read_paused and num_bytes - num_before < limits.min_body_bytes:
+            self.refuse(
+                Refusal.BODY_TIMEOUT,
+                f"{num_bytes - num_before} bytes of a body within {limits.body_window_s:g} s, "
+                f"at least {limits.min_body_bytes} must come",
+            )
+            return
+        self._timer = self.loop.call_later(limits.body_window_s, self._check_body, num_bytes)
+
+    def _count_head(self, num_bytes: int) -> None:
+        self._num_head_bytes += num_bytes
+        if self._num_head_bytes > self._limits.max_head_bytes:
+            self._refusal = Refusal.HEAD_TOO_LARGE, self._head_bound
+            raise ValueError(self._head_bound)  # ends the parser; see `send_400_response`
+
+    @property
+    def _head_bound(self) -> str:
+        return f"the request's head has more than {self._limits.max_head_bytes} bytes"
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None

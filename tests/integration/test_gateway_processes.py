@@ -1,0 +1,245 @@
+"""Several gateway processes on one port: real processes, real signals."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from baton.errors import ConfigError
+from baton.gateway.options import GatewayOptions, WorkerAddress
+from baton.net.http_server import bind
+from baton.protocol.worker_http import Role
+from tests.integration.gateway_cluster import STREAM, until, until_true
+from tests.integration.scripted_worker import KEY, ScriptedWorker, one_token_and_wait, say_abc
+
+NUM_PROCESSES = 3
+
+PROGRAM = """
+import sys
+from baton.auth.credentials import Credentials
+from baton.auth.key import ClusterKey
+from baton.errors import BatonError
+from baton.gateway.options import GatewayOptions, WorkerAddress
+from baton.gateway.process import run_gateway
+from baton.protocol.worker_http import Role
+
+url, num_processes, port, management_port, status_fd = sys.argv[1:]
+try:
+    run_gateway(GatewayOptions(
+        workers=(WorkerAddress(url, Role.BOTH),),
+        credentials=Credentials.of(ClusterKey(b"k" * 32)),
+        port=int(port),
+        num_processes=int(num_processes),
+        management_port=int(management_port),
+        status_fd=int(status_fd),
+        drain_timeout_s=2.0,
+        probe_interval_s=0.1,
+        tls="off",
+    ))
+except BatonError as exc:
+    sys.exit(f"{type(exc).__name__}: {exc}")
+"""
+
+
+@dataclass
+class Gateways:
+    process: asyncio.subprocess.Process
+    url: str
+    management_port: int
+
+    def pids(self) -> set[int]:
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
+        try:
+            return {int(pid) for pid in children.read_text().split()}
+        except FileNotFoundError:  # the parent has ended
+            return set()
+
+    async def metric(self, client: aiohttp.ClientSession, index: int, line_start: str) -> float:
+        url = f"http://127.0.0.1:{self.management_port + index}/metrics"
+        async with client.get(url) as response:
+            lines = (await response.text()).splitlines()
+        return sum(float(ln.rsplit(" ", 1)[1]) for ln in lines if ln.startswith(line_start))
+
+
+def free_ports(num: int) -> int:
+    """The first of so many free ports in a row."""
+    while True:
+        with contextlib.ExitStack() as sockets:
+            first = sockets.enter_context(contextlib.closing(bind("127.0.0.1", 0))).getsockname()[1]
+            try:
+                for port in range(first + 1, first + num):
+                    sockets.enter_context(contextlib.closing(bind("127.0.0.1", port)))
+            except (ConfigError, OverflowError):
+                continue
+            return first
+
+
+async def start(
+    worker: ScriptedWorker, port: int = 0
+) -> tuple[asyncio.subprocess.Process, int, int]:
+    management_port = free_ports(NUM_PROCESSES)
+    reading, writing = os.pipe()
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", PROGRAM, worker.url, str(NUM_PROCESSES), str(port),
+        str(management_port), str(writing),
+        pass_fds=(writing,), stderr=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    os.close(writing)
+    return process, reading, management_port
+
+
+@contextlib.asynccontextmanager
+async def running(worker: ScriptedWorker):
+    process, reading, management_port = await start(worker)
+    try:
+        with os.fdopen(reading) as pipe:
+            line = await asyncio.to_thread(pipe.readline)
+        assert line, (await process.stderr.read()).decode()
+        yield Gateways(process, json.loads(line)["url"], management_port)
+    finally:
+        if process.returncode is None:
+            process.kill()  # the processes end with their parent
+        await process.wait()
+
+
+def run(scenario) -> None:
+    async def main() -> None:
+        # Each request on a connection of its own: the kernel chooses a process for each.
+        connector = aiohttp.TCPConnector(force_close=True)
+        worker = ScriptedWorker("worker-0", "both", say_abc)
+        async with (
+            asyncio.timeout(40),
+            aiohttp.ClientSession(connector=connector) as client,
+            worker.running(),
+            running(worker) as gateways,
+        ):
+            for index in range(NUM_PROCESSES):
+
+                async def is_up(index: int = index) -> bool:
+                    return await gateways.metric(client, index, "baton_gateway_worker_up{") == 1
+
+                await until_true(is_up)
+            await scenario(client, worker, gateways)
+
+    asyncio.run(main())
+
+
+async def ask(client: aiohttp.ClientSession, url: str) -> str:
+    async with client.post(url + "/v1/completions", json=STREAM) as response:
+        assert response.status == 200
+        return await response.text()
+
+
+def served(gateways: Gateways, client: aiohttp.ClientSession, index: int):
+    name = 'baton_gateway_requests_total{code="200",mode="colocated"'
+    return gateways.metric(client, index, name)
+
+
+def test_every_process_serves_and_counts_its_own_requests():
+    async def scenario(client, worker, gateways):
+        num_asked = 0
+        while True:
+            assert (await ask(client, gateways.url)).endswith("[DONE]\n\n")
+            num_asked += 1
+            counts = [await served(gateways, client, i) for i in range(NUM_PROCESSES)]
+            if all(counts):
+                break
+            assert num_asked < 200, counts
+        assert sum(counts) == num_asked == len(worker.visits)
+
+    run(scenario)
+
+
+def test_a_process_that_ends_is_replaced_and_the_others_go_on():
+    async def scenario(client, worker, gateways):
+        before = gateways.pids()
+        assert len(before) == NUM_PROCESSES
+        victim = min(before)
+        os.kill(victim, signal.SIGKILL)
+        for _ in range(20):  # what waits for the one that is gone is served by the next
+            await ask(client, gateways.url)
+        await until(lambda: len(gateways.pids() - {victim}) == NUM_PROCESSES)
+        assert len(before & gateways.pids()) == NUM_PROCESSES - 1
+
+    run(scenario)
+
+
+def test_processes_that_end_again_and_again_end_the_gateway():
+    async def scenario(client, worker, gateways):
+        async def ended() -> bool:
+            for pid in gateways.pids():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            return gateways.process.returncode is not None
+
+        await until_true(ended, within_s=20.0)
+        assert gateways.process.returncode == 1
+        assert "MemberFailedError" in (await gateways.process.stderr.read()).decode()
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_all_once_they_have_drained(number):
+    async def scenario(client, worker, gateways):
+        pids = gateways.pids()
+        gateways.process.send_signal(number)
+        assert await gateways.process.wait() == 0
+        assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+        with pytest.raises(aiohttp.ClientError):
+            await ask(client, gateways.url)
+
+    run(scenario)
+
+
+def test_a_second_signal_ends_all_at_once():
+    async def scenario(client, worker, gateways):
+        worker.script = one_token_and_wait
+        async with client.post(gateways.url + "/v1/completions", json=STREAM) as response:
+            await response.content.readany()
+            gateways.process.send_signal(signal.SIGTERM)
+            await asyncio.sleep(0.2)
+            assert gateways.process.returncode is None, "it drains"
+            gateways.process.send_signal(signal.SIGTERM)
+            async with asyncio.timeout(1.5):
+                await gateways.process.wait()
+
+    run(scenario)
+
+
+def test_all_end_when_their_parent_is_killed():
+    async def scenario(client, worker, gateways):
+        pids = gateways.pids()
+        gateways.process.kill()
+        await until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
+
+    run(scenario)
+
+
+def test_a_port_that_others_listen_on_is_refused():
+    async def scenario(client, worker, gateways):
+        port = int(gateways.url.rpartition(":")[2])
+        second, reading, _ = await start(worker, port)
+        os.close(reading)
+        assert await second.wait() == 1
+        assert f"127.0.0.1:{port} is taken" in (await second.stderr.read()).decode()
+
+    run(scenario)
+
+
+def test_metrics_of_all_must_be_reachable():
+    with pytest.raises(ConfigError, match="management_port"):
+        GatewayOptions(
+            workers=(WorkerAddress("https://127.0.0.1:1", Role.BOTH),),
+            credentials=KEY,
+            num_processes=2,
+        )
