@@ -7,8 +7,8 @@ Real processes, a model so small that what is not computing shows (4 layers, hid
 per token), prompts of random tokens, one token back, float32, one thread for each engine. CPU is
 what all threads of all processes took (/proc/PID/task/*/schedstat). Configurations alternate, in
 the other order every second round; a figure is the median of the rounds, and each difference or
-ratio is taken within a round. --short takes a minute: embedded and gateway, fewer loads; what it
-prints that can be compared between machines are the ratios.
+ratio is taken within a round. --short takes a minute: agents, gateway and embedded, fewer loads;
+what can be compared between machines are its ratios.
 
 `vllm` needs `make install ENGINE=vllm`. `--peers FOLDER` is a virtual environment with vllm-router
 and sglang-router; it is made, and they are installed, where it does not exist.
@@ -24,9 +24,11 @@ import sys
 import tempfile
 import time
 import venv
+from collections import Counter
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median
+from typing import TYPE_CHECKING
 
 from control_figures import (
     TARGET_CONCURRENCY,
@@ -52,15 +54,19 @@ from rich.table import Table
 from baton.rig.machine import describe_machine
 from baton.testing.fleet import Fleet
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
 HERE = Path(__file__).parent
 ROWS = ("embedded", "vllm", "gateway", "agents", "link")
-SHORT_ROWS = ("embedded", "gateway", "agents")
+SHORT_ROWS = ("agents", "gateway", "embedded")
 PINNED = (32, 64)
 """Prompt tokens and requests at once of the loads on pinned workers."""
+BEGAN_S = time.monotonic()
 LEAST_SHOWN_MS = 0.02
 PEER_LIBRARIES = ("aiohttp", "fastapi", "orjson", "requests", "setproctitle", "uvicorn")
 """That the routers' launchers import."""
-console = Console(width=None if sys.stdout.isatty() else 150)
+console = Console(width=None if sys.stdout.isatty() else 170)
 
 
 @dataclass(frozen=True)
@@ -72,10 +78,24 @@ class Effort:
     num_events: int
     num_handoffs: int
     concurrencies: tuple[int, ...]
+    budget_s: float
+    """After so much time of this process no row begins, and no round but the first one of a row."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the budget is spent."""
+        return time.monotonic() - BEGAN_S > self.budget_s
+
+    def rounds(self) -> Iterator[int]:
+        """Numbers of the rounds, from 0."""
+        for number in range(self.num_rounds):
+            if number and self.is_over:
+                return
+            yield number
 
 
-FULL = Effort(5, 1.5, 200, 31, CONCURRENCIES)
-SHORT = Effort(2, 0.8, 50, 15, (TARGET_CONCURRENCY,))
+FULL = Effort(5, 1.5, 200, 31, CONCURRENCIES, float("inf"))
+SHORT = Effort(2, 0.6, 50, 9, (TARGET_CONCURRENCY,), 50.0)
 
 
 @dataclass
@@ -101,10 +121,13 @@ def main() -> None:
     rows = options.rows or (SHORT_ROWS if options.short else ROWS)
     if options.peers is not None:
         install_peers(options.peers)
-    machine, began_s, findings = describe_machine(), time.monotonic(), Findings()
+    machine, findings = describe_machine(), Findings()
     for row in rows:
+        if effort.is_over:
+            console.print(f"{row}: left out, as the time is over")
+            continue
         measure(row, effort, options.peers, findings)
-    took_s = time.monotonic() - began_s
+    took_s = time.monotonic() - BEGAN_S
     show(findings)
     console.print(
         f"load {machine.load[0]:.2f} before, {os.getloadavg()[0]:.2f} after; {took_s:.0f} s"
@@ -147,7 +170,7 @@ def measure(row: str, effort: Effort, peers: Path | None, findings: Findings) ->
             case "gateway":
                 with Fleet(folder, environment) as fleet:
                     load = GatewayLoad(effort.duration_s, effort.num_events)
-                    found = measure_gateways(fleet, load, effort.num_rounds, peers)
+                    found = measure_gateways(fleet, load, effort.rounds(), peers)
                 findings.gateways += found
                 findings.figures += find_gateway_figures(found)
             case "agents":
@@ -163,7 +186,7 @@ def measure_fleets(fleet: Fleet, model: Path, engine: str, effort: Effort) -> li
     cells = [(tokens, at_once, False) for tokens in LENGTHS for at_once in effort.concurrencies]
     cells.append((*PINNED, True))
     samples = []
-    for round_number in range(effort.num_rounds):
+    for round_number in effort.rounds():
         console.print(f"{engine}: round {round_number + 1} of {effort.num_rounds}", style="dim")
         order = list(servings) if round_number % 2 else list(reversed(servings))
         for tokens, at_once, is_pinned in cells:
@@ -209,8 +232,10 @@ def render_fleets(engine: str, samples: list[Sample]) -> Table:
     table = Table(title=f"{engine}: medians of the rounds")
     table.add_column("prompt, at once")
     table.add_column("configuration")
-    for name in ("requests/s", "p50 ms", "p99 ms", "CPU ms per request", "by process"):
-        table.add_column(name, justify="right" if name != "by process" else "left")
+    for name in ("requests/s", "p50 ms", "p99 ms", "CPU ms per request"):
+        table.add_column(name, justify="right")
+    table.add_column("by process")
+    table.add_column("handed over / traced")
     groups: dict[tuple[object, ...], list[Sample]] = {}
     for s in samples:
         key = (s.num_tokens, s.concurrency, s.is_pinned, s.configuration)
@@ -229,9 +254,18 @@ def render_fleets(engine: str, samples: list[Sample]) -> Table:
             f"{median([s.p99_ms for s in here]):.1f}",
             f"{median([s.cpu_ms for s in here]):.2f}",
             " + ".join(parts),
+            describe_handoffs(here) if key[3] == "1P1D" else "",
             end_section=key[3] == "colocated",
         )
     return table
+
+
+def describe_handoffs(samples: list[Sample]) -> str:
+    """How many of the traced requests were handed over, and by which transports."""
+    transports = sum((Counter(s.transports) for s in samples), Counter())
+    shares = ", ".join(f"{name} {num}" for name, num in transports.most_common())
+    num, total = sum(s.num_handed_over for s in samples), sum(s.num_traced for s in samples)
+    return f"{num} / {total}: {shares}"
 
 
 def render_threads(engine: str, samples: list[Sample]) -> Table:

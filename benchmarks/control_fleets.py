@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
@@ -9,14 +10,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import aiohttp
 import numpy as np
 from bench_burst import read_threads
 from control_load import make_bodies, run_load
+
+from baton.bench.architectures.transfer_check import fetch_traces, prove
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from baton.bench.architectures.results import Proof
     from baton.config.sections import Role
     from baton.testing.fleet import Fleet, FleetProcess
 
@@ -45,6 +50,11 @@ class Sample:
     process_cpu_ms: dict[str, float]
     thread_cpu_ms: dict[str, float]
     """By `process/thread`; threads of one name are added up."""
+    num_traced: int
+    num_handed_over: int
+    """Of the traced requests: those whose KV decode received, all of it that it needed."""
+    transports: dict[str, int]
+    """That moved it: number of traced requests."""
 
     @property
     def cpu_ms(self) -> float:
@@ -171,6 +181,7 @@ class FleetLoad:
         before = {name: read_threads(pid) for name, pid in serving.processes.items()}
         load = run_load(serving.gateway.url, bodies, concurrency, self._duration_s)
         after = {name: read_threads(pid) for name, pid in serving.processes.items()}
+        proof = asyncio.run(read_traces(serving.gateway.url, load.last_ids))
         num_requests = len(load.latencies_s)
         threads: dict[str, float] = {}
         for name, spent in after.items():
@@ -194,7 +205,16 @@ class FleetLoad:
                 for name in serving.processes
             },
             thread_cpu_ms=threads,
+            num_traced=proof.num_requests - proof.num_untraced,
+            num_handed_over=proof.num_requests - proof.num_untraced - proof.num_not_handed_over,
+            transports=dict(proof.transports),
         )
+
+
+async def read_traces(url: str, ids: list[str]) -> Proof:
+    """What the gateway's traces of these requests state."""
+    async with aiohttp.ClientSession() as session:
+        return prove(await fetch_traces(session, url, ids), len(ids))
 
 
 def thread_name(key: tuple[int, int, str]) -> str:

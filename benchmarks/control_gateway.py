@@ -40,6 +40,7 @@ ROLES = ("both", "both", "prefill", "decode")
 CONCURRENCY = 32
 NUM_STREAMS = 16
 EVENT_RATE_HZ = 50.0
+KINDS = ("whole", "event")
 WHOLE = {"model": MODEL, "prompt": "word " * 12, "max_tokens": 1, "temperature": 0}
 PEERS = {"vllm-router": "vllm-router==0.1.17", "sglang-router": "sglang-router==0.3.2"}
 PEER_TIMEOUT_S = 60.0
@@ -268,16 +269,16 @@ def router(name: str, environment: Path, urls: list[str]) -> Iterator[tuple[str,
 
 
 def measure_gateways(
-    fleet: Fleet, load: GatewayLoad, num_rounds: int, peers: Path | None
+    fleet: Fleet, load: GatewayLoad, rounds: Iterator[int], peers: Path | None
 ) -> list[GatewaySample]:
-    """All configurations in turn, in the other order every second round; the first warms up."""
+    """All configurations in turn, in the other order every second round, warmed up before."""
     samples = []
     with gateways(fleet, peers) as found:
-        for round_number in range(-1, num_rounds):
+        warm_up = GatewayLoad(load.duration_s / 2, 2)
+        for name, served in found.items():
+            for kind in KINDS:
+                warm_up.measure(name, *served, kind)
+        for round_number in rounds:
             order = list(found) if round_number % 2 else list(reversed(found))
-            for name in order:
-                for kind in ("whole", "event"):
-                    sample = load.measure(name, *found[name], kind)
-                    if round_number >= 0:
-                        samples.append(sample)
+            samples += [load.measure(name, *found[name], kind) for name in order for kind in KINDS]
     return samples

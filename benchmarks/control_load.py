@@ -10,7 +10,9 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import re
 import time
+from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -21,6 +23,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 PATH = "/v1/completions"
+NUM_LAST_IDS = 32
+HEAD_BYTES = 600
+_ID = re.compile(rb"\r\nx-request-id: ([^\r]+)\r\n", re.IGNORECASE)
 _END_OF_CHUNKS = b"0\r\n\r\n"
 
 
@@ -36,6 +41,8 @@ class Load:
     latencies_s: list[float]
     num_events: int
     """SSE events that arrived; 0 where answers were whole."""
+    last_ids: list[str]
+    """The server's ids of the last requests; empty where it gives none."""
 
 
 @dataclass
@@ -44,6 +51,7 @@ class _Replies:
 
     latencies_s: list[float] = field(default_factory=list)
     num_events: int = 0
+    last_heads: deque[bytes] = field(default_factory=lambda: deque(maxlen=NUM_LAST_IDS))
 
 
 class _Connection(asyncio.Protocol):
@@ -75,6 +83,7 @@ class _Connection(asyncio.Protocol):
             return
         self._replies.latencies_s.append(time.perf_counter() - self._sent_s)
         self._replies.num_events += answer.count(b"data: {")
+        self._replies.last_heads.append(bytes(answer[:HEAD_BYTES]))
         self._received = bytearray()
         self._ask()
 
@@ -157,7 +166,9 @@ async def _run(url: str, bodies: list[bytes], concurrency: int, duration_s: floa
         await asyncio.gather(*(connection.ended for connection in connections))
     finally:
         gc.enable()
-    return Load(time.perf_counter() - began_s, replies.latencies_s, replies.num_events)
+    wall_s = time.perf_counter() - began_s
+    ids = [found[1].decode() for head in replies.last_heads if (found := _ID.search(head))]
+    return Load(wall_s, replies.latencies_s, replies.num_events, ids)
 
 
 def make_bodies(fields: dict[str, object], prompts: list[list[int]]) -> list[bytes]:
