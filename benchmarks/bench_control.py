@@ -33,6 +33,8 @@ from typing import TYPE_CHECKING
 from control_figures import (
     TARGET_CONCURRENCY,
     Figure,
+    GatewaySample,
+    Sample,
     find_agents_figure,
     find_fleet_figures,
     find_gateway_figures,
@@ -43,11 +45,10 @@ from control_fleets import (
     LENGTHS,
     MODEL,
     FleetLoad,
-    Sample,
     make_model,
     start_servings,
 )
-from control_gateway import PEERS, GatewayLoad, GatewaySample, measure_gateways
+from control_gateway import PEERS, GatewayLoad, measure_gateways
 from rich.console import Console
 from rich.table import Table
 

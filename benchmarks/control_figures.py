@@ -1,4 +1,4 @@
-"""Samples → figures, each beside what issue 15 wants it to be. Pure."""
+"""Samples of the control path, and the figures made of them, each with its target. Pure."""
 
 from __future__ import annotations
 
@@ -8,9 +8,6 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-
-    from control_fleets import Sample
-    from control_gateway import GatewaySample
 
 MOST_CPU_MS = {
     ("embedded", 32): 0.8, ("embedded", 128): 1.0, ("embedded", 512): 1.5,
@@ -22,7 +19,49 @@ MOST_TTFT_RATIO = {
 }  # fmt: skip
 LEAST_THROUGHPUT_RATIO = {"embedded": 0.85}
 TARGET_CONCURRENCY = 16
-PUSH, WHOLE, PROXY = "baton, push", "baton, 2 workers", "proxy"
+PUSH, WHOLE = "baton, push", "baton, 2 workers"
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One load on one fleet. CPU in milliseconds per request."""
+
+    engine: str
+    configuration: str
+    num_tokens: int
+    concurrency: int
+    is_pinned: bool
+    num_requests: int
+    requests_per_s: float
+    p50_ms: float
+    p99_ms: float
+    process_cpu_ms: dict[str, float]
+    thread_cpu_ms: dict[str, float]
+    """By `process/thread`; threads of one name are added up."""
+    num_traced: int
+    num_handed_over: int
+    """Of the traced requests: those whose KV decode received, all of it that it needed."""
+    transports: dict[str, int]
+    """That moved it: number of traced requests."""
+
+    @property
+    def cpu_ms(self) -> float:
+        """Of all processes."""
+        return sum(self.process_cpu_ms.values())
+
+
+@dataclass(frozen=True)
+class GatewaySample:
+    """One load on one gateway. Latencies of requests; None where the load was streams."""
+
+    configuration: str
+    load: str
+    cpu_us: float
+    requests_per_s: float | None
+    p50_ms: float | None
+    p99_ms: float | None
+    busy_share: float
+    """CPU time over wall time: 1.0 is its whole core."""
 
 
 @dataclass(frozen=True)

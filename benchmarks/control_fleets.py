@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import aiohttp
 import numpy as np
 from bench_burst import read_threads
+from control_figures import Sample
 from control_load import make_bodies, run_load
 
 from baton.bench.architectures.transfer_check import fetch_traces, prove
@@ -32,34 +33,6 @@ CONCURRENCIES = (1, 16, 64)
 MOST_REQUESTS_PER_S = 3000
 """Prompts made for each second of a load: none is sent twice while a fleet serves fewer."""
 IDLE_NS = 100_000
-
-
-@dataclass(frozen=True)
-class Sample:
-    """One load on one fleet. CPU in milliseconds per request."""
-
-    engine: str
-    configuration: str
-    num_tokens: int
-    concurrency: int
-    is_pinned: bool
-    num_requests: int
-    requests_per_s: float
-    p50_ms: float
-    p99_ms: float
-    process_cpu_ms: dict[str, float]
-    thread_cpu_ms: dict[str, float]
-    """By `process/thread`; threads of one name are added up."""
-    num_traced: int
-    num_handed_over: int
-    """Of the traced requests: those whose KV decode received, all of it that it needed."""
-    transports: dict[str, int]
-    """That moved it: number of traced requests."""
-
-    @property
-    def cpu_ms(self) -> float:
-        """Of all processes."""
-        return sum(self.process_cpu_ms.values())
 
 
 @dataclass(frozen=True)

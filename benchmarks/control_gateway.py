@@ -22,6 +22,7 @@ import numpy as np
 import uvloop
 from bench_burst import read_threads
 from bench_gateway import DONE, EVENT, MODEL, ServerProcess, proxy_app
+from control_figures import GatewaySample
 from control_fleets import pin
 from control_load import is_whole, run_load, run_streams
 from vllm_servers import find_free_port
@@ -155,20 +156,6 @@ def upstreams(core: int) -> Iterator[list[str]]:
 
 
 # What is measured ---------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class GatewaySample:
-    """One load on one gateway. Latencies of requests; None where the load was streams."""
-
-    configuration: str
-    load: str
-    cpu_us: float
-    requests_per_s: float | None
-    p50_ms: float | None
-    p99_ms: float | None
-    busy_share: float
-    """CPU time over wall time: 1.0 is its whole core."""
 
 
 @dataclass(frozen=True)
