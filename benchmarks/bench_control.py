@@ -67,7 +67,7 @@ BEGAN_S = time.monotonic()
 LEAST_SHOWN_MS = 0.02
 PEER_LIBRARIES = ("aiohttp", "fastapi", "orjson", "requests", "setproctitle", "uvicorn")
 """That the routers' launchers import."""
-console = Console(width=None if sys.stdout.isatty() else 170)
+console = Console(width=None if sys.stdout.isatty() else 190)
 
 
 @dataclass(frozen=True)
@@ -233,7 +233,7 @@ def render_fleets(engine: str, samples: list[Sample]) -> Table:
     table = Table(title=f"{engine}: medians of the rounds")
     table.add_column("prompt, at once")
     table.add_column("configuration")
-    for name in ("requests/s", "p50 ms", "p99 ms", "CPU ms per request"):
+    for name in ("requests/s", "p50 ms", "p99 ms", "CPU ms per request", "switches per request"):
         table.add_column(name, justify="right")
     table.add_column("by process")
     table.add_column("handed over / traced")
@@ -254,6 +254,7 @@ def render_fleets(engine: str, samples: list[Sample]) -> Table:
             f"{median([s.p50_ms for s in here]):.1f}",
             f"{median([s.p99_ms for s in here]):.1f}",
             f"{median([s.cpu_ms for s in here]):.2f}",
+            f"{median([s.num_switches for s in here]):.0f}",
             " + ".join(parts),
             describe_handoffs(here) if key[3] == "1P1D" else "",
             end_section=key[3] == "colocated",
@@ -276,7 +277,8 @@ def render_threads(engine: str, samples: list[Sample]) -> Table:
     )
     table.add_column("configuration")
     table.add_column("process/thread")
-    table.add_column("ms per request", justify="right")
+    table.add_column("CPU ms per request", justify="right")
+    table.add_column("switches per request", justify="right")
     for configuration in dict.fromkeys(s.configuration for s in samples):
         here = [
             s for s in samples
@@ -287,7 +289,8 @@ def render_threads(engine: str, samples: list[Sample]) -> Table:
         found = {name: median([s.thread_cpu_ms.get(name, 0.0) for s in here]) for name in names}
         for name, ms in sorted(found.items(), key=lambda item: -item[1]):
             if ms >= LEAST_SHOWN_MS:
-                table.add_row(configuration, name, f"{ms:.2f}")
+                switches = median([s.thread_switches.get(name, 0.0) for s in here])
+                table.add_row(configuration, name, f"{ms:.2f}", f"{switches:.1f}")
     return table
 
 

@@ -38,6 +38,8 @@ class Sample:
     process_cpu_ms: dict[str, float]
     thread_cpu_ms: dict[str, float]
     """By `process/thread`; threads of one name are added up."""
+    thread_switches: dict[str, float]
+    """Voluntary context switches per request, by the same names."""
     num_traced: int
     num_handed_over: int
     """Of the traced requests: those whose KV decode received, all of it that it needed."""
@@ -48,6 +50,11 @@ class Sample:
     def cpu_ms(self) -> float:
         """Of all processes."""
         return sum(self.process_cpu_ms.values())
+
+    @property
+    def num_switches(self) -> float:
+        """Voluntary context switches per request, of all threads."""
+        return sum(self.thread_switches.values())
 
 
 @dataclass(frozen=True)

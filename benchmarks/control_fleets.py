@@ -6,7 +6,7 @@ import asyncio
 import os
 import subprocess
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,10 +15,12 @@ import numpy as np
 from bench_burst import read_threads
 from control_figures import Sample
 from control_load import make_bodies, run_load
+from control_usage import Usage, sum_by_process
 
 from baton.bench.architectures.transfer_check import fetch_traces, prove
 
 if TYPE_CHECKING:
+    from collections import Counter
     from collections.abc import Iterator
     from pathlib import Path
 
@@ -32,7 +34,6 @@ LENGTHS = (32, 128, 512)
 CONCURRENCIES = (1, 16, 64)
 MOST_REQUESTS_PER_S = 3000
 """Prompts made for each second of a load: none is sent twice while a fleet serves fewer."""
-IDLE_NS = 100_000
 
 
 @dataclass(frozen=True)
@@ -130,39 +131,17 @@ class FleetLoad:
     ) -> Sample:
         """One load on one fleet."""
         bodies = self._make_bodies(num_tokens, self._duration_s)
-        if is_pinned:
-            with serving.pinned():
-                return self._measure(serving, num_tokens, concurrency, bodies, is_pinned=True)
-        return self._measure(serving, num_tokens, concurrency, bodies, is_pinned=False)
-
-    def _make_bodies(self, num_tokens: int, duration_s: float) -> list[bytes]:
-        fields: dict[str, object] = {
-            "model": "model", "max_tokens": 1, "temperature": 0, "ignore_eos": True,
-        }  # fmt: skip
-        num = int(MOST_REQUESTS_PER_S * duration_s * min(1.0, 128 / num_tokens))
-        return make_bodies(fields, self._rng.integers(300, 4000, (num, num_tokens)).tolist())
-
-    def _measure(
-        self,
-        serving: Serving,
-        num_tokens: int,
-        concurrency: int,
-        bodies: list[bytes],
-        *,
-        is_pinned: bool,
-    ) -> Sample:
-        before = {name: read_threads(pid) for name, pid in serving.processes.items()}
-        load = run_load(serving.gateway.url, bodies, concurrency, self._duration_s)
-        after = {name: read_threads(pid) for name, pid in serving.processes.items()}
+        with serving.pinned() if is_pinned else nullcontext():
+            before = Usage.read(serving.processes)
+            load = run_load(serving.gateway.url, bodies, concurrency, self._duration_s)
+            after = Usage.read(serving.processes)
         proof = asyncio.run(read_traces(serving.gateway.url, load.last_ids))
-        num_requests = len(load.latencies_s)
-        threads: dict[str, float] = {}
-        for name, spent in after.items():
-            for key, ns in spent.items():
-                taken_ns = ns - before[name].get(key, 0)
-                if taken_ns > IDLE_NS:
-                    label = f"{name}/{thread_name(key)}"
-                    threads[label] = threads.get(label, 0.0) + taken_ns / 1e6 / num_requests
+        num_requests, num_traced = len(load.latencies_s), proof.num_requests - proof.num_untraced
+        cpu_ms, switches = after.cpu_ms_since(before), after.switches_since(before)
+
+        def per_request(totals: Counter[str]) -> dict[str, float]:
+            return {name: total / num_requests for name, total in totals.items()}
+
         return Sample(
             engine=serving.engine,
             configuration=serving.configuration,
@@ -173,24 +152,23 @@ class FleetLoad:
             requests_per_s=num_requests / load.wall_s,
             p50_ms=1e3 * float(np.quantile(load.latencies_s, 0.5)),
             p99_ms=1e3 * float(np.quantile(load.latencies_s, 0.99)),
-            process_cpu_ms={
-                name: sum(ms for label, ms in threads.items() if label.startswith(f"{name}/"))
-                for name in serving.processes
-            },
-            thread_cpu_ms=threads,
-            num_traced=proof.num_requests - proof.num_untraced,
-            num_handed_over=proof.num_requests - proof.num_untraced - proof.num_not_handed_over,
+            process_cpu_ms=per_request(sum_by_process(cpu_ms)),
+            thread_cpu_ms=per_request(cpu_ms),
+            thread_switches=per_request(switches),
+            num_traced=num_traced,
+            num_handed_over=num_traced - proof.num_not_handed_over,
             transports=dict(proof.transports),
         )
+
+    def _make_bodies(self, num_tokens: int, duration_s: float) -> list[bytes]:
+        fields: dict[str, object] = {
+            "model": "model", "max_tokens": 1, "temperature": 0, "ignore_eos": True,
+        }  # fmt: skip
+        num = int(MOST_REQUESTS_PER_S * duration_s * min(1.0, 128 / num_tokens))
+        return make_bodies(fields, self._rng.integers(300, 4000, (num, num_tokens)).tolist())
 
 
 async def read_traces(url: str, ids: list[str]) -> Proof:
     """What the gateway's traces of these requests state."""
     async with aiohttp.ClientSession() as session:
         return prove(await fetch_traces(session, url, ids), len(ids))
-
-
-def thread_name(key: tuple[int, int, str]) -> str:
-    """Its name; `main` for a process's first thread."""
-    pid, thread, name = key
-    return f"main ({name})" if pid == thread else name

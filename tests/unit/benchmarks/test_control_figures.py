@@ -17,7 +17,8 @@ def sample(configuration, cpu_ms, *, num_tokens=32, concurrency=16, is_pinned=Fa
         engine="embedded", configuration=configuration, num_tokens=num_tokens,
         concurrency=concurrency, is_pinned=is_pinned, num_requests=100, requests_per_s=rate,
         p50_ms=1e3 / rate, p99_ms=2e3 / rate,
-        process_cpu_ms={"worker": cpu_ms - 0.5, "gateway": 0.5}, thread_cpu_ms={},
+        process_cpu_ms={"worker": cpu_ms - 0.5, "gateway": 0.5},
+        thread_cpu_ms={}, thread_switches={},
         num_traced=32, num_handed_over=32, transports={"shared": 32},
     )  # fmt: skip
 
