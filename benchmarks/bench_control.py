@@ -48,12 +48,13 @@ from control_fleets import (
     make_model,
     start_servings,
 )
-from control_gateway import PEERS, GatewayLoad, measure_gateways
+from control_gateway import PEERS, GatewayLoad, RouterError, measure_gateways
+from control_load import LoadError
 from rich.console import Console
 from rich.table import Table
 
 from baton.rig.machine import describe_machine
-from baton.testing.fleet import Fleet
+from baton.testing.fleet import Fleet, FleetError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -63,6 +64,8 @@ ROWS = ("embedded", "vllm", "gateway", "agents", "link")
 SHORT_ROWS = ("agents", "gateway", "embedded")
 PINNED = (32, 64)
 """Prompt tokens and requests at once of the loads on pinned workers."""
+FAILURES = (FleetError, LoadError, RouterError, subprocess.CalledProcessError)
+"""One row of these leaves the others as they are."""
 BEGAN_S = time.monotonic()
 LEAST_SHOWN_MS = 0.02
 PEER_LIBRARIES = ("aiohttp", "fastapi", "orjson", "requests", "setproctitle", "uvicorn")
@@ -106,6 +109,8 @@ class Findings:
     figures: list[Figure] = field(default_factory=list)
     fleets: list[Sample] = field(default_factory=list)
     gateways: list[GatewaySample] = field(default_factory=list)
+    failed: dict[str, str] = field(default_factory=dict)
+    """Row → why nothing came of it."""
 
 
 def main() -> None:
@@ -127,7 +132,11 @@ def main() -> None:
         if effort.is_over:
             console.print(f"{row}: left out, as the time is over")
             continue
-        measure(row, effort, options.peers, findings)
+        try:
+            measure(row, effort, options.peers, findings)
+        except FAILURES as exc:
+            console.print(f"{row}: failed: {exc}", style="red", markup=False, soft_wrap=True)
+            findings.failed[row] = str(exc)
     took_s = time.monotonic() - BEGAN_S
     show(findings)
     console.print(
@@ -144,8 +153,11 @@ def main() -> None:
             "figures": [asdict(f) | {"is_reached": f.is_reached} for f in findings.figures],
             "fleets": [asdict(sample) for sample in findings.fleets],
             "gateways": [asdict(sample) for sample in findings.gateways],
+            "failed": findings.failed,
         }
         options.json.write_text(json.dumps(record, indent=1) + "\n")
+    if findings.failed:
+        sys.exit(1)
 
 
 def install_peers(folder: Path) -> None:

@@ -9,6 +9,7 @@ vllm-router, sglang-router   before two workers, round-robin
 from __future__ import annotations
 
 import asyncio
+import http.client
 import json
 import multiprocessing
 import os
@@ -24,11 +25,10 @@ from bench_burst import read_threads
 from bench_gateway import DONE, EVENT, MODEL, ServerProcess, proxy_app
 from control_figures import GatewaySample
 from control_fleets import pin
-from control_load import is_whole, run_load, run_streams
-from vllm_servers import find_free_port
+from control_load import PATH, is_whole, run_load, run_streams
+from vllm_servers import ServerError, find_free_port, post
 
 from baton.ids import new_epoch
-from baton.testing.fleet import get_status
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -45,6 +45,10 @@ KINDS = ("whole", "event")
 WHOLE = {"model": MODEL, "prompt": "word " * 12, "max_tokens": 1, "temperature": 0}
 PEERS = {"vllm-router": "vllm-router==0.1.17", "sglang-router": "sglang-router==0.3.2"}
 PEER_TIMEOUT_S = 60.0
+
+
+class RouterError(Exception):
+    """A peer's router did not start."""
 
 
 # Workers without an engine ------------------------------------------------------------------------
@@ -224,6 +228,15 @@ def gateways(fleet: Fleet, peers: Path | None) -> Iterator[dict[str, tuple[str, 
         yield found
 
 
+def answers(url: str) -> bool:
+    """Whether a server answers one request."""
+    try:
+        post(url, PATH, WHOLE)
+    except (ServerError, OSError, http.client.HTTPException):
+        return False
+    return True
+
+
 @contextmanager
 def router(name: str, environment: Path, urls: list[str]) -> Iterator[tuple[str, int]]:
     """A peer's router before these workers: its URL and process id."""
@@ -241,9 +254,9 @@ def router(name: str, environment: Path, urls: list[str]) -> Iterator[tuple[str,
     )  # fmt: skip
     try:
         url, deadline_s = f"http://127.0.0.1:{port}", time.perf_counter() + PEER_TIMEOUT_S
-        while get_status(f"{url}/health") != 200:
+        while not answers(url):  # it is healthy before it has registered its workers
             if process.poll() is not None or time.perf_counter() > deadline_s:
-                raise RuntimeError(f"{name} did not start: {' '.join(command)}")
+                raise RouterError(f"{name} did not start: {' '.join(command)}")
             time.sleep(0.2)
         yield url, process.pid
     finally:
