@@ -29,7 +29,7 @@ VLLM := $(VENV)/.installed-vllm
 DEV := $(VENV)/.installed-dev
 DOCS := $(VENV)/.installed-docs
 
-.PHONY: help up test chaos simulate fuzz abuse soak explore check words docs docs-serve install install-dev format clean
+.PHONY: help up test bench-control-short chaos simulate fuzz abuse soak explore check words docs docs-serve install install-dev format clean
 .DEFAULT_GOAL := help
 
 ifneq ($(filter-out vllm transformers,$(ENGINE)),)
@@ -41,6 +41,7 @@ help:
 	@echo 'make up [ARGS="--decode 2"]  install what is needed, start gateway and workers'
 	@echo 'make up ENGINE=vllm          the same with vLLM as the engine'
 	@echo 'make test                    install what tests need, run every check and test'
+	@echo 'make bench-control-short     what a handoff and the gateway cost, in a minute: ratios'
 	@echo 'make chaos                   every fault, to everybody, at every stage: an hour on 2 busy cores'
 	@echo 'make simulate                100,000 simulated clusters under faults: the nightly job'
 	@echo 'make fuzz                    10 million damaged inputs for every decoder: the nightly job'
@@ -63,6 +64,10 @@ up: $(ENGINE_INSTALLED)
 # for much of its time. Hundreds of processes start: not one of them compiles again what another did.
 test: check $(VLLM)
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n 3 --dist loadscope $(PYTEST_ARGS)
+
+# For CI, which prints it and never fails by it. A machine that is too slow for it is interrupted.
+bench-control-short: $(DEV)
+	-timeout --signal=INT --kill-after=10 90 $(BIN)/python benchmarks/bench_control.py --short
 
 # CI runs what stands for the others. Network namespaces need root; without, those tests skip.
 chaos: $(DEV)

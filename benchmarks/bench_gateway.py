@@ -233,9 +233,15 @@ class ServerProcess:
         self._process.start()
         self.url = f"http{'s' if is_tls else ''}://127.0.0.1:{reading.recv()}"
 
+    @property
+    def pid(self) -> int:
+        """The process's id."""
+        assert self._process.pid is not None
+        return self._process.pid
+
     def cpu_s(self) -> float:
         """User and system time of the process so far."""
-        threads = Path(f"/proc/{self._process.pid}/task").glob("*/schedstat")
+        threads = Path(f"/proc/{self.pid}/task").glob("*/schedstat")
         return sum(int(thread.read_text().split()[0]) for thread in threads) / 1e9
 
     def stop(self) -> None:

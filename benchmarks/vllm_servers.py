@@ -106,7 +106,7 @@ class Servers:
         environment: dict[str, str] | None = None,
     ) -> Server:
         """Start a server on `core`, not waiting for it; `transfer` is its KV transfer config."""
-        port = _free_port()
+        port = find_free_port()
         command = [
             "taskset", "-c", str(core), sys.executable, "-m", "vllm.entrypoints.openai.api_server",
             "--model", str(self.model), "--served-model-name", "model", "--host", "127.0.0.1",
@@ -167,7 +167,8 @@ def stream(url: str, body: dict[str, object], started: float) -> tuple[float, fl
     return first_s, time.perf_counter() - started, text
 
 
-def _free_port() -> int:
+def find_free_port() -> int:
+    """A TCP port of the loopback that nothing listens at."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         return sock.getsockname()[1]

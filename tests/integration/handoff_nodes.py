@@ -122,7 +122,7 @@ def staged_pages(layout: KVLayout, num_staging_pages: int) -> Iterator[Pages]:
     region = _allocate(face_layout, num_staging_pages)
     own = [
         np.zeros((NUM_BLOCKS, layout.page_bytes(layer)), dtype=np.uint8)
-        for layer in range(NUM_LAYERS)
+        for layer in range(layout.num_layers)
     ]
     staging = ConvertedPages(layout, own, face_layout, region)
     try:
@@ -132,7 +132,7 @@ def staged_pages(layout: KVLayout, num_staging_pages: int) -> Iterator[Pages]:
 
 
 def _allocate(layout: KVLayout, num_pages: int) -> PagedRegion:
-    shapes = [(num_pages, layout.page_bytes(layer)) for layer in range(NUM_LAYERS)]
+    shapes = [(num_pages, layout.page_bytes(layer)) for layer in range(layout.num_layers)]
     return allocate_shared_region(shapes)
 
 
@@ -300,7 +300,7 @@ class Handoff:
 
     def check_bytes(self) -> None:
         start, stop = self.receiving.start, self.receiving.num_tokens
-        for layer in range(NUM_LAYERS):
+        for layer in range(self.prefill.layout.num_layers):
             assert self.decode.canonical(
                 self.receiving.blocks, layer, start, stop
             ) == self.prefill.canonical(self.sending.blocks, layer, start, stop)

@@ -1,0 +1,284 @@
+"""Gateways and routers on one core, client and scripted workers on the other.
+
+proxy              the byte copier of bench_gateway.py
+baton, 2 workers   `baton gateway` before two workers of both roles: one upstream request
+baton, push        `baton gateway` before prefill and decode: two upstream requests and a ticket
+vllm-router, sglang-router   before two workers, round-robin
+"""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import multiprocessing
+import os
+import subprocess
+import time
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import uvloop
+from bench_burst import read_threads
+from bench_gateway import DONE, EVENT, MODEL, ServerProcess, proxy_app
+from control_figures import GatewaySample
+from control_fleets import pin
+from control_load import PATH, is_whole, run_load, run_streams
+from vllm_servers import ServerError, find_free_port, post
+
+from baton.ids import new_epoch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from multiprocessing.connection import Connection
+    from pathlib import Path
+
+    from baton.testing.fleet import Fleet
+
+ROLES = ("both", "both", "prefill", "decode")
+CONCURRENCY = 32
+NUM_STREAMS = 16
+EVENT_RATE_HZ = 50.0
+KINDS = ("whole", "event")
+WHOLE = {"model": MODEL, "prompt": "word " * 12, "max_tokens": 1, "temperature": 0}
+PEERS = {"vllm-router": "vllm-router==0.1.17", "sglang-router": "sglang-router==0.3.2"}
+PEER_TIMEOUT_S = 60.0
+
+
+class RouterError(Exception):
+    """A peer's router did not start."""
+
+
+# Workers without an engine ------------------------------------------------------------------------
+
+
+class _Upstream(asyncio.Protocol):
+    """One connection of a scripted worker: answers whole, or as a stream at EVENT_RATE_HZ."""
+
+    def __init__(self, info: bytes, role: str) -> None:
+        self._info, self._role = info, role
+        self._received = bytearray()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        """Nothing is sent yet."""
+        self._transport = transport
+
+    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - the same for all
+        """Stop its stream."""
+        for task in self._tasks:
+            task.cancel()
+
+    def data_received(self, data: bytes) -> None:
+        """Answer a request once it is whole."""
+        self._received += data
+        if not self._received.startswith(b"GET ") and not is_whole(self._received):
+            return
+        if not self._received.endswith(b"\r\n\r\n") and self._received.startswith(b"GET "):
+            return
+        request, self._received = bytes(self._received), bytearray()
+        path = request.split(b" ", 2)[1]
+        if path == b"/baton/v1/info":
+            self._send_whole(self._info)
+        elif not request.startswith(b"POST"):
+            self._send_whole(b"{}")
+        elif self._role == "prefill":
+            self._send_whole(b'{"object":"baton.prefill","prompt_tokens":200}')
+        else:
+            self._answer(json.loads(request.partition(b"\r\n\r\n")[2]))
+
+    def _answer(self, fields: dict[str, object]) -> None:
+        if not fields.get("stream"):
+            self._send_whole(ANSWER)
+            return
+        task = asyncio.get_running_loop().create_task(self._stream(int(str(fields["max_tokens"]))))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _send_whole(self, body: bytes) -> None:
+        self._transport.write(
+            b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%s"
+            % (len(body), body)
+        )
+
+    async def _stream(self, num_events: int) -> None:
+        self._transport.write(
+            b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\n"
+            b"transfer-encoding: chunked\r\n\r\n"
+        )
+        began = time.perf_counter()
+        for i in range(num_events):
+            await asyncio.sleep(max(0.0, began + i / EVENT_RATE_HZ - time.perf_counter()))
+            self._transport.write(b"%x\r\n%s\r\n" % (len(EVENT), EVENT))
+        self._transport.write(b"%x\r\n%s\r\n0\r\n\r\n" % (len(DONE), DONE))
+
+
+ANSWER = json.dumps({
+    "id": "cmpl-1", "object": "text_completion", "created": 1, "model": MODEL,
+    "choices": [{"index": 0, "text": " token", "logprobs": None, "finish_reason": "length"}],
+    "usage": {"prompt_tokens": 24, "completion_tokens": 1, "total_tokens": 25},
+}).encode()  # fmt: skip
+
+
+def serve_upstreams(ports_out: Connection, core: int) -> None:
+    """Body of the process of all scripted workers, one port for each of ROLES."""
+    os.sched_setaffinity(0, {core})
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_serve_upstreams(ports_out))
+
+
+async def _serve_upstreams(ports_out: Connection) -> None:
+    loop, ports = asyncio.get_running_loop(), []
+    for number, role in enumerate(ROLES):
+        info = json.dumps({
+            "worker": f"{role}-{number}", "epoch": new_epoch(), "role": role, "model": "m",
+            "served_model_name": MODEL, "fingerprint": "f", "max_context_tokens": 4096,
+            "handoff_address": "127.0.0.1:1", "layout": {}, "transports": ["tcp"], "version": "0",
+        }).encode()  # fmt: skip
+        server = await loop.create_server(
+            lambda info=info, role=role: _Upstream(info, role), "127.0.0.1", 0
+        )
+        ports.append(server.sockets[0].getsockname()[1])
+    ports_out.send(ports)
+    await asyncio.Event().wait()
+
+
+@contextmanager
+def upstreams(core: int) -> Iterator[list[str]]:
+    """URLs of the scripted workers, as many as ROLES."""
+    reading, writing = multiprocessing.Pipe(duplex=False)
+    context = multiprocessing.get_context("spawn")
+    process = context.Process(target=serve_upstreams, args=(writing, core), daemon=True)
+    process.start()
+    try:
+        yield [f"http://127.0.0.1:{port}" for port in reading.recv()]
+    finally:
+        process.terminate()
+        process.join(5)
+
+
+# What is measured ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class GatewayLoad:
+    """Seconds of one load of whole requests, and events of one stream."""
+
+    duration_s: float
+    num_events: int
+
+    def measure(self, configuration: str, url: str, pid: int, load: str) -> GatewaySample:
+        """One load; `whole`: CPU per request at CONCURRENCY, `event`: CPU per SSE event."""
+        before_s = _cpu_s(pid)
+        if load == "whole":
+            body = json.dumps(WHOLE).encode()
+            done = run_load(url, [body], CONCURRENCY, self.duration_s)
+            units = len(done.latencies_s)
+        else:
+            fields = {**WHOLE, "stream": True, "max_tokens": self.num_events}
+            done = run_streams(url, json.dumps(fields).encode(), NUM_STREAMS)
+            units = done.num_events
+        cpu_s = _cpu_s(pid) - before_s
+        p50_ms, p99_ms = (1e3 * float(q) for q in np.quantile(done.latencies_s, (0.5, 0.99)))
+        is_whole_load = load == "whole"
+        return GatewaySample(
+            configuration=configuration,
+            load=load,
+            cpu_us=1e6 * cpu_s / units,
+            requests_per_s=units / done.wall_s if is_whole_load else None,
+            p50_ms=p50_ms if is_whole_load else None,
+            p99_ms=p99_ms if is_whole_load else None,
+            busy_share=cpu_s / done.wall_s,
+        )
+
+
+def _cpu_s(pid: int) -> float:
+    return sum(read_threads(pid).values()) / 1e9
+
+
+@contextmanager
+def gateways(fleet: Fleet, peers: Path | None) -> Iterator[dict[str, tuple[str, int]]]:
+    """URL and process id by name: all on the first core, this process and workers on the last.
+
+    `peers` is a virtual environment with the routers; None leaves them out.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    with ExitStack() as stack:
+        urls = stack.enter_context(upstreams(cores[-1]))
+        proxy = ServerProcess(proxy_app, urls[0])
+        stack.callback(proxy.stop)
+        both = fleet.start_gateway([], [], settings={"gateway.workers": urls[:2]})
+        push = fleet.start_gateway(
+            [], [], settings={"gateway.prefill": urls[2:3], "gateway.decode": urls[3:]}
+        )
+        found = {
+            "proxy": (proxy.url, proxy.pid),
+            "baton, 2 workers": (both.url, both.pid),
+            "baton, push": (push.url, push.pid),
+        }
+        for name in PEERS if peers is not None else ():
+            found[name] = stack.enter_context(router(name, peers, urls[:2]))
+        time.sleep(1.0)  # both workers of the push configuration have been found by now
+        for _, pid in found.values():
+            pin(pid, {cores[0]})
+        os.sched_setaffinity(0, {cores[-1]})
+        stack.callback(os.sched_setaffinity, 0, set(cores))
+        yield found
+
+
+def answers(url: str) -> bool:
+    """Whether a server answers one request."""
+    try:
+        post(url, PATH, WHOLE)
+    except (ServerError, OSError, http.client.HTTPException):
+        return False
+    return True
+
+
+@contextmanager
+def router(name: str, environment: Path, urls: list[str]) -> Iterator[tuple[str, int]]:
+    """A peer's router before these workers: its URL and process id."""
+    module, port = name.replace("-", "_"), find_free_port()
+    command = [
+        str(environment / "bin" / "python"), "-m", f"{module}.launch_router",
+        "--host", "127.0.0.1", "--port", str(port), "--policy", "round_robin",
+        "--prometheus-port", str(find_free_port()), "--prometheus-host", "127.0.0.1",
+        "--worker-urls", *urls,
+    ]  # fmt: skip
+    silent = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    process = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        env=silent,
+    )  # fmt: skip
+    try:
+        url, deadline_s = f"http://127.0.0.1:{port}", time.perf_counter() + PEER_TIMEOUT_S
+        while not answers(url):  # it is healthy before it has registered its workers
+            if process.poll() is not None or time.perf_counter() > deadline_s:
+                raise RouterError(f"{name} did not start: {' '.join(command)}")
+            time.sleep(0.2)
+        yield url, process.pid
+    finally:
+        process.terminate()
+        try:
+            process.wait(10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def measure_gateways(
+    fleet: Fleet, load: GatewayLoad, rounds: Iterator[int], peers: Path | None
+) -> list[GatewaySample]:
+    """All configurations in turn, in the other order every second round, warmed up before."""
+    samples = []
+    with gateways(fleet, peers) as found:
+        warm_up = GatewayLoad(load.duration_s / 2, 2)
+        for name, served in found.items():
+            for kind in KINDS:
+                warm_up.measure(name, *served, kind)
+        for round_number in rounds:
+            order = list(found) if round_number % 2 else list(reversed(found))
+            samples += [load.measure(name, *found[name], kind) for name in order for kind in KINDS]
+    return samples

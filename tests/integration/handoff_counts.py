@@ -1,0 +1,176 @@
+"""How much control a handoff takes: counts that are the same on every machine.
+
+Two agents without engines hand over prompts of 32 layers and 128 tokens, by push. The test's own
+thread plays both engines and steps both agents whenever they have work, so the counts do not depend
+on how threads take turns: what agents do while they wait (ticks, spinning) is left out. Counted is
+one handoff of two agents that know each other, from the first order to the last event; of four such
+handoffs, the mean.
+
+    python -m tests.integration.handoff_counts [shared|tcp] [MAX_TOKENS_AT_ONCE]
+
+prints the counts and, of Baton's own functions and of system calls, those that run most often.
+"""
+
+from __future__ import annotations
+
+import _socket
+import select
+import sys
+from collections import Counter
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import baton
+from baton.auth.credentials import Credentials
+from baton.auth.key import ClusterKey
+from baton.handoff.dispatcher import HandoffDispatcher
+from baton.handoff.interface import KVLanded, KVSent
+from baton.kv.layout import KVLayout
+from tests.integration.handoff_nodes import FIRST, make_handoff, node, plain_pages
+from tests.integration.layer_trace import has_work
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import FrameType
+
+    from tests.integration.handoff_nodes import Handoff, Node
+
+PACKAGE = Path(baton.__file__).parent
+NUM_TOKENS = 128
+LAYOUT = KVLayout.gqa(32, 8, 16, block_size=16, dtype="float32")
+NUM_COUNTED = 4
+NAMED = {
+    ("handoff/agent_loop.py", "AgentLoop.call"): "commands from engines to agents",
+    ("handoff/agent.py", "HandoffAgent._emit"): "engine wake-ups",
+    ("handoff/link.py", "Link.send"): "control messages",
+    ("net/framing.py", "encode_frame"): "frames, the transports' own included",
+    ("handoff/agent_loop.py", "AgentLoop.step"): "steps of the agents",
+}
+"""`(file, function)` → what is counted where it is called. Each must be called: a name that has
+changed would be counted as 0."""
+PYTHON_CALLS = "Python calls"
+SYSTEM_CALLS = "system calls"
+_KERNEL_OBJECTS = (_socket.socket, select.epoll, type(select.poll()))
+_NO_SYSTEM_CALL = {"fileno", "gettimeout", "fspath", "scandir", "get_inheritable"}
+
+
+class HandoffCounts:
+    """What runs in the work given to `run`, by name, and by function."""
+
+    def __init__(self) -> None:
+        self.totals: Counter[str] = Counter()
+        self.functions: Counter[str] = Counter()
+
+    def run(self, work: Callable[[], object]) -> None:
+        """Do `work` on this thread and count its calls."""
+        sys.setprofile(self._note)
+        try:
+            work()
+        finally:
+            sys.setprofile(None)
+
+    def _note(self, frame: FrameType, event: str, called: object) -> None:
+        if event == "call":
+            self._note_python(frame)
+        elif event == "c_call" and is_system_call(called):
+            self.totals[SYSTEM_CALLS] += 1
+            self.functions[f"system call {called.__name__}"] += 1
+
+    def _note_python(self, frame: FrameType) -> None:
+        self.totals[PYTHON_CALLS] += 1
+        path = frame.f_code.co_filename
+        if not path.startswith(str(PACKAGE)):
+            return
+        file, function = path[len(str(PACKAGE)) + 1 :], frame.f_code.co_qualname
+        self.functions[f"{file} {function}"] += 1
+        if (file, function) in NAMED:
+            self.totals[NAMED[file, function]] += 1
+
+
+def is_system_call(called: object) -> bool:
+    """Whether a builtin enters the kernel: methods of sockets and epoll, functions of `os`."""
+    if called.__name__ in _NO_SYSTEM_CALL:
+        return False
+    owner = getattr(called, "__self__", None)
+    is_of_os = getattr(called, "__module__", None) == "posix"
+    return is_of_os or isinstance(owner, _KERNEL_OBJECTS)
+
+
+def count_handoff(kind: str, max_tokens_at_once: int) -> tuple[dict[str, float], Counter[str]]:
+    """Push prompts over the transport `kind`: counts of one by name, and of all by function.
+
+    Prompts of up to `max_tokens_at_once` tokens leave when they are computed, as in
+    `handoff.single_send_max_tokens`; longer ones layer by layer.
+    """
+    key = Credentials.of(ClusterKey(bytes(32)))
+    with ExitStack() as stack:
+        prefill, decode = (
+            stack.enter_context(
+                node(
+                    name, kinds=(kind,), key=key, is_stepped=True,
+                    pages=stack.enter_context(plain_pages(LAYOUT)),
+                    single_send_max_tokens=max_tokens_at_once,
+                )
+            )
+            for name in ("prefill", "decode")
+        )  # fmt: skip
+        prefill.scribble(3)
+        _hand_over(prefill, decode, HandoffCounts(), seed=1)  # they meet; plans are made
+        for each in (prefill, decode):
+            each.agent.loop._next_tick = float("inf")
+        counts = HandoffCounts()
+        for seed in range(NUM_COUNTED):
+            _hand_over(prefill, decode, counts, seed=2 + seed)
+    return {name: total / NUM_COUNTED for name, total in counts.totals.items()}, counts.functions
+
+
+def _hand_over(prefill: Node, decode: Node, counts: HandoffCounts, seed: int) -> None:
+    handoff = make_handoff(prefill, decode, num_tokens=NUM_TOKENS, seed=seed)
+    ticket, nodes = handoff.sending.ticket.id, (prefill, decode)
+    sending, receiving = (HandoffDispatcher(each.agent, None) for each in nodes)
+    layers = range(LAYOUT.num_layers)
+    commands: list[Callable[[], object]] = [
+        lambda: receiving.start_receive(handoff.receiving),
+        lambda: sending.start_send(handoff.sending),
+        *(partial(sending.layer_ready, [(ticket, NUM_TOKENS)], layer) for layer in layers),
+        lambda: sending.prefill_done(ticket, FIRST),
+    ]
+    for command in commands:
+        counts.run(command)
+        _settle(nodes, counts)
+    _check(handoff, counts)
+
+
+def _settle(nodes: tuple[Node, Node], counts: HandoffCounts) -> None:
+    """Step both until neither has anything to do."""
+    while any(has_work(each.agent) for each in nodes):
+        for each in nodes:
+            if has_work(each.agent):
+                counts.run(each.agent.loop.step)
+
+
+def _check(handoff: Handoff, counts: HandoffCounts) -> None:
+    """Both engines take their events, and the bytes are there."""
+    events = []
+    for each in (handoff.decode, handoff.prefill):
+        counts.run(lambda each=each: events.extend(each.agent.poll()))
+    ticket = handoff.sending.ticket.id
+    assert events == [KVLanded(ticket, FIRST), KVSent(ticket)], events
+    handoff.check_bytes()
+
+
+def main() -> None:
+    """Print the counts."""
+    kind = sys.argv[1] if len(sys.argv) > 1 else "shared"
+    counts, functions = count_handoff(kind, int(sys.argv[2]) if len(sys.argv) > 2 else 256)
+    for name, number in sorted(counts.items()):
+        print(f"{number:8.1f} {name}")
+    print("\nof one handoff:")
+    for name, number in functions.most_common(60):
+        print(f"{number / NUM_COUNTED:8.1f} {name}")
+
+
+if __name__ == "__main__":
+    main()

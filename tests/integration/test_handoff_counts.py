@@ -1,0 +1,39 @@
+"""How much control a handoff of a short prompt takes, whatever the machine."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.integration.handoff_counts import NAMED, PYTHON_CALLS, SYSTEM_CALLS, count_handoff
+
+WHOLE = ("shared", 256)
+BY_LAYER = ("shared", 0)
+OVER_TCP = ("tcp", 256)
+"""Transport, and the most tokens of a prompt that leaves when all of it is computed: the one that
+is counted has 128."""
+
+BOUNDS = {
+    # of one handoff                          WHOLE  BY_LAYER  OVER_TCP
+    "commands from engines to agents":        (4,        35,        4),
+    "engine wake-ups":                        (2,         2,        2),
+    "control messages":                       (3,         3,        3),
+    "frames, the transports' own included":   (10,       40,       41),
+    "steps of the agents":                    (8,       110,       11),
+    SYSTEM_CALLS:                             (46,      445,      163),
+    PYTHON_CALLS:                             (2010,   9540,     4190),
+}  # fmt: skip
+"""The most that there may be: what is counted today, and 5 to 10 % more where it may move a little.
+Lower them when there are fewer."""
+
+
+@pytest.mark.parametrize("case", [WHOLE, BY_LAYER, OVER_TCP])
+def test_a_handoff_takes_few_calls_and_crossings(case):
+    counts, functions = count_handoff(*case)
+    assert set(counts) == {*NAMED.values(), SYSTEM_CALLS, PYTHON_CALLS}, "a function has moved"
+    column = [WHOLE, BY_LAYER, OVER_TCP].index(case)
+    over = {
+        name: (counts[name], bounds[column])
+        for name, bounds in BOUNDS.items()
+        if counts[name] > bounds[column]
+    }
+    assert not over, functions.most_common(40)
