@@ -7,7 +7,6 @@ engine's request.
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import logging
 import math
@@ -89,24 +88,16 @@ class GenerationService:
         self._counter = itertools.count()
 
     async def serve(self, exchange: HttpExchange, adapter: ApiAdapter) -> None:
-        """OutputProcessor one request; the client's disconnect cancels it.
+        """Answer one request; the client's disconnect cancels it.
 
         Raises:
             BatonError: the request failed before anything was sent.
-            ClientGoneError: the client left while its body was read.
+            ClientGoneError: the client left.
         """
         received = self._context.clock.now()
         body = await self._read_body(exchange)
-        answering = asyncio.create_task(self._answer(exchange, adapter, body, received))
-        watching = asyncio.create_task(exchange.wait_until_gone())
-        try:
-            await asyncio.wait({answering, watching}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            watching.cancel()
-            answering.cancel()  # does nothing to a task that is done
-            await asyncio.gather(answering, watching, return_exceptions=True)
-        if not answering.cancelled():
-            answering.result()
+        with exchange.cancelled_when_gone():
+            await self._answer(exchange, adapter, body, received)
 
     async def _read_body(self, exchange: HttpExchange) -> bytes:
         context = self._context

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import re
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, TypeAlias
 
@@ -21,12 +23,15 @@ from baton.errors import (
 )
 from baton.handoff.interface import DECLINED_STAGE
 from baton.ids import RequestId, new_request_id
+from baton.net.http_exchange import EXTENSION
 from baton.protocol.worker_http import REQUEST_ID_HEADER, ErrorBody, ErrorDetail
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Generator, Sequence
 
     from starlette.types import Receive, Scope, Send
+
+    from baton.net.http_exchange import HttpExchange as Connection
 
 
 Headers: TypeAlias = "Sequence[tuple[bytes, bytes]]"
@@ -56,6 +61,7 @@ class HttpExchange:
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._receive, self._send = receive, send
+        self._connection: Connection = scope["extensions"][EXTENSION]
         self._headers: dict[bytes, bytes] = dict(scope["headers"])
         self.method: str = scope["method"]
         self.path: str = scope["path"]
@@ -87,10 +93,34 @@ class HttpExchange:
             if not message.get("more_body", False):
                 return bytes(body)
 
-    async def wait_until_gone(self) -> None:
-        """Return when the client has left. Only after `read_body`."""
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
+    @contextmanager
+    def cancelled_when_gone(self) -> Generator[None]:
+        """What this task does within is cancelled once the client leaves. Only after `read_body`.
+
+        Raises:
+            ClientGoneError: the client left.
+        """
+        task, connection = asyncio.current_task(), self._connection
+        if task is None:
+            raise AssertionError("a request is served by a task")
+
+        def leave() -> None:
+            task.cancel()
+
+        if self._has_client_left():
+            raise ClientGoneError
+        connection.on_disconnect = leave
+        try:
+            yield
+        except asyncio.CancelledError:
+            if self._has_client_left() and not task.uncancel():
+                raise ClientGoneError from None
+            raise
+        finally:
+            connection.on_disconnect = None
+
+    def _has_client_left(self) -> bool:
+        return self._connection.disconnected
 
     async def send_json(self, status: int, value: object, headers: Headers = ()) -> None:
         """Respond with one JSON value."""

@@ -29,6 +29,7 @@ from baton.handoff.interface import HandoffPort, SampledToken
 from baton.ids import Epoch, RequestId, TicketId, WorkerId
 from baton.kv.layout import KVLayout
 from baton.models import DEMO_MODEL_PATH
+from baton.net.http_exchange import EXTENSION
 from baton.testing.clocks import ManualClock
 from baton.worker.options import WorkerOptions
 from baton.worker.tokenizer import load_tokenizer
@@ -135,6 +136,22 @@ class ScriptedEngine:
     def stop(self, timeout_s: float) -> None: ...
 
 
+class Client(asyncio.Event):
+    """A client's connection, as the server shows it to the worker; it leaves when it is set."""
+
+    on_disconnect: Callable[[], None] | None = None
+
+    @property
+    def disconnected(self) -> bool:
+        return self.is_set()
+
+    def set(self) -> None:
+        super().set()
+        callback, self.on_disconnect = self.on_disconnect, None
+        if callback is not None:
+            callback()
+
+
 @dataclass
 class Reply:
     """What the worker sent. `gone` set: the client closes its connection."""
@@ -142,7 +159,7 @@ class Reply:
     status: int | None = None
     headers: dict[str, str] = field(default_factory=dict)
     body: bytes = b""
-    gone: asyncio.Event = field(default_factory=asyncio.Event)
+    gone: Client = field(default_factory=Client)
 
     def json(self) -> Any:
         return json.loads(self.body)
@@ -203,14 +220,18 @@ async def call(
         else:
             reply.body += message["body"]
 
-    scope = {
-        "type": "http",
-        "method": method,
-        "path": path,
-        "headers": [(k.lower().encode(), v.encode()) for k, v in (headers or {}).items()],
-    }
+    scope = make_scope(method, path, reply.gone)
+    scope["headers"] = [(k.lower().encode(), v.encode()) for k, v in (headers or {}).items()]
     await worker.app(scope, receive, send)
     return reply
+
+
+def make_scope(method: str, path: str, client: Client) -> dict[str, Any]:
+    """Of one request, as Baton's HTTP server makes it."""
+    extensions = {EXTENSION: client}
+    return {
+        "type": "http", "method": method, "path": path, "headers": [], "extensions": extensions
+    }  # fmt: skip
 
 
 async def complete(worker: Worker, **fields: Any) -> Reply:

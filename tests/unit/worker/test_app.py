@@ -13,9 +13,11 @@ from baton.auth.key import ClusterKey
 from tests.unit.worker.scripted_engine import (
     EPOCH,
     KEY,
+    Client,
     Reply,
     call,
     complete,
+    make_scope,
     running,
     saying,
     until,
@@ -200,7 +202,7 @@ def test_a_stalled_reader_holds_its_request_only() -> None:
     async def scenario() -> None:
         async with running(saying("hello")) as (worker, _engine, _):
             stalled = asyncio.Event()
-            gone = asyncio.Event()
+            gone = Client()
             body = b'{"model":"demo","prompt":"a","stream":true}'
             unread = [{"type": "http.request", "body": body, "more_body": False}]
 
@@ -214,7 +216,7 @@ def test_a_stalled_reader_holds_its_request_only() -> None:
                 stalled.set()
                 await asyncio.Event().wait()
 
-            scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
+            scope = make_scope("POST", "/v1/completions", gone)
             task: asyncio.Task[None] = asyncio.create_task(_run(worker.app(scope, receive, send)))
             await until(stalled.is_set)
             assert (await complete(worker)).status == 200

@@ -15,12 +15,14 @@ from baton.errors import ContextLengthError, EngineError, HandoffError, Overload
 from baton.handoff.interface import SampledToken
 from baton.telemetry.trace import Stamp
 from tests.unit.worker.scripted_engine import (
+    Client,
     Reply,
     ScriptedEngine,
     call,
     chat,
     complete,
     failing,
+    make_scope,
     new_tokens,
     running,
     saying,
@@ -243,7 +245,7 @@ def test_a_client_that_leaves_while_sending_is_no_error() -> None:
             async def send(message: Any) -> None:
                 sent.append(message)
 
-            scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
+            scope = make_scope("POST", "/v1/completions", Client())
             await worker.app(scope, receive, send)
             assert sent == []
             assert engine.requests == []
