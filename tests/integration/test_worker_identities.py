@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from baton.errors import AuthenticationError
 from baton.handoff.interface import KVFailed, KVLanded
 from baton.ids import new_epoch
+from baton.net.tls import ClusterTls
 from baton.testing.transport_pair import Side, TransportPair
 from baton.transfer.interface import ReadGrant, RemoteLost, TransportContext, find_read_scopes
 from baton.transfer.region import allocate_host_region
@@ -137,3 +139,19 @@ def test_a_worker_signs_no_tickets(
     ):
         assert isinstance(hand_over(prefill, decode, None), KVFailed)
         wait_until(lambda: "the peer is worker d, and this takes a gateway" in caplog.text)
+
+
+def test_only_a_gateways_connection_needs_no_signature(identities: Identities) -> None:
+    """A worker may ask itself, and nothing that it says there counts as a gateway's."""
+    own, other, gateway = (
+        identities.of(*who) for who in (("worker", "p"), ("worker", "d"), ("gateway", "g"))
+    )
+    server = ClusterTls(own)
+
+    def check(client: Credentials) -> bool:
+        return server.check_request(client.signer.certificate, "POST", "/v1/completions")
+
+    assert check(gateway)
+    assert not check(own)
+    with pytest.raises(AuthenticationError):
+        check(other)

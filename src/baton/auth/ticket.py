@@ -146,8 +146,11 @@ def seal(ticket: Ticket, credentials: Credentials) -> str:
     return base64.urlsafe_b64encode(_encoder.encode(sealed)).rstrip(b"=").decode()
 
 
-def unseal(text: str, credentials: Credentials) -> Ticket:
+def unseal(text: str, credentials: Credentials, *, is_from_gateway: bool = False) -> Ticket:
     """Read a ticket that a gateway signed.
+
+    Of one that `is_from_gateway`, which came over a connection on which a gateway has proved what
+    it is, the signature is not checked: it would prove the same again, in 0.1 ms.
 
     Raises:
         TicketError: malformed or forged.
@@ -155,25 +158,29 @@ def unseal(text: str, credentials: Credentials) -> Ticket:
     if len(text) > MAX_TICKET_CHARS:
         raise TicketError(f"the ticket has {len(text)} characters, at most {MAX_TICKET_CHARS}")
     if (ranks := _RANKS.search(text)) is not None:
-        whole = unseal(text[: ranks.start()], credentials)
+        whole = unseal(text[: ranks.start()], credentials, is_from_gateway=is_from_gateway)
         return derive_rank_ticket(whole, int(ranks[1]), int(ranks[2]))
     try:
         raw = base64.b64decode(text + "=" * (-len(text) % 4), altchars=b"-_", validate=True)
         sealed = _sealed_decoder.decode(raw)
     except (ValueError, *UNDECODABLE) as exc:
         raise TicketError("the ticket is not base64url text of a signed ticket") from exc
-    try:
-        credentials.verify(
-            IdentityRole.GATEWAY, sealed.certificate, _PURPOSE + sealed.body, sealed.signature
-        )
-    except AuthenticationError as exc:
-        raise TicketError(f"the ticket was not signed by a gateway of this cluster: {exc}") from exc
+    if not is_from_gateway:
+        _check_signature(sealed, credentials)
     try:
         ticket = _decoder.decode(sealed.body)
     except UNDECODABLE as exc:
         raise TicketError(f"the ticket does not decode: {exc}") from exc
     vars(ticket)[_READ_FROM] = text
     return ticket
+
+
+def _check_signature(sealed: _SealedTicket, credentials: Credentials) -> None:
+    message = _PURPOSE + sealed.body
+    try:
+        credentials.verify(IdentityRole.GATEWAY, sealed.certificate, message, sealed.signature)
+    except AuthenticationError as exc:
+        raise TicketError(f"the ticket was not signed by a gateway of this cluster: {exc}") from exc
 
 
 def count_ranks(worker: WorkerRef) -> int:

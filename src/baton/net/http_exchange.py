@@ -46,14 +46,21 @@ class HttpExchange:
     """Owner: the event loop's thread.
 
     `on_disconnect` is called once, if the client leaves before the response is complete.
+    `is_gateway`: a gateway has proved over this connection that it is one.
     """
 
     def __init__(
-        self, path: ResponsePath, *, is_head: bool, keep_alive: bool, expects_continue: bool
+        self,
+        path: ResponsePath,
+        *,
+        is_head: bool,
+        keep_alive: bool,
+        expects_continue: bool,
+        is_gateway: bool = False,
     ) -> None:
         self._path, self._transport, self._flow = path, path.transport, path.flow
         self._is_head, self.keep_alive = is_head, keep_alive
-        self._waits_for_continue = expects_continue
+        self._waits_for_continue, self.is_gateway = expects_continue, is_gateway
         self.on_disconnect: Callable[[], None] | None = None
         self.disconnected = self.response_started = self.response_complete = False
         self.more_body = True

@@ -191,7 +191,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._is_in_head, self._is_in_body, self._num_body_bytes = False, True, 0
         method = self.parser.get_method().decode("ascii")
         scope = self._complete_scope(method)
-        self._check_request(method, scope["path"])
+        is_gateway = self._check_request(method, scope["path"])
         self._table.serve(self)
         self._stop_timer()
         before = self._exchange
@@ -201,6 +201,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             is_head=method == "HEAD",
             keep_alive=scope["http_version"] != "1.0" and self.parser.should_keep_alive(),
             expects_continue=self.expect_100_continue,
+            is_gateway=is_gateway,
         )
         scope["extensions"] = {EXTENSION: exchange}
         if before is None or before.response_complete:
@@ -258,12 +259,15 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         scope["query_string"] = url.query or b""
         return scope
 
-    def _check_request(self, method: str, path: str) -> None:
-        """End the parser, where the client may not make this request: see `send_400_response`."""
+    def _check_request(self, method: str, path: str) -> bool:
+        """End the parser, where the client may not make this request: see `send_400_response`.
+
+        Whether it is a gateway.
+        """
         if self._tls is None or self._table.tls is None:
-            return
+            return False
         try:
-            self._table.tls.check_request(self._tls.peer_certificate, method, path)
+            return self._table.tls.check_request(self._tls.peer_certificate, method, path)
         except AuthenticationError as exc:
             self._refusal = Refusal.NOT_ALLOWED, str(exc)
             raise ValueError(exc) from exc

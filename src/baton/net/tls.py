@@ -194,8 +194,10 @@ class HttpTls(Protocol):
         """For the next connection that is accepted."""
         ...
 
-    def check_request(self, certificate: bytes | None, method: str, path: str) -> None:
-        """Whether the holder of a certificate (DER) may make an HTTP request.
+    def check_request(self, certificate: bytes | None, method: str, path: str) -> bool:
+        """Check that the holder of a certificate (DER) may make an HTTP request.
+
+        Whether it is a gateway, which may say what its tickets say without signing them.
 
         Raises:
             AuthenticationError: it may not.
@@ -223,8 +225,10 @@ class TlsContexts:
     listening: ssl.SSLContext
     requesting: ssl.SSLContext
 
-    def check_request(self, certificate: bytes | None, method: str, path: str) -> None:
+    def check_request(self, certificate: bytes | None, method: str, path: str) -> bool:
         """Everything is allowed: see `Tls`."""
+        del certificate, method, path
+        return False
 
 
 class ClusterTls:
@@ -249,15 +253,16 @@ class ClusterTls:
         """For the next connection that is made; the server's name is checked."""
         return self._contexts.requesting
 
-    def check_request(self, certificate: bytes | None, method: str, path: str) -> None:
+    def check_request(self, certificate: bytes | None, method: str, path: str) -> bool:
         """Gateways may make every request, monitors read `MONITOR_PATHS`; so may this process."""
         peer = self._credentials.find_peer(certificate or b"")
         if IdentityRole.GATEWAY in peer.roles:
-            return
+            return True
         may_read = IdentityRole.MONITOR in peer.roles and method == "GET" and path in MONITOR_PATHS
         is_own = peer.serial_number == self._credentials.own.serial_number
         if not may_read and not is_own:
             raise AuthenticationError(f"{peer} may not {method} {path[:200]} here")
+        return False
 
     @property
     def _contexts(self) -> TlsContexts:
@@ -294,8 +299,10 @@ class ServerTls:
                 self._reload()
         return self._context
 
-    def check_request(self, certificate: bytes | None, method: str, path: str) -> None:
+    def check_request(self, certificate: bytes | None, method: str, path: str) -> bool:
         """Every client may ask: what it may do is its API key's matter."""
+        del certificate, method, path
+        return False
 
     def _versions(self) -> list[tuple[int, int, int] | None]:
         return [file_version(path) for path in self._files]

@@ -115,7 +115,8 @@ class GenerationService:
         self, exchange: HttpExchange, adapter: ApiAdapter, body: bytes, received: Instant
     ) -> None:
         generation = await adapter.read(body)
-        kind = self._context.tickets.read(generation.ticket)
+        is_from_gateway = exchange.is_from_gateway
+        kind = self._context.tickets.read(generation.ticket, is_from_gateway=is_from_gateway)
         request = self._request(exchange, generation, kind, received)
         head = ReplyHead(
             exchange.request_id,

@@ -119,6 +119,11 @@ class HttpExchange:
         finally:
             connection.on_disconnect = None
 
+    @property
+    def is_from_gateway(self) -> bool:
+        """Whether it came over a connection on which a gateway has proved what it is."""
+        return self._connection.is_gateway
+
     def _has_client_left(self) -> bool:
         return self._connection.disconnected
 

@@ -25,8 +25,10 @@ class TicketReader:
         self._self_id, self._credentials = (worker, epoch), credentials
         self._used = UsedTickets()
 
-    def read(self, text: str | None) -> RequestKind:
+    def read(self, text: str | None, *, is_from_gateway: bool = False) -> RequestKind:
         """The kind of request that a ticket authorises; without one, colocated.
+
+        `is_from_gateway` as in `unseal`.
 
         Raises:
             TicketError: malformed or forged, or this worker hands nothing over.
@@ -36,7 +38,7 @@ class TicketReader:
             return Colocated()
         if self._credentials is None:
             raise TicketError("this worker was started without handoffs and reads no tickets")
-        ticket = unseal(text, self._credentials)
+        ticket = unseal(text, self._credentials, is_from_gateway=is_from_gateway)
         kind = self._own_ref(ticket)
         match self._used.use(ticket.issue):
             case TicketUse.FIRST:

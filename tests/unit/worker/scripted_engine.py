@@ -140,6 +140,7 @@ class Client(asyncio.Event):
     """A client's connection, as the server shows it to the worker; it leaves when it is set."""
 
     on_disconnect: Callable[[], None] | None = None
+    is_gateway = False
 
     @property
     def disconnected(self) -> bool:

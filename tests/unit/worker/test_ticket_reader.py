@@ -75,3 +75,11 @@ def test_without_handoffs_every_ticket_is_refused() -> None:
     tickets = TicketReader(WorkerId("w0"), EPOCH, None)
     with pytest.raises(TicketError, match="without handoffs"):
         tickets.read(seal(ticket(ME, PEER), KEY))
+
+
+def test_what_a_gateway_says_itself_needs_no_signature(tickets: TicketReader) -> None:
+    good = ticket(ME, PEER)
+    unsigned = seal(good, Credentials.of(ClusterKey(b"x" * 32)))
+    assert tickets.read(unsigned, is_from_gateway=True) == PrefillRequest(good)
+    with pytest.raises(TicketError):
+        tickets.read("not a ticket", is_from_gateway=True)
