@@ -67,7 +67,7 @@ test: check $(VLLM)
 
 # For CI, which prints it and never fails by it. A machine that is too slow for it is interrupted.
 bench-control-short: $(DEV)
-	-timeout --signal=INT --kill-after=10 90 $(BIN)/python benchmarks/bench_control.py --short
+	-timeout --signal=INT --kill-after=10 120 $(BIN)/python benchmarks/bench_control.py --short
 
 # CI runs what stands for the others. Network namespaces need root; without, those tests skip.
 chaos: $(DEV)
