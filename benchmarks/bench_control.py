@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -123,6 +124,7 @@ def main() -> None:
     parser.add_argument("--peers", type=Path, help="virtual environment of the other routers")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the fleets are ended, too
     effort = SHORT if options.short else FULL
     effort = replace(effort, num_rounds=options.rounds or effort.num_rounds)
     rows = options.rows or (SHORT_ROWS if options.short else ROWS)
