@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -67,6 +68,7 @@ PINNED = (32, 64)
 FAILURES = (FleetError, LoadError, RouterError, subprocess.CalledProcessError)
 """One row of these leaves the others as they are."""
 BEGAN_S = time.monotonic()
+NUM_DIGITS = 4
 LEAST_SHOWN_MS = 0.02
 PEER_LIBRARIES = ("aiohttp", "fastapi", "orjson", "requests", "setproctitle", "uvicorn")
 """That the routers' launchers import."""
@@ -122,6 +124,7 @@ def main() -> None:
     parser.add_argument("--peers", type=Path, help="virtual environment of the other routers")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the fleets are ended, too
     effort = SHORT if options.short else FULL
     effort = replace(effort, num_rounds=options.rounds or effort.num_rounds)
     rows = options.rows or (SHORT_ROWS if options.short else ROWS)
@@ -155,9 +158,22 @@ def main() -> None:
             "gateways": [asdict(sample) for sample in findings.gateways],
             "failed": findings.failed,
         }
-        options.json.write_text(json.dumps(record, indent=1) + "\n")
+        options.json.write_text(json.dumps(rounded(record), indent=1) + "\n")
     if findings.failed:
         sys.exit(1)
+
+
+def rounded(value: object) -> object:
+    """The same, with at most NUM_DIGITS behind the point: the file is kept with the code."""
+    match value:
+        case float():
+            return round(value, NUM_DIGITS)
+        case dict():
+            return {key: rounded(each) for key, each in value.items()}
+        case list() | tuple():
+            return [rounded(each) for each in value]
+        case _:
+            return value
 
 
 def install_peers(folder: Path) -> None:
@@ -247,7 +263,7 @@ def render_fleets(engine: str, samples: list[Sample]) -> Table:
     table.add_column("configuration")
     for name in ("requests/s", "p50 ms", "p99 ms", "CPU ms per request", "switches per request"):
         table.add_column(name, justify="right")
-    table.add_column("by process")
+    table.add_column("prefill + decode, or worker, + gateway")
     table.add_column("handed over / traced")
     groups: dict[tuple[object, ...], list[Sample]] = {}
     for s in samples:
@@ -256,7 +272,7 @@ def render_fleets(engine: str, samples: list[Sample]) -> Table:
     for key in sorted(groups, key=lambda key: (key[2], *key)):
         here = groups[key]
         parts = (
-            f"{name} {median([s.process_cpu_ms[name] for s in here]):.2f}"
+            f"{median([s.process_cpu_ms.get(name, 0.0) for s in here]):.2f}"
             for name in here[0].process_cpu_ms
         )
         table.add_row(

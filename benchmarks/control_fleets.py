@@ -6,6 +6,7 @@ import asyncio
 import os
 import subprocess
 import sys
+import time
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -32,6 +33,8 @@ MODEL = {"layers": 4, "hidden": 64, "heads": 2, "kv-heads": 2}
 """2 KiB of KV per token in float32: what a request costs besides computing shows."""
 LENGTHS = (32, 128, 512)
 CONCURRENCIES = (1, 16, 64)
+SETTLE_S = 2.0
+"""After the first request, in which two workers meet and begin to measure their links."""
 MOST_REQUESTS_PER_S = 3000
 """Prompts made for each second of a load: none is sent twice while a fleet serves fewer."""
 
@@ -120,7 +123,10 @@ class FleetLoad:
         self._rng = np.random.default_rng(0)
 
     def warm_up(self, servings: dict[str, Serving]) -> None:
-        """Links are measured, page tables filled, and code paths run once."""
+        """Links are measured, with nothing else to do; page tables filled; code paths run once."""
+        for serving in servings.values():
+            run_load(serving.gateway.url, self._make_bodies(min(LENGTHS), 0.1), 1, 0.0)
+        time.sleep(SETTLE_S)
         for serving in servings.values():
             for num_tokens in LENGTHS:
                 bodies = self._make_bodies(num_tokens, self._duration_s)

@@ -14,13 +14,13 @@ is counted has 128."""
 
 BOUNDS = {
     # of one handoff                          WHOLE  BY_LAYER  OVER_TCP
-    "commands from engines to agents":        (4,        35,        4),
+    "commands from engines to agents":        (2,        34,        2),
     "engine wake-ups":                        (2,         2,        2),
     "control messages":                       (3,         3,        3),
-    "frames, the transports' own included":   (10,       40,       41),
-    "steps of the agents":                    (8,       110,       11),
-    SYSTEM_CALLS:                             (46,      445,      163),
-    PYTHON_CALLS:                             (2010,   9540,     4190),
+    "frames, the transports' own included":   (7,        37,       41),
+    "steps of the agents":                    (5,        74,        8),
+    SYSTEM_CALLS:                             (29,      360,      150),
+    PYTHON_CALLS:                             (1740,   9020,     4090),
 }  # fmt: skip
 """The most that there may be: what is counted today, and 5 to 10 % more where it may move a little.
 Lower them when there are fewer."""
