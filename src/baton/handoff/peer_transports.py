@@ -240,8 +240,12 @@ class PeerTransportTable:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         """Attach all routes to a peer, unless that was begun; what failed at once."""
         if id(peer) in self._by_peer:
             return []
+        transports = self._make_transports(peer)
+        local = frozenset(
+            kind for kind, each in transports.items() if each.transport.capabilities.same_host_only
+        )
         known = self._by_peer[id(peer)] = _PeerTransports(
-            peer, self._make_transports(peer), Chooser(self._rule)
+            peer, transports, Chooser(self._rule, local)
         )
         return [
             lost

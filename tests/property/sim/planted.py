@@ -56,7 +56,7 @@ def no_epoch_check(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
         grants,
         "check_ticket",
-        lambda context, peer, text: unseal(text, context.credentials),
+        lambda context, peer, text, known=None: unseal(text, context.credentials),
     )
 
 
@@ -64,8 +64,8 @@ def early_free(patch: pytest.MonkeyPatch) -> None:
     """A closed grant is taken for a quiet one."""
     close = IncomingHandoff.close_write_grants
 
-    def close_and_forget(self):
-        close(self)
+    def close_and_forget(self, *, writer_is_done):
+        close(self, writer_is_done=writer_is_done)
         return False
 
     patch.setattr(IncomingHandoff, "close_write_grants", close_and_forget)
@@ -132,6 +132,23 @@ def no_fence(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(IncomingHandoff, "fence", fence)
 
 
+def never_asked(patch: pytest.MonkeyPatch) -> None:
+    """A grant is closed without asking although a transport failed on the way."""
+    patch.setattr(ReceiveSession, "_writer_is_done", True)
+
+
+def lost_end(patch: pytest.MonkeyPatch) -> None:
+    """The end that rode on a write is lost with its transport."""
+    submitted = SendSession.submitted
+
+    def forget(self, handle, token_ranges, *, is_last=False):
+        actions = submitted(self, handle, token_ranges, is_last=is_last)
+        self._finish_rides_on = "" if is_last else None
+        return actions
+
+    patch.setattr(SendSession, "submitted", forget)
+
+
 def counted_twice(patch: pytest.MonkeyPatch) -> None:
     """A range that landed before counts again."""
     patch.setattr(Coverage, "check", lambda self, layer, start, stop, num_layers=1: None)
@@ -192,6 +209,8 @@ PLANTED: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
         forgotten_grants,
         deadline_ignored,
         no_fence,
+        never_asked,
+        lost_end,
         counted_twice,
         any_peer_is_heard,
         forgotten_graves,

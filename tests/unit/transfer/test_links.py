@@ -221,3 +221,13 @@ def test_a_probe_is_known_by_its_digest_and_only_once(probe: Probe) -> None:
     finally:
         del pages
         release_region(probe_buffer.region)
+
+
+def test_what_leaves_the_host_must_be_much_faster_than_what_does_not() -> None:
+    models = {"near": LinkModel(1e-5, 1e-9, 1e-10, 9), "far": LinkModel(6e-6, 1e-9, 1e-10, 9)}
+    assert Chooser("measured").choose(SMALL, models, ["near", "far"]).used == "far"
+    chooser = Chooser("measured", frozenset({"near"}))
+    assert chooser.choose(SMALL, models, ["near", "far"]).used == "near"
+    assert chooser.choose(SMALL, models, ["far"]).used == "far"
+    models["far"] = LinkModel(3e-6, 1e-9, 1e-11, 9)
+    assert chooser.choose(SMALL, models, ["near", "far"]).used == "far"

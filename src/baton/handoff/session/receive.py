@@ -332,9 +332,8 @@ class ReceiveSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
             return [landed]
         if self._grant_is_open:
             self.phase = ReceivePhase.LANDED
-            # Else a write that failed at the peer may be on its way still.
-            is_clean = not (self._fenced or self._excluded or self._fell_back)
-            return [landed, SendTransferAck(is_clean), CloseWriteGrant(is_clean)]
+            is_done = self._writer_is_done
+            return [landed, SendTransferAck(is_done), CloseWriteGrant(is_done)]
         self.phase = ReceivePhase.ENDED  # all that was read is counted, so no read is left
         return [landed, SendTransferAck()]
 
@@ -355,6 +354,11 @@ class ReceiveSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
                 return actions
             case _:
                 return []
+
+    @property
+    def _writer_is_done(self) -> bool:
+        """Once all is here. Else a write that failed at the peer may be on its way still."""
+        return not (self._fenced or self._excluded or self._fell_back)
 
     @property
     def _blocks_are_apart(self) -> bool:

@@ -146,6 +146,9 @@ ChoiceRule: TypeAlias = Literal["measured", "listed"]
 
 MARGIN: Final = 0.05
 """A new one must be so much cheaper than the last one chosen for such a transfer."""
+LOCAL_GAIN: Final = 2.0
+"""What reaches beyond the host must be so many times as fast as what does not, to be chosen if
+both work: it takes the CPU of both sides, which no clock shows, and a busy host blurs small times."""
 MIN_HALF_LIFE_TRANSFERS: Final = 16
 MAX_HALF_LIFE_TRANSFERS: Final = 1024
 """Transfers of a class after which what a link taught there counts half, while others carry them.
@@ -220,10 +223,11 @@ class Chooser:
 
     Remembers its last choice for each class of shapes (powers of two of bytes and of bytes a
     descriptor): noise of a few percent does not move transfers to and fro. How it compares links of
-    which one is known better than the other: `compare`.
+    which one is known better than the other: `compare`. `local` are links within this host.
     """
 
     rule: ChoiceRule
+    local: frozenset[str] = frozenset()
     _last: dict[SizeClass, str] = field(default_factory=dict)
     _histories: dict[SizeClass, dict[str, _LinkHistory]] = field(default_factory=dict)
 
@@ -249,26 +253,27 @@ class Chooser:
         for kind, model in models.items():
             predictions.append(Prediction(kind, seconds[kind], model.is_measured))
         last = self._last.get(kind_of)
-        expected = used = self._pick(predictions, last)
+        local = self.local.intersection(usable)
+        expected = used = self._pick(predictions, last, local)
         self._last[kind_of] = expected
         if expected not in usable:
-            used = self._pick([p for p in predictions if p.transport in usable], expected)
+            used = self._pick([p for p in predictions if p.transport in usable], expected, local)
         _remember(histories, models, used, left=last if last != expected else None)
         return Choice(shape, expected, used, tuple(predictions))
 
-    def _pick(self, predictions: Sequence[Prediction], last: str | None) -> str:
-        best = predictions[0]
+    def _pick(
+        self, predictions: Sequence[Prediction], last: str | None, local: frozenset[str]
+    ) -> str:
         if self.rule == "listed":
-            return best.transport
-        for each in predictions:
-            if each.seconds < best.seconds:  # the first listed, of equals
-                best = each
-        incumbent = best
-        for each in predictions:
-            if each.transport == last:
-                incumbent = each
-        stays = best.seconds > incumbent.seconds * (1 - MARGIN)
-        return incumbent.transport if stays else best.transport
+            return predictions[0].transport
+        costs = {
+            each.transport: each.seconds / (LOCAL_GAIN if each.transport in local else 1.0)
+            for each in predictions
+        }
+        best = min(costs, key=costs.__getitem__)  # the first listed, of equals
+        if last is None or last not in costs:
+            return best
+        return last if costs[best] > costs[last] * (1 - MARGIN) else best
 
 
 def _remember(
