@@ -131,12 +131,13 @@ class PrefillSender:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         """
         outgoing = self._outgoing.get(ticket)
         if outgoing is not None:
-            if stop is not None:
-                self._perform(outgoing, outgoing.session.all_layers_ready(stop))
             now = self._context.clock.now()
             outgoing.session.lease.hold(now)
             outgoing.session.wait_until(Instant(now + self._context.timeout_s))
+            # First the end: it may ride on the write.
             self._perform(outgoing, outgoing.session.finish(first_token))
+            if stop is not None:
+                self._perform(outgoing, outgoing.session.all_layers_ready(stop))
 
     def engine_progressed(self, pending: PendingPrefills) -> None:
         """This worker's engine lives, and has yet to compute these: their deadlines can wait."""

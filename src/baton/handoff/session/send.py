@@ -209,7 +209,7 @@ class SendSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         return self._drain() if self.phase is SendPhase.SENDING else []
 
     def ends_with(self, write: WriteLayers) -> SendFinished | None:
-        """What may ride on a write, if that is the last one: then the peer hears no other end."""
+        """What may ride on a write, if that is the last one: then no `Finished` follows."""
         if self.phase is not SendPhase.SENDING or self._finish is None or self.excluded:
             return None
         sent = self._sent.copy()

@@ -147,8 +147,9 @@ ChoiceRule: TypeAlias = Literal["measured", "listed"]
 MARGIN: Final = 0.05
 """A new one must be so much cheaper than the last one chosen for such a transfer."""
 LOCAL_GAIN: Final = 2.0
-"""What reaches beyond the host must be so many times as fast as what does not, to be chosen if
-both work: it takes the CPU of both sides, which no clock shows, and a busy host blurs small times."""
+"""What reaches beyond the host must be so many times as fast as what does not, to be chosen where
+both work: it takes the CPU of both sides, which no clock shows; and a busy host blurs small times.
+"""
 MIN_HALF_LIFE_TRANSFERS: Final = 16
 MAX_HALF_LIFE_TRANSFERS: Final = 1024
 """Transfers of a class after which what a link taught there counts half, while others carry them.
