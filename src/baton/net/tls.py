@@ -197,7 +197,7 @@ class HttpTls(Protocol):
     def check_request(self, certificate: bytes | None, method: str, path: str) -> bool:
         """Check that the holder of a certificate (DER) may make an HTTP request.
 
-        Whether it is a gateway, which may say what its tickets say without signing them.
+        Whether it is a gateway, whose tickets need no signature.
 
         Raises:
             AuthenticationError: it may not.
