@@ -132,11 +132,6 @@ def no_fence(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(IncomingHandoff, "fence", fence)
 
 
-def never_asked(patch: pytest.MonkeyPatch) -> None:
-    """A grant is closed without asking although a transport failed on the way."""
-    patch.setattr(ReceiveSession, "_writer_is_done", True)
-
-
 def lost_end(patch: pytest.MonkeyPatch) -> None:
     """The end that rode on a write is lost with its transport."""
     submitted = SendSession.submitted
@@ -209,7 +204,6 @@ PLANTED: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
         forgotten_grants,
         deadline_ignored,
         no_fence,
-        never_asked,
         lost_end,
         counted_twice,
         any_peer_is_heard,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,7 @@ from baton.handoff.interface import (
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from contextlib import AbstractContextManager
 
     from baton.auth.ticket import Ticket
     from baton.handoff.interface import SampledToken
@@ -119,6 +121,9 @@ class ScriptedPort:
         self.cut.append(ticket)
         if self.writes_can_be_cut:
             self.fail_send(ticket, "abort")
+
+    def batch(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def cancel_oldest_ungranted(self, tickets: Sequence[TicketId], reason: str) -> None:
         """None is granted in this port: the first of them it is."""
