@@ -13,7 +13,6 @@ import ctypes
 import logging
 import threading
 from collections import deque
-from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
@@ -22,7 +21,7 @@ from baton.handoff.heartbeat import EngineHeartbeat
 from baton.transfer.links.choice import NullObserver
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from baton.auth.ticket import Ticket
     from baton.handoff.interface import (
@@ -168,12 +167,6 @@ class HandoffAgent:  # noqa: PLR0904 - the engine's contract, and the process's
         """See `HandoffPort`."""
         stop = self._short_prompts.take(ticket)
         self.loop.call(partial(self.loop.sending.prefill_done, ticket, first_token, stop))
-
-    @contextmanager
-    def batch(self) -> Generator[None]:
-        """See `HandoffPort`."""
-        with self.loop.held_calls():
-            yield
 
     def decline(self, ticket: Ticket, reason: str) -> None:
         """See `HandoffPort`."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import queue
 import selectors
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final, assert_never
 
 from baton.auth.ticket import WorkerRef
@@ -53,7 +52,7 @@ from baton.transfer.interface import (
 from baton.transfer.links.probes import ProbeBuffer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
+    from collections.abc import Callable
 
     from baton.clock import Instant
     from baton.handoff.interface import (
@@ -72,7 +71,7 @@ TICK_S: Final = 0.05
 
 
 class AgentLoop:
-    """Owner: the agent's thread. `call` and `note` are for all threads, `held_calls` for one."""
+    """Owner: the agent's thread; `call` and `note` alone are for every thread."""
 
     def __init__(
         self,
@@ -95,7 +94,7 @@ class AgentLoop:
         self._commands: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._selector = options.io_backend.make_selector()
         self._waker = options.io_backend.make_waker()
-        self._is_woken = self._holds_calls = self._has_held_calls = False
+        self._is_woken = False
         self._waiting = AdaptiveWaiter(options.clock, options.spin_s)
         self._next_tick = 0.0
         probe_buffer = _allocate_probe_buffer(options.links)
@@ -154,24 +153,9 @@ class AgentLoop:
         A thread that was woken, and has not run its commands yet, is not woken again.
         """
         self._commands.put(command)
-        if self._holds_calls:
-            self._has_held_calls = True
-        elif not self._is_woken:
+        if not self._is_woken:
             self._is_woken = True
             self._waker.wake()
-
-    @contextmanager
-    def held_calls(self) -> Generator[None]:
-        """The thread is woken at the end, for all calls within; calls of other threads wait too."""
-        self._holds_calls = True
-        try:
-            yield
-        finally:
-            self._holds_calls = False
-            if self._has_held_calls:
-                self._has_held_calls = False
-                self._is_woken = True
-                self._waker.wake()
 
     def note(self, command: Callable[[], object]) -> None:
         """Have the thread do something before whatever it does next, in `TICK_S`. Thread-safe."""

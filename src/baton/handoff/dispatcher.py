@@ -16,7 +16,6 @@ from baton.handoff.pool_mode.store_handoff import StoreHandoff
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from contextlib import AbstractContextManager
 
     from baton.auth.ticket import HandoffMode, Ticket
     from baton.handoff.interface import HandoffEvent, ReceiveOrder, SampledToken, SendOrder
@@ -149,10 +148,6 @@ class HandoffDispatcher:  # noqa: PLR0904 - the engine's contract
     def prefill_done(self, ticket: TicketId, first_token: SampledToken | None) -> None:
         """See `HandoffPort`."""
         self._handler_of(ticket).prefill_done(ticket, first_token)
-
-    def batch(self) -> AbstractContextManager[None]:
-        """See `HandoffPort`."""
-        return self.agent.batch()
 
     def decline(self, ticket: Ticket, reason: str) -> None:
         """See `HandoffPort`."""

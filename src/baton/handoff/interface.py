@@ -22,7 +22,6 @@ import msgspec
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from contextlib import AbstractContextManager
 
     import numpy as np
     from numpy.typing import NDArray
@@ -234,13 +233,6 @@ class HandoffPort(SharedBlockPort, Protocol):
 
     def prefill_done(self, ticket: TicketId, first_token: SampledToken | None) -> None:
         """Prefill of this ticket is done; `first_token` if this side sampled one to hand over."""
-        ...
-
-    def batch(self) -> AbstractContextManager[None]:
-        """What is asked within is begun at its end: one wake-up of the agent for all of it.
-
-        For the engine's thread, around short work of its own; not to be nested.
-        """
         ...
 
     def decline(self, ticket: Ticket, reason: str) -> None:

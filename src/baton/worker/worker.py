@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -48,7 +47,6 @@ from baton.worker.tokenizer import load_chat_template, load_tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from contextlib import AbstractContextManager
 
     from baton.auth.ticket import Ticket
     from baton.clock import Clock
@@ -88,10 +86,6 @@ class DisabledHandoffs:
 
     def prefill_done(self, ticket: TicketId, first_token: SampledToken | None) -> None:
         """See `HandoffPort`."""
-
-    def batch(self) -> AbstractContextManager[None]:
-        """See `HandoffPort`."""
-        return nullcontext()
 
     def decline(self, ticket: Ticket, reason: str) -> None:
         """See `HandoffPort`."""

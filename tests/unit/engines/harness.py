@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING
@@ -49,7 +48,6 @@ from tests.tickets import issue
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from contextlib import AbstractContextManager
 
     from numpy.typing import NDArray
 
@@ -214,9 +212,6 @@ class RecordingHandoff:
 
     def abort(self, ticket: TicketId, reason: str) -> None:
         self.calls.append("abort")
-
-    def batch(self) -> AbstractContextManager[None]:
-        return nullcontext()
 
     def cancel_oldest_ungranted(self, tickets: Sequence[TicketId], reason: str) -> None:
         self.calls.append("cancel_oldest_ungranted")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -21,7 +20,6 @@ from baton.handoff.interface import (
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from contextlib import AbstractContextManager
 
     from baton.auth.ticket import Ticket
     from baton.handoff.interface import SampledToken
@@ -121,9 +119,6 @@ class ScriptedPort:
         self.cut.append(ticket)
         if self.writes_can_be_cut:
             self.fail_send(ticket, "abort")
-
-    def batch(self) -> AbstractContextManager[None]:
-        return nullcontext()
 
     def cancel_oldest_ungranted(self, tickets: Sequence[TicketId], reason: str) -> None:
         """None is granted in this port: the first of them it is."""

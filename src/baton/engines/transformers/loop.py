@@ -128,8 +128,7 @@ class EngineLoop:
         plan = self._scheduler.schedule()
         for imported, own in plan.copies:
             self._pages.copy(imported, own)
-        with self._handoff.batch():
-            self._start_handoffs(plan)
+        self._start_handoffs(plan)
         if plan.work:
             self._handoff.report_progress(self._sequences.uncomputed_prefills())
             self._compute(plan)
@@ -227,13 +226,12 @@ class EngineLoop:
             for work in plan.work:
                 self._fail(work.sequence, EngineError("the engine failed while computing"))
             return
-        with self._handoff.batch():
-            for work, token in zip(plan.work, tokens, strict=True):
-                if work.is_prefill and work.stop >= work.sequence.num_prompt_tokens:
-                    self._stamp(work.sequence, Stamp.PREFILL_DONE)
-                self._scheduler.advance(work)
-                if token is not None:
-                    self._accept(work.sequence, token)
+        for work, token in zip(plan.work, tokens, strict=True):
+            if work.is_prefill and work.stop >= work.sequence.num_prompt_tokens:
+                self._stamp(work.sequence, Stamp.PREFILL_DONE)
+            self._scheduler.advance(work)
+            if token is not None:
+                self._accept(work.sequence, token)
 
     def _accept(self, sequence: Sequence, token: SampledToken) -> None:
         """A new token: an answer's next one, or a prefill request's only one."""

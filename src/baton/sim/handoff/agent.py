@@ -20,7 +20,6 @@ from baton.handoff.messages import (
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from contextlib import AbstractContextManager
 
     from baton.auth.ticket import Ticket
     from baton.handoff.interface import HandoffEvent, ReceiveOrder, SampledToken, SendOrder
@@ -124,10 +123,6 @@ class CheckedPort:
         self._checker.leases.start(self._process, ticket)
         self._handoffs.prefill_done(ticket, first_token)
         self._handoffs.wake_store_handoff()
-
-    def batch(self) -> AbstractContextManager[None]:
-        """See `HandoffPort`."""
-        return self._handoffs.batch()
 
     def decline(self, ticket: Ticket, reason: str) -> None:
         """See `HandoffPort`."""
