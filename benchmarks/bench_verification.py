@@ -1,6 +1,6 @@
 """What verification costs: digests and tickets, as a share of TTFT and of a handoff's own time.
 
-    python benchmarks/bench_verification.py [--part ttft handoff] [--engine transformers]
+    python benchmarks/bench_verification.py [--part ttft handoff copy] [--engine transformers]
         [--repetitions 5] [--json benchmarks/results/verification.json]
 
 `ttft`: a pair of workers, one core each, behind a gateway; the CPU time of every digest that a
@@ -12,6 +12,9 @@ ENGINE=vllm`).
 `handoff`: workload S (8,192 pages of 32 KiB) as one handoff between two processes, with every level
 of verification, taking turns, over each transport: the share is 1 - identity / full. `keyed` is
 `full` with the digests that KV between hosts has.
+
+`copy`: the receiver's copies and digests of a read over `shared`, in one pass over cache-sized
+parts, as Baton does it, and in two; beside them memcpy of the same pages, in the same rounds.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 import numpy as np
+from copy_and_verify import gb_per_s, measure_copies
 from rich.console import Console
 from verified_handoffs import KEYED, NUM_BYTES, measure
 
@@ -57,7 +61,7 @@ console = Console(stderr=True)
 def main() -> None:
     """Run the parts, print what they found, keep it."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--part", nargs="+", default=["ttft", "handoff"])
+    parser.add_argument("--part", nargs="+", default=["ttft", "handoff", "copy"])
     parser.add_argument("--engine", default="transformers", choices=["transformers", "vllm"])
     parser.add_argument("--transports", nargs="+", default=["shared", "tcp"])
     parser.add_argument("--repetitions", type=int, default=5)
@@ -75,6 +79,8 @@ def main() -> None:
         record["handoff"] = {
             kind: measure_handoffs(kind, options.repetitions) for kind in options.transports
         }
+    if "copy" in options.part:
+        record["copy"] = report_copies(options.repetitions)
     record["load_after"] = os.getloadavg()[0]
     if options.json:
         options.json.write_text(json.dumps(record, indent=1) + "\n")
@@ -100,6 +106,26 @@ def measure_ttft(options: argparse.Namespace) -> dict[str, float]:
         f"{ttft_s:.3f} s to the first token at {NUM_TOKENS} tokens: {found['share']:.3%}"
     )
     return found
+
+
+def report_copies(num_rounds: int) -> dict[str, dict[str, float]]:
+    """Rates by CPU time, and their ratios to memcpy in each round."""
+    found = measure_copies(num_rounds)
+    rows: dict[str, dict[str, float]] = {}
+    for name, seconds in found.items():
+        shares = sorted(m / s for m, s in zip(found["memcpy"], seconds, strict=True))
+        rows[name] = {
+            "gb_per_s": gb_per_s(statistics.median(seconds)),
+            "best_gb_per_s": gb_per_s(min(seconds)),
+            "of_memcpy": statistics.median(shares),
+            "of_memcpy_min": shares[0],
+            "of_memcpy_max": shares[-1],
+        }
+        console.print(
+            f"{name:12} {rows[name]['gb_per_s']:.2f} GB/s (best {rows[name]['best_gb_per_s']:.2f}),"
+            f" {rows[name]['of_memcpy']:.2f} of memcpy ({shares[0]:.2f} to {shares[-1]:.2f})"
+        )
+    return rows
 
 
 def ask_a_pair(

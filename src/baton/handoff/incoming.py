@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from baton.handoff.session.receive import ReceiveSession
     from baton.handoff.verify import Level, VerificationPolicy
     from baton.kv.copies import CopyPlanner, PageCopies
+    from baton.kv.digest import PieceDigests
     from baton.transfer.interface import Transport
     from baton.transfer.links.choice import Choice
 
@@ -49,7 +50,7 @@ class BlockTableCache:
         return table
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False)  # noqa: PLR0904 - all that concerns one handoff into this worker
 class IncomingHandoff:
     """A session, its peer, its pages, and the transports that admit writes into them.
 
@@ -156,12 +157,14 @@ class IncomingHandoff:
         sampler: Sampler | None,
         *,
         is_keyed: bool,
+        begun: PieceDigests | None = None,
     ) -> list[int]:
         """Layers of a notification that are not in the pages as their sender had them.
 
-        With a sampler: as far as it looks. What was compared is noted in the trace.
+        With a sampler: as far as it looks. What was compared is noted in the trace. `begun` is
+        what `verifier.begin` returned for it.
         """
-        seen = self._get_verifier().verify(notification, sampler, is_keyed=is_keyed)
+        seen = self.verifier.verify(notification, sampler, is_keyed=is_keyed, begun=begun)
         trace, num_bytes = self.session.order.trace, seen.num_tokens * self._layer_bytes
         trace.verified(transport.kind, num_bytes, is_intact=not seen.wrong_layers)
         return seen.wrong_layers
@@ -217,7 +220,8 @@ class IncomingHandoff:
         """Write into the trace which transports carried it."""
         self.usage.write_into(self.session.order.trace)
 
-    def _get_verifier(self) -> DigestVerifier:
+    @property
+    def verifier(self) -> DigestVerifier:
         """One for all that arrives: from the grant on, neither the peer nor the pages change."""
         if self._verifier is None:
             if self.peer is None:
@@ -271,13 +275,16 @@ def verify_written(
 
 
 def verify_read(
-    incoming: IncomingHandoff, notification: Notification, transport: Transport
+    incoming: IncomingHandoff,
+    notification: Notification,
+    transport: Transport,
+    begun: PieceDigests | None,
 ) -> bool:
     """Whether what a read brought is, all of it, what the peer announced.
 
     Whatever the policy: its pages may have changed while they were read.
     """
-    return not incoming.find_wrong_layers(notification, transport, None, is_keyed=True)
+    return not incoming.find_wrong_layers(notification, transport, None, is_keyed=True, begun=begun)
 
 
 def explain_mismatch(notification: Notification) -> str:

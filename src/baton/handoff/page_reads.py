@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from baton.handoff.messages import Available
     from baton.handoff.peer_transports import PeerTransport
     from baton.handoff.session.actions import ReceiveAction
+    from baton.kv.digest import PieceDigests
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,19 +44,20 @@ class _ReadFailure:
 class _PendingRead:
     """A read that was posted: into which handoff, what it will have brought, and over what.
 
-    `tried` are the transports by which it failed, or brought something else, before.
+    `tried` are the transports by which it failed, or brought something else, before. `begun` has
+    the digests of what was copied already.
     """
 
     incoming: IncomingHandoff
     available: Available
     peer_transport: PeerTransport
     tried: frozenset[str]
+    begun: PieceDigests | None
 
     @property
     def notification(self) -> Notification:
         """What is in the pages, if it went well."""
-        message = self.available
-        return Notification(message.layer, message.start, message.stop, message.digests)
+        return _describe(self.available)
 
     @property
     def tried_now(self) -> frozenset[str]:
@@ -109,7 +111,7 @@ class PageReads:
         elif prefill_failed := session.check_lease(self._context.clock.now()):
             self._perform(incoming, prefill_failed)
             self._perform(incoming, session.read_ended(handle))
-        elif verify_read(incoming, notification, pending.peer_transport.transport):
+        elif verify_read(incoming, notification, pending.peer_transport.transport, pending.begun):
             self._penalize_others(pending)
             self._perform(incoming, session.read_ended(handle))
             self._accept(incoming, notification)
@@ -205,11 +207,24 @@ class PageReads:
         if chosen is None:
             raise self._context.peer_transports.explain(peer)
         began_at = self._context.peer_transports.now()
-        transfer = as_reader(chosen.peer_transport.transport).read(
-            PageRead(chosen.peer_transport.attached, region.handle, copies, incoming.session.ticket)
+        begun = incoming.verifier.begin(_describe(available), is_keyed=True)
+        read = PageRead(
+            chosen.peer_transport.attached,
+            region.handle,
+            copies,
+            incoming.session.ticket,
+            None if begun is None else begun.add_pages,
         )
+        transfer = as_reader(chosen.peer_transport.transport).read(read)
         self._context.peer_transports.submitted(chosen, began_at)
         incoming.record_read(chosen.choice, copies)
         handle = TransferHandle(chosen.peer_transport.kind, transfer)
-        self._pending[handle] = _PendingRead(incoming, available, chosen.peer_transport, tried)
+        self._pending[handle] = _PendingRead(
+            incoming, available, chosen.peer_transport, tried, begun
+        )
         return handle
+
+
+def _describe(available: Available) -> Notification:
+    """What is in the pages, once they were read."""
+    return Notification(available.layer, available.start, available.stop, available.digests)

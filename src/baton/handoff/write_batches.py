@@ -31,7 +31,13 @@ from baton.kv.copies import (
     count_blocks,
     pair_layers,
 )
-from baton.kv.digest import DigestKey, PieceLocator, compute_digests, locate_pieces
+from baton.kv.digest import (
+    DigestKey,
+    PieceDigests,
+    PieceLocator,
+    compute_digests,
+    locate_pieces,
+)
 from baton.transfer.interface import PageWrite, ReadGrant
 from baton.transfer.links.cost_model import measure_shape
 
@@ -206,13 +212,32 @@ class DigestVerifier:
         self._pairs = pair_layers(peer, target.layout)
         self._locator = PieceLocator()
 
+    def begin(self, notification: Notification, *, is_keyed: bool = False) -> PieceDigests | None:
+        """Digests of one layer, to be made as its pages are filled, for `verify`.
+
+        None where a page has several pieces, so that they are not all there at once.
+        """
+        bounds = compute_pieces(*self._block_sizes, notification.start, notification.stop)
+        pieces, layer = self._locator.locate(self._target, bounds), notification.layer
+        if not pieces.has_one_in_each_block:
+            return None
+        pair, key = self._pairs[layer], self._key if is_keyed else None
+        pages = self._layer_pages[layer]
+        return PieceDigests(pair.dst, pages, pieces, heads=pair.heads, key=key, layer=layer)
+
     def verify(
-        self, notification: Notification, sampler: Sampler | None = None, *, is_keyed: bool = False
+        self,
+        notification: Notification,
+        sampler: Sampler | None = None,
+        *,
+        is_keyed: bool = False,
+        begun: PieceDigests | None = None,
     ) -> DigestResult:
         """Where the bytes at the tokens that the notification names lack the digests it claims.
 
         With a sampler only some of the pieces are looked at; digests must be there for all.
-        With `is_keyed` they are by the handoff's key, where it has one.
+        With `is_keyed` they are by the handoff's key, where it has one. `begun` is what `begin`
+        returned for this notification and this `is_keyed`.
         """
         key = self._key if is_keyed else None
         bounds = compute_pieces(*self._block_sizes, notification.start, notification.stop)
@@ -232,8 +257,10 @@ class DigestVerifier:
                 of_each = np.frombuffer(claimed, np.uint8).reshape(num_pieces, DIGEST_BYTES)
                 claimed = of_each[only].tobytes()
             pages, pair = self._layer_pages[layer], self._pairs[layer]
-            found = compute_digests(pair.dst, pages, pieces, heads=pair.heads, key=key, layer=layer)
-            if found != claimed:
+            digests_here = begun or PieceDigests(
+                pair.dst, pages, pieces, heads=pair.heads, key=key, layer=layer
+            )
+            if digests_here.finish() != claimed:
                 wrong.append(layer)
             num_tokens += pieces.num_tokens
         return DigestResult(wrong, num_tokens)

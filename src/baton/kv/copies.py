@@ -18,12 +18,16 @@ from baton.kv.layout import check_compatible
 from baton.kv.runs import MAX_FEW, find_runs, merge_few
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from numpy.typing import NDArray
 
     from baton.kv.geometry import PageGeometry
     from baton.kv.layout import KVLayout, Plane
 
 _GATHER_BYTES: Final = 1 << 20
+PART_BYTES: Final = 256 << 10
+"""What is copied and then looked at in one go: 128 to 512 KiB are equally fast."""
 _PACKED: Final = np.dtype("<u4")
 _SHORT_RUN_BYTES: Final = 4096
 _MANY_RUNS: Final = 32
@@ -283,6 +287,33 @@ def apply_copies(
             _copy_pages(group, src_pages, dst_pages)
         else:
             _copy_spans(group, src_pages, dst_pages)
+
+
+def apply_copies_in_parts(
+    copies: PageCopies,
+    src_pages: NDArray[np.uint8],
+    dst_pages: NDArray[np.uint8],
+    copied: Callable[[list[int]], None],
+) -> None:
+    """Like `apply_copies`; `copied` gets the destination pages of each part once they are there.
+
+    A part is small enough to be in the processor's second-level cache then, except where pages are
+    cut or are larger than that.
+    """
+    page_bytes = dst_pages.shape[1]
+    for group in copies.groups:
+        if group.moves_whole_pages(src_pages.shape[1], page_bytes):
+            if (*src_pages.shape, *dst_pages.shape) not in group.fits:
+                _check_group(group, src_pages, dst_pages)
+            targets, step = group.dst_pages.tolist(), max(1, PART_BYTES // page_bytes)
+            pairs = list(zip(group.src_pages.tolist(), targets, strict=True))
+            for first in range(0, len(pairs), step):
+                for src, dst in pairs[first : first + step]:
+                    dst_pages[dst] = src_pages[src]
+                copied(targets[first : first + step])
+        else:
+            apply_copies(PageCopies(copies.layer, (group,)), src_pages, dst_pages)
+            copied(group.dst_pages.tolist())
 
 
 def check_range(start: int, stop: int) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hmac
 import struct
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -45,7 +45,7 @@ class DigestKey:
 _NONCE: Final = struct.Struct("<IQ")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Pieces:
     """Where pieces are on one side: piece i is `lengths[i]` tokens of a block from `firsts[i]`.
 
@@ -60,6 +60,21 @@ class Pieces:
     lengths: list[int]
     num_tokens: int
     block_size: int
+
+    @cached_property
+    def places(self) -> dict[int, int]:
+        """Of each block: which piece it holds, the last one if there are several."""
+        return {block: place for place, block in enumerate(self.blocks)}
+
+    @property
+    def has_one_in_each_block(self) -> bool:
+        """Whether no block holds two of them."""
+        return len(self.places) == len(self.blocks)
+
+    @cached_property
+    def least_length(self) -> int:
+        """Tokens of the shortest piece; 0 if there is none."""
+        return min(self.lengths, default=0)
 
 
 class PieceLocator:
@@ -130,28 +145,68 @@ def compute_digests(
         key: The handoff's, for digests that cannot be forged; None for xxh3_128.
         layer: The layer's index, which such a digest covers.
     """
-    planes: list[NDArray[np.uint8]] = []
-    # Of so many tokens or more, a piece is a page as it lies.
-    page_tokens = pieces.block_size if geometry.divisible else 1
-    if not _is_stored_as_digested(geometry, heads):
-        page_tokens = pieces.block_size + 1
-    digests: list[bytes] = []
-    for token, block, first, length in zip(
-        pieces.tokens, pieces.blocks, pieces.firsts, pieces.lengths, strict=True
-    ):
-        if length >= page_tokens:
-            page = layer_pages[block]
-            digests.append(
-                xxh3_128_digest(page) if key is None else key.digest(layer, token, page.data)
-            )
-            continue
-        planes = planes or view_planes(layer_pages, geometry, heads)
-        rows = _gather(planes, block, geometry.locate(range(first, first + length)))
+    digests = PieceDigests(geometry, layer_pages, pieces, heads=heads, key=key, layer=layer)
+    return digests.finish()
+
+
+class PieceDigests:
+    """The digests of a layer's pieces, which may be made while the pages are being filled.
+
+    Arguments as of `compute_digests`. Owner thread: the handoff's.
+    """
+
+    def __init__(
+        self,
+        geometry: PageGeometry,
+        layer_pages: NDArray[np.uint8],
+        pieces: Pieces,
+        *,
+        heads: range | None = None,
+        key: DigestKey | None = None,
+        layer: int = 0,
+    ) -> None:
+        self._geometry, self._layer_pages, self.pieces = geometry, layer_pages, pieces
+        self._heads, self._key, self._layer = heads, key, layer
+        self._planes: list[NDArray[np.uint8]] = []
+        # Of so many tokens or more, a piece is a page as it lies.
+        self._page_tokens = pieces.block_size if geometry.divisible else 1
+        if not _is_stored_as_digested(geometry, heads):
+            self._page_tokens = pieces.block_size + 1
+        self._found: list[bytes | None] = [None] * len(pieces.blocks)
+
+    def add_pages(self, pages: list[int]) -> None:
+        """Some pages are filled; only where `Pieces.has_one_in_each_block`."""
+        places, found, layer_pages = self.pieces.places, self._found, self._layer_pages
+        are_pages = self._key is None and self.pieces.least_length >= self._page_tokens
+        for page in pages:
+            place = places.get(page)
+            if place is None:
+                continue
+            found[place] = xxh3_128_digest(layer_pages[page]) if are_pages else self._digest(place)
+
+    def finish(self) -> bytes:
+        """All pages are filled: `DIGEST_BYTES` for each piece, concatenated."""
+        digests = [
+            self._digest(place) if digest is None else digest
+            for place, digest in enumerate(self._found)
+        ]
+        return b"".join(digests)
+
+    def _digest(self, place: int) -> bytes:
+        pieces, key, geometry = self.pieces, self._key, self._geometry
+        block, length = pieces.blocks[place], pieces.lengths[place]
+        if length >= self._page_tokens:
+            page = self._layer_pages[block]
+            if key is None:
+                return xxh3_128_digest(page)
+            return key.digest(self._layer, pieces.tokens[place], page.data)
+        if not self._planes:
+            self._planes = view_planes(self._layer_pages, geometry, self._heads)
+        first = pieces.firsts[place]
+        rows = _gather(self._planes, block, geometry.locate(range(first, first + length)))
         if key is None:
-            digests.append(_digest_rows(rows))
-        else:
-            digests.append(key.digest(layer, token, b"".join(rows)))
-    return b"".join(digests)
+            return _digest_rows(rows)
+        return key.digest(self._layer, pieces.tokens[place], b"".join(rows))
 
 
 def _gather(planes: list[NDArray[np.uint8]], block: int, tokens: range) -> list[memoryview]:

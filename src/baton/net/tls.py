@@ -54,6 +54,11 @@ class TlsSocket(ssl.SSLSocket):
         except ssl.SSLError as exc:
             raise _translate(exc) from exc
 
+    def send(self, data: memoryview, flags: int = 0) -> int:  # type: ignore[override]
+        """See `socket.send`: as much as can be sent now; no flags."""
+        del flags
+        return self.sendmsg([data])
+
     def sendmsg(  # type: ignore[override]  # no ancillary data
         self, buffers: Sequence[memoryview]
     ) -> int:

@@ -237,7 +237,9 @@ class FaultyTransport:  # noqa: PLR0904 - the contract
             case Fault.SWAP_PAGES | Fault.TRUNCATE as fault:
                 read = replace(read, copies=self._misdirect(read.copies, fault))
             case Fault.FLIP_BIT | Fault.ZERO_PAGE as fault:
-                transfer = self._ids.give(as_reader(self._inner).read(read))
+                # The bytes change on their way: whoever looks at them early must see that, too.
+                posted = as_reader(self._inner).read(replace(read, copied=None))
+                transfer = self._ids.give(posted)
                 self._pending_corruptions[transfer] = _PendingCorruption(read, fault)
                 return transfer
             case _:

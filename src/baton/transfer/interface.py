@@ -38,7 +38,7 @@ from baton.ids import Epoch, RegionHandle, TicketId, WorkerId
 from baton.registry import Registry
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     import numpy as np
     from numpy.typing import NDArray
@@ -174,13 +174,16 @@ class PageWrite:
 class PageRead:
     """Copy `copies` (page indices of the remote region → of the local one).
 
-    `grant` is the peer's permission; None for a region that is public.
+    `grant` is the peer's permission; None for a region that is public. `copied` gets the local
+    pages of each part as soon as they are in place, within the call that puts them there: a
+    transport whose copies pass through this process's cache calls it, for all pages or for none.
     """
 
     remote: RemoteId
     region: RegionHandle
     copies: PageCopies
     grant: TicketId | None = None
+    copied: Callable[[list[int]], None] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -204,7 +204,8 @@ def check_copies(
         raise TransferError(
             f"there is no array {stop - 1}: the regions have {len(source)} and {len(target)}"
         )
-    for src, dst in zip(source[first:stop], target[first:stop], strict=True):
+    for layer in range(first, stop):
+        src, dst = source[layer], target[layer]
         sizes = (src.num_pages, src.page_bytes, dst.num_pages, dst.page_bytes)
         for group in copies.groups:
             if sizes not in group.fits:

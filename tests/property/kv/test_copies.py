@@ -5,24 +5,27 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
+from unittest import mock
 
 import msgspec
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from baton.kv import copies as copies_module
 from baton.kv.canonical import read_canonical, write_canonical
 from baton.kv.copies import (
     BlockTable,
     PageCopies,
     PagedSequence,
     apply_copies,
+    apply_copies_in_parts,
     blocks_holding,
     compute_page_copies,
     compute_pieces,
     count_blocks,
 )
-from baton.kv.digest import DIGEST_BYTES, compute_digests, locate_pieces
+from baton.kv.digest import DIGEST_BYTES, PieceDigests, compute_digests, locate_pieces
 from baton.kv.geometry import page_geometry, shared_heads
 from baton.kv.layout import KVLayout, LayerLayout, TensorParallelShard, check_compatible
 
@@ -161,6 +164,29 @@ def test_digests_are_equal_on_both_sides_after_the_copy(case: Case) -> None:
     )
     assert sent == found
     assert len(sent) == DIGEST_BYTES * (len(case.bounds) - 1)
+
+
+@QUICK
+@given(cases(), st.integers(1, 4096))
+def test_digests_made_part_by_part_are_those_of_the_pages_afterwards(
+    case: Case, part_bytes: int
+) -> None:
+    geometry, copied = page_geometry(case.dst.layout, 0), list[int]()
+    pieces = locate_pieces(case.dst.sequence, case.bounds)
+    expected = case.dst.pages.copy()
+    apply_copies(case.copies, case.src.pages, expected)
+    digests = PieceDigests(geometry, case.dst.pages, pieces, heads=case.heads)
+
+    def look(pages: list[int]) -> None:
+        copied.extend(pages)
+        if pieces.has_one_in_each_block:
+            digests.add_pages(pages)
+
+    with mock.patch.object(copies_module, "PART_BYTES", part_bytes):
+        apply_copies_in_parts(case.copies, case.src.pages, case.dst.pages, look)
+    assert (case.dst.pages == expected).all()
+    assert copied == [page for group in case.copies.groups for page in group.dst_pages.tolist()]
+    assert digests.finish() == compute_digests(geometry, expected, pieces, heads=case.heads)
 
 
 @QUICK

@@ -6,6 +6,7 @@ owner of the pages.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -106,6 +107,24 @@ class CompletedReadContract(ReadingKit):
 
     def test_a_read_without_pages_completes(self, reading: TransportPair) -> None:
         check_read(reading, reading.attach(), [])
+
+    def test_pages_that_are_shown_once_copied_are_there_and_are_all(
+        self, large: TransportPair
+    ) -> None:
+        """`PageRead.copied` gets all pages, each in place, or none."""
+        num_pages, _ = LARGE_SHAPES[0]
+        sources = np.random.default_rng(4).permutation(num_pages)
+        shown: list[int] = []
+
+        def copied(pages: list[int]) -> None:
+            shown.extend(pages)
+            assert (large.writer.pages()[pages] == large.reader.pages()[sources[pages]]).all()
+
+        groups = [whole_pages(sources, range(num_pages), LARGE_PAGE_BYTES)]
+        large.writer.read(replace(large.read(large.attach(), groups), copied=copied))
+        large.pump(lambda: bool(large.seen(ReadCompleted)))
+        assert not shown or sorted(shown) == list(range(num_pages))
+        assert (large.writer.pages() == large.reader.pages()[sources]).all()
 
     def test_a_large_read(self, large: TransportPair) -> None:
         num_pages, _ = LARGE_SHAPES[0]

@@ -10,7 +10,7 @@ import os
 from typing import TYPE_CHECKING, Final, assert_never
 
 from baton.errors import PeerLostError, ProtocolError, TransferError
-from baton.kv.copies import apply_copies
+from baton.kv.copies import apply_copies, apply_copies_in_parts
 from baton.net.connection import InboundPoller
 from baton.net.framing import encode
 from baton.transfer.base_transport import refused_to_attach
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from baton.transfer.interface import (
         PageArray,
         PagedRegion,
+        PageRead,
         PageWrite,
         RegionDescriptor,
         RemoteId,
@@ -101,15 +102,24 @@ class PeerPages:
                 device.flush_ranges(*compute_written(copies, self._arrays[layer]))
             layer += 1
 
-    def load(self, copies: PageCopies, target: NDArray[np.uint8]) -> None:
-        """Copy checked pages of the peer out into `target`.
+    def load(
+        self,
+        copies: PageCopies,
+        target: NDArray[np.uint8],
+        copied: Callable[[list[int]], None] | None,
+    ) -> None:
+        """Copy checked pages of the peer out into `target`; `copied` as in `PageRead`.
 
         Raises:
             TransferError: the memory behind the mapping is not what it was.
         """
         if self._device is not None:
             self._device.check_size()
-        apply_copies(copies, self._own.views[copies.layer], target)
+        source = self._own.views[copies.layer]
+        if copied is None:
+            apply_copies(copies, source, target)
+        else:
+            apply_copies_in_parts(copies, source, target, copied)
 
     def prefault(self) -> bool:
         """Enter the next slice into this process's page table; whether there was one.
@@ -238,7 +248,7 @@ class SharedRemote(PeerWritesRemote["Sequence[NDArray[np.uint8]]"]):
         source = self._local_views[region.handle][layer : layer + write.copies.num_layers]
         self._grants.submit(Submitted(transfer, write, source), self._connection)
 
-    def read(self, transfer: TransferId, copies: PageCopies, region: PagedRegion) -> None:
+    def read(self, transfer: TransferId, read: PageRead, region: PagedRegion) -> None:
         """Copy checked pages of the peer into local ones, now; the event reports the result.
 
         The mapping outlives the peer's process, so a peer that was killed and not missed yet is
@@ -250,8 +260,9 @@ class SharedRemote(PeerWritesRemote["Sequence[NDArray[np.uint8]]"]):
             return
         if self._pages is None:
             raise TransferError("this remote is not attached yet")
+        copies = read.copies
         try:
-            self._pages.load(copies, self._local_views[region.handle][copies.layer])
+            self._pages.load(copies, self._local_views[region.handle][copies.layer], read.copied)
         except TransferError as exc:
             self._reactor.report(ReadFailed(transfer, exc))
         else:

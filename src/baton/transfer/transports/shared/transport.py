@@ -158,7 +158,7 @@ class SharedTransport(PeerWritesTransport[SharedRemote, Attach, SharedWriter]):
         if not self.capabilities.reads:
             raise TransferError("shared does not read memory whose caches need care (flush)")
         transfer, remote, region = self._check_read(read)
-        remote.read(transfer, read.copies, region)
+        remote.read(transfer, read, region)
         return transfer
 
     def view(self, remote: RemoteId, array: int) -> NDArray[np.uint8]:
