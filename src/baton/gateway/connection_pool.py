@@ -41,7 +41,11 @@ class ConnectionPool:
 
     def take_idle(self) -> Connection | None:
         """The connection that was used last, if one is idle: others may then go."""
-        return self._idle_since.popitem()[0] if self._idle_since else None
+        while self._idle_since:
+            connection, _ = self._idle_since.popitem()
+            if connection.is_open:
+                return connection
+        return None
 
     async def connect(self) -> Connection:
         """Make another one.

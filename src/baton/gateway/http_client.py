@@ -219,7 +219,7 @@ class Connection(asyncio.Protocol):
     def send(self, head: bytes, body: bytes = b"") -> Answer:
         """Send a request; one at a time. `head` ends with an empty line."""
         answer = Answer(self, self._loop)
-        if self._transport is None or self._transport.is_closing():
+        if self._transport is None or not self.is_open:
             answer.lose(self._closed)
             return answer
         self._num_head_bytes, self._has_ended, self._answer = 0, False, answer
@@ -232,7 +232,7 @@ class Connection(asyncio.Protocol):
     @property
     def is_open(self) -> bool:
         """Whether the other side is there still."""
-        return self._transport is not None
+        return self._transport is not None and not self._transport.is_closing()
 
     @property
     def _closed(self) -> str:
