@@ -19,6 +19,7 @@ import httptools
 from baton.gateway.errors import UpstreamError, WorkerLostError
 
 if TYPE_CHECKING:
+    import ssl
     from collections.abc import Callable
 
 READ_BUFFER_BYTES: Final = 1 << 20
@@ -197,16 +198,20 @@ class Answer:
 
 
 class Connection(asyncio.Protocol):
-    """One connection to a worker. `on_idle` is called when it can take the next request."""
+    """One connection to a worker, over TLS if it was `made_with` a context for that.
+
+    `on_idle` is called when it can take the next request, `on_lost` at its end.
+    """
 
     def __init__(
         self,
         origin: str,
-        loop: asyncio.AbstractEventLoop,
+        made_with: ssl.SSLContext | None,
         on_idle: Callable[[Connection], None],
         on_lost: Callable[[Connection], None],
     ) -> None:
-        self.origin, self._loop = origin, loop
+        self.origin, self.made_with = origin, made_with
+        self._loop = asyncio.get_running_loop()
         self._on_idle, self._on_lost = on_idle, on_lost
         self._transport: asyncio.Transport | None = None
         self._parser: httptools.HttpResponseParser | None = None
