@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 
 import pytest
 
+from baton.gateway.prefill_request import PrefillRequest
+from baton.gateway.request import CompletionBody
+from baton.gateway.request_context import RequestContext
+from baton.net.http_exchange import HttpExchange
+from baton.net.http_protocol import BoundedHttpProtocol
 from tests.integration.gateway_cluster import PROMPT, STREAM, Cluster, run, until, until_true
 from tests.integration.scripted_worker import (
     never_answer,
     one_token_and_wait,
+    prefill_at_once,
     recompute_when_aborted,
     start_and_wait,
 )
@@ -138,5 +145,38 @@ def test_other_clients_notice_nothing():
             await until(lambda: cluster.decodes[0].visits[1].left_at, within_s=1)
             cluster.decodes[0].visits[0].aborted.set()
             assert (await response.text()).endswith("[DONE]\n\n")
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("prefill", [never_answer, prefill_at_once])
+@pytest.mark.parametrize("decode", [never_answer, start_and_wait, one_token_and_wait])
+def test_nothing_of_a_client_that_left_is_kept_for_the_garbage_collector(decode, prefill):
+    """Its body would be, too: clients that leave could fill the memory."""
+    kinds = (CompletionBody, RequestContext, PrefillRequest, HttpExchange, BoundedHttpProtocol)
+
+    def count() -> int:
+        return sum(isinstance(each, kinds) for each in gc.get_objects())
+
+    async def scenario(cluster: Cluster):
+        async def ask_and_leave() -> None:
+            async with cluster.post(STREAM) as response:
+                await response.content.readany()
+                await asyncio.Event().wait()
+
+        cluster.decodes[0].script, cluster.prefills[0].script = decode, prefill
+        gc.collect()
+        before = count()
+        gc.disable()
+        try:
+            clients = [asyncio.create_task(ask_and_leave()) for _ in range(5)]
+            await until(lambda: len(cluster.decodes[0].visits) == 5)
+            await asyncio.sleep(0.05)
+            for client in clients:
+                client.cancel()
+            await asyncio.wait(clients)
+            await until(lambda: count() <= before)
+        finally:
+            gc.enable()
 
     run(scenario)

@@ -14,6 +14,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
+from baton.cli.main import run as run_cli
 from baton.errors import ConfigError
 from baton.gateway.options import GatewayOptions, WorkerAddress
 from baton.net.http_server import bind
@@ -237,9 +238,16 @@ def test_a_port_that_others_listen_on_is_refused():
 
 
 def test_metrics_of_all_must_be_reachable():
-    with pytest.raises(ConfigError, match="management_port"):
+    with pytest.raises(ConfigError, match="--management-port"):
         GatewayOptions(
             workers=(WorkerAddress("https://127.0.0.1:1", Role.BOTH),),
             credentials=KEY,
             num_processes=2,
         )
+
+
+def test_a_launch_that_could_not_show_its_metrics_starts_nothing(
+    capsys: pytest.CaptureFixture[str],
+):
+    assert run_cli(["up", "--gateways", "2"]) == 2
+    assert "--management-port" in capsys.readouterr().err

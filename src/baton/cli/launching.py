@@ -16,6 +16,7 @@ from baton.config.cluster_key import KEY_VARIABLE, ephemeral_cluster_key
 from baton.config.environment import read_environment
 from baton.config.logs import configure_logging
 from baton.errors import ConfigError, UnknownPluginError
+from baton.gateway.options import check_processes
 from baton.launch.plan import LaunchPlan, Pinning, plan_launch, share_cores, worker_groups
 from baton.launch.progress import open_display
 from baton.launch.supervisor import LaunchContext, Service, Supervisor
@@ -115,6 +116,7 @@ def _check(config: Config) -> None:
     model = config.worker.model
     if model is not None and not Path(model).is_dir():
         raise ConfigError(f"--model {model}: there is no such folder")
+    check_processes(config.gateway.processes, config.gateway.management_port)
     for group in worker_groups(config):
         options = engine_options(group.engine, config.engine)
         check_engine(group.engine, {**options, **group.overrides})

@@ -9,6 +9,7 @@ own server with Baton's connector.
 
 File map, along the way of a request:
     process.py      `run_gateway`: socket, server, signals, drain; options.py: `GatewayOptions`
+    process_group.py      several processes on one port
     app.py          `GatewayApp`: the allow-list of paths, readiness; asgi.py: ASGI messages
     completions.py  one completion request: admission, deadlines, errors, accounting
     request.py      parse, strip and rewrite the body; the request id; facts read from the body
@@ -19,7 +20,9 @@ File map, along the way of a request:
     prefill_request.py    the prefill worker's part; aborts at decode when it fails
     response_forwarder.py the decode worker's bytes to the client; the early first token
     protocol_adapters.py  bodies and replies in the protocols of Baton and of vLLM
-    upstream.py     HTTP to workers; aiohttp's exceptions mapped
+    upstream.py     what every request to a worker carries, and small answers in time
+    connection_pool.py    a worker's idle connections, and how another one is made
+    http_client.py  one connection to a worker: a request, its answer as it arrives
     errors.py       OpenAI's error JSON and the status codes
 
 Workers, metrics, debugging:

@@ -40,8 +40,19 @@ class ConnectionPool:
         self._timer: asyncio.TimerHandle | None = None
 
     def take_idle(self) -> Connection | None:
-        """The connection that was used last, if one is idle: others may then go."""
-        return self._idle_since.popitem()[0] if self._idle_since else None
+        """The connection that was used last, if one is idle: others may then go.
+
+        One that was made with an identity before the current one is closed: its worker may trust
+        that no longer.
+        """
+        context = self._context
+        while self._idle_since:
+            connection, _ = self._idle_since.popitem()
+            if connection.made_with is not context:
+                connection.close()
+            elif connection.is_open:
+                return connection
+        return None
 
     async def connect(self) -> Connection:
         """Make another one.
@@ -66,6 +77,10 @@ class ConnectionPool:
             making.add_done_callback(_close_unused)
             raise
 
+    @property
+    def _context(self) -> ssl.SSLContext | None:
+        return self._tls.requesting if self._origin.scheme == "https" else None
+
     def close(self) -> None:
         """Close every connection."""
         if self._timer is not None:
@@ -77,17 +92,18 @@ class ConnectionPool:
         """Connect, however long that takes."""
         loop = self._loop
         host, port = self._origin.host or "", self._origin.port or 0
+        context = self._context
 
         def make() -> Connection:
-            return Connection(self._name, loop, self._keep, self._forget)
+            return Connection(self._name, context, self._keep, self._forget)
 
         try:
-            if self._origin.scheme == "https":
+            if context is not None:
                 _, connection = await loop.create_connection(
                     make,
                     host,
                     port,
-                    ssl=self._tls.requesting,
+                    ssl=context,
                     server_hostname=IdentityRole.WORKER.dns_name,
                     ssl_handshake_timeout=self._connect_timeout_s,
                 )

@@ -19,6 +19,7 @@ import httptools
 from baton.gateway.errors import UpstreamError, WorkerLostError
 
 if TYPE_CHECKING:
+    import ssl
     from collections.abc import Callable
 
 READ_BUFFER_BYTES: Final = 1 << 20
@@ -197,16 +198,20 @@ class Answer:
 
 
 class Connection(asyncio.Protocol):
-    """One connection to a worker. `on_idle` is called when it can take the next request."""
+    """One connection to a worker, over TLS if it was `made_with` a context for that.
+
+    `on_idle` is called when it can take the next request, `on_lost` at its end.
+    """
 
     def __init__(
         self,
         origin: str,
-        loop: asyncio.AbstractEventLoop,
+        made_with: ssl.SSLContext | None,
         on_idle: Callable[[Connection], None],
         on_lost: Callable[[Connection], None],
     ) -> None:
-        self.origin, self._loop = origin, loop
+        self.origin, self.made_with = origin, made_with
+        self._loop = asyncio.get_running_loop()
         self._on_idle, self._on_lost = on_idle, on_lost
         self._transport: asyncio.Transport | None = None
         self._parser: httptools.HttpResponseParser | None = None
@@ -219,7 +224,7 @@ class Connection(asyncio.Protocol):
     def send(self, head: bytes, body: bytes = b"") -> Answer:
         """Send a request; one at a time. `head` ends with an empty line."""
         answer = Answer(self, self._loop)
-        if self._transport is None or self._transport.is_closing():
+        if self._transport is None or not self.is_open:
             answer.lose(self._closed)
             return answer
         self._num_head_bytes, self._has_ended, self._answer = 0, False, answer
@@ -232,7 +237,7 @@ class Connection(asyncio.Protocol):
     @property
     def is_open(self) -> bool:
         """Whether the other side is there still."""
-        return self._transport is not None
+        return self._transport is not None and not self._transport.is_closing()
 
     @property
     def _closed(self) -> str:

@@ -40,6 +40,19 @@ class WorkerAddress:
             )
 
 
+def check_processes(num_processes: int, management_port: int | None) -> None:
+    """Pass, or raise: also for launchers, before anything starts.
+
+    Raises:
+        ConfigError: the metrics of several processes could not be reached.
+    """
+    if num_processes > 1 and management_port is None:
+        raise ConfigError(
+            "several gateway processes count each on its own: give --management-port, process i "
+            "answers /metrics and /debug at that port + i"
+        )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewayOptions:
     """Everything `run_gateway` needs. Durations in seconds.
@@ -106,11 +119,7 @@ class GatewayOptions:
         if twice:
             raise ConfigError(f"listed twice: {', '.join(sorted(twice))}")
         self._check_limits()
-        if self.num_processes > 1 and self.management_port is None:
-            raise ConfigError(
-                "several gateway processes count each on its own: give gateway.management_port, "
-                "process i answers /metrics and /debug at that port + i"
-            )
+        check_processes(self.num_processes, self.management_port)
         if (self.tls_certificate is None) != (self.tls_key is None):
             raise ConfigError(
                 "gateway.tls_certificate and gateway.tls_key go together: give both, or neither"

@@ -142,11 +142,12 @@ class PrefillRequest:
             self._task.add_done_callback(lambda _: timer.cancel())
 
     def _cut(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-        if self._answer is not None:
-            self._answer.release()
-            self._answer = None
+        task, self._task = self._task, None  # its traceback refers to this object
+        if task is not None:
+            task.cancel()
+        answer, self._answer = self._answer, None
+        if answer is not None:
+            answer.release()
 
     def _take_answer(self) -> None:
         """The answer is here."""

@@ -302,12 +302,17 @@ def find_non_disaggregable_field(body: CompletionBody) -> NonDisaggregableField 
     return None
 
 
+_CHECKED_FIELDS: Final = frozenset(REMOVED_FIELDS) | VLLM_FIELDS.keys()
+
+
 def find_vllm_field(body: CompletionBody) -> str | None:
     """The first field that is on and that only vLLM serves; None for nearly all requests.
 
     Raises:
         InvalidRequestError: a field is on that nothing serves, or has another type than it may.
     """
+    if _CHECKED_FIELDS.isdisjoint(body.fields):
+        return None
     for name in REMOVED_FIELDS & body.fields.keys():
         if not is_off(name, body.fields[name]):
             raise unsupported(name, body.fields[name])

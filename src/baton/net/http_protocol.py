@@ -92,6 +92,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         for exchange in (self._exchange, self._served):
             if exchange is not None:
                 exchange.disconnect()
+        # The scope refers to its exchange, and that to what ends it here: without this, each
+        # connection would be left to the garbage collector.
+        self.scope = self.headers = None  # type: ignore[assignment]
         self._exchange = self._served = self._path = None
         self._pipelined.clear()
         if cast("FlowControl | None", self.flow) is not None:  # None before TLS is established

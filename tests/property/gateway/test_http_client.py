@@ -53,9 +53,12 @@ class Link:
 
     def __init__(self) -> None:
         self.idle: list[Connection] = []
-        self.connection = Connection("http://w", LOOP, self.idle.append, lambda _: None)
+        self.connection = LOOP.run_until_complete(self.connect())
         self.transport = Transport(self.connection)
         self.connection.connection_made(self.transport)
+
+    async def connect(self) -> Connection:
+        return Connection("http://w", None, self.idle.append, lambda _: None)
 
     def ask(self) -> Answer:
         return self.connection.send(REQUEST)
@@ -116,8 +119,9 @@ def test_pushed_data_are_the_same_and_in_order(data, made):
     text, _, _, body = made
     pushed: list[bytes] = []
 
+    link = Link()
+
     async def main() -> None:
-        link = Link()
         answer = link.ask()
 
         def sink(part: bytes) -> bool:

@@ -1,0 +1,203 @@
+"""What a server of Baton's answers, byte by byte, to one client after another."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import Any
+
+import pytest
+import uvicorn
+
+from baton.clock import MachineClock
+from baton.net.http_limits import Connections, HttpLimits
+from baton.net.http_server import bind, make_server_config, start_listening
+
+HOST = b"host: x\r\n"
+END = b"0\r\n\r\n"
+
+
+class App:
+    """What it does depends on the path."""
+
+    def __init__(self) -> None:
+        self.gate = asyncio.Event()
+        self.has_seen_disconnect = asyncio.Event()
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        body = b""
+        while (message := await receive())["type"] == "http.request":
+            body += message["body"]
+            if not message["more_body"]:
+                break
+        await getattr(self, scope["path"].strip("/"))(body, receive, send)
+
+    async def start(self, send: Any, *headers: tuple[bytes, bytes]) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+
+    async def echo(self, body: bytes, receive: Any, send: Any) -> None:
+        await self.start(send, (b"content-length", b"%d" % len(body)))
+        await send({"type": "http.response.body", "body": body})
+
+    async def parts(self, body: bytes, receive: Any, send: Any) -> None:
+        await self.start(send)
+        await self.gate.wait()
+        for part in (b"ab", b"", b"c"):
+            await send({"type": "http.response.body", "body": part, "more_body": True})
+        await send({"type": "http.response.body"})
+
+    async def fails(self, body: bytes, receive: Any, send: Any) -> None:
+        raise ValueError("before the response")
+
+    async def breaks(self, body: bytes, receive: Any, send: Any) -> None:
+        await self.start(send)
+        await send({"type": "http.response.body", "body": b"ab", "more_body": True})
+        raise ValueError("within the response")
+
+    async def returns(self, body: bytes, receive: Any, send: Any) -> None:
+        await self.start(send)
+
+    async def two_lines(self, body: bytes, receive: Any, send: Any) -> None:
+        await self.start(send, (b"x-own", b"1\r\nset-cookie: 2"))
+
+    async def too_long(self, body: bytes, receive: Any, send: Any) -> None:
+        await self.start(send, (b"content-length", b"1"))
+        await send({"type": "http.response.body", "body": b"ab"})
+
+    async def waits(self, body: bytes, receive: Any, send: Any) -> None:
+        assert (await receive())["type"] == "http.disconnect"
+        self.has_seen_disconnect.set()
+
+
+def run(scenario: Any) -> None:
+    async def main() -> None:
+        app = App()
+        connections = Connections(HttpLimits(), MachineClock(), lambda _: None)
+        with contextlib.closing(bind("127.0.0.1", 0)) as listener:
+            start_listening(listener)
+            server = uvicorn.Server(make_server_config(app, connections, drain_timeout_s=1))
+            running = asyncio.create_task(server.serve(sockets=[listener]))
+            try:
+                async with asyncio.timeout(10):
+                    reader, writer = await asyncio.open_connection(*listener.getsockname())
+                    await scenario(app, reader, writer)
+                    writer.close()
+            finally:
+                server.should_exit = True
+                await running
+
+    asyncio.run(main())
+
+
+def get(path: bytes, *lines: bytes, method: bytes = b"GET", version: bytes = b"1.1") -> bytes:
+    head = b"%b /%b HTTP/%b\r\n%b" % (method, path, version, HOST)
+    return head + b"".join(line + b"\r\n" for line in lines) + b"\r\n"
+
+
+def post(path: bytes, body: bytes, *lines: bytes) -> bytes:
+    return get(path, b"content-length: %d" % len(body), *lines, method=b"POST") + body
+
+
+async def read_head(reader: asyncio.StreamReader) -> bytes:
+    return (await reader.readuntil(b"\r\n\r\n")).lower()
+
+
+def test_bodies_come_back_and_the_connection_stays():
+    async def scenario(app: App, reader: Any, writer: Any) -> None:
+        for body in (b"x", b"y" * 1_000_000, b""):
+            writer.write(post(b"echo", body))
+            assert b"content-length: %d" % len(body) in await read_head(reader)
+            assert await reader.readexactly(len(body)) == body
+
+    run(scenario)
+
+
+def test_a_head_does_not_wait_for_a_body_that_comes_later():
+    async def scenario(app: App, reader: Any, writer: Any) -> None:
+        writer.write(get(b"parts"))
+        assert b"transfer-encoding: chunked" in await read_head(reader)
+        app.gate.set()
+        assert await reader.readuntil(END) == b"2\r\nab\r\n1\r\nc\r\n" + END
+
+    run(scenario)
+
+
+def test_pipelined_requests_are_answered_in_turn():
+    async def scenario(app: App, reader: Any, writer: Any) -> None:
+        writer.write(get(b"parts") + post(b"echo", b"second") + post(b"echo", b"third"))
+        await asyncio.sleep(0.05)
+        app.gate.set()
+        await reader.readuntil(END)
+        for body in (b"second", b"third"):
+            await read_head(reader)
+            assert await reader.readexactly(len(body)) == body
+
+    run(scenario)
+
+
+def test_to_head_only_the_head_is_answered():
+    async def scenario(app: App, reader: Any, writer: Any) -> None:
+        writer.write(get(b"echo", method=b"HEAD") + post(b"echo", b"z"))
+        assert b"content-length: 0" in await read_head(reader)
+        await read_head(reader)
+        assert await reader.readexactly(1) == b"z"
+
+    run(scenario)
+
+
+def test_a_client_that_waits_for_100_is_told_to_go_on():
+    async def scenario(app: App, reader: Any, writer: Any) -> None:
+        whole = post(b"echo", b"body", b"expect: 100-continue")
+        writer.write(whole[:-4])
+        assert await read_head(reader) == b"http/1.1 100 continue\r\n\r\n"
+        writer.write(whole[-4:])
+        await read_head(reader)
+        assert await reader.readexactly(4) == b"body"
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(
+    "request_", [get(b"echo", version=b"1.0"), get(b"echo", b"connection: close")]
+)
+def test_who_asks_for_it_gets_a_closed_connection(request_):
+    async def scenario(app: App, reader: Any, writer: Any) -> None:
+        writer.write(request_)
+        assert b"connection: close" in await read_head(reader)
+        assert await reader.read() == b""
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("path", [b"fails", b"two_lines"])
+def test_an_application_that_fails_is_answered_for(path):
+    async def scenario(app: App, reader: Any, writer: Any) -> None:
+        writer.write(get(path))
+        answer = await reader.read()
+        assert b"set-cookie" not in answer
+        assert not answer or answer.startswith(b"HTTP/1.1 500 ")
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("path", [b"breaks", b"returns", b"too_long"])
+def test_a_response_that_breaks_off_is_cut(path):
+    """So that no client takes it for a whole one."""
+
+    async def scenario(app: App, reader: Any, writer: Any) -> None:
+        writer.write(get(path))
+        answer = await reader.read()
+        assert not answer.endswith(END)
+        assert not answer.endswith(b"\r\n\r\na")
+
+    run(scenario)
+
+
+def test_an_application_learns_that_its_client_left():
+    async def scenario(app: App, reader: Any, writer: Any) -> None:
+        writer.write(get(b"waits"))
+        await asyncio.sleep(0.05)
+        writer.close()
+        await app.has_seen_disconnect.wait()
+
+    run(scenario)
