@@ -16,11 +16,11 @@ BOUNDS = {
     # of one handoff                          WHOLE  BY_LAYER  OVER_TCP
     "commands from engines to agents":        (2,        34,        2),
     "engine wake-ups":                        (2,         2,        2),
-    "control messages":                       (3,         3,        3),
-    "frames, the transports' own included":   (7,        37,       41),
-    "steps of the agents":                    (5,        74,        8),
-    SYSTEM_CALLS:                             (29,      360,      150),
-    PYTHON_CALLS:                             (1740,   9020,     4090),
+    "control messages":                       (2,         3,        3),
+    "frames, the transports' own included":   (3,        37,       37),
+    "steps of the agents":                    (5,        74,        9),
+    SYSTEM_CALLS:                             (20,      360,      140),
+    PYTHON_CALLS:                             (1350,   9020,     3550),
 }  # fmt: skip
 """The most that there may be: what is counted today, and 5 to 10 % more where it may move a little.
 Lower them when there are fewer."""

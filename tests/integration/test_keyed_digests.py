@@ -14,6 +14,7 @@ from baton.kv.digest import DigestKey
 from tests.integration.handoff_nodes import Handoff, make_handoff, node
 
 if TYPE_CHECKING:
+    from baton.auth.ticket import Ticket
     from baton.handoff.grants import Granted
     from baton.handoff.messages import Grant, TransferOp
     from baton.handoff.peers import Peer
@@ -38,9 +39,11 @@ def grants_fixture(monkeypatch: pytest.MonkeyPatch) -> list[Grant]:
     grants: list[Grant] = []
     check = prefill_sender.check_grant
 
-    def record(context: AgentContext, peer: Peer, grant: Grant) -> Granted:
+    def record(
+        context: AgentContext, peer: Peer, grant: Grant, known: Ticket | None = None
+    ) -> Granted:
         grants.append(grant)
-        return check(context, peer, grant)
+        return check(context, peer, grant, known)
 
     monkeypatch.setattr(prefill_sender, "check_grant", record)
     return grants

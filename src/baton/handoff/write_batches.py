@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 
 MAX_SEGMENTS: Final = 2048
 """Pieces of one write: keeps its notification far below `MAX_NOTIFICATION_BYTES`."""
-MAX_JOINED_BYTES: Final = 1 << 20
+MAX_JOINED_BYTES: Final = 4 << 20
 """Of layers that are written together: the receiver verifies them while the next are written."""
 
 

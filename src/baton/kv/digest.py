@@ -186,9 +186,18 @@ class PieceDigests:
 
     def finish(self) -> bytes:
         """All pages are filled: `DIGEST_BYTES` for each piece, concatenated."""
+        pieces, pages, page_tokens = self.pieces, self._layer_pages, self._page_tokens
+        has_key = self._key is not None
         digests = [
-            self._digest(place) if digest is None else digest
-            for place, digest in enumerate(self._found)
+            digest
+            or (
+                self._digest(place)
+                if has_key or length < page_tokens
+                else xxh3_128_digest(pages[block])  # without a call for each page
+            )
+            for place, (digest, block, length) in enumerate(
+                zip(self._found, pieces.blocks, pieces.lengths, strict=True)
+            )
         ]
         return b"".join(digests)
 

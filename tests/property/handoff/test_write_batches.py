@@ -124,8 +124,8 @@ def test_layers_whose_pages_differ_go_apart_and_others_do_not(handoff):
 @pytest.mark.parametrize(
     ("block_size", "num_tokens", "token_bytes", "num_together"),
     [
-        (16, 160, 1024, MAX_JOINED_BYTES // (160 * 1024)),
-        (16, 1600, 1024, 1),
+        (16, 160, 4096, MAX_JOINED_BYTES // (160 * 4096)),
+        (16, 1600, 4096, 1),
         (1, 500, 32, MAX_SEGMENTS // 500),
         (1, 5000, 32, 1),  # of one layer there are three
     ],
