@@ -188,6 +188,7 @@ class KVEvents:
         self._collector = KVEventCollector(metrics.registry)
         self._following: dict[Worker, Following] = {}
         self._task: asyncio.Task[None] | None = None
+        self._ending: set[asyncio.Task[None]] = set()
 
     def of(self, worker: Worker) -> Following | None:
         """How this worker is followed; None if it does not publish, or is not used."""
@@ -203,6 +204,7 @@ class KVEvents:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
         await asyncio.gather(*(self._drop(worker) for worker in list(self._following)))
+        await asyncio.gather(*self._ending, return_exceptions=True)
 
     async def _run(self) -> None:
         while True:
@@ -262,7 +264,10 @@ class KVEvents:
         following = self._following.pop(worker)
         if isinstance(following, Followed):
             self._collector.forget(following.publisher.worker)
-            await asyncio.to_thread(following.subscriber.stop)
+            ending = asyncio.create_task(asyncio.to_thread(following.subscriber.stop))
+            self._ending.add(ending)
+            ending.add_done_callback(self._ending.discard)
+            await asyncio.shield(ending)  # who drops it may be cancelled: `stop` waits for it
 
     async def _apply_events(self) -> None:
         for following in list(self._following.values()):
