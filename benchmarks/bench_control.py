@@ -192,12 +192,12 @@ def measure(row: str, effort: Effort, peers: Path | None, findings: Findings) ->
         environment = dict(os.environ, BATON_CLUSTER_KEY=os.urandom(32).hex())
         match row:
             case "embedded" | "vllm":
-                with Fleet(folder, environment) as fleet:
+                with Fleet(folder, environment, tls="control") as fleet:  # as it is by default
                     samples = measure_fleets(fleet, make_model(folder), row, effort)
                 findings.fleets += samples
                 findings.figures += find_fleet_figures(samples)
             case "gateway":
-                with Fleet(folder, environment) as fleet:
+                with Fleet(folder, environment, tls="control") as fleet:  # as it is by default
                     load = GatewayLoad(effort.duration_s, effort.num_events)
                     found = measure_gateways(fleet, load, effort.rounds(), peers)
                 findings.gateways += found

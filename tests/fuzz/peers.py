@@ -122,7 +122,7 @@ class Lies:
                 return rng.choice((*FLOATS, 1000.0, 1000.1))
             case "idle_s":
                 return rng.choice((0.0, 1.0, 86_400.0))
-            case "is_intact" | "plain_digests":
+            case "is_intact" | "plain_digests" | "closes_grant":
                 return rng.random() < 0.5
             case _:
                 raise AssertionError(f"no lies are known for {kind.__name__}.{name}")
@@ -185,8 +185,15 @@ class LyingWrites:
                 rng.choice(COUNTS),
                 bytes(rng.choice((0, 16, 80, 81, 4096))),
                 rng.choice((1, 2, 3, 4, 4096)),
+                self._end() if rng.random() < 0.5 else None,
             )
         )
+
+    def _end(self) -> messages.Finished:
+        rng = self._rng
+        stamps = {stamp: rng.choice(FLOATS) for stamp in Stamp if rng.random() < 0.3}
+        names = (rng.choice(("shared", "tcp", "", "x" * 2000)) for _ in range(2))
+        return messages.Finished(TicketId(rng.randbytes(16)), None, *names, stamps)
 
 
 class Episode:
