@@ -197,7 +197,7 @@ def measure(row: str, effort: Effort, peers: Path | None, findings: Findings) ->
                 findings.fleets += samples
                 findings.figures += find_fleet_figures(samples)
             case "gateway":
-                with Fleet(folder, environment, tls="control") as fleet:  # as it is by default
+                with Fleet(folder, environment) as fleet:
                     load = GatewayLoad(effort.duration_s, effort.num_events)
                     found = measure_gateways(fleet, load, effort.rounds(), peers)
                 findings.gateways += found
