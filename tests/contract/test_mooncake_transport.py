@@ -34,8 +34,9 @@ def test_its_process_does_not_know_the_cluster_key(monkeypatch):
     monkeypatch.setenv("BATON_CLUSTER_KEY", "0" * 64)
     session = MooncakeSession("127.0.0.1", "lo", protocol="tcp", devices="")
     try:
-        variables = Path(f"/proc/{session._process.pid}/environ").read_bytes().split(b"\0")
-        assert any(variable.startswith(b"PATH=") for variable in variables)
+        environ, variables = Path(f"/proc/{session._process.pid}/environ"), [b""]
+        while not any(variable.startswith(b"PATH=") for variable in variables):
+            variables = environ.read_bytes().split(b"\0")  # empty until the program runs
         assert not any(variable.startswith(b"BATON_CLUSTER_KEY") for variable in variables)
     finally:
         session.close()

@@ -82,7 +82,8 @@ def test_shared_memory_is_mapped_where_huge_pages_can_be():
     os.ftruncate(fd, num_bytes)
     mappings = [map_shared(fd, num_bytes) for _ in range(5)]
     os.close(fd)
-    assert [address(mapping) % size for mapping in mappings] == [0] * 5
+    # By chance one in 512 is; and now and then another thread takes the place that was found.
+    assert sum(address(mapping) % size == 0 for mapping in mappings) >= 3
 
 
 def test_the_doctor_counts_what_regions_got():
