@@ -24,11 +24,15 @@ MAX_GRANT_PAGES: Final = (MAX_BODY_BYTES - 64) // 4
 _PACKED: Final = np.dtype("<u4")
 
 
-class GrantOpened(msgspec.Struct, frozen=True, tag="grant_opened"):
-    """Owner → peer: it may write these pages, packed u32 `[n]`, until it receives `CloseGrant`."""
+class GrantOpened(msgspec.Struct, frozen=True, tag="grant_opened", omit_defaults=True):
+    """Owner → peer: it may write these pages, packed u32 `[n]`, until it receives `CloseGrant`.
+
+    `is_announced`: the handoff announces the grant too, over its own connection, perhaps later.
+    """
 
     grant: IdBytes
     pages: bytes
+    is_announced: bool = False
 
 
 class CloseGrant(msgspec.Struct, frozen=True, tag="close_grant"):

@@ -65,8 +65,8 @@ MAX_GRANTS: Final = 65_536
 MAX_OPEN_PAGES: Final = 1 << 24
 """Of all grants of one remote: what a peer can make this side remember."""
 MAX_EARLY_CLOSES: Final = 65_536
-"""Grants that were closed before this side learned that they are open. A connection with more is
-ended: none of them may be forgotten."""
+"""Grants that were closed before the handoff announced them here. A connection with more is ended:
+none of them may be forgotten."""
 RELEASE_TIMEOUT_S: Final = 5.0
 MAX_FINAL_STEPS: Final = 64
 MAX_REASON_CHARS: Final = 256
@@ -94,6 +94,8 @@ class PeerGrants(Generic[S]):
         self._open: dict[TicketId, PageSet] = {}
         self._num_pages = 0
         self._closing: set[TicketId] = set()
+        self._unadmitted: set[TicketId] = set()
+        """Open by the peer's own message; that of the handoff may still be on its way."""
         self._closed_early: set[TicketId] = set()
         self._held: dict[TicketId, list[Submitted[S]]] = {}
 
@@ -116,8 +118,11 @@ class PeerGrants(Generic[S]):
             ProtocolError: it opened or closed too many, or opened one that it is closing.
         """
         match message:
-            case GrantOpened(grant, packed):
-                self.admit(TicketId(grant), unpack_pages(packed))
+            case GrantOpened(grant, packed, is_announced):
+                if grant not in self._open:
+                    self._opened(TicketId(grant), PageSet(unpack_pages(packed)))
+                    if is_announced:
+                        self._unadmitted.add(TicketId(grant))
             case GrantNotOpen(grant):
                 self._refuse_held(TicketId(grant))
             case CloseGrant(grant):
@@ -127,12 +132,13 @@ class PeerGrants(Generic[S]):
         return None
 
     def admit(self, grant: TicketId, pages: NDArray[np.int64]) -> None:
-        """The peer has opened a grant: begin what was held for it. A second time does nothing.
+        """The handoff announces a grant: begin what was held for it, unless it was closed since.
 
         Raises:
             ProtocolError: too many are open, or it is closing this one.
         """
         if grant in self._open:
+            self._unadmitted.discard(grant)
             return
         if grant in self._closed_early:  # its close came by another connection, and first
             self._closed_early.discard(grant)
@@ -145,6 +151,7 @@ class PeerGrants(Generic[S]):
         pages = self._open.pop(grant, None)
         if pages is not None:
             self._num_pages -= len(pages)
+            self._unadmitted.discard(grant)
 
     def is_closing(self, grant: TicketId) -> bool:
         """Whether the peer waits for `GrantClosed` of this grant."""
@@ -158,6 +165,7 @@ class PeerGrants(Generic[S]):
         """Forget all of them; what was held fails."""
         self._open.clear()
         self._closing.clear()
+        self._unadmitted.clear()
         self._closed_early.clear()
         for held in [each for waiting in self._held.values() for each in waiting]:
             self._reactor.report(WriteFailed(held.transfer, error))
@@ -174,12 +182,11 @@ class PeerGrants(Generic[S]):
             self._begin_within(held, pages)
 
     def _close(self, grant: TicketId) -> TicketId:
-        if grant in self._open:
-            self.forget(grant)
-        elif len(self._closed_early) >= MAX_EARLY_CLOSES:
-            raise ProtocolError("the peer closed more grants than can be remembered")
-        else:
+        if grant not in self._open or grant in self._unadmitted:
+            if len(self._closed_early) >= MAX_EARLY_CLOSES:
+                raise ProtocolError("the peer closed more grants than can be remembered")
             self._closed_early.add(grant)
+        self.forget(grant)
         self._closing.add(grant)
         return grant
 
@@ -317,7 +324,8 @@ class WriterConnection:
 
     def send_grant_opened(self, grant: WriteGrant) -> None:
         """The peer may write into this grant from now on."""
-        self._connection.send_body(encode(GrantOpened(grant.id, pack_pages(grant.pages))))
+        opened = GrantOpened(grant.id, pack_pages(grant.pages), grant.is_announced)
+        self._connection.send_body(encode(opened))
 
     def send_close_grant(self, grant: TicketId) -> None:
         """The peer must begin no other write into this grant, and answer when none is left."""

@@ -203,6 +203,18 @@ class WriteGrantContract(TransportKit):  # noqa: PLR0904 - a method for each tes
             admitter.admit_writes(remote, grant, np.array([0, 1]))
         self.check_refused(pair, remote, grant)
 
+    def test_a_close_between_both_announcements_holds(self, pair: TransportPair) -> None:
+        """The transport announces what is open as its peer attaches; the handoff follows."""
+        grant = pair.open_grant([0, 1], is_announced=True)
+        remote = pair.attach()
+        check_write(pair, remote, grant, ONE_PAGE)
+        pair.reader.transport.close_grant(grant)
+        pair.pump(lambda: pair.seen(GrantQuiescent) == [GrantQuiescent(grant)])
+        admitter = as_admitter(pair.writer.transport)
+        if admitter is not None:
+            admitter.admit_writes(remote, grant, np.array([0, 1]))
+        self.check_refused(pair, remote, grant, may_land=[0])
+
     def test_a_grant_that_went_well_is_finished_without_asking(self, pair: TransportPair) -> None:
         remote, grant = pair.attach(), pair.open_grant([0, 1], is_announced=True)
         check_write(pair, remote, grant, ONE_PAGE)
