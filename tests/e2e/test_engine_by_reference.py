@@ -229,7 +229,7 @@ def test_a_client_that_leaves_gives_back_what_was_borrowed() -> None:
         both.decode.sampling = {"r": SamplingParams(max_tokens=100, ignore_eos=True)}
         both.hand_over("r")
         until(lambda: both.decode.engine.stats().num_imported_blocks == 6)
-        assert both.prefill.engine.stats().num_exported_blocks == 7
+        until(lambda: both.prefill.engine.stats().num_exported_blocks == 7)  # of its next step
         both.decode.engine.cancel(next(iter(both.decode.traces)))
         both.prefill.wait_for_ends()
         both.check_nothing_is_held()
