@@ -98,11 +98,10 @@ def is_system_call(called: object) -> bool:
     return is_of_os or isinstance(owner, _KERNEL_OBJECTS)
 
 
-def count_handoff(kind: str, max_tokens_at_once: int) -> tuple[dict[str, float], Counter[str]]:
+def count_handoff(kind: str, layer_batch_bytes: int) -> tuple[dict[str, float], Counter[str]]:
     """Push prompts over the transport `kind`: counts of one by name, and of all by function.
 
-    Prompts of up to `max_tokens_at_once` tokens leave when they are computed, as in
-    `handoff.single_send_max_tokens`; longer ones layer by layer.
+    Layers go out together as by `handoff.layer_batch_bytes`; a prompt has 4 MiB.
     """
     key = Credentials.of(ClusterKey(bytes(32)))
     with ExitStack() as stack:
@@ -111,7 +110,7 @@ def count_handoff(kind: str, max_tokens_at_once: int) -> tuple[dict[str, float],
                 node(
                     name, kinds=(kind,), key=key, is_stepped=True,
                     pages=stack.enter_context(plain_pages(LAYOUT)),
-                    single_send_max_tokens=max_tokens_at_once,
+                    layer_batch_bytes=layer_batch_bytes,
                 )
             )
             for name in ("prefill", "decode")
@@ -164,7 +163,7 @@ def _check(handoff: Handoff, counts: HandoffCounts) -> None:
 def main() -> None:
     """Print the counts."""
     kind = sys.argv[1] if len(sys.argv) > 1 else "shared"
-    counts, functions = count_handoff(kind, int(sys.argv[2]) if len(sys.argv) > 2 else 256)
+    counts, functions = count_handoff(kind, int(sys.argv[2]) if len(sys.argv) > 2 else 4 << 20)
     for name, number in sorted(counts.items()):
         print(f"{number:8.1f} {name}")
     print("\nof one handoff:")

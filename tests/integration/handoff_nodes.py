@@ -194,7 +194,7 @@ def node(
     clock: Clock = CLOCK,
     timeout_s: float = 10.0,
     lease_s: float = 10.0,
-    single_send_max_tokens: int = 0,
+    layer_batch_bytes: int = 0,
     wrap: Callable[[Transport], Transport] = lambda transport: transport,
     links: LinkOptions = LISTED,
     observer: LinkObserver | None = None,
@@ -208,7 +208,7 @@ def node(
             node(
                 name, kinds=kinds, key=key, pages=plain, fingerprint=fingerprint, traits=traits,
                 op=op, clock=clock, timeout_s=timeout_s, lease_s=lease_s,
-                single_send_max_tokens=single_send_max_tokens, wrap=wrap,
+                layer_batch_bytes=layer_batch_bytes, wrap=wrap,
                 links=links, observer=observer, verification=verification, is_stepped=is_stepped,
             ) as running,
         ):  # fmt: skip
@@ -228,7 +228,7 @@ def node(
             clock=clock,
             timeout_s=timeout_s,
             lease_s=lease_s,
-            single_send_max_tokens=single_send_max_tokens,
+            layer_batch_bytes=layer_batch_bytes,
             preferred_op=op,
             traits=traits or {},
             links=links,

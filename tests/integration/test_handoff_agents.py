@@ -36,6 +36,7 @@ from tests.integration.handoff_nodes import (
     NUM_LAYERS,
     blocks_for,
     make_handoff,
+    make_layout,
     node,
 )
 from tests.unit.handoff.orders import make_ticket, receive_order, send_order
@@ -327,9 +328,10 @@ def test_a_worker_that_stops_fails_its_handoffs(kind: str, key: Credentials) -> 
         assert isinstance(events[0], KVFailed)
 
 
-def test_a_short_prompt_leaves_in_one_piece_when_it_is_computed(key: Credentials) -> None:
+def test_a_prompt_of_few_bytes_leaves_when_it_is_computed(key: Credentials) -> None:
+    num_bytes = 101 * make_layout(16).bytes_per_token
     with (
-        node("p", kinds=("shared",), key=key, single_send_max_tokens=101) as prefill,
+        node("p", kinds=("shared",), key=key, layer_batch_bytes=num_bytes) as prefill,
         node("d", kinds=("shared",), key=key) as decode,
     ):
         prefill.scribble(1)
@@ -349,7 +351,7 @@ def test_a_short_prompt_leaves_in_one_piece_when_it_is_computed(key: Credentials
         long.compute(102)
         deadline = CLOCK.now() + 5
         while Stamp.LAST_LAYER_LANDED not in long.receiving.trace.stamps:
-            assert CLOCK.now() < deadline, "a long prompt waited for its end"
+            assert CLOCK.now() < deadline, "a larger prompt waited for its end"
             threading.Event().wait(0.01)
         long.prefill_done()
         long.check_landed()

@@ -6,11 +6,10 @@ import pytest
 
 from tests.integration.handoff_counts import NAMED, PYTHON_CALLS, SYSTEM_CALLS, count_handoff
 
-WHOLE = ("shared", 256)
+WHOLE = ("shared", 4 << 20)
 BY_LAYER = ("shared", 0)
-OVER_TCP = ("tcp", 256)
-"""Transport, and the most tokens of a prompt that leaves when all of it is computed: the one that
-is counted has 128."""
+OVER_TCP = ("tcp", 4 << 20)
+"""Transport, and `handoff.layer_batch_bytes`: the prompt that is counted has 4 MiB."""
 
 BOUNDS = {
     # of one handoff                          WHOLE  BY_LAYER  OVER_TCP

@@ -104,7 +104,7 @@ def _options(config: Config, status_fd: int) -> ProcessOptions:
         handoff_timeout_s=config.handoff.timeout_s,
         liveness_timeout_s=config.handoff.liveness_timeout_s,
         lease_s=config.handoff.lease_s,
-        single_send_max_tokens=config.handoff.single_send_max_tokens,
+        layer_batch_bytes=config.handoff.layer_batch_bytes,
         verification=VerificationPolicy.of(config.handoff),
         transports=config.transfer.transports,
         transport_options=config.transfer.options,

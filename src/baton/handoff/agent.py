@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, Final
 
 from baton.handoff.agent_loop import AgentLoop
 from baton.handoff.heartbeat import EngineHeartbeat
+from baton.handoff.layer_batches import LayerBatcher
 from baton.transfer.links.choice import NullObserver
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Sequence
 
     from baton.auth.ticket import Ticket
     from baton.handoff.interface import (
@@ -41,34 +42,6 @@ THREAD_NAME: Final = b"baton-handoff"
 _PR_SET_NAME: Final = 15
 
 
-class ShortPromptBatcher:
-    """Prompts of at most `max_tokens` tokens (0: none) that are sent at once, when all is computed.
-
-    Each word to the agent wakes its thread in the middle of a forward pass. Where a prompt is
-    computed in little more time than that takes, there is nothing to gain by sending it layer by
-    layer. Offered prompts that are not finished; owner: the engine's thread.
-    """
-
-    def __init__(self, max_tokens: int) -> None:
-        self._max_tokens = max_tokens
-        self._stops: dict[TicketId, int] = {}
-
-    def add(self, order: SendOrder) -> None:
-        """A prompt is offered."""
-        if order.num_tokens <= self._max_tokens:
-            self._stops[order.ticket.id] = order.num_tokens
-
-    def exclude(self, tickets: Iterable[tuple[TicketId, int]]) -> tuple[tuple[TicketId, int], ...]:
-        """Those of which the agent is notified layer by layer."""
-        if not self._stops:
-            return tuple(tickets)
-        return tuple(each for each in tickets if each[0] not in self._stops)
-
-    def take(self, ticket: TicketId) -> int | None:
-        """How many tokens of a prompt are to be announced, if it leaves in one piece."""
-        return self._stops.pop(ticket, None)
-
-
 class HandoffAgent:  # noqa: PLR0904 - the engine's contract, and the process's
     """Implements `HandoffPort`, thread-safe. `loop`, once opened, is the agent's own thread's.
 
@@ -82,7 +55,12 @@ class HandoffAgent:  # noqa: PLR0904 - the engine's contract, and the process's
         self._events: deque[HandoffEvent] = deque()
         self._wake_engine: Callable[[], None] = _nothing
         self._observer: LinkObserver = NullObserver()
-        self._short_prompts = ShortPromptBatcher(options.single_send_max_tokens)
+        layout = options.views[0].layout
+        self._layers = LayerBatcher(
+            options.layer_batch_bytes,
+            num_layers=layout.num_layers,
+            bytes_per_token=layout.bytes_per_token,
+        )
         self._heartbeat = EngineHeartbeat(options.clock)
         self._thread: threading.Thread | None = None
         self._address = ""
@@ -148,7 +126,7 @@ class HandoffAgent:  # noqa: PLR0904 - the engine's contract, and the process's
 
     def start_send(self, order: SendOrder) -> None:
         """See `HandoffPort`."""
-        self._short_prompts.add(order)
+        self._layers.add(order)
         # Nothing of it is in place yet: what is follows, and wakes the thread.
         self.loop.note(partial(self.loop.sending.start_send, order))
 
@@ -159,14 +137,14 @@ class HandoffAgent:  # noqa: PLR0904 - the engine's contract, and the process's
     def layer_ready(self, tickets: Sequence[tuple[TicketId, int]], layer: int) -> None:
         """See `HandoffPort`."""
         self._heartbeat.tick()
-        layerwise = self._short_prompts.exclude(tickets)
-        if layerwise:
-            self.loop.call(partial(self.loop.sending.layer_ready, layerwise, layer))
+        due = self._layers.layer_ready(tickets, layer)
+        if due:
+            self.loop.call(partial(self.loop.sending.layers_ready, due))
 
     def prefill_done(self, ticket: TicketId, first_token: SampledToken | None) -> None:
         """See `HandoffPort`."""
-        stop = self._short_prompts.take(ticket)
-        self.loop.call(partial(self.loop.sending.prefill_done, ticket, first_token, stop))
+        rest = self._layers.take(ticket)
+        self.loop.call(partial(self.loop.sending.prefill_done, ticket, first_token, rest))
 
     def decline(self, ticket: Ticket, reason: str) -> None:
         """See `HandoffPort`."""
@@ -206,7 +184,7 @@ class HandoffAgent:  # noqa: PLR0904 - the engine's contract, and the process's
         events: list[HandoffEvent] = []
         while self._events:
             event = self._events.popleft()
-            self._short_prompts.take(event.ticket)  # of a prompt that failed before it was computed
+            self._layers.take(event.ticket)  # of a prompt that failed before it was computed
             events.append(event)
         return events
 

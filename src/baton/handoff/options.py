@@ -31,8 +31,8 @@ class AgentOptions:
     `preferred_op` is who moves the bytes where this worker receives, if the transport can do both.
     `traits` are readable properties that explain why two workers cannot exchange KV (engine,
     version, dtype …): at most 32, names of 64 characters and values of 256. `lease_s` is how long
-    a computed prompt is held for a decode worker that does not renew it. Prompts of at most
-    `single_send_max_tokens` are sent when they are computed, not layer by layer.
+    a computed prompt is held for a decode worker that does not renew it. A prompt's computed layers
+    are sent together once they exceed `layer_batch_bytes`, and the rest with its end.
     """
 
     worker: WorkerId
@@ -47,7 +47,7 @@ class AgentOptions:
     timeout_s: float = 60.0
     liveness_timeout_s: float = 3.0
     lease_s: float = 10.0
-    single_send_max_tokens: int = 0
+    layer_batch_bytes: int = 0
     preferred_op: TransferOp = "WRITE"
     traits: Mapping[str, str] = field(default_factory=dict)
     links: LinkOptions = field(default_factory=LinkOptions)

@@ -62,6 +62,7 @@ if TYPE_CHECKING:
     from baton.handoff.heartbeat import PendingPrefills
     from baton.handoff.interface import SampledToken, SendOrder
     from baton.handoff.kv_views import AgentContext
+    from baton.handoff.layer_batches import ReadyLayers
     from baton.handoff.messages import ToSender
     from baton.handoff.peer_transports import PeerTransport, PeerTransportLost, PeerTransportUp
     from baton.handoff.peers import Peer
@@ -115,20 +116,17 @@ class PrefillSender:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         if granted is not None:
             self._take_grant(outgoing, granted)
 
-    def layer_ready(self, tickets: Sequence[tuple[TicketId, int]], layer: int) -> None:
+    def layers_ready(self, ready: Sequence[ReadyLayers]) -> None:
         """See `HandoffPort.layer_ready`."""
-        for ticket, stop in tickets:
+        for ticket, layers, stop in ready:
             outgoing = self._outgoing.get(ticket)
             if outgoing is not None:
-                self._perform(outgoing, outgoing.session.layer_ready(layer, stop))
+                self._perform(outgoing, outgoing.session.layers_ready(layers, stop))
 
     def prefill_done(
-        self, ticket: TicketId, first_token: SampledToken | None, stop: int | None = None
+        self, ticket: TicketId, first_token: SampledToken | None, rest: ReadyLayers | None
     ) -> None:
-        """See `HandoffPort.prefill_done`.
-
-        With `stop`, all layers of tokens `[0, stop)` are in place: see `ShortPromptBatcher`.
-        """
+        """See `HandoffPort.prefill_done`; `rest` are layers that were not reported before."""
         outgoing = self._outgoing.get(ticket)
         if outgoing is not None:
             now = self._context.clock.now()
@@ -136,8 +134,8 @@ class PrefillSender:  # noqa: PLR0904 -- a method for each event (ADR 0005)
             outgoing.session.wait_until(Instant(now + self._context.timeout_s))
             # First the end: it may ride on the write.
             self._perform(outgoing, outgoing.session.finish(first_token))
-            if stop is not None:
-                self._perform(outgoing, outgoing.session.all_layers_ready(stop))
+            if rest is not None:
+                self._perform(outgoing, outgoing.session.layers_ready(rest.layers, rest.stop))
 
     def engine_progressed(self, pending: PendingPrefills) -> None:
         """This worker's engine lives, and has yet to compute these: their deadlines can wait."""

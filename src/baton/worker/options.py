@@ -68,7 +68,7 @@ class ProcessOptions:
     handoff_timeout_s: float = 60.0
     liveness_timeout_s: float = 3.0
     lease_s: float = 10.0
-    single_send_max_tokens: int = 256
+    layer_batch_bytes: int = 4 * 1024 * 1024
     verification: VerificationPolicy = field(default_factory=VerificationPolicy)
     transports: tuple[str, ...] = ("shared", "tcp")
     transport_options: Mapping[str, Mapping[str, object]] = field(default_factory=dict)

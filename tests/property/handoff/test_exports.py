@@ -203,7 +203,7 @@ class LoanWorld(RuleBasedStateMachine):
     def prefill_is_done(self, data: st.DataObject) -> None:
         session = self.senders[data.draw(st.sampled_from(list(self.senders)))]
         for layer in range(2):
-            self.perform_sender(session, session.layer_ready(layer, NUM_TOKENS))
+            self.perform_sender(session, session.layers_ready([layer], NUM_TOKENS))
         self.perform_sender(session, session.finish(FIRST))
 
     @precondition(lambda self: any(each.to_lender for each in self.links))

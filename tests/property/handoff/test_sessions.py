@@ -309,7 +309,7 @@ class HandoffWorld(RuleBasedStateMachine):
             return
         limit = self.computed[layer - 1] if layer else self.num_tokens
         self.computed[layer] = min(self.computed[layer] + num_tokens, limit)
-        self.perform_sender(self.sender.layer_ready(layer, self.computed[layer]))
+        self.perform_sender(self.sender.layers_ready([layer], self.computed[layer]))
 
     @precondition(lambda self: min(self.computed) == self.num_tokens)
     @rule()
@@ -637,7 +637,7 @@ class HandoffWorld(RuleBasedStateMachine):
         self.the_way_is_clear()
         for layer in range(NUM_LAYERS):
             self.computed[layer] = self.num_tokens
-            self.perform_sender(self.sender.layer_ready(layer, self.num_tokens))
+            self.perform_sender(self.sender.layers_ready([layer], self.num_tokens))
         self.finish()
         while self.to_receiver or self.to_sender or self.writes or self.reads or self.fencing:
             while self.to_receiver:

@@ -111,10 +111,10 @@ def test_one_that_fails_owes_word_of_what_may_have_been_lent(was_lent: bool) -> 
 def test_nothing_is_lent_before_all_is_in_place() -> None:
     session = make_sender()
     assert session.begin(1) == []
-    assert session.layer_ready(0, 9) == []
+    assert session.layers_ready([0], 9) == []
     assert session.finish(FIRST) == []
-    assert session.layer_ready(1, 8) == []
-    assert session.layer_ready(1, 9) == [ExportBlocks(4, FIRST)]
+    assert session.layers_ready([1], 8) == []
+    assert session.layers_ready([1], 9) == [ExportBlocks(4, FIRST)]
     assert session.over
     assert session.fail("too late", stage="abort") == []
 
@@ -138,7 +138,7 @@ def test_one_that_ends_before_it_lends_lends_nothing() -> None:
 
 def test_what_is_not_lent_is_written_from_the_start() -> None:
     session = make_sender(num_ready_tokens=6)
-    session.layer_ready(0, 9)
+    session.layers_ready([0], 9)
     assert session.fall_back_to_write(FallbackToWrite(session.ticket, (), 0, b"", b"")) == []
     assert session.begin(1) == [WriteLayers(0, 4, 9), WriteLayers(1, 4, 6)]
 

@@ -71,7 +71,7 @@ def test_the_source_is_held_until_it_is_taken() -> None:
     session = make_read_session()
     assert session.begin(1) == []
     for layer in range(2):
-        assert session.layer_ready(layer, 9) == [AnnounceReadable(layer, 0, 9)]
+        assert session.layers_ready([layer], 9) == [AnnounceReadable(layer, 0, 9)]
         assert session.announced(layer, 9) == []
     assert session.finish(None) == [SendFinished(None)]
     assert not session.over
@@ -84,7 +84,7 @@ def test_the_deadline_ends_the_wait_for_a_reader() -> None:
     session = make_read_session()
     session.begin(1)
     for layer in range(2):
-        session.layer_ready(layer, 9)
+        session.layers_ready([layer], 9)
         session.announced(layer, 9)
     session.finish(None)
     _, emitted = session.expire(Instant(10.0))
@@ -108,7 +108,7 @@ def test_whole_pages_and_at_last_the_rest(ready: int, sent: int | None) -> None:
     session.granted(grant)
     session.begin(4)
     expected = [] if sent is None else [WriteLayers(0, 0, sent)]
-    assert session.layer_ready(0, ready) == expected
+    assert session.layers_ready([0], ready) == expected
 
 
 def make_written_session() -> SendSession:
@@ -117,7 +117,7 @@ def make_written_session() -> SendSession:
     session.granted(grant)
     session.begin(1)
     for layer, kind in enumerate(("shared", "tcp")):
-        session.layer_ready(layer, 9)
+        session.layers_ready([layer], 9)
         session.submitted(TransferHandle(kind, TransferId(1)), [LayerTokenRange(layer, 0, 9)])
     session.finish(None)
     return session
@@ -174,11 +174,11 @@ def test_a_reader_that_gives_up_is_written_to() -> None:
     session = make_read_session()
     session.begin(1)
     for layer in range(2):
-        session.layer_ready(layer, 6)
+        session.layers_ready([layer], 6)
         session.announced(layer, 6)
     ranges = pack_ranges([LayerTokenRange(0, 0, 9), LayerTokenRange(1, 3, 9)])
     message = FallbackToWrite(session.ticket, ("shared",), 0, b"", ranges)
     assert session.fall_back_to_write(message) == [WriteLayers(0, 0, 6), WriteLayers(1, 3, 6)]
     assert session.fall_back_to_write(message) == []
     assert session.excluded == {"shared"}
-    assert session.layer_ready(0, 9) == [WriteLayers(0, 6, 9)]
+    assert session.layers_ready([0], 9) == [WriteLayers(0, 6, 9)]

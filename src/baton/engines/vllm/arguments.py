@@ -111,7 +111,7 @@ def _transfer(config: Config) -> dict[str, object]:
         "handoff_timeout_s": config.handoff.timeout_s,
         "liveness_timeout_s": config.handoff.liveness_timeout_s,
         "lease_s": config.handoff.lease_s,
-        "single_send_max_tokens": config.handoff.single_send_max_tokens,
+        "layer_batch_bytes": config.handoff.layer_batch_bytes,
         "verify_same_process": config.handoff.verify_same_process,
         "verify_same_host": config.handoff.verify_same_host,
         "verify_network": config.handoff.verify_network,

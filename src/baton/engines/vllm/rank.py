@@ -250,7 +250,7 @@ class Rank:
             timeout_s=options.handoff_timeout_s,
             liveness_timeout_s=options.liveness_timeout_s,
             lease_s=options.lease_s,
-            single_send_max_tokens=options.single_send_max_tokens,
+            layer_batch_bytes=options.layer_batch_bytes,
             verification=VerificationPolicy.of(options),
             links=LinkOptions(
                 options.choice, ProbeBounds(options.probe_time_s, options.probe_bytes)

@@ -180,19 +180,13 @@ class SendSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         self.phase = SendPhase.SENDING
         return self._submit_ready(range(len(self._ready)))
 
-    def layer_ready(self, layer: int, stop: int) -> list[SendAction]:
-        """KV of tokens `[0, stop)` of `layer` is in place."""
-        self._ready[layer] = max(int(self._ready[layer]), stop)
+    def layers_ready(self, layers: Sequence[int], stop: int) -> list[SendAction]:
+        """KV of tokens `[0, stop)` of these layers is in place."""
+        rows = list(layers)
+        self._ready[rows] = np.maximum(self._ready[rows], stop)
         if self.phase is not SendPhase.SENDING:
             return []
-        return self._submit_ready((layer,))
-
-    def all_layers_ready(self, stop: int) -> list[SendAction]:
-        """KV of tokens `[0, stop)` of all layers is in place."""
-        np.maximum(self._ready, stop, out=self._ready)
-        if self.phase is not SendPhase.SENDING:
-            return []
-        return self._submit_ready(range(len(self._ready)))
+        return self._submit_ready(layers)
 
     def resume(self) -> list[SendAction]:
         """There is a route again: submit what could not be."""
@@ -334,7 +328,7 @@ class SendSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         what = "no grant came from the decode worker" if self.grant is None else "still sending"
         return self.fail(f"the deadline passed: {what}", stage=str(self.phase))
 
-    def _submit_ready(self, layers: range | tuple[int, ...]) -> list[SendAction]:
+    def _submit_ready(self, layers: Sequence[int]) -> list[SendAction]:
         if self.grant is None or self.grant.op == "NONE":
             return self._drain()
         send = AnnounceReadable if self.grant.op == "READ" else WriteLayers
