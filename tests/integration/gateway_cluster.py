@@ -22,6 +22,7 @@ from tests.integration.scripted_worker import (
     MODEL,
     Script,
     ScriptedWorker,
+    Visit,
     prefill_at_once,
     say_abc,
     serving,
@@ -87,7 +88,7 @@ async def cluster(
     decode = workers_of("decode", decodes, say_abc)
     decode += [ScriptedWorker(f"worker-{i}", "both", say_abc) for i in range(boths)]
     workers = tuple(WorkerAddress(w.url, Role(w.listed_as)) for w in prefill + decode)
-    settings = {"probe_interval_s": 0.1, "probe_timeout_s": 0.5, "connect_timeout_s": 1.0}
+    settings = {"probe_interval_s": 0.1, "probe_timeout_s": 3.0, "connect_timeout_s": 3.0}
     settings["tls"] = "off"  # what scripted workers speak
     gateway = GatewayOptions(workers=workers, credentials=KEY, **{**settings, **options})
     async with contextlib.AsyncExitStack() as stack:
@@ -120,19 +121,39 @@ async def until_up(running: Cluster, num_workers: int) -> None:
     await until_true(all_up)
 
 
-async def until_true(condition: Callable[[], Awaitable[bool]], within_s: float = 5.0) -> float:
+async def until_true(
+    condition: Callable[[], Awaitable[bool]],
+    within_s: float = 5.0,
+    why: Callable[[], object] = lambda: "it did not come true in time",
+) -> float:
     """Wait for a condition; the seconds it took."""
     began = time.monotonic()
     while not await condition():
-        assert time.monotonic() - began < within_s, "it did not come true in time"
+        assert time.monotonic() - began < within_s, why()
         await asyncio.sleep(0.01)
     return time.monotonic() - began
 
 
-async def until(condition: Callable[[], object], within_s: float = 5.0) -> float:
+async def until(
+    condition: Callable[[], object], within_s: float = 5.0, **why: Callable[[], object]
+) -> float:
     """Wait for a plain condition; the seconds it took."""
 
     async def asked() -> bool:
         return bool(condition())
 
-    return await until_true(asked, within_s)
+    return await until_true(asked, within_s, **why)
+
+
+def after_prefill(running: Cluster, script: Script) -> Script:
+    """A decode worker's script that begins once prefill was asked, as a real one's answer does."""
+
+    async def wait(visit: Visit) -> None:
+        def is_asked() -> bool:
+            asked = (each for worker in running.prefills for each in worker.visits)
+            return any(each.ticket.id == visit.ticket.id for each in asked)
+
+        await until(is_asked)
+        await script(visit)
+
+    return wait

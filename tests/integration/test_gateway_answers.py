@@ -10,12 +10,13 @@ import pytest
 from openai import OpenAI
 
 from baton.auth.ticket import unseal
-from tests.integration.gateway_cluster import JSON, PROMPT, STREAM, Cluster, run
+from tests.integration.gateway_cluster import JSON, PROMPT, STREAM, Cluster, after_prefill, run
 from tests.integration.scripted_worker import KEY, Visit
 
 
 def test_both_legs_get_the_same_ticketed_body_at_once():
     async def scenario(cluster: Cluster):
+        cluster.decodes[0].script = after_prefill(cluster, cluster.decodes[0].script)
         async with cluster.post(STREAM, **{"x-request-id": "mine-1"}) as response:
             text = await response.text()
         assert response.status == 200

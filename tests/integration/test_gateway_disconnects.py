@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+from collections import Counter
 
 import pytest
 
@@ -155,8 +156,8 @@ def test_nothing_of_a_client_that_left_is_kept_for_the_garbage_collector(decode,
     """Its body would be, too: clients that leave could fill the memory."""
     kinds = (CompletionBody, RequestContext, PrefillRequest, HttpExchange, BoundedHttpProtocol)
 
-    def count() -> int:
-        return sum(type(each) in kinds for each in gc.get_objects())
+    def held() -> Counter[str]:
+        return Counter(type(each).__name__ for each in gc.get_objects() if type(each) in kinds)
 
     async def scenario(cluster: Cluster):
         async def ask_and_leave() -> None:
@@ -166,7 +167,7 @@ def test_nothing_of_a_client_that_left_is_kept_for_the_garbage_collector(decode,
 
         cluster.decodes[0].script, cluster.prefills[0].script = decode, prefill
         gc.collect()
-        before = count()
+        before = held()
         gc.disable()
         try:
             clients = [asyncio.create_task(ask_and_leave()) for _ in range(5)]
@@ -175,7 +176,7 @@ def test_nothing_of_a_client_that_left_is_kept_for_the_garbage_collector(decode,
             for client in clients:
                 client.cancel()
             await asyncio.wait(clients)
-            await until(lambda: count() <= before)
+            await until(lambda: held() <= before, why=lambda: f"{held()}, {before} before")
         finally:
             gc.enable()
 

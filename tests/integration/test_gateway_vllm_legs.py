@@ -8,7 +8,7 @@ from contextlib import suppress
 
 import pytest
 
-from tests.integration.gateway_cluster import PROMPT, STREAM, Cluster, run, until
+from tests.integration.gateway_cluster import PROMPT, STREAM, Cluster, after_prefill, run, until
 from tests.integration.scripted_vllm import (
     ScriptedVllm,
     completion,
@@ -70,6 +70,7 @@ def test_prefill_is_a_completion_of_one_token_and_decode_the_clients_own():
     }
 
     async def scenario(cluster: Cluster):
+        cluster.decodes[0].script = after_prefill(cluster, cluster.decodes[0].script)
         text = await text_of(cluster, body)
         assert text.endswith("data: [DONE]\n\n")
         (p,), (d,) = cluster.prefills[0].visits, cluster.decodes[0].visits
@@ -111,6 +112,7 @@ def test_a_chat_is_prefilled_by_one_token_however_its_limit_is_named(limits, ask
             "logprobs": True, "response_format": {"type": "json_object"}}  # fmt: skip
 
     async def scenario(cluster: Cluster):
+        cluster.decodes[0].script = after_prefill(cluster, cluster.decodes[0].script)
         await text_of(cluster, body, CHAT)
         (visit,) = cluster.prefills[0].visits
         told = {name: visit.body[name] for name in visit.body if name.startswith("max_")}
@@ -139,6 +141,7 @@ def test_a_ticket_names_all_ranks():
 def test_engines_mix(vllm, stream):
     async def scenario(cluster: Cluster):
         body = STREAM if stream else PROMPT
+        cluster.decodes[0].script = after_prefill(cluster, cluster.decodes[0].script)
         text = await text_of(cluster, body)
         assert "baton" not in text
         (p,), (d,) = cluster.prefills[0].visits, cluster.decodes[0].visits
