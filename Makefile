@@ -11,8 +11,9 @@ PYTEST_ARGS ?=
 # Of `make simulate` and `make fuzz`: other seeds each night find more than the same ones again.
 SCHEDULES ?= 100000
 FIRST_SEED ?= 0
-# Of `make soak`, and of `make abuse` (--seconds 10, --json FILE, names of attacks).
+# Of `make soak` (--handoffs, --json FILE), and of `make abuse` (--seconds 10, --json FILE, names of attacks).
 REQUESTS ?= 100000
+SOAK_ARGS ?=
 ABUSE_ARGS ?=
 # Of `make fuzz`; TARGET: a decoder's name, all of them where it is empty.
 INPUTS ?= 10000000
@@ -47,6 +48,7 @@ help:
 	@echo 'make fuzz                    10 million damaged inputs for every decoder: the nightly job'
 	@echo 'make abuse                   attacks on a fleet, and what honest clients notice: 5 minutes'
 	@echo 'make soak                    100,000 requests, of which clients leave some: does anything grow?'
+	@echo 'make soak REQUESTS=1000000 SOAK_ARGS="--handoffs --concurrency 128"  as many handoffs as the fleet can do: the nightly job'
 	@echo 'make explore                 property tests on examples that nobody has tried yet'
 	@echo 'make check                   the checks without the tests'
 	@echo 'make words                   refused words in code and pages (docs/glossary.md)'
@@ -84,7 +86,7 @@ abuse: $(DEV)
 	$(BIN)/python -m tests.abuse $(ABUSE_ARGS)
 
 soak: $(DEV)
-	$(BIN)/python -m tests.abuse.soak --requests $(REQUESTS)
+	$(BIN)/python -m tests.abuse.soak --requests $(REQUESTS) $(SOAK_ARGS)
 
 explore: $(VLLM) $(DEV)
 	$(BIN)/python -m pytest -q -n 2 --dist loadscope tests/unit tests/property --explore $(PYTEST_ARGS)

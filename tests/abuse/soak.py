@@ -1,9 +1,14 @@
 """Many requests, of which clients leave some at random moments: does anything grow?
 
-`python -m tests.abuse.soak [--requests 100000] [--concurrency 32] [--json FILE]`. The model is so
-small that the requests are many; prompts are random, half of the answers are streamed, three of ten
-clients leave. What each process holds is sampled as it goes on; the slopes are least squares over
-the second half, and the exit status is 1 where one is above its bound, or where a request failed.
+`python -m tests.abuse.soak [--requests 100000] [--concurrency 32] [--handoffs] [--json FILE]`. The
+model is so small that the requests are many; prompts are random, half of the answers are streamed,
+three of ten clients leave. What each process holds is sampled as it goes on; the slopes are least
+squares over the second half, and the exit status is 1 where one is above its bound, or where a
+request failed.
+
+With `--handoffs` nobody leaves and each answer has one token: as many handoffs as the fleet can do.
+At twice as many at once as workers serve, for longer than any expiry (605 s), nothing may be
+refused. `--url` and `--pids` name a running fleet: `baton up --engine vllm`, say.
 """
 
 from __future__ import annotations
@@ -27,11 +32,11 @@ import numpy as np
 from baton.engines.transformers.random_model import RandomModelSpec, make_random_model
 from baton.testing.fleet import start_command
 from tests.abuse.attacks import JSON, MIB, TIMEOUT
-from tests.abuse.victims import Victims, running_victims
+from tests.abuse.victims import running_victims
 from tests.chaos.process_state import read_descriptors
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
 SPEC: Final = RandomModelSpec(
     num_layers=4, hidden_size=64, num_heads=4, num_kv_heads=2, dtype="float32"
@@ -60,8 +65,11 @@ class Sample:
 class Soak:
     """Sends the requests. Owner: one event loop."""
 
-    def __init__(self, victims: Victims, seed: int) -> None:
-        self._victims, self._random = victims, random.Random(seed)
+    def __init__(
+        self, url: str, pids: Mapping[str, int], *, seed: int, handoffs_only: bool
+    ) -> None:
+        self._url, self._pids, self._random = url, pids, random.Random(seed)
+        self._handoffs_only = handoffs_only
         self.outcomes: Counter[str] = Counter()
         self.samples: list[Sample] = []
         self.num_begun = 0
@@ -86,20 +94,22 @@ class Soak:
     async def _ask(self, session: aiohttp.ClientSession) -> str:
         draw = self._random
         stream, num_tokens = draw.random() < 0.5, draw.choice((8, 32, 64))
+        leaves_after_s = draw.expovariate(20) if draw.random() < SHARE_OF_LEAVERS else None
+        max_tokens = draw.choice((1, 4, 16))
+        if self._handoffs_only:
+            stream, leaves_after_s, max_tokens = False, None, 1
+            num_tokens = draw.choice((32, 64))  # decode computes what is shorter than a block
         body = {
             "model": "demo",
             "prompt": [draw.randrange(300, 4000) for _ in range(num_tokens)],
-            "max_tokens": draw.choice((1, 4, 16)),
+            "max_tokens": max_tokens,
             "temperature": 0,
             "stream": stream,
         }
-        leaves_after_s = draw.expovariate(20) if draw.random() < SHARE_OF_LEAVERS else None
         try:
             async with asyncio.timeout(leaves_after_s):
                 async with session.post(
-                    f"{self._victims.gateway.url}/v1/completions",
-                    data=json.dumps(body),
-                    headers=JSON,
+                    f"{self._url}/v1/completions", data=json.dumps(body), headers=JSON
                 ) as response:
                     answer = await response.read()
         except TimeoutError:
@@ -117,23 +127,17 @@ class Soak:
         for file in Path("/dev/shm").rglob("*"):
             with contextlib.suppress(OSError):
                 shm_bytes += file.stat().st_blocks * 512
-        rss = self._victims.read_rss_bytes()
-        for process in (self._victims.gateway, *self._victims.workers):
-            status = Path(f"/proc/{process.pid}/status").read_text()
-            (threads,) = [line for line in status.splitlines() if line.startswith("Threads:")]
+        for name, pid in self._pids.items():
+            status = Path(f"/proc/{pid}/status").read_text()
+            fields = dict(line.split(":", 1) for line in status.splitlines())
+            rss_bytes, threads = (int(fields[key].split()[0]) for key in ("VmRSS", "Threads"))
+            descriptors = len(read_descriptors(pid))
             self.samples.append(
-                Sample(
-                    self.num_begun,
-                    process.name,
-                    rss[process.name],
-                    len(read_descriptors(process.pid)),
-                    int(threads.split()[1]),
-                    shm_bytes,
-                )
+                Sample(self.num_begun, name, rss_bytes * 1024, descriptors, threads, shm_bytes)
             )
 
     def _show(self) -> str:
-        latest = self.samples[-3:]
+        latest = self.samples[-len(self._pids) :]
         return " ".join(f"{s.process} {s.rss_bytes // MIB}M {s.descriptors}fd" for s in latest)
 
 
@@ -151,13 +155,9 @@ def compute_slopes(samples: Sequence[Sample]) -> dict[str, dict[str, float]]:
     return slopes
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.abuse.soak")
-    parser.add_argument("--requests", type=int, default=100_000)
-    parser.add_argument("--concurrency", type=int, default=32)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, help="write samples and slopes there, too")
-    options = parser.parse_args()
+@contextlib.contextmanager
+def _running_fleet() -> Iterator[tuple[str, dict[str, int]]]:
+    """A gateway and two embedded engines: its URL, and the processes by name."""
     with tempfile.TemporaryDirectory() as folder:
         make_random_model(Path(folder) / "model", SPEC)
         changes = {
@@ -165,13 +165,32 @@ def main() -> None:
             "worker.served_model_name": "demo",
             "engine.num_blocks": 2048,
         }
-        began_at = time.monotonic()
         with running_victims(
             Path(folder), start_command, engine=changes, max_inflight_requests=256
         ) as victims:
-            soak = Soak(victims, options.seed)
-            asyncio.run(soak.run(options.requests, options.concurrency))
-        elapsed_s = time.monotonic() - began_at
+            processes = (victims.gateway, *victims.workers)
+            yield victims.gateway.url, {process.name: process.pid for process in processes}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.abuse.soak")
+    parser.add_argument("--requests", type=int, default=100_000)
+    parser.add_argument("--concurrency", type=int, default=32)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, help="write samples and slopes there, too")
+    parser.add_argument("--handoffs", action="store_true", help="one token each, nobody leaves")
+    parser.add_argument("--url", help="of a running fleet; its model is `demo`")
+    parser.add_argument("--pids", type=int, nargs="*", default=[], help="of that fleet's processes")
+    options = parser.parse_args()
+    began_at = time.monotonic()
+    with contextlib.ExitStack() as stack:
+        if options.url is not None:
+            url, pids = options.url, {str(pid): pid for pid in options.pids}
+        else:
+            url, pids = stack.enter_context(_running_fleet())
+        soak = Soak(url, pids, seed=options.seed, handoffs_only=options.handoffs)
+        asyncio.run(soak.run(options.requests, options.concurrency))
+    elapsed_s = time.monotonic() - began_at
     slopes = compute_slopes(soak.samples)
     print(f"{soak.num_begun} requests in {elapsed_s:.0f} s: {dict(soak.outcomes)}")
     for process, found in slopes.items():

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, assert_never
 
+from baton.handoff.digest_verifier import DigestVerifier, Sampler
 from baton.handoff.messages import Notification, unpack_blocks
 from baton.handoff.peer_transports import TransportUsage
-from baton.handoff.write_batches import DigestVerifier, Sampler
 from baton.kv.copies import BlockTable
 from baton.kv.digest import DigestKey
 from baton.telemetry.trace import Stamp

@@ -34,6 +34,13 @@ from baton.handoff.messages import (
     TransferAck,
     pack_blocks,
 )
+from baton.handoff.outgoing import (
+    OutgoingHandoff,
+    announce,
+    map_granted_pages,
+    merge_writes,
+    write_batches,
+)
 from baton.handoff.peer_transports import REFERENCE, Reachability
 from baton.handoff.session.actions import (
     AnnounceReadable,
@@ -47,13 +54,6 @@ from baton.handoff.session.actions import (
 )
 from baton.handoff.session.lease import LEASE_STAGE
 from baton.handoff.session.send import SendPhase, SendSession
-from baton.handoff.write_batches import (
-    OutgoingHandoff,
-    announce,
-    map_granted_pages,
-    merge_writes,
-    write_batches,
-)
 from baton.transfer.interface import find_read_scopes
 
 if TYPE_CHECKING:

@@ -123,7 +123,7 @@ class WorkerApp:
         problem = describe(error)
         self._metrics.error_response(problem.status)
         if was_declined(error):
-            logger.info("%s: %s", exchange.request_id, error)
+            logger.debug("%s: %s", exchange.request_id, error)
         elif problem.status >= 500:  # noqa: PLR2004 (HTTP's own line between the two faults)
             logger.warning("%s: %d, %s", exchange.request_id, problem.status, error)
         if not exchange.started:

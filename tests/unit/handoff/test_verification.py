@@ -4,14 +4,10 @@ import numpy as np
 import pytest
 
 from baton.config.sections import HandoffSection
+from baton.handoff.digest_verifier import DigestVerifier, Sampler
 from baton.handoff.messages import Notification
 from baton.handoff.verify import VerificationPolicy, path_of
-from baton.handoff.write_batches import (
-    DigestVerifier,
-    Sampler,
-    WriteBatchBuilder,
-    notify_without_digests,
-)
+from baton.handoff.write_batches import WriteBatchBuilder, notify_without_digests
 from baton.kv.copies import BlockTable, PagedSequence
 from baton.kv.digest import DigestKey
 from baton.kv.layout import KVLayout
