@@ -133,7 +133,7 @@ def test_a_stop_string_ends_the_engines_work_too(stream: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("stage", "level"), [("declined", logging.INFO), ("transfer", logging.WARNING)]
+    ("stage", "level"), [("declined", logging.DEBUG), ("transfer", logging.WARNING)]
 )
 def test_only_a_fault_is_warned_of(
     stage: str, level: int, caplog: pytest.LogCaptureFixture
@@ -142,7 +142,7 @@ def test_only_a_fault_is_warned_of(
         async with running(failing(HandoffError("no KV went over", stage=stage))) as (worker, *_):
             await complete(worker)
 
-    with caplog.at_level(logging.INFO, "baton.worker.app"):
+    with caplog.at_level(logging.DEBUG, "baton.worker.app"):
         asyncio.run(scenario())
     assert [each.levelno for each in caplog.records if "no KV" in each.message] == [level]
 
