@@ -50,6 +50,8 @@ ENGINE: dict[str, object] = {
     "engine.num_threads": 1,
     "engine.num_blocks": NUM_BLOCKS,
     "handoff.liveness_timeout_s": LIVENESS_TIMEOUT_S,
+    # Each layer by itself: these prompts have so few bytes that they would go at once.
+    "handoff.layer_batch_bytes": 0,
 }
 ROLES: dict[Role, dict[str, object]] = {
     # Small steps make prefill slow there, while decode computes the same in a moment.

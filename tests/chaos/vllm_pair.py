@@ -135,6 +135,7 @@ def start_slow_prefill(cluster_factory: ClusterFactory, port: int = 0) -> tuple[
         "prefill",
         worker__port=port,
         handoff__liveness_timeout_s=LIVENESS_TIMEOUT_S,
+        handoff__layer_batch_bytes=0,
         engine__max_num_batched_tokens=16,
         engine__kv_cache_bytes=POOL_TOKENS * KV_BYTES_PER_TOKEN,
         engine__arguments=["--enable-prompt-tokens-details", f"--max-num-seqs={NUM_SEQS}"],
