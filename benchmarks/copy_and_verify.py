@@ -15,7 +15,7 @@ import numpy as np
 from verified_handoffs import CLOCK, LAYOUT, NUM_BLOCKS, NUM_BYTES, NUM_TOKENS, random_blocks
 
 from baton.auth.credentials import Credentials
-from baton.handoff.digest_verifier import DigestVerifier
+from baton.handoff.incoming import DigestVerifier
 from baton.handoff.write_batches import WriteBatchBuilder
 from baton.ids import new_epoch
 from baton.kv.copies import CopyPlanner, PagedSequence

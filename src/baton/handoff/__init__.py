@@ -14,11 +14,8 @@ File map:
     prefill_sender.py   the prefill worker's handoffs: carries out what `SendSession` asks for
     decode_receiver.py  the decode worker's handoffs: carries out what `ReceiveSession` asks for
     session/            the two state machines of one handoff, pure
-    layer_batches.py    when the agent is notified of computed layers, and of how many at once
-    outgoing.py         one handoff out of this worker: its session, grant, writes
-    write_batches.py    how a range of layers leaves: page copies, digests, notification
-    digest_verifier.py  what landed, compared with its sender's digests
-    incoming.py         one handoff into this worker: its peer, pages and windows
+    write_batches.py    one handoff out of this worker: page copies, digests, writes
+    incoming.py         one handoff into this worker: its peer, pages, windows, digests
     page_reads.py       reads of peers' pages: posted, verified, made again elsewhere
     verify.py           how much of what arrives is compared with its sender's digests
     kv_views.py         how a worker shows its KV to peers, and the pages that one handoff has

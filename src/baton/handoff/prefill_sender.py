@@ -34,13 +34,6 @@ from baton.handoff.messages import (
     TransferAck,
     pack_blocks,
 )
-from baton.handoff.outgoing import (
-    OutgoingHandoff,
-    announce,
-    map_granted_pages,
-    merge_writes,
-    write_batches,
-)
 from baton.handoff.peer_transports import REFERENCE, Reachability
 from baton.handoff.session.actions import (
     AnnounceReadable,
@@ -54,15 +47,22 @@ from baton.handoff.session.actions import (
 )
 from baton.handoff.session.lease import LEASE_STAGE
 from baton.handoff.session.send import SendPhase, SendSession
+from baton.handoff.write_batches import (
+    OutgoingHandoff,
+    announce,
+    map_granted_pages,
+    merge_writes,
+    write_batches,
+)
 from baton.transfer.interface import find_read_scopes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from baton.handoff.agent import ReadyLayers
     from baton.handoff.heartbeat import PendingPrefills
     from baton.handoff.interface import SampledToken, SendOrder
     from baton.handoff.kv_views import AgentContext
-    from baton.handoff.layer_batches import ReadyLayers
     from baton.handoff.messages import ToSender
     from baton.handoff.peer_transports import PeerTransport, PeerTransportLost, PeerTransportUp
     from baton.handoff.peers import Peer

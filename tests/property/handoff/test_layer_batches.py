@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.handoff.layer_batches import LayerBatcher, ReadyLayers
+from baton.handoff.agent import LayerBatcher, ReadyLayers
 from tests.unit.handoff.orders import make_ticket, send_order
 
 NUM_LAYERS = 5

@@ -7,11 +7,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.handoff.digest_verifier import DigestVerifier, Sampler
+from baton.handoff.incoming import DigestVerifier, Sampler
 from baton.handoff.messages import decode_notification, encode
-from baton.handoff.outgoing import merge_writes
 from baton.handoff.session.actions import AnnounceReadable, WriteLayers
-from baton.handoff.write_batches import MAX_JOINED_BYTES, MAX_SEGMENTS, WriteBatchBuilder
+from baton.handoff.write_batches import (
+    MAX_JOINED_BYTES,
+    MAX_SEGMENTS,
+    WriteBatchBuilder,
+    merge_writes,
+)
 from baton.kv.copies import BlockTable, PagedSequence, apply_copies
 from baton.kv.digest import DigestKey
 from baton.kv.layout import KVLayout, LayerLayout

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from baton.config.sections import HandoffSection
-from baton.handoff.digest_verifier import DigestVerifier, Sampler
+from baton.handoff.incoming import DigestVerifier, Sampler
 from baton.handoff.messages import Notification
 from baton.handoff.verify import VerificationPolicy, path_of
 from baton.handoff.write_batches import WriteBatchBuilder, notify_without_digests
