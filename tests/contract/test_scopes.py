@@ -68,7 +68,7 @@ class Readers:
         }
         grant = ReadGrant(**{**fields, **changes})
         (scope,) = find_read_scopes([self.owner.transport])
-        scope.admit_reads(grant, array, np.array(pages))
+        scope.admit_reads(grant, range(array, array + 1), np.array(pages))
         return grant.id
 
     def close_grant(self, grant: TicketId) -> None:
@@ -203,7 +203,9 @@ def test_a_slow_reader_gets_nothing_that_is_stored_after_its_grant(is_closed: bo
         owner.paint(1)
         (scope,) = find_read_scopes([owner.transport])
         pages = np.arange(NUM_PAGES)
-        scope.admit_reads(ReadGrant(grant, owner.region.handle, reader.epoch, READER), 0, pages)
+        scope.admit_reads(
+            ReadGrant(grant, owner.region.handle, reader.epoch, READER), range(1), pages
+        )
         asked = np.tile(pages, 64).astype("<u4").tobytes()
         whole = np.array([0, PAGE_BYTES]).astype("<u4").tobytes()
         num_bytes = len(asked) // 4 * PAGE_BYTES

@@ -74,10 +74,10 @@ class Lies:
         kind = self._rng.choice(SENT)
         ticket = self._rng.choice(self._tickets)
         fields = {name: self._field(kind, name, ticket) for name in kind.__struct_fields__}
-        message = kind(**fields)
         try:
+            message = kind(**fields)
             messages.decode(messages.encode(message))
-        except ProtocolError:
+        except (ProtocolError, ValueError):
             return None  # not well-formed
         return message
 
@@ -99,6 +99,8 @@ class Lies:
                 return bytes(rng.choice((0, 0, 16, 32, 80, 160, 15, 4096)))
             case "layer":
                 return rng.choice((0, 1, NUM_LAYERS - 1, NUM_LAYERS, 4096))
+            case "num_layers":
+                return rng.choice((1, 1, 2, NUM_LAYERS, NUM_LAYERS + 1, 4096))
             case "start" | "stop" | "num_tokens" | "first_block":
                 right = {"start": 0, "first_block": 0}.get(name, NUM_TOKENS)
                 return right if rng.random() < OFTEN_RIGHT else rng.choice(COUNTS)

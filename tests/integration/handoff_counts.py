@@ -1,12 +1,12 @@
 """How much control a handoff takes: counts that are the same on every machine.
 
-Two agents without engines hand over prompts of 32 layers and 128 tokens, by push. The test's own
+Two agents without engines hand over prompts of 32 layers and 128 tokens. The test's own
 thread plays both engines and steps both agents whenever they have work, so the counts do not depend
 on how threads take turns: what agents do while they wait (ticks, spinning) is left out. Counted is
 one handoff of two agents that know each other, from the first order to the last event; of four such
 handoffs, the mean.
 
-    python -m tests.integration.handoff_counts [shared|tcp] [MAX_TOKENS_AT_ONCE]
+    python -m tests.integration.handoff_counts [shared|tcp] [WRITE|READ] [LAYER_BATCH_BYTES]
 
 prints the counts and, of Baton's own functions and of system calls, those that run most often.
 """
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from types import FrameType
 
+    from baton.handoff.messages import TransferOp
     from tests.integration.handoff_nodes import Handoff, Node
 
 PACKAGE = Path(baton.__file__).parent
@@ -98,10 +99,13 @@ def is_system_call(called: object) -> bool:
     return is_of_os or isinstance(owner, _KERNEL_OBJECTS)
 
 
-def count_handoff(kind: str, layer_batch_bytes: int) -> tuple[dict[str, float], Counter[str]]:
-    """Push prompts over the transport `kind`: counts of one by name, and of all by function.
+def count_handoff(
+    kind: str, op: TransferOp, layer_batch_bytes: int
+) -> tuple[dict[str, float], Counter[str]]:
+    """Hand prompts over by the transport `kind`: counts of one by name, and of all by function.
 
-    Layers go out together as by `handoff.layer_batch_bytes`; a prompt has 4 MiB.
+    Prefill WRITEs, or decode READs. Layers go out together as by `handoff.layer_batch_bytes`; a
+    prompt has 4 MiB.
     """
     key = Credentials.of(ClusterKey(bytes(32)))
     with ExitStack() as stack:
@@ -110,7 +114,7 @@ def count_handoff(kind: str, layer_batch_bytes: int) -> tuple[dict[str, float], 
                 node(
                     name, kinds=(kind,), key=key, is_stepped=True,
                     pages=stack.enter_context(plain_pages(LAYOUT)),
-                    layer_batch_bytes=layer_batch_bytes,
+                    layer_batch_bytes=layer_batch_bytes, op=op,
                 )
             )
             for name in ("prefill", "decode")
@@ -162,8 +166,9 @@ def _check(handoff: Handoff, counts: HandoffCounts) -> None:
 
 def main() -> None:
     """Print the counts."""
-    kind = sys.argv[1] if len(sys.argv) > 1 else "shared"
-    counts, functions = count_handoff(kind, int(sys.argv[2]) if len(sys.argv) > 2 else 4 << 20)
+    given = sys.argv[1:]
+    kind, op, layer_batch_bytes = *given, *("shared", "WRITE", 4 << 20)[len(given) :]
+    counts, functions = count_handoff(kind, op, int(layer_batch_bytes))
     for name, number in sorted(counts.items()):
         print(f"{number:8.1f} {name}")
     print("\nof one handoff:")

@@ -78,9 +78,9 @@ def test_what_is_pulled_is_readable_until_the_handoff_ends(identities: Identitie
         admitted: list[ReadGrant] = []
         admit = scope.admit_reads
 
-        def note(grant: ReadGrant, array: int, pages: NDArray[np.int64]) -> None:
+        def note(grant: ReadGrant, arrays: range, pages: NDArray[np.int64]) -> None:
             admitted.append(grant)
-            admit(grant, array, pages)
+            admit(grant, arrays, pages)
 
         scope.admit_reads = note  # type: ignore[method-assign]
         assert isinstance(hand_over(prefill, decode, gateway), KVLanded)

@@ -16,7 +16,7 @@ from baton.telemetry.trace import Stamp
 from baton.transfer.interface import WriteGrant
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -163,7 +163,7 @@ class IncomingHandoff:
         sampler: Sampler | None,
         *,
         is_keyed: bool,
-        begun: PieceDigests | None = None,
+        begun: Mapping[int, PieceDigests] | None = None,
     ) -> list[int]:
         """Layers of a notification that are not in the pages as their sender had them.
 
@@ -284,7 +284,7 @@ def verify_read(
     incoming: IncomingHandoff,
     notification: Notification,
     transport: Transport,
-    begun: PieceDigests | None,
+    begun: Mapping[int, PieceDigests] | None,
 ) -> bool:
     """Whether what a read brought is, all of it, what the peer announced.
 
@@ -296,7 +296,9 @@ def verify_read(
 def explain_mismatch(notification: Notification) -> str:
     """What was expected, and is not there."""
     tokens = f"[{notification.start}, {notification.stop})"
-    return f"digest mismatch in layer {notification.layer}, tokens {tokens}"
+    first, num_layers = notification.layer, notification.num_layers
+    layers = f"layer {first}" if num_layers == 1 else f"layers {first} to {first + num_layers - 1}"
+    return f"digest mismatch in {layers}, tokens {tokens}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,18 +334,26 @@ class DigestVerifier:
         self._pairs = pair_layers(peer, target.layout)
         self._locator = PieceLocator()
 
-    def begin(self, notification: Notification, *, is_keyed: bool = False) -> PieceDigests | None:
-        """Digests of one layer, to be made as its pages are filled, for `verify`.
+    def begin(
+        self, layers: range, start: int, stop: int, *, is_keyed: bool = False
+    ) -> Mapping[int, PieceDigests] | None:
+        """Each layer's digests of tokens `[start, stop)`, to be made as its pages are filled.
 
-        None where a page has several pieces, so that they are not all there at once.
+        For `verify`. None where a page has several pieces, so that they are not all there at once.
         """
-        bounds = compute_pieces(*self._block_sizes, notification.start, notification.stop)
-        pieces, layer = self._locator.locate(self._target, bounds), notification.layer
+        bounds = compute_pieces(*self._block_sizes, start, stop)
+        pieces = self._locator.locate(self._target, bounds)
         if not pieces.has_one_in_each_block:
             return None
-        pair, key = self._pairs[layer], self._key if is_keyed else None
-        pages = self._layer_pages[layer]
-        return PieceDigests(pair.dst, pages, pieces, heads=pair.heads, key=key, layer=layer)
+        key = self._key if is_keyed else None
+        pages, pairs = self._layer_pages, self._pairs
+        return {
+            layer: PieceDigests(
+                pairs[layer].dst, pages[layer], pieces,
+                heads=pairs[layer].heads, key=key, layer=layer,
+            )
+            for layer in layers
+        }  # fmt: skip
 
     def verify(
         self,
@@ -351,36 +361,39 @@ class DigestVerifier:
         sampler: Sampler | None = None,
         *,
         is_keyed: bool = False,
-        begun: PieceDigests | None = None,
+        begun: Mapping[int, PieceDigests] | None = None,
     ) -> DigestResult:
         """Where the bytes at the tokens that the notification names lack the digests it claims.
 
         With a sampler only some of the pieces are looked at; digests must be there for all.
         With `is_keyed` they are by the handoff's key, where it has one. `begun` is what `begin`
-        returned for this notification and this `is_keyed`.
+        returned for this notification's layers and tokens, and this `is_keyed`.
         """
         key = self._key if is_keyed else None
         bounds = compute_pieces(*self._block_sizes, notification.start, notification.stop)
         layers = range(notification.layer, notification.layer + notification.num_layers)
-        num_pieces, digests = len(bounds) - 1, notification.digests
+        num_pieces, all_claimed = len(bounds) - 1, notification.digests
         layer_bytes = DIGEST_BYTES * num_pieces
-        if len(digests) != layer_bytes * len(layers):
+        if len(all_claimed) != layer_bytes * len(layers):
             return DigestResult(list(layers), num_tokens=0)
         wrong, num_tokens = [], 0
         pieces = self._locator.locate(self._target, bounds)
         for layer in layers:
             at = (layer - layers.start) * layer_bytes
-            claimed = digests[at : at + layer_bytes]
+            claimed = all_claimed[at : at + layer_bytes]
             if sampler is not None:
                 only = sampler.choose(layer, num_pieces)
                 pieces = locate_pieces(self._target, bounds, only)
                 of_each = np.frombuffer(claimed, np.uint8).reshape(num_pieces, DIGEST_BYTES)
                 claimed = of_each[only].tobytes()
-            pages, pair = self._layer_pages[layer], self._pairs[layer]
-            digests_here = begun or PieceDigests(
-                pair.dst, pages, pieces, heads=pair.heads, key=key, layer=layer
-            )
-            if digests_here.finish() != claimed:
+            if begun is not None:
+                digests = begun[layer]
+            else:
+                pages, pair = self._layer_pages[layer], self._pairs[layer]
+                digests = PieceDigests(
+                    pair.dst, pages, pieces, heads=pair.heads, key=key, layer=layer
+                )
+            if digests.finish() != claimed:
                 wrong.append(layer)
             num_tokens += pieces.num_tokens
         return DigestResult(wrong, num_tokens)

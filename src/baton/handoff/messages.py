@@ -21,7 +21,7 @@ from baton.transfer.interface import RegionDescriptor
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-PROTOCOL_VERSION: Final = 9
+PROTOCOL_VERSION: Final = 10
 MAX_MESSAGE_BYTES: Final = 4 * 1024 * 1024
 MAX_TOKENS: Final = 16 * 1024 * 1024
 DIGEST_BYTES: Final = 16
@@ -150,11 +150,11 @@ class Declined(SenderMessage, frozen=True, tag="declined"):
 
 
 class Available(ReceiverMessage, frozen=True, tag="available"):
-    """Prefill → decode, op "READ": KV of tokens `[start, stop)` of `layer` can be read.
+    """Prefill → decode, op "READ": KV of tokens `[start, stop)` can be read.
 
-    It lies in `blocks` of the sender's view, the first of which holds logical block `first_block`,
-    and holds still until the ticket is `TransferAck` or has failed. `digests` as in a
-    `Notification`.
+    Of `num_layers` layers from `layer` on, it lies in `blocks` of the sender's view, the first of
+    which holds logical block `first_block`, and holds still until the ticket is `TransferAck` or
+    has failed. `digests` as in a `Notification`, layer after layer.
     """
 
     ticket: WireTicketId
@@ -164,6 +164,25 @@ class Available(ReceiverMessage, frozen=True, tag="available"):
     first_block: TokenCount
     blocks: PackedBlocks
     digests: bytes
+    num_layers: LayerCount = 1
+
+    def __post_init__(self) -> None:
+        if len(self.digests) % self.num_layers:
+            raise ValueError(f"{len(self.digests)} bytes of digests for {self.num_layers} layers")
+
+    @property
+    def layers(self) -> range:
+        """The layers' numbers."""
+        return range(self.layer, self.layer + self.num_layers)
+
+    def part(self, layers: range) -> Available:
+        """The same, of some of its layers."""
+        size = len(self.digests) // self.num_layers
+        first, stop = (layer - self.layer for layer in (layers.start, layers.stop))
+        digests = self.digests[size * first : size * stop]
+        return msgspec.structs.replace(
+            self, layer=layers.start, num_layers=len(layers), digests=digests
+        )
 
 
 class TransferAck(SenderMessage, frozen=True, tag="transfer_ack"):

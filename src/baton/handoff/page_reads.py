@@ -10,6 +10,7 @@ ReadPages ── read ──► under way ── completed, as announced ──�
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from baton.errors import BatonError, PeerLostError
@@ -17,19 +18,22 @@ from baton.handoff.incoming import explain_mismatch, verify_read
 from baton.handoff.messages import Notification
 from baton.handoff.session.actions import TransferHandle
 from baton.handoff.session.receive import ReceivePhase
-from baton.kv.copies import CopyPlanner, PagedSequence
+from baton.kv.copies import CopyPlanner, PageCopies, PagedSequence
 from baton.transfer.interface import PageRead, as_reader
 from baton.transfer.links.cost_model import measure_shape
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator, Mapping
 
     from baton.handoff.incoming import IncomingHandoff
     from baton.handoff.kv_views import AgentContext
     from baton.handoff.messages import Available
-    from baton.handoff.peer_transports import PeerTransport
+    from baton.handoff.peer_transports import PeerTransport, TransportChoice
+    from baton.handoff.peers import Peer
     from baton.handoff.session.actions import ReceiveAction
+    from baton.ids import RegionHandle
     from baton.kv.digest import PieceDigests
+    from baton.transfer.links.cost_model import TransferShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +56,19 @@ class _PendingRead:
     available: Available
     peer_transport: PeerTransport
     tried: frozenset[str]
-    begun: PieceDigests | None
+    begun: Mapping[int, PieceDigests] | None
 
     @property
     def notification(self) -> Notification:
         """What is in the pages, if it went well."""
-        return _describe(self.available)
+        available = self.available
+        return Notification(
+            available.layer,
+            available.start,
+            available.stop,
+            available.digests,
+            available.num_layers,
+        )
 
     @property
     def tried_now(self) -> frozenset[str]:
@@ -94,7 +105,8 @@ class PageReads:
         if incoming.unreadable:
             return  # the peer will be asked to write it
         try:
-            session.reading(self._post(incoming, available, tried))
+            for handle in self._post(incoming, available, tried):
+                session.reading(handle)
         except BatonError as exc:
             self._perform(incoming, session.fail(str(exc), stage="read"))
 
@@ -181,8 +193,10 @@ class PageReads:
 
     def _post(
         self, incoming: IncomingHandoff, available: Available, tried: frozenset[str]
-    ) -> TransferHandle:
-        """Read what is available into the handoff's pages, by a transport that was not tried.
+    ) -> Iterator[TransferHandle]:
+        """Read what is available into the handoff's pages, by transports that were not tried.
+
+        Layers whose pages are alike go together, where a transport reads them so.
 
         Raises:
             TransferError: there is no way to the peer any more, or it named pages that it lacks.
@@ -194,26 +208,49 @@ class PageReads:
         theirs, ours = peer.negotiated.theirs, mapped_pages.sequence
         if incoming.planner is None:  # neither layout changes while there is the link
             incoming.planner = CopyPlanner(theirs.layout, ours.layout)
-        copies = incoming.planner.plan(
-            PagedSequence(theirs.layout, incoming.block_tables.find(available)),
-            ours,
-            available.layer,
-            start=available.start,
-            stop=available.stop,
-        )
-        region = mapped_pages.view.region
-        shape = measure_shape(copies, theirs.regions[0].arrays, region.arrays)
+        source = PagedSequence(theirs.layout, incoming.block_tables.find(available))
+        source_arrays, region = theirs.regions[0].arrays, mapped_pages.view.region
+        layers, start, stop = available.layers, available.start, available.stop
+        while layers:
+            copies = incoming.planner.plan(source, ours, layers.start, start=start, stop=stop)
+            copies = incoming.planner.join(copies, layers)
+            chosen = self._choose(peer, measure_shape(copies, source_arrays, region.arrays), tried)
+            if copies.num_layers > 1 and not chosen.peer_transport.takes_several_arrays:
+                copies = PageCopies(copies.layer, copies.groups)
+                shape = measure_shape(copies, source_arrays, region.arrays)
+                chosen = self._choose(peer, shape, tried)
+            part = available.part(copies.layers)
+            yield self._submit(
+                incoming, part, copies, region=region.handle, chosen=chosen, tried=tried
+            )
+            layers = layers[copies.num_layers :]
+
+    def _choose(self, peer: Peer, shape: TransferShape, tried: frozenset[str]) -> TransportChoice:
         chosen = self._context.peer_transports.choose(peer, shape, tried)
         if chosen is None:
             raise self._context.peer_transports.explain(peer)
+        return chosen
+
+    def _submit(
+        self,
+        incoming: IncomingHandoff,
+        available: Available,
+        copies: PageCopies,
+        *,
+        region: RegionHandle,
+        chosen: TransportChoice,
+        tried: frozenset[str],
+    ) -> TransferHandle:
         began_at = self._context.peer_transports.now()
-        begun = incoming.verifier.begin(_describe(available), is_keyed=True)
+        begun = incoming.verifier.begin(
+            available.layers, available.start, available.stop, is_keyed=True
+        )
         read = PageRead(
             chosen.peer_transport.attached,
-            region.handle,
+            region,
             copies,
             incoming.session.ticket,
-            None if begun is None else begun.add_pages,
+            None if begun is None else partial(_add_pages, begun),
         )
         transfer = as_reader(chosen.peer_transport.transport).read(read)
         self._context.peer_transports.submitted(chosen, began_at)
@@ -225,6 +262,6 @@ class PageReads:
         return handle
 
 
-def _describe(available: Available) -> Notification:
-    """What is in the pages, once they were read."""
-    return Notification(available.layer, available.start, available.stop, available.digests)
+def _add_pages(begun: Mapping[int, PieceDigests], layer: int, pages: list[int]) -> None:
+    """Some pages of a layer are filled (`PageRead.copied`)."""
+    begun[layer].add_pages(pages)

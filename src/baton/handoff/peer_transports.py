@@ -81,6 +81,11 @@ class PeerTransport:
         return self.transport.kind
 
     @property
+    def takes_several_arrays(self) -> bool:
+        """Whether one transfer may be of several layers."""
+        return self.transport.capabilities.multi_array
+
+    @property
     def attached(self) -> RemoteId:
         """The remote of a route that is up."""
         if self.remote is None:

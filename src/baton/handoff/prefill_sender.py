@@ -51,7 +51,7 @@ from baton.handoff.write_batches import (
     OutgoingHandoff,
     announce,
     map_granted_pages,
-    merge_writes,
+    merge_layers,
     write_batches,
 )
 from baton.transfer.interface import find_read_scopes
@@ -414,7 +414,7 @@ class PrefillSender:  # noqa: PLR0904 -- a method for each event (ADR 0005)
             self._perform(outgoing, outgoing.session.peer_failed(reason, stage=stage))
 
     def _perform(self, outgoing: OutgoingHandoff, actions: list[SendAction]) -> None:
-        for action in merge_writes(actions) if len(actions) > 1 else actions:
+        for action in merge_layers(actions) if len(actions) > 1 else actions:
             self._carry_out(outgoing, action)
         session = outgoing.session
         if session.over and self._outgoing.pop(session.ticket, None) is not None:
@@ -471,14 +471,14 @@ class PrefillSender:  # noqa: PLR0904 -- a method for each event (ADR 0005)
             self._perform(outgoing, session.fail(str(exc), stage="submit"))
 
     def _announce(self, outgoing: OutgoingHandoff, action: AnnounceReadable) -> None:
-        """Announce where one layer's range lies, in batches; a failure ends the session."""
+        """Announce where a range of one layer or more lies, in batches; a failure ends it."""
         session, granted = outgoing.session, outgoing.granted
         if session.phase is not SendPhase.SENDING or granted is None:
             return
         try:
             for message in announce(action, outgoing, self._read_scopes):
                 self._context.peers.send(granted.peer, message)
-                self._perform(outgoing, session.announced(action.layer, message.stop))
+                self._perform(outgoing, session.announced(message.layers, message.stop))
         except BatonError as exc:
             self._perform(outgoing, session.fail(str(exc), stage="announce"))
 

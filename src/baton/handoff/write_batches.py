@@ -18,7 +18,7 @@ from baton.handoff.messages import (
     pack_blocks,
 )
 from baton.handoff.peer_transports import TransportUsage
-from baton.handoff.session.actions import TransferHandle, WriteLayers
+from baton.handoff.session.actions import AnnounceReadable, TransferHandle, WriteLayers
 from baton.handoff.token_ranges import LayerTokenRange
 from baton.kv.copies import (
     BlockTable,
@@ -47,15 +47,13 @@ if TYPE_CHECKING:
     from baton.handoff.messages import Grant
     from baton.handoff.peer_transports import PeerTransportTable, TransportChoice
     from baton.handoff.peers import Peer
-    from baton.handoff.session.actions import AnnounceReadable, SendAction, SendFinished
+    from baton.handoff.session.actions import SendAction, SendFinished
     from baton.handoff.session.send import SendSession
     from baton.kv.layout import KVLayout
     from baton.transfer.interface import PageArray, ScopesReads
 
 MAX_SEGMENTS: Final = 2048
 """Pieces of one write: keeps its notification far below `MAX_NOTIFICATION_BYTES`."""
-MAX_JOINED_BYTES: Final = 4 << 20
-"""Of layers that are written together: the receiver verifies them while the next are written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,13 +130,10 @@ class WriteBatchBuilder:
         while layers:
             first = layers[0]
             copies = self._planner.plan(self._source, self._target, first, start=start, stop=stop)
-            num_layers = 1
             if len(layers) > 1:
-                most = min(max_layers, MAX_JOINED_BYTES // max(1, copies.layer_bytes))
-                num_layers = self._planner.count_alike(layers[: max(1, most)])
-                copies = PageCopies(first, copies.groups, num_layers)
+                copies = self._planner.join(copies, layers[:max_layers])
             yield WriteBatch(copies, bounds, start, stop)
-            layers = layers[num_layers:]
+            layers = layers[copies.num_layers :]
 
     def digest(self, batch: WriteBatch, *, is_keyed: bool = False) -> Notification:
         """The notification of a batch, with a digest for each of its pieces.
@@ -215,7 +210,7 @@ def write_batches(
     finish, end = outgoing.session.ends_with(submit), (layers.stop, submit.stop)
     for batch in builder.build(layers, submit.start, submit.stop):
         chosen = _choose(batch, builder, peer_transports, outgoing)
-        if batch.copies.num_layers == 1 or chosen.peer_transport.transport.capabilities.multi_array:
+        if batch.copies.num_layers == 1 or chosen.peer_transport.takes_several_arrays:
             rides = finish if batch.end == end else None
             yield _post(batch, chosen, peer_transports, outgoing, finish=rides)
             continue
@@ -276,25 +271,32 @@ def _post(
     return PostedWrite(chosen, handle, batch.token_ranges, finish is not None)
 
 
-def merge_writes(actions: Sequence[SendAction]) -> Iterator[SendAction]:
-    """The same actions; writes of the same tokens of layers that follow each other are one."""
-    first: WriteLayers | None = None
+def merge_layers(actions: Sequence[SendAction]) -> Iterator[SendAction]:
+    """The same actions; of layers that follow each other, what is done with the same tokens is one.
+
+    Such are writes, and announcements of what can be read.
+    """
+    first: WriteLayers | AnnounceReadable | None = None
     num_layers = 0
     for action in actions:
-        if isinstance(action, WriteLayers) and first is not None:
-            tokens = first.start == action.start and first.stop == action.stop
-            if tokens and action.layer == first.layer + num_layers:
-                num_layers += action.num_layers
-                continue
+        of_layers = action if isinstance(action, WriteLayers | AnnounceReadable) else None
         if first is not None:
-            yield WriteLayers(first.layer, first.start, first.stop, num_layers)
-        first = None
-        if isinstance(action, WriteLayers):
-            first, num_layers = action, action.num_layers
-        else:
+            if (
+                of_layers is not None
+                and type(of_layers) is type(first)
+                and (of_layers.start, of_layers.stop) == (first.start, first.stop)
+                and of_layers.layer == first.layer + num_layers
+            ):
+                num_layers += of_layers.num_layers
+                continue
+            yield type(first)(first.layer, first.start, first.stop, num_layers)
+        first = of_layers
+        if of_layers is None:
             yield action
+        else:
+            num_layers = of_layers.num_layers
     if first is not None:
-        yield WriteLayers(first.layer, first.start, first.stop, num_layers)
+        yield type(first)(first.layer, first.start, first.stop, num_layers)
 
 
 def announce(
@@ -309,13 +311,14 @@ def announce(
         TransferError: it cannot be read over one of `read_scopes`.
     """
     granted, mapped_pages = outgoing.grant_to_fill, outgoing.pages_to_send
-    layers, trace = range(action.layer, action.layer + 1), outgoing.session.order.trace
+    layers = range(action.layer, action.layer + action.num_layers)
+    trace = outgoing.session.order.trace
     mapped_pages.gather(layers, action.start, action.stop)
     for batch in outgoing.builder.build(layers, action.start, action.stop):
         notification = outgoing.builder.digest(batch, is_keyed=True)
         source = mapped_pages.pages_of(notification.start, notification.stop)
         for transport in read_scopes:
-            transport.admit_reads(outgoing.read_grant, notification.layer, source.blocks)
+            transport.admit_reads(outgoing.read_grant, batch.copies.layers, source.blocks)
         trace.num_bytes += batch.copies.num_bytes
         trace.num_pages += batch.copies.num_pages
         yield Available(
@@ -326,6 +329,7 @@ def announce(
             first_block=source.first,
             blocks=pack_blocks(source.blocks),
             digests=notification.digests,
+            num_layers=notification.num_layers,
         )
 
 

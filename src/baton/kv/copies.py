@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from baton.kv.geometry import PageGeometry
     from baton.kv.layout import KVLayout, Plane
 
+MAX_JOINED_BYTES: Final = 4 << 20
+"""Of layers that are moved together: the receiver verifies them while the next are moved."""
 _GATHER_BYTES: Final = 1 << 20
 PART_BYTES: Final = 256 << 10
 """What is copied and then looked at in one go: 128 to 512 KiB are equally fast."""
@@ -163,9 +165,9 @@ class CopyGroup:
 
 @dataclass(frozen=True, slots=True)
 class PageCopies:
-    """What one write moves: on both sides, the same pages of `num_layers` arrays from `layer` on.
+    """What one transfer moves: on both sides, the same pages of `num_layers` arrays from `layer`.
 
-    Above 1 only for transports that take such writes
+    Above 1 only for transports that take such transfers
     (`transfer.interface.Capabilities.multi_array`).
     """
 
@@ -491,9 +493,14 @@ class CopyPlanner:
         self._last = _Plan((src.table, dst.table), pair, (start, stop), copies.groups)
         return copies
 
-    def count_alike(self, layers: range) -> int:
-        """How many of the leading ones of some layers have the same copies as the first."""
+    def join(self, copies: PageCopies, layers: range) -> PageCopies:
+        """The same of more than the first of `layers`, whose `copies` are.
+
+        Of as many as follow it with the same copies, and move at most `MAX_JOINED_BYTES` together.
+        """
+        layers = layers[: max(1, MAX_JOINED_BYTES // max(1, copies.layer_bytes))]
         first = self.pairs[layers.start]
-        return next(
+        num_alike = next(
             (n for n, each in enumerate(layers) if self.pairs[each] is not first), len(layers)
         )
+        return PageCopies(layers.start, copies.groups, num_alike)

@@ -197,8 +197,8 @@ class FaultyTransport:  # noqa: PLR0904 - the contract
         if admitter is not None:
             admitter.forget_grant(remote, grant)
 
-    def admit_reads(self, grant: ReadGrant, array: int, pages: NDArray[np.int64]) -> None:
-        self._scope.admit_reads(grant, array, pages)
+    def admit_reads(self, grant: ReadGrant, arrays: range, pages: NDArray[np.int64]) -> None:
+        self._scope.admit_reads(grant, arrays, pages)
 
     def close_read_grant(self, grant: TicketId) -> None:
         self._scope.close_read_grant(grant)

@@ -169,9 +169,17 @@ class TransportPair:
         copies = PageCopies(array, tuple(groups), num_arrays)
         return PageWrite(remote, grant, self.writer.region.handle, copies, notification)
 
-    def read(self, remote: RemoteId, groups: Sequence[CopyGroup], *, array: int = 0) -> PageRead:
+    def read(
+        self,
+        remote: RemoteId,
+        groups: Sequence[CopyGroup],
+        *,
+        array: int = 0,
+        num_arrays: int = 1,
+    ) -> PageRead:
         """The other way round: from the reader's region into the writer's; not submitted."""
-        return PageRead(remote, self.writer.region.handle, PageCopies(array, tuple(groups)))
+        copies = PageCopies(array, tuple(groups), num_arrays)
+        return PageRead(remote, self.writer.region.handle, copies)
 
     def seen(self, kind: type[E]) -> list[E]:
         """All events of one type so far, the writer's first."""

@@ -234,7 +234,8 @@ class BaseTransport(Generic[R]):
             TransferError: see `ReadsPages.read`.
         """
         remote, region = self._find_remote(read.remote), self._find_region(read.region)
-        check_copies(read.copies, remote.descriptor.arrays, region.arrays)
+        multi_array = self.capabilities.multi_array
+        check_copies(read.copies, remote.descriptor.arrays, region.arrays, multi_array=multi_array)
         self._num_transfers += 1
         return TransferId(self._num_transfers), remote, region
 

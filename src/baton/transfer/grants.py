@@ -217,15 +217,15 @@ class ReadGrants:
         self._last: tuple[NDArray[np.int64], PageSet] | None = None
 
     def admit(
-        self, grant: ReadGrant, region: PagedRegion, array: int, pages: NDArray[np.int64]
+        self, grant: ReadGrant, region: PagedRegion, arrays: range, pages: NDArray[np.int64]
     ) -> None:
-        """Let its reader read these pages of one array, too.
+        """Let its reader read these pages of some arrays, too.
 
         Raises:
             TransferError: no such array, or a page is out of range.
         """
-        if not 0 <= array < len(region.arrays):
-            raise TransferError(f"the region has no array {array}")
+        if not (arrays.start >= 0 and arrays.stop <= len(region.arrays)):
+            raise TransferError(f"the region lacks some of arrays {arrays.start} to {arrays[-1]}")
         readable = self._open.get(grant.id)
         if readable is None:
             readable = self._open[grant.id] = _Readable(grant)
@@ -234,9 +234,11 @@ class ReadGrants:
         if last is None or not np.array_equal(last[0], pages):
             check_grant_pages(pages, region.arrays)
             last = self._last = pages, PageSet(pages)
-        known = readable.pages.setdefault(array, [])
-        if not any(page_set.covers(pages) for page_set in known):
-            known.append(last[1])
+        page_set = last[1]
+        for array in arrays:
+            known = readable.pages.setdefault(array, [])
+            if page_set not in known and not any(each.covers(pages) for each in known):
+                known.append(page_set)
 
     def close(self, grant: TicketId) -> bool:
         """Whether it was open."""

@@ -116,7 +116,7 @@ class Capabilities(msgspec.Struct, frozen=True):
     thread, has it); only `GrantQuiescent` means that it can not any more.
     `reads`: pages of an attached remote can be read (`ReadsPages`).
     `views`: pages of an attached remote can be looked at in place (`ViewsPages`).
-    `multi_array`: one write may be of several arrays (`PageCopies.num_layers`).
+    `multi_array`: one write, or read, may be of several arrays (`PageCopies.num_layers`).
     `scopes_reads`: peers read only what was granted to them (`ScopesReads`).
     `admits_writes`: its writers can learn of grants from the handoff (`AdmitsWrites`).
     """
@@ -175,15 +175,16 @@ class PageRead:
     """Copy `copies` (page indices of the remote region → of the local one).
 
     `grant` is the peer's permission; None for a region that is public. `copied` gets the local
-    pages of each part as soon as they are in place, within the call that puts them there: a
-    transport whose copies pass through this process's cache calls it, for all pages or for none.
+    array and the local pages of each part as soon as they are in place, within the call that puts
+    them there: a transport whose copies pass through this process's cache calls it, for all pages
+    or for none.
     """
 
     remote: RemoteId
     region: RegionHandle
     copies: PageCopies
     grant: TicketId | None = None
-    copied: Callable[[list[int]], None] | None = None
+    copied: Callable[[int, list[int]], None] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -393,8 +394,8 @@ class AdmitsWrites(Protocol):
 class ScopesReads(Protocol):
     """A transport over which a peer reads only granted pages (`Capabilities.scopes_reads`)."""
 
-    def admit_reads(self, grant: ReadGrant, array: int, pages: NDArray[np.int64]) -> None:
-        """Let the grant's reader read these pages of one array, besides those from before.
+    def admit_reads(self, grant: ReadGrant, arrays: range, pages: NDArray[np.int64]) -> None:
+        """Let the grant's reader read these pages of some arrays, besides those from before.
 
         Raises:
             TransferError: unknown region, no such array, or a page out of range.

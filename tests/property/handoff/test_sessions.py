@@ -11,6 +11,7 @@ into pages that were verified, or given back, is what must never happen.
 from __future__ import annotations
 
 from collections import Counter
+from itertools import product
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -66,6 +67,7 @@ from baton.handoff.session.actions import (
 from baton.handoff.session.receive import ReceivePhase, ReceiveSession
 from baton.handoff.session.send import SendPhase, SendSession
 from baton.handoff.token_ranges import LayerTokenRange
+from baton.handoff.write_batches import merge_layers
 from baton.transfer.interface import TransferId
 from tests.unit.handoff.orders import make_ticket, receive_order, send_order
 
@@ -216,28 +218,34 @@ class HandoffWorld(RuleBasedStateMachine):
                     pytest.fail(f"{action} from a receiver")
 
     def perform_sender(self, actions: list[SendAction]) -> None:
-        for action in actions:
+        for action in merge_layers(actions):
             match action:
-                case WriteLayers(layer, start, stop):
+                case WriteLayers(layer, start, stop, num_layers):
                     if self.sender.phase not in {SendPhase.SENDING, SendPhase.DRAINING}:
                         continue
                     if not self.has_route:
                         self.waits = True
                         continue
-                    self.check_range(layer, start, stop)
+                    stretches = [
+                        LayerTokenRange(each, start, stop)
+                        for each in range(layer, layer + num_layers)
+                    ]
+                    for each in stretches:
+                        self.check_range(*each)
                     posted = self.give_id(self.pick(self.sender.excluded))
-                    self.writes[posted] = Notification(layer, start, stop, b"")
-                    stretch = LayerTokenRange(layer, start, stop)
-                    self.perform_sender(self.sender.submitted(posted, [stretch]))
-                case AnnounceReadable(layer, start, stop):
+                    self.writes[posted] = Notification(layer, start, stop, b"", num_layers)
+                    self.perform_sender(self.sender.submitted(posted, stretches))
+                case AnnounceReadable(layer, start, stop, num_layers):
                     if self.sender.phase is not SendPhase.SENDING:
                         continue
                     assert not self.sender.is_written, "it was told to write"
-                    self.check_range(layer, start, stop)
+                    layers = range(layer, layer + num_layers)
+                    for each in layers:
+                        self.check_range(each, start, stop)
                     self.to_receiver.append(
-                        Available(self.sender.ticket, layer, start, stop, 0, b"", b"")
+                        Available(self.sender.ticket, layer, start, stop, 0, b"", b"", num_layers)
                     )
-                    self.perform_sender(self.sender.announced(layer, stop))
+                    self.perform_sender(self.sender.announced(layers, stop))
                 case SendFinished(token):
                     assert not self.finished_said
                     self.finished_said = True
@@ -311,6 +319,13 @@ class HandoffWorld(RuleBasedStateMachine):
         self.computed[layer] = min(self.computed[layer] + num_tokens, limit)
         self.perform_sender(self.sender.layers_ready([layer], self.computed[layer]))
 
+    @rule(num_tokens=st.integers(1, 40), num_layers=st.integers(2, NUM_LAYERS))
+    def compute_several_layers(self, num_tokens: int, num_layers: int) -> None:
+        """The first layers come as far as each other, and are ready at once."""
+        stop = min(max(self.computed) + num_tokens, self.num_tokens)
+        self.computed[:num_layers] = [stop] * num_layers
+        self.perform_sender(self.sender.layers_ready(range(num_layers), stop))
+
     @precondition(lambda self: min(self.computed) == self.num_tokens)
     @rule()
     def finish(self) -> None:
@@ -365,17 +380,21 @@ class HandoffWorld(RuleBasedStateMachine):
 
     def end_read(self, posted: TransferHandle) -> None:
         read = self.reads.pop(posted)
-        notification = Notification(read.layer, read.start, read.stop, read.digests)
+        notification = Notification(
+            read.layer, read.start, read.stop, read.digests, read.num_layers
+        )
         self.perform_receiver(self.receiver.read_ended(posted))
         if self.receiver.phase is ReceivePhase.GRANTED:
             if self.sender.over:  # the source changed under the read: digests tell
                 self.perform_receiver(self.receiver.fail("digest mismatch", stage="verify"))
                 return
-            self.landed |= {
-                (notification.layer, t) for t in range(notification.start, notification.stop)
-            }
-            self.perform_receiver(self.receiver.landed(notification))
+            self.land_tokens(notification)
         self.try_reverse()
+
+    def land_tokens(self, notification: Notification) -> None:
+        layers = range(notification.layer, notification.layer + notification.num_layers)
+        self.landed |= set(product(layers, range(notification.start, notification.stop)))
+        self.perform_receiver(self.receiver.landed(notification))
 
     def try_reverse(self) -> None:
         if self.unreadable and self.receiver.phase is ReceivePhase.GRANTED and not self.reads:
@@ -449,10 +468,7 @@ class HandoffWorld(RuleBasedStateMachine):
         if self.grant_state != "open" or posted.transport in self.closed:
             return
         if self.receiver.expects(notification):
-            self.landed |= {
-                (notification.layer, t) for t in range(notification.start, notification.stop)
-            }
-            self.perform_receiver(self.receiver.landed(notification))
+            self.land_tokens(notification)
 
     def sender_hears_of_the_end(self, posted: TransferHandle) -> None:
         if self.writes.pop(posted, None) is not None:

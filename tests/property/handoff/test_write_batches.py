@@ -9,14 +9,13 @@ from hypothesis import strategies as st
 
 from baton.handoff.incoming import DigestVerifier, Sampler
 from baton.handoff.messages import decode_notification, encode
-from baton.handoff.session.actions import AnnounceReadable, WriteLayers
+from baton.handoff.session.actions import AnnounceReadable, SendFinished, WriteLayers
 from baton.handoff.write_batches import (
-    MAX_JOINED_BYTES,
     MAX_SEGMENTS,
     WriteBatchBuilder,
-    merge_writes,
+    merge_layers,
 )
-from baton.kv.copies import BlockTable, PagedSequence, apply_copies
+from baton.kv.copies import MAX_JOINED_BYTES, BlockTable, PagedSequence, apply_copies
 from baton.kv.digest import DigestKey
 from baton.kv.layout import KVLayout, LayerLayout
 from baton.transfer.region import allocate_host_region, view_pages
@@ -146,22 +145,23 @@ def test_what_is_together_is_bounded(block_size, num_tokens, token_bytes, num_to
         assert batch.copies.num_layers * (len(batch.bounds) - 1) <= MAX_SEGMENTS
 
 
-submits = st.builds(WriteLayers, st.integers(0, 5), st.integers(0, 1), st.integers(2, 3))
-others = st.builds(AnnounceReadable, st.integers(0, 5), st.just(0), st.just(2))
+ranges = st.integers(0, 5), st.integers(0, 1), st.integers(2, 3)
+submits, announcements = st.builds(WriteLayers, *ranges), st.builds(AnnounceReadable, *ranges)
+others = st.just(SendFinished(None))
 
 
-@given(st.lists(st.one_of(submits, submits, others), max_size=12))
+@given(st.lists(st.one_of(submits, submits, announcements, announcements, others), max_size=12))
 def test_joined_submits_ask_for_the_same_in_the_same_order(actions):
-    joined = list(merge_writes(actions))
+    joined = list(merge_layers(actions))
     apart = []
     for action in joined:
-        if isinstance(action, WriteLayers):
+        if isinstance(action, WriteLayers | AnnounceReadable):
             layers = range(action.layer, action.layer + action.num_layers)
-            apart += [WriteLayers(layer, action.start, action.stop) for layer in layers]
+            apart += [type(action)(layer, action.start, action.stop) for layer in layers]
         else:
             apart.append(action)
     assert apart == actions
     for one, other in itertools.pairwise(joined):
-        if isinstance(one, WriteLayers) and isinstance(other, WriteLayers):
+        if type(one) is type(other) is not SendFinished:
             tokens = (one.start, one.stop) == (other.start, other.stop)
             assert not (tokens and other.layer == one.layer + one.num_layers)

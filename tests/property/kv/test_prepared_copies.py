@@ -110,6 +110,11 @@ def test_layers_alike_have_the_very_same_groups_and_others_do_not() -> None:
     assert second.groups is first.groups
     assert (first.layer, second.layer) == (0, 1)
     assert narrow.groups is not first.groups
-    alike = [planner.count_alike(range(layer, len(LAYERS))) for layer in range(len(LAYERS))]
-    assert alike == [2, 1, 1, 1]
-    assert planner.count_alike(range(1)) == 1
+    joined = [planner.join(plan(layer), range(layer, len(LAYERS))) for layer in range(len(LAYERS))]
+    assert [(copies.layer, copies.num_layers) for copies in joined] == [
+        (0, 2),
+        (1, 1),
+        (2, 1),
+        (3, 1),
+    ]
+    assert planner.join(plan(0), range(1)).num_layers == 1

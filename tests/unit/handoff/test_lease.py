@@ -81,7 +81,7 @@ def test_a_grant_finds_what_is_held_and_sends_all_of_it() -> None:
     actions = session.begin(1)
     assert len(actions) == 2
     for layer in range(2):
-        said = session.announced(layer, 9)
+        said = session.announced(range(layer, layer + 1), 9)
     assert said == [SendFinished(None)]
 
 

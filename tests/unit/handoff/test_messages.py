@@ -101,6 +101,9 @@ MESSAGES: dict[str, Message] = {
     "release_ack": ReleaseAck((ID,)),
     "revoke": Revoke((ID,)),
     "available": Available(ID, 3, 16, 40, 1, pack_blocks(np.array([7, 3])), b"d" * 32),
+    "available_layers": Available(
+        ID, 3, 16, 40, 1, pack_blocks(np.array([7, 3])), b"d" * 64, num_layers=2
+    ),
     "transfer_ack": TransferAck(ID, "shared", "tcp"),
     "transport_failed": TransportFailed(ID, "shared"),
     "retransmit_request": RetransmitRequest(ID, "shared",

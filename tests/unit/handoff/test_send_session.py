@@ -72,7 +72,7 @@ def test_the_source_is_held_until_it_is_taken() -> None:
     assert session.begin(1) == []
     for layer in range(2):
         assert session.layers_ready([layer], 9) == [AnnounceReadable(layer, 0, 9)]
-        assert session.announced(layer, 9) == []
+        assert session.announced(range(layer, layer + 1), 9) == []
     assert session.finish(None) == [SendFinished(None)]
     assert not session.over
     assert session.acked() == [Emit(KVSent(session.ticket))]
@@ -85,7 +85,7 @@ def test_the_deadline_ends_the_wait_for_a_reader() -> None:
     session.begin(1)
     for layer in range(2):
         session.layers_ready([layer], 9)
-        session.announced(layer, 9)
+        session.announced(range(layer, layer + 1), 9)
     session.finish(None)
     _, emitted = session.expire(Instant(10.0))
     assert isinstance(emitted, Emit)
@@ -175,7 +175,7 @@ def test_a_reader_that_gives_up_is_written_to() -> None:
     session.begin(1)
     for layer in range(2):
         session.layers_ready([layer], 6)
-        session.announced(layer, 6)
+        session.announced(range(layer, layer + 1), 6)
     ranges = pack_ranges([LayerTokenRange(0, 0, 9), LayerTokenRange(1, 3, 9)])
     message = FallbackToWrite(session.ticket, ("shared",), 0, b"", ranges)
     assert session.fall_back_to_write(message) == [WriteLayers(0, 0, 6), WriteLayers(1, 3, 6)]

@@ -94,7 +94,7 @@ class WriteLayers:
     """Write tokens `[start, stop)` of `layer`: then `submitted` for each part, or `fail`.
 
     By any transport that has not failed this session (`SendSession.excluded`). Of several layers at
-    once where `merge_writes` allows it.
+    once where `merge_layers` allows it.
     """
 
     layer: int
@@ -105,11 +105,15 @@ class WriteLayers:
 
 @dataclass(frozen=True, slots=True)
 class AnnounceReadable:
-    """Announce that tokens `[start, stop)` of `layer` can be read: then `announced`, or `fail`."""
+    """Announce that tokens `[start, stop)` of `layer` can be read: then `announced`, or `fail`.
+
+    Of several layers at once where `merge_layers` allows it.
+    """
 
     layer: int
     start: int
     stop: int
+    num_layers: int = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -148,7 +148,7 @@ class ReceiveSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
             raise ProtocolError("tokens are available to a worker that does not read them")
         if self._requested is None:
             self._requested = self._make_coverage(self._num_layers)
-        self._requested.add(message.layer, message.start, message.stop)
+        self._requested.add(message.layer, message.start, message.stop, message.num_layers)
         return [ReadPages(message)]
 
     def exported(self, message: BlocksExported) -> list[ReceiveAction]:

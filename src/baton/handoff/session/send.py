@@ -231,9 +231,9 @@ class SendSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
                 self._sent[token_range.layer] = token_range.stop
         return self._drain()
 
-    def announced(self, layer: int, stop: int) -> list[SendAction]:
-        """An `AnnounceReadable`, or its part up to `stop`, was sent."""
-        self._sent[layer] = stop
+    def announced(self, layers: range, stop: int) -> list[SendAction]:
+        """An `AnnounceReadable`, or its part up to `stop` of these layers, was sent."""
+        self._sent[layers.start : layers.stop] = stop
         return self._drain()
 
     def acked(self) -> list[SendAction]:

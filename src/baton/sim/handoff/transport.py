@@ -358,11 +358,12 @@ class SimTransport:  # noqa: PLR0904 -- the contract, and what its peers need
         if not peer.process.is_alive or self._fabric.transfer_faults.pop_failure(self.kind):
             self.emit(ReadFailed(reading.id, PeerLostError("the read failed")))
             return
-        source = peer.pages(remote.descriptor.handle, copies.layer).copy()
-        self._fabric.transfer_faults.corrupt(source, copies)
-        self._fabric.check_read(self, reading.order.region, copies)
-        self._fabric.check_store(self, reading.order.region, copies, None)
-        apply_copies(copies, source, self.pages(reading.order.region, copies.layer))
+        for each in copies.split():
+            source = peer.pages(remote.descriptor.handle, each.layer).copy()
+            self._fabric.transfer_faults.corrupt(source, each)
+            self._fabric.check_read(self, reading.order.region, each)
+            self._fabric.check_store(self, reading.order.region, each, None)
+            apply_copies(each, source, self.pages(reading.order.region, each.layer))
         self.emit(ReadCompleted(reading.id, copies.num_bytes))
 
     def _fail_all(self, remote: SimRemote, reason: str) -> None:

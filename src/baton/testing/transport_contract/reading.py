@@ -7,6 +7,7 @@ owner of the pages.
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -50,6 +51,7 @@ OTHER_SHAPES = ((NUM_PAGES, 3 * PAGE_BYTES), (NUM_PAGES, 640))
 """Pages of other sizes: larger in one array, smaller in the other."""
 LARGE_PAGE_BYTES = 32_768
 LARGE_SHAPES = ((2048, LARGE_PAGE_BYTES),)
+FIVE_SHAPES = ((NUM_PAGES, PAGE_BYTES),) * 5
 ALL_PAGES = [whole_pages(range(NUM_PAGES), range(NUM_PAGES), PAGE_BYTES)]
 
 
@@ -65,6 +67,11 @@ class ReadingKit(TransportKit):
     def unlike(self) -> Generator[TransportPair]:
         """The owner's pages are larger in one array, and smaller in the other."""
         yield from self.make_reading_pair(SHAPES, OTHER_SHAPES)
+
+    @pytest.fixture
+    def five(self) -> Generator[TransportPair]:
+        """Five arrays alike on either side."""
+        yield from self.make_reading_pair(FIVE_SHAPES, FIVE_SHAPES)
 
     @pytest.fixture
     def large(self) -> Generator[TransportPair]:
@@ -105,6 +112,33 @@ class CompletedReadContract(ReadingKit):
         check_read(unlike, remote, random_groups(rng, 3 * PAGE_BYTES, PAGE_BYTES))
         check_read(unlike, remote, random_groups(rng, 640, SMALL_PAGE_BYTES), array=1)
 
+    @pytest.mark.parametrize("seed", range(3))
+    def test_several_arrays_at_once_are_read_or_refused(
+        self, five: TransportPair, seed: int
+    ) -> None:
+        remote, rng = five.attach(), np.random.default_rng(seed)
+        groups = random_groups(rng, PAGE_BYTES, PAGE_BYTES)
+        check_read_refused(five, five.read(remote, groups, array=4, num_arrays=2))
+        if five.writer.transport.capabilities.multi_array:
+            check_read(five, remote, groups, array=1, num_arrays=3)
+            check_read(five, remote, groups, num_arrays=5)
+        else:
+            check_read_refused(five, five.read(remote, groups, num_arrays=3))
+
+    def test_each_array_is_shown_once_copied(self, five: TransportPair) -> None:
+        """`PageRead.copied` gets all pages of each array, each in place, or none."""
+        num_arrays = 5 if five.writer.transport.capabilities.multi_array else 1
+        shown: list[tuple[int, int]] = []
+
+        def copied(array: int, pages: list[int]) -> None:
+            shown.extend((array, page) for page in pages)
+            assert (five.writer.pages(array)[pages] == five.reader.pages(array)[pages]).all()
+
+        read = five.read(five.attach(), ALL_PAGES, num_arrays=num_arrays)
+        five.writer.read(replace(read, copied=copied))
+        five.pump(lambda: bool(five.seen(ReadCompleted)))
+        assert not shown or sorted(shown) == list(product(range(num_arrays), range(NUM_PAGES)))
+
     def test_a_read_without_pages_completes(self, reading: TransportPair) -> None:
         check_read(reading, reading.attach(), [])
 
@@ -116,7 +150,8 @@ class CompletedReadContract(ReadingKit):
         sources = np.random.default_rng(4).permutation(num_pages)
         shown: list[int] = []
 
-        def copied(pages: list[int]) -> None:
+        def copied(array: int, pages: list[int]) -> None:
+            assert array == 0
             shown.extend(pages)
             assert (large.writer.pages()[pages] == large.reader.pages()[sources[pages]]).all()
 
@@ -364,13 +399,19 @@ class ViewContract(TransportKit):
 
 
 def check_read(
-    pair: TransportPair, remote: RemoteId, groups: Sequence[CopyGroup], *, array: int = 0
+    pair: TransportPair,
+    remote: RemoteId,
+    groups: Sequence[CopyGroup],
+    *,
+    array: int = 0,
+    num_arrays: int = 1,
 ) -> None:
     """Post a read, wait for its end, and compare *all* bytes of both regions."""
     theirs, expected = pair.reader.snapshot(), bytearray(pair.writer.snapshot())
-    target = view_pages(memoryview(expected), pair.writer.region.arrays[array])
-    apply_slowly(groups, pair.reader.pages(array), target)
-    read = pair.read(remote, groups, array=array)
+    for each in range(array, array + num_arrays):
+        target = view_pages(memoryview(expected), pair.writer.region.arrays[each])
+        apply_slowly(groups, pair.reader.pages(each), target)
+    read = pair.read(remote, groups, array=array, num_arrays=num_arrays)
     done = ReadCompleted(pair.writer.read(read), read.copies.num_bytes)
     pair.pump(lambda: done in pair.writer_events)
     assert pair.writer.snapshot() == expected

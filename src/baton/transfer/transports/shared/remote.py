@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import mmap
 import os
+from functools import partial
 from typing import TYPE_CHECKING, Final, assert_never
 
 from baton.errors import PeerLostError, ProtocolError, TransferError
@@ -105,21 +106,23 @@ class PeerPages:
     def load(
         self,
         copies: PageCopies,
-        target: NDArray[np.uint8],
-        copied: Callable[[list[int]], None] | None,
+        targets: Sequence[NDArray[np.uint8]],
+        copied: Callable[[int, list[int]], None] | None,
     ) -> None:
-        """Copy checked pages of the peer out into `target`; `copied` as in `PageRead`.
+        """Copy checked pages of the peer out into `targets`; `copied` as in `PageRead`.
 
         Raises:
             TransferError: the memory behind the mapping is not what it was.
         """
         if self._device is not None:
             self._device.check_size()
-        source = self._own.views[copies.layer]
-        if copied is None:
-            apply_copies(copies, source, target)
-        else:
-            apply_copies_in_parts(copies, source, target, copied)
+        sources = self._own.views
+        for layer in copies.layers:
+            if copied is None:
+                apply_copies(copies, sources[layer], targets[layer])
+            else:
+                in_place = partial(copied, layer)
+                apply_copies_in_parts(copies, sources[layer], targets[layer], in_place)
 
     def prefault(self) -> bool:
         """Enter the next slice into this process's page table; whether there was one.
@@ -262,7 +265,7 @@ class SharedRemote(PeerWritesRemote["Sequence[NDArray[np.uint8]]"]):
             raise TransferError("this remote is not attached yet")
         copies = read.copies
         try:
-            self._pages.load(copies, self._local_views[region.handle][copies.layer], read.copied)
+            self._pages.load(copies, self._local_views[region.handle], read.copied)
         except TransferError as exc:
             self._reactor.report(ReadFailed(transfer, exc))
         else:

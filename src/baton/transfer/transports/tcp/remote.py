@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from itertools import product
 from operator import attrgetter
 from typing import TYPE_CHECKING, Final, assert_never
 
@@ -271,11 +272,12 @@ class TcpRemote(BaseRemote):
             return
         self._watch_for_stalls()
         pending = self._pending_reads[transfer] = PendingRead(
-            transfer, read.grant, copies.num_bytes, len(parts)
+            transfer, read.grant, copies.num_bytes, len(parts) * copies.num_layers
         )
-        for part in parts:
-            fetch_part = FetchPart(self._new_sequence(), pending, part, copies.layer, region)
-            self._fetch_parts.append(fetch_part)
+        self._fetch_parts.extend(
+            FetchPart(self._new_sequence(), pending, part, layer, region)
+            for layer, part in product(copies.layers, parts)
+        )
         self._ask()
 
     def _end(self, error: TransferError) -> None:

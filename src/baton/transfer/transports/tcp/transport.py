@@ -374,9 +374,9 @@ class TcpTransport(ConnectedTransport[TcpRemote, Attach]):
             for inbound in self._inbound.values():
                 inbound.refuse_grant(grant)
 
-    def admit_reads(self, grant: ReadGrant, array: int, pages: NDArray[np.int64]) -> None:
+    def admit_reads(self, grant: ReadGrant, arrays: range, pages: NDArray[np.int64]) -> None:
         """See `ScopesReads`."""
-        self._read_grants.admit(grant, self._find_region(grant.region), array, pages)
+        self._read_grants.admit(grant, self._find_region(grant.region), arrays, pages)
 
     def close_read_grant(self, grant: TicketId) -> None:
         """See `ScopesReads`."""
