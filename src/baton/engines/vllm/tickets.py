@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Annotated, Final, Literal, TypeAlias
 
 import msgspec
@@ -171,6 +172,7 @@ class RankPair:
     decode: int
 
 
+@lru_cache(maxsize=64)
 def compute_pairs(
     layout: KVLayout, num_prefill_ranks: int, num_decode_ranks: int
 ) -> tuple[RankPair, ...]:
