@@ -18,6 +18,7 @@ import asyncio
 import contextlib
 import json
 import random
+import signal
 import sys
 import tempfile
 import time
@@ -73,11 +74,20 @@ class Soak:
         self.outcomes: Counter[str] = Counter()
         self.samples: list[Sample] = []
         self.num_begun = 0
+        self.was_ended = False
+
+    def end(self) -> None:
+        """Begin no more: what was measured so far is the result."""
+        self.was_ended = True
 
     async def run(self, num_requests: int, concurrency: int) -> None:
+        for each in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(each, self.end)
         connector = aiohttp.TCPConnector(limit=0)
         async with aiohttp.ClientSession(timeout=TIMEOUT, connector=connector) as session:
             for part in range(NUM_SAMPLES):
+                if self.was_ended:
+                    return
                 until = num_requests * (part + 1) // NUM_SAMPLES
                 async with asyncio.TaskGroup() as clients:
                     for _ in range(concurrency):
@@ -87,7 +97,7 @@ class Soak:
                 print(f"{self.num_begun:>8} {dict(self.outcomes)} {self._show()}", flush=True)
 
     async def _ask_until(self, session: aiohttp.ClientSession, until: int) -> None:
-        while self.num_begun < until:
+        while self.num_begun < until and not self.was_ended:
             self.num_begun += 1
             self.outcomes[await self._ask(session)] += 1
 
@@ -146,6 +156,8 @@ def compute_slopes(samples: Sequence[Sample]) -> dict[str, dict[str, float]]:
     slopes: dict[str, dict[str, float]] = {}
     for process in sorted({sample.process for sample in samples}):
         own = [sample for sample in samples if sample.process == process]
+        if len(own) < 3:  # ended early: a line needs two
+            continue
         late = own[len(own) // 2 :]
         at = np.array([sample.num_requests for sample in late], dtype=float)
         slopes[process] = {
@@ -198,6 +210,7 @@ def main() -> None:
     if options.json is not None:
         result = {
             "num_requests": soak.num_begun,
+            "was_ended": soak.was_ended,
             "elapsed_s": elapsed_s,
             "outcomes": soak.outcomes,
             "slopes": slopes,
