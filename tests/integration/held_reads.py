@@ -54,10 +54,10 @@ class HeldReads:
         """From now on reads are reads."""
         self._free.set()
 
-    def wait_until_held(self, num_reads: int) -> None:
-        """Until so many reads wait (since the last call)."""
-        for _ in range(num_reads):
-            assert self._num_held.acquire(timeout=5.0), f"fewer than {num_reads} reads came"
+    def wait_until_held(self, num_layers: int) -> None:
+        """Until reads of so many layers wait (since the last call)."""
+        for _ in range(num_layers):
+            assert self._num_held.acquire(timeout=5.0), f"reads of fewer than {num_layers} layers came"
 
     @property
     def readiness_fd(self) -> int | None:
@@ -100,7 +100,7 @@ class HeldReads:
     def read(self, read: PageRead) -> TransferId:
         name = TransferId(next(self._names))
         self._held[name] = read
-        self._num_held.release()
+        self._num_held.release(read.copies.num_layers)
         return name
 
     def view(self, remote: RemoteId, array: int) -> NDArray[np.uint8]:

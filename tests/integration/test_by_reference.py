@@ -110,7 +110,7 @@ async def hand_over(
 
 def test_nothing_is_moved_and_all_comes_back(prefill: WorkerProcess, decode: WorkerProcess) -> None:
     async def scenario() -> None:
-        body = {"prompt": prompt(), "max_tokens": 100, "id": "whole", "ignore_eos": True}
+        body = {"prompt": prompt(), "max_tokens": NUM_TOKENS, "id": "whole", "ignore_eos": True}
         async with asking() as ask:
             first, second = await hand_over(ask, prefill, decode, body)
             assert (await first).status == 200
