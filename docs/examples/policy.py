@@ -9,7 +9,7 @@ from baton.router.placement import Placement, Unplaceable
 class MostFreeBlocks:
     """See `PlacementPolicy`. Pure: it sees the fleet's snapshot and nothing else."""
 
-    def place(self, fleet, request) -> Placement | Unplaceable:
+    def place(self, fleet, request, load) -> Placement | Unplaceable:
         served = fleet.models.get(request.model)
         decodes = _usable(served.decodes, request) if served else []
         if not decodes:

@@ -15,6 +15,7 @@ from baton.ids import Epoch, WorkerId
 from baton.models import DEMO_MODEL_PATH
 from baton.protocol.worker_http import Role, WorkerLoad
 from baton.router.fleet import Fleet, WorkerView
+from baton.router.load import FleetLoad
 from baton.router.placement import PlacementRequest, Unplaceable
 from baton.store.interface import TIERS, TierContext
 from baton.testing.clocks import ManualClock
@@ -114,10 +115,12 @@ def test_the_policy_takes_the_emptiest_workers():
         worker_with("d0", Role.DECODE, 80),
         worker_with("d1", Role.DECODE, 20),
     ]
-    placement = policy.place(Fleet.of(workers), PlacementRequest("demo"))
+    placement = policy.place(Fleet.of(workers), PlacementRequest("demo"), FleetLoad())
     assert (placement.prefill.id, placement.decode.id) == ("p1", "d0")
     assert placement.mode == "push"
-    assert isinstance(policy.place(Fleet.of([]), PlacementRequest("demo")), Unplaceable)
+    assert isinstance(
+        policy.place(Fleet.of([]), PlacementRequest("demo"), FleetLoad()), Unplaceable
+    )
 
 
 def test_the_page_shows_every_example():

@@ -109,6 +109,7 @@ class ServerFlags(ConfigFlags):
             "up.prefill": ("--arm", configuration.num_prefill),
             "up.decode": ("--arm", configuration.num_decode or configuration.num_both),
             "gateway.port": ("--arm", 0),
+            "router.policy": ("--arm", configuration.policy),
             "trace.ring_size": ("--arm", 8192),
         }
         if self.debug:

@@ -42,6 +42,14 @@ Mode = Annotated[
     Sets("gateway.mode"),
     Parameter(help="How KV is handed over [default: auto]."),
 ]
+Policy = Annotated[
+    str | None,
+    Sets("router.policy"),
+    Parameter(
+        help="How workers are chosen: round_robin, random, least_loaded, cost "
+        "[default: round_robin]."
+    ),
+]
 ClientKeys = Annotated[
     Path | None,
     Sets("gateway.client_keys_file"),

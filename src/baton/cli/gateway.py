@@ -14,6 +14,7 @@ from baton.cli.flags import (
     Insecure,
     ManagementPort,
     Mode,
+    Policy,
     Sets,
     StatusFd,
     TlsCertificate,
@@ -61,6 +62,7 @@ class GatewayFlags(ConfigFlags):
     client_keys: ClientKeys = None
     insecure: Insecure = None
     mode: Mode = None
+    policy: Policy = None
     status_fd: StatusFd = 1
 
 
@@ -111,6 +113,8 @@ def _options(config: Config, status_fd: int) -> GatewayOptions:
         drain_timeout_s=section.drain_timeout_s,
         num_records=config.trace.ring_size,
         mode=section.mode,
+        policy=config.router.policy,
+        policy_options=config.router.options.get(config.router.policy, {}),
         tls=config.security.tls,
         first_token_early=section.first_token_early,
         tls_certificate=Path(section.tls_certificate) if section.tls_certificate else None,

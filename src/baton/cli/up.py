@@ -12,6 +12,7 @@ from baton.cli.flags import (
     Insecure,
     ManagementPort,
     Mode,
+    Policy,
     Sets,
     Store,
     Transport,
@@ -62,6 +63,7 @@ class UpFlags(ConfigFlags):
     client_keys: ClientKeys = None
     insecure: Insecure = None
     mode: Mode = None
+    policy: Policy = None
     pin: Annotated[
         bool,
         Parameter(help="Give each worker cores of its own.", negative="", show_default=False),

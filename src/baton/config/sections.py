@@ -131,6 +131,13 @@ class TransferSection(Struct, frozen=True, kw_only=True):
     options: dict[str, Table] = {}
 
 
+class RouterSection(Struct, frozen=True, kw_only=True):
+    """How a gateway chooses workers: a policy, and each policy's own options."""
+
+    policy: Annotated[str, Meta(min_length=1, max_length=64)] = "round_robin"
+    options: dict[str, Table] = {}
+
+
 class StoreSection(Struct, frozen=True, kw_only=True):
     """Where KV is kept for mode pool; no `tiers`: nowhere.
 
@@ -181,6 +188,7 @@ class Config(Struct, frozen=True, kw_only=True):
     engine: Table = {}
     handoff: HandoffSection = msgspec.field(default_factory=HandoffSection)
     transfer: TransferSection = msgspec.field(default_factory=TransferSection)
+    router: RouterSection = msgspec.field(default_factory=RouterSection)
     store: StoreSection = msgspec.field(default_factory=StoreSection)
     up: UpSection = msgspec.field(default_factory=UpSection)
     trace: TraceSection = msgspec.field(default_factory=TraceSection)

@@ -22,10 +22,13 @@ from baton.telemetry.trace import RequestSpan, TraceSummary, summarize
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from baton.clock import Clock
     from baton.gateway.kv_events import Following, KVEvents
     from baton.gateway.upstream import Upstream
     from baton.gateway.workers import Worker, Workers
     from baton.router.fleet import WorkerView
+    from baton.router.learning import LearnedLine
+    from baton.router.load import FleetLoad
     from baton.router.placement import Placement
 
 
@@ -185,10 +188,34 @@ class FollowedEvents(msgspec.Struct, frozen=True):
     feed: FeedHealth | None = None
 
 
+class LearnedCost(msgspec.Struct, frozen=True):
+    """Seconds `fixed + each * size`, from so many observations; how wrong predictions were."""
+
+    fixed_s: float
+    each_s: float
+    num_seen: int
+    error: float
+
+
+class GivenWork(msgspec.Struct, frozen=True):
+    """Prompts and answers under way; when a new prompt would begin; costs as they were learned.
+
+    `prefill` is for a prompt's tokens, `step` for the answers that are generated at once.
+    """
+
+    num_prefills: int
+    num_decodes: int
+    queue_s: float
+    prefill_share: float
+    prefill: LearnedCost
+    step: LearnedCost
+
+
 class ListedWorker(msgspec.Struct, frozen=True):
     """One worker of the operator's list.
 
-    `kv_events` is null where it publishes none, `load` where it does not report its load.
+    `kv_events` is null where it publishes none, `load` where it does not report its load. `given`
+    is what this gateway has given it to do.
     """
 
     worker: str | None
@@ -199,6 +226,7 @@ class ListedWorker(msgspec.Struct, frozen=True):
     reason: str | None
     kv_events: FollowedEvents | None
     load: WorkerLoad | None = None
+    given: GivenWork | None = None
 
 
 class WorkerListReply(msgspec.Struct, frozen=True):
@@ -210,8 +238,8 @@ class WorkerListReply(msgspec.Struct, frozen=True):
 class WorkerList:
     """Shows the workers as the gateway sees them now."""
 
-    def __init__(self, workers: Workers, events: KVEvents) -> None:
-        self._workers, self._events = workers, events
+    def __init__(self, workers: Workers, events: KVEvents, load: FleetLoad, clock: Clock) -> None:
+        self._workers, self._events, self._load, self._clock = workers, events, load, clock
 
     def show(self) -> WorkerListReply:
         """All workers."""
@@ -228,7 +256,25 @@ class WorkerList:
             reason=_reason(worker),
             kv_events=None if following is None else _show_events(following),
             load=worker.load,
+            given=self._show_given(worker),
         )
+
+    def _show_given(self, worker: Worker) -> GivenWork | None:
+        if worker.info is None:
+            return None
+        activity, now = self._load.of(worker.info.worker), self._clock.now()
+        return GivenWork(
+            activity.num_prefills,
+            activity.num_decodes,
+            activity.queue_s(now),
+            activity.prefill_share(now),
+            _show_line(activity.prefill_line),
+            _show_line(activity.step_line),
+        )
+
+
+def _show_line(line: LearnedLine) -> LearnedCost:
+    return LearnedCost(line.fixed, line.each, line.num_seen, line.error)
 
 
 def _reason(worker: Worker) -> str | None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 from urllib.parse import urlsplit
 
 from baton.config.cluster_key import is_loopback
 from baton.errors import ConfigError
 from baton.protocol.worker_http import Role
+from baton.router.placement import POLICIES
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
     from baton.auth.credentials import Credentials
@@ -59,7 +61,8 @@ class GatewayOptions:
 
     `key_origin` is whether an operator configured the cluster key or a launcher made it up for
     this machine: a gateway that others can reach insists on the former. `status_fd` is the file
-    descriptor that gets the line `{"event":"ready",...}`. `mode` is how KV is handed over;
+    descriptor that gets the line `{"event":"ready",...}`. `mode` is how KV is handed over,
+    `policy` how workers are chosen, one of `POLICIES`, with its `policy_options`;
     `first_token_early` lets streams begin with the prefill worker's token.
     `client_keys_file`: see `baton.gateway.clients`; beyond loopback it is needed unless `insecure`.
     `management_port` None: /metrics and /debug on the gateway's own port, if that is loopback's
@@ -97,6 +100,8 @@ class GatewayOptions:
     drain_timeout_s: float = 30.0
     num_records: int = 1024
     mode: ModeSetting = "auto"
+    policy: str = "round_robin"
+    policy_options: Mapping[str, object] = field(default_factory=dict)
     tls: Tls = "control"
     first_token_early: bool = False
     client_keys_file: Path | None = None
@@ -119,6 +124,7 @@ class GatewayOptions:
         if twice:
             raise ConfigError(f"listed twice: {', '.join(sorted(twice))}")
         self._check_limits()
+        POLICIES.build(self.policy, self.policy_options)
         check_processes(self.num_processes, self.management_port)
         if (self.tls_certificate is None) != (self.tls_key is None):
             raise ConfigError(

@@ -106,6 +106,8 @@ class PrefillRequest:
             raise PrefillFailedError(str(exc), cause=cause) from exc
         match result:
             case PrefillDone(first):
+                if self._context.running is not None:
+                    self._context.running.prefilled(self._services.clock.now())
                 await self._send_first_token(first)
             case TicketStale():
                 raise StaleTicketError(self._handoff.ticket.prefill)
@@ -164,7 +166,7 @@ class PrefillRequest:
         reply = answer.peek()
         if not isinstance(read_prefill_result(self._handoff.protocol, 200, reply), PrefillDone):
             return False
-        self._context.phase = Phase.DECODE
+        self._context.note_prefilled(self._services.clock.now())
         return True
 
     async def _run(self, asking: Awaitable[PrefillResult]) -> None:
@@ -181,7 +183,7 @@ class PrefillRequest:
         match result:
             case PrefillDone(first):
                 await self._send_first_token(first)
-                self._context.phase = Phase.DECODE
+                self._context.note_prefilled(self._services.clock.now())
             case TicketStale():
                 await self._retry_or_fail()
             case PrefillFailed(cause, reason):

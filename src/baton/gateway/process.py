@@ -45,7 +45,8 @@ from baton.net.http_limits import Connections, HttpLimits, allow_descriptors
 from baton.net.http_server import bind, count_refusals, make_server_config, start_listening, url_of
 from baton.net.tls import ServerTls
 from baton.router.failover import RetryBudget
-from baton.router.round_robin import RoundRobin
+from baton.router.load import FleetLoad
+from baton.router.placement import POLICIES
 from baton.telemetry.process_status import Ready, StatusReporter
 
 if TYPE_CHECKING:
@@ -112,7 +113,8 @@ async def open_gateway(options: GatewayOptions, clock: Clock) -> AsyncGenerator[
         workers=workers,
         health_monitor=health_monitor,
         upstream=upstream,
-        placement=RoundRobin(options.mode),
+        placement=POLICIES.build(options.policy, options.policy_options)(options.mode),
+        load=FleetLoad(),
         fallbacks=Fallbacks(metrics, clock),
         background_tasks=BackgroundTasks(),
         ticket_issuer=TicketIssuer(clock),
@@ -126,7 +128,7 @@ async def open_gateway(options: GatewayOptions, clock: Clock) -> AsyncGenerator[
     events.start()
     try:
         traces = RequestTraces(records, workers, upstream)
-        worker_list = WorkerList(workers, events)
+        worker_list = WorkerList(workers, events, services.load, clock)
         yield GatewayApp(
             Completions(services, records),
             workers,

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from baton.gateway.workers import Workers
     from baton.net.http_exchange import HttpExchange
     from baton.router.failover import RetryBudget
+    from baton.router.load import FleetLoad, RunningRequest
     from baton.router.placement import Placement, PlacementPolicy
 
 
@@ -83,6 +84,7 @@ class Services:
     health_monitor: HealthMonitor
     upstream: Upstream
     placement: PlacementPolicy
+    load: FleetLoad
     fallbacks: Fallbacks
     background_tasks: BackgroundTasks
     ticket_issuer: TicketIssuer
@@ -103,7 +105,8 @@ class RequestContext:
     """One request: where it stands. Owner: the task that serves it.
 
     `status` is what was sent to the client, None before. `tail` holds the last bytes of the body
-    that went to the client, and is empty as long as another worker could still answer. Where this
+    that went to the client, and is empty as long as another worker could still answer. `running` is
+    the attempt under way, `num_streamed` the parts of its answer that came one by one. Where this
     is one part of a client's request, `whole` is that; else `exchange` is the client's.
     """
 
@@ -122,6 +125,8 @@ class RequestContext:
     status: int | None = None
     tail: bytes = b""
     placement: Placement | None = None
+    running: RunningRequest | None = None
+    num_streamed: int = 0
     first_byte_timer: asyncio.TimerHandle | None = None
     whole: RequestContext | None = None
     exchange: HttpExchange | None = None
@@ -191,6 +196,18 @@ class RequestContext:
             self.status = HTTPStatus.OK
             headers = [*STREAM_HEADERS, (REQUEST_ID_HEADER.encode(), self.id.encode())]
             await send({"type": "http.response.start", "status": 200, "headers": headers})
+
+    def note_prefilled(self, now: Instant) -> None:
+        """The prefill worker has computed the prompt."""
+        self.phase = Phase.DECODE
+        if self.running is not None:
+            self.running.prefilled(now)
+
+    def note_first_token(self, now: Instant) -> None:
+        """The first byte of a stream is here."""
+        if self.running is not None:
+            self.running.first_token(now)
+        self.note_first_byte(now)
 
     def note_first_byte(self, now: Instant) -> None:
         """The first byte of the answer is here."""

@@ -67,6 +67,7 @@ class RequestProxy:
         self._services, self._context, self._body, self._send = services, context, body, send
         self._beside, self._excluded_modes = beside, excluded_modes
         self._created = str(int(services.clock.unix_now()))
+        self._num_tokens = estimate_prompt_tokens(body)
 
     async def run(self) -> None:
         """Place, ask, forward.
@@ -84,6 +85,8 @@ class RequestProxy:
                 services.metrics.refused_retries.inc()
                 break
             placement = self._place(failover, failed)
+            running = services.load.begin(placement, self._num_tokens, services.clock.now())
+            self._context.running = running
             try:
                 await self._attempt(placement)
             except UpstreamError as exc:
@@ -93,6 +96,8 @@ class RequestProxy:
                     await services.health_monitor.refresh(exc.worker)
             else:
                 return
+            finally:
+                running.end(services.clock.now(), self._context.num_streamed)
         if failed is not None:
             raise failed
 
@@ -111,11 +116,12 @@ class RequestProxy:
             context.model,
             failover.avoid,
             non_disaggregable,
-            num_prompt_tokens=estimate_prompt_tokens(self._body),
+            num_prompt_tokens=self._num_tokens,
             failed_modes=failover.failed_modes,
+            at=services.clock.now(),
         )
         held = self._place_beside(fleet) if failed is None else None
-        placement = held or services.placement.place(fleet, request)
+        placement = held or services.placement.place(fleet, request, services.load)
         if isinstance(placement, Unplaceable):
             raise failed or NoWorkerError(placement.reason)
         if failed is not None:

@@ -67,7 +67,7 @@ class EarlyFirstToken:
             self._context.tail = self._sent
             self._services.metrics.early_first_tokens.inc()
             await self._context.start_stream(self._send)
-            self._context.note_first_byte(self._services.clock.now())
+            self._context.note_first_token(self._services.clock.now())
             await self._send({
                 "type": "http.response.body",
                 "body": self._sent,
@@ -164,7 +164,7 @@ class ResponseForwarder:
             if chunk.startswith(ERROR_EVENT):
                 self._refuse(chunk)
             if chunk:
-                context.note_first_byte(self._services.clock.now())
+                context.note_first_token(self._services.clock.now())
         if not chunk:
             return
         last = self._services.clock.now()
@@ -178,18 +178,21 @@ class ResponseForwarder:
     async def _pass_on(self, response: Answer, exchange: HttpExchange, last: Instant) -> None:
         """The hot path: whatever is added here is paid for each token of each stream."""
         now, note, write = self._services.clock.now, self._note, exchange.write
+        num_chunks = 1
         observe_interval = self._context.metrics.inter_token_latency.observe
 
         def forward(chunk: bytes) -> bool:
-            nonlocal last
+            nonlocal last, num_chunks
             at = now()
             observe_interval(at - last)
             last = at
+            num_chunks += 1
             note(chunk)
             return write(chunk)
 
         while await response.push_to(forward):
             await exchange.drain()
+        self._context.num_streamed = num_chunks
 
     async def _send_on(self, response: Answer, last: Instant) -> None:
         """The same to a receiver that has to be awaited: one of several answers."""

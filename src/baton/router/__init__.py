@@ -1,12 +1,18 @@
 """Which workers serve a request. Pure: no I/O, no clock, no randomness.
 
-Enters: a `Fleet` (what the registry of workers knows at this moment) and a `PlacementRequest`.
+Enters: a `Fleet` (what the registry of workers knows at this moment), a `PlacementRequest`, and a
+`FleetLoad` (what the gateway has given its workers to do, and how fast they do it).
 Leaves: a `Placement` (prefill worker or none, decode worker, mode, reasons), or `Unplaceable`.
 
 File map:
     fleet.py        `WorkerView`, `Fleet`: an immutable snapshot, indexed by served model
+    load.py         `FleetLoad`, `RunningRequest`: the requests under way, worker by worker
+    learning.py     `LearnedLine`: seconds for a size, learned from what was seen
     placement.py    `PlacementRequest`, `Placement`, `Unplaceable`: the question, the two answers;
                     `NonDisaggregableField`: the requests that one worker serves whole
     modes.py        `choose_mode`: how the KV gets from one to the other, and why
-    round_robin.py  `RoundRobin`: workers take turns
+    pairing.py      `PairingPolicy`: a decode worker, then a prefill worker for it
+    simple.py       `RoundRobin`, `LeastLoaded`, `RandomChoice`
+    cost.py         `CostPolicy`: one worker or two, by what the client will see
+    failover.py     what to do when a worker fails
 """

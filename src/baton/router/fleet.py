@@ -64,11 +64,13 @@ class WorkerView:
 class ModelWorkers:
     """The workers that serve one model, in the order in which the operator listed them.
 
+    `helpers` may prefill what another worker answers: prefill workers, and those of both roles.
     `decode_protocols` is the decode workers', at hand because each request asks for it.
     """
 
     prefills: tuple[WorkerView, ...]
     decodes: tuple[WorkerView, ...]
+    helpers: tuple[WorkerView, ...]
     decode_protocols: frozenset[WorkerProtocol]
 
     @classmethod
@@ -79,6 +81,7 @@ class ModelWorkers:
         return cls(
             prefills=tuple(w for w in listed if w.role is Role.PREFILL),
             decodes=decodes,
+            helpers=tuple(w for w in listed if w.role is not Role.DECODE),
             decode_protocols=frozenset(w.protocol for w in decodes),
         )
 

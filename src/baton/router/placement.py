@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Final, Literal, Protocol, TypeAlias
+
+from baton.registry import Registry
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from baton.auth.ticket import HandoffMode
     from baton.ids import WorkerId
     from baton.router.fleet import Fleet, WorkerView
+    from baton.router.load import FleetLoad
+    from baton.router.modes import ModeSetting
 
 Mode: TypeAlias = Literal["push", "pull", "pool", "reference", "colocated"]
 
@@ -31,7 +37,8 @@ class NonDisaggregableField(StrEnum):
 class PlacementRequest:
     """What placement may look at. `avoid` and `failed_modes` have just failed this request.
 
-    `num_prompt_tokens` is an estimate. `failed_modes` may name modes that are not for this request.
+    `num_prompt_tokens` is an estimate, `at` the time on the clock by which `FleetLoad` is kept.
+    `failed_modes` may name modes that are not for this request.
     """
 
     model: str
@@ -39,6 +46,22 @@ class PlacementRequest:
     non_disaggregable: NonDisaggregableField | None = None
     num_prompt_tokens: int = 0
     failed_modes: frozenset[HandoffMode] = frozenset()
+    at: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What a client is expected to see, in seconds."""
+
+    queue_s: float
+    prefill_s: float
+    handoff_s: float
+    tpot_s: float
+
+    @property
+    def ttft_s(self) -> float:
+        """Until the first token."""
+        return self.queue_s + self.prefill_s + self.handoff_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +72,7 @@ class Placement:
     line for each cause, and is empty where that is what the operator set up. `non_disaggregable` is
     set where the request itself wants it so, which is no failure of anybody. `handoff` is how KV
     gets from one to the other, `why` the policy's lines on that; `is_degraded`: another way was
-    wanted.
+    wanted. `prediction` None: the policy makes none.
     """
 
     prefill: WorkerView | None
@@ -59,11 +82,16 @@ class Placement:
     handoff: HandoffMode = "push"
     why: tuple[str, ...] = ()
     is_degraded: bool = False
+    prediction: Prediction | None = None
 
     @property
     def mode(self) -> Mode:
         """How KV gets to the decode worker."""
         return "colocated" if self.prefill is None else self.handoff
+
+    def predicted(self, prediction: Prediction, why: tuple[str, ...]) -> Placement:
+        """The same, with what is expected of it, and why it was chosen."""
+        return replace(self, prediction=prediction, why=why)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +104,14 @@ class Unplaceable:
 class PlacementPolicy(Protocol):
     """Chooses workers. Deterministic: the same calls in the same order give the same answers."""
 
-    def place(self, fleet: Fleet, request: PlacementRequest) -> Placement | Unplaceable:
+    def place(
+        self, fleet: Fleet, request: PlacementRequest, load: FleetLoad
+    ) -> Placement | Unplaceable:
         """Choose for one request. Only available workers of its model that it does not avoid."""
         ...
+
+
+PolicyFactory: TypeAlias = "Callable[[ModeSetting], PlacementPolicy]"
+"""Builds a policy that knows the operator's word on how KV is handed over."""
+
+POLICIES: Final[Registry[PolicyFactory]] = Registry("baton.policies", "router.options")

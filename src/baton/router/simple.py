@@ -1,80 +1,40 @@
-"""Workers take turns."""
+"""Policies that need no model of costs: turns, chance, and the fewest requests."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Annotated
 
-from baton.router.modes import choose_mode
-from baton.router.placement import Placement, PlacementRequest, Unplaceable
+import msgspec
+
+from baton.registry import Plugin
+from baton.router.pairing import PairingPolicy
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from baton.ids import WorkerId
-    from baton.router.fleet import Fleet, WorkerView
+    from baton.router.fleet import WorkerView
+    from baton.router.load import FleetLoad
     from baton.router.modes import ModeSetting
-    from baton.router.placement import NonDisaggregableField
+    from baton.router.placement import PolicyFactory
 
 
-class RoundRobin:
+class RoundRobin(PairingPolicy):
     """The decode worker that has waited longest, and a prefill worker that can hand over to it.
 
     While nothing changes that is the operator's order, again and again. A worker that comes back
     takes one turn at once, then its place in the round: it is not flooded to catch up.
-    `mode` is the operator's word on how KV is handed over. Owner: the caller's thread.
     """
 
     def __init__(self, mode: ModeSetting = "auto") -> None:
-        self._mode: ModeSetting = mode
+        super().__init__(mode)
         self._turn = 0
         self._last_turn: dict[WorkerId, int] = {}
 
-    def place(self, fleet: Fleet, request: PlacementRequest) -> Placement | Unplaceable:
-        """See `PlacementPolicy`."""
-        served = fleet.models.get(request.model)
-        if served is None:
-            return Unplaceable(f"no worker serves the model {request.model!r}")
-        decodes = _usable(served.decodes, request.avoid)
-        if not decodes:
-            return Unplaceable(_why_no_decode_worker(served.decodes, request))
-        return self._pair(self._next_in_turn(decodes), served.prefills, request)
-
-    def _pair(
-        self, decode: WorkerView, listed: Sequence[WorkerView], request: PlacementRequest
-    ) -> Placement:
-        if not listed:
-            return Placement(prefill=None, decode=decode)
-        if (colocated := self._try_colocate(decode, request)) is not None:
-            return colocated
-        prefills = _usable(listed, request.avoid)
-        pairable = [w for w in prefills if decode.why_not_from(w) is None]
-        if not pairable:
-            return Placement(None, decode, _why_colocated(listed, decode, request.avoid))
-        return self._disaggregate(self._next_in_turn(pairable), decode, request)
-
-    def _try_colocate(self, decode: WorkerView, request: PlacementRequest) -> Placement | None:
-        """Where one worker is to serve the request alone."""
-        if request.non_disaggregable is not None and decode.protocol == "vllm":
-            return _non_disaggregable(decode, request.non_disaggregable)
-        if self._mode == "colocated":
-            return Placement(None, decode, why=("the operator chose colocated",))
-        return None
-
-    def _disaggregate(
-        self, prefill: WorkerView, decode: WorkerView, request: PlacementRequest
-    ) -> Placement:
-        choice = choose_mode(prefill, decode, request, self._mode)
-        if choice.mode is None:
-            return Placement(None, decode, choice.reasons)
-        return Placement(
-            prefill,
-            decode,
-            handoff=choice.mode,
-            why=choice.reasons,
-            is_degraded=choice.is_degraded,
-        )
-
-    def _next_in_turn(self, workers: Sequence[WorkerView]) -> WorkerView:
+    def choose(self, workers: Sequence[WorkerView], load: FleetLoad) -> WorkerView:
+        """See `PairingPolicy`."""
+        del load
         last_turn = self._last_turn
         chosen = min(workers, key=lambda worker: last_turn.get(worker.id, 0))
         self._turn += 1
@@ -88,31 +48,43 @@ class RoundRobin:
         assert all(0 < turn <= self._turn for turn in turns)  # noqa: S101 (a checker asserts)
 
 
-def _usable(workers: Sequence[WorkerView], avoid: frozenset[WorkerId]) -> list[WorkerView]:
-    return [w for w in workers if w.available and w.id not in avoid]
+class LeastLoaded(RoundRobin):
+    """The worker with the fewest requests of this gateway; in turns where several have as few."""
+
+    def choose(self, workers: Sequence[WorkerView], load: FleetLoad) -> WorkerView:
+        """See `PairingPolicy`."""
+        least = min(load.of(worker.id).num_requests for worker in workers)
+        idlest = [worker for worker in workers if load.of(worker.id).num_requests == least]
+        return super().choose(idlest, load)
 
 
-def _non_disaggregable(decode: WorkerView, field: NonDisaggregableField) -> Placement:
-    reason = f"{decode.id} serves the request alone, because of its field {field.value!r}"
-    return Placement(None, decode, (reason,), non_disaggregable=field)
+class RandomChoice(PairingPolicy):
+    """Any worker, in an order that only the seed knows."""
+
+    def __init__(self, mode: ModeSetting = "auto", seed: int = 0) -> None:
+        super().__init__(mode)
+        self._seed, self._turn = seed.to_bytes(8, "little"), 0
+
+    def choose(self, workers: Sequence[WorkerView], load: FleetLoad) -> WorkerView:
+        """See `PairingPolicy`."""
+        del load
+        self._turn += 1
+        drawn = blake2b(self._turn.to_bytes(8, "little"), key=self._seed, digest_size=8).digest()
+        return workers[int.from_bytes(drawn, "little") % len(workers)]
 
 
-def _why_no_decode_worker(decodes: Sequence[WorkerView], request: PlacementRequest) -> str:
-    if not decodes:
-        return f"no decode worker serves the model {request.model!r}"
-    named = ", ".join(w.id for w in decodes)
-    return f"no decode worker of the model {request.model!r} is available (known: {named})"
+class NoOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """None."""
 
 
-def _why_colocated(
-    prefills: Sequence[WorkerView], decode: WorkerView, avoid: frozenset[WorkerId]
-) -> tuple[str, ...]:
-    return tuple(_why_not(prefill, decode, avoid) for prefill in prefills)
+class RandomOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`seed`: another one gives another order."""
+
+    seed: Annotated[int, msgspec.Meta(ge=0, lt=1 << 64)] = 0
 
 
-def _why_not(prefill: WorkerView, decode: WorkerView, avoid: frozenset[WorkerId]) -> str:
-    if prefill.id in avoid:
-        return f"{prefill.id} has just failed this request"
-    if not prefill.available:
-        return f"{prefill.id} is not available"
-    return decode.why_not_from(prefill) or f"{prefill.id} was not chosen"
+ROUND_ROBIN: Plugin[NoOptions, PolicyFactory] = Plugin(NoOptions, lambda _: RoundRobin)
+LEAST_LOADED: Plugin[NoOptions, PolicyFactory] = Plugin(NoOptions, lambda _: LeastLoaded)
+RANDOM: Plugin[RandomOptions, PolicyFactory] = Plugin(
+    RandomOptions, lambda options: lambda mode: RandomChoice(mode, options.seed)
+)

@@ -15,6 +15,8 @@ from baton.gateway.metrics import GatewayMetrics
 from baton.gateway.options import WorkerAddress
 from baton.gateway.workers import Workers
 from baton.protocol.worker_http import Role, WorkerLoad
+from baton.router.load import FleetLoad
+from baton.router.placement import Placement
 from baton.testing.clocks import ManualClock
 from tests.unit.gateway.test_workers import info
 
@@ -28,7 +30,9 @@ def workers() -> Workers:
 
 @pytest.fixture
 def worker_list(workers) -> WorkerList:
-    return WorkerList(workers, KVEvents(workers, GatewayMetrics(), ManualClock()))
+    clock = ManualClock()
+    events = KVEvents(workers, GatewayMetrics(), clock)
+    return WorkerList(workers, events, FleetLoad(), clock)
 
 
 def only(worker_list: WorkerList) -> ListedWorker:
@@ -41,8 +45,9 @@ def test_each_state_is_shown_with_its_reason(workers, worker_list):
     assert (only(worker_list).state, only(worker_list).reason) == ("pending", "not asked yet")
     assert (only(worker_list).worker, only(worker_list).epoch) == (None, None)
     workers.register(worker, info())
-    assert only(worker_list) == ListedWorker(
-        "decode-0", "e" * 32, URL, Role.DECODE, "up", reason=None, kv_events=None
+    shown = only(worker_list)
+    assert shown == ListedWorker(
+        "decode-0", "e" * 32, URL, Role.DECODE, "up", reason=None, kv_events=None, given=shown.given
     )
     workers.drain(worker)
     assert (only(worker_list).state, only(worker_list).reason) == ("draining", None)
@@ -88,3 +93,15 @@ def test_workers_are_shown_to_this_machine_alone(workers, worker_list):
     assert (status, page["workers"][0]["url"]) == (200, URL)
     assert get(worker_list, workers, "10.0.0.7")[0] == 404
     assert get(worker_list, workers, "127.0.0.1", "POST")[0] == 405
+
+
+def test_what_this_gateway_gave_it_is_shown(workers):
+    worker, load, clock = workers.all[0], FleetLoad(), ManualClock()
+    workers.register(worker, info())
+    (view,) = workers.fleet.models[info().served_model_name].decodes
+    load.begin(Placement(None, view), 1000, clock.now())
+    worker_list = WorkerList(workers, KVEvents(workers, GatewayMetrics(), clock), load, clock)
+    given = only(worker_list).given
+    assert (given.num_prefills, given.num_decodes) == (1, 1)
+    assert given.queue_s == pytest.approx(given.prefill.fixed_s + 1000 * given.prefill.each_s)
+    assert given.prefill.num_seen == 0

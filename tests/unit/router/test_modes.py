@@ -11,9 +11,10 @@ from baton.auth.ticket import HandoffMode, WorkerRef
 from baton.ids import Epoch, WorkerId
 from baton.protocol.worker_http import Role, WorkerLoad
 from baton.router.fleet import Fleet, WorkerView
+from baton.router.load import FleetLoad
 from baton.router.modes import ModeSetting, choose_mode
 from baton.router.placement import Placement, PlacementRequest
-from baton.router.round_robin import RoundRobin
+from baton.router.simple import RoundRobin
 
 ALL: frozenset[HandoffMode] = frozenset(get_args(HandoffMode))
 ROOMY = WorkerLoad(num_waiting=0, num_blocks=100, num_free_blocks=90, block_size=16)
@@ -98,18 +99,20 @@ def test_a_mode_that_failed_the_request_is_followed_by_the_next() -> None:
 
 def test_placement_says_the_mode_and_why() -> None:
     fleet = Fleet.of((worker("p"), worker("d", FULL)))
-    placement = RoundRobin().place(fleet, LONG)
+    placement = RoundRobin().place(fleet, LONG, FleetLoad())
     assert isinstance(placement, Placement)
     assert (placement.mode, placement.reasons) == ("pull", ())
     assert placement.why
-    everything_failed = RoundRobin().place(fleet, replace(LONG, failed_modes=ALL))
+    everything_failed = RoundRobin().place(fleet, replace(LONG, failed_modes=ALL), FleetLoad())
     assert isinstance(everything_failed, Placement)
     assert everything_failed.mode == "colocated"
     assert everything_failed.reasons
 
 
 def test_colocated_by_the_operators_word_is_no_failure() -> None:
-    placement = RoundRobin("colocated").place(Fleet.of((worker("p"), worker("d"))), LONG)
+    placement = RoundRobin("colocated").place(
+        Fleet.of((worker("p"), worker("d"))), LONG, FleetLoad()
+    )
     assert isinstance(placement, Placement)
     assert (placement.mode, placement.reasons) == ("colocated", ())
     assert placement.why == ("the operator chose colocated",)

@@ -10,8 +10,9 @@ from baton.auth.ticket import WorkerRef
 from baton.ids import Epoch, WorkerId
 from baton.protocol.worker_http import Role, WorkerProtocol
 from baton.router.fleet import Fleet, WorkerView
+from baton.router.load import FleetLoad
 from baton.router.placement import NonDisaggregableField, Placement, PlacementRequest, Unplaceable
-from baton.router.round_robin import RoundRobin
+from baton.router.simple import RoundRobin
 
 
 def worker(
@@ -39,7 +40,7 @@ W0 = worker("w0", Role.BOTH)
 
 
 def placed(policy: RoundRobin, fleet: Fleet, request: PlacementRequest = DEMO) -> Placement:
-    placement = policy.place(fleet, request)
+    placement = policy.place(fleet, request, FleetLoad())
     assert isinstance(placement, Placement)
     return placement
 
@@ -151,7 +152,7 @@ def test_an_avoided_worker_is_not_chosen():
     ],
 )
 def test_it_says_why_nobody_can_serve(workers, request_, reason):
-    assert RoundRobin().place(fleet_of(*workers), request_) == Unplaceable(reason)
+    assert RoundRobin().place(fleet_of(*workers), request_, FleetLoad()) == Unplaceable(reason)
 
 
 def test_a_worker_that_comes_back_is_not_flooded():
@@ -197,7 +198,7 @@ requests = st.builds(
 def test_a_placement_keeps_its_promises(questions):
     policy = RoundRobin()
     for fleet, request in questions:
-        answer = policy.place(fleet, request)
+        answer = policy.place(fleet, request, FleetLoad())
         policy.check_invariants()
         served = fleet.models.get(request.model)
         usable = [
@@ -237,4 +238,5 @@ def test_while_nothing_changes_turns_are_even(num_prefills, num_decodes, rounds)
 def test_the_same_questions_get_the_same_answers(questions):
     first, second = RoundRobin(), RoundRobin()
     for fleet, request in questions:
-        assert first.place(fleet, request) == second.place(fleet, request)
+        asked = fleet, request, FleetLoad()
+        assert first.place(*asked) == second.place(*asked)

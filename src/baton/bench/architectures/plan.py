@@ -23,6 +23,7 @@ Peer: TypeAlias = Literal["nixl", "vllm-router"]
 PEERS: Final[tuple[Peer, ...]] = ("nixl", "vllm-router")
 SINGLE: Final = "single"
 REPLICATED: Final = "replicated"
+ADAPTIVE: Final = "adaptive"
 MOST_WORKERS: Final = 64
 
 
@@ -30,7 +31,7 @@ MOST_WORKERS: Final = 64
 class Configuration:
     """One use of the workers: all do `both`, or some prefill and others decode.
 
-    `peer`: the project of the servers; None: Baton's.
+    `peer`: the project of the servers; None: Baton's. `policy`: how its gateway chooses workers.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Configuration:
     num_prefill: int = 0
     num_decode: int = 0
     peer: Peer | None = None
+    policy: str = "round_robin"
 
     @property
     def num_workers(self) -> int:
@@ -52,7 +54,7 @@ class Configuration:
     @property
     def is_compared(self) -> bool:
         """Whether it is compared with Baton's replication."""
-        return self.is_disaggregated or self.peer is not None
+        return self.is_disaggregated or self.peer is not None or self.name == ADAPTIVE
 
     @property
     def folder(self) -> str:
@@ -63,7 +65,9 @@ class Configuration:
 def choose_configurations(
     num_workers: int, wanted: Sequence[str] = (), peers: Sequence[Peer] = ()
 ) -> tuple[Configuration, ...]:
-    """All configurations of this many workers, and those of the peers; or the `wanted` ones.
+    """One worker, all as replicas, and every split, and those of the peers; or the `wanted` ones.
+
+    The replicas of `adaptive` prefill for each other where the router's costs are less that way.
 
     Raises:
         ConfigError: an unknown name, or too few workers to compare anything.
@@ -75,8 +79,9 @@ def choose_configurations(
         Configuration(REPLICATED, num_workers),
         *_splits(num_workers),
     )
-    others = tuple(
-        configuration for peer in PEERS for configuration in _peer_configurations(num_workers, peer)
+    others = (
+        Configuration(ADAPTIVE, num_workers, policy="cost"),
+        *(each for peer in PEERS for each in _peer_configurations(num_workers, peer)),
     )
     known = {
         configuration.name.lower(): configuration for configuration in (*configurations, *others)

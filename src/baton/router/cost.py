@@ -1,0 +1,204 @@
+"""The policy that compares costs: one worker for all of a request, or two, and which.
+
+Every worker that may answer is a candidate alone, and every pair of a worker that may prefill and
+one that may answer. Of each, what the client will see is predicted:
+
+    TTFT = prompts before it at the prefill worker + its own prefill (+ the handoff's exposed part)
+    TPOT = a step of the decode worker with one answer more / the share of time left for steps
+
+and what the placement costs the answers that are under way at the two. The least sum wins.
+`goodput` counts both in units of their limits, and what is beyond a limit `BEYOND` times;
+`throughput` counts seconds until the answer is complete.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from heapq import nsmallest
+from typing import TYPE_CHECKING, Annotated, Final, Literal, TypeAlias
+
+import msgspec
+
+from baton.registry import Plugin
+from baton.router.load import MOST_SHARE, WINDOW_S
+from baton.router.pairing import (
+    explain_alone,
+    find_decodes,
+    hand_over,
+    is_usable,
+    serve_alone,
+)
+from baton.router.placement import Placement, Prediction, Unplaceable
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from baton.router.fleet import Fleet, WorkerView
+    from baton.router.load import FleetLoad, WorkerActivity
+    from baton.router.modes import ModeSetting
+    from baton.router.placement import PlacementRequest, PolicyFactory
+
+BEYOND: Final = 10.0
+"""What a unit beyond a limit counts: the request is as good as lost, but sooner is better."""
+TYPICAL_ANSWER_TOKENS: Final = 128
+PREFERRED_ALONE: Final = 0.95
+"""Two workers must be so much better than one: predictions are not exact, and a handoff is work."""
+MOST_OF_EACH: Final = 8
+"""Workers of each part that pairs are made of, the most promising ones."""
+
+Objective: TypeAlias = Literal["goodput", "throughput"]
+_Seconds: TypeAlias = Annotated[float, msgspec.Meta(gt=0)]
+
+
+class CostOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What is wanted: requests within both limits, in seconds, or as many as can be."""
+
+    objective: Objective = "goodput"
+    ttft_s: _Seconds = 2.0
+    tpot_s: _Seconds = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One way to serve a request: `prefill` None is the decode worker alone."""
+
+    prefill: WorkerView | None
+    decode: WorkerView
+    prediction: Prediction
+    cost: float
+
+    def __str__(self) -> str:
+        seen = self.prediction
+        who = self.decode.id if self.prefill is None else f"{self.prefill.id} → {self.decode.id}"
+        parts = f"queue {seen.queue_s:.3f}, prefill {seen.prefill_s:.3f}"
+        if self.prefill is not None:
+            parts += f", handoff {seen.handoff_s:.3f}"
+        ttft, tpot = f"TTFT {seen.ttft_s:.3f} s", f"TPOT {seen.tpot_s:.4f} s"
+        return f"{who}: cost {self.cost:.3f}, {ttft} ({parts}), {tpot}"
+
+
+class CostPolicy:
+    """See the module. Owner: the caller's thread."""
+
+    def __init__(self, options: CostOptions, mode: ModeSetting = "auto") -> None:
+        self._options = options
+        self._mode: ModeSetting = mode
+
+    def place(
+        self, fleet: Fleet, request: PlacementRequest, load: FleetLoad
+    ) -> Placement | Unplaceable:
+        """See `PlacementPolicy`."""
+        decodes = find_decodes(fleet, request)
+        if isinstance(decodes, Unplaceable):
+            return decodes
+        served = fleet.models[request.model]
+        alone = self._rank([(None, decode) for decode in decodes], request, load)
+        best = alone[0]
+        if (fixed := serve_alone(best.decode, request, self._mode)) is not None:
+            return fixed
+        pairs = self._rank([*self._pairs(served.helpers, decodes, request, load)], request, load)
+        for pair in pairs:
+            if pair.prefill is None or pair.cost >= PREFERRED_ALONE * best.cost:
+                break
+            placement = hand_over(pair.prefill, pair.decode, request, self._mode)
+            if placement.prefill is not None:
+                why = (*placement.why, f"chosen: {pair}", f"rather than {best}")
+                return placement.predicted(pair.prediction, why)
+        reasons: tuple[str, ...] = ()
+        if served.prefills and not any(is_usable(w, request) for w in served.prefills):
+            reasons = explain_alone(served.prefills, best.decode, request.avoid)
+        why = (f"chosen: {best}", *(f"rather than {pair}" for pair in pairs[:1]))
+        return Placement(None, best.decode, reasons).predicted(best.prediction, why)
+
+    def _pairs(
+        self,
+        helpers: Sequence[WorkerView],
+        decodes: Sequence[WorkerView],
+        request: PlacementRequest,
+        load: FleetLoad,
+    ) -> Iterator[tuple[WorkerView, WorkerView]]:
+        """The pairs that are worth a look: of the least busy ones of each part."""
+        usable = [worker for worker in helpers if is_usable(worker, request)]
+        if len(usable) > MOST_OF_EACH:
+            usable = nsmallest(
+                MOST_OF_EACH, usable, key=lambda w: load.of(w.id).queue_s(request.at)
+            )
+        if len(decodes) > MOST_OF_EACH:
+            decodes = nsmallest(
+                MOST_OF_EACH, decodes, key=lambda w: _pace(load.of(w.id), 1, request.at)
+            )
+        for prefill in usable:
+            for decode in decodes:
+                if prefill.id != decode.id and decode.why_not_from(prefill) is None:
+                    yield prefill, decode
+
+    def _rank(
+        self,
+        ways: Sequence[tuple[WorkerView | None, WorkerView]],
+        request: PlacementRequest,
+        load: FleetLoad,
+    ) -> list[Candidate]:
+        """From the best on; among equals in the order that was given."""
+        found = [self._weigh(prefill, decode, request, load) for prefill, decode in ways]
+        return sorted(found, key=lambda candidate: candidate.cost)
+
+    def _weigh(
+        self,
+        prefill: WorkerView | None,
+        decode: WorkerView,
+        request: PlacementRequest,
+        load: FleetLoad,
+    ) -> Candidate:
+        now, tokens, handoff_s = request.at, request.num_prompt_tokens, 0.0
+        answering = computing = load.of(decode.id)
+        if prefill is not None:
+            computing = load.of(prefill.id)
+            handoff_s = load.handoff_line(prefill.id, decode.id).predict(tokens)
+        prefill_s = computing.prefill_line.predict(tokens)
+        prediction = Prediction(
+            computing.queue_s(now), prefill_s, handoff_s, _pace(answering, 1, now)
+        )
+        cost = self._own(prediction) + self._others(computing, answering, prefill_s, now)
+        return Candidate(prefill, decode, prediction, cost)
+
+    def _own(self, prediction: Prediction) -> float:
+        """What the request itself will see."""
+        options = self._options
+        if options.objective == "throughput":
+            return prediction.ttft_s + TYPICAL_ANSWER_TOKENS * prediction.tpot_s
+        return _bend(prediction.ttft_s / options.ttft_s) + _bend(prediction.tpot_s / options.tpot_s)
+
+    def _others(
+        self, computing: WorkerActivity, answering: WorkerActivity, prefill_s: float, now: float
+    ) -> float:
+        """What the answers under way at the two will see of it."""
+        before, after = _pace(answering, 0, now), _pace(answering, 1, now)
+        stalled = computing.num_decodes
+        if self._options.objective == "throughput":
+            slower_s = (after - before) * TYPICAL_ANSWER_TOKENS * answering.num_decodes
+            return slower_s + stalled * prefill_s
+        limit = self._options.tpot_s
+        slower = (_bend(after / limit) - _bend(before / limit)) * answering.num_decodes
+        if not stalled:
+            return slower
+        usual = _pace(computing, 0, now)
+        shared = _pace(computing, 0, now, more_share=prefill_s / WINDOW_S)
+        return slower + (_bend(shared / limit) - _bend(usual / limit)) * stalled
+
+
+def _pace(activity: WorkerActivity, more: int, now: float, *, more_share: float = 0.0) -> float:
+    """Seconds of a token with so many answers more, and prompts taking so much more of the time."""
+    share = min(MOST_SHARE, activity.prefill_share(now) + more_share)
+    return activity.step_line.predict(activity.num_decodes + more) / (1.0 - share)
+
+
+def _bend(share: float) -> float:
+    """A figure in units of its limit, with what is beyond it counted `BEYOND` times."""
+    return share + BEYOND * max(0.0, share - 1.0)
+
+
+def _build(options: CostOptions) -> PolicyFactory:
+    return lambda mode: CostPolicy(options, mode)
+
+
+COST: Plugin[CostOptions, PolicyFactory] = Plugin(CostOptions, _build)

@@ -1,0 +1,121 @@
+"""What policies share: who can serve a request, whose KV it can take, and why not."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from baton.router.modes import choose_mode
+from baton.router.placement import Placement, Unplaceable
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from baton.ids import WorkerId
+    from baton.router.fleet import Fleet, ModelWorkers, WorkerView
+    from baton.router.load import FleetLoad
+    from baton.router.modes import ModeSetting
+    from baton.router.placement import PlacementRequest
+
+
+class PairingPolicy:
+    """Chooses a decode worker, then a prefill worker that can hand over to it.
+
+    A subclass decides by what: `choose`. `mode` is the operator's word on how KV is handed over.
+    Owner: the caller's thread.
+    """
+
+    def __init__(self, mode: ModeSetting = "auto") -> None:
+        self._mode: ModeSetting = mode
+
+    def choose(self, workers: Sequence[WorkerView], load: FleetLoad) -> WorkerView:
+        """One of these workers, of which there is at least one."""
+        raise NotImplementedError
+
+    def place(
+        self, fleet: Fleet, request: PlacementRequest, load: FleetLoad
+    ) -> Placement | Unplaceable:
+        """See `PlacementPolicy`."""
+        decodes = find_decodes(fleet, request)
+        if isinstance(decodes, Unplaceable):
+            return decodes
+        decode, listed = self.choose(decodes, load), fleet.models[request.model].prefills
+        if not listed:
+            return Placement(prefill=None, decode=decode)
+        if (alone := serve_alone(decode, request, self._mode)) is not None:
+            return alone
+        pairable = find_prefills(listed, decode, request)
+        if not pairable:
+            return Placement(None, decode, explain_alone(listed, decode, request.avoid))
+        return hand_over(self.choose(pairable, load), decode, request, self._mode)
+
+
+def find_decodes(fleet: Fleet, request: PlacementRequest) -> list[WorkerView] | Unplaceable:
+    """The workers that may answer a request; or that there is none."""
+    served = fleet.models.get(request.model)
+    if served is None:
+        return Unplaceable(f"no worker serves the model {request.model!r}")
+    decodes = [w for w in served.decodes if is_usable(w, request)]
+    return decodes or Unplaceable(_explain_no_decode(served, request))
+
+
+def find_prefills(
+    listed: Sequence[WorkerView], decode: WorkerView, request: PlacementRequest
+) -> list[WorkerView]:
+    """Those that may prefill a request for this decode worker."""
+    return [w for w in listed if is_usable(w, request) and decode.why_not_from(w) is None]
+
+
+def is_usable(worker: WorkerView, request: PlacementRequest) -> bool:
+    """Whether a worker is available, and has not just failed this request."""
+    return worker.available and worker.id not in request.avoid
+
+
+def serve_alone(
+    decode: WorkerView, request: PlacementRequest, mode: ModeSetting
+) -> Placement | None:
+    """Where one worker is to serve the request alone, whatever others could do."""
+    field = request.non_disaggregable
+    if field is not None and decode.protocol == "vllm":
+        reason = f"{decode.id} serves the request alone, because of its field {field.value!r}"
+        return Placement(None, decode, (reason,), non_disaggregable=field)
+    if mode == "colocated":
+        return Placement(None, decode, why=("the operator chose colocated",))
+    return None
+
+
+def hand_over(
+    prefill: WorkerView, decode: WorkerView, request: PlacementRequest, mode: ModeSetting
+) -> Placement:
+    """These two workers, in the mode that fits; the decode worker alone where none does."""
+    choice = choose_mode(prefill, decode, request, mode)
+    if choice.mode is None:
+        return Placement(None, decode, choice.reasons)
+    return Placement(
+        prefill,
+        decode,
+        handoff=choice.mode,
+        why=choice.reasons,
+        is_degraded=choice.is_degraded,
+    )
+
+
+def explain_alone(
+    prefills: Sequence[WorkerView], decode: WorkerView, avoid: frozenset[WorkerId]
+) -> tuple[str, ...]:
+    """Why none of these prefill workers serves the request with a decode worker."""
+    return tuple(_why_not(prefill, decode, avoid) for prefill in prefills)
+
+
+def _explain_no_decode(served: ModelWorkers, request: PlacementRequest) -> str:
+    if not served.decodes:
+        return f"no decode worker serves the model {request.model!r}"
+    named = ", ".join(w.id for w in served.decodes)
+    return f"no decode worker of the model {request.model!r} is available (known: {named})"
+
+
+def _why_not(prefill: WorkerView, decode: WorkerView, avoid: frozenset[WorkerId]) -> str:
+    if prefill.id in avoid:
+        return f"{prefill.id} has just failed this request"
+    if not prefill.available:
+        return f"{prefill.id} is not available"
+    return decode.why_not_from(prefill) or f"{prefill.id} was not chosen"

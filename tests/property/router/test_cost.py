@@ -1,0 +1,170 @@
+"""The cost policy takes the best of all ways to serve a request, and says why."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.auth.ticket import WorkerRef
+from baton.ids import Epoch, WorkerId
+from baton.protocol.worker_http import Role
+from baton.router.cost import PREFERRED_ALONE, CostOptions, CostPolicy
+from baton.router.fleet import Fleet, WorkerView
+from baton.router.load import FleetLoad
+from baton.router.placement import NonDisaggregableField, Placement, PlacementRequest, Unplaceable
+
+NOW = 1000.0
+
+
+def view(name, role=Role.BOTH, *, available=True, fingerprint="f"):
+    ref = WorkerRef(WorkerId(name), Epoch("0" * 32), "127.0.0.1:1")
+    return WorkerView(ref, role, "demo", fingerprint, frozenset({"tcp"}), available=available)
+
+
+views = st.builds(
+    view,
+    st.sampled_from([f"w{i}" for i in range(5)]),
+    st.sampled_from(Role),
+    available=st.booleans(),
+    fingerprint=st.sampled_from(["f", "f", "g"]),
+)
+fleets = st.lists(views, max_size=5, unique_by=lambda each: each.id)
+work = st.lists(
+    st.tuples(st.integers(0, 4), st.integers(0, 4), st.integers(1, 20_000), st.booleans()),
+    max_size=30,
+)
+options = st.builds(
+    CostOptions,
+    objective=st.sampled_from(["goodput", "throughput"]),
+    ttft_s=st.floats(0.05, 5.0),
+    tpot_s=st.floats(0.01, 0.5),
+)
+requests = st.builds(
+    PlacementRequest,
+    st.just("demo"),
+    st.frozensets(st.sampled_from([WorkerId(f"w{i}") for i in range(5)]), max_size=2),
+    num_prompt_tokens=st.integers(1, 30_000),
+    at=st.just(NOW),
+)
+
+
+def loaded(given):
+    """Workers with prompts and answers under way."""
+    load, names = FleetLoad(), [view(f"w{i}") for i in range(5)]
+    for prefill, decode, num_tokens, is_streaming in given:
+        chosen = None if prefill == decode else names[prefill]
+        running = load.begin(Placement(chosen, names[decode]), num_tokens, NOW - 1.0)
+        if is_streaming:
+            running.first_token(NOW - 0.5)
+    return load
+
+
+@given(fleets, requests, work, options)
+def test_no_way_to_serve_a_request_is_better(workers, request_, given, wanted):
+    policy, load = CostPolicy(wanted), loaded(given)
+    answer = policy.place(Fleet.of(workers), request_, load)
+    usable = [w for w in workers if w.available and w.id not in request_.avoid]
+    decodes = [w for w in usable if w.role is not Role.PREFILL]
+    if isinstance(answer, Unplaceable):
+        assert not decodes
+        return
+    assert answer.decode in decodes
+    pairs = [
+        (prefill, decode)
+        for prefill, decode in product(usable, decodes)
+        if prefill.role is not Role.DECODE
+        and prefill is not decode
+        and decode.why_not_from(prefill) is None
+    ]
+    costs = {
+        (prefill and prefill.id, decode.id): policy._weigh(prefill, decode, request_, load).cost
+        for prefill, decode in [*((None, decode) for decode in decodes), *pairs]
+    }
+    alone = min(cost for (prefill, _), cost in costs.items() if prefill is None)
+    together = min((cost for (prefill, _), cost in costs.items() if prefill), default=float("inf"))
+    chosen = costs[answer.prefill and answer.prefill.id, answer.decode.id]
+    assert chosen == (together if together < PREFERRED_ALONE * alone else alone)
+    assert answer.why[0 if answer.prefill is None else -2].startswith("chosen: ")
+    assert answer.prediction is not None
+    assert answer.prediction.ttft_s >= 0
+
+
+@given(fleets, requests, work)
+def test_the_same_question_gets_the_same_answer(workers, request_, given):
+    fleet, policy = Fleet.of(workers), CostPolicy(CostOptions())
+    answers = [policy.place(fleet, request_, loaded(given)) for _ in range(2)]
+    assert answers[0] == answers[1]
+
+
+def placed(policy, workers, load, num_tokens=1000, **fields):
+    request = PlacementRequest("demo", num_prompt_tokens=num_tokens, at=NOW, **fields)
+    placement = policy.place(Fleet.of(workers), request, load)
+    assert isinstance(placement, Placement)
+    return placement
+
+
+def stream(load, worker, count):
+    for _ in range(count):
+        load.begin(Placement(None, worker), 1, NOW - 100).first_token(NOW - 99)
+
+
+def test_the_idle_worker_is_taken():
+    load, (one, other) = FleetLoad(), (view("a"), view("b"))
+    load.begin(Placement(None, one), 4000, NOW)
+    for objective in ("goodput", "throughput"):
+        placement = placed(CostPolicy(CostOptions(objective=objective)), [one, other], load)
+        assert (placement.prefill, placement.decode) == (None, other)
+        assert placement.reasons == ()
+
+
+def test_a_long_prompt_is_computed_where_no_answer_waits_for_it():
+    """Ten answers under way at one worker; the other is busy with prompts: a division of labour."""
+    load, (answering, computing) = FleetLoad(), (view("a"), view("b"))
+    stream(load, answering, 10)
+    for at in np.arange(NOW - 10, NOW, 0.25).tolist():  # prompts take 0.2 of each 0.25 s
+        running = load.begin(Placement(computing, answering), 4000, at)
+        running.prefilled(at + 0.2)
+        running.end(at + 0.25)
+    assert load.of(computing.id).prefill_share(NOW) == pytest.approx(0.7, abs=0.1)
+    policy = CostPolicy(CostOptions(tpot_s=0.0125))  # the answers are hardly fast enough
+    placement = placed(policy, [answering, computing], load, num_tokens=4000)
+    assert placement.prefill is computing
+    assert placement.decode is answering
+    assert any("rather than" in line for line in placement.why)
+
+
+def test_a_decode_worker_with_room_prefills_what_would_wait():
+    load, (prefill, decode) = FleetLoad(), (view("p", Role.PREFILL), view("d", Role.DECODE))
+    for _ in range(20):
+        load.begin(Placement(prefill, decode), 4000, NOW)
+    load.of(decode.id).num_decodes = 0
+    placement = placed(CostPolicy(CostOptions()), [prefill, decode], load)
+    assert (placement.prefill, placement.decode, placement.reasons) == (None, decode, ())
+
+
+def test_a_missing_prefill_worker_is_named():
+    prefill, decode = view("p", Role.PREFILL, available=False), view("d", Role.DECODE)
+    placement = placed(CostPolicy(CostOptions()), [prefill, decode], FleetLoad())
+    assert placement.reasons == ("p is not available",)
+
+
+def test_a_field_that_one_worker_must_serve_is_served_by_one():
+    workers = [view("a"), view("b")]
+    vllm = [WorkerView(w.ref, w.role, w.model, "f", w.transports, True, "vllm") for w in workers]
+    placement = placed(
+        CostPolicy(CostOptions()), vllm, FleetLoad(), non_disaggregable=NonDisaggregableField.ECHO
+    )
+    assert placement.prefill is None
+    assert placement.non_disaggregable is NonDisaggregableField.ECHO
+
+
+@pytest.mark.parametrize("num_workers", [64])
+def test_of_many_workers_the_idle_pair_is_found(num_workers):
+    load, workers = FleetLoad(), [view(f"w{i:03}") for i in range(num_workers)]
+    for worker in workers[:-1]:
+        load.begin(Placement(None, worker), 8000, NOW)
+    assert placed(CostPolicy(CostOptions()), workers, load).decode is workers[-1]

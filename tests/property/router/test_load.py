@@ -1,0 +1,129 @@
+"""The bookkeeping of requests under way: it comes back to nothing, and queues are predicted."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from baton.auth.ticket import WorkerRef
+from baton.ids import Epoch, WorkerId
+from baton.protocol.worker_http import Role
+from baton.router.fleet import WorkerView
+from baton.router.load import FleetLoad, RunningRequest
+from baton.router.placement import Placement
+
+
+def view(name: str) -> WorkerView:
+    ref = WorkerRef(WorkerId(name), Epoch("0" * 32), "127.0.0.1:1")
+    return WorkerView(ref, Role.BOTH, "demo", "f", frozenset({"tcp"}), available=True)
+
+
+WORKERS = [view(f"w{i}") for i in range(3)]
+
+
+class LoadMachine(RuleBasedStateMachine):
+    """Requests begin, are prefilled, stream and end in any order that a gateway may see."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.load, self.now = FleetLoad(), 0.0
+        self.running: list[tuple[RunningRequest, Placement, int]] = []
+        self.prefilled: list[RunningRequest] = []
+
+    @rule(
+        prefill=st.sampled_from([None, *WORKERS]),
+        decode=st.sampled_from(WORKERS),
+        num_tokens=st.integers(0, 100_000),
+    )
+    def begin(self, prefill, decode, num_tokens):
+        if prefill is decode:
+            prefill = None
+        placement = Placement(prefill, decode)
+        running = self.load.begin(placement, num_tokens, self.now)
+        self.running.append((running, placement, num_tokens))
+
+    @rule(elapsed_s=st.floats(0, 100))
+    def time_passes(self, elapsed_s):
+        self.now += elapsed_s
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), what=st.sampled_from(["prefilled", "first_token"]))
+    def goes_on(self, data, what):
+        running, _, _ = data.draw(st.sampled_from(self.running))
+        getattr(running, what)(self.now)
+        self.prefilled.append(running)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), num_streamed=st.integers(0, 200), again=st.booleans())
+    def ends(self, data, num_streamed, again):
+        at = data.draw(st.integers(0, len(self.running) - 1))
+        running, _, _ = self.running.pop(at)
+        running.end(self.now, num_streamed)
+        if again:  # a late report of a worker
+            running.prefilled(self.now)
+            running.first_token(self.now)
+            running.end(self.now)
+
+    @invariant()
+    def each_worker_has_what_it_was_given(self):
+        for worker in WORKERS:
+            activity = self.load.of(worker.id)
+            waiting = [
+                num_tokens
+                for running, placement, num_tokens in self.running
+                if (placement.prefill or placement.decode) is worker
+                and running not in self.prefilled
+            ]
+            answers = sum(placement.decode is worker for _, placement, _ in self.running)
+            assert (activity.num_prefills, activity.prefill_tokens) == (len(waiting), sum(waiting))
+            assert activity.num_decodes == answers
+            assert activity.queue_s(self.now) >= 0
+            assert 0 <= activity.prefill_share(self.now) <= 1
+            if not self.running:
+                assert activity.num_requests == 0
+
+
+TestLoad = LoadMachine.TestCase
+
+
+def test_the_queue_of_a_steady_worker_is_predicted():
+    """Prompts one after the other, of 0.2 s each: ten of them wait 2 s."""
+    load, now = FleetLoad(), 0.0
+    (worker,) = WORKERS[:1]
+    for _ in range(60):
+        running = load.begin(Placement(None, worker), 1000, now)
+        now += 0.2
+        running.first_token(now)
+        running.end(now)
+    waiting = [load.begin(Placement(None, worker), 1000, now) for _ in range(10)]
+    assert load.of(worker.id).queue_s(now) == pytest.approx(2.0, rel=0.05)
+    for done, running in enumerate(waiting, start=1):  # it has become twice as slow
+        now += 0.4
+        running.first_token(now)
+        if done == 5:
+            assert load.of(worker.id).queue_s(now) >= 5 * 0.2 * 0.95
+    assert load.of(worker.id).queue_s(now) == pytest.approx(0.0, abs=0.05)
+    assert load.of(worker.id).prefill_line.predict(1000) > 0.22
+
+
+def test_the_pace_of_answers_is_learned_without_the_prompts_between():
+    load, now = FleetLoad(), 100.0
+    (worker,) = WORKERS[:1]
+    for _ in range(200):
+        streams = [load.begin(Placement(None, worker), 10, now) for _ in range(4)]
+        for each in streams:
+            each.first_token(now)
+        now += 99 * 0.05
+        for each in streams:
+            each.end(now, 100)
+        now += 60.0
+    assert load.of(worker.id).step_line.predict(4) == pytest.approx(0.05, rel=0.1)
+
+
+def test_a_worker_that_is_gone_is_forgotten():
+    load = FleetLoad()
+    load.begin(Placement(WORKERS[0], WORKERS[1]), 10, 0.0).end(1.0)
+    load.keep_only({WORKERS[1].id})
+    assert set(load._workers) == {WORKERS[1].id}
+    assert not load._handoffs
