@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from baton.gateway.upstream import Upstream
     from baton.gateway.workers import Worker, Workers
     from baton.router.fleet import WorkerView
-    from baton.router.learning import LearnedLine
+    from baton.router.learning import WorkerCost
     from baton.router.load import FleetLoad
     from baton.router.placement import Placement
 
@@ -262,19 +262,21 @@ class WorkerList:
     def _show_given(self, worker: Worker) -> GivenWork | None:
         if worker.info is None:
             return None
-        activity, now = self._load.of(worker.info.worker), self._clock.now()
+        info, now = worker.info, self._clock.now()
+        activity = self._load.of(info.worker, info.served_model_name)
         return GivenWork(
             activity.num_prefills,
             activity.num_decodes,
             activity.queue_s(now),
             activity.prefill_share(now),
-            _show_line(activity.prefill_line),
-            _show_line(activity.step_line),
+            _show_cost(activity.prefill_cost),
+            _show_cost(activity.step_cost),
         )
 
 
-def _show_line(line: LearnedLine) -> LearnedCost:
-    return LearnedCost(line.fixed, line.each, line.num_seen, line.error)
+def _show_cost(cost: WorkerCost) -> LearnedCost:
+    fixed, each = cost.factor * cost.line.fixed, cost.factor * cost.line.each
+    return LearnedCost(fixed, each, cost.num_seen, cost.error)
 
 
 def _reason(worker: Worker) -> str | None:

@@ -121,11 +121,11 @@ class CostPolicy:
         usable = [worker for worker in helpers if is_usable(worker, request)]
         if len(usable) > MOST_OF_EACH:
             usable = nsmallest(
-                MOST_OF_EACH, usable, key=lambda w: load.of(w.id).queue_s(request.at)
+                MOST_OF_EACH, usable, key=lambda w: load.of(w.id, w.model).queue_s(request.at)
             )
         if len(decodes) > MOST_OF_EACH:
             decodes = nsmallest(
-                MOST_OF_EACH, decodes, key=lambda w: _pace(load.of(w.id), 1, request.at)
+                MOST_OF_EACH, decodes, key=lambda w: _pace(load.of(w.id, w.model), 1, request.at)
             )
         for prefill in usable:
             for decode in decodes:
@@ -150,11 +150,11 @@ class CostPolicy:
         load: FleetLoad,
     ) -> Candidate:
         now, tokens, handoff_s = request.at, request.num_prompt_tokens, 0.0
-        answering = computing = load.of(decode.id)
+        answering = computing = load.of(decode.id, decode.model)
         if prefill is not None:
-            computing = load.of(prefill.id)
-            handoff_s = load.handoff_line(prefill.id, decode.id).predict(tokens)
-        prefill_s = computing.prefill_line.predict(tokens)
+            computing = load.of(prefill.id, prefill.model)
+            handoff_s = load.handoff_cost(prefill, decode).predict(tokens)
+        prefill_s = computing.prefill_cost.predict(tokens)
         prediction = Prediction(
             computing.queue_s(now), prefill_s, handoff_s, _pace(answering, 1, now)
         )
@@ -189,7 +189,7 @@ class CostPolicy:
 def _pace(activity: WorkerActivity, more: int, now: float, *, more_share: float = 0.0) -> float:
     """Seconds of a token with so many answers more, and prompts taking so much more of the time."""
     share = min(MOST_SHARE, activity.prefill_share(now) + more_share)
-    return activity.step_line.predict(activity.num_decodes + more) / (1.0 - share)
+    return activity.step_cost.predict(activity.num_decodes + more) / (1.0 - share)
 
 
 def _bend(share: float) -> float:

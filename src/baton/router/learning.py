@@ -1,36 +1,41 @@
-"""A cost as a line, learned from what was seen: `seconds = fixed + each * size`.
+"""A cost as a line, learned from what was seen: `seconds = factor * (fixed + each * size)`.
 
 Least squares over observations whose weight falls by `FORGETTING` with each newer one, and a first
 guess that counts as `GUESS_WEIGHT` observations at the sizes 0 and `guess_size`. Neither
-coefficient is ever negative.
+coefficient is ever negative. Workers of one model share the line: each sees few sizes, and what it
+did not see would be extrapolated differently for two that are the same. What is a worker's own is
+its factor, the geometric mean of seen over predicted; the workers' mean factor is 1.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import exp, log
 from typing import Final
 
 FORGETTING: Final = 0.97
 """About the last 33 observations count."""
 GUESS_WEIGHT: Final = 0.5
 ERROR_SHARE: Final = 0.1
-"""What the newest error counts in `error`."""
+"""What the newest error counts in `error`, and the newest ratio in `factor`."""
+LEAST_SPREAD: Final = 0.02
+"""Of sizes: the square of their deviation as a share of the mean square."""
+MOST_FACTOR: Final = 10.0
 
 
 @dataclass(slots=True)
 class LearnedLine:
-    """`guess`: fixed seconds, and seconds for each unit of size, before anything was seen.
+    """What workers share. `guess`: fixed seconds, and for each unit of size, before any was seen.
 
-    `num_seen` are observations; `error` is the mean, over the latest, of the difference to what was
-    predicted, as a share of the larger of the two. Owner: one thread.
+    `num_workers` have been seen, whose factors' logarithms are `sum_of_logs`. Owner: one thread.
     """
 
     guess: tuple[float, float]
     guess_size: float
-    num_seen: int = 0
-    error: float = 0.0
     fixed: float = field(init=False)
     each: float = field(init=False)
+    num_workers: int = 0
+    sum_of_logs: float = 0.0
     _sums: list[float] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -44,13 +49,7 @@ class LearnedLine:
         return self.fixed + self.each * size
 
     def observe(self, size: float, seconds: float) -> None:
-        """So much took so long."""
-        seconds = max(seconds, 1e-6)
-        predicted = self.predict(size)
-        error = abs(predicted - seconds) / max(predicted, seconds)
-        share = max(ERROR_SHARE, 1 / (self.num_seen + 1))
-        self.error += share * (error - self.error)
-        self.num_seen += 1
+        """So much took so long, by the measure of a worker of factor 1."""
         self._sums = [value * FORGETTING for value in self._sums]
         self._add(size, seconds, 1.0)
         self._fit()
@@ -62,14 +61,56 @@ class LearnedLine:
     def _fit(self) -> None:
         weight, size, seconds, squares, products = self._sums
         spread = weight * squares - size * size
-        # All of one size: what each unit costs cannot be separated from what is fixed.
-        each = (
-            self.each
-            if spread < 1e-9 * max(1.0, weight * squares)
-            else ((weight * products - size * seconds) / spread)
-        )
-        each = max(0.0, each)
+        if spread < LEAST_SPREAD * weight * squares:
+            # All of about one size: what is fixed cannot be separated from what each unit costs.
+            scale = (seconds / weight) / max(self.predict(size / weight), 1e-9)
+            self.fixed, self.each = self.fixed * scale, self.each * scale
+            return
+        each = max(0.0, (weight * products - size * seconds) / spread)
         fixed = (seconds - each * size) / weight
         if fixed < 0.0:
             fixed, each = 0.0, products / squares if squares else 0.0
         self.fixed, self.each = fixed, each
+
+
+@dataclass(slots=True)
+class WorkerCost:
+    """One worker's cost, on a line that it shares with others.
+
+    `num_seen` are its observations; `error` is the mean, over the latest, of the difference to what
+    was predicted, as a share of the larger of the two. Owner: one thread.
+    """
+
+    line: LearnedLine
+    num_seen: int = 0
+    error: float = 0.0
+    _log: float = 0.0
+
+    @property
+    def factor(self) -> float:
+        """How much slower than the mean it is; 1 before anything was seen."""
+        line = self.line
+        if not self.num_seen:
+            return 1.0
+        factor = exp(self._log - line.sum_of_logs / line.num_workers)
+        return min(MOST_FACTOR, max(1 / MOST_FACTOR, factor))
+
+    def predict(self, size: float) -> float:
+        """Seconds for so much."""
+        return self.factor * self.line.predict(size)
+
+    def observe(self, size: float, seconds: float) -> None:
+        """So much took so long."""
+        seconds, line = max(seconds, 1e-6), self.line
+        predicted = max(self.predict(size), 1e-6)
+        error = abs(predicted - seconds) / max(predicted, seconds)
+        self.error += max(ERROR_SHARE, 1 / (self.num_seen + 1)) * (error - self.error)
+        if not self.num_seen:  # it joins at the mean
+            self._log = line.sum_of_logs / max(1, line.num_workers)
+            line.num_workers += 1
+            line.sum_of_logs += self._log
+        self.num_seen += 1
+        line.observe(size, seconds / self.factor)
+        change = ERROR_SHARE * log(seconds / max(self.predict(size), 1e-6))
+        self._log += change
+        line.sum_of_logs += change

@@ -5,22 +5,23 @@
     at its prefill worker   KV moves        its answer is generated at its decode worker
 
 A worker's prompts are taken for a queue: each begins when the one before it is done. What is
-predicted is corrected by what is seen, and `LearnedLine`s learn from it.
+predicted is corrected by what is seen, and `WorkerCost`s learn from it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import exp
 from typing import TYPE_CHECKING, Final
 
-from baton.router.learning import LearnedLine
+from baton.router.learning import LearnedLine, WorkerCost
 
 if TYPE_CHECKING:
     from baton.ids import WorkerId
+    from baton.router.fleet import WorkerView
     from baton.router.placement import Placement
 
-WINDOW_S: Final = 5.0
+WINDOW_S: Final = 3.0
 """Over which the share of a worker's time that prompts take is averaged."""
 MIN_STREAMED: Final = 4
 """Parts of an answer from which its pace is learned."""
@@ -36,19 +37,15 @@ class WorkerActivity:
     """One worker's part. `num_prefills` prompts are waiting or computed here, of `prefill_tokens`.
 
     `num_decodes` answers are generated here, or will be. `free_at`: when the prompts will be done.
-    `prefill_line` gives seconds of a prompt's tokens, `step_line` seconds of a step's answers.
+    `prefill_cost` gives seconds of a prompt's tokens, `step_cost` seconds of a step's answers.
     """
 
+    prefill_cost: WorkerCost
+    step_cost: WorkerCost
     num_prefills: int = 0
     prefill_tokens: int = 0
     num_decodes: int = 0
     free_at: float = 0.0
-    prefill_line: LearnedLine = field(
-        default_factory=lambda: LearnedLine(_PREFILL_GUESS, _TYPICAL_TOKENS)
-    )
-    step_line: LearnedLine = field(
-        default_factory=lambda: LearnedLine(_STEP_GUESS, _TYPICAL_STREAMS)
-    )
     _drift_s: float = 0.0
     _last_done_at: float = 0.0
     _prefill_share: float = 0.0
@@ -71,7 +68,7 @@ class WorkerActivity:
         """A prompt is given to it: when it should be done, and what that is relative to."""
         self.num_prefills += 1
         self.prefill_tokens += num_tokens
-        takes_s = self.prefill_line.predict(num_tokens)
+        takes_s = self.prefill_cost.predict(num_tokens)
         self.free_at = max(now, self.free_at) + takes_s
         self._prefill_share = self.prefill_share(now) + takes_s / WINDOW_S
         self._share_at = now
@@ -85,7 +82,7 @@ class WorkerActivity:
         late_s = now - (expected[0] + self._drift_s - expected[1])
         self._drift_s += late_s
         self.free_at = max(now, self.free_at + late_s)
-        self.prefill_line.observe(num_tokens, now - max(began_at, self._last_done_at))
+        self.prefill_cost.observe(num_tokens, now - max(began_at, self._last_done_at))
         self._last_done_at = now
 
     def drop_prefill(self, num_tokens: int, now: float) -> None:
@@ -105,7 +102,7 @@ class RunningRequest:
 
     prefill: WorkerActivity
     decode: WorkerActivity
-    handoff_line: LearnedLine | None
+    handoff_cost: WorkerCost | None
     num_tokens: int
     began_at: float
     _expected: tuple[float, float]
@@ -126,8 +123,8 @@ class RunningRequest:
         """The answer has begun."""
         if self._is_over or self._first_at is not None:
             return
-        if self.handoff_line is not None and self._prefilled_at is not None:
-            self.handoff_line.observe(self.num_tokens, now - self._prefilled_at)
+        if self.handoff_cost is not None and self._prefilled_at is not None:
+            self.handoff_cost.observe(self.num_tokens, now - self._prefilled_at)
         self.prefilled(now)
         self._first_at, self._num_decodes = now, self.decode.num_decodes
 
@@ -141,7 +138,7 @@ class RunningRequest:
             pace_s = (now - self._first_at) / (num_streamed - 1)
             num_streams = (self._num_decodes + self.decode.num_decodes) / 2
             alone = 1.0 - min(MOST_SHARE, self.decode.prefill_share(now))
-            self.decode.step_line.observe(num_streams, pace_s * alone)
+            self.decode.step_cost.observe(num_streams, pace_s * alone)
         self.decode.num_decodes -= 1
         self._is_over = True
 
@@ -150,40 +147,51 @@ MOST_SHARE: Final = 0.95
 """Of a worker's time that prompts take: a step is not called slower than 20 times for that."""
 
 
+class ModelCosts:
+    """What the workers of one model share."""
+
+    def __init__(self) -> None:
+        self.prefill = LearnedLine(_PREFILL_GUESS, _TYPICAL_TOKENS)
+        self.step = LearnedLine(_STEP_GUESS, _TYPICAL_STREAMS)
+        self.handoff = LearnedLine(_HANDOFF_GUESS, _TYPICAL_TOKENS)
+
+
 class FleetLoad:
     """All workers' parts. Owner: the gateway's thread."""
 
     def __init__(self) -> None:
-        self._workers: dict[WorkerId, WorkerActivity] = {}
-        self._handoffs: dict[tuple[WorkerId, WorkerId], LearnedLine] = {}
+        self._models: dict[str, ModelCosts] = {}
+        self._workers: dict[tuple[str, WorkerId], WorkerActivity] = {}
+        self._handoffs: dict[tuple[str, WorkerId, WorkerId], WorkerCost] = {}
 
-    def of(self, worker: WorkerId) -> WorkerActivity:
-        """What that worker has to do."""
-        activity = self._workers.get(worker)
+    def of(self, worker: WorkerId, model: str) -> WorkerActivity:
+        """What that worker has to do for a model."""
+        activity = self._workers.get((model, worker))
         if activity is None:
-            activity = self._workers[worker] = WorkerActivity()
+            costs = self._costs(model)
+            activity = WorkerActivity(WorkerCost(costs.prefill), WorkerCost(costs.step))
+            self._workers[model, worker] = activity
         return activity
 
-    def handoff_line(self, prefill: WorkerId, decode: WorkerId) -> LearnedLine:
+    def handoff_cost(self, prefill: WorkerView, decode: WorkerView) -> WorkerCost:
         """Seconds from a prompt's end at one worker to the first token from the other."""
-        line = self._handoffs.get((prefill, decode))
-        if line is None:
-            line = LearnedLine(_HANDOFF_GUESS, _TYPICAL_TOKENS)
-            self._handoffs[prefill, decode] = line
-        return line
+        key = decode.model, prefill.id, decode.id
+        cost = self._handoffs.get(key)
+        if cost is None:
+            cost = self._handoffs[key] = WorkerCost(self._costs(decode.model).handoff)
+        return cost
 
     def begin(self, placement: Placement, num_tokens: int, now: float) -> RunningRequest:
         """A request of so many prompt tokens goes to these workers."""
-        decode, line = self.of(placement.decode.id), None
+        decode_view, prefill_view = placement.decode, placement.prefill
+        decode, cost = self.of(decode_view.id, decode_view.model), None
         prefill = decode
-        if placement.prefill is not None:
-            prefill = self.of(placement.prefill.id)
-            line = self.handoff_line(placement.prefill.id, placement.decode.id)
+        if prefill_view is not None:
+            prefill = self.of(prefill_view.id, prefill_view.model)
+            cost = self.handoff_cost(prefill_view, decode_view)
         expected = prefill.add_prefill(num_tokens, now)
         decode.num_decodes += 1
-        return RunningRequest(prefill, decode, line, num_tokens, now, expected)
+        return RunningRequest(prefill, decode, cost, num_tokens, now, expected)
 
-    def keep_only(self, workers: set[WorkerId]) -> None:
-        """Forget workers that are gone for good, and what was learned of them."""
-        self._workers = {name: each for name, each in self._workers.items() if name in workers}
-        self._handoffs = {pair: line for pair, line in self._handoffs.items() if workers >= {*pair}}
+    def _costs(self, model: str) -> ModelCosts:
+        return self._models.setdefault(model, ModelCosts())

@@ -53,8 +53,9 @@ class LeastLoaded(RoundRobin):
 
     def choose(self, workers: Sequence[WorkerView], load: FleetLoad) -> WorkerView:
         """See `PairingPolicy`."""
-        least = min(load.of(worker.id).num_requests for worker in workers)
-        idlest = [worker for worker in workers if load.of(worker.id).num_requests == least]
+        counts = [load.of(worker.id, worker.model).num_requests for worker in workers]
+        least = min(counts)
+        idlest = [w for w, num in zip(workers, counts, strict=True) if num == least]
         return super().choose(idlest, load)
 
 

@@ -129,7 +129,7 @@ def test_a_long_prompt_is_computed_where_no_answer_waits_for_it():
         running = load.begin(Placement(computing, answering), 4000, at)
         running.prefilled(at + 0.2)
         running.end(at + 0.25)
-    assert load.of(computing.id).prefill_share(NOW) == pytest.approx(0.7, abs=0.1)
+    assert load.of(computing.id, "demo").prefill_share(NOW) == pytest.approx(0.7, abs=0.1)
     policy = CostPolicy(CostOptions(tpot_s=0.0125))  # the answers are hardly fast enough
     placement = placed(policy, [answering, computing], load, num_tokens=4000)
     assert placement.prefill is computing
@@ -141,7 +141,7 @@ def test_a_decode_worker_with_room_prefills_what_would_wait():
     load, (prefill, decode) = FleetLoad(), (view("p", Role.PREFILL), view("d", Role.DECODE))
     for _ in range(20):
         load.begin(Placement(prefill, decode), 4000, NOW)
-    load.of(decode.id).num_decodes = 0
+    load.of(decode.id, "demo").num_decodes = 0
     placement = placed(CostPolicy(CostOptions()), [prefill, decode], load)
     assert (placement.prefill, placement.decode, placement.reasons) == (None, decode, ())
 

@@ -68,7 +68,7 @@ class LoadMachine(RuleBasedStateMachine):
     @invariant()
     def each_worker_has_what_it_was_given(self):
         for worker in WORKERS:
-            activity = self.load.of(worker.id)
+            activity = self.load.of(worker.id, "demo")
             waiting = [
                 num_tokens
                 for running, placement, num_tokens in self.running
@@ -97,14 +97,14 @@ def test_the_queue_of_a_steady_worker_is_predicted():
         running.first_token(now)
         running.end(now)
     waiting = [load.begin(Placement(None, worker), 1000, now) for _ in range(10)]
-    assert load.of(worker.id).queue_s(now) == pytest.approx(2.0, rel=0.05)
+    assert load.of(worker.id, "demo").queue_s(now) == pytest.approx(2.0, rel=0.05)
     for done, running in enumerate(waiting, start=1):  # it has become twice as slow
         now += 0.4
         running.first_token(now)
         if done == 5:
-            assert load.of(worker.id).queue_s(now) >= 5 * 0.2 * 0.95
-    assert load.of(worker.id).queue_s(now) == pytest.approx(0.0, abs=0.05)
-    assert load.of(worker.id).prefill_line.predict(1000) > 0.22
+            assert load.of(worker.id, "demo").queue_s(now) >= 5 * 0.2 * 0.95
+    assert load.of(worker.id, "demo").queue_s(now) == pytest.approx(0.0, abs=0.05)
+    assert load.of(worker.id, "demo").prefill_cost.predict(1000) > 0.22
 
 
 def test_the_pace_of_answers_is_learned_without_the_prompts_between():
@@ -118,12 +118,4 @@ def test_the_pace_of_answers_is_learned_without_the_prompts_between():
         for each in streams:
             each.end(now, 100)
         now += 60.0
-    assert load.of(worker.id).step_line.predict(4) == pytest.approx(0.05, rel=0.1)
-
-
-def test_a_worker_that_is_gone_is_forgotten():
-    load = FleetLoad()
-    load.begin(Placement(WORKERS[0], WORKERS[1]), 10, 0.0).end(1.0)
-    load.keep_only({WORKERS[1].id})
-    assert set(load._workers) == {WORKERS[1].id}
-    assert not load._handoffs
+    assert load.of(worker.id, "demo").step_cost.predict(4) == pytest.approx(0.05, rel=0.1)
