@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import msgspec
+
+from baton.registry import Plugin
 from baton.router.modes import choose_mode
 from baton.router.placement import Placement, Unplaceable
 
 
 class MostFreeBlocks:
     """See `PlacementPolicy`. Pure: it sees the fleet's snapshot and nothing else."""
+
+    def __init__(self, mode):
+        self.mode = mode
 
     def place(self, fleet, request, load) -> Placement | Unplaceable:
         served = fleet.models.get(request.model)
@@ -21,7 +27,7 @@ class MostFreeBlocks:
         if not prefills:
             return Placement(None, decode, ("no prefill worker can hand over to it",))
         prefill = max(prefills, key=_num_free_blocks)
-        choice = choose_mode(prefill, decode, request, "auto")
+        choice = choose_mode(prefill, decode, request, self.mode)
         if choice.mode is None:
             return Placement(None, decode, choice.reasons)
         why, degraded = choice.reasons, choice.is_degraded
@@ -34,3 +40,10 @@ def _usable(workers, request):
 
 def _num_free_blocks(worker) -> int:
     return worker.load.num_free_blocks if worker.load is not None else 0
+
+
+class Options(msgspec.Struct, forbid_unknown_fields=True):
+    """None."""
+
+
+PLUGIN = Plugin(Options, lambda options: MostFreeBlocks)

@@ -16,7 +16,7 @@ from baton.models import DEMO_MODEL_PATH
 from baton.protocol.worker_http import Role, WorkerLoad
 from baton.router.fleet import Fleet, WorkerView
 from baton.router.load import FleetLoad
-from baton.router.placement import PlacementRequest, Unplaceable
+from baton.router.placement import POLICIES, PlacementRequest, Unplaceable
 from baton.store.interface import TIERS, TierContext
 from baton.testing.clocks import ManualClock
 from baton.testing.store_contract import StoreContract
@@ -55,6 +55,7 @@ def installed(tmp_path_factory, monkeypatch):
         "[baton.transports]\nloopback = docs_example_transport:PLUGIN\n"
         "[baton.tiers]\ndict = docs_example_tier:PLUGIN\n"
         "[baton.engines]\necho = docs_example_engine:PLUGIN\n"
+        "[baton.policies]\nmost_free_blocks = docs_example_policy:PLUGIN\n"
     )
     monkeypatch.syspath_prepend(folder)
 
@@ -108,7 +109,7 @@ def worker_with(name, role, num_free):
 
 
 def test_the_policy_takes_the_emptiest_workers():
-    policy = sys.modules["docs_example_policy"].MostFreeBlocks()
+    policy = POLICIES.build("most_free_blocks", {})("auto")
     workers = [
         worker_with("p0", Role.PREFILL, 10),
         worker_with("p1", Role.PREFILL, 90),

@@ -20,6 +20,7 @@ from baton.gateway.options import check_processes
 from baton.launch.plan import LaunchPlan, Pinning, plan_launch, share_cores, worker_groups
 from baton.launch.progress import open_display
 from baton.launch.supervisor import LaunchContext, Service, Supervisor
+from baton.router.placement import POLICIES
 from baton.store.interface import TIERS
 from baton.transfer.interface import TRANSPORTS
 
@@ -117,6 +118,8 @@ def _check(config: Config) -> None:
     if model is not None and not Path(model).is_dir():
         raise ConfigError(f"--model {model}: there is no such folder")
     check_processes(config.gateway.processes, config.gateway.management_port)
+    policy = config.router.policy
+    POLICIES.build(policy, config.router.options.get(policy, {}))
     for group in worker_groups(config):
         options = engine_options(group.engine, config.engine)
         check_engine(group.engine, {**options, **group.overrides})

@@ -8,7 +8,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import HistogramMetricFamily
+from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
 from baton.router.placement import NonDisaggregableField
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from prometheus_client import Metric
 
     from baton.protocol.worker_http import Role
+    from baton.router.load import FleetLoad
     from baton.router.placement import Mode
 
 
@@ -67,6 +68,33 @@ class InterTokenCollector(Collector):
         for labels, histogram in self._children.items():
             family.add_metric(labels, histogram.buckets(), histogram.sum_s)
         yield family
+
+
+class RouterCollector(Collector):
+    """What the router knows of each worker: its requests, and how wrong its predictions are."""
+
+    def __init__(self, load: FleetLoad) -> None:
+        self._load = load
+
+    def collect(self) -> Iterable[Metric]:
+        """See `Collector`."""
+        labels = ("model", "worker")
+        under_way = GaugeMetricFamily(
+            "baton_router_requests",
+            "Requests of this gateway at a worker: prompts to compute, and answers under way.",
+            labels=(*labels, "part"),
+        )
+        errors = GaugeMetricFamily(
+            "baton_router_cost_error_ratio",
+            "Mean difference of the latest predicted and seen costs, over the larger of the two.",
+            labels=(*labels, "cost"),
+        )
+        for model, worker, activity in self._load.activities():
+            under_way.add_metric((model, worker, "prefill"), activity.num_prefills)
+            under_way.add_metric((model, worker, "decode"), activity.num_decodes)
+            errors.add_metric((model, worker, "prefill"), activity.prefill_cost.error)
+            errors.add_metric((model, worker, "step"), activity.step_cost.error)
+        yield from (under_way, errors)
 
 
 MODES: Final[tuple[Mode, ...]] = ("push", "pull", "pool", "reference", "colocated")

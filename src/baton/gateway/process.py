@@ -36,7 +36,7 @@ from baton.gateway.completions import Completions
 from baton.gateway.debug import RequestHistory, RequestTraces, WorkerList
 from baton.gateway.health_monitor import HealthMonitor
 from baton.gateway.kv_events import KVEvents
-from baton.gateway.metrics import GatewayMetrics
+from baton.gateway.metrics import GatewayMetrics, RouterCollector
 from baton.gateway.process_group import ProcessGroup
 from baton.gateway.request_context import BackgroundTasks, Fallbacks, Services
 from baton.gateway.upstream import Upstream
@@ -102,7 +102,8 @@ def _give_large_bodies_back() -> None:
 @contextlib.asynccontextmanager
 async def open_gateway(options: GatewayOptions, clock: Clock) -> AsyncGenerator[GatewayApp]:
     """The ASGI application with its probes and connections, for as long as the block runs."""
-    metrics = GatewayMetrics()
+    metrics, load = GatewayMetrics(), FleetLoad()
+    metrics.registry.register(RouterCollector(load))
     workers = Workers(options.workers, metrics)
     upstream = Upstream(options)
     health_monitor = HealthMonitor(workers, upstream, options)
@@ -114,7 +115,7 @@ async def open_gateway(options: GatewayOptions, clock: Clock) -> AsyncGenerator[
         health_monitor=health_monitor,
         upstream=upstream,
         placement=POLICIES.build(options.policy, options.policy_options)(options.mode),
-        load=FleetLoad(),
+        load=load,
         fallbacks=Fallbacks(metrics, clock),
         background_tasks=BackgroundTasks(),
         ticket_issuer=TicketIssuer(clock),
@@ -128,7 +129,7 @@ async def open_gateway(options: GatewayOptions, clock: Clock) -> AsyncGenerator[
     events.start()
     try:
         traces = RequestTraces(records, workers, upstream)
-        worker_list = WorkerList(workers, events, services.load, clock)
+        worker_list = WorkerList(workers, events, load, clock)
         yield GatewayApp(
             Completions(services, records),
             workers,

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Final
 from baton.router.learning import LearnedLine, WorkerCost
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from baton.ids import WorkerId
     from baton.router.fleet import WorkerView
     from baton.router.placement import Placement
@@ -172,6 +174,10 @@ class FleetLoad:
             activity = WorkerActivity(WorkerCost(costs.prefill), WorkerCost(costs.step))
             self._workers[model, worker] = activity
         return activity
+
+    def activities(self) -> Iterator[tuple[str, WorkerId, WorkerActivity]]:
+        """Model, worker and its part, of all that were ever given a request."""
+        return ((model, worker, each) for (model, worker), each in self._workers.items())
 
     def handoff_cost(self, prefill: WorkerView, decode: WorkerView) -> WorkerCost:
         """Seconds from a prompt's end at one worker to the first token from the other."""

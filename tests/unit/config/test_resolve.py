@@ -128,6 +128,7 @@ def test_every_key_is_documented():
         "handoff",
         "store",
         "transfer",
+        "router",
         "up",
         "trace",
         "log",
