@@ -19,7 +19,9 @@ from typing import TYPE_CHECKING, Annotated, Final, Literal, TypeAlias
 
 import msgspec
 
+from baton.protocol.worker_http import Role
 from baton.registry import Plugin
+from baton.router.division import Division, Limits
 from baton.router.load import MOST_SHARE, WINDOW_S
 from baton.router.pairing import (
     explain_alone,
@@ -33,7 +35,8 @@ from baton.router.placement import Placement, Prediction, Unplaceable
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from baton.router.fleet import Fleet, WorkerView
+    from baton.ids import WorkerId
+    from baton.router.fleet import Fleet, ModelWorkers, WorkerView
     from baton.router.load import FleetLoad, WorkerActivity
     from baton.router.modes import ModeSetting
     from baton.router.placement import PlacementRequest, PolicyFactory
@@ -83,6 +86,7 @@ class CostPolicy:
     def __init__(self, options: CostOptions, mode: ModeSetting = "auto") -> None:
         self._options = options
         self._mode: ModeSetting = mode
+        self._divisions: dict[str, Division] = {}
 
     def place(
         self, fleet: Fleet, request: PlacementRequest, load: FleetLoad
@@ -92,11 +96,14 @@ class CostPolicy:
         if isinstance(decodes, Unplaceable):
             return decodes
         served = fleet.models[request.model]
+        prefills = self._divide(served, request, load)
+        decodes = [w for w in decodes if w.id not in prefills] or decodes
         alone = self._rank([(None, decode) for decode in decodes], request, load)
         best = alone[0]
         if (fixed := serve_alone(best.decode, request, self._mode)) is not None:
             return fixed
-        pairs = self._rank([*self._pairs(served.helpers, decodes, request, load)], request, load)
+        helpers = [w for w in served.helpers if not prefills or _is_for_prefill(w, prefills)]
+        pairs = self._rank([*self._pairs(helpers, decodes, request, load)], request, load)
         for pair in pairs:
             if pair.prefill is None or pair.cost >= PREFERRED_ALONE * best.cost:
                 break
@@ -109,6 +116,20 @@ class CostPolicy:
             reasons = explain_alone(served.prefills, best.decode, request.avoid)
         why = (f"chosen: {best}", *(f"rather than {pair}" for pair in pairs[:1]))
         return Placement(None, best.decode, reasons).predicted(best.prediction, why)
+
+    def _divide(
+        self, served: ModelWorkers, request: PlacementRequest, load: FleetLoad
+    ) -> frozenset[WorkerId]:
+        """The workers of both roles that only prefill at present."""
+        if self._options.objective == "throughput" or self._mode == "colocated":
+            return frozenset()
+        division = self._divisions.get(request.model)
+        if division is None:
+            limits = Limits(self._options.ttft_s, self._options.tpot_s)
+            division = self._divisions[request.model] = Division(limits)
+        both = [w for w in served.helpers if w.role is Role.BOTH and w.available]
+        division.look(both, load, request.at)
+        return division.prefills
 
     def _pairs(
         self,
@@ -184,6 +205,10 @@ class CostPolicy:
         usual = _pace(computing, 0, now)
         shared = _pace(computing, 0, now, more_share=prefill_s / WINDOW_S)
         return slower + (_bend(shared / limit) - _bend(usual / limit)) * stalled
+
+
+def _is_for_prefill(worker: WorkerView, prefills: frozenset[WorkerId]) -> bool:
+    return worker.role is Role.PREFILL or worker.id in prefills
 
 
 def _pace(activity: WorkerActivity, more: int, now: float, *, more_share: float = 0.0) -> float:

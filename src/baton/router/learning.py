@@ -20,6 +20,9 @@ ERROR_SHARE: Final = 0.1
 """What the newest error counts in `error`, and the newest ratio in `factor`."""
 LEAST_SPREAD: Final = 0.02
 """Of sizes: the square of their deviation as a share of the mean square."""
+PULL: Final = 0.02
+"""By how much of itself a factor's logarithm shrinks with each observation: where one worker alone
+is seen, the line is to explain it."""
 MOST_FACTOR: Final = 10.0
 
 
@@ -111,6 +114,7 @@ class WorkerCost:
             line.sum_of_logs += self._log
         self.num_seen += 1
         line.observe(size, seconds / self.factor)
-        change = ERROR_SHARE * log(seconds / max(self.predict(size), 1e-6))
+        beyond = log(seconds / max(self.predict(size), 1e-6))
+        change = ERROR_SHARE * beyond - PULL * log(self.factor)
         self._log += change
         line.sum_of_logs += change

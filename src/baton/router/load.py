@@ -10,6 +10,7 @@ predicted is corrected by what is seen, and `WorkerCost`s learn from it.
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 from math import exp
 from typing import TYPE_CHECKING, Final
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Final
 from baton.router.learning import LearnedLine, WorkerCost
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from baton.ids import WorkerId
     from baton.router.fleet import WorkerView
@@ -27,6 +28,8 @@ WINDOW_S: Final = 3.0
 """Over which the share of a worker's time that prompts take is averaged."""
 MIN_STREAMED: Final = 4
 """Parts of an answer from which its pace is learned."""
+MOST_ENDED: Final = 512
+"""Requests that are remembered after their end."""
 _TYPICAL_TOKENS: Final = 1000.0
 _PREFILL_GUESS: Final = (0.005, 5e-5)
 _STEP_GUESS: Final = (0.01, 2e-4)
@@ -50,6 +53,9 @@ class WorkerActivity:
     free_at: float = 0.0
     _drift_s: float = 0.0
     _last_done_at: float = 0.0
+    _num_streams: int = 0
+    _stream_seconds: float = 0.0
+    _streams_at: float = 0.0
     _prefill_share: float = 0.0
     _share_at: float = 0.0
 
@@ -93,9 +99,32 @@ class WorkerActivity:
         if self.num_prefills == 0:
             self.free_at = min(self.free_at, now)
 
+    def count_streams(self, change: int, now: float) -> float:
+        """One answer more begins here, or ends: answers times seconds until now."""
+        self._stream_seconds += self._num_streams * (now - self._streams_at)
+        self._num_streams += change
+        self._streams_at = now
+        return self._stream_seconds
+
     def _remove_prefill(self, num_tokens: int) -> None:
         self.num_prefills -= 1
         self.prefill_tokens -= num_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class EndedRequest:
+    """What a client saw of a streamed answer of `num_streamed` parts."""
+
+    at: float
+    num_tokens: int
+    num_streamed: int
+    ttft_s: float
+    tpot_s: float
+
+    @property
+    def lasted_s(self) -> float:
+        """From its placement to its end."""
+        return self.ttft_s + self.tpot_s * (self.num_streamed - 1)
 
 
 @dataclass(slots=True, eq=False)
@@ -107,11 +136,12 @@ class RunningRequest:
     handoff_cost: WorkerCost | None
     num_tokens: int
     began_at: float
+    ended: deque[EndedRequest]
     _expected: tuple[float, float]
     _is_prefilled: bool = False
     _prefilled_at: float | None = None
     _first_at: float | None = None
-    _num_decodes: int = 0
+    _stream_seconds: float = 0.0
     _is_over: bool = False
 
     def prefilled(self, now: float) -> None:
@@ -128,7 +158,8 @@ class RunningRequest:
         if self.handoff_cost is not None and self._prefilled_at is not None:
             self.handoff_cost.observe(self.num_tokens, now - self._prefilled_at)
         self.prefilled(now)
-        self._first_at, self._num_decodes = now, self.decode.num_decodes
+        self._first_at = now
+        self._stream_seconds = self.decode.count_streams(+1, now)
 
     def end(self, now: float, num_streamed: int = 0) -> None:
         """It is over. `num_streamed` parts of the answer came one by one; 0: not known."""
@@ -136,13 +167,20 @@ class RunningRequest:
             return
         if not self._is_prefilled:
             self.prefill.drop_prefill(self.num_tokens, now)
-        elif self._first_at is not None and num_streamed >= MIN_STREAMED:
-            pace_s = (now - self._first_at) / (num_streamed - 1)
-            num_streams = (self._num_decodes + self.decode.num_decodes) / 2
-            alone = 1.0 - min(MOST_SHARE, self.decode.prefill_share(now))
-            self.decode.step_cost.observe(num_streams, pace_s * alone)
+        if self._first_at is not None:
+            stream_seconds = self.decode.count_streams(-1, now) - self._stream_seconds
+            if num_streamed >= MIN_STREAMED and now > self._first_at:
+                self._learn(self._first_at, stream_seconds, now, num_streamed)
         self.decode.num_decodes -= 1
         self._is_over = True
+
+    def _learn(self, first_at: float, stream_seconds: float, now: float, num_streamed: int) -> None:
+        """From a whole stream: a step's cost for as many answers as there were on the average."""
+        pace_s = (now - first_at) / (num_streamed - 1)
+        alone = 1.0 - min(MOST_SHARE, self.decode.prefill_share(now))
+        self.decode.step_cost.observe(stream_seconds / (now - first_at), pace_s * alone)
+        ttft_s = first_at - self.began_at
+        self.ended.append(EndedRequest(now, self.num_tokens, num_streamed, ttft_s, pace_s))
 
 
 MOST_SHARE: Final = 0.95
@@ -156,6 +194,7 @@ class ModelCosts:
         self.prefill = LearnedLine(_PREFILL_GUESS, _TYPICAL_TOKENS)
         self.step = LearnedLine(_STEP_GUESS, _TYPICAL_STREAMS)
         self.handoff = LearnedLine(_HANDOFF_GUESS, _TYPICAL_TOKENS)
+        self.ended: deque[EndedRequest] = deque(maxlen=MOST_ENDED)
 
 
 class FleetLoad:
@@ -170,7 +209,7 @@ class FleetLoad:
         """What that worker has to do for a model."""
         activity = self._workers.get((model, worker))
         if activity is None:
-            costs = self._costs(model)
+            costs = self.costs(model)
             activity = WorkerActivity(WorkerCost(costs.prefill), WorkerCost(costs.step))
             self._workers[model, worker] = activity
         return activity
@@ -184,7 +223,7 @@ class FleetLoad:
         key = decode.model, prefill.id, decode.id
         cost = self._handoffs.get(key)
         if cost is None:
-            cost = self._handoffs[key] = WorkerCost(self._costs(decode.model).handoff)
+            cost = self._handoffs[key] = WorkerCost(self.costs(decode.model).handoff)
         return cost
 
     def begin(self, placement: Placement, num_tokens: int, now: float) -> RunningRequest:
@@ -197,7 +236,16 @@ class FleetLoad:
             cost = self.handoff_cost(prefill_view, decode_view)
         expected = prefill.add_prefill(num_tokens, now)
         decode.num_decodes += 1
-        return RunningRequest(prefill, decode, cost, num_tokens, now, expected)
+        ended = self.costs(decode_view.model).ended
+        return RunningRequest(prefill, decode, cost, num_tokens, now, ended, expected)
 
-    def _costs(self, model: str) -> ModelCosts:
-        return self._models.setdefault(model, ModelCosts())
+    def costs(self, model: str) -> ModelCosts:
+        """What a model's workers share."""
+        costs = self._models.get(model)
+        if costs is None:
+            costs = self._models[model] = ModelCosts()
+        return costs
+
+    def ended(self, model: str) -> Iterable[EndedRequest]:
+        """The latest requests that ended, oldest first."""
+        return self.costs(model).ended

@@ -1,0 +1,238 @@
+"""How many workers of both roles only prefill at present, and the others only decode.
+
+A division of labour is a decision for the fleet: where all workers are equally busy with prompts,
+no single request gains by its first step, though all gain once it is made. So it is looked at now
+and then: what the present division achieves is counted, what another one would achieve is predicted
+from the requests under way and the learned costs (two stations in a closed network).
+
+    stays ◄── no other is predicted to be `MUCH_BETTER`, or known to be `BETTER`, at such a load
+      │
+      └─► another division, until it is known what that achieves
+            │ it achieves more: it stays
+            └ it does not: back, and it is not tried again at such a load for a while
+
+Pure: times are given.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from baton.ids import WorkerId
+    from baton.router.fleet import WorkerView
+    from baton.router.load import EndedRequest, FleetLoad
+
+LOOK_EVERY_S: Final = 1.0
+SETTLING_S: Final = 3.0
+"""After a change; or as long as a request lasts."""
+WINDOW_S: Final = 8.0
+"""In which what a division achieves is counted; or `NUM_WAVES` times as long as a request lasts."""
+NUM_WAVES: Final = 3
+LEAST_ENDED: Final = 8
+"""Requests from which what a division achieves is counted."""
+MUCH_BETTER: Final = 1.1
+BETTER: Final = 1.05
+"""What must be predicted, or must be known of the last `KNOWN_FOR_S`, of another division."""
+KNOWN_FOR_S: Final = 120.0
+RETRY_AFTER_S: Final = 60.0
+MOST_RETRY_AFTER_S: Final = 3600.0
+STEEPNESS: Final = 8
+ALIKE: Final = 1.5
+"""Numbers of requests at once, one over the other."""
+NUM_ITERATIONS: Final = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Seconds within which a request is good."""
+
+    ttft_s: float
+    tpot_s: float
+
+    def are_met(self, ended: EndedRequest) -> bool:
+        """Whether a request was good."""
+        return ended.ttft_s <= self.ttft_s and ended.tpot_s <= self.tpot_s
+
+    def share_met(self, ttft_s: float, tpot_s: float) -> float:
+        """The share of requests that are good where these are the means: half at the limit."""
+        return _share(ttft_s / self.ttft_s) * _share(tpot_s / self.tpot_s)
+
+
+def _share(mean: float) -> float:
+    return 1.0 / (1.0 + mean**STEEPNESS)
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What is asked of the workers: requests at once, and what one of them costs, in seconds.
+
+    `step_s` of a step's answers: `(fixed, each)`.
+    """
+
+    num_at_once: float
+    prefill_s: float
+    handoff_s: float
+    num_answer_tokens: float
+    step_s: tuple[float, float]
+
+
+def predict_goodput(demand: Demand, limits: Limits, num_workers: int, num_prefill: int) -> float:
+    """Good requests a second with so many workers for prefill alone; 0: all do both parts."""
+    num_decode = num_workers - num_prefill
+    fixed, each = demand.step_s
+    rate, tpot_s = 0.0, fixed + each
+    answer_s = demand.num_answer_tokens * tpot_s
+    for _ in range(NUM_ITERATIONS):
+        busy = rate * demand.prefill_s / (num_prefill or num_workers)
+        share = min(0.95, busy) if num_prefill == 0 else 0.0
+        answers = rate * demand.num_answer_tokens * tpot_s / num_decode
+        tpot_s += 0.5 * ((fixed + each * max(1.0, answers)) / (1.0 - share) - tpot_s)
+        answer_s = demand.num_answer_tokens * tpot_s
+        most = (num_prefill or num_workers) / demand.prefill_s
+        alone_s = demand.prefill_s + answer_s + (demand.handoff_s if num_prefill else 0.0)
+        rate += 0.5 * (min(most, demand.num_at_once / alone_s) - rate)
+    ttft_s = max(demand.num_at_once / rate - answer_s, demand.prefill_s)
+    return rate * limits.share_met(ttft_s, tpot_s)
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """Good requests a second, with so many at once, and when that was."""
+
+    achieved: float
+    at_once: float
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Refuted:
+    """It is not tried for so long from `at` on, with about so many requests at once."""
+
+    for_s: float
+    at_once: float
+    at: float
+
+    def holds(self, at_once: float, now: float) -> bool:
+        """Whether it is not to be tried now."""
+        return now < self.at + self.for_s and _is_alike(self.at_once, at_once)
+
+
+def _is_alike(one: float, other: float) -> bool:
+    return one < ALIKE * other and other < ALIKE * one
+
+
+@dataclass(slots=True)
+class Division:
+    """One model's. `prefills` only prefill at present; empty: all do both.
+
+    By number of prefill workers: what it achieved, `_known`, and that it was tried and left,
+    `_refuted`. Owner: one thread.
+    """
+
+    limits: Limits
+    prefills: frozenset[WorkerId] = frozenset()
+    changed_at: float = float("-inf")
+    _looked_at: float = float("-inf")
+    _known: dict[int, _Known] = field(default_factory=dict)
+    _refuted: dict[int, _Refuted] = field(default_factory=dict)
+
+    def look(self, workers: Sequence[WorkerView], load: FleetLoad, now: float) -> None:
+        """Change the division of these workers, which do both parts, if that is due."""
+        if now - self._looked_at < LOOK_EVERY_S:
+            return
+        self._looked_at = now
+        names = {worker.id for worker in workers}
+        if not self.prefills <= names or len(workers) <= len(self.prefills):
+            self._change(frozenset(), now)
+        if len(workers) < 2:  # noqa: PLR2004 - a pair
+            return
+        ended = self._find_ended(load.ended(workers[0].model), now)
+        if ended is None:
+            return
+        window_s = now - ended[0].at
+        achieved = sum(map(self.limits.are_met, ended)) / window_s
+        demand = _demand(ended, window_s, workers, load)
+        chosen = self._judge(achieved, demand, len(workers), now)
+        if chosen != len(self.prefills):
+            self._set(chosen, workers, load, now)
+
+    def _find_ended(self, latest: Iterable[EndedRequest], now: float) -> list[EndedRequest] | None:
+        """The requests that show what this division achieves; None: they are too few.
+
+        Closed loops come in waves: several must have ended. Those that began before the division
+        was made show something else.
+        """
+        ended = [each for each in latest if each.at > self.changed_at]
+        if len(ended) < LEAST_ENDED:
+            return None
+        typical_s = sum(each.lasted_s for each in ended[-LEAST_ENDED:]) / LEAST_ENDED
+        window_s = max(WINDOW_S, NUM_WAVES * typical_s)
+        if now - window_s < self.changed_at + max(SETTLING_S, typical_s):
+            return None
+        ended = [each for each in ended if each.at > now - window_s]
+        return ended if len(ended) >= LEAST_ENDED else None
+
+    def _judge(self, achieved: float, demand: Demand, num_workers: int, now: float) -> int:
+        """How many should prefill: as many as now, unless others are known, or likely, better."""
+        num, at_once = len(self.prefills), demand.num_at_once
+        known = self._find_known(num, at_once, now)
+        if known is not None:
+            achieved = (achieved + known) / 2
+        self._known[num] = _Known(achieved, at_once, now)
+        best, most, is_known = num, achieved, False
+        for other in range(num_workers):
+            refuted = self._refuted.get(other)
+            if other == num or (refuted is not None and refuted.holds(at_once, now)):
+                continue
+            known = self._find_known(other, at_once, now)
+            if known is not None:
+                worth = known / BETTER
+            else:
+                worth = predict_goodput(demand, self.limits, num_workers, other) / MUCH_BETTER
+            if worth > most:
+                best, most, is_known = other, worth, known is not None
+        if is_known:  # back: what was tried is not as good
+            before = self._refuted.get(num)
+            for_s = RETRY_AFTER_S if before is None else min(MOST_RETRY_AFTER_S, 2 * before.for_s)
+            self._refuted[num] = _Refuted(for_s, at_once, now)
+        return best
+
+    def _find_known(self, num_prefill: int, at_once: float, now: float) -> float | None:
+        """What a division achieved lately, at about as many requests at once."""
+        known = self._known.get(num_prefill)
+        if known is None or now - known.at > KNOWN_FOR_S or not _is_alike(known.at_once, at_once):
+            return None
+        return known.achieved
+
+    def _set(
+        self, num_prefill: int, workers: Sequence[WorkerView], load: FleetLoad, now: float
+    ) -> None:
+        """The workers with the fewest answers prefill; those that do already go on."""
+        by_answers = sorted(
+            workers,
+            key=lambda w: (w.id not in self.prefills, load.of(w.id, w.model).num_decodes),
+        )
+        self._change(frozenset(worker.id for worker in by_answers[:num_prefill]), now)
+
+    def _change(self, prefills: frozenset[WorkerId], now: float) -> None:
+        self.prefills, self.changed_at = prefills, now
+
+
+def _demand(
+    ended: Sequence[EndedRequest], window_s: float, workers: Sequence[WorkerView], load: FleetLoad
+) -> Demand:
+    num = len(ended)
+    tokens = sum(each.num_tokens for each in ended) / num
+    model = workers[0].model
+    costs = load.costs(model)
+    return Demand(
+        num_at_once=max(1.0, sum(each.lasted_s for each in ended) / window_s),
+        prefill_s=max(1e-4, costs.prefill.predict(tokens)),
+        handoff_s=costs.handoff.predict(tokens),
+        num_answer_tokens=max(1.0, sum(each.num_streamed for each in ended) / num),
+        step_s=(costs.step.fixed, costs.step.each),
+    )

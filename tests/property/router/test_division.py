@@ -1,0 +1,139 @@
+"""Workers of both roles divide the labour where that keeps the limits, and only there."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from baton.auth.ticket import WorkerRef
+from baton.ids import Epoch, WorkerId
+from baton.protocol.worker_http import Role
+from baton.router.cost import CostOptions, CostPolicy
+from baton.router.division import Demand, Limits, predict_goodput
+from baton.router.fleet import Fleet, WorkerView
+from baton.router.simple import RoundRobin
+from tests.property.router.simulated_workers import World
+
+
+def view(name, role=Role.BOTH):
+    ref = WorkerRef(WorkerId(name), Epoch("0" * 32), "127.0.0.1:1")
+    return WorkerView(ref, role, "demo", "f", frozenset({"tcp"}), available=True)
+
+
+def replicas(num):
+    return [view(f"w{n}") for n in range(num)]
+
+
+def split(num_prefill, num_decode):
+    return [
+        *(view(f"p{n}", Role.PREFILL) for n in range(num_prefill)),
+        *(view(f"d{n}", Role.DECODE) for n in range(num_decode)),
+    ]
+
+
+def goodput(policy, views, case, until_s=240.0, since_s=120.0):
+    num_tokens, num_answer_tokens, num_clients, ttft_s, tpot_s = case
+    world = World(policy, views, num_tokens, num_answer_tokens)
+    world.run(num_clients, until_s)
+    return world.goodput(since_s, ttft_s, tpot_s)
+
+
+CASES = {
+    # tokens in, out, at once, limits of TTFT and TPOT in s
+    "long prompts, tight TPOT": (2048, 32, 4, 2.0, 0.022),
+    "long prompts, loose TPOT": (2048, 32, 4, 2.0, 0.1),
+    "long prompts, more at once": (2048, 32, 8, 5.0, 0.03),
+    "balanced, loose": (512, 128, 16, 1.0, 0.05),
+    "balanced, tight": (512, 128, 16, 2.0, 0.02),
+    "long answers": (128, 512, 16, 1.0, 0.03),
+    "one at a time": (512, 128, 1, 1.0, 0.05),
+}
+
+
+@pytest.mark.parametrize("num_workers", [2, 4])
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_it_is_as_good_as_the_better_of_replicas_and_the_best_split(case, num_workers):
+    num_tokens, num_answer_tokens, num_clients, ttft_s, tpot_s = case
+    case = num_tokens, num_answer_tokens, num_clients * num_workers // 2, ttft_s, tpot_s
+    fixed = [goodput(RoundRobin(), replicas(num_workers), case)]
+    fixed += [
+        goodput(RoundRobin(), split(num, num_workers - num), case) for num in range(1, num_workers)
+    ]
+    assert max(fixed) > 0, "there is nothing to be as good as"
+    policy = CostPolicy(CostOptions(ttft_s=ttft_s, tpot_s=tpot_s))
+    found = goodput(policy, replicas(num_workers), case)
+    assert found >= 0.9 * max(fixed), (found, fixed)
+
+
+def test_it_follows_a_load_that_changes_and_does_not_swing():
+    policy = CostPolicy(CostOptions(ttft_s=2.0, tpot_s=0.022))
+    world, seen = World(policy, replicas(2), 2048, 32), []
+    for until_s in range(10, 330):
+        if until_s == 130:  # from long prompts to long answers
+            world.num_tokens, world.num_answer_tokens = 64, 512
+        world.run(4 if until_s < 130 else 24, float(until_s))
+        seen.append(len(policy._divisions["demo"].prefills))
+    changes = sum(one != other for one, other in pairwise(seen))
+    assert set(seen[60:115]) == {1}, "a worker computes the prompts, another the answers"
+    assert set(seen[-60:]) == {0}, "both compute answers"
+    assert changes <= 4
+    assert world.goodput(270.0, 2.0, 0.022) >= 0.9 * 24 / (512 * (0.01 + 12 * 0.0004))
+
+
+def test_a_division_that_achieves_less_is_taken_back_and_not_tried_again_for_a_while(monkeypatch):
+    """The prediction is wrong for a reason that the router does not know."""
+    monkeypatch.setattr(
+        "baton.router.division.predict_goodput", lambda *args: 100.0 if args[3] else 1.0
+    )
+    policy = CostPolicy(CostOptions(ttft_s=1.0, tpot_s=0.03))
+    world, seen = World(policy, replicas(2), 128, 512), []
+    for until_s in range(1, 400):
+        world.run(16, float(until_s))
+        seen.append(len(policy._divisions["demo"].prefills))
+    assert 1 in seen, "it was never tried"
+    tries = sum(one < other for one, other in pairwise(seen))
+    assert tries <= 4
+    assert sum(seen) < 0.45 * len(seen)
+
+
+def test_workers_that_are_gone_leave_the_division():
+    policy = CostPolicy(CostOptions(ttft_s=2.0, tpot_s=0.022))
+    world = World(policy, replicas(2), 2048, 32)
+    world.run(4, 60.0)
+    (prefill,) = policy._divisions["demo"].prefills
+    left = [each for each in world.views if each.id != prefill]
+    world.fleet, before = Fleet.of(left), len(world.ended)
+    world.run(4, 90.0)
+    assert len(world.ended) > before + 10
+    assert policy._divisions["demo"].prefills == frozenset()
+
+
+def test_for_throughput_there_is_no_division():
+    policy = CostPolicy(CostOptions(objective="throughput", ttft_s=2.0, tpot_s=0.022))
+    World(policy, replicas(2), 2048, 32).run(4, 60.0)
+    assert policy._divisions == {}
+
+
+@settings(max_examples=300)
+@given(
+    demand=st.builds(
+        Demand,
+        num_at_once=st.floats(1, 1000),
+        prefill_s=st.floats(1e-4, 100),
+        handoff_s=st.floats(0, 1),
+        num_answer_tokens=st.floats(1, 4096),
+        step_s=st.tuples(st.floats(0, 1), st.floats(0, 0.01)),
+    ),
+    limits=st.builds(Limits, st.floats(1e-3, 100), st.floats(1e-3, 10)),
+    num_workers=st.integers(1, 64),
+    share=st.floats(0, 1, exclude_max=True),
+)
+def test_no_more_is_predicted_than_can_be(demand, limits, num_workers, share):
+    num_prefill = int(share * num_workers)
+    rate = predict_goodput(demand, limits, num_workers, num_prefill)
+    computing = num_prefill or num_workers
+    assert 0 <= rate <= 1.01 * computing / demand.prefill_s
+    assert rate <= 1.01 * demand.num_at_once / demand.prefill_s
