@@ -98,6 +98,7 @@ class CostPolicy:
         served = fleet.models[request.model]
         prefills = self._divide(served, request, load)
         decodes = [w for w in decodes if w.id not in prefills] or decodes
+        divided = [f"only prefilling at present: {', '.join(sorted(prefills))}"] if prefills else []
         alone = self._rank([(None, decode) for decode in decodes], request, load)
         best = alone[0]
         if (fixed := serve_alone(best.decode, request, self._mode)) is not None:
@@ -109,12 +110,12 @@ class CostPolicy:
                 break
             placement = hand_over(pair.prefill, pair.decode, request, self._mode)
             if placement.prefill is not None:
-                why = (*placement.why, f"chosen: {pair}", f"rather than {best}")
+                why = (*placement.why, f"chosen: {pair}", f"rather than {best}", *divided)
                 return placement.predicted(pair.prediction, why)
         reasons: tuple[str, ...] = ()
         if served.prefills and not any(is_usable(w, request) for w in served.prefills):
             reasons = explain_alone(served.prefills, best.decode, request.avoid)
-        why = (f"chosen: {best}", *(f"rather than {pair}" for pair in pairs[:1]))
+        why = (f"chosen: {best}", *(f"rather than {pair}" for pair in pairs[:1]), *divided)
         return Placement(None, best.decode, reasons).predicted(best.prediction, why)
 
     def _divide(
