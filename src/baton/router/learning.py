@@ -64,7 +64,7 @@ class LearnedLine:
     def _fit(self) -> None:
         weight, size, seconds, squares, products = self._sums
         spread = weight * squares - size * size
-        if spread < LEAST_SPREAD * weight * squares:
+        if spread <= LEAST_SPREAD * weight * squares:
             # All of about one size: what is fixed cannot be separated from what each unit costs.
             scale = (seconds / weight) / max(self.predict(size / weight), 1e-9)
             self.fixed, self.each = self.fixed * scale, self.each * scale

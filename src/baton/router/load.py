@@ -93,11 +93,12 @@ class WorkerActivity:
         self.prefill_cost.observe(num_tokens, now - max(began_at, self._last_done_at))
         self._last_done_at = now
 
-    def drop_prefill(self, num_tokens: int, now: float) -> None:
-        """It is not computed, or it is not known when."""
+    def drop_prefill(self, num_tokens: int, expected: tuple[float, float], now: float) -> None:
+        """It was computed at an unknown time, or never will be: those behind it need not wait."""
         self._remove_prefill(num_tokens)
-        if self.num_prefills == 0:
-            self.free_at = min(self.free_at, now)
+        early_s = min(0.0, now - (expected[0] + self._drift_s - expected[1]))
+        self._drift_s += early_s
+        self.free_at = max(now, self.free_at + early_s)
 
     def count_streams(self, change: int, now: float) -> float:
         """One answer more begins here, or ends: answers times seconds until now."""
@@ -166,7 +167,7 @@ class RunningRequest:
         if self._is_over:
             return
         if not self._is_prefilled:
-            self.prefill.drop_prefill(self.num_tokens, now)
+            self.prefill.drop_prefill(self.num_tokens, self._expected, now)
         if self._first_at is not None:
             stream_seconds = self.decode.count_streams(-1, now) - self._stream_seconds
             if num_streamed >= MIN_STREAMED and now > self._first_at:

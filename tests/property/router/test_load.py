@@ -119,3 +119,16 @@ def test_the_pace_of_answers_is_learned_without_the_prompts_between():
             each.end(now, 100)
         now += 60.0
     assert load.of(worker.id, "demo").step_cost.predict(4) == pytest.approx(0.05, rel=0.1)
+
+
+def test_answers_in_one_piece_do_not_pile_up_a_queue():
+    """Their prompts are never reported as computed; the worker is four times as fast as guessed."""
+    load, now = FleetLoad(), 0.0
+    (worker,) = WORKERS[:1]
+    takes_s = load.of(worker.id, "demo").prefill_cost.predict(1000) / 4
+    running = [load.begin(Placement(None, worker), 1000, now) for _ in range(4)]
+    for _ in range(2000):
+        now += takes_s
+        running.pop(0).end(now)
+        running.append(load.begin(Placement(None, worker), 1000, now))
+    assert load.of(worker.id, "demo").queue_s(now) < 20 * takes_s
