@@ -215,7 +215,7 @@ class ListedWorker(msgspec.Struct, frozen=True):
     """One worker of the operator's list.
 
     `kv_events` is null where it publishes none, `load` where it does not report its load. `given`
-    is what this gateway has given it to do.
+    is what this gateway has given it to do, null before its first request.
     """
 
     worker: str | None
@@ -263,7 +263,9 @@ class WorkerList:
         if worker.info is None:
             return None
         info, now = worker.info, self._clock.now()
-        activity = self._load.of(info.worker, info.served_model_name)
+        activity = self._load.find(info.worker, info.served_model_name)
+        if activity is None:
+            return None
         return GivenWork(
             activity.num_prefills,
             activity.num_decodes,

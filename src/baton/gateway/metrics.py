@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from prometheus_client import Metric
 
+    from baton.gateway.workers import Workers
     from baton.protocol.worker_http import Role
     from baton.router.load import FleetLoad
     from baton.router.placement import Mode
@@ -73,8 +74,8 @@ class InterTokenCollector(Collector):
 class RouterCollector(Collector):
     """What the router knows of each worker: its requests, and how wrong its predictions are."""
 
-    def __init__(self, load: FleetLoad) -> None:
-        self._load = load
+    def __init__(self, load: FleetLoad, workers: Workers) -> None:
+        self._load, self._workers = load, workers
 
     def collect(self) -> Iterable[Metric]:
         """See `Collector`."""
@@ -89,7 +90,13 @@ class RouterCollector(Collector):
             "Mean difference of the latest predicted and seen costs, over the larger of the two.",
             labels=(*labels, "cost"),
         )
-        for model, worker, activity in self._load.activities():
+        for info in (worker.info for worker in self._workers.all):
+            if info is None:
+                continue
+            model, worker = info.served_model_name, info.worker
+            activity = self._load.find(worker, model)
+            if activity is None:
+                continue
             under_way.add_metric((model, worker, "prefill"), activity.num_prefills)
             under_way.add_metric((model, worker, "decode"), activity.num_decodes)
             errors.add_metric((model, worker, "prefill"), activity.prefill_cost.error)

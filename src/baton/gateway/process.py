@@ -103,8 +103,8 @@ def _give_large_bodies_back() -> None:
 async def open_gateway(options: GatewayOptions, clock: Clock) -> AsyncGenerator[GatewayApp]:
     """The ASGI application with its probes and connections, for as long as the block runs."""
     metrics, load = GatewayMetrics(), FleetLoad()
-    metrics.registry.register(RouterCollector(load))
     workers = Workers(options.workers, metrics)
+    metrics.registry.register(RouterCollector(load, workers))
     upstream = Upstream(options)
     health_monitor = HealthMonitor(workers, upstream, options)
     services = Services(

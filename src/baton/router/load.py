@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final
 from baton.router.learning import LearnedLine, WorkerCost
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable
 
     from baton.ids import WorkerId
     from baton.router.fleet import WorkerView
@@ -28,6 +28,8 @@ WINDOW_S: Final = 3.0
 """Over which the share of a worker's time that prompts take is averaged."""
 MIN_STREAMED: Final = 4
 """Parts of an answer from which its pace is learned."""
+MOST_WORKERS: Final = 4096
+"""Of which anything is remembered; those that have nothing to do are forgotten then."""
 MOST_ENDED: Final = 512
 """Requests that are remembered after their end."""
 _TYPICAL_TOKENS: Final = 1000.0
@@ -210,14 +212,17 @@ class FleetLoad:
         """What that worker has to do for a model."""
         activity = self._workers.get((model, worker))
         if activity is None:
+            if len(self._workers) >= MOST_WORKERS:  # names of lives that are over
+                self._workers = {k: each for k, each in self._workers.items() if each.num_requests}
+                self._handoffs.clear()
             costs = self.costs(model)
             activity = WorkerActivity(WorkerCost(costs.prefill), WorkerCost(costs.step))
             self._workers[model, worker] = activity
         return activity
 
-    def activities(self) -> Iterator[tuple[str, WorkerId, WorkerActivity]]:
-        """Model, worker and its part, of all that were ever given a request."""
-        return ((model, worker, each) for (model, worker), each in self._workers.items())
+    def find(self, worker: WorkerId, model: str) -> WorkerActivity | None:
+        """What that worker has to do for a model; None if it was never asked about."""
+        return self._workers.get((model, worker))
 
     def handoff_cost(self, prefill: WorkerView, decode: WorkerView) -> WorkerCost:
         """Seconds from a prompt's end at one worker to the first token from the other."""
