@@ -13,7 +13,7 @@ and what the placement costs the answers that are under way at the two. The leas
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from heapq import nsmallest
 from typing import TYPE_CHECKING, Annotated, Final, Literal, TypeAlias
 
@@ -30,7 +30,7 @@ from baton.router.pairing import (
     is_usable,
     serve_alone,
 )
-from baton.router.placement import Placement, Prediction, Unplaceable
+from baton.router.placement import Placement, Unplaceable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -59,6 +59,21 @@ class CostOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     objective: Objective = "goodput"
     ttft_s: _Seconds = 2.0
     tpot_s: _Seconds = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What a client is expected to see, in seconds."""
+
+    queue_s: float
+    prefill_s: float
+    handoff_s: float
+    tpot_s: float
+
+    @property
+    def ttft_s(self) -> float:
+        """Until the first token."""
+        return self.queue_s + self.prefill_s + self.handoff_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,12 +126,12 @@ class CostPolicy:
             placement = hand_over(pair.prefill, pair.decode, request, self._mode)
             if placement.prefill is not None:
                 why = (*placement.why, f"chosen: {pair}", f"rather than {best}", *divided)
-                return placement.predicted(pair.prediction, why)
+                return replace(placement, why=why)
         reasons: tuple[str, ...] = ()
         if served.prefills and not any(is_usable(w, request) for w in served.prefills):
             reasons = explain_alone(served.prefills, best.decode, request.avoid)
         why = (f"chosen: {best}", *(f"rather than {pair}" for pair in pairs[:1]), *divided)
-        return Placement(None, best.decode, reasons).predicted(best.prediction, why)
+        return Placement(None, best.decode, reasons, why=why)
 
     def _divide(
         self, served: ModelWorkers, request: PlacementRequest, load: FleetLoad

@@ -19,6 +19,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
+from baton.router.load import MOST_SHARE
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
@@ -88,7 +90,7 @@ def predict_goodput(demand: Demand, limits: Limits, num_workers: int, num_prefil
     answer_s = demand.num_answer_tokens * tpot_s
     for _ in range(NUM_ITERATIONS):
         busy = rate * demand.prefill_s / (num_prefill or num_workers)
-        share = min(0.95, busy) if num_prefill == 0 else 0.0
+        share = min(MOST_SHARE, busy) if num_prefill == 0 else 0.0
         answers = rate * demand.num_answer_tokens * tpot_s / num_decode
         tpot_s += 0.5 * ((fixed + each * max(1.0, answers)) / (1.0 - share) - tpot_s)
         answer_s = demand.num_answer_tokens * tpot_s

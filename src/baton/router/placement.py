@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Final, Literal, Protocol, TypeAlias
 
@@ -50,21 +50,6 @@ class PlacementRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Prediction:
-    """What a client is expected to see, in seconds."""
-
-    queue_s: float
-    prefill_s: float
-    handoff_s: float
-    tpot_s: float
-
-    @property
-    def ttft_s(self) -> float:
-        """Until the first token."""
-        return self.queue_s + self.prefill_s + self.handoff_s
-
-
-@dataclass(frozen=True, slots=True)
 class Placement:
     """Who serves a request.
 
@@ -72,7 +57,7 @@ class Placement:
     line for each cause, and is empty where that is what the operator set up. `non_disaggregable` is
     set where the request itself wants it so, which is no failure of anybody. `handoff` is how KV
     gets from one to the other, `why` the policy's lines on that; `is_degraded`: another way was
-    wanted. `prediction` None: the policy makes none.
+    wanted.
     """
 
     prefill: WorkerView | None
@@ -82,16 +67,11 @@ class Placement:
     handoff: HandoffMode = "push"
     why: tuple[str, ...] = ()
     is_degraded: bool = False
-    prediction: Prediction | None = None
 
     @property
     def mode(self) -> Mode:
         """How KV gets to the decode worker."""
         return "colocated" if self.prefill is None else self.handoff
-
-    def predicted(self, prediction: Prediction, why: tuple[str, ...]) -> Placement:
-        """The same, with what is expected of it, and why it was chosen."""
-        return replace(self, prediction=prediction, why=why)
 
 
 @dataclass(frozen=True, slots=True)

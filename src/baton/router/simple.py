@@ -60,7 +60,7 @@ class LeastLoaded(RoundRobin):
 
 
 class RandomChoice(PairingPolicy):
-    """Any worker, in an order that only the seed knows."""
+    """Any worker, in a pseudo-random order that follows from `seed`."""
 
     def __init__(self, mode: ModeSetting = "auto", seed: int = 0) -> None:
         super().__init__(mode)

@@ -10,7 +10,7 @@ from baton.auth.ticket import WorkerRef
 from baton.ids import Epoch, WorkerId
 from baton.protocol.worker_http import Role
 from baton.router.fleet import WorkerView
-from baton.router.load import FleetLoad, RunningRequest
+from baton.router.load import MOST_WORKERS, FleetLoad, RunningRequest
 from baton.router.placement import Placement
 
 
@@ -132,3 +132,14 @@ def test_answers_in_one_piece_do_not_pile_up_a_queue():
         running.pop(0).end(now)
         running.append(load.begin(Placement(None, worker), 1000, now))
     assert load.of(worker.id, "demo").queue_s(now) < 20 * takes_s
+
+
+def test_workers_of_lives_that_are_over_are_forgotten_in_the_end_and_busy_ones_are_not():
+    load = FleetLoad()
+    running = load.begin(Placement(None, WORKERS[0]), 10, 0.0)
+    for n in range(MOST_WORKERS + 10):
+        load.begin(Placement(None, view(f"old-{n}")), 10, 0.0).end(1.0)
+    assert load.find(WorkerId("old-0"), "demo") is None
+    assert load.find(WORKERS[0].id, "demo").num_decodes == 1
+    running.end(1.0)
+    assert load.find(WORKERS[0].id, "demo").num_requests == 0

@@ -259,3 +259,13 @@ def test_ranges_that_are_none_are_refused(rows: list[tuple[int, int, int]]) -> N
 )
 def test_a_message_is_in_the_union_of_its_addressee(base: type, union: UnionType) -> None:
     assert set(get_args(union)) - {Failed} == set(base.__subclasses__())
+
+
+def test_digests_of_several_layers_are_as_many_for_each():
+    whole = Available(ID, 3, 16, 40, 1, b"", b"a" * 16 + b"b" * 16 + b"c" * 16, num_layers=3)
+    part = whole.part(range(4, 6))
+    assert (part.layer, part.num_layers, part.digests) == (4, 2, b"b" * 16 + b"c" * 16)
+    uneven = encode(whole).replace(b"\xc4\x30" + whole.digests, b"\xc4\x2f" + whole.digests[1:])
+    assert uneven != encode(whole)
+    with pytest.raises(ProtocolError, match="47 bytes of digests for 3 layers"):
+        decode(uneven)

@@ -12,7 +12,7 @@ from baton.protocol.worker_http import Role, WorkerProtocol
 from baton.router.fleet import Fleet, WorkerView
 from baton.router.load import FleetLoad
 from baton.router.placement import NonDisaggregableField, Placement, PlacementRequest, Unplaceable
-from baton.router.simple import RoundRobin
+from baton.router.simple import LeastLoaded, RandomChoice, RoundRobin
 
 
 def worker(
@@ -240,3 +240,20 @@ def test_the_same_questions_get_the_same_answers(questions):
     for fleet, request in questions:
         asked = fleet, request, FleetLoad()
         assert first.place(*asked) == second.place(*asked)
+
+
+def test_random_choice_follows_from_its_seed_and_takes_every_worker():
+    fleet = fleet_of(D0, D1, D2)
+    orders = [
+        [placed(policy, fleet).decode.id for _ in range(300)]
+        for policy in (RandomChoice(), RandomChoice(), RandomChoice(seed=1))
+    ]
+    assert orders[0] == orders[1] != orders[2]
+    assert all(70 < num < 130 for num in Counter(orders[0]).values())
+
+
+def test_the_least_loaded_worker_is_chosen_and_equals_take_turns():
+    policy, fleet, load = LeastLoaded(), fleet_of(D0, D1, D2), FleetLoad()
+    load.begin(Placement(None, D1), 10, 0.0)
+    chosen = [policy.place(fleet, DEMO, load).decode.id for _ in range(4)]
+    assert chosen == ["d0", "d2", "d0", "d2"]
