@@ -225,3 +225,13 @@ def test_who_wants_no_more_before_the_grant_says_so_for_the_peer_may_hold_its_kv
     assert isinstance(failed, Emit)
     assert isinstance(failed.event, KVFailed)
     assert quiescent == Emit(BlocksQuiescent(session.ticket))
+
+
+@pytest.mark.parametrize(("layer", "num_layers"), [(0, 3), (1, 2), (1, 4096)])
+def test_layers_that_are_not_there_cannot_be_announced_with_others(layer, num_layers) -> None:
+    session = make_session("READ")
+    with pytest.raises(ProtocolError):
+        session.available(Available(session.ticket, layer, 4, 9, 0, b"", b"", num_layers))
+    assert session.available(Available(session.ticket, 0, 4, 9, 0, b"", b"", 2)) != []
+    with pytest.raises(ProtocolError):
+        session.available(available(session, 1))  # it was announced, together with layer 0
