@@ -1,0 +1,239 @@
+"""Which workers hold which prefixes: a tree of named blocks, each with sets of workers as bits.
+
+    held    workers that hold the block
+    whole   workers that hold it and every block before it: what a prompt can be served from
+
+`whole` only shrinks on the way from a root to a leaf, so that the blocks of a prompt at which it
+changes are found by bisection: two lookups where all workers agree. What a worker holds without
+the blocks before it (events were lost, or the engine dropped one in the middle) comes back by
+itself once they do.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from baton.ids import WorkerId
+
+MAX_BLOCKS: Final = 1 << 22
+"""Of one index; what is stored beyond that is not known here, as if it had not been published."""
+_ALL: Final = -1
+
+
+class _Node:
+    """One block. `parent` None: the block before it is not known, or it is the root."""
+
+    __slots__ = ("children", "held", "name", "parent", "whole")
+
+    def __init__(self, name: int, parent: _Node | None) -> None:
+        self.name, self.parent = name, parent
+        self.held = self.whole = 0
+        self.children: dict[int, _Node] | _Node | None = None
+        if parent is not None:
+            parent.add(self)
+
+    def add(self, child: _Node) -> None:
+        """Most blocks have one successor: a dict only where there are more."""
+        if self.children is None:
+            self.children = child
+        elif isinstance(self.children, _Node):
+            self.children = {self.children.name: self.children, child.name: child}
+        else:
+            self.children[child.name] = child
+
+    def drop(self, child: _Node) -> None:
+        if isinstance(self.children, dict):
+            del self.children[child.name]
+            if not self.children:
+                self.children = None
+        else:
+            self.children = None
+
+    def each_child(self) -> Iterable[_Node]:
+        if self.children is None:
+            return ()
+        return (self.children,) if isinstance(self.children, _Node) else self.children.values()
+
+
+class PrefixIndex:
+    """The blocks of one size of one model's workers. Owner: one thread."""
+
+    def __init__(self, max_blocks: int = MAX_BLOCKS) -> None:
+        self._max_blocks = max_blocks
+        self._root = _Node(0, None)
+        self._root.held = self._root.whole = _ALL
+        self._nodes: dict[int, _Node] = {}
+        self._bits: dict[WorkerId, int] = {}
+        self._workers: list[WorkerId] = []
+        self._free: list[int] = []
+        self._members = lru_cache(maxsize=256)(self._list_members)
+        self.num_refused = 0
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that some worker holds, and those that are known as the ones before them."""
+        return len(self._nodes)
+
+    def store(self, worker: WorkerId, names: Sequence[int], after: int | None) -> None:
+        """It holds these blocks, each following the one before it, the first following `after`.
+
+        `after` None: they begin a sequence.
+        """
+        bit = self._bit_of(worker)
+        node = self._root if after is None else self._find_or_add(after, None)
+        if node is None:
+            self.num_refused += len(names)
+            return
+        for at, name in enumerate(names):
+            child = self._find_or_add(name, node)
+            if child is None:
+                self.num_refused += len(names) - at
+                self._prune(node)
+                return
+            child.held |= bit
+            if node.whole & bit and not child.whole & bit:
+                child.whole |= bit
+                if child.children is not None:
+                    self._complete(child, bit)
+            node = child
+
+    def remove(self, worker: WorkerId, names: Iterable[int]) -> None:
+        """It does not hold these any more."""
+        bit = self._bits.get(worker, 0)
+        for name in names:
+            node = self._nodes.get(name)
+            if node is None or not node.held & bit:
+                continue
+            node.held &= ~bit
+            if node.whole & bit:
+                _break(node, bit)
+            self._prune(node)
+
+    def forget(self, worker: WorkerId, names: Iterable[int]) -> None:
+        """It is gone, or holds nothing any more. `names`: all that it held."""
+        self.remove(worker, names)
+        bit = self._bits.pop(worker, 0)
+        if bit:
+            self._free.append(bit.bit_length() - 1)
+            self._members.cache_clear()
+
+    def find_matches(self, names: Sequence[int]) -> dict[WorkerId, int]:
+        """How many of these each worker holds from the first on; those that hold none are left out.
+
+        `names` follow one another, and the first begins a sequence.
+        """
+        if not names:
+            return {}
+        get, num = self._nodes.get, len(names)
+        node = get(names[0])
+        if node is None or not (before := node.whole):
+            return {}
+        node = get(names[num - 1])
+        last = 0 if node is None else node.whole
+        matches = dict.fromkeys(self._members(last), num) if last else {}
+        workers, start = self._workers, 0
+        ahead = [(num - 1, last)]
+        while ahead:
+            stop, after = ahead[-1]
+            if before == after:
+                ahead.pop()
+                start = stop
+            elif stop - start > 1:
+                middle = (start + stop) // 2
+                node = get(names[middle])
+                ahead.append((middle, 0 if node is None else node.whole))
+            else:
+                ahead.pop()
+                ended = before & ~after
+                while ended:
+                    lowest = ended & -ended
+                    matches[workers[lowest.bit_length() - 1]] = stop
+                    ended ^= lowest
+                start, before = stop, after
+        return matches
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError where sets and tree disagree.
+
+        Raises:
+            AssertionError: `whole` is not what `held` and the block before make it, or a block is
+                kept that nobody holds and nothing follows.
+        """
+        for name, node in self._nodes.items():
+            before = 0 if node.parent is None else node.parent.whole
+            if node.whole != node.held & before:
+                raise AssertionError(f"block {name:x}: whole {node.whole:x} of held {node.held:x}")
+            if not node.held and node.children is None:
+                raise AssertionError(f"block {name:x} is held by no worker and nothing follows it")
+            if any(child.parent is not node for child in node.each_child()):
+                raise AssertionError(f"block {name:x} has a child of another")
+            if self._nodes.get(node.name) is not node or node.name != name:
+                raise AssertionError(f"block {name:x} is listed under another name")
+            used = sum(self._bits.values())
+            if node.held & ~used:
+                raise AssertionError(f"block {name:x} is held by a worker that is gone")
+
+    def _list_members(self, workers: int) -> tuple[WorkerId, ...]:
+        members: list[WorkerId] = []
+        while workers:
+            lowest = workers & -workers
+            members.append(self._workers[lowest.bit_length() - 1])
+            workers ^= lowest
+        return tuple(members)
+
+    def _bit_of(self, worker: WorkerId) -> int:
+        bit = self._bits.get(worker)
+        if bit is None:
+            at = self._free.pop() if self._free else len(self._workers)
+            self._workers[at : at + 1] = [worker]
+            bit = self._bits[worker] = 1 << at
+        return bit
+
+    def _find_or_add(self, name: int, parent: _Node | None) -> _Node | None:
+        """The block of that name; None where there is no room for one more."""
+        node = self._nodes.get(name)
+        if node is None:
+            if len(self._nodes) >= self._max_blocks:
+                return None
+            node = self._nodes[name] = _Node(name, parent)
+        elif node.parent is None and parent is not None and parent is not node:
+            node.parent = parent
+            parent.add(node)
+            newly = node.held & parent.whole
+            if newly:
+                node.whole |= newly
+                self._complete(node, newly)
+        return node
+
+    def _complete(self, node: _Node, bits: int) -> None:
+        """These workers hold everything up to a block: and what follows it, as far as they do."""
+        stack = [node]
+        while stack:
+            node = stack.pop()
+            for child in node.each_child():
+                newly = child.held & node.whole & bits & ~child.whole
+                if newly:
+                    child.whole |= newly
+                    stack.append(child)
+
+    def _prune(self, node: _Node) -> None:
+        """Forget blocks that no worker holds and nothing follows."""
+        while node is not self._root and not node.held and node.children is None:
+            del self._nodes[node.name]
+            if node.parent is None:
+                return
+            node.parent.drop(node)
+            node = node.parent
+
+
+def _break(node: _Node, bit: int) -> None:
+    """A worker lacks this block now: what follows it there cannot be reached."""
+    stack = [node]
+    while stack:
+        node = stack.pop()
+        node.whole &= ~bit
+        stack.extend(child for child in node.each_child() if child.whole & bit)

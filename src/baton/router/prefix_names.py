@@ -1,0 +1,66 @@
+"""Names of prefixes within one gateway: 64 bits for each full block, of all tokens up to its end.
+
+Engines name blocks in ways of their own, with hashes that are slow or seeded; their events carry
+the tokens, too. So a gateway names blocks itself, in numpy, for events and for prompts alike:
+
+    term(i) = mix(sum over the block's tokens of token * factor  xor  place[i mod 4096])
+    name(i) = upper 52 bits of (root + term(0) + … + term(i)), lower 12 bits: i mod 4096
+
+A name is all that is needed to go on from a block. The factors come from a secret of the process:
+nobody can construct prompts whose names collide (multilinear hashing; Carter and Wegman 1979). A
+collision by chance costs a wrong guess of what a worker has cached, never a wrong answer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from functools import lru_cache
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+PLACE_BITS: Final = 12
+NUM_PLACES: Final = 1 << PLACE_BITS
+_BEFORE_FIRST: Final = NUM_PLACES - 1
+_UPPER: Final = 0xFFFF_FFFF_FFFF_FFFF ^ (NUM_PLACES - 1)
+_HALF: Final = np.uint64(32)
+
+
+class PrefixNames:
+    """Names blocks. `secret` has 16 bytes or more; the same secret gives the same names."""
+
+    def __init__(self, secret: bytes) -> None:
+        self._secret = secret
+        self._places = self._draw(b"places", NUM_PLACES)
+        self._mix = self._draw(b"mix", 2) | np.uint64(1)
+        self._factors = lru_cache(maxsize=8)(self._draw_factors)
+
+    def root(self, salt: str) -> int:
+        """What a sequence's first block follows: of a cache salt, an adapter, or both."""
+        digest = hashlib.blake2b(salt.encode(), key=self._secret[:64], digest_size=8).digest()
+        return int.from_bytes(digest, "little") & _UPPER | _BEFORE_FIRST
+
+    def of(self, token_ids: NDArray[np.int32], block_size: int, after: int) -> list[int]:
+        """Name the full blocks among `token_ids` `[num_tokens]`, which follow the block `after`."""
+        num_blocks = len(token_ids) // block_size
+        blocks = token_ids[: num_blocks * block_size].reshape(num_blocks, block_size)
+        terms = (blocks.astype(np.uint64) * self._factors(block_size)).sum(axis=1, dtype=np.uint64)
+        places = (np.arange(1, num_blocks + 1) + (after & _BEFORE_FIRST)) & _BEFORE_FIRST
+        terms ^= self._places[places]
+        for factor in self._mix:
+            terms *= factor
+            terms ^= terms >> _HALF
+        terms &= np.uint64(_UPPER)
+        names = np.cumsum(terms, dtype=np.uint64) + np.uint64(after & _UPPER)
+        named: list[int] = (names | places.astype(np.uint64)).tolist()
+        return named
+
+    def _draw_factors(self, block_size: int) -> NDArray[np.uint64]:
+        return self._draw(b"tokens", block_size) | np.uint64(1)
+
+    def _draw(self, what: bytes, num: int) -> NDArray[np.uint64]:
+        raw = hashlib.shake_256(what + b"\0" + self._secret).digest(8 * num)
+        return np.frombuffer(raw, dtype="<u8").astype(np.uint64)

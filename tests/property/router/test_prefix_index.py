@@ -1,0 +1,125 @@
+"""The index against a plain set of names for each worker, whatever order events come in."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from baton.router.prefix_index import PrefixIndex
+from baton.router.prefix_names import NUM_PLACES, PrefixNames
+
+NAMES = PrefixNames(b"a secret of sixteen bytes")
+WORKERS = [f"w{i}" for i in range(4)]
+# Sequences of one-token blocks over two tokens: they share prefixes and fork.
+sequences = st.lists(st.integers(0, 1), min_size=1, max_size=6)
+workers = st.sampled_from(WORKERS)
+
+
+def name(tokens, salt=""):
+    return NAMES.of(np.array(tokens, dtype=np.int32), 1, NAMES.root(salt))
+
+
+class IndexMachine(RuleBasedStateMachine):
+    @initialize(max_blocks=st.sampled_from([5, 1000]))
+    def begin(self, max_blocks):
+        self.max_blocks = max_blocks
+        self.index = PrefixIndex(max_blocks)
+        self.held = {worker: set() for worker in WORKERS}
+
+    @rule(worker=workers, tokens=sequences, start=st.integers(0, 5))
+    def store(self, worker, tokens, start):
+        names = name(tokens)
+        start = min(start, len(names) - 1)
+        refused = self.index.num_refused
+        self.index.store(worker, names[start:], names[start - 1] if start else None)
+        num_kept = len(names) - start - (self.index.num_refused - refused)
+        assert num_kept == len(names) - start or self.max_blocks == 5
+        self.held[worker].update(names[start : start + num_kept])
+
+    @rule(worker=workers, tokens=sequences, data=st.data())
+    def remove(self, worker, tokens, data):
+        gone = data.draw(st.lists(st.sampled_from(name(tokens))))
+        self.index.remove(worker, gone)
+        self.held[worker].difference_update(gone)
+
+    @rule(worker=workers)
+    def forget(self, worker):
+        self.index.forget(worker, list(self.held[worker]))
+        self.held[worker] = set()
+
+    @rule(tokens=sequences)
+    def find(self, tokens):
+        names, expected = name(tokens), {}
+        for worker, held in self.held.items():
+            num = next((i for i, each in enumerate(names) if each not in held), len(names))
+            if num:
+                expected[worker] = num
+        assert self.index.find_matches(names) == expected
+
+    @invariant()
+    def is_consistent(self):
+        if hasattr(self, "index"):
+            self.index.check_invariants()
+            assert self.index.num_blocks <= self.max_blocks
+
+    def teardown(self):
+        if hasattr(self, "index"):
+            for worker in WORKERS:
+                self.forget(worker)
+            assert self.index.num_blocks == 0, "blocks that no worker holds were kept"
+
+
+IndexMachine.TestCase.settings = settings(max_examples=200, stateful_step_count=40)
+TestIndex = IndexMachine.TestCase
+
+
+def test_the_machine_finds_an_index_that_forgets_what_follows(monkeypatch):
+    monkeypatch.setattr("baton.router.prefix_index._break", lambda node, bit: None)
+    index = PrefixIndex()
+    names = name([0, 1, 0])
+    index.store("w0", names, None)
+    index.remove("w0", names[:1])
+    try:
+        index.check_invariants()
+    except AssertionError:
+        return
+    raise AssertionError("a hole in a prefix was not noticed")
+
+
+@given(
+    st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=64),
+    st.integers(1, 8),
+    st.integers(0, 8),
+)
+def test_names_go_on_from_any_block(tokens, block_size, cut):
+    ids = np.array(tokens, dtype=np.int32)
+    root = NAMES.root("salt")
+    whole = NAMES.of(ids, block_size, root)
+    assert len(whole) == len(tokens) // block_size
+    cut = min(cut, len(whole))
+    head = NAMES.of(ids[: cut * block_size], block_size, root)
+    tail = NAMES.of(ids[cut * block_size :], block_size, head[-1] if head else root)
+    assert head + tail == whole
+
+
+@given(sequences, sequences)
+def test_only_equal_prefixes_have_equal_names(left, right):
+    for depth, pair in enumerate(zip(name(left), name(right), strict=False), start=1):
+        assert (pair[0] == pair[1]) == (left[:depth] == right[:depth])
+
+
+def test_names_depend_on_salt_and_secret():
+    ids = np.arange(8, dtype=np.int32)
+    of = NAMES.of(ids, 4, NAMES.root(""))
+    assert set(of).isdisjoint(NAMES.of(ids, 4, NAMES.root("tenant")))
+    other = PrefixNames(b"another secret of the same sort")
+    assert set(of).isdisjoint(other.of(ids, 4, other.root("")))
+
+
+def test_names_go_on_beyond_the_last_place():
+    ids = np.zeros(NUM_PLACES + 3, dtype=np.int32)
+    names = NAMES.of(ids, 1, NAMES.root(""))
+    assert len(set(names)) == len(names)
+    assert NAMES.of(ids[:3], 1, names[NUM_PLACES - 1]) == names[NUM_PLACES : NUM_PLACES + 3]
