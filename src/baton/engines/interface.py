@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from baton.clock import Clock, Instant
     from baton.config.sections import Config
     from baton.errors import BatonError
+    from baton.events.journal import CacheJournal
     from baton.handoff.interface import HandoffPort, SampledToken
     from baton.ids import RequestId, TicketId
     from baton.telemetry.process_status import StatusReporter
@@ -179,12 +180,14 @@ class EngineInfo(msgspec.Struct, frozen=True):
 class Engine(Protocol):
     """A loaded model that answers requests. Thread-safe; nothing here blocks but `stop`.
 
-    With `peer_mappings` it exports blocks of `region`, and attends over those of peers.
+    With `peer_mappings` it exports blocks of `region`, and attends over those of peers. `journal`
+    records what its prefix cache holds.
     """
 
     info: EngineInfo
     region: PagedRegion
     peer_mappings: PeerMappings | None
+    journal: CacheJournal
 
     def start(self, sink: UpdateSink, handoff: HandoffPort) -> None:
         """Start the engine's thread. Once."""

@@ -29,7 +29,9 @@ class BlockStored:
 
     `token_ids` are those of the whole run of `block_size` tokens each. It may be longer than the
     hashes cover (blocks outside a sliding window have none), and is empty, with `block_size` 0,
-    where a publisher does not know them.
+    where a publisher does not know them. `salt` keeps sequences apart whose tokens are equal: the
+    tenant's, as `hash_tenant` makes it; given where a sequence begins. `is_plain`: nothing but
+    tokens and `salt` went into these hashes, no adapter and no image.
     """
 
     domain: EventDomain
@@ -39,6 +41,8 @@ class BlockStored:
     block_size: int
     medium: str
     group: int
+    salt: str = ""
+    is_plain: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from typing import Annotated, Final, TypeAlias, TypeVar, assert_never
 import msgspec
 import xxhash
 
+from baton.auth.ticket import hash_tenant
 from baton.clock import UnixTime
 from baton.errors import UNDECODABLE, ProtocolError
 from baton.events.blocks import (
@@ -24,6 +25,7 @@ from baton.events.blocks import (
     EventDomain,
     NumberedBatch,
 )
+from baton.events.journal import JournalPage
 
 MAX_MESSAGE_BYTES: Final = 16 * 1024 * 1024
 """Set as the sockets' limit too, so that no larger message is ever held in memory."""
@@ -39,6 +41,7 @@ TokenIds: TypeAlias = Annotated[
     tuple[Annotated[int, msgspec.Meta(ge=0, lt=2**31)], ...], msgspec.Meta(max_length=4_194_304)
 ]
 Medium: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
+_NIL: Final = msgspec.Raw(b"\xc0")
 Index: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=65_536)]
 
 
@@ -55,6 +58,10 @@ class _Stored(msgspec.Struct, frozen=True, tag="BlockStored"):
     block_size: Annotated[int, msgspec.Meta(ge=0, lt=2**20)]
     medium: Medium | None = None
     group_idx: Index | None = None
+    lora_name: str | None = None
+    extra_keys: msgspec.Raw = _NIL
+    salt: Annotated[str, msgspec.Meta(max_length=128)] | None = None
+    """The tenant's, hashed: Baton's workers alone send it."""
 
 
 class _Removed(msgspec.Struct, frozen=True, tag="BlockRemoved"):
@@ -71,9 +78,24 @@ class _Typed(msgspec.Struct, frozen=True):
     type: str
 
 
+class _Page(msgspec.Struct, frozen=True, array_like=True):
+    last: Annotated[int, msgspec.Meta(ge=0, le=MAX_SEQ)]
+    is_whole: bool
+    events: Annotated[list[msgspec.Raw], msgspec.Meta(max_length=1 << 22)]
+
+
 _KNOWN: Final = frozenset({"BlockStored", "BlockRemoved", "AllBlocksCleared"})
 _batches = msgspec.msgpack.Decoder(_Batch)
 _events = msgspec.msgpack.Decoder(_Stored | _Removed | _Cleared)
+_pages = msgspec.msgpack.Decoder(_Page)
+_encoder = msgspec.msgpack.Encoder()
+_extra_keys = msgspec.msgpack.Decoder(
+    Annotated[
+        list[Annotated[list[str], msgspec.Meta(max_length=8)] | None],
+        msgspec.Meta(max_length=262_144),
+    ]
+    | None
+)
 _types = msgspec.msgpack.Decoder(_Typed)
 
 
@@ -85,6 +107,37 @@ def encode_replay_request(start_seq: int) -> list[bytes]:
 def is_end_of_replay(frames: list[bytes]) -> bool:
     """Whether these frames, from a DEALER socket, close an answer."""
     return len(frames) == 4 and frames[2] == END_OF_REPLAY  # noqa: PLR2004
+
+
+def encode_page(page: JournalPage) -> bytes:
+    """What a Baton worker answers to who asks for its events: `[last, is_whole, [event, …]]`."""
+    events = [
+        _Stored(
+            event.hashes,
+            event.parent,
+            event.token_ids,
+            event.block_size,
+            event.medium,
+            event.group,
+            salt=event.salt,
+        )
+        if isinstance(event, BlockStored)
+        else _Removed(event.hashes, event.medium, event.group)
+        for event in page.events
+    ]
+    return _encoder.encode((page.last, page.is_whole, events))
+
+
+def decode_page(body: bytes, domain: EventDomain) -> JournalPage:
+    """Read such an answer.
+
+    Raises:
+        ProtocolError: it is none, or out of bounds.
+    """
+    page = _decode(_pages, body)
+    events = [_decode_event(raw, domain) for raw in page.events]
+    known = tuple(each for each in events if isinstance(each, BlockStored | BlockRemoved))
+    return JournalPage(page.last, page.is_whole, known)
 
 
 def decode_message(frames: list[bytes], domain: EventDomain) -> NumberedBatch:
@@ -139,6 +192,7 @@ def _decode_event(raw: msgspec.Raw, domain: EventDomain) -> BlockEvent | None:
         return None
     match event:
         case _Stored():
+            salt = _read_salt(event)
             return BlockStored(
                 domain,
                 event.block_hashes,
@@ -147,6 +201,8 @@ def _decode_event(raw: msgspec.Raw, domain: EventDomain) -> BlockEvent | None:
                 event.block_size,
                 event.medium or DEFAULT_MEDIUM,
                 event.group_idx or 0,
+                salt or "",
+                is_plain=salt is not None,
             )
         case _Removed():
             return BlockRemoved(
@@ -156,6 +212,22 @@ def _decode_event(raw: msgspec.Raw, domain: EventDomain) -> BlockEvent | None:
             return AllBlocksCleared()
         case _ as never:
             assert_never(never)
+
+
+def _read_salt(event: _Stored) -> str | None:
+    """The tenant's salt of a sequence; None where something else went into a hash."""
+    if event.salt is not None:
+        return event.salt
+    if event.lora_name is not None:
+        return None
+    try:
+        keys = _extra_keys.decode(event.extra_keys) or []
+    except UNDECODABLE:
+        return None  # of an image, say
+    first = keys[0] if keys else None
+    if any(keys[1:]) or (first and (len(first) > 1 or event.parent_block_hash is not None)):
+        return None
+    return hash_tenant(first[0]) if first else ""
 
 
 def _decode(decoder: msgspec.msgpack.Decoder[T], raw: bytes | msgspec.Raw) -> T:

@@ -66,15 +66,17 @@ class Upstream:
         head = self._write_head(pool, url, b"POST ", headers + _describe(body))
         return connection.send(head, body)
 
-    async def get(self, url: URL, timeout_s: float) -> tuple[int, bytes]:
-        """Fetch a small answer: its status and body.
+    async def get(
+        self, url: URL, timeout_s: float, max_bytes: int = MAX_SMALL_ANSWER_BYTES
+    ) -> tuple[int, bytes]:
+        """Fetch an answer of bounded size: its status and body.
 
         Raises:
             WorkerUnreachableError, WorkerLostError: as for `post`, or no answer in time.
-            UpstreamError: the answer is not small.
+            UpstreamError: the answer is longer.
         """
         async with _answered_within(timeout_s, url):
-            return await _read_small(await self._request(url, b"GET "))
+            return await _read_whole(await self._request(url, b"GET "), max_bytes)
 
     async def ask(self, url: URL, body: bytes, timeout_s: float) -> tuple[int, bytes]:
         """Post JSON and fetch a small answer: its status and body.
@@ -83,7 +85,7 @@ class Upstream:
             UpstreamError: as for `get`.
         """
         async with _answered_within(timeout_s, url):
-            return await _read_small(await self.post(url, body))
+            return await _read_whole(await self.post(url, body), MAX_SMALL_ANSWER_BYTES)
 
     async def abort(self, base_url: URL, ticket: TicketId, reason: str) -> None:
         """Notify a worker that a handoff is aborted.
@@ -129,9 +131,9 @@ def _describe(body: bytes) -> bytes:
     return b"content-type: application/json\r\ncontent-length: %d\r\n" % len(body)
 
 
-async def _read_small(answer: Answer) -> tuple[int, bytes]:
+async def _read_whole(answer: Answer, max_bytes: int) -> tuple[int, bytes]:
     try:
-        return answer.status, await answer.read_whole(MAX_SMALL_ANSWER_BYTES)
+        return answer.status, await answer.read_whole(max_bytes)
     finally:
         answer.release()
 

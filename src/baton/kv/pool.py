@@ -14,7 +14,7 @@ from baton.errors import BlockStateError, ConfigError
 from baton.kv.blocks import BlockLedger, BlockState, ReservedBlocks
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from baton.kv.identity import BlockHash
 
@@ -22,11 +22,15 @@ if TYPE_CHECKING:
 class BlockPool:
     """The blocks of one engine, ids `[0, num_blocks)`. Owned by the engine's thread.
 
+    `on_evict` is called with each hash by which a block can no longer be found.
+
     Raises:
         ConfigError: `num_blocks` is below 1.
     """
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(
+        self, num_blocks: int, on_evict: Callable[[BlockHash], None] | None = None
+    ) -> None:
         if num_blocks < 1:
             raise ConfigError(f"a pool of {num_blocks} blocks")
         self._ledger = BlockLedger(num_blocks)
@@ -34,6 +38,7 @@ class BlockPool:
         self._block_of: dict[BlockHash, int] = {}
         self._hash_of: dict[int, BlockHash] = {}
         self._evictable: OrderedDict[int, None] = OrderedDict()
+        self._on_evict = on_evict
 
     @property
     def num_blocks(self) -> int:
@@ -152,7 +157,10 @@ class BlockPool:
     def _evict(self) -> None:
         block, _ = self._evictable.popitem(last=False)
         # The hash goes before the block does: no lookup may find it once its contents can change.
-        del self._block_of[self._hash_of.pop(block)]
+        block_hash = self._hash_of.pop(block)
+        del self._block_of[block_hash]
+        if self._on_evict is not None:
+            self._on_evict(block_hash)
         self._ledger.move((block,), BlockState.EVICTABLE, BlockState.FREE)
 
     def _adopt(self, blocks: list[int]) -> None:

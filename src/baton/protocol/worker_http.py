@@ -23,6 +23,9 @@ VERSION_PATH: Final = "/version"
 METRICS_PATH: Final = "/metrics"
 INFO_PATH: Final = "/baton/v1/info"
 TRACES_PREFIX: Final = "/baton/v1/traces/"
+KV_EVENTS_PREFIX: Final = "/baton/v1/kv_events/"
+"""Before the number of the last event that who asks knows."""
+MAX_KV_EVENTS_BYTES: Final = 64 << 20
 HANDOFFS_PREFIX: Final = "/baton/v1/handoffs/"
 ABORT_SUFFIX: Final = "/abort"
 FIRST_TOKEN_SUFFIX: Final = "/first_token"  # noqa: S105 - a path
@@ -84,7 +87,8 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     `layout` is a `baton.kv.layout.KVLayout`, for people; the gateway does not read it.
     `control_urls` has one address for each tensor-parallel rank of a vLLM server, where that rank
     is asked what a Baton worker is asked at its own address; a Baton worker has none. Of `modes`,
-    unknown ones are ignored. `max_prompt_chars`: no longer text can fit the context, as far as the
+    unknown ones are ignored. `has_kv_journal`: it answers at `KV_EVENTS_PREFIX`.
+    `max_prompt_chars`: no longer text can fit the context, as far as the
     worker knows its tokenizer's longest token.
     """
 
@@ -105,6 +109,7 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     rank_addresses: Annotated[tuple[Name, ...], RANKS] = ()
     control_urls: Annotated[tuple[Name, ...], RANKS] = ()
     kv_events: KVEventsSource | None = None
+    has_kv_journal: bool = False
     modes: Annotated[tuple[str, ...], Meta(max_length=16)] = ("push",)
 
     def __post_init__(self) -> None:

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from baton.clock import Clock
     from baton.engines.interface import FinishReason, NewToken, RequestKind
     from baton.telemetry.trace import TraceRing
+    from baton.tokenizer.tokenizer import Tokenizer
     from baton.worker.engine_client import AnswerStream, EngineClient
     from baton.worker.http_exchange import HttpExchange
     from baton.worker.metrics import RequestObserver
@@ -48,7 +49,6 @@ if TYPE_CHECKING:
     from baton.worker.prompts import Generation
     from baton.worker.replies import ApiAdapter
     from baton.worker.ticket_reader import TicketReader
-    from baton.worker.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 

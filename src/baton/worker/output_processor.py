@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
     from baton.engines.interface import NewToken
     from baton.handoff.interface import SampledToken
+    from baton.tokenizer.tokenizer import Tokenizer
     from baton.worker.prompts import Generation
-    from baton.worker.tokenizer import Tokenizer
 
 
 REPLACEMENT: Final = "\ufffd"

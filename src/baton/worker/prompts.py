@@ -11,7 +11,7 @@ import numpy as np
 
 from baton.engines.interface import SamplingParams
 from baton.errors import ContextLengthError, InvalidRequestError, ModelNotFoundError
-from baton.worker.tokenizer import TemplateMessage
+from baton.tokenizer.chat_template import TemplateMessage
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,7 +26,8 @@ if TYPE_CHECKING:
         CompletionFields,
         GenerationFields,
     )
-    from baton.worker.tokenizer import ChatTemplate, Tokenizer
+    from baton.tokenizer.chat_template import ChatTemplate
+    from baton.tokenizer.tokenizer import Tokenizer
 
 NUM_INLINE_CHARS: Final = 4096
 """Texts up to here are handled on the event loop: handing them to a thread would cost more."""
@@ -119,7 +120,7 @@ class PromptReader:
             )
         messages = [_template_message(i, m) for i, m in enumerate(fields.messages)]
         variables = fields.chat_template_kwargs or {}
-        num_chars = sum(len(message.content) for message in messages)
+        num_chars = sum(len(message.content or "") for message in messages)
         text = await self._run(num_chars, partial(self.template.render, messages, variables))
         # The template writes the special tokens itself.
         special = fields.add_special_tokens is True

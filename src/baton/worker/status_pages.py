@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -10,12 +11,14 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 
 import baton
 from baton.errors import UNDECODABLE, InvalidRequestError
+from baton.events.wire import encode_page
 from baton.handoff.interface import SampledToken
 from baton.ids import TicketId
 from baton.protocol.worker_http import (
     ABORT_SUFFIX,
     FIRST_TOKEN_SUFFIX,
     HANDOFFS_PREFIX,
+    KV_EVENTS_PREFIX,
     MAX_ABORT_BYTES,
     MAX_REASON_CHARS,
     TRACES_PREFIX,
@@ -39,6 +42,9 @@ if TYPE_CHECKING:
     from baton.worker.options import WorkerOptions
 
 MAX_TOKEN_BYTES: Final = 65_536
+EVENT_POLL_S: Final = 0.05
+NUM_EVENT_POLLS: Final = 20
+MAX_EVENT_DIGITS: Final = 18
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +101,7 @@ class StatusPages:
                 transports=self.options.transports,
                 version=baton.__version__,
                 modes=self.options.modes,
+                has_kv_journal=True,
             ),
         )
 
@@ -108,6 +115,20 @@ class StatusPages:
                 f"{self.options.num_traces} requests are remembered"
             )
         await exchange.send_json(200, trace)
+
+    async def kv_events(self, exchange: HttpExchange) -> None:
+        """`GET /baton/v1/kv_events/{after}`: what the prefix cache stored and removed since then.
+
+        Where that is nothing yet, the answer waits a moment for it.
+        """
+        after = _read_event_number(exchange.path.removeprefix(KV_EVENTS_PREFIX))
+        journal = self.engine.journal
+        for _ in range(NUM_EVENT_POLLS):
+            if journal.last != after:
+                break
+            await asyncio.sleep(EVENT_POLL_S)
+        body = encode_page(journal.read(after))
+        await exchange.send_bytes(200, body, b"application/msgpack")
 
     async def abort(self, exchange: HttpExchange) -> None:
         """`POST /baton/v1/handoffs/{ticket}/abort`: the ticket's other half has failed."""
@@ -162,6 +183,12 @@ def _read_token(body: bytes, vocab_size: int) -> SampledToken:
     if not 0 <= token.token_id < vocab_size:
         raise InvalidRequestError(f"token ids go from 0 to {vocab_size - 1}", code="invalid_value")
     return token
+
+
+def _read_event_number(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or len(text) > MAX_EVENT_DIGITS:
+        raise UnknownPathError(f"{text[:64]!r} is not the number of an event; begin with 0")
+    return int(text)
 
 
 def _read_ticket_id(text: str) -> TicketId:

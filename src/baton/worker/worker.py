@@ -26,6 +26,7 @@ from baton.protocol.worker_http import (
     HANDOFFS_PREFIX,
     HEALTH_PATH,
     INFO_PATH,
+    KV_EVENTS_PREFIX,
     METRICS_PATH,
     MODELS_PATH,
     TRACES_PREFIX,
@@ -35,6 +36,8 @@ from baton.telemetry.links import LinkInstruments
 from baton.telemetry.log_limit import WARNINGS
 from baton.telemetry.metrics import HeldBlockTimeCollector, WorkerMetrics, set_worker_info
 from baton.telemetry.trace import TraceRing
+from baton.tokenizer.chat_template import load_chat_template
+from baton.tokenizer.tokenizer import load_tokenizer
 from baton.worker.app import Bearer, PatternRoute, Routes, WorkerApp
 from baton.worker.engine_client import EngineClient
 from baton.worker.generation import GenerationContext, GenerationService
@@ -43,7 +46,6 @@ from baton.worker.prompts import NUM_THREADS, PromptReader
 from baton.worker.replies import ChatAdapter, CompletionAdapter
 from baton.worker.status_pages import StatusPages
 from baton.worker.ticket_reader import TicketReader
-from baton.worker.tokenizer import load_chat_template, load_tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -241,6 +243,7 @@ def _routes(pages: StatusPages, generation: GenerationService, reader: PromptRea
         },
         patterns=(
             PatternRoute(TRACES_PREFIX, "", {"GET": pages.trace}),
+            PatternRoute(KV_EVENTS_PREFIX, "", {"GET": pages.kv_events}),
             PatternRoute(HANDOFFS_PREFIX, ABORT_SUFFIX, {"POST": pages.abort}),
             PatternRoute(HANDOFFS_PREFIX, FIRST_TOKEN_SUFFIX, {"POST": pages.first_token}),
         ),

@@ -31,8 +31,8 @@ from baton.kv.layout import KVLayout
 from baton.models import DEMO_MODEL_PATH
 from baton.net.http_exchange import EXTENSION
 from baton.testing.clocks import ManualClock
+from baton.tokenizer.tokenizer import load_tokenizer
 from baton.worker.options import WorkerOptions
-from baton.worker.tokenizer import load_tokenizer
 from baton.worker.worker import Worker, build_worker
 
 if TYPE_CHECKING:

@@ -7,7 +7,8 @@ import pytest
 
 from baton.errors import ConfigError, InvalidRequestError
 from baton.testing.clocks import ManualClock
-from baton.worker.tokenizer import ChatTemplate, TemplateMessage, load_chat_template, load_tokenizer
+from baton.tokenizer.chat_template import ChatTemplate, TemplateMessage, load_chat_template
+from baton.tokenizer.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
+from baton.tokenizer.tokenizer import Tokenizer
 from baton.worker.output_processor import MAX_PENDING_TOKENS, REPLACEMENT, IncrementalDetokenizer
-from baton.worker.tokenizer import Tokenizer
 from tests.unit.worker.scripted_engine import TOKENIZER, token_ids
 
 

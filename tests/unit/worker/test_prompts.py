@@ -12,6 +12,7 @@ import pytest
 from baton.errors import ContextLengthError, InvalidRequestError, ModelNotFoundError
 from baton.models import DEMO_MODEL_PATH
 from baton.testing.clocks import ManualClock
+from baton.tokenizer.chat_template import load_chat_template
 from baton.worker.fields import parse_chat, parse_completion
 from baton.worker.prompts import (
     DEFAULT_COMPLETION_TOKENS,
@@ -19,7 +20,6 @@ from baton.worker.prompts import (
     Generation,
     PromptReader,
 )
-from baton.worker.tokenizer import load_chat_template
 from tests.unit.worker.scripted_engine import TOKENIZER, ScriptedEngine, silent, token_ids
 
 THREADS = ThreadPoolExecutor(NUM_THREADS)

@@ -27,6 +27,7 @@ from baton.errors import (
     TransferError,
     mapped,
 )
+from baton.events.journal import CacheJournal
 from baton.kv.copies import count_blocks
 from baton.kv.pool import BlockPool
 from baton.transfer.region import allocate_shared_region, release_region
@@ -163,6 +164,7 @@ class TransformersEngine:
         self._thread: threading.Thread | None = None
         self._failure: EngineError | None = None
         self._stats = _zero_stats(num_blocks)
+        self.journal = CacheJournal()
 
     def build_loop(self, sink: UpdateSink, handoff: HandoffPort) -> EngineLoop:
         """The loop that `start` gives a thread; tests and simulations call its `step`."""
@@ -177,7 +179,12 @@ class TransformersEngine:
             info=self.info,
             runner=ModelRunner(self._model, handoff, self._clock, self.info.eos_token_ids),
             pages=self._pages,
-            scheduler=Scheduler(BlockPool(self.info.num_blocks), limits, layout.layers),
+            scheduler=Scheduler(
+                BlockPool(self.info.num_blocks, self.journal.add_removed),
+                limits,
+                layout.layers,
+                self.journal,
+            ),
             handoff=handoff,
             sink=sink,
             on_end=self._forget,

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from baton.auth.ticket import Ticket
     from baton.engines.transformers.sequence import Sequence
+    from baton.events.journal import CacheJournal
     from baton.handoff.interface import KVLanded
     from baton.ids import TicketId
     from baton.kv.layout import LayerLayout
@@ -102,14 +103,22 @@ class Scheduler:
     """Waiting sequences in order of arrival, running ones, and the blocks of all.
 
     The oldest sequence always makes progress: where blocks are short, the youngest running one
-    loses its own and is computed again later. Owned by the engine's thread.
+    loses its own and is computed again later. What can be found by its hash goes into `journal`.
+    Owned by the engine's thread.
     """
 
-    def __init__(self, pool: BlockPool, limits: Limits, layers: tuple[LayerLayout, ...]) -> None:
+    def __init__(
+        self,
+        pool: BlockPool,
+        limits: Limits,
+        layers: tuple[LayerLayout, ...],
+        journal: CacheJournal | None = None,
+    ) -> None:
         self.pool, self.limits, self.pinned_blocks = pool, limits, PinnedBlocks()
         self.shared_blocks = SharedBlocks(pool)
         self.num_preemptions = 0
         self._layers = tuple(dict.fromkeys(layers))
+        self._journal = journal
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []
         self._has_room = True
@@ -344,8 +353,14 @@ class Scheduler:
         self._running.append(sequence)
 
     def _publish(self, sequence: Sequence) -> None:
-        for block, block_hash in sequence.take_publishable():
+        run = sequence.take_publishable()
+        if run is None:
+            return
+        for block, block_hash in zip(run.blocks, run.hashes, strict=True):
             self.pool.publish(block, block_hash)
+        if self._journal is not None:
+            salt = sequence.request.tenant_salt
+            self._journal.add_stored(run.hashes, run.parent, run.token_ids, salt)
 
 
 def make_send_order(sequence: Sequence, ticket: Ticket, fingerprint: str) -> SendOrder:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
@@ -42,6 +43,16 @@ class Status(Enum):
     AWAITING_KV = "awaiting_kv"
     OFFERED = "offered"
     ENDED = "ended"
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedRun:
+    """Blocks that follow one another from `parent` on, with their names and tokens."""
+
+    blocks: list[int]
+    hashes: list[BlockHash]
+    parent: BlockHash | None
+    token_ids: NDArray[np.int32]
 
 
 class Sequence:
@@ -124,20 +135,25 @@ class Sequence:
         """
         return self.hashes(self.num_tokens - 1)
 
-    def take_publishable(self) -> list[tuple[int, BlockHash]]:
-        """Blocks that became full and complete since the last call, with their names.
+    def take_publishable(self) -> PublishedRun | None:
+        """Blocks that became full and complete since the last call; None where there are none.
 
         None from the first imported one on: it may leave before the others do, and what follows it
         cannot be found without it.
         """
         if self.imported:
-            return []
-        hashes = self.hashes(self.num_computed)
-        fresh = range(self._num_published, len(hashes))
+            return None
+        hashes, size = self.hashes(self.num_computed), self.block_size
+        first = max(self._num_published, -(-self.complete_from // size))
         self._num_published = len(hashes)
-        return [
-            (self.blocks[i], hashes[i]) for i in fresh if i * self.block_size >= self.complete_from
-        ]
+        if first >= len(hashes):
+            return None
+        return PublishedRun(
+            blocks=self.blocks[first : len(hashes)],
+            hashes=hashes[first:],
+            parent=hashes[first - 1] if first else None,
+            token_ids=self._token_ids[first * size : len(hashes) * size],
+        )
 
     def admit(self, cached: list[int], fresh: list[int]) -> None:
         """Take blocks: the leading ones hold computed tokens already."""
