@@ -12,6 +12,8 @@ from baton.router.placement import Placement, Unplaceable
 class MostFreeBlocks:
     """See `PlacementPolicy`. Pure: it sees the fleet's snapshot and nothing else."""
 
+    uses_prefixes = False  # it does not look at `request.cached`
+
     def __init__(self, mode):
         self.mode = mode
 

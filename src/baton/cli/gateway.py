@@ -115,6 +115,7 @@ def _options(config: Config, status_fd: int) -> GatewayOptions:
         mode=section.mode,
         policy=config.router.policy,
         policy_options=config.router.options.get(config.router.policy, {}),
+        tokenizers={name: Path(folder) for name, folder in config.router.tokenizers.items()},
         tls=config.security.tls,
         first_token_early=section.first_token_early,
         tls_certificate=Path(section.tls_certificate) if section.tls_certificate else None,

@@ -132,10 +132,14 @@ class TransferSection(Struct, frozen=True, kw_only=True):
 
 
 class RouterSection(Struct, frozen=True, kw_only=True):
-    """How a gateway chooses workers: a policy, and each policy's own options."""
+    """How a gateway chooses workers: a policy, and each policy's own options.
+
+    `tokenizers`: models' folders by name, where no worker's own can be read by the gateway.
+    """
 
     policy: Annotated[str, Meta(min_length=1, max_length=64)] = "round_robin"
     options: dict[str, Table] = {}
+    tokenizers: dict[str, str] = {}
 
 
 class StoreSection(Struct, frozen=True, kw_only=True):

@@ -16,7 +16,7 @@ from baton.events.blocks import FeedHealth
 from baton.gateway.errors import PathNotFoundError
 from baton.gateway.kv_events import Followed, NotFollowed
 from baton.gateway.workers import Down, Draining, Pending, Rejected, Up
-from baton.protocol.worker_http import Role, WorkerLoad, trace_path
+from baton.protocol.worker_http import KV_EVENTS_PREFIX, Role, WorkerLoad, trace_path
 from baton.telemetry.trace import RequestSpan, TraceSummary, summarize
 
 if TYPE_CHECKING:
@@ -292,7 +292,8 @@ def _reason(worker: Worker) -> str | None:
 
 
 def _show_events(following: Following) -> FollowedEvents:
-    endpoint = following.publisher.source.endpoint
+    source = following.publisher.source
+    endpoint = KV_EVENTS_PREFIX if source is None else source.endpoint
     match following:
         case NotFollowed(reason=reason):
             return FollowedEvents(endpoint, problem=reason)

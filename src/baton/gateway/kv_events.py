@@ -1,4 +1,7 @@
-"""KV events of vLLM workers: where they are published, and which blocks each worker holds."""
+"""KV events of workers: where they are published, and which blocks each worker holds.
+
+vLLM's are subscribed to; a Baton worker is asked for its own, where somebody uses them.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import asyncio
 import logging
 import re
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 from baton.clock import Instant
@@ -13,19 +17,25 @@ from baton.config.cluster_key import is_loopback
 from baton.errors import ConfigError
 from baton.events.blocks import EventDomain, WorkerBlockIndex
 from baton.events.endpoint import LiveEndpoint, ReplayEndpoint
+from baton.events.journal import BATON_HASHES
 from baton.events.metrics import KVEventCollector
+from baton.gateway.journal_feed import JournalFeed
 from baton.gateway.workers import is_same_host
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
     from yarl import URL
 
     from baton.clock import Clock
     from baton.events.blocks import KVEventFeed
-    from baton.events.subscriber import KVEventSubscriber
     from baton.gateway.metrics import GatewayMetrics
+    from baton.gateway.prefixes import Prefixes
+    from baton.gateway.upstream import Upstream
     from baton.gateway.workers import Worker, Workers
     from baton.ids import Epoch, WorkerId
     from baton.protocol.worker_http import KVEventsSource
+    from baton.router.prefixes import WorkerPrefixes
 
 
 IPC: Final = "ipc://"
@@ -147,21 +157,26 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Publisher:
-    """One incarnation of a worker, and the endpoints that it advertises for its events."""
+    """One incarnation of a worker, and the endpoints that it advertises for its events.
+
+    `source` None: it answers for them at its own address.
+    """
 
     worker: WorkerId
     epoch: Epoch
-    source: KVEventsSource
+    model: str
+    source: KVEventsSource | None
 
 
 @dataclass(frozen=True, slots=True)
 class Followed:
-    """`feed` is the subscriber's, counted."""
+    """`feed` is counted; `stop` ends what it comes from. `prefixes` None: not looked at."""
 
     publisher: Publisher
-    subscriber: KVEventSubscriber
+    stop: Callable[[], Awaitable[None]]
     feed: KVEventFeed
     block_index: WorkerBlockIndex
+    prefixes: WorkerPrefixes | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,12 +198,21 @@ class KVEvents:
     them. zmq is imported for the first worker that publishes.
     """
 
-    def __init__(self, workers: Workers, metrics: GatewayMetrics, clock: Clock) -> None:
+    def __init__(
+        self,
+        workers: Workers,
+        metrics: GatewayMetrics,
+        clock: Clock,
+        *,
+        upstream: Upstream,
+        prefixes: Prefixes | None = None,
+    ) -> None:
         self._workers, self._metrics, self._clock = workers, metrics, clock
+        self._upstream, self._prefixes = upstream, prefixes
         self._collector = KVEventCollector(metrics.registry)
         self._following: dict[Worker, Following] = {}
         self._task: asyncio.Task[None] | None = None
-        self._ending: set[asyncio.Task[None]] = set()
+        self._ending: set[asyncio.Future[None]] = set()
 
     def of(self, worker: Worker) -> Following | None:
         """How this worker is followed; None if it does not publish, or is not used."""
@@ -218,13 +242,13 @@ class KVEvents:
 
     async def _drop_stale(self) -> bool:
         """Forget lives that are over; whether there were any."""
-        gone = [w for w, f in self._following.items() if f.publisher != _publisher_of(w)]
+        gone = [w for w, f in self._following.items() if f.publisher != self._publisher_of(w)]
         await asyncio.gather(*(self._drop(worker) for worker in gone))
         return bool(gone)
 
     def _follow_new(self) -> None:
         for worker in self._workers.all:
-            publisher = _publisher_of(worker)
+            publisher = self._publisher_of(worker)
             if publisher is not None and self._is_due(worker):
                 self._following[worker] = self._try_follow(worker, publisher)
 
@@ -238,8 +262,11 @@ class KVEvents:
                 return False
 
     def _try_follow(self, worker: Worker, publisher: Publisher) -> Following:
+        if publisher.source is None:
+            feed = JournalFeed(worker.url, self._upstream)
+            return self._count(publisher, feed, feed.stop, WorkerBlockIndex(BATON_HASHES))
         try:
-            return self._follow(publisher, locate_events(publisher.source, worker.url))
+            return self._subscribe(publisher, locate_events(publisher.source, worker.url))
         except ConfigError as exc:
             if worker not in self._following:
                 self._metrics.kv_events_not_followed.inc()
@@ -247,7 +274,7 @@ class KVEvents:
             retry_at = Instant(self._clock.now() + RETRY_AFTER_S)
             return NotFollowed(publisher, str(exc), retry_at)
 
-    def _follow(self, publisher: Publisher, endpoints: EventEndpoints) -> Followed:
+    def _subscribe(self, publisher: Publisher, endpoints: EventEndpoints) -> Followed:
         from baton.events.subscriber import (  # noqa: PLC0415 - zmq, which few gateways need
             KVEventSubscriber,
             SubscriberOptions,
@@ -256,18 +283,45 @@ class KVEvents:
         options = SubscriberOptions(publisher.worker, VLLM_HASHES, endpoints.live, endpoints.replay)
         subscriber = KVEventSubscriber(options, self._clock)
         subscriber.start()
-        block_index = WorkerBlockIndex(VLLM_HASHES)
-        feed = self._collector.watch(publisher.worker, subscriber, block_index)
-        return Followed(publisher, subscriber, feed, block_index)
+        stop = partial(asyncio.to_thread, subscriber.stop)
+        return self._count(publisher, subscriber, stop, WorkerBlockIndex(VLLM_HASHES))
+
+    def _count(
+        self,
+        publisher: Publisher,
+        feed: KVEventFeed,
+        stop: Callable[[], Awaitable[None]],
+        block_index: WorkerBlockIndex,
+    ) -> Followed:
+        counted = self._collector.watch(publisher.worker, feed, block_index)
+        prefixes = None
+        if self._prefixes is not None:
+            prefixes = self._prefixes.follow(publisher.model, publisher.worker)
+        return Followed(publisher, stop, counted, block_index, prefixes)
 
     async def _drop(self, worker: Worker) -> None:
         following = self._following.pop(worker)
         if isinstance(following, Followed):
-            self._collector.forget(following.publisher.worker)
-            ending = asyncio.create_task(asyncio.to_thread(following.subscriber.stop))
+            publisher = following.publisher
+            self._collector.forget(publisher.worker)
+            if self._prefixes is not None:
+                self._prefixes.forget(publisher.model, publisher.worker)
+            ending = asyncio.ensure_future(following.stop())
             self._ending.add(ending)
             ending.add_done_callback(self._ending.discard)
             await asyncio.shield(ending)  # who drops it may be cancelled: `stop` waits for it
+
+    def _publisher_of(self, worker: Worker) -> Publisher | None:
+        """The worker's present life, if it publishes and is used."""
+        info = worker.info
+        if info is None:
+            return None
+        is_published = info.protocol == "vllm" and info.kv_events is not None
+        is_answered = info.protocol == "baton" and info.has_kv_journal
+        if not is_published and (not is_answered or self._prefixes is None):
+            return None
+        source = info.kv_events if is_published else None
+        return Publisher(info.worker, info.epoch, info.served_model_name, source)
 
     async def _apply_events(self) -> None:
         for following in list(self._following.values()):
@@ -278,13 +332,7 @@ class KVEvents:
 async def _apply(followed: Followed) -> None:
     for num_taken, event in enumerate(followed.feed.poll(), start=1):
         followed.block_index.apply(event)
+        if followed.prefixes is not None:
+            followed.prefixes.apply(event)
         if num_taken % EVENTS_PER_TURN == 0:
             await asyncio.sleep(0)
-
-
-def _publisher_of(worker: Worker) -> Publisher | None:
-    """The worker's present life, if it publishes and is used. Only vLLM's events are known."""
-    info = worker.info
-    if info is None or info.kv_events is None or info.protocol != "vllm":
-        return None
-    return Publisher(info.worker, info.epoch, info.kv_events)

@@ -102,6 +102,7 @@ class GatewayOptions:
     mode: ModeSetting = "auto"
     policy: str = "round_robin"
     policy_options: Mapping[str, object] = field(default_factory=dict)
+    tokenizers: Mapping[str, Path] = field(default_factory=dict)
     tls: Tls = "control"
     first_token_early: bool = False
     client_keys_file: Path | None = None

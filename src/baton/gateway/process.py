@@ -37,6 +37,7 @@ from baton.gateway.debug import RequestHistory, RequestTraces, WorkerList
 from baton.gateway.health_monitor import HealthMonitor
 from baton.gateway.kv_events import KVEvents
 from baton.gateway.metrics import GatewayMetrics, RouterCollector
+from baton.gateway.prefixes import Prefixes
 from baton.gateway.process_group import ProcessGroup
 from baton.gateway.request_context import BackgroundTasks, Fallbacks, Services
 from baton.gateway.upstream import Upstream
@@ -107,6 +108,10 @@ async def open_gateway(options: GatewayOptions, clock: Clock) -> AsyncGenerator[
     metrics.registry.register(RouterCollector(load, workers))
     upstream = Upstream(options)
     health_monitor = HealthMonitor(workers, upstream, options)
+    policy = POLICIES.build(options.policy, options.policy_options)(options.mode)
+    prefixes = None
+    if policy.uses_prefixes:
+        prefixes = Prefixes(workers, options.tokenizers, clock, metrics.registry)
     services = Services(
         options=options,
         clock=clock,
@@ -114,8 +119,9 @@ async def open_gateway(options: GatewayOptions, clock: Clock) -> AsyncGenerator[
         workers=workers,
         health_monitor=health_monitor,
         upstream=upstream,
-        placement=POLICIES.build(options.policy, options.policy_options)(options.mode),
+        placement=policy,
         load=load,
+        prefixes=prefixes,
         fallbacks=Fallbacks(metrics, clock),
         background_tasks=BackgroundTasks(),
         ticket_issuer=TicketIssuer(clock),
@@ -124,7 +130,7 @@ async def open_gateway(options: GatewayOptions, clock: Clock) -> AsyncGenerator[
         audit=AuditLog(options.audit_log) if options.audit_log else None,
     )
     records = RequestHistory(options.num_records)
-    events = KVEvents(workers, metrics, clock)
+    events = KVEvents(workers, metrics, clock, upstream=upstream, prefixes=prefixes)
     health_monitor.start()
     events.start()
     try:
@@ -146,6 +152,8 @@ async def open_gateway(options: GatewayOptions, clock: Clock) -> AsyncGenerator[
         await health_monitor.stop()
         await services.background_tasks.stop()
         await events.stop()
+        if prefixes is not None:
+            prefixes.close()
         upstream.close()
         if services.audit is not None:
             services.audit.close()

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from baton.gateway.health_monitor import HealthMonitor
     from baton.gateway.metrics import FallbackCause, GatewayMetrics, ModelMetrics
     from baton.gateway.options import GatewayOptions
+    from baton.gateway.prefixes import Prefixes
     from baton.gateway.upstream import Upstream
     from baton.gateway.workers import Workers
     from baton.net.http_exchange import HttpExchange
@@ -85,6 +86,7 @@ class Services:
     upstream: Upstream
     placement: PlacementPolicy
     load: FleetLoad
+    prefixes: Prefixes | None
     fallbacks: Fallbacks
     background_tasks: BackgroundTasks
     ticket_issuer: TicketIssuer
@@ -106,8 +108,9 @@ class RequestContext:
 
     `status` is what was sent to the client, None before. `tail` holds the last bytes of the body
     that went to the client, and is empty as long as another worker could still answer. `running` is
-    the attempt under way, `num_streamed` the parts of its answer that came one by one. Where this
-    is one part of a client's request, `whole` is that; else `exchange` is the client's.
+    the attempt under way, `num_streamed` the parts of its answer that came one by one,
+    `num_predicted` the tokens that its worker should have cached, until it has reported them. Where
+    this is one part of a client's request, `whole` is that; else `exchange` is the client's.
     """
 
     id: RequestId
@@ -126,6 +129,7 @@ class RequestContext:
     tail: bytes = b""
     placement: Placement | None = None
     running: RunningRequest | None = None
+    num_predicted: int | None = None
     num_streamed: int = 0
     first_byte_timer: asyncio.TimerHandle | None = None
     whole: RequestContext | None = None

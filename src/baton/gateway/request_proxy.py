@@ -45,6 +45,8 @@ if TYPE_CHECKING:
     from baton.gateway.request import CompletionBody
     from baton.gateway.request_context import RequestContext, Services
     from baton.router.fleet import Fleet, WorkerView
+    from baton.router.load import RunningRequest
+    from baton.router.prefixes import PromptMatch
 
 
 class RequestProxy:
@@ -68,6 +70,7 @@ class RequestProxy:
         self._beside, self._excluded_modes = beside, excluded_modes
         self._created = str(int(services.clock.unix_now()))
         self._num_tokens = estimate_prompt_tokens(body)
+        self._match: PromptMatch | None = None
 
     async def run(self) -> None:
         """Place, ask, forward.
@@ -80,13 +83,13 @@ class RequestProxy:
         services = self._services
         failover, failed = Failover(failed_modes=self._excluded_modes), None
         services.retry_budget.add_request()
+        await self._check_prompt()
         while failover.may_retry and not self._context.has_sent_bytes:
             if failed is not None and not services.retry_budget.take(services.clock.now()):
                 services.metrics.refused_retries.inc()
                 break
             placement = self._place(failover, failed)
-            running = services.load.begin(placement, self._num_tokens, services.clock.now())
-            self._context.running = running
+            running = self._begin(placement)
             try:
                 await self._attempt(placement)
             except UpstreamError as exc:
@@ -104,10 +107,6 @@ class RequestProxy:
     def _place(self, failover: Failover, failed: UpstreamError | None) -> Placement:
         context, services = self._context, self._services
         fleet = services.workers.fleet
-        if context.model not in fleet.models:
-            raise services.workers.why_not_served(context.model)
-        self._body.check_ids(partial(services.workers.largest_context, context.model))
-        self._body.check_text(partial(services.workers.longest_prompt_chars, context.model))
         context.metrics = services.metrics.of(context.model, NO_MODE)
         fleet = self._serving(fleet)
         speaks_vllm = "vllm" in fleet.models[context.model].decode_protocols
@@ -119,6 +118,7 @@ class RequestProxy:
             num_prompt_tokens=self._num_tokens,
             failed_modes=failover.failed_modes,
             at=services.clock.now(),
+            cached={} if self._match is None else self._match.cached,
         )
         held = self._place_beside(fleet) if failed is None else None
         placement = held or services.placement.place(fleet, request, services.load)
@@ -135,6 +135,32 @@ class RequestProxy:
             services.fallbacks.note(context, FallbackCause.MODE_UNUSABLE, "; ".join(placement.why))
         context.begin_attempt(placement, services.metrics.of(context.model, placement.mode))
         return placement
+
+    async def _check_prompt(self) -> None:
+        """Refuse a prompt that is certainly too long; find who has how much of it cached."""
+        services, model = self._services, self._context.model
+        workers = services.workers
+        if model not in workers.fleet.models:
+            raise workers.why_not_served(model)
+        self._body.check_ids(partial(workers.largest_context, model))
+        self._body.check_text(partial(workers.longest_prompt_chars, model))
+        if services.prefixes is not None:
+            self._match = await services.prefixes.find(self._body)
+            if self._match is not None:
+                self._num_tokens = self._match.num_tokens
+
+    def _begin(self, placement: Placement) -> RunningRequest:
+        """Count a placement in."""
+        services, context, match = self._services, self._context, self._match
+        now, num_tokens, num_handed = services.clock.now(), self._num_tokens, self._num_tokens
+        if match is not None and services.prefixes is not None:
+            computing = placement.prefill or placement.decode
+            context.num_predicted = min(num_tokens - 1, match.cached.get(computing.id, 0))
+            num_handed -= min(num_tokens - 1, match.cached.get(placement.decode.id, 0))
+            num_tokens -= context.num_predicted
+            services.prefixes.expect(context.model, match, placement)
+        context.running = services.load.begin(placement, num_tokens, now, num_handed)
+        return context.running
 
     def _serving(self, fleet: Fleet) -> Fleet:
         """Without the workers that do not serve the request's fields."""

@@ -3,7 +3,8 @@
 Every worker that may answer is a candidate alone, and every pair of a worker that may prefill and
 one that may answer. Of each, what the client will see is predicted:
 
-    TTFT = prompts before it at the prefill worker + its own prefill (+ the handoff's exposed part)
+    TTFT = prompts before it at the prefill worker + its own prefill (+ the handoff's exposed part),
+           where prefill and handoff are of what the worker does not have cached
     TPOT = a step of the decode worker with one answer more / the share of time left for steps
 
 and what the placement costs the answers that are under way at the two. The least sum wins.
@@ -63,12 +64,13 @@ class CostOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What a client is expected to see, in seconds."""
+    """What a client is expected to see, in seconds; tokens of the prompt that are not computed."""
 
     queue_s: float
     prefill_s: float
     handoff_s: float
     tpot_s: float
+    num_cached: int = 0
 
     @property
     def ttft_s(self) -> float:
@@ -89,6 +91,8 @@ class Candidate:
         seen = self.prediction
         who = self.decode.id if self.prefill is None else f"{self.prefill.id} → {self.decode.id}"
         parts = f"queue {seen.queue_s:.3f}, prefill {seen.prefill_s:.3f}"
+        if seen.num_cached:
+            parts += f" ({seen.num_cached} tokens cached)"
         if self.prefill is not None:
             parts += f", handoff {seen.handoff_s:.3f}"
         ttft, tpot = f"TTFT {seen.ttft_s:.3f} s", f"TPOT {seen.tpot_s:.4f} s"
@@ -97,6 +101,8 @@ class Candidate:
 
 class CostPolicy:
     """See the module. Owner: the caller's thread."""
+
+    uses_prefixes = True
 
     def __init__(self, options: CostOptions, mode: ModeSetting = "auto") -> None:
         self._options = options
@@ -186,14 +192,20 @@ class CostPolicy:
         request: PlacementRequest,
         load: FleetLoad,
     ) -> Candidate:
-        now, tokens, handoff_s = request.at, request.num_prompt_tokens, 0.0
+        now, handoff_s = request.at, 0.0
         answering = computing = load.of(decode.id, decode.model)
         if prefill is not None:
             computing = load.of(prefill.id, prefill.model)
-            handoff_s = load.handoff_cost(prefill, decode).predict(tokens)
-        prefill_s = computing.prefill_cost.predict(tokens)
+            handed = request.count_uncached(decode.id)
+            handoff_s = load.handoff_cost(prefill, decode).predict(handed)
+        uncached = request.count_uncached(decode.id if prefill is None else prefill.id)
+        prefill_s = computing.prefill_cost.predict(uncached)
         prediction = Prediction(
-            computing.queue_s(now), prefill_s, handoff_s, _pace(answering, 1, now)
+            computing.queue_s(now),
+            prefill_s,
+            handoff_s,
+            _pace(answering, 1, now),
+            request.num_prompt_tokens - uncached,
         )
         cost = self._own(prediction) + self._others(computing, answering, prefill_s, now)
         return Candidate(prefill, decode, prediction, cost)

@@ -132,12 +132,16 @@ class EndedRequest:
 
 @dataclass(slots=True, eq=False)
 class RunningRequest:
-    """One attempt, from its placement to its end. Owner: the gateway's thread."""
+    """One attempt, from its placement to its end. Owner: the gateway's thread.
+
+    `num_tokens` of its prompt are to be computed, `num_handed` to be handed over.
+    """
 
     prefill: WorkerActivity
     decode: WorkerActivity
     handoff_cost: WorkerCost | None
     num_tokens: int
+    num_handed: int
     began_at: float
     ended: deque[EndedRequest]
     _expected: tuple[float, float]
@@ -159,7 +163,7 @@ class RunningRequest:
         if self._is_over or self._first_at is not None:
             return
         if self.handoff_cost is not None and self._prefilled_at is not None:
-            self.handoff_cost.observe(self.num_tokens, now - self._prefilled_at)
+            self.handoff_cost.observe(self.num_handed, now - self._prefilled_at)
         self.prefilled(now)
         self._first_at = now
         self._stream_seconds = self.decode.count_streams(+1, now)
@@ -232,8 +236,13 @@ class FleetLoad:
             cost = self._handoffs[key] = WorkerCost(self.costs(decode.model).handoff)
         return cost
 
-    def begin(self, placement: Placement, num_tokens: int, now: float) -> RunningRequest:
-        """A request of so many prompt tokens goes to these workers."""
+    def begin(
+        self, placement: Placement, num_tokens: int, now: float, num_handed: int | None = None
+    ) -> RunningRequest:
+        """A request goes to these workers, of which one has so many prompt tokens to compute.
+
+        `num_handed` are then handed over, all of them unless it is given.
+        """
         decode_view, prefill_view = placement.decode, placement.prefill
         decode, cost = self.of(decode_view.id, decode_view.model), None
         prefill = decode
@@ -243,7 +252,8 @@ class FleetLoad:
         expected = prefill.add_prefill(num_tokens, now)
         decode.num_decodes += 1
         ended = self.costs(decode_view.model).ended
-        return RunningRequest(prefill, decode, cost, num_tokens, now, ended, expected)
+        handed = num_tokens if num_handed is None else num_handed
+        return RunningRequest(prefill, decode, cost, num_tokens, handed, now, ended, expected)
 
     def costs(self, model: str) -> ModelCosts:
         """What a model's workers share."""

@@ -24,10 +24,14 @@ class PairingPolicy:
     Owner: the caller's thread.
     """
 
+    uses_prefixes = False
+
     def __init__(self, mode: ModeSetting = "auto") -> None:
         self._mode: ModeSetting = mode
 
-    def choose(self, workers: Sequence[WorkerView], load: FleetLoad) -> WorkerView:
+    def choose(
+        self, workers: Sequence[WorkerView], request: PlacementRequest, load: FleetLoad
+    ) -> WorkerView:
         """One of these workers, of which there is at least one."""
         raise NotImplementedError
 
@@ -38,7 +42,7 @@ class PairingPolicy:
         decodes = find_decodes(fleet, request)
         if isinstance(decodes, Unplaceable):
             return decodes
-        decode, listed = self.choose(decodes, load), fleet.models[request.model].prefills
+        decode, listed = self.choose(decodes, request, load), fleet.models[request.model].prefills
         if not listed:
             return Placement(prefill=None, decode=decode)
         if (alone := serve_alone(decode, request, self._mode)) is not None:
@@ -46,7 +50,7 @@ class PairingPolicy:
         pairable = find_prefills(listed, decode, request)
         if not pairable:
             return Placement(None, decode, explain_alone(listed, decode, request.avoid))
-        return hand_over(self.choose(pairable, load), decode, request, self._mode)
+        return hand_over(self.choose(pairable, request, load), decode, request, self._mode)
 
 
 def find_decodes(fleet: Fleet, request: PlacementRequest) -> list[WorkerView] | Unplaceable:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Final, Literal, Protocol, TypeAlias
 
 from baton.registry import Registry
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from baton.auth.ticket import HandoffMode
     from baton.ids import WorkerId
@@ -37,8 +37,10 @@ class NonDisaggregableField(StrEnum):
 class PlacementRequest:
     """What placement may look at. `avoid` and `failed_modes` have just failed this request.
 
-    `num_prompt_tokens` is an estimate, `at` the time on the clock by which `FleetLoad` is kept.
-    `failed_modes` may name modes that are not for this request.
+    `num_prompt_tokens` is an estimate where the prompt could not be tokenized, `at` the time on the
+    clock by which `FleetLoad` is kept. `failed_modes` may name modes that are not for this request.
+    `cached`: tokens of the prompt that workers have, from the first on; others have none, as far as
+    is known.
     """
 
     model: str
@@ -47,6 +49,12 @@ class PlacementRequest:
     num_prompt_tokens: int = 0
     failed_modes: frozenset[HandoffMode] = frozenset()
     at: float = 0.0
+    cached: Mapping[WorkerId, int] = field(default_factory=dict)
+
+    def count_uncached(self, worker: WorkerId) -> int:
+        """Tokens that a worker would have to compute: at least one, for the answer's first."""
+        cached = self.cached.get(worker, 0) if self.cached else 0
+        return max(1, self.num_prompt_tokens - cached) if cached else self.num_prompt_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +90,12 @@ class Unplaceable:
 
 
 class PlacementPolicy(Protocol):
-    """Chooses workers. Deterministic: the same calls in the same order give the same answers."""
+    """Chooses workers. Deterministic: the same calls in the same order give the same answers.
+
+    `uses_prefixes`: it looks at `PlacementRequest.cached`, so that prompts are tokenized for it.
+    """
+
+    uses_prefixes: bool
 
     def place(
         self, fleet: Fleet, request: PlacementRequest, load: FleetLoad

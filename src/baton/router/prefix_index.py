@@ -113,9 +113,8 @@ class PrefixIndex:
                 _break(node, bit)
             self._prune(node)
 
-    def forget(self, worker: WorkerId, names: Iterable[int]) -> None:
-        """It is gone, or holds nothing any more. `names`: all that it held."""
-        self.remove(worker, names)
+    def forget(self, worker: WorkerId) -> None:
+        """It is gone, and all that it held was removed before: its place is another's."""
         bit = self._bits.pop(worker, 0)
         if bit:
             self._free.append(bit.bit_length() - 1)
@@ -155,6 +154,13 @@ class PrefixIndex:
                     ended ^= lowest
                 start, before = stop, after
         return matches
+
+    def holdings(self) -> dict[WorkerId, set[int]]:
+        """All that each worker holds; for checks."""
+        return {
+            worker: {name for name, node in self._nodes.items() if node.held & bit}
+            for worker, bit in self._bits.items()
+        }
 
     def check_invariants(self) -> None:
         """Raise AssertionError where sets and tree disagree.

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from baton.router.fleet import WorkerView
     from baton.router.load import FleetLoad
     from baton.router.modes import ModeSetting
-    from baton.router.placement import PolicyFactory
+    from baton.router.placement import PlacementRequest, PolicyFactory
 
 
 class RoundRobin(PairingPolicy):
@@ -32,9 +32,11 @@ class RoundRobin(PairingPolicy):
         self._turn = 0
         self._last_turn: dict[WorkerId, int] = {}
 
-    def choose(self, workers: Sequence[WorkerView], load: FleetLoad) -> WorkerView:
+    def choose(
+        self, workers: Sequence[WorkerView], request: PlacementRequest, load: FleetLoad
+    ) -> WorkerView:
         """See `PairingPolicy`."""
-        del load
+        del request, load
         last_turn = self._last_turn
         chosen = min(workers, key=lambda worker: last_turn.get(worker.id, 0))
         self._turn += 1
@@ -51,12 +53,14 @@ class RoundRobin(PairingPolicy):
 class LeastLoaded(RoundRobin):
     """The worker with the fewest requests of this gateway; in turns where several have as few."""
 
-    def choose(self, workers: Sequence[WorkerView], load: FleetLoad) -> WorkerView:
+    def choose(
+        self, workers: Sequence[WorkerView], request: PlacementRequest, load: FleetLoad
+    ) -> WorkerView:
         """See `PairingPolicy`."""
         counts = [load.of(worker.id, worker.model).num_requests for worker in workers]
         least = min(counts)
         idlest = [w for w, num in zip(workers, counts, strict=True) if num == least]
-        return super().choose(idlest, load)
+        return super().choose(idlest, request, load)
 
 
 class RandomChoice(PairingPolicy):
@@ -66,9 +70,11 @@ class RandomChoice(PairingPolicy):
         super().__init__(mode)
         self._seed, self._turn = seed.to_bytes(8, "little"), 0
 
-    def choose(self, workers: Sequence[WorkerView], load: FleetLoad) -> WorkerView:
+    def choose(
+        self, workers: Sequence[WorkerView], request: PlacementRequest, load: FleetLoad
+    ) -> WorkerView:
         """See `PairingPolicy`."""
-        del load
+        del request, load
         self._turn += 1
         drawn = blake2b(self._turn.to_bytes(8, "little"), key=self._seed, digest_size=8).digest()
         return workers[int.from_bytes(drawn, "little") % len(workers)]

@@ -46,7 +46,8 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule(worker=workers)
     def forget(self, worker):
-        self.index.forget(worker, list(self.held[worker]))
+        self.index.remove(worker, list(self.held[worker]))
+        self.index.forget(worker)
         self.held[worker] = set()
 
     @rule(tokens=sequences)

@@ -1,0 +1,164 @@
+"""Prompts and prefix caches of all models, for policies that look at what workers have cached."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from prometheus_client import Counter, Gauge
+
+from baton.auth.ticket import hash_tenant
+from baton.config.cluster_key import is_loopback
+from baton.errors import ConfigError
+from baton.gateway.prompt_tokenizer import NUM_THREADS, PromptTokenizer
+from baton.router.prefix_names import PrefixNames
+from baton.router.prefixes import ModelPrefixes, PromptMatch
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from prometheus_client import CollectorRegistry
+
+    from baton.clock import Clock
+    from baton.gateway.request import CompletionBody
+    from baton.gateway.workers import Worker, Workers
+    from baton.ids import WorkerId
+    from baton.router.placement import Placement
+    from baton.router.prefixes import WorkerPrefixes
+
+SECRET_BYTES: Final = 32
+
+log = logging.getLogger(__name__)
+
+
+class Prefixes:
+    """Owner: the event loop's thread.
+
+    `folders` gives models' folders, with their tokenizers, where workers' own cannot be read here.
+    """
+
+    def __init__(
+        self,
+        workers: Workers,
+        folders: Mapping[str, Path],
+        clock: Clock,
+        registry: CollectorRegistry,
+    ) -> None:
+        self._workers, self._folders, self._clock = workers, folders, clock
+        self._names = PrefixNames(secrets.token_bytes(SECRET_BYTES))
+        self._models: dict[str, ModelPrefixes] = {}
+        self._tokenizers: dict[str, PromptTokenizer | str] = {}
+        self._loading: dict[str, asyncio.Task[None]] = {}
+        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="tokenizer")
+        tokens = Counter(
+            "baton_router_cached_tokens",
+            "Tokens of prompts that their worker was predicted to have, and that it had.",
+            ("kind",),
+            registry=registry,
+        )
+        self._predicted, self._actual = tokens.labels("predicted"), tokens.labels("actual")
+        blocks = Gauge(
+            "baton_router_prefix_blocks",
+            "Blocks of prefixes that some worker is known to hold.",
+            registry=registry,
+        )
+        blocks.set_function(lambda: sum(model.num_blocks for model in self._models.values()))
+
+    def close(self) -> None:
+        """End its threads."""
+        for task in self._loading.values():
+            task.cancel()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def follow(self, model: str, worker: WorkerId) -> WorkerPrefixes:
+        """What a worker's KV events are applied to."""
+        return self._of(model).follow(worker)
+
+    def forget(self, model: str, worker: WorkerId) -> None:
+        """Its events are not followed any more."""
+        self._of(model).forget(worker)
+
+    async def find(self, body: CompletionBody) -> PromptMatch | None:
+        """Who has how much of the body's prompt; None where its tokens cannot be known."""
+        tokenizer = self._tokenizers.get(body.model)
+        if tokenizer is None:
+            tokenizer = await self._load(body.model)
+        if isinstance(tokenizer, str):
+            return None
+        token_ids = await tokenizer.tokenize(body)
+        if token_ids is None:
+            return None
+        salt = hash_tenant(body.cache_salt)
+        return self._of(body.model).find(token_ids, salt, self._clock.now())
+
+    def expect(self, model: str, match: PromptMatch, placement: Placement) -> None:
+        """The prompt goes to these workers."""
+        self._of(model).expect(match, placement, self._clock.now())
+
+    def note_actual(self, predicted: int, actual: int) -> None:
+        """A worker has reported how many of a prompt's tokens it had."""
+        self._predicted.inc(predicted)
+        self._actual.inc(actual)
+
+    def why_not_tokenized(self, model: str) -> str | None:
+        """Why prompts for a model are not tokenized here; None if they are, or not yet known."""
+        tokenizer = self._tokenizers.get(model)
+        return tokenizer if isinstance(tokenizer, str) else None
+
+    def _of(self, model: str) -> ModelPrefixes:
+        prefixes = self._models.get(model)
+        if prefixes is None:
+            prefixes = self._models[model] = ModelPrefixes(self._names)
+        return prefixes
+
+    async def _load(self, model: str) -> PromptTokenizer | str:
+        """Once for each model, on a thread: it takes a second for a large vocabulary."""
+        task = self._loading.get(model)
+        if task is None:
+            task = self._loading[model] = asyncio.create_task(self._read(model))
+        await asyncio.shield(task)
+        return self._tokenizers[model]
+
+    async def _read(self, model: str) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            self._tokenizers[model] = await loop.run_in_executor(
+                self._threads, PromptTokenizer, self._folder(model), self._clock, self._threads
+            )
+        except ConfigError as exc:
+            self._tokenizers[model] = str(exc)
+            log.warning(
+                "prompts of %r are not tokenized here, so cached prefixes are not found: %s",
+                model,
+                exc,
+            )
+
+    def _folder(self, model: str) -> Path:
+        """The operator's, or the one that a worker on this machine has loaded.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        if model in self._folders:
+            return self._folders[model]
+        for worker in self._workers.all:
+            folder = _folder_of(worker, model)
+            if folder is not None:
+                return folder
+        raise ConfigError(
+            "no worker on this machine names a folder with its tokenizer; give one in "
+            "[router.tokenizers]"
+        )
+
+
+def _folder_of(worker: Worker, model: str) -> Path | None:
+    info = worker.info
+    if info is None or info.served_model_name != model or not is_loopback(worker.url.host or ""):
+        return None
+    folder = Path(info.model)
+    is_there = folder.is_absolute() and (folder / "tokenizer.json").is_file()
+    return folder if is_there else None
