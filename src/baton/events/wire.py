@@ -223,7 +223,7 @@ def _read_salt(event: _Stored) -> str | None:
     try:
         keys = _extra_keys.decode(event.extra_keys) or []
     except UNDECODABLE:
-        return None  # of an image, say
+        return None  # of an image, for instance
     first = keys[0] if keys else None
     if any(keys[1:]) or (first and (len(first) > 1 or event.parent_block_hash is not None)):
         return None

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 ANSWER_TIMEOUT_S: Final = 10.0
 RETRY_AFTER_S: Final = 0.5
 MAX_PENDING: Final = 1 << 16
-"""Events that nobody has polled: it does not ask for more until somebody has."""
+"""Events not polled yet: it does not ask for more until they are."""
 
 
 class JournalFeed:

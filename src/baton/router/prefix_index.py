@@ -167,7 +167,7 @@ class PrefixIndex:
 
         Raises:
             AssertionError: `whole` is not what `held` and the block before make it, or a block is
-                kept that nobody holds and nothing follows.
+                kept that no worker holds and nothing follows.
         """
         for name, node in self._nodes.items():
             before = 0 if node.parent is None else node.parent.whole

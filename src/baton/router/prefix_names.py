@@ -7,7 +7,7 @@ the tokens, too. So a gateway names blocks itself, in numpy, for events and for 
     name(i) = upper 52 bits of (root + term(0) + … + term(i)), lower 12 bits: i mod 4096
 
 A name is all that is needed to go on from a block. The factors come from a secret of the process:
-nobody can construct prompts whose names collide (multilinear hashing; Carter and Wegman 1979). A
+no client can construct prompts whose names collide (multilinear hashing; Carter and Wegman 1979). A
 collision by chance costs a wrong guess of what a worker has cached, never a wrong answer.
 """
 
