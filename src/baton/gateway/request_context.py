@@ -109,8 +109,9 @@ class RequestContext:
     `status` is what was sent to the client, None before. `tail` holds the last bytes of the body
     that went to the client, and is empty as long as another worker could still answer. `running` is
     the attempt under way, `num_streamed` the parts of its answer that came one by one,
-    `num_predicted` the tokens that its worker should have cached, until it has reported them. Where
-    this is one part of a client's request, `whole` is that; else `exchange` is the client's.
+    `num_predicted` the tokens that its worker should have cached, `num_cached` those that a prefill
+    worker had. Where this is one part of a client's request, `whole` is that; else `exchange` is
+    the client's.
     """
 
     id: RequestId
@@ -130,6 +131,7 @@ class RequestContext:
     placement: Placement | None = None
     running: RunningRequest | None = None
     num_predicted: int | None = None
+    num_cached: int | None = None
     num_streamed: int = 0
     first_byte_timer: asyncio.TimerHandle | None = None
     whole: RequestContext | None = None

@@ -29,7 +29,11 @@ from baton.gateway.request import (
     find_non_disaggregable_field,
     find_vllm_field,
 )
-from baton.gateway.response_forwarder import EarlyFirstToken, ResponseForwarder
+from baton.gateway.response_forwarder import (
+    EarlyFirstToken,
+    ResponseForwarder,
+    find_cached_tokens,
+)
 from baton.gateway.workers import Interruptible
 from baton.ids import new_ticket_id
 from baton.protocol.engine_fields import unsupported
@@ -98,6 +102,7 @@ class RequestProxy:
                 if isinstance(exc, StaleTicketError):
                     await services.health_monitor.refresh(exc.worker)
             else:
+                self._note_cached(placement)
                 return
             finally:
                 running.end(services.clock.now(), self._context.num_streamed)
@@ -155,12 +160,22 @@ class RequestProxy:
         now, num_tokens, num_handed = services.clock.now(), self._num_tokens, self._num_tokens
         if match is not None and services.prefixes is not None:
             computing = placement.prefill or placement.decode
-            context.num_predicted = min(num_tokens - 1, match.cached.get(computing.id, 0))
-            num_handed -= min(num_tokens - 1, match.cached.get(placement.decode.id, 0))
+            context.num_predicted = match.cached.get(computing.id, 0)
+            num_handed -= match.cached.get(placement.decode.id, 0)
             num_tokens -= context.num_predicted
             services.prefixes.expect(context.model, match, placement)
         context.running = services.load.begin(placement, num_tokens, now, num_handed)
         return context.running
+
+    def _note_cached(self, placement: Placement) -> None:
+        """Compare what was predicted to be cached with what the workers have reported."""
+        prefixes, context = self._services.prefixes, self._context
+        if prefixes is None or context.num_predicted is None:
+            return
+        alone = placement.prefill is None
+        actual = find_cached_tokens(context.tail) if alone else context.num_cached
+        if actual is not None:
+            prefixes.note_actual(context.num_predicted, actual)
 
     def _serving(self, fleet: Fleet) -> Fleet:
         """Without the workers that do not serve the request's fields."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Final
 
@@ -107,8 +108,11 @@ EVENT_STREAM: Final = b"text/event-stream"
 ERROR_EVENT: Final = b'data: {"error"'
 DONE: Final = b"data: [DONE]"
 TAIL_BYTES: Final = 32
+USAGE_BYTES: Final = 1024
+"""An answer's usage is within so many bytes of its end."""
 REFUSALS: Final = frozenset({HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN})
 """Of who asks: that is the gateway, never its client."""
+_CACHED_TOKENS: Final = re.compile(rb'"cached_tokens": ?([0-9]{1,9})[,}]')
 ANSWER_HEADERS: Final = (b"content-type", b"retry-after")
 
 
@@ -208,7 +212,7 @@ class ResponseForwarder:
         context = self._context
         if has_error(context.tail, chunk):
             self._services.metrics.broken_streams[BrokenStreamCause.WORKER_REPORTED].inc()
-        context.tail = chunk if len(chunk) >= TAIL_BYTES else (context.tail + chunk)[-TAIL_BYTES:]
+        context.tail = chunk if len(chunk) >= TAIL_BYTES else (context.tail + chunk)[-USAGE_BYTES:]
 
     def _refuse(self, event: bytes) -> None:
         """An error instead of a first token: vLLM sends its 200 before it knows."""
@@ -237,7 +241,7 @@ class ResponseForwarder:
         if self._decode.protocol == "vllm":
             is_error = response.status >= HTTPStatus.BAD_REQUEST
             body = client_error(response.status, body) if is_error else client_answer(body)
-        context.status, context.tail = response.status, body[-TAIL_BYTES:]
+        context.status, context.tail = response.status, body[-USAGE_BYTES:]
         context.note_first_byte(self._services.clock.now())
         own = (REQUEST_ID_HEADER.encode(), context.id.encode())
         await send_whole(self._send, response.status, body, (*headers, own))
@@ -255,6 +259,12 @@ def has_error(tail: bytes, chunk: bytes) -> bool:
         return False
     reach = len(ERROR_EVENT) - 1
     return ERROR_EVENT in tail[-reach:] + chunk[:reach]
+
+
+def find_cached_tokens(tail: bytes) -> int | None:
+    """The cached tokens in the usage at an answer's end; None where it is not reported."""
+    reported = _CACHED_TOKENS.findall(tail)
+    return int(reported[-1]) if reported else None
 
 
 def _is_event_stream(response: Answer) -> bool:

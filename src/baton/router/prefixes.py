@@ -101,8 +101,9 @@ class ModelPrefixes:
             for size in self._indexes or (DEFAULT_BLOCK_SIZE,)
         }
         for size, index in self._indexes.items():
+            most = (len(token_ids) - 1) // size  # an engine computes the last token in any case
             for worker, num_blocks in index.find_matches(names[size]).items():
-                cached[worker] = num_blocks * size
+                cached[worker] = min(num_blocks, most) * size
         return PromptMatch(len(token_ids), cached, names)
 
     def expect(self, match: PromptMatch, placement: Placement, now: float) -> None:
