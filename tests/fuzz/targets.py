@@ -52,9 +52,10 @@ from baton.errors import (
     TicketError,
     TransferError,
 )
-from baton.events.blocks import EventDomain, WorkerBlockIndex
+from baton.events.blocks import BlockRemoved, BlockStored, EventDomain, WorkerBlockIndex
+from baton.events.journal import BATON_HASHES, JournalPage
 from baton.events.sequence import Deliver, Sequencer
-from baton.events.wire import decode_message, decode_replayed
+from baton.events.wire import decode_message, decode_page, decode_replayed, encode_page
 from baton.gateway import protocol_adapters
 from baton.gateway.clients import ClientKeyFile, Clients, make_key, read_keys
 from baton.gateway.errors import UnauthorizedError
@@ -90,6 +91,8 @@ from baton.planner.links import read_links
 from baton.protocol.worker_http import FirstToken, PrefillReply, Role
 from baton.rig import backend
 from baton.rig.transport import PageAnnouncement, decode_announcement, map_announced
+from baton.router.prefix_names import PrefixNames
+from baton.router.prefixes import ModelPrefixes
 from baton.store.entry_format import HEADER_BYTES, make_header, read_digest
 from baton.store.interface import EntryName
 from baton.telemetry.process_status import read_status
@@ -129,8 +132,9 @@ from tests.fuzz.transfers import run_transfer
 from tests.tickets import issue
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
+    from baton.events.blocks import FeedEvent
     from tests.fuzz.mutation import Form
 
 KEY: Final = Credentials.of(ClusterKey(bytes(range(32))))
@@ -568,6 +572,27 @@ TABLE: Final = Table(3, LockPlace("boot", 1, 2), (Extent(bytes(16), 1 << 21, 409
 DOMAIN: Final = EventDomain("vllm/sha256")
 
 
+PREFIX_NAMES: Final = PrefixNames(bytes(32))
+
+
+def index_prefixes(events: Iterable[FeedEvent]) -> None:
+    """What a router makes of them: the index is consistent, and forgets all."""
+    prefixes = ModelPrefixes(PREFIX_NAMES)
+    feed = prefixes.follow(WorkerId("w"))
+    for event in events:
+        feed.apply(event)
+        prefixes.check_invariants()
+    prefixes.forget(WorkerId("w"))
+    assert prefixes.num_blocks == 0
+
+
+def read_journal(body: bytes) -> str:
+    """What a Baton worker answers about its prefix cache."""
+    page = decode_page(body, BATON_HASHES)
+    index_prefixes(page.events)
+    return f"{page.is_whole}, {len(page.events)}"
+
+
 def read_events(data: bytes) -> str:
     """8 bytes are the number, the rest the payload; then what a gateway makes of the message."""
     frames = [b"", data[:8], data[8:]]
@@ -585,6 +610,7 @@ def read_events(data: bytes) -> str:
         )
     )
     sequencer.check_invariants()
+    index_prefixes(message.batch.events)
     for step in steps:
         if isinstance(step, Deliver):
             for event in step.batch.batch.events:
@@ -893,6 +919,11 @@ TARGETS: Final = {
         Target("kv-events", read_events, PROTOCOL, EVENT_VECTORS, "bytes"),
         Target("kv-events-payload", lambda body: read_events(bytes(8) + body), PROTOCOL,
                tuple(seed[8:] for seed in EVENT_VECTORS), weight=2),
+        Target("kv-journal", read_journal, PROTOCOL, (
+            encode_page(JournalPage(7, is_whole=True, events=(
+                BlockStored(BATON_HASHES, (b"a" * 32, b"b" * 32), None, (1, 2, 3, 4), 2, "GPU", 0),
+                BlockRemoved(BATON_HASHES, (b"b" * 32,), "GPU", 0)))),
+            encode_page(JournalPage(0, is_whole=False, events=()))), "bytes"),
         Target("worker-info", read_worker_info, (ProtocolError, ConfigError),
                json_of(INFO, VLLM_INFO), "json"),
         Target("worker-answers", read_worker_answers, NO_ERROR, ANSWERS, "json"),

@@ -12,6 +12,8 @@ import numpy as np
 from baton.events.blocks import DEFAULT_MEDIUM, BlockRemoved, BlockStored, EventDomain
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
     from numpy.typing import NDArray
 
     from baton.kv.identity import BlockHash
@@ -38,19 +40,6 @@ class _Stored:
     parent: BlockHash | None
     tokens: bytes
     salt: str
-
-    def as_event(self) -> BlockStored:
-        token_ids = tuple(np.frombuffer(self.tokens, dtype=np.int32).tolist())
-        return BlockStored(
-            BATON_HASHES,
-            (self.block_hash,),
-            self.parent,
-            token_ids,
-            len(token_ids),
-            DEFAULT_MEDIUM,
-            0,
-            self.salt,
-        )
 
 
 class CacheJournal:
@@ -97,14 +86,47 @@ class CacheJournal:
             last, first = self._last, self._last - len(self._latest)
             is_whole = not first <= after <= last
             found = [*self._held.values()] if is_whole else [*self._latest][after - first :]
-        return JournalPage(last, is_whole, tuple(map(_as_event, found)))
+        return JournalPage(last, is_whole, tuple(_as_events(found)))
 
     def _add(self, entry: _Stored | BlockHash) -> None:
         self._latest.append(entry)
         self._last += 1
 
 
-def _as_event(entry: _Stored | BlockHash) -> BlockStored | BlockRemoved:
-    if isinstance(entry, _Stored):
-        return entry.as_event()
-    return BlockRemoved(BATON_HASHES, (entry,), DEFAULT_MEDIUM, 0)
+def _as_events(entries: Iterable[_Stored | BlockHash]) -> Iterator[BlockStored | BlockRemoved]:
+    """What follows one another, in one event: of a sequence's blocks, or of what was removed."""
+    run: list[_Stored] = []
+    removed: list[BlockHash] = []
+    for entry in entries:
+        if not isinstance(entry, _Stored):
+            if run:
+                yield _join(run)
+                run = []
+            removed.append(entry)
+            continue
+        if removed:
+            yield BlockRemoved(BATON_HASHES, tuple(removed), DEFAULT_MEDIUM, 0)
+            removed = []
+        if run and run[-1].block_hash != entry.parent:
+            yield _join(run)
+            run = []
+        run.append(entry)
+    if run:
+        yield _join(run)
+    if removed:
+        yield BlockRemoved(BATON_HASHES, tuple(removed), DEFAULT_MEDIUM, 0)
+
+
+def _join(run: list[_Stored]) -> BlockStored:
+    first = run[0]
+    token_ids = np.frombuffer(b"".join(each.tokens for each in run), dtype=np.int32).tolist()
+    return BlockStored(
+        BATON_HASHES,
+        tuple(each.block_hash for each in run),
+        first.parent,
+        tuple(token_ids),
+        len(token_ids) // len(run),
+        DEFAULT_MEDIUM,
+        0,
+        first.salt,
+    )

@@ -105,7 +105,7 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True)
-class _Roster:
+class _Usable:
     """Who may serve: the first `num_decodes` of `workers` may answer, those at `helpers` prefill.
 
     Good for `served` and `prefills`; `rows` until the load forgets workers.
@@ -128,7 +128,7 @@ class _Parts:
     takes `tpot_s` for a token and costs them `crowd`.
     """
 
-    roster: _Roster
+    usable: _Usable
     num_uncached: NDArray[np.float64]
     queue_s: NDArray[np.float64]
     prefill_s: NDArray[np.float64]
@@ -156,21 +156,21 @@ class CostPolicy:
         self._options = options
         self._mode: ModeSetting = mode
         self._divisions: dict[str, Division] = {}
-        self._rosters: dict[str, _Roster] = {}
+        self._usable: dict[str, _Usable] = {}
 
     def place(
         self, fleet: Fleet, request: PlacementRequest, load: FleetLoad
     ) -> Placement | Unplaceable:
         """See `PlacementPolicy`."""
-        roster = self._find_roster(fleet, request, load)
-        if isinstance(roster, Unplaceable):
-            return roster
-        parts = self._weigh(roster, request, load)
+        usable = self._find_usable(fleet, request, load)
+        if isinstance(usable, Unplaceable):
+            return usable
+        parts = self._weigh(usable, request, load)
         best = self._best_alone(parts, request)
         if (fixed := serve_alone(best.decode, request, self._mode)) is not None:
             return fixed
         pairs = self._rank_pairs(parts, best.cost, request, load)
-        prefills = roster.prefills
+        prefills = usable.prefills
         divided = [f"only prefilling at present: {', '.join(sorted(prefills))}"] if prefills else []
         for pair in pairs:
             if pair.prefill is None or pair.cost >= PREFERRED_ALONE * best.cost:
@@ -180,20 +180,20 @@ class CostPolicy:
                 why = (*placement.why, f"chosen: {pair}", f"rather than {best}", *divided)
                 return replace(placement, why=why)
         reasons: tuple[str, ...] = ()
-        if roster.served.prefills and not any(
-            is_usable(w, request) for w in roster.served.prefills
+        if usable.served.prefills and not any(
+            is_usable(w, request) for w in usable.served.prefills
         ):
-            reasons = explain_alone(roster.served.prefills, best.decode, request.avoid)
+            reasons = explain_alone(usable.served.prefills, best.decode, request.avoid)
         why = (f"chosen: {best}", *(f"rather than {pair}" for pair in pairs[:1]), *divided)
         return Placement(None, best.decode, reasons, why=why)
 
-    def _find_roster(
+    def _find_usable(
         self, fleet: Fleet, request: PlacementRequest, load: FleetLoad
-    ) -> _Roster | Unplaceable:
+    ) -> _Usable | Unplaceable:
         """Made once for a fleet, unless workers have just failed this request."""
         served = fleet.models.get(request.model)
         prefills = self._divide(served, request, load) if served is not None else frozenset()
-        known = self._rosters.get(request.model)
+        known = self._usable.get(request.model)
         if (
             known is not None
             and not request.avoid
@@ -218,7 +218,7 @@ class CostPolicy:
             for worker in served.helpers
             if worker.id in places and (not prefills or _is_for_prefill(worker, prefills))
         ]
-        roster = _Roster(
+        usable = _Usable(
             served,
             prefills,
             load.num_forgotten,
@@ -228,8 +228,8 @@ class CostPolicy:
             load.rows(workers),
         )
         if not request.avoid:
-            self._rosters[request.model] = roster
-        return roster
+            self._usable[request.model] = usable
+        return usable
 
     def _divide(
         self, served: ModelWorkers, request: PlacementRequest, load: FleetLoad
@@ -246,12 +246,12 @@ class CostPolicy:
             division.look(both, load, request.at)
         return division.prefills
 
-    def _weigh(self, roster: _Roster, request: PlacementRequest, load: FleetLoad) -> _Parts:
-        now, rows, costs = request.at, roster.rows, load.costs(request.model)
+    def _weigh(self, usable: _Usable, request: PlacementRequest, load: FleetLoad) -> _Parts:
+        now, rows, costs = request.at, usable.rows, load.costs(request.model)
         columns, tokens = costs.columns, float(request.num_prompt_tokens)
         num_uncached = np.full(len(rows), tokens)
         if request.cached:
-            num_uncached -= [request.cached.get(worker.id, 0) for worker in roster.workers]
+            num_uncached -= [request.cached.get(worker.id, 0) for worker in usable.workers]
             num_uncached = np.maximum(min(tokens, 1.0), num_uncached)
         prefill_s = costs.prefill.factors(columns.prefill_log[rows])
         prefill_s *= costs.prefill.predict(num_uncached)
@@ -271,16 +271,16 @@ class CostPolicy:
             stall = num * (_bend(before_s / left / limit) - usual)
             crowd = num * (_bend(tpot_s / limit) - usual)
         queue_s = np.maximum(0.0, columns.free_at[rows] - now)
-        return _Parts(roster, num_uncached, queue_s, prefill_s, stall, tpot_s, crowd)
+        return _Parts(usable, num_uncached, queue_s, prefill_s, stall, tpot_s, crowd)
 
     def _best_alone(self, parts: _Parts, request: PlacementRequest) -> Candidate:
         """The best worker to do both parts; among equals the first of the operator's list."""
         ttft = self._own_ttft(parts.queue_s + parts.prefill_s)
         costs = ttft + parts.stall + self._own_tpot(parts.tpot_s) + parts.crowd
-        roster = parts.roster
-        best = int(costs[: roster.num_decodes].argmin())
+        usable = parts.usable
+        best = int(costs[: usable.num_decodes].argmin())
         prediction = parts.predict(best, best, 0.0, request.num_prompt_tokens)
-        return Candidate(None, roster.workers[best], prediction, float(costs[best]))
+        return Candidate(None, usable.workers[best], prediction, float(costs[best]))
 
     def _rank_pairs(
         self,
@@ -293,14 +293,14 @@ class CostPolicy:
 
         Those that could be better than one worker, and the best in any case.
         """
-        roster = parts.roster
-        workers, num = roster.workers, roster.num_decodes
+        usable = parts.usable
+        workers, num = usable.workers, usable.num_decodes
         computing = self._own_ttft(parts.queue_s + parts.prefill_s) + parts.stall
         answering = self._own_tpot(parts.tpot_s[:num]) + parts.crowd[:num]
         found: list[tuple[float, int, int, float]] = []
         least = enough = inf
         seconds = _find_least(answering, np.arange(num))
-        for first in _find_least(computing[roster.helpers], roster.helpers):
+        for first in _find_least(computing[usable.helpers], usable.helpers):
             prefill = workers[first]
             before_s = float(parts.queue_s[first] + parts.prefill_s[first])
             stall = float(parts.stall[first])

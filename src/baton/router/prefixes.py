@@ -216,7 +216,7 @@ class WorkerPrefixes:
             and event.is_plain
             and num > 0
             and len(event.token_ids) == num * size
-            and len(self._name_of) + num <= MAX_BLOCKS_OF_WORKER
+            and len(self.reported) + num <= MAX_BLOCKS_OF_WORKER
         )
         if not is_usable or self.block_size not in {0, size}:
             return False

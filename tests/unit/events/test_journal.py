@@ -26,11 +26,14 @@ def apply(held: dict, page) -> None:
         held.clear()
     for event in page.events:
         match event:
-            case BlockStored(hashes=(block_hash,)):
-                assert block_hash not in held
-                held[block_hash] = event.token_ids
-            case BlockRemoved(hashes=(block_hash,)):
-                del held[block_hash]
+            case BlockStored(hashes=hashes, token_ids=ids):
+                assert len(ids) == BLOCK_SIZE * len(hashes)
+                for at, block_hash in enumerate(hashes):
+                    assert block_hash not in held
+                    held[block_hash] = ids[at * BLOCK_SIZE : (at + 1) * BLOCK_SIZE]
+            case BlockRemoved(hashes=hashes):
+                for block_hash in hashes:
+                    del held[block_hash]
 
 
 @settings(max_examples=200, deadline=None)
@@ -61,8 +64,10 @@ def test_blocks_follow_one_another_and_the_first_has_the_salt():
     first, second = b"1" * 32, b"2" * 32
     journal.add_stored([first, second], None, ids_of([first, second]), "salt")
     journal.add_stored([first], None, ids_of([first]), "salt")  # held already: nothing is new
-    one, two = journal.read(0).events
-    assert (one.parent, one.salt, two.parent, two.salt) == (None, "salt", first, "")
+    (run,) = journal.read(0).events
+    assert (run.hashes, run.parent, run.salt) == ((first, second), None, "salt")
+    (rest,) = journal.read(1).events
+    assert (rest.hashes, rest.parent, rest.salt) == ((second,), first, "")
 
 
 def test_a_number_of_another_life_gives_everything():
