@@ -86,12 +86,13 @@ class Replay:
             return b""
         choices = list(_choices_of(fields))
         if choices:
-            fields["choices"] = [c for index, c in choices if self._has_news(index, c)]
-            if not fields["choices"]:
-                return b""
-            self._check_caught_up()
-        elif self._has_usage or fields.get("usage") is None:
+            fields["choices"] = left = [c for index, c in choices if self._has_news(index, c)]
+            is_news = bool(left)
+        else:
+            is_news = not self._has_usage and fields.get("usage") is not None
+        if not is_news:
             return b""
+        self._check_caught_up()
         fields.update(self._head)
         return DATA + _encode(fields) + END_OF_EVENT
 
