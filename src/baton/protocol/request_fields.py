@@ -54,7 +54,7 @@ class StreamOptions(msgspec.Struct, frozen=True):
     include_usage: bool | None = None
 
 
-class Resume(msgspec.Struct, frozen=True):
+class Resume(msgspec.Struct, frozen=True, omit_defaults=True):
     """A part of the answer is with the client: the tokens `[0, len(token_ids))`.
 
     `is_complete`: that is all, and only what ends a stream is missing.
