@@ -19,7 +19,7 @@ import msgspec
 from baton.errors import UNDECODABLE
 from baton.gateway.errors import ReplayDiffersError, UpstreamError, WorkerReportedError
 from baton.gateway.metrics import ResumeResult
-from baton.gateway.stream_record import StreamRecord
+from baton.gateway.stream_record import END_OF_EVENT, StreamRecord
 from baton.gateway.stream_replay import Replay
 from baton.protocol.engine_fields import ABSENT
 from baton.protocol.request_fields import Resume
@@ -38,7 +38,6 @@ SEED_BITS: Final = 63
 NULL: Final = b"null"
 
 _temperature_decoder = msgspec.json.Decoder(float | None)
-_ids_decoder = msgspec.json.Decoder(list[int])
 
 
 class Resumption:
@@ -75,7 +74,7 @@ class Resumption:
         """The body for the next attempt: the client may have a part of the answer."""
         if not self._goes_on:
             return body
-        ids = _ids_decoder.decode(self.record.token_ids)
+        ids = self.record.read_token_ids() or []
         return replace(body, resume=Resume(ids, is_complete=self.record.is_finished))
 
     def narrow(self, fleet: Fleet) -> Fleet:
@@ -112,9 +111,9 @@ class Resumption:
         self._lost_at = self._lost_at or self._services.clock.now()
         self._result = self._why_over(error, body)
         if self._result is None:
-            known, what = self.record.num_known, "tokens" if self.record.has_ids else "events"
-            self._context.trace.fallbacks.append(f"the stream goes on after {known} {what}")
-            self._services.metrics.resumed_tokens.inc(known)
+            num, what = self._count_known()
+            self._context.trace.fallbacks.append(f"the stream goes on after {num} {what}")
+            self._services.metrics.resumed_tokens.inc(num)
         return has_progressed
 
     @property
@@ -126,12 +125,19 @@ class Resumption:
     def _goes_on(self) -> bool:
         return self._protocol is not None and self.record.has_ids
 
+    def _count_known(self) -> tuple[int, str]:
+        """How much the client has, and of what."""
+        record = self.record
+        if record.has_ids:
+            return len(record.read_token_ids() or ()), "tokens"
+        return record.events.count(END_OF_EVENT), "events"
+
     def _why_over(self, error: UpstreamError, body: CompletionBody) -> ResumeResult | None:
         if isinstance(error, ReplayDiffersError):
             return ResumeResult.DIFFERED
         if isinstance(error, WorkerReportedError) and error.is_clients_fault:
             return ResumeResult.REFUSED
-        if not self.record.is_kept:
+        if not self.record.is_kept or self.record.read_token_ids() is None:
             return ResumeResult.NOT_KEPT
         if not (self.record.has_ids or is_repeatable(body)):
             return ResumeResult.SAMPLED

@@ -101,15 +101,12 @@ class StreamRecord:
         self.num_taken += 1
         return chunk
 
-    @property
-    def token_ids(self) -> bytes:
-        """The tokens that the client has, as a JSON list."""
-        return b"[%b]" % bytes(self._ids[:-1])
-
-    @property
-    def num_known(self) -> int:
-        """Tokens that the client has; events, where the tokens' ids are not known."""
-        return self._ids.count(b",") if self.has_ids else len(self._chunks)
+    def read_token_ids(self) -> list[int] | None:
+        """The tokens that the client has; None where a worker wrote what are no ids."""
+        try:
+            return _ids_decoder.decode(b"[%b]" % bytes(self._ids[:-1]))
+        except UNDECODABLE:
+            return None
 
     @property
     def events(self) -> bytes:
@@ -185,6 +182,7 @@ class _Event(msgspec.Struct, frozen=True):
     choices: list[_Choice] = []
 
 
+_ids_decoder = msgspec.json.Decoder(list[int])
 _event_decoder = msgspec.json.Decoder(_Event)
 
 

@@ -71,8 +71,9 @@ class Replay:
             self._has_usage = self._has_usage or fields.get("usage") is not None
         for index, choice in _choices_of(fields):
             for key, holder, name in _grown_in(index, choice):
-                if holder[name]:
-                    parts.setdefault(key, []).append(holder[name])
+                pieces = parts.setdefault(key, [type(holder[name])()])
+                if isinstance(holder[name], type(pieces[0])):
+                    pieces.append(holder[name])
             for key, holder, name in _once_in(index, choice):
                 if holder[name] is not None:
                     self._once[key] = holder[name]
@@ -96,7 +97,7 @@ class Replay:
         fields.update(self._head)
         return DATA + _encode(fields) + END_OF_EVENT
 
-    def _has_news(self, index: object, choice: Fields) -> bool:
+    def _has_news(self, index: int, choice: Fields) -> bool:
         """Leave out of a choice what was sent; whether something is left."""
         has_news = False
         for key, holder, name in list(_grown_in(index, choice)):
@@ -110,7 +111,7 @@ class Replay:
             if key not in self._once:
                 has_news = has_news or holder[name] is not None
                 continue
-            if name == "finish_reason" and holder[name] not in {None, self._once[key]}:
+            if name == "finish_reason" and holder[name] not in (None, self._once[key]):
                 raise ReplayDiffersError
             if name in ONCE_IN_CHOICE:
                 holder[name] = None
@@ -144,18 +145,23 @@ def _read(event: bytes) -> Fields | None:
         return None
 
 
-def _choices_of(fields: Fields) -> Iterator[tuple[object, Fields]]:
+def _choices_of(fields: Fields) -> Iterator[tuple[int, Fields]]:
     choices = fields.get("choices")
     for choice in choices if isinstance(choices, list) else ():
         if isinstance(choice, dict):
-            yield choice.get("index", 0), choice
+            yield _index(choice), choice
 
 
-def _calls_of(choice: Fields) -> Iterator[tuple[object, Fields]]:
+def _calls_of(choice: Fields) -> Iterator[tuple[int, Fields]]:
     calls = _fields(choice.get("delta")).get("tool_calls")
     for call in calls if isinstance(calls, list) else ():
         if isinstance(call, dict):
-            yield call.get("index", 0), call
+            yield _index(call), call
+
+
+def _index(item: Fields) -> int:
+    index = item.get("index")
+    return index if isinstance(index, int) else 0
 
 
 def _leave_out_empty_calls(choice: Fields) -> None:
@@ -171,7 +177,7 @@ def _fields(value: object) -> Fields:
     return value if isinstance(value, dict) else {}
 
 
-def _grown_in(index: object, choice: Fields) -> Iterator[tuple[Key, Fields, str]]:
+def _grown_in(index: int, choice: Fields) -> Iterator[tuple[Key, Fields, str]]:
     """What a choice's events add to each other: its name, the object it is in, its field there."""
     delta = _fields(choice.get("delta"))
     holders: list[tuple[Key, Fields, frozenset[str]]] = [
@@ -188,7 +194,7 @@ def _grown_in(index: object, choice: Fields) -> Iterator[tuple[Key, Fields, str]
                 yield (*prefix, name), holder, name
 
 
-def _once_in(index: object, choice: Fields) -> Iterator[tuple[Key, Fields, str]]:
+def _once_in(index: int, choice: Fields) -> Iterator[tuple[Key, Fields, str]]:
     """What comes once in a choice's events."""
     holders: list[tuple[Key, Fields, frozenset[str]]] = [
         ((index,), choice, ONCE_IN_CHOICE),
