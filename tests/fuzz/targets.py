@@ -69,6 +69,8 @@ from baton.gateway.request import (
     parse_body,
     request_id_from,
 )
+from baton.gateway.stream_record import RecordBudget, StreamRecord
+from baton.gateway.stream_replay import Replay
 from baton.gateway.upstream import read_error
 from baton.gateway.workers import read_info, read_load, why_not_used, worker_view
 from baton.handoff import messages
@@ -268,6 +270,42 @@ def read_gateway_body(body: bytes, tenant: str = "") -> bytes:
     sent = json.loads(parsed.encode())
     assert "kv_transfer_params" not in sent
     return parsed.encode()
+
+
+CHUNKS: Final = json_of(
+    {"id": "a", "created": 1, "choices": [{"index": 0, "delta": {"role": "assistant"}}]},
+    {"choices": [{"text": "c", "logprobs": {"tokens": ["c"]}, "finish_reason": "stop"}]},
+    {"choices": [{"index": 0, "logprobs": {"content": [{"token": "a"}]}, "delta": {
+        "content": "ab", "tool_calls": [{"index": 0, "id": "x", "function": {"name": "f"}}]}}]},
+    {"choices": [], "usage": {"completion_tokens": 3}},
+    {"error": {"message": "x", "type": "y"}},
+)  # fmt: skip
+STREAMS: Final = (
+    b"".join(b"data: " + chunk + b"\n\n" for chunk in CHUNKS[:4]) + b"data: [DONE]\n\n",
+    b"".join(b":%d\ndata: %b\n\n" % (number, chunk) for number, chunk in enumerate(CHUNKS)),
+)
+
+
+def go_on_with_stream(data: bytes) -> object:
+    """A stream that is cut after each of its chunks, and answered by itself from its start."""
+    chunks = [data[at : at + 100] for at in range(0, len(data), 100)]
+    budget = RecordBudget(1 << 20)
+    for has_ids in (False, True):
+        record = StreamRecord(budget, MAX_EVENT_BYTES)
+        record.begin(has_ids=has_ids)
+        sent = b"".join(map(record.take, chunks))
+        assert len(sent) <= len(data)
+        record.read_token_ids()
+        assert record.is_finished in {False, True}
+        if not has_ids:
+            record.begin(has_ids=False, replay=Replay(record.events))
+            list(map(record.take, chunks))
+        record.close()
+    assert budget.num_bytes == 0
+    return type(record.failure)
+
+
+MAX_EVENT_BYTES: Final = 10_000
 
 
 def read_headers(data: bytes) -> object:
@@ -927,6 +965,7 @@ TARGETS: Final = {
         Target("worker-info", read_worker_info, (ProtocolError, ConfigError),
                json_of(INFO, VLLM_INFO), "json"),
         Target("worker-answers", read_worker_answers, NO_ERROR, ANSWERS, "json"),
+        Target("worker-streams", go_on_with_stream, NO_ERROR, STREAMS, "bytes"),
         Target("worker-traces", read_traces_of_workers, NO_ERROR,
                json_of(RequestSpan(request_id="req-1", worker="w", epoch="e", role="decode",
                                    ticket=TICKET.id.hex(), fallbacks=["no KV"])), "json"),

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from baton.gateway.metrics import FallbackCause, GatewayMetrics, ModelMetrics
     from baton.gateway.options import GatewayOptions
     from baton.gateway.prefixes import Prefixes
+    from baton.gateway.stream_record import RecordBudget
     from baton.gateway.upstream import Upstream
     from baton.gateway.workers import Workers
     from baton.net.http_exchange import HttpExchange
@@ -93,6 +94,7 @@ class Services:
     retry_budget: RetryBudget
     clients: Clients
     audit: AuditLog | None
+    stream_records: RecordBudget
 
 
 STREAM_HEADERS: Final = (
@@ -107,7 +109,7 @@ class RequestContext:
     """One request: where it stands. Owner: the task that serves it.
 
     `status` is what was sent to the client, None before. `tail` holds the last bytes of the body
-    that went to the client, and is empty as long as another worker could still answer. `running` is
+    that went to the client, and is empty before the first: of a stream, whole events. `running` is
     the attempt under way, `num_streamed` the parts of its answer that came one by one,
     `num_predicted` the tokens that its worker should have cached, `num_cached` those that a prefill
     worker had. Where this is one part of a client's request, `whole` is that; else `exchange` is
@@ -165,7 +167,7 @@ class RequestContext:
 
     @property
     def has_sent_bytes(self) -> bool:
-        """Whether a part of an answer has gone to the client: there is no way back from here."""
+        """Whether a part of an answer has gone to the client: only the same answer can go on."""
         return bool(self.tail)
 
     def left_s(self, now: Instant) -> float:
@@ -210,10 +212,11 @@ class RequestContext:
             self.running.prefilled(now)
 
     def note_first_token(self, now: Instant) -> None:
-        """The first byte of a stream is here."""
+        """The first byte of a stream is here, or of the rest of one that is resumed."""
         if self.running is not None:
             self.running.first_token(now)
-        self.note_first_byte(now)
+        if not self.has_sent_bytes:
+            self.note_first_byte(now)
 
     def note_first_byte(self, now: Instant) -> None:
         """The first byte of the answer is here."""

@@ -34,11 +34,12 @@ from baton.gateway.response_forwarder import (
     ResponseForwarder,
     find_cached_tokens,
 )
+from baton.gateway.resumption import Resumption
 from baton.gateway.workers import Interruptible
 from baton.ids import new_ticket_id
 from baton.protocol.engine_fields import unsupported
 from baton.protocol.worker_http import CREATED_HEADER, TIMEOUT_HEADER
-from baton.router.failover import PREFILL_FIRST, Attempt, Failover, Failure
+from baton.router.failover import EVERY_MODE, PREFILL_FIRST, Attempt, Failover, Failure
 from baton.router.placement import Placement, PlacementRequest, Unplaceable
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ if TYPE_CHECKING:
 
 
 class RequestProxy:
-    """Serves one parsed request. Once a part of an answer has left, nothing is tried again.
+    """Serves one parsed request. A stream of which a part has left goes on where it can.
 
     `beside` is a worker that holds the prompt's KV: it is asked first, without a handoff.
     `excluded_modes` are not used.
@@ -75,6 +76,7 @@ class RequestProxy:
         self._created = str(int(services.clock.unix_now()))
         self._num_tokens = estimate_prompt_tokens(body)
         self._match: PromptMatch | None = None
+        self._resumption = Resumption(services, context)
 
     async def run(self) -> None:
         """Place, ask, forward.
@@ -84,11 +86,15 @@ class RequestProxy:
             NoWorkerError: none of those that do is available.
             UpstreamError: the workers that were asked failed.
         """
-        services = self._services
+        with self._resumption:
+            await self._serve()
+
+    async def _serve(self) -> None:
+        services, resumption = self._services, self._resumption
         failover, failed = Failover(failed_modes=self._excluded_modes), None
         services.retry_budget.add_request()
         await self._check_prompt()
-        while failover.may_retry and not self._context.has_sent_bytes:
+        while failover.may_retry and not resumption.is_over:
             if failed is not None and not services.retry_budget.take(services.clock.now()):
                 services.metrics.refused_retries.inc()
                 break
@@ -98,7 +104,10 @@ class RequestProxy:
                 await self._attempt(placement)
             except UpstreamError as exc:
                 failed = exc
-                failover.record(_attempt_at(placement), _failure_of(exc))
+                has_progressed = resumption.note_failure(exc, placement.decode, self._body)
+                failover.record(
+                    _attempt_at(placement), _failure_of(exc), has_progressed=has_progressed
+                )
                 if isinstance(exc, StaleTicketError):
                     await services.health_monitor.refresh(exc.worker)
             else:
@@ -113,7 +122,7 @@ class RequestProxy:
         context, services = self._context, self._services
         fleet = services.workers.fleet
         context.metrics = services.metrics.of(context.model, NO_MODE)
-        fleet = self._serving(fleet)
+        fleet = self._resumption.narrow(self._serving(fleet))
         speaks_vllm = "vllm" in fleet.models[context.model].decode_protocols
         non_disaggregable = find_non_disaggregable_field(self._body) if speaks_vllm else None
         request = PlacementRequest(
@@ -121,7 +130,7 @@ class RequestProxy:
             failover.avoid,
             non_disaggregable,
             num_prompt_tokens=self._num_tokens,
-            failed_modes=failover.failed_modes,
+            failed_modes=EVERY_MODE if self._resumption.needs_no_prompt else failover.failed_modes,
             at=services.clock.now(),
             cached={} if self._match is None else self._match.cached,
         )
@@ -198,18 +207,18 @@ class RequestProxy:
         return None
 
     async def _attempt(self, placement: Placement) -> None:
+        body = self._resumption.continued(self._body)
         if placement.prefill is None:
-            await self._send_decode_request(placement.decode, self._body.encode())
+            await self._send_decode_request(placement.decode, body.encode())
             return
         prefill, decode = placement.prefill, placement.decode
         handoff = self._issue_ticket(prefill, decode, placement.handoff)
         sealed = seal(handoff.ticket, self._services.options.credentials)
-        bodies = request_bodies(
-            self._body, sealed, prefill=prefill.protocol, decode=decode.protocol
-        )
+        bodies = request_bodies(body, sealed, prefill=prefill.protocol, decode=decode.protocol)
         wanted = None
         if handoff.ticket.first_token_early:
-            wanted = EarlyFirstToken(self._services, self._context, self._send)
+            record = self._resumption.record
+            wanted = EarlyFirstToken(self._services, self._context, record, self._send)
         send_decode = partial(self._decode_with_kv, handoff, decode, bodies.decode, wanted)
         with Interruptible() as attempt:
             prefill_request = PrefillRequest(
@@ -272,7 +281,14 @@ class RequestProxy:
                     worker.completion_urls[context.path], body, self._headers()
                 )
                 try:
-                    answer = ResponseForwarder(services, context, decode, self._send, early=early)
+                    answer = ResponseForwarder(
+                        services,
+                        context,
+                        decode,
+                        self._send,
+                        resumption=self._resumption,
+                        early=early,
+                    )
                     await answer.forward(response)
                 finally:
                     response.release()
@@ -299,13 +315,16 @@ class RequestProxy:
     def _wants_early(self, prefill: WorkerView, decode: WorkerView) -> bool:
         """Only between Baton workers: vLLM cannot be asked to continue from a token."""
         both_ours = prefill.protocol == decode.protocol == "baton"
-        return self._services.options.first_token_early and self._body.stream and both_ours
+        is_wanted = self._body.stream and not self._context.has_sent_bytes
+        return self._services.options.first_token_early and is_wanted and both_ours
 
     def _headers(self) -> bytes:
         """What is the request's own in the head of both workers' requests."""
         context = self._context
         left_s = context.left_s(self._services.clock.now())
         own = f"{CREATED_HEADER}: {self._created}\r\n{TIMEOUT_HEADER}: {left_s:.3f}\r\n"
+        if self._body.stream:
+            own += self._resumption.headers
         return context.headers_to_workers + own.encode("ascii")
 
 
