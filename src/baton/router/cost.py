@@ -9,7 +9,7 @@ one that may answer. Of each, what the client will see is predicted:
 
 and what the placement costs the answers that are under way at the two. The least sum wins.
 `goodput` counts both in units of their limits, and what is beyond a limit `BEYOND` times;
-`throughput` counts seconds until the answer is complete.
+`throughput` counts seconds until the answer is complete. A worker in its slow start costs more.
 """
 
 from __future__ import annotations
@@ -134,8 +134,9 @@ class CostPolicy:
                 why = (*placement.why, f"chosen: {pair}", f"rather than {best}", *divided)
                 return replace(placement, why=why)
         reasons: tuple[str, ...] = ()
-        if served.prefills and not any(is_usable(w, request) for w in served.prefills):
-            reasons = explain_alone(served.prefills, best.decode, request.avoid)
+        is_meant = served.prefills or fleet.absent_prefills
+        if is_meant and not any(is_usable(w, request) for w in served.prefills):
+            reasons = explain_alone(fleet, best.decode, request)
         why = (f"chosen: {best}", *(f"rather than {pair}" for pair in pairs[:1]), *divided)
         return Placement(None, best.decode, reasons, why=why)
 
@@ -208,6 +209,8 @@ class CostPolicy:
             request.num_prompt_tokens - uncached,
         )
         cost = self._own(prediction) + self._others(computing, answering, prefill_s, now)
+        if decode.slow_start is not None or (prefill is not None and prefill.slow_start):
+            cost /= min(worker.share(now) for worker in (decode, prefill or decode))
         return Candidate(prefill, decode, prediction, cost)
 
     def _own(self, prediction: Prediction) -> float:
