@@ -28,20 +28,24 @@ from baton.errors import UNDECODABLE, BatonError, ProtocolError
 from baton.gateway.errors import (
     UnusableWorkerError,
     UpstreamError,
+    WorkerFailedError,
     WorkerLostError,
     WorkerUnreachableError,
 )
 from baton.gateway.upstream import read_error
-from baton.gateway.workers import KV_ROLES, Up, read_info, read_load, why_not_asked
-from baton.protocol.worker_http import HEALTH_PATH, INFO_PATH, WorkerInfo
+from baton.gateway.workers import KV_ROLES, Down, Up, read_info, read_load, why_not_asked
+from baton.protocol.worker_http import HEALTH_PATH, INFO_PATH, Role, WorkerInfo
+from baton.router.health import EjectionCause, may_eject
 
 if TYPE_CHECKING:
     from baton.auth.ticket import WorkerRef
+    from baton.clock import Clock
     from baton.gateway.options import GatewayOptions
     from baton.gateway.upstream import Upstream
     from baton.gateway.workers import Worker, Workers
     from baton.ids import Epoch
     from baton.protocol.worker_http import WorkerLoad
+    from baton.router.placement import Placement
 
 PROBE_TIMEOUT_S: Final = 30.0
 """For one token: the first request of a vLLM server takes some seconds, and it may have others."""
@@ -263,7 +267,6 @@ class LoadReader:
         return read_load(body) if status == HTTPStatus.OK else None
 
 
-NUM_FAILURES_TO_LOSE: Final = 2
 PROBES_PER_DISCOVERY: Final = 10
 
 
@@ -275,17 +278,23 @@ class Prober:
     """
 
     def __init__(
-        self, worker: Worker, workers: Workers, upstream: Upstream, options: GatewayOptions
+        self,
+        worker: Worker,
+        workers: Workers,
+        upstream: Upstream,
+        options: GatewayOptions,
+        *,
+        clock: Clock,
     ) -> None:
         self._worker, self._workers, self._upstream = worker, workers, upstream
+        self._clock = clock
         self._interval_s, self._timeout_s = options.probe_interval_s, options.probe_timeout_s
         self._abandon_after_s = options.abandon_after_s
         self._discovery = WorkerDiscovery(worker, upstream, options.probe_timeout_s)
         self._loads = LoadReader(worker, upstream, options.probe_timeout_s)
         self._is_doubted = False
-        self._num_failures = 0
         self._num_probes = 0
-        self._last_healthy_at = asyncio.get_running_loop().time()
+        self._last_healthy_at = clock.now()
         self._wanted = asyncio.Event()
         self._refreshing = asyncio.Lock()
 
@@ -303,9 +312,8 @@ class Prober:
                 continue
             self._wanted.clear()
 
-    def suspect(self) -> None:
-        """A request failed there: ask now, and believe one failure more."""
-        self._num_failures += 1
+    def ask_now(self) -> None:
+        """A request failed there."""
         self._wanted.set()
 
     def doubt(self) -> None:
@@ -321,34 +329,86 @@ class Prober:
                 except UnusableWorkerError as exc:
                     self._workers.reject(self._worker, str(exc))
                 except BatonError as exc:
-                    self._workers.lose(self._worker, str(exc))
+                    self._lose(EjectionCause.UNWELL, str(exc))
 
     async def probe(self) -> None:
         """Ask once, and note the answer."""
         self._num_probes += 1
+        began_at, num_reads = self._clock.now(), self._upstream.num_reads(self._worker.url)
         try:
-            if await self._is_healthy():
-                await self._discover_if_due()
-            else:
+            if not await self._is_healthy():
                 self._workers.drain(self._worker)
+            elif self._note_healthy():
+                await self._discover_if_due()
         except UnusableWorkerError as exc:
             self._workers.reject(self._worker, str(exc))
         except ProtocolError as exc:
-            self._workers.lose(self._worker, str(exc))
+            self._lose(EjectionCause.UNWELL, str(exc))
         except BatonError as exc:
-            self._num_failures += 1
-            if not isinstance(self._worker.state, Up) or self._num_failures >= NUM_FAILURES_TO_LOSE:
-                self._workers.lose(self._worker, str(exc))
-            self._abandon_if_due(str(exc))
+            if self._upstream.num_reads(self._worker.url) != num_reads:
+                self._worker.health.active_at = self._clock.now()
+            self._note_failure(exc, began_at)
         else:
-            self._num_failures = 0
-            self._last_healthy_at = asyncio.get_running_loop().time()
+            self._last_healthy_at = self._clock.now()
 
-    def _abandon_if_due(self, reason: str) -> None:
-        """A process that hangs keeps its connections: without this, clients would wait for it."""
-        silent_s = asyncio.get_running_loop().time() - self._last_healthy_at
+    def _note_healthy(self) -> bool:
+        """It answered its probe; whether it may be used."""
+        health = self._worker.health
+        health.probe_ok(self._clock.now())
+        self._workers.note_health(self._worker)
+        return isinstance(self._worker.state, Up) or health.is_usable
+
+    def _note_failure(self, error: BatonError, began_at: float) -> None:
+        worker, now, reason = self._worker, self._clock.now(), str(error)
+        if worker.info is None:
+            self._workers.lose(worker, reason)
+        else:
+            match error:
+                case WorkerUnreachableError(is_refused=True):
+                    worker.health.lose(EjectionCause.GONE, now, reason)
+                case WorkerUnreachableError(is_late=True):
+                    if worker.health.active_at >= began_at:
+                        self._last_healthy_at = now
+                    may_eject = is_spare(worker, self._workers)
+                    worker.health.probe_late(began_at, now, reason, may_eject=may_eject)
+                case _:
+                    worker.health.probe_failed(now, reason)
+            self._settle(reason)
+        silent_s = now - self._last_healthy_at
         if silent_s >= self._abandon_after_s:
-            self._worker.abandon(f"not well for {silent_s:.0f} s: {reason}")
+            self._abandon(f"not well for {silent_s:.0f} s: {reason}")
+
+    def _abandon(self, reason: str) -> None:
+        """A process that hangs keeps its connections: without this, clients would wait for it."""
+        if isinstance(self._worker.state, Up):  # it was late, and could not be spared
+            self._lose(EjectionCause.UNWELL, reason)
+        self._worker.abandon(reason)
+
+    def _lose(self, cause: EjectionCause, reason: str) -> None:
+        """It is certainly not usable."""
+        if self._worker.info is not None:
+            self._worker.health.lose(cause, self._clock.now(), reason)
+        self._workers.lose(self._worker, reason)
+        self._workers.note_health(self._worker)
+
+    def _settle(self, reason: str) -> None:
+        """It is down by its probes, or if it was not up before they failed."""
+        health = self._worker.health
+        is_found_by_probes = health.cause not in {None, EjectionCause.FAILED}
+        if is_found_by_probes or not isinstance(self._worker.state, Up):
+            self._workers.lose(self._worker, reason)
+        self._workers.note_health(self._worker)
+
+    def note_unanswered(self, error: UpstreamError) -> None:
+        """A request found no connection, or its answer broke off."""
+        worker, now, reason = self._worker, self._clock.now(), str(error)
+        if isinstance(error, WorkerUnreachableError) and not error.is_late:
+            self._lose(EjectionCause.GONE, reason)
+        else:
+            worker.health.suspect()
+            worker.health.failed(now, reason, may_eject=is_spare(worker, self._workers))
+            self._workers.note_health(worker)
+        self._wanted.set()
 
     async def discover(self) -> None:
         """Ask the worker who it is.
@@ -356,7 +416,13 @@ class Prober:
         Raises:
             UpstreamError, ProtocolError, UnusableWorkerError: see `WorkerDiscovery.discover`.
         """
-        self._workers.register(self._worker, await self._discovery.discover())
+        worker, found = self._worker, await self._discovery.discover()
+        before = worker.info
+        is_another = before is not None and before.epoch != found.epoch
+        if is_another or isinstance(worker.state, Down):
+            worker.health.recover(self._clock.now())
+        self._workers.register(worker, found)
+        self._workers.note_health(worker)
 
     async def _discover_if_due(self) -> None:
         is_doubted, self._is_doubted = self._is_doubted, False
@@ -391,12 +457,41 @@ class Prober:
                 raise UpstreamError(f"/health answered {status}: is this a Baton worker?")
 
 
+def is_spare(worker: Worker, workers: Workers) -> bool:
+    """Whether a worker may be ejected on a suspicion, because others can do its part.
+
+    Without prefill workers decode computes prompts; without decode workers there is no answer.
+    """
+    info = worker.info
+    if info is None or worker.address.role is Role.PREFILL:
+        return True
+    model = info.served_model_name
+    return may_eject([w.health for w in workers.all if w is not worker and _decodes(w, model)])
+
+
+def _decodes(worker: Worker, model: str) -> bool:
+    """Whether a worker answers requests for a model, or would if it were not ejected."""
+    match worker.state:
+        case Up(info) | Down(info, _):
+            return worker.address.role is not Role.PREFILL and info.served_model_name == model
+        case _:
+            return False
+
+
+def is_own_fault(status: int) -> bool:
+    """Whether an answer shows a fault of the worker: not of its request, and not a lack of room."""
+    mild = {HTTPStatus.NOT_IMPLEMENTED, HTTPStatus.SERVICE_UNAVAILABLE}
+    return status >= HTTPStatus.INTERNAL_SERVER_ERROR and status not in mild
+
+
 class HealthMonitor:
     """One prober for each worker."""
 
-    def __init__(self, workers: Workers, upstream: Upstream, options: GatewayOptions) -> None:
-        self._workers = workers
-        self._probers = {w: Prober(w, workers, upstream, options) for w in workers.all}
+    def __init__(
+        self, workers: Workers, upstream: Upstream, options: GatewayOptions, clock: Clock
+    ) -> None:
+        self._workers, self._clock = workers, clock
+        self._probers = {w: Prober(w, workers, upstream, options, clock=clock) for w in workers.all}
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
@@ -409,15 +504,47 @@ class HealthMonitor:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def report(self, worker: Worker, error: UpstreamError) -> None:
-        """A request failed at this worker.
+    def report(self, worker: Worker | None, error: UpstreamError) -> None:
+        """A request failed at this worker, and only a fault of its own counts.
 
         One that cannot be reached is down; one that broke off a single answer is asked how it is.
         """
-        if isinstance(error, WorkerUnreachableError):
-            self._workers.lose(worker, str(error))
+        if worker is None:  # it is another one by now
+            return
         if isinstance(error, WorkerUnreachableError | WorkerLostError):
-            self._probers[worker].suspect()
+            self._probers[worker].note_unanswered(error)
+        elif isinstance(error, WorkerFailedError) and is_own_fault(error.answer.status):
+            self.note_failed(worker, str(error))
+
+    def note_failed(self, worker: Worker, reason: str) -> None:
+        """It answered a request with an error that is its own fault."""
+        may_eject = is_spare(worker, self._workers)
+        worker.health.failed(self._clock.now(), reason, may_eject=may_eject)
+        self._workers.note_health(worker)
+
+    def note_answered(self, worker: Worker) -> None:
+        """It answered a request as it should."""
+        health = worker.health
+        if health.num_failed_requests or health.cause is not None:
+            health.answered(self._clock.now())
+            self._workers.note_health(worker)
+
+    def begin(self, placement: Placement) -> None:
+        """A request was placed: it may be a worker's trial."""
+        for view in (placement.decode, placement.prefill):
+            if view is not None and view.half_open:
+                worker = self._workers.of(view)
+                worker.health.begin_trial(self._clock.now())
+                self._workers.note_health(worker)
+
+    def end(self, placement: Placement) -> None:
+        """That attempt is over."""
+        for view in (placement.decode, placement.prefill):
+            if view is not None and view.half_open:
+                worker = self._workers.with_id(view.id)
+                if worker is not None:
+                    worker.health.end_trial()
+                    self._workers.note_health(worker)
 
     def doubt(self, worker: Worker) -> None:
         """A vLLM server did nothing with its ticket, maybe because it is in another life.

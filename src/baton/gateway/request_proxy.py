@@ -7,6 +7,7 @@ worker, or in the store, until the decode worker, asked second, has room for it.
 from __future__ import annotations
 
 from functools import partial
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Final
 
 from baton.auth.ticket import HandoffMode, Ticket, hash_tenant, seal
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 
     from starlette.types import Send
 
+    from baton.clock import Instant
     from baton.gateway.request import CompletionBody
     from baton.gateway.request_context import RequestContext, Services
     from baton.router.fleet import Fleet, WorkerView
@@ -71,6 +73,7 @@ class RequestProxy:
         self._created = str(int(services.clock.unix_now()))
         self._num_tokens = estimate_prompt_tokens(body)
         self._match: PromptMatch | None = None
+        self._wait_ends_at: Instant | None = None
 
     async def run(self) -> None:
         """Place, ask, forward.
@@ -88,23 +91,63 @@ class RequestProxy:
             if failed is not None and not services.retry_budget.take(services.clock.now()):
                 services.metrics.refused_retries.inc()
                 break
-            placement = self._place(failover, failed)
+            placement = await self._place_in_time(failover, failed)
             running = self._begin(placement)
+            services.health_monitor.begin(placement)
             try:
                 await self._attempt(placement)
             except UpstreamError as exc:
                 failed = exc
+                services.health_monitor.report(services.workers.with_id(placement.decode.id), exc)
                 failover.record(_attempt_at(placement), _failure_of(exc))
                 if isinstance(exc, StaleTicketError):
                     await services.health_monitor.refresh(exc.worker)
             else:
+                self._note_answered(placement)
                 return
             finally:
                 running.end(services.clock.now(), self._context.num_streamed)
+                services.health_monitor.end(placement)
         if failed is not None:
             raise failed
 
-    def _place(self, failover: Failover, failed: UpstreamError | None) -> Placement:
+    async def _place_in_time(self, failover: Failover, failed: UpstreamError | None) -> Placement:
+        """Place it, if need be once a worker is back."""
+        placement = self._place(failover, failed)
+        while isinstance(placement, Unplaceable):
+            why_not = await self._wait_for_decode(failover)
+            if why_not is not None:
+                raise failed or NoWorkerError(f"{placement.reason}; {why_not}")
+            placement = self._place(failover, failed)
+        return placement
+
+    async def _wait_for_decode(self, failover: Failover) -> str | None:
+        """Wait for one of those that are away; or why not."""
+        known = self._serving(self._services.workers.fleet).models[self._context.model].decodes
+        away = frozenset(w.id for w in known if not w.available and not w.ejected)
+        if not away:
+            return "none is expected back"
+        failover.forgive(away)
+
+        def is_served(fleet: Fleet) -> bool:
+            served = self._serving(fleet).models[self._context.model].decodes
+            return any(w.available and w.id not in failover.avoid for w in served)
+
+        return await self._wait(is_served)
+
+    async def _wait(self, is_served: Callable[[Fleet], bool]) -> str | None:
+        waiting = self._services.waiting
+        if self._wait_ends_at is None:
+            self._wait_ends_at = waiting.ends_at()
+        return await waiting.wait(is_served, self._wait_ends_at)
+
+    def _note_answered(self, placement: Placement) -> None:
+        status, workers = self._context.status or 0, self._services.workers
+        worker = workers.with_id(placement.decode.id)
+        if status < HTTPStatus.BAD_REQUEST and worker is not None:  # 4xx: the request's own fault
+            self._services.health_monitor.note_answered(worker)
+
+    def _place(self, failover: Failover, failed: UpstreamError | None) -> Placement | Unplaceable:
         context, services = self._context, self._services
         fleet = services.workers.fleet
         context.metrics = services.metrics.of(context.model, NO_MODE)
@@ -123,7 +166,7 @@ class RequestProxy:
         held = self._place_beside(fleet) if failed is None else None
         placement = held or services.placement.place(fleet, request, services.load)
         if isinstance(placement, Unplaceable):
-            raise failed or NoWorkerError(placement.reason)
+            return placement
         if failed is not None:
             services.fallbacks.note(context, _cause_of(failed), str(failed))
         if placement.non_disaggregable is not None:
@@ -140,6 +183,8 @@ class RequestProxy:
         """Refuse a prompt that is certainly too long; find who has how much of it cached."""
         services, model = self._services, self._context.model
         workers = services.workers
+        if not workers.fleet.models:
+            await self._wait(lambda fleet: bool(fleet.models))
         if model not in workers.fleet.models:
             raise workers.why_not_served(model)
         self._body.check_ids(partial(workers.largest_context, model))
@@ -251,19 +296,15 @@ class RequestProxy:
     ) -> None:
         services, context = self._services, self._context
         worker = services.workers.of(decode)
-        try:
-            with worker.cancel_scope():
-                response = await services.upstream.post(
-                    worker.completion_urls[context.path], body, self._headers()
-                )
-                try:
-                    answer = ResponseForwarder(services, context, decode, self._send, early=early)
-                    await answer.forward(response)
-                finally:
-                    response.release()
-        except UpstreamError as exc:
-            services.health_monitor.report(worker, exc)
-            raise
+        with worker.cancel_scope():
+            response = await services.upstream.post(
+                worker.completion_urls[context.path], body, self._headers()
+            )
+            try:
+                answer = ResponseForwarder(services, context, decode, self._send, early=early)
+                await answer.forward(response)
+            finally:
+                response.release()
 
     def _issue_ticket(self, prefill: WorkerView, decode: WorkerView, mode: HandoffMode) -> Handoff:
         services, context = self._services, self._context

@@ -24,7 +24,7 @@ class WorkerView:
     """One incarnation of a worker. `fingerprint` is its model's, `model` the name that clients use.
 
     `modes` are the ways of handing over that it takes part in. `load` None: not reported.
-    `available`: it may be given requests. `on_trial`: the next one is to show if it is well again.
+    `available`: it may be given requests. `half_open`: it may get a trial request.
     `ejected`: it is up, but only used where there is no other. `slow_start` None: it is over.
     """
 
@@ -37,7 +37,7 @@ class WorkerView:
     protocol: WorkerProtocol = "baton"
     modes: frozenset[HandoffMode] = PUSH_ONLY
     load: WorkerLoad | None = None
-    on_trial: bool = False
+    half_open: bool = False
     ejected: bool = False
     slow_start: SlowStart | None = None
 
@@ -75,7 +75,7 @@ class ModelWorkers:
 
     `helpers` may prefill what another worker answers: prefill workers, and those of both roles.
     `decode_protocols` is the decode workers', at hand because each request asks for it; so are
-    `trials`, the workers that are on trial.
+    `trials`, the workers that are half-open.
     """
 
     prefills: tuple[WorkerView, ...]
@@ -94,7 +94,7 @@ class ModelWorkers:
             decodes=decodes,
             helpers=tuple(w for w in listed if w.role is not Role.DECODE),
             decode_protocols=frozenset(w.protocol for w in decodes),
-            trials=tuple(w for w in listed if w.on_trial),
+            trials=tuple(w for w in listed if w.half_open),
         )
 
 

@@ -6,13 +6,13 @@
 
     connection refused            ejected at once: the process is gone
     two probes in a row not well  ejected: by its own word
-    two probes in a row late      ejected, unless it was heard meanwhile, or is needed
+    two probes in a row late      ejected, unless something was received meanwhile, or it is needed
     five requests in a row fail   ejected for a time, unless it is needed
 
 What comes late or fails may be the fault of a busy machine, or of the requests; so for that at most
 half of a model's workers are ejected, and never the last one (`may_eject`). A late worker that
-answers its probes again is back; one that failed requests gets one request on trial first, because
-a broken engine often answers its probes. Each such ejection lasts longer than the one before, up
+answers its probes again is back; one that failed requests gets one trial request first, because a
+broken engine often answers its probes. Each such ejection lasts longer than the one before, up
 to `MAX_EJECTION_S`. Who is back gets a growing share of requests (`SlowStart`): its caches are
 cold.
 """
@@ -82,14 +82,18 @@ class HealthOptions:
     slow_start_s: float = 10.0
 
 
+DEFAULT_HEALTH: Final = HealthOptions()
+
+
 @dataclass(slots=True, eq=False)
 class WorkerHealth:
     """One worker's. Times are seconds on any clock that does not go back.
 
-    `reason` is the latest failure, for people; `ends_at` when the present ejection may end.
+    `reason` is the latest failure, for people; `ends_at` when the present ejection may end;
+    `active_at` when anything was received from it: its process lives and runs.
     """
 
-    options: HealthOptions = HealthOptions()
+    options: HealthOptions = DEFAULT_HEALTH
     cause: EjectionCause | None = None
     reason: str = ""
     ends_at: float = -inf
@@ -97,9 +101,9 @@ class WorkerHealth:
     num_ejections: int = 0
     num_failed_probes: int = 0
     num_failed_requests: int = 0
+    active_at: float = -inf
     _is_half_open: bool = False
     _trial_ends_at: float | None = None
-    _heard_at: float = -inf
     _failed_at: float = -inf
     _calm_since: float = -inf
 
@@ -124,10 +128,6 @@ class WorkerHealth:
         """Whether one request is to show if it is well again."""
         return self._is_half_open and self._trial_ends_at is None
 
-    def hear(self, now: float) -> None:
-        """It answers somebody: its process lives and runs."""
-        self._heard_at = now
-
     def pass_time(self, now: float) -> None:
         """What ends by itself: call it now and then, as with each probe."""
         if self.cause is EjectionCause.FAILED and now >= self.ends_at:
@@ -144,16 +144,16 @@ class WorkerHealth:
 
     def probe_ok(self, now: float) -> None:
         """It answered a probe: what only probes found is over."""
-        self.hear(now)
+        self.active_at = now
         self.num_failed_probes = 0
         if self.cause not in {None, EjectionCause.FAILED} and now >= self.ends_at:
-            self._recover(now)
+            self.recover(now)
         self.pass_time(now)
 
     def probe_late(self, began_at: float, now: float, reason: str, *, may_eject: bool) -> None:
-        """A probe was not answered in time; no failure if it was heard since `began_at`."""
+        """A probe was not answered in time; no failure if it was active since `began_at`."""
         self.pass_time(now)
-        if self._heard_at >= began_at:
+        if self.active_at >= began_at:
             return
         self._count_failed_probe(reason)
         if may_eject and self.num_failed_probes >= PROBES_TO_EJECT:
@@ -167,20 +167,16 @@ class WorkerHealth:
             self._eject(EjectionCause.UNWELL, now)
 
     def lose(self, cause: EjectionCause, now: float, reason: str) -> None:
-        """It is certainly not usable: its port refuses connections, it is another program, …"""
+        """It is certainly not usable: its port refuses connections, for example."""
         self.reason = reason
         self._eject(cause, now)
 
-    def restart(self, now: float) -> None:
-        """It is another process: what the one before it did is no fault of this one."""
-        self._recover(now)
-
     def answered(self, now: float) -> None:
         """It answered a request as it should."""
-        self.hear(now)
+        self.active_at = now
         self.num_failed_requests = 0
         if self._trial_ends_at is not None:
-            self._recover(now)
+            self.recover(now)
 
     def failed(self, now: float, reason: str, *, may_eject: bool) -> None:
         """A request failed there, and it is the worker's fault."""
@@ -231,7 +227,8 @@ class WorkerHealth:
         times = self.num_ejections if cause is EjectionCause.FAILED else self.num_ejections - 1
         return min(MAX_EJECTION_S, times * self.options.ejection_s)
 
-    def _recover(self, now: float) -> None:
+    def recover(self, now: float) -> None:
+        """It is usable again, or another process: with a share that grows."""
         self.cause, self._is_half_open, self._trial_ends_at = None, False, None
         self.num_failed_probes = self.num_failed_requests = 0
         self._calm_since = now

@@ -59,7 +59,7 @@ def find_decodes(fleet: Fleet, request: PlacementRequest) -> list[WorkerView] | 
     if served is None:
         return Unplaceable(f"no worker serves the model {request.model!r}")
     decodes = [w for w in served.trials if w.decodes and is_usable(w, request)][:1]
-    if not decodes or request.avoid:  # what failed once does not take part in a trial
+    if not decodes or request.avoid:  # a retry is no trial
         decodes = [w for w in served.decodes if is_usable(w, request)]
     decodes = decodes or [w for w in served.decodes if w.ejected and w.id not in request.avoid]
     return decodes or Unplaceable(_explain_no_decode(served, request))
@@ -68,10 +68,10 @@ def find_decodes(fleet: Fleet, request: PlacementRequest) -> list[WorkerView] | 
 def find_prefills(
     served: ModelWorkers, decode: WorkerView, request: PlacementRequest
 ) -> list[WorkerView]:
-    """Those that may prefill a request for this decode worker; the one on trial, if there is."""
+    """Those that may prefill a request for this decode worker; a half-open one, if there is."""
     listed = served.prefills
     found = [w for w in listed if is_usable(w, request) and decode.why_not_from(w) is None]
-    return [w for w in found if w.on_trial][:1] or found if served.trials else found
+    return [w for w in found if w.half_open][:1] or found if served.trials else found
 
 
 def is_usable(worker: WorkerView, request: PlacementRequest) -> bool:
@@ -108,9 +108,7 @@ def hand_over(
     )
 
 
-def explain_alone(
-    fleet: Fleet, decode: WorkerView, request: PlacementRequest
-) -> tuple[str, ...]:
+def explain_alone(fleet: Fleet, decode: WorkerView, request: PlacementRequest) -> tuple[str, ...]:
     """Why no prefill worker serves the request with a decode worker."""
     prefills = fleet.models[request.model].prefills
     known = (_why_not(prefill, decode, request.avoid) for prefill in prefills)

@@ -31,7 +31,7 @@ def workers() -> Workers:
 @pytest.fixture
 def worker_list(workers) -> WorkerList:
     clock = ManualClock()
-    events = KVEvents(workers, GatewayMetrics(), clock)
+    events = KVEvents(workers, GatewayMetrics(), clock, upstream=None)
     return WorkerList(workers, events, FleetLoad(), clock)
 
 
@@ -100,7 +100,9 @@ def test_what_this_gateway_gave_it_is_shown(workers):
     workers.register(worker, info())
     (view,) = workers.fleet.models[info().served_model_name].decodes
     load.begin(Placement(None, view), 1000, clock.now())
-    worker_list = WorkerList(workers, KVEvents(workers, GatewayMetrics(), clock), load, clock)
+    worker_list = WorkerList(
+        workers, KVEvents(workers, GatewayMetrics(), clock, upstream=None), load, clock
+    )
     given = only(worker_list).given
     assert (given.num_prefills, given.num_decodes) == (1, 1)
     assert given.queue_s == pytest.approx(given.prefill.fixed_s + 1000 * given.prefill.each_s)
