@@ -175,7 +175,7 @@ class WorkerHealth:
         """It answered a request as it should."""
         self.active_at = now
         self.num_failed_requests = 0
-        if self._trial_ends_at is not None:
+        if self._is_half_open:  # a prefill worker's answer may come after its trial's end
             self.recover(now)
 
     def failed(self, now: float, reason: str, *, may_eject: bool) -> None:
