@@ -44,7 +44,7 @@ class WaitingRequests:
         """Return once a fleet `is_served`; else why it was not waited for any longer."""
         left_s = until - self._clock.now()
         if left_s <= 0:
-            return f"none came within {self._wait_s:g} s"
+            return self._expired
         if len(self._waiting) >= MAX_WAITING:
             self._metrics.waits[WaitOutcome.REFUSED].inc()
             return f"{MAX_WAITING} requests wait for one already"
@@ -57,12 +57,16 @@ class WaitingRequests:
             outcome = WaitOutcome.SERVED
         except TimeoutError:
             outcome = WaitOutcome.EXPIRED
-            return f"none came within {self._wait_s:g} s"
+            return self._expired
         finally:
             del self._waiting[waiter]
             self._metrics.waits[outcome].inc()
             self._metrics.wait_seconds.observe(self._clock.now() - began_at)
         return None
+
+    @property
+    def _expired(self) -> str:
+        return f"none came within {self._wait_s:g} s" if self._wait_s else "requests do not wait"
 
     def _wake(self, fleet: Fleet) -> None:
         for waiter, is_served in self._waiting.items():
