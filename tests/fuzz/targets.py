@@ -59,7 +59,6 @@ from baton.events.wire import decode_message, decode_page, decode_replayed, enco
 from baton.gateway import protocol_adapters
 from baton.gateway.clients import ClientKeyFile, Clients, make_key, read_keys
 from baton.gateway.errors import UnauthorizedError
-from baton.gateway.health_monitor import _first_model
 from baton.gateway.kv_events import locate_events
 from baton.gateway.options import WorkerAddress
 from baton.gateway.request import (
@@ -72,6 +71,7 @@ from baton.gateway.request import (
 from baton.gateway.stream_record import RecordBudget, StreamRecord
 from baton.gateway.stream_replay import Replay
 from baton.gateway.upstream import read_error
+from baton.gateway.worker_discovery import _first_model
 from baton.gateway.workers import read_info, read_load, why_not_used, worker_view
 from baton.handoff import messages
 from baton.handoff.interface import SampledToken

@@ -89,6 +89,7 @@ async def cluster(
     decode += [ScriptedWorker(f"worker-{i}", "both", say_abc) for i in range(boths)]
     workers = tuple(WorkerAddress(w.url, Role(w.listed_as)) for w in prefill + decode)
     settings = {"probe_interval_s": 0.1, "probe_timeout_s": 3.0, "connect_timeout_s": 3.0}
+    settings["wait_for_worker_s"] = 0.3
     settings["tls"] = "off"  # what scripted workers speak
     gateway = GatewayOptions(workers=workers, credentials=KEY, **{**settings, **options})
     async with contextlib.AsyncExitStack() as stack:

@@ -27,6 +27,7 @@ from baton.config.sections import Config
 from baton.gateway.options import GatewayOptions, WorkerAddress
 from baton.net.credentials import find_credentials
 from baton.protocol.worker_http import Role
+from baton.router.health import HealthOptions
 
 
 @Parameter(name="*")
@@ -111,6 +112,8 @@ def _options(config: Config, status_fd: int) -> GatewayOptions:
         probe_interval_s=section.probe_interval_s,
         probe_timeout_s=section.probe_timeout_s,
         abandon_after_s=section.abandon_after_s,
+        health=HealthOptions(section.ejection_s, section.slow_start_s),
+        wait_for_worker_s=section.wait_for_worker_s,
         drain_timeout_s=section.drain_timeout_s,
         num_records=config.trace.ring_size,
         mode=section.mode,

@@ -16,6 +16,7 @@ Port: TypeAlias = Annotated[int, Meta(ge=0, le=65_535)]
 Count: TypeAlias = Annotated[int, Meta(ge=0)]
 PositiveCount: TypeAlias = Annotated[int, Meta(ge=1)]
 Seconds: TypeAlias = Annotated[float, Meta(gt=0)]
+SecondsOrNone: TypeAlias = Annotated[float, Meta(ge=0)]
 LeaseSeconds: TypeAlias = Annotated[float, Meta(gt=0, le=3600)]
 Host: TypeAlias = Annotated[str, Meta(min_length=1)]
 
@@ -70,6 +71,9 @@ class GatewaySection(Struct, frozen=True, kw_only=True):
     probe_interval_s: Seconds = 1.0
     probe_timeout_s: Seconds = 2.0
     abandon_after_s: Seconds = 15.0
+    ejection_s: Seconds = 5.0
+    slow_start_s: SecondsOrNone = 10.0
+    wait_for_worker_s: SecondsOrNone = 5.0
     drain_timeout_s: Seconds = 30.0
     mode: Mode = "auto"
     first_token_early: bool = False

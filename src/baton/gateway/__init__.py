@@ -27,7 +27,9 @@ File map, along the way of a request:
 
 Workers, metrics, debugging:
     workers.py      the registry: state, epoch and load of each worker, and its description
-    health_monitor.py     probes each worker's health, and asks it for its identity
+    worker_discovery.py   who a worker is, and how loaded
+    health_monitor.py     what probes and requests show of each worker's health
+    waiting.py      requests that wait until a worker is back
     kv_events.py    which blocks vLLM workers hold
     metrics.py, debug.py  Prometheus metrics; `/debug/requests` and `/debug/workers`
 """

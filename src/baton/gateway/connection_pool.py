@@ -36,6 +36,7 @@ class ConnectionPool:
         """Of a request's head, what follows its path."""
         self._idle_since: dict[Connection, float] = {}
         self._open: set[Connection] = set()
+        self._num_reads_before = 0
         self._making: set[asyncio.Future[Connection]] = set()
         self._timer: asyncio.TimerHandle | None = None
 
@@ -72,10 +73,17 @@ class ConnectionPool:
                 return await asyncio.shield(making)
         except TimeoutError as exc:
             making.add_done_callback(_close_unused)
-            raise WorkerUnreachableError(f"{self._name} did not answer in time") from exc
+            raise WorkerUnreachableError(
+                f"{self._name} did not answer in time", is_late=True
+            ) from exc
         except asyncio.CancelledError:
             making.add_done_callback(_close_unused)
             raise
+
+    @property
+    def num_reads(self) -> int:
+        """How many times something was received, on any connection."""
+        return self._num_reads_before + sum(connection.num_reads for connection in self._open)
 
     @property
     def _context(self) -> ssl.SSLContext | None:
@@ -115,7 +123,10 @@ class ConnectionPool:
                 'gateway\'s BATON_CLUSTER_KEY, and the same security.tls (http:// is for "off")'
             ) from exc
         except OSError as exc:
-            raise WorkerUnreachableError(f"{self._name} cannot be reached: {_reason(exc)}") from exc
+            raise WorkerUnreachableError(
+                f"{self._name} cannot be reached: {_reason(exc)}",
+                is_refused=isinstance(exc, ConnectionRefusedError | ConnectionResetError),
+            ) from exc
         if connection.is_open:
             self._open.add(connection)
         return connection
@@ -139,7 +150,9 @@ class ConnectionPool:
         self._timer = None
 
     def _forget(self, connection: Connection) -> None:
-        self._open.discard(connection)
+        if connection in self._open:
+            self._open.remove(connection)
+            self._num_reads_before += connection.num_reads
         self._idle_since.pop(connection, None)
 
 

@@ -17,6 +17,7 @@ from baton.gateway.errors import PathNotFoundError
 from baton.gateway.kv_events import Followed, NotFollowed
 from baton.gateway.workers import Down, Draining, Pending, Rejected, Up
 from baton.protocol.worker_http import KV_EVENTS_PREFIX, Role, WorkerLoad, trace_path
+from baton.router.health import HealthState
 from baton.telemetry.trace import RequestSpan, TraceSummary, summarize
 
 if TYPE_CHECKING:
@@ -219,7 +220,8 @@ class ListedWorker(msgspec.Struct, frozen=True):
     """One worker of the operator's list.
 
     `kv_events` is null where it publishes none, `load` where it does not report its load. `given`
-    is what this gateway has given it to do, null before its first request.
+    is what this gateway has given it to do, null before its first request. `health` is what is
+    thought of a worker that is up, `share` its part of the requests that it would get otherwise.
     """
 
     worker: str | None
@@ -231,6 +233,8 @@ class ListedWorker(msgspec.Struct, frozen=True):
     kv_events: FollowedEvents | None
     load: WorkerLoad | None = None
     given: GivenWork | None = None
+    health: HealthState = HealthState.HEALTHY
+    share: float = 1.0
 
 
 class WorkerListReply(msgspec.Struct, frozen=True):
@@ -267,7 +271,13 @@ class WorkerList:
             kv_events=None if following is None else _show_events(following),
             load=worker.load,
             given=self._show_given(worker),
+            health=worker.health.state,
+            share=self._share_of(worker),
         )
+
+    def _share_of(self, worker: Worker) -> float:
+        slow_start = worker.health.slow_start
+        return 1.0 if slow_start is None else slow_start.share(self._clock.now())
 
     def _show_given(self, worker: Worker) -> GivenWork | None:
         if worker.info is None:
@@ -295,6 +305,8 @@ def _reason(worker: Worker) -> str | None:
     match worker.state:
         case Pending(reason) | Down(_, reason) | Rejected(reason):
             return reason
+        case Up() if worker.health.state not in {HealthState.HEALTHY, HealthState.RECOVERING}:
+            return worker.health.reason
         case Up() | Draining():
             return None
         case _ as never:

@@ -111,7 +111,14 @@ class UpstreamError(GatewayError):
 
 
 class WorkerUnreachableError(UpstreamError):
-    """No connection to the worker could be made."""
+    """No connection to the worker could be made, or no answer came in time.
+
+    `is_refused`: nothing listens there. `is_late`: only the time was over.
+    """
+
+    def __init__(self, message: str, *, is_refused: bool = False, is_late: bool = False) -> None:
+        super().__init__(message)
+        self.is_refused, self.is_late = is_refused, is_late
 
 
 class WorkerLostError(UpstreamError):

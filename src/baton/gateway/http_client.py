@@ -220,6 +220,7 @@ class Connection(asyncio.Protocol):
         self._num_head_bytes = 0
         self._has_ended = self._is_kept = False
         self._is_paused = False
+        self.num_reads = 0
 
     def send(self, head: bytes, body: bytes = b"") -> Answer:
         """Send a request; one at a time. `head` ends with an empty line."""
@@ -269,6 +270,7 @@ class Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """See `asyncio.Protocol`."""
+        self.num_reads += 1
         answer, parser = self._answer, self._parser
         if answer is None or parser is None:  # nothing was asked, or it is not wanted any more
             self.close()

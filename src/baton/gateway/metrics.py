@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
+from baton.router.health import EjectionCause, HealthState
 from baton.router.placement import NonDisaggregableField
 from baton.telemetry.log_limit import WARNINGS
 from baton.telemetry.metrics import FIRST_TOKEN_EDGES_S, REQUEST_EDGES_S, TOKEN_GAP_EDGES_S
@@ -104,6 +105,29 @@ class RouterCollector(Collector):
         yield from (under_way, errors)
 
 
+WORKER_STATES: Final = ("pending", "draining", "down", "rejected", *HealthState)
+
+
+class HealthCollector(Collector):
+    """What is thought of each worker: of its states, the present one is 1."""
+
+    def __init__(self, workers: Workers) -> None:
+        self._workers = workers
+
+    def collect(self) -> Iterable[Metric]:
+        """See `Collector`."""
+        states = GaugeMetricFamily(
+            "baton_gateway_worker_state",
+            "1 for the state that a worker is in.",
+            labels=("url", "role", "state"),
+        )
+        for worker in self._workers.all:
+            for state in WORKER_STATES:
+                labels = (str(worker.url), worker.address.role, state)
+                states.add_metric(labels, state == worker.standing)
+        yield states
+
+
 MODES: Final[tuple[Mode, ...]] = ("push", "pull", "pool", "reference", "colocated")
 COMMON_CODES: Final = (200, 400, 404, 413, 499, 500, 502, 503, 504)
 CLIENT_LEFT_CODE: Final = 499
@@ -137,6 +161,15 @@ class FallbackCause(StrEnum):
     STALE_TICKET = "stale_ticket"
     TICKET_REFUSED = "ticket_refused"
     MODE_UNUSABLE = "mode_unusable"
+
+
+class WaitOutcome(StrEnum):
+    """How the wait of a request for a worker ended."""
+
+    SERVED = "served"
+    EXPIRED = "expired"
+    LEFT = "left"
+    REFUSED = "refused"
 
 
 class BrokenStreamCause(StrEnum):
@@ -281,10 +314,38 @@ class GatewayMetrics:
             "Worker incarnations whose KV events cannot be followed at their advertised endpoint.",
             registry=self.registry,
         )
+        self._add_health()
         self._worker_up = Gauge(
             "baton_gateway_worker_up",
             "1 while requests may be placed on this worker.",
             ("url", "role"),
+            registry=self.registry,
+        )
+
+    def _add_health(self) -> None:
+        ejections = Counter(
+            "baton_gateway_ejections",
+            "Workers that were taken out: their process gone, not well, late, or failing requests.",
+            ("cause",),
+            registry=self.registry,
+        )
+        self.ejections = {cause: ejections.labels(cause) for cause in EjectionCause}
+        self.waiting = Gauge(
+            "baton_gateway_waiting_requests",
+            "Completion requests that wait for a worker to come back.",
+            registry=self.registry,
+        )
+        waits = Counter(
+            "baton_gateway_worker_waits",
+            "Waits for a worker, by how they ended.",
+            ("outcome",),
+            registry=self.registry,
+        )
+        self.waits = {outcome: waits.labels(outcome) for outcome in WaitOutcome}
+        self.wait_seconds = Histogram(
+            "baton_gateway_worker_wait_seconds",
+            "How long requests waited for a worker.",
+            buckets=FIRST_TOKEN_EDGES_S,
             registry=self.registry,
         )
 

@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 from baton.config.cluster_key import is_loopback
 from baton.errors import ConfigError
 from baton.protocol.worker_http import Role
+from baton.router.health import DEFAULT_HEALTH, HealthOptions
 from baton.router.placement import POLICIES
 
 if TYPE_CHECKING:
@@ -68,6 +69,7 @@ class GatewayOptions:
     `management_port` None: /metrics and /debug on the gateway's own port, if that is loopback's
     or `insecure`. Of several processes, which share the gateway's port, each has its own one.
     `tls_certificate` and `tls_key`: PEM files, with which the gateway's own port speaks TLS.
+    `wait_for_worker_s`: how long a request waits where no worker can serve it; 0: not at all.
     `allowed_hosts` and `allowed_origins`: see `baton.gateway.app.RequestOrigin`.
 
     Raises:
@@ -98,6 +100,8 @@ class GatewayOptions:
     probe_interval_s: float = 1.0
     probe_timeout_s: float = 2.0
     abandon_after_s: float = 15.0
+    health: HealthOptions = DEFAULT_HEALTH
+    wait_for_worker_s: float = 5.0
     drain_timeout_s: float = 30.0
     num_records: int = 1024
     mode: ModeSetting = "auto"
@@ -177,3 +181,5 @@ class GatewayOptions:
         ):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"gateway.{name} must be above 0")
+        if self.wait_for_worker_s < 0:
+            raise ConfigError("gateway.wait_for_worker_s must not be below 0")

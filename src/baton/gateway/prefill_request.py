@@ -169,6 +169,7 @@ class PrefillRequest:
         if not isinstance(result, PrefillDone):
             return False
         self._context.num_cached = result.num_cached
+        self._services.health_monitor.note_answered(self._handoff.prefill)
         self._context.note_prefilled(self._services.clock.now())
         return True
 
@@ -209,9 +210,17 @@ class PrefillRequest:
     async def _read(self, answer: Answer) -> PrefillResult:
         try:
             reply = await answer.read_whole(MAX_SMALL_ANSWER_BYTES)
-            return read_prefill_result(self._handoff.protocol, answer.status, reply)
+            result = read_prefill_result(self._handoff.protocol, answer.status, reply)
         finally:
             answer.release()
+        match result:
+            case PrefillDone():
+                self._services.health_monitor.note_answered(self._handoff.prefill)
+            case PrefillFailed(FallbackCause.PREFILL_FAILED, reason):
+                self._services.health_monitor.note_failed(self._handoff.prefill, reason)
+            case _:
+                pass
+        return result
 
     async def _retry_or_fail(self) -> None:
         stale = StaleTicketError(self._handoff.ticket.prefill)

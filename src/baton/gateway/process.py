@@ -36,12 +36,13 @@ from baton.gateway.completions import Completions
 from baton.gateway.debug import RequestHistory, RequestTraces, WorkerList
 from baton.gateway.health_monitor import HealthMonitor
 from baton.gateway.kv_events import KVEvents
-from baton.gateway.metrics import GatewayMetrics, RouterCollector
+from baton.gateway.metrics import GatewayMetrics, HealthCollector, RouterCollector
 from baton.gateway.prefixes import Prefixes
 from baton.gateway.process_group import ProcessGroup
 from baton.gateway.request_context import BackgroundTasks, Fallbacks, Services
 from baton.gateway.stream_record import RecordBudget
 from baton.gateway.upstream import Upstream
+from baton.gateway.waiting import WaitingRequests
 from baton.gateway.workers import Workers
 from baton.net.http_limits import Connections, HttpLimits, allow_descriptors
 from baton.net.http_server import bind, count_refusals, make_server_config, start_listening, url_of
@@ -105,10 +106,11 @@ def _give_large_bodies_back() -> None:
 async def open_gateway(options: GatewayOptions, clock: Clock) -> AsyncGenerator[GatewayApp]:
     """The ASGI application with its probes and connections, for as long as the block runs."""
     metrics, load = GatewayMetrics(), FleetLoad()
-    workers = Workers(options.workers, metrics)
+    workers = Workers(options.workers, metrics, options.health)
     metrics.registry.register(RouterCollector(load, workers))
+    metrics.registry.register(HealthCollector(workers))
     upstream = Upstream(options)
-    health_monitor = HealthMonitor(workers, upstream, options)
+    health_monitor = HealthMonitor(workers, upstream, options, clock)
     policy = POLICIES.build(options.policy, options.policy_options)(options.mode)
     prefixes = None
     if policy.uses_prefixes:
@@ -119,6 +121,7 @@ async def open_gateway(options: GatewayOptions, clock: Clock) -> AsyncGenerator[
         metrics=metrics,
         workers=workers,
         health_monitor=health_monitor,
+        waiting=WaitingRequests(workers, metrics, clock, options.wait_for_worker_s),
         upstream=upstream,
         placement=policy,
         load=load,

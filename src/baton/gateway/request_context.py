@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from baton.gateway.prefixes import Prefixes
     from baton.gateway.stream_record import RecordBudget
     from baton.gateway.upstream import Upstream
+    from baton.gateway.waiting import WaitingRequests
     from baton.gateway.workers import Workers
     from baton.net.http_exchange import HttpExchange
     from baton.router.failover import RetryBudget
@@ -84,6 +85,7 @@ class Services:
     metrics: GatewayMetrics
     workers: Workers
     health_monitor: HealthMonitor
+    waiting: WaitingRequests
     upstream: Upstream
     placement: PlacementPolicy
     load: FleetLoad

@@ -7,6 +7,7 @@ worker, or in the store, until the decode worker, asked second, has room for it.
 from __future__ import annotations
 
 from functools import partial
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Final
 
 from baton.auth.ticket import HandoffMode, Ticket, hash_tenant, seal
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
 
     from starlette.types import Send
 
+    from baton.clock import Instant
     from baton.gateway.request import CompletionBody
     from baton.gateway.request_context import RequestContext, Services
     from baton.router.fleet import Fleet, WorkerView
@@ -77,6 +79,7 @@ class RequestProxy:
         self._num_tokens = estimate_prompt_tokens(body)
         self._match: PromptMatch | None = None
         self._resumption = Resumption(services, context)
+        self._wait_ends_at: Instant | None = None
 
     async def run(self) -> None:
         """Place, ask, forward.
@@ -98,12 +101,14 @@ class RequestProxy:
             if failed is not None and not services.retry_budget.take(services.clock.now()):
                 services.metrics.refused_retries.inc()
                 break
-            placement = self._place(failover, failed)
+            placement = await self._place_in_time(failover, failed)
             running = self._begin(placement)
+            services.health_monitor.begin(placement)
             try:
                 await self._attempt(placement)
             except UpstreamError as exc:
                 failed = exc
+                services.health_monitor.report(services.workers.with_id(placement.decode.id), exc)
                 has_progressed = resumption.note_failure(exc, placement.decode, self._body)
                 failover.record(
                     _attempt_at(placement), _failure_of(exc), has_progressed=has_progressed
@@ -112,17 +117,55 @@ class RequestProxy:
                     await services.health_monitor.refresh(exc.worker)
             else:
                 self._note_cached(placement)
+                self._note_answered(placement)
                 return
             finally:
                 running.end(services.clock.now(), self._context.num_streamed)
+                services.health_monitor.end(placement)
         if failed is not None:
             raise failed
 
-    def _place(self, failover: Failover, failed: UpstreamError | None) -> Placement:
+    async def _place_in_time(self, failover: Failover, failed: UpstreamError | None) -> Placement:
+        """Place it, if need be once a worker is back."""
+        placement = self._place(failover, failed)
+        while isinstance(placement, Unplaceable):
+            why_not = await self._wait_for_decode(failover)
+            if why_not is not None:
+                raise failed or NoWorkerError(f"{placement.reason}; {why_not}")
+            placement = self._place(failover, failed)
+        return placement
+
+    async def _wait_for_decode(self, failover: Failover) -> str | None:
+        """Wait for one of those that are away; or why not."""
+        known = self._usable(self._services.workers.fleet).models[self._context.model].decodes
+        away = frozenset(w.id for w in known if not w.available and not w.ejected)
+        if not away:
+            return "none is expected back"
+        failover.forgive(away)
+
+        def is_served(fleet: Fleet) -> bool:
+            served = self._usable(fleet).models[self._context.model].decodes
+            return any(w.available and w.id not in failover.avoid for w in served)
+
+        return await self._wait(is_served)
+
+    async def _wait(self, is_served: Callable[[Fleet], bool]) -> str | None:
+        waiting = self._services.waiting
+        if self._wait_ends_at is None:
+            self._wait_ends_at = waiting.ends_at()
+        return await waiting.wait(is_served, self._wait_ends_at)
+
+    def _note_answered(self, placement: Placement) -> None:
+        status, workers = self._context.status or 0, self._services.workers
+        worker = workers.with_id(placement.decode.id)
+        if status < HTTPStatus.BAD_REQUEST and worker is not None:  # 4xx: the request's own fault
+            self._services.health_monitor.note_answered(worker)
+
+    def _place(self, failover: Failover, failed: UpstreamError | None) -> Placement | Unplaceable:
         context, services = self._context, self._services
         fleet = services.workers.fleet
         context.metrics = services.metrics.of(context.model, NO_MODE)
-        fleet = self._resumption.narrow(self._serving(fleet))
+        fleet = self._usable(fleet)
         speaks_vllm = "vllm" in fleet.models[context.model].decode_protocols
         non_disaggregable = find_non_disaggregable_field(self._body) if speaks_vllm else None
         request = PlacementRequest(
@@ -137,7 +180,7 @@ class RequestProxy:
         held = self._place_beside(fleet) if failed is None else None
         placement = held or services.placement.place(fleet, request, services.load)
         if isinstance(placement, Unplaceable):
-            raise failed or NoWorkerError(placement.reason)
+            return placement
         if failed is not None:
             services.fallbacks.note(context, _cause_of(failed), str(failed))
         if placement.non_disaggregable is not None:
@@ -154,6 +197,8 @@ class RequestProxy:
         """Refuse a prompt that is certainly too long; find who has how much of it cached."""
         services, model = self._services, self._context.model
         workers = services.workers
+        if not workers.fleet.models:
+            await self._wait(lambda fleet: bool(fleet.models))
         if model not in workers.fleet.models:
             raise workers.why_not_served(model)
         self._body.check_ids(partial(workers.largest_context, model))
@@ -185,6 +230,10 @@ class RequestProxy:
         actual = find_cached_tokens(context.tail) if alone else context.num_cached
         if actual is not None:
             prefixes.note_actual(context.num_predicted, actual)
+
+    def _usable(self, fleet: Fleet) -> Fleet:
+        """Without the workers that cannot serve the request, or go on with its stream."""
+        return self._resumption.narrow(self._serving(fleet))
 
     def _serving(self, fleet: Fleet) -> Fleet:
         """Without the workers that do not serve the request's fields."""
@@ -275,26 +324,22 @@ class RequestProxy:
     ) -> None:
         services, context = self._services, self._context
         worker = services.workers.of(decode)
-        try:
-            with worker.cancel_scope():
-                response = await services.upstream.post(
-                    worker.completion_urls[context.path], body, self._headers()
+        with worker.cancel_scope():
+            response = await services.upstream.post(
+                worker.completion_urls[context.path], body, self._headers()
+            )
+            try:
+                answer = ResponseForwarder(
+                    services,
+                    context,
+                    decode,
+                    self._send,
+                    resumption=self._resumption,
+                    early=early,
                 )
-                try:
-                    answer = ResponseForwarder(
-                        services,
-                        context,
-                        decode,
-                        self._send,
-                        resumption=self._resumption,
-                        early=early,
-                    )
-                    await answer.forward(response)
-                finally:
-                    response.release()
-        except UpstreamError as exc:
-            services.health_monitor.report(worker, exc)
-            raise
+                await answer.forward(response)
+            finally:
+                response.release()
 
     def _issue_ticket(self, prefill: WorkerView, decode: WorkerView, mode: HandoffMode) -> Handoff:
         services, context = self._services, self._context

@@ -96,6 +96,10 @@ class Upstream:
         body = msgspec.json.encode({"reason": reason})
         await self.ask(base_url.with_path(abort_path(ticket)), body, self._connect_timeout_s)
 
+    def num_reads(self, url: URL) -> int:
+        """How many times something was received from a worker: whoever sends is alive."""
+        return self._pool_of(url).num_reads
+
     async def _request(
         self, url: URL, method: bytes, headers: bytes = b"", body: bytes = b""
     ) -> Answer:
@@ -144,7 +148,9 @@ async def _answered_within(timeout_s: float, url: URL) -> AsyncGenerator[None]:
         async with asyncio.timeout(timeout_s):
             yield
     except TimeoutError as exc:
-        raise WorkerUnreachableError(f"{url.origin()} did not answer in time") from exc
+        raise WorkerUnreachableError(
+            f"{url.origin()} did not answer in time", is_late=True
+        ) from exc
 
 
 _error_decoder = msgspec.json.Decoder(ErrorBody)

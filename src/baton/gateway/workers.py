@@ -5,6 +5,8 @@
        └─► Rejected   ▼ │info   │
                      Down ◄─────┘
 
+One that is up may be ejected nevertheless: `Worker.health`.
+
 Whatever changes a state goes through `Workers.change`, which logs it once, counts it and makes a
 new `Fleet`.
 """
@@ -25,9 +27,10 @@ from baton.errors import UNDECODABLE, ModelNotFoundError, ProtocolError
 from baton.gateway.errors import NoWorkerError, WorkerLostError
 from baton.protocol.worker_http import Health, Role, WorkerInfo, WorkerLoad
 from baton.router.fleet import Fleet, WorkerView
+from baton.router.health import DEFAULT_HEALTH, HealthOptions, HealthState, WorkerHealth
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
     from types import TracebackType
 
     from baton.gateway.metrics import GatewayMetrics
@@ -46,20 +49,22 @@ _decoder = msgspec.json.Decoder(WorkerInfo)
 _health_decoder = msgspec.json.Decoder(Health)
 
 
-def worker_view(
-    info: WorkerInfo, listed_role: Role, *, available: bool, load: WorkerLoad | None = None
-) -> WorkerView:
+def worker_view(worker: Worker, info: WorkerInfo) -> WorkerView:
     """What placement uses of a worker, in the role that the operator gave it."""
+    is_up, health = isinstance(worker.state, Up), worker.health
     return WorkerView(
         ref=WorkerRef(info.worker, info.epoch, info.handoff_address, info.rank_addresses),
-        role=listed_role,
+        role=worker.address.role,
         model=info.served_model_name,
         fingerprint=info.fingerprint,
         transports=frozenset(info.transports),
-        available=available,
+        available=worker.is_available,
         protocol=info.protocol,
         modes=KNOWN_MODES & frozenset(info.modes),
-        load=load,
+        load=worker.load,
+        half_open=is_up and health.takes_trial,
+        ejected=is_up and not worker.is_available,
+        slow_start=health.slow_start,
     )
 
 
@@ -181,8 +186,9 @@ WorkerState: TypeAlias = Pending | Up | Draining | Down | Rejected
 class Worker:
     """One address on the operator's list."""
 
-    def __init__(self, address: WorkerAddress) -> None:
-        self.address = address
+    def __init__(self, address: WorkerAddress, health: HealthOptions) -> None:
+        self.address, self.health = address, WorkerHealth(health)
+        self.noted_health: tuple[HealthState, bool] = (HealthState.HEALTHY, False)
         self.url = URL(address.url).origin()
         self.completion_urls = {
             path: self.url.with_path(path) for path in ("/v1/chat/completions", "/v1/completions")
@@ -199,6 +205,17 @@ class Worker:
         """Nothing more is expected of it: whoever waits for it gets a `WorkerLostError`."""
         for scope in tuple(self._cancel_scopes):
             scope.interrupt(WorkerLostError(f"{self} is given up: {reason}"))
+
+    @property
+    def is_available(self) -> bool:
+        """Whether requests may be placed on it."""
+        is_relied_on = self.health.is_usable or self.health.takes_trial
+        return isinstance(self.state, Up) and is_relied_on
+
+    @property
+    def standing(self) -> str:
+        """Its state in one word; while it is up, its health's."""
+        return self.health.state if isinstance(self.state, Up) else _name_of(self.state)
 
     @property
     def info(self) -> WorkerInfo | None:
@@ -228,9 +245,15 @@ class Worker:
 class Workers:
     """All workers on the operator's list. Owner: the event loop's thread."""
 
-    def __init__(self, addresses: Iterable[WorkerAddress], metrics: GatewayMetrics) -> None:
-        self.all = tuple(Worker(address) for address in addresses)
+    def __init__(
+        self,
+        addresses: Iterable[WorkerAddress],
+        metrics: GatewayMetrics,
+        health: HealthOptions = DEFAULT_HEALTH,
+    ) -> None:
+        self.all = tuple(Worker(address, health) for address in addresses)
         self.fleet = Fleet()
+        self.on_change: Callable[[Fleet], None] = _ignore
         self._metrics = metrics
         self._by_id: dict[WorkerId, Worker] = {}
         for worker in self.all:
@@ -313,6 +336,21 @@ class Workers:
         if worker.info is not None:
             self.change(worker, Draining(worker.info))
 
+    def note_health(self, worker: Worker) -> None:
+        """What is thought of it may have changed: note that, if so."""
+        health = worker.health
+        noted = (health.state, health.takes_trial)
+        before, worker.noted_health = worker.noted_health, noted
+        if before == noted:
+            return
+        is_new = before[0] is not health.state
+        if health.cause is not None and health.state is HealthState.EJECTED and is_new:
+            self._metrics.ejections[health.cause].inc()
+        if isinstance(worker.state, Up):
+            _log_health(worker)
+        self._note_available(worker)
+        self._make_fleet()
+
     def note_load(self, worker: Worker, load: WorkerLoad | None) -> None:
         """It reported its load."""
         if worker.load != load:
@@ -327,16 +365,33 @@ class Workers:
         _log_change(worker, before, state)
         self._by_id = {w.info.worker: w for w in self.all if w.info is not None}
         self._make_fleet()
-        self._metrics.worker_up(str(worker.url), worker.address.role, up=isinstance(state, Up))
+        self._note_available(worker)
         if isinstance(state, Up):
             self._metrics.preregister(state.info.served_model_name)
 
+    def _note_available(self, worker: Worker) -> None:
+        self._metrics.worker_up(str(worker.url), worker.address.role, up=worker.is_available)
+
     def _make_fleet(self) -> None:
         self.fleet = Fleet.of(
-            worker_view(w.info, w.address.role, available=isinstance(w.state, Up), load=w.load)
-            for w in self.all
-            if w.info is not None
+            (worker_view(w, w.info) for w in self.all if w.info is not None),
+            tuple(
+                f"the {w} {'has not come up' if isinstance(w.state, Pending) else 'is not used'}: "
+                f"{_reason(w.state)}"
+                for w in self.all
+                if w.address.role is Role.PREFILL and w.info is None
+            ),
         )
+        self.on_change(self.fleet)
+
+
+def _ignore(fleet: Fleet) -> None:
+    """Of a change of the fleet for which nothing waits."""
+    del fleet
+
+
+def _name_of(state: WorkerState) -> str:
+    return type(state).__name__.lower()
 
 
 def _reason(state: WorkerState) -> str:
@@ -349,6 +404,19 @@ def _reason(state: WorkerState) -> str:
             return "up"
         case _:
             assert_never(state)
+
+
+def _log_health(worker: Worker) -> None:
+    health = worker.health
+    match health.state:
+        case HealthState.EJECTED:
+            log.warning("%s is ejected: %s", worker, health.reason)
+        case HealthState.HALF_OPEN if health.takes_trial:
+            log.info("%s gets one trial request", worker)
+        case HealthState.RECOVERING:
+            log.info("%s is back, with a share of the requests that grows", worker)
+        case _:
+            pass
 
 
 def _log_change(worker: Worker, before: WorkerState, state: WorkerState) -> None:

@@ -15,4 +15,5 @@ File map:
     simple.py       `RoundRobin`, `LeastLoaded`, `RandomChoice`
     cost.py         `CostPolicy`: one worker or two, by what the client will see
     failover.py     what to do when a worker fails
+    health.py       `WorkerHealth`: who is ejected, gets a trial request, or a growing share
 """

@@ -9,7 +9,7 @@ one that may answer. Of each, what the client will see is predicted:
 
 and what the placement costs the answers that are under way at the two. The least sum wins.
 `goodput` counts both in units of their limits, and what is beyond a limit `BEYOND` times;
-`throughput` counts seconds until the answer is complete.
+`throughput` counts seconds until the answer is complete. A worker in its slow start costs more.
 """
 
 from __future__ import annotations
@@ -118,6 +118,7 @@ class _Usable:
     num_decodes: int
     helpers: NDArray[np.intp]
     rows: NDArray[np.intp]
+    has_slow_starts: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +126,8 @@ class _Parts:
     """What each worker would add to a request's cost, as arrays `[num_workers]`.
 
     Computing the prompt takes `queue_s + prefill_s` and costs the answers there `stall`; answering
-    takes `tpot_s` for a token and costs them `crowd`.
+    takes `tpot_s` for a token and costs them `crowd`. `shares` are what workers in a slow start get
+    of what they would get otherwise; None where there are none.
     """
 
     usable: _Usable
@@ -135,6 +137,7 @@ class _Parts:
     stall: NDArray[np.float64]
     tpot_s: NDArray[np.float64]
     crowd: NDArray[np.float64]
+    shares: NDArray[np.float64] | None
 
     def predict(self, first: int, second: int, handoff_s: float, num_tokens: int) -> Prediction:
         """What a client will see of a prompt computed by the first, and answered by the second."""
@@ -180,10 +183,9 @@ class CostPolicy:
                 why = (*placement.why, f"chosen: {pair}", f"rather than {best}", *divided)
                 return replace(placement, why=why)
         reasons: tuple[str, ...] = ()
-        if usable.served.prefills and not any(
-            is_usable(w, request) for w in usable.served.prefills
-        ):
-            reasons = explain_alone(usable.served.prefills, best.decode, request.avoid)
+        listed = usable.served.prefills
+        if (listed or fleet.absent_prefills) and not any(is_usable(w, request) for w in listed):
+            reasons = explain_alone(fleet, best.decode, request)
         why = (f"chosen: {best}", *(f"rather than {pair}" for pair in pairs[:1]), *divided)
         return Placement(None, best.decode, reasons, why=why)
 
@@ -226,6 +228,7 @@ class CostPolicy:
             len(decodes),
             np.array(helpers, dtype=np.intp),
             load.rows(workers),
+            any(worker.slow_start is not None for worker in workers),
         )
         if not request.avoid:
             self._usable[request.model] = usable
@@ -271,12 +274,17 @@ class CostPolicy:
             stall = num * (_bend(before_s / left / limit) - usual)
             crowd = num * (_bend(tpot_s / limit) - usual)
         queue_s = np.maximum(0.0, columns.free_at[rows] - now)
-        return _Parts(usable, num_uncached, queue_s, prefill_s, stall, tpot_s, crowd)
+        shares = None
+        if usable.has_slow_starts:
+            shares = np.array([worker.share(now) for worker in usable.workers])
+        return _Parts(usable, num_uncached, queue_s, prefill_s, stall, tpot_s, crowd, shares)
 
     def _best_alone(self, parts: _Parts, request: PlacementRequest) -> Candidate:
         """The best worker to do both parts; among equals the first of the operator's list."""
         ttft = self._own_ttft(parts.queue_s + parts.prefill_s)
         costs = ttft + parts.stall + self._own_tpot(parts.tpot_s) + parts.crowd
+        if parts.shares is not None:
+            costs /= parts.shares
         usable = parts.usable
         best = int(costs[: usable.num_decodes].argmin())
         prediction = parts.predict(best, best, 0.0, request.num_prompt_tokens)
@@ -313,6 +321,8 @@ class CostPolicy:
                 handed = float(parts.num_uncached[second])
                 handoff_s = load.handoff_cost(prefill, decode).predict(handed)
                 cost = self._own_ttft(before_s + handoff_s) + stall + float(answering[second])
+                if parts.shares is not None:
+                    cost /= float(min(parts.shares[first], parts.shares[second]))
                 found.append((cost, first, second, handoff_s))
                 least = min(least, cost)
                 enough = max(least, PREFERRED_ALONE * alone_cost)

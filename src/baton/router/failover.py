@@ -101,6 +101,10 @@ class Failover:
                 pass  # its worker's new epoch is all that the next attempt needs
         self.num_left -= 1
 
+    def forgive(self, gone: frozenset[WorkerId]) -> None:
+        """What is not there now may be asked once it is back: it is another process then."""
+        self.avoid -= gone
+
     def _record_prefill(self, attempt: Attempt, failure: Failure) -> None:
         self.num_prefill_failures += 1
         is_last = self.num_prefill_failures >= MAX_PREFILL_FAILURES

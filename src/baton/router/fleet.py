@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from baton.auth.ticket import HandoffMode, WorkerRef
     from baton.ids import WorkerId
     from baton.protocol.worker_http import WorkerLoad, WorkerProtocol
-
+    from baton.router.health import SlowStart
 
 PUSH_ONLY: Final[frozenset[HandoffMode]] = frozenset({"push"})
 """What every worker knows."""
@@ -24,6 +24,8 @@ class WorkerView:
     """One incarnation of a worker. `fingerprint` is its model's, `model` the name that clients use.
 
     `modes` are the ways of handing over that it takes part in. `load` None: not reported.
+    `available`: it may be given requests. `half_open`: it may get a trial request.
+    `ejected`: it is up, but only used where there is no other. `slow_start` None: it is over.
     """
 
     ref: WorkerRef
@@ -35,6 +37,9 @@ class WorkerView:
     protocol: WorkerProtocol = "baton"
     modes: frozenset[HandoffMode] = PUSH_ONLY
     load: WorkerLoad | None = None
+    half_open: bool = False
+    ejected: bool = False
+    slow_start: SlowStart | None = None
 
     @property
     def id(self) -> WorkerId:
@@ -51,6 +56,10 @@ class WorkerView:
         """Whether an answer can come from here."""
         return self.role is not Role.PREFILL
 
+    def share(self, now: float) -> float:
+        """Of the requests that it would get otherwise, up to 1: less after its return."""
+        return 1.0 if self.slow_start is None else self.slow_start.share(now)
+
     def why_not_from(self, prefill: WorkerView) -> str | None:
         """Why this decode worker cannot take KV from `prefill`; None if it can."""
         if prefill.fingerprint != self.fingerprint:
@@ -65,13 +74,15 @@ class ModelWorkers:
     """The workers that serve one model, in the order in which the operator listed them.
 
     `helpers` may prefill what another worker answers: prefill workers, and those of both roles.
-    `decode_protocols` is the decode workers', at hand because each request asks for it.
+    `decode_protocols` is the decode workers', at hand because each request asks for it; so are
+    `trials`, the workers that are half-open.
     """
 
     prefills: tuple[WorkerView, ...]
     decodes: tuple[WorkerView, ...]
     helpers: tuple[WorkerView, ...]
     decode_protocols: frozenset[WorkerProtocol]
+    trials: tuple[WorkerView, ...] = ()
 
     @classmethod
     def of(cls, workers: Iterable[WorkerView]) -> ModelWorkers:
@@ -83,30 +94,39 @@ class ModelWorkers:
             decodes=decodes,
             helpers=tuple(w for w in listed if w.role is not Role.DECODE),
             decode_protocols=frozenset(w.protocol for w in decodes),
+            trials=tuple(w for w in listed if w.half_open),
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """All workers that have ever identified themselves, by the model that they serve."""
+    """All workers that have ever identified themselves, by the model that they serve.
+
+    `absent_prefills`: a readable line for each listed prefill worker whose model is not known.
+    """
 
     models: dict[str, ModelWorkers] = field(default_factory=dict)
+    absent_prefills: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, workers: Iterable[WorkerView]) -> Fleet:
+    def of(cls, workers: Iterable[WorkerView], absent_prefills: tuple[str, ...] = ()) -> Fleet:
         """Index the workers."""
         by_model: dict[str, list[WorkerView]] = {}
         for worker in workers:
             by_model.setdefault(worker.model, []).append(worker)
-        return cls({model: ModelWorkers.of(served) for model, served in by_model.items()})
+        models = {model: ModelWorkers.of(served) for model, served in by_model.items()}
+        return cls(models, absent_prefills)
 
     def only(self, model: str, protocol: WorkerProtocol) -> Fleet:
         """A fleet of those workers of a model that speak `protocol`."""
         served = self.models[model]
         listed = (*served.prefills, *served.decodes)
-        return Fleet({model: ModelWorkers.of(w for w in listed if w.protocol == protocol)})
+        spoken = ModelWorkers.of(w for w in listed if w.protocol == protocol)
+        return Fleet({model: spoken}, self.absent_prefills)
 
     @property
     def can_decode(self) -> bool:
         """Whether any answer at all can be given."""
-        return any(w.available for served in self.models.values() for w in served.decodes)
+        return any(
+            w.available or w.ejected for served in self.models.values() for w in served.decodes
+        )

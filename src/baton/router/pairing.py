@@ -42,14 +42,14 @@ class PairingPolicy:
         decodes = find_decodes(fleet, request)
         if isinstance(decodes, Unplaceable):
             return decodes
-        decode, listed = self.choose(decodes, request, load), fleet.models[request.model].prefills
-        if not listed:
+        decode, served = self.choose(decodes, request, load), fleet.models[request.model]
+        if not served.prefills and not fleet.absent_prefills:
             return Placement(prefill=None, decode=decode)
         if (alone := serve_alone(decode, request, self._mode)) is not None:
             return alone
-        pairable = find_prefills(listed, decode, request)
+        pairable = find_prefills(served, decode, request)
         if not pairable:
-            return Placement(None, decode, explain_alone(listed, decode, request.avoid))
+            return Placement(None, decode, explain_alone(fleet, decode, request))
         return hand_over(self.choose(pairable, request, load), decode, request, self._mode)
 
 
@@ -58,15 +58,20 @@ def find_decodes(fleet: Fleet, request: PlacementRequest) -> list[WorkerView] | 
     served = fleet.models.get(request.model)
     if served is None:
         return Unplaceable(f"no worker serves the model {request.model!r}")
-    decodes = [w for w in served.decodes if is_usable(w, request)]
+    decodes = [w for w in served.trials if w.decodes and is_usable(w, request)][:1]
+    if not decodes or request.avoid:  # a retry is no trial
+        decodes = [w for w in served.decodes if is_usable(w, request)]
+    decodes = decodes or [w for w in served.decodes if w.ejected and w.id not in request.avoid]
     return decodes or Unplaceable(_explain_no_decode(served, request))
 
 
 def find_prefills(
-    listed: Sequence[WorkerView], decode: WorkerView, request: PlacementRequest
+    served: ModelWorkers, decode: WorkerView, request: PlacementRequest
 ) -> list[WorkerView]:
-    """Those that may prefill a request for this decode worker."""
-    return [w for w in listed if is_usable(w, request) and decode.why_not_from(w) is None]
+    """Those that may prefill a request for this decode worker; a half-open one, if there is."""
+    listed = served.prefills
+    found = [w for w in listed if is_usable(w, request) and decode.why_not_from(w) is None]
+    return [w for w in found if w.half_open][:1] or found if served.trials else found
 
 
 def is_usable(worker: WorkerView, request: PlacementRequest) -> bool:
@@ -103,11 +108,11 @@ def hand_over(
     )
 
 
-def explain_alone(
-    prefills: Sequence[WorkerView], decode: WorkerView, avoid: frozenset[WorkerId]
-) -> tuple[str, ...]:
-    """Why none of these prefill workers serves the request with a decode worker."""
-    return tuple(_why_not(prefill, decode, avoid) for prefill in prefills)
+def explain_alone(fleet: Fleet, decode: WorkerView, request: PlacementRequest) -> tuple[str, ...]:
+    """Why no prefill worker serves the request with a decode worker."""
+    prefills = fleet.models[request.model].prefills
+    known = (_why_not(prefill, decode, request.avoid) for prefill in prefills)
+    return (*known, *fleet.absent_prefills)
 
 
 def _explain_no_decode(served: ModelWorkers, request: PlacementRequest) -> str:
@@ -121,5 +126,5 @@ def _why_not(prefill: WorkerView, decode: WorkerView, avoid: frozenset[WorkerId]
     if prefill.id in avoid:
         return f"{prefill.id} has just failed this request"
     if not prefill.available:
-        return f"{prefill.id} is not available"
+        return f"{prefill.id} is {'ejected' if prefill.ejected else 'not available'}"
     return decode.why_not_from(prefill) or f"{prefill.id} was not chosen"

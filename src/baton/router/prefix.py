@@ -31,8 +31,8 @@ class PrefixPolicy(RoundRobin):
     """The worker with the fewest tokens to compute before this prompt is done.
 
     Those of prompts that it was given already, this prompt's own without what it has cached, and
-    for each answer under way `tokens_per_answer`. In turns where several have as few. It needs no
-    model of costs, and knows none: `cost` does.
+    for each answer under way `tokens_per_answer`; more in a worker's slow start. In turns where
+    several have as few. It needs no model of costs, and knows none: `cost` does.
     """
 
     uses_prefixes = True
@@ -61,7 +61,8 @@ class PrefixPolicy(RoundRobin):
         for worker in workers:
             activity = load.of(worker.id, worker.model)
             answers = self._per_answer * activity.num_decodes
-            ahead[worker.id] = activity.prefill_tokens + answers + request.count_uncached(worker.id)
+            tokens = activity.prefill_tokens + answers + request.count_uncached(worker.id)
+            ahead[worker.id] = tokens / worker.share(request.at)
         least = min(ahead.values())
         nearest = [worker for worker in workers if ahead[worker.id] == least]
         return super().choose(nearest, request, load)

@@ -24,24 +24,44 @@ class RoundRobin(PairingPolicy):
     """The decode worker that has waited longest, and a prefill worker that can hand over to it.
 
     While nothing changes that is the operator's order, again and again. A worker that comes back
-    takes one turn at once, then its place in the round: it is not flooded to catch up.
+    takes one turn at once, then its place in the round: it is not flooded to catch up. In a slow
+    start it takes its share of its turns.
     """
 
     def __init__(self, mode: ModeSetting = "auto") -> None:
         super().__init__(mode)
         self._turn = 0
         self._last_turn: dict[WorkerId, int] = {}
+        self._due: dict[WorkerId, float] = {}
 
     def choose(
         self, workers: Sequence[WorkerView], request: PlacementRequest, load: FleetLoad
     ) -> WorkerView:
         """See `PairingPolicy`."""
-        del request, load
+        del load
+        chosen = self._take_turn(workers)
+        if any(worker.slow_start is not None for worker in workers):
+            most = max(worker.share(request.at) for worker in workers)
+            while not self._is_due(chosen, chosen.share(request.at) / most):
+                chosen = self._take_turn(workers)
+        return chosen
+
+    def _take_turn(self, workers: Sequence[WorkerView]) -> WorkerView:
         last_turn = self._last_turn
         chosen = min(workers, key=lambda worker: last_turn.get(worker.id, 0))
         self._turn += 1
         last_turn[chosen.id] = self._turn
         return chosen
+
+    def _is_due(self, worker: WorkerView, share: float) -> bool:
+        """Whether this turn, of which a worker takes a share, is one that it takes."""
+        due = self._due.pop(worker.id, 0.0) + share
+        if due < 1 and share < 1:
+            self._due[worker.id] = due
+            return False
+        if share < 1:
+            self._due[worker.id] = due - 1
+        return True
 
     def check_invariants(self) -> None:
         """No two workers took the same turn, and none a turn to come."""
@@ -51,13 +71,19 @@ class RoundRobin(PairingPolicy):
 
 
 class LeastLoaded(RoundRobin):
-    """The worker with the fewest requests of this gateway; in turns where several have as few."""
+    """The worker with the fewest requests of this gateway; in turns where several have as few.
+
+    In a slow start, it may have its share of what others have.
+    """
 
     def choose(
         self, workers: Sequence[WorkerView], request: PlacementRequest, load: FleetLoad
     ) -> WorkerView:
         """See `PairingPolicy`."""
-        counts = [load.of(worker.id, worker.model).num_requests for worker in workers]
+        counts = [
+            (load.of(worker.id, worker.model).num_requests + 1) / worker.share(request.at)
+            for worker in workers
+        ]
         least = min(counts)
         idlest = [w for w, num in zip(workers, counts, strict=True) if num == least]
         return super().choose(idlest, request, load)

@@ -14,10 +14,11 @@ from baton.engines.vllm.identity import (
 )
 from baton.errors import ProtocolError
 from baton.gateway.options import WorkerAddress
-from baton.gateway.workers import read_info, why_not_used, worker_view
+from baton.gateway.workers import Worker, read_info, why_not_used, worker_view
 from baton.ids import WorkerId
 from baton.kv.layout import KVLayout
 from baton.protocol.worker_http import MAX_RANKS, Role, WorkerInfo
+from baton.router.health import DEFAULT_HEALTH
 
 VLLM = {
     "worker": "vllm-d",
@@ -54,7 +55,7 @@ def listed(url: str = "http://10.0.0.5:8000", role: Role = Role.DECODE) -> Worke
 
 def test_a_vllm_server_is_placed_and_ticketed_with_all_its_ranks():
     told = info(rank_addresses=ranks(2), control_urls=controls(2))
-    view = worker_view(told, Role.DECODE, available=True)
+    view = worker_view(Worker(listed(), DEFAULT_HEALTH), told)
     assert view.protocol == "vllm"
     assert view.ref.rank_addresses == tuple(ranks(2))
     assert view.ref.address == ranks(2)[0]
