@@ -1,12 +1,13 @@
-"""A stream's events → the answer as a client puts it together."""
+"""A stream's events → the answer as a client puts it together; a client that reads one."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-CALL_IDS = ("id", "type")
+if TYPE_CHECKING:
+    import aiohttp
 
 
 @dataclass
@@ -81,3 +82,24 @@ class StreamedAnswer:
         self.tokens += logprobs.get("tokens", [])
         self.logprobs += logprobs.get("token_logprobs", [])
         self.offsets += logprobs.get("text_offset", [])
+
+
+@dataclass
+class StreamClient:
+    """A stream that is read as it comes."""
+
+    path: str
+    body: dict[str, Any]
+    answer: StreamedAnswer = field(default_factory=StreamedAnswer)
+
+    async def ask(self, session: aiohttp.ClientSession, url: str) -> StreamedAnswer:
+        body = {"model": "demo", "stream": True, **self.body}
+        async with session.post(url + self.path, json=body) as response:
+            assert response.status == 200, await response.text()
+            rest = b""
+            async for chunk in response.content.iter_any():
+                *events, rest = (rest + chunk).split(b"\n\n")
+                for event in events:
+                    self.answer.read(event)
+            assert not rest
+        return self.answer

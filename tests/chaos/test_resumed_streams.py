@@ -16,7 +16,7 @@ from tests.chaos.clients import Prompts
 from tests.chaos.conftest import ENGINE, GATEWAY, KEY, SEED, run
 from tests.chaos.process_state import read_load, until
 from tests.preloaded import start_preloaded
-from tests.stream_answers import StreamedAnswer
+from tests.stream_answers import StreamClient, StreamedAnswer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -24,31 +24,10 @@ if TYPE_CHECKING:
     import aiohttp
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-NUM_TOKENS = 300
+NUM_TOKENS = 200
 GREEDY = {"temperature": 0, "ignore_eos": True, "max_tokens": NUM_TOKENS}
 SEEDED = {**GREEDY, "temperature": 1.0, "seed": 7}
 USAGE = {"stream_options": {"include_usage": True}}
-
-
-@dataclass
-class Client:
-    """A stream that is read as it comes."""
-
-    path: str
-    body: dict[str, Any]
-    answer: StreamedAnswer = field(default_factory=StreamedAnswer)
-
-    async def ask(self, session: aiohttp.ClientSession, url: str) -> StreamedAnswer:
-        body = {"model": "demo", "stream": True, **self.body}
-        async with session.post(url + self.path, json=body) as response:
-            assert response.status == 200, await response.text()
-            rest = b""
-            async for chunk in response.content.iter_any():
-                *events, rest = (rest + chunk).split(b"\n\n")
-                for event in events:
-                    self.answer.read(event)
-            assert not rest
-        return self.answer
 
 
 @dataclass
@@ -99,7 +78,7 @@ def resumed(counts: dict[str, float], result: str = "resumed") -> float:
 
 
 async def begin(
-    session: aiohttp.ClientSession, workers: Decodes, clients: list[Client]
+    session: aiohttp.ClientSession, workers: Decodes, clients: list[StreamClient]
 ) -> list[asyncio.Task[StreamedAnswer]]:
     """Ask all, and return once all answers have begun."""
     asking = [asyncio.create_task(c.ask(session, workers.gateway.url)) for c in clients]
@@ -138,12 +117,12 @@ def test_decode_dies_under_streams_of_all_kinds(workers: Decodes, oracle: FleetP
         ),
         (CHAT, {**GREEDY, **messages, **USAGE}),
         (CHAT, {**SEEDED, **messages, "logprobs": True, "top_logprobs": 1, **USAGE}),
-        (CHAT, {**GREEDY, **messages, "logprobs": True, "min_tokens": 250}),
+        (CHAT, {**GREEDY, **messages, "logprobs": True, "min_tokens": 150}),
         (COMPLETIONS, {**SEEDED, "seed": None, "prompt": prompts.make(40), "logprobs": 0}),
     ]
 
     async def scenario(session: aiohttp.ClientSession) -> None:
-        asking = await begin(session, workers, [Client(*each) for each in bodies])
+        asking = await begin(session, workers, [StreamClient(*each) for each in bodies])
         num_lost = await kill_busy(session, workers.decodes[0])
         assert not all(task.done() for task in asking)
         answers = await asyncio.gather(*asking)
@@ -152,7 +131,7 @@ def test_decode_dies_under_streams_of_all_kinds(workers: Decodes, oracle: FleetP
         assert counts["baton_gateway_resumed_tokens_total"] >= num_lost
 
         oracle.wait_ready()
-        expecting = [Client(*each).ask(session, oracle.url) for each in bodies]
+        expecting = [StreamClient(*each).ask(session, oracle.url) for each in bodies]
         for (path, body), answer, expected in zip(
             bodies, answers, await asyncio.gather(*expecting), strict=True
         ):
@@ -179,7 +158,7 @@ def test_prefill_dies_and_then_decode_under_several_answers_that_began_early(
     async def scenario(session: aiohttp.ClientSession) -> None:
         await asyncio.to_thread(workers.start_gateway, **{"gateway.first_token_early": True})
         asking = asyncio.create_task(ask_for_several(session, workers.gateway.url, body))
-        (streaming,) = await begin(session, workers, [Client(COMPLETIONS, alone)])
+        (streaming,) = await begin(session, workers, [StreamClient(COMPLETIONS, alone)])
         workers.prefills[0].kill()
         num_lost = await kill_busy(session, workers.decodes[0])
         several, answer = await asking, await streaming
@@ -188,9 +167,9 @@ def test_prefill_dies_and_then_decode_under_several_answers_that_began_early(
         oracle.wait_ready()
         for index, one in several.items():
             fields = {name: value for name, value in body.items() if name != "n"}
-            seeded = Client(COMPLETIONS, {**fields, "seed": body["seed"] + index})
+            seeded = StreamClient(COMPLETIONS, {**fields, "seed": body["seed"] + index})
             assert same(one) == same(await seeded.ask(session, oracle.url))
-        expected = await Client(COMPLETIONS, alone).ask(session, oracle.url)
+        expected = await StreamClient(COMPLETIONS, alone).ask(session, oracle.url)
         assert same(answer) == same(expected)
 
     run(scenario)

@@ -50,6 +50,9 @@ def stream(*parts: bytes, then: str = "done", header: bool = False) -> Script:
             await asyncio.sleep(0.02)
         if then == "die":
             visit.worker.kill()
+        elif then == "hang":
+            visit.worker.health_status = 500
+            await asyncio.Event().wait()
         elif then == "done":
             await visit.done()
 
@@ -110,6 +113,31 @@ def test_vllm_answers_again_and_the_client_gets_what_it_lacks(body: dict[str, An
         assert await cluster.metric(ttft + '{mode="push"') == 1
 
     run(scenario, **vllms(first, second))
+
+
+def test_a_worker_that_hangs_is_replaced_once_it_is_given_up() -> None:
+    first = stream(b":5\n" + texts("a", "a")[0], then="hang", header=True)
+    second = stream(b":6\n" + texts("a", "b")[0], header=True)
+
+    async def scenario(cluster: Cluster) -> None:
+        answer = await ask(cluster, SAMPLED)
+        assert (answer.text, answer.is_broken) == ("ab", False)
+        assert await results(cluster) == {"resumed": 1}
+
+    run(scenario, **batons(first, second), abandon_after_s=0.3)
+
+
+def test_an_error_that_is_the_clients_is_no_other_workers_chance() -> None:
+    refusal = {**ERROR, "type": "BadRequestError", "code": 400}
+    error = b"data: " + json.dumps({"error": refusal}).encode()
+
+    async def scenario(cluster: Cluster) -> None:
+        answer = await ask(cluster, GREEDY)
+        assert [each["type"] for each in answer.errors] == ["BadRequestError"]
+        assert not cluster.decodes[1].visits
+        assert await results(cluster) == {}
+
+    run(scenario, **vllms(stream(error + b"\n\n"), stream(END)))
 
 
 def test_a_tools_call_goes_on_in_the_middle_of_its_arguments() -> None:

@@ -137,9 +137,10 @@ class WorkerReportedError(UpstreamError):
     """A stream ended with an error's event, of which `event` is the JSON."""
 
     def __init__(self, event: bytes) -> None:
-        super().__init__("the worker ended its stream with an error")
+        detail = _read_detail(event)
+        super().__init__(f"the worker ended its stream with an error ({detail})")
         self.answer = ErrorAnswer(HTTPStatus.BAD_GATEWAY, event)
-        self.is_clients_fault = _read_type(event) in CLIENTS_FAULTS
+        self.is_clients_fault = detail.type in CLIENTS_FAULTS
 
 
 class ReplayDiffersError(UpstreamError):
@@ -261,11 +262,11 @@ def answer_for(error: Exception) -> ErrorAnswer:
 _body_decoder = msgspec.json.Decoder(ErrorBody)
 
 
-def _read_type(event: bytes) -> str | None:
+def _read_detail(event: bytes) -> ErrorDetail:
     try:
-        return _body_decoder.decode(event).error.type
+        return _body_decoder.decode(event).error
     except UNDECODABLE:
-        return None
+        return ErrorDetail()
 
 
 def _headers(error: Exception) -> tuple[tuple[bytes, bytes], ...]:

@@ -104,12 +104,14 @@ class Resumption:
         """An attempt failed; whether it had added to the stream."""
         has_progressed = self.record.num_taken > self._num_taken
         self._num_taken = self.record.num_taken
-        if not self._context.has_sent_bytes:
-            return False
+        if isinstance(error, WorkerReportedError) and error.is_clients_fault:
+            self._result = ResumeResult.REFUSED
         if has_progressed:
             self._protocol = decode.protocol
+        if not self._context.has_sent_bytes:
+            return False
         self._lost_at = self._lost_at or self._services.clock.now()
-        self._result = self._why_over(error, body)
+        self._result = self._result or self._why_over(error, body)
         if self._result is None:
             num, what = self._count_known()
             self._context.trace.fallbacks.append(f"the stream goes on after {num} {what}")
@@ -118,7 +120,7 @@ class Resumption:
 
     @property
     def is_over(self) -> bool:
-        """Whether the client has a part of an answer that cannot go on."""
+        """Whether no other worker can answer: the client has a part, or is at fault."""
         return self._result is not None
 
     @property
@@ -135,8 +137,6 @@ class Resumption:
     def _why_over(self, error: UpstreamError, body: CompletionBody) -> ResumeResult | None:
         if isinstance(error, ReplayDiffersError):
             return ResumeResult.DIFFERED
-        if isinstance(error, WorkerReportedError) and error.is_clients_fault:
-            return ResumeResult.REFUSED
         if not self.record.is_kept or self.record.read_token_ids() is None:
             return ResumeResult.NOT_KEPT
         if not (self.record.has_ids or is_repeatable(body)):
