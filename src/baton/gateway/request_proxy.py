@@ -82,12 +82,21 @@ class RequestProxy:
         Raises:
             ModelNotFoundError: no worker serves that model.
             NoWorkerError: none of those that do is available.
+            QuotaError, OverloadedError: see `Admission.enter`.
             UpstreamError: the workers that were asked failed.
         """
+        admission = self._services.admission
+        await self._check_prompt()
+        await admission.enter(self._context, self._body, self._num_tokens, self._match)
+        try:
+            await self._try_workers()
+        finally:
+            admission.leave(self._context.model)
+
+    async def _try_workers(self) -> None:
         services = self._services
         failover, failed = Failover(failed_modes=self._excluded_modes), None
         services.retry_budget.add_request()
-        await self._check_prompt()
         while failover.may_retry and not self._context.has_sent_bytes:
             if failed is not None and not services.retry_budget.take(services.clock.now()):
                 services.metrics.refused_retries.inc()
@@ -124,6 +133,9 @@ class RequestProxy:
             failed_modes=failover.failed_modes,
             at=services.clock.now(),
             cached={} if self._match is None else self._match.cached,
+            full=services.admission.find_full(context.model),
+            ttft_s=services.admission.ttft_s(context),
+            tpot_s=services.admission.tpot_s(context),
         )
         held = self._place_beside(fleet) if failed is None else None
         placement = held or services.placement.place(fleet, request, services.load)
@@ -164,7 +176,9 @@ class RequestProxy:
             num_handed -= match.cached.get(placement.decode.id, 0)
             num_tokens -= context.num_predicted
             services.prefixes.expect(context.model, match, placement)
-        context.running = services.load.begin(placement, num_tokens, now, num_handed)
+        context.running = services.load.begin(
+            placement, num_tokens, now, num_handed, waited_s=context.waited_s
+        )
         return context.running
 
     def _note_cached(self, placement: Placement) -> None:

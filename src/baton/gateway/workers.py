@@ -27,7 +27,7 @@ from baton.protocol.worker_http import Health, Role, WorkerInfo, WorkerLoad
 from baton.router.fleet import Fleet, WorkerView
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
     from types import TracebackType
 
     from baton.gateway.metrics import GatewayMetrics
@@ -41,6 +41,8 @@ KV_ROLES: Final = {
     Role.BOTH: "kv_both",
 }
 
+
+OnLoad: TypeAlias = "Callable[[WorkerId, str, WorkerLoad | None], None]"
 
 _decoder = msgspec.json.Decoder(WorkerInfo)
 _health_decoder = msgspec.json.Decoder(Health)
@@ -228,10 +230,16 @@ class Worker:
 class Workers:
     """All workers on the operator's list. Owner: the event loop's thread."""
 
-    def __init__(self, addresses: Iterable[WorkerAddress], metrics: GatewayMetrics) -> None:
+    def __init__(
+        self,
+        addresses: Iterable[WorkerAddress],
+        metrics: GatewayMetrics,
+        on_load: OnLoad | None = None,
+    ) -> None:
+        """`on_load` is called with each report: a worker's name, its model, its load."""
         self.all = tuple(Worker(address) for address in addresses)
         self.fleet = Fleet()
-        self._metrics = metrics
+        self._metrics, self._on_load = metrics, on_load
         self._by_id: dict[WorkerId, Worker] = {}
         for worker in self.all:
             metrics.worker_up(str(worker.url), worker.address.role, up=False)
@@ -314,7 +322,9 @@ class Workers:
             self.change(worker, Draining(worker.info))
 
     def note_load(self, worker: Worker, load: WorkerLoad | None) -> None:
-        """It reported its load."""
+        """It reported its load, or that it does not."""
+        if self._on_load is not None and worker.info is not None:
+            self._on_load(worker.info.worker, worker.info.served_model_name, load)
         if worker.load != load:
             worker.load = load
             self._make_fleet()

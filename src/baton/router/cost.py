@@ -29,6 +29,7 @@ from baton.router.pairing import (
     find_decodes,
     hand_over,
     is_usable,
+    not_full,
     serve_alone,
 )
 from baton.router.placement import Placement, Unplaceable
@@ -161,7 +162,7 @@ class CostPolicy:
         load: FleetLoad,
     ) -> Iterator[tuple[WorkerView, WorkerView]]:
         """The pairs that are worth a look: of the least busy ones of each part."""
-        usable = [worker for worker in helpers if is_usable(worker, request)]
+        usable = not_full([each for each in helpers if is_usable(each, request)], request)
         if len(usable) > MOST_OF_EACH:
             usable = nsmallest(
                 MOST_OF_EACH, usable, key=lambda w: load.of(w.id, w.model).queue_s(request.at)
@@ -207,15 +208,16 @@ class CostPolicy:
             _pace(answering, 1, now),
             request.num_prompt_tokens - uncached,
         )
-        cost = self._own(prediction) + self._others(computing, answering, prefill_s, now)
+        cost = self._own(prediction, request) + self._others(computing, answering, prefill_s, now)
         return Candidate(prefill, decode, prediction, cost)
 
-    def _own(self, prediction: Prediction) -> float:
-        """What the request itself will see."""
+    def _own(self, prediction: Prediction, request: PlacementRequest) -> float:
+        """What the request itself will see, by its own limits where it has some."""
         options = self._options
         if options.objective == "throughput":
             return prediction.ttft_s + TYPICAL_ANSWER_TOKENS * prediction.tpot_s
-        return _bend(prediction.ttft_s / options.ttft_s) + _bend(prediction.tpot_s / options.tpot_s)
+        ttft_s, tpot_s = request.ttft_s or options.ttft_s, request.tpot_s or options.tpot_s
+        return _bend(prediction.ttft_s / ttft_s) + _bend(prediction.tpot_s / tpot_s)
 
     def _others(
         self, computing: WorkerActivity, answering: WorkerActivity, prefill_s: float, now: float

@@ -126,7 +126,7 @@ class EndedRequest:
 
     @property
     def lasted_s(self) -> float:
-        """From its placement to its end."""
+        """From its arrival to its end."""
         return self.ttft_s + self.tpot_s * (self.num_streamed - 1)
 
 
@@ -134,7 +134,8 @@ class EndedRequest:
 class RunningRequest:
     """One attempt, from its placement to its end. Owner: the gateway's thread.
 
-    `num_tokens` of its prompt are to be computed, `num_handed` to be handed over.
+    `num_tokens` of its prompt are to be computed, `num_handed` to be handed over. Before that it
+    `waited_s` in the gateway.
     """
 
     prefill: WorkerActivity
@@ -145,6 +146,7 @@ class RunningRequest:
     began_at: float
     ended: deque[EndedRequest]
     _expected: tuple[float, float]
+    waited_s: float = 0.0
     _is_prefilled: bool = False
     _prefilled_at: float | None = None
     _first_at: float | None = None
@@ -186,7 +188,7 @@ class RunningRequest:
         pace_s = (now - first_at) / (num_streamed - 1)
         alone = 1.0 - min(MOST_SHARE, self.decode.prefill_share(now))
         self.decode.step_cost.observe(stream_seconds / (now - first_at), pace_s * alone)
-        ttft_s = first_at - self.began_at
+        ttft_s = self.waited_s + first_at - self.began_at
         self.ended.append(EndedRequest(now, self.num_tokens, num_streamed, ttft_s, pace_s))
 
 
@@ -237,11 +239,17 @@ class FleetLoad:
         return cost
 
     def begin(
-        self, placement: Placement, num_tokens: int, now: float, num_handed: int | None = None
+        self,
+        placement: Placement,
+        num_tokens: int,
+        now: float,
+        num_handed: int | None = None,
+        *,
+        waited_s: float = 0.0,
     ) -> RunningRequest:
         """A request goes to these workers, of which one has so many prompt tokens to compute.
 
-        `num_handed` are then handed over, all of them unless it is given.
+        `num_handed` are then handed over, all of them unless it is given. `waited_s`: for a place.
         """
         decode_view, prefill_view = placement.decode, placement.prefill
         decode, cost = self.of(decode_view.id, decode_view.model), None
@@ -253,7 +261,9 @@ class FleetLoad:
         decode.num_decodes += 1
         ended = self.costs(decode_view.model).ended
         handed = num_tokens if num_handed is None else num_handed
-        return RunningRequest(prefill, decode, cost, num_tokens, handed, now, ended, expected)
+        return RunningRequest(
+            prefill, decode, cost, num_tokens, handed, now, ended, expected, waited_s
+        )
 
     def costs(self, model: str) -> ModelCosts:
         """What a model's workers share."""

@@ -59,14 +59,22 @@ def find_decodes(fleet: Fleet, request: PlacementRequest) -> list[WorkerView] | 
     if served is None:
         return Unplaceable(f"no worker serves the model {request.model!r}")
     decodes = [w for w in served.decodes if is_usable(w, request)]
-    return decodes or Unplaceable(_explain_no_decode(served, request))
+    return not_full(decodes, request) or Unplaceable(_explain_no_decode(served, request))
 
 
 def find_prefills(
     listed: Sequence[WorkerView], decode: WorkerView, request: PlacementRequest
 ) -> list[WorkerView]:
     """Those that may prefill a request for this decode worker."""
-    return [w for w in listed if is_usable(w, request) and decode.why_not_from(w) is None]
+    usable = [w for w in listed if is_usable(w, request) and decode.why_not_from(w) is None]
+    return not_full(usable, request)
+
+
+def not_full(workers: list[WorkerView], request: PlacementRequest) -> list[WorkerView]:
+    """Those that can use a request now; all of them if none can."""
+    if not request.full:
+        return workers
+    return [worker for worker in workers if worker.id not in request.full] or workers
 
 
 def is_usable(worker: WorkerView, request: PlacementRequest) -> bool:
