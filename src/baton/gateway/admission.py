@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
 TICK_S: Final = 0.1
 """While requests wait: how often the workers are looked at though none has ended."""
+BEGINS_WITHIN: Final = 0.9
+"""Of the time until its deadline: what begins later would hardly be complete."""
 
 _count_decoder = msgspec.json.Decoder(int | None)
 
@@ -128,9 +130,9 @@ class Admission:
         whole = context.whole or context
         client, received_at = whole.client, whole.received_at
         named = whole.targets.priority
-        deadline_at, target_at = float(context.deadline), inf
+        limit_s, target_at = whole.deadline - received_at, inf
         if body.stream:
-            deadline_at = min(deadline_at, received_at + self._options.first_byte_timeout_s)
+            limit_s = min(limit_s, self._options.first_byte_timeout_s)
         ttft_s = self.ttft_s(context)
         if ttft_s is not None and (whole is context or whole.placement is None):
             num_cached = 0 if match is None else max(match.cached.values(), default=0)
@@ -144,7 +146,7 @@ class Admission:
             at=self._clock.now(),
             weight=client.weight,
             target_at=target_at,
-            deadline_at=deadline_at,
+            deadline_at=received_at + BEGINS_WITHIN * limit_s,
         )
 
     def _predict_s(self, model: str, num_tokens: int) -> float:

@@ -276,7 +276,8 @@ class AdmissionQueue:
     ) -> Refusal:
         retry_after_s = RETRY_AFTER_S if wait_s is None else wait_s - left_s
         retry_after_s = min(MOST_RETRY_AFTER_S, max(LEAST_RETRY_AFTER_S, retry_after_s))
-        return Refusal(cause, retry_after_s, self._is_over_share(request), wait_s)
+        is_tenants = cause is RefusalCause.TENANT_FULL or self._is_over_share(request)
+        return Refusal(cause, retry_after_s, is_tenants, wait_s)
 
     def _is_over_share(self, request: QueuedRequest) -> bool:
         """Whether its tenant has more here than the mean tenant, weights considered."""
